@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# Sets ckptfs up on a bare Debian 12/13 or Ubuntu 24.04 and runs its parts. May be run again at any time: what is there is kept.
+# Set up ckptfs on a bare Debian 12/13 or Ubuntu 24.04 and run its parts. Repeated runs keep what is already set up.
 #
-#   ./bootstrap.sh setup      system packages, the environment .venv with everything for demo and tests, the C shim
-#   ./bootstrap.sh demo       a training run that survives kill -9 of the mount and the loss of RAM; one on three nodes that survives a node
-#   ./bootstrap.sh test       the tests (arguments go to pytest)
-#   ./bootstrap.sh lint       ruff, mypy, import contracts
-#   ./bootstrap.sh bench      the benchmarks (arguments go to bench/run.py)
-#   ./bootstrap.sh install    a self-contained installation in PREFIX (default /opt/ckptfs)
-#   ./bootstrap.sh uninstall  takes the installation away; data and configuration stay
+#   ./bootstrap.sh setup      install system packages, the environment .venv for demo and tests, the C shim
+#   ./bootstrap.sh demo       a training run that survives kill -9 of the mount and the loss of RAM; one on three nodes that loses a node
+#   ./bootstrap.sh test       run the tests (arguments go to pytest)
+#   ./bootstrap.sh lint       run ruff, mypy and the import contracts
+#   ./bootstrap.sh bench      run the benchmarks (arguments go to bench/run.py)
+#   ./bootstrap.sh install    install into PREFIX (default /opt/ckptfs), self-contained
+#   ./bootstrap.sh uninstall  remove the installation; data and configuration stay
 #
-# Environment: PREFIX, CKPTFS_VENV (default .venv), CKPTFS_NO_APT=1 (never install system packages), and whatever apt and pip read.
+# Environment: PREFIX, CKPTFS_VENV (default .venv), CKPTFS_NO_APT=1 (never install system packages), variables of apt and pip.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 HERE=$PWD
 VENV=${CKPTFS_VENV:-$HERE/.venv}
 PREFIX=${PREFIX:-/opt/ckptfs}
 
-# What the daemon needs, and what the tests run besides.
+# Packages of the daemon, and additional ones of the tests.
 PACKAGES_BASE="ca-certificates gcc libc6-dev pkg-config libfuse3-dev fuse3 python3 python3-dev python3-venv"
 PACKAGES_TEST="acl attr bindfs btrfs-progs dbench e2fsprogs etcd-server fio git gromacs lammps procps rsync sqlite3 strace stress-ng xfsprogs"
 
@@ -31,12 +31,12 @@ missing_packages() {
   done
 }
 
-# system_packages PACKAGE...: installs those that are missing, with apt; elsewhere it says what is needed.
+# system_packages PACKAGE...: install missing packages with apt; on other systems name the requirements.
 system_packages() {
   local missing optional package
   if ! command -v apt-get >/dev/null; then
     command -v gcc >/dev/null && pkg-config --exists fuse3 && command -v python3 >/dev/null && return 0
-    fail "this is no Debian or Ubuntu; install Python 3.11 or later with headers, gcc, pkg-config, libfuse 3 with headers and fuse3, then run me again"
+    fail "this is not Debian or Ubuntu; install Python 3.11 or later with headers, gcc, pkg-config, libfuse 3 with headers and fuse3, then run this script again"
   fi
   missing=$(missing_packages "$@")
   [ -n "$missing" ] || return 0
@@ -45,7 +45,7 @@ system_packages() {
   as_root env DEBIAN_FRONTEND=noninteractive apt-get -q -o DPkg::Lock::Timeout=300 update
   # shellcheck disable=SC2086
   if ! as_root env DEBIAN_FRONTEND=noninteractive apt-get -q -y -o DPkg::Lock::Timeout=300 install --no-install-recommends $missing; then
-    say "not all at once; one after the other"
+    say "apt failed; installing the packages one by one"
     for package in $missing; do
       as_root env DEBIAN_FRONTEND=noninteractive apt-get -q -y -o DPkg::Lock::Timeout=300 install --no-install-recommends "$package" \
         || optional="${optional:-} $package"
@@ -53,36 +53,36 @@ system_packages() {
     # shellcheck disable=SC2086
     missing=$(missing_packages $PACKAGES_BASE)
     [ -z "$missing" ] || fail "these packages could not be installed: $missing"
-    say "not available here, tests that need them are skipped:${optional:-}"
+    say "unavailable packages; tests that need them are skipped:${optional:-}"
   fi
 }
 
-# mtab: fusermount3 unmounts for ordinary users by this list, which a bare tree lacks.
+# mtab: fusermount3 needs this list to unmount for ordinary users; minimal systems lack it.
 mtab() {
   [ -e /etc/mtab ] || [ ! -e /proc/self/mounts ] || [ -n "${CKPTFS_NO_APT:-}" ] || as_root ln -s ../proc/self/mounts /etc/mtab
 }
 
-# fingerprint EXTRAS: what the environment is made from; another one means that pip has work to do.
+# fingerprint EXTRAS: a hash of what the environment is built from; if it changes, pip runs again.
 fingerprint() { { printf '%s\n' "$1" "$HERE"; python3 --version; cat pyproject.toml; } | sha256sum | cut -d' ' -f1; }
 
-# environment EXTRAS: .venv with this tree and what it needs. Kept when pyproject.toml has not changed.
+# environment EXTRAS: install this tree and its requirements into .venv, unless pyproject.toml is unchanged.
 environment() {
   local extras=$1 stamp="$VENV/.ckptfs-$1" python="$VENV/bin/python"
-  python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "ckptfs needs Python 3.11 or later; python3 here is $(python3 --version)"
+  python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "ckptfs needs Python 3.11 or later; python3 is $(python3 --version)"
   if [ "$(cat "$stamp" 2>/dev/null)" != "$(fingerprint "$extras")" ]; then
-    say "python environment in $VENV (extras: ${extras:-none}); the first time takes some minutes"
+    say "python environment in $VENV (extras: ${extras:-none}); the first run takes some minutes"
     [ -x "$python" ] || python3 -m venv "$VENV"
     "$python" -m pip install --disable-pip-version-check -q "setuptools>=68" wheel
     "$python" -m pip install --disable-pip-version-check --progress-bar off -q -e . \
       || fail "pip could not install ckptfs; its messages are above"
     [ -z "$extras" ] || "$python" -m pip install --disable-pip-version-check --progress-bar off -q -e ".[$extras]" \
-      || fail "pip could not install what the extras $extras need; its messages are above"
+      || fail "pip could not install the extras $extras; its messages are above"
     fingerprint "$extras" > "$stamp"
   fi
   shim "$python"
 }
 
-# shim PYTHON: the C file that lets pyfuse3 use kernel passthrough, compiled for that python's libfuse.
+# shim PYTHON: compile the C shim, which enables kernel passthrough for pyfuse3, for that Python.
 shim() { "$1" -m ckptfs_daemon.fuse.shim_build >/dev/null || fail "the C shim could not be compiled; its messages are above"; }
 
 setup() {
@@ -99,11 +99,11 @@ demo() {
   mtab
   environment demo
   bash demo/demo.sh "$VENV/bin/python"
-  # The second act makes network namespaces, which needs root.
+  # The second part creates network namespaces, which needs root.
   as_root bash demo/cluster.sh "$VENV/bin/python"
 }
 
-# run_tests ARGUMENT...: the tests on what they need, two modules at a time, since they wait more than they compute; `-n 0` has them one by one.
+# run_tests ARGUMENT...: run the tests, two modules at a time since they wait more than they compute; `-n 0` runs them one by one.
 run_tests() {
   setup
   exec "$VENV/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
@@ -121,7 +121,7 @@ bench() {
   exec "$VENV/bin/python" bench/run.py "$@"
 }
 
-# install_ckptfs, uninstall: deploy/install.sh does it; only what the system must bring is looked after here.
+# install_ckptfs, uninstall: install system packages; deploy/install.sh does the rest.
 install_ckptfs() {
   # shellcheck disable=SC2086
   [ -n "${DESTDIR:-}" ] || system_packages $PACKAGES_BASE

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Installs ckptfs, or takes it away again: `deploy/install.sh install|uninstall`. Both may run twice.
+# Install or uninstall ckptfs: `deploy/install.sh install|uninstall`. Both may be repeated.
 #
-# Everything lives in PREFIX (default /opt/ckptfs), a Python environment of its own; outside of it there are links (to man pages, too), the
-# systemd unit, shell completion and the sample configuration, all of them listed in PREFIX/installed, which is what uninstall goes by.
+# PREFIX (default /opt/ckptfs) is a Python environment of its own. Outside are only links (also to man pages), the systemd unit, shell
+# completion and the sample configuration. PREFIX/installed lists them for uninstall.
 # Configuration in /etc/ckptfs/*.toml and the catalogs in /var/lib/ckptfs are never touched.
 #
-# Environment: PREFIX; DESTDIR (for packages and tests: everything goes below it, and nothing outside is touched); PYTHON (default
-# python3, 3.11 or later). System packages are not installed here: gcc, pkg-config, libfuse3-dev, fuse3, python3-venv.
+# Environment: PREFIX; DESTDIR (for packages and tests: a root for all files); PYTHON (default python3; 3.11 or later).
+# Required system packages: gcc, pkg-config, libfuse3-dev, fuse3, python3-venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PREFIX=${PREFIX:-/opt/ckptfs}
@@ -15,7 +15,7 @@ PYTHON=${PYTHON:-python3}
 HOME_OF_ALL=$DESTDIR$PREFIX
 MARK=$HOME_OF_ALL/installed
 SBIN=/sbin
-[ ! -L /sbin ] || SBIN=/usr/sbin # Debian and others: /sbin is a link to it, and a package must not bring the link's target.
+[ ! -L /sbin ] || SBIN=/usr/sbin # On Debian and others /sbin is a symlink; a package must not contain files below it.
 UNITS=/usr/local/lib/systemd/system
 SAMPLE=/etc/ckptfs/ckptfs.toml.sample
 
@@ -28,7 +28,7 @@ case $PREFIX$DESTDIR in *[[:space:]]*) fail "PREFIX and DESTDIR must not contain
 
 pip() { "$HOME_OF_ALL/bin/python" -m pip --disable-pip-version-check "$@"; }
 
-# place FILE: make room for a file outside of PREFIX, and remember it.
+# place FILE: create the directory of a file outside of PREFIX, and record the file.
 place() {
   mkdir -p "$DESTDIR$(dirname "$1")"
   grep -qxF "$1" "$MARK" || printf '%s\n' "$1" >> "$MARK"
@@ -40,12 +40,12 @@ environment() {
   local tree
   "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "ckptfs needs Python 3.11 or later; $PYTHON is $("$PYTHON" --version)"
   [ -e "$MARK" ] || [ ! -d "$HOME_OF_ALL" ] || [ -z "$(ls -A "$HOME_OF_ALL")" ] \
-    || fail "$HOME_OF_ALL holds other things; PREFIX must be a directory for ckptfs alone"
+    || fail "$HOME_OF_ALL contains other files; PREFIX must be a directory for ckptfs alone"
   mkdir -p "$HOME_OF_ALL"
   touch "$MARK"
   [ -x "$HOME_OF_ALL/bin/python" ] || "$PYTHON" -m venv "$HOME_OF_ALL"
   pip install -q "setuptools>=68" wheel
-  # From a copy: building leaves its droppings there, and the installation does not need this tree afterwards.
+  # Build in a copy, so that this tree stays clean and is not needed afterwards.
   tree=$(mktemp -d)
   # shellcheck disable=SC2064
   trap "rm -rf '$tree'" EXIT
@@ -54,7 +54,7 @@ environment() {
   pip install -q --progress-bar off --no-build-isolation "$tree"
   pip install -q --no-build-isolation --no-deps --force-reinstall "$tree"
   (cd / && "$HOME_OF_ALL/bin/python" -m ckptfs_daemon.fuse.shim_build > /dev/null)
-  if [ -n "$DESTDIR" ]; then # What was built below DESTDIR will run without it.
+  if [ -n "$DESTDIR" ]; then # Scripts that were built below DESTDIR run without it.
     grep -lI -- "$DESTDIR" "$HOME_OF_ALL"/bin/* "$HOME_OF_ALL/pyvenv.cfg" | xargs -r sed -i --follow-symlinks "s|$DESTDIR||g"
   fi
 }
@@ -83,7 +83,7 @@ manual() {
   done
 }
 
-# A sample that somebody changed is theirs: it stays.
+# A sample that was edited stays.
 sample() {
   local shipped=$HOME_OF_ALL/share/ckptfs.toml theirs=$DESTDIR$SAMPLE
   mkdir -p "$HOME_OF_ALL/share" "$(dirname "$theirs")"
@@ -94,7 +94,7 @@ sample() {
 reload_systemd() { if [ -z "$DESTDIR" ] && [ -d /run/systemd/system ]; then systemctl daemon-reload; fi; }
 
 install() {
-  say "environment in $HOME_OF_ALL; the first time takes some minutes"
+  say "environment in $HOME_OF_ALL; the first run takes some minutes"
   environment
   say "commands, mount helpers, unit, completion, man pages, sample configuration"
   local kind unit
@@ -106,7 +106,7 @@ install() {
   done
   sed "s|/opt/ckptfs|$PREFIX|g" deploy/umount.fuse > "$HOME_OF_ALL/bin/umount.fuse"
   chmod 755 "$HOME_OF_ALL/bin/umount.fuse"
-  # Another one's stays: umount then returns at once, and the daemon drains in the background.
+  # A foreign umount.fuse stays: umount then returns at once, and the daemon drains in the background.
   [ -e "$DESTDIR$SBIN/umount.fuse" ] && ! grep -qxF "$SBIN/umount.fuse" "$MARK" || link umount.fuse "$SBIN/umount.fuse"
   for unit in deploy/systemd/*.service; do
     place "$UNITS/${unit##*/}"
@@ -119,11 +119,11 @@ install() {
   say "installed; next: ckptfs doctor, then mount -t ckptfs NAME DIR -o pfs=DIR, or $SAMPLE and systemctl start ckptfs@NAME"
 }
 
-# serving: the processes of daemons that run from PREFIX.
+# serving: print the pids of daemons that run from PREFIX.
 serving() {
   local file line
   for file in /proc/[0-9]*/cmdline; do
-    line=$({ tr '\0' ' ' < "$file"; } 2> /dev/null) || continue # It has ended meanwhile.
+    line=$({ tr '\0' ' ' < "$file"; } 2> /dev/null) || continue # The process has ended.
     case $line in "$PREFIX/bin/python"*ckptfsd* | "$PREFIX/bin/python"*ckptfs_daemon*) printf '%s ' "${file//[!0-9]/}" ;; esac
   done
 }
@@ -135,7 +135,7 @@ uninstall() {
   [ -n "$DESTDIR" ] || [ -z "$running" ] || fail "daemons of this installation serve mounts (processes $running); umount them first"
   if [ -e "$MARK" ]; then
     while read -r file; do
-      # Another installation may have taken a link over; that one is not ours any more.
+      # A link that points to another installation stays.
       case $file in
         /usr/local/share/man/*) [ "$(readlink "$DESTDIR$file")" = "$PREFIX/${file#/usr/local/}" ] || continue ;;
         /usr/local/bin/* | "$SBIN"/*) [ "$(readlink "$DESTDIR$file")" = "$PREFIX/bin/$(basename "$(readlink "$DESTDIR$file")")" ] || continue ;;
@@ -147,7 +147,7 @@ uninstall() {
     rm -rf "$HOME_OF_ALL"
   fi
   reload_systemd
-  say "uninstalled; /etc/ckptfs/*.toml and /var/lib/ckptfs were left alone"
+  say "uninstalled; /etc/ckptfs/*.toml and /var/lib/ckptfs are kept"
 }
 
 case ${1:-} in

@@ -118,7 +118,7 @@ def test_a_prefix_that_holds_other_things_is_refused(tmp_path: Path) -> None:
     theirs.parent.mkdir(parents=True)
     theirs.touch()
     result = install(tmp_path)
-    assert result.returncode == 1 and "holds other things" in result.stderr
+    assert result.returncode == 1 and "contains other files" in result.stderr
     assert install(tmp_path, "uninstall").returncode == 0 and theirs.exists()
     for bad in ("relative", "/", "/opt/"):
         result = install(tmp_path, PREFIX=bad)
