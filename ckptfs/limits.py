@@ -254,8 +254,8 @@ LOOKUP_NAMES_MAX = 16
 LOOKUPS_MAX = 10_000
 # A lookup within this time of the last reply belongs to the same walk. A change by another node takes longer to be noticed.
 LOOKUP_STEP_S = 0.0003
-# Lookups of one open, if other nodes replace the file faster than each one is fetched.
-STALE_OPEN_LOOKUPS_MAX = 16
+# An open tries each newer file for this long, if other nodes replace the file faster than it is fetched.
+STALE_OPEN_WAIT_S = 60.0
 # Changes that no caller waits for are delayed this long, so that they share a transaction with one that a caller waits for.
 SHARED_GATHER_S = 0.02
 SHARED_REPORT_S = 0.05

@@ -68,6 +68,8 @@ class FileHandlers:
             if flags & os.O_EXCL:
                 raise
             # The kernel knew no such name: at ESTALE it looks the name up again, and opens the file with all its checks.
+            if context.prefetch is not None:
+                context.prefetch.record_stale_open(ctx.pid)
             raise posix_error(errno.ESTALE) from None
         return self._build_file_info(opened), context.build_attributes(attempt.inode, is_open_for_writing=True)
 

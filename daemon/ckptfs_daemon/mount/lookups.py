@@ -47,6 +47,7 @@ class StaleOpen:
     """A thread whose open met a replaced file, and the file that its next lookup returned; 0 if none yet."""
 
     call: bytes
+    until_s: float
     inode: int = 0
 
 
@@ -152,7 +153,7 @@ class LookupPrefetch:
         self._walks.pop(pid, None)
         call = self._call_of(pid)
         if call:
-            self._stale_opens[pid] = StaleOpen(call)
+            self._stale_opens[pid] = StaleOpen(call, trio.current_time() + limits.STALE_OPEN_WAIT_S)
             if len(self._stale_opens) > limits.LOOKUPS_MAX:
                 self._stale_opens.popitem(last=False)
 
@@ -163,6 +164,11 @@ class LookupPrefetch:
             del self._stale_opens[pid]
             return False
         return found is not None
+
+    def has_waited_enough(self, pid: int) -> bool:
+        """Return True if the thread has waited `STALE_OPEN_WAIT_S` since its open met a replaced file."""
+        found = self._stale_opens.get(pid)
+        return found is None or trio.current_time() > found.until_s
 
     def record_stale_open_target(self, pid: int, inode: int) -> None:
         """Record the file that the second lookup returned, whose bytes are on this node."""

@@ -90,20 +90,27 @@ class NamespaceHandlers:
         """
         context = self._context
         assert context.shared_namespace is not None and context.prefetch is not None
-        fetched_inode = 0
-        for _ in range(limits.STALE_OPEN_LOOKUPS_MAX):
+        fetched_inode = stale_inode = 0
+        while not context.prefetch.has_waited_enough(pid):
             try:
                 found = namespace.lookup(context.db, parent, name)
-                held = contents.get_file_content(context.db, found.id) if found.is_file and found.id != fetched_inode else None
-                if held is None or open.choose_read_source(held) is not open.ReadSource.FETCH:
+                held = contents.get_file_content(context.db, found.id) if found.is_file else None
+                source = open.ReadSource.HERE if held is None else open.choose_read_source(held)
+                if source is not open.ReadSource.LOST and (found.id == fetched_inode or source is not open.ReadSource.FETCH):
                     context.prefetch.record_stale_open_target(pid, found.id)
                     return
-                await context.mover_client.request(mover_requests.FETCH, found.id, timeout_s=limits.FETCH_STALL_S, accepts_begun=True)
-                fetched_inode = found.id
+                if found.id == stale_inode:
+                    return  # The store still shows this file: another try would fail again.
+                if source is open.ReadSource.FETCH:
+                    await context.mover_client.request(mover_requests.FETCH, found.id, timeout_s=limits.FETCH_STALL_S, accepts_begun=True)
+                    fetched_inode = found.id
+                    continue
             except (OSError, CkptfsError) as failure:
                 if failure.errno != errno.ESTALE:
                     return  # The lookup or the open reports it.
-                await context.shared_namespace.refresh_name(parent, name)
+            # The content is gone: the mover learns of a replaced file before this process learns of its successor.
+            stale_inode = found.id
+            await context.shared_namespace.refresh_name(parent, name)
 
     async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: "RequestContext") -> EntryAttributes:
         """Create a directory."""
@@ -323,6 +330,7 @@ class OrphanTracker:
         with self._context.db.transaction() as db:
             deleted = namespace.delete_forgotten(db, inodes)
         self._orphans.difference_update(deleted)
+        self._forgotten.difference_update(deleted)
         doomed = [content for contents in deleted.values() for content in contents]
         self._context.open_files.delete_ram_files(doomed)
         if doomed or (deleted and self._context.shared_namespace is not None):
