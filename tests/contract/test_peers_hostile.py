@@ -532,7 +532,7 @@ def test_transfers_and_loans_of_a_peer_are_bounded_and_end_when_they_are_idle(
     assert node.server.rejections.get_counts() == {"node2": {"too_many": 2}}
     monkeypatch.setattr(limits, "PEER_IDLE_S", -1.0)
     eventually(lambda: node.shelf.arriving() == 0 and len(node.server.table.reads) == 0, what="what is idle ends")
-    assert len(os.listdir("/proc/self/fd")) <= before
+    eventually(lambda: len(os.listdir("/proc/self/fd")) <= before, what="descriptors are given back")
 
 
 @with_limits(PEER_SWEEP_S=0.05)

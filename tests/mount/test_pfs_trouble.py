@@ -150,7 +150,8 @@ def test_a_changed_byte_on_the_pfs_is_never_served(make_daemon: Make, how: str) 
             (daemon.path / "checkpoint").read_bytes()
         assert refusal.value.errno == errno.EIO
         assert (daemon.path / "good").read_bytes() == data
-        assert "checkpoint cannot be read" in daemon.log
+        # The mover answers first and writes its log afterwards.
+        eventually(lambda: "checkpoint cannot be read" in daemon.log, what="the log names the file")
 
 
 def test_evicted_files_come_back(make_daemon: Make, data_path: str) -> None:

@@ -91,6 +91,24 @@ async def test_what_is_forgotten_goes_and_its_bytes_in_ram_at_once(world: World)
     await until(lambda: world.removed == [content])
 
 
+def test_an_inode_forgotten_before_the_first_round_is_deleted_once(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    inode, content = world.file(b"a")
+    marker, marked = world.file(b"b")
+    world.unlink(b"a")
+    world.forget(inode)
+
+    @beside_reaper
+    async def story(world: World) -> None:
+        await until(lambda: not world.exists(inode))
+        world.unlink(b"b")
+        world.forget(marker)
+        await until(lambda: not world.exists(marker))
+
+    story(world)
+    assert world.removed == [content, marked]
+
+
 @beside_reaper
 async def test_what_still_has_a_name_stays_when_it_is_forgotten(world: World) -> None:
     inode, _ = world.file(b"a")
