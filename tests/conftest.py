@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from daemon_under_test import DAEMONS, Area, DaemonUnderTest, NotStarted, deadline
 from etcd_server import etcd as etcd
-from etcd_server import node_options, start_etcd
+from etcd_server import node_options, serving
 
 # The long form of tests/crash takes longer.
 TEST_S = 300.0 + 15.0 * max(0, int(os.environ.get("CKPTFS_KILLS", "0")) - 10)
@@ -77,9 +77,8 @@ def clustered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[],
     if not IN_CLUSTER:
         yield dict
         return
-    server = start_etcd(tmp_path_factory.mktemp("etcd"))
-    yield lambda: node_options(server.joined, f"c{next(_clusters)}")
-    server.stop()
+    with serving(tmp_path_factory.mktemp("etcd")) as server:
+        yield lambda: node_options(server.joined, f"c{next(_clusters)}")
 
 
 def _shared(data_path: str, clustered: Callable[[], dict[str, str]]) -> Iterator[DaemonUnderTest]:

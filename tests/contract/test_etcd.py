@@ -4,11 +4,13 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 from daemon_under_test import eventually
-from etcd_server import Etcd, Member, start_etcd
+from etcd_server import Etcd, Member, revision_at, serving
+from etcd_server import three as three
 
 from ckptfs.errors import Compacted, StoreRefused, StoreUnreachable
 from ckptfs.protocol import etcd_pb2 as pb
@@ -19,21 +21,16 @@ PATIENCE_S = 120.0
 
 
 @pytest.fixture
-def three(tmp_path: Path) -> Iterator[Etcd]:
-    etcd = start_etcd(tmp_path, members=3)
-    try:
-        yield etcd
-    finally:
-        etcd.stop()
+def store(three: Etcd) -> Iterator[EtcdStore]:
+    with closing(EtcdStore(three.addresses, "one")) as made:
+        yield made
 
 
 @pytest.fixture
-def store(three: Etcd) -> Iterator[EtcdStore]:
-    made = EtcdStore(three.addresses, "one")
-    try:
+def single(etcd: Etcd) -> Iterator[EtcdStore]:
+    """A store on an etcd of one member."""
+    with closing(EtcdStore(etcd.addresses, "one")) as made:
         yield made
-    finally:
-        made.close()
 
 
 def value(store: EtcdStore, key: bytes) -> bytes:
@@ -79,20 +76,10 @@ def test_calls_and_watches_go_on_when_the_member_that_answers_them_goes(three: E
         assert value(store, b"a") == expected[-1] and used(store, three) is not member
         eventually(lambda: told == expected, what="the watch tells of it, once")
         three.start_member(member) if trouble == "stopped" else member.resume()
-        eventually(lambda: all(_answers(three, one) for one in three.members), what="all members are back")
+        eventually(lambda: all(revision_at(one) for one in three.members), what="all members are back")
     watch.close()
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
-
-
-def _answers(etcd: Etcd, member: Member) -> bool:
-    store = EtcdStore([member.address], "one")
-    try:
-        return bool(store.read([Get(b"a")], timeout_s=1.0).revision)
-    except StoreUnreachable:
-        return False
-    finally:
-        store.close()
 
 
 def test_each_address_can_be_asked_alone(three: Etcd, store: EtcdStore) -> None:
@@ -144,17 +131,15 @@ def test_a_member_without_the_others_is_left(three: Etcd, store: EtcdStore) -> N
     assert put(store, b"a", b"3") and value(store, b"a") == b"3"
 
 
-def test_an_etcd_that_hangs_is_unreachable_and_answers_again_when_it_goes_on(etcd: Etcd) -> None:
-    store = EtcdStore(etcd.addresses, "one")
-    put(store, b"a", b"1")
+def test_an_etcd_that_hangs_is_unreachable_and_answers_again_when_it_goes_on(etcd: Etcd, single: EtcdStore) -> None:
+    put(single, b"a", b"1")
     etcd.pause()
     for _ in range(2):
         with pytest.raises(StoreUnreachable):
-            store.read([Get(b"a")], timeout_s=0.3)
-    waiting = store.read_soon([Get(b"a")], timeout_s=PATIENCE_S)
+            single.read([Get(b"a")], timeout_s=0.3)
+    waiting = single.read_soon([Get(b"a")], timeout_s=PATIENCE_S)
     etcd.resume()
     assert waiting.result(PATIENCE_S).results[0][0].value == b"1"
-    store.close()
 
 
 def test_calls_that_wait_end_when_the_store_is_closed(etcd: Etcd) -> None:
@@ -168,49 +153,40 @@ def test_calls_that_wait_end_when_the_store_is_closed(etcd: Etcd) -> None:
 
 def test_a_full_etcd_is_as_good_as_none(tmp_path: Path) -> None:
     """P1: what it holds can be read; changes are tried again later, and there is no EINVAL for them."""
-    etcd = start_etcd(tmp_path, more=["--quota-backend-bytes=4000000"])
-    store = EtcdStore(etcd.addresses, "one")
-    try:
+    with serving(tmp_path, more=["--quota-backend-bytes=4000000"]) as etcd, closing(EtcdStore(etcd.addresses, "one")) as store:
         with pytest.raises(StoreUnreachable, match="space exceeded"):
             for number in range(100):
                 put(store, b"%d" % number, bytes(1_000_000))
         assert value(store, b"0") == bytes(1_000_000)
         assert store.commit((), [Delete(b"0")], timeout_s=PATIENCE_S).succeeded
-    finally:
-        store.close()
-        etcd.stop()
 
 
-def test_what_no_message_can_hold(etcd: Etcd) -> None:
+def test_what_no_message_can_hold(single: EtcdStore) -> None:
     """A value is refused, and so is a range; many keys are read in parts."""
-    store = EtcdStore(etcd.addresses, "one")
     with pytest.raises(StoreRefused, match="too large"):
-        put(store, b"a", bytes(2_000_000))
+        put(single, b"a", bytes(2_000_000))
     keys = [b"%d" % number for number in range(20)]
     for key in keys:
-        put(store, key, key * 700_000)
+        put(single, key, key * 700_000)
     with pytest.raises(StoreRefused, match="larger than max"):
-        store.read([Get(b"", ENDLESS)], timeout_s=PATIENCE_S)
-    found = store.read([Get(key) for key in keys], timeout_s=PATIENCE_S).results
+        single.read([Get(b"", ENDLESS)], timeout_s=PATIENCE_S)
+    found = single.read([Get(key) for key in keys], timeout_s=PATIENCE_S).results
     assert [items[0].value for items in found] == [key * 700_000 for key in keys]
-    store.close()
 
 
-def test_a_watch_notices_that_etcd_lost_its_data(etcd: Etcd) -> None:
+def test_a_watch_notices_that_etcd_lost_its_data(etcd: Etcd, single: EtcdStore) -> None:
     """And does not wait for a revision that will be something else."""
-    store = EtcdStore(etcd.addresses, "one")
-    revision = [put(store, b"a", b"%d" % number) for number in range(10)][-1]
-    watch = store.watch(b"a", None, revision)
+    revision = [put(single, b"a", b"%d" % number) for number in range(10)][-1]
+    watch = single.watch(b"a", None, revision)
     assert [event.revision for event in next(watch).events] == [revision]
     etcd.stop()
     etcd.wipe()
     etcd.start()
     with pytest.raises(Compacted, match="lost its data"):
         next(watch)
-    again = store.watch(b"a", None, store.read([Get(b"a")], timeout_s=PATIENCE_S).revision + 1)
-    put(store, b"a", b"new")
+    again = single.watch(b"a", None, single.read([Get(b"a")], timeout_s=PATIENCE_S).revision + 1)
+    put(single, b"a", b"new")
     assert [event.item.value for event in next(again).events if event.item] == [b"new"]
-    store.close()
 
 
 def _openssl(directory: Path, *arguments: str) -> None:
@@ -233,18 +209,12 @@ def keys(tmp_path: Path) -> Path:
 def test_tls_with_a_certificate_for_each_side(keys: Path) -> None:
     ca, cert, key = keys / "ca.pem", keys / "client.pem", keys / "client.key"
     tls = [f"--cert-file={keys}/server.pem", f"--key-file={keys}/server.key", f"--trusted-ca-file={ca}", "--client-cert-auth"]
-    etcd = start_etcd(keys, tls=tls)
-    known, nobody, plain = EtcdStore(etcd.addresses, "one", ca=ca, cert=cert, key=key), EtcdStore(etcd.addresses, "one", ca=ca), None
-    try:
+    with serving(keys, tls=tls) as etcd, ExitStack() as opened:
+        given = ({"ca": ca, "cert": cert, "key": key}, {"ca": ca}, {})
+        known, *strangers = (opened.enter_context(closing(EtcdStore(etcd.addresses, "one", **one))) for one in given)
         put(known, b"a", b"1")
         assert value(known, b"a") == b"1"
-        plain = EtcdStore(etcd.addresses, "one")
-        for stranger in (nobody, plain):
+        for stranger in strangers:
             with pytest.raises(StoreUnreachable) as refusal:
                 stranger.read([Get(b"a")], timeout_s=1.0)
             assert "Deadline" not in str(refusal.value), "why it failed, not how long it took"
-    finally:
-        for store in (known, nobody, plain):
-            if store:
-                store.close()
-        etcd.stop()

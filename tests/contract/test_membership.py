@@ -3,11 +3,12 @@
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from daemon_under_test import eventually
-from etcd_server import start_etcd
+from etcd_server import serving
 from memory_store import MemoryEtcd, MemoryStore
 
 from ckptfs import limits
@@ -24,13 +25,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if request.param == "memory":
         yield MemoryStore()
         return
-    etcd = start_etcd(tmp_path)
-    made = EtcdStore(etcd.addresses, "one")
-    try:
+    with serving(tmp_path) as etcd, closing(EtcdStore(etcd.addresses, "one")) as made:
         yield made
-    finally:
-        made.close()
-        etcd.stop()
 
 
 class Time:

@@ -3,12 +3,13 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from daemon_under_test import eventually
-from etcd_server import Etcd, start_etcd
+from etcd_server import Etcd, serving
 from memory_store import MemoryEtcd, MemoryStore
 
 from ckptfs import limits
@@ -19,20 +20,27 @@ from ckptfs.store.kv import ENDLESS, Compare, CompareTarget, Delete, Get, Item, 
 PATIENCE_S = 60.0
 
 
-class RealWorld:
-    def __init__(self, etcd: Etcd) -> None:
-        self._etcd = etcd
-        self._made: list[EtcdStore] = []
+class World:
+    """An etcd, real or in memory, and stores on it."""
+
+    def __init__(self, etcd: Etcd | None) -> None:
+        self._real, self._etcd = etcd, etcd or MemoryEtcd()
+        self._made: list[EtcdStore | MemoryStore] = []
 
     def store(self) -> Store:
-        self._made.append(EtcdStore(self._etcd.addresses, "one"))
+        etcd = self._etcd
+        self._made.append(MemoryStore(etcd) if isinstance(etcd, MemoryEtcd) else EtcdStore(etcd.addresses, "one"))
         return self._made[-1]
 
-    def cut(self) -> None:
-        self._etcd.stop()
+    def cut(self, off: bool = True) -> None:
+        if self._real:
+            self._real.stop() if off else self._real.start()
+        for store in self._made:
+            if isinstance(store, MemoryStore):
+                store.reachable = not off
 
     def join(self) -> None:
-        self._etcd.start()
+        self.cut(off=False)
 
     def compact(self, revision: int) -> None:
         self._etcd.compact(revision)
@@ -40,46 +48,12 @@ class RealWorld:
     def close(self) -> None:
         for store in self._made:
             store.close()
-
-
-class MemoryWorld:
-    def __init__(self) -> None:
-        self._etcd = MemoryEtcd()
-        self._made: list[MemoryStore] = []
-
-    def store(self) -> Store:
-        self._made.append(MemoryStore(self._etcd))
-        return self._made[-1]
-
-    def cut(self) -> None:
-        for store in self._made:
-            store.reachable = False
-
-    def join(self) -> None:
-        for store in self._made:
-            store.reachable = True
-
-    def compact(self, revision: int) -> None:
-        self._etcd.compact(revision)
-
-    def close(self) -> None:
-        for store in self._made:
-            store.close()
-
-
-World = RealWorld | MemoryWorld
 
 
 @pytest.fixture(params=["memory", "etcd"])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
-    etcd = start_etcd(tmp_path) if request.param == "etcd" else None
-    made = RealWorld(etcd) if etcd else MemoryWorld()
-    try:
+    with serving(tmp_path) if request.param == "etcd" else nullcontext() as etcd, closing(World(etcd)) as made:
         yield made
-    finally:
-        made.close()
-        if etcd:
-            etcd.stop()
 
 
 @pytest.fixture
@@ -161,15 +135,11 @@ def test_the_end_of_a_prefix() -> None:
 
 
 def test_clusters_on_one_etcd_do_not_see_each_other(etcd: Etcd) -> None:
-    one, other = EtcdStore(etcd.addresses, "one"), EtcdStore(etcd.addresses, "on")
-    try:
+    with closing(EtcdStore(etcd.addresses, "one")) as one, closing(EtcdStore(etcd.addresses, "on")) as other:
         put(one, (b"a", b"1"))
         assert get(other, b"", end=ENDLESS) == () and len(get(one, b"", end=ENDLESS)) == 1
         other.commit((), [Delete(b"", ENDLESS)])
         assert len(get(one, b"", end=ENDLESS)) == 1
-    finally:
-        one.close()
-        other.close()
 
 
 def test_the_past_can_be_read_until_it_is_compacted(store: Store, world: World) -> None:
@@ -255,16 +225,9 @@ def test_comparisons(store: Store) -> None:
 
     assert holds(b"a", CompareTarget.VERSION, "=", 2) and not holds(b"a", CompareTarget.VERSION, "=", 1)
     assert holds(b"a", CompareTarget.CREATE, "=", first) and holds(b"a", CompareTarget.CREATE, "<", second)
-    assert (
-        holds(b"a", CompareTarget.MOD, "=", second)
-        and holds(b"a", CompareTarget.MOD, ">", first)
-        and holds(b"a", CompareTarget.MOD, "!=", first)
-    )
-    assert (
-        holds(b"a", CompareTarget.VALUE, "=", b"b2")
-        and holds(b"a", CompareTarget.VALUE, ">", b"b1")
-        and not holds(b"a", CompareTarget.VALUE, "<", b"b2")
-    )
+    assert all(holds(b"a", CompareTarget.MOD, relation, value) for relation, value in (("=", second), (">", first), ("!=", first)))
+    assert holds(b"a", CompareTarget.VALUE, "=", b"b2") and holds(b"a", CompareTarget.VALUE, ">", b"b1")
+    assert not holds(b"a", CompareTarget.VALUE, "<", b"b2")
     assert all(holds(b"none", target, "=", 0) for target in (CompareTarget.VERSION, CompareTarget.CREATE, CompareTarget.MOD))
     assert not any(holds(b"none", CompareTarget.VALUE, relation, b"x") for relation in ("=", "!=", "<", ">"))
 

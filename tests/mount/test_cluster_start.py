@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,8 @@ def options(etcd: str, node: str) -> dict[str, str]:
 
 
 def living(etcd: Etcd) -> dict[str, Node]:
-    store = EtcdStore(etcd.addresses, "c")
-    try:
+    with closing(EtcdStore(etcd.addresses, "c")) as store:
         return {node.name: node for node in load_nodes(store)[0]}
-    finally:
-        store.close()
 
 
 def test_a_node_joins_and_comes_back_as_the_same(etcd: Etcd, make_daemon: Make) -> None:

@@ -7,27 +7,21 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from daemon_under_test import DaemonUnderTest, eventually
-from etcd_server import Etcd, node_options, start_etcd
+from etcd_server import Etcd, node_options, revision_at
+from etcd_server import three as three
 
 from ckptfs import limits
-from ckptfs.errors import StoreUnreachable
 from ckptfs.store.etcd import EtcdStore
 from ckptfs.store.kv import Get
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 
 TURNS = 5
-
-
-@pytest.fixture
-def three(tmp_path: Path) -> Iterator[Etcd]:
-    started = start_etcd(tmp_path, members=3)
-    yield started
-    started.stop()
 
 
 @pytest.fixture
@@ -73,23 +67,9 @@ class Load(threading.Thread):
         path.with_suffix(".gone").rmdir()
 
 
-def answers(address: str) -> int:
-    """The revision of a member; 0: it does not answer."""
-    store = EtcdStore([address], "test")
-    try:
-        return store.read([Get(b"epoch")], timeout_s=1.0).revision
-    except StoreUnreachable:
-        return 0
-    finally:
-        store.close()
-
-
 def epoch(three: Etcd) -> bytes:
-    store = EtcdStore(three.addresses, "test")
-    try:
+    with closing(EtcdStore(three.addresses, "test")) as store:
         return store.read([Get(b"epoch")], timeout_s=60).results[0][0].value
-    finally:
-        store.close()
 
 
 def test_each_member_goes_and_returns(three: Etcd, two: list[DaemonUnderTest]) -> None:
@@ -104,7 +84,7 @@ def test_each_member_goes_and_returns(three: Etcd, two: list[DaemonUnderTest]) -
         aims = [(load, load.turns + TURNS) for load in loads]
         eventually(lambda aims=aims: all(load.turns >= aim or load.failure for load, aim in aims), what="the load goes on")  # type: ignore[misc]
         three.start_member(member)
-        revision = eventually(lambda member=member: answers(member.address), what="it is back")  # type: ignore[misc]
+        revision = eventually(lambda member=member: revision_at(member), what="it is back")  # type: ignore[misc]
         three.compact(revision)
     for load in loads:
         load.ended.set()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from daemon_under_test import DaemonUnderTest, eventually
-from etcd_server import Etcd, node_options, start_etcd
+from etcd_server import Etcd, node_options, serving
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 
@@ -21,9 +21,8 @@ def node(etcd: Etcd, name: str) -> DaemonUnderTest:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
-    started = start_etcd(tmp_path_factory.mktemp("etcd"))
-    yield started
-    started.stop()
+    with serving(tmp_path_factory.mktemp("etcd")) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")

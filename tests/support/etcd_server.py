@@ -9,8 +9,9 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -163,7 +164,7 @@ class Etcd:
             return "died"
         if self._tls:
             return "answers" if all(_listens(member) for member in self.members) else ""
-        return "answers" if all(_answers(member) for member in self.members) else ""
+        return "answers" if all(revision_at(member) for member in self.members) else ""
 
 
 def _environment() -> dict[str, str]:
@@ -171,14 +172,11 @@ def _environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith("ETCD_")}
 
 
-def _answers(member: Member) -> bool:
-    store = EtcdStore([member.address], "anyone")
-    try:
-        return bool(store.read([Get(b"")], timeout_s=1.0).revision)
-    except StoreUnreachable:
-        return False
-    finally:
-        store.close()
+def revision_at(member: Member) -> int:
+    """The revision of a member; 0: it does not answer."""
+    with suppress(StoreUnreachable), closing(EtcdStore([member.address], "anyone")) as store:
+        return store.read([Get(b"")], timeout_s=1.0).revision
+    return 0
 
 
 def _listens(member: Member) -> bool:
@@ -194,11 +192,25 @@ def start_etcd(directory: Path, members: int = 1, tls: Sequence[str] = (), more:
     return Etcd(directory, members, tls, more).begin()
 
 
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[Etcd]:
-    (tmp_path / "etcd").mkdir()
-    started = start_etcd(tmp_path / "etcd")
+@contextmanager
+def serving(directory: Path, **how: Any) -> Iterator[Etcd]:
+    """An etcd as `start_etcd` starts it, until the block ends."""
+    started = start_etcd(directory, **how)
     try:
         yield started
     finally:
         started.stop()
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[Etcd]:
+    (tmp_path / "etcd").mkdir()
+    with serving(tmp_path / "etcd") as started:
+        yield started
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Etcd]:
+    """An etcd of three members."""
+    with serving(tmp_path, members=3) as started:
+        yield started
