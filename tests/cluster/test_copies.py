@@ -33,7 +33,7 @@ def memory(make_lab: Callable[..., ClusterUnderTest]) -> ClusterUnderTest:
     return make_lab(with_pfs=False)
 
 
-def test_what_is_closed_reaches_the_clique_by_itself(memory: ClusterUnderTest) -> None:
+def test_a_closed_file_reaches_the_clique_by_itself(memory: ClusterUnderTest) -> None:
     """P3: without any fsync or command."""
     written = fill(memory[0].path / "alone")
     for name in written:

@@ -71,7 +71,7 @@ def test_a_rate_that_is_none_is_refused(rate: str) -> None:
         commands._parse_bits_per_s(rate)
 
 
-def test_what_is_no_lab_is_left_alone(tmp_path: Path) -> None:
+def test_a_directory_that_is_no_lab_is_left_alone(tmp_path: Path) -> None:
     """P11."""
     if os.geteuid() != 0:
         pytest.skip("NO LAB HERE: a lab needs root")

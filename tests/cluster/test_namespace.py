@@ -48,7 +48,7 @@ def test_appending_by_turns(places: list[Path]) -> None:
     assert [(place / "log").read_bytes() == expected for place in places] == [True] * len(places)
 
 
-def test_what_is_written_in_turns_is_shown_with_its_size_and_time(places: list[Path]) -> None:
+def test_a_file_written_in_turns_has_its_size_and_time_everywhere(places: list[Path]) -> None:
     """D14, P7: nodes that know a file already are shown what others made of it: longer, shorter, in place."""
     expected = b""
     for turn in range(3 * len(places)):

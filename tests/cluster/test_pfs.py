@@ -64,7 +64,7 @@ def test_any_node_verifies_what_another_one_has_moved(lab: ClusterUnderTest, pla
     assert "0 files" not in lab[1].command("verify", places[1] / "step").stdout
 
 
-def test_what_strangers_put_there_is_imported_once(lab: ClusterUnderTest, places: list[Path]) -> None:
+def test_external_files_are_imported_once(lab: ClusterUnderTest, places: list[Path]) -> None:
     """P1: all nodes look at once into a directory that was on the PFS before, and agree about inodes."""
     agreed(lab, places)
     below = lab.pfs / places[0].name / "strangers"
@@ -149,7 +149,7 @@ def test_survivors_finish_what_a_dead_node_had_to_write_back(lab: ClusterUnderTe
     assert agreed(lab, places) == expected
 
 
-def test_a_node_that_lost_everything_sees_what_is_shared(lab: ClusterUnderTest, places: list[Path]) -> None:
+def test_a_wiped_node_shows_the_shared_tree(lab: ClusterUnderTest, places: list[Path]) -> None:
     """Wiped, with a new catalog under its old name: names from the store, bytes from the others and the PFS; nothing is harmed."""
     (places[1] / "d").mkdir()
     (places[1] / "d" / "file").write_bytes(os.urandom(SIZE))

@@ -47,7 +47,7 @@ def used(store: EtcdStore, etcd: Etcd) -> Member:
     return next(member for member in etcd.members if member.address == address)
 
 
-def test_etcd_says_who_it_is(three: Etcd, store: EtcdStore) -> None:
+def test_etcd_reports_its_status(three: Etcd, store: EtcdStore) -> None:
     about = store.get_member_status(timeout_s=PATIENCE_S)
     assert about.address in three.addresses and about.has_leader and about.size_bytes > 0
     assert tuple(map(int, about.version.split(".")[:2])) >= (3, 4)

@@ -143,7 +143,7 @@ def test_a_name_whose_daemon_died_is_free_when_its_lease_is_over(store: Store) -
 # --- living ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_record_is_seen_by_all_and_goes_with_its_lease(store: Store) -> None:
+def test_a_record_is_visible_to_all_and_ends_with_its_lease(store: Store) -> None:
     one = presence(store, "n1", "c1")
     assert one.renew() and not one.renew() and one.lease_id
     nodes, revision = load_nodes(store)
@@ -161,7 +161,7 @@ def test_many_records_are_read_page_by_page(store: Store, monkeypatch: pytest.Mo
         presence(store, f"n{count}", f"c{count}").renew()
 
 
-def test_what_is_no_record_is_passed_over(store: Store) -> None:
+def test_a_malformed_record_is_skipped(store: Store) -> None:
     one = presence(store, "n", "c")
     one.renew()
     for number, value in enumerate((b"", b"{}", b"[1]", b'[0,"n","a:1",0,"d",0,"i"]', b'["x","n","a:1",0,"d",0,"i"]', b"\xff"), start=1000):
@@ -217,7 +217,7 @@ def claims_of(store: Store, count: int) -> list[tuple[NodeLease, ClusterLocks]]:
     return [(one, ClusterLocks(store, one)) for one in made]
 
 
-def test_of_many_exactly_one_claims(store: Store) -> None:
+def test_one_of_many_gets_the_lock(store: Store) -> None:
     """P9: who takes over what a dead node left."""
     nodes = claims_of(store, 12)
     for race in range(5):
@@ -228,7 +228,7 @@ def test_of_many_exactly_one_claims(store: Store) -> None:
         assert nodes[0][1].find_holder(f"journal/{race}") == nodes[winners[0]][0].node.number
 
 
-def test_a_claim_is_taken_again_by_its_holder_and_by_nobody_else(store: Store) -> None:
+def test_only_the_holder_gets_a_lock_again(store: Store) -> None:
     (_, ours), (_, theirs) = claims_of(store, 2)
     claim = ours.try_acquire("x")
     assert claim is not None and ours.try_acquire("x") == claim and ours.is_held(claim)
@@ -241,7 +241,7 @@ def test_a_claim_is_taken_again_by_its_holder_and_by_nobody_else(store: Store) -
     assert theirs.try_acquire("x") == again
 
 
-def test_a_claim_ends_with_its_node(store: Store) -> None:
+def test_a_lock_ends_with_its_node(store: Store) -> None:
     (dead, ours), (_, theirs) = claims_of(store, 2)
     claim = ours.try_acquire("x")
     assert claim is not None
@@ -251,7 +251,7 @@ def test_a_claim_ends_with_its_node(store: Store) -> None:
     assert not ours.is_held(claim) and ours.try_acquire("x") is None
 
 
-def test_what_only_the_claimer_may_change_is_guarded(store: Store) -> None:
+def test_a_lock_guards_what_only_its_holder_may_change(store: Store) -> None:
     (dead, ours), (_, theirs) = claims_of(store, 2)
     claim = ours.try_acquire("x")
     assert isinstance(claim, ClusterLock) and store.commit([claim.build_guard()], [Put(b"done", b"1")]).succeeded
@@ -260,7 +260,7 @@ def test_what_only_the_claimer_may_change_is_guarded(store: Store) -> None:
     assert not store.commit([claim.build_guard()], [Put(b"done", b"2")]).succeeded
 
 
-def test_without_a_lease_nothing_is_claimed(store: Store) -> None:
+def test_a_node_without_a_lease_gets_no_lock(store: Store) -> None:
     (one, ours), (_, theirs) = claims_of(store, 2)
     lease = one.lease_id
     store.revoke(lease)

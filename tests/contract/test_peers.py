@@ -189,7 +189,7 @@ def test_no_room_says_so(pair: Pair, tmp_path: Path) -> None:
     assert pair.node.server.rejections.get_counts() == {"node2": {"full": 1}}
 
 
-def test_what_is_not_there_is_not_lent(pair: Pair) -> None:
+def test_a_missing_content_is_not_lent(pair: Pair) -> None:
     with pytest.raises(PeerRefused) as refused:
         pair.peers.get_manifest(pair.node.there, 99, None)
     assert refused.value.code == errno.ENOENT

@@ -177,9 +177,9 @@ def test_who_is_no_node_of_this_cluster_is_refused_and_counted(
 ) -> None:
     """Also with a certificate of the same authority."""
     with monkeypatch.context() as changed:
-        changed.setattr(certificates, "_organization", lambda _certificate: named[1])
+        changed.setattr(certificates, "_get_organization", lambda _certificate: named[1])
         changed.setattr(certificates, "_check_name", lambda *_: None)
-        changed.setattr(certificates, "_name", lambda _cluster, _common, plain=certificates._name: plain(named[1], named[0]))
+        changed.setattr(certificates, "_build_name", lambda _cluster, _common, plain=certificates._build_name: plain(named[1], named[0]))
         stranger = certificates.load(certificates.issue(keyring.directory, secrets.token_hex(4)))
     assert certificates.get_subject(stranger.certificate) == named
     assert connect(stranger).refused("Ping", b"") is Status.PERMISSION_DENIED
@@ -242,7 +242,7 @@ def test_revoked_keys_lose_what_they_had_while_the_node_serves(tmp_path: Path, k
     node.stop()
 
 
-def test_a_server_with_revoked_keys_is_refused_by_whoever_asks_it(node: PeerNode, keyring: Keyring, tmp_path: Path) -> None:
+def test_clients_refuse_a_server_with_revoked_keys(node: PeerNode, keyring: Keyring, tmp_path: Path) -> None:
     """TLS itself refuses it: the name that is demanded is not in the old certificate."""
     (tmp_path / "list").mkdir()
     made = client("node2", keyring("node2"), revoked=RevocationList(tmp_path / "list"))
@@ -273,7 +273,7 @@ node.stop()
 """
 
 
-def test_strangers_leave_no_line_each_in_the_log(tmp_path: Path, keyring: Keyring) -> None:
+def test_unauthenticated_connections_leave_no_line_each_in_the_log(tmp_path: Path, keyring: Keyring) -> None:
     """In the environment of the daemon's children gRPC writes nothing of its own: whoever can reach the port could fill the disk."""
     mine = keyring("node1")
     keyring("node2")
@@ -296,7 +296,7 @@ def test_strangers_leave_no_line_each_in_the_log(tmp_path: Path, keyring: Keyrin
     assert served.returncode == 0 and said == ""
 
 
-def test_a_port_that_somebody_has_is_told_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_port_is_reported_and_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P11: one sentence, for status."""
     monkeypatch.setattr(limits, "RETRY_LAST_S", 0.05)
     taken = socket.create_server(("127.0.0.1", 0))
@@ -357,7 +357,7 @@ def test_a_malformed_offer_touches_nothing(node: PeerNode, raw: Raw, name: str) 
     assert node.server.rejections.get_counts() == {"node2": {"malformed": 1}}
 
 
-def test_what_is_no_protobuf_is_refused(node: PeerNode, raw: Raw, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_message_that_is_no_protobuf_is_refused(node: PeerNode, raw: Raw, caplog: pytest.LogCaptureFixture) -> None:
     """Counted, and no line in the log for each."""
     for method in ("Offer", "Finish", "GetRecord", "Forget"):
         assert raw.refused(method, b"\xff" * 100) is Status.INVALID_ARGUMENT
@@ -717,7 +717,7 @@ def test_a_message_that_was_tampered_with_ends_the_connection(node: PeerNode, ra
     raw.call("Abandon", pb.TransferRequest(transfer=number).SerializeToString())
 
 
-def test_strangers_who_say_nothing_keep_nobody_out(node: PeerNode, raw: Raw) -> None:
+def test_silent_connections_keep_no_peer_out(node: PeerNode, raw: Raw) -> None:
     """P1: many more of them than there is room for, held open; who has a token gets in at once, and threads are bounded."""
     assert node.server.bulk is not None
     threads = threading.active_count()
@@ -736,7 +736,7 @@ def test_strangers_who_say_nothing_keep_nobody_out(node: PeerNode, raw: Raw) -> 
     eventually(lambda: node.server.get_figures()["connections"] == 0, what="all are closed")
 
 
-def test_strangers_leave_descriptors_for_the_rest(tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unauthenticated_connections_leave_descriptors_for_peers(tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
     """P1: what is not closed of thousands of connections without keys takes a part of what this process may open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     monkeypatch.setattr(server_limits, "CONNECTIONS_SHARE", 8 / soft)

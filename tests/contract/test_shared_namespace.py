@@ -140,7 +140,7 @@ async def test_chmod_and_close_at_once_both_count(a: Node, b: Node) -> None:
 
 
 @two_nodes
-async def test_an_island_comes_home(a: Node, b: Node) -> None:
+async def test_a_disconnected_node_reintegrates(a: Node, b: Node) -> None:
     """P1: what was done alone is there afterwards; the file closed later has the name, the other stays beside it; directories are one."""
     await a.build("gone", "emptied/")
     await b.names()
@@ -246,7 +246,7 @@ async def test_a_directorys_times_do_not_go_back(a: Node, b: Node) -> None:
         await settled([a, b])
 
 
-def test_the_pfs_is_not_told_of_what_was_taken_back(tmp_path: Path) -> None:
+def test_a_change_that_was_rolled_back_leaves_no_journal_row(tmp_path: Path) -> None:
     """P6: a name that another node made first never was, nor what was to become of it on the PFS."""
     etcd = MemoryEtcd()
 
@@ -270,7 +270,7 @@ def test_the_pfs_is_not_told_of_what_was_taken_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("there", ["rename", "unlink", "replace", "exchange", "second"])
 @pytest.mark.parametrize("kind", [stat.S_IFREG | 0o644, stat.S_IFDIR | 0o755])
 @two_nodes
-async def test_an_island_exchanges_two_names(a: Node, b: Node, there: str, kind: int) -> None:
+async def test_a_disconnected_node_exchanges_two_names(a: Node, b: Node, there: str, kind: int) -> None:
     """And others change one of them, or the same two: what nobody deleted has a name, and each of the two has one."""
     one, two = (await a.make("x", kind)).id, (await a.make("y")).id
     await b.names()
@@ -405,7 +405,7 @@ class Held(MemoryStore):
             act()
 
 
-def test_what_is_made_while_a_directory_above_a_refused_move_goes(tmp_path: Path) -> None:
+def test_a_file_created_while_the_target_of_a_refused_move_is_removed(tmp_path: Path) -> None:
     """P1: a file gets the name of a directory that another node removed, while a move into that is on its way and will be refused."""
     etcd = MemoryEtcd()
     store = Held(etcd)

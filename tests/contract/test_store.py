@@ -337,7 +337,7 @@ def test_revoking_a_lease_deletes_its_keys_at_once(store: Store) -> None:
     watching.close()
 
 
-def test_a_watch_tells_everything_from_a_revision_on(store: Store, world: World) -> None:
+def test_a_watch_reports_every_event_from_a_revision_on(store: Store, world: World) -> None:
     put(store, (b"d/a", b"before"))
     start = put(store, (b"d/a", b"1"), (b"d/b", b"2"), (b"e", b"other"))
     watching = Watching(store, b"d/", prefix_end(b"d/"), start)
@@ -353,7 +353,7 @@ def test_a_watch_tells_everything_from_a_revision_on(store: Store, world: World)
     watching.close()
 
 
-def test_a_watch_tells_what_is_too_large_for_one_message_whole(store: Store) -> None:
+def test_a_watch_reports_a_revision_larger_than_a_message_whole(store: Store) -> None:
     start = put(store, (b"first", b""))
     for number in range(4):
         put(store, *((b"%d/%03d" % (number, part), bytes(11_000)) for part in range(120)))

@@ -68,7 +68,7 @@ def test_without_etcd_the_first_start_is_refused_and_a_later_one_is_not(etcd: Et
     assert (daemon.pfs / "file").read_bytes() == b"island"
 
 
-def test_what_was_open_at_the_end_is_told_and_written_back(etcd: Etcd, make_daemon: Make) -> None:
+def test_a_file_open_at_the_end_is_published_and_written_back(etcd: Etcd, make_daemon: Make) -> None:
     """G1: a daemon that ends closes what is still open; the drain that follows may act on that, and does not wait for its deadline."""
     daemon = make_daemon(**options(etcd.addresses[0], "one"))
     daemon.expect_warning("in use; it is detached|no other node of the cluster|too few")

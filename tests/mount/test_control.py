@@ -124,7 +124,7 @@ def test_a_wait_outlives_the_mover(make_daemon: Any) -> None:
 
 
 @pytest.mark.others
-def test_strangers_ask_but_do_not_order(mount: Area) -> None:
+def test_other_users_may_query_but_not_control(mount: Area) -> None:
     """F6: the sockets' permissions, tried as another user."""
     name = mount.daemon.name
     program = f"""

@@ -22,7 +22,7 @@ def test_before_a_run(mount: Area) -> None:
     assert answer.returncode == 1 and json.loads(answer.stdout)["checkpoint"]["fits"] is False
 
 
-def test_what_is_no_size(mount: Area) -> None:
+def test_a_malformed_size_is_refused(mount: Area) -> None:
     """P11."""
     for words in (["--checkpoint", "much"], ["--checkpoint", "1G", "--keep", "-1"], ["--checkpoint", "1G", "--ranks-per-node", "0"]):
         assert mount.command("df", mount.path, *words, check=False).returncode == 2

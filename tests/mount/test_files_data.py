@@ -228,7 +228,7 @@ def test_times_are_the_same_here_and_on_the_pfs(mount: Area) -> None:
 
 
 @pytest.mark.others
-def test_a_stranger_who_writes_clears_set_id_bits(mount: Area) -> None:
+def test_a_write_by_another_user_clears_set_id_bits(mount: Area) -> None:
     path = _write(mount.path / "file", b"x")
     os.chmod(mount.path, 0o755)
     program = "import os, sys\nfd = os.open(sys.argv[1], os.O_WRONLY)\nos.write(fd, b'y')\nprint(oct(os.fstat(fd).st_mode))"

@@ -149,7 +149,7 @@ def test_a_name_that_any_program_opens(mount: Area) -> None:
     assert not os.path.lexists(link)
 
 
-def test_what_is_shown_beside_it(mount: Area) -> None:
+def test_directories_show_series_and_subdirectories(mount: Area) -> None:
     """Directories and series; hidden at the top, and of no concern to the PFS."""
     for number in (1, 2):
         save(mount.path / "run" / f"step_{number}", "rank_0.pt")

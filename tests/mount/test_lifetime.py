@@ -31,7 +31,7 @@ def test_fsync_and_wait_take_the_place_of_a_future(mount: Area) -> None:
     assert os.getxattr(path, "user.ckptfs.copies").split() == [b"ram:good", b"pfs:published"]
 
 
-def test_what_is_not_closed_is_not_taken_for_a_checkpoint(mount: Area) -> None:
+def test_an_open_file_is_not_taken_for_a_checkpoint(mount: Area) -> None:
     """N7, N9: any bytes; the PFS shows them when they are whole, and not before."""
     whole, part = mount.path / "whole", mount.path / "part"
     with open(part, "wb", buffering=0) as file:

@@ -103,7 +103,7 @@ def test_what_the_daemon_says_is_shown(place: DaemonUnderTest) -> None:
     assert not os.path.ismount(place.path)
 
 
-def test_unmounting_what_is_not_there(tmp_path: Path) -> None:
+def test_unmounting_a_path_that_is_no_mount_is_refused(tmp_path: Path) -> None:
     result = helper("umount", tmp_path)
     assert result.returncode == 32 and "does not lie in a ckptfs mount" in result.stderr
     assert helper("umount").returncode == 1

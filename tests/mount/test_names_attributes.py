@@ -129,7 +129,7 @@ def test_setgid_directories_hand_their_group_down(here: Path) -> None:
 
 
 @pytest.mark.others
-def test_set_id_bits_fall_when_the_owner_changes_or_a_stranger_writes(here: Path) -> None:
+def test_set_id_bits_fall_when_the_owner_changes_or_another_user_writes(here: Path) -> None:
     def fresh(mode: int) -> Path:
         path = here / "program"
         path.unlink(missing_ok=True)
@@ -215,7 +215,7 @@ def test_trusted_xattrs_are_roots(here: Path) -> None:
     assert as_user(lambda: os.setxattr(path, "trusted.x", b"2")) == "EPERM"
 
 
-def test_ckptfs_tells_of_a_file_in_xattrs_that_cannot_be_set(here: Path) -> None:
+def test_xattrs_show_the_state_of_a_file_and_cannot_be_set(here: Path) -> None:
     path = here / "file"
     path.write_text("x")
     assert os.getxattr(path, "user.ckptfs.level") in {b"none", b"local", b"pfs"}

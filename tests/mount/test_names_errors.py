@@ -146,7 +146,7 @@ def test_fifos_sockets_and_devices(near: Path) -> None:
     os.close(reader)
 
 
-def test_what_is_unlinked_while_open_lives_on(here: Path) -> None:
+def test_an_unlinked_open_file_stays_readable(here: Path) -> None:
     with open(here / "file", "w+") as file:
         file.write("still here")
         file.flush()
@@ -170,7 +170,7 @@ def test_a_removed_working_directory_is_empty_and_takes_nothing(here: Path) -> N
         os.close(descriptor)
 
 
-def test_statfs_tells_of_room(here: Path) -> None:
+def test_statfs_shows_free_space(here: Path) -> None:
     found = os.statvfs(here)
     assert found.f_namemax == 255
     assert 0 < found.f_bavail <= found.f_blocks

@@ -98,7 +98,7 @@ def _umask() -> int:
     return mask
 
 
-def test_after_a_kill_and_after_a_stranger(fresh_mount: Any) -> None:
+def test_after_a_kill_and_after_external_changes(fresh_mount: Any) -> None:
     directory, below = fresh_mount.path / "directory", fresh_mount.pfs / "directory"
     directory.mkdir()
     (directory / "ours").write_bytes(b"ours")

@@ -100,7 +100,7 @@ def test_two_names_of_one_file_stay(here: Path) -> None:
     assert sorted(os.listdir(here)) == ["a", "b"]
 
 
-def test_what_is_open_stays_what_it_was_when_another_takes_its_name(here: Path) -> None:
+def test_an_open_file_keeps_its_content_when_another_takes_its_name(here: Path) -> None:
     (here / "ckpt").write_text("old")
     with open(here / "ckpt") as old:
         (here / "ckpt.tmp").write_text("new")

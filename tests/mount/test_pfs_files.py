@@ -101,7 +101,7 @@ def test_a_directory_that_is_not_empty_on_the_pfs_is_not_removed(stranger: Daemo
         os.rmdir(stranger.path / "old" / "deep")
 
 
-def test_strangers_changes_are_found_by_refresh(mount: Area) -> None:
+def test_refresh_finds_external_changes(mount: Area) -> None:
     (mount.path / "file").write_bytes(b"ours")
     (mount.path / "doomed").write_bytes(b"ours too")
     (mount.path / "dir").mkdir()

@@ -44,7 +44,7 @@ def dirs(two: Two, request: pytest.FixtureRequest) -> tuple[Path, Path]:
     return two[0].path / name, two[1].path / name
 
 
-def test_names_are_seen_at_once(dirs: tuple[Path, Path]) -> None:
+def test_names_are_visible_at_once(dirs: tuple[Path, Path]) -> None:
     a, b = dirs
     (a / "d").mkdir()
     (a / "d" / "f").write_bytes(b"12345")
@@ -60,7 +60,7 @@ def test_names_are_seen_at_once(dirs: tuple[Path, Path]) -> None:
     assert os.listdir(a) == ["s"]
 
 
-def test_what_was_closed_is_seen_by_the_next_open(dirs: tuple[Path, Path]) -> None:
+def test_the_next_open_sees_a_closed_file(dirs: tuple[Path, Path]) -> None:
     """N1, close-to-open: size, times, mode and attributes."""
     a, b = dirs
     for size in (5, 70_000, 0, 13):

@@ -37,7 +37,7 @@ def test_living_costs_the_same_among_many(costs: dict[int, Costs]) -> None:
     assert many == pytest.approx(few, rel=SAME) and few[0] > 0
 
 
-def test_only_who_comes_and_goes_is_heard_of(costs: dict[int, Costs]) -> None:
+def test_a_watch_costs_one_message_per_membership_change(costs: dict[int, Costs]) -> None:
     """One message for each change, and one record of each node at the start."""
     for cost in costs.values():
         assert cost.watch_hour[0] == pytest.approx(cost.changes_hour, abs=2 / HOURS)

@@ -47,7 +47,7 @@ def put(etcd: MemoryEtcd, key: SharedKey, **changes: Any) -> None:
     ],
     ids=["shown as it was before", "as its writer gave it again", "written in place", "written since"],
 )
-def test_what_an_island_wrote_on(tmp_path: Path, inode: dict[str, Any], content: dict[str, Any], files: int) -> None:
+def test_a_file_that_a_disconnected_node_wrote_on(tmp_path: Path, inode: dict[str, Any], content: dict[str, Any], files: int) -> None:
     etcd = MemoryEtcd()
 
     async def main() -> None:

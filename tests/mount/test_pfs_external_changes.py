@@ -38,7 +38,7 @@ def agree(area: Area | DaemonUnderTest) -> None:
     eventually(lambda: tree(area.path) == tree(area.pfs), 60, "the mount and the PFS show the same")
 
 
-def test_a_directory_that_a_stranger_removed_while_we_write_into_it(mount: Area) -> None:
+def test_a_directory_removed_on_the_pfs_is_made_again_for_a_new_file(mount: Area) -> None:
     mount.daemon.expect_warning("write.back")
     (mount.path / "dir" / "sub").mkdir(parents=True)
     (mount.path / "dir" / "sub" / "a").write_bytes(b"a")
@@ -49,7 +49,7 @@ def test_a_directory_that_a_stranger_removed_while_we_write_into_it(mount: Area)
     assert (mount.pfs / "dir" / "sub" / "b").read_bytes() == b"b"
 
 
-def test_a_directory_that_a_stranger_removed_while_a_file_in_it_is_open(mount: Area) -> None:
+def test_a_directory_removed_on_the_pfs_keeps_its_open_file(mount: Area) -> None:
     mount.daemon.expect_warning("write.back")
     (mount.path / "dir").mkdir()
     (mount.path / "dir" / "a").write_bytes(b"a")
@@ -65,7 +65,7 @@ def test_a_directory_that_a_stranger_removed_while_a_file_in_it_is_open(mount: A
     assert (mount.pfs / "dir" / "b").read_bytes() == b"begun and ended"
 
 
-def test_a_stranger_renames_and_replaces(mount: Area) -> None:
+def test_external_renames_and_replacements_appear(mount: Area) -> None:
     for name in ("one", "two", "three"):
         (mount.path / name).mkdir()
         (mount.path / name / "file").write_bytes(name.encode())
@@ -94,7 +94,7 @@ def test_both_write_the_same_file(mount: Area) -> None:
     assert len(kept) == 1 and (mount.path / kept[0]).read_bytes() == b"a stranger's"
 
 
-def test_an_open_file_outlives_what_a_stranger_does(mount: Area) -> None:
+def test_an_open_file_outlives_external_changes(mount: Area) -> None:
     (mount.path / "file").write_bytes(b"x" * MIB)
     mount.settle()
     with open(mount.path / "file", "rb") as file:

@@ -76,7 +76,7 @@ def test_long_files_on_their_way_keep_no_small_one_waiting(far: ClusterUnderTest
         far[0].mend()
 
 
-def test_the_tail_comes_first_for_who_reads_it_first(far: ClusterUnderTest) -> None:
+def test_the_tail_is_fetched_first_for_its_reader(far: ClusterUnderTest) -> None:
     with limited(far):
         eventually(lambda: arrived(far[1]) is None, what="the files of the test before have come")
         data = written(far, "tail")

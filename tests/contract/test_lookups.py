@@ -158,7 +158,7 @@ async def test_a_step_of_another_system_call_is_asked_for_anew(_: Node, walker: 
 
 
 @walking
-async def test_a_thread_is_misled_for_one_system_call(_: Node, walker: Walker) -> None:
+async def test_a_stale_open_counts_for_one_system_call(_: Node, walker: Walker) -> None:
     """P7: what it opened was replaced meanwhile. Where nobody says in which system call it is, it is not known to be in the same."""
     for before, after, expected in ((b"open", b"open", True), (b"open", b"stat", False), (b"", b"", False)):
         walker.call = before
@@ -184,7 +184,7 @@ def build_names(walker: Walker, request: Callable[..., Awaitable[str]]) -> Names
 
 
 @walking
-async def test_who_was_misled_gets_a_name_with_its_bytes(other: Node, walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lookup_after_a_stale_open_fetches_the_content_first(other: Node, walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
     """P7: another node replaces the file faster than it is fetched, again and again; the kernel looks up once more, no oftener."""
     top = await walker.stat("a/b/c")
     here: list[int] = []

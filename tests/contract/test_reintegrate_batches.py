@@ -124,7 +124,7 @@ async def test_what_was_replaced_by_what_comes_back_does_not_get_its_name_again(
 
 
 @two_nodes
-async def test_what_comes_back_is_told_with_a_name(a: Node, b: Node) -> None:
+async def test_a_restored_file_is_published_with_a_name(a: Node, b: Node) -> None:
     """It was written early, and its name is told again when it turns out that it was deleted there."""
     kept = await b.make("name")
     await cut(b)
@@ -137,7 +137,7 @@ async def test_what_comes_back_is_told_with_a_name(a: Node, b: Node) -> None:
 
 
 @two_nodes
-async def test_a_directory_that_was_moved_lives_on_although_an_island_has_replaced_it(a: Node, b: Node) -> None:
+async def test_a_moved_directory_survives_its_replacement_by_a_disconnected_node(a: Node, b: Node) -> None:
     """Others had given it another name before."""
     moved = await b.mkdir("replaced")
     await b.mkdir("new")
