@@ -1,4 +1,4 @@
-"""P4, P7, P9, N3: a file that lies on other nodes comes here block by block, each found right; what one source cannot give another does."""
+"""P4, P7, P9, N3: a file on other nodes is fetched block by block. Each block is verified; if a source fails, another one serves."""
 
 import os
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""N3, P4, P7, G4: what is being fetched is published block by block, what somebody waits for first; what is published is never wrong."""
+"""N3, P4, P7, G4: a running fetch publishes verified blocks only. The blocks that a reader waits for come first."""
 
 import os
 import threading

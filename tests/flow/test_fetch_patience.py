@@ -1,4 +1,4 @@
-"""P8, P9: who opens a file waits for those who may have it, as long as that is worth while, and no longer."""
+"""P8, P9: an open waits for nodes that may have the content, as long as that makes sense, and no longer."""
 
 import errno
 import threading

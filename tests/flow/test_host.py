@@ -1,4 +1,4 @@
-"""P4, P7, P9: what arrives from a peer counts once all of it was found right where it lies, and is nothing before."""
+"""P4, P7, P9: a copy from a peer counts after all of it is verified in place, and not before."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""P5: reclaim removes what nobody needs and nothing else. A tier that refuses delays it only."""
+"""P5: reclaim removes what is not needed and nothing else. A tier that refuses only delays it."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""P5, P7, P9: a node that comes back with old data never serves it as new, drops what is of no use, and nothing on which anybody counts."""
+"""P5, P7, P9: a node that returns never serves old data as new. It drops useless copies and keeps all that count."""
 
 import os
 from dataclasses import replace
@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clique_world import LocalCluster, Node, cluster_of, level, make_cluster, replicate, replicate_of, until
+from clique_world import LocalCluster, cluster_of, level, make_cluster, replicate, replicate_of, until
 from local_node import inject_fault, run_until_idle
+from salvage_world import tidy
 
 from ckptfs import disk, limits
 from ckptfs.catalog import contents, copies, peer_copies, remote_contents
@@ -26,13 +27,6 @@ def old(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that is here came long ago."""
     monkeypatch.setattr(limits, "RECONCILE_AGE_S", -1.0)
     monkeypatch.setattr(limits, "SURPLUS_KEEP_S", -1.0)
-
-
-def sweep(node: Node) -> None:
-    """Look through everything, and drop what is doomed."""
-    flow = Reconcile(node.db, node.tiers, node.told, cluster_of(node), node.hold.reported_unneeded)
-    run_until_idle(flow)
-    Reclaim(node.db, node.tiers, node.config, node.told, (Tier.RAM,)).step()
 
 
 def replicated(cluster: LocalCluster, name: bytes = b"a") -> int:
@@ -57,8 +51,7 @@ def delete(cluster: LocalCluster, *keys: str) -> None:
 def test_needed_copies_stay(tmp_path: Path) -> None:
     cluster = LocalCluster(tmp_path, 3)
     content = replicated(cluster)
-    for node in cluster.nodes:
-        sweep(node)
+    tidy(*cluster.nodes)
     assert [node.copies(content) for node in cluster.nodes] == [{Tier.RAM: CopyState.GOOD}] * 2 + [{}]
 
 
@@ -67,7 +60,7 @@ def test_a_file_that_another_node_deleted_is_removed(tmp_path: Path) -> None:
     delete(cluster, f"i/{one.inode(content):016x}")
     for node in cluster.nodes:
         node.db.run("DELETE FROM entry")
-        sweep(node)
+        tidy(node)
         assert node.files(Tier.RAM) == set() and node.state(content) is None
     assert locations.load(two.store, [content])[content].copies == ()
 
@@ -77,7 +70,7 @@ def test_a_holder_removes_the_records_of_a_dead_node_s_deleted_file(tmp_path: Pa
     cluster, content, one, two = make_replicated(tmp_path, 2)
     delete(cluster, f"i/{one.inode(content):016x}")
     one.kill()
-    sweep(two)
+    tidy(two)
     found = locations.load(two.store, [content])[content]
     assert found.state is None and found.copies == () and two.files(Tier.RAM) == set()
 
@@ -87,11 +80,10 @@ def test_an_unpublished_file_is_not_taken_for_deleted(tmp_path: Path) -> None:
     cluster, content, one, two = make_replicated(tmp_path, 2)
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}")
     one.db.run("DELETE FROM cached_key")
-    sweep(one)
-    sweep(two)
+    tidy(one, two)
     assert one.copies(content) == two.copies(content) == {Tier.RAM: CopyState.GOOD}
     one.kill()
-    sweep(two)
+    tidy(two)
     assert two.copies(content) == {Tier.RAM: CopyState.GOOD}, "its writer may come back"
 
 
@@ -120,10 +112,10 @@ def test_what_an_island_cannot_lend_is_not_taken_for_deleted(tmp_path: Path, why
         one.lose_ram()
     else:
         one.db.run("UPDATE content SET state = 0 WHERE id = ?", content)
-    sweep(two)
+    tidy(two)
     assert two.copies(content) == {Tier.RAM: CopyState.GOOD}
     one.db.run("UPDATE content SET state = 3 WHERE id = ?", content)
-    sweep(two)
+    tidy(two)
     assert two.copies(content) == {}, "its writer has deleted it"
 
 
@@ -135,14 +127,14 @@ def test_a_file_that_another_node_rewrote_keeps_its_previous_content(tmp_path: P
     cluster.put(f"i/{inode:016x}", {"content": newer, "nlink": 1})
     sealed = {"node": 3, "inode": inode, "generation": 9, "state": 2, "size": 5, "digest": "00" * 16, "closed_ns": 1}
     cluster.put(f"c/{newer:016x}", {**sealed, "digest": None})
-    sweep(two)
+    tidy(two)
     assert two.copies(content) == {Tier.RAM: CopyState.GOOD}
     cluster.put(f"c/{newer:016x}", sealed)
-    sweep(two)
+    tidy(two)
     assert two.copies(content) == {Tier.RAM: CopyState.GOOD}, "no other node has its successor"
     cluster.put(f"p/{newer:016x}/00000002", {"generation": 9, "digest": "00" * 16})
     for node in (one, two):
-        sweep(node)
+        tidy(node)
         assert content not in node.files(Tier.RAM)
 
 
@@ -154,12 +146,12 @@ def test_the_old_owner_learns_that_it_is_none(tmp_path: Path) -> None:
     cluster.put(f"c/{content:016x}", value)
     loan = one.hold.open_copy(content, None)
     os.close(loan.fd)
-    sweep(one)
+    tidy(one)
     seen = one.row(content)
     assert seen.is_remote and seen.generation == 7
     assert one.files(Tier.RAM) == {content}, "the newer one may die with its writer"
     cluster.put(f"p/{content:016x}/00000003", {"generation": 7, "digest": "11" * 16})
-    sweep(one)
+    tidy(one)
     assert one.files(Tier.RAM) == set(), "the former generation is of no use to anybody"
 
 
@@ -169,7 +161,7 @@ def test_an_open_copy_stays(tmp_path: Path) -> None:
     delete(cluster, f"i/{cluster.nodes[0].inode(content):016x}")
     for node in cluster.nodes:
         node.hold_open(content)
-        sweep(node)
+        tidy(node)
         assert node.copies(content) == {Tier.RAM: CopyState.GOOD}
 
 
@@ -181,8 +173,7 @@ def test_of_too_many_copies_the_right_ones_stay(tmp_path: Path) -> None:
     two.revive()
     for node in cluster.nodes:
         AnnounceCopies(node.db, cluster_of(node)).step()
-    for node in cluster.nodes:
-        sweep(node)
+    tidy(*cluster.nodes)
     having = [node.member.name for node in cluster.nodes if node.copies(content)]
     assert having == ["n1", "n2"]
     assert sorted(locations.load(one.store, [content])[content].holders) == [1, 2]
@@ -200,19 +191,18 @@ def test_a_copy_stays_while_one_of_those_that_count_is_not_there(tmp_path: Path)
     AnnounceCopies(three.db, cluster_of(three)).step()
     one.lose_ram()
     one.revive()
-    for node in cluster.nodes:
-        sweep(node)
+    tidy(*cluster.nodes)
     assert two.copies(content) == three.copies(content) == {Tier.RAM: CopyState.GOOD}
 
 
 def test_a_copy_of_which_its_holder_says_no_more_is_made_again(tmp_path: Path) -> None:
     """P4, P9: it went bad there. The writer finds out, and its file is not `clique` until there is another one."""
     _, content, one, two = make_replicated(tmp_path, 2)
-    sweep(one)
+    tidy(one)
     assert level(one, content) is Level.CLIQUE
     copies.set_copy_state(two.db, content, Tier.RAM, CopyState.QUARANTINED)
     AnnounceCopies(two.db, cluster_of(two)).step()
-    sweep(one)
+    tidy(one)
     assert level(one, content) is Level.LOCAL
     replicate(one, content)
     assert two.copies(content) == {Tier.RAM: CopyState.GOOD}
@@ -221,7 +211,7 @@ def test_a_copy_of_which_its_holder_says_no_more_is_made_again(tmp_path: Path) -
 def test_a_copy_missing_from_the_store_is_announced_again(tmp_path: Path) -> None:
     cluster, content, one, two = make_replicated(tmp_path, 2)
     delete(cluster, f"p/{content:016x}/00000002")
-    sweep(one)
+    tidy(one)
     replicate(one, content)
     AnnounceCopies(two.db, cluster_of(two)).step()
     assert locations.load(one.store, [content])[content].holders == [1, 2]
@@ -255,7 +245,7 @@ def test_an_unpublished_local_write_does_not_yield(tmp_path: Path, monkeypatch: 
     assert there.digest is not None
     value = {"node": 2, "inode": there.inode, "generation": there.generation, "state": 2, "size": there.size, "closed_ns": 1}
     cluster.put(f"c/{content:016x}", {**value, "digest": there.digest.hex()})
-    sweep(one)
+    tidy(one)
     assert one.data(content).endswith(b"here") and one.copies(content) == {Tier.RAM: CopyState.GOOD}
     flow = replicate_of(two)
     flow.step()
@@ -284,11 +274,11 @@ def test_two_surplus_copies_do_not_leave_at_once(tmp_path: Path) -> None:
 def test_a_released_copy_is_checked_in_the_store(tmp_path: Path) -> None:
     cluster, content, one, two = make_replicated(tmp_path, 2)
     two.hold.release_copies([content])
-    sweep(two)
+    tidy(two)
     assert two.copies(content) == {Tier.RAM: CopyState.GOOD}, "a peer's word is not enough"
     delete(cluster, f"i/{one.inode(content):016x}")
     two.hold.release_copies([content, 77, 78])
-    sweep(two)
+    tidy(two)
     assert two.files(Tier.RAM) == set() and two.hold.reported_unneeded == set()
 
 
@@ -337,7 +327,7 @@ def test_without_the_store_nothing_goes(tmp_path: Path) -> None:
     delete(cluster, f"i/{one.inode(content):016x}")
     two.store.reachable = False
     with pytest.raises(StoreUnreachable):
-        sweep(two)
+        tidy(two)
     assert two.copies(content) == {Tier.RAM: CopyState.GOOD}
 
 
@@ -348,8 +338,8 @@ def test_a_failure_is_made_good_by_the_next_sweep(tmp_path: Path, label: str, mo
     inject_fault(monkeypatch, f"{label}=EIO")
     if label == "reconcile:forgotten":
         with pytest.raises(OSError):
-            sweep(two)
-    sweep(two)
+            tidy(two)
+    tidy(two)
     assert two.state(content) in (None, ContentState.DOOMED)
 
 

@@ -1,4 +1,4 @@
-"""P5, P7, P8: after a reboot or a crash the catalog claims nothing that is not there, and what is lost is lost by name, never empty."""
+"""P5, P7, P8: after a crash or a reboot the catalog lists only copies that exist. Lost files are named, never empty."""
 
 import logging
 import os

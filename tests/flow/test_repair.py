@@ -1,4 +1,4 @@
-"""P9: when nodes die the survivors bring copies back to the wanted number, once; what a node had in another life is doubted."""
+"""P9: when nodes die, the survivors restore the number of copies, once. Copies of an earlier incarnation do not count."""
 
 import errno
 import os

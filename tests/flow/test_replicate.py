@@ -1,4 +1,4 @@
-"""P3, P9, N1: what is sealed comes to the peers that placement names, counts when they verified it, and no peer delays another."""
+"""P3, P9, N1: a sealed content is copied to the peers that placement names. It counts when verified; no peer delays another."""
 
 import os
 import threading
@@ -92,14 +92,7 @@ def test_a_peer_that_hangs_delays_no_other(tmp_path: Path) -> None:
 
 def test_a_failed_copy_is_retried(tmp_path: Path) -> None:
     _, one, *_ = make_cluster(tmp_path, 2)
-    failures = [2]
-
-    def fault(act: str, name: str) -> None:
-        if act == "send" and failures[0]:
-            failures[0] -= 1
-            raise PeerFailed("try again")
-
-    one.peers.fault = fault
+    failures = one.peers.fail("send", 2)
     content = one.written(b"a", b"hello")
     flow = replicate_of(one)
     flow.step()
@@ -287,14 +280,7 @@ def test_without_the_store_copies_are_still_made(tmp_path: Path) -> None:
     contents.set_state(one.db, gone, ContentState.DOOMED)
     copies.delete_doomed(one.db, copies.list_doomed(one.db, (Tier.RAM,), 0, 10))
     one.store.reachable = False
-    failures = [3 * limits.PEER_SENDS_MAX]
-
-    def fault(act: str, name: str) -> None:
-        if act == "send" and failures[0] > 0:
-            failures[0] -= 1
-            raise PeerFailed("try again")
-
-    one.peers.fault = fault
+    one.peers.fail("send", 3 * limits.PEER_SENDS_MAX)
     written = [one.make(b"f%d" % number, b"%d" % number) for number in range(20)]
     one.seal()
 

@@ -1,4 +1,4 @@
-"""P3, P7: fsync=clique returns when other nodes have what the file holds; blocks of what is still written go ahead (X7)."""
+"""P3, P7: fsync=clique returns when other nodes have the content. Complete blocks of an open file are sent early (X7)."""
 
 import os
 from pathlib import Path

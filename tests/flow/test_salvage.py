@@ -1,4 +1,4 @@
-"""P5, P7, P9: what had reached other nodes is not lost with a newer content that only the node had which died."""
+"""P5, P7, P9: if the newest content dies with its only node, the file shows its replicated previous content."""
 
 import time
 from pathlib import Path
@@ -39,8 +39,7 @@ def test_the_former_content_is_shown_when_the_newer_one_is_lost(tmp_path: Path, 
     inode = one.inode(newer)
     assert file_of(cluster, inode).content == newer, "its writer lives"
     one.kill()
-    for node in (three, two):
-        decide(node)
+    decide(three, two)
     file = file_of(cluster, inode)
     assert (file.content, file.value["size"], file.value["mtime_ns"]) == (content, len(OLD), 2)
     assert file.salvaged is not None and file.salvaged["content"] == newer
@@ -167,17 +166,14 @@ def test_another_node_s_file_is_renamed_over(tmp_path: Path, renamer: int) -> No
     replaced = one.inode(content)
     newer = renamed_over(other, replaced, content)
     inode = other.inode(newer)
-    for node in cluster.nodes:
-        tidy(node)
+    tidy(*cluster.nodes)
     assert content in one.files(Tier.RAM)
     other.kill()
-    for node in reversed(survivors):
-        decide(node)
+    decide(*reversed(survivors))
     file = file_of(cluster, inode)
     assert (file.content, file.value["size"], file.value["mtime_ns"]) == (content, len(OLD), 2)
     assert one.data(content) == OLD
-    for node in survivors:
-        tidy(node)
+    tidy(*survivors)
     assert one.data(content) == OLD
 
 
@@ -187,8 +183,7 @@ def test_what_another_node_renamed_over_goes_when_its_own_file_is_safe(tmp_path:
     send(two, newer)
     AnnounceCopies(one.db, cluster_of(one)).step()
     publish(two)
-    tidy(two)
-    tidy(one)
+    tidy(two, one)
     assert one.files(Tier.RAM) == two.files(Tier.RAM) == {newer}
 
 

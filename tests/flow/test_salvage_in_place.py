@@ -1,11 +1,11 @@
-"""P5, P7, P9: what had reached other nodes of a file that is changed in place is not lost when the newer state dies with its writer."""
+"""P5, P7, P9: if a change in place dies with its writer, the file shows the generation that other nodes have."""
 
 import contextlib
 import os
 from pathlib import Path
 
 import pytest
-from clique_world import cluster_of, offer_of
+from clique_world import cluster_of, send_copy
 from local_node import inject_fault
 from salvage_world import NEW, OLD, appended, change, decide, file_of, hear, held, make_replicated, publish, send, shown, tidy
 
@@ -36,8 +36,7 @@ def test_the_generation_that_others_have_is_shown(tmp_path: Path, stop: str, hea
     decide(two)
     assert file_of(cluster, inode).content == content, "its writer lives"
     one.kill()
-    for node in (three, two):
-        decide(node)
+    decide(three, two)
     former, generation, size, mtime_ns = shown(cluster, inode)
     assert former != content and (generation, size, mtime_ns) == (1, len(OLD), 2)
     assert held(two, inode) == OLD
@@ -47,8 +46,7 @@ def test_the_generation_that_others_have_is_shown(tmp_path: Path, stop: str, hea
     assert two.files(Tier.RAM) == {former}, "one file, and one copy of it"
     send(two, former)
     assert three.data(former) == OLD
-    for node in (two, three):
-        decide(node)
+    decide(two, three)
     assert shown(cluster, inode)[0] == former
 
 
@@ -82,9 +80,7 @@ def test_nothing_takes_it_away_while_it_is_all_that_others_have(tmp_path: Path) 
     hear(two, content)
     told = locations.load(cluster.store, [content])[content]
     assert [(copy.node, copy.generation) for copy in told.copies] == [(2, 1)], "the others know what it has"
-    fd = one.tiers[Tier.RAM].open(content)
-    with disk.closing(fd):
-        assert one.peers.send(three.member, offer_of(one, content), fd).is_verified
+    assert send_copy(one, three, content)
     hear(three, content)
     tidy(two)
     assert content not in two.files(Tier.RAM), "its writer and another node have what came after it"
@@ -153,8 +149,7 @@ def test_another_node_changed_it(tmp_path: Path, stop: str, heard: bool) -> None
     if heard:
         hear(one, content)
     two.kill()
-    for node in (three, one):
-        decide(node)
+    decide(three, one)
     assert shown(cluster, inode)[1:] == (1, len(OLD), 2)
     assert held(one, inode) == OLD and one.state(shown(cluster, inode)[0]) is ContentState.SEALED
     assert one.db.value("SELECT remote FROM content WHERE id = ?", shown(cluster, inode)[0]) == 0
@@ -168,16 +163,13 @@ def test_of_several_generations_the_newest_is_shown(tmp_path: Path) -> None:
     inode = one.inode(content)
     change(one, content, appended)
     hear(two, content)
-    fd = one.tiers[Tier.RAM].open(content)
-    with disk.closing(fd):
-        one.peers.send(three.member, offer_of(one, content), fd)
+    send_copy(one, three, content)
     hear(three, content)
     change(one, content, lambda data: data.reverse())
     hear(two, content)
     hear(three, content)
     one.kill()
-    for node in (two, four, three, two):
-        decide(node)
+    decide(two, four, three, two)
     assert shown(cluster, inode)[1:3] == (2, len(OLD + NEW))
     assert held(three, inode) == OLD + NEW
 
@@ -191,8 +183,7 @@ def test_a_file_changed_in_place_and_then_rewritten_shows_its_replicated_generat
     newer = one.write(inode, NEW)
     one.seal()
     publish(one)
-    tidy(one)
-    tidy(two)
+    tidy(one, two)
     assert shown(cluster, inode)[0] == newer
     one.kill()
     decide(two)

@@ -1,4 +1,4 @@
-"""P5, P7, P9: what the PFS has of a file is shown when no node that lives has anything newer, and never an older state over it."""
+"""P5, P7, P9: the file shows the state on the PFS if no living node has a newer one, and never an older state over it."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clique_world import LocalCluster, Node, make_cluster, offer_of
+from clique_world import LocalCluster, Node, make_cluster, send_copy
 from local_node import inject_fault
 from salvage_world import (
     NEW,
@@ -28,7 +28,7 @@ from salvage_world import (
     tidy,
 )
 
-from ckptfs import disk, limits
+from ckptfs import limits
 from ckptfs.catalog import mover_requests, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.clique import locations
@@ -36,7 +36,7 @@ from ckptfs.coherence import keys
 from ckptfs.coherence.key_state import DirtyKeyTracker
 from ckptfs.coherence.keys import INODE, PFS_STATE, SharedKey
 from ckptfs.coherence.pfs_coordination import StoreSnapshot
-from ckptfs.model import ROOT, Tier
+from ckptfs.model import ROOT
 
 pytestmark = pytest.mark.usefixtures("no_rivals")
 
@@ -184,9 +184,7 @@ def test_a_newer_former_content_takes_the_place_of_what_the_pfs_has(tmp_path: Pa
     write_back(one, content)
     change(one, content, appended)
     hear(two, content)
-    fd = one.tiers[Tier.RAM].open(content)
-    with disk.closing(fd):
-        one.peers.send(two.member, offer_of(one, content), fd)
+    send_copy(one, two, content)
     hear(two, content)
     lost = overwrite(one, content, "truncated")
     one.kill()

@@ -1,4 +1,4 @@
-"""P1, P2, P8: what lies on the PFS appears in the catalog at its first visit, lazily, whole, and killed anywhere it can start over."""
+"""P1, P2, P8: the first scan of a directory imports it lazily and whole. A scan that is killed starts again."""
 
 import json
 import os

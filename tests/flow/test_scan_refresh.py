@@ -1,4 +1,4 @@
-"""P5, P7, F4: what strangers change on the PFS is taken over, unless ours is newer; what write-back does is not taken for a stranger's."""
+"""P5, P7, F4: a scan takes over external changes unless the local state is newer. Write-back is no external change."""
 
 import os
 import stat

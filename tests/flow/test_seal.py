@@ -1,4 +1,4 @@
-"""P4, P7, P8: what was closed gets its digest, and nothing that may still change does (H1, F3)."""
+"""P4, P7, P8: a closed content gets its digest; a content that may still change does not (H1, F3)."""
 
 import errno
 import mmap

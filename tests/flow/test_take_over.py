@@ -1,4 +1,4 @@
-"""What a dead node had not written back is written back by one that lives, in its order and once (P6)."""
+"""P6: a living node writes back what a dead node did not, in order and once."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""P4, X5: a copy that is not what was sealed never counts, and is remade from one that is."""
+"""P4, X5: a copy that differs from the sealed content never counts. It is remade from a good copy."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""P3: who waits for a level is told when it is reached, and not before."""
+"""P3: a request for a level is answered when the level is reached, and not before."""
 
 import errno
 from pathlib import Path

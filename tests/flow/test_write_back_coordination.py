@@ -1,4 +1,4 @@
-"""P6 on several nodes: each writes back what happened on it to one PFS, which in the end shows what all nodes share."""
+"""P6 on several nodes: each node writes its changes back to one PFS, which ends as the shared tree."""
 
 from collections.abc import Callable
 from pathlib import Path

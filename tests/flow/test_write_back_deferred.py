@@ -1,4 +1,4 @@
-"""P1, P6: what the PFS refuses of one file or one owner holds up nobody else, is told, and is tried again."""
+"""P1, P6: if the PFS refuses one file or one owner, write-back reports it, retries it and delays no other."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""P4, P6: a large content is copied to the PFS before its seal, and appears only when it is sealed as what was copied."""
+"""P4, P6: a large content is copied to the PFS before its seal. It appears only if the seal confirms the copy."""
 
 import os
 from collections.abc import Callable

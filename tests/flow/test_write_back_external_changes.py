@@ -1,4 +1,4 @@
-"""Somebody else works on the PFS, too: ours wins under its name, theirs is kept beside it; what they took away is made again."""
+"""External changes on the PFS: our file gets the name, theirs becomes a conflict copy. What they removed is made again."""
 
 import os
 import shutil

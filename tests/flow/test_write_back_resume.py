@@ -1,4 +1,4 @@
-"""P6, P8: a large file whose copy was cut off by a death is gone on with: what is right on the PFS is not written again."""
+"""P6, P8: the copy of a large file that a death interrupted is resumed. Right blocks on the PFS are not written again."""
 
 import os
 from pathlib import Path

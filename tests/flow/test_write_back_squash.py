@@ -1,4 +1,4 @@
-"""Sites squash root on the PFS: what root may not do there is done as the file's owner (acting.py)."""
+"""Sites squash root on the PFS: write-back then acts as the owner of the file."""
 
 import os
 import stat

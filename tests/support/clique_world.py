@@ -17,7 +17,7 @@ from local_node import Node as LocalNode
 from local_node import run_until_idle
 from memory_store import MemoryEtcd, MemoryStore
 
-from ckptfs import digest, limits
+from ckptfs import digest, disk, limits
 from ckptfs.catalog import contents, copies, identity, mover_requests, remote_contents, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.remote_contents import RemoteState
@@ -196,6 +196,18 @@ class LocalPeers:
         self.spoil: set[str] = set()
         self.asked: list[tuple[str, str]] = []
 
+    def fail(self, act: str, times: int) -> list[int]:
+        """Let the next `times` calls of `act` fail; the number that is left is the only item of the answer."""
+        left = [times]
+
+        def fault(called: str, _: str) -> None:
+            if called == act and left[0] > 0:
+                left[0] -= 1
+                raise PeerFailed("try again")
+
+        self.fault = fault
+        return left
+
     def _host_of(self, act: str, node: PeerAddress) -> Host:
         self.asked.append((act, node.name))
         self.fault(act, node.name)
@@ -329,6 +341,13 @@ def offer_of(node: Node, content: int) -> Offer:
 def cluster_of(node: Node) -> Cluster:
     """What the flows of a node know of the others."""
     return Cluster(node.number, node.cluster.factor, 1, node.peers, node.store, lambda: node.view)
+
+
+def send_copy(source: Node, target: Node, content: int) -> bool:
+    """Send a sealed content; True if the target verified it."""
+    fd = source.tiers[Tier.RAM].open(content)
+    with disk.closing(fd):
+        return source.peers.send(target.member, offer_of(source, content), fd).is_verified
 
 
 def replicate_of(node: Node) -> Replicate:

@@ -1,4 +1,4 @@
-"""A catalog, tiers and a PFS in plain directories, with the flows that meet the PFS; no mount and no mover beside them."""
+"""A catalog, tiers and a PFS in plain directories, with the flows that use the PFS, without a mount and a mover."""
 
 import contextlib
 import os

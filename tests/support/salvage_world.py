@@ -1,4 +1,4 @@
-"""Files that were written again by a node which dies before anybody has the newer state: the acts of such tests (see clique_world)."""
+"""Files whose writer dies before another node has the newest state: the acts of these tests (see clique_world)."""
 
 import os
 from collections.abc import Callable
@@ -104,11 +104,11 @@ def appended(data: bytearray) -> None:
     data += NEW
 
 
-def tidy(node: Node) -> None:
-    """Everything that goes, goes."""
-    flow = Reconcile(node.db, node.tiers, node.told, cluster_of(node), node.hold.reported_unneeded)
-    run_until_idle(flow)
-    Reclaim(node.db, node.tiers, node.config, node.told, (Tier.RAM,)).step()
+def tidy(*nodes: Node) -> None:
+    """Reconcile and reclaim on each of these nodes, in this order."""
+    for node in nodes:
+        run_until_idle(Reconcile(node.db, node.tiers, node.told, cluster_of(node), node.hold.reported_unneeded))
+        Reclaim(node.db, node.tiers, node.config, node.told, (Tier.RAM,)).step()
 
 
 def fall_back_of(node: Node) -> Salvage:
@@ -126,10 +126,12 @@ def opens(node: Node, inode: int) -> int | None:
     return node.shown(inode)
 
 
-def decide(node: Node) -> None:
-    flow = fall_back_of(node)
-    for _ in range(3):
-        run_until_idle(flow)
+def decide(*nodes: Node) -> None:
+    """Salvage on each of these nodes, in this order."""
+    for node in nodes:
+        flow = fall_back_of(node)
+        for _ in range(3):
+            run_until_idle(flow)
 
 
 def file_of(cluster: LocalCluster, inode: int) -> locations.SharedFile:

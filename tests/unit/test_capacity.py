@@ -1,4 +1,4 @@
-"""N5: what is needed before a run, and what is there."""
+"""N5: the capacity that a run needs, and the capacity that exists."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The command `ckptfs`: its words, its JSON and its exit codes, before control servers without FUSE. F5, P11."""
+"""The command `ckptfs`: output, JSON and exit codes, against control servers without FUSE. F5, P11."""
 
 import json
 import os

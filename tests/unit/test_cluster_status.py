@@ -1,4 +1,4 @@
-"""`ckptfs status --cluster`: the nodes as the shared store has them, and what is said when it does not answer."""
+"""`ckptfs status --cluster`: the nodes as the shared store has them, and the report when the store does not answer."""
 
 import datetime
 from collections.abc import Callable

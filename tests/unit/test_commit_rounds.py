@@ -1,4 +1,4 @@
-"""Rounds: one batch is told at a time, by one of those who wait for it."""
+"""Rounds of commits: one of the waiting tasks commits one batch at a time."""
 
 import trio
 from ckptfs_daemon.mount.shared_namespace import CommitRounds

@@ -1,4 +1,4 @@
-"""The configuration: what is accepted, what is refused by name (P11), and that the sample file says the truth."""
+"""The configuration: accepted values, refusals by name (P11), and the sample file."""
 
 import contextlib
 import os

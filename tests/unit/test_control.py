@@ -1,4 +1,4 @@
-"""The control servers with the real catalog and tiers, without FUSE: what they answer, wait for, refuse, and survive. F2, F5, P1, P11."""
+"""The control servers with the real catalog and tiers, without FUSE: answers, waits, refusals, restarts. F2, F5, P1, P11."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A lane sleeps until there is work, gathers hints, retries what fails, and runs at once for who waits. In virtual time.
+"""A lane sleeps until there is work, gathers hints, retries failures, and runs at once for urgent requests. In virtual time.
 
 A step takes no time here: the lane's thread is replaced by a plain call, so that the clock can jump.
 """

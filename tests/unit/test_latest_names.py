@@ -1,4 +1,4 @@
-"""Numbers of what is shown and in no catalog: N2."""
+"""N2: inode numbers of the virtual entries of `latest`, which no catalog has."""
 
 import pytest
 import xxhash

@@ -1,4 +1,4 @@
-"""P3, P5: what a file survives, and when a copy may go, from nothing but its record."""
+"""P3, P5: from the record of a file alone: which failures it survives, and when a copy may go."""
 
 from dataclasses import replace
 

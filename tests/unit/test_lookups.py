@@ -1,4 +1,4 @@
-"""Who wants to create is told from who wants to read by the system call that the process is in (P1)."""
+"""P1: the system call of a process shows whether a look-up means to create or to read."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Who lives, as a node knows it: deaths at once while it is in touch with the store, in doubt later (P9)."""
+"""P9: the living nodes as one node knows them. A death counts at once while the store answers, later after an outage."""
 
 from ckptfs import limits
 from ckptfs.clique.membership import MemberTable, Node, ViewChange, build_view

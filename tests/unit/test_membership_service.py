@@ -1,4 +1,4 @@
-"""A node's membership in its mover: who lives, what an outage of the store changes (nothing), what people are told (P1, P9)."""
+"""A node's membership in its mover: living nodes, outages of the store (which change nothing), and reports (P1, P9)."""
 
 import functools
 import inspect

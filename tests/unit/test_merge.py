@@ -1,4 +1,4 @@
-"""P7: two changes of one file's attributes become one, and what was written last is what it shows."""
+"""P7: two changes of one file's attributes become one. The last write decides."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the mount process does with an open file's descriptor while threads work on it. P7, P10."""
+"""The descriptor of an open file in the mount process while threads use it. P7, P10."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""What has no name left goes when the kernel forgets it, not before and not never (P2, P5)."""
+"""P2, P5: an inode without a name is deleted when the kernel forgets it, not before and not never."""
 
 import functools
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Who holds whose contents (N1, P9): every small world, random large ones, and what a node's leaving changes."""
+"""Placement of copies (N1, P9): every small cluster, random large ones, and the changes when a node leaves."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""Where daemon and clients meet: the same place for both, whoever asks, and nobody else's."""
+"""The runtime directory: the same for daemon and clients, and for no other user."""
 
 import os
 from pathlib import Path

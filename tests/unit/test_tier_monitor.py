@@ -1,4 +1,4 @@
-"""The watch over a tier: errors, silence and a wrong filesystem are seen and said; a tier that is well again wakes the lanes (P1)."""
+"""The monitor of a tier reports errors, silence and a wrong filesystem. A tier that recovers wakes the lanes (P1)."""
 
 import errno
 import json

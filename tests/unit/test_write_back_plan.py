@@ -1,4 +1,4 @@
-"""P6: what write-back decides for the journal's next rows, without touching anything."""
+"""P6: the plan of write-back for the next rows of the journal, without side effects."""
 
 import stat
 from pathlib import Path
