@@ -215,7 +215,7 @@ def test_what_is_not_what_it_was_is_not_shown(tmp_path: Path, caplog: pytest.Log
     one.kill()
     decide(two)
     assert shown(cluster, one.inode(content))[0] == content
-    assert "is not what it was" in caplog.text and two.files(Tier.RAM) == set()
+    assert "is not generation 1" in caplog.text and two.files(Tier.RAM) == set()
 
 
 @pytest.mark.parametrize("label", ["fallback:shown", "fetch:peer:older:read"])
