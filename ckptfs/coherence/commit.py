@@ -234,7 +234,7 @@ class _TransactionBuilder:
             self._add_inode_conditions(key, known, value)
 
     def _include_directory_links(self, directory: int) -> None:
-        """A directory that gets or loses one inside is told with it."""
+        """Add the parent of a directory that is created, moved or removed."""
         key = SharedKey(INODE, directory)
         value = self._load_value(key)[1]
         if key in self._transaction.new_values:
@@ -280,7 +280,7 @@ class _TransactionBuilder:
                     self._add_key(name)
 
     def _set_file_names(self) -> None:
-        """A file is told by the names that it has in the store with this transaction: others may be taken back before they are there."""
+        """Publish a file with its names as of this transaction; other names may still be undone."""
         if self._is_rebuilding:
             return
         given: dict[int, set[tuple[int, str]]] = {}
@@ -298,7 +298,7 @@ class _TransactionBuilder:
                     self._transaction.new_values[key] = encode_value({**now, "names": [list(name) for name in sorted(names)]})
 
     def _set_directory_links(self) -> None:
-        """A directory's links are told as they are in the store with this transaction: what else was changed in it here goes later."""
+        """Count the links of a directory as of this transaction; its other changes are published later."""
         inside: dict[int, int] = {}
         for key, value in self._transaction.new_values.items():
             if key.kind == NAME:
@@ -361,7 +361,7 @@ class _TransactionBuilder:
             directory = row[0] if row is not None else self._db.value("SELECT parent FROM inode WHERE id = ?", directory) or 0
 
     def _defer_name_deletes(self) -> None:
-        """What has another name here keeps the one that the store has until that other one is there, too."""
+        """Keep the name that the store has until another name of the inode is in the store."""
         if self._transaction.is_complete:
             return
         waiting: dict[SharedKey, list[SharedKey]] = {}

@@ -53,7 +53,7 @@ class ConflictResolver:
         self._result = CommitResult(False)
 
     def mark_not_empty(self, names: list[SharedKey]) -> None:
-        """A directory that was removed here holds something there."""
+        """A directory that was removed on this node has entries in the store."""
         for name in names:
             self._contested_names |= self._list_names_of(name.number)
 
@@ -77,7 +77,7 @@ class ConflictResolver:
         return self._result
 
     def _handle_difference(self, key: SharedKey, store_value: StoreValue) -> None:
-        """Another node changed this key since it was seen here."""
+        """Another node changed this key since it was cached."""
         if key.kind == INODE and store_value.value.raw is None:
             self._handle_inode_deleted(key.number)
         elif key not in self._transaction.new_values:
@@ -134,7 +134,7 @@ class ConflictResolver:
             keys.write_value(self._db, key, {**theirs, "names": names})
 
     def _handle_inode_deleted(self, inode: int) -> None:
-        """It was deleted there. Names that were made here in it or of it cannot be."""
+        """The inode was deleted in the store. Undo names that this node made in it or for it."""
         read.apply_inode_deleted(self._db, inode, self._read_revision, self._recent_deletes)
         self._deleted_inodes.add(inode)
         self._result.unlinked_inodes.append(inode)
@@ -156,7 +156,7 @@ class ConflictResolver:
         return found
 
     def _get_local_child(self, key: SharedKey) -> int:
-        """What a name leads to here."""
+        """Return the inode of a name in the catalog."""
         return int(self._db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", key.number, key.name) or 0)
 
     def _get_store_child(self, key: SharedKey) -> int:
@@ -196,7 +196,7 @@ class ConflictResolver:
         return {child for child in children if not key_state.get_cached(self._db, SharedKey(INODE, child)).revision}
 
     def _restore_inodes(self, key: SharedKey) -> None:
-        """What was made under this name here never was; what was taken from it is there again, a directory where it was."""
+        """Undo the changes of this name: a new entry disappears, a removed one reappears."""
         here, there = self._get_local_child(key), self._get_store_child(key)
         self._inodes_to_recount |= {key.number, here, there} - {0}
         if here == there:
@@ -273,7 +273,7 @@ def record_commit(
 
 
 def _get_writer(db: Database, content: SharedKey) -> int:
-    """Who wrote it last, as far as that is known here."""
+    """Return the last known writer."""
     told = key_state.get_cached(db, content).fields or {}
     return int(told.get("node", identity.get_origin_node(content.number)))
 

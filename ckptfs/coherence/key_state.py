@@ -139,17 +139,17 @@ def change_unmarked(db: Database) -> Iterator[None]:
 
 
 def get_last_change(db: Database) -> int:
-    """The number of the last change that waits to be told; 0: none does."""
+    """Return the number of the last unpublished change; 0 without one."""
     return int(db.value("SELECT max(change) FROM dirty_key") or 0)
 
 
 def has_dirty(db: Database, up_to: int) -> bool:
-    """Whether anything changed up to that change waits to be told."""
+    """Return True if a change up to this one is unpublished."""
     return db.value("SELECT 1 FROM dirty_key WHERE change <= ? LIMIT 1", up_to) is not None
 
 
 def is_dirty(db: Database, key: SharedKey) -> bool:
-    """Whether this key has a change that was not told."""
+    """Return True if this key has an unpublished change."""
     return db.value("SELECT 1 FROM dirty_key WHERE kind = ? AND number = ? AND name = ? LIMIT 1", *key) is not None
 
 
@@ -165,7 +165,7 @@ def count_dirty(db: Database) -> int:
 
 
 def mark_dirty(db: Database, key: SharedKey) -> None:
-    """Mark a key whose rows did not change: it is to be told again."""
+    """Mark a key dirty although its rows did not change: publish it again."""
     db.run("INSERT OR IGNORE INTO dirty_key (change, kind, number, name) SELECT coalesce(max(change), 0) + 1, ?, ?, ? FROM dirty_key", *key)
 
 
@@ -175,7 +175,7 @@ def mark_clean(db: Database, keys: Iterable[SharedKey], up_to: int) -> None:
 
 
 def mark_root_dirty(db: Database) -> None:
-    """The root, which every node has from its beginning, is to be told once; where another node was first it becomes that node's."""
+    """Mark the root dirty once; if another node was first, its root is adopted."""
     with db.transaction():
         for kind in (INODE, TIMES):
             if db.value("SELECT 1 FROM cached_key WHERE kind = ? AND number = ?", kind, ROOT) is None:
@@ -183,7 +183,7 @@ def mark_root_dirty(db: Database) -> None:
 
 
 def delete_older_marks(db: Database) -> None:
-    """A key that was changed often while nothing could be told needs only its last mark."""
+    """Delete all but the last mark of each key, after a long disconnection."""
     db.run(
         "DELETE FROM dirty_key WHERE EXISTS (SELECT 1 FROM dirty_key l WHERE l.kind = dirty_key.kind"
         " AND l.number = dirty_key.number AND l.name = dirty_key.name AND l.change > dirty_key.change)"
@@ -191,7 +191,7 @@ def delete_older_marks(db: Database) -> None:
 
 
 def list_dirty_names(db: Database) -> list[SharedKey]:
-    """Every name that waits to be told."""
+    """Return all unpublished names."""
     return [SharedKey(NAME, row[0], bytes(row[1])) for row in db.rows("SELECT DISTINCT number, name FROM dirty_key WHERE kind = 'e'")]
 
 
@@ -250,12 +250,12 @@ def get_disconnected_ns(db: Database) -> int:
 
 
 def mark_disconnected(db: Database, now_ns: int) -> None:
-    """What is not told from now on, applications believe to be done."""
+    """Mark the node disconnected: applications see success for changes that are not published."""
     db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('island', ?)", now_ns)
 
 
 def mark_reintegrated(db: Database, now_ns: int) -> None:
-    """Everything is told."""
+    """Mark the node connected: all changes are published."""
     db.run("DELETE FROM meta WHERE key = 'island'")
     db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('returned', ?)", now_ns)
 

@@ -123,7 +123,7 @@ def parse_row(value: Value, node: int) -> journal.JournalRow:
 
 
 def ignore_row(db: Database, number: int, name: bytes, value: Value | None) -> None:
-    """What other nodes have to tell is not kept here."""
+    """Journal rows of other nodes are not cached."""
 
 
 NAME = "e"
@@ -170,7 +170,7 @@ class SharedKey(NamedTuple):
 
 
 def encode_key(key: SharedKey) -> bytes:
-    """The key as the store has it."""
+    """Encode a key for the store."""
     head = f"{key.kind}/{key.number:016x}".encode()
     return head + b"/" + key.name if KINDS[key.kind].has_name else head
 
@@ -187,7 +187,7 @@ def build_names_prefix(directory: int) -> bytes:
 
 
 def encode_value(value: Value | None) -> bytes | None:
-    """A value as the store has it; equal values are equal bytes."""
+    """Encode a value for the store; equal values have equal bytes."""
     return None if value is None else encode_fields(value)
 
 
@@ -206,7 +206,7 @@ def decode_value(raw: bytes | None) -> Value | None:
 
 
 def get_prior_revision(raw: bytes | None) -> list[int] | None:
-    """How new a value was when it was told to a store that had lost its data: see `lost`. None: it was changed since."""
+    """Return the prior revision of a republished value (see `store_loss`); None if it changed since."""
     return None if raw is None or PRIOR_REVISION.encode() not in raw else json.loads(raw).get(PRIOR_REVISION)
 
 
@@ -239,7 +239,7 @@ def _get_inode_value(db: Database, number: int, _: bytes) -> Value | None:
 
 
 def list_local_names(db: Database, inode: int) -> list[SharedKey]:
-    """The keys of all names that lead to an inode here."""
+    """Return the keys of all names of an inode in the catalog."""
     return [SharedKey(NAME, parent, bytes(name)) for parent, name in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)]
 
 
@@ -331,7 +331,7 @@ def _write_name(db: Database, number: int, name: bytes, value: Value | None) -> 
 
 
 def _write_inode(db: Database, number: int, _: bytes, value: Value | None) -> None:
-    """A row that is gone elsewhere stays here without a name, until the kernel forgets it."""
+    """Keep the row of a deleted inode without names until the kernel forgets it."""
     if value is None:
         db.run("UPDATE inode SET nlink = 0 WHERE id = ?", number)
         return
@@ -359,7 +359,7 @@ def _write_xattrs(db: Database, number: int, xattrs: Mapping[str, str]) -> None:
 
 
 def _write_times(db: Database, number: int, _: bytes, value: Value | None) -> None:
-    """Whoever changed the directory last says what its times are, and no older word takes that back."""
+    """The last change of the directory sets its times; older values do not override it."""
     if value is not None:
         db.run(
             "UPDATE inode SET mtime_ns = ?1, ctime_ns = ?2 WHERE id = ?3 AND mode & 61440 = 16384"
@@ -386,7 +386,7 @@ class KeyKind:
     write: Callable[[Database, int, bytes, Value | None], None]
     has_name: bool = False
     is_compared: bool = True
-    """False: put without comparing; whoever writes last has the last word."""
+    """False: put without a comparison; the last writer wins."""
 
 
 def _get_no_value(db: Database, number: int, name: bytes) -> Value | None:
@@ -411,12 +411,12 @@ KINDS: dict[str, KeyKind] = {
 
 
 def get_value(db: Database, key: SharedKey) -> Value | None:
-    """What the rows here say."""
+    """Return the value of the rows."""
     return KINDS[key.kind].read(db, key.number, key.name)
 
 
 def write_value(db: Database, key: SharedKey, value: Value | None) -> None:
-    """Make the rows here say `value`."""
+    """Write `value` to the rows."""
     KINDS[key.kind].write(db, key.number, key.name, value)
 
 

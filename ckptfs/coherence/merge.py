@@ -16,7 +16,7 @@ LATEST_FIELDS = ("atime_ns", "ctime_ns", "mtime_ns")
 
 
 def merge_values(kind: str, base: Value | None, ours: Value, theirs: Value, *, is_writing: bool = False) -> Value:
-    """What shall be, here and in the store. `writing`: somebody here writes the file."""
+    """Return the merged value. `writing`: the file is open for writing on this node."""
     if kind == INODE:
         return merge_inode(base, ours, theirs, is_writing=is_writing)
     if kind == CONTENT:
@@ -77,7 +77,7 @@ def must_yield_to_remote(ours: Value, theirs: Value, merged: Value) -> bool:
 
 
 def is_showing_previous(value: Value) -> bool:
-    """Whether it holds what is shown instead of what is missed: nobody has written it since."""
+    """Return True if the file still shows the replacement of a lost state."""
     missed = json.loads(value["missed"]) if "missed" in value else None
     return missed is not None and value["generation"] == missed["shown"] and missed["shows"] in (None, value["content"])
 
@@ -103,7 +103,7 @@ def _get_write_order(value: Value) -> tuple[int, int]:
 
 
 def merge_names(base: Value, ours: Value | None, theirs: Value) -> list[list[Any]]:
-    """Theirs, with what was given here, without what was taken away here (`ours` None: all that there was)."""
+    """Return `theirs` with the names added and without the names removed on this node (`ours` None: all)."""
     before, here, there = ({tuple(name) for name in (value or {"names": ()})["names"]} for value in (base, ours, theirs))
     return [list(name) for name in sorted((there - (before - here)) | (here - before))]
 

@@ -266,7 +266,7 @@ class StoreSnapshot:
 
 
 class _OpenForWriting(Container[int]):
-    """The inodes that are open for writing here."""
+    """Return the inodes that are open for writing on this node."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
@@ -465,7 +465,7 @@ def _refresh_batch(db: Database, store: Store, directory: int, names: Sequence[b
 
 
 def _is_changed_elsewhere(db: Database, store_values: dict[SharedKey, StoreValue], directory: int, name: bytes) -> bool:
-    """Whether another node is about to change what the PFS shows under a name, or has changed what it leads to and is not known here."""
+    """Return True if another node is changing a name on the PFS, or did and this node does not know it."""
     named, place = SharedKey(NAME, directory, name), SharedKey(PFS_NAME, directory, name)
     if "by" in (store_values[place].value.fields or {}) or key_state.is_dirty(db, named):
         return True

@@ -101,7 +101,7 @@ def apply_value(
 
 
 def apply_inode_deleted(db: Database, inode: int, read_revision: int, recent_deletes: RecentDeletes) -> None:
-    """An inode is not in the store any more: here it stays without a name until the kernel forgets it."""
+    """Delete the names of an inode that is gone in the store; its row stays until the kernel forgets it."""
     keys.write_value(db, SharedKey(INODE, inode), None)
     contents.mark_awaiting_store_check(db, inode)
     for key in (SharedKey(INODE, inode), SharedKey(TIMES, inode)):
@@ -130,13 +130,13 @@ def list_inode_keys(db: Database, inode: int) -> list[SharedKey]:
 
 
 def list_name_keys(db: Database, parent: int, name: bytes) -> list[SharedKey]:
-    """What a lookup depends on, as far as it is known here what the name leads to."""
+    """Return the keys that a lookup depends on, as far as its target is known."""
     child = db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", parent, name)
     return [SharedKey(NAME, parent, name), *(list_inode_keys(db, child) if child is not None else ())]
 
 
 def find_directory(db: Database, parent: int, name: bytes) -> int | None:
-    """The directory that a name leads to, as far as it is known here."""
+    """Return the directory that a name leads to, if known."""
     found: int | None = db.value(
         "SELECT i.id FROM entry e JOIN inode i ON i.id = e.child WHERE e.parent = ? AND e.name = ? AND i.mode & 61440 = 16384", parent, name
     )
@@ -183,7 +183,7 @@ def list_overtaken_names(store_values: dict[SharedKey, StoreValue]) -> list[Shar
 
 
 def list_uncached(db: Database, keys: Iterable[SharedKey]) -> list[SharedKey]:
-    """Those of which nothing is known here."""
+    """Return those without a cached value."""
     return [key for key in keys if not key_state.get_cached(db, key).revision]
 
 

@@ -54,7 +54,7 @@ def _parse_names(value: Value) -> NameSet:
 
 
 class RebuildResolver(ReintegrationResolver):
-    """A refused batch of a node that tells anew what it knows."""
+    """Conflicts of a node that republishes its catalog."""
 
     def resolve(self) -> CommitResult:
         """Names that were read to be compared are not taken over."""
@@ -121,7 +121,7 @@ class RebuildResolver(ReintegrationResolver):
             super()._merge_key(key, now)
 
     def _is_ours_newer(self, key: SharedKey, now: CachedValue) -> bool:
-        """Whether what is known here is newer than what the store says."""
+        """Return True if the value of this node is newer than the store's."""
         theirs, ours = self._get_prior_revision(now), store_loss.find_prior_revision(self._db, key)
         return theirs is not None and (ours is None or ours > theirs)
 
@@ -146,7 +146,7 @@ class RebuildResolver(ReintegrationResolver):
         return {(key.number, key.name) for key in keys.list_local_names(self._db, inode)}
 
     def _delete_superseded_names(self, inode: int, here: NameSet, theirs: Value) -> None:
-        """Names that it had before, and has no more, go here; those that were given since the loss stay."""
+        """Delete names that the inode no longer has; names added since the loss stay."""
         there = self._list_store_names(inode, theirs)
         if not there:
             return

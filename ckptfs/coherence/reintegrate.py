@@ -53,7 +53,7 @@ def list_needed_keys(db: Database, store_values: Mapping[SharedKey, StoreValue])
 
 
 def list_move_targets(db: Database, transaction: StoreTransaction) -> list[int]:
-    """The directories into which this batch moves others: where they lie must be known before loops can be told."""
+    """Return target directories of moves: their ancestors are needed to detect loops."""
     found = []
     for key in transaction.new_values:
         before, now = (key_state.get_cached(db, key).fields, get_value(db, key)) if key.kind == INODE else (None, None)
@@ -112,11 +112,11 @@ class ReintegrationResolver(ConflictResolver):
         return any(self._get_local_child(key) == inode for key in key_state.list_dirty_names(self._db))
 
     def _list_new_inodes(self, children: set[int]) -> set[int]:
-        """What was made here stays, and what is in it."""
+        """Keep what this node made, with its contents."""
         return set()
 
     def _revert_contested(self) -> None:
-        """What is back where it was finds its place taken by what comes back: that goes beside it."""
+        """If a restored name is taken, the restored entry gets a conflict name."""
         taken = [
             (key, self._get_store_child(key))
             for key in key_state.list_dirty_names(self._db)
@@ -133,7 +133,7 @@ class ReintegrationResolver(ConflictResolver):
                 self._inodes_to_recount |= {key.number, there}
 
     def _set_name(self, key: SharedKey) -> None:
-        """What was made here and has no other name stays, beside what has this one."""
+        """Keep an entry that this node made and that has no other name, under a conflict name."""
         here = self._get_local_child(key)
         made = here and here not in self._deleted_inodes and not self._is_cached(SharedKey(INODE, here))
         super()._set_name(key)
@@ -175,7 +175,7 @@ class ReintegrationResolver(ConflictResolver):
             self._add_conflict_name(key, there)
 
     def _add_conflict_name(self, key: SharedKey, child: int) -> None:
-        """Give what cannot have this name one beside it."""
+        """Give an entry a conflict name."""
         self._add_first_free_name(key.number, key.name.split(CONFLICT_MARK)[0], CONFLICT_MARK, child)
 
     def _add_first_free_name(self, directory: int, stem: bytes, mark: bytes, child: int) -> None:
@@ -192,7 +192,7 @@ class ReintegrationResolver(ConflictResolver):
         self._append_journal_row("make", child, parent=key.number, name=key.name)
 
     def _take_store_name(self, key: SharedKey, now: CachedValue) -> None:
-        """The name is as the store has it; what it led to has others here."""
+        """Accept the name of the store; its previous inode has other names."""
         self._inodes_to_recount.add(key.number)
         child = (now.fields or {"child": 0})["child"]
         now = now if child and self._has_row(child) else key_state.ABSENT
@@ -200,7 +200,7 @@ class ReintegrationResolver(ConflictResolver):
         key_state.set_cached(self._db, key, now)
 
     def _merge_directories(self, ours: int, theirs: int) -> None:
-        """What was put into the directory that was made here goes into the one that was made there."""
+        """Move the entries of this node's directory into the other node's."""
         for name, child in self._db.rows("SELECT name, child FROM entry WHERE parent = ?", ours):
             old, new = SharedKey(NAME, ours, bytes(name)), SharedKey(NAME, theirs, bytes(name))
             write_value(self._db, old, None)
