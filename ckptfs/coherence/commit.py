@@ -12,7 +12,7 @@ Crash safety: nothing is changed. A transaction that was sent but not recorded i
 """
 
 import stat
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckptfs import limits
 from ckptfs.catalog.database import Database
@@ -398,10 +398,16 @@ def _is_directory(entry: bytes | None) -> int:
 
 
 def _copy_transaction(transaction: StoreTransaction) -> StoreTransaction:
-    return StoreTransaction(
-        transaction.node_number, transaction.change_last, dict(transaction.new_values), list(transaction.unchanged_keys), dict(transaction.expected_revisions), set(transaction.required_directories), set(transaction.required_empty),
-        set(transaction.deleted_later), list(transaction.extra_deletes), transaction.size_bytes, transaction.is_complete,
-    )  # fmt: skip
+    return replace(
+        transaction,
+        new_values=dict(transaction.new_values),
+        unchanged_keys=list(transaction.unchanged_keys),
+        expected_revisions=dict(transaction.expected_revisions),
+        required_directories=set(transaction.required_directories),
+        required_empty=set(transaction.required_empty),
+        deleted_later=set(transaction.deleted_later),
+        extra_deletes=list(transaction.extra_deletes),
+    )
 
 
 def _build_names_prefix(directory: int) -> bytes:

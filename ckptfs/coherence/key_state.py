@@ -50,7 +50,10 @@ _TRIGGERS = [
     _build_trigger("inode_made", "INSERT ON main.inode", "", (INODE, "NEW.id", NO_NAME_SQL)),
     _build_trigger("directory_made", "INSERT ON main.inode", " AND " + IS_DIRECTORY_SQL.format("NEW"), (TIMES, "NEW.id", NO_NAME_SQL)),
     _build_trigger("inode_gone", "DELETE ON main.inode", " AND OLD.nlink > 0", (INODE, "OLD.id", NO_NAME_SQL)),
-    _build_trigger("inode_changed", f"UPDATE OF {_INODE_COLUMNS} ON main.inode", _build_changed_condition(_INODE_COLUMNS), (INODE, "NEW.id", NO_NAME_SQL)),
+    _build_trigger(
+        "inode_changed", f"UPDATE OF {_INODE_COLUMNS} ON main.inode", _build_changed_condition(_INODE_COLUMNS),
+        (INODE, "NEW.id", NO_NAME_SQL),
+    ),
     _build_trigger(
         "times_changed", "UPDATE OF mtime_ns, ctime_ns ON main.inode",
         " AND NOT " + IS_DIRECTORY_SQL.format("NEW") + _build_changed_condition("mtime_ns, ctime_ns"), (INODE, "NEW.id", NO_NAME_SQL),
@@ -61,13 +64,22 @@ _TRIGGERS = [
     ),
     _build_trigger("xattr_set", "INSERT ON main.xattr", "", (INODE, "NEW.inode", NO_NAME_SQL)),
     _build_trigger("xattr_gone", "DELETE ON main.xattr", "", (INODE, "OLD.inode", NO_NAME_SQL)),
-    _build_trigger("content_made", "INSERT ON main.content", f" AND {IS_OWN_CONTENT_SQL} AND NEW.inode > 0", (CONTENT, "NEW.id", NO_NAME_SQL)),
-    _build_trigger("content_changed", f"UPDATE OF {_CONTENT_COLUMNS} ON main.content", f" AND {IS_OWN_CONTENT_SQL}" + _build_changed_condition(_CONTENT_COLUMNS), (CONTENT, "NEW.id", NO_NAME_SQL)),
+    _build_trigger(
+        "content_made", "INSERT ON main.content", f" AND {IS_OWN_CONTENT_SQL} AND NEW.inode > 0", (CONTENT, "NEW.id", NO_NAME_SQL)
+    ),
+    _build_trigger(
+        "content_changed", f"UPDATE OF {_CONTENT_COLUMNS} ON main.content",
+        f" AND {IS_OWN_CONTENT_SQL}" + _build_changed_condition(_CONTENT_COLUMNS), (CONTENT, "NEW.id", NO_NAME_SQL),
+    ),
     _build_trigger("content_gone", "DELETE ON main.content", " AND OLD.remote = 0 AND OLD.state <> 3", (CONTENT, "OLD.id", NO_NAME_SQL)),
     _build_trigger("row_made", "INSERT ON main.journal", "", (JOURNAL_ROW, ROW_NODE_SQL, ROW_NAME_SQL.format("NEW"))),
     _build_trigger("row_gone", "DELETE ON main.journal", "", (JOURNAL_ROW, ROW_NODE_SQL, ROW_NAME_SQL.format("OLD"))),
-    _build_trigger("place_made", "INSERT ON main.pfs_entry", "", (PFS_NAME, "NEW.parent", "NEW.name"), (PFS_STATE, "NEW.inode", NO_NAME_SQL)),
-    _build_trigger("place_gone", "DELETE ON main.pfs_entry", "", (PFS_NAME, "OLD.parent", "OLD.name"), (PFS_STATE, "OLD.inode", NO_NAME_SQL)),
+    _build_trigger(
+        "place_made", "INSERT ON main.pfs_entry", "", (PFS_NAME, "NEW.parent", "NEW.name"), (PFS_STATE, "NEW.inode", NO_NAME_SQL)
+    ),
+    _build_trigger(
+        "place_gone", "DELETE ON main.pfs_entry", "", (PFS_NAME, "OLD.parent", "OLD.name"), (PFS_STATE, "OLD.inode", NO_NAME_SQL)
+    ),
     _build_trigger(
         "place_changed", "UPDATE ON main.pfs_entry", "", (PFS_NAME, "OLD.parent", "OLD.name"), (PFS_NAME, "NEW.parent", "NEW.name"),
         (PFS_STATE, "OLD.inode", NO_NAME_SQL), (PFS_STATE, "NEW.inode", NO_NAME_SQL),

@@ -66,7 +66,8 @@ class ReintegrationResolver(ConflictResolver):
     """A refused batch of a node that returns."""
 
     def __init__(
-        self, db: Database, transaction: StoreTransaction, store_values: dict[SharedKey, StoreValue], read_revision: int, recent_deletes: RecentDeletes, *,
+        self, db: Database, transaction: StoreTransaction, store_values: dict[SharedKey, StoreValue], read_revision: int,
+        recent_deletes: RecentDeletes, *,
         more: Mapping[SharedKey, StoreValue], label: str, again: Callable[[int, int], bool], is_written: Callable[[int], bool],
     ) -> None:  # fmt: skip
         """`more` is what `wanted` asked for; `label` names this node in names; `again(content, other)` gives its bytes here a second id."""
