@@ -127,7 +127,7 @@ def _error(call: Callable[[], object]) -> object:
 @pytest.mark.parametrize("how", ["never read again", "read again before"])
 def test_a_changed_byte_on_the_pfs_is_never_served(make_daemon: Make, how: str) -> None:
     daemon = make_daemon("auto")
-    daemon.expect_warning("checkpoint cannot be|ram: the tier was replaced")
+    daemon.expect_warning("checkpoint:? cannot be|ram: the tier was replaced")
     with deadline(daemon, 200):
         data = os.urandom(5 * MIB)
         (daemon.path / "checkpoint").write_bytes(data)
