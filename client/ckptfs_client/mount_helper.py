@@ -190,8 +190,10 @@ def read_ready_line(ready_fd: int) -> str:
     until = time.monotonic() + DAEMON_READY_WAIT_S
     data = b""
     with os.fdopen(ready_fd, "rb", buffering=0) as pipe:
+        poll = select.poll()
+        poll.register(pipe, select.POLLIN)
         while not data.endswith(b"\n") and (left := until - time.monotonic()) > 0:
-            if select.select([pipe], [], [], left)[0]:
+            if poll.poll(1000 * left):
                 piece = pipe.read(4096)
                 if not piece:
                     break
