@@ -21,6 +21,12 @@ def _file(mount: Area, data: bytes) -> Path:
     return path
 
 
+def _closed_mapping(path: Path) -> mmap.mmap:
+    """A mapping whose descriptor is closed."""
+    with open(path, "r+b") as file:
+        return mmap.mmap(file.fileno(), 0)
+
+
 def test_a_shared_mapping_and_write_see_each_other(mount: Area) -> None:
     path = _file(mount, bytes(4 * PAGE))
     with open(path, "r+b", buffering=0) as file, mmap.mmap(file.fileno(), 0) as mapping:
@@ -54,9 +60,7 @@ def test_a_private_mapping_keeps_its_changes(mount: Area) -> None:
 
 def test_a_mapping_outlives_its_descriptor_its_name_and_its_handle(mount: Area) -> None:
     path = _file(mount, b"a" * PAGE)
-    file = open(path, "r+b")  # noqa: SIM115
-    mapping = mmap.mmap(file.fileno(), 0)
-    file.close()
+    mapping = _closed_mapping(path)
     mapping[:5] = b"after"
     mapping.flush()
     assert path.read_bytes()[:5] == b"after"
@@ -71,9 +75,7 @@ def test_a_mapping_outlives_its_descriptor_its_name_and_its_handle(mount: Area) 
 
 def test_what_a_mapping_writes_after_the_close_reaches_the_pfs(mount: Area) -> None:
     path = _file(mount, b"a" * PAGE)
-    file = open(path, "r+b")  # noqa: SIM115
-    mapping = mmap.mmap(file.fileno(), 0)
-    file.close()
+    mapping = _closed_mapping(path)
     mapping[:4] = b"late"
     mapping.flush()
     mapping.close()

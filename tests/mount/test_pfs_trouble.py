@@ -1,14 +1,15 @@
 """P1, P4, P7: a PFS that is gone, refuses or hangs costs nothing but what lies on it alone; wrong bytes there are never served."""
 
-import errno
 import json
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from daemon_under_test import DaemonUnderTest, deadline, eventually
+from programs import refusal
 
 MIB = 1024 * 1024
 Make = Callable[..., DaemonUnderTest]
@@ -21,6 +22,14 @@ def with_old_files(make_daemon: Make, data_path: str = "auto", **options: object
         (daemon.pfs / name).mkdir()
         (daemon.pfs / name / "file").write_bytes(b"o" * MIB)
     return daemon
+
+
+def with_faults(daemon: DaemonUnderTest, faults: str = "") -> Path:
+    """The file whose faults the daemon injects, once it runs."""
+    file = daemon.root / "fault"
+    file.write_text(faults)
+    daemon.env["CKPTFS_FAULT"] = f"@{file}"
+    return file
 
 
 def works(daemon: DaemonUnderTest, directory: Path, name: str) -> None:
@@ -49,12 +58,8 @@ def test_gone_and_back(make_daemon: Make, data_path: str) -> None:
         works(daemon, daemon.path / "work", "a")
         works(daemon, daemon.path / "old", "b")
         works(daemon, daemon.path, "c")
-        with pytest.raises(OSError) as refusal:
-            os.listdir(daemon.path / "other")
-        assert refusal.value.errno in {errno.EIO, errno.ETIMEDOUT}
-        with pytest.raises(OSError) as refusal:
-            (daemon.path / "old" / "file").read_bytes()
-        assert refusal.value.errno in {errno.EIO, errno.ETIMEDOUT}
+        assert refusal(os.listdir, daemon.path / "other") in {"EIO", "ETIMEDOUT"}
+        assert refusal((daemon.path / "old" / "file").read_bytes) in {"EIO", "ETIMEDOUT"}
         daemon.pfs.mkdir()
         with pytest.raises(OSError):
             os.listdir(daemon.path / "other")
@@ -71,9 +76,7 @@ def test_gone_and_back(make_daemon: Make, data_path: str) -> None:
 def test_out_of_order_when_a_new_catalog_starts(make_daemon: Make) -> None:
     """Nothing is known of the root then: still everything can be made in it, and what is there joins it later."""
     daemon = with_old_files(make_daemon)
-    fault = daemon.root / "fault"
-    fault.write_text("scan:root=EIO@*")
-    daemon.env["CKPTFS_FAULT"] = f"@{fault}"
+    fault = with_faults(daemon, "scan:root=EIO@*")
     daemon.expect_warning("scan|visit|write back|pfs|cannot be")
     daemon.start()
     with deadline(daemon, 200):
@@ -92,8 +95,7 @@ def test_out_of_order_when_a_new_catalog_starts(make_daemon: Make) -> None:
 def test_hanging(make_daemon: Make) -> None:
     """While every call on the PFS hangs: work in directories that are known goes on, and `status` answers."""
     daemon = with_old_files(make_daemon)
-    fault = daemon.root / "fault"
-    daemon.env["CKPTFS_FAULT"] = f"@{fault}"
+    fault = with_faults(daemon)
     daemon.start()
     daemon.expect_warning("scan|visit|write back|pfs|silent|does not answer|fetch|cannot be")
     with deadline(daemon, 250):
@@ -101,27 +103,31 @@ def test_hanging(make_daemon: Make) -> None:
         assert os.listdir(daemon.path / "old") == ["file"]
         daemon.settle()
         fault.write_text(",".join(f"{label}=hang@*" for label in ("scan:root", "scan:walk", "scan:list", "pfs:open", "pfs:walk")))
-        started: list[object] = []
-        reader = threading.Thread(target=lambda: started.append(_error(lambda: os.listdir(daemon.path / "other"))))
-        opener = threading.Thread(target=lambda: started.append(_error((daemon.path / "old" / "file").read_bytes)))
-        reader.start()
-        opener.start()
+        ended: list[object] = []
+        threads = in_threads(ended, lambda: os.listdir(daemon.path / "other"), (daemon.path / "old" / "file").read_bytes)
         works(daemon, daemon.path / "work", "a")
         works(daemon, daemon.path / "old", "b")
-        assert started == [], "both still wait while everything else went on"
-        report = json.loads(daemon.command("status", daemon.path, "--json", timeout=30).stdout)
-        assert report
+        assert ended == [], "both still wait while everything else went on"
+        assert json.loads(daemon.command("status", daemon.path, "--json", timeout=30).stdout)
         fault.write_text("")
-        reader.join(150)
-        opener.join(150)
-        assert not reader.is_alive() and not opener.is_alive()
+        for thread in threads:
+            thread.join(150)
+            assert not thread.is_alive()
 
 
-def _error(call: Callable[[], object]) -> object:
-    try:
-        return call()
-    except OSError as failure:
-        return failure.errno
+def in_threads(results: list[object], *calls: Callable[[], object]) -> list[threading.Thread]:
+    """Start a thread for each call; its result, or its errno, joins `results`."""
+
+    def act(call: Callable[[], object]) -> None:
+        try:
+            results.append(call())
+        except OSError as failure:
+            results.append(failure.errno)
+
+    threads = [threading.Thread(target=act, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    return threads
 
 
 @pytest.mark.parametrize("how", ["never read again", "read again before"])
@@ -146,9 +152,7 @@ def test_a_changed_byte_on_the_pfs_is_never_served(make_daemon: Make, how: str) 
             file.write(bytes([data[4 * MIB + 5] ^ 255]))
         os.utime(daemon.pfs / "checkpoint", ns=(before.st_atime_ns, before.st_mtime_ns))
         daemon.start()
-        with pytest.raises(OSError) as refusal:
-            (daemon.path / "checkpoint").read_bytes()
-        assert refusal.value.errno == errno.EIO
+        assert refusal((daemon.path / "checkpoint").read_bytes) == "EIO"
         assert (daemon.path / "good").read_bytes() == data
         # The mover answers first and writes its log afterwards.
         eventually(lambda: "checkpoint cannot be read" in daemon.log, what="the log names the file")
@@ -193,19 +197,14 @@ def test_a_file_that_fits_nowhere_is_read_on_the_pfs(make_daemon: Make, data_pat
 def test_the_mover_dies_while_a_file_is_fetched_and_a_directory_visited(make_daemon: Make) -> None:
     """P8: whoever waits for it notices nothing but a pause."""
     daemon = with_old_files(make_daemon)
-    fault = daemon.root / "fault"
-    fault.write_text("fetch:read=kill,scan:import=kill@2")
-    daemon.env["CKPTFS_FAULT"] = f"@{fault}"
+    fault = with_faults(daemon, "fetch:read=kill,scan:import=kill@2")
     daemon.expect_warning("mover|killed|died|signal")
     daemon.start()
     with deadline(daemon, 200):
-        done: list[object] = []
-        reader = threading.Thread(target=lambda: done.append((daemon.path / "old" / "file").read_bytes()))
-        lister = threading.Thread(target=lambda: done.append(os.listdir(daemon.path / "other")))
-        reader.start()
-        lister.start()
+        done: list[Any] = []
+        threads = in_threads(done, (daemon.path / "old" / "file").read_bytes, lambda: os.listdir(daemon.path / "other"))
         eventually(lambda: daemon.processes()["mover"]["restarts"] >= 2, what="the mover died twice")
         fault.write_text("")
-        reader.join(100)
-        lister.join(100)
+        for thread in threads:
+            thread.join(100)
         assert sorted(done, key=len) == [["file"], b"o" * MIB]
