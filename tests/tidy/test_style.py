@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,11 @@ MODULE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 60
 SHORT_LINES = 10
 FORBIDDEN_MODULES = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
+# Verbs of the catalog beside those of queries and mutations: POSIX's own, and those of the journal, attributes and held copies.
+CATALOG_VERBS = (
+    "create_", "lookup_", "link_", "unlink_", "rmdir_", "rename_", "decrement_", "allocate_", "append_", "strip_", "remove_", "stash_",
+    "yield_", "was_", "reset_", "import_",
+)  # fmt: skip
 # The only code that may import a library, or a package of ours; a move edits one line here.
 LIBRARY_HOMES: dict[str, tuple[str, ...]] = {
     "sqlite3": ("ckptfs/catalog/", "ckptfs/coherence/"),
@@ -118,6 +124,50 @@ def test_sql_stays_in_the_catalog() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and statement.match(node.value):
                 found.append(f"{short(path)}:{node.lineno}")
+    assert found == []
+
+
+def test_no_class_and_no_module_has_the_name_of_another() -> None:
+    """A name leads to one place. Entry points, error modules and package faces are named alike on purpose."""
+    classes = Counter(node.name for _, tree in trees(MODULES) for node in tree.body if isinstance(node, ast.ClassDef))
+    modules = Counter(path.stem for path in MODULES if path.stem not in ("__init__", "__main__", "main", "errors"))
+    assert [name for name, count in (classes + modules).items() if count > 1] == []
+
+
+def dotted(path: Path) -> str:
+    """The name under which a module of the product is imported."""
+    root = next(root for root in ROOTS if path.is_relative_to(root))
+    return ".".join((root.name, *path.relative_to(root).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    names = {dotted(path) for path in MODULES}
+    imported: dict[str, set[str]] = {}
+    for path, tree in trees(MODULES):
+        found = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+        targets = {f"{node.module}.{alias.name}" for node in found for alias in node.names} | {str(node.module) for node in found}
+        imported[dotted(path)] = {
+            target
+            for target in targets & names
+            if target != dotted(path) and not any(one.startswith(f"{target}.") for one in targets & names)
+        }
+    while leaves := {name for name, targets in imported.items() if not targets}:
+        imported = {name: targets - leaves for name, targets in imported.items() if name not in leaves}
+    assert sorted(imported) == []
+
+
+QUERIES = ("get_", "list_", "find_", "count_", "load_", "is_", "has_", "can_", "build_", "iterate_", "require_", "check_", "choose_")
+MUTATIONS = ("insert_", "mark_", "record_", "set_", "move_", "delete_", "replace_", "restore_", "bump_", "expire_", "migrate_")
+
+
+def test_a_function_of_the_catalog_is_a_query_or_a_mutation_by_name() -> None:
+    """The verb tells whether a call changes the catalog."""
+    verbs = QUERIES + MUTATIONS + CATALOG_VERBS
+    found = []
+    for path, tree in trees([path for path in MODULES if short(path).startswith("ckptfs/catalog/")]):
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not f"{node.name}_".startswith(verbs):
+                found.append(f"{short(path)}:{node.lineno} {node.name}")
     assert found == []
 
 
