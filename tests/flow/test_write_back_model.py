@@ -182,6 +182,10 @@ def play(steps: list[tuple], *, rewrite: bool) -> None:  # type: ignore[type-arg
         world.close()
 
 
+def test_a_batch_that_is_done_again_keeps_a_later_link() -> None:
+    play([("put", b"b", 0), ("rename", b"b", b"a", 0), ("link", b"a", b"b"), ("do twice",)], rewrite=False)
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(act, max_size=40))
 def test_every_state_on_the_pfs_was_one_of_the_mount(steps: list[tuple]) -> None:  # type: ignore[type-arg]

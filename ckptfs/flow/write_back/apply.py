@@ -72,6 +72,7 @@ class Applier:
             for fingerprint in (action.fingerprint, action.replaced_fingerprint)
             if fingerprint is not None and fingerprint.ino
         }
+        self._final_inodes = {(show.location.parent, show.location.name): show.inode for show in batch.expected_entries}
         self._directories: dict[tuple[bytes, ...], None] = {}
         self.current_action: PfsAction | None = None
 
@@ -177,7 +178,9 @@ class Applier:
             return
         target = find_stat(self._fd(action.new_location), action.new_location.name)
         if target is not None and target.st_ino == source.st_ino and not stat.S_ISDIR(source.st_mode):
-            self._remove("write_back:unlink", action.location, action.location.name, source)  # rename(2) would leave both names.
+            # rename(2) would leave both names. A batch that is done again may already show a later link under the old one.
+            if self._final_inodes.get((action.location.parent, action.location.name)) != action.inode:
+                self._remove("write_back:unlink", action.location, action.location.name, source)
             return
         if self._shows_later_change(target, action.replaced_fingerprint):
             return
