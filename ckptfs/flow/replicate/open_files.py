@@ -117,7 +117,7 @@ class FsyncReplication:
         self._retry_at_s: dict[int, float] = {}
 
     def step(self) -> bool:
-        """True: there may be more at once."""
+        """Answer one request. Return True if there may be more at once."""
         request = self._take_request()
         if request is None:
             return False
@@ -129,7 +129,7 @@ class FsyncReplication:
         return True
 
     def next_due_s(self) -> float | None:
-        """While somebody waits: until the first want is looked at again."""
+        """Return the seconds until the first deferred request is tried again; None without one."""
         with self._lock:
             return max(0.0, min(self._retry_at_s.values()) - time.monotonic()) if self._retry_at_s else None
 
