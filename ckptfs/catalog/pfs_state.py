@@ -263,7 +263,7 @@ class PfsBatch:
     """Changes in order, and the state after them. The names of its fields are stored in the catalog.
 
     `requeued`: (inode, content) whose rows go to the end of the journal again. `merged_directories` were on the PFS already. `kept_seqs`:
-    rows that stay in the journal, of files that the PFS refuses.
+    rows that stay in the journal, of files that the PFS refuses. `lost_inodes`: files without a copy, which the PFS may show nevertheless.
     """
 
     last_seq: int
@@ -275,6 +275,7 @@ class PfsBatch:
     merged_directories: list[int] = field(default_factory=list)
     after_seq: int = 0
     kept_seqs: list[int] = field(default_factory=list)
+    lost_inodes: list[int] = field(default_factory=list)
 
     @property
     def inodes_with_set_attributes(self) -> list[int]:

@@ -36,6 +36,7 @@ class ScanVerdict(Enum):
     ADOPT = auto()  # A directory that was made on this node before the PFS answered, and that the PFS has as well.
     ATTRIBUTES = auto()
     CONTENT = auto()
+    FOUND = auto()  # A file that was lost here, and that the PFS has: it was written back before a power cut.
     REPLACED = auto()
     LEAVE = auto()  # The local state is newer, or of another type: write-back settles it.
 
@@ -45,6 +46,7 @@ class KnownName:
     """A name in the catalog.
 
     `child` is its inode in the mount and `inode` the one on the PFS; `last_stat` and `published` are how that was last seen and written.
+    `is_lost`: no copy of the mount's file is left.
     """
 
     child: int | None
@@ -53,6 +55,7 @@ class KnownName:
     mode: int
     last_stat: tuple[int, int, int, int] | None
     published: tuple[int, int, int] | None
+    is_lost: bool = False
 
 
 @dataclass(slots=True)
@@ -191,7 +194,8 @@ def get_known_name(db: Database, directory: int, name: bytes) -> KnownName:
     """Return what the catalog knows of a name."""
     row = db.row(
         "SELECT e.child, coalesce(c.mode, 0), p.inode, coalesce(i.mode, 0), p.seen_ino, p.seen_mode, p.seen_uid, p.seen_gid,"
-        " u.size, u.mtime_ns, u.pfs_inode FROM (SELECT ? AS parent, ? AS name) k"
+        " u.size, u.mtime_ns, u.pfs_inode, EXISTS (SELECT 1 FROM content t WHERE t.id = c.content AND t.state = 4)"
+        " FROM (SELECT ? AS parent, ? AS name) k"
         " LEFT JOIN entry e ON e.parent = k.parent AND e.name = k.name LEFT JOIN inode c ON c.id = e.child"
         " LEFT JOIN pfs_entry p ON p.parent = k.parent AND p.name = k.name LEFT JOIN inode i ON i.id = p.inode"
         " LEFT JOIN pfs_file u ON u.inode = p.inode",
@@ -199,11 +203,13 @@ def get_known_name(db: Database, directory: int, name: bytes) -> KnownName:
     )  # fmt: skip
     assert row is not None
     last_stat = None if row[4] is None else (row[4], row[5], row[6], row[7])
-    return KnownName(row[0], row[1], row[2], row[3], last_stat, None if row[8] is None else (row[8], row[9], row[10]))
+    return KnownName(row[0], row[1], row[2], row[3], last_stat, None if row[8] is None else (row[8], row[9], row[10]), bool(row[11]))
 
 
 def choose_verdict(observed: PfsEntryStat, known: KnownName) -> ScanVerdict:
     """Return what a difference between listing and catalog means, if nothing is pending. Pure."""
+    if known.is_lost and known.child != known.inode and observed.is_file and not _is_expected_file(observed, known):
+        return ScanVerdict.FOUND
     if known.inode is None or (known.child is None and known.mode == 0):
         if known.child is None:
             return ScanVerdict.NEW
@@ -212,13 +218,17 @@ def choose_verdict(observed: PfsEntryStat, known: KnownName) -> ScanVerdict:
         return ScanVerdict.LEAVE
     if stat.S_IFMT(observed.mode) != stat.S_IFMT(known.mode):
         return ScanVerdict.REPLACED
-    if observed.is_file and not (known.published and is_same_file(known.published, (observed.size, observed.mtime_ns, observed.ino))):
+    if observed.is_file and not _is_expected_file(observed, known):
         return ScanVerdict.CONTENT
     if known.last_stat is None:
         return ScanVerdict.NOTE
     if known.last_stat[0] != observed.ino and not observed.is_file:
         return ScanVerdict.NOTE if observed.is_directory else ScanVerdict.REPLACED
     return ScanVerdict.SAME if known.last_stat[1:] == (observed.mode, observed.uid, observed.gid) else ScanVerdict.ATTRIBUTES
+
+
+def _is_expected_file(observed: PfsEntryStat, known: KnownName) -> bool:
+    return known.published is not None and is_same_file(known.published, (observed.size, observed.mtime_ns, observed.ino))
 
 
 def can_take_external_change(db: Database, inode: int) -> bool:
@@ -253,12 +263,14 @@ def import_entry(db: Database, pending: PendingChanges, observed: PfsEntryStat) 
     assert inode is not None
     if verdict is ScanVerdict.REPLACED:
         return _import_replacement(db, directory, observed, known, inode)
-    if verdict is ScanVerdict.CONTENT and not can_take_external_change(db, inode):
+    if verdict in {ScanVerdict.CONTENT, ScanVerdict.FOUND} and not can_take_external_change(db, inode):
         return ScanVerdict.LEAVE, inode
     if verdict is ScanVerdict.ADOPT:
         db.run("UPDATE inode SET imported = 0, scanned_ns = ? WHERE id = ?", _ADOPTED, inode)
-    if verdict is ScanVerdict.CONTENT:
+    if verdict in {ScanVerdict.CONTENT, ScanVerdict.FOUND}:
         _record_external_write(db, inode, observed)
+    if verdict is ScanVerdict.FOUND:
+        db.run("DELETE FROM pfs_pending WHERE parent = ? AND name = ? AND inode = ?", directory, observed.name, inode)
     if verdict in {ScanVerdict.CONTENT, ScanVerdict.ATTRIBUTES} and known.last_stat is not None:
         _record_external_attributes(db, inode, known.last_stat, observed)
     _record_expected(db, directory, observed, inode)

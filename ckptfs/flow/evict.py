@@ -149,6 +149,8 @@ class Evict:
             gone = [content for content in contents if lifecycle.can_drop(get_file_record(self._db, content.id), storage.tier)]
             for content in gone:
                 copies.delete_copy(self._db, content.id, storage.tier)
+        if gone and storage.tier is Tier.NVME:
+            self._db.persist()  # A power cut must not keep the removal and undo the row of the copy that replaces this one.
         disk.act("evict:forgotten", lambda: None)
         self._remove(storage, gone)
         if gone:

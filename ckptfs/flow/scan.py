@@ -425,13 +425,17 @@ class DirectoryScan:
             self._names_changed = self._names_changed or self._can_cache_absent_names
             if self._can_cache_absent_names:
                 self._notify.invalidate_entry(self._directory, entry.name)
-        if verdict in {ScanVerdict.ATTRIBUTES, ScanVerdict.CONTENT, ScanVerdict.ADOPT} and inode is not None:
+        if verdict in {ScanVerdict.ATTRIBUTES, ScanVerdict.CONTENT, ScanVerdict.FOUND, ScanVerdict.ADOPT} and inode is not None:
             self._notify.invalidate_inode(inode)
-        if verdict is ScanVerdict.CONTENT and inode is not None:
+        if verdict in {ScanVerdict.CONTENT, ScanVerdict.FOUND} and inode is not None:
             # A kernel that caches writes keeps its own size and times as long as it knows the inode, so its names must go too.
             for parent, name in scans.list_names(self._db, inode):
                 self._notify.invalidate_entry(parent, name)
-            log.info("%s: changed on the PFS from outside of ckptfs; the new content is imported", os.fsdecode(entry.name))
+            name = os.fsdecode(entry.name)
+            if verdict is ScanVerdict.FOUND:
+                log.warning("%s: it was lost here, and the PFS has it: it is taken up again from there", name)
+            else:
+                log.info("%s: changed on the PFS from outside of ckptfs; the new content is imported", name)
 
     def _exclude_pending_elsewhere(self, names: list[bytes]) -> None:
         if self._refresh_names is not None and names:

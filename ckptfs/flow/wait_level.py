@@ -3,6 +3,7 @@
 Takes: requests that wait until a file reaches a level, or until the PFS has all journal rows of an inode up to a number.
 Leaves: an answer for each request whose condition holds.
 If we die here: nothing was changed; the next mover checks the same requests.
+An answer is given after the catalog is synced, so that it also holds after a power cut (P3).
 
 This step only checks. The steps that raise levels wake all lanes when they made progress.
 """
@@ -43,6 +44,7 @@ class WaitLevel:
         if kind == "journal":
             if journal.has_pending(self._db, request.inode, int(number)):
                 return False
+            self._db.persist()
             mover_requests.mark_done(self._db, request.id)
             return True
         listed = summary.get_listed_file(self._db, request.inode)
@@ -51,6 +53,7 @@ class WaitLevel:
             return True
         if not _has_reached(listed, Level(request.argument)):
             return False
+        self._db.persist()
         mover_requests.mark_done(self._db, request.id)
         return True
 

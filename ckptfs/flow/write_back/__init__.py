@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 
 from ckptfs import disk
-from ckptfs.catalog import copies, journal, pfs_state, summary
+from ckptfs.catalog import copies, journal, mover_requests, pfs_state, scans, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
 from ckptfs.catalog.journal import JournalRow
@@ -372,6 +372,16 @@ class WriteBack:
                 pfs_state.record_batch_done(self._db, batch, found)
                 disk.act("write_back:finish", lambda: None)
         if batch.published_rows:
+            self._db.persist()  # A file that is told to be on the PFS must not be lost with the last seconds of the catalog.
+            self._notify.wake_lanes()
+        self._request_scans(batch.lost_inodes)
+
+    def _request_scans(self, inodes: list[int]) -> None:
+        """Compare the places of lost files with the PFS, which may have them: their rows may be older than their renames."""
+        for inode in inodes:
+            for parent, _ in scans.list_names(self._db, inode):
+                mover_requests.insert_request(self._db, mover_requests.SCAN, parent, mover_requests.COMPARE_AGAIN)
+        if inodes:
             self._notify.wake_lanes()
 
     # --- the rest -----------------------------------------------------------------------------------------------------

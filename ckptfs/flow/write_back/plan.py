@@ -106,6 +106,7 @@ class Planner:
         self.requeued: list[tuple[int, int]] = []
         self.kept_seqs: list[int] = []
         self.renewed_rows: list[PublishedRow] = []
+        self.lost_inodes: list[int] = []
         self.last_seq = 0
         self.waiting_for: Content | None = None
         self._facts = facts
@@ -322,6 +323,8 @@ class Planner:
 
     def _content(self, row: JournalRow) -> bool:
         content = self._facts.get_content(row.content or 0)
+        if content is not None and content.state is ContentState.LOST:
+            self.lost_inodes.append(row.inode)
         if content is None or content.state not in {ContentState.CLOSED, ContentState.SEALED} or self._facts.is_repeated(row):
             return True
         if content.state is ContentState.SEALED:

@@ -357,6 +357,7 @@ def build_batch(planner: Planner, staged: dict[int, Staged]) -> PfsBatch:
     ]
     batch.requeued = planner.requeued
     batch.kept_seqs = planner.kept_seqs
+    batch.lost_inodes = planner.lost_inodes
     batch.published_rows = planner.renewed_rows + [one.published for one in staged.values() if one.published is not None]
     batch.merged_directories = [planner.puts[key].inode for key, one in staged.items() if one.is_merged]
     return batch
