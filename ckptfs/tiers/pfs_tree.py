@@ -324,12 +324,6 @@ def _rename2(directory: int, name: bytes, new_directory: int, new_name: bytes, f
         raise posix_error(ctypes.get_errno())
 
 
-def sync_filesystem(fd: int) -> None:
-    """syncfs(2)."""
-    if _libc.syncfs(fd) != 0:
-        raise posix_error(ctypes.get_errno())
-
-
 def open_inode(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) -> int:
     """Open the file on the PFS that `inode` shows. May hang: call it in a worker thread.
 

@@ -27,8 +27,8 @@ from ckptfs.catalog.pfs_state import Fingerprint, PfsAction, PfsBatch, PfsLocati
 from ckptfs.errors import Busy
 from ckptfs.flow.write_back.plan import PlannedFile, Planner, SourceKind
 from ckptfs.model import Content, ContentState, CopyState, Inode, Tier
-from ckptfs.tiers import pfs_ownership, transfer
-from ckptfs.tiers.pfs_tree import PfsTree, find_stat, sync_filesystem
+from ckptfs.tiers import pfs_ownership, pfs_sync, transfer
+from ckptfs.tiers.pfs_tree import PfsTree, find_stat
 from ckptfs.tiers.storage import Tiers
 
 log = logging.getLogger(__name__)
@@ -36,12 +36,9 @@ log = logging.getLogger(__name__)
 transfer.declare_labels("write_back")
 
 disk.declare_labels(
-    "write_back:source", "write_back:create", "write_back:resume", "write_back:make", "write_back:fsync", "write_back:syncfs",
-    "write_back:discard", "write_back:check:read",
+    "write_back:source", "write_back:create", "write_back:resume", "write_back:make", "write_back:discard", "write_back:check:read",
 )  # fmt: skip
 
-# From this number on one syncfs is cheaper than fsync of each file: 64 files of 4 KiB on ext4 took 9 ms with fsync, 1 ms with syncfs.
-SYNCFS_FILES_MIN = 4
 STABLE_ATTEMPTS = 3
 _NO_SUCH_KIND = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
@@ -89,11 +86,8 @@ class Stager:
 
     def sync(self) -> None:
         """Persist all temporary files. Raises OSError if one does not have its size on the PFS (F3)."""
-        if len(self._open) >= SYNCFS_FILES_MIN:
-            disk.act("write_back:syncfs", sync_filesystem, self._open[0][0])
+        pfs_sync.persist_files([fd for fd, _, _ in self._open])
         for fd, action, size in self._open:
-            if len(self._open) < SYNCFS_FILES_MIN:
-                disk.fsync("write_back:fsync", fd)
             found = os.fstat(fd).st_size
             if found != size:
                 raise OSError(errno.EIO, f"the PFS holds {found} of {size} bytes", os.fsdecode(action.location.name))
