@@ -1,4 +1,5 @@
-"""Copies of contents in the tiers of this node: copy to another tier, removal of files, use of stale generations, stashes.
+"""Copies of contents in the tiers of this node: copy to another tier, moves of open contents, removal of files, use of stale
+generations, stashes.
 
 - A copy is announced by a FILLING row, written, synced and read back; only then is it good (P4).
 - The file of a forgotten copy is removed in a transaction, so that a copy that was announced since keeps its file. The PFS must not be
@@ -11,6 +12,7 @@ Crash safety: FILLING rows and stashes remain; recovery removes the rows with th
 is removed by the reclaim flow.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,9 +27,14 @@ from ckptfs.model import Content, CopyState, Tier
 from ckptfs.tiers import transfer
 from ckptfs.tiers.storage import Tiers, TierStorage
 
+log = logging.getLogger(__name__)
+
 transfer.declare_labels("duplicate")
 transfer.declare_labels("duplicate:check")
 transfer.declare_labels("fetch:peer:older")
+transfer.declare_labels("move:copy")
+transfer.declare_labels("move:check")
+disk.declare_labels("move:create", "move:fsync", "move:directory", "move:recorded", "move:persist", "move:remove")
 disk.declare_labels("duplicate:announced", "duplicate:fsync", "duplicate:directory", "duplicate:counted", "duplicate:persist")
 
 
@@ -87,6 +94,52 @@ def _remove_unfinished(db: Database, tiers: Tiers, content: Content, target: Tie
     with db.transaction():
         if any(copy.tier is target and copy.state is CopyState.FILLING for copy in copies.list_copies(db, content.id)):
             copies.delete_copy(db, content.id, target)
+
+
+def copy_open(source_fd: int, target: TierStorage, content: int) -> int:
+    """Copy an open content that nobody writes to `target`. Return a writable descriptor of the verified copy.
+
+    On a disk, bytes and name are durable: the source may have been fsynced. Raises OSError or DigestMismatch, and removes the copy.
+    """
+    target.remove(content)
+    fd = disk.act("move:create", target.create, content)
+    try:
+        status = os.fstat(source_fd)
+        written = transfer.copy(source_fd, fd, label="move:copy")
+        os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
+        if target.tier is not Tier.RAM:
+            disk.act("move:fsync", os.fsync, fd)
+            disk.act("move:directory", target.fsync_directory)
+            # The read-back must come from the disk.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if transfer.read(fd, label="move:check") != written:
+            raise DigestMismatch(f"content {content} does not read back from {target.tier} as written")
+    except BaseException:
+        os.close(fd)
+        with suppress(OSError):
+            target.remove(content)
+        raise
+    return fd
+
+
+def record_open_move(db: Database, content: int, source: TierStorage, target: Tier) -> None:
+    """Record that an open content has moved to `target`. The row is durable before the source may go, if the source was (P5)."""
+    with db.transaction():
+        contents.record_move(db, content, source.tier, target)
+    disk.act("move:recorded", lambda: None)
+    if source.tier is not Tier.RAM:
+        disk.act("move:persist", db.persist)
+
+
+def remove_moved(source: TierStorage, content: int) -> None:
+    """Remove the file that an open content has left. If the tier fails, the reclaim flow removes the file later."""
+    try:
+        fd = disk.act("move:remove", source.detach, content)
+    except OSError as failure:
+        log.info("content %d: its former file in %s stays for the next sweep: %s", content, source.tier, failure)
+        return
+    if fd >= 0:
+        os.close(fd)
 
 
 def remove_unrecorded(db: Database, storage: TierStorage, number: int) -> None:

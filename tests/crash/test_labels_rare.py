@@ -48,10 +48,10 @@ def vanish_on_pfs(daemon: DaemonUnderTest) -> None:
 
 
 LOADS: dict[str, Callable[[DaemonUnderTest], None]] = {
-    "write:move": outgrow_ram,
-    "write:copy:read": outgrow_ram,
-    "write:copy:write": outgrow_ram,
-    "write:copy:truncate": outgrow_ram,
+    "move:create": outgrow_ram,
+    "move:copy:read": outgrow_ram,
+    "move:copy:write": outgrow_ram,
+    "move:copy:truncate": outgrow_ram,
     "behind:wait": outgrow_ram,
     "write:fsync": sync_on_nvme,
     "pfs:chown": change_owner,

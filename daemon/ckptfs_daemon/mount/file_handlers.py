@@ -21,7 +21,7 @@ from ckptfs.catalog import contents, inodes, journal, mover_requests, namespace,
 from ckptfs.catalog.namespace import NotImported
 from ckptfs.errors import CkptfsError, ContentLost, NoSpace, TimedOut, posix_error
 from ckptfs.model import CliqueLost, DataPath, Level, Tier
-from ckptfs.tiers import transfer
+from ckptfs.tiers import local_copies
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse import session
@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from pyfuse3 import RequestContext
 
 log = logging.getLogger(__name__)
-disk.declare_labels("write:move", "write:fsync")
-transfer.declare_labels("write:copy")
+disk.declare_labels("write:fsync")
 T = TypeVar("T")
 
 
@@ -191,17 +190,17 @@ class FileHandlers:
         return False
 
     async def _move_to(self, file: OpenFile, source: TierStorage, content: int, target: TierStorage) -> bool:
+        """Copy, verify, record, and only then remove the source (P5)."""
+        run = run_on_pfs if target.tier is Tier.PFS else trio.to_thread.run_sync
         try:
-            run = run_on_pfs if target.tier is Tier.PFS else trio.to_thread.run_sync
-            fd = await run(lambda: _copy_to(file.fd, target, content))
-        except OSError as failure:
+            fd = await run(lambda: local_copies.copy_open(file.fd, target, content))
+        except (OSError, CkptfsError) as failure:
             log.info("content %d: cannot move from %s to %s: %s", content, source.tier, target.tier, failure)
             return False
-        with self._context.db.transaction() as db:
-            contents.record_move(db, content, source.tier, target.tier)
+        await trio.to_thread.run_sync(local_copies.record_open_move, self._context.db, content, source, target.tier)
         file.replace_fd(fd)
-        file.storage, file.is_writable = target, True
-        source.remove(content)
+        file.storage, file.is_writable, file.is_name_persisted = target, True, True
+        await trio.to_thread.run_sync(local_copies.remove_moved, source, content)
         self._context.wake_channel.notify(ipc.WORK)
         return True
 
@@ -341,18 +340,3 @@ def _write_all(fd: int, data: bytes, offset: int) -> None:
         view = memoryview(data)
         while count < len(data):
             count += os.pwrite(fd, view[count:], offset + count)
-
-
-def _copy_to(source_fd: int, target: TierStorage, content: int) -> int:
-    """Copy a content to `target`. Returns a descriptor of the copy; removes it if the copy fails."""
-    target.remove(content)
-    fd = disk.act("write:move", target.create, content)
-    try:
-        status = os.fstat(source_fd)
-        transfer.copy(source_fd, fd, label="write:copy")
-        os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
-    except BaseException:
-        os.close(fd)
-        target.remove(content)
-        raise
-    return fd

@@ -1,0 +1,88 @@
+"""P3, P5: an open content that leaves a full tier is durable and verified in the next one before the former file goes."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_node import MIB, Node, in_process
+
+from ckptfs import disk
+from ckptfs.errors import DigestMismatch
+from ckptfs.model import CopyState, Tier
+from ckptfs.tiers import local_copies, transfer
+
+DATA = os.urandom(3 * MIB) + bytes(MIB) + b"end"
+MOVES = [(Tier.RAM, Tier.NVME), (Tier.NVME, Tier.PFS), (Tier.RAM, Tier.PFS)]
+LABELS = [
+    "move:create", "move:copy:read", "move:copy:write", "move:fsync", "move:directory", "move:check:read", "move:recorded",
+    "move:persist", "move:remove",
+]  # fmt: skip
+MOVE = """
+from ckptfs.tiers import local_copies
+content, = [row[0] for row in node.db.rows("SELECT id FROM content")]
+source, target = node.tiers[Tier.{source}], node.tiers[Tier.{target}]
+try:
+    fd = local_copies.copy_open(source.open(content), target, content)
+    local_copies.record_open_move(node.db, content, source, target.tier)
+    local_copies.remove_moved(source, content)
+except OSError:
+    pass
+"""
+
+
+def make_open(root: Path, tier: Tier) -> tuple[Node, int]:
+    node = Node(root)
+    content = node.make(b"open", DATA, tier=tier, closed=False)
+    os.truncate(node.path(content, tier), len(DATA) + MIB)
+    return node, content
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("action", ["kill", "kill-after", "EIO"])
+@pytest.mark.parametrize(("source", "target"), MOVES)
+def test_dying_or_failing_anywhere_loses_nothing(tmp_path: Path, source: Tier, target: Tier, label: str, action: str) -> None:
+    """The tier that the catalog names has all the bytes, at every moment."""
+    node, content = make_open(tmp_path, source)
+    in_process(tmp_path, MOVE.format(source=source.name, target=target.name), fault=f"{label}={action}")
+    ((tier, state),) = node.copies(content).items()
+    assert state is CopyState.GOOD and node.data(content, tier) == DATA + bytes(MIB)
+    if action == "EIO" and label not in {"move:recorded", "move:persist", "move:remove"}:
+        assert tier is source and node.files(target) == set(), "the copy is given up without a trace"
+
+
+@pytest.mark.parametrize(("source", "target"), MOVES)
+def test_the_order_is_copy_persist_verify_publish_remove(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Tier, target: Tier
+) -> None:
+    node, content = make_open(tmp_path, source)
+    order: list[str] = []
+    before = disk.act
+
+    def record(label: str, *arguments: Any, **named: Any) -> Any:
+        if label.startswith("move:") and (not order or order[-1] != label):
+            order.append(label)
+        return before(label, *arguments, **named)
+
+    monkeypatch.setattr(disk, "act", record)
+    fd = os.open(node.path(content, source), os.O_RDONLY)
+    copy = local_copies.copy_open(fd, node.tiers[target], content)
+    local_copies.record_open_move(node.db, content, node.tiers[source], target)
+    local_copies.remove_moved(node.tiers[source], content)
+    os.close(fd)
+    os.close(copy)
+    persisted = ["move:persist"] if source is Tier.NVME else []
+    last = ["move:fsync", "move:directory", "move:check:read", "move:recorded", *persisted, "move:remove"]
+    assert order[-len(last) :] == last, "what was fsynced stays durable on the way"
+    assert node.files(source) == set() and node.copies(content) == {target: CopyState.GOOD}
+
+
+def test_a_copy_that_reads_back_otherwise_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P4: the disk answered every write with success, and holds something else."""
+    node, content = make_open(tmp_path, Tier.RAM)
+    monkeypatch.setattr(transfer, "read", lambda *_, **__: (1, b"other", b""))
+    with pytest.raises(DigestMismatch, match="does not read back from nvme"):
+        local_copies.copy_open(node.tiers[Tier.RAM].open(content), node.tiers[Tier.NVME], content)
+    assert node.files(Tier.NVME) == set() and node.copies(content) == {Tier.RAM: CopyState.GOOD}
+    assert node.data(content) == DATA + bytes(MIB)
