@@ -145,6 +145,23 @@ USED_AGE_S = 1.0
 NO_SPACE_WAIT_S = 1.0
 NO_SPACE_POLL_S = 0.025
 
+# --- prepared memory -------------------------------------------------------------------------------------------------
+# Smaller files are created as fast without a prepared file.
+PREPARED_BYTES_MIN = 8 * MIB
+# Prepared sizes are multiples of this: the size of a huge page.
+PREPARED_STEP_BYTES = 2 * MIB
+# A file is not taken for a content that would leave more than this share of it unused.
+PREPARED_SURPLUS_RATIO = 2
+# Files that wait in the pool. Every create of a large file lists them.
+PREPARED_FILES_MAX = 256
+# Places whose sizes are remembered, and for how long after the last file: a series may write once in hours.
+PREPARED_PLACES_MAX = 256
+PREPARED_AGE_S = 6 * 3600.0
+# Share of the RAM tier that may be prepared.
+PREPARED_SHARE = 0.50
+# A prepared file with more holes than this shows its allocated pages in stat until it is sealed.
+PREPARED_EXTENTS_MAX = 256
+
 # --- processes -------------------------------------------------------------------------------------------------------
 RESTART_FIRST_S = 0.05
 RESTART_LAST_S = 5.0

@@ -1,0 +1,294 @@
+"""Prepared files of the RAM tier: memory that is allocated before an application writes into it.
+
+A prepared file is an empty file with allocated pages beyond its end (fallocate with KEEP_SIZE), named `prepared/<bytes, hex>-<unique>`
+in the root of the RAM tier. `take` renames it to the file of a new content. Writes then find their pages: they are faster, and the memory
+cgroup of the process that allocated the pages pays, not that of the writer. The kernel returns zeros for a page that nobody has written,
+and SEEK_DATA skips it.
+
+The execute bit of the owner marks a file with prepared pages, until `trim` removes those. The bit of the group says that the application
+itself has called fallocate: then `trim` removes only what lies beyond the end.
+
+`expected/<place, hex>` is a hole of the size that the last file of a place had (`ckptfs.series.get_place`). Its mtime says when.
+
+Invariants:
+- The two directories are the only truth. The process that renames a prepared file owns it; the others get ENOENT.
+- A file gets its name in `prepared` only when all its pages are allocated.
+
+Crash safety: an unfinished file is `new-<unique>` and `remove_unfinished` deletes it. A file that was taken and has no row is a leftover
+like any other.
+"""
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import stat
+import time
+import uuid
+from dataclasses import dataclass
+
+from ckptfs import disk, limits, procfs
+from ckptfs.tiers.storage import TierStorage, file_name
+
+disk.declare_labels("prepare:create", "prepare:allocate", "prepare:publish", "prepare:remove", "prepare:take", "prepare:trim")
+
+PREPARED_MODE = 0o700
+PLAIN_MODE = 0o600
+_PREPARED_NAME = re.compile(r"([0-9a-f]{1,16})-[0-9a-f]{32}")
+_UNFINISHED = "new-"
+_KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
+_PIECE_BYTES = 64 * limits.MIB
+_BLOCK_BYTES = 512
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PreparedFile:
+    """One file that can be taken."""
+
+    size_bytes: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedSize:
+    """The size of the last file of a place, and when that file was closed."""
+
+    place: bytes
+    size_bytes: int
+    closed_ns: int
+
+
+def choose_fit(files: list[PreparedFile], bytes_min: int, bytes_max: int | None = None) -> PreparedFile | None:
+    """Return the smallest file of at least `bytes_min` and at most `bytes_max`, or None."""
+    fitting = [file for file in files if file.size_bytes >= bytes_min and (bytes_max is None or file.size_bytes <= bytes_max)]
+    return min(fitting, default=None)
+
+
+class PreparedFiles:
+    """The prepared files and expected sizes in one RAM tier. Methods raise OSError of its filesystem. Any process and thread may call."""
+
+    def __init__(self, storage: TierStorage) -> None:
+        self._storage = storage
+        self._directories: dict[str, int] = {}
+
+    # --- taking -------------------------------------------------------------------------------------------------------
+
+    def list_files(self) -> list[PreparedFile]:
+        """Return what can be taken, in no order."""
+        found = (_PREPARED_NAME.fullmatch(name) for name in os.listdir(self._directory))
+        return [PreparedFile(int(match[1], 16), match[0]) for match in found if match]
+
+    def get_bytes(self) -> int:
+        """Return the bytes of all files that can be taken."""
+        return sum(file.size_bytes for file in self.list_files())
+
+    def take(self, content: int, bytes_min: int, bytes_max: int | None = None) -> int | None:
+        """Make a prepared file of at least `bytes_min` bytes the file of `content`. Returns its prepared bytes, None if none fits.
+
+        Takes the smallest that fits. Never waits, and never allocates.
+        """
+        files = self.list_files()
+        while (file := choose_fit(files, bytes_min, bytes_max)) is not None:
+            if self.take_file(file, content):
+                return file.size_bytes
+            files.remove(file)
+        return None
+
+    def take_file(self, file: PreparedFile, content: int) -> bool:
+        """Make `file` the file of `content`, in the place of a leftover of that name. Return False if another process has taken it."""
+        try:
+            disk.rename("prepare:take", file.name, file_name(content), old_fd=self._directory, new_fd=self._storage.directory)
+        except FileNotFoundError:
+            return False
+        return True
+
+    # --- preparing ----------------------------------------------------------------------------------------------------
+
+    def add(self, size_bytes: int) -> PreparedFile:
+        """Prepare one file. Raises ENOSPC, and leaves nothing then."""
+        unique = uuid.uuid4().hex
+        unfinished, file = _UNFINISHED + unique, PreparedFile(size_bytes, f"{size_bytes:x}-{unique}")
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        fd = disk.open_file("prepare:create", unfinished, flags, PREPARED_MODE, dir_fd=self._directory)
+        try:
+            for offset in range(0, size_bytes, _PIECE_BYTES):
+                top_up(fd, offset, min(_PIECE_BYTES, size_bytes - offset))
+            disk.rename("prepare:publish", unfinished, file.name, old_fd=self._directory, new_fd=self._directory)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished, dir_fd=self._directory)
+            raise
+        finally:
+            os.close(fd)
+        return file
+
+    def remove(self, file: PreparedFile) -> bool:
+        """Give the memory of a file back. Return False if another process has taken it."""
+        try:
+            disk.unlink("prepare:remove", file.name, dir_fd=self._directory)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def give_back(self, bytes_wanted: int, keep: PreparedFile | None = None) -> int:
+        """Remove files, the smallest number that frees `bytes_wanted` or all but `keep`. Return the bytes that are free now."""
+        freed = 0
+        for file in sorted(self.list_files(), reverse=True):
+            if freed >= bytes_wanted:
+                break
+            if file != keep and self.remove(file):
+                freed += file.size_bytes
+        return freed
+
+    def remove_unfinished(self) -> None:
+        """Remove what a dead mover had begun. Only the mover calls this, before it prepares anything."""
+        for name in os.listdir(self._directory):
+            if name.startswith(_UNFINISHED):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=self._directory)
+
+    # --- expected sizes -----------------------------------------------------------------------------------------------
+
+    def record_size(self, place: bytes, size_bytes: int) -> None:
+        """Remember that a file of this place was closed with `size_bytes`."""
+        fd = os.open(place.hex(), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PLAIN_MODE, dir_fd=self._expected)
+        try:
+            os.ftruncate(fd, size_bytes)
+            os.utime(fd)
+        finally:
+            os.close(fd)
+
+    def list_expected(self) -> list[ExpectedSize]:
+        """Return the remembered sizes, the newest first. Forget those beyond `limits.PREPARED_PLACES_MAX` or too old."""
+        found = []
+        with os.scandir(self._expected) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError, ValueError):
+                    status = entry.stat(follow_symlinks=False)
+                    found.append(ExpectedSize(bytes.fromhex(entry.name), status.st_size, status.st_mtime_ns))
+        found.sort(key=lambda one: (-one.closed_ns, one.place))
+        oldest_ns = time.time_ns() - int(limits.PREPARED_AGE_S * 1e9)
+        kept = [one for one in found[: limits.PREPARED_PLACES_MAX] if one.closed_ns >= oldest_ns]
+        for one in found[len(kept) :]:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(one.place.hex(), dir_fd=self._expected)
+        return kept
+
+    def close(self) -> None:
+        while self._directories:
+            os.close(self._directories.popitem()[1])
+
+    @property
+    def _directory(self) -> int:
+        return self._open_directory("prepared")
+
+    @property
+    def _expected(self) -> int:
+        return self._open_directory("expected")
+
+    def _open_directory(self, name: str) -> int:
+        """Return a descriptor of a directory in the root of the tier; create it at first use."""
+        if name not in self._directories:
+            _ = self._storage.directory  # Checks the owner of the root.
+            path = self._storage.root / name
+            path.mkdir(mode=0o700, exist_ok=True)
+            self._directories[name] = os.open(path, _DIRECTORY)
+        return self._directories[name]
+
+
+# --- a file that was taken --------------------------------------------------------------------------------------------
+
+
+def is_prepared(status: os.stat_result) -> bool:
+    """Return True if the file may have prepared pages that nobody has written."""
+    return bool(status.st_mode & stat.S_IXUSR)
+
+
+def get_allocated_bytes(fd: int) -> int:
+    """Return the bytes that are allocated for an open file, prepared ones included."""
+    return os.fstat(fd).st_blocks * _BLOCK_BYTES
+
+
+def top_up(fd: int, offset: int, length: int) -> None:
+    """Allocate the pages of a range, also beyond the end of the file, whose size stays. Raises ENOSPC.
+
+    The memory cgroup of the calling process pays for the pages. Pages that exist stay as they are.
+    """
+    disk.act("prepare:allocate", _fallocate, fd, _KEEP_SIZE, offset, length)
+
+
+def mark_prepared(fd: int) -> None:
+    """Mark an open file of a tier before its first `top_up`, so that its seal trims it."""
+    mode = stat.S_IMODE(os.fstat(fd).st_mode)
+    if not mode & stat.S_IXUSR:
+        os.fchmod(fd, mode | stat.S_IXUSR)
+
+
+def mark_allocated_by_application(fd: int) -> None:
+    """Mark a prepared file whose application has called fallocate: it expects its pages to stay."""
+    status = os.fstat(fd)
+    if is_prepared(status):
+        os.fchmod(fd, stat.S_IMODE(status.st_mode) | stat.S_IXGRP)
+
+
+def trim(fd: int, *, holes: bool) -> None:
+    """Remove the prepared pages of a file that nobody writes: beyond its end, and with `holes` also below it; then the mark.
+
+    Pages below the end may be written through a mapping. `holes` therefore needs a write lease on `fd`. Without it the mark stays if
+    there are any.
+    """
+    status = os.fstat(fd)
+    if not is_prepared(status):
+        return
+    end = -(-status.st_size // procfs.PAGE_BYTES) * procfs.PAGE_BYTES
+    disk.act("prepare:trim", _fallocate, fd, _KEEP_SIZE | _PUNCH_HOLE, end, limits.FILE_BYTES_MAX - procfs.PAGE_BYTES - end)
+    if status.st_mode & stat.S_IXGRP or not (found := _list_holes(fd, end)):
+        os.fchmod(fd, PLAIN_MODE)
+        return
+    if holes:
+        for start, stop in found:
+            disk.act("prepare:trim", _fallocate, fd, _KEEP_SIZE | _PUNCH_HOLE, start, stop - start)
+        os.fchmod(fd, PLAIN_MODE)
+
+
+def get_data_bytes(fd: int, status: os.stat_result) -> int:
+    """Return the bytes of a prepared file that the application has written, in whole pages. Exact unless the file is fragmented."""
+    end = -(-status.st_size // procfs.PAGE_BYTES) * procfs.PAGE_BYTES
+    allocated = min(end, status.st_blocks * _BLOCK_BYTES)
+    if status.st_mode & stat.S_IXGRP:
+        return allocated
+    holes = _list_holes(fd, end, at_most=limits.PREPARED_EXTENTS_MAX)
+    return min(allocated, end - sum(stop - start for start, stop in holes))
+
+
+def _list_holes(fd: int, end: int, at_most: int | None = None) -> list[tuple[int, int]]:
+    """Return (start, end) of the holes below `end`, in whole pages, at most `at_most` of them."""
+    found: list[tuple[int, int]] = []
+    offset = 0
+    while offset < end and (at_most is None or len(found) < at_most):
+        start = _seek(fd, offset, os.SEEK_HOLE, end)
+        start = -(-start // procfs.PAGE_BYTES) * procfs.PAGE_BYTES
+        if start >= end:
+            break
+        offset = min(end, _seek(fd, start, os.SEEK_DATA, end))
+        found.append((start, offset))
+    return found
+
+
+def _seek(fd: int, offset: int, whence: int, end: int) -> int:
+    try:
+        return os.lseek(fd, offset, whence)
+    except OSError as failure:
+        if failure.errno == errno.ENXIO:
+            return end
+        raise
+
+
+def _fallocate(fd: int, mode: int, offset: int, length: int) -> None:
+    if _libc.fallocate(fd, mode, offset, length):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))

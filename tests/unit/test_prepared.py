@@ -1,0 +1,300 @@
+"""X1: prepared files of the RAM tier, on a real tmpfs: taking, topping up, trimming, and what an application can see of them."""
+
+import errno
+import fcntl
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptfs import disk, limits
+from ckptfs.model import Tier
+from ckptfs.tiers import prepared
+from ckptfs.tiers.prepared import PreparedFile, PreparedFiles
+from ckptfs.tiers.storage import TierStorage
+
+MIB = limits.MIB
+
+
+@pytest.fixture
+def storage() -> Iterator[TierStorage]:
+    with tempfile.TemporaryDirectory(prefix=f"ckptfs-prepared-{os.getpid()}-", dir="/dev/shm") as root:
+        found = TierStorage(Tier.RAM, Path(root))
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def pool(storage: TierStorage) -> Iterator[PreparedFiles]:
+    found = PreparedFiles(storage)
+    yield found
+    found.close()
+
+
+def _open(storage: TierStorage, content: int) -> int:
+    return storage.open(content, os.O_RDWR)
+
+
+def test_a_taken_file_is_empty_and_has_its_pages(storage: TierStorage, pool: PreparedFiles) -> None:
+    """X1: a create finds memory. Pages that nobody wrote read as zeros, and nothing but their number tells of them."""
+    pool.add(4 * MIB)
+    assert pool.get_bytes() == 4 * MIB
+    assert pool.take(7, 3 * MIB) == 4 * MIB
+    assert pool.list_files() == []
+    with disk.closing(_open(storage, 7)) as fd:
+        status = os.fstat(fd)
+        assert status.st_size == 0 and prepared.is_prepared(status)
+        assert prepared.get_allocated_bytes(fd) == 4 * MIB
+        os.ftruncate(fd, 4 * MIB)
+        assert os.pread(fd, 4 * MIB, 0) == bytes(4 * MIB)
+        with pytest.raises(OSError, match=os.strerror(errno.ENXIO)):
+            os.lseek(fd, 0, os.SEEK_DATA)
+
+
+def test_prepared_pages_hold_no_bytes_of_another_file(storage: TierStorage, pool: PreparedFiles) -> None:
+    """X1, P7: pages that an expired file gave back read as zeros around whatever is written."""
+    with disk.closing(storage.create(1)) as fd:
+        os.pwrite(fd, b"secret! " * (MIB // 2), 0)
+    storage.remove(1)
+    pool.add(4 * MIB)
+    pool.take(2, 4 * MIB)
+    with disk.closing(_open(storage, 2)) as fd:
+        os.pwrite(fd, b"x", 2 * MIB + 5)
+        os.pwrite(fd, b"y", 4 * MIB - 1)
+        expected = bytearray(4 * MIB)
+        expected[2 * MIB + 5], expected[-1] = ord("x"), ord("y")
+        assert os.pread(fd, 4 * MIB, 0) == bytes(expected)
+
+
+def test_the_smallest_file_that_fits_is_taken(pool: PreparedFiles) -> None:
+    for size in (8, 2, 4):
+        pool.add(size * MIB)
+    assert pool.take(1, 9 * MIB) is None
+    assert pool.take(2, 3 * MIB) == 4 * MIB
+    assert pool.take(3, 3 * MIB, 6 * MIB) is None, "too large: most of it would be wasted"
+    assert pool.take(4, 3 * MIB) == 8 * MIB
+
+
+def test_a_file_is_taken_once(storage: TierStorage, pool: PreparedFiles) -> None:
+    """X1: of several processes one gets a file, and the others get the next or none."""
+    for _ in range(8):
+        pool.add(MIB)
+    taken: list[int | None] = []
+
+    def take(first: int) -> None:
+        own = PreparedFiles(storage)
+        taken.extend(own.take(content, MIB) for content in range(first, first + 8))
+        own.close()
+
+    threads = [threading.Thread(target=take, args=(first,)) for first in (100, 200, 300)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert taken.count(MIB) == 8 and taken.count(None) == 16
+    assert len(list(storage.contents())) == 8
+
+
+def test_a_listed_file_may_be_gone(storage: TierStorage, pool: PreparedFiles) -> None:
+    file = pool.add(MIB)
+    assert pool.remove(file)
+    assert not pool.remove(file)
+    assert not pool.take_file(file, 1)
+    assert not storage.exists(1)
+
+
+def test_taking_replaces_a_leftover(storage: TierStorage, pool: PreparedFiles) -> None:
+    with disk.closing(storage.create(5)) as fd:
+        os.pwrite(fd, b"of a process that died", 0)
+    pool.add(MIB)
+    assert pool.take(5, MIB) == MIB
+    found = storage.stat(5)
+    assert found is not None and found.st_size == 0
+
+
+@pytest.mark.parametrize("label", ["prepare:create", "prepare:allocate", "prepare:publish"])
+def test_what_fails_leaves_nothing(storage: TierStorage, pool: PreparedFiles, monkeypatch: pytest.MonkeyPatch, label: str) -> None:
+    monkeypatch.setattr(disk, "_fault", f"{label}=ENOSPC@*")
+    with pytest.raises(OSError, match="injected"):
+        pool.add(MIB)
+    monkeypatch.setattr(disk, "_fault", "")
+    assert pool.list_files() == []
+    assert list((storage.root / "prepared").iterdir()) == []
+
+
+@pytest.mark.parametrize("label", ["prepare:take", "prepare:remove", "prepare:trim"])
+def test_what_fails_changes_nothing(storage: TierStorage, pool: PreparedFiles, monkeypatch: pytest.MonkeyPatch, label: str) -> None:
+    acts: dict[str, Callable[[int], object]] = {
+        "prepare:take": lambda fd: pool.take(1, MIB),
+        "prepare:remove": lambda fd: pool.give_back(MIB),
+        "prepare:trim": lambda fd: prepared.trim(fd, holes=False),
+    }
+    file = pool.add(MIB)
+    with disk.closing(os.open(storage.root / "prepared" / file.name, os.O_RDWR)) as fd:
+        monkeypatch.setattr(disk, "_fault", f"{label}=EIO@*")
+        with pytest.raises(OSError, match="injected"):
+            acts[label](fd)
+        monkeypatch.setattr(disk, "_fault", "")
+        assert pool.list_files() == [file]
+        assert prepared.get_allocated_bytes(fd) == MIB and prepared.is_prepared(os.fstat(fd))
+
+
+def test_what_a_dead_mover_had_begun_is_removed_and_the_rest_is_found_again(storage: TierStorage, pool: PreparedFiles) -> None:
+    """X1, P8: the directory is the truth."""
+    file = pool.add(MIB)
+    (storage.root / "prepared" / "new-0123").write_bytes(b"")
+    again = PreparedFiles(storage)
+    again.remove_unfinished()
+    assert again.list_files() == [file]
+    assert [path.name for path in (storage.root / "prepared").iterdir()] == [file.name]
+    again.close()
+
+
+def test_giving_back_takes_the_largest_first_and_spares_one(pool: PreparedFiles) -> None:
+    files = {size: pool.add(size * MIB) for size in (1, 2, 8)}
+    assert pool.give_back(MIB, keep=files[8]) == 2 * MIB
+    assert sorted(pool.list_files()) == [files[1], files[8]]
+    assert pool.give_back(100 * MIB) == 9 * MIB
+    assert pool.list_files() == []
+
+
+# --- a file that was taken --------------------------------------------------------------------------------------------
+
+
+def test_topping_up_keeps_size_and_bytes(storage: TierStorage) -> None:
+    with disk.closing(storage.create(1)) as fd:
+        os.pwrite(fd, b"abc", 0)
+        prepared.mark_prepared(fd)
+        prepared.top_up(fd, 0, 2 * MIB)
+        prepared.top_up(fd, MIB, 3 * MIB)
+        status = os.fstat(fd)
+        assert status.st_size == 3 and prepared.is_prepared(status)
+        assert prepared.get_allocated_bytes(fd) == 4 * MIB
+        assert os.pread(fd, 10, 0) == b"abc"
+
+
+def test_trimming_leaves_what_was_written(storage: TierStorage, pool: PreparedFiles) -> None:
+    """X1: after the seal a file takes what it holds; holes are holes again."""
+    pool.add(8 * MIB)
+    pool.take(1, MIB)
+    with disk.closing(_open(storage, 1)) as fd:
+        os.pwrite(fd, b"begin" * 1000, 0)
+        os.pwrite(fd, b"end", 2 * MIB)
+        before = os.pread(fd, 8 * MIB, 0)
+        prepared.trim(fd, holes=True)
+        assert os.pread(fd, 8 * MIB, 0) == before
+        assert not prepared.is_prepared(os.fstat(fd))
+        assert prepared.get_allocated_bytes(fd) == 3 * 4096
+        assert os.lseek(fd, 0, os.SEEK_HOLE) == 5000 or os.lseek(fd, 0, os.SEEK_HOLE) == 8192
+
+
+def test_without_a_lease_only_the_end_is_trimmed(storage: TierStorage, pool: PreparedFiles) -> None:
+    """X1, P7: a page below the end may be written through a mapping meanwhile."""
+    pool.add(8 * MIB)
+    pool.take(1, MIB)
+    with disk.closing(_open(storage, 1)) as fd:
+        os.pwrite(fd, b"end", 2 * MIB)
+        prepared.trim(fd, holes=False)
+        assert prepared.get_allocated_bytes(fd) == 2 * MIB + 4096
+        assert prepared.is_prepared(os.fstat(fd)), "its holes are still to be punched"
+        prepared.trim(fd, holes=True)
+        assert prepared.get_allocated_bytes(fd) == 4096
+
+
+def test_a_whole_file_needs_no_lease(storage: TierStorage, pool: PreparedFiles) -> None:
+    pool.add(8 * MIB)
+    pool.take(1, MIB)
+    with disk.closing(_open(storage, 1)) as fd:
+        os.pwrite(fd, b"x" * MIB, 0)
+        prepared.trim(fd, holes=False)
+        assert prepared.get_allocated_bytes(fd) == MIB
+        assert not prepared.is_prepared(os.fstat(fd))
+
+
+def test_an_empty_file_is_trimmed_to_nothing(storage: TierStorage, pool: PreparedFiles) -> None:
+    pool.add(MIB)
+    pool.take(1, MIB)
+    with disk.closing(_open(storage, 1)) as fd:
+        prepared.trim(fd, holes=False)
+        assert prepared.get_allocated_bytes(fd) == 0 and not prepared.is_prepared(os.fstat(fd))
+
+
+def test_what_an_application_allocated_stays(storage: TierStorage, pool: PreparedFiles) -> None:
+    """P2: fallocate(2) promises that later writes find room."""
+    pool.add(4 * MIB)
+    pool.take(1, MIB)
+    with disk.closing(_open(storage, 1)) as fd:
+        prepared.mark_allocated_by_application(fd)
+        os.posix_fallocate(fd, 0, 2 * MIB)
+        prepared.trim(fd, holes=True)
+        assert prepared.get_allocated_bytes(fd) == 2 * MIB
+        assert not prepared.is_prepared(os.fstat(fd))
+
+
+def test_an_ordinary_file_is_not_touched(storage: TierStorage) -> None:
+    with disk.closing(storage.create(1)) as fd:
+        os.posix_fallocate(fd, 0, MIB)
+        prepared.mark_allocated_by_application(fd)
+        prepared.trim(fd, holes=True)
+        assert prepared.get_allocated_bytes(fd) == MIB
+        assert os.fstat(fd).st_mode & 0o777 == 0o600
+
+
+def test_stat_shows_what_was_written(storage: TierStorage, pool: PreparedFiles) -> None:
+    """P2: du of an application shows no prepared pages."""
+    pool.add(4 * MIB)
+    pool.take(1, MIB)
+    with disk.closing(_open(storage, 1)) as fd:
+        assert prepared.get_data_bytes(fd, os.fstat(fd)) == 0
+        os.pwrite(fd, b"x" * MIB, 0)
+        assert prepared.get_data_bytes(fd, os.fstat(fd)) == MIB
+        os.pwrite(fd, b"x", 3 * MIB)
+        assert prepared.get_data_bytes(fd, os.fstat(fd)) == MIB + 4096
+        os.ftruncate(fd, 8 * MIB)
+        assert prepared.get_data_bytes(fd, os.fstat(fd)) == MIB + 4096
+        prepared.mark_allocated_by_application(fd)
+        assert prepared.get_data_bytes(fd, os.fstat(fd)) == 4 * MIB
+
+
+def test_a_lease_is_refused_while_a_mapping_can_write(storage: TierStorage, pool: PreparedFiles) -> None:
+    """The fact on which `holes` rests: a write lease means that this descriptor is the only one."""
+    pool.add(MIB)
+    pool.take(1, MIB)
+    with disk.closing(_open(storage, 1)) as fd:
+        with disk.closing(_open(storage, 1)), pytest.raises(BlockingIOError):
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+
+
+# --- expected sizes ---------------------------------------------------------------------------------------------------
+
+
+def test_the_last_size_of_a_place_is_remembered(storage: TierStorage, pool: PreparedFiles) -> None:
+    """X1: sizes outlive the processes, and take no memory."""
+    pool.record_size(b"a" * 16, 5 * MIB)
+    pool.record_size(b"b" * 16, 6 * MIB)
+    pool.record_size(b"a" * 16, 7 * MIB)
+    again = PreparedFiles(storage)
+    assert {one.place: one.size_bytes for one in again.list_expected()} == {b"a" * 16: 7 * MIB, b"b" * 16: 6 * MIB}
+    again.close()
+
+
+def test_old_and_surplus_places_are_forgotten(storage: TierStorage, pool: PreparedFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        pool.record_size(bytes([number]), MIB)
+        os.utime(storage.root / "expected" / f"{number:02x}", ns=(0, (10 + number) * 10**18))
+    monkeypatch.setattr(limits, "PREPARED_PLACES_MAX", 2)
+    assert [one.place for one in pool.list_expected()] == [b"\x02", b"\x01"]
+    os.utime(storage.root / "expected" / "01", ns=(0, 0))
+    assert [one.place for one in pool.list_expected()] == [b"\x02"]
+    assert [path.name for path in (storage.root / "expected").iterdir()] == ["02"]
+
+
+def test_the_choice_of_a_file_is_stable() -> None:
+    files = [PreparedFile(4, "b"), PreparedFile(4, "a"), PreparedFile(8, "c")]
+    assert prepared.choose_fit(files, 3) == PreparedFile(4, "a")
+    assert prepared.choose_fit(files, 5) == PreparedFile(8, "c")
+    assert prepared.choose_fit(files, 9) is None
