@@ -115,6 +115,7 @@ BY_SYSTEMD = "Set by systemd."
 ENVIRONMENT: dict[str, str] = {
     "CC": "The C compiler for the daemon's shim, if the shim has to be compiled. Default: a compiler that is found in PATH.",
     "CKPTFS_FAULT": f"{FOR_TESTS} The disk operations that fail.",
+    "CKPTFS_KERNEL_WITHOUT": f"{FOR_TESTS} Features of the kernel that the daemon is not to see, separated by commas.",
     "CKPTFS_LAB": "The directory of the lab, as `--dir` of the `ckptfs lab` commands.",
     "CKPTFS_MOUNT": "Set for the program that `ckptfs lab exec` runs: the mountpoint of the node.",
     "CKPTFS_RUNTIME_DIR": f"{FOR_TESTS} The directory of the control sockets.",

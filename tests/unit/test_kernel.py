@@ -5,6 +5,7 @@ import struct
 import pytest
 from ckptfs_daemon.fuse import kernel
 
+from ckptfs.errors import InvalidArgument
 from ckptfs.model import DataPath
 
 EVERYTHING = (1 << 48) - 1
@@ -73,3 +74,17 @@ def test_an_older_kernel_is_answered_in_its_own_protocol() -> None:
     reply = kernel.build_init_reply(offer, kernel.choose_init_flags(offer, DataPath.PASSTHROUGH, is_single_node=True))
     assert struct.unpack_from("=II", reply, 16) == (7, 31)
     assert struct.unpack_from("=I", reply, 16 + 36)[0] == 0, "no stacking depth without passthrough"
+
+
+def test_features_are_hidden_by_name() -> None:
+    """X10: an old kernel is imitated by what it lacks. Without INIT_EXT it has no second word of flags."""
+    assert kernel.parse_hidden_features("") == 0
+    assert kernel.parse_hidden_features("resend, passthrough") == kernel.HAS_RESEND | kernel.PASSTHROUGH
+    assert EVERYTHING & ~kernel.parse_hidden_features("init_ext,max_pages") == 0xFFFFFFFF & ~(kernel.INIT_EXT | kernel.MAX_PAGES)
+
+
+def test_an_unknown_feature_is_refused_with_those_that_exist() -> None:
+    """P11."""
+    with pytest.raises(InvalidArgument, match="no feature is called splice") as refused:
+        kernel.parse_hidden_features("resend,splice")
+    assert "passthrough" in refused.value.remedy

@@ -22,7 +22,7 @@ import socket
 import subprocess
 import time
 from base64 import b64decode, b64encode
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptfs import limits, procfs
@@ -210,6 +210,7 @@ def _mount_and_answer_init(config: Config, data_path: DataPath, reason: str) -> 
     try:
         request = _read_init(fd)
         init = kernel.parse_init(request)
+        init = replace(init, flags=init.flags & ~kernel.parse_hidden_features(os.environ.get(kernel.WITHOUT, "")))
         flags = kernel.choose_init_flags(init, data_path, is_single_node=not config.cluster)
         os.write(fd, kernel.build_init_reply(init, flags))
         mounted = find_mount_at(config.mountpoint)

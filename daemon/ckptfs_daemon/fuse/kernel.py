@@ -14,7 +14,7 @@ import struct
 from dataclasses import dataclass
 
 from ckptfs import limits
-from ckptfs.errors import CkptfsError
+from ckptfs.errors import CkptfsError, InvalidArgument
 from ckptfs.model import DataPath
 
 OPCODE_INIT = 26
@@ -39,6 +39,26 @@ COMMON = (
     ASYNC_READ | ATOMIC_O_TRUNC | BIG_WRITES | DO_READDIRPLUS | ASYNC_DIO | PARALLEL_DIROPS | MAX_PAGES | HANDLE_KILLPRIV_V2 | INIT_EXT
     | DIRECT_IO_ALLOW_MMAP | HAS_RESEND
 )  # fmt: skip
+FEATURES = {
+    "async_read": ASYNC_READ,
+    "atomic_o_trunc": ATOMIC_O_TRUNC,
+    "big_writes": BIG_WRITES,
+    "readdirplus": DO_READDIRPLUS,
+    "async_dio": ASYNC_DIO,
+    "writeback_cache": WRITEBACK_CACHE,
+    "parallel_dirops": PARALLEL_DIROPS,
+    "max_pages": MAX_PAGES,
+    "killpriv_v2": HANDLE_KILLPRIV_V2,
+    "init_ext": INIT_EXT,
+    "direct_io_allow_mmap": DIRECT_IO_ALLOW_MMAP,
+    "passthrough": PASSTHROUGH,
+    "resend": HAS_RESEND,
+}
+"""The features that a test can hide from ckptfs, by the names of their flags."""
+
+WITHOUT = "CKPTFS_KERNEL_WITHOUT"
+"""The environment variable that names them, separated by commas."""
+
 BACKGROUND_MAX = 128
 CONGESTION = 96
 STACK_DEPTH = 1
@@ -82,6 +102,17 @@ def parse_init(request: bytes) -> KernelInit:
     if major != 7:
         raise BadHandshake(f"the kernel speaks FUSE protocol {major}.{minor}, ckptfs speaks 7.{PROTOCOL_MINOR}")
     return KernelInit(unique, major, minor, max_readahead, flags)
+
+
+def parse_hidden_features(names: str) -> int:
+    """Return the flags of the features in CKPTFS_KERNEL_WITHOUT. Raises InvalidArgument."""
+    hidden = 0
+    for name in filter(None, (part.strip() for part in names.split(","))):
+        if name not in FEATURES:
+            raise InvalidArgument(f"{WITHOUT}={names}: no feature is called {name}", remedy=f"accepted: {', '.join(FEATURES)}")
+        hidden |= FEATURES[name]
+    # A kernel without INIT_EXT has no second word of flags.
+    return hidden | ~0xFFFFFFFF if hidden & INIT_EXT else hidden
 
 
 def choose_init_flags(init: KernelInit, data_path: DataPath, *, is_single_node: bool) -> int:
