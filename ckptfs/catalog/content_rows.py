@@ -10,6 +10,12 @@ CONTENT_COLUMNS = "k.id, k.inode, k.generation, k.state, k.size, k.digest, k.blo
 CONTENT_COLUMNS_WITHOUT_BLOCKS = CONTENT_COLUMNS.replace("k.blocks", "NULL")
 """The same for queries of many rows: the digests of all blocks are long, and few callers need them."""
 
+IS_ON_PFS = (
+    "EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = {0}.inode AND p.complete = 1 AND p.generation = {0}.generation"
+    " AND p.digest = {0}.digest)"
+)
+"""SQL: the PFS shows exactly this content, a row of `content`. To be formatted with its alias. See lifecycle.is_on_pfs."""
+
 
 def build_content(row: tuple[Any, ...]) -> Content:
     """Return the content at the beginning of a row. Further columns of the query are ignored."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from ckptfs import lifecycle
 from ckptfs.catalog import copies, identity, journal, peer_copies
-from ckptfs.catalog.content_rows import CONTENT_COLUMNS, build_content
+from ckptfs.catalog.content_rows import CONTENT_COLUMNS, IS_ON_PFS, build_content
 from ckptfs.catalog.content_rows import get_content as get_content
 from ckptfs.catalog.content_rows import is_unchanged as is_unchanged
 from ckptfs.catalog.database import Database
@@ -65,7 +65,7 @@ def build_file_record(db: Database, inode: int, content: Content | None) -> File
 def list_closed(db: Database, tiers: Iterable[Tier], after: int, at_most: int) -> list[tuple[Content, Tier]]:
     """Return contents that await their seal, with the one of `tiers` that has them, in order of ids."""
     rows = db.rows(
-        f"SELECT {CONTENT_COLUMNS}, c.tier FROM content k JOIN copy c ON c.content = k.id AND c.state = 1"
+        f"SELECT {CONTENT_COLUMNS}, c.tier FROM content k CROSS JOIN copy c ON c.content = k.id AND c.state = 1"
         " WHERE k.state = 1 AND k.remote = 0 AND k.id > ? AND c.tier IN (SELECT value FROM json_each(?)) ORDER BY k.id LIMIT ?",
         after, json.dumps(list(tiers)), at_most,
     )  # fmt: skip
@@ -101,7 +101,7 @@ def mark_previous_doomed(db: Database, inode: int, successor: int) -> int:
         "UPDATE content SET state = 3, change = change + 1 WHERE inode = ?1 AND id <> ?2 AND state IN (1, 2, 4)"
         " AND superseded_mtime_ns IS NULL AND generation < (SELECT generation FROM content WHERE id = ?2)"
         " AND id NOT IN (SELECT content FROM handle WHERE content IS NOT NULL)"
-        " AND NOT EXISTS (SELECT 1 FROM inode WHERE inode.content = content.id)",
+        " AND id IS NOT (SELECT i.content FROM inode i WHERE i.id = content.inode)",
         inode, successor,
     )  # fmt: skip
 
@@ -117,10 +117,10 @@ def get_largest_recent_size(db: Database, at_most: int) -> int:
 
 
 def list_without_copy(db: Database) -> list[Content]:
-    """Return own contents that should have bytes and have no good copy in any tier."""
+    """Return own contents that should have bytes, and have no good copy in any tier and not on the PFS."""
     rows = db.rows(
         f"SELECT {CONTENT_COLUMNS} FROM content k WHERE k.state IN (0, 1, 2) AND k.remote = 0"
-        " AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
+        f" AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) AND NOT {IS_ON_PFS.format('k')}"
     )
     return [build_content(row) for row in rows]
 

@@ -93,10 +93,9 @@ def _mark_unannounced_if_gone(db: Database, content: int) -> None:
     remote_contents.mark_copy_absent(db, content)
 
 
-def list_copies_in_state(db: Database, state: CopyState, tier: Tier | None = None) -> list[tuple[int, Tier]]:
-    """Return (content, tier) of the copies in a state."""
-    rows = db.rows("SELECT content, tier FROM copy WHERE state = ? AND (? IS NULL OR tier = ?)", state, tier, tier)
-    return [(row[0], Tier(row[1])) for row in rows]
+def list_bad_copies(db: Database, state: CopyState, tier: Tier) -> list[int]:
+    """Return the contents with a copy in `tier` in a state other than GOOD."""
+    return [row[0] for row in db.rows("SELECT content FROM copy WHERE state = ? AND tier = ? AND state <> 1", state, tier)]
 
 
 # A copy in RAM is no reason to drop one on NVMe, which survives a power cut: see lifecycle.can_drop.
@@ -112,14 +111,22 @@ def list_evictable(db: Database, tier: Tier, *, elsewhere: bool, at_most: int) -
     """Return sealed contents with a copy in `tier` that no process has open and no lane is copying.
 
     `elsewhere`: only those that are whole elsewhere too; otherwise only the others. Remote contents come first, then the least recently
-    used ones.
+    used ones. Both queries follow an index, and end with the last row that they return.
     """
-    rows = db.rows(
-        f"SELECT {CONTENT_COLUMNS} FROM copy c JOIN content k ON k.id = c.content WHERE c.tier = ? AND c.state = 1 AND k.state = 2"
-        " AND k.inode NOT IN (SELECT inode FROM handle)"
+    is_wanted = (
+        "c.state = 1 AND k.state = 2 AND k.inode NOT IN (SELECT inode FROM handle)"
         " AND NOT EXISTS (SELECT 1 FROM copy f WHERE f.content = k.id AND f.state = 0)"
-        f" AND {'' if elsewhere else 'NOT '}{_IS_SAFE_ELSEWHERE} ORDER BY k.remote DESC, c.used_ns, k.id LIMIT ?",
+        f" AND {'' if elsewhere else 'NOT '}{_IS_SAFE_ELSEWHERE}"
+    )
+    rows = db.rows(
+        f"SELECT {CONTENT_COLUMNS} FROM content k CROSS JOIN copy c ON c.content = k.id AND c.tier = ?"
+        f" WHERE k.remote = 1 AND {is_wanted} ORDER BY c.used_ns, c.content LIMIT ?",
         tier, at_most,
+    )  # fmt: skip
+    rows += db.rows(
+        f"SELECT {CONTENT_COLUMNS} FROM copy c CROSS JOIN content k ON k.id = c.content"
+        f" WHERE c.tier = ? AND k.remote = 0 AND {is_wanted} ORDER BY c.used_ns, c.content LIMIT ?",
+        tier, at_most - len(rows),
     )  # fmt: skip
     return [build_content(row) for row in rows]
 
@@ -133,6 +140,11 @@ def count_only_copies(db: Database, tier: Tier) -> int:
             tier,
         )
     )
+
+
+def count_good_copies(db: Database, tier: Tier) -> int:
+    """Return how many contents have a GOOD copy in `tier`."""
+    return int(db.value("SELECT count(*) FROM copy WHERE tier = ? AND state = 1", tier))
 
 
 def delete_tier(db: Database, tier: Tier) -> None:

@@ -34,6 +34,12 @@ APPLICATION_ID = 0x434B5446  # "CKTF"
 PAGE_BYTES = 1024
 """A create changes about 18 pages of as many tables and indexes, all of which go to the log: small pages halve a commit (31 not 60 us)."""
 
+ENDED_CLEANLY = "ended"
+"""The value of meta's 'start' after a clean end: every process has closed the catalog and the tiers in order."""
+STARTING = "starting"
+"""The value until the first mover of the next start has taken it. No row means that the daemon runs, or was killed."""
+_REMEDY = "nothing was changed; move {} away to start with an empty catalog, or restore it from a backup"
+
 
 class _ThreadConnection:
     """The connection of one thread. It is closed when the thread ends, without waiting for a garbage collection."""
@@ -180,6 +186,29 @@ class Database:
         self._local = threading.local()
 
 
+def record_clean_end(db: Database) -> None:
+    """Record that every process has ended in order, so that the next start need not check everything."""
+    db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('start', ?)", ENDED_CLEANLY)
+    db.persist()
+
+
+def record_start(db: Database, *, ended_cleanly: bool) -> None:
+    """Record that a daemon starts: should it be killed, the next start finds no clean end."""
+    if ended_cleanly:
+        db.run("UPDATE meta SET value = ? WHERE key = 'start'", STARTING)
+    else:
+        db.run("DELETE FROM meta WHERE key = 'start'")
+    db.persist()
+
+
+def delete_clean_start(db: Database) -> bool:
+    """Return True to the first mover after a clean end, and False to every later one."""
+    is_clean = db.run("DELETE FROM meta WHERE key = 'start' AND value = ?", STARTING) > 0
+    if is_clean:
+        db.persist()
+    return is_clean
+
+
 def create(path: Path) -> None:
     """Create a catalog at `path` that holds only the root directory, unless the file exists. The file appears whole or not at all."""
     if path.exists():
@@ -206,9 +235,35 @@ def create(path: Path) -> None:
     os.rename(temporary, path)
 
 
+def check_file(path: Path) -> bool:
+    """Check a catalog for damage, unless the daemon before ended cleanly. Return True if it did.
+
+    The time of a check grows with the catalog: 8 s for 5 million files. Raises CatalogDamaged or CatalogTooNew.
+    """
+    with _open_known(path) as connection:
+        if connection.execute("SELECT 1 FROM meta WHERE key = 'start' AND value = ?", (ENDED_CLEANLY,)).fetchone() is not None:
+            return True
+        answer = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if answer != "ok":
+            raise CatalogDamaged(f"the catalog {path} is damaged: {answer}", remedy=_REMEDY.format(path))
+        return False
+
+
 def migrate_file(path: Path) -> None:
-    """Check a catalog and migrate it from an older version. Raises CatalogDamaged or CatalogTooNew without changing anything."""
-    remedy = f"nothing was changed; move {path} away to start with an empty catalog, or restore it from a backup"
+    """Migrate a catalog from an older version. Raises CatalogDamaged or CatalogTooNew without changing anything."""
+    with _open_known(path) as connection:
+        version = migrations.get_version(connection)
+        try:
+            migrations.migrate(connection)
+        except sqlite3.OperationalError as failure:
+            problem = f"the catalog {path} cannot be migrated from version {version} to {SCHEMA_VERSION}: {failure}"
+            raise CatalogDamaged(problem, remedy="nothing was changed; remove the cause, and start again") from failure
+
+
+@contextlib.contextmanager
+def _open_known(path: Path) -> Iterator[sqlite3.Connection]:
+    """Open a catalog whose version this ckptfs knows. Errors of SQLite become CatalogDamaged."""
+    remedy = _REMEDY.format(path)
     try:
         connection = sqlite3.connect(f"file:{path}?mode=rw", uri=True, isolation_level=None, timeout=limits.CATALOG_BUSY_S)
     except sqlite3.Error as failure:
@@ -224,14 +279,7 @@ def migrate_file(path: Path) -> None:
             )
         if version < 1:
             raise CatalogDamaged(f"the catalog {path} has version {version}, this ckptfs knows 1 to {SCHEMA_VERSION}", remedy=remedy)
-        answer = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-        if answer != "ok":
-            raise CatalogDamaged(f"the catalog {path} is damaged: {answer}", remedy=remedy)
-        try:
-            migrations.migrate(connection)
-        except sqlite3.OperationalError as failure:
-            problem = f"the catalog {path} cannot be migrated from version {version} to {SCHEMA_VERSION}: {failure}"
-            raise CatalogDamaged(problem, remedy="nothing was changed; remove the cause, and start again") from failure
+        yield connection
     except sqlite3.DatabaseError as failure:
         raise CatalogDamaged(f"the catalog {path} is damaged: {failure}", remedy=remedy) from failure
     finally:

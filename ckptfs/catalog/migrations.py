@@ -103,6 +103,11 @@ CREATE TRIGGER pfs_file_updated AFTER UPDATE ON pfs_file WHEN EXISTS (SELECT 1 F
 BEGIN INSERT OR IGNORE INTO scan_dirty_name SELECT parent, name FROM pfs_entry WHERE inode = NEW.inode; END;
 """
 
+_VERSION_3 = """
+CREATE INDEX copy_used ON copy (tier, used_ns) WHERE state = 1;
+CREATE INDEX copy_bad ON copy (state, tier, used_ns) WHERE state <> 1;
+"""
+
 
 def _migrate_to_2(connection: sqlite3.Connection) -> None:
     for table, column in _COLUMNS_SINCE_0_1_0:
@@ -110,6 +115,10 @@ def _migrate_to_2(connection: sqlite3.Connection) -> None:
         if column.split()[0] not in known:
             connection.execute(f"ALTER TABLE {table} ADD COLUMN {column}")
     _run_script(connection, _VERSION_2)
+
+
+def _migrate_to_3(connection: sqlite3.Connection) -> None:
+    _run_script(connection, _VERSION_3)
 
 
 def _run_script(connection: sqlite3.Connection, script: str) -> None:
@@ -122,7 +131,7 @@ def _run_script(connection: sqlite3.Connection, script: str) -> None:
             statement = ""
 
 
-_STEPS: tuple[Callable[[sqlite3.Connection], None], ...] = (_migrate_to_2,)
+_STEPS: tuple[Callable[[sqlite3.Connection], None], ...] = (_migrate_to_2, _migrate_to_3)
 """The step at index N leads from version N + 1 to N + 2."""
 SCHEMA_VERSION = 1 + len(_STEPS)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ckptfs import lifecycle
-from ckptfs.catalog.content_rows import CONTENT_COLUMNS, CONTENT_COLUMNS_WITHOUT_BLOCKS, build_content
+from ckptfs.catalog.content_rows import CONTENT_COLUMNS, CONTENT_COLUMNS_WITHOUT_BLOCKS, IS_ON_PFS, build_content
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import CliqueCopies
 from ckptfs.model import Content, Tier
@@ -187,7 +187,7 @@ def list_being_written(db: Database, at_most: int) -> list[tuple[Content, Tier]]
     """Return own contents that are open for writing, with the tier that has them."""
     rows = db.rows(
         f"SELECT DISTINCT {CONTENT_COLUMNS_WITHOUT_BLOCKS}, c.tier FROM handle h"
-        " JOIN content k ON k.id = h.content AND k.state = 0 JOIN copy c ON c.content = k.id AND c.state = 1 AND c.tier <> 'pfs'"
+        " CROSS JOIN content k ON k.id = h.content AND k.state = 0 JOIN copy c ON c.content = k.id AND c.state = 1 AND c.tier <> 'pfs'"
         " WHERE h.writer = 1 LIMIT ?",
         at_most,
     )
@@ -228,8 +228,7 @@ _REBUILDABLE = (
     "content k JOIN inode i ON i.id = k.inode AND i.content = k.id AND i.nlink > 0"
     " WHERE k.remote = 0 AND k.state = 2 AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
     f" AND EXISTS (SELECT 1 FROM {HOLDERS.format('k')})"
-    " AND NOT EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = k.inode AND p.complete = 1 AND p.generation = k.generation"
-    " AND p.digest = k.digest)"
+    f" AND NOT {IS_ON_PFS.format('k')}"
 )
 
 
@@ -351,12 +350,7 @@ def count_unsafe(db: Database) -> int:
     """Return how many contents await copies on other live nodes and are not whole on the PFS."""
     if len(list_live_nodes(db)) < 2:
         return 0
-    return int(
-        db.value(
-            f"SELECT count(*) FROM {_UNDER_REPLICATED} AND NOT EXISTS (SELECT 1 FROM pfs_file p"
-            " WHERE p.inode = k.inode AND p.complete = 1 AND p.generation = k.generation AND p.digest = k.digest)"
-        )
-    )
+    return int(db.value(f"SELECT count(*) FROM {_UNDER_REPLICATED} AND NOT {IS_ON_PFS.format('k')}"))
 
 
 def get_oldest_under_replicated_ns(db: Database) -> int:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptfs.catalog import peer_copies
-from ckptfs.catalog.content_rows import CONTENT_COLUMNS_WITHOUT_BLOCKS, build_content, is_unchanged
+from ckptfs.catalog.content_rows import CONTENT_COLUMNS_WITHOUT_BLOCKS, IS_ON_PFS, build_content, is_unchanged
 from ckptfs.catalog.database import Database
 from ckptfs.model import Content, ContentState, CopyState, Tier
 
@@ -343,7 +343,8 @@ def list_stale(db: Database, tier: Tier, before_ns: int, at_most: int) -> list[i
     that is left (P5).
     """
     rows = db.rows(
-        "SELECT c.content FROM copy c LEFT JOIN content k ON k.id = c.content WHERE c.tier = ? AND c.state = 3 AND c.used_ns < ?"
+        "SELECT c.content FROM copy c LEFT JOIN content k ON k.id = c.content WHERE c.tier = ? AND c.state = 3 AND c.state <> 1"
+        " AND c.used_ns < ?"
         " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.content = c.content) AND (k.state IS NULL OR k.state = 3 OR (k.state = 2"
         " AND (EXISTS (SELECT 1 FROM copy g WHERE g.content = k.id AND g.state = 1)"
         f" OR (SELECT count(*) FROM {peer_copies.HOLDERS.format('k')}) > 1"
@@ -431,8 +432,7 @@ def list_recent_blocks(db: Database, size_min: int, at_most: int) -> list[tuple[
 _IS_ABSENT = (
     f"(content.remote = 0 AND content.state = 2 AND NOT {HAS_GOOD_COPY} AND EXISTS (SELECT 1 FROM peer_copy o WHERE o.content = content.id"
     " AND o.generation = content.generation AND o.digest = content.digest)"
-    " AND NOT EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = content.inode AND p.complete = 1 AND p.generation = content.generation"
-    " AND p.digest = content.digest))"
+    f" AND NOT {IS_ON_PFS.format('content')})"
 )
 """SQL about a row of `content`: this node wrote it and has lost it, other nodes have it, and the PFS does not."""
 

@@ -1,7 +1,8 @@
--- The catalog of one node: which files exist, and where their copies are. Version 2 (PRAGMA user_version); migrations.py makes it from 1.
+-- The catalog of one node: which files exist, and where their copies are. Version 3 (PRAGMA user_version); migrations.py makes it from older ones.
 -- Times are ns since the epoch, sizes are bytes, names are BLOBs (any byte but '/' and NUL).
 
--- Facts about this catalog: 'instance' (uuid, hex), 'connection' (counts FUSE connections; handles belong to one), see identity.py.
+-- Facts about this catalog: 'instance' (uuid, hex), 'connection' (counts FUSE connections; handles belong to one), see identity.py;
+-- 'start' (how the last end and the present start went), see database.py.
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 
 -- Every file, directory, symlink, fifo, socket and device. AUTOINCREMENT: an id is never used twice.
@@ -84,6 +85,8 @@ CREATE TABLE copy (
     PRIMARY KEY (content, tier)
 ) WITHOUT ROWID;
 CREATE INDEX copy_stashed_for ON copy (stashed_for) WHERE stashed_for IS NOT NULL;
+CREATE INDEX copy_used ON copy (tier, used_ns) WHERE state = 1; -- eviction takes the least recently used
+CREATE INDEX copy_bad ON copy (state, tier, used_ns) WHERE state <> 1; -- for queries with the same condition
 
 -- Verified copies on other nodes, as far as this one knows: of contents that it sent or looked for. Empty without a cluster.
 CREATE TABLE peer_copy (

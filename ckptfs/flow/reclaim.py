@@ -76,7 +76,7 @@ class Reclaim:
                 log.info("%s: removed %d leftover files (%d bytes)", tier, count, size)
 
     def _remove_quarantined(self, tier: Tier, storage: TierStorage) -> None:
-        for number, _ in copies.list_copies_in_state(self._db, CopyState.QUARANTINED, tier):
+        for number in copies.list_bad_copies(self._db, CopyState.QUARANTINED, tier):
             with self._db.transaction():
                 if not lifecycle.can_drop(contents.get_file_record(self._db, number), tier):
                     continue

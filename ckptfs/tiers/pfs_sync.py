@@ -36,7 +36,7 @@ def persist_files(fds: Sequence[int]) -> None:
         by_device.setdefault(os.fstat(fd).st_dev, []).append(fd)
     for together in by_device.values():
         if len(together) >= SYNCFS_FILES_MIN and can_sync_filesystem(together[0]):
-            disk.act("write_back:syncfs", _sync_filesystem, together[0])
+            disk.act("write_back:syncfs", sync_filesystem, together[0])
         else:
             _fsync_each(together)
 
@@ -55,7 +55,8 @@ def _get_kernel_version() -> tuple[int, ...]:
     return (0, 0) if found is None else (int(found[1]), int(found[2]))
 
 
-def _sync_filesystem(fd: int) -> None:
+def sync_filesystem(fd: int) -> None:
+    """syncfs(2). Raises OSError."""
     if _libc.syncfs(fd) != 0:
         raise posix_error(ctypes.get_errno())
 

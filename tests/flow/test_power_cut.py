@@ -3,7 +3,6 @@
 import os
 import shutil
 import sqlite3
-from pathlib import Path
 
 import pytest
 from write_back_world import Mount

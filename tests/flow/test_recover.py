@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from local_node import Node, in_process
 
-from ckptfs.catalog import copies
+from ckptfs.catalog import copies, database
+from ckptfs.errors import CatalogDamaged
 from ckptfs.flow.recover import Recover
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ContentState, CopyState, Tier
@@ -52,6 +53,60 @@ def test_when_nothing_happened_nothing_changes(node: Node) -> None:
     recover(node)
     assert [(node.state(content), node.copies(content)) for content in contents] == before
     assert node.told.inodes == []
+
+
+def end_cleanly(node: Node) -> None:
+    """A clean end of the daemon, and the next start."""
+    database.record_clean_end(node.db)
+    assert database.check_file(node.db.path)
+    database.record_start(node.db, ended_cleanly=True)
+
+
+def test_after_a_clean_end_the_files_of_a_tier_are_not_compared_and_after_a_kill_they_are(node: Node) -> None:
+    content, unfinished = node.make_sealed(b"file", b"data"), node.make(b"half", b"h")
+    node.db.run("UPDATE copy SET state = 0 WHERE content = ?", unfinished)
+    node.tiers[Tier.RAM].remove(content)
+    end_cleanly(node)
+    recover(node)
+    assert node.copies(content) == {Tier.RAM: CopyState.GOOD}, "a million of files cost nothing"
+    assert node.copies(unfinished) == {}, "what was cut off is removed always"
+    assert not database.check_file(node.db.path), "from now on an end is a crash until it is recorded"
+    recover(node)
+    assert node.copies(content) == {} and node.state(content) is ContentState.LOST
+
+
+def test_a_start_that_dies_before_its_recovery_leaves_no_clean_end(node: Node) -> None:
+    content = node.make_sealed(b"file", b"data")
+    node.tiers[Tier.RAM].remove(content)
+    end_cleanly(node)
+    database.record_start(node.db, ended_cleanly=database.check_file(node.db.path))
+    recover(node)
+    assert node.state(content) is ContentState.LOST
+
+
+def test_a_replaced_tier_is_checked_after_a_clean_end_too(node: Node) -> None:
+    content = node.make_sealed(b"file", b"data")
+    lose(node, Tier.RAM)
+    end_cleanly(node)
+    recover(node)
+    assert node.state(content) is ContentState.LOST
+
+
+@pytest.mark.parametrize("is_clean", [True, False])
+def test_damage_is_looked_for_after_a_crash_only(is_clean: bool, node: Node) -> None:
+    if is_clean:
+        database.record_clean_end(node.db)
+    node.db.run("PRAGMA wal_checkpoint(TRUNCATE)")
+    pages = node.db.value("PRAGMA page_count")
+    node.db.close()
+    with open(node.db.path, "r+b") as file:
+        file.seek((pages - 1) * database.PAGE_BYTES)
+        file.write(b"\xff" * database.PAGE_BYTES)
+    if is_clean:
+        assert database.check_file(node.db.path)
+    else:
+        with pytest.raises(CatalogDamaged, match="damaged"):
+            database.check_file(node.db.path)
 
 
 def test_a_lost_ram_leaves_what_is_elsewhere_and_names_the_rest(node: Node, caplog: pytest.LogCaptureFixture) -> None:

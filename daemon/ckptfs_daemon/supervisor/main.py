@@ -8,13 +8,16 @@ Crash safety: each step finds what an earlier start left.
 import contextlib
 import logging
 import os
+import threading
 from pathlib import Path
 
+from ckptfs import disk, limits
 from ckptfs.catalog import copies, database, identity, journal
 from ckptfs.clique import certificates
 from ckptfs.config import Config, load, parse_options
 from ckptfs.errors import InvalidArgument
 from ckptfs.model import Tier
+from ckptfs.tiers import pfs_sync
 from ckptfs_daemon import logs
 from ckptfs_daemon.fuse import connection, shim_build
 from ckptfs_daemon.fuse.connection import Connection
@@ -36,16 +39,19 @@ def run_daemon(name: str, mountpoint: Path | None, options: str, ready_pipe: Rea
     systemd = Systemd()
     shim_build.ensure()
     lock_fd = _prepare_state(config)
+    ended_cleanly = False
     try:
         fuse_connection, resumed = _resume_or_connect(config, take_stored_descriptors())
         if not resumed:
             systemd.store_descriptors(fuse_connection.fd, fuse_connection.serialize())
         _lower_oom_score()
-        code = Supervisor(config, fuse_connection, is_resumed=resumed, systemd=systemd, ready_pipe=ready_pipe).run()
+        supervisor = Supervisor(config, fuse_connection, is_resumed=resumed, systemd=systemd, ready_pipe=ready_pipe)
+        code = supervisor.run()
+        ended_cleanly = supervisor.ended_cleanly
         state_directory.delete_process_files(config)
         return code
     finally:
-        _release_ram_tier(config)
+        _release_ram_tier(config, ended_cleanly)
         log.info("ended")
         os.close(lock_fd)
 
@@ -62,8 +68,10 @@ def _prepare_state(config: Config) -> int:
     lock_fd = state_directory.acquire_lock(config.state)
     state_directory.kill_leftovers(config.state / "processes.json")
     database.create(config.state / "catalog.db")
+    ended_cleanly = database.check_file(config.state / "catalog.db")
     database.migrate_file(config.state / "catalog.db")
     _require_pfs_and_cluster(config)
+    _record_start(config, ended_cleanly)
     state_directory.prepare_ram_tier(config)
     return lock_fd
 
@@ -108,8 +116,16 @@ def _lower_oom_score() -> None:
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
 
 
-def _release_ram_tier(config: Config) -> None:
-    """Unmount the RAM tier if it holds no only copy."""
+def _record_start(config: Config, ended_cleanly: bool) -> None:
+    db = database.Database(config.state / "catalog.db", journalled=False)
+    try:
+        database.record_start(db, ended_cleanly=ended_cleanly)
+    finally:
+        db.close()
+
+
+def _release_ram_tier(config: Config, ended_cleanly: bool) -> None:
+    """Unmount the RAM tier if it holds no only copy. Record a clean end."""
     db = database.Database(config.state / "catalog.db", journalled=False)
     try:
         only_copies = copies.count_only_copies(db, Tier.RAM)
@@ -117,5 +133,27 @@ def _release_ram_tier(config: Config) -> None:
             log.info("%s: the RAM tier stays mounted: it holds the only copies of %d files", config.state / "ram", only_copies)
         elif state_directory.release_ram_tier(config):
             copies.delete_tier(db, Tier.RAM)
+        if ended_cleanly and _sync_nvme(config):
+            database.record_clean_end(db)
     finally:
         db.close()
+
+
+def _sync_nvme(config: Config) -> bool:
+    """Make the files on NVMe durable: after a clean end nobody compares them with the catalog. Return False if that fails or hangs."""
+    is_synced = threading.Event()
+
+    def sync() -> None:
+        try:
+            with disk.closing(os.open(str(config.nvme), os.O_RDONLY | os.O_DIRECTORY)) as fd:
+                pfs_sync.sync_filesystem(fd)
+            is_synced.set()
+        except OSError as failure:
+            log.warning("nvme: cannot be synced at the end: %s; the next start checks it", failure)
+
+    if config.nvme is None:
+        return True
+    thread = threading.Thread(target=sync, name="sync", daemon=True)
+    thread.start()
+    thread.join(limits.STOP_WAIT_S)
+    return is_synced.is_set()

@@ -76,6 +76,8 @@ class Supervisor:
         self._ready_pipe = ready_pipe
         self._phase = Phase.RUNNING
         self._exit_code = 0
+        self.ended_cleanly = False
+        """True once the mount and the mover have ended on request: nothing was cut off."""
         self._began = time.monotonic()
         self._deadline = float("inf")
         self._watchdog_notified_at = 0.0
@@ -257,6 +259,7 @@ class Supervisor:
             self._start_drain()
         elif role == MOVER and code == 0 and self._phase is Phase.DRAINING:
             self._phase = Phase.OVER
+            self.ended_cleanly = self._exit_code == 0
         else:
             self._handle_child_failure(role, slot, child, -signal.SIGKILL if code is None else code)
         self._publish_processes()
