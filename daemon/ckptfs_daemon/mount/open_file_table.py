@@ -10,6 +10,7 @@ import contextlib
 import errno
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
@@ -58,6 +59,7 @@ class OpenFileTable:
         self._has_releases = trio.Event()
         self._size_by_kind: dict[bytes, int] = {}
         self._reserving: dict[OpenFile, None] = {}
+        self._reserved: tuple[float, dict[Tier, int]] = (float("-inf"), {})
         self._refused_tiers: set[Tier | None] = set()
         self._last_internal_handle = 0
         self._pfs_until_s = float("inf")
@@ -104,11 +106,16 @@ class OpenFileTable:
         return self._size_by_kind.get(kind, 0)
 
     def get_reserved_bytes(self) -> dict[Tier, int]:
-        """Return the bytes that writers are still expected to write, by tier."""
-        sums: dict[Tier, int] = {}
-        for file in self._reserving:
-            if file.tier is not None and file.tier is not Tier.PFS and (reserved := file.reserved_bytes):
-                sums[file.tier] = sums.get(file.tier, 0) + reserved
+        """Return the bytes that writers are still expected to write, by tier.
+
+        What they have written is at most `limits.CAPACITY_AGE_S` old, as the capacities of the tiers. Files opened since then count.
+        """
+        measured_s, sums = self._reserved
+        if (now_s := time.monotonic()) - measured_s > limits.CAPACITY_AGE_S:
+            sums = {}
+            for file in self._reserving:
+                _add_reserved(sums, file, file.reserved_bytes)
+            self._reserved = (now_s, sums)
         return sums
 
     # --- opening ------------------------------------------------------------------------------------------------------
@@ -143,8 +150,9 @@ class OpenFileTable:
         self.by_inode[file.inode] = file
         self.by_handle[handle] = file
         file.handles[handle] = is_writer
-        if file.expected_bytes:
+        if file.expected_bytes and file not in self._reserving:
             self._reserving[file] = None
+            _add_reserved(self._reserved[1], file, file.expected_bytes)
         if is_writer and self.db.is_clustered:
             self._wake_channel.notify(ipc.WRITER_OPENED)
 
@@ -348,3 +356,8 @@ class OpenFileTable:
                 contents.mark_doomed(self.db, content)
             elif status is not None:
                 contents.mark_closed(self.db, inode, content, status.st_size, status.st_atime_ns, self.get_mtime_ns(status))
+
+
+def _add_reserved(sums: dict[Tier, int], file: OpenFile, size: int) -> None:
+    if file.tier is not None and file.tier is not Tier.PFS and size:
+        sums[file.tier] = sums.get(file.tier, 0) + size
