@@ -128,6 +128,14 @@ FETCH_SHARED_POLL_S = 0.1
 # Lost files that are fetched from other nodes in the background at once.
 REFETCHES_MAX = 1
 
+# --- memory limits of applications --------------------------------------------------------------------------------------
+# The limits of a control group are read at most this often.
+CGROUP_AGE_S = 1.0
+CGROUPS_KNOWN_MAX = 1024
+CGROUP_BYTES_MAX = 64 * KIB
+# The mount process reports the ways of open handles at most this often.
+HANDLES_REPORT_S = 0.5
+
 # --- space -----------------------------------------------------------------------------------------------------------
 RAM_HIGH_WATERMARK = 0.80
 RAM_LOW_WATERMARK = 0.60

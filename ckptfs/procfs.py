@@ -10,19 +10,24 @@ from pathlib import Path
 
 CKPTFS_TYPE = "fuse.ckptfs"
 CAP_SYS_ADMIN = 21
+MEMORY_FILESYSTEMS = frozenset(("tmpfs", "ramfs", "hugetlbfs"))
 MOUNT_TABLE = Path("/proc/self/mountinfo")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, slots=True)
 class MountEntry:
-    """One line of mountinfo (proc(5)). `device` is "MAJOR:MINOR"; `options` are those of the superblock."""
+    """One line of mountinfo (proc(5)).
+
+    `device` is "MAJOR:MINOR"; `options` are those of the superblock; `root` is the directory of the filesystem that is mounted.
+    """
 
     mountpoint: Path
     device: str
     fstype: str
     source: str
     options: str
+    root: str
 
 
 def list_mount_entries(table: str | Path = MOUNT_TABLE) -> list[MountEntry]:
@@ -31,8 +36,15 @@ def list_mount_entries(table: str | Path = MOUNT_TABLE) -> list[MountEntry]:
     for line in Path(table).read_bytes().splitlines():
         left, _, right = line.partition(b" - ")
         fields, (fstype, source, options) = left.split(b" "), map(_unescape, right.split(b" ")[:3])
-        entries.append(MountEntry(Path(_unescape(fields[4])), fields[2].decode(), fstype, source, options))
+        entries.append(MountEntry(Path(_unescape(fields[4])), fields[2].decode(), fstype, source, options, _unescape(fields[3])))
     return entries
+
+
+def get_filesystem_type(path: Path, table: str | Path = MOUNT_TABLE) -> str:
+    """Return the type of the filesystem that an absolute path without symlinks lies on. Touches no filesystem."""
+    entries = [entry for entry in list_mount_entries(table) if path.is_relative_to(entry.mountpoint)]
+    # Of two mounts on one mountpoint, the later one is visible.
+    return max(reversed(entries), key=lambda entry: len(entry.mountpoint.parts)).fstype if entries else ""
 
 
 def _unescape(field: bytes) -> str:
