@@ -212,6 +212,10 @@ def count_journal_left(db: Database, up_to: int) -> tuple[int, int, int]:
     return int(files), int(size), max(0, int(rows) - int(files))
 
 
+HANDLES_REPORT = "handles"
+"""The key of the mount process's report of open handles by their way."""
+
+
 def list_reports(db: Database, prefix: str = "") -> list[tuple[str, str, int]]:
     """Return (key, JSON, time in ns) of the processes' reports whose keys begin with `prefix`."""
     rows = db.rows("SELECT key, value, at_ns FROM report WHERE substr(key, 1, ?) = ? ORDER BY key", len(prefix), prefix)

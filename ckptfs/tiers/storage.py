@@ -51,6 +51,8 @@ class TierStorage:
         """`budget_bytes` bounds our use of the filesystem, `instance` separates catalogs in one root."""
         self.tier = tier
         self.root = root
+        self.is_memory = tier is Tier.RAM or procfs.get_filesystem_type(root) in procfs.MEMORY_FILESYSTEMS
+        """Whether the files stay in memory: their pages cannot be reclaimed from the program that wrote them."""
         self._contents = f"contents-{instance}" if instance else "contents"
         self._budget_bytes = budget_bytes
         self._directory = -1
@@ -259,6 +261,25 @@ class Tiers(Mapping[Tier, TierStorage]):
         if tier is None:
             raise NoSpace("every tier is full", remedy="remove files, or configure a larger tier")
         return tier
+
+    def choose_disk_tier(self, expected_bytes: int, reserved_bytes: Mapping[Tier, int] = _NO_RESERVATIONS) -> Tier | None:
+        """Return the tier on disk where a program below a memory limit may write by passthrough. Returns None if there is none.
+
+        The pages of such a file are charged to the program as well, but the kernel writes them out and reclaims them.
+        """
+        tier = Tier.NVME
+        if tier not in self._tiers or self._tiers[tier].is_memory:
+            return None
+        needs_buffered_path = self.needs_buffered_path(tier, expected_bytes or None, reserved_bytes.get(tier, 0))
+        return None if needs_buffered_path else tier
+
+    def needs_buffered_path(self, tier: Tier, expected_bytes: int | None, reserved_bytes: int = 0) -> bool:
+        """Return True if the tier is so full that writes must pass through the mount process (P10)."""
+        if tier is Tier.PFS:
+            return False
+        capacity = space.subtract_reserved(self.get_capacity(tier), reserved_bytes)
+        decide = space.needs_buffered_path if any(self.list_next(tier)) else space.needs_buffered_path_in_last_tier
+        return decide(capacity, expected_bytes)
 
     def get_local_capacities(self) -> dict[Tier, Capacity]:
         """Return the capacities of RAM and NVMe, at most `limits.CAPACITY_AGE_S` old."""

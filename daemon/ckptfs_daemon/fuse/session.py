@@ -158,7 +158,7 @@ LSEEK = ctypes.PYFUNCTYPE(None, _R, _U, _Q, _I, _U)
 RELEASE = ctypes.PYFUNCTYPE(None, _R, _U, _U)
 LOOKUP = ctypes.PYFUNCTYPE(ctypes.c_int, _R, _U, ctypes.c_char_p, ctypes.c_uint32)
 GETATTR = ctypes.PYFUNCTYPE(ctypes.c_int, _R, _U, ctypes.c_uint32)
-CREATE = ctypes.PYFUNCTYPE(ctypes.c_int, _R, _U, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32)
+CREATE = ctypes.PYFUNCTYPE(ctypes.c_int, _R, _U, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32)
 
 
 class _RawCallbacks(ctypes.Structure):
@@ -238,13 +238,13 @@ def set_fast_path_callbacks(
     *,
     lookup: Callable[[int, int, bytes, int], bool],
     getattr: Callable[[int, int, int], bool],
-    create: Callable[[int, int, bytes, int, int, int], bool],
+    create: Callable[[int, int, bytes, int, int, int, int], bool],
 ) -> None:
     """Set the functions that may serve LOOKUP, GETATTR and CREATE before pyfuse3 does. Call it before `open_session`.
 
     They are called like those of `set_raw_callbacks`. They send exactly one reply at once and return True, or return False and leave the
     request to pyfuse3's handler.
-    Arguments: lookup(req, parent, name, pid); getattr(req, inode, pid); create(req, parent, name, mode, uid, gid).
+    Arguments: lookup(req, parent, name, pid); getattr(req, inode, pid); create(req, parent, name, mode, uid, gid, pid).
     """
     _fast_path_callbacks.lookup = LOOKUP(_guard_fast_path_callback(lookup))
     _fast_path_callbacks.getattr = GETATTR(_guard_fast_path_callback(getattr))

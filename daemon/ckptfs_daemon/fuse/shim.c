@@ -43,7 +43,7 @@ struct raw_callbacks {
 struct fast_path_callbacks {
     int (*lookup)(fuse_req_t req, uint64_t parent, const char *name, uint32_t pid);
     int (*getattr)(fuse_req_t req, uint64_t ino, uint32_t pid);
-    int (*create)(fuse_req_t req, uint64_t parent, const char *name, uint32_t mode, uint32_t uid, uint32_t gid);
+    int (*create)(fuse_req_t req, uint64_t parent, const char *name, uint32_t mode, uint32_t uid, uint32_t gid, uint32_t pid);
 };
 
 /* The request being processed. */
@@ -284,7 +284,7 @@ static void on_create(fuse_req_t req, fuse_ino_t parent, const char *name, mode_
 {
     const struct fuse_ctx *caller = fuse_req_ctx(req);
 
-    if (!fast_path.create(req, parent, name, mode, caller->uid, caller->gid))
+    if (!fast_path.create(req, parent, name, mode, caller->uid, caller->gid, caller->pid))
         create_of_pyfuse3(req, parent, name, mode, fi);
 }
 

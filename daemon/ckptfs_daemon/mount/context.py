@@ -16,6 +16,7 @@ from ckptfs import limits
 from ckptfs.catalog import handles, inodes, mover_requests
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.namespace import NotImported
+from ckptfs.cgroups import MemoryLimits
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError, TimedOut, posix_error
 from ckptfs.model import DataPath, Inode
@@ -50,6 +51,7 @@ class MountContext:
     wake_channel: WakeChannel
     mover_client: MoverClient
     open_files: OpenFileTable
+    memory_limits: MemoryLimits
     shared_namespace: SharedNamespace | None = None
     prefetch: LookupPrefetch | None = None
     standby_lease: StandbyLease | None = None

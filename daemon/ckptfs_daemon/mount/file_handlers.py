@@ -58,7 +58,7 @@ class FileHandlers:
         if body is not None:
             opened = OpenResult.unpack(body)
             return self._build_file_info(opened), context.build_reply(context.get_inode(opened.inode))
-        attempt = CreateAttempt(context, request, parent, name, mode, (ctx.uid, ctx.gid))
+        attempt = CreateAttempt(context, request, parent, name, mode, (ctx.uid, ctx.gid), ctx.pid)
         try:
             opened = await self._changes.commit_shared(
                 lambda: self._create_with_scan(attempt), [(parent, name)], undo=lambda reverted: context.open_files.release(reverted.handle)
@@ -92,7 +92,8 @@ class FileHandlers:
             await self._changes.refresh_inode(inode, ctx.pid)
         truncates = bool(flags & os.O_TRUNC)
         is_writer = truncates or flags & os.O_ACCMODE != os.O_RDONLY
-        open_request = OpenRequest(inode, is_writer, truncates, request, is_root=ctx.uid == 0, nonblocking=bool(flags & os.O_NONBLOCK))
+        is_root, nonblocking = ctx.uid == 0, bool(flags & os.O_NONBLOCK)
+        open_request = OpenRequest(inode, is_writer, truncates, request, is_root=is_root, nonblocking=nonblocking, pid=ctx.pid)
         try:
             return self._build_file_info(await OpenAttempt(self._context, open_request).run())
         except (OSError, CkptfsError) as failure:

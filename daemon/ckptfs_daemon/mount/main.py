@@ -15,6 +15,7 @@ import trio
 from ckptfs import limits, server_limits
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import get_instance_id
+from ckptfs.cgroups import MemoryLimits
 from ckptfs.coherence.key_state import DirtyKeyTracker
 from ckptfs.model import DataPath
 from ckptfs.store import etcd
@@ -28,6 +29,7 @@ from ckptfs_daemon.mount.attribute_handlers import AttributeHandlers
 from ckptfs_daemon.mount.cluster_recovery import StandbyLease
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.file_handlers import FileHandlers
+from ckptfs_daemon.mount.handle_ways import run_reports
 from ckptfs_daemon.mount.latest_tree import LatestTree
 from ckptfs_daemon.mount.lookups import LookupPrefetch
 from ckptfs_daemon.mount.mover_client import MoverClient
@@ -85,6 +87,7 @@ def _build_context(setup: ChildSetup) -> MountContext:
         wake_channel=wake_channel,
         mover_client=MoverClient(db, wake_channel),
         open_files=open_files,
+        memory_limits=MemoryLimits(),
         shared_namespace=shared_namespace,
         prefetch=prefetch,
         standby_lease=standby_lease,
@@ -108,6 +111,7 @@ async def _serve(setup: ChildSetup, context: MountContext, shim: ShimHandlers, o
         shim.start_tasks(nursery)
         nursery.start_soon(_route_messages, context, name="messages")
         nursery.start_soon(orphans.run_deletion, name="orphans")
+        nursery.start_soon(run_reports, context.db, context.open_files.list_ways, name="report of handles")
         setup.link.send(READY)
         await session.serve()
         # At unmount the kernel drops the releases that it has not sent yet.

@@ -16,7 +16,7 @@ import os
 import stat
 import struct
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 import trio
@@ -27,11 +27,11 @@ from ckptfs.catalog.contents import FileContent
 from ckptfs.errors import Busy, CkptfsError, ContentLost, NoSpace, TimedOut, posix_error
 from ckptfs.flow import open
 from ckptfs.model import ContentState, DataPath, Inode, Tier
-from ckptfs.tiers import space
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse.request import Request
 from ckptfs_daemon.mount.context import MountContext
+from ckptfs_daemon.mount.handle_ways import HandleWay, Reason, Way, get_limit_reason
 from ckptfs_daemon.mount.open_file import NONBLOCKING_WRITE, FetchWaiter, OpenFile, open_pfs_file, run_on_pfs, set_inode_times
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class OpenRequest:
     """What to open, and how.
 
     `fuse_request` is None for an internal open, whose handle is not recorded. `is_root`: writes keep set-id bits. `nonblocking`: the
-    kernel passes O_NONBLOCK on to the backing file, so the open must not meet a lease of the mover.
+    kernel passes O_NONBLOCK on to the backing file, so the open must not meet a lease of the mover. `pid`: the calling thread.
     """
 
     inode: int
@@ -84,11 +84,15 @@ class OpenRequest:
     fuse_request: Request | None
     is_root: bool = True
     nonblocking: bool = False
+    pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class OpenResult:
-    """A handle. `direct`: reads and writes pass through this process although there is a backing id. The reply cache keeps it packed."""
+    """A handle. `direct`: reads and writes pass through this process, and the kernel keeps no pages of them.
+
+    The reply cache keeps it packed.
+    """
 
     inode: int
     handle: int
@@ -120,6 +124,7 @@ class OpenAttempt:
         """(content, descriptor) of a new file on the PFS that no attempt has taken yet."""
         self._pfs_fd = -1
         self._unsealed_content: int | None = None
+        self._limit_reason = self._find_limit_reason()
         self._leases_until_s = 0.0
         self._has_begun_fetch = self._has_searched = False
         self._announce_deadline_s = trio.current_time() + limits.PUBLISHED_WAIT_S
@@ -149,7 +154,7 @@ class OpenAttempt:
                 file = self._act(file, held, undo)
                 opened = self._record(file, held)
             undo.pop_all()
-        self._files.add_handle(file, opened.handle, self._open_request.is_writer)
+        self._files.add_handle(file, opened.handle, self._open_request.is_writer, self._build_way(file, opened.direct))
         return opened
 
     # --- load ---------------------------------------------------------------------------------------------------------
@@ -213,37 +218,43 @@ class OpenAttempt:
     def _create_content(self, held: FileContent, undo: UndoLog, kind: bytes | None = None) -> OpenFile:
         """Start a new content. `kind`: the series of a new file, which tells how large it will probably be."""
         expected_bytes = max(held.inode.size, self._files.get_expected_bytes(kind) if kind else 0)
-        reserved_bytes = self._files.get_reserved_bytes()
-        tier = self._context.tiers.choose_tier(expected_bytes, reserved_bytes)
-        storage = self._context.tiers[tier]
-        direct = self._must_be_direct(tier, expected_bytes or None, reserved_bytes.get(tier, 0))
+        reserved_bytes, tiers = self._files.get_reserved_bytes(), self._context.tiers
+        disk_tier = tiers.choose_disk_tier(expected_bytes, reserved_bytes) if self._limit_reason else None
+        tier = disk_tier or tiers.choose_tier(expected_bytes, reserved_bytes)
+        storage = tiers[tier]
+        reason = self._find_buffered_reason(storage, expected_bytes or None, reserved_bytes)
         changed_ns = None if kind is not None or self._files.kernel_owns_times else time.time_ns()
         if tier is Tier.PFS:
             content, fd = self._take_reserved(storage, undo)
             contents.insert_content(self._db, held.inode.id, tier, reserved_content=content, changed_ns=changed_ns)
         else:
             content = contents.insert_content(self._db, held.inode.id, tier, changed_ns=changed_ns)
-            fd = storage.create(content, os.O_RDWR if direct else os.O_RDONLY)
+            fd = storage.create(content, os.O_RDWR if reason else os.O_RDONLY)
             undo.callback(storage.remove, content)
             undo.callback(os.close, fd)
         os.utime(fd, ns=(held.inode.atime_ns, held.inode.mtime_ns if changed_ns is None else changed_ns))
-        file = self._build_open_file(held, content, storage, fd, undo, direct=direct, kind=kind)
+        file = self._build_open_file(held, content, storage, fd, undo, reason=reason, kind=kind)
         file.expected_bytes = expected_bytes
         return file
 
-    def _must_be_direct(self, tier: Tier, expected_bytes: int | None, reserved_bytes: int) -> bool:
-        """Return True if a writer's bytes must pass through this process.
+    def _find_limit_reason(self) -> Reason:
+        """Return why the caller must not fill fresh memory by passthrough. On the buffered path this process fills it."""
+        open_request, context = self._open_request, self._context
+        if not open_request.is_writer or open_request.fuse_request is None or context.data_path is not DataPath.PASSTHROUGH:
+            return Reason.NONE
+        return get_limit_reason(context.memory_limits.find(open_request.pid))
 
-        On the passthrough path that is so if the tier is nearly full: the content can then move on, or wait for deleted files to be freed.
+    def _find_buffered_reason(self, storage: TierStorage, expected_bytes: int | None, reserved_bytes: Mapping[Tier, int]) -> Reason:
+        """Return why a writer's bytes must pass through this process; NONE if they need not.
+
+        If the tier is nearly full, the content can then move on, or wait for deleted files to be freed.
         """
         if self._context.data_path is not DataPath.PASSTHROUGH:
-            return True
-        if tier is Tier.PFS:
-            return False
-        tiers = self._context.tiers
-        capacity = space.subtract_reserved(tiers.get_capacity(tier), reserved_bytes)
-        needs_buffered_path = space.needs_buffered_path if any(tiers.list_next(tier)) else space.needs_buffered_path_in_last_tier
-        return needs_buffered_path(capacity, expected_bytes)
+            return Reason.DATA_PATH
+        if self._limit_reason and storage.is_memory:
+            return self._limit_reason
+        is_full = self._context.tiers.needs_buffered_path(storage.tier, expected_bytes, reserved_bytes.get(storage.tier, 0))
+        return Reason.FULL if is_full else Reason.NONE
 
     def _open_empty(self, held: FileContent, undo: UndoLog) -> OpenFile:
         """Open a file that mknod made and nothing has written: give it a content that is closed at once."""
@@ -257,9 +268,9 @@ class OpenAttempt:
         is_writer, content, tier = self._open_request.is_writer, held.content, held.tiers[0]
         assert content is not None
         storage = self._get_storage(tier)
-        direct = is_writer and self._must_be_direct(tier, 0, self._files.get_reserved_bytes().get(tier, 0))
+        reason = self._find_buffered_reason(storage, 0, self._files.get_reserved_bytes()) if is_writer else Reason.NONE
         try:
-            fd = self._open_or_wait(storage, content, NONBLOCKING_WRITE if direct else os.O_RDONLY)
+            fd = self._open_or_wait(storage, content, NONBLOCKING_WRITE if reason else os.O_RDONLY)
         except FileNotFoundError as failure:
             raise MustWait(lambda: self._delete_missing_copy(content, tier)) from failure
         undo.callback(os.close, fd)
@@ -267,7 +278,7 @@ class OpenAttempt:
             self._mark_content_open(held, content, storage)
         if tier is not Tier.PFS:
             set_inode_times(fd, held.inode)
-        return self._build_open_file(held, content, storage, fd, undo, direct=direct)
+        return self._build_open_file(held, content, storage, fd, undo, reason=reason)
 
     def _open_incoming(self, held: FileContent, undo: UndoLog) -> OpenFile | None:
         """Open a file whose blocks are being fetched. Returns None if no fetch of it is published."""
@@ -281,7 +292,10 @@ class OpenAttempt:
         storage, fd = found
         undo.callback(os.close, fd)
         generation = held.inode.generation
-        return OpenFile(held.inode.id, content.id, storage, fd, atime_ns=held.inode.atime_ns, generation=generation, fetch_waiter=waiter)
+        return OpenFile(
+            held.inode.id, content.id, storage, fd, atime_ns=held.inode.atime_ns, generation=generation, fetch_waiter=waiter,
+            buffered_reason=Reason.FETCHED,
+        )  # fmt: skip
 
     def _open_pfs_file(self, held: FileContent, undo: UndoLog) -> OpenFile:
         """Open the PFS's own file if the mover allowed it; otherwise request a fetch."""
@@ -289,7 +303,8 @@ class OpenAttempt:
             raise MustWait(self._request_fetch)
         fd = self._take_pfs_fd()
         undo.callback(os.close, fd)
-        return self._build_open_file(held, None, None, fd, undo, direct=self._context.data_path is not DataPath.PASSTHROUGH)
+        reason = Reason.NONE if self._context.data_path is DataPath.PASSTHROUGH else Reason.DATA_PATH
+        return self._build_open_file(held, None, None, fd, undo, reason=reason)
 
     def _build_open_file(
         self,
@@ -299,16 +314,21 @@ class OpenAttempt:
         fd: int,
         undo: UndoLog,
         *,
-        direct: bool,
+        reason: Reason,
         kind: bytes | None = None,
     ) -> OpenFile:
+        """Build the open file. `reason`: why its bytes must pass through this process; NONE registers it with the kernel."""
         row = held.inode
         file = OpenFile(row.id, content, storage, fd, kind=kind or None, atime_ns=row.atime_ns, generation=row.generation)
-        if direct:
+        file.buffered_reason = reason
+        if reason:
             file.is_writable = self._open_request.is_writer
         else:
             file.backing_id = self._files.register_backing(fd, file.tier)
             undo.callback(self._files.unregister_backing, file.backing_id)
+            if not file.backing_id:
+                is_refused = self._context.data_path is DataPath.PASSTHROUGH
+                file.buffered_reason = Reason.REFUSED if is_refused else Reason.DATA_PATH
         if self._open_request.is_writer and not file.backing_id and not file.is_writable and storage is not None and content is not None:
             # The kernel refused to take this file over: from now on this process must write it.
             file.replace_fd(self._open_or_wait(storage, content, NONBLOCKING_WRITE))
@@ -332,7 +352,7 @@ class OpenAttempt:
         if self._open_request.truncates and held.state is not ContentState.OPEN:
             # The catalog must know that the bytes change before they do.
             raise MustWait(lambda: self._mark_unsealed(held, content, storage.tier))
-        if not file.backing_id and not file.is_writable:
+        if not file.is_writable and (not file.backing_id or self._passes_backing(file)):
             file.replace_fd(self._open_or_wait(storage, content, NONBLOCKING_WRITE))
             file.is_writable = True
         if self._open_request.truncates:
@@ -377,9 +397,25 @@ class OpenAttempt:
         is_writer = open_request.is_writer
         handle = handles.insert(self._db, inode, file.content, is_writer=is_writer, backing_id=file.backing_id, generation=file.generation)
         must_drop_set_id = is_writer and not open_request.is_root and has_set_id
-        opened = OpenResult(inode, handle, file.backing_id, bool(file.backing_id) and (file.direct or must_drop_set_id))
+        is_passed = file.direct or must_drop_set_id or self._passes_backing(file)
+        opened = OpenResult(inode, handle, file.backing_id, is_passed if file.backing_id else self._is_uncached(file))
         handles.record_reply(self._db, open_request.fuse_request.number, opened.pack())
         return opened
+
+    def _passes_backing(self, file: OpenFile) -> bool:
+        """Return True if this writer must not use the backing file of `file`, which others use: its pages would be charged to it."""
+        return bool(self._limit_reason) and file.storage is not None and file.storage.is_memory
+
+    def _is_uncached(self, file: OpenFile) -> bool:
+        """Return True if the kernel should not keep pages of what this writer sends: on the passthrough path it would not gather them."""
+        return self._open_request.is_writer and not file.backing_id and self._context.data_path is DataPath.PASSTHROUGH
+
+    def _build_way(self, file: OpenFile, direct: bool) -> HandleWay:
+        if not file.backing_id:
+            return HandleWay(Way.BUFFERED, file.buffered_reason)
+        if direct:
+            return HandleWay(Way.BUFFERED, self._limit_reason or Reason.SHARED)
+        return HandleWay(Way.PASSTHROUGH, Reason.NONE if file.tier is Tier.RAM else self._limit_reason)
 
     def _discard_unused(self) -> None:
         """Give back what was waited for and then not needed."""
@@ -511,8 +547,10 @@ class OpenAttempt:
 class CreateAttempt(OpenAttempt):
     """The attempts at one create: a name, an inode, a content and a handle in one transaction, or none of them."""
 
-    def __init__(self, context: MountContext, request: Request, parent: int, name: bytes, mode: int, owner: tuple[int, int]) -> None:
-        super().__init__(context, OpenRequest(0, is_writer=True, truncates=False, fuse_request=request))
+    def __init__(
+        self, context: MountContext, request: Request, parent: int, name: bytes, mode: int, owner: tuple[int, int], pid: int
+    ) -> None:
+        super().__init__(context, OpenRequest(0, is_writer=True, truncates=False, fuse_request=request, pid=pid))
         self._parent, self._name, self._mode, self._owner = parent, name, mode, owner
         self._kind = open.get_series_pattern(name)
         self._inode: Inode | None = None

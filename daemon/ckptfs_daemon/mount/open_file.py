@@ -35,6 +35,7 @@ from ckptfs.model import Content, ContentState, CopyState, Inode, Tier
 from ckptfs.tiers import pfs_tree
 from ckptfs.tiers.fetch_map import FetchMap
 from ckptfs.tiers.storage import Tiers, TierStorage
+from ckptfs_daemon.mount.handle_ways import HandleWay, Reason
 from ckptfs_daemon.mount.mover_client import MoverClient
 
 log = logging.getLogger(__name__)
@@ -52,8 +53,9 @@ class OpenFile:
     """State of one open inode. Belongs to the trio thread.
 
     `content` and `storage` are None if the PFS's own file is open. `direct`: reads and writes pass through this process although there is a
-    backing id. `handles`: handle -> whether it writes. `generation`: that of the file when it was first opened. `fetch_waiter`: set while
-    blocks are still being fetched; size and times of the backing file mean nothing then.
+    backing id. `buffered_reason`: why there is no backing id. `handles`: handle -> whether it writes; `ways`: handle -> its way.
+    `generation`: that of the file when it was first opened. `fetch_waiter`: set while blocks are still being fetched; size and times of the
+    backing file mean nothing then.
     """
 
     inode: int
@@ -73,6 +75,8 @@ class OpenFile:
     is_name_persisted: bool = False
     generation: int = 0
     fetch_waiter: "FetchWaiter | None" = None
+    buffered_reason: Reason = Reason.NONE
+    ways: dict[int, HandleWay] = field(default_factory=dict)
     move_done: trio.Event | None = None
     active_count: int = 0
     idle: trio.Event = field(default_factory=trio.Event)

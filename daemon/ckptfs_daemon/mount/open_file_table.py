@@ -26,6 +26,7 @@ from ckptfs.tiers.storage import Tiers, TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse.kernel import Passthrough
 from ckptfs_daemon.ipc import WakeChannel
+from ckptfs_daemon.mount.handle_ways import HandleWay, Reason, Way
 from ckptfs_daemon.mount.open_file import NONBLOCKING_WRITE, STAT_BLOCK_BYTES, OpenFile, open_for_writing, run_on_pfs
 
 log = logging.getLogger(__name__)
@@ -91,6 +92,13 @@ class OpenFileTable:
         file = self.by_inode.get(inode)
         return file is not None and any(file.handles.values())
 
+    def list_ways(self) -> Iterator[tuple[HandleWay, Tier | None]]:
+        """Yield way and tier of every open handle of an application."""
+        for file in self.by_inode.values():
+            for handle, way in file.ways.items():
+                if handle > 0:
+                    yield way, file.tier
+
     def get_mtime_ns(self, status: os.stat_result) -> int | None:
         """Return the mtime of a file from the status of its backing file. Returns None if the inode row has it."""
         return None if self.kernel_owns_times else status.st_mtime_ns
@@ -145,11 +153,12 @@ class OpenFileTable:
         self._last_internal_handle -= 1
         return self._last_internal_handle
 
-    def add_handle(self, file: OpenFile, handle: int, is_writer: bool) -> None:
+    def add_handle(self, file: OpenFile, handle: int, is_writer: bool, way: HandleWay) -> None:
         """Add a handle that was committed."""
         self.by_inode[file.inode] = file
         self.by_handle[handle] = file
         file.handles[handle] = is_writer
+        file.ways[handle] = way
         if file.expected_bytes and file not in self._reserving:
             self._reserving[file] = None
             _add_reserved(self._reserved[1], file, file.expected_bytes)
@@ -166,6 +175,7 @@ class OpenFileTable:
             return
         file.ended_handles.append(handle)
         file.has_ended_writer |= file.handles.pop(handle)
+        file.ways.pop(handle)
         if file.is_closing:
             self._reserving.pop(file, None)
             file.expected_bytes = 0
@@ -313,7 +323,8 @@ class OpenFileTable:
                 await self._reopen_file(file, storage, row.content)
         if row.is_writer and not file.backing_id and not file.is_writable and file.fd >= 0 and file.storage and row.content:
             await self._reopen_writable(file, file.storage, row.content)
-        self.add_handle(file, row.id, row.is_writer)
+        way = HandleWay(Way.PASSTHROUGH) if row.backing_id else HandleWay(Way.BUFFERED, Reason.RESTARTED)
+        self.add_handle(file, row.id, row.is_writer, way)
 
     def _find_storage(self, content: int | None) -> TierStorage | None:
         if content is None:

@@ -161,11 +161,11 @@ class ShimHandlers:
     def _get_attr_timeout_s(self, inode: int) -> float:
         return self._written_attr_timeout_s if self._context.open_files.is_open_for_writing(inode) else self._attr_timeout_s
 
-    def _fast_create(self, req: int, parent: int, name: bytes, mode: int, uid: int, gid: int) -> bool:
+    def _fast_create(self, req: int, parent: int, name: bytes, mode: int, uid: int, gid: int, pid: int) -> bool:
         request = get_current_request()
         if self._context.prefetch is not None or request.is_resent or self._latest.owns(parent):
             return False
-        attempt = CreateAttempt(self._context, request, parent, name, mode, (uid, gid))
+        attempt = CreateAttempt(self._context, request, parent, name, mode, (uid, gid), pid)
         opened = attempt.try_nonblocking()
         if opened is None:
             return False

@@ -1,0 +1,74 @@
+"""How the bytes of an open handle move, and why: what `ckptfs status` shows of open files.
+
+The mount process alone knows the reasons. `run_reports` writes the totals into the catalog, where the mover finds them.
+
+Crash safety: a report of a dead mount process is replaced by the next one. Handles of the dead process keep their way; the reason of a
+slower one is not known any more.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import trio
+
+from ckptfs import limits
+from ckptfs.catalog import summary
+from ckptfs.catalog.database import Database
+from ckptfs.cgroups import MemoryLimit
+from ckptfs.model import Tier
+
+
+class Way(StrEnum):
+    """PASSTHROUGH: by the kernel. PREPARED: the same, into memory that is charged to the daemon. BUFFERED: through the mount process."""
+
+    PASSTHROUGH = "passthrough"
+    PREPARED = "prepared"
+    BUFFERED = "buffered"
+
+
+class Reason(StrEnum):
+    """Why a handle does not use passthrough into RAM, the fastest way. NONE: it does, or RAM would not be faster."""
+
+    NONE = ""
+    DATA_PATH = "the mount uses the buffered data path"
+    LIMITED = "the program is below a memory limit"
+    UNKNOWN = "the memory limit of the program is not known"
+    FULL = "the tier is nearly full"
+    REFUSED = "the kernel refuses passthrough to this filesystem"
+    FETCHED = "the file is still being fetched"
+    SHARED = "another handle of the file needs it"
+    RESTARTED = "opened before the mount process was restarted"
+
+
+@dataclass(frozen=True, slots=True)
+class HandleWay:
+    """The way of one handle."""
+
+    way: Way
+    reason: Reason = Reason.NONE
+
+
+def get_limit_reason(limit: MemoryLimit) -> Reason:
+    """Return why a program with this limit must not fill fresh memory."""
+    if not limit.is_limited:
+        return Reason.NONE
+    return Reason.LIMITED if limit.is_known else Reason.UNKNOWN
+
+
+def count_ways(handles: Iterable[tuple[HandleWay, Tier | None]]) -> list[dict[str, str | int]]:
+    """Return the totals, one row for each way, tier and reason. A handle without a tier reads the PFS's own file."""
+    counts = Counter((way.way, tier or Tier.PFS, way.reason) for way, tier in handles)
+    return [{"way": way, "tier": tier, "reason": reason, "count": count} for (way, tier, reason), count in sorted(counts.items())]
+
+
+async def run_reports(db: Database, list_handles: Callable[[], Iterable[tuple[HandleWay, Tier | None]]]) -> None:
+    """Report the totals whenever they have changed. A task."""
+    reported: object = None
+    while True:
+        found = count_ways(list_handles())
+        if found != reported:
+            summary.set_report(db, summary.HANDLES_REPORT, {"ways": found})
+            reported = found
+        await trio.sleep(limits.HANDLES_REPORT_S)

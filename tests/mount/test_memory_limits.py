@@ -1,0 +1,185 @@
+"""M1: a program below a memory limit is never killed for what it writes here, on both data paths, with and without NVMe."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from daemon_under_test import DaemonUnderTest
+from memory_group import MemoryGroup, memory_group
+
+from ckptfs import limits
+
+pytestmark = [pytest.mark.root, pytest.mark.fuse]
+LIMIT_BYTES = 64 * limits.MIB
+FILE_BYTES = 256 * limits.MIB
+SLACK_BYTES = 24 * limits.MIB
+
+WRITE = """
+import os, sys
+path, flags, size, piece = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+fd = os.open(path, flags, 0o644)
+data = bytes(range(256)) * (piece // 256)
+for _ in range(size // piece):
+    assert os.write(fd, data) == piece
+os.close(fd)
+"""
+CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+
+MAP = """
+import mmap, os, sys
+fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o644)
+size = int(sys.argv[2])
+os.ftruncate(fd, size)
+with mmap.mmap(fd, size) as memory:
+    for offset in range(0, size, 1 << 20):
+        memory[offset : offset + (1 << 20)] = b"m" * (1 << 20)
+os.close(fd)
+"""
+
+HOLD = """
+import os, sys
+fd = os.open(sys.argv[1], int(sys.argv[2]), 0o644)
+print("open", flush=True)
+for line in sys.stdin:
+    for _ in range(int(line)):
+        os.write(fd, b"w" * (1 << 20))
+    print("written", flush=True)
+"""
+
+FALLOCATE = """
+import os, sys
+fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT, 0o644)
+os.posix_fallocate(fd, 0, int(sys.argv[2]))
+for _ in range(int(sys.argv[2]) >> 20):
+    os.write(fd, b"f" * (1 << 20))
+os.close(fd)
+"""
+
+
+@pytest.fixture
+def group() -> Iterator[MemoryGroup]:
+    with memory_group(LIMIT_BYTES) as made:
+        yield made
+
+
+@pytest.fixture(params=["ram", "nvme"])
+def node(request: pytest.FixtureRequest, data_path: str, make_daemon: Callable[..., DaemonUnderTest]) -> DaemonUnderTest:
+    """A node without and with NVMe; its PFS plays no part."""
+    return make_daemon(data_path, pfs=None, **({"nvme": None} if request.param == "ram" else {}))
+
+
+@pytest.fixture
+def ram_node(data_path: str, make_daemon: Callable[..., DaemonUnderTest]) -> DaemonUnderTest:
+    return make_daemon(data_path, pfs=None, nvme=None)
+
+
+def pattern(size: int) -> bytes:
+    return bytes(range(256)) * (size // 256)
+
+
+@pytest.mark.parametrize("piece", [4096, 4 * limits.MIB])
+def test_a_write_of_four_times_the_limit_is_survived(node: DaemonUnderTest, group: MemoryGroup, piece: int) -> None:
+    size = FILE_BYTES if piece > 4096 else FILE_BYTES // 2
+    group.run(WRITE, node.path / "big", str(CREATE), str(size), str(piece))
+    with open(node.path / "big", "rb") as file:
+        assert file.read(limits.MIB) == pattern(limits.MIB)
+        assert os.fstat(file.fileno()).st_size == size
+
+
+def test_many_small_files_are_survived(node: DaemonUnderTest, group: MemoryGroup) -> None:
+    """Each would fit, all together do not: in RAM they stay charged after their close."""
+    code = "import sys\nfor number in range(1200):\n    open(f'{sys.argv[1]}/{number}', 'wb').write(bytes(65536))"
+    group.run(code, node.path)
+    assert len(os.listdir(node.path)) >= 1200
+
+
+def test_what_was_written_is_not_charged_to_the_program_for_long(ram_node: DaemonUnderTest, group: MemoryGroup) -> None:
+    """A job that has room when it saves is not killed when it grows afterwards."""
+    group.run(WRITE, ram_node.path / "a", str(CREATE), str(LIMIT_BYTES // 2), str(limits.MIB))
+    group.run("held = bytearray(b'x') * int(__import__('sys').argv[1])", str(LIMIT_BYTES - SLACK_BYTES))
+
+
+def test_a_limit_of_an_ancestor_counts(ram_node: DaemonUnderTest, group: MemoryGroup) -> None:
+    group.make_child(None).run(WRITE, ram_node.path / "a", str(CREATE), str(FILE_BYTES), str(limits.MIB))
+
+
+@pytest.mark.parametrize("flags", [os.O_WRONLY | os.O_APPEND, os.O_RDWR], ids=["append", "r+"])
+def test_a_file_in_ram_that_somebody_else_wrote_can_be_written_on(ram_node: DaemonUnderTest, group: MemoryGroup, flags: int) -> None:
+    path = ram_node.path / "log"
+    path.write_bytes(b"begun")
+    ram_node.settle()
+    group.run(WRITE, path, str(flags), str(FILE_BYTES), str(limits.MIB))
+    assert path.stat().st_size == FILE_BYTES + (5 if flags & os.O_APPEND else 0)
+
+
+@pytest.mark.parametrize("mode", ["rb", "r+b"])
+def test_a_file_that_an_unlimited_program_has_open_can_be_written(ram_node: DaemonUnderTest, group: MemoryGroup, mode: str) -> None:
+    """The open handle keeps its way; the program below the limit gets another one beside it."""
+    path = ram_node.path / "shared"
+    path.write_bytes(b"a" * 4096)
+    with open(path, mode) as held:
+        group.run(WRITE, path, str(os.O_WRONLY), str(FILE_BYTES), str(limits.MIB))
+        assert held.read(256) == pattern(256)
+    assert path.read_bytes()[-256:] == pattern(256)
+
+
+def test_an_unlimited_program_can_write_beside_a_limited_one(ram_node: DaemonUnderTest, group: MemoryGroup) -> None:
+    path = ram_node.path / "shared"
+    holder = group.start(HOLD, path, str(os.O_WRONLY | os.O_CREAT))
+    assert holder.stdin is not None and holder.stdout is not None
+    assert holder.stdout.readline() == "open\n"
+    with open(path, "r+b") as other:
+        other.seek(FILE_BYTES)
+        other.write(b"end")
+    print(96, file=holder.stdin, flush=True)
+    assert holder.stdout.readline() == "written\n"
+    holder.communicate(timeout=60)
+    assert holder.returncode == 0
+    data = path.read_bytes()
+    assert data[: 96 * limits.MIB] == b"w" * (96 * limits.MIB) and data.endswith(b"end")
+
+
+def test_a_mapping_is_survived(node: DaemonUnderTest, group: MemoryGroup) -> None:
+    group.run(MAP, node.path / "mapped", str(FILE_BYTES))
+    assert (node.path / "mapped").read_bytes() == b"m" * FILE_BYTES
+
+
+def test_fallocate_is_survived(node: DaemonUnderTest, group: MemoryGroup) -> None:
+    group.run(FALLOCATE, node.path / "allocated", str(FILE_BYTES))
+    assert (node.path / "allocated").read_bytes() == b"f" * FILE_BYTES
+
+
+def test_a_limited_program_survives_a_death_of_the_mount_process(ram_node: DaemonUnderTest, group: MemoryGroup) -> None:
+    """M1, P8: its open file goes on by the same way."""
+    path = ram_node.path / "long"
+    holder = group.start(HOLD, path, str(CREATE))
+    assert holder.stdin is not None and holder.stdout is not None
+    assert holder.stdout.readline() == "open\n"
+    ram_node.kill("mount")
+    for _ in range(4):
+        print(32, file=holder.stdin, flush=True)
+        assert holder.stdout.readline() == "written\n"
+    holder.communicate(timeout=60)
+    assert holder.returncode == 0
+    assert path.stat().st_size == 128 * limits.MIB
+
+
+def test_writers_of_both_kinds_at_once(node: DaemonUnderTest, group: MemoryGroup) -> None:
+    """The way is chosen for each writer, not for the mount."""
+    failures: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            group.run(WRITE, node.path / f"limited-{number}", str(CREATE), str(FILE_BYTES // 2), str(limits.MIB))
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    (node.path / "free").write_bytes(bytes(FILE_BYTES))
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert (node.path / "limited-0").read_bytes() == (node.path / "limited-1").read_bytes()
