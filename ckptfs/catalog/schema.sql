@@ -165,7 +165,7 @@ CREATE INDEX pfs_pending_inode ON pfs_pending (inode);
 CREATE TABLE pfs_batch (
     id INTEGER PRIMARY KEY CHECK (id = 1), -- there is one at most
     ready INTEGER NOT NULL,              -- 0: temporary files are being made (a crash undoes it); 1: it is being applied (a crash finishes it)
-    body TEXT NOT NULL                   -- JSON, see catalog/pfs_state.py
+    body TEXT NOT NULL                   -- JSON, see catalog/pfs_batch.py
 );
 
 -- Directories whose names write-back has changed since it last set their times on the PFS.

@@ -18,10 +18,10 @@ import stat
 from collections.abc import Container, Iterable, Iterator, Sequence
 
 from ckptfs import limits
-from ckptfs.catalog import identity, journal, pfs_state
+from ckptfs.catalog import identity, journal, pfs_batch
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_state import ObservedStat, PfsBatch
+from ckptfs.catalog.pfs_batch import ObservedStat, PfsBatch
 from ckptfs.coherence import key_state, read, store_loss
 from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import (
@@ -365,7 +365,7 @@ def complete_intents(db: Database, store: Store, batch: PfsBatch, found: FoundBy
     """Say what the PFS shows now, here and in the store; inodes whose attributes have changed meanwhile. Raises Busy when another node
     has settled it, taking this one for dead, and Unreachable.
     """
-    subjects = _list_subjects(db, batch) | set(pfs_state.list_unfinished(batch, found))
+    subjects = _list_subjects(db, batch) | set(pfs_batch.list_unfinished(batch, found))
     keys = [*list_pfs_name_keys(batch), *(SharedKey(PFS_STATE, inode) for inode in sorted(subjects))]
     values = _build_final_values(db, batch, found, keys)
     changes: list[Operation] = []
@@ -383,7 +383,7 @@ def complete_intents(db: Database, store: Store, batch: PfsBatch, found: FoundBy
     else:
         raise Busy("this node was taken for dead, and another one settled what it had in hand")
     with db.transaction():
-        pfs_state.record_batch_done(db, batch, found)
+        pfs_batch.record_batch_done(db, batch, found)
         for key, value in values.items():
             key_state.set_cached(db, key, CachedValue(revision, value))
     if snapshot is None or not items:
@@ -397,7 +397,7 @@ def _build_final_values(db: Database, batch: PfsBatch, found: FoundByName, keys:
     values: dict[SharedKey, bytes | None] = {}
     try:
         with db.transaction():
-            pfs_state.record_batch_done(db, batch, found)
+            pfs_batch.record_batch_done(db, batch, found)
             values = {key: encode_value(get_value(db, key)) for key in keys}
             raise _RolledBack
     except _RolledBack:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.catalog import copies, database, migrations, mover_requests, pfs_state
+from ckptfs.catalog import copies, database, migrations, mover_requests, pfs_batch
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.pfs_state import Fingerprint, PfsAction, PfsLocation, PublishedRow
+from ckptfs.catalog.pfs_batch import PfsAction, PfsLocation
+from ckptfs.catalog.pfs_state import Fingerprint, PublishedRow
 from ckptfs.errors import CatalogDamaged, CatalogTooNew
 from ckptfs.model import Tier
 
@@ -103,7 +104,7 @@ def test_columns_have_their_values_under_the_new_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize("release", DUMPS)
 def test_a_pending_batch_is_read_across_the_upgrade(release: str, tmp_path: Path) -> None:
     db = Database(load(release, tmp_path), journalled=True)
-    found = pfs_state.find_batch(db)
+    found = pfs_batch.find_batch(db)
     assert found is not None
     ready, batch = found
     moved = PfsLocation(1, "\u00e9".encode("latin-1"), (b"a",))
@@ -116,11 +117,11 @@ def test_a_pending_batch_is_read_across_the_upgrade(release: str, tmp_path: Path
     assert batch.pending_entries == [(1, b"p\xff", 5), (1, b"q", None)] and batch.requeued == [(5, 6)]
     assert batch.published_rows == [PublishedRow(5, 2, True, 3, 40, 77, DIGEST, BLOCKS), PublishedRow(6, 1, False, 2, 41, 78, None, None)]
     with db.transaction():
-        pfs_state.set_batch(db, batch, ready=False)
-    assert pfs_state.find_batch(db) == (False, batch), "by field names"
+        pfs_batch.set_batch(db, batch, ready=False)
+    assert pfs_batch.find_batch(db) == (False, batch), "by field names"
     db.run("UPDATE pfs_batch SET body = json_set(body, '$.version', 9)")
     with pytest.raises(CatalogTooNew, match="version 9, this ckptfs knows up to 2"):
-        pfs_state.find_batch(db)
+        pfs_batch.find_batch(db)
     db.close()
 
 

@@ -21,11 +21,12 @@ import time
 from collections.abc import Iterator
 
 from ckptfs import disk
-from ckptfs.catalog import copies, journal, mover_requests, pfs_state, scans, summary
+from ckptfs.catalog import copies, journal, mover_requests, pfs_batch, pfs_state, scans, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_state import PfsBatch, PfsView
+from ckptfs.catalog.pfs_batch import PfsBatch
+from ckptfs.catalog.pfs_state import PfsView
 from ckptfs.clique.cluster import Cluster
 from ckptfs.coherence import store_loss
 from ckptfs.coherence.pfs_coordination import NotLoaded
@@ -159,7 +160,7 @@ class WriteBack:
             store_loss.require_rebuilt(self._db)
         tree.reopen_root(self._adopt_pfs())
         self._has_checked = True
-        found = pfs_state.find_batch(self._db)
+        found = pfs_batch.find_batch(self._db)
         if found is not None and found[0]:
             self._finish_previous(tree, found[1])
             return True
@@ -245,7 +246,7 @@ class WriteBack:
         stager.remove_leftovers(batch.actions)
         if batch.actions:
             with self._db.transaction():
-                pfs_state.set_batch(self._db, batch, ready=False)
+                pfs_batch.set_batch(self._db, batch, ready=False)
             disk.act("write_back:begun", lambda: None)
         try:
             staged = self._stage_files(stager, planner)
@@ -254,7 +255,7 @@ class WriteBack:
             with contextlib.suppress(OSError):
                 stager.discard(batch.actions)
                 with self._db.transaction():
-                    pfs_state.delete_batch(self._db)
+                    pfs_batch.delete_batch(self._db)
             raise
         finally:
             stager.close()
@@ -263,7 +264,7 @@ class WriteBack:
         batch.after_seq = self._deferred.after_seq
         if batch.actions:
             with self._db.transaction():
-                pfs_state.set_batch(self._db, batch, ready=True)
+                pfs_batch.set_batch(self._db, batch, ready=True)
             disk.act("write_back:written_down", lambda: None)
         if self._coordination is not None:
             with self._discarded_if_busy(tree, batch):
@@ -282,7 +283,7 @@ class WriteBack:
     def _discard_batch(self, tree: PfsTree, batch: PfsBatch) -> None:
         self._build_stager(tree).discard(batch.actions)
         with self._db.transaction():
-            pfs_state.delete_batch(self._db)
+            pfs_batch.delete_batch(self._db)
 
     def _build_stager(self, tree: PfsTree) -> Stager:
         return Stager(self._db, self._tiers, tree, self._report_progress)
@@ -369,7 +370,7 @@ class WriteBack:
                 self._coordination.complete_intents(batch, found)
         else:
             with self._db.transaction():
-                pfs_state.record_batch_done(self._db, batch, found)
+                pfs_batch.record_batch_done(self._db, batch, found)
                 disk.act("write_back:finish", lambda: None)
         if batch.published_rows:
             self._db.persist()  # A file that is told to be on the PFS must not be lost with the last seconds of the catalog.

@@ -20,7 +20,8 @@ from ckptfs import disk, limits
 from ckptfs.catalog import pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
-from ckptfs.catalog.pfs_state import Fingerprint, ObservedStat, PfsAction, PfsBatch, PfsLocation
+from ckptfs.catalog.pfs_batch import ObservedStat, PfsAction, PfsBatch, PfsLocation
+from ckptfs.catalog.pfs_state import Fingerprint
 from ckptfs.errors import Busy
 from ckptfs.flow.write_back.plan import format_path
 from ckptfs.model import Inode

@@ -17,7 +17,8 @@ from ckptfs import disk, limits
 from ckptfs.catalog import copies, journal, mover_requests, namespace, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_state import ExpectedEntry, ObservedStat, PfsAction, PfsBatch, PfsLocation, PfsName, PfsView
+from ckptfs.catalog.pfs_batch import ExpectedEntry, ObservedStat, PfsAction, PfsBatch, PfsLocation
+from ckptfs.catalog.pfs_state import PfsName, PfsView
 from ckptfs.clique import membership
 from ckptfs.clique.cluster import Cluster
 from ckptfs.coherence import key_state, pfs_coordination

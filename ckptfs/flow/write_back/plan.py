@@ -21,7 +21,8 @@ from typing import Protocol
 
 from ckptfs import limits
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_state import Fingerprint, PfsAction, PfsEntry, PfsLocation, PfsName, PfsView, PublishedRow
+from ckptfs.catalog.pfs_batch import PfsAction, PfsLocation
+from ckptfs.catalog.pfs_state import Fingerprint, PfsEntry, PfsName, PfsView, PublishedRow
 from ckptfs.coherence.pfs_coordination import list_row_names
 from ckptfs.model import ROOT, Content, ContentState, Inode
 

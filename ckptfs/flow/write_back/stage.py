@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from ckptfs import digest, disk, limits
-from ckptfs.catalog import contents, pfs_state
+from ckptfs.catalog import contents, pfs_batch, pfs_state
 from ckptfs.catalog.copies import list_copies, set_copy_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
-from ckptfs.catalog.pfs_state import Fingerprint, PfsAction, PfsBatch, PfsLocation, PfsView, PublishedRow
+from ckptfs.catalog.pfs_batch import PfsAction, PfsBatch, PfsLocation
+from ckptfs.catalog.pfs_state import Fingerprint, PfsView, PublishedRow
 from ckptfs.errors import Busy
 from ckptfs.flow.write_back.plan import PlannedFile, Planner, SourceKind
 from ckptfs.model import Content, ContentState, CopyState, Inode, Tier
@@ -113,14 +114,14 @@ class Stager:
 
         Deletes the interrupted batch from the catalog if nothing is planned.
         """
-        found = pfs_state.find_batch(self._db)
+        found = pfs_batch.find_batch(self._db)
         if found is None:
             return
         again = {(action.location, action.temporary) for action in planned}
         self.discard(action for action in found[1].actions if (action.location, action.temporary) not in again)
         if not again:
             with self._db.transaction():
-                pfs_state.delete_batch(self._db)
+                pfs_batch.delete_batch(self._db)
 
     # --- one temporary file -------------------------------------------------------------------------------------------
 
@@ -340,7 +341,7 @@ def build_batch(planner: Planner, staged: dict[int, Staged]) -> PfsBatch:
 
     planner.observe_kept_names()
     planner.view.replace_fingerprints(resolve)
-    batch = pfs_state.build_batch(planner.view, planner.last_seq)
+    batch = pfs_batch.build_batch(planner.view, planner.last_seq)
     batch.actions = [
         replace(
             one,

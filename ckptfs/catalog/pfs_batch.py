@@ -1,0 +1,311 @@
+"""The batch of changes that write-back is applying to the PFS (table `pfs_batch`), and what it leaves in the catalog.
+
+A batch holds changes as they were decided, for the journal rows after `after_seq` up to `last_seq`. It is stored before the PFS is
+changed. `record_batch_done` records what the PFS shows then and deletes the rows and the batch, in the caller's transaction.
+
+Crash safety: a batch exists together with all its journal rows, or neither does. The next mover finishes exactly that batch.
+"""
+
+import json
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptfs.catalog import journal
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.journal import can_recreate, insert_rows_for_tree
+from ckptfs.catalog.pfs_state import Fingerprint, PfsView, PublishedRow
+from ckptfs.errors import CatalogTooNew
+
+
+@dataclass(frozen=True, slots=True)
+class PfsLocation:
+    """A name on the PFS: its directory as our inode, and the names from the root to that."""
+
+    parent: int
+    name: bytes
+    path: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PfsAction:
+    """One change of the PFS.
+
+    `act` is 'put' (rename `temporary` to `location`), 'link' (`location` also as `new_location`), 'move', 'exchange', 'unlink', 'rmdir' or
+    'attributes'. `fingerprint` identifies the subject; `replaced_fingerprint` is that of the present entry at `location` (put) or
+    `new_location` (others), None for no entry.
+    """
+
+    act: str
+    key: int
+    inode: int
+    location: PfsLocation
+    fingerprint: Fingerprint
+    new_location: PfsLocation | None = None
+    replaced_fingerprint: Fingerprint | None = None
+    temporary: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedEntry:
+    """The state of a name on the PFS after the batch. `inode` None: nothing of ours."""
+
+    location: PfsLocation
+    inode: int | None
+    fingerprint: Fingerprint
+
+
+@dataclass(slots=True)
+class PfsBatch:
+    """Changes in order, and the state after them. The names of its fields are stored in the catalog.
+
+    `requeued`: (inode, content) whose rows go to the end of the journal again. `merged_directories` were on the PFS already. `kept_seqs`:
+    rows that stay in the journal, of files that the PFS refuses. `lost_inodes`: files without a copy, which the PFS may show nevertheless.
+    """
+
+    last_seq: int
+    actions: list[PfsAction] = field(default_factory=list)
+    expected_entries: list[ExpectedEntry] = field(default_factory=list)
+    pending_entries: list[tuple[int, bytes, int | None]] = field(default_factory=list)
+    published_rows: list[PublishedRow] = field(default_factory=list)
+    requeued: list[tuple[int, int]] = field(default_factory=list)
+    merged_directories: list[int] = field(default_factory=list)
+    after_seq: int = 0
+    kept_seqs: list[int] = field(default_factory=list)
+    lost_inodes: list[int] = field(default_factory=list)
+
+    @property
+    def inodes_with_set_attributes(self) -> list[int]:
+        """Return the inodes whose attributes are set."""
+        return [action.inode for action in self.actions if action.act == "attributes"]
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedStat:
+    """lstat of an entry after a batch, as far as `pfs_entry` and `pfs_file` keep it."""
+
+    ino: int
+    mode: int
+    uid: int
+    gid: int
+    size: int
+    mtime_ns: int
+
+
+def build_batch(view: PfsView, last: int) -> PfsBatch:
+    """Return the state after the plan in `view`, for the rows up to `last`.
+
+    The caller adds actions and published rows.
+    """
+    batch = PfsBatch(last)
+    for (parent, name), shown in view.entries.items():
+        location = PfsLocation(parent, name, view.get_path(parent) or ())
+        batch.expected_entries.append(
+            ExpectedEntry(location, None, Fingerprint()) if shown is None else ExpectedEntry(location, shown.inode, shown.fingerprint)
+        )
+    batch.pending_entries = [(parent, name, inode) for (parent, name), inode in view.pending_entries.items()]
+    return batch
+
+
+def set_batch(db: Database, batch: PfsBatch, *, ready: bool) -> None:
+    """Store the batch that is being applied. Joins the caller's transaction."""
+    db.run("INSERT OR REPLACE INTO pfs_batch (id, ready, body) VALUES (1, ?, ?)", ready, _encode(batch))
+
+
+def find_batch(db: Database) -> tuple[bool, PfsBatch] | None:
+    """Return (ready, batch) of the batch that is being applied. Returns None if there is none."""
+    row = db.row("SELECT ready, body FROM pfs_batch")
+    return None if row is None else (bool(row[0]), _decode(row[1]))
+
+
+def delete_batch(db: Database) -> None:
+    db.run("DELETE FROM pfs_batch")
+
+
+_BATCH_VERSION = 2
+_PENDING_FIELDS = ("parent", "name", "inode")
+_REQUEUED_FIELDS = ("inode", "content")
+
+
+def _encode(batch: PfsBatch) -> str:
+    """Return JSON by field names. Bytes become strings of the same code points (latin-1)."""
+
+    def encode_value(value: Any) -> Any:
+        if isinstance(value, bytes):
+            return value.decode("latin-1")
+        if isinstance(value, list | tuple):
+            return [encode_value(item) for item in value]
+        if hasattr(value, "__dataclass_fields__"):
+            return {name: encode_value(getattr(value, name)) for name in value.__dataclass_fields__}
+        return value
+
+    body = encode_value(batch)
+    body["pending_entries"] = [_name_fields(_PENDING_FIELDS, item) for item in body["pending_entries"]]
+    body["requeued"] = [_name_fields(_REQUEUED_FIELDS, item) for item in body["requeued"]]
+    return json.dumps({"version": _BATCH_VERSION, **body})
+
+
+def _name_fields(names: Iterable[str], item: list[Any]) -> dict[str, Any]:
+    return dict(zip(names, item, strict=True))
+
+
+def _decode(text: str) -> PfsBatch:
+    """Return the batch of `_encode`, or of a mover with schema version 1. Raises CatalogTooNew if the version is unknown."""
+    body = json.loads(text)
+    if isinstance(body, list):
+        body = _name_version_1(body)
+    if (version := body.pop("version")) != _BATCH_VERSION:
+        raise CatalogTooNew(
+            f"the catalog's write-back batch has version {version}, this ckptfs knows up to {_BATCH_VERSION}",
+            remedy="install the newer ckptfs again; nothing was changed",
+        )
+    body["actions"] = [_decode_action(item) for item in body["actions"]]
+    body["expected_entries"] = [
+        ExpectedEntry(_decode_location(item["location"]), item["inode"], Fingerprint(**item["fingerprint"]))
+        for item in body["expected_entries"]
+    ]
+    body["pending_entries"] = [(item["parent"], _decode_bytes(item["name"]), item["inode"]) for item in body["pending_entries"]]
+    body["published_rows"] = [
+        PublishedRow(**{**item, **{name: item[name] and _decode_bytes(item[name]) for name in ("digest", "block_digests")}})
+        for item in body["published_rows"]
+    ]
+    body["requeued"] = [(item["inode"], item["content"]) for item in body["requeued"]]
+    return PfsBatch(**body)
+
+
+def _decode_action(item: dict[str, Any]) -> PfsAction:
+    target, replaced = item["new_location"], item["replaced_fingerprint"]
+    decoded = {
+        "location": _decode_location(item["location"]),
+        "fingerprint": Fingerprint(**item["fingerprint"]),
+        "new_location": None if target is None else _decode_location(target),
+        "replaced_fingerprint": None if replaced is None else Fingerprint(**replaced),
+        "temporary": _decode_bytes(item["temporary"]),
+    }
+    return PfsAction(**{**item, **decoded})
+
+
+def _decode_location(item: dict[str, Any]) -> PfsLocation:
+    return PfsLocation(item["parent"], _decode_bytes(item["name"]), tuple(_decode_bytes(name) for name in item["path"]))
+
+
+def _decode_bytes(text: str) -> bytes:
+    return text.encode("latin-1")
+
+
+def _name_version_1(body: list[Any]) -> dict[str, Any]:
+    """Give the values of version 1, which are known by their positions, the names of version 2."""
+
+    def name_fields(names: str, item: list[Any] | None) -> Any:
+        return None if item is None else _name_fields(names.split(), item)
+
+    def name_nested(item: dict[str, Any]) -> dict[str, Any]:
+        fields = {"location": "parent name path", "new_location": "parent name path",
+                  "fingerprint": "ino size mtime_ns", "replaced_fingerprint": "ino size mtime_ns"}  # fmt: skip
+        return {name: name_fields(fields[name], value) if name in fields else value for name, value in item.items()}
+
+    lists = {
+        "actions": "act key inode location fingerprint new_location replaced_fingerprint temporary",
+        "expected_entries": "location inode fingerprint",
+        "pending_entries": "parent name inode",
+        "published_rows": "inode generation is_complete size mtime_ns pfs_inode digest block_digests",
+        "requeued": "inode content",
+    }
+    named = name_fields("last_seq " + " ".join(lists) + " merged_directories after_seq kept_seqs", body)
+    for name, names in lists.items():
+        named[name] = [name_nested(name_fields(names, item)) for item in named[name]]
+    return {"version": _BATCH_VERSION, **named}
+
+
+def record_batch_done(db: Database, batch: PfsBatch, observed: dict[tuple[int, bytes], ObservedStat | None]) -> None:
+    """Record that everything in `batch` was done.
+
+    `observed`: what the names of `expected_entries` show now, None if it is something else.
+    """
+    losers = _record_entries(db, batch, observed)
+    for row in batch.published_rows:
+        _insert_published(db, row)
+    for inode in batch.inodes_with_set_attributes:
+        _record_set_attributes(
+            db,
+            inode,
+            [
+                seen
+                for show in batch.expected_entries
+                if show.inode == inode and (seen := observed.get((show.location.parent, show.location.name)))
+            ],
+        )
+    for inode in losers:
+        if db.value("SELECT 1 FROM pfs_entry WHERE inode = ? LIMIT 1", inode) is None:
+            db.run("DELETE FROM pfs_file WHERE inode = ?", inode)
+    _record_pending(db, batch)
+    for inode in batch.merged_directories:
+        db.run("UPDATE inode SET imported = 0 WHERE id = ?", inode)
+    # A name that was removed before it appeared has changed the times of its directory in the mount, too.
+    for directory in {show.location.parent for show in batch.expected_entries} | {parent for parent, _, _ in batch.pending_entries}:
+        db.run("INSERT OR IGNORE INTO pfs_stale_times (directory) VALUES (?)", directory)
+    for inode, content in batch.requeued:
+        journal.append(db, "content", inode, content=content)
+    for inode in list_unfinished(batch, observed):
+        insert_rows_for_tree(db, inode)
+    journal.delete_applied(db, batch.after_seq, batch.last_seq, batch.kept_seqs)
+    delete_batch(db)
+
+
+def list_unfinished(batch: PfsBatch, observed: dict[tuple[int, bytes], ObservedStat | None]) -> list[int]:
+    """Return the inodes that the PFS should show and does not."""
+    return sorted(
+        {
+            show.inode
+            for show in batch.expected_entries
+            if show.inode is not None and observed.get((show.location.parent, show.location.name)) is None
+        }
+    )
+
+
+def _record_entries(db: Database, batch: PfsBatch, observed: dict[tuple[int, bytes], ObservedStat | None]) -> set[int]:
+    """Record what the names show. Return the inodes that lost a name."""
+    losers = set()
+    for show in batch.expected_entries:
+        parent, name = show.location.parent, show.location.name
+        before = db.value("SELECT inode FROM pfs_entry WHERE parent = ? AND name = ?", parent, name)
+        seen = observed.get((parent, name))
+        if before is not None and before != show.inode:
+            losers.add(before)
+        if show.inode is None or (seen is None and can_recreate(db, show.inode)):
+            db.run("DELETE FROM pfs_entry WHERE parent = ? AND name = ?", parent, name)
+            continue
+        # A file whose bytes only the PFS had is still expected to be there: the next scan finds out its state.
+        look = (None, None, None, None) if seen is None else (seen.ino, seen.mode, seen.uid, seen.gid)
+        db.run(
+            "INSERT OR REPLACE INTO pfs_entry (parent, name, inode, seen_ino, seen_mode, seen_uid, seen_gid) VALUES (?,?,?,?,?,?,?)",
+            parent, name, show.inode, *look,
+        )  # fmt: skip
+    return losers
+
+
+def _insert_published(db: Database, row: PublishedRow) -> None:
+    db.run(
+        "INSERT OR REPLACE INTO pfs_file (inode, generation, complete, size, mtime_ns, pfs_inode, digest, blocks, checked_ns)"
+        " VALUES (?,?,?,?,?,?,?,?,0)",
+        row.inode, row.generation, row.is_complete, row.size, row.mtime_ns, row.pfs_inode, row.digest, row.block_digests,
+    )  # fmt: skip
+
+
+def _record_set_attributes(db: Database, inode: int, observed: Iterable[ObservedStat]) -> None:
+    """Record that the attributes that the PFS shows of an inode are ours."""
+    for one in observed:
+        seen_now = "UPDATE pfs_entry SET seen_ino = ?, seen_mode = ?, seen_uid = ?, seen_gid = ? WHERE inode = ?"
+        db.run(seen_now, one.ino, one.mode, one.uid, one.gid, inode)
+        if stat.S_ISREG(one.mode):
+            same = "UPDATE pfs_file SET mtime_ns = ? WHERE inode = ? AND size = ? AND pfs_inode = ?"
+            db.run(same, one.mtime_ns, inode, one.size, one.ino)
+
+
+def _record_pending(db: Database, batch: PfsBatch) -> None:
+    for parent, name, inode in batch.pending_entries:
+        if inode is None:
+            db.run("DELETE FROM pfs_pending WHERE parent = ? AND name = ?", parent, name)
+        else:
+            db.run("INSERT OR REPLACE INTO pfs_pending (parent, name, inode) VALUES (?,?,?)", parent, name, inode)
