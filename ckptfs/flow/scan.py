@@ -431,11 +431,11 @@ class DirectoryScan:
             # A kernel that caches writes keeps its own size and times as long as it knows the inode, so its names must go too.
             for parent, name in scans.list_names(self._db, inode):
                 self._notify.invalidate_entry(parent, name)
-            name = os.fsdecode(entry.name)
+            shown = os.fsdecode(entry.name)
             if verdict is ScanVerdict.FOUND:
-                log.warning("%s: it was lost here, and the PFS has it: it is taken up again from there", name)
+                log.warning("%s: it was lost here, and the PFS has it: it is taken up again from there", shown)
             else:
-                log.info("%s: changed on the PFS from outside of ckptfs; the new content is imported", name)
+                log.info("%s: changed on the PFS from outside of ckptfs; the new content is imported", shown)
 
     def _exclude_pending_elsewhere(self, names: list[bytes]) -> None:
         if self._refresh_names is not None and names:
