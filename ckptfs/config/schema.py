@@ -34,12 +34,19 @@ def parse_size(text: str | int) -> int:
 
 
 def parse_memory(text: str | int) -> int | None:
-    """Return the bytes of a size or of a percentage of memory; None for "auto". Raises ConfigError."""
-    word = str(text).strip()
-    if not word.endswith("%"):
-        return parse_optional_size(text)
-    size = int(parse_ratio(word) * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return _check_tier_size(text, size)
+    """Return the bytes of a size or of a percentage of memory; None for "auto". Raises ConfigError.
+
+    More than the memory of this machine is refused: the RAM tier would fill it, and the kernel would kill programs.
+    """
+    word, memory = str(text).strip(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    size = _check_tier_size(text, int(parse_ratio(word) * memory)) if word.endswith("%") else parse_optional_size(text)
+    if size is not None and size > memory:
+        memory_text = f"{memory / limits.GIB:.1f}G"
+        raise ConfigError(
+            f"{text!r} is more than the memory of this machine, {memory_text}; accepted: up to that, 1% to 100%, or auto",
+            remedy="leave memory to the jobs, as in 40%, and give nvme=DIRECTORY for the rest",
+        )
+    return size
 
 
 def parse_optional_size(text: str | int) -> int | None:

@@ -78,6 +78,16 @@ def test_ram_is_a_size_a_share_or_auto(place: Path) -> None:
     assert "is not a share" in refusal(place, ram="150%")
 
 
+def test_more_ram_than_there_is_memory_is_refused(place: Path) -> None:
+    """M3, P11."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert load(place, ram="100%").ram_bytes == memory
+    assert f"'500T' is more than the memory of this machine, {memory / limits.GIB:.1f}G; accepted: up to that, 1% to 100%" in refusal(
+        place, ram="500T"
+    )
+    assert load(place, nvme=str(place / "nvme"), nvme_size="500T").nvme_bytes == 500 * 1024 * limits.GIB
+
+
 @pytest.mark.parametrize(("text", "seconds"), [("60s", 60.0), ("500ms", 0.5), ("2m", 120.0), ("1h", 3600.0), ("1d", 86400.0), ("7", 7.0)])
 def test_durations(text: str, seconds: float) -> None:
     assert config.parse_seconds(text) == seconds
