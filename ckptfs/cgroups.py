@@ -155,6 +155,11 @@ class MemoryLimits:
         return MemoryLimit(max(1, int(word)), group)
 
 
+def find_own_limit() -> MemoryLimit:
+    """Return the lowest limit of this process. The RAM tier is charged to the daemon, unless an unlimited program writes it."""
+    return MemoryLimits().find("self")
+
+
 def _get_bound(limit: MemoryLimit) -> float:
     return float("inf") if limit.limit_bytes is None else limit.limit_bytes
 

@@ -135,6 +135,8 @@ CGROUPS_KNOWN_MAX = 1024
 CGROUP_BYTES_MAX = 64 * KIB
 # The mount process reports the ways of open handles at most this often.
 HANDLES_REPORT_S = 0.5
+# What the processes of a mount need beside the RAM tier, with the kernel's memory for their files.
+SERVICE_BYTES = GIB
 
 # --- space -----------------------------------------------------------------------------------------------------------
 RAM_HIGH_WATERMARK = 0.80

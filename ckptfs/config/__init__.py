@@ -25,6 +25,7 @@ from typing import Any
 from ckptfs import limits, procfs
 from ckptfs.config.schema import (
     CLUSTER_SETTINGS,
+    RAM_BYTES_MIN,
     SETTINGS,
     SETTINGS_BY_NAME,
     Config,
@@ -42,6 +43,7 @@ from ckptfs.errors import ConfigError
 from ckptfs.model import Bulk, CliqueLost, DataPath, Level
 
 __all__ = [
+    "RAM_BYTES_MIN",
     "SETTINGS",
     "Config",
     "build_sample",

@@ -12,7 +12,7 @@ import logging
 import os
 import time
 
-from ckptfs import disk, lifecycle, limits, procfs
+from ckptfs import cgroups, disk, lifecycle, limits, procfs
 from ckptfs.catalog import copies, namespace, remote_contents, summary
 from ckptfs.catalog.contents import count_writers, get_file_record, get_largest_recent_size, is_unchanged, mark_lost
 from ckptfs.catalog.database import Database
@@ -229,7 +229,8 @@ class Evict:
             return
         total, used = space.get_filesystem_size(root)
         memory, available = procfs.get_memory()
-        larger = space.choose_ram_size(total, used, configured=self._config.ram_bytes, available=available, memory=memory)
+        configured, limit = self._config.ram_bytes, cgroups.find_own_limit().limit_bytes or None
+        larger = space.choose_ram_size(total, used, configured=configured, available=available, memory=memory, limit=limit)
         if larger > total:
             space.resize_ram(root, larger)
             log.info("ram: enlarged from %d to %d MiB", total // limits.MIB, larger // limits.MIB)

@@ -11,7 +11,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("name", "mountpoint", "state", "version", "health", "data_path", "data_path_reason", "fsync", "pfs", "drain_deadline_s", "tiers", "write_back", "counts", "processes", "troubles", "refused", "clique")
+    __slots__ = ("name", "mountpoint", "state", "version", "health", "data_path", "data_path_reason", "fsync", "pfs", "drain_deadline_s", "tiers", "write_back", "counts", "processes", "troubles", "refused", "clique", "handles", "memory")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MOUNTPOINT_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,8 @@ class Status(_message.Message):
     TROUBLES_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     CLIQUE_FIELD_NUMBER: _ClassVar[int]
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     name: str
     mountpoint: str
     state: str
@@ -46,7 +48,33 @@ class Status(_message.Message):
     troubles: _containers.RepeatedCompositeFieldContainer[Trouble]
     refused: _containers.RepeatedCompositeFieldContainer[Refused]
     clique: Clique
-    def __init__(self, name: _Optional[str] = ..., mountpoint: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[str] = ..., health: _Optional[str] = ..., data_path: _Optional[str] = ..., data_path_reason: _Optional[str] = ..., fsync: _Optional[str] = ..., pfs: _Optional[str] = ..., drain_deadline_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., write_back: _Optional[_Union[WriteBack, _Mapping]] = ..., counts: _Optional[_Union[Counts, _Mapping]] = ..., processes: _Optional[_Iterable[_Union[Process, _Mapping]]] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., clique: _Optional[_Union[Clique, _Mapping]] = ...) -> None: ...
+    handles: _containers.RepeatedCompositeFieldContainer[HandleCount]
+    memory: ServiceMemory
+    def __init__(self, name: _Optional[str] = ..., mountpoint: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[str] = ..., health: _Optional[str] = ..., data_path: _Optional[str] = ..., data_path_reason: _Optional[str] = ..., fsync: _Optional[str] = ..., pfs: _Optional[str] = ..., drain_deadline_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., write_back: _Optional[_Union[WriteBack, _Mapping]] = ..., counts: _Optional[_Union[Counts, _Mapping]] = ..., processes: _Optional[_Iterable[_Union[Process, _Mapping]]] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., clique: _Optional[_Union[Clique, _Mapping]] = ..., handles: _Optional[_Iterable[_Union[HandleCount, _Mapping]]] = ..., memory: _Optional[_Union[ServiceMemory, _Mapping]] = ...) -> None: ...
+
+class HandleCount(_message.Message):
+    __slots__ = ("way", "tier", "reason", "count")
+    WAY_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    way: str
+    tier: str
+    reason: str
+    count: int
+    def __init__(self, way: _Optional[str] = ..., tier: _Optional[str] = ..., reason: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
+
+class ServiceMemory(_message.Message):
+    __slots__ = ("needed_bytes", "limit_known", "limit_bytes", "group")
+    NEEDED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    needed_bytes: int
+    limit_known: bool
+    limit_bytes: int
+    group: str
+    def __init__(self, needed_bytes: _Optional[int] = ..., limit_known: _Optional[bool] = ..., limit_bytes: _Optional[int] = ..., group: _Optional[str] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("where", "who", "reason", "count")
@@ -410,16 +438,18 @@ class CapacityRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Capacity(_message.Message):
-    __slots__ = ("tiers", "clustered", "replication_factor", "node")
+    __slots__ = ("tiers", "clustered", "replication_factor", "node", "memory")
     TIERS_FIELD_NUMBER: _ClassVar[int]
     CLUSTERED_FIELD_NUMBER: _ClassVar[int]
     REPLICATION_FACTOR_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     tiers: _containers.RepeatedCompositeFieldContainer[TierCapacity]
     clustered: bool
     replication_factor: int
     node: str
-    def __init__(self, tiers: _Optional[_Iterable[_Union[TierCapacity, _Mapping]]] = ..., clustered: _Optional[bool] = ..., replication_factor: _Optional[int] = ..., node: _Optional[str] = ...) -> None: ...
+    memory: ServiceMemory
+    def __init__(self, tiers: _Optional[_Iterable[_Union[TierCapacity, _Mapping]]] = ..., clustered: _Optional[bool] = ..., replication_factor: _Optional[int] = ..., node: _Optional[str] = ..., memory: _Optional[_Union[ServiceMemory, _Mapping]] = ...) -> None: ...
 
 class TierCapacity(_message.Message):
     __slots__ = ("name", "path", "total_bytes", "used_bytes", "free_bytes", "held_bytes", "share_bytes", "usable_bytes", "usable_for_peers_bytes")

@@ -92,15 +92,21 @@ def get_excess_bytes_for(capacity: Capacity, expected_bytes: int, high: float, l
     return max(0, capacity.used - min(int(low * capacity.total), bound - expected_bytes - 1))
 
 
-def choose_ram_size(total: int, used: int, *, configured: int | None, available: int, memory: int) -> int:
+def choose_ram_size(total: int, used: int, *, configured: int | None, available: int, memory: int, limit: int | None = None) -> int:
     """Return the new size of a tmpfs with `total` and `used` bytes; `total` if it need not grow.
 
     `configured` bounds the size. Without it, the tier leaves `limits.MEMORY_RESERVE_RATIO` of `memory` to other processes;
-    `available` bytes are free now. One step is at least RAISE_BYTES_MIN and at most doubles the size.
+    `available` bytes are free now; `limit` is the memory limit of the daemon, which also needs memory of its own. One step is at least
+    RAISE_BYTES_MIN and at most doubles the size.
     """
     if total - used > max(limits.RAM_HEADROOM_BYTES_MIN, total // 8):
         return total
-    bound = configured if configured is not None else used + available - int(limits.MEMORY_RESERVE_RATIO * memory)
+    if configured is not None:
+        bound = configured
+    else:
+        bound = used + available - int(limits.MEMORY_RESERVE_RATIO * memory)
+        if limit is not None:
+            bound = min(bound, limit - limits.SERVICE_BYTES)
     larger = min(bound, 2 * total)
     return larger if larger >= total + RAISE_BYTES_MIN else total
 

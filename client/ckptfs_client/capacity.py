@@ -33,6 +33,11 @@ class CapacityNeed:
         return self.own_bytes * self.copy_count
 
     @property
+    def factor(self) -> int:
+        """How many times the size of a checkpoint the node needs."""
+        return (self.kept_count + 1) * (self.copy_count + 1)
+
+    @property
     def text(self) -> str:
         """The sum and its factors."""
         generations = render.format_count(self.kept_count + 1, "generation")

@@ -125,22 +125,25 @@ def df(
         found = client.get_capacity()
         cluster = client.get_cluster() if found.clustered else None
     clique = capacity.list_clique(found, cluster)
-    verdict = None
+    verdict = need = None
     if size is not None:
         need = capacity.CapacityNeed(size * ranks_per_node, keep, max(0, found.replication_factor - 1))
         has_pfs = any(tier.name == capacity.PFS for tier in found.tiers)
         verdict = capacity.check_fit(need, capacity.list_tiers(found), capacity.list_peers(found, cluster), has_pfs=has_pfs)
     if json:
         more: DfJson = {"clique": [render.message_to_dict(member) for member in clique]}
-        if verdict is not None:
-            more["checkpoint"] = {"fits": bool(verdict.tier_names), "where": list(verdict.tier_names), "sentence": verdict.sentence}
+        if verdict is not None and need is not None:
+            fits = bool(verdict.tier_names)
+            more["checkpoint"] = {"fits": fits, "where": list(verdict.tier_names), "sentence": verdict.sentence, "factor": need.factor}
         render.print_json({**render.message_to_dict(found), **more})
     else:
         render.print_renderable(capacity.build_tier_table(found))
         if clique:
             print()
             render.print_renderable(capacity.build_clique_table(clique, found.node))
-        if verdict is not None:
+        print(f"memory: {render.describe_service_memory(found.memory)}")
+        if verdict is not None and need is not None:
+            print(f"memory per checkpoint: {need.factor} times its size on each node")
             print(verdict.sentence)
     if verdict is not None and not verdict.tier_names:
         raise typer.Exit(1)

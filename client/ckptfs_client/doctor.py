@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptfs import limits, procfs
-from ckptfs_client.render import format_count, format_duration
+from ckptfs import cgroups, limits, procfs
+from ckptfs_client.render import describe_service_memory, format_count, format_duration, format_size, get_memory_remedy
 
 if TYPE_CHECKING:
     from ckptfs.protocol import control_pb2 as pb
@@ -168,12 +168,11 @@ def _check_memory() -> Iterator[Finding]:
     words = f"{total / limits.GIB:.1f} GiB, {available / limits.GIB:.1f} GiB available"
     little = available < MEMORY_BYTES_MIN
     yield Finding("memory", NOTE if little else GOOD, words, "the RAM tier will be small: give nvme=DIRECTORY too" if little else "")
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        group = Path("/proc/self/cgroup").read_text().splitlines()[-1].split("::")[1]
-        limit = int(Path(f"/sys/fs/cgroup{group}/memory.max").read_text())
-        if limit < total // 2:
-            remedy = "give ram=SIZE below it, or start ckptfsd outside this control group"
-            yield Finding("memory", NOTE, f"this control group is limited to {limit / limits.GIB:.1f} GiB", remedy)
+    limit = cgroups.find_own_limit()
+    if limit.is_known and limit.limit_bytes is not None:
+        words = f"a daemon started here has a memory limit of {format_size(limit.limit_bytes)} ({limit.group})"
+        remedy = f"give a ram= at least {format_size(limits.SERVICE_BYTES)} below it, or start ckptfsd outside this control group"
+        yield Finding("memory", NOTE, words, remedy)
 
 
 def _check_space() -> Iterator[Finding]:
@@ -225,6 +224,7 @@ def _check_mounts() -> Iterator[Finding]:
             continue
         verdict = GOOD if answer.health == "ok" else NOTE
         yield Finding(name, verdict, f"{mount.mountpoint}: {answer.health}, data path {answer.data_path} ({answer.data_path_reason})")
+        yield check_service_memory(name, answer.memory)
         for trouble in answer.troubles:
             yield Finding(name, NOTE, f"{trouble.path or trouble.where}: {trouble.what}", trouble.remedy)
         if cluster is not None:
@@ -235,6 +235,16 @@ _CHECKS = (
     _check_kernel, _check_device, _check_libfuse, _check_permissions, _check_daemon, _check_leases, _check_memory, _check_space,
     _check_clock, _check_halting, _check_mounts,
 )  # fmt: skip
+
+
+def check_service_memory(name: str, memory: "pb.ServiceMemory") -> Finding:
+    """Return the finding on the memory limit of a mount's daemon (M2). Pure."""
+    words = describe_service_memory(memory).partition(": the kernel kills")[0]
+    if not memory.limit_known:
+        return Finding(name, NOTE, words, "see that the limits of its container and of those around it are above that")
+    if memory.limit_bytes and memory.limit_bytes < memory.needed_bytes:
+        return Finding(name, BAD, f"{words}: the kernel kills the daemon when the RAM tier fills", get_memory_remedy(memory))
+    return Finding(name, GOOD, words)
 
 
 # --- cluster ----------------------------------------------------------------------------------------------------------

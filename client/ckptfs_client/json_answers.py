@@ -15,6 +15,7 @@ class FitJson(TypedDict):
     fits: Annotated[bool, "whether they fit"]
     where: Annotated[list[str], "the tiers that they take; empty if they do not fit"]
     sentence: Annotated[str, "the same as a sentence, with the remedy if they do not fit"]
+    factor: Annotated[int, "how many times the size of a checkpoint each node needs"]
 
 
 class DfJson(TypedDict):

@@ -108,6 +108,8 @@ def build_status(answer: "pb.Status") -> "RenderableType":
         f"  files       {counts.files} in {directories}; by level: {levels or 'none'}; lost: {counts.lost}{remote_note}",
         f"  open        {handles}, {counts.writers} for writing; not sealed yet: {answer.write_back.unsealed_files}",
     ]
+    lines += _describe_handles(answer)
+    lines.append(f"  memory      {escape(describe_service_memory(answer.memory))}")
     lines += _describe_write_back(answer)
     lines += _describe_clique(answer.clique) if answer.HasField("clique") else []
     lines += _describe_refused(answer)
@@ -116,6 +118,33 @@ def build_status(answer: "pb.Status") -> "RenderableType":
         tables.insert(1, _build_link_table(answer.clique))
     padded = [Padding(table, (0 if number else 1, 2, 1, 2), expand=False) for number, table in enumerate(tables)]
     return Group("\n".join(lines), *padded, *map(_describe_trouble, answer.troubles))
+
+
+def _describe_handles(answer: "pb.Status") -> list[str]:
+    """Describe by which way the bytes of open handles move, one line for each way and reason."""
+    lines = []
+    for number, one in enumerate(answer.handles):
+        reason = f": {one.reason}" if one.reason else ""
+        lines.append(f"  {'handles' if number == 0 else '':<11} {one.count} {one.way}, {one.tier}{reason}")
+    return lines
+
+
+def describe_service_memory(memory: "pb.ServiceMemory") -> str:
+    """Return what the daemon needs and may use, as a sentence."""
+    needed = f"the daemon needs {format_size(memory.needed_bytes)} (the RAM tier and its processes)"
+    if not memory.limit_known:
+        return f"{needed}; its memory limit cannot be found out"
+    if not memory.limit_bytes:
+        return f"{needed}; it has no limit"
+    limit = f"its limit is {format_size(memory.limit_bytes)} ({memory.group})"
+    if memory.limit_bytes >= memory.needed_bytes:
+        return f"{needed}; {limit}"
+    return f"{needed}; {limit}: the kernel kills it when the RAM tier fills; {get_memory_remedy(memory)}"
+
+
+def get_memory_remedy(memory: "pb.ServiceMemory") -> str:
+    """Return how to mend a limit that is too low."""
+    return f"raise the limit to {format_size(memory.needed_bytes)} (MemoryMax= of the unit, the limit of the pod), or give a smaller ram="
 
 
 def _describe_write_back(answer: "pb.Status") -> list[str]:

@@ -1,11 +1,13 @@
 """M1: a program below a memory limit is never killed for what it writes here, on both data paths, with and without NVMe."""
 
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-from daemon_under_test import DaemonUnderTest
+from daemon_under_test import DaemonUnderTest, eventually
 from memory_group import MemoryGroup, memory_group
 
 from ckptfs import limits
@@ -183,3 +185,58 @@ def test_writers_of_both_kinds_at_once(node: DaemonUnderTest, group: MemoryGroup
         thread.join()
     assert failures == []
     assert (node.path / "limited-0").read_bytes() == (node.path / "limited-1").read_bytes()
+
+
+# --- what is said (M2) ------------------------------------------------------------------------------------------------
+
+
+def ways(node: DaemonUnderTest) -> list[tuple[str, str, str, int]]:
+    """(way, tier, reason, count) of the open handles, as `ckptfs status` reports them."""
+    status: Any = json.loads(node.command("status", "--json", node.path).stdout)
+    return [(row["way"], row["tier"], row["reason"], row["count"]) for row in status["handles"]]
+
+
+def test_status_counts_handles_by_way_and_says_why(node: DaemonUnderTest, data_path: str, group: MemoryGroup) -> None:
+    """M2."""
+    has_nvme = node.options["nvme"] is not None
+    limited = "the program is below a memory limit"
+    slow = "the mount uses the buffered data path"
+    if data_path == "buffered":
+        expected = [("buffered", "ram", slow, 3)]
+    elif has_nvme:
+        expected = [("passthrough", "nvme", limited, 1), ("passthrough", "ram", "", 2)]
+    else:
+        expected = [("buffered", "ram", limited, 1), ("passthrough", "ram", "", 2)]
+    holder = group.start(HOLD, node.path / "limited", str(CREATE))
+    assert holder.stdout is not None and holder.stdout.readline() == "open\n"
+    with open(node.path / "free", "wb"), open(node.path / "free", "rb"):
+        eventually(lambda: sorted(ways(node)) == expected, what=f"{expected}, not {ways(node)}")
+        text = node.command("status", node.path).stdout
+        assert all(f"{count} {way}, {tier}{f': {reason}' if reason else ''}" in text for way, tier, reason, count in expected)
+    holder.communicate(timeout=60)
+    eventually(lambda: ways(node) == [], what="no handle is open")
+
+
+def test_df_and_status_say_what_the_service_needs(ram_node: DaemonUnderTest) -> None:
+    """M2: ram=3G and the processes."""
+    for command in ("df", "status"):
+        found: Any = json.loads(ram_node.command(command, "--json", ram_node.path).stdout)
+        assert found["memory"]["needed_bytes"] == 4 * limits.GIB
+        assert "the daemon needs 4.0 GiB (the RAM tier and its processes)" in ram_node.command(command, ram_node.path).stdout
+    text = ram_node.command("df", "--checkpoint", "1M", "--keep", "2", ram_node.path).stdout
+    assert "memory per checkpoint: 3 times its size on each node" in text
+    fit: Any = json.loads(ram_node.command("df", "--checkpoint", "1M", "--json", ram_node.path).stdout)
+    assert fit["checkpoint"]["factor"] == 2
+
+
+def test_doctor_calls_a_limit_on_the_service_below_ram_bad(ram_node: DaemonUnderTest) -> None:
+    """M2: that limit kills the daemon."""
+    node = ram_node
+    with memory_group(2 * limits.GIB) as small:
+        for role in ("mount", "mover"):
+            (small.directory / "cgroup.procs").write_text(str(node.pid(role)))
+        result = node.command("doctor", "--json", check=False)
+        found = [row for row in json.loads(result.stdout) if row["check"] == node.name[:15] and "kills" in row["what"]]
+        assert result.returncode == 1 and len(found) == 1, result.stdout
+        assert found[0]["verdict"] == "bad" and "4.0 GiB" in found[0]["remedy"] and str(small.directory) in found[0]["what"]
+        node.unmount()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ckptfs import __version__, procfs
+from ckptfs import __version__, cgroups, limits, procfs
 from ckptfs.catalog import remote_contents, summary
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
@@ -67,7 +67,8 @@ class StatusFigures:
             data_path=processes.get("data_path", ""), data_path_reason=processes.get("data_path_reason", ""),
             fsync=config.fsync.value, pfs=str(config.pfs or ""), drain_deadline_s=config.drain_deadline_s,
             tiers=self._build_tiers(), write_back=self._build_write_back(), counts=self._build_counts(),
-            processes=_build_processes(processes), troubles=self.list_troubles(),
+            processes=_build_processes(processes), troubles=self.list_troubles(), handles=self._build_handles(),
+            memory=build_service_memory(config, self._tiers),
         )  # fmt: skip
         has_bad_tier = any(tier.health not in ("", "normal") for tier in status.tiers)
         status.health = "degraded" if has_bad_tier or status.troubles or status.counts.lost else "ok"
@@ -121,6 +122,11 @@ class StatusFigures:
             files=found.files, directories=found.directories, by_level={level.value: count for level, count in found.by_level.items()},
             open_handles=found.open_handles, writers=found.writers, lost=found.lost,
         )  # fmt: skip
+
+    def _build_handles(self) -> list[pb.HandleCount]:
+        """Build the totals that the mount process has reported."""
+        found = next((_parse_json_object(text) for key, text, _ in summary.list_reports(self._db, summary.HANDLES_REPORT)), {})
+        return [pb.HandleCount(**row) for row in found.get("ways", ())]
 
     def _build_tiers(self) -> list[pb.TierStatus]:
         copies = self._copies.get()
@@ -181,10 +187,22 @@ def _parse_json_object(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def build_service_memory(config: Config, tiers: Tiers) -> pb.ServiceMemory:
+    """Build what the daemon's control group must allow, and what it allows."""
+    ram_bytes = config.ram_bytes
+    if ram_bytes is None:
+        with contextlib.suppress(OSError, CkptfsError):
+            ram_bytes = tiers[Tier.RAM].get_capacity().total
+    limit = cgroups.find_own_limit()
+    needed = (ram_bytes or 0) + limits.SERVICE_BYTES
+    return pb.ServiceMemory(needed_bytes=needed, limit_known=limit.is_known, limit_bytes=limit.limit_bytes or 0, group=limit.group)
+
+
 def build_capacity(config: Config, db: Database, tiers: Tiers) -> pb.Capacity:
     """Build the reply of `ckptfs df`: all tiers of this node."""
     clustered = config.cluster is not None
     answer = pb.Capacity(clustered=clustered, replication_factor=config.replication_factor if clustered else 1, node=config.node or "")
+    answer.memory.CopyFrom(build_service_memory(config, tiers))
     for tier in (Tier.RAM, Tier.NVME):
         if tier in tiers:
             with contextlib.suppress(OSError, CkptfsError):

@@ -25,8 +25,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from ckptfs import procfs, runtime_dir
-from ckptfs.config import Config
+from ckptfs import cgroups, limits, procfs, runtime_dir
+from ckptfs.cgroups import MemoryLimit
+from ckptfs.config import RAM_BYTES_MIN, Config
 from ckptfs.errors import CkptfsError, InvalidArgument
 from ckptfs_daemon.fuse import connection
 
@@ -136,6 +137,7 @@ class ReadyPipe:
 
 def prepare_ram_tier(config: Config) -> Path:
     """Create or take over the RAM tier. Returns its directory. Raises InvalidArgument or CkptfsError."""
+    warn_of_low_limit(get_ram_tier_size_bytes(config), cgroups.find_own_limit())
     point = config.state / "ram"
     if not procfs.has_capability(procfs.CAP_SYS_ADMIN):
         return _prepare_shared_memory_dir(config, point)
@@ -157,21 +159,28 @@ def prepare_ram_tier(config: Config) -> Path:
 
 
 def get_ram_tier_size_bytes(config: Config) -> int:
-    """Return the initial size of the tmpfs: as configured, or half of the available memory."""
-    return config.ram_bytes if config.ram_bytes is not None else get_memory_bytes() // 2 // SIZE_STEP_BYTES * SIZE_STEP_BYTES
+    """Return the initial size of the tmpfs."""
+    return choose_initial_ram_size(config.ram_bytes, procfs.get_memory()[0], cgroups.find_own_limit())
 
 
-def get_memory_bytes() -> int:
-    """Return the machine's memory, or the limit of the memory cgroup if that is lower."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError):
-        groups = Path("/proc/self/cgroup").read_text().splitlines()
-        below = next(line.split(":", 2)[2] for line in [*groups, "0::/"] if line.startswith("0::"))
-        directory = Path("/sys/fs/cgroup") / below.lstrip("/")
-        for cgroup in (directory, *directory.parents):
-            with contextlib.suppress(OSError, ValueError):
-                total = min(total, int((cgroup / "memory.max").read_text()))
-    return total
+def choose_initial_ram_size(configured: int | None, memory_bytes: int, limit: MemoryLimit) -> int:
+    """Return the configured size, else half of the memory, or of what the limit of the daemon allows. Pure."""
+    if configured is not None:
+        return configured
+    size = memory_bytes // 2
+    if limit.limit_bytes:
+        size = min(size, max(RAM_BYTES_MIN, min(limit.limit_bytes // 2, limit.limit_bytes - limits.SERVICE_BYTES)))
+    return size // SIZE_STEP_BYTES * SIZE_STEP_BYTES
+
+
+def warn_of_low_limit(size_bytes: int, limit: MemoryLimit) -> None:
+    """Log if the memory limit of the daemon is too low for a RAM tier of this size (M2)."""
+    if limit.limit_bytes and limit.limit_bytes < size_bytes + limits.SERVICE_BYTES:
+        log.warning(
+            "ram: the memory limit of the daemon (%d MiB, %s) is below what it needs: %d MiB for the RAM tier and %d MiB for its processes;"
+            " the kernel kills it when the tier fills (raise the limit, or give a smaller ram=)",
+            limit.limit_bytes // limits.MIB, limit.group, size_bytes // limits.MIB, limits.SERVICE_BYTES // limits.MIB,
+        )  # fmt: skip
 
 
 def _mount_ram_tier(point: Path, size_bytes: int) -> None:
