@@ -47,8 +47,18 @@ ORPHANS_INTERVAL_S = 120.0
 # After this wait for a PFS that may hang, statfs answers with the last known figures.
 STATFS_WAIT_S = 1.0
 STATFS_UNIT_BYTES = 4 * KIB
-# Replies kept for requests that the kernel may resend. A power of two: the request number is the index.
+# Replies kept for requests that a process may take up after its predecessor. A power of two: the request number is the index.
 REPLIES_KEPT = 4096
+# Slots of the table of requests in flight. Nearly every request but a write fits into a small slot. A large slot takes any request, with
+# room for its headers, and gets its memory when it is first used. If all are taken, the kernel keeps further requests.
+REQUEST_SMALL_BYTES = KIB
+REQUEST_SMALL_SLOTS = 1024
+REQUEST_LARGE_BYTES = WRITE_BYTES_MAX + 4 * KIB
+REQUEST_LARGE_SLOTS = 264
+# Large slots that keep their memory, and how often the others are looked at.
+REQUEST_LARGE_KEPT = 16
+REQUEST_TRIM_INTERVAL_S = 60.0
+REQUEST_FULL_WAIT_S = 0.01
 # RELEASEs wait this long, so that one transaction deletes several handles.
 RELEASE_GATHER_S = 0.004
 # Threads of the mount process that may wait for the PFS.

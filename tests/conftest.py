@@ -130,7 +130,11 @@ def make_daemon(request: pytest.FixtureRequest, clustered: Callable[[], dict[str
         daemon = DaemonUnderTest(data_path, **{**clustered(), **options})
         made.append(daemon)
         deadlines.enter_context(deadline(daemon, TEST_S))
-        return _started(daemon) if start else daemon
+        try:
+            return _started(daemon) if start else daemon
+        except pytest.skip.Exception:
+            made.remove(daemon)
+            raise
 
     try:
         yield make

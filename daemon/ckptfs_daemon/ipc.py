@@ -160,7 +160,6 @@ class Assignment:
     data_path: DataPath
     data_path_reason: str
     is_resumed: bool
-    can_resend: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +169,14 @@ class ChildSetup(Assignment):
     link: socket.socket
     wake_socket: socket.socket
     fuse_fd: int
+    table_fd: int
 
 
-def send_assignment(link: socket.socket, assignment: Assignment, wake_socket: socket.socket, fuse_fd: int) -> None:
-    """Send its assignment to the child at the other end of `link`. `fuse_fd` is -1 for the mover. Raises OSError if it ended."""
+def send_assignment(link: socket.socket, assignment: Assignment, wake_socket: socket.socket, fuse_fds: tuple[int, ...]) -> None:
+    """Send its assignment to the child at the other end of `link`. Raises OSError if it ended.
+
+    `fuse_fds`: for the mount process, the connection and the table of its requests; for the mover nothing.
+    """
     message = {
         "role": assignment.role,
         "config": config.to_json(assignment.config),
@@ -181,15 +184,13 @@ def send_assignment(link: socket.socket, assignment: Assignment, wake_socket: so
         "data_path": assignment.data_path.value,
         "data_path_reason": assignment.data_path_reason,
         "resumed": assignment.is_resumed,
-        "resend": assignment.can_resend,
     }
-    descriptors = [wake_socket.fileno()] + ([fuse_fd] if fuse_fd >= 0 else [])
-    socket.send_fds(link, [json.dumps(message).encode()], descriptors)
+    socket.send_fds(link, [json.dumps(message).encode()], [wake_socket.fileno(), *fuse_fds])
 
 
 def receive_assignment(link: socket.socket) -> ChildSetup | None:
     """Wait for the assignment. Returns None if the supervisor has ended or asks the child to stop."""
-    body, descriptors, _flags, _address = socket.recv_fds(link, ASSIGNMENT_BYTES_MAX, 2)
+    body, descriptors, _flags, _address = socket.recv_fds(link, ASSIGNMENT_BYTES_MAX, 3)
     if not body or body == STOP:
         return None
     message: dict[str, Any] = json.loads(body)
@@ -199,11 +200,11 @@ def receive_assignment(link: socket.socket) -> ChildSetup | None:
         link=link,
         wake_socket=socket.socket(fileno=descriptors[0]),
         fuse_fd=descriptors[1] if len(descriptors) > 1 else -1,
+        table_fd=descriptors[2] if len(descriptors) > 2 else -1,
         init_request=base64.b64decode(message["init_request"]),
         data_path=DataPath(message["data_path"]),
         data_path_reason=message["data_path_reason"],
         is_resumed=message["resumed"],
-        can_resend=message["resend"],
     )
 
 

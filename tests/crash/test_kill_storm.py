@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +37,39 @@ def ended(actors: "dict[str, subprocess.Popen[str]]") -> list[str]:
     return failures
 
 
+OLD_KERNEL = "resend,passthrough,init_ext,killpriv_v2,direct_io_allow_mmap,max_pages"
+"""What Linux 4.20 lacks, the oldest one that ckptfs supports."""
+
+
 @pytest.mark.parametrize("role", ["mount", "mover"])
 def test_killed_again_and_again_under_load(fresh_mount: DaemonUnderTest, role: str) -> None:
+    """P8, P7, P6."""
+    storm(fresh_mount, role)
+
+
+def test_the_mount_killed_again_and_again_on_an_old_kernel(make_daemon: Callable[..., DaemonUnderTest]) -> None:
+    """X10: no system call fails on a kernel that cannot send a request again."""
+    daemon = make_daemon(env={"CKPTFS_KERNEL_WITHOUT": OLD_KERNEL})
+    assert daemon.processes()["data_path"] == "buffered"
+    storm(daemon, "mount")
+
+
+def storm(daemon: DaemonUnderTest, role: str) -> None:
     """No failed system call, no lost or wrong byte, and the PFS as the mount at the end, also when RAM is lost then."""
     seed = int(os.environ.get("CKPTFS_SEED", "1"))
     dice = random.Random(f"{seed} {role}")
-    actors = acting(fresh_mount, seed)
+    actors = acting(daemon, seed)
     moment = threading.Event()
     for _ in range(KILLS):
         moment.wait(dice.random() * PAUSE_S[role])
-        fresh_mount.kill(role)
+        daemon.kill(role)
         assert all(process.poll() is None for process in actors.values()), ended(actors)
     assert ended(actors) == []
-    fresh_mount.settle()
-    assert differences(fresh_mount.path, fresh_mount.pfs) == []
-    before = tree(fresh_mount.path)
-    fresh_mount.unmount()
-    fresh_mount.wipe_ram()
-    fresh_mount.expect_warning("ram|RAM")
-    fresh_mount.start()
-    assert tree(fresh_mount.path) == before
+    daemon.settle()
+    assert differences(daemon.path, daemon.pfs) == []
+    before = tree(daemon.path)
+    daemon.unmount()
+    daemon.wipe_ram()
+    daemon.expect_warning("ram|RAM")
+    daemon.start()
+    assert tree(daemon.path) == before

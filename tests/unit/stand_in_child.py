@@ -12,7 +12,7 @@ from pathlib import Path
 def main() -> int:
     script, role_asked, link_fd = Path(sys.argv[1]), sys.argv[2], int(sys.argv[sys.argv.index("--link") + 1])
     link = socket.socket(fileno=link_fd)
-    body, descriptors, _flags, _address = socket.recv_fds(link, 1 << 17, 2)
+    body, descriptors, _flags, _address = socket.recv_fds(link, 1 << 17, 3)
     if not body:
         return 0
     role = "mount" if b'"role": "mount"' in body else "mover"

@@ -7,10 +7,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ckptfs_daemon.fuse import connection
+from ckptfs_daemon.fuse import connection, request_table
 from ckptfs_daemon.fuse.connection import Connection
 from ckptfs_daemon.supervisor import children, supervisor
 from ckptfs_daemon.supervisor.state_directory import ReadyPipe
@@ -34,7 +35,8 @@ class World:
         self.script.write_text("")
         self.config = Config(name="unit", mountpoint=place / "mnt", state=place, drain_deadline_s=5.0)
         self.fuse_fd = os.open("/dev/null", os.O_RDWR)
-        self.served = Connection(self.fuse_fd, b"init", DataPath.BUFFERED, "a test", True, self.config.mountpoint, "0:99999")
+        made = Connection(self.fuse_fd, b"init", DataPath.BUFFERED, "a test", self.config.mountpoint, "0:99999")
+        self.served = replace(made, table_fd=request_table.create(made.serialize()))
         self.ready_read, self.ready_write = os.pipe()
         self.failure: BaseException | None = None
 
@@ -103,7 +105,7 @@ def test_a_kernel_that_unmounts_ends_everything(world: World) -> None:
     assert world.run() == 0
     assert _said(world) == "ok\n"
     (mount,), (mover,) = world.lives("mount"), world.lives("mover")
-    assert mount[2] == "2" and mover[2] == "1", "the mount gets the bell and the connection, the mover only the bell"
+    assert mount[2] == "3" and mover[2] == "1", "the mount gets the bell, the connection and its requests, the mover only the bell"
     with pytest.raises(OSError):
         os.fstat(world.fuse_fd)
 
@@ -175,6 +177,8 @@ def test_what_systemd_kept_is_resumed(world: World) -> None:
 
 
 def test_a_connection_can_be_written_down_and_read_back(world: World) -> None:
-    assert connection.deserialize(world.fuse_fd, world.served.serialize()) == world.served
+    assert connection.restore(world.fuse_fd, world.served.table_fd) == world.served
     with pytest.raises((ValueError, KeyError)):
-        connection.deserialize(world.fuse_fd, b'{"no": 1}')
+        connection.restore(world.fuse_fd, request_table.create(b'{"no": 1}'))
+    with pytest.raises(ValueError, match=r"has \d+ bytes"):
+        connection.restore(world.fuse_fd, os.memfd_create("of-another-version"))

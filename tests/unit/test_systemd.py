@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ckptfs_daemon.fuse import request_table
 from ckptfs_daemon.supervisor import systemd
 
 
@@ -56,7 +57,8 @@ def test_the_watchdog_is_fed_twice_a_period(monkeypatch: pytest.MonkeyPatch, per
 def test_what_is_stored_comes_back(manager: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Store two descriptors, hand them to a fresh start as systemd does, and find the same file and the same bytes."""
     stand_in = os.open(tmp_path / "fuse", os.O_RDWR | os.O_CREAT)
-    systemd.Systemd().store_descriptors(stand_in, b'{"saved": 1}')
+    table = request_table.create(b'{"saved": 1}')
+    systemd.Systemd().store_descriptors(stand_in, table)
     kept: dict[str, int] = {}
     for _ in range(2):
         body, descriptors, _flags, _address = socket.recv_fds(manager, 4096, 1)
@@ -74,11 +76,11 @@ def test_what_is_stored_comes_back(manager: socket.socket, tmp_path: Path, monke
     monkeypatch.setenv("LISTEN_FDNAMES", ":".join(names))
     handed = systemd.take_stored_descriptors()
     assert handed is not None
-    fuse_fd, saved = handed
-    assert saved == b'{"saved": 1}'
+    fuse_fd, table_fd = handed
+    assert request_table.read_saved(table_fd) == b'{"saved": 1}'
     assert os.fstat(fuse_fd).st_ino == os.fstat(stand_in).st_ino and not os.get_inheritable(fuse_fd)
     assert systemd.take_stored_descriptors() is None, "taken once"
-    for fd in (stand_in, fuse_fd, *kept.values()):
+    for fd in (stand_in, table, fuse_fd, table_fd, *kept.values()):
         os.close(fd)
 
 

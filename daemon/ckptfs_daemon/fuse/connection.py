@@ -1,7 +1,8 @@
 """The FUSE connection: opening and mounting it, taking over mounts that a crash left, answering INIT, and ending it.
 
 The connection is a descriptor of /dev/fuse. The mount lives as long as any process holds it; requests that no process answers wait. With
-the saved INIT request and the decisions made at the start (`Connection`), any later process can serve it. Mounting uses mount(2), or for
+the table of requests in flight, the saved INIT request and the decisions made at the start (`Connection`), any later process can serve it.
+Mounting uses mount(2), or for
 ordinary users fusermount3.
 
 Invariants:
@@ -29,7 +30,7 @@ from ckptfs import limits, procfs
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError, InvalidArgument
 from ckptfs.model import DataPath
-from ckptfs_daemon.fuse import kernel
+from ckptfs_daemon.fuse import kernel, request_table
 from ckptfs_daemon.fuse.kernel import Passthrough
 
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 2, 4, 8, 32
@@ -119,15 +120,15 @@ def _unmount_with_fusermount(point: Path, *, lazy: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A mounted filesystem; the process that holds `fd` can serve it."""
+    """A mounted filesystem; the process that holds `fd` and `table_fd` (see `request_table`) can serve it."""
 
     fd: int
     init_request: bytes
     data_path: DataPath
     data_path_reason: str
-    can_resend: bool
     mountpoint: Path
     device: str
+    table_fd: int = -1
 
     @property
     def connection_id(self) -> int:
@@ -135,39 +136,49 @@ class Connection:
         return int(self.device.split(":")[1])
 
     def serialize(self) -> bytes:
-        """Return everything but the descriptor, for a supervisor that takes over."""
+        """Return everything but the descriptors, for a supervisor that takes over."""
         values = {
             "init_request": b64encode(self.init_request).decode(),
             "data_path": self.data_path.value,
             "data_path_reason": self.data_path_reason,
-            "resend": self.can_resend,
             "mountpoint": os.fsencode(self.mountpoint).hex(),
             "device": self.device,
         }
         return json.dumps(values).encode()
+
+    def close(self) -> None:
+        """Let go of the connection and of its requests."""
+        os.close(self.fd)
+        if self.table_fd >= 0:
+            os.close(self.table_fd)
 
     def is_mounted(self) -> bool:
         """Return True if it is still mounted at its mountpoint."""
         return any(mounted.mountpoint == self.mountpoint and mounted.device == self.device for mounted in procfs.list_mount_entries())
 
 
-def deserialize(fd: int, saved: bytes) -> Connection:
-    """Return the connection that `saved` describes. Raises ValueError or KeyError if it describes none."""
-    values = json.loads(saved)
+def restore(fd: int, table_fd: int) -> Connection:
+    """Return the connection that was saved in its table. Raises ValueError or KeyError if none was."""
+    values = json.loads(request_table.read_saved(table_fd))
     return Connection(
         fd=fd,
         init_request=b64decode(values["init_request"]),
         data_path=DataPath(values["data_path"]),
         data_path_reason=values["data_path_reason"],
-        can_resend=values["resend"],
         mountpoint=Path(os.fsdecode(bytes.fromhex(values["mountpoint"]))),
         device=values["device"],
+        table_fd=table_fd,
     )
 
 
 def connect(config: Config) -> Connection:
     """Mount `config.mountpoint` and answer INIT. Raises InvalidArgument or CannotMount; then nothing is mounted."""
     unmount_stale(config.mountpoint)
+    made = _connect(config)
+    return replace(made, table_fd=request_table.create(made.serialize()))
+
+
+def _connect(config: Config) -> Connection:
     reason = "asked for by data_path=buffered"
     if config.data_path is not DataPath.BUFFERED:
         outcome = _connect_with_passthrough(config)
@@ -201,7 +212,7 @@ def _connect_with_passthrough(config: Config) -> Connection | str:
 
 def _unmount_and_close(connection: Connection, reason: str) -> str:
     unmount_at(connection.mountpoint, MNT_DETACH)
-    os.close(connection.fd)
+    connection.close()
     return reason
 
 
@@ -210,7 +221,7 @@ def _mount_and_answer_init(config: Config, data_path: DataPath, reason: str) -> 
     try:
         request = _read_init(fd)
         init = kernel.parse_init(request)
-        init = replace(init, flags=init.flags & ~kernel.parse_hidden_features(os.environ.get(kernel.WITHOUT, "")))
+        init = replace(init, flags=init.flags & ~kernel.parse_hidden_features(os.environ.get("CKPTFS_KERNEL_WITHOUT", "")))
         flags = kernel.choose_init_flags(init, data_path, is_single_node=not config.cluster)
         os.write(fd, kernel.build_init_reply(init, flags))
         mounted = find_mount_at(config.mountpoint)
@@ -224,7 +235,7 @@ def _mount_and_answer_init(config: Config, data_path: DataPath, reason: str) -> 
     if data_path is DataPath.PASSTHROUGH and not flags & kernel.PASSTHROUGH:
         data_path = DataPath.BUFFERED
     _raise_read_ahead(mounted.device)
-    return Connection(fd, request, data_path, reason, bool(flags & kernel.HAS_RESEND), config.mountpoint, mounted.device)
+    return Connection(fd, request, data_path, reason, config.mountpoint, mounted.device)
 
 
 def _mount_fuse(config: Config) -> int:

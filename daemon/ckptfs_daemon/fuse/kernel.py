@@ -1,6 +1,7 @@
 """The kernel's FUSE protocol, as far as ckptfs speaks it without libfuse: the INIT exchange, and the table of backing files.
 
-ckptfs answers INIT itself, because libfuse 3.14 knows neither passthrough nor resending. Layouts and numbers are those of the kernel's
+ckptfs answers INIT itself, because libfuse 3.14 does not know passthrough. Everything but the protocol version is negotiated: what the
+kernel does not offer is not used. Layouts and numbers are those of the kernel's
 include/uapi/linux/fuse.h, protocol 7.40. Parsing and building are pure: bytes in, bytes out.
 
 A backing file is a descriptor registered under an id, which the OPEN reply carries. Ids belong to the FUSE connection, not to the
@@ -21,6 +22,9 @@ OPCODE_INIT = 26
 
 PROTOCOL_MINOR = 40
 """The protocol version of ckptfs. An older kernel is answered with its own version."""
+
+PROTOCOL_MINOR_MIN = 28
+"""Linux 4.20. From then on the kernel tells whether it still waits for a reply, and numbers its requests evenly."""
 ASYNC_READ = 1 << 0
 ATOMIC_O_TRUNC = 1 << 3
 BIG_WRITES = 1 << 5
@@ -37,7 +41,7 @@ HAS_RESEND = 1 << 39
 
 COMMON = (
     ASYNC_READ | ATOMIC_O_TRUNC | BIG_WRITES | DO_READDIRPLUS | ASYNC_DIO | PARALLEL_DIROPS | MAX_PAGES | HANDLE_KILLPRIV_V2 | INIT_EXT
-    | DIRECT_IO_ALLOW_MMAP | HAS_RESEND
+    | DIRECT_IO_ALLOW_MMAP
 )  # fmt: skip
 FEATURES = {
     "async_read": ASYNC_READ,
@@ -54,10 +58,7 @@ FEATURES = {
     "passthrough": PASSTHROUGH,
     "resend": HAS_RESEND,
 }
-"""The features that a test can hide from ckptfs, by the names of their flags."""
-
-WITHOUT = "CKPTFS_KERNEL_WITHOUT"
-"""The environment variable that names them, separated by commas."""
+"""The features that a test can hide from ckptfs (CKPTFS_KERNEL_WITHOUT), by the names of their flags."""
 
 BACKGROUND_MAX = 128
 CONGESTION = 96
@@ -101,6 +102,9 @@ def parse_init(request: bytes) -> KernelInit:
         flags |= struct.unpack_from("=I", request, INIT_FLAGS2_OFFSET)[0] << 32
     if major != 7:
         raise BadHandshake(f"the kernel speaks FUSE protocol {major}.{minor}, ckptfs speaks 7.{PROTOCOL_MINOR}")
+    if minor < PROTOCOL_MINOR_MIN:
+        words = f"the kernel speaks FUSE protocol 7.{minor}, ckptfs needs 7.{PROTOCOL_MINOR_MIN} or later"
+        raise BadHandshake(words, remedy="use Linux 4.20 or later, or a distribution's kernel with that FUSE")
     return KernelInit(unique, major, minor, max_readahead, flags)
 
 
@@ -109,7 +113,7 @@ def parse_hidden_features(names: str) -> int:
     hidden = 0
     for name in filter(None, (part.strip() for part in names.split(","))):
         if name not in FEATURES:
-            raise InvalidArgument(f"{WITHOUT}={names}: no feature is called {name}", remedy=f"accepted: {', '.join(FEATURES)}")
+            raise InvalidArgument(f"CKPTFS_KERNEL_WITHOUT={names}: no feature is called {name}", remedy=f"accepted: {', '.join(FEATURES)}")
         hidden |= FEATURES[name]
     # A kernel without INIT_EXT has no second word of flags.
     return hidden | ~0xFFFFFFFF if hidden & INIT_EXT else hidden

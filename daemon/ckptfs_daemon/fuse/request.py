@@ -23,7 +23,7 @@ from ckptfs_daemon.fuse import session
 from pyfuse3 import EntryAttributes  # isort: skip
 
 log = logging.getLogger(__name__)
-RESENT_BIT = 1 << 63
+REPEATED_BIT = 1 << 63
 
 unexpected_errors: Counter[str] = Counter()
 """Unexpected errors by handler."""
@@ -49,17 +49,20 @@ UNCACHED_NEGATIVE_ENTRY_OUT = _ENTRY_OUT.pack(*[0] * 22)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request: its number in this FUSE connection, whether the kernel resent it, whether it drops set-id bits."""
+    """A request: its number in this FUSE connection, and whether it drops set-id bits.
+
+    `is_repeated`: an earlier mount process had it in hand when it died, and may have made the change.
+    """
 
     number: int
-    is_resent: bool
+    is_repeated: bool
     kills_set_id: bool
 
 
 def get_current_request() -> Request:
     """Return the request being served. Call it before the handler's first await."""
     unique, kill = session.get_request_header()
-    return Request(unique & ~RESENT_BIT, bool(unique & RESENT_BIT), kill)
+    return Request(unique & ~REPEATED_BIT, bool(unique & REPEATED_BIT), kill)
 
 
 def get_errno(failure: BaseException, where: str) -> int:

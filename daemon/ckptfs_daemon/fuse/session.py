@@ -2,24 +2,23 @@
 
 The shim is loaded before pyfuse3, so nothing may import pyfuse3 before this module. `open_session` gives libfuse the connection that the
 supervisor opened and processes the saved INIT request. The supervisor has answered that request already. libfuse answers it again under a
-number that the kernel no longer knows, and the kernel drops this answer. If an earlier mount process died, `open_session` asks the kernel
-to resend the requests that it had not answered.
+number that the kernel no longer knows, and the kernel drops this answer. If an earlier mount process died, its unanswered requests are
+taken from the table of requests (`request_table`) before others are read from the kernel.
 
 `TrioAdapter` is what pyfuse3's loop uses instead of trio. For each request pyfuse3 takes a lock, waits for its descriptor and yields to
 trio's scheduler, which costs more than most handlers. With the adapter, a worker that finds the next request at once takes it without
-yielding. Every `TURN_S` the worker yields in any case, so other tasks are not starved. pyfuse3 has a place for another `trio` module,
+yielding. Every `TURN_S` the worker yields in any case, so other tasks are not starved. In a cluster, handlers wait for the store, and
+other tasks must run to end these waits: there a worker always yields. pyfuse3 has a place for another `trio` module,
 which its asyncio support uses.
 
-Crash safety: the supervisor keeps the connection, and the next mount process opens a session on it.
+Crash safety: the supervisor keeps the connection and the table, and the next mount process opens a session on them.
 """
 
-import contextlib
 import ctypes
 import errno
 import logging
 import os
 import select
-import struct
 import sys
 import time
 from collections import deque
@@ -28,8 +27,9 @@ from typing import Any
 
 import trio
 
+from ckptfs import limits
 from ckptfs.errors import CkptfsError
-from ckptfs_daemon.fuse import shim_build
+from ckptfs_daemon.fuse import request_table, shim_build
 from ckptfs_daemon.ipc import ChildSetup
 
 if "pyfuse3" in sys.modules:
@@ -87,7 +87,25 @@ class Lock:
 
 
 class LowlevelAdapter:
-    """`trio.lowlevel` with a `wait_readable` that polls before it yields."""
+    """`trio.lowlevel` with a `wait_readable` that knows the table of requests."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(trio.lowlevel, name)
+
+    async def wait_readable(self, fd: int) -> None:
+        """Wait until `fd` is readable, or a request of a dead process is left to be taken up."""
+        if _left.value:
+            return
+        if _is_full.value:
+            await trio.sleep(limits.REQUEST_FULL_WAIT_S)
+        await self._wait_readable(fd)
+
+    async def _wait_readable(self, fd: int) -> None:
+        await trio.lowlevel.wait_readable(fd)
+
+
+class PollingLowlevelAdapter(LowlevelAdapter):
+    """Polls before it yields."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
@@ -96,10 +114,7 @@ class LowlevelAdapter:
         self._is_busy = False
         """True if the last request came within SPIN_S. For a slower application, spinning would only burn a processor."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(trio.lowlevel, name)
-
-    async def wait_readable(self, fd: int) -> None:
+    async def _wait_readable(self, fd: int) -> None:
         """Wait until `fd` is readable. Does not yield if it is readable now and the turn is not over."""
         if fd not in self._registered_fds:
             self._registered_fds.add(fd)
@@ -129,10 +144,9 @@ class LowlevelAdapter:
 class TrioAdapter:
     """The part of the module `trio` that pyfuse3 uses."""
 
-    Lock = Lock
-
-    def __init__(self) -> None:
-        self.lowlevel = LowlevelAdapter()
+    def __init__(self, *, is_clustered: bool) -> None:
+        self.lowlevel = LowlevelAdapter() if is_clustered else PollingLowlevelAdapter()
+        self.Lock = trio.Lock if is_clustered else Lock
 
     def __getattr__(self, name: str) -> Any:
         return getattr(trio, name)
@@ -142,7 +156,6 @@ FOPEN_DIRECT_IO = 1 << 0
 FOPEN_KEEP_CACHE = 1 << 1
 FOPEN_NOFLUSH = 1 << 5
 FOPEN_PASSTHROUGH = 1 << 7
-NOTIFY_RESEND = 7
 WORKERS_IDLE = 8
 
 WORKERS_MAX = 256
@@ -151,6 +164,8 @@ _unique = ctypes.c_uint64.in_dll(_shim, "shim_unique")
 _kill_privileges = ctypes.c_uint32.in_dll(_shim, "shim_kill_privileges")
 _open_flags = ctypes.c_uint32.in_dll(_shim, "shim_open_flags")
 _sessions = ctypes.c_uint32.in_dll(_shim, "shim_sessions")
+_left = ctypes.c_uint32.in_dll(_shim, "shim_left")
+_is_full = ctypes.c_uint32.in_dll(_shim, "shim_is_full")
 _I, _U, _Q, _R = ctypes.c_int, ctypes.c_uint64, ctypes.c_int64, ctypes.c_void_p
 FALLOCATE = ctypes.PYFUNCTYPE(None, _R, _U, _I, _Q, _Q, _U)
 COPY_FILE_RANGE = ctypes.PYFUNCTYPE(None, _R, _U, _Q, _U, _U, _Q, _U, _U, _I)
@@ -178,6 +193,7 @@ _reply_write.argtypes = [_R, ctypes.c_size_t]
 _reply_lseek = _shim.fuse_reply_lseek
 _reply_lseek.argtypes = [_R, _Q]
 _shim.shim_process_saved_init.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+_shim.shim_map_table.argtypes = [_I, _I, _Q, *[ctypes.c_uint32] * 4]
 _raw_callbacks = _RawCallbacks()
 _fast_path_callbacks = _FastPathCallbacks()
 
@@ -187,7 +203,7 @@ class ShimNotLoaded(CkptfsError):
 
 
 def get_request_header() -> tuple[int, bool]:
-    """Return (unique, drops set-id bits) of the request being processed. Bit 63 of unique: resent by the kernel.
+    """Return (unique, drops set-id bits) of the request being processed. Bit 63 of unique: an earlier process had it in hand and died.
 
     Valid only until the first await of the handler.
     """
@@ -287,28 +303,38 @@ def reply_lseek(req: int, offset: int) -> None:
 def open_session(operations: pyfuse3.Operations, setup: ChildSetup) -> None:
     """Make libfuse and pyfuse3 serve the inherited connection. Reads nothing from the kernel yet. Raises ShimNotLoaded."""
     os.set_blocking(setup.fuse_fd, False)
-    if setup.config.cluster is None:
-        # In a cluster, handlers wait for the store, and other tasks must run to end these waits.
-        pyfuse3.trio = TrioAdapter()  # type: ignore[attr-defined]
+    pyfuse3.trio = TrioAdapter(is_clustered=setup.config.cluster is not None)  # type: ignore[attr-defined]
     pyfuse3.init(operations, f"/dev/fd/{setup.fuse_fd}", set())
     if _sessions.value == 0:
         raise ShimNotLoaded(
             "the mount's C part was not loaded before libfuse", remedy="rebuild it: python -m ckptfs_daemon.fuse.shim_build"
         )
     _shim.shim_process_saved_init(setup.init_request, len(setup.init_request))
-    if setup.is_resumed and setup.can_resend:
-        request_resend(setup.fuse_fd)
+    _map_table(setup.fuse_fd, setup.table_fd)
 
 
-def request_resend(fuse_fd: int) -> None:
-    """Make the kernel resend every request that was taken and not answered. An ended connection is reported by the next read."""
-    with contextlib.suppress(OSError):
-        os.write(fuse_fd, struct.pack("=IiQ", 16, NOTIFY_RESEND, 0))
+def _map_table(fuse_fd: int, fd: int) -> None:
+    """Map the table of requests. Raises OSError."""
+    slots = (limits.REQUEST_SMALL_SLOTS, limits.REQUEST_SMALL_BYTES, limits.REQUEST_LARGE_SLOTS, limits.REQUEST_LARGE_BYTES)
+    code = _shim.shim_map_table(fuse_fd, fd, request_table.SMALL_OFFSET, *slots)
+    if code:
+        raise OSError(code, os.strerror(code), "the table of requests")
+    if _left.value:
+        log.info("%d requests of an earlier process are taken up", _left.value)
 
 
 async def serve() -> None:
     """Serve requests until the filesystem is unmounted or `stop` is called."""
-    await pyfuse3.main(min_tasks=WORKERS_IDLE, max_tasks=WORKERS_MAX)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_trim_table, name="table of requests")
+        await pyfuse3.main(min_tasks=WORKERS_IDLE, max_tasks=WORKERS_MAX)
+        nursery.cancel_scope.cancel()
+
+
+async def _trim_table() -> None:
+    while True:
+        await trio.sleep(limits.REQUEST_TRIM_INTERVAL_S)
+        _shim.shim_trim_table(limits.REQUEST_LARGE_KEPT)
 
 
 def stop() -> None:

@@ -3,22 +3,27 @@
  *
  * The library is loaded with RTLD_GLOBAL before pyfuse3, so the dynamic linker finds these definitions before those of libfuse:
  *  - fuse_reply_open and fuse_reply_create send FOPEN_PASSTHROUGH with the backing id (upper half of fh), and any other flag;
- *  - fuse_session_process_buf records the request being processed: its number (bit 63: resent) and whether it drops set-id bits;
- *  - fuse_session_receive_buf returns EINTR instead of EAGAIN, which would end the mount;
+ *  - fuse_session_receive_buf reads into the table of requests in flight, and first returns what a dead process left there;
+ *  - fuse_session_process_buf records the request being processed: its number (bit 63: left by a dead process) and whether it drops
+ *    set-id bits;
  *  - fuse_session_new adds fallocate, copy_file_range, lseek and ioctl, for which pyfuse3 has no handlers, and replaces release.
  *    It offers lookup, getattr and create to a fast path first, because a task of pyfuse3 costs more than these operations.
  *
- * Everything runs in the one thread that runs pyfuse3, under the GIL. Nothing outlives the process.
+ * Everything runs in the one thread that runs pyfuse3, under the GIL. Only the table of requests outlives the process.
  */
 #define _GNU_SOURCE
 #define FUSE_USE_VERSION 312
 #include <dlfcn.h>
 #include <errno.h>
 #include <fuse_lowlevel.h>
+#include <linux/falloc.h>
 #include <linux/fuse.h>
 #include <stdbool.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 /* The headers of Debian 12 lack these. */
 #define OPEN_NOFLUSH (1u << 5)
@@ -26,6 +31,12 @@
 #define KILL_AT_OPEN (1u << 0)
 #define KILL_AT_WRITE (1u << 2)
 #define KILL_AT_SETATTR (1u << 11)
+
+/* In the number of a request that a dead process left, and in that of an interrupt. */
+#define REPEATED_BIT (1ull << 63)
+#define INTERRUPT_BIT 1ull
+
+#define PAGE_BYTES 4096
 
 /* Marks the file info of an opendir. Its fh uses all 64 bits and holds no backing id. */
 #define DIRECTORY_MARK 0x64697231u
@@ -51,6 +62,10 @@ uint64_t shim_unique;
 uint32_t shim_kill_privileges;
 /* FOPEN_* flags for the next reply to an open, create or opendir. Cleared by that reply. */
 uint32_t shim_open_flags;
+/* Requests that a dead process left and that are not taken up yet. */
+uint32_t shim_left;
+/* 1 if the last request stayed in the kernel because all slots are taken. */
+uint32_t shim_is_full;
 /* Number of sessions created through this file. 0 after pyfuse3.init: pyfuse3 was loaded first. */
 uint32_t shim_sessions;
 
@@ -162,31 +177,224 @@ static uint32_t drops_set_id_bits(const struct fuse_in_header *in, size_t size)
     }
 }
 
-void fuse_session_process_buf(struct fuse_session *se, const struct fuse_buf *buf)
+/* --- the table of requests in flight: see request_table.py ------------------------------------------------------------- */
+
+/* Slots of one size. Only the first `used` have been touched; `next` goes round among these. */
+struct slots {
+    char *start;
+    size_t bytes;
+    uint32_t count, used, next;
+};
+
+static struct slots small, large;
+static int connection_fd, table_fd;
+static off_t large_offset;
+/* What the dead process left, in the order of its numbers. The last `shim_left` are still to be taken up. */
+static struct fuse_in_header **left;
+static uint32_t left_count;
+/* The request that was received and is processed next, and whether a dead process left it. */
+static struct fuse_in_header *received;
+static bool received_is_left;
+
+static struct fuse_in_header *get_slot(const struct slots *slots, uint32_t index)
+{
+    return (struct fuse_in_header *)(slots->start + index * slots->bytes);
+}
+
+/*
+ * Does the kernel wait for a reply to this request? A reply to its interrupt (bit 0) has no effect unless it is ENOSYS or EAGAIN, and fails
+ * with ENOENT if the kernel knows no such request.
+ */
+static bool is_waited_for(uint64_t unique)
+{
+    struct fuse_out_header probe = {.len = sizeof(probe), .unique = unique | INTERRUPT_BIT};
+
+    return write(connection_fd, &probe, sizeof(probe)) >= 0 || errno != ENOENT;
+}
+
+/*
+ * Make the memory of a large slot present and keep it so. If the kernel has to fetch a page while it copies a request, and the process is
+ * killed at this moment, it fails the request with EIO. An ordinary user may lock little memory; then the pages are present until they
+ * are swapped out.
+ */
+static void populate(const struct slots *slots, uint32_t index)
+{
+    volatile char *slot = slots->start + index * slots->bytes;
+
+    (void)mlock((const void *)slot, slots->bytes);
+    for (size_t at = 0; at < slots->bytes; at += PAGE_BYTES)
+        slot[at] = slot[at];
+}
+
+/* Find a slot whose request has been answered. Touches another slot only if there is none; returns NULL if all are taken. */
+static struct fuse_in_header *find_free_slot(struct slots *slots)
+{
+    for (uint32_t tried = 0; tried < slots->used; tried++) {
+        struct fuse_in_header *slot = get_slot(slots, slots->next);
+
+        slots->next = (slots->next + 1) % slots->used;
+        if (!slot->len || !is_waited_for(slot->unique))
+            return slot;
+    }
+    if (slots->used == slots->count)
+        return NULL;
+    if (slots == &large)
+        populate(slots, slots->used);
+    return get_slot(slots, slots->used++);
+}
+
+/* Move a request to a small slot, so that the large one can take the next. At each moment at least one of them holds it. */
+static struct fuse_in_header *move_to_small(struct fuse_in_header *from)
+{
+    struct fuse_in_header *to = from->len <= small.bytes ? find_free_slot(&small) : NULL;
+
+    if (!to)
+        return from;
+    to->len = 0;
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    memcpy((char *)to + sizeof(to->len), (char *)from + sizeof(from->len), from->len - sizeof(from->len));
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    to->len = from->len;
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    from->len = 0;
+    return to;
+}
+
+static int compare_numbers(const void *one, const void *other)
+{
+    uint64_t a = (*(struct fuse_in_header *const *)one)->unique, b = (*(struct fuse_in_header *const *)other)->unique;
+
+    return a < b ? -1 : a > b;
+}
+
+/* Collect the requests in these slots to which the kernel still waits for a reply. */
+static void collect_left(struct slots *slots)
+{
+    for (uint32_t index = 0; index < slots->count; index++) {
+        struct fuse_in_header *slot = get_slot(slots, index);
+
+        if (!slot->len)
+            continue;
+        if (slot->len < sizeof(*slot) || slot->len > slots->bytes || !is_waited_for(slot->unique)) {
+            slot->len = 0;
+            continue;
+        }
+        left[left_count++] = slot;
+        slots->used = index + 1;
+    }
+    if (!slots->used)
+        slots->used = 1;
+    if (slots == &large)
+        for (uint32_t index = 0; index < slots->used; index++)
+            populate(slots, index);
+}
+
+/* Map the table and find what a dead process left in it. Returns 0 or an errno. Call it once, before the first request is read. */
+int shim_map_table(int fuse_fd, int fd, int64_t offset, uint32_t small_count, uint32_t small_bytes, uint32_t large_count, uint32_t large_bytes)
+{
+    size_t small_size = (size_t)small_count * small_bytes, size = small_size + (size_t)large_count * large_bytes;
+    char *start = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, offset);
+
+    left = calloc(small_count + large_count, sizeof(*left));
+    if (start == MAP_FAILED || !left)
+        return errno;
+    connection_fd = fuse_fd;
+    table_fd = fd;
+    large_offset = offset + (off_t)small_size;
+    small = (struct slots){.start = start, .bytes = small_bytes, .count = small_count};
+    large = (struct slots){.start = start + small_size, .bytes = large_bytes, .count = large_count};
+    collect_left(&small);
+    collect_left(&large);
+    qsort(left, left_count, sizeof(*left), compare_numbers);
+    for (uint32_t index = 1; index < left_count; index++)
+        /* The process died while it moved this one. Both slots hold all of it. */
+        if (left[index]->unique == left[index - 1]->unique) {
+            left[index]->len = 0;
+            memmove(left + index, left + index + 1, (--left_count - index) * sizeof(*left));
+        }
+    shim_left = left_count;
+    return 0;
+}
+
+/* Give back the memory of large slots, if many writes came at once and are answered now. Keeps `kept` slots. */
+void shim_trim_table(uint32_t kept)
+{
+    while (large.used > kept) {
+        uint32_t last = large.used - 1;
+        struct fuse_in_header *slot = get_slot(&large, last);
+
+        if (slot->len && is_waited_for(slot->unique))
+            return;
+        (void)munlock(slot, large.bytes);
+        (void)fallocate(table_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, large_offset + (off_t)(last * large.bytes), (off_t)large.bytes);
+        large.used = last;
+        large.next = 0;
+    }
+}
+
+/* --- receiving and processing ------------------------------------------------------------------------------------------ */
+
+/* Return the size of the next request, 0 if the connection has ended, or a negative errno. EINTR: there is none now. */
+int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
+{
+    ssize_t size;
+
+    (void)buf;
+    received_is_left = shim_left > 0;
+    if (received_is_left) {
+        received = left[left_count - shim_left--];
+        return (int)received->len;
+    }
+    received = find_free_slot(&large);
+    shim_is_full = !received;
+    if (!received)
+        return -EINTR;
+    received->len = 0;
+    size = read(connection_fd, received, large.bytes);
+    if (size >= (ssize_t)sizeof(*received))
+        return (int)size;
+    /* An error after the header was copied: the kernel has failed this request. */
+    received->len = 0;
+    if (size >= 0)
+        return -EIO;
+    if (errno == ENODEV) {
+        fuse_session_exit(se);
+        return 0;
+    }
+    /* ENOENT and EAGAIN: the request was withdrawn. pyfuse3 raises on these and waits again on EINTR. */
+    return errno == ENOENT || errno == EAGAIN ? -EINTR : -errno;
+}
+
+static bool wants_reply(const struct fuse_in_header *in)
+{
+    return in->opcode != FUSE_FORGET && in->opcode != FUSE_BATCH_FORGET && in->opcode != FUSE_INTERRUPT;
+}
+
+static void process(struct fuse_session *se, const struct fuse_buf *buf, uint64_t flags)
 {
     static void (*next)(struct fuse_session *, const struct fuse_buf *);
+    const struct fuse_in_header *in = buf->mem;
 
     if (!next)
         next = NEXT(fuse_session_process_buf);
-    if (!(buf->flags & FUSE_BUF_IS_FD) && buf->size >= sizeof(struct fuse_in_header)) {
-        const struct fuse_in_header *in = buf->mem;
-
-        shim_unique = in->unique;
-        shim_kill_privileges = drops_set_id_bits(in, buf->size) != 0;
-    }
+    shim_unique = in->unique | flags;
+    shim_kill_privileges = drops_set_id_bits(in, buf->size) != 0;
     next(se, buf);
 }
 
-int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
+/* Process the request that was received. It stays in its slot until the kernel has the reply, whenever that is sent. */
+void fuse_session_process_buf(struct fuse_session *se, const struct fuse_buf *buf)
 {
-    static int (*next)(struct fuse_session *, struct fuse_buf *);
-    int result;
+    struct fuse_buf request = {0};
 
-    if (!next)
-        next = NEXT(fuse_session_receive_buf);
-    result = next(se, buf);
-    /* The request was withdrawn between poll and read. pyfuse3 raises on EAGAIN and waits again on EINTR. */
-    return result == -EAGAIN ? -EINTR : result;
+    (void)buf;
+    if (wants_reply(received) && !received_is_left)
+        received = move_to_small(received);
+    request.mem = received;
+    request.size = received->len;
+    process(se, &request, received_is_left ? REPEATED_BIT : 0);
+    if (!wants_reply(received))
+        received->len = 0;
 }
 
 /* Process the saved INIT request as if it had been read from the kernel, which sends INIT only once. */
@@ -194,7 +402,7 @@ void shim_process_saved_init(void *bytes, size_t size)
 {
     struct fuse_buf buf = {.mem = bytes, .size = size};
 
-    fuse_session_process_buf(session, &buf);
+    process(session, &buf, 0);
 }
 
 /* --- operations without pyfuse3 --------------------------------------------------------------------------------------- */

@@ -1,7 +1,7 @@
 """The services that all handlers of the mount process share, and the way in which a handler changes the catalog.
 
-A handler reads its request's number before the first await, commits its change together with its reply, then replies. If the kernel resends
-a request after a crash, the handler returns the recorded reply.
+A handler reads its request's number before the first await, commits its change together with its reply, then replies. If a request
+comes again after a crash, the handler returns the recorded reply.
 
 Crash safety: before the commit nothing happened; after it the reply is in the catalog.
 """
@@ -89,7 +89,7 @@ class ChangeRunner:
 
     async def get_replayed_reply(self, request: Request) -> bytes | None:
         """Return the reply that this request got before a crash. Returns None if it has none, or if its change was reverted since."""
-        if not request.is_resent:
+        if not request.is_repeated:
             return None
         if self._context.shared_namespace is not None:
             await self._context.shared_namespace.wait_published()

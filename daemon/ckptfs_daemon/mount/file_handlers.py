@@ -4,7 +4,7 @@ On the passthrough path the kernel reads and writes by itself. It sends reads an
 files that it refused to take over. RAM is read and written in the trio thread, which is faster than another thread. Other tiers may block,
 so their calls run in threads.
 
-Crash safety: see `open_attempt` and `open_file_table`. The kernel resends a write without a reply, to the same offset.
+Crash safety: see `open_attempt` and `open_file_table`. A write without a reply is done again, to the same offset.
 """
 
 import errno

@@ -3,7 +3,7 @@
 A wake-up is a hint in both directions. A waiter checks its row and wakes the mover every `limits.REQUEST_POLL_S`, so neither a lost wake-up
 nor a new mover process costs more than that. Everything runs in the trio thread.
 
-Crash safety: the kernel resends its request; the handler asks again and shares the row that is still open.
+Crash safety: the kernel's request is taken up again; its handler asks again and shares the row that is still open.
 """
 
 import errno

@@ -3,7 +3,7 @@
 The kernel gets its RELEASE reply after the handle row is deleted. Deletes are batched: the next open or create commits them, or a task does
 after `RELEASE_GATHER_S`. Until then the inode counts as open, so that others see what the application wrote.
 
-Crash safety: the kernel resends a release without a reply. `start` rebuilds everything else from the handle table.
+Crash safety: a release without a reply is taken up again. `start` rebuilds everything else from the handle table.
 """
 
 import contextlib
@@ -171,7 +171,7 @@ class OpenFileTable:
         """Close a handle. The next change or `run_release_commits` commits that and then calls `on_committed`."""
         file = self.by_handle.pop(handle, None)
         if file is None:
-            on_committed()  # Committed before a crash, then resent.
+            on_committed()  # Committed before a crash, then repeated.
             return
         file.ended_handles.append(handle)
         file.has_ended_writer |= file.handles.pop(handle)

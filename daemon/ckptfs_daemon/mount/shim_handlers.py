@@ -5,10 +5,10 @@ calls plain functions and wants one reply each; the first three start a task.
 
 Fast path: most lookups, getattrs and creates, answered at once from the catalog. pyfuse3 makes a task, a context and a reply object for
 each request, which costs more than these replies themselves. A fast handler that cannot answer at once returns False, and the handler of
-`operations` starts afresh: for a directory that is not imported, a tier that is full or may hang, a resent request, an inode outside the
+`operations` starts afresh: for a directory that is not imported, a tier that is full or may hang, a repeated request, an inode outside the
 catalog, an error, and in a cluster for everything that needs the store.
 
-Crash safety: see `context`. The kernel resends a raw request, which may then be executed twice. A create is committed before its reply.
+Crash safety: see `context`. A raw request may be executed twice. A create is committed before its reply.
 """
 
 import ctypes
@@ -163,7 +163,7 @@ class ShimHandlers:
 
     def _fast_create(self, req: int, parent: int, name: bytes, mode: int, uid: int, gid: int, pid: int) -> bool:
         request = get_current_request()
-        if self._context.prefetch is not None or request.is_resent or self._latest.owns(parent):
+        if self._context.prefetch is not None or request.is_repeated or self._latest.owns(parent):
             return False
         attempt = CreateAttempt(self._context, request, parent, name, mode, (uid, gid), pid)
         opened = attempt.try_nonblocking()

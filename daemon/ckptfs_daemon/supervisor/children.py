@@ -63,12 +63,12 @@ class Child:
     def is_assigned(self) -> bool:
         return self.assigned_at > 0
 
-    def assign(self, assignment: Assignment, wake_socket: socket.socket, fuse_fd: int) -> None:
+    def assign(self, assignment: Assignment, wake_socket: socket.socket, fuse_fds: tuple[int, ...]) -> None:
         """Send the child its role. If it has died, its link shows that."""
         self.role = assignment.role
         self.assigned_at = self.last_message_at = time.monotonic()
         with contextlib.suppress(OSError):
-            ipc.send_assignment(self.link, assignment, wake_socket, fuse_fd)
+            ipc.send_assignment(self.link, assignment, wake_socket, fuse_fds)
 
     def stop(self) -> None:
         """Ask the child to stop."""

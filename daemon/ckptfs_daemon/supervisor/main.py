@@ -43,7 +43,7 @@ def run_daemon(name: str, mountpoint: Path | None, options: str, ready_pipe: Rea
     try:
         fuse_connection, resumed = _resume_or_connect(config, take_stored_descriptors())
         if not resumed:
-            systemd.store_descriptors(fuse_connection.fd, fuse_connection.serialize())
+            systemd.store_descriptors(fuse_connection.fd, fuse_connection.table_fd)
         _lower_oom_score()
         supervisor = Supervisor(config, fuse_connection, is_resumed=resumed, systemd=systemd, ready_pipe=ready_pipe)
         code = supervisor.run()
@@ -97,16 +97,16 @@ def _require_pfs_and_cluster(config: Config) -> None:
         db.close()
 
 
-def _resume_or_connect(config: Config, handed_over: tuple[int, bytes] | None) -> tuple[Connection, bool]:
+def _resume_or_connect(config: Config, handed_over: tuple[int, int] | None) -> tuple[Connection, bool]:
     """Return (the connection to serve, True if it was served before)."""
     if handed_over is not None:
-        fuse_fd, saved = handed_over
         with contextlib.suppress(ValueError, KeyError):
-            kept = connection.deserialize(fuse_fd, saved)
-            if kept.mountpoint == config.mountpoint and kept.can_resend and kept.is_mounted():
+            kept = connection.restore(*handed_over)
+            if kept.mountpoint == config.mountpoint and kept.is_mounted():
                 log.info("%s: resuming the mount that systemd kept", config.mountpoint)
                 return kept, True
-        os.close(fuse_fd)
+        for fd in handed_over:
+            os.close(fd)
     return connection.connect(config), False
 
 

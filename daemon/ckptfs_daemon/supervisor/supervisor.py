@@ -1,4 +1,4 @@
-"""The supervisor: keeps the FUSE connection, keeps a mount and a mover process running, and ends all of it in order.
+"""The supervisor: keeps the FUSE connection with its requests in flight, keeps a mount and a mover process running, and ends all in order.
 
 One thread and one poll loop, without access to file contents. At the start, the mover recovers before the mount serves. At the end, the
 mount is unmounted, the mount process exits, the mover drains, and the RAM tier is released if it holds no only copy.
@@ -179,9 +179,9 @@ class Supervisor:
         mounted = self._connection
         assignment = Assignment(
             role, self._config, mounted.init_request if role == MOUNT else b"", mounted.data_path, mounted.data_path_reason,
-            self._is_resumed, mounted.can_resend,
+            self._is_resumed,
         )  # fmt: skip
-        child.assign(assignment, self._wake_sockets[role], mounted.fd if role == MOUNT else -1)
+        child.assign(assignment, self._wake_sockets[role], (mounted.fd, mounted.table_fd) if role == MOUNT else ())
         if role == MOVER and self._phase is Phase.DRAINING:
             child.stop()
         self._publish_processes()
@@ -274,30 +274,11 @@ class Supervisor:
             if reason:
                 self._give_up(f"the mount process does not stay alive: {reason}; the log says what it died of")
                 return
-            if self._is_resumed and not self._connection.can_resend:
-                try:
-                    self._remount()
-                except (OSError, CkptfsError) as failure:
-                    self._give_up(f"{self._config.mountpoint} cannot be mounted anew: {failure}")
-                    return
         elif role == MOVER and reason:
             log.error("mover: does not stay alive: %s; new files stay in their tiers until it does", reason)
             if self._phase is Phase.DRAINING:
                 self._phase = Phase.OVER
         slot.due_at = now + children.get_restart_delay_s(slot.history)
-
-    def _remount(self) -> None:
-        """Abort the connection and mount anew, on a kernel that cannot resend requests: they would wait for ever."""
-        point = self._config.mountpoint
-        log.warning("%s: mounting anew, open files fail: this kernel cannot hand a connection to another process", point)
-        connection.abort(self._connection)
-        with contextlib.suppress(OSError):
-            connection.unmount(self._connection)
-        fresh = connection.connect(self._config)
-        os.close(self._connection.fd)
-        self._connection = fresh
-        self._is_resumed = False
-        self._systemd.store_descriptors(self._connection.fd, self._connection.serialize())
 
     def _give_up(self, sentence: str) -> None:
         log.critical("%s; giving up", sentence)
@@ -349,7 +330,7 @@ class Supervisor:
         self._systemd.remove_descriptors()
         with contextlib.suppress(OSError, CkptfsError):
             connection.unmount(self._connection)
-        os.close(self._connection.fd)
+        self._connection.close()
         for role in (MOUNT, SPARE):
             self._kill_child(self._slots[role])
         mover = self._slots[MOVER]

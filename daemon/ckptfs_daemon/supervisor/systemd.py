@@ -1,7 +1,7 @@
 """The protocol with systemd: sd_notify(3) messages and the descriptor store, through its socket and without a library.
 
-Two descriptors are stored: the FUSE connection, and a memfd with the data needed to serve it. A supervisor that systemd restarts finds both
-in LISTEN_FDS and resumes the mount, so its death is only a pause.
+Two descriptors are stored: the FUSE connection, and the memory with its requests in flight (`request_table`). A supervisor that systemd
+restarts finds both in LISTEN_FDS and resumes the mount, so its death is only a pause.
 
 Crash safety: systemd keeps the descriptors.
 """
@@ -13,7 +13,6 @@ import socket
 FUSE_NAME = "ckptfs-fuse"
 SAVED_NAME = "ckptfs-saved"
 FIRST_FD = 3
-SAVED_BYTES_MAX = 1 << 20
 
 
 class Systemd:
@@ -41,15 +40,10 @@ class Systemd:
             return True
         return False
 
-    def store_descriptors(self, fuse_fd: int, saved: bytes) -> None:
+    def store_descriptors(self, fuse_fd: int, table_fd: int) -> None:
         """Store the connection in systemd. FDPOLL=0: a FUSE descriptor reports an error when it ends."""
-        memory = os.memfd_create("ckptfs-saved")
-        try:
-            os.write(memory, saved)
-            self.notify("FDSTORE=1", f"FDNAME={SAVED_NAME}", "FDPOLL=0", descriptor=memory)
-            self.notify("FDSTORE=1", f"FDNAME={FUSE_NAME}", "FDPOLL=0", descriptor=fuse_fd)
-        finally:
-            os.close(memory)
+        self.notify("FDSTORE=1", f"FDNAME={SAVED_NAME}", "FDPOLL=0", descriptor=table_fd)
+        self.notify("FDSTORE=1", f"FDNAME={FUSE_NAME}", "FDPOLL=0", descriptor=fuse_fd)
 
     def remove_descriptors(self) -> None:
         """Remove the stored descriptors after the connection has ended."""
@@ -57,21 +51,21 @@ class Systemd:
         self.notify("FDSTOREREMOVE=1", f"FDNAME={SAVED_NAME}")
 
 
-def take_stored_descriptors() -> tuple[int, bytes] | None:
-    """Return the (FUSE descriptor, saved bytes) that systemd kept, or None. Closes any other descriptor."""
+def take_stored_descriptors() -> tuple[int, int] | None:
+    """Return the descriptors of the connection and of its table that systemd kept, or None. Closes any other descriptor."""
     count = os.environ.pop("LISTEN_FDS", "")
     names = os.environ.pop("LISTEN_FDNAMES", "").split(":")
     if os.environ.pop("LISTEN_PID", "") != str(os.getpid()) or not count.isdigit():
         return None
-    fuse_fd, saved = -1, b""
+    kept: dict[str, int] = {}
     for fd, name in zip(range(FIRST_FD, FIRST_FD + int(count)), names, strict=False):
         os.set_inheritable(fd, False)
-        if name == FUSE_NAME and fuse_fd < 0:
-            fuse_fd = fd
-            continue
-        if name == SAVED_NAME:
-            saved = os.pread(fd, SAVED_BYTES_MAX, 0)
+        if name in (FUSE_NAME, SAVED_NAME) and name not in kept:
+            kept[name] = fd
+        else:
+            os.close(fd)
+    if len(kept) == 2:
+        return kept[FUSE_NAME], kept[SAVED_NAME]
+    for fd in kept.values():
         os.close(fd)
-    if fuse_fd >= 0 and not saved:
-        os.close(fuse_fd)
-    return (fuse_fd, saved) if fuse_fd >= 0 and saved else None
+    return None
