@@ -22,6 +22,7 @@ class MountEntry:
     `device` is "MAJOR:MINOR"; `options` are those of the superblock; `root` is the directory of the filesystem that is mounted.
     """
 
+    id: int
     mountpoint: Path
     device: str
     fstype: str
@@ -36,7 +37,8 @@ def list_mount_entries(table: str | Path = MOUNT_TABLE) -> list[MountEntry]:
     for line in Path(table).read_bytes().splitlines():
         left, _, right = line.partition(b" - ")
         fields, (fstype, source, options) = left.split(b" "), map(_unescape, right.split(b" ")[:3])
-        entries.append(MountEntry(Path(_unescape(fields[4])), fields[2].decode(), fstype, source, options, _unescape(fields[3])))
+        mounted_root = _unescape(fields[3])
+        entries.append(MountEntry(int(fields[0]), Path(_unescape(fields[4])), fields[2].decode(), fstype, source, options, mounted_root))
     return entries
 
 
@@ -45,6 +47,13 @@ def get_filesystem_type(path: Path, table: str | Path = MOUNT_TABLE) -> str:
     entries = [entry for entry in list_mount_entries(table) if path.is_relative_to(entry.mountpoint)]
     # Of two mounts on one mountpoint, the later one is visible.
     return max(reversed(entries), key=lambda entry: len(entry.mountpoint.parts)).fstype if entries else ""
+
+
+def find_mount_of(fd: int) -> MountEntry | None:
+    """Return the mount that an open file lies on. Returns None if that mount is not in this namespace any more."""
+    found = re.search(rb"^mnt_id:\s*(\d+)$", Path(f"/proc/thread-self/fdinfo/{fd}").read_bytes(), re.MULTILINE)
+    number = int(found[1]) if found else -1
+    return next((entry for entry in list_mount_entries() if entry.id == number), None)
 
 
 def _unescape(field: bytes) -> str:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ckptfs.catalog import identity, inodes, peer_copies, pfs_state, remote_contents
+from ckptfs.catalog import identity, inodes, journal, peer_copies, pfs_state, remote_contents
 from ckptfs.catalog.content_rows import CONTENT_COLUMNS, build_content, get_content, is_unchanged
 from ckptfs.catalog.database import Database
 from ckptfs.model import Content, ContentState, Copy, CopyState, Tier
@@ -204,6 +204,20 @@ def set_tier_uuid(db: Database, tier: Tier, uuid: str) -> int:
         return 0 if before is None else db.run("DELETE FROM copy WHERE tier = ?", tier)
 
 
+def set_pfs_identity(db: Database, before: str | None, pfs_identity: str, *, is_mark: bool) -> bool:
+    """Record the identity of the PFS in place of `before`. It is the same PFS, so its copies stay.
+
+    Return False if another thread was faster.
+    """
+    with db.transaction():
+        if get_tier_uuid(db, Tier.PFS) != before:
+            return False
+        db.run("INSERT OR REPLACE INTO tier (name, uuid) VALUES (?, ?)", Tier.PFS, pfs_identity)
+        if before is not None:
+            db.run("UPDATE meta SET value = ? WHERE key = 'pfs'", pfs_identity if is_mark else journal.UNIDENTIFIED)
+    return True
+
+
 def list_copies_in_tier(db: Database, tier: Tier) -> dict[int, tuple[CopyState, ContentState, int]]:
     """Return content -> (state of its copy in `tier`, state and size of the content)."""
     rows = db.rows("SELECT c.content, c.state, k.state, k.size FROM copy c JOIN content k ON k.id = c.content WHERE c.tier = ?", tier)
@@ -245,7 +259,7 @@ class FetchState:
     """The nodes, alive or not, that have a verified copy of exactly this generation."""
     pfs_names: tuple[bytes, ...] | None = field(compare=False)
     pfs_parent: int = field(compare=False)
-    pfs_uuid: str | None = field(compare=False)
+    pfs_identity: str | None = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +295,7 @@ def load_fetch_state(db: Database, inode: int) -> FetchState | None:
             holders=() if content is None else tuple(peer_copies.list_holders(db, content)),
             pfs_names=pfs_state.find_path(db, inode),
             pfs_parent=pfs_state.get_parent(db, inode),
-            pfs_uuid=get_tier_uuid(db, Tier.PFS),
+            pfs_identity=get_tier_uuid(db, Tier.PFS),
         )
 
 

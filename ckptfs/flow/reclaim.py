@@ -16,6 +16,7 @@ from ckptfs import disk, lifecycle
 from ckptfs.catalog import contents, copies
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
+from ckptfs.errors import TierUnavailable
 from ckptfs.model import CopyState, Notifier, Tier
 from ckptfs.tiers import local_copies
 from ckptfs.tiers.storage import Tiers, TierStorage
@@ -70,8 +71,12 @@ class Reclaim:
 
     def _sweep(self) -> None:
         for tier, storage in self._present_tiers.items():
-            self._remove_quarantined(tier, storage)
-            count, size = self._remove_leftovers(tier, storage)
+            try:
+                self._remove_quarantined(tier, storage)
+                count, size = self._remove_leftovers(tier, storage)
+            except TierUnavailable as reason:
+                log.debug("%s: not swept: %s", tier, reason)  # Its next sweep looks again.
+                continue
             if count:
                 log.info("%s: removed %d leftover files (%d bytes)", tier, count, size)
 

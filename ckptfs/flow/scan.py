@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from ckptfs import disk, limits
-from ckptfs.catalog import copies, mover_requests, namespace, pfs_state, scans, summary
+from ckptfs.catalog import mover_requests, namespace, pfs_state, scans, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.scans import PendingChanges, ScanVerdict
 from ckptfs.clique import locations
@@ -29,7 +29,7 @@ from ckptfs.clique.cluster import Cluster
 from ckptfs.coherence import key_state, pfs_coordination, store_loss
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError, TierUnavailable
-from ckptfs.model import ROOT, Notifier, PfsEntryStat, Tier
+from ckptfs.model import ROOT, Notifier, PfsEntryStat
 from ckptfs.store.kv import Get
 from ckptfs.tiers import health, pfs_ownership, pfs_tree
 from ckptfs.tiers.storage import Tiers
@@ -61,7 +61,6 @@ class Scan:
         """`cluster`: the other nodes, which use the same PFS; None on a single node."""
         self._cluster = cluster
         self._db = db
-        self._tiers = tiers
         self._config = config
         self._notify = notify
         self._tree_queues: dict[int, deque[int]] = {}
@@ -244,22 +243,11 @@ class Scan:
     def _open_root(self) -> int:
         if self._config.pfs is None:
             raise TierUnavailable("no PFS is configured")
-        if copies.get_tier_uuid(self._db, Tier.PFS) is None:
-            self._adopt_pfs()
         try:
-            return pfs_tree.open_root(self._config.pfs, copies.get_tier_uuid(self._db, Tier.PFS))
+            return pfs_tree.open_adopted_root(self._db, self._config.pfs)
         except OSError as failure:
             remedy = health.remedy(failure.errno)
             raise TierUnavailable(f"{self._config.pfs} cannot be opened: {failure.strerror}", remedy=remedy) from failure
-
-    def _adopt_pfs(self) -> None:
-        """Mark the PFS on the first scan, so that it is recognised later."""
-        try:
-            uuid = self._tiers[Tier.PFS].uuid
-        except (OSError, TierUnavailable) as failure:
-            log.info("%s: the PFS cannot be marked: %s; whatever it shows is imported", self._config.pfs, failure)
-            return
-        copies.set_tier_uuid(self._db, Tier.PFS, uuid)
 
     def _open_directory(self, root_fd: int, names: tuple[bytes, ...], directory: int) -> int:
         """Return a descriptor of the directory. Raises OSError (EBUSY) if its path is being renamed."""

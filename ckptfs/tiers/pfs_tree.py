@@ -24,10 +24,11 @@ from ckptfs import disk, limits
 from ckptfs.catalog import copies
 from ckptfs.catalog.copies import FetchState, PublishedFile
 from ckptfs.catalog.database import Database
-from ckptfs.errors import TierUnavailable, posix_error
+from ckptfs.errors import posix_error
 from ckptfs.lifecycle import is_same_file
 from ckptfs.model import PfsEntryStat
-from ckptfs.tiers import pfs_ownership
+from ckptfs.tiers import pfs_identity, pfs_ownership
+from ckptfs.tiers.pfs_identity import WORK_DIRECTORY
 
 disk.declare_labels("scan:root", "scan:walk", "scan:list", "scan:stat", "scan:readlink", "scan:xattrs")
 disk.declare_labels("pfs:walk", "pfs:exchange", "pfs:open")
@@ -36,7 +37,6 @@ DirectoryPath = tuple[bytes, ...]
 """The names from the root down to a directory."""
 CACHED_MAX = 128
 CACHED_S = 1.0
-WORK_DIRECTORY = b".ckptfs"
 HIDDEN_PREFIX = b".ckptfs."
 _TEMPORARY = re.compile(rb"\.ckptfs\.[0-9a-f]{8}\.[0-9a-f]+\Z")
 _PARKED = re.compile(rb"\.ckptfs\.parked\.([0-9a-f]{1,16})\Z")
@@ -48,36 +48,29 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_XATTRS = {errno.EOPNOTSUPP, errno.ENODATA, errno.EPERM, errno.EACCES, errno.ENOENT}
 
 
-def open_root(pfs: Path, expected_uuid: str | None) -> int:
-    """Open the root of the PFS. Raises TierUnavailable if its id is not `expected_uuid`.
+def open_root(pfs: Path, identity: str | None) -> int:
+    """Open the root of the PFS. Raises TierUnavailable if it is not the PFS of this identity."""
+    return _open_checked(pfs, lambda fd: pfs_identity.require_same(fd, pfs, identity))
 
-    The mountpoint of a filesystem that is not mounted looks like an empty PFS and must not be taken for it.
-    """
-    fd = disk.open_file("scan:root", os.fsencode(pfs), os.O_RDONLY | os.O_DIRECTORY)
+
+def open_adopted_root(db: Database, pfs: Path) -> int:
+    """Open the root of the PFS of this catalog, which takes its identity at the first contact. Raises as `open_root` does."""
+    return _open_checked(pfs, lambda fd: pfs_identity.adopt(db, fd, pfs))
+
+
+def _open_checked(pfs: Path, check: Callable[[int], object]) -> int:
+    fd = pfs_identity.open_directory("scan:root", pfs)
     try:
-        if expected_uuid is not None and _read_tier_id(fd) != expected_uuid:
-            raise TierUnavailable(
-                f"{pfs} is not the directory that this catalog belongs to: {WORK_DIRECTORY.decode()}/tier-id is missing or another one",
-                remedy=f"mount the filesystem that belongs at {pfs}",
-            )
+        check(fd)
     except BaseException:
         os.close(fd)
         raise
     return fd
 
 
-def _read_tier_id(root_fd: int) -> str:
-    try:
-        fd = os.open(WORK_DIRECTORY + b"/tier-id", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root_fd)
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
-    with os.fdopen(fd, "rb") as file:
-        return file.read(64).decode("ascii", "replace").strip()
-
-
 def open_directory(root_fd: int, names: tuple[bytes, ...]) -> int:
     """Open the directory `names` below `root_fd`, without following symlinks. Raises OSError."""
-    fd = os.open(b".", _DIRECTORY, dir_fd=root_fd)
+    fd = pfs_ownership.retry_as_owner(lambda: os.open(b".", _DIRECTORY, dir_fd=root_fd), lambda: [_get_owner(root_fd)])
     for name in names:
         try:
             child_fd = _open_child(fd, name)
@@ -227,9 +220,9 @@ class PfsTree:
         """Set the inode numbers (st_ino) that these directories must have."""
         self._expected = inodes
 
-    def reopen_root(self, expected_uuid: str | None) -> None:
-        """Reopen the root, before each batch. Raises TierUnavailable as `open_root` does."""
-        fd = open_root(self.root, expected_uuid)
+    def reopen_root(self, db: Database) -> None:
+        """Reopen the root, before each batch. Raises as `open_adopted_root` does."""
+        fd = open_adopted_root(db, self.root)
         if self._root_fd >= 0 and not os.path.sameopenfile(fd, self._root_fd):
             self.clear_cache()
         old, self._root_fd = self._root_fd, fd
@@ -268,8 +261,8 @@ class PfsTree:
         """Open the last of `names` in `parent_fd`."""
 
         def owners() -> list[pfs_ownership.Owner]:
-            found = os.stat(names[-1], dir_fd=parent_fd, follow_symlinks=False)
-            return [(found.st_uid, found.st_gid)]
+            found = stat_entry(parent_fd, names[-1])
+            return [(found.uid, found.gid), _get_owner(parent_fd)]
 
         try:
             return pfs_ownership.retry_as_owner(lambda: disk.open_file("pfs:walk", names[-1], _DIRECTORY, dir_fd=parent_fd), owners)
@@ -303,11 +296,15 @@ class PfsTree:
 
 
 def find_stat(directory: int, name: bytes) -> os.stat_result | None:
-    """lstat a name; None if it does not exist."""
-    try:
-        return os.stat(name, dir_fd=directory, follow_symlinks=False)
-    except FileNotFoundError:
-        return None
+    """lstat a name, as the owner of the directory if root may not search it; None if the name does not exist."""
+
+    def call() -> os.stat_result | None:
+        try:
+            return os.stat(name, dir_fd=directory, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+
+    return pfs_ownership.retry_as_owner(call, lambda: [_get_owner(directory)])
 
 
 def exchange(directory: int, name: bytes, new_directory: int, new_name: bytes) -> None:
@@ -346,7 +343,7 @@ def open_unchecked(pfs: Path, known: FetchState, flags: int = os.O_RDONLY) -> in
     """Return a descriptor of the file that the PFS shows under the known path. Raises OSError and TierUnavailable."""
     if not known.pfs_names:
         raise posix_error(errno.ENOENT, "the file is not on the PFS")
-    root_fd = open_root(pfs, known.pfs_uuid)
+    root_fd = open_root(pfs, known.pfs_identity)
     try:
         directory_fd = open_directory(root_fd, known.pfs_names[:-1])
     finally:

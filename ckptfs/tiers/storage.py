@@ -17,7 +17,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ckptfs import disk, limits, procfs
@@ -26,11 +26,11 @@ from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.errors import NoSpace, TierUnavailable
 from ckptfs.model import Tier
-from ckptfs.tiers import space
+from ckptfs.tiers import pfs_identity, space
 from ckptfs.tiers.space import Capacity
 
 log = logging.getLogger(__name__)
-disk.declare_labels("place:create", "place:open", "place:remove", "place:rename")
+disk.declare_labels("place:create", "place:open", "place:remove", "place:rename", "place:root")
 PFS_WORK_DIRECTORY = ".ckptfs"
 GIVEN_UP = "given-up"
 """A file of this name in the NVMe directory confirms that the previous device will not come back."""
@@ -47,8 +47,15 @@ def file_name(content: int) -> str:
 class TierStorage:
     """The directory of one tier. Methods raise OSError of its filesystem."""
 
-    def __init__(self, tier: Tier, root: Path, *, budget_bytes: int | None = None, instance: str = "") -> None:
-        """`budget_bytes` bounds our use of the filesystem, `instance` separates catalogs in one root."""
+    def __init__(
+        self, tier: Tier, root: Path, *, budget_bytes: int | None = None, instance: str = "",
+        get_pfs_identity: Callable[[], str | None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """`budget_bytes` bounds our use of the filesystem, `instance` separates catalogs in one root.
+
+        `get_pfs_identity` returns the identity of the PFS that the catalog belongs to; None if it is not known yet.
+        """
+        self._get_pfs_identity = get_pfs_identity
         self.tier = tier
         self.root = root
         self.is_memory = tier is Tier.RAM or procfs.get_filesystem_type(root) in procfs.MEMORY_FILESYSTEMS
@@ -64,17 +71,22 @@ class TierStorage:
 
         On the PFS it exists only after `uuid` was read: the mountpoint of a PFS that is not mounted must not be filled.
         """
-        if self._directory < 0 and self.tier is Tier.PFS and not (self.root / "tier-id").exists():
-            raise TierUnavailable(f"{self.root.parent} has no ckptfs work area", remedy="mount the filesystem that belongs there")
+        if self._directory < 0 and self.tier is Tier.PFS:
+            self._require_mark()
         return self._open_directory()
+
+    def _require_mark(self) -> None:
+        with disk.closing(pfs_identity.open_directory("place:root", self.root.parent)) as root_fd:
+            if not pfs_identity.read_mark(root_fd):
+                raise TierUnavailable(f"{self.root.parent} has no ckptfs work area", remedy="mount the filesystem that belongs there")
+            pfs_identity.require_same(root_fd, self.root.parent, self._get_pfs_identity())
 
     def _open_directory(self) -> int:
         if self._directory < 0:
-            self.root.mkdir(mode=0o700, parents=self.tier is not Tier.PFS, exist_ok=True)
-            root = os.open(self.root, _DIRECTORY)
+            if self.tier is not Tier.PFS:
+                self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            root = self._open_root()
             try:
-                if os.fstat(root).st_uid != os.geteuid():
-                    raise TierUnavailable(f"{self.root} belongs to another user", remedy="remove it; ckptfs creates it")
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(self._contents, 0o700, dir_fd=root)
                 self._directory = os.open(self._contents, _DIRECTORY, dir_fd=root)
@@ -82,9 +94,24 @@ class TierStorage:
                 os.close(root)
         return self._directory
 
+    def _open_root(self) -> int:
+        try:
+            root = os.open(self.root, _DIRECTORY)
+        except PermissionError:
+            root = -1
+        if root >= 0 and os.fstat(root).st_uid == os.geteuid():
+            return root
+        if root >= 0:
+            os.close(root)
+        remedy = "let root use the directory" if self.tier is Tier.PFS else "remove it; ckptfs creates it"
+        raise TierUnavailable(f"{self.root} belongs to another user", remedy=remedy)
+
     @property
     def uuid(self) -> str:
         """The identity of this root, created if missing. Concurrent callers get the same one."""
+        if self.tier is Tier.PFS:
+            with disk.closing(pfs_identity.open_directory("place:root", self.root.parent)) as root_fd:
+                return pfs_identity.make_mark(root_fd)
         path = self.root / "tier-id"
         self._open_directory()
         with contextlib.suppress(FileNotFoundError):
@@ -218,10 +245,11 @@ class Tiers(Mapping[Tier, TierStorage]):
         self._capacities: tuple[float, dict[Tier, Capacity]] = (float("-inf"), {})
 
     @classmethod
-    def from_config(cls, config: Config, instance: str = "") -> "Tiers":
+    def from_config(cls, config: Config, instance: str = "", get_pfs_identity: Callable[[], str | None] = lambda: None) -> "Tiers":
         """Open RAM and NVMe; the PFS is accessed at first use only. Raises OSError if either cannot be used.
 
-        `instance` identifies the catalog: other mounts and nodes may use the same directories on NVMe and on the PFS.
+        `instance` identifies the catalog: other mounts and nodes may use the same directories on NVMe and on the PFS. `get_pfs_identity`
+        is that of `TierStorage`.
         """
         ram = Path(os.path.realpath(config.state / "ram"))  # for ordinary users a link into /dev/shm
         tiers = {Tier.RAM: TierStorage(Tier.RAM, ram, budget_bytes=config.ram_bytes)}
@@ -230,7 +258,7 @@ class Tiers(Mapping[Tier, TierStorage]):
         for storage in tiers.values():
             _ = storage.uuid
         if config.pfs is not None:
-            tiers[Tier.PFS] = TierStorage(Tier.PFS, config.pfs / PFS_WORK_DIRECTORY, instance=instance)
+            tiers[Tier.PFS] = TierStorage(Tier.PFS, config.pfs / PFS_WORK_DIRECTORY, instance=instance, get_pfs_identity=get_pfs_identity)
         return cls(tiers, config.ram_high)
 
     def exclude(self, tier: Tier) -> None:

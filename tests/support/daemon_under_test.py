@@ -71,6 +71,9 @@ def ckptfs(*arguments: str | Path, check: bool = True, timeout: float = 120.0) -
 class DaemonUnderTest:
     """One `ckptfsd` with a mountpoint, a PFS, an NVMe and a state directory of its own. Options as of mount -o; None leaves one out."""
 
+    wrapper: tuple[str, ...] = ()
+    """The command that runs the daemon, such as setpriv(1) with its arguments."""
+
     def __init__(self, data_path: str = "auto", *, env: dict[str, str] | None = None, **options: str | Path | None) -> None:
         self.name = f"t{os.getpid()}-{next(_numbers)}"
         self.root = Path(tempfile.mkdtemp(prefix="ckptfs-test-", dir="/tmp"))
@@ -96,7 +99,8 @@ class DaemonUnderTest:
         ready, child_end = os.pipe()
         # Should this process die without its teardown, the daemon unmounts and ends.
         command = ["setpriv", "--pdeathsig", "TERM"] if shutil.which("setpriv") else []
-        command += [sys.executable, "-m", "ckptfs_daemon", self.name, str(self.path), "-o", options, "--ready-fd", str(child_end)]
+        command += [*self.wrapper, sys.executable, "-m", "ckptfs_daemon", self.name, str(self.path), "-o", options]
+        command += ["--ready-fd", str(child_end)]
         with open(self.log_file, "ab") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[child_end], env=environment(**self.env), cwd="/",

@@ -15,7 +15,6 @@ from local_node import Node
 from trio.testing import MockClock
 
 from ckptfs.catalog import copies
-from ckptfs.errors import TierUnavailable
 from ckptfs.model import Tier
 from ckptfs.tiers import health
 
@@ -115,17 +114,14 @@ def test_silence_is_said_while_it_lasts(node: Node, monkeypatch: pytest.MonkeyPa
 def test_the_pfs_is_identified_and_another_one_is_not_taken_for_it(node: Node) -> None:
     """An unmounted PFS looks like an empty directory: nobody may think that all files there were deleted."""
     storage = node.tiers[Tier.PFS]
-    tier_monitor.check_or_adopt_uuid(node.db, storage)
-    assert copies.get_tier_uuid(node.db, Tier.PFS) == storage.uuid
-    tier_monitor.check_or_adopt_uuid(node.db, storage)
-    shutil.rmtree(storage.root)
-    with pytest.raises(TierUnavailable, match="not the directory"):
-        tier_monitor.check_or_adopt_uuid(node.db, storage)
-    assert not storage.root.exists(), "nothing may be made there"
-    assert node.config.pfs is not None
 
     async def scenario(_: list[int]) -> None:
         await trio.sleep(1)
 
     watch(node, scenario)
-    assert told(node)["state"] == "down" and str(node.config.pfs) in told(node)["remedy"]
+    assert copies.get_tier_uuid(node.db, Tier.PFS) == storage.uuid and told(node)["state"] == "normal"
+    shutil.rmtree(storage.root)
+    watch(node, scenario)
+    assert node.config.pfs is not None
+    assert told(node)["state"] == "down" and "not the directory" in told(node)["error"] and str(node.config.pfs) in told(node)["remedy"]
+    assert not storage.root.exists(), "nothing may be made there"

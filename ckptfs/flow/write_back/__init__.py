@@ -31,7 +31,7 @@ from ckptfs.clique.cluster import Cluster
 from ckptfs.coherence import store_loss
 from ckptfs.coherence.pfs_coordination import NotLoaded
 from ckptfs.config import Config
-from ckptfs.errors import Busy, StoreUnreachable, TierUnavailable
+from ckptfs.errors import Busy, StoreUnreachable
 from ckptfs.flow.write_back.apply import Applier, set_directory_times
 from ckptfs.flow.write_back.coordination import ClusterWriteBack
 from ckptfs.flow.write_back.deferred import CatalogFacts, CopyPacing, DeferredFiles, build_unavailable_error
@@ -39,6 +39,7 @@ from ckptfs.flow.write_back.plan import KEYS_PER_ROW, PlannedFile, Planner, Sour
 from ckptfs.flow.write_back.plan_shared import SharedPlanner
 from ckptfs.flow.write_back.stage import Staged, Stager, Unfit, Unsealed, Unstable, build_batch
 from ckptfs.model import ROOT, Level, Notifier, Tier
+from ckptfs.tiers import pfs_identity
 from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree
 from ckptfs.tiers.storage import Tiers
 
@@ -158,7 +159,8 @@ class WriteBack:
             return self._coordination is not None and self._coordination.requeue_left_out()
         if self._coordination is not None:
             store_loss.require_rebuilt(self._db)
-        tree.reopen_root(self._adopt_pfs())
+        tree.reopen_root(self._db)
+        self._record_pfs()
         self._has_checked = True
         found = pfs_batch.find_batch(self._db)
         if found is not None and found[0]:
@@ -175,21 +177,12 @@ class WriteBack:
             return requeued or self._set_times(tree)
         return self._write_rows(tree, rows)
 
-    def _adopt_pfs(self) -> str | None:
-        """Return the uuid of the PFS, or None if no work area can be made on it.
-
-        A new PFS gets everything that exists: it is recorded in the journal.
-        """
-        uuid = copies.get_tier_uuid(self._db, Tier.PFS)
-        if uuid is None:
-            try:
-                uuid = self._tiers[Tier.PFS].uuid
-                copies.set_tier_uuid(self._db, Tier.PFS, uuid)
-            except (PermissionError, TierUnavailable):
-                log.debug("%s: no work area can be made on the PFS", self._config.pfs)
-        if journal.set_pfs(self._db, uuid or journal.UNIDENTIFIED):
+    def _record_pfs(self) -> None:
+        """Record the PFS that was opened. A new PFS gets everything that exists: it is recorded in the journal."""
+        identity = copies.get_tier_uuid(self._db, Tier.PFS)
+        assert identity is not None
+        if journal.set_pfs(self._db, identity if pfs_identity.is_mark(identity) else journal.UNIDENTIFIED):
             log.info("%s: new PFS for this catalog; all files are written back to it", self._config.pfs)
-        return uuid
 
     def _write_rows(self, tree: PfsTree, rows: list[JournalRow]) -> bool:
         """Plan, stage and apply rows; plan again if a content changes meanwhile."""

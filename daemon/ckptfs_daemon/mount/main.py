@@ -13,11 +13,12 @@ import socket
 import trio
 
 from ckptfs import limits, server_limits
+from ckptfs.catalog import copies
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import get_instance_id
 from ckptfs.cgroups import MemoryLimits
 from ckptfs.coherence.key_state import DirtyKeyTracker
-from ckptfs.model import DataPath
+from ckptfs.model import DataPath, Tier
 from ckptfs.store import etcd
 from ckptfs.tiers import storage
 from ckptfs.tiers.storage import Tiers
@@ -67,7 +68,7 @@ def _build_context(setup: ChildSetup) -> MountContext:
     db = Database(
         config.state / "catalog.db", journalled=config.pfs is not None, defer_checkpoints=True, clustered=is_clustered, hooks=dirty_keys
     )
-    tiers = Tiers.from_config(config, get_instance_id(db))
+    tiers = Tiers.from_config(config, get_instance_id(db), lambda: copies.get_tier_uuid(db, Tier.PFS))
     storage.adopt_tiers(db, tiers)
     wake_channel = WakeChannel(setup.wake_socket)
     passthrough = Passthrough(setup.fuse_fd) if setup.data_path is DataPath.PASSTHROUGH else None

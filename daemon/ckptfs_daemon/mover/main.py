@@ -14,7 +14,7 @@ import signal
 import trio
 
 from ckptfs import limits, server_limits
-from ckptfs.catalog import mover_requests, peer_copies, summary
+from ckptfs.catalog import copies, mover_requests, peer_copies, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import get_instance_id
 from ckptfs.coherence.key_state import DirtyKeyTracker
@@ -61,7 +61,7 @@ def run(setup: ChildSetup) -> int:
 
 async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel) -> int:
     config = setup.config
-    tiers = Tiers.from_config(config, get_instance_id(db))
+    tiers = Tiers.from_config(config, get_instance_id(db), lambda: copies.get_tier_uuid(db, Tier.PFS))
     token = trio.lowlevel.current_trio_token()
     lanes: Lanes
     progress = ProgressSignal()

@@ -1,13 +1,12 @@
 """Health of the tiers that may fail: probes NVMe and PFS periodically and reports their state in the catalog.
 
 A probe that hangs is awaited in its own thread, and its silence is reported meanwhile. When a tier recovers, the lanes reset their
-backoffs. When the PFS first answers, the uuid in its work area is recorded in the catalog. A PFS with another uuid is a different
-filesystem: the tier is down until the right one is mounted.
+backoffs. When the PFS first answers, its identity is recorded in the catalog. A directory with another identity is a different
+filesystem: the tier is down until the right one is mounted (tiers/pfs_identity.py).
 
 Crash safety: the next mover starts with NORMAL and probes at once.
 """
 
-import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +14,12 @@ from typing import Any
 
 import trio
 
-from ckptfs import limits
-from ckptfs.catalog import copies, summary
+from ckptfs import disk, limits
+from ckptfs.catalog import summary
 from ckptfs.catalog.database import Database
 from ckptfs.errors import TierUnavailable
 from ckptfs.model import Tier
-from ckptfs.tiers import health
+from ckptfs.tiers import health, pfs_identity, pfs_tree
 from ckptfs.tiers.health import Health, HealthState
 from ckptfs.tiers.storage import TierStorage
 
@@ -42,6 +41,7 @@ class TierMonitor:
         self._health = Health()
         self._last_reported: dict[str, Any] = {}
         self._capacity = (0, 0)
+        self._has_tried_mark = False
 
     async def run(self) -> None:
         """Run until cancelled."""
@@ -103,26 +103,12 @@ class TierMonitor:
         """Probe in a thread, which hangs as long as the tier does."""
         capacity = health.probe(self._root)
         if self._storage.tier is Tier.PFS:
-            check_or_adopt_uuid(self._db, self._storage)
+            self._identify_pfs()
         return capacity
 
-
-def check_or_adopt_uuid(db: Database, storage: TierStorage) -> None:
-    """Compare the uuid of the PFS with the catalog's, or adopt it. Raises TierUnavailable if they differ.
-
-    If the work area cannot be created (root is squashed and the directory is not the owner's), the PFS stays unidentified.
-    """
-    expected = copies.get_tier_uuid(db, storage.tier)
-    if expected is None:
-        with contextlib.suppress(OSError, TierUnavailable):
-            copies.set_tier_uuid(db, storage.tier, storage.uuid)
-        return
-    try:
-        found = (storage.root / "tier-id").read_text(encoding="ascii", errors="replace").strip()
-    except FileNotFoundError:
-        found = ""
-    if found != expected:
-        raise TierUnavailable(
-            f"{storage.root.parent} is not the directory that this catalog belongs to",
-            remedy=f"mount the filesystem that belongs at {storage.root.parent}",
-        )
+    def _identify_pfs(self) -> None:
+        """Raise TierUnavailable if the root is not the PFS of this catalog. Once in a process, try to mark a PFS that is pinned."""
+        with disk.closing(pfs_tree.open_adopted_root(self._db, self._root)) as root_fd:
+            if not self._has_tried_mark:
+                self._has_tried_mark = True
+                pfs_identity.replace_pin(self._db, root_fd)

@@ -1,0 +1,286 @@
+"""Whether the directory `pfs=` is the PFS of this catalog: a mark on it, or else a pin of what it is.
+
+The mountpoint of a filesystem that is not mounted looks like an empty PFS. If it were believed, files would vanish from the mount, and new
+ones would be written below the mountpoint.
+
+The mark is the file `.ckptfs/tier-id` with a uuid. Root makes it; where the PFS squashes root, the owner of the directory does. Where
+nobody may make it (a directory of root with root squashed, a read-only or full PFS), the catalog keeps a pin: the type, source and id of
+the filesystem, and number and birth of the directory. Another mount of the same filesystem has the same pin, except for what the kernel
+numbers anew (devices). A pin becomes a mark as soon as one can be made.
+
+The catalog stores the identity as one string, the uuid of its tier `pfs`: the text of the mark, or `pin:` and JSON. It is taken at the
+first contact. A directory that shows no file that the catalog expects there is then refused. If the identity changed although the PFS is
+the right one, the operator confirms it by a file `accept-pfs` in the state directory, which is removed when it was used.
+
+Every call may hang as long as the PFS does.
+
+Crash safety: the mark is linked into place whole; the catalog is changed in one transaction, before `accept-pfs` is removed.
+"""
+
+import contextlib
+import ctypes
+import errno
+import json
+import logging
+import os
+import struct
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ckptfs import disk, procfs
+from ckptfs.catalog import copies, scans
+from ckptfs.catalog.database import Database
+from ckptfs.errors import TierUnavailable
+from ckptfs.model import ROOT, Tier
+from ckptfs.tiers import pfs_ownership
+
+log = logging.getLogger(__name__)
+disk.declare_labels("pfs:mark")
+
+WORK_DIRECTORY = b".ckptfs"
+MARK = b"tier-id"
+ACCEPT_PFS = "accept-pfs"
+"""A file of this name in the state directory confirms that the PFS is the right one, although it looks like another."""
+EXPECTED_NAMES_MAX = 64
+_PIN = "pin:"
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_MARK = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.ELOOP}
+"""A mark cannot be made there. Other errors mean that the PFS does not work now."""
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+_ANONYMOUS_TYPES = {"tmpfs", "ramfs", "overlay"}
+"""Filesystems whose source says nothing: each mount of them is another one."""
+_AT_EMPTY_PATH, _STATX_BTIME = 0x1000, 0x800
+_STATX_BYTES, _STATX_BTIME_AT = 256, 0x50
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PfsPin:
+    """What a directory is. `fsid` is that of statfs(2); `fsid` and `birth_ns` are 0 where the filesystem has none."""
+
+    fstype: str
+    source: str
+    fsid: int
+    device: int
+    inode: int
+    birth_ns: int
+
+    @property
+    def stable_fsid(self) -> int:
+        """The id of the filesystem if it survives another mount, else 0. XFS and others return the number of the device."""
+        return 0 if self.fsid == self.device else self.fsid
+
+
+def find_pin_difference(pinned: PfsPin, found: PfsPin) -> str:
+    """Return why `found` is not the directory that was pinned, or an empty string. Pure."""
+    if found == pinned:
+        return ""
+    if (found.fstype, found.inode) != (pinned.fstype, pinned.inode):
+        return f"it is directory {found.inode} of {found.source} ({found.fstype}), not {pinned.inode} of {pinned.source} ({pinned.fstype})"
+    if found.birth_ns and pinned.birth_ns and found.birth_ns != pinned.birth_ns:
+        return "it was created at another time"
+    if found.stable_fsid and pinned.stable_fsid and found.stable_fsid != pinned.stable_fsid:
+        return f"its filesystem has another id, {found.fsid:x} and not {pinned.fsid:x}"
+    has_same_birth, has_same_id = 0 != found.birth_ns == pinned.birth_ns, 0 != found.stable_fsid == pinned.stable_fsid
+    if has_same_birth or has_same_id or (found.source == pinned.source and found.fstype not in _ANONYMOUS_TYPES):
+        return ""
+    return f"nothing tells whether {found.source} ({found.fstype}) is the filesystem that {pinned.source} was"
+
+
+def read_pin(fd: int) -> PfsPin:
+    """Return the pin of an open directory. Raises OSError."""
+    mounted = procfs.find_mount_of(fd)
+    found, figures = os.fstat(fd), os.fstatvfs(fd)
+    fstype, source = (mounted.fstype, mounted.source) if mounted else ("", "")
+    return PfsPin(fstype, source, figures.f_fsid, found.st_dev, found.st_ino, _get_birth_ns(fd))
+
+
+def _get_birth_ns(fd: int) -> int:
+    """Return when an inode was created; 0 if the filesystem or the C library cannot tell. Python has no statx(2)."""
+    buffer = ctypes.create_string_buffer(_STATX_BYTES)
+    if not hasattr(_libc, "statx") or _libc.statx(fd, b"", _AT_EMPTY_PATH, _STATX_BTIME, buffer) != 0:
+        return 0
+    has_birth = struct.unpack_from("=I", buffer, 0)[0] & _STATX_BTIME
+    seconds, nanoseconds = struct.unpack_from("=qI", buffer, _STATX_BTIME_AT)
+    return int(seconds * 10**9 + nanoseconds) if has_birth else 0
+
+
+# --- the mark ---------------------------------------------------------------------------------------------------------
+
+
+def read_mark(root_fd: int) -> str:
+    """Return the text of the mark, or an empty string without one. Raises OSError."""
+
+    def read() -> str:
+        try:
+            with disk.closing(os.open(WORK_DIRECTORY, _DIRECTORY, dir_fd=root_fd)) as fd:
+                return _read_text(fd)
+        except (FileNotFoundError, NotADirectoryError):
+            return ""
+
+    return pfs_ownership.retry_as_owner(read, lambda: _list_owners(root_fd))
+
+
+def make_mark(root_fd: int, text: str = "") -> str:
+    """Return the text of the mark, which is made if it is missing: `text`, or a new uuid. Concurrent callers get the same one.
+
+    Raises OSError, and TierUnavailable if the work area belongs to a stranger.
+    """
+
+    def make() -> str:
+        return disk.act("pfs:mark", _make_mark, root_fd, text or uuid.uuid4().hex)
+
+    return pfs_ownership.retry_as_owner(make, lambda: _list_owners(root_fd))
+
+
+def _make_mark(root_fd: int, text: str) -> str:
+    is_ours = True
+    try:
+        os.mkdir(WORK_DIRECTORY, 0o700, dir_fd=root_fd)
+    except FileExistsError:
+        is_ours = False
+    with disk.closing(os.open(WORK_DIRECTORY, _DIRECTORY, dir_fd=root_fd)) as fd:
+        if not is_ours and os.fstat(fd).st_uid not in {os.geteuid(), os.fstat(root_fd).st_uid}:
+            raise TierUnavailable(f"{WORK_DIRECTORY.decode()} on the PFS belongs to another user", remedy="remove it; ckptfs creates it")
+        if found := _read_text(fd):
+            return found
+        _write_text(fd, text)
+        return _read_text(fd)
+
+
+def _write_text(fd: int, text: str) -> None:
+    temporary = b"%s.%s" % (MARK, uuid.uuid4().hex.encode())
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=fd), "w") as file:
+        file.write(f"{text}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(temporary, MARK, src_dir_fd=fd, dst_dir_fd=fd)
+    except FileExistsError:
+        pass
+    except OSError as failure:
+        if failure.errno not in _NO_LINKS:
+            raise
+        os.rename(temporary, MARK, src_dir_fd=fd, dst_dir_fd=fd)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=fd)
+    os.fsync(fd)
+
+
+def _read_text(fd: int) -> str:
+    try:
+        with os.fdopen(os.open(MARK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd), "rb") as file:
+            return file.read(64).decode("ascii", "replace").strip()
+    except FileNotFoundError:
+        return ""
+
+
+def _list_owners(root_fd: int) -> list[pfs_ownership.Owner]:
+    """Return the owner of the directory, and that of the work area if it exists."""
+    found = [os.fstat(root_fd)]
+    with contextlib.suppress(OSError):
+        found.append(os.stat(WORK_DIRECTORY, dir_fd=root_fd, follow_symlinks=False))
+    return [(one.st_uid, one.st_gid) for one in found]
+
+
+# --- the identity -----------------------------------------------------------------------------------------------------
+
+
+def is_mark(identity: str) -> bool:
+    """Return True if the identity is that of a mark, False for a pin."""
+    return not identity.startswith(_PIN)
+
+
+def find_difference(root_fd: int, identity: str) -> str:
+    """Return why an open directory is not the PFS of this identity, or an empty string. Raises OSError."""
+    if is_mark(identity):
+        mark = f"{WORK_DIRECTORY.decode()}/{MARK.decode()}"
+        found = read_mark(root_fd)
+        return "" if found == identity else f"{mark} is {'another one' if found else 'missing'}"
+    return find_pin_difference(PfsPin(**json.loads(identity.removeprefix(_PIN))), read_pin(root_fd))
+
+
+def open_directory(label: str, pfs: Path) -> int:
+    """Open the directory `pfs=`, as its owner if root may not. Raises OSError."""
+
+    def owners() -> list[pfs_ownership.Owner]:
+        found = os.stat(pfs)
+        return [(found.st_uid, found.st_gid)]
+
+    return pfs_ownership.retry_as_owner(lambda: disk.open_file(label, os.fsencode(pfs), os.O_RDONLY | os.O_DIRECTORY), owners)
+
+
+def require_same(root_fd: int, pfs: Path, identity: str | None) -> None:
+    """Raise TierUnavailable if an open directory is not the PFS of this identity."""
+    if identity is not None and (difference := find_difference(root_fd, identity)):
+        raise _build_refusal(pfs, difference, "the state directory")
+
+
+def _build_refusal(pfs: Path, difference: str, state: str) -> TierUnavailable:
+    return TierUnavailable(
+        f"{pfs} is not the directory that this catalog belongs to: {difference}",
+        remedy=f"mount the filesystem that belongs at {pfs}; if it is mounted and the right one, create the file {ACCEPT_PFS} in {state}",
+    )
+
+
+def adopt(db: Database, root_fd: int, pfs: Path) -> str:
+    """Return the identity of the PFS, which is taken at the first contact. Raises OSError, and TierUnavailable if it is another one."""
+    known = copies.get_tier_uuid(db, Tier.PFS)
+    confirmation = db.path.parent / ACCEPT_PFS
+    difference = _find_unexpected(db, root_fd) if known is None else find_difference(root_fd, known)
+    is_accepted = bool(difference) and confirmation.exists()
+    if difference and not is_accepted:
+        raise _build_refusal(pfs, difference, str(db.path.parent))
+    if known is not None and not is_accepted:
+        return known
+    now = _take_identity(root_fd, known)
+    is_recorded = copies.set_pfs_identity(db, known, now, is_mark=is_mark(now))
+    if is_recorded and not is_mark(now):
+        log.info("%s: nobody may mark the PFS, so it is recognised by its pin %s", pfs, now)
+    if is_accepted:
+        log.warning("%s: accepted as the PFS of this catalog, as %s asked, although %s", pfs, confirmation, difference)
+        confirmation.unlink(missing_ok=True)
+    return copies.get_tier_uuid(db, Tier.PFS) or now
+
+
+def replace_pin(db: Database, root_fd: int) -> None:
+    """Make a mark in place of a pin if one can be made by now. The directory is the PFS of this catalog."""
+    known = copies.get_tier_uuid(db, Tier.PFS)
+    if known is None or is_mark(known):
+        return
+    with contextlib.suppress(OSError, TierUnavailable):
+        copies.set_pfs_identity(db, known, make_mark(root_fd), is_mark=True)
+
+
+def _take_identity(root_fd: int, known: str | None) -> str:
+    """Return the mark of the PFS, or its pin if none can be made."""
+    try:
+        return make_mark(root_fd, known if known is not None and is_mark(known) else "")
+    except (OSError, TierUnavailable) as failure:
+        if isinstance(failure, OSError) and failure.errno not in _NO_MARK:
+            raise
+    return _PIN + json.dumps(asdict(read_pin(root_fd)))
+
+
+def _find_unexpected(db: Database, root_fd: int) -> str:
+    """Return why a directory cannot be the PFS of a catalog that does not know its identity, or an empty string.
+
+    If the catalog expects names there, one of them must be there.
+    """
+    names = [name for name, _, _ in scans.list_expected(db, ROOT)][:EXPECTED_NAMES_MAX]
+    if not names or any(_exists(root_fd, name) for name in names):
+        return ""
+    return f"none of the names that should be there is, such as {os.fsdecode(names[0])}"
+
+
+def _exists(root_fd: int, name: bytes) -> bool:
+    def exists() -> bool:
+        try:
+            os.stat(name, dir_fd=root_fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
+    return pfs_ownership.retry_as_owner(exists, lambda: _list_owners(root_fd))
