@@ -37,10 +37,6 @@ def ended(actors: "dict[str, subprocess.Popen[str]]") -> list[str]:
     return failures
 
 
-OLD_KERNEL = "resend,passthrough,init_ext,killpriv_v2,direct_io_allow_mmap,max_pages"
-"""What Linux 4.20 lacks, the oldest one that ckptfs supports."""
-
-
 @pytest.mark.parametrize("role", ["mount", "mover"])
 def test_killed_again_and_again_under_load(fresh_mount: DaemonUnderTest, role: str) -> None:
     """P8, P7, P6."""
@@ -48,8 +44,8 @@ def test_killed_again_and_again_under_load(fresh_mount: DaemonUnderTest, role: s
 
 
 def test_the_mount_killed_again_and_again_on_an_old_kernel(make_daemon: Callable[..., DaemonUnderTest]) -> None:
-    """X10: no system call fails on a kernel that cannot send a request again."""
-    daemon = make_daemon(env={"CKPTFS_KERNEL_WITHOUT": OLD_KERNEL})
+    """X10: no system call of an application fails on the oldest kernel that ckptfs supports."""
+    daemon = make_daemon(start=False).on_old_kernel().start()
     assert daemon.processes()["data_path"] == "buffered"
     storm(daemon, "mount")
 

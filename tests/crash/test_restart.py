@@ -159,6 +159,15 @@ def test_what_a_killed_supervisor_left_is_taken_over(fresh_mount: DaemonUnderTes
     assert [entry.mountpoint for entry in procfs.list_mount_entries()].count(daemon.path) == 1
 
 
+def test_a_dead_mount_is_taken_over_on_an_old_kernel(make_daemon: Callable[..., DaemonUnderTest]) -> None:
+    """X10: without the system calls that came after Linux 4.20."""
+    daemon = make_daemon(start=False).on_old_kernel().start()
+    (daemon.path / "closed").write_bytes(b"kept" * 1000)
+    _kill_supervisor(daemon)
+    daemon.start()
+    assert (daemon.path / "closed").read_bytes() == b"kept" * 1000
+
+
 def test_a_mount_made_by_a_living_daemon_is_not_taken_over(
     fresh_mount: DaemonUnderTest, make_daemon: Callable[..., DaemonUnderTest]
 ) -> None:

@@ -30,6 +30,9 @@ from ckptfs import procfs
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(str(REPOSITORY / part) for part in (".", "daemon", "client")), "PYTHONDONTWRITEBYTECODE": "1"}
+OLD_KERNEL = "resend,passthrough,init_ext,killpriv_v2,direct_io_allow_mmap,max_pages"
+"""What Linux 4.20 lacks of FUSE, or a later one that is built without passthrough."""
+
 READY_S = 60.0
 END_S = 90.0
 MNT_FORCE = 1
@@ -90,6 +93,12 @@ class DaemonUnderTest:
         self.process: subprocess.Popen[bytes] | None = None
         self.device = 0
         self._expected: list[re.Pattern[str]] = []
+
+    def on_old_kernel(self) -> "DaemonUnderTest":
+        """Let it start as on Linux 4.20, as far as it can see."""
+        self.wrapper = (sys.executable, str(Path(__file__).with_name("old_system_calls.py")))
+        self.env["CKPTFS_KERNEL_WITHOUT"] = OLD_KERNEL
+        return self
 
     # --- life ---------------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,6 @@ import os
 import select
 import socket
 import subprocess
-import time
 from base64 import b64decode, b64encode
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -296,6 +295,7 @@ def unmount_stale(point: Path) -> None:
 
 def _is_dead_mount(point: Path) -> bool:
     """Return True if the mount at `point` is not connected. A child process asks, because a live mount may hang."""
+    ended, alive = os.pipe()
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -305,14 +305,14 @@ def _is_dead_mount(point: Path) -> bool:
             code = 0 if failure.errno in (errno.ENOTCONN, errno.ECONNABORTED) else 1
         finally:
             os._exit(code)
-    deadline = time.monotonic() + STALE_PROBE_WAIT_S
-    pidfd = os.pidfd_open(pid)
+    # Its end of the pipe is closed when it ends. A pidfd would need Linux 5.3.
+    os.close(alive)
     try:
-        if not select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        if not select.select([ended], [], [], STALE_PROBE_WAIT_S)[0]:
             os.kill(pid, 9)
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     finally:
-        os.close(pidfd)
+        os.close(ended)
 
 
 def unmount(connection: Connection) -> None:

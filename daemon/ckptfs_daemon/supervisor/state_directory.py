@@ -16,10 +16,10 @@ import fcntl
 import json
 import logging
 import os
-import select
 import shutil
 import signal
 import stat
+import time
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -33,6 +33,7 @@ from ckptfs_daemon.fuse import connection
 
 log = logging.getLogger(__name__)
 LEFTOVER_WAIT_S = 10.0
+LEFTOVER_POLL_S = 0.01
 SHARED_MEMORY = Path("/dev/shm")
 SIZE_STEP_BYTES = 4096
 
@@ -69,21 +70,15 @@ def kill_leftovers(processes: Path) -> None:
 
 
 def _kill_leftover(role: str, pid: int) -> None:
-    try:
-        pidfd = os.pidfd_open(pid)
-    except OSError:
-        return
-    try:
-        log.info("%s process %d: killing it: an earlier supervisor left it", role, pid)
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        ended = select.poll()
-        ended.register(pidfd, select.POLLIN)
-        if not ended.poll(LEFTOVER_WAIT_S * 1000):
+    log.info("%s process %d: killing it: an earlier supervisor left it", role, pid)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + LEFTOVER_WAIT_S
+    while procfs.is_running(pid):
+        if time.monotonic() > deadline:
             log.warning("%s process %d: was killed but hangs in a system call; it is ignored", role, pid)
-    except ProcessLookupError:
-        pass
-    finally:
-        os.close(pidfd)
+            return
+        time.sleep(LEFTOVER_POLL_S)
 
 
 def publish_processes(config: Config, processes: Mapping[str, Any]) -> None:
