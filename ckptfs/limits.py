@@ -97,6 +97,7 @@ RETRY_FIRST_S = 0.1
 RETRY_LAST_S = 30.0
 SCAN_WAIT_S = 30.0
 SCAN_WAIT_SLOW_S = 1.0
+CREATING_CALL_WAIT_S = 5.0
 FSYNC_LEVEL_WAIT_S = 3600.0
 
 # --- write-back and the PFS ------------------------------------------------------------------------------------------

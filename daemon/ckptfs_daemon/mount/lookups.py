@@ -1,18 +1,14 @@
-"""What the mount infers from the thread behind a lookup: the names that it looks up next, and whether it wants to create a name.
+"""What the mount infers from the thread behind a lookup: the names that it looks up next.
 
-Prefetch: the kernel looks up one component of a path after the other, and each reply must be what the store says during the system call.
+The kernel looks up one component of a path after the other, and each reply must be what the store says during the system call.
 The names that were looked up in a directory before, or their successors (f2 after f1), are read together with the directory, in one round
 trip. A prefetched name counts as fresh once, for the same thread in the same system call with the same arguments, in the order of the
 path, for LOOKUP_FRESH_S, and only if each step follows the previous reply within LOOKUP_STEP_S: a thread that has heard of another node's
 change has returned from its system call. A wrong guess costs one more key in a read that happens anyway. Without /proc/PID/syscall (it
 needs CAP_SYS_PTRACE) each name is read separately.
-
-Create or read: FUSE sends LOOKUP before CREATE and MKDIR without saying why. While a directory of the PFS cannot be read, a create must go
-on (P1), but a read must not learn that the name does not exist. /proc/PID/syscall shows the system call and its arguments.
 """
 
 import os
-import platform
 import re
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -210,36 +206,3 @@ class LookupPrefetch:
 
 def _once(steps: list[tuple[Name, ...]]) -> list[Name]:
     return list(dict.fromkeys(name for step in steps for name in step))
-
-
-_OPEN_FLAGS_ARGUMENT = {"x86_64": {2: 1, 257: 2}, "aarch64": {56: 2}}
-"""Number of a system call that opens -> index of its flags. openat2 has them in memory, so it counts as creating."""
-
-_NON_CREATING_SYSCALLS = {
-    "x86_64": {4, 6, 21, 59, 76, 80, 84, 87, 89, 90, 92, 94, 137, 188, 189, 191, 192, 194, 195, 197, 198, 254, 260, 262, 263, 267, 268, 269}
-    | {280, 303, 322, 332, 439},
-    "aarch64": {5, 6, 8, 9, 11, 12, 14, 15, 27, 35, 43, 45, 48, 49, 53, 54, 78, 79, 88, 221, 264, 281, 291, 439},
-}
-"""System calls that need an existing name: stat, access, execve, readlink, unlink, chmod, xattrs and similar ones."""
-_LINE = re.compile(r"(\d+)((?: 0x[0-9a-f]+)*)")
-
-
-def may_create(pid: int) -> bool:
-    """Return True if thread `pid` may be creating a name, or if that is unknown: a create must not fail."""
-    try:
-        with open(f"/proc/{pid}/syscall", encoding="ascii") as file:
-            return is_creating_syscall(file.read(), platform.machine())
-    except OSError:
-        return True
-
-
-def is_creating_syscall(line: str, machine: str) -> bool:
-    """Return the same from a line of /proc/PID/syscall on a machine of that type. Pure."""
-    match = _LINE.match(line)
-    if match is None:
-        return True
-    number, arguments = int(match[1]), [int(word, 16) for word in match[2].split()]
-    flags_at = _OPEN_FLAGS_ARGUMENT.get(machine, {}).get(number)
-    if flags_at is not None and flags_at < len(arguments):
-        return bool(arguments[flags_at] & os.O_CREAT)
-    return number not in _NON_CREATING_SYSCALLS.get(machine, set())

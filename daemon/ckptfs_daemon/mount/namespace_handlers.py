@@ -29,7 +29,7 @@ from ckptfs.flow import open
 from ckptfs.model import Inode, Tier
 from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse.request import build_negative_entry, get_current_request
-from ckptfs_daemon.mount import lookups
+from ckptfs_daemon.mount import creating_calls
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 
 # After fuse.session, which loads the shim before pyfuse3.
@@ -79,7 +79,7 @@ class NamespaceHandlers:
         except FileNotFoundError:
             return context.build_negative_entry()
         except (OSError, CkptfsError):
-            if not lookups.may_create(ctx.pid):
+            if not await _is_creating(ctx.pid, name):
                 raise
             return build_negative_entry(0)
 
@@ -186,6 +186,13 @@ class NamespaceHandlers:
             return change(db, blind)
 
         return await self._changes.commit_shared(lambda: self._changes.run_change(act, creates=creates), names, inodes)
+
+
+async def _is_creating(pid: int, name: bytes) -> bool:
+    """Return True if a thread is certainly about to create `name`. Its memory may lie on a filesystem that hangs."""
+    with trio.move_on_after(limits.CREATING_CALL_WAIT_S):
+        return await trio.to_thread.run_sync(creating_calls.is_creating, pid, name, abandon_on_cancel=True)
+    return False
 
 
 class PfsCapacity(NamedTuple):
