@@ -12,6 +12,7 @@ CKPTFS_TYPE = "fuse.ckptfs"
 CAP_SYS_ADMIN = 21
 MEMORY_FILESYSTEMS = frozenset(("tmpfs", "ramfs", "hugetlbfs"))
 MOUNT_TABLE = Path("/proc/self/mountinfo")
+FUSE_SETTINGS = Path("/proc/sys/fs/fuse")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -68,6 +69,29 @@ def get_memory() -> tuple[int, int]:
             name, _, rest = file.readline().partition(b":")
             fields[name] = int(rest.split()[0]) * 1024
     return fields[b"MemTotal"], fields[b"MemAvailable"]
+
+
+@dataclass(frozen=True, slots=True)
+class FuseTimeouts:
+    """After how many seconds the kernel ends a FUSE connection that has not answered a request; 0: never.
+
+    `default_s` holds for servers that ask for nothing, `max_s` for all. Kernels before 6.15 have neither.
+    """
+
+    default_s: int
+    max_s: int
+
+
+def get_fuse_timeouts(directory: Path = FUSE_SETTINGS) -> FuseTimeouts:
+    """Return the settings fs.fuse.default_request_timeout and fs.fuse.max_request_timeout."""
+
+    def read(name: str) -> int:
+        try:
+            return int((directory / name).read_text())
+        except (OSError, ValueError):
+            return 0
+
+    return FuseTimeouts(read("default_request_timeout"), read("max_request_timeout"))
 
 
 def is_running(pid: int) -> bool:

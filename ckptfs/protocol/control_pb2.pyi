@@ -11,7 +11,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("name", "mountpoint", "state", "version", "health", "data_path", "data_path_reason", "fsync", "pfs", "drain_deadline_s", "tiers", "write_back", "counts", "processes", "troubles", "refused", "clique", "handles", "memory")
+    __slots__ = ("name", "mountpoint", "state", "version", "health", "data_path", "data_path_reason", "fsync", "pfs", "drain_deadline_s", "tiers", "write_back", "counts", "processes", "troubles", "refused", "clique", "handles", "memory", "survives_kill", "survives_supervisor_kill", "request_timeout_s")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MOUNTPOINT_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,9 @@ class Status(_message.Message):
     CLIQUE_FIELD_NUMBER: _ClassVar[int]
     HANDLES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
+    SURVIVES_KILL_FIELD_NUMBER: _ClassVar[int]
+    SURVIVES_SUPERVISOR_KILL_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     name: str
     mountpoint: str
     state: str
@@ -50,7 +53,10 @@ class Status(_message.Message):
     clique: Clique
     handles: _containers.RepeatedCompositeFieldContainer[HandleCount]
     memory: ServiceMemory
-    def __init__(self, name: _Optional[str] = ..., mountpoint: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[str] = ..., health: _Optional[str] = ..., data_path: _Optional[str] = ..., data_path_reason: _Optional[str] = ..., fsync: _Optional[str] = ..., pfs: _Optional[str] = ..., drain_deadline_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., write_back: _Optional[_Union[WriteBack, _Mapping]] = ..., counts: _Optional[_Union[Counts, _Mapping]] = ..., processes: _Optional[_Iterable[_Union[Process, _Mapping]]] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., clique: _Optional[_Union[Clique, _Mapping]] = ..., handles: _Optional[_Iterable[_Union[HandleCount, _Mapping]]] = ..., memory: _Optional[_Union[ServiceMemory, _Mapping]] = ...) -> None: ...
+    survives_kill: bool
+    survives_supervisor_kill: bool
+    request_timeout_s: int
+    def __init__(self, name: _Optional[str] = ..., mountpoint: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[str] = ..., health: _Optional[str] = ..., data_path: _Optional[str] = ..., data_path_reason: _Optional[str] = ..., fsync: _Optional[str] = ..., pfs: _Optional[str] = ..., drain_deadline_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., write_back: _Optional[_Union[WriteBack, _Mapping]] = ..., counts: _Optional[_Union[Counts, _Mapping]] = ..., processes: _Optional[_Iterable[_Union[Process, _Mapping]]] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., clique: _Optional[_Union[Clique, _Mapping]] = ..., handles: _Optional[_Iterable[_Union[HandleCount, _Mapping]]] = ..., memory: _Optional[_Union[ServiceMemory, _Mapping]] = ..., survives_kill: _Optional[bool] = ..., survives_supervisor_kill: _Optional[bool] = ..., request_timeout_s: _Optional[int] = ...) -> None: ...
 
 class HandleCount(_message.Message):
     __slots__ = ("way", "tier", "reason", "count")

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptfs import cgroups, limits, procfs
-from ckptfs_client.render import describe_service_memory, format_count, format_duration, format_size, get_memory_remedy
+from ckptfs_client.render import describe_service_memory, describe_survival, format_count, format_duration, format_size, get_memory_remedy
 
 if TYPE_CHECKING:
     from ckptfs.protocol import control_pb2 as pb
 
 GOOD, NOTE, BAD = "ok", "note", "bad"
 KERNEL_PASSTHROUGH = (6, 9)
+KERNEL_MIN = (4, 20)
 LIBFUSE_MIN = (3, 10)
 LIBFUSE_NAMES = ("libfuse3.so.3", "libfuse3.so.4")
 MEMORY_BYTES_MIN = limits.GIB
@@ -68,6 +69,11 @@ def _check_kernel() -> Iterator[Finding]:
     release = os.uname().release
     match = re.match(r"(\d+)\.(\d+)", release)
     number = (int(match[1]), int(match[2])) if match else (0, 0)
+    if number < KERNEL_MIN:
+        remedy = "use Linux 4.20 or later; an older number is fine if the distribution's kernel has FUSE 7.28, which mounting tells"
+        yield Finding("kernel", NOTE, f"{release} may be too old to survive a kill of the daemon: mounting checks it", remedy)
+        return
+    yield Finding("kernel", GOOD, "survives a kill: yes (the supervisor keeps the requests in flight)")
     if number < KERNEL_PASSTHROUGH:
         words = f"{release} has no FUSE passthrough: the buffered data path is used"
         yield Finding("kernel", NOTE, words, "for full speed: Linux 6.9 or later")
@@ -80,6 +86,19 @@ def _check_kernel() -> Iterator[Finding]:
     else:
         remedy = "for full speed: a kernel with CONFIG_FUSE_PASSTHROUGH=y"
         yield Finding("kernel", NOTE, f"{release} was built without FUSE passthrough: the buffered data path is used", remedy)
+
+
+def _check_request_timeout() -> Iterator[Finding]:
+    """Look whether the kernel ends mounts that are slow to answer, such as while the PFS hangs."""
+    timeouts = procfs.get_fuse_timeouts()
+    if timeouts.max_s:
+        words = f"the kernel ends a mount if a request has no answer for {format_duration(timeouts.max_s)}, as while the PFS hangs"
+        yield Finding("fuse timeout", NOTE, words, "sysctl fs.fuse.max_request_timeout=0, then mount again")
+    elif timeouts.default_s:
+        words = f"fs.fuse.default_request_timeout is {timeouts.default_s} s; ckptfs asks for the longest time instead"
+        yield Finding("fuse timeout", GOOD, words)
+    else:
+        yield Finding("fuse timeout", GOOD, "the kernel waits for slow answers")
 
 
 def _read_kernel_setting(name: str, release: str) -> str | None:
@@ -224,6 +243,7 @@ def _check_mounts() -> Iterator[Finding]:
             continue
         verdict = GOOD if answer.health == "ok" else NOTE
         yield Finding(name, verdict, f"{mount.mountpoint}: {answer.health}, data path {answer.data_path} ({answer.data_path_reason})")
+        yield Finding(name, NOTE if answer.request_timeout_s else GOOD, describe_survival(answer))
         yield check_service_memory(name, answer.memory)
         for trouble in answer.troubles:
             yield Finding(name, NOTE, f"{trouble.path or trouble.where}: {trouble.what}", trouble.remedy)
@@ -232,8 +252,8 @@ def _check_mounts() -> Iterator[Finding]:
 
 
 _CHECKS = (
-    _check_kernel, _check_device, _check_libfuse, _check_permissions, _check_daemon, _check_leases, _check_memory, _check_space,
-    _check_clock, _check_halting, _check_mounts,
+    _check_kernel, _check_request_timeout, _check_device, _check_libfuse, _check_permissions, _check_daemon, _check_leases,
+    _check_memory, _check_space, _check_clock, _check_halting, _check_mounts,
 )  # fmt: skip
 
 

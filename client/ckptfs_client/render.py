@@ -104,6 +104,7 @@ def build_status(answer: "pb.Status") -> "RenderableType":
     lines = [
         f"[bold]{escape(answer.name)}[/] on {escape(answer.mountpoint)}: {_style_word(answer.health)}   (ckptfs {answer.version})",
         f"  data path   {answer.data_path or 'unknown'}: {escape(answer.data_path_reason)}",
+        f"  kill -9     {describe_survival(answer)}",
         f"  fsync       returns at the level {answer.fsync}",
         f"  files       {counts.files} in {directories}; by level: {levels or 'none'}; lost: {counts.lost}{remote_note}",
         f"  open        {handles}, {counts.writers} for writing; not sealed yet: {answer.write_back.unsealed_files}",
@@ -127,6 +128,18 @@ def _describe_handles(answer: "pb.Status") -> list[str]:
         reason = f": {one.reason}" if one.reason else ""
         lines.append(f"  {'handles' if number == 0 else '':<11} {one.count} {one.way}, {one.tier}{reason}")
     return lines
+
+
+def describe_survival(answer: "pb.Status") -> str:
+    """Return whether applications survive a kill of the daemon's processes, and why."""
+    if not answer.survives_kill:
+        return "survives a kill: unknown"
+    supervisor = "systemd keeps the mount" if answer.survives_supervisor_kill else "not of the supervisor, which runs without systemd"
+    words = f"survives a kill: yes (the supervisor keeps the requests in flight; {supervisor})"
+    if answer.request_timeout_s:
+        silence = format_duration(answer.request_timeout_s)
+        words += f"; the kernel ends the mount if a request has no answer for {silence} (fs.fuse.max_request_timeout)"
+    return words
 
 
 def describe_service_memory(memory: "pb.ServiceMemory") -> str:

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ckptfs_client import cli, doctor, mounts, render
@@ -15,7 +17,9 @@ from control_served import Served, serving
 from daemon_under_test import environment
 from local_node import Node
 
+from ckptfs import procfs
 from ckptfs.catalog import summary
+from ckptfs.protocol import control_pb2 as pb
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -44,6 +48,41 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return int(end.value.code or 0), out, err
 
     return call
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (pb.Status(), "survives a kill: unknown"),
+        (pb.Status(survives_kill=True), "survives a kill: yes .*, which runs without systemd"),
+        (pb.Status(survives_kill=True, survives_supervisor_kill=True), "survives a kill: yes .*systemd keeps the mount"),
+        (pb.Status(survives_kill=True, request_timeout_s=120), "has no answer for 2 min .fs.fuse.max_request_timeout"),
+    ],
+)
+def test_status_says_what_a_kill_costs(status: pb.Status, words: str) -> None:
+    """X10, P8."""
+    assert re.search(words, render.describe_survival(status))
+
+
+@pytest.mark.parametrize(
+    ("release", "verdict", "words"), [("6.1.0-50-amd64", "ok", "survives a kill: yes"), ("4.18.0-553.el8", "note", "too old")]
+)
+def test_doctor_says_what_a_kill_costs(monkeypatch: pytest.MonkeyPatch, release: str, verdict: str, words: str) -> None:
+    """X10, P8."""
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=release))
+    found = [finding for finding in doctor.examine() if finding.name == "kernel" and words in finding.what]
+    assert [finding.verdict for finding in found] == [verdict]
+
+
+@pytest.mark.parametrize(
+    ("timeouts", "verdict", "words"),
+    [((0, 0), "ok", "waits for slow answers"), ((30, 0), "ok", "asks for the longest"), ((0, 600), "note", "no answer for 10 min")],
+)
+def test_doctor_reads_the_timeouts_of_fuse(monkeypatch: pytest.MonkeyPatch, timeouts: tuple[int, int], verdict: str, words: str) -> None:
+    """X10: they end servers that are slow to answer."""
+    monkeypatch.setattr(procfs, "get_fuse_timeouts", lambda: procfs.FuseTimeouts(*timeouts))
+    (found,) = (finding for finding in doctor.examine() if finding.name == "fuse timeout")
+    assert found.verdict == verdict and words in found.what
 
 
 def test_status(served: Served, run: Run, tmp_path: Path) -> None:

@@ -62,10 +62,11 @@ def test_status_says_what_there_is(served: Served) -> None:
     served.node.make(b"closed", b"y" * 300)
     served.node.hold(served.node.make(b"open", b"", closed=False), writer=True)
     processes = {"supervisor": {"pid": os.getpid()}, "mount": {"pid": 1, "restarts": 3}}
-    words = {"data_path": "buffered", "data_path_reason": "asked for"}
+    words = {"data_path": "buffered", "data_path_reason": "asked for", "is_kept_by_systemd": True, "request_timeout_s": 60}
     (served.node.config.state / "processes.json").write_text(json.dumps(processes | words))
     found = served.client.get_status()
     assert (found.name, found.health, found.data_path, found.data_path_reason) == ("test", "ok", "buffered", "asked for")
+    assert found.survives_kill and found.survives_supervisor_kill and found.request_timeout_s == 60
     assert dict(found.counts.by_level) == {"local": 3} and found.counts.writers == 1 and found.counts.directories == 1
     assert {tier.name: tier.contents for tier in found.tiers} == {"ram": 3, "nvme": 0, "pfs": 0}
     assert found.tiers[0].budget_bytes == 64 << 20

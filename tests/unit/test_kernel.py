@@ -1,12 +1,14 @@
 """INIT: which of the kernel's offers we take, and in which bytes we say so (DESIGN 6.2; FEATURES F4)."""
 
 import struct
+from pathlib import Path
 
 import pytest
 from ckptfs_daemon.fuse import kernel
 
 from ckptfs.errors import InvalidArgument
 from ckptfs.model import DataPath
+from ckptfs.procfs import FuseTimeouts, get_fuse_timeouts
 
 EVERYTHING = (1 << 48) - 1
 
@@ -89,3 +91,27 @@ def test_an_unknown_feature_is_refused_with_those_that_exist() -> None:
     with pytest.raises(InvalidArgument, match="no feature is called splice") as refused:
         kernel.parse_hidden_features("resend,splice")
     assert "passthrough" in refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("default_s", "most_s", "offered", "effective_s"),
+    [
+        (0, 0, kernel.REQUEST_TIMEOUT, 0), (0, 60, kernel.REQUEST_TIMEOUT, 60), (30, 60, kernel.REQUEST_TIMEOUT, 60),
+        (30, 0, kernel.REQUEST_TIMEOUT, 65535), (30, 0, 0, 30), (30, 20, 0, 20), (0, 100_000, kernel.REQUEST_TIMEOUT, 100_000),
+    ],
+)  # fmt: skip
+def test_a_slow_answer_does_not_end_the_mount(default_s: int, most_s: int, offered: int, effective_s: int) -> None:
+    """X10: a default timeout of the kernel is replaced by the longest; a site's maximum is respected, and told."""
+    offer = kernel.parse_init(init_request(kernel.COMMON | offered))
+    flags = kernel.choose_init_flags(offer, DataPath.BUFFERED, is_single_node=True, has_default_timeout=default_s > 0)
+    assert kernel.get_request_timeout_s(flags, FuseTimeouts(default_s, most_s)) == effective_s
+    (asked_s,) = struct.unpack_from("=H", kernel.build_init_reply(offer, flags), 56)
+    assert asked_s == (65535 if default_s and offered else 0)
+
+
+def test_the_settings_of_the_kernel_are_read(tmp_path: Path) -> None:
+    """Kernels before 6.15 have none."""
+    assert get_fuse_timeouts(tmp_path) == FuseTimeouts(0, 0)
+    (tmp_path / "default_request_timeout").write_text("30\n")
+    (tmp_path / "max_request_timeout").write_text("600\n")
+    assert get_fuse_timeouts(tmp_path) == FuseTimeouts(30, 600)

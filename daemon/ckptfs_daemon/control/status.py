@@ -68,7 +68,9 @@ class StatusFigures:
             fsync=config.fsync.value, pfs=str(config.pfs or ""), drain_deadline_s=config.drain_deadline_s,
             tiers=self._build_tiers(), write_back=self._build_write_back(), counts=self._build_counts(),
             processes=_build_processes(processes), troubles=self.list_troubles(), handles=self._build_handles(),
-            memory=build_service_memory(config, self._tiers),
+            memory=build_service_memory(config, self._tiers), survives_kill=bool(processes),
+            survives_supervisor_kill=bool(processes.get("is_kept_by_systemd")),
+            request_timeout_s=int(processes.get("request_timeout_s") or 0),
         )  # fmt: skip
         has_bad_tier = any(tier.health not in ("", "normal") for tier in status.tiers)
         status.health = "degraded" if has_bad_tier or status.troubles or status.counts.lost else "ok"

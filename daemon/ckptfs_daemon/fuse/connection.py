@@ -127,6 +127,9 @@ class Connection:
     data_path_reason: str
     mountpoint: Path
     device: str
+    request_timeout_s: int = 0
+    """The kernel ends the connection if a request has no answer for so long; 0: never."""
+
     table_fd: int = -1
 
     @property
@@ -142,6 +145,7 @@ class Connection:
             "data_path_reason": self.data_path_reason,
             "mountpoint": os.fsencode(self.mountpoint).hex(),
             "device": self.device,
+            "request_timeout_s": self.request_timeout_s,
         }
         return json.dumps(values).encode()
 
@@ -166,6 +170,7 @@ def restore(fd: int, table_fd: int) -> Connection:
         data_path_reason=values["data_path_reason"],
         mountpoint=Path(os.fsdecode(bytes.fromhex(values["mountpoint"]))),
         device=values["device"],
+        request_timeout_s=values["request_timeout_s"],
         table_fd=table_fd,
     )
 
@@ -221,7 +226,8 @@ def _mount_and_answer_init(config: Config, data_path: DataPath, reason: str) -> 
         request = _read_init(fd)
         init = kernel.parse_init(request)
         init = replace(init, flags=init.flags & ~kernel.parse_hidden_features(os.environ.get("CKPTFS_KERNEL_WITHOUT", "")))
-        flags = kernel.choose_init_flags(init, data_path, is_single_node=not config.cluster)
+        timeouts = procfs.get_fuse_timeouts()
+        flags = kernel.choose_init_flags(init, data_path, is_single_node=not config.cluster, has_default_timeout=timeouts.default_s > 0)
         os.write(fd, kernel.build_init_reply(init, flags))
         mounted = find_mount_at(config.mountpoint)
         if mounted is None or mounted.fstype != procfs.CKPTFS_TYPE:
@@ -234,7 +240,8 @@ def _mount_and_answer_init(config: Config, data_path: DataPath, reason: str) -> 
     if data_path is DataPath.PASSTHROUGH and not flags & kernel.PASSTHROUGH:
         data_path = DataPath.BUFFERED
     _raise_read_ahead(mounted.device)
-    return Connection(fd, request, data_path, reason, config.mountpoint, mounted.device)
+    timeout_s = kernel.get_request_timeout_s(flags, timeouts)
+    return Connection(fd, request, data_path, reason, config.mountpoint, mounted.device, timeout_s)
 
 
 def _mount_fuse(config: Config) -> int:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from ckptfs import limits
 from ckptfs.errors import CkptfsError, InvalidArgument
 from ckptfs.model import DataPath
+from ckptfs.procfs import FuseTimeouts
 
 OPCODE_INIT = 26
 
@@ -38,6 +39,7 @@ INIT_EXT = 1 << 30
 DIRECT_IO_ALLOW_MMAP = 1 << 36
 PASSTHROUGH = 1 << 37
 HAS_RESEND = 1 << 39
+REQUEST_TIMEOUT = 1 << 42
 
 COMMON = (
     ASYNC_READ | ATOMIC_O_TRUNC | BIG_WRITES | DO_READDIRPLUS | ASYNC_DIO | PARALLEL_DIROPS | MAX_PAGES | HANDLE_KILLPRIV_V2 | INIT_EXT
@@ -57,18 +59,21 @@ FEATURES = {
     "direct_io_allow_mmap": DIRECT_IO_ALLOW_MMAP,
     "passthrough": PASSTHROUGH,
     "resend": HAS_RESEND,
+    "request_timeout": REQUEST_TIMEOUT,
 }
 """The features that a test can hide from ckptfs (CKPTFS_KERNEL_WITHOUT), by the names of their flags."""
 
 BACKGROUND_MAX = 128
 CONGESTION = 96
 STACK_DEPTH = 1
+REQUEST_TIMEOUT_S = 0xFFFF
+"""The longest time that a server may ask for: an application may wait for a PFS that hangs, and must not lose its mount for that."""
 PAGE_BYTES = 4096
 REQUEST_HEADER = struct.Struct("=IIQQIIIHH")
 INIT_REQUEST = struct.Struct("=IIII")
 INIT_FLAGS2_OFFSET = REQUEST_HEADER.size + INIT_REQUEST.size
 REPLY_HEADER = struct.Struct("=IiQ")
-INIT_REPLY = struct.Struct("=IIIIHHIIHHII24x")
+INIT_REPLY = struct.Struct("=IIIIHHIIHHIIH22x")
 BACKING_OPEN = 0x4010E501  # _IOW(229, 1, struct {s32 fd; u32 flags; u64 padding})
 BACKING_CLOSE = 0x4004E502  # _IOW(229, 2, u32)
 
@@ -119,14 +124,21 @@ def parse_hidden_features(names: str) -> int:
     return hidden | ~0xFFFFFFFF if hidden & INIT_EXT else hidden
 
 
-def choose_init_flags(init: KernelInit, data_path: DataPath, *, is_single_node: bool) -> int:
+def choose_init_flags(init: KernelInit, data_path: DataPath, *, is_single_node: bool, has_default_timeout: bool = False) -> int:
     """Return the flags to accept of those offered. The kernel rejects PASSTHROUGH together with WRITEBACK_CACHE.
 
     With WRITEBACK_CACHE the kernel trusts only itself about sizes and times of files. It is used only if no other node changes them
-    (`is_single_node`).
+    (`is_single_node`). A timeout is asked for only in place of a shorter default.
     """
     cached = WRITEBACK_CACHE if is_single_node else 0
-    return (COMMON | (PASSTHROUGH if data_path is DataPath.PASSTHROUGH else cached)) & init.flags
+    timeout = REQUEST_TIMEOUT if has_default_timeout else 0
+    return (COMMON | timeout | (PASSTHROUGH if data_path is DataPath.PASSTHROUGH else cached)) & init.flags
+
+
+def get_request_timeout_s(flags: int, timeouts: FuseTimeouts) -> int:
+    """Return after how many seconds without an answer the kernel ends a connection with these flags; 0: never."""
+    asked_s = REQUEST_TIMEOUT_S if flags & REQUEST_TIMEOUT else timeouts.default_s
+    return min(asked_s or timeouts.max_s, timeouts.max_s or asked_s)
 
 
 def build_init_reply(init: KernelInit, flags: int) -> bytes:
@@ -144,6 +156,7 @@ def build_init_reply(init: KernelInit, flags: int) -> bytes:
         0,
         flags >> 32,
         STACK_DEPTH if flags & PASSTHROUGH else 0,
+        REQUEST_TIMEOUT_S if flags & REQUEST_TIMEOUT else 0,
     )
     return REPLY_HEADER.pack(REPLY_HEADER.size + len(body), 0, init.unique) + body
 

@@ -357,6 +357,8 @@ class Supervisor:
             "connection": mounted.connection_id,
             "data_path": DataPath(mounted.data_path).value,
             "data_path_reason": mounted.data_path_reason,
+            "is_kept_by_systemd": self._systemd.keeps_descriptors,
+            "request_timeout_s": mounted.request_timeout_s,
             "supervisor": {"pid": os.getpid(), "started_ticks": procfs.get_start_ticks(os.getpid()), "restarts": 0},
         }
         for role, slot in self._slots.items():

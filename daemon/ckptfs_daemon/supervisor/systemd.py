@@ -25,6 +25,11 @@ class Systemd:
         ours = os.environ.pop("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         self.watchdog_interval_s: float | None = int(period_us) / 1e6 / 2 if period_us.isdigit() and int(period_us) and ours else None
 
+    @property
+    def keeps_descriptors(self) -> bool:
+        """True if systemd runs this process, and so keeps its descriptors should it die."""
+        return bool(self._address)
+
     def notify(self, *lines: str, descriptor: int | None = None) -> bool:
         """Send lines such as READY=1, with a descriptor if given. Returns True if they were sent."""
         if not self._address:
