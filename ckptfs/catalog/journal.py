@@ -213,12 +213,24 @@ def get_instance_id(db: Database) -> str:
     return str(db.value("SELECT value FROM meta WHERE key = 'instance'"))[:8]
 
 
-def require_no_pfs(db: Database, state: Path) -> None:
-    """Refuse to go on without the PFS that this catalog belongs to. Raises ConfigError."""
+def require_no_pfs(db: Database, state: Path, former: str = "") -> None:
+    """Refuse to go on without the PFS that this catalog belongs to, which was at `former`. Raises ConfigError."""
     if db.value("SELECT 1 FROM meta WHERE key = 'pfs'") is not None:
         raise ConfigError(
             f"the files in {state} belong to a PFS, and none is configured",
-            remedy="give pfs=DIRECTORY as before, or state=DIRECTORY with an empty one",
+            remedy=f"give pfs={former or 'DIRECTORY'} as before, or state=DIRECTORY with an empty one",
+        )
+
+
+def require_recorded(db: Database, cluster: str, state: Path) -> None:
+    """Refuse a first PFS for the catalog of a node that has files of its cluster. Raises ConfigError.
+
+    A node on its own writes all of them back. In a cluster nobody would write back what was made before.
+    """
+    if db.value("SELECT 1 FROM meta WHERE key = 'pfs'") is None and _has_unrecorded(db):
+        raise ConfigError(
+            f"the files of the cluster {cluster} in {state} were written without a PFS, and would never be written back",
+            remedy="leave out pfs=, or give another cluster with an empty state=DIRECTORY and copy the files",
         )
 
 

@@ -93,6 +93,11 @@ class PendingChanges:
 # --- begin and end of a scan --------------------------------------------------------------------------------------------
 
 
+def get_pfs_path(db: Database) -> str:
+    """Return where the PFS of this catalog was mounted last; an empty string if it never had one."""
+    return str(db.value("SELECT value FROM meta WHERE key = 'pfs_root'") or "")
+
+
 def reset_scans(db: Database, pfs: str) -> None:
     """Forget the scans of a mover that died. Call it first when a mover starts with the PFS `pfs`.
 
@@ -101,7 +106,7 @@ def reset_scans(db: Database, pfs: str) -> None:
     with db.transaction():
         db.run("DELETE FROM scan")
         db.run("DELETE FROM scan_dirty_name")
-        if db.value("SELECT value FROM meta WHERE key = 'pfs_root'") != pfs:
+        if get_pfs_path(db) != pfs:
             db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('pfs_root', ?)", pfs)
             db.run("UPDATE inode SET imported = 0, scanned_ns = 0 WHERE id = ?", ROOT)
 

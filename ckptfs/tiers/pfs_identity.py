@@ -225,11 +225,21 @@ def _build_refusal(pfs: Path, difference: str, state: str) -> TierUnavailable:
     )
 
 
+def find_difference_from_catalog(db: Database, pfs: Path) -> str:
+    """Return why the directory `pfs` is not the PFS of this catalog, or an empty string. Changes nothing. Raises OSError."""
+    with disk.closing(open_directory("scan:root", pfs)) as root_fd:
+        return _find_difference_from_known(db, root_fd, copies.get_tier_uuid(db, Tier.PFS))
+
+
+def _find_difference_from_known(db: Database, root_fd: int, known: str | None) -> str:
+    return _find_unexpected(db, root_fd) if known is None else find_difference(root_fd, known)
+
+
 def adopt(db: Database, root_fd: int, pfs: Path) -> str:
     """Return the identity of the PFS, which is taken at the first contact. Raises OSError, and TierUnavailable if it is another one."""
     known = copies.get_tier_uuid(db, Tier.PFS)
     confirmation = db.path.parent / ACCEPT_PFS
-    difference = _find_unexpected(db, root_fd) if known is None else find_difference(root_fd, known)
+    difference = _find_difference_from_known(db, root_fd, known)
     is_accepted = bool(difference) and confirmation.exists()
     if difference and not is_accepted:
         raise _build_refusal(pfs, difference, str(db.path.parent))

@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 from ckptfs import disk, limits
-from ckptfs.catalog import copies, database, identity, journal
+from ckptfs.catalog import copies, database, identity
 from ckptfs.clique import certificates
 from ckptfs.config import Config, load, parse_options
 from ckptfs.errors import InvalidArgument
@@ -22,6 +22,7 @@ from ckptfs_daemon import logs
 from ckptfs_daemon.fuse import connection, shim_build
 from ckptfs_daemon.fuse.connection import Connection
 from ckptfs_daemon.supervisor import state_directory
+from ckptfs_daemon.supervisor.pfs_check import require_pfs_of_catalog
 from ckptfs_daemon.supervisor.state_directory import ReadyPipe
 from ckptfs_daemon.supervisor.supervisor import Supervisor
 from ckptfs_daemon.supervisor.systemd import Systemd, take_stored_descriptors
@@ -84,8 +85,7 @@ def _require_pfs_and_cluster(config: Config) -> None:
     """
     db = database.Database(config.state / "catalog.db", journalled=False)
     try:
-        if config.pfs is None:
-            journal.require_no_pfs(db, config.state)
+        require_pfs_of_catalog(db, config)
         identity.require_cluster(db, config.cluster, config.state)
         if config.cluster is not None:
             from ckptfs.clique import membership  # Imports gRPC, which a single node does not need.

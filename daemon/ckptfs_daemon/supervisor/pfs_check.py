@@ -1,0 +1,52 @@
+"""Whether the PFS that is configured is the one that the catalog belongs to, before anything is mounted.
+
+A catalog knows where its PFS was mounted last. At the same path it may be away for now, so that path is not looked at: the tier is `down`
+until the PFS is back. At another path the PFS must be there, and be the same one: otherwise files that lie only on the former one would
+fail, and changes that it lacks would never reach it.
+
+Crash safety: reads only.
+"""
+
+import os
+import threading
+
+from ckptfs import limits
+from ckptfs.catalog import journal, scans
+from ckptfs.catalog.database import Database
+from ckptfs.config import Config
+from ckptfs.errors import ConfigError
+from ckptfs.tiers import pfs_identity
+
+
+def require_pfs_of_catalog(db: Database, config: Config) -> None:
+    """Refuse a configuration with another PFS than the catalog's, or with none. Raises ConfigError."""
+    former = scans.get_pfs_path(db)
+    if config.pfs is None:
+        journal.require_no_pfs(db, config.state, former)
+        return
+    if config.cluster is not None:
+        journal.require_recorded(db, config.cluster, config.state)
+    if former in ("", os.fsdecode(config.pfs)) or (config.state / pfs_identity.ACCEPT_PFS).exists():
+        return
+    if difference := _compare_in_time(db, config):
+        raise ConfigError(
+            f"the files of {config.name} belong to the PFS that was at {former}, and {config.pfs} is not that PFS: {difference}",
+            remedy=f"give pfs={former}, or another name for pfs={config.pfs}; if the PFS has moved to {config.pfs}, mount it there first",
+        )
+
+
+def _compare_in_time(db: Database, config: Config) -> str:
+    """Return why the configured directory is not the PFS of the catalog, or an empty string. It may hang, and is then not waited for."""
+    found: list[str] = []
+
+    def compare() -> None:
+        assert config.pfs is not None
+        try:
+            found.append(pfs_identity.find_difference_from_catalog(db, config.pfs))
+        except OSError as failure:
+            found.append(os.strerror(failure.errno or 0))
+
+    thread = threading.Thread(target=compare, name="compare pfs", daemon=True)
+    thread.start()
+    thread.join(limits.PFS_ACT_WAIT_S)
+    return found[0] if found else f"it does not answer within {limits.PFS_ACT_WAIT_S:g} s"
