@@ -180,6 +180,14 @@ PREPARED_PLACES_MAX = 256
 PREPARED_AGE_S = 6 * 3600.0
 # Share of the RAM tier that may be prepared.
 PREPARED_SHARE = 0.50
+# A prepared file serves a size that it exceeds by at most this share.
+PREPARED_TOLERANCE = 0.125
+# Prepared memory goes while processes wait for memory more than this share of the time (PSI, percent), until it is below the second one.
+PREPARED_PRESSURE_HIGH = 10.0
+PREPARED_PRESSURE_LOW = 1.0
+PREPARED_POLL_S = 1.0
+# At close, the mount process removes at most this much of prepared memory that was not written. More is left to the seal.
+PREPARED_TRIM_BYTES_MAX = 32 * MIB
 # A prepared file with more holes than this shows its allocated pages in stat until it is sealed.
 PREPARED_EXTENTS_MAX = 256
 

@@ -9,6 +9,11 @@ ROOT = 1
 """The inode of the root directory, fixed by FUSE."""
 
 
+def file_name(content: int) -> str:
+    """Return the name of the file of a content in the directory of a tier."""
+    return f"{content:016x}"
+
+
 class Level(StrEnum):
     """What a file survives (P3). Derived from verified copies, never stored."""
 

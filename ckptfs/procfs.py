@@ -13,6 +13,7 @@ CAP_SYS_ADMIN = 21
 MEMORY_FILESYSTEMS = frozenset(("tmpfs", "ramfs", "hugetlbfs"))
 MOUNT_TABLE = Path("/proc/self/mountinfo")
 FUSE_SETTINGS = Path("/proc/sys/fs/fuse")
+MEMORY_PRESSURE = Path("/proc/pressure/memory")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -92,6 +93,24 @@ def get_fuse_timeouts(directory: Path = FUSE_SETTINGS) -> FuseTimeouts:
             return 0
 
     return FuseTimeouts(read("default_request_timeout"), read("max_request_timeout"))
+
+
+def get_memory_pressure(table: str | Path = MEMORY_PRESSURE) -> float:
+    """Return the share of the last 10 s in which a process waited for memory, in percent; 0 if the kernel does not tell (PSI)."""
+    try:
+        found = re.search(rb"^some avg10=([0-9.]+)", Path(table).read_bytes(), re.MULTILINE)
+    except OSError:
+        return 0.0
+    return float(found[1]) if found else 0.0
+
+
+def is_virtual_machine(table: str | Path = "/proc/cpuinfo") -> bool:
+    """Return True if the processors say that a hypervisor runs this machine (x86), or if the kernel names one."""
+    try:
+        flags = re.search(rb"^flags\s*:.*$", Path(table).read_bytes(), re.MULTILINE)
+    except OSError:
+        return False
+    return bool(flags and b"hypervisor" in flags[0].split()) or Path("/sys/hypervisor/type").exists()
 
 
 def is_running(pid: int) -> bool:

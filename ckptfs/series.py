@@ -23,6 +23,7 @@ _METADATA_NAME = b".metadata"
 _PART_NAME = re.compile(rb"__[0-9]+_[0-9]+\.distcp|.*[0-9]-of-[0-9].*|.*(rank|shard)[-_.]?[0-9].*", re.IGNORECASE | re.DOTALL)
 """Names whose numbers count parts of one checkpoint."""
 _STEP_WORD = re.compile(rb".*(step|ckpt|chk|checkpoint|iter|iteration|epoch)[-_.=]?", re.IGNORECASE | re.DOTALL)
+_STEP_NUMBER = re.compile(rb"((?:step|ckpt|chk|checkpoint|iter|iteration|epoch)[-_.=]?)[0-9]+", re.IGNORECASE)
 _LEVELS = list(Level)
 Entry = TypeVar("Entry")
 """How a caller of `find_newest` identifies a file or directory: by path, or by inode number."""
@@ -82,6 +83,17 @@ def list_series(names: Iterable[bytes]) -> list[Series]:
     sizes = Counter(reading for name in names for reading in _list_candidates(name))
     found = {max(readings, key=lambda one: (sizes[one], len(one.prefix))) for name in names if (readings := _list_candidates(name))}
     return sorted({one for one in found if sizes[one] > 1} or found, key=lambda one: one.name)
+
+
+def get_place(path: bytes) -> bytes:
+    """Return the path without the number that differs from one checkpoint to the next; numbers of parts stay.
+
+    That number follows a word for steps. Without such a word, all numbers go but those in names of parts.
+    """
+    place, count = _STEP_NUMBER.subn(rb"\1" + WILDCARD, path)
+    if count:
+        return place
+    return b"/".join(one if _PART_NAME.fullmatch(one) else _NUMBER.sub(WILDCARD, one) for one in path.split(b"/"))
 
 
 def _list_candidates(name: bytes) -> list[Series]:

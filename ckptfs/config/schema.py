@@ -60,6 +60,14 @@ def _check_tier_size(text: str | int, size: int) -> int:
     return size
 
 
+def parse_size_or_share(text: str | int) -> float:
+    """Return a share (a float) of "25%", or the bytes (an int) of a size such as "512M" or "0". Raises ConfigError."""
+    word = str(text).strip()
+    if word.endswith("%") and re.fullmatch(r"0*(\.0*)?\s*%", word) is None:
+        return parse_ratio(word)
+    return parse_size(word.rstrip("%"))
+
+
 def parse_seconds(text: str | float) -> float:
     """Return the seconds of "60s", "1.5m", "2h" or "90". Raises ConfigError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d|)", str(text).strip())
@@ -184,6 +192,8 @@ class Config:
     data_path: DataPath = DataPath.AUTO
     ram_high: float = limits.RAM_HIGH_WATERMARK
     ram_low: float = limits.RAM_LOW_WATERMARK
+    prepared: float = limits.PREPARED_SHARE
+    """A share of the RAM tier (a float), or bytes (an int)."""
     synced_interval_s: float = limits.SYNCED_INTERVAL_S
     refresh_interval_s: float = limits.REFRESH_INTERVAL_S
     drain_deadline_s: float = limits.DRAIN_DEADLINE_S
@@ -250,6 +260,9 @@ SETTINGS: tuple[Setting, ...] = (
         "High watermark of the RAM tier. Above it new files go to NVMe, and files that are safe elsewhere are evicted from RAM."),
     Setting("ram_low", "ram_low", parse_ratio, "60%",
         "Low watermark of the RAM tier. Eviction stops there."),
+    Setting("prepared", "prepared", parse_size_or_share, "50%",
+        "How much of the RAM tier may be prepared for the next checkpoint while it is free: a size, a percentage of the tier, or 0 for\n"
+        "none. Prepared memory is given back as soon as anything else needs it."),
     Setting("synced_interval", "synced_interval_s", parse_seconds, "60s",
         "Shortest interval between write-backs of a file that stays open and is fsynced."),
     Setting("refresh_interval", "refresh_interval_s", parse_seconds, "5m",

@@ -1,7 +1,8 @@
 """The evict step: room in RAM and on NVMe.
 
 Takes: tiers above their high watermark, and a RAM tier in which the next content would not fit.
-Leaves: tiers below their low watermark, as far as P5 allows. Copies that are whole elsewhere are dropped, others move from RAM to NVMe.
+Leaves: tiers below their low watermark, as far as P5 allows. Prepared files go first: they hold nothing. Then copies that are whole
+elsewhere are dropped, and others move from RAM to NVMe.
 If we die here: a copy's row is deleted before its file, which is then a leftover. An unfinished move leaves a FILLING row. No copy is lost.
 
 The kernel writes to backing files without a notification. While writers are open, the free space is therefore polled: often while it
@@ -82,6 +83,8 @@ class Evict:
         """Drop or move one batch out of `tier`. Return True if that made room."""
         capacity = self._tiers[tier].get_capacity()
         required = self._get_required_bytes(tier, capacity)
+        if tier is Tier.RAM and required and self._tiers.prepared.give_back(required):
+            return True
         desired = max(required, self._get_desired_bytes(capacity)) if tier is Tier.RAM else required
         if not required:
             self._clear_pressure(tier)
@@ -115,8 +118,9 @@ class Evict:
         return excess
 
     def _get_desired_bytes(self, capacity: Capacity) -> int:
-        """Return the bytes to free in RAM for the next content. Checkpoints repeat at nearly the same size."""
+        """Return the bytes to free in RAM for the next content. Checkpoints repeat at nearly the same size, and take prepared memory."""
         high, low = self._watermarks[Tier.RAM]
+        capacity = space.add_free(capacity, self._tiers.prepared.get_bytes())
         return space.get_excess_bytes_for(capacity, get_largest_recent_size(self._db, RECENT_CONTENTS), high, low)
 
     def _clear_pressure(self, tier: Tier) -> None:

@@ -4,6 +4,8 @@ Takes: contents whose last writer has closed them (CLOSED), in the tier where th
 Leaves: SEALED contents with their exact size and digest and a verified copy. On a disk, the file and its row are durable.
 If we die here: nothing was changed. The content is still CLOSED and is read again from its start.
 
+What a file has of prepared memory and did not write is removed first (`tiers.prepared`), so that it takes what it holds.
+
 A memory mapping outlives its handle, so a content is read under a lease. The kernel refuses the lease while any process can still write
 to the file. Such a content is tried again later; other contents do not wait for it. Many small files share one transaction.
 """
@@ -21,7 +23,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.errors import Busy
 from ckptfs.model import Content, ContentState, Notifier, Tier
-from ckptfs.tiers import transfer
+from ckptfs.tiers import prepared, transfer
 from ckptfs.tiers.storage import Tiers, TierStorage
 
 log = logging.getLogger(__name__)
@@ -104,6 +106,8 @@ class Seal:
         return sealed
 
     def _read(self, content: Content, tier: Tier, storage: TierStorage) -> contents.SealResult:
+        if tier is Tier.RAM:
+            self._trim(content, storage)
         with (
             disk.closing(storage.open(content.id)) as fd,
             transfer.hold_read_lease(fd, insist=self._requires_lease(content, tier)) as check,
@@ -113,6 +117,23 @@ class Seal:
                 disk.act("seal:fdatasync", os.fdatasync, fd)
             check()
         return contents.SealResult(content.id, content.inode, content.change, tier, size, digest, blocks)
+
+    def _trim(self, content: Content, storage: TierStorage) -> None:
+        """Remove prepared pages that nobody wrote. Each piece is a transaction, in which no writer can open the file."""
+        with disk.closing(storage.open(content.id)) as fd:
+            more = prepared.needs_trim(fd)
+        while more:
+            with self._db.transaction():
+                if not contents.is_unchanged(self._db, content):
+                    raise Busy("the file was opened again")
+                with disk.closing(self._open_for_trim(content, storage)) as fd, transfer.hold_write_lease(fd) as is_alone:
+                    more = prepared.trim(fd, holes=is_alone)
+
+    def _open_for_trim(self, content: Content, storage: TierStorage) -> int:
+        try:
+            return storage.open(content.id, os.O_RDWR | os.O_NONBLOCK)
+        except BlockingIOError as failure:
+            raise Busy("another step reads the file under a lease") from failure
 
     def _requires_lease(self, content: Content, tier: Tier) -> bool:
         """Return False for a PFS that has refused the lease for a while: its file is read without one, and its times are compared."""

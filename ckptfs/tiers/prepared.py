@@ -26,19 +26,27 @@ import re
 import stat
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 from ckptfs import disk, limits, procfs
-from ckptfs.tiers.storage import TierStorage, file_name
+from ckptfs.model import file_name
 
-disk.declare_labels("prepare:create", "prepare:allocate", "prepare:publish", "prepare:remove", "prepare:take", "prepare:trim")
+disk.declare_labels(
+    "prepare:create", "prepare:touch", "prepare:allocate", "prepare:publish", "prepare:remove", "prepare:take", "prepare:trim"
+)
 
 PREPARED_MODE = 0o700
 PLAIN_MODE = 0o600
 _PREPARED_NAME = re.compile(r"([0-9a-f]{1,16})-[0-9a-f]{32}")
 _UNFINISHED = "new-"
+_DIRECTORY_NAME = "prepared"
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
-_PIECE_BYTES = 64 * limits.MIB
+_PIECE_BYTES = 16 * limits.MIB
+_ZEROS = bytes(2 * limits.MIB)
+_TRIM_BYTES = 256 * limits.MIB
 _BLOCK_BYTES = 512
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -62,16 +70,38 @@ class ExpectedSize:
     closed_ns: int
 
 
+class ContentDirectory(Protocol):
+    """The part of `storage.TierStorage` that is used here."""
+
+    root: Path
+
+    @property
+    def directory(self) -> int:
+        """A descriptor of the directory of contents."""
+
+
 def choose_fit(files: list[PreparedFile], bytes_min: int, bytes_max: int | None = None) -> PreparedFile | None:
     """Return the smallest file of at least `bytes_min` and at most `bytes_max`, or None."""
     fitting = [file for file in files if file.size_bytes >= bytes_min and (bytes_max is None or file.size_bytes <= bytes_max)]
     return min(fitting, default=None)
 
 
+def measure_bytes(root: Path) -> int:
+    """Return the bytes that are prepared in the tier at `root`."""
+    with contextlib.suppress(FileNotFoundError):
+        return sum(file.size_bytes for file in _parse_names(os.listdir(root / _DIRECTORY_NAME)))
+    return 0
+
+
+def _parse_names(names: list[str]) -> list[PreparedFile]:
+    found = (_PREPARED_NAME.fullmatch(name) for name in names)
+    return [PreparedFile(int(match[1], 16), match[0]) for match in found if match]
+
+
 class PreparedFiles:
     """The prepared files and expected sizes in one RAM tier. Methods raise OSError of its filesystem. Any process and thread may call."""
 
-    def __init__(self, storage: TierStorage) -> None:
+    def __init__(self, storage: ContentDirectory) -> None:
         self._storage = storage
         self._directories: dict[str, int] = {}
 
@@ -79,12 +109,17 @@ class PreparedFiles:
 
     def list_files(self) -> list[PreparedFile]:
         """Return what can be taken, in no order."""
-        found = (_PREPARED_NAME.fullmatch(name) for name in os.listdir(self._directory))
-        return [PreparedFile(int(match[1], 16), match[0]) for match in found if match]
+        return _parse_names(os.listdir(self._directory))
 
     def get_bytes(self) -> int:
         """Return the bytes of all files that can be taken."""
         return sum(file.size_bytes for file in self.list_files())
+
+    def find(self, expected_bytes: int) -> PreparedFile | None:
+        """Return the file that suits a content of about `expected_bytes` (0: unknown), or None."""
+        if expected_bytes < limits.PREPARED_BYTES_MIN:
+            return None
+        return choose_fit(self.list_files(), expected_bytes, limits.PREPARED_SURPLUS_RATIO * expected_bytes)
 
     def take(self, content: int, bytes_min: int, bytes_max: int | None = None) -> int | None:
         """Make a prepared file of at least `bytes_min` bytes the file of `content`. Returns its prepared bytes, None if none fits.
@@ -108,14 +143,20 @@ class PreparedFiles:
 
     # --- preparing ----------------------------------------------------------------------------------------------------
 
-    def add(self, size_bytes: int) -> PreparedFile:
-        """Prepare one file. Raises ENOSPC, and leaves nothing then."""
+    def add(self, size_bytes: int, before_piece: Callable[[int], None] = lambda _: None, *, touches: bool = False) -> PreparedFile:
+        """Prepare one file. `before_piece` gets the bytes still to be allocated and may raise to stop. A failure leaves nothing.
+
+        `touches`: see `_touch_free_pages`.
+        """
         unique = uuid.uuid4().hex
         unfinished, file = _UNFINISHED + unique, PreparedFile(size_bytes, f"{size_bytes:x}-{unique}")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         fd = disk.open_file("prepare:create", unfinished, flags, PREPARED_MODE, dir_fd=self._directory)
         try:
             for offset in range(0, size_bytes, _PIECE_BYTES):
+                before_piece(size_bytes - offset)
+                if touches:
+                    self._touch_free_pages(_PIECE_BYTES)
                 top_up(fd, offset, min(_PIECE_BYTES, size_bytes - offset))
             disk.rename("prepare:publish", unfinished, file.name, old_fd=self._directory, new_fd=self._directory)
         except BaseException:
@@ -126,6 +167,17 @@ class PreparedFiles:
             os.close(fd)
         return file
 
+    def _touch_free_pages(self, size_bytes: int) -> None:
+        """Write `size_bytes` of zeros to a file without a name and free them: the kernel gives out next what was freed last.
+
+        The host of a virtual machine backs a page at its first use, and takes it back some seconds after it was freed. A page that was
+        allocated but never written would cost its first writer that time: a prepared file would be no faster than a fresh one.
+        """
+        with disk.closing(os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, PLAIN_MODE, dir_fd=self._directory)) as fd:
+            os.ftruncate(fd, size_bytes)  # Huge pages are used within the size only.
+            for offset in range(0, size_bytes, len(_ZEROS)):
+                disk.act("prepare:touch", os.pwrite, fd, _ZEROS, offset)
+
     def remove(self, file: PreparedFile) -> bool:
         """Give the memory of a file back. Return False if another process has taken it."""
         try:
@@ -134,13 +186,13 @@ class PreparedFiles:
             return False
         return True
 
-    def give_back(self, bytes_wanted: int, keep: PreparedFile | None = None) -> int:
-        """Remove files, the smallest number that frees `bytes_wanted` or all but `keep`. Return the bytes that are free now."""
+    def give_back(self, bytes_wanted: int) -> int:
+        """Remove files, the largest first, until `bytes_wanted` are free or none is left. Return the bytes that are free now."""
         freed = 0
         for file in sorted(self.list_files(), reverse=True):
             if freed >= bytes_wanted:
                 break
-            if file != keep and self.remove(file):
+            if self.remove(file):
                 freed += file.size_bytes
         return freed
 
@@ -184,7 +236,7 @@ class PreparedFiles:
 
     @property
     def _directory(self) -> int:
-        return self._open_directory("prepared")
+        return self._open_directory(_DIRECTORY_NAME)
 
     @property
     def _expected(self) -> int:
@@ -235,29 +287,72 @@ def mark_allocated_by_application(fd: int) -> None:
         os.fchmod(fd, stat.S_IMODE(status.st_mode) | stat.S_IXGRP)
 
 
-def trim(fd: int, *, holes: bool) -> None:
-    """Remove the prepared pages of a file that nobody writes: beyond its end, and with `holes` also below it; then the mark.
+def needs_trim(fd: int) -> bool:
+    """Return True if a prepared file has pages that nobody wrote. Otherwise remove its mark; a read-only descriptor will do."""
+    status = os.fstat(fd)
+    if not is_prepared(status):
+        return False
+    end = _round_to_page(status.st_size)
+    if status.st_blocks * _BLOCK_BYTES > end or (not status.st_mode & stat.S_IXGRP and _list_holes(fd, end, at_most=1)):
+        return True
+    os.fchmod(fd, PLAIN_MODE)
+    return False
+
+
+def trim_end(fd: int, *, bytes_max: int) -> None:
+    """Remove the prepared pages beyond the end of a file that nobody writes, if they are at most `bytes_max`. The mark stays."""
+    status = os.fstat(fd)
+    end = _round_to_page(status.st_size)
+    if is_prepared(status) and 0 < status.st_blocks * _BLOCK_BYTES - end <= bytes_max:
+        _punch(fd, end, limits.FILE_BYTES_MAX - procfs.PAGE_BYTES - end)
+        os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def trim(fd: int, *, holes: bool) -> bool:
+    """Remove a piece of the prepared pages of a file that nobody writes: beyond its end, and with `holes` also below it; then the mark.
 
     Pages below the end may be written through a mapping. `holes` therefore needs a write lease on `fd`. Without it the mark stays if
-    there are any.
+    there are any. Returns True if there is more to remove. The times of the file stay.
     """
     status = os.fstat(fd)
     if not is_prepared(status):
-        return
-    end = -(-status.st_size // procfs.PAGE_BYTES) * procfs.PAGE_BYTES
-    disk.act("prepare:trim", _fallocate, fd, _KEEP_SIZE | _PUNCH_HOLE, end, limits.FILE_BYTES_MAX - procfs.PAGE_BYTES - end)
-    if status.st_mode & stat.S_IXGRP or not (found := _list_holes(fd, end)):
-        os.fchmod(fd, PLAIN_MODE)
-        return
-    if holes:
-        for start, stop in found:
-            disk.act("prepare:trim", _fallocate, fd, _KEEP_SIZE | _PUNCH_HOLE, start, stop - start)
-        os.fchmod(fd, PLAIN_MODE)
+        return False
+    end = _round_to_page(status.st_size)
+    try:
+        if _trim_end(fd, end):
+            return True
+        found = [] if status.st_mode & stat.S_IXGRP else _list_holes(fd, end)
+        for start, stop in found if holes else ():
+            _punch(fd, start, stop - start)
+        if holes or not found:
+            os.fchmod(fd, PLAIN_MODE)
+        return False
+    finally:
+        os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _trim_end(fd: int, end: int) -> bool:
+    """Punch the first piece beyond `end` that has pages, then all the rest. Return True if there is more to do."""
+    allocated = get_allocated_bytes(fd)
+    for start in range(end, end + allocated, _TRIM_BYTES):
+        _punch(fd, start, _TRIM_BYTES)
+        if get_allocated_bytes(fd) < allocated - _TRIM_BYTES // 2:
+            return True
+    _punch(fd, end, limits.FILE_BYTES_MAX - procfs.PAGE_BYTES - end)
+    return False
+
+
+def _punch(fd: int, offset: int, length: int) -> None:
+    disk.act("prepare:trim", _fallocate, fd, _KEEP_SIZE | _PUNCH_HOLE, offset, length)
+
+
+def _round_to_page(size: int) -> int:
+    return -(-size // procfs.PAGE_BYTES) * procfs.PAGE_BYTES
 
 
 def get_data_bytes(fd: int, status: os.stat_result) -> int:
     """Return the bytes of a prepared file that the application has written, in whole pages. Exact unless the file is fragmented."""
-    end = -(-status.st_size // procfs.PAGE_BYTES) * procfs.PAGE_BYTES
+    end = _round_to_page(status.st_size)
     allocated = min(end, status.st_blocks * _BLOCK_BYTES)
     if status.st_mode & stat.S_IXGRP:
         return allocated
@@ -271,7 +366,7 @@ def _list_holes(fd: int, end: int, at_most: int | None = None) -> list[tuple[int
     offset = 0
     while offset < end and (at_most is None or len(found) < at_most):
         start = _seek(fd, offset, os.SEEK_HOLE, end)
-        start = -(-start // procfs.PAGE_BYTES) * procfs.PAGE_BYTES
+        start = _round_to_page(start)
         if start >= end:
             break
         offset = min(end, _seek(fd, start, os.SEEK_DATA, end))

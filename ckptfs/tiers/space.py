@@ -60,6 +60,12 @@ def subtract_reserved(capacity: Capacity, reserved_bytes: int) -> Capacity:
     return Capacity(capacity.total, max(0, capacity.free - reserved_bytes), capacity.used + reserved_bytes) if reserved_bytes else capacity
 
 
+def add_free(capacity: Capacity, freed_bytes: int) -> Capacity:
+    """Return `capacity` after `freed_bytes` of its used bytes were freed."""
+    used = max(0, capacity.used - freed_bytes)
+    return Capacity(capacity.total, min(capacity.total, capacity.free + freed_bytes), used)
+
+
 def needs_buffered_path(capacity: Capacity, expected_bytes: int | None) -> bool:
     """Return True if writes into this tier must pass through the mount process (P10).
 

@@ -25,8 +25,9 @@ from ckptfs.catalog import copies, summary
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.errors import NoSpace, TierUnavailable
-from ckptfs.model import Tier
-from ckptfs.tiers import pfs_identity, space
+from ckptfs.model import Tier, file_name
+from ckptfs.tiers import pfs_identity, prepared, space
+from ckptfs.tiers.prepared import PreparedFile, PreparedFiles
 from ckptfs.tiers.space import Capacity
 
 log = logging.getLogger(__name__)
@@ -38,10 +39,6 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _NO_RESERVATIONS: Mapping[Tier, int] = {}
 _PFS_CAPACITY = {Tier.PFS: Capacity(limits.FILE_BYTES_MAX, limits.FILE_BYTES_MAX)}
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-def file_name(content: int) -> str:
-    return f"{content:016x}"
 
 
 class TierStorage:
@@ -164,7 +161,13 @@ class TierStorage:
     def link(self, content: int, other: int) -> bool:
         """Give the file of `content` the name of `other` as well. Return False if it does not exist."""
         try:
-            os.link(file_name(content), file_name(other), src_dir_fd=self.directory, dst_dir_fd=self.directory, follow_symlinks=False)
+            os.link(
+                file_name(content),
+                file_name(other),
+                src_dir_fd=self.directory,
+                dst_dir_fd=self.directory,
+                follow_symlinks=False,
+            )
         except FileNotFoundError:
             return False
         return True
@@ -223,7 +226,7 @@ class TierStorage:
         """Return the bytes in our files, at most `limits.USED_AGE_S` old."""
         measured_s, used = self._measured_used
         if time.monotonic() - measured_s > limits.USED_AGE_S:
-            used = 0
+            used = prepared.measure_bytes(self.root) if self.tier is Tier.RAM else 0
             for content in self.contents():
                 found = self.stat(content)
                 used += found.st_blocks * 512 if found else 0
@@ -243,6 +246,7 @@ class Tiers(Mapping[Tier, TierStorage]):
         self._tiers = dict(tiers)
         self._ram_high = ram_high
         self._capacities: tuple[float, dict[Tier, Capacity]] = (float("-inf"), {})
+        self.prepared = PreparedFiles(self._tiers[Tier.RAM])
 
     @classmethod
     def from_config(cls, config: Config, instance: str = "", get_pfs_identity: Callable[[], str | None] = lambda: None) -> "Tiers":
@@ -274,21 +278,47 @@ class Tiers(Mapping[Tier, TierStorage]):
     def __len__(self) -> int:
         return len(self._tiers)
 
-    def choose_tier(self, expected_bytes: int = 0, reserved_bytes: Mapping[Tier, int] = _NO_RESERVATIONS) -> Tier:
+    def choose_tier(
+        self, expected_bytes: int = 0, reserved_bytes: Mapping[Tier, int] = _NO_RESERVATIONS, taking: PreparedFile | None = None
+    ) -> Tier:
         """Return the tier of a new content. Raises NoSpace if every tier is full (P10).
 
-        `expected_bytes` 0 means unknown; `reserved_bytes` are still expected from other writers. The PFS counts as having space: a
-        create there finds out, in a thread that may hang.
+        `expected_bytes` 0 means unknown; `reserved_bytes` are still expected from other writers; `taking` is the prepared file that the
+        content will take in RAM. If other prepared files are what keeps the content out of RAM, they are given back. The PFS counts as
+        having space: a create there finds out, in a thread that may hang.
         """
+        tier = self._choose_tier(expected_bytes, reserved_bytes, taking)
+        if tier is not Tier.RAM:
+            own_bytes = reserved_bytes.get(Tier.RAM, 0)
+            if self.give_back_prepared(lambda ram: space.fits(ram, expected_bytes, self._ram_high), own_bytes, taking):
+                tier = self._choose_tier(expected_bytes, reserved_bytes, taking)
+        if tier is None:
+            raise NoSpace("every tier is full", remedy="remove files, or configure a larger tier")
+        return tier
+
+    def _choose_tier(self, expected_bytes: int, reserved_bytes: Mapping[Tier, int], taking: PreparedFile | None) -> Tier | None:
         capacities = self.get_local_capacities()
+        if taking is not None:
+            capacities = capacities | {Tier.RAM: self.get_capacity(Tier.RAM, taking)}
         if reserved_bytes:
             capacities = {tier: space.subtract_reserved(own, reserved_bytes.get(tier, 0)) for tier, own in capacities.items()}
         if Tier.PFS in self._tiers:
             capacities = capacities | _PFS_CAPACITY
-        tier = space.choose_tier(capacities, expected_bytes, self._ram_high)
-        if tier is None:
-            raise NoSpace("every tier is full", remedy="remove files, or configure a larger tier")
-        return tier
+        return space.choose_tier(capacities, expected_bytes, self._ram_high)
+
+    def give_back_prepared(self, is_enough: Callable[[Capacity], bool], reserved_bytes: int, taking: PreparedFile | None = None) -> bool:
+        """Give prepared files back, but for `taking`, until `is_enough` of the capacity of RAM. Return False if that cannot be reached."""
+        capacity = space.subtract_reserved(self.get_capacity(Tier.RAM, taking), reserved_bytes)
+        others = sorted((file for file in self.prepared.list_files() if file != taking), reverse=True)
+        if not others or not is_enough(space.add_free(capacity, sum(file.size_bytes for file in others))):
+            return False
+        for file in others:
+            if is_enough(capacity):
+                break
+            if self.prepared.remove(file):
+                capacity = space.add_free(capacity, file.size_bytes)
+        self._capacities = (float("-inf"), {})
+        return is_enough(capacity)
 
     def choose_disk_tier(self, expected_bytes: int, reserved_bytes: Mapping[Tier, int] = _NO_RESERVATIONS) -> Tier | None:
         """Return the tier on disk where a program below a memory limit may write by passthrough. Returns None if there is none.
@@ -301,13 +331,21 @@ class Tiers(Mapping[Tier, TierStorage]):
         needs_buffered_path = self.needs_buffered_path(tier, expected_bytes or None, reserved_bytes.get(tier, 0))
         return None if needs_buffered_path else tier
 
-    def needs_buffered_path(self, tier: Tier, expected_bytes: int | None, reserved_bytes: int = 0) -> bool:
-        """Return True if the tier is so full that writes must pass through the mount process (P10)."""
+    def needs_buffered_path(
+        self, tier: Tier, expected_bytes: int | None, reserved_bytes: int = 0, taking: PreparedFile | None = None
+    ) -> bool:
+        """Return True if the tier is so full that writes must pass through the mount process (P10).
+
+        If prepared files but `taking` are what fills the RAM tier, they are given back.
+        """
         if tier is Tier.PFS:
             return False
-        capacity = space.subtract_reserved(self.get_capacity(tier), reserved_bytes)
         decide = space.needs_buffered_path if any(self.list_next(tier)) else space.needs_buffered_path_in_last_tier
-        return decide(capacity, expected_bytes)
+        if not decide(space.subtract_reserved(self.get_capacity(tier, taking), reserved_bytes), expected_bytes):
+            return False
+        if tier is not Tier.RAM:
+            return True
+        return not self.give_back_prepared(lambda ram: not decide(ram, expected_bytes), reserved_bytes, taking)
 
     def get_local_capacities(self) -> dict[Tier, Capacity]:
         """Return the capacities of RAM and NVMe, at most `limits.CAPACITY_AGE_S` old."""
@@ -318,8 +356,10 @@ class Tiers(Mapping[Tier, TierStorage]):
             self._capacities = (now_s, capacities)
         return capacities
 
-    def get_capacity(self, tier: Tier) -> Capacity:
-        return self.get_local_capacities()[tier]
+    def get_capacity(self, tier: Tier, taking: PreparedFile | None = None) -> Capacity:
+        """Return the capacity of RAM or NVMe. For a content that is `taking` a prepared file, the bytes of that file are free."""
+        capacity = self.get_local_capacities()[tier]
+        return capacity if taking is None or tier is not Tier.RAM else space.add_free(capacity, taking.size_bytes)
 
     def link(self, content: int, other: int) -> bool:
         """Give the files of `content` in RAM and NVMe the name of `other` too. Return False if there is none."""
@@ -335,6 +375,7 @@ class Tiers(Mapping[Tier, TierStorage]):
         yield from (other for other in order[order.index(tier) + 1 :] if other in self._tiers)
 
     def close(self) -> None:
+        self.prepared.close()
         for storage in self._tiers.values():
             storage.close()
 

@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ckptfs import digest, disk, limits
 from ckptfs.errors import Busy
+from ckptfs.tiers.prepared import is_prepared
 
 disk.declare_labels("behind:wait", "resume:persist", "resume:read")
 PIECE_BYTES = 512 * limits.KIB
@@ -129,7 +130,7 @@ def _count_resumable(source_fd: int, size: int, target_fd: int) -> int:
     They are fsynced and dropped from the page cache: a page whose write failed may still be in memory and look correct.
     """
     resumable = os.fstat(target_fd).st_size
-    if resumable and os.fstat(source_fd).st_blocks * 512 < size:
+    if resumable and next(_extents(source_fd, size), None) != (0, size):
         os.ftruncate(target_fd, 0)  # A hole of the source does not overwrite old bytes.
         return 0
     if resumable:
@@ -185,7 +186,8 @@ def _digest_zeros(running: digest.RunningDigest, end: int, before_block: Callabl
 
 def _extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield (start, end) of data between holes up to `size`; one extent if the filesystem does not know."""
-    if os.fstat(fd).st_blocks * 512 >= size:
+    status = os.fstat(fd)
+    if status.st_blocks * 512 >= size and not is_prepared(status):
         if size:
             yield 0, size
         return
@@ -272,6 +274,21 @@ def hold_read_lease(fd: int, *, insist: bool = True) -> Iterator[Callable[[], No
         yield check
     finally:
         with contextlib.suppress(OSError):  # The kernel revokes a lease that is dropped too late.
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+
+
+@contextlib.contextmanager
+def hold_write_lease(fd: int) -> Iterator[bool]:
+    """Hold a write lease on `fd` if that is possible. Yield True if no other process has the file open or mapped."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        with contextlib.suppress(OSError):
             fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
 
 

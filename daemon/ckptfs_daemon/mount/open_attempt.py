@@ -27,6 +27,7 @@ from ckptfs.catalog.contents import FileContent
 from ckptfs.errors import Busy, CkptfsError, ContentLost, NoSpace, TimedOut, posix_error
 from ckptfs.flow import open
 from ckptfs.model import ContentState, DataPath, Inode, Tier
+from ckptfs.tiers.prepared import PreparedFile
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse.request import Request
@@ -198,7 +199,7 @@ class OpenAttempt:
         if self._open_request.is_writer:
             choice = open.choose_write_target(held, truncate=self._open_request.truncates, shared=False)
             if choice is open.WriteTarget.NEW:
-                return self._create_content(held, undo)
+                return self._create_content(held, undo, held.inode.size)
             if choice is open.WriteTarget.IN_PLACE:
                 return self._open_local(held, undo)
             if choice is open.WriteTarget.FETCH:
@@ -215,27 +216,33 @@ class OpenAttempt:
             raise MustWait(self._search_other_nodes)
         raise self._build_lost_error("no copy of its content is left")
 
-    def _create_content(self, held: FileContent, undo: UndoLog, kind: bytes | None = None) -> OpenFile:
-        """Start a new content. `kind`: the series of a new file, which tells how large it will probably be."""
-        expected_bytes = max(held.inode.size, self._files.get_expected_bytes(kind) if kind else 0)
+    def _create_content(self, held: FileContent, undo: UndoLog, expected_bytes: int, *, is_new_file: bool = False) -> OpenFile:
+        """Start a new content of about `expected_bytes` (0: unknown). A prepared file that suits it becomes its file."""
         reserved_bytes, tiers = self._files.get_reserved_bytes(), self._context.tiers
+        taking = tiers.prepared.find(expected_bytes)
         disk_tier = tiers.choose_disk_tier(expected_bytes, reserved_bytes) if self._limit_reason else None
-        tier = disk_tier or tiers.choose_tier(expected_bytes, reserved_bytes)
+        tier = disk_tier or tiers.choose_tier(expected_bytes, reserved_bytes, taking)
         storage = tiers[tier]
-        reason = self._find_buffered_reason(storage, expected_bytes or None, reserved_bytes)
-        changed_ns = None if kind is not None or self._files.kernel_owns_times else time.time_ns()
+        reason = self._find_buffered_reason(storage, expected_bytes or None, reserved_bytes, taking)
+        changed_ns = None if is_new_file or self._files.kernel_owns_times else time.time_ns()
         if tier is Tier.PFS:
             content, fd = self._take_reserved(storage, undo)
             contents.insert_content(self._db, held.inode.id, tier, reserved_content=content, changed_ns=changed_ns)
         else:
             content = contents.insert_content(self._db, held.inode.id, tier, changed_ns=changed_ns)
-            fd = storage.create(content, os.O_RDWR if reason else os.O_RDONLY)
             undo.callback(storage.remove, content)
+            fd = self._create_file(storage, content, os.O_RDWR if reason else os.O_RDONLY, taking)
             undo.callback(os.close, fd)
         os.utime(fd, ns=(held.inode.atime_ns, held.inode.mtime_ns if changed_ns is None else changed_ns))
-        file = self._build_open_file(held, content, storage, fd, undo, reason=reason, kind=kind)
+        file = self._build_open_file(held, content, storage, fd, undo, reason=reason)
         file.expected_bytes = expected_bytes
         return file
+
+    def _create_file(self, storage: TierStorage, content: int, flags: int, taking: PreparedFile | None) -> int:
+        """Return the descriptor of an empty file for `content`: a prepared one, unless another process took it meanwhile."""
+        if taking is not None and storage.tier is Tier.RAM and self._context.tiers.prepared.take_file(taking, content):
+            return storage.open(content, flags)
+        return storage.create(content, flags)
 
     def _find_limit_reason(self) -> Reason:
         """Return why the caller must not fill fresh memory by passthrough. On the buffered path this process fills it."""
@@ -244,7 +251,9 @@ class OpenAttempt:
             return Reason.NONE
         return get_limit_reason(context.memory_limits.find(open_request.pid))
 
-    def _find_buffered_reason(self, storage: TierStorage, expected_bytes: int | None, reserved_bytes: Mapping[Tier, int]) -> Reason:
+    def _find_buffered_reason(
+        self, storage: TierStorage, expected_bytes: int | None, reserved_bytes: Mapping[Tier, int], taking: PreparedFile | None = None
+    ) -> Reason:
         """Return why a writer's bytes must pass through this process; NONE if they need not.
 
         If the tier is nearly full, the content can then move on, or wait for deleted files to be freed.
@@ -253,12 +262,12 @@ class OpenAttempt:
             return Reason.DATA_PATH
         if self._limit_reason and storage.is_memory:
             return self._limit_reason
-        is_full = self._context.tiers.needs_buffered_path(storage.tier, expected_bytes, reserved_bytes.get(storage.tier, 0))
+        is_full = self._context.tiers.needs_buffered_path(storage.tier, expected_bytes, reserved_bytes.get(storage.tier, 0), taking)
         return Reason.FULL if is_full else Reason.NONE
 
     def _open_empty(self, held: FileContent, undo: UndoLog) -> OpenFile:
         """Open a file that mknod made and nothing has written: give it a content that is closed at once."""
-        file = self._create_content(held, undo, kind=b"")
+        file = self._create_content(held, undo, 0, is_new_file=True)
         assert file.content is not None
         contents.mark_closed(self._db, held.inode.id, file.content, 0, held.inode.atime_ns, held.inode.mtime_ns)
         return file
@@ -315,11 +324,10 @@ class OpenAttempt:
         undo: UndoLog,
         *,
         reason: Reason,
-        kind: bytes | None = None,
     ) -> OpenFile:
         """Build the open file. `reason`: why its bytes must pass through this process; NONE registers it with the kernel."""
         row = held.inode
-        file = OpenFile(row.id, content, storage, fd, kind=kind or None, atime_ns=row.atime_ns, generation=row.generation)
+        file = OpenFile(row.id, content, storage, fd, atime_ns=row.atime_ns, generation=row.generation)
         file.buffered_reason = reason
         if reason:
             file.is_writable = self._open_request.is_writer
@@ -552,7 +560,6 @@ class CreateAttempt(OpenAttempt):
     ) -> None:
         super().__init__(context, OpenRequest(0, is_writer=True, truncates=False, fuse_request=request, pid=pid))
         self._parent, self._name, self._mode, self._owner = parent, name, mode, owner
-        self._kind = open.get_series_pattern(name)
         self._inode: Inode | None = None
         self.blind = False
         """Set to create in a directory that is not imported."""
@@ -577,4 +584,7 @@ class CreateAttempt(OpenAttempt):
         return FileContent(self._inode, None, None, (), False)
 
     def _act(self, file: OpenFile | None, held: FileContent, undo: UndoLog) -> OpenFile:
-        return self._create_content(held, undo, self._kind)
+        expected_bytes = self._files.expected_sizes.get(self._parent, self._name)
+        created = self._create_content(held, undo, expected_bytes, is_new_file=True)
+        created.created_as = (self._parent, self._name)
+        return created

@@ -32,7 +32,7 @@ from ckptfs.catalog import contents, copies, inodes, mover_requests, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.errors import CkptfsError, ContentLost, TimedOut, posix_error
 from ckptfs.model import Content, ContentState, CopyState, Inode, Tier
-from ckptfs.tiers import pfs_tree
+from ckptfs.tiers import pfs_tree, prepared
 from ckptfs.tiers.fetch_map import FetchMap
 from ckptfs.tiers.storage import Tiers, TierStorage
 from ckptfs_daemon.mount.handle_ways import HandleWay, Reason
@@ -52,10 +52,10 @@ NONBLOCKING_WRITE = os.O_RDWR | os.O_NONBLOCK
 class OpenFile:
     """State of one open inode. Belongs to the trio thread.
 
-    `content` and `storage` are None if the PFS's own file is open. `direct`: reads and writes pass through this process although there is a
-    backing id. `buffered_reason`: why there is no backing id. `handles`: handle -> whether it writes; `ways`: handle -> its way.
-    `generation`: that of the file when it was first opened. `fetch_waiter`: set while blocks are still being fetched; size and times of the
-    backing file mean nothing then.
+    `content` and `storage` are None if the PFS's own file is open. `created_as`: the directory and name of a new file. `direct`: reads
+    and writes pass through this process although there is a backing id. `buffered_reason`: why there is no backing id. `handles`: handle ->
+    whether it writes; `ways`: handle -> its way. `generation`: that of the file when it was first opened. `fetch_waiter`: set while blocks
+    are still being fetched; size and times of the backing file mean nothing then.
     """
 
     inode: int
@@ -65,7 +65,7 @@ class OpenFile:
     backing_id: int = 0
     is_writable: bool = False
     direct: bool = False
-    kind: bytes | None = None
+    created_as: tuple[int, bytes] | None = None
     expected_bytes: int = 0
     handles: dict[int, bool] = field(default_factory=dict)
     ended_handles: list[int] = field(default_factory=list)
@@ -109,7 +109,12 @@ class OpenFile:
         mtime_ns = status.st_mtime_ns
         ctime_ns = row.ctime_ns if mtime_ns == row.mtime_ns else max(row.ctime_ns, mtime_ns)
         return replace(
-            row, size=status.st_size, allocated_blocks=status.st_blocks, atime_ns=status.st_atime_ns, mtime_ns=mtime_ns, ctime_ns=ctime_ns
+            row,
+            size=status.st_size,
+            allocated_blocks=get_allocated_bytes(self.fd, status) // STAT_BLOCK_BYTES,
+            atime_ns=status.st_atime_ns,
+            mtime_ns=mtime_ns,
+            ctime_ns=ctime_ns,
         )
 
     def set_times(self, atime_ns: int | None, mtime_ns: int | None) -> None:
@@ -176,6 +181,11 @@ class OpenFile:
                 os.close(fd)
             except OSError as failure:
                 log.error("content %s in %s: cannot be closed: %s", self.content, self.tier, failure)
+
+
+def get_allocated_bytes(fd: int, status: os.stat_result) -> int:
+    """Return what stat(2) shows as allocated: not the prepared pages that the application has not written."""
+    return prepared.get_data_bytes(fd, status) if prepared.is_prepared(status) else status.st_blocks * STAT_BLOCK_BYTES
 
 
 async def open_for_writing(storage: TierStorage, content: int) -> int:

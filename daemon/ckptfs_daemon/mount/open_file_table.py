@@ -17,17 +17,19 @@ from typing import TypeVar
 
 import trio
 
-from ckptfs import limits
+from ckptfs import disk, limits
 from ckptfs.catalog import contents, copies, handles
 from ckptfs.catalog.database import Database
 from ckptfs.errors import CkptfsError, TimedOut, posix_error
 from ckptfs.model import CopyState, Handle, Inode, Tier
+from ckptfs.tiers import prepared
 from ckptfs.tiers.storage import Tiers, TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse.kernel import Passthrough
 from ckptfs_daemon.ipc import WakeChannel
+from ckptfs_daemon.mount.expected_sizes import ExpectedSizes
 from ckptfs_daemon.mount.handle_ways import HandleWay, Reason, Way
-from ckptfs_daemon.mount.open_file import NONBLOCKING_WRITE, STAT_BLOCK_BYTES, OpenFile, open_for_writing, run_on_pfs
+from ckptfs_daemon.mount.open_file import NONBLOCKING_WRITE, STAT_BLOCK_BYTES, OpenFile, get_allocated_bytes, open_for_writing, run_on_pfs
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ class OpenFileTable:
         self._releasing: dict[OpenFile, None] = {}
         self._release_callbacks: list[Callable[[], None]] = []
         self._has_releases = trio.Event()
-        self._size_by_kind: dict[bytes, int] = {}
+        self.expected_sizes = ExpectedSizes(db, tiers.prepared)
         self._reserving: dict[OpenFile, None] = {}
         self._reserved: tuple[float, dict[Tier, int]] = (float("-inf"), {})
         self._refused_tiers: set[Tier | None] = set()
@@ -83,8 +85,16 @@ class OpenFileTable:
             return row
         for tier in (Tier.RAM, Tier.NVME):
             status = self.tiers[tier].stat(row.content) if tier in self.tiers else None
-            if status is not None:
+            if status is not None and not prepared.is_prepared(status):
                 return replace(row, allocated_blocks=status.st_blocks)
+            if status is not None:
+                return self._get_attributes_before_trim(row, self.tiers[tier], row.content)
+        return row
+
+    def _get_attributes_before_trim(self, row: Inode, storage: TierStorage, content: int) -> Inode:
+        """Return `row` with the blocks of a file that still has prepared pages: its seal removes them."""
+        with contextlib.suppress(FileNotFoundError), disk.closing(storage.open(content)) as fd:
+            return replace(row, allocated_blocks=get_allocated_bytes(fd, os.fstat(fd)) // STAT_BLOCK_BYTES)
         return row
 
     def is_open_for_writing(self, inode: int) -> bool:
@@ -108,10 +118,6 @@ class OpenFileTable:
         file = self.by_inode.get(inode)
         if file is not None:
             file.set_times(atime_ns, mtime_ns)
-
-    def get_expected_bytes(self, kind: bytes) -> int:
-        """Return the probable size of a new file of this series: that of the last one, or 0."""
-        return self._size_by_kind.get(kind, 0)
 
     def get_reserved_bytes(self) -> dict[Tier, int]:
         """Return the bytes that writers are still expected to write, by tier.
@@ -239,19 +245,21 @@ class OpenFileTable:
     def _record_stats(self, file: OpenFile, content: int) -> None:
         status = os.fstat(file.fd)
         if file.is_closing:
+            self._trim_end(file, status)
             contents.mark_closed(self.db, file.inode, content, status.st_size, status.st_atime_ns, self.get_mtime_ns(status))
-            self._record_size_of_kind(file.kind, min(status.st_size, status.st_blocks * STAT_BLOCK_BYTES))
+            if file.created_as is not None:
+                self.expected_sizes.record(*file.created_as, min(status.st_size, get_allocated_bytes(file.fd, status)))
             return
         if status.st_atime_ns != file.atime_ns and file.fetch_waiter is None:
             contents.record_access(self.db, file.inode, status.st_atime_ns)
         contents.record_use(self.db, (content,))
 
-    def _record_size_of_kind(self, kind: bytes | None, size: int) -> None:
-        if kind is not None:
-            self._size_by_kind.pop(kind, None)
-            self._size_by_kind[kind] = size
-            if len(self._size_by_kind) > limits.EXPECTED_NAMES_MAX:
-                del self._size_by_kind[next(iter(self._size_by_kind))]
+    def _trim_end(self, file: OpenFile, status: os.stat_result) -> None:
+        """Remove a small rest of prepared memory at once: nobody writes, and no open runs meanwhile. The seal removes what is left."""
+        if file.storage is None or file.content is None or not prepared.is_prepared(status):
+            return
+        with contextlib.suppress(OSError), disk.closing(file.storage.open(file.content, NONBLOCKING_WRITE)) as fd:
+            prepared.trim_end(fd, bytes_max=limits.PREPARED_TRIM_BYTES_MAX)
 
     def _finish_release(self, file: OpenFile, doomed: list[int]) -> None:
         """After the commit, give back the descriptor, the backing id and doomed contents."""

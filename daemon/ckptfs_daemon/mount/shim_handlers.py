@@ -22,6 +22,7 @@ from ckptfs import limits
 from ckptfs.catalog import namespace
 from ckptfs.errors import posix_error
 from ckptfs.model import DataPath
+from ckptfs.tiers import prepared
 from ckptfs_daemon.fuse import request, session
 from ckptfs_daemon.fuse.request import (
     BLOCK_BYTES,
@@ -184,6 +185,8 @@ class ShimHandlers:
 
 def _fallocate_or_punch(fd: int, mode: int, offset: int, length: int) -> None:
     """Call fallocate(2). If the filesystem of the backing file lacks ZERO_RANGE, punch a hole and allocate it."""
+    if not mode & PUNCH_HOLE:
+        prepared.mark_allocated_by_application(fd)
     try:
         _call_fallocate(fd, mode, offset, length)
     except OSError as failure:

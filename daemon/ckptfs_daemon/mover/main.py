@@ -21,6 +21,7 @@ from ckptfs.coherence.key_state import DirtyKeyTracker
 from ckptfs.config import Config
 from ckptfs.flow.evict import Evict
 from ckptfs.flow.fetch import Fetch
+from ckptfs.flow.prepare import Prepare
 from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.recover import Recover
 from ckptfs.flow.scan import Scan
@@ -98,6 +99,7 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
         await ipc.wait_for_stop(setup.link)
         await _drain(db, lanes, config)
         nursery.cancel_scope.cancel()
+    await trio.to_thread.run_sync(flows.stop)
     return 0
 
 
@@ -112,11 +114,13 @@ class _Flows:
         self._scan = Scan(db, tiers, config, notify, cluster_services.cluster if cluster_services else None)
         self._fetch = Fetch(db, tiers, config, notify, cluster_services.cluster if cluster_services else None)
         self._write_back = WriteBack(db, tiers, config, notify, cluster_services.cluster if cluster_services else None)
+        self._prepare = Prepare(db, tiers, config, notify)
         self._lanes: list[tuple[str, Flow]] = [
             ("seal", Seal(db, tiers, config, notify, LOCAL_TIERS)),
             ("evict", Evict(db, tiers, config, notify)),
             ("reclaim", Reclaim(db, tiers, config, notify, LOCAL_TIERS)),
             ("wait level", WaitLevel(db, tiers, config, notify)),
+            ("prepare", self._prepare),
         ]
         if config.pfs is not None:
             self._lanes += [
@@ -134,6 +138,10 @@ class _Flows:
     def list_flows(self) -> list[tuple[str, Flow]]:
         """Return (name, flow) of every lane."""
         return self._lanes
+
+    def stop(self) -> None:
+        """Give back what no application needs after an orderly end."""
+        self._prepare.stop()
 
     def prepare(self) -> None:
         """Recover before the mount sends requests. Does not touch the PFS, which may hang."""

@@ -1,0 +1,158 @@
+"""The prepare step: memory for the next checkpoint, allocated before it is written (X1).
+
+Takes: the sizes that the last file of each place had, which the mount process records in the RAM tier at close.
+Leaves: prepared files of these sizes, newest places first, within `prepared=` and never so many that another create finds RAM full.
+If we die here: `prepared/` is the only truth. An unfinished file is removed by the next mover.
+
+Prepared memory is what goes first. This step gives all of it back while the machine is short of memory (PSI), and prepares nothing before
+that is over. `evict` gives it back before it drops any copy, and a create that finds RAM full does so before it goes to another tier.
+
+A step makes one file, in a thread of the lowest priority. On a virtual machine the thread also touches the pages, so that the host has
+backed them before an application writes. That is cheap for pages that an expired content has just freed, so a step also runs whenever
+contents were deleted.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ckptfs import limits, procfs
+from ckptfs.catalog.database import Database
+from ckptfs.config import Config
+from ckptfs.errors import NoSpace
+from ckptfs.model import Notifier, Tier
+from ckptfs.tiers.prepared import ExpectedSize, PreparedFile
+from ckptfs.tiers.space import Capacity
+from ckptfs.tiers.storage import Tiers
+
+log = logging.getLogger(__name__)
+LOWEST_PRIORITY = 19
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChanges:
+    """What to remove, and the sizes to add, in this order."""
+
+    surplus: tuple[PreparedFile, ...]
+    missing: tuple[int, ...]
+
+
+def choose_changes(files: Sequence[PreparedFile], expected: Sequence[ExpectedSize], bytes_max: int) -> PreparedChanges:
+    """Return how to get from `files` to one file for each of `expected`, newest first, as far as `bytes_max` allows.
+
+    A file serves a size that it exceeds by at most `limits.PREPARED_TOLERANCE`: sizes of a series vary a little.
+    """
+    left, missing, room = sorted(files), [], bytes_max
+    for size in _round_sizes(expected):
+        found = next((file for file in left if size <= file.size_bytes <= size * (1 + limits.PREPARED_TOLERANCE)), None)
+        needed = size if found is None else found.size_bytes
+        if needed > room:
+            continue
+        room -= needed
+        if found is None:
+            missing.append(size)
+        else:
+            left.remove(found)
+    return PreparedChanges(tuple(left), tuple(missing))
+
+
+def _round_sizes(expected: Sequence[ExpectedSize]) -> list[int]:
+    """Return the sizes to prepare, in whole steps."""
+    step = limits.PREPARED_STEP_BYTES
+    return [-(-one.size_bytes // step) * step for one in expected if one.size_bytes >= limits.PREPARED_BYTES_MIN][
+        : limits.PREPARED_FILES_MAX
+    ]
+
+
+def get_bytes_max(setting: float, total: int) -> int:
+    """Return the bound of prepared bytes in a tier of `total` bytes; `setting` is a share (float) or bytes (int)."""
+    return int(setting * total) if isinstance(setting, float) else setting
+
+
+def has_room(capacity: Capacity, size_bytes: int, high: float, reserve_bytes: int) -> bool:
+    """Return True if `size_bytes` can be prepared and leave the tier below `high`, with `reserve_bytes` free for other creates."""
+    return capacity.free >= size_bytes + reserve_bytes and capacity.used + size_bytes < high * capacity.total
+
+
+class Prepare:
+    """Keeps prepared files for the next checkpoint."""
+
+    def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier) -> None:
+        self._tiers = tiers
+        self._config = config
+        self._has_removed_unfinished = False
+        self._is_short_of_memory = False
+        self._is_waiting = False
+        self._is_stopping = False
+        self._is_virtual_machine = procfs.is_virtual_machine()
+        self._thread = ThreadPoolExecutor(1, "prepare", initializer=_lower_priority)
+
+    def step(self) -> bool:
+        """Give back what must go, and prepare one file. Return True if there is more to do at once."""
+        pool = self._tiers.prepared
+        if not self._has_removed_unfinished:
+            pool.remove_unfinished()
+            self._has_removed_unfinished = True
+        if self._check_pressure():
+            self._give_back_all()
+            return False
+        files = pool.list_files()
+        bytes_max = get_bytes_max(self._config.prepared, self._tiers[Tier.RAM].get_capacity().total)
+        changes = choose_changes(files, pool.list_expected() if bytes_max else [], bytes_max)
+        for file in changes.surplus:
+            pool.remove(file)
+        added = any(self._add(size) for size in changes.missing[:1])
+        self._is_waiting = bool(changes.missing) or len(files) > len(changes.surplus)
+        return added and len(changes.missing) > 1
+
+    def next_due_s(self) -> float | None:
+        """Return the seconds until the next look at the pressure on memory. Without prepared files, only a hint starts a step."""
+        return limits.PREPARED_POLL_S if self._is_waiting else None
+
+    def stop(self) -> None:
+        """Give everything back: the mover ends."""
+        self._is_stopping = True
+        self._thread.shutdown()
+        self._tiers.prepared.give_back(limits.FILE_BYTES_MAX)
+
+    def _add(self, size: int) -> bool:
+        """Prepare a file. Return False if there is no room for it now."""
+        try:
+            self._require_room(size)
+            self._thread.submit(self._prepare_one, size).result()
+        except NoSpace as failure:
+            log.debug("ram: %d MiB are not prepared: %s", size // limits.MIB, failure)
+            return False
+        log.debug("ram: prepared %d MiB", size // limits.MIB)
+        return True
+
+    def _prepare_one(self, size: int) -> None:
+        self._tiers.prepared.add(size, self._require_room, touches=self._is_virtual_machine)
+
+    def _require_room(self, size: int) -> None:
+        """Raise NoSpace unless `size` more bytes can be prepared. Called before every piece."""
+        if self._is_stopping or self._check_pressure():
+            raise NoSpace("the machine is short of memory, or the mover ends")
+        has_next = any(self._tiers.list_next(Tier.RAM))
+        reserve_bytes = limits.PASSTHROUGH_SPACE_UNKNOWN_BYTES_MIN if has_next else limits.RAM_HEADROOM_BYTES_MIN
+        if not has_room(self._tiers[Tier.RAM].get_capacity(), size, self._config.ram_high, reserve_bytes):
+            raise NoSpace("the RAM tier has no room")
+
+    def _check_pressure(self) -> bool:
+        """Return True from the moment at which the machine is short of memory until it has recovered."""
+        bound = limits.PREPARED_PRESSURE_LOW if self._is_short_of_memory else limits.PREPARED_PRESSURE_HIGH
+        self._is_short_of_memory = procfs.get_memory_pressure() >= bound
+        return self._is_short_of_memory
+
+    def _give_back_all(self) -> None:
+        freed = self._tiers.prepared.give_back(limits.FILE_BYTES_MAX)
+        self._is_waiting = True
+        if freed:
+            log.info("ram: gave back %d MiB of prepared memory: the machine is short of memory", freed // limits.MIB)
+
+
+def _lower_priority() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)

@@ -1,0 +1,78 @@
+"""The probable sizes of new files: those of the last files at the same place in their series.
+
+A file is looked up by its kind first, its name without numbers: that costs nothing for small files. A large file is then looked up by its
+place (`series.get_place`), because the files of one set may differ in size. The sizes of large files are recorded in the RAM tier as well,
+where the mover reads what to prepare.
+
+Crash safety: the next mount process loads what was recorded. It learns the kinds again.
+"""
+
+import contextlib
+import hashlib
+import logging
+
+from ckptfs import limits, series
+from ckptfs.catalog import namespace
+from ckptfs.catalog.database import Database
+from ckptfs.flow import open
+from ckptfs.tiers.prepared import PreparedFiles
+
+log = logging.getLogger(__name__)
+_PLACE_BYTES = 16
+
+
+class ExpectedSizes:
+    """Sizes by kind and by place. Belongs to the trio thread."""
+
+    def __init__(self, db: Database, prepared: PreparedFiles) -> None:
+        self._db = db
+        self._prepared = prepared
+        self._by_kind: dict[bytes, int] = {}
+        self._by_place: dict[bytes, int] | None = None
+
+    def get(self, directory: int, name: bytes) -> int:
+        """Return the probable size of a new file, 0 if unknown."""
+        kind = open.get_series_pattern(name)
+        expected = self._by_kind.get(kind)
+        if expected is None:
+            # Also after a restart of this process: the place of a large file is known then, its kind is not.
+            expected = self._by_kind[kind] = self._get_by_place(directory, name) or 0
+        elif expected >= limits.PREPARED_BYTES_MIN:
+            return self._get_by_place(directory, name) or expected
+        return expected
+
+    def record(self, directory: int, name: bytes, size: int) -> None:
+        """Remember the size of a file that its last writer has closed. `directory` and `name` are those of its creation."""
+        self._remember(self._by_kind, open.get_series_pattern(name), size, limits.EXPECTED_NAMES_MAX)
+        places = self._load_places()
+        if size < limits.PREPARED_BYTES_MIN and not places:
+            return
+        place = self._get_place(directory, name)
+        if size < limits.PREPARED_BYTES_MIN and place not in places:
+            return
+        self._remember(places, place, size, limits.PREPARED_PLACES_MAX)
+        with contextlib.suppress(OSError):  # Then the next file of this place is not prepared.
+            self._prepared.record_size(place, size)
+
+    def _get_by_place(self, directory: int, name: bytes) -> int | None:
+        places = self._load_places()
+        return places.get(self._get_place(directory, name)) if places else None
+
+    def _load_places(self) -> dict[bytes, int]:
+        if self._by_place is None:
+            self._by_place = {}
+            with contextlib.suppress(OSError):
+                self._by_place = {one.place: one.size_bytes for one in reversed(self._prepared.list_expected())}
+        return self._by_place
+
+    def _get_place(self, directory: int, name: bytes) -> bytes:
+        path = namespace.get_path(self._db, directory) + b"/" + name
+        return hashlib.blake2b(series.get_place(path), digest_size=_PLACE_BYTES).digest()
+
+    @staticmethod
+    def _remember(sizes: dict[bytes, int], key: bytes, size: int, at_most: int) -> None:
+        """Set a size. The one that was set longest ago is forgotten."""
+        sizes.pop(key, None)
+        sizes[key] = size
+        if len(sizes) > at_most:
+            del sizes[next(iter(sizes))]

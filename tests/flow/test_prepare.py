@@ -1,0 +1,179 @@
+"""X1: what is prepared, how much, and when it is given back."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from local_node import Node
+
+from ckptfs import disk, limits, procfs, series
+from ckptfs.flow import evict, prepare
+from ckptfs.flow.prepare import Prepare, PreparedChanges, choose_changes
+from ckptfs.model import Tier
+from ckptfs.tiers.prepared import ExpectedSize, PreparedFile
+from ckptfs.tiers.space import Capacity
+from ckptfs.tiers.storage import Tiers, TierStorage
+
+MIB = limits.MIB
+
+
+def _expect(*sizes: int) -> list[ExpectedSize]:
+    return [ExpectedSize(bytes([number]), size * MIB, 0) for number, size in enumerate(sizes)]
+
+
+def test_one_file_for_each_place_newest_first_within_the_bound() -> None:
+    assert choose_changes([], _expect(100, 60, 20), 130 * MIB) == PreparedChanges((), (100 * MIB, 20 * MIB))
+    assert choose_changes([], _expect(100), 99 * MIB) == PreparedChanges((), ())
+
+
+def test_small_files_are_not_prepared_and_sizes_are_whole_steps() -> None:
+    assert choose_changes([], _expect(7), 10**12) == PreparedChanges((), ())
+    found = choose_changes([], [ExpectedSize(b"", 9 * MIB + 1, 0)], 10**12)
+    assert found.missing == (10 * MIB,)
+
+
+def test_what_serves_stays_and_the_rest_goes() -> None:
+    files = [PreparedFile(110 * MIB, "a"), PreparedFile(300 * MIB, "b"), PreparedFile(20 * MIB, "c")]
+    assert choose_changes(files, _expect(100, 200), 10**12) == PreparedChanges((files[2], files[1]), (200 * MIB,))
+    assert choose_changes(files, [], 0).surplus == (files[2], files[0], files[1])
+
+
+def test_one_file_serves_one_place() -> None:
+    files = [PreparedFile(16 * MIB, "a")]
+    assert choose_changes(files, _expect(16, 16), 10**12) == PreparedChanges((), (16 * MIB,))
+
+
+def test_the_bound_is_a_share_or_bytes() -> None:
+    assert prepare.get_bytes_max(0.5, 100) == 50
+    assert prepare.get_bytes_max(7, 100) == 7
+    assert prepare.get_bytes_max(0, 100) == 0
+
+
+def test_room_is_left_for_other_creates() -> None:
+    """P10: a create of unknown size finds passthrough, and the watermark is not reached."""
+    assert prepare.has_room(Capacity(100, 60), 39, 0.8, 20)
+    assert not prepare.has_room(Capacity(100, 60), 41, 0.8, 20)
+    assert not prepare.has_room(Capacity(100, 60), 40, 0.8, 0), "it would reach the watermark"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (b"run/step_100/rank3.pt", b"run/step_200/rank3.pt"),
+        (b"model_100.pt", b"model_7.pt"),
+        (b"iter_0001000/mp_rank_00_000/model.pt", b"iter_0002000/mp_rank_00_000/model.pt"),
+        (b"7/rank0.pt", b"8/rank0.pt"),
+        (b"checkpoint-500/model-00001-of-00004.safetensors", b"checkpoint-1000/model-00001-of-00004.safetensors"),
+    ],
+)
+def test_the_place_of_a_file_is_the_same_in_each_set(one: bytes, other: bytes) -> None:
+    assert series.get_place(one) == series.get_place(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (b"step_100/rank3.pt", b"step_100/rank4.pt"),
+        (b"global_step7/zero_pp_rank_0_mp_rank_00_optim_states.pt", b"global_step7/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        (b"step_1/__0_0.distcp", b"step_1/__1_0.distcp"),
+        (b"7/rank0.pt", b"7/rank1.pt"),
+    ],
+)
+def test_parts_of_a_set_have_places_of_their_own(one: bytes, other: bytes) -> None:
+    assert series.get_place(one) != series.get_place(other)
+
+
+# --- the step ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    """A node whose RAM tier is a tmpfs."""
+    found = Node(tmp_path)
+    with tempfile.TemporaryDirectory(prefix=f"ckptfs-prepare-{os.getpid()}-", dir="/dev/shm") as root:
+        ram = TierStorage(Tier.RAM, Path(root), budget_bytes=1024 * MIB)
+        found.tiers = Tiers(dict(found.tiers) | {Tier.RAM: ram}, found.config.ram_high)
+        yield found
+        found.tiers.close()
+
+
+def _run(flow: Prepare) -> None:
+    while flow.step():
+        pass
+
+
+def _pool(node: Node) -> list[int]:
+    return sorted(file.size_bytes // MIB for file in node.tiers.prepared.list_files())
+
+
+@pytest.fixture
+def flow(node: Node, monkeypatch: pytest.MonkeyPatch) -> Prepare:
+    monkeypatch.setattr(limits, "PASSTHROUGH_SPACE_UNKNOWN_BYTES_MIN", 64 * MIB)
+    monkeypatch.setattr(procfs, "get_memory_pressure", lambda: 0.0)
+    return Prepare(node.db, node.tiers, node.config, node.told)
+
+
+def test_it_prepares_what_was_closed_and_no_more(node: Node, flow: Prepare) -> None:
+    node.tiers.prepared.record_size(b"a", 16 * MIB)
+    node.tiers.prepared.record_size(b"b", 32 * MIB)
+    _run(flow)
+    assert _pool(node) == [16, 32]
+    assert flow.next_due_s() is not None, "the pressure on memory is looked at"
+    node.tiers.prepared.record_size(b"a", 0)
+    _run(flow)
+    assert _pool(node) == [32]
+    flow.stop()
+    assert _pool(node) == []
+
+
+def test_without_sizes_it_sleeps(node: Node, flow: Prepare) -> None:
+    _run(flow)
+    assert flow.next_due_s() is None
+
+
+def test_pressure_takes_all_of_it_until_it_is_over(node: Node, flow: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    """X1: prepared memory goes first when the machine is short of memory."""
+    node.tiers.prepared.record_size(b"a", 16 * MIB)
+    _run(flow)
+    for pressure, expected in ((9.0, [16]), (10.0, []), (5.0, []), (0.5, [16])):
+        monkeypatch.setattr(procfs, "get_memory_pressure", lambda pressure=pressure: pressure)
+        _run(flow)
+        assert _pool(node) == expected, pressure
+    flow.stop()
+
+
+def test_a_full_tier_is_not_filled(node: Node, flow: Prepare) -> None:
+    ram = node.tiers[Tier.RAM]
+    ram._budget_bytes = 100 * MIB
+    with disk.closing(ram.create(999)) as fd:
+        os.posix_fallocate(fd, 0, 45 * MIB)
+    node.tiers.prepared.record_size(b"a", 40 * MIB)
+    _run(flow)
+    assert _pool(node) == [], "it would reach the watermark"
+    assert flow.next_due_s() is not None, "there may be room later"
+    flow.stop()
+
+
+def test_eviction_gives_prepared_memory_back_before_it_drops_a_copy(node: Node, flow: Prepare) -> None:
+    """X1: nothing that an application wrote leaves RAM for nothing."""
+    content = node.make(b"file", b"x" * MIB)
+    node.tiers.prepared.record_size(b"a", 64 * MIB)
+    _run(flow)
+    assert _pool(node) == [64]
+    node.tiers[Tier.RAM]._budget_bytes = 70 * MIB
+    node.tiers[Tier.RAM]._measured_used = (float("-inf"), 0)
+    evictor = evict.Evict(node.db, node.tiers, node.config, node.told)
+    while evictor.step():
+        pass
+    assert _pool(node) == []
+    assert content in node.files(Tier.RAM)
+    flow.stop()
+
+
+def test_pressure_is_read_from_the_kernel(tmp_path: Path) -> None:
+    table = tmp_path / "memory"
+    assert procfs.get_memory_pressure(table) == 0.0, "a kernel without PSI"
+    table.write_text("some avg10=12.50 avg60=3.00 avg300=1.00 total=1\nfull avg10=1.00 avg60=0.00 avg300=0.00 total=1\n")
+    assert procfs.get_memory_pressure(table) == 12.5
