@@ -149,6 +149,16 @@ HANDLES_REPORT_S = 0.5
 # What the processes of a mount need beside the RAM tier, with the kernel's memory for their files.
 SERVICE_BYTES = GIB
 
+# Prepared memory ahead of a program with a limit: 128 ms for a program of 4 GB/s. Smaller prepared files are not for such programs.
+TOP_UP_AHEAD_BYTES = 512 * MIB
+TOP_UP_STEP_BYTES = 32 * MIB
+TOP_UP_PREPARED_BYTES_MIN = 128 * MIB
+TOP_UP_RESERVE_BYTES = 64 * MIB
+TOP_UP_POLL_S = 0.002
+# After this time without growth, files are looked at less often.
+TOP_UP_IDLE_S = 1.0
+TOP_UP_IDLE_POLL_S = 0.01
+
 # --- space -----------------------------------------------------------------------------------------------------------
 RAM_HIGH_WATERMARK = 0.80
 RAM_LOW_WATERMARK = 0.60
