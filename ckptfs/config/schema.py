@@ -194,6 +194,7 @@ class Config:
     ram_low: float = limits.RAM_LOW_WATERMARK
     prepared: float = limits.PREPARED_SHARE
     """A share of the RAM tier (a float), or bytes (an int)."""
+    huge_pages: bool = True
     synced_interval_s: float = limits.SYNCED_INTERVAL_S
     refresh_interval_s: float = limits.REFRESH_INTERVAL_S
     drain_deadline_s: float = limits.DRAIN_DEADLINE_S
@@ -263,6 +264,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("prepared", "prepared", parse_size_or_share, "50%",
         "How much of the RAM tier may be prepared for the next checkpoint while it is free: a size, a percentage of the tier, or 0 for\n"
         "none. Prepared memory is given back as soon as anything else needs it."),
+    Setting("huge_pages", "huge_pages", parse_bool, True,
+        "Whether the RAM tier uses huge pages (tmpfs with huge=within_size), if the kernel has them. Not for ordinary users, whose tier\n"
+        "is a directory in /dev/shm."),
     Setting("synced_interval", "synced_interval_s", parse_seconds, "60s",
         "Shortest interval between write-backs of a file that stays open and is fsynced."),
     Setting("refresh_interval", "refresh_interval_s", parse_seconds, "5m",

@@ -142,12 +142,13 @@ def prepare_ram_tier(config: Config) -> Path:
     mounted = connection.find_mount_at(point)
     try:
         if mounted is None:
-            _mount_ram_tier(point, get_ram_tier_size_bytes(config))
+            _mount_ram_tier(point, get_ram_tier_size_bytes(config), huge_pages=config.huge_pages)
         elif mounted.fstype != "tmpfs":
             raise InvalidArgument(f"{point} has a {mounted.fstype} mounted, not the tmpfs of ckptfs", remedy=f"umount {point}")
         else:
             log.info("%s: the RAM tier is still mounted; taking it over", point)
             _resize_ram_tier(point, get_ram_tier_size_bytes(config))
+            _set_huge_pages(point, config.huge_pages)
     except OSError as failure:
         raise CkptfsError(f"the RAM tier cannot be mounted at {point}: {failure.strerror}") from failure
     return point
@@ -178,10 +179,21 @@ def warn_of_low_limit(size_bytes: int, limit: MemoryLimit) -> None:
         )  # fmt: skip
 
 
-def _mount_ram_tier(point: Path, size_bytes: int) -> None:
+def _mount_ram_tier(point: Path, size_bytes: int, *, huge_pages: bool) -> None:
     connection.mount_at(
         "ckptfs-ram", point, "tmpfs", connection.MS_NOSUID | connection.MS_NODEV, f"mode=0700,size={size_bytes},nr_inodes=0"
     )
+    _set_huge_pages(point, huge_pages)
+
+
+def _set_huge_pages(point: Path, wanted: bool) -> None:
+    """Let new files of the tmpfs use huge pages, or not. A kernel that was built without them refuses the option."""
+    flags = connection.MS_REMOUNT | connection.MS_NOSUID | connection.MS_NODEV
+    try:
+        connection.mount_at("ckptfs-ram", point, "tmpfs", flags, f"huge={'within_size' if wanted else 'never'}")
+    except OSError as failure:
+        if wanted:
+            log.info("%s: the RAM tier has no huge pages: %s", point, failure.strerror)
 
 
 def _resize_ram_tier(point: Path, size_bytes: int) -> None:
