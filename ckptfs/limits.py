@@ -359,6 +359,15 @@ ETCD_PAGE_ITEMS = 2000
 ETCD_PROBE_S = 6.0
 ETCD_PROBE_WAIT_S = 2.0
 
+# --- latest ----------------------------------------------------------------------------------------------------------
+# What sealed files show of themselves is remembered for as many.
+INSPECTED_FILES_MAX = 65_536
+# Blocks of one file that travel between nodes to inspect it: its beginning, its end, and what lies in between of a pickle.
+INSPECTED_BLOCKS_MAX = 16
+# A PFS, or the mover, answers within INSPECT_WAIT_S, or the file counts as unreadable; then the PFS is left alone for INSPECT_REST_S.
+INSPECT_WAIT_S = 5.0
+INSPECT_REST_S = 10.0
+
 # --- peers: messages -------------------------------------------------------------------------------------------------
 PEER_LISTEN = "0.0.0.0:7420"
 # Block digests of one message: 4 TiB of content. Larger contents stay on their node and the PFS.

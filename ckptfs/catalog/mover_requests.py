@@ -9,6 +9,7 @@ argument share one open row. Kinds:
   that one have to be applied.
 - `replicate_now`: the present state of the file `inode` has to be on enough other nodes for the level `clique`.
 - `replicate_later`: the same, soon, and no caller waits.
+- `inspect`: what the file `inode`, whose bytes are only on other nodes, shows of itself: the result is `FileFormat.encode`.
 - `salvage`: no live node has the content of the file `inode`; the file shall show the newest state that is left.
 
 Crash safety: the next mover answers an open row. An answered row is deleted when it is old.
@@ -26,8 +27,11 @@ WAIT_LEVEL = "wait_level"
 REPLICATE_NOW = "replicate_now"
 REPLICATE_LATER = "replicate_later"
 SALVAGE = "salvage"
+INSPECT = "inspect"
 
-LANE_BY_KIND = {SCAN: "scan", FETCH: "fetch", REPLICATE_NOW: "fsync copies", REPLICATE_LATER: "copy open files", SALVAGE: "salvage"}
+LANE_BY_KIND = {
+    SCAN: "scan", FETCH: "fetch", REPLICATE_NOW: "fsync copies", REPLICATE_LATER: "copy open files", SALVAGE: "salvage", INSPECT: "inspect",
+}  # fmt: skip
 """Kind -> the beginning of the names of the lanes that answer it alone. Other kinds need all lanes."""
 
 OPEN, DONE, FAILED = 0, 1, 2

@@ -327,7 +327,14 @@ def open_inode(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) ->
     Raises ESTALE if the PFS shows another file or another state than the catalog; a scan of its directory resolves that.
     """
     known = copies.load_fetch_state(db, inode)
-    if known is None or known.published is None:
+    if known is None:
+        raise posix_error(errno.ESTALE)
+    return open_published(pfs, known, flags)
+
+
+def open_published(pfs: Path, known: FetchState, flags: int = os.O_RDONLY) -> int:
+    """The same for a file whose state was loaded. Needs no catalog."""
+    if known.published is None:
         raise posix_error(errno.ESTALE)
     fd = open_unchecked(pfs, known, flags)
     try:

@@ -233,34 +233,47 @@ def list_files(
 
 @app.command(epilog=EPILOG)
 def latest(
-    series: Annotated[list[Path], typer.Argument(metavar="SERIES", help="A pattern such as 'run1/step_*', its directory, or a member.")],
+    series: Annotated[
+        list[Path], typer.Argument(metavar="SERIES", help="A pattern such as 'run1/step_*', the directory that holds it, or a file of it.")
+    ],
     level: Annotated[str, typer.Option(help="The lowest level to accept: local, clique, pfs.", autocompletion=lambda: LEVELS)] = "local",
     json: Json = False,
 ) -> None:
     """Print the path of the newest complete checkpoint.
 
-    A checkpoint is complete if every file is sealed and readable, and if shards of torch.distributed.checkpoint have their .metadata.
-    The exit code is 1 if there is none.
+    A checkpoint is complete if every file is sealed and readable and was written to its end, and if no file is missing: by the marks of its
+    kind, or compared with the one before it. What was rejected is said on standard error. The exit code is 1 if there is none.
 
     Example: ckptfs latest '/ckpt/run1/step_*' --level clique
     """
-    from ckptfs_client.listing import find_newest
+    from ckptfs_client import newest, render
 
     if level not in LEVELS:
         raise UsageError(f"{level!r} is not a level; accepted: {', '.join(LEVELS)}")
-    path, found = find_newest(series, Level(level))
+    wanted = Level(level)
+    found = newest.find_newest(series, wanted)
+    member, rejected = found.result
     if json:
-        from ckptfs_client import render
-
-        verdict = found.verdict
-        answer: LatestJson = {
-            "number": found.number, "path": str(path), "level": verdict.level.value, "size": verdict.size, "files": verdict.files,
-        }  # fmt: skip
+        answer: LatestJson = {}
+        if rejected:
+            answer["rejected"] = [{"path": str(found.build_path(one.name)), "reason": one.find_obstacle(wanted)} for one in rejected]
+        if member is not None:
+            verdict = member.verdict
+            answer |= {
+                "number": member.number, "path": str(found.build_path(member.name)), "level": verdict.level.value, "size": verdict.size,
+                "files": verdict.files,
+            }  # fmt: skip
         render.print_json(answer)
-    else:
+    if member is None:
+        raise newest.build_failure(found, wanted)
+    if not json:
+        for one in rejected[: newest.NOTES_MAX]:
+            print(f"ckptfs: {found.build_path(one.name)} was passed over: {one.find_obstacle(wanted)}", file=sys.stderr)
+        if len(rejected) > newest.NOTES_MAX:
+            print(f"ckptfs: {len(rejected) - newest.NOTES_MAX} more were passed over; --json lists them", file=sys.stderr)
         # A program reads this: the bytes of the name, whatever they are.
         sys.stdout.flush()
-        sys.stdout.buffer.write(os.fsencode(path) + b"\n")
+        sys.stdout.buffer.write(os.fsencode(found.build_path(member.name)) + b"\n")
 
 
 @app.command(epilog=EPILOG)

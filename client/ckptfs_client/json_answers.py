@@ -32,14 +32,22 @@ class LsJson(TypedDict):
     digest: Annotated[str, "as the attribute user.ckptfs.digest; empty: not known, or the caller may not read the file"]
 
 
-class LatestJson(TypedDict):
-    """What `ckptfs latest` found."""
+class RejectedJson(TypedDict):
+    """A newer member that `ckptfs latest` did not name."""
 
-    number: Annotated[int, "the number in the name"]
-    path: Annotated[str, "the path of the checkpoint"]
-    level: Annotated[str, "the lowest level of its files"]
-    size: Annotated[int, "bytes in all of its files"]
-    files: Annotated[int, "how many files it has"]
+    path: Annotated[str, "its path"]
+    reason: Annotated[str, "why it is not the answer"]
+
+
+class LatestJson(TypedDict):
+    """What `ckptfs latest` found. If there is none, only `rejected` is there, and the exit code is 1."""
+
+    number: NotRequired[Annotated[int, "the number in the name; if it has several, the one that counts steps"]]
+    path: NotRequired[Annotated[str, "the path of the checkpoint; for TensorFlow the prefix of its files"]]
+    level: NotRequired[Annotated[str, "the lowest level of its files"]]
+    size: NotRequired[Annotated[int, "bytes in all of its files"]]
+    files: NotRequired[Annotated[int, "how many files it has"]]
+    rejected: NotRequired[Annotated[list[RejectedJson], "the newer members, newest first, if there are any"]]
 
 
 class VerifyJson(TypedDict):

@@ -2,9 +2,11 @@
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,12 +35,15 @@ def test_the_newest_that_is_complete(mount: Area) -> None:
         save(run / f"step_{number}", "rank0.pt", "rank1.pt")
     (run / "config.json").write_text("{}")
     mount.settle()
-    # By its directory, its pattern, a member, and what a shell makes of the pattern.
-    for named in ([run], [run / "step_*"], [run / "step_90"], sorted(run.glob("step_*"))):
+    # By its directory, its pattern, and what a shell makes of the pattern.
+    for named in ([run], [run / "step_*"], sorted(run.glob("step_*"))):
         assert newest(mount, *named) == str(run / "step_1000")
     with open(run / "step_1000" / "rank1.pt", "ab") as file:
         assert newest(mount, run) == str(run / "step_100")
+        assert f"{run}/step_1000 was passed over: rank1.pt is not sealed yet" in mount.command("latest", run).stderr
         file.write(b"more")
+        result = mount.command("latest", run, "--json")
+        assert json.loads(result.stdout)["rejected"] == [{"path": str(run / "step_1000"), "reason": "rank1.pt is not sealed yet"}]
     mount.settle()
     found = json.loads(mount.command("latest", run, "--json").stdout)
     assert found == {"number": 1000, "path": str(run / "step_1000"), "level": found["level"], "size": 4004, "files": 2}
@@ -54,16 +59,35 @@ def test_files_are_members_too(mount: Area) -> None:
     assert newest(mount, mount.path) == newest(mount, mount.path / "ckpt_8.pt") == str(mount.path / "ckpt_10.pt")
 
 
-def test_two_names_with_a_number(mount: Area) -> None:
-    """Of run1/step_1 the number that counts steps; where both do, a person must say."""
-    save(mount.path / "run1" / "step_1", "x1", "x2")
-    save(mount.path / "run1" / "step_2", "x1", "x2")
+def test_a_directory_is_searched_inside(mount: Area) -> None:
+    """N2: never beside it, whatever its own name is: exp2 is another experiment."""
+    for name in ("exp1/step_1", "exp1/step_2", "iter_1/step_1", "exp2", "step_7", "rep1", "rep2"):
+        save(mount.path / name, "model", "optimizer")
     mount.settle()
-    for named in ("run1", "run1/step_1"):
-        assert newest(mount, mount.path / named) == str(mount.path / "run1" / "step_2")
-    save(mount.path / "iter_1" / "step_1", "x")
-    result = mount.command("latest", mount.path / "iter_1", check=False)
-    assert result.returncode == 2 and f"'{mount.path}/iter_1/step_*' or '{mount.path}/iter_*'" in result.stderr
+    assert newest(mount, mount.path / "exp1") == str(mount.path / "exp1" / "step_2")
+    assert newest(mount, mount.path / "iter_1") == str(mount.path / "iter_1" / "step_1")
+    for name in ("exp2", "rep1", "exp1/step_1", "step_7"):
+        result = mount.command("latest", mount.path / name, check=False)
+        assert (result.returncode, result.stdout) == (1, "") and "there is no series in it" in result.stderr
+    assert f"ckptfs latest '{mount.path}/exp1/step_*'" in mount.command("latest", mount.path / "exp1" / "step_1", check=False).stderr
+    result = mount.command("latest", mount.path / "rep*", check=False)
+    assert result.stdout == f"{mount.path}/rep2\n", "who writes the pattern means it"
+
+
+def test_the_pattern_that_was_meant(mount: Area) -> None:
+    """P11: `step_*` where `step_*.pt` lies there."""
+    (mount.path / "step_100.pt").write_bytes(b"x")
+    (mount.path / "epoch=1-step=200.ckpt").write_bytes(b"x")
+    (mount.path / "below").mkdir()
+    (mount.path / "below" / "1-20").write_bytes(b"x")
+    mount.settle()
+    for wrong, meant in (("step_*", "step_*.pt"), ("epoch=*.ckpt", "epoch=*-step=*.ckpt"), ("below/*", "below/*-*")):
+        result = mount.command("latest", mount.path / wrong, check=False)
+        assert result.returncode == 1 and f"there is no member; did you mean '{mount.path}/{meant}'?" in result.stderr
+        assert newest(mount, mount.path / meant)
+    (mount.path / "step_100.pt").unlink()
+    (mount.path / "epoch=1-step=200.ckpt").unlink()
+    assert f"say which: '{mount.path}/below/*-*'" in mount.command("latest", mount.path, check=False).stderr
 
 
 def test_odd_names(mount: Area) -> None:
@@ -79,14 +103,87 @@ def test_odd_names(mount: Area) -> None:
 def test_shards_without_their_metadata(mount: Area) -> None:
     """T6: what torch.distributed.checkpoint has not finished."""
     run = mount.path / "dcp"
-    save(run / "CHECKPOINT_DIR_step1", "__0_0.distcp", "__1_0.distcp", ".metadata")
-    save(run / "CHECKPOINT_DIR_step2", "__0_0.distcp", "__1_0.distcp")
+    metadata = pickle.dumps(["__0_0.distcp", "__1_0.distcp"])
+    for number in (1, 2):
+        save(run / f"CHECKPOINT_DIR_step{number}", "__0_0.distcp", "__1_0.distcp")
+    (run / "CHECKPOINT_DIR_step1" / ".metadata").write_bytes(metadata)
     mount.settle()
-    assert newest(mount, run / "CHECKPOINT_DIR_step2") == str(run / "CHECKPOINT_DIR_step1")
-    (run / "CHECKPOINT_DIR_step2" / ".metadata.tmp").write_bytes(b"m")
+    assert newest(mount, run) == str(run / "CHECKPOINT_DIR_step1")
+    (run / "CHECKPOINT_DIR_step2" / ".metadata.tmp").write_bytes(metadata)
     (run / "CHECKPOINT_DIR_step2" / ".metadata.tmp").rename(run / "CHECKPOINT_DIR_step2" / ".metadata")
     mount.settle()
     assert newest(mount, run) == str(run / "CHECKPOINT_DIR_step2")
+    (run / "CHECKPOINT_DIR_step2" / "__1_0.distcp").write_bytes(os.urandom(2000))
+    mount.settle()
+    assert newest(mount, run) == str(run / "CHECKPOINT_DIR_step1"), "an old .metadata over a new shard"
+
+
+KILLED = """
+import os, sys, zipfile
+with zipfile.ZipFile(sys.argv[1], "w") as archive:
+    archive.writestr("data", bytes(300_000))
+    os.kill(os.getpid(), 9)
+"""
+
+
+def write_archive(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("data", bytes(300_000))
+
+
+def test_a_writer_that_was_killed_in_the_middle(mount: Area) -> None:
+    """D6, N7: the kernel closes its file, so it is sealed as it is; the file itself shows that it ends early."""
+    for number in (1, 2):
+        write_archive(mount.path / f"step_{number}.pt")
+    subprocess.run([sys.executable, "-c", KILLED, mount.path / "step_3.pt"], check=False, timeout=60)
+    mount.settle()
+    assert (mount.path / "step_3.pt").stat().st_size > 100
+    result = mount.command("latest", mount.path / "step_*.pt")
+    assert result.stdout == f"{mount.path}/step_2.pt\n"
+    assert "step_3.pt was passed over: it ends before its zip directory" in result.stderr
+    assert latest(mount, "step_*.pt").resolve() == mount.path / "step_2.pt"
+    assert os.getxattr(mount.path / "step_2.pt", "user.ckptfs.format") == b"zip"
+    assert os.getxattr(mount.path / "step_3.pt", "user.ckptfs.format").startswith(b"zip: ends before")
+    with open(mount.path / "step_3.pt", "ab"), pytest.raises(OSError):
+        os.getxattr(mount.path / "step_3.pt", "user.ckptfs.format")
+
+
+def test_members_of_tensorflow_and_gromacs(mount: Area) -> None:
+    """H1, H4: the prefix for TensorFlow; `state_prev.cpt` while `state.cpt` is away or cut."""
+    for number in (1, 2):
+        for name in ("index", "data-00000-of-00001"):
+            (mount.path / f"ckpt-{number}.{name}").write_bytes(b"x" * 100)
+    whole = b"\x00\x02\x9f\x29" + bytes(1000) + b"\x00\x02\x9f\x2b"
+    (mount.path / "rep1").mkdir()
+    for name in ("state.cpt", "state_prev.cpt"):
+        (mount.path / "rep1" / name).write_bytes(whole)
+    mount.settle()
+    assert newest(mount, mount.path) == newest(mount, mount.path / "ckpt-*.index") == str(mount.path / "ckpt-2")
+    assert sorted(os.listdir(latest(mount))) == ["ckpt-*.data-00000-of-00001", "ckpt-*.index", "rep1"]
+    assert latest(mount, "ckpt-*.index").resolve().name == "ckpt-2.index"
+    assert newest(mount, mount.path / "rep1") == str(mount.path / "rep1" / "state.cpt")
+    assert os.listdir(latest(mount, "rep1")) == ["state.cpt"] and latest(mount, "rep1", "state.cpt").resolve().name == "state.cpt"
+    (mount.path / "rep1" / "state.cpt").write_bytes(whole[:500])
+    mount.settle()
+    assert newest(mount, mount.path / "rep1") == str(mount.path / "rep1" / "state_prev.cpt")
+    (mount.path / "rep1" / "state.cpt").unlink()
+    assert latest(mount, "rep1", "state.cpt").resolve().name == "state_prev.cpt"
+
+
+def test_what_only_a_lost_pfs_has(make_daemon: Callable[..., DaemonUnderTest]) -> None:
+    """D3, N2: a file whose only copy is on a PFS that is gone cannot be read, so it is no checkpoint now."""
+    daemon = make_daemon()
+    write_archive(daemon.pfs / "step_2.pt")
+    write_archive(daemon.path / "step_1.pt")
+    daemon.settle()
+    assert daemon.command("latest", daemon.path / "step_*.pt").stdout == f"{daemon.path}/step_2.pt\n"
+    away = daemon.pfs.with_name("away")
+    daemon.pfs.rename(away)
+    result = daemon.command("latest", daemon.path / "step_*.pt")
+    assert result.stdout == f"{daemon.path}/step_1.pt\n" and "step_2.pt was passed over: it cannot be read" in result.stderr
+    assert (daemon.path / ".ckptfs" / "latest" / "step_*.pt").resolve().name == "step_1.pt"
+    away.rename(daemon.pfs)
+    assert daemon.command("latest", daemon.path / "step_*.pt").stdout == f"{daemon.path}/step_2.pt\n"
 
 
 def test_a_level(mount: Area) -> None:
@@ -111,7 +208,7 @@ def test_none(mount: Area) -> None:
     assert "there is no member" in mount.command("latest", run / "other_*", check=False).stderr
     (mount.path / "plain").mkdir()
     assert "no name there has a number" in mount.command("latest", mount.path / "plain", check=False).stderr
-    for wrong in ("*/step_1", "step_*_*"):
+    for wrong in ("*/step_1", "step_**"):
         result = mount.command("latest", run / wrong, check=False)
         assert result.returncode == 2 and "one * is accepted, in the last part of the path" in result.stderr
     save(run / "other_1", "x")

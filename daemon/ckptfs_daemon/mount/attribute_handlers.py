@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 
 from ckptfs.catalog import handles, inodes, summary
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.namespace import get_path
 from ckptfs.errors import posix_error
 from ckptfs.model import Inode
 from ckptfs_daemon.fuse.request import Request, get_current_request
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.file_handlers import FileHandlers
+from ckptfs_daemon.mount.member_reader import MountMemberReader
 
 # After fuse.session, which loads the shim before pyfuse3.
 from pyfuse3 import EntryAttributes  # isort: skip
@@ -34,8 +36,8 @@ SECURITY_PREFIX = b"security."
 class AttributeHandlers:
     """Handlers of what stat(2), readlink(2) and getxattr(2) show."""
 
-    def __init__(self, context: MountContext, changes: ChangeRunner, files: FileHandlers) -> None:
-        self._context, self._changes, self._files = context, changes, files
+    def __init__(self, context: MountContext, changes: ChangeRunner, files: FileHandlers, reader: MountMemberReader) -> None:
+        self._context, self._changes, self._files, self._reader = context, changes, files, reader
 
     async def getattr(self, inode: int, ctx: "RequestContext") -> EntryAttributes:
         """Return the attributes of an inode."""
@@ -107,7 +109,8 @@ class AttributeHandlers:
         if name.startswith(summary.VIRTUAL_XATTR_PREFIX):
             if self._context.shared_namespace is not None:
                 await self._context.shared_namespace.refresh_copies(inode)
-            return self._get_virtual_xattr(inode, name.removeprefix(summary.VIRTUAL_XATTR_PREFIX))
+            name = name.removeprefix(summary.VIRTUAL_XATTR_PREFIX)
+            return await self._get_format(inode) if name == summary.FORMAT_XATTR else self._get_virtual_xattr(inode, name)
         if name in STORED_PREFIXES:
             raise posix_error(errno.EINVAL)
         if name.startswith(STORED_PREFIXES):
@@ -121,6 +124,12 @@ class AttributeHandlers:
         if value is None:
             raise posix_error(errno.ENODATA)
         return value
+
+    async def _get_format(self, inode: int) -> bytes:
+        found = (await self._reader.list_files(inode)).files.get(b"")
+        if found is None or found[0].incomplete_reason:
+            raise posix_error(errno.ENODATA)
+        return (await self._reader.inspect(inode, get_path(self._context.db, inode).rpartition(b"/")[2], found[0])).encode()
 
     async def listxattr(self, inode: int, ctx: "RequestContext") -> Sequence[bytes]:
         """Return the names of the stored attributes; `trusted.*` only to root."""

@@ -1,31 +1,32 @@
 """The read-only tree `.ckptfs/latest` at the root of the mount: a symlink to the newest complete checkpoint of each series (N2).
 
 The tree shows the directories of the mount, and in each of them its series as symlinks: `.ckptfs/latest/run1/step_*` leads to
-`run1/step_100`. Each readlink(2) searches anew; while no checkpoint is complete it fails with ENOENT. The kernel caches nothing of the
+`run1/step_100`. A checkpoint of TensorFlow has a symlink for each of its files. Each readlink(2) searches anew, with the rules of
+`ckptfs.series`; while no checkpoint is complete it fails with ENOENT. The kernel caches nothing of the
 tree, and the catalog has no rows for it. A caller that may list a directory may look up its series.
 
 Inode numbers are a hash of what they stand for, so the next mount process assigns the same ones. Only the entries that were looked up last
 are remembered; any other number gets ESTALE, and the kernel then looks the name up again.
 """
 
+import contextlib
 import errno
 import stat
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-import trio
 import xxhash
 
-from ckptfs import lifecycle, limits, series
-from ckptfs.catalog import namespace, summary
-from ckptfs.catalog.namespace import NotImported
+from ckptfs import limits, series
+from ckptfs.catalog import namespace
 from ckptfs.errors import posix_error
-from ckptfs.model import ROOT, Inode, Level
-from ckptfs.series import MemberFile
+from ckptfs.model import ROOT, Level
+from ckptfs.series import Series
 from ckptfs_daemon.fuse import request
-from ckptfs_daemon.mount.context import ChangeRunner, MountContext
+from ckptfs_daemon.mount.context import MountContext
+from ckptfs_daemon.mount.member_reader import MountMemberReader
 
 # After fuse.session, which loads the shim before pyfuse3.
 from pyfuse3 import EntryAttributes  # isort: skip
@@ -82,8 +83,8 @@ LATEST = b"latest"
 class LatestTree:
     """Handlers for the inodes of this tree. Every change fails with EROFS."""
 
-    def __init__(self, context: MountContext, changes: ChangeRunner) -> None:
-        self._context, self._changes = context, changes
+    def __init__(self, context: MountContext, reader: MountMemberReader) -> None:
+        self._context, self._reader = context, reader
         self._inodes = VirtualInodes()
 
     def owns(self, inode: int) -> bool:
@@ -155,71 +156,39 @@ class LatestTree:
             return VirtualEntry(ROOT) if name == LATEST else None
         if series.parse(name) is not None:
             return VirtualEntry(entry.directory, name)
-        try:
-            child = await self._lookup_child(entry.directory, name)
-        except FileNotFoundError:
-            return None
-        return VirtualEntry(child.id) if child.is_directory else None
-
-    async def _lookup_child(self, directory: int, name: bytes) -> Inode:
-        if self._context.shared_namespace is not None:
-            await self._context.shared_namespace.refresh_name(directory, name)
-        try:
-            return namespace.lookup(self._context.db, directory, name)
-        except NotImported:
-            await self._changes.request_scan(directory, must_succeed=True)
-            return namespace.lookup(self._context.db, directory, name)
+        with contextlib.suppress(FileNotFoundError):
+            child = await self._reader.lookup_child(entry.directory, name)
+            if child.is_directory:
+                return VirtualEntry(child.id)
+        # A pair such as `state.cpt` and `state_prev.cpt` has the name of its first file, which may be away for a moment.
+        found = await self._reader.list_directory(entry.directory)
+        return VirtualEntry(entry.directory, name) if _find_pair(name, found) is not None else None
 
     async def _list_entries(self, entry: VirtualEntry) -> list[tuple[bytes, VirtualEntry]]:
         if entry == TOP:
             return [(LATEST, VirtualEntry(ROOT))]
-        found = await self._list_directory(entry.directory)
+        found = await self._reader.list_directory(entry.directory)
         names = [name for name, inode in found.items() if inode.is_directory or inode.is_file]
         shown = {name: VirtualEntry(inode.id) for name, inode in found.items() if inode.is_directory}
-        return sorted((shown | {one.name: VirtualEntry(entry.directory, one.name) for one in series.list_series(names)}).items())
-
-    async def _list_directory(self, directory: int) -> dict[bytes, Inode]:
-        """Return the entries of a directory of the mount."""
-        if self._context.shared_namespace is not None:
-            await self._context.shared_namespace.refresh_inode(directory)
-            await self._context.shared_namespace.refresh_directory(directory)
-        if not self._context.get_inode(directory).is_imported:
-            await self._changes.request_scan(directory, must_succeed=True)
-        return {entry.name: inode for entry, inode in namespace.iterate_entries(self._context.db, directory)}
+        patterns = [pattern for one in series.list_series(names) for pattern in series.get_file_patterns(one, names)]
+        return sorted((shown | {pattern: VirtualEntry(entry.directory, pattern) for pattern in patterns}).items())
 
     # --- the newest member --------------------------------------------------------------------------------------------
 
     async def _get_newest_path(self, entry: VirtualEntry) -> bytes:
         """Return the relative path from a series' symlink to its newest complete member. Raises ENOENT."""
-        one = series.parse(entry.series)
+        found = await self._reader.list_directory(entry.directory)
+        one = series.parse(entry.series) or _find_pair(entry.series, found)
         if one is None:
-            raise posix_error(errno.EINVAL)
-        found = await self._list_directory(entry.directory)
+            raise posix_error(errno.ENOENT if entry.series else errno.EINVAL)
         members = {name: inode.id for name, inode in found.items() if inode.is_directory or inode.is_file}
-        newest = await series.find_newest(one, members, self._read_member, Level.LOCAL)
-        if newest is None or not newest.verdict.has_level(Level.LOCAL):
+        newest = (await series.find_newest(one, members, self._reader, Level.LOCAL)).newest
+        if newest is None:
             raise posix_error(errno.ENOENT)
         parts = [part for part in namespace.get_path(self._context.db, entry.directory).split(b"/") if part]
-        return b"../" * (len(parts) + 2) + b"/".join([*parts, newest.name])
+        return b"../" * (len(parts) + 2) + b"/".join([*parts, newest.entry])
 
-    async def _read_member(self, number: int) -> tuple[dict[bytes, MemberFile], dict[bytes, int]]:
-        """Read a file or directory as `series.ReadMember` says."""
-        await self._changes.refresh_inode(number)
-        inode = self._context.get_inode(number)
-        inside = await self._list_directory(number) if inode.is_directory else {b"": inode}
-        files: dict[bytes, MemberFile] = {}
-        for name, child in inside.items():
-            # A large member must not keep other requests waiting.
-            await trio.lowlevel.checkpoint()
-            if child.is_file:
-                files[name] = await self._load_member_file(child.id)
-                if files[name].incomplete_reason:
-                    break
-        return files, {name: child.id for name, child in inside.items() if child.is_directory}
 
-    async def _load_member_file(self, number: int) -> MemberFile:
-        await self._changes.refresh_inode(number)
-        if self._context.shared_namespace is not None:
-            await self._context.shared_namespace.refresh_copies(number)
-        inode, record = self._context.get_inode(number), summary.load_file_record(self._context.db, number)
-        return MemberFile(inode.size, lifecycle.level(record), series.find_incomplete_reason(record, inode.size))
+def _find_pair(name: bytes, found: Iterable[bytes]) -> Series | None:
+    """Return the series that has no number and this name."""
+    return next((one for one in series.list_series(found) if one.name == name), None)

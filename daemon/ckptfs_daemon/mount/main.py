@@ -33,6 +33,7 @@ from ckptfs_daemon.mount.file_handlers import FileHandlers
 from ckptfs_daemon.mount.handle_ways import run_reports
 from ckptfs_daemon.mount.latest_tree import LatestTree
 from ckptfs_daemon.mount.lookups import LookupPrefetch
+from ckptfs_daemon.mount.member_reader import MountMemberReader
 from ckptfs_daemon.mount.mover_client import MoverClient
 from ckptfs_daemon.mount.namespace_handlers import DirectoryHandlers, NamespaceHandlers, OrphanTracker
 from ckptfs_daemon.mount.open_file import resume_fetches
@@ -50,12 +51,14 @@ def run(setup: ChildSetup) -> int:
     context = _build_context(setup)
     changes, orphans = ChangeRunner(context), OrphanTracker(context)
     names, directories = NamespaceHandlers(context, changes, orphans), DirectoryHandlers(context, changes)
-    files, latest = FileHandlers(context, changes), LatestTree(context, changes)
+    reader = MountMemberReader(context, changes)
+    files, latest = FileHandlers(context, changes), LatestTree(context, reader)
     shim = ShimHandlers(context, files, latest)
     if context.shared_namespace is not None:
         context.shared_namespace.set_nameless_callback(orphans.add_unlinked)
     shim.register()
-    session.open_session(Operations(names, directories, AttributeHandlers(context, changes, files), files, orphans, latest), setup)
+    attributes = AttributeHandlers(context, changes, files, reader)
+    session.open_session(Operations(names, directories, attributes, files, orphans, latest), setup)
     trio.run(_serve, setup, context, shim, orphans)
     session.close_session()
     return 0

@@ -1,0 +1,265 @@
+"""The verdict on one member of a series: complete, or why not (N7, D6). Pure.
+
+Rather late than wrongly. A member is complete if nothing speaks against it:
+
+1. Every file is sealed and readable, as the catalog says.
+2. No file shows that it was not written to its end (`file_formats`).
+3. Every directory has what its kinds ask for (`set_kinds`).
+4. Where no file tells that all others are there, it has at least what the members before it have: names, and of files of unknown formats
+   the sizes. A member without any before it must be left alone for a while instead.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ckptfs import lifecycle
+from ckptfs.lifecycle import FileRecord
+from ckptfs.model import ContentState, Level
+from ckptfs.series import patterns, set_kinds
+from ckptfs.series.file_formats import FileFormat
+from ckptfs.series.set_kinds import DirectoryFacts, MemberFile, SetIndex, text
+
+COMPARED_MAX = 4
+"""How many members before it a member is compared with."""
+QUIET_S = 2.0
+"""A set without any before it counts once nothing of it has changed for this long. A search waits that long."""
+QUIET_RANKS_S = 60.0
+"""The same, if its names count ranks: ranks finish at different times. No search waits that long."""
+NEAR_SIZES = (9, 10)
+"""Sizes of one file in several members vary by at most this ratio, or one of the files was cut."""
+
+_LEVELS = list(Level)
+_NUMBER = re.compile(rb"[0-9]+")
+_TEXT_FILE = re.compile(rb".*\.(txt|ya?ml|md|log|csv|cfg|ini|toml|py|sh|xml|jsonl)", re.IGNORECASE | re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Completeness:
+    """The verdict on a member. `level` is the lowest of its files' levels; `incomplete_reason` is empty if it is complete.
+
+    `quiet_s`: the only thing that is wrong is that it was changed less than this time ago, and it has no member before it.
+    """
+
+    files: int
+    size: int
+    level: Level
+    incomplete_reason: str = ""
+    quiet_s: float = 0.0
+
+    def has_level(self, wanted: Level) -> bool:
+        """Whether the member is complete and at least as safe as `wanted`."""
+        return not self.incomplete_reason and _LEVELS.index(self.level) >= _LEVELS.index(wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class OlderMember:
+    """A member before the one that is judged: the sizes of its files by path."""
+
+    name: str
+    numbers: tuple[int, ...]
+    sizes: Mapping[bytes, int]
+
+
+@dataclass(frozen=True)
+class MemberFacts:
+    """All that is known of a member. Paths are below it, and b"" if the member is a single file.
+
+    `formats` and `indexes` are what its files show of themselves.
+    """
+
+    numbers: tuple[int, ...]
+    files: Mapping[bytes, MemberFile]
+    formats: Mapping[bytes, FileFormat] = field(default_factory=dict)
+    indexes: Mapping[bytes, SetIndex] = field(default_factory=dict)
+
+    @property
+    def is_single_file(self) -> bool:
+        return set(self.files) == {b""}
+
+    @cached_property
+    def directories(self) -> dict[bytes, DirectoryFacts]:
+        """Every directory of the member, by its path; b"" is the member itself."""
+        paths = {above for path in self.files for above in _list_directories(path)}
+        return {directory: self._build_directory(directory, paths) for directory in sorted(paths)}
+
+    def _build_directory(self, directory: bytes, paths: Iterable[bytes]) -> DirectoryFacts:
+        def below(found: Iterable[bytes]) -> dict[bytes, bytes]:
+            return {path.rpartition(b"/")[2]: path for path in found if path and path.rpartition(b"/")[0] == directory}
+
+        return DirectoryFacts(
+            {name: self.files[path] for name, path in below(self.files).items()},
+            frozenset(below(paths)),
+            {name: self.indexes[path] for name, path in below(self.indexes).items()},
+        )
+
+    @cached_property
+    def closed_directories(self) -> dict[bytes, bool]:
+        """The directories in which a file says that all others are there, and whether their sizes are right, too."""
+        found = {}
+        for path, directory in self.directories.items():
+            if kinds := [kind for kind in set_kinds.list_kinds(directory) if kind.is_closed(directory)]:
+                found[path] = any(kind.tells_sizes for kind in kinds)
+        return found
+
+    def is_vouched_for(self, path: bytes) -> bool:
+        """Return whether the marks of a kind tell that no such file is missing."""
+        directories = _list_directories(path)
+        if any(directory in self.closed_directories for directory in directories):
+            return True
+        directory, name = directories[0], path.rpartition(b"/")[2]
+        known = self.directories.get(directory)
+        return known is not None and any(kind.covers.fullmatch(name) for kind in set_kinds.list_kinds(known))
+
+    def is_size_right(self, path: bytes) -> bool:
+        """Return whether a file shows its end itself, or a kind tells the sizes."""
+        is_whole = self.formats.get(path, FileFormat()).is_whole
+        return is_whole or any(self.closed_directories.get(directory, False) for directory in _list_directories(path))
+
+
+def _list_directories(path: bytes) -> list[bytes]:
+    """Return the directories above a path, the nearest first."""
+    found = [path.rpartition(b"/")[0]]
+    while found[-1]:
+        found.append(found[-1].rpartition(b"/")[0])
+    return found
+
+
+def judge(member: MemberFacts, older: Sequence[OlderMember], age_s: float) -> Completeness:
+    """Return the verdict on a member. `older`: those before it, the newest first. `age_s`: the time since its last change."""
+    reason = find_reason(member.files) or _find_flaw(member) or _find_gap(member)
+    quiet_s = 0.0
+    if not reason and not older:
+        quiet_s = _get_quiet_s(member)
+        if quiet_s <= age_s:
+            quiet_s = 0.0
+        else:
+            reason = f"there is none before it to compare it with, and it was changed {max(0.0, age_s):.0f} s ago; accepted: {quiet_s:g} s"
+    reason = reason or _find_shortfall(member, older)
+    level = min((file.level for file in member.files.values()), key=_LEVELS.index, default=Level.NONE)
+    return Completeness(len(member.files), sum(file.size for file in member.files.values()), level, reason, quiet_s)
+
+
+def is_comparable(member: MemberFacts) -> bool:
+    """Return whether the verdict depends on the members before it."""
+    return not (member.is_size_right(b"") if member.is_single_file else member.closed_directories.get(b"", False))
+
+
+def find_reason(files: Mapping[bytes, MemberFile]) -> str:
+    """Return what the catalog knows against these files; empty if nothing."""
+    if not files:
+        return "it holds no file"
+    return next((f"{text(path) or 'it'} {file.incomplete_reason}" for path, file in sorted(files.items()) if file.incomplete_reason), "")
+
+
+def _find_flaw(member: MemberFacts) -> str:
+    for path, file in sorted(member.files.items()):
+        if is_left_over(member, path):
+            continue
+        if patterns.is_temporary(path.rpartition(b"/")[2]):
+            return f"{text(path)} is a temporary name; its writer did not finish it"
+        if flaw := member.formats.get(path, FileFormat()).flaw:
+            return f"{text(path) or 'it'} {flaw}"
+        if member.is_single_file and not file.size:
+            return "it is empty"
+    return "" if any(file.size for file in member.files.values()) else "all its files are empty"
+
+
+def is_left_over(member: MemberFacts, path: bytes) -> bool:
+    """Return whether a file of a temporary name lies in a directory that is complete without it."""
+    is_closed = any(directory in member.closed_directories for directory in _list_directories(path))
+    return is_closed and patterns.is_temporary(path.rpartition(b"/")[2])
+
+
+def _find_gap(member: MemberFacts) -> str:
+    if member.is_single_file:
+        return ""
+    for path, directory in member.directories.items():
+        for kind in set_kinds.list_kinds(directory):
+            if gap := kind.find_gap(directory):
+                return f"{text(path)}/{gap}" if path else gap
+    return ""
+
+
+def _get_quiet_s(member: MemberFacts) -> float:
+    """Return how long a member without any before it must be left alone."""
+    if member.is_single_file or all(map(member.is_vouched_for, member.files)):
+        return 0.0
+    return QUIET_RANKS_S if any(map(set_kinds.has_unknown_count, member.directories.values())) else QUIET_S
+
+
+# --- comparison with the members before -------------------------------------------------------------------------------
+
+
+def _find_shortfall(member: MemberFacts, older: Sequence[OlderMember]) -> str:
+    """Return what the member lacks of what those before it have."""
+    if not older or not is_comparable(member):
+        return ""
+    missing = [_find_missing(member, one) for one in older]
+    # Fewer files than before are believed if two members in a row had just these: the job may run on fewer nodes.
+    is_usual = len(older) > 1 and not any(missing[:2]) and all(_has_no_more(member, one) for one in older[:2])
+    for one, path in zip(older, missing, strict=True):
+        if path and not is_usual:
+            return f"{text(path)} is missing, which {one.name} has"
+    return _find_short_file(member, older)
+
+
+def _find_missing(member: MemberFacts, older: OlderMember) -> bytes:
+    """Return the first file of an older member that this one should have, and has not."""
+    wanted = (path for path in sorted(older.sizes) if not patterns.is_temporary(path.rpartition(b"/")[2]))
+    return next((path for path in wanted if not member.is_vouched_for(path) and not _find_same(member, older, path)), b"")
+
+
+def _has_no_more(member: MemberFacts, older: OlderMember) -> bool:
+    mine = {path for path in member.files if not member.is_vouched_for(path)}
+    theirs = {same for path in older.sizes for same in _find_same(member, older, path)}
+    return mine <= theirs
+
+
+def _find_same(member: MemberFacts, older: OlderMember, path: bytes) -> list[bytes]:
+    """Return the files of this member that are what `path` is in an older one: the same name, perhaps with the own number in it."""
+    candidates = {path}
+    positions = [found for found in _NUMBER.finditer(path) if int(found[0]) in older.numbers]
+    if positions:
+        candidates.add(_replace_numbers(path, positions, older.numbers, member.numbers))
+        candidates |= {_replace_numbers(path, [position], older.numbers, member.numbers) for position in positions}
+    return sorted(candidates & member.files.keys())
+
+
+def _replace_numbers(path: bytes, positions: Sequence["re.Match[bytes]"], old: tuple[int, ...], new: tuple[int, ...]) -> bytes:
+    for found in reversed(positions):
+        number = new[old.index(int(found[0]))]
+        path = path[: found.start()] + str(number).zfill(len(found[0])).encode() + path[found.end() :]
+    return path
+
+
+def _find_short_file(member: MemberFacts, older: Sequence[OlderMember]) -> str:
+    """Return the first file of an unknown format that is smaller than it should be."""
+    for path, file in sorted(member.files.items()):
+        if member.is_size_right(path) or _TEXT_FILE.fullmatch(path):
+            continue
+        sizes = [size for one in older for other, size in one.sizes.items() if path in _find_same(member, one, other)]
+        if not is_plausible_size(file.size, sizes):
+            return f"{text(path) or 'it'} has {file.size} bytes, fewer than before ({max(sizes)}), and its format does not tell its end"
+    return ""
+
+
+def is_plausible_size(size: int, older: Sequence[int]) -> bool:
+    """Return whether a file may be whole, by its sizes in older members. If those vary, it may be smaller than they by as much."""
+    part, whole = NEAR_SIZES
+    near = [one for one in older if one * whole >= max(older) * part]
+    if len(set(near)) > 1:
+        return size * whole >= min(near) * part
+    return size >= min(near, default=0)
+
+
+def find_incomplete_reason(record: FileRecord, size: int) -> str:
+    """Return why no checkpoint can rest on a regular file of `size` bytes; empty if it is sealed and has a living copy."""
+    content = record.content
+    if lifecycle.is_on_pfs(record) or (content is None and size == 0):
+        return ""
+    if content is not None and content.state in {ContentState.OPEN, ContentState.CLOSED}:
+        return "is not sealed yet"
+    readable = content is not None and content.state is ContentState.SEALED and lifecycle.level(record) is not Level.NONE
+    return "" if readable else "has no copy that could be read"

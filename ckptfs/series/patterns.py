@@ -1,0 +1,355 @@
+"""Names: which siblings form a series of checkpoints, in which order, and which files together are one member (T5).
+
+A name is cut into text and numbers. The word before a number says what it means:
+
+- a *counter* (`step`, `iter`, `epoch`, `ckpt`, ...) counts checkpoints: it is a `*` in the name of the series, whether it differs or not;
+- a *part* (`rank`, `shard`, `1-of-4`, ...) counts the files of one checkpoint: files that differ only in it belong to one member;
+- a *label* (`run`, `exp`, `rep`, ...) tells experiments apart: they are never one series, unless a user writes that pattern;
+- a *metric* ends with `=`, as in `loss=0.25`: it varies, and the counter decides the order.
+
+Of other numbers, the one that differs among siblings counts. `X.cpt` and `X_prev.cpt` are a series of two. Files of TensorFlow
+(`ckpt-2.index`, `ckpt-2.data-00000-of-00001`) are one member under their prefix, from which TensorFlow restores. Temporary names are none.
+"""
+
+import itertools
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+WILDCARD = b"*"
+"""Stands for each number in the name of a series."""
+PREVIOUS_SUFFIX = b"_prev"
+PAIRED_EXTENSION = b".cpt"
+_SHARD_EXTENSION = b".distcp"
+
+_TEMPORARY = re.compile(
+    rb"\.?te?mp[-_.].*|.*[.-_]te?mp|.*\.te?mp[-_.\d].*|.*\.orbax-checkpoint-tmp.*|.*\.(part|partial|incomplete|inprogress|crdownload|swp|bak)"
+    rb"|.*~|#.*|.*\.ckptfs-.*",
+    re.IGNORECASE | re.DOTALL,
+)
+_SIDE_PRODUCT = re.compile(rb".*\.(py|sh|log|out|err|csv|md|distcp)|.*tfevents.*", re.IGNORECASE | re.DOTALL)
+"""Numbered files that are no checkpoints; a pattern may still name them."""
+_TENSORFLOW = re.compile(rb"(.+)\.(?:index|meta|data-[0-9]+-of-[0-9]+)", re.DOTALL)
+_TENSORFLOW_DATA = re.compile(rb"(.+)\.data-[0-9]+-of-[0-9]+", re.DOTALL)
+_NUMBER = re.compile(rb"[0-9]+")
+_EXTENSION = re.compile(rb"\.(h5|hdf5|he5|nc4|bz2|lz4|7z|pt2|fp16|fp32|bf16)$", re.IGNORECASE)
+"""Their digits are no numbers."""
+_WORD = re.compile(rb"([A-Za-z]*)[-_.=:@ ]?$")
+_COUNTERS = (("step", "iter", "iteration", "batch"), ("epoch",), ("ckpt", "chk", "checkpoint", "restart", "dump", "snapshot", "snap"))
+"""The first class decides the order; a word counts if it is the end of the text before the number."""
+_PARTS = {"rank", "ranks", "shard", "part", "proc", "process", "worker", "node", "host", "gpu", "tp", "pp", "dp", "mp", "stage", "layer"}
+_LABELS = {
+    "rep", "replica", "replicate", "run", "exp", "experiment", "trial", "seed", "fold", "job", "task", "sim", "walker", "version",
+    "size", "of",
+}  # fmt: skip
+
+
+class NumberRole(Enum):
+    """What a number in a name means."""
+
+    COUNTER = "counter"
+    PART = "part"
+    LABEL = "label"
+    METRIC = "metric"
+    BARE = "bare"
+    OTHER = "other"
+
+
+class SplitName(NamedTuple):
+    """A name cut at its numbers: one text more than numbers."""
+
+    texts: tuple[bytes, ...]
+    numbers: tuple[bytes, ...]
+
+    @property
+    def roles(self) -> tuple[NumberRole, ...]:
+        return get_roles(self.texts)
+
+
+@dataclass(frozen=True)
+class Series:
+    """All names that consist of these texts with a number between each two; or, with `previous`, that name and the one text."""
+
+    texts: tuple[bytes, ...]
+    previous: bytes = b""
+
+    @property
+    def name(self) -> bytes:
+        """The pattern that matches the members: "step_*"."""
+        return WILDCARD.join(self.texts)
+
+    @property
+    def is_step_count(self) -> bool:
+        """Whether the word before a number says that it counts steps; the number in "run*" may count runs."""
+        return bool(self.previous) or NumberRole.COUNTER in get_roles(self.texts)
+
+    def parse_numbers(self, name: bytes) -> tuple[int, ...] | None:
+        """Return the numbers of a member, the one that decides the order first. Returns None for any other name."""
+        if self.previous:
+            return {self.texts[0]: (1,), self.previous: (0,)}.get(name)
+        found = self._regex.fullmatch(name)
+        return None if found is None else tuple(int(found[position + 1]) for position in self._order)
+
+    @cached_property
+    def _regex(self) -> re.Pattern[bytes]:
+        return re.compile(rb"([0-9]+)".join(map(re.escape, self.texts)), re.DOTALL)
+
+    @cached_property
+    def _order(self) -> list[int]:
+        return sorted(range(len(self.texts) - 1), key=lambda position: (_get_counter_class(self.texts[position]), position))
+
+
+class Member(NamedTuple):
+    """One member of a series. `entry` is the name that the series matches; `name` is what a program is given; `files` belong to it."""
+
+    numbers: tuple[int, ...]
+    name: bytes
+    entry: bytes
+    files: tuple[bytes, ...]
+
+
+def is_temporary(name: bytes) -> bool:
+    """Return whether programs use such names for what they have not finished."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def parse(name: bytes) -> Series | None:
+    """Return the series of a pattern with a `*` for each number. Returns None for any other name."""
+    texts = tuple(name.split(WILDCARD))
+    return Series(texts) if len(texts) > 1 and all(texts[1:-1]) else None
+
+
+def find_series(name: bytes, siblings: Iterable[bytes]) -> Series | None:
+    """Return the series to which a name with a number belongs among its siblings."""
+    names = [*siblings, name]
+    for pair in _list_pairs(names):
+        if pair.parse_numbers(name) is not None:
+            return pair
+    return _choose_series([one for one in set(names) if _is_similar(one, name)]).get(name)
+
+
+def list_series(names: Iterable[bytes]) -> list[Series]:
+    """Return the series in a directory, sorted by name.
+
+    A name without siblings counts if its number is a counter, or if there is no other series. Names of parts of one checkpoint,
+    of experiments and of side products never count.
+    """
+    names = {name for name in names if not is_temporary(name)}
+    pairs = _list_pairs(names)
+    prefixes = _list_prefixes(names)
+    files = {name for name in names if not _get_prefix(name, prefixes) and not any(one.parse_numbers(name) for one in pairs)}
+    chosen = {name: one for name, one in _choose_series(files | prefixes).items() if not _SIDE_PRODUCT.fullmatch(name)}
+    found = {one for one in chosen.values() if not _is_part_or_label(one)}
+    large = {one for one in found if one.is_step_count or _has_two(one, chosen)} | set(pairs)
+    return sorted(large or found, key=lambda one: one.name)
+
+
+def _has_two(series: Series, names: Iterable[bytes]) -> bool:
+    return len(list(itertools.islice(filter(series.parse_numbers, names), 2))) == 2
+
+
+def list_members(series: Series, names: Collection[bytes]) -> list[Member]:
+    """Return the members of a series among the names of a directory, newest first.
+
+    If two have the same number ("1" and "01"), the shorter name counts as newer.
+    """
+    prefixes = _list_prefixes(names)
+    together: dict[bytes, list[bytes]] = defaultdict(list)
+    for name in names:
+        if not is_temporary(name):
+            together[_get_prefix(name, prefixes) or _mask_parts(name)].append(name)
+    found = []
+    for name in {*names, *prefixes}:
+        numbers = None if is_temporary(name) else series.parse_numbers(name)
+        if numbers is not None:
+            prefix = _get_prefix(name, prefixes) or (name if name in prefixes and name not in names else b"")
+            files = tuple(sorted(together[prefix or _mask_parts(name)]))
+            found.append(Member(numbers, prefix or name, name, files))
+    return sorted(found, key=lambda one: (one.numbers, -len(one.entry), one.entry), reverse=True)
+
+
+def suggest_series(pattern: bytes, names: Iterable[bytes]) -> list[Series]:
+    """Return the series that may be meant by a pattern that matches nothing: first those whose members a shell would match."""
+    found = list_series(names)
+    glob = re.compile(b".*".join(map(re.escape, pattern.split(WILDCARD))) + b".*", re.DOTALL)
+    return [one for one in found if glob.fullmatch(one.name)] or found
+
+
+def get_place(path: bytes) -> bytes:
+    """Return the path without the numbers that differ from one checkpoint to the next; numbers of parts stay.
+
+    Those are the counters. In a path without any, all numbers go but those in names of parts.
+    """
+    names = [split(one) for one in path.split(b"/")]
+    has_counter = any(NumberRole.COUNTER in one.roles for one in names)
+    return b"/".join(_get_place_of_name(one, has_counter) for one in names)
+
+
+def _get_place_of_name(name: SplitName, has_counter: bool) -> bytes:
+    is_part = NumberRole.PART in name.roles or name.texts[-1].endswith(_SHARD_EXTENSION)
+    goes = [role is NumberRole.COUNTER if has_counter else not is_part for role in name.roles]
+    return _join(name.texts, tuple(WILDCARD if go else number for go, number in zip(goes, name.numbers, strict=True)))
+
+
+# --- numbers and what they mean ---------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=65536)
+def split(name: bytes) -> SplitName:
+    """Cut a name at its numbers."""
+    extension = _EXTENSION.search(name)
+    end = len(name) if extension is None else extension.start()
+    found = list(_NUMBER.finditer(name, 0, end))
+    starts = [0, *(one.end() for one in found)]
+    ends = [*(one.start() for one in found), len(name)]
+    return SplitName(tuple(name[start:end] for start, end in zip(starts, ends, strict=True)), tuple(one[0] for one in found))
+
+
+@lru_cache(maxsize=4096)
+def get_roles(texts: tuple[bytes, ...]) -> tuple[NumberRole, ...]:
+    """Return what the number behind each text but the last means."""
+    found: list[NumberRole] = []
+    for text, after in itertools.pairwise(texts):
+        is_decimal = text == b"." and found and found[-1] is NumberRole.METRIC
+        found.append(NumberRole.METRIC if is_decimal else _get_role(text, after))
+    return tuple(found)
+
+
+def _get_role(text: bytes, after: bytes) -> NumberRole:
+    word = _get_word(text)
+    if re.match(rb"[-_]of[-_]$", after, re.IGNORECASE) or re.search(rb"[-_]of[-_]$", text, re.IGNORECASE):
+        return NumberRole.PART
+    if _get_counter_class(text) < len(_COUNTERS):
+        return NumberRole.COUNTER
+    if word in _PARTS:
+        return NumberRole.PART
+    if word in _LABELS:
+        return NumberRole.LABEL
+    if text.rstrip(b"-+").endswith(b"="):
+        return NumberRole.METRIC
+    return NumberRole.OTHER if re.search(rb"[^-_.,: ]", text) else NumberRole.BARE
+
+
+def _get_word(text: bytes) -> str:
+    found = _WORD.search(text)
+    return "" if found is None else found[1].decode("ascii").lower()
+
+
+def _get_counter_class(text: bytes) -> int:
+    """Return the class of the counter that a text announces; the number of classes if it announces none."""
+    word = _get_word(text)
+    return next((number for number, words in enumerate(_COUNTERS) if word.endswith(words)), len(_COUNTERS))
+
+
+def _mask_parts(name: bytes) -> bytes:
+    """Return the name without the numbers of its parts: it is the same for all files of one checkpoint."""
+    texts, numbers = split(name)
+    masked = (b"#" if role is NumberRole.PART else number for role, number in zip(get_roles(texts), numbers, strict=True))
+    return _join(texts, tuple(masked))
+
+
+def _join(texts: tuple[bytes, ...], numbers: tuple[bytes, ...]) -> bytes:
+    return b"".join(one for pair in zip(texts, (*numbers, b""), strict=True) for one in pair)
+
+
+def _is_part_or_label(series: Series) -> bool:
+    """Return whether the only numbers count parts or experiments. "run-*.restart" does not: it has something behind the number."""
+    roles = set(get_roles(series.texts)) if not series.previous else set()
+    return bool(roles) and (roles <= {NumberRole.PART} or (roles <= {NumberRole.PART, NumberRole.LABEL} and not series.texts[-1]))
+
+
+# --- the series of each name ------------------------------------------------------------------------------------------
+
+
+def _is_similar(one: bytes, other: bytes) -> bool:
+    return split(one).texts == split(other).texts
+
+
+def _choose_series(names: Iterable[bytes]) -> dict[bytes, Series]:
+    """Return the series of each name that has a number."""
+    groups: dict[tuple[bytes, ...], list[bytes]] = defaultdict(list)
+    for name in names:
+        if split(name).numbers:
+            groups[split(name).texts].append(name)
+    singles = [name for texts, group in groups.items() for name in group if not _choose_wildcards(texts, group)]
+    found = _choose_single_numbers(singles)
+    for texts, group in groups.items():
+        if positions := _choose_wildcards(texts, group):
+            found |= {name: _build_series(name, positions) for name in group}
+    return found
+
+
+def _choose_wildcards(texts: tuple[bytes, ...], group: list[bytes]) -> list[int]:
+    """Return which numbers of these names, which have the same texts, are left out of the name of the series.
+
+    Returns none if only a comparison with each sibling can tell.
+    """
+    roles = get_roles(texts)
+    varying = [position for position in range(len(roles)) if len({split(name).numbers[position] for name in group}) > 1]
+    if NumberRole.COUNTER in roles:
+        always = (NumberRole.COUNTER, NumberRole.METRIC)
+        return [position for position, role in enumerate(roles) if role in always or (role is NumberRole.BARE and position in varying)]
+    able = [position for position, role in enumerate(roles) if role not in (NumberRole.PART, NumberRole.LABEL)]
+    if not able:
+        return [len(roles) - 1]
+    if all(roles[position] in (NumberRole.BARE, NumberRole.METRIC) for position in able):
+        return able
+    differing = [position for position in able if position in varying]
+    return differing or able[-1:] if len(differing) < 2 else []
+
+
+def _choose_single_numbers(names: list[bytes]) -> dict[bytes, Series]:
+    """Return for each name the series of one number to which most siblings belong; among equals, that of the last number."""
+    readings = {name: [_build_series(name, [position]) for position in range(len(split(name).numbers))] for name in names}
+    sizes = Counter(one for found in readings.values() for one in found)
+    return {name: max(found, key=lambda one: (sizes[one], len(one.texts[0]))) for name, found in readings.items()}
+
+
+def _build_series(name: bytes, wildcards: Collection[int]) -> Series:
+    texts, numbers = split(name)
+    found = [texts[0]]
+    for position, number in enumerate(numbers):
+        if position in wildcards:
+            found.append(texts[position + 1])
+        else:
+            found[-1] += number + texts[position + 1]
+    return Series(tuple(found))
+
+
+def _list_pairs(names: Iterable[bytes]) -> list[Series]:
+    """Return the pairs X and X_prev. A lone X.cpt without a number is one whose second file is still to come."""
+    names = set(names)
+    found = {}
+    for name in names:
+        stem, dot, extension = name.rpartition(b".")
+        stem, extension = (stem, dot + extension) if stem else (name, b"")
+        current = stem.removesuffix(PREVIOUS_SUFFIX) + extension
+        is_pair = stem.endswith(PREVIOUS_SUFFIX) and (current in names or extension == PAIRED_EXTENSION)
+        if current != extension and (is_pair or (extension == PAIRED_EXTENSION and not _NUMBER.search(name))):
+            previous = current.removesuffix(extension) + PREVIOUS_SUFFIX + extension
+            found[current] = Series((current,), previous)
+    return list(found.values())
+
+
+def _list_prefixes(names: Iterable[bytes]) -> set[bytes]:
+    """Return the prefixes of TensorFlow's checkpoints. One series of names holds them if any member has data."""
+    with_data = {split(found[1]).texts for name in names if (found := _TENSORFLOW_DATA.fullmatch(name))}
+    prefixes = {found[1] for name in names if (found := _TENSORFLOW.fullmatch(name)) and not is_temporary(name)}
+    return {prefix for prefix in prefixes if split(prefix).texts in with_data}
+
+
+def _get_prefix(name: bytes, prefixes: Collection[bytes]) -> bytes:
+    """Return the prefix of a file of TensorFlow; empty for any other name."""
+    found = _TENSORFLOW.fullmatch(name)
+    return found[1] if found is not None and found[1] in prefixes else b""
+
+
+def get_file_patterns(series: Series, names: Collection[bytes]) -> list[bytes]:
+    """Return the patterns under which a series' entries can be opened: those of the files, if members are prefixes of TensorFlow."""
+    newest: Mapping[bytes, Member] = {one.name: one for one in list_members(series, names)[:1]}
+    suffixes = [file.removeprefix(name) for name, one in newest.items() if one.entry not in names for file in one.files]
+    return [series.name + suffix for suffix in suffixes] or [series.name]

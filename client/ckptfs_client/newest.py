@@ -1,0 +1,220 @@
+"""What `ckptfs latest` finds: which series is meant, and its newest complete member.
+
+Names and inodes are read through the mount with lstat(2) and readdir(3), formats with getxattr(2) and index files with read(2), so the
+kernel checks the caller's permissions. In a cluster, lstat also refreshes the name from the other nodes. Levels come from the daemon.
+
+A directory that is given is searched inside, always. So the answer is never in another directory than the one that was named.
+"""
+
+import os
+import stat
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from ckptfs import series
+from ckptfs.model import Level
+from ckptfs.series import Listing, MemberFile, SearchResult, Series
+from ckptfs.series.file_formats import FileFormat
+from ckptfs.series.pickle_scan import ReadRange
+from ckptfs_client.client import Client, open_client
+from ckptfs_client.errors import CommandFailed, UsageError
+
+FORMAT_XATTR = "user.ckptfs.format"
+CHOICES_MAX = 4
+NOTES_MAX = 4
+SEARCHED_MAX = 64
+"""How many subdirectories a remedy looks into."""
+SEAL_REMEDY = "wait until what was written is closed and sealed: ckptfs wait PATH --level local"
+DESCRIPTORS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+T = TypeVar("T")
+
+
+class NamedSeries(NamedTuple):
+    """A series in a directory."""
+
+    directory: Path
+    series: Series
+
+    @property
+    def pattern(self) -> str:
+        return str(self.directory / os.fsdecode(self.series.name))
+
+
+class Found(NamedTuple):
+    """The answer of a search: what was searched, and the outcome."""
+
+    searched: NamedSeries
+    result: SearchResult
+
+    def build_path(self, name: bytes) -> Path:
+        """Return the path of a member."""
+        return self.searched.directory / os.fsdecode(name)
+
+
+def find_newest(named: Sequence[Path], wanted: Level) -> Found:
+    """Return the newest complete member, at least as safe as `wanted`, of the series that `named` means.
+
+    Raises CommandFailed or UsageError if no series is meant, or several.
+    """
+    searched = _find_series(named)
+    client, _ = open_client(searched.directory)
+    top = os.fsencode(searched.directory)
+    with client:
+        members = {name: os.path.join(top, name) for name in _list_names(searched.directory)}
+        return Found(searched, _run(series.find_newest(searched.series, members, PathReader(client), wanted)))
+
+
+def build_failure(found: Found, wanted: Level) -> CommandFailed:
+    """Return the error for a search that found nothing."""
+    what = f"{found.searched.pattern}: no complete checkpoint at the level {wanted.value}: "
+    if not found.result.rejected:
+        names = _list_names(found.searched.directory)
+        meant = [NamedSeries(found.searched.directory, one) for one in series.suggest_series(found.searched.series.name, names)]
+        return CommandFailed(what + "there is no member", remedy=f"did you mean {_join_choices(meant)}?" if meant else "")
+    newest = found.result.rejected[0]
+    more = f", nor is any of the {len(found.result.rejected) - 1} before it complete" if len(found.result.rejected) > 1 else ""
+    why = f"of {os.fsdecode(newest.name)}, {newest.find_obstacle(wanted)}{more}"
+    return CommandFailed(what + why, remedy=SEAL_REMEDY if "not sealed" in why or "holds no file" in why else "")
+
+
+# --- which series -----------------------------------------------------------------------------------------------------
+
+
+def _find_series(named: Sequence[Path]) -> NamedSeries:
+    """Return the series that a user names: by a pattern with `*`, by its directory, or by files of it."""
+    where = named[0]
+    if len(named) > 1:
+        return _find_series_of_names(named)
+    if "*" in str(where):
+        found = series.parse(os.fsencode(where.name))
+        if found is None or "*" in str(where.parent):
+            words = "one * is accepted, in the last part of the path, for each number in the name"
+            raise UsageError(f"{where}: {words}", remedy="such as 'run1/step_*'")
+        return NamedSeries(where.parent, found)
+    if where.is_dir():
+        return _find_series_inside(where)
+    open_client(where)[0].close()
+    own = series.find_series(os.fsencode(where.name), _list_names(where.parent))
+    if own is None:
+        raise CommandFailed(
+            f"{where}: there is no series: its name has no number", remedy="name the directory, or a pattern: 'run1/step_*'"
+        )
+    return NamedSeries(where.parent, own)
+
+
+def _find_series_of_names(named: Sequence[Path]) -> NamedSeries:
+    """Return the series of names that a shell made of an unquoted `*`."""
+    directory = named[0].parent
+    names = {os.fsencode(one.name) for one in named}
+    found = series.list_series(names)
+    members = series.list_members(found[0], names) if len(found) == 1 else []
+    others = {name for name in names if not series.is_temporary(name)} - {name for one in members for name in (one.entry, *one.files)}
+    if len(found) != 1 or others or any(one.parent != directory for one in named):
+        raise UsageError("these names are not members of one series", remedy="put it in quotes: 'run1/step_*'")
+    return NamedSeries(directory, found[0])
+
+
+def _find_series_inside(where: Path) -> NamedSeries:
+    """Return the only series in a directory. Never one beside it."""
+    open_client(where)[0].close()
+    found = [NamedSeries(where, one) for one in series.list_series(_list_names(where))]
+    if not found:
+        raise CommandFailed(
+            f"{where}: there is no series in it: no name there has a number that counts checkpoints", remedy=_suggest(where)
+        )
+    if len(found) > 1:
+        raise UsageError(f"{where} may mean several series", remedy=f"say which, in quotes: {_join_choices(found)}")
+    return found[0]
+
+
+def _suggest(where: Path) -> str:
+    """Return a remedy for a directory without series: the series in its subdirectories, or the one to which it belongs itself."""
+    below = [where / os.fsdecode(name) for name in sorted(_list_names(where))]
+    inside = [NamedSeries(one, found) for one in below[:SEARCHED_MAX] if one.is_dir() for found in series.list_series(_list_names(one))]
+    own = series.find_series(os.fsencode(where.name), _list_names(where.parent)) if where.name else None
+    if own is not None and own.is_step_count:
+        return f"for the series to which it belongs: ckptfs latest '{NamedSeries(where.parent, own).pattern}'"
+    return f"say which: {_join_choices(inside)}" if inside else "name one with * for the number: 'run1/step_*'"
+
+
+def _join_choices(found: Sequence[NamedSeries]) -> str:
+    return " or ".join(f"'{one.pattern}'" for one in found[:CHOICES_MAX])
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+class PathReader:
+    """`series.MemberReader` over paths. Its coroutines never wait for one another."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def list_files(self, entry: bytes) -> Listing[bytes]:
+        """List a file or directory through the mount, with levels from the daemon."""
+        found: dict[bytes, os.stat_result] = {}
+        directories: dict[bytes, bytes] = {}
+        try:
+            names = os.listdir(entry) if stat.S_ISDIR(os.lstat(entry).st_mode) else [b""]
+            for name in names:
+                below = entry + b"/" + name if name else entry
+                status = os.lstat(below)
+                if stat.S_ISREG(status.st_mode):
+                    found[name] = status
+                elif stat.S_ISDIR(status.st_mode):
+                    directories[name] = below
+        except FileNotFoundError:
+            raise
+        except OSError as failure:
+            raise _build_error(os.fsdecode(failure.filename or entry), failure) from failure
+        files = {}
+        for (name, status), record in zip(found.items(), self._client.list_records(one.st_ino for one in found.values()), strict=True):
+            if not record.known:
+                raise FileNotFoundError(entry)
+            level, reason = Level(record.level), record.incomplete_reason
+            file = MemberFile(record.size, level, reason, status.st_mtime_ns, status.st_ctime_ns)
+            files[name] = file, entry + b"/" + name if name else entry
+        return Listing(files, directories)
+
+    async def inspect(self, entry: bytes, name: bytes, file: MemberFile) -> FileFormat:
+        """Ask the daemon what a file shows of itself: it reads the beginning and the end, wherever the bytes are."""
+        return FileFormat.decode(os.getxattr(entry, FORMAT_XATTR, follow_symlinks=False))
+
+    async def examine(self, entry: bytes, file: MemberFile, act: Callable[[int, ReadRange], T]) -> T:
+        """Run `act` on an index file."""
+        fd = os.open(entry, DESCRIPTORS)
+        try:
+            return act(os.fstat(fd).st_size, lambda offset, length: os.pread(fd, length, offset))
+        finally:
+            os.close(fd)
+
+    async def wait(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
+
+    def get_now_ns(self) -> int:
+        """Return the time by the clock of this node."""
+        return time.time_ns()
+
+
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine that never waits for another one."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise RuntimeError("the coroutine waits")
+
+
+def _list_names(directory: Path) -> list[bytes]:
+    try:
+        return os.listdir(os.fsencode(directory))
+    except OSError as failure:
+        raise _build_error(directory, failure) from failure
+
+
+def _build_error(path: Path | str, failure: OSError) -> CommandFailed:
+    return CommandFailed(f"{path}: {os.strerror(failure.errno or 0)}")

@@ -1,0 +1,127 @@
+"""A tree of files in memory that a search for the newest checkpoint reads: made by hand, or taken from a real directory."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+from ckptfs.model import Level
+from ckptfs.series import Listing, MemberFile, SearchResult, file_formats, find_newest, parse
+from ckptfs.series.file_formats import FileFormat
+from ckptfs.series.patterns import Series
+from ckptfs.series.pickle_scan import ReadRange
+
+Result = TypeVar("Result")
+OLD_NS = 1_000_000_000_000_000_000
+"""When files were written, unless a test says otherwise."""
+
+
+@dataclass(frozen=True)
+class TreeFile:
+    """A file. `reason`: what the catalog has against it; `error`: the errno of reading it."""
+
+    data: bytes
+    mtime_ns: int = OLD_NS
+    level: Level = Level.LOCAL
+    reason: str = ""
+    error: int = 0
+
+
+@dataclass
+class SeriesTree:
+    """`series.MemberReader` over a dictionary from paths to files."""
+
+    files: dict[bytes, TreeFile] = field(default_factory=dict)
+    age_s: float = 3600.0
+    """How long ago OLD_NS is."""
+    read_bytes: int = 0
+    waited_s: float = 0.0
+    while_waiting: Callable[["SeriesTree"], None] = lambda tree: None
+
+    @classmethod
+    def of(cls, files: Mapping[str, bytes | TreeFile], **more: object) -> "SeriesTree":
+        """Build a tree from paths and bytes."""
+        found = {os.fsencode(path): one if isinstance(one, TreeFile) else TreeFile(one) for path, one in files.items()}
+        return cls(found, **more)  # type: ignore[arg-type]
+
+    @classmethod
+    def of_directory(cls, directory: Path) -> "SeriesTree":
+        """Take a real directory, with the times of its files. They count as an hour old."""
+        paths = [path for path in directory.rglob("*") if path.is_file()]
+        found = {os.fsencode(path.relative_to(directory)): TreeFile(path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
+        return cls(found, age_s=(max(one.mtime_ns for one in found.values()) - OLD_NS) / 1e9 + 3600)
+
+    def without(self, *paths: str) -> "SeriesTree":
+        return replace(self, files={path: one for path, one in self.files.items() if path not in map(os.fsencode, paths)})
+
+    def with_files(self, files: Mapping[str, bytes | TreeFile]) -> "SeriesTree":
+        return replace(self, files=self.files | SeriesTree.of(files).files)
+
+    @property
+    def siblings(self) -> dict[bytes, bytes]:
+        return {path.partition(b"/")[0]: path.partition(b"/")[0] for path in self.files}
+
+    def search(self, pattern: "str | Series", wanted: Level = Level.LOCAL) -> SearchResult:
+        """Search, as the command does."""
+        one = pattern if isinstance(pattern, Series) else parse(os.fsencode(pattern))
+        assert one is not None
+        coroutine = find_newest(one, self.siblings, self, wanted)
+        try:
+            coroutine.send(None)
+        except StopIteration as end:
+            result: SearchResult = end.value
+            return result
+        raise AssertionError("it waits")
+
+    def find(self, pattern: "str | Series") -> str:
+        """The name that is found; empty if there is none."""
+        newest = self.search(pattern).newest
+        return "" if newest is None else os.fsdecode(newest.name)
+
+    def find_reasons(self, pattern: "str | Series") -> dict[str, str]:
+        """Why members were rejected."""
+        return {os.fsdecode(one.name): one.verdict.incomplete_reason for one in self.search(pattern).rejected}
+
+    # --- MemberReader ---------------------------------------------------------------------------------------------------
+
+    async def list_files(self, entry: bytes) -> Listing[bytes]:
+        if entry in self.files:
+            return Listing({b"": (self._build(self.files[entry]), entry)}, {})
+        below = {path.removeprefix(entry + b"/"): path for path in self.files if path.startswith(entry + b"/")}
+        if not below:
+            raise FileNotFoundError(entry)
+        files = {name: (self._build(self.files[path]), path) for name, path in below.items() if b"/" not in name}
+        return Listing(files, {name.partition(b"/")[0]: entry + b"/" + name.partition(b"/")[0] for name in below if b"/" in name})
+
+    def _build(self, file: TreeFile) -> MemberFile:
+        return MemberFile(len(file.data), file.level, file.reason, file.mtime_ns, file.mtime_ns)
+
+    async def inspect(self, entry: bytes, name: bytes, file: MemberFile) -> FileFormat:
+        assert name == entry.rpartition(b"/")[2]
+        return await self.examine(entry, file, lambda size, read: file_formats.inspect(name, size, read))
+
+    async def examine(self, entry: bytes, file: MemberFile, act: Callable[[int, ReadRange], Result]) -> Result:
+        one = self.files[entry]
+        if one.error:
+            raise OSError(one.error, os.strerror(one.error))
+
+        def read(offset: int, length: int) -> bytes:
+            found = one.data[offset : offset + length]
+            self.read_bytes += len(found)
+            return found
+
+        return act(len(one.data), read)
+
+    async def wait(self, seconds: float) -> None:
+        self.waited_s += seconds
+        self.while_waiting(self)
+
+    def get_now_ns(self) -> int:
+        return OLD_NS + int((self.age_s + self.waited_s) * 1e9)
+
+
+def prefixes(data: bytes, count: int) -> Iterable[int]:
+    """Lengths at which a killed writer may have stopped: all near both ends, and evenly spread ones between."""
+    ends = {*range(min(64, len(data))), *range(max(0, len(data) - 64), len(data))}
+    return sorted(ends | {number * len(data) // count for number in range(count)})

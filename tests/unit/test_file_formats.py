@@ -1,0 +1,211 @@
+"""What a file shows of itself, with files that the real writers made, cut wherever a killed writer may stop: N7, D6, H4."""
+
+import io
+import json
+import lzma
+import pickle
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from series_tree import prefixes
+
+from ckptfs.series import file_formats, pickle_scan
+from ckptfs.series.file_formats import FileFormat
+
+CUTS = 400
+
+
+def inspect(name: str, data: bytes) -> FileFormat:
+    return file_formats.inspect(name.encode(), len(data), lambda offset, length: data[offset : offset + length])
+
+
+def write_npz(path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    numpy.savez(path, x=numpy.arange(1000), y=numpy.ones((3, 4), "f2"))
+
+
+def write_npy(path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    numpy.save(path, numpy.ones((5, 7), "c16"))
+
+
+def write_texts(path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    numpy.save(path, numpy.array(["abc", "de"]))
+
+
+def write_safetensors(path: Path) -> None:
+    numpy, safetensors = pytest.importorskip("numpy"), pytest.importorskip("safetensors.numpy")
+    safetensors.save_file({"a": numpy.ones((10, 10), "f4"), "b": numpy.zeros(3, "i8")}, path, metadata={"format": "np"})
+
+
+def write_hdf5(version: str) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        h5py, numpy = pytest.importorskip("h5py"), pytest.importorskip("numpy")
+        with h5py.File(path, "w", libver=version) as file:
+            file["x"] = numpy.arange(5000)
+            file.create_group("g").attrs["q"] = 1
+
+    return write
+
+
+def write_torch(**how: Any) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        torch = pytest.importorskip("torch")
+        values = {"m": torch.ones(30, 30).half(), "b": torch.zeros(4, dtype=torch.bool), "view": torch.ones(10)[2:4], "lr": 0.1}
+        torch.save(values, path, **how)
+
+    return write
+
+
+def write_pickle(protocol: int) -> Callable[[Path], None]:
+    return lambda path: path.write_bytes(pickle.dumps({"a": list(range(3000)), "b": b"." * 9000, "c": "." * 70_000}, protocol))
+
+
+def write_tar(path: Path) -> None:
+    with tarfile.open(path, "w") as archive:
+        archive.addfile(tarfile.TarInfo("x"), io.BytesIO(b""))
+    path.write_bytes(path.read_bytes()[:1536])
+
+
+def write_commented_zip(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x", "y" * 1000)
+        archive.comment = b"PK\x05\x06 is in it"
+
+
+# GROMACS 2022 and LAMMPS begin and end so; `tests/apps/test_simulations.py` asks the programs themselves.
+GROMACS = b"\x00\x02\x9f\x29" + bytes(1000) + b"\x00\x02\x9f\x2b"
+LAMMPS = b"LammpS RestartT\0" + bytes(1000) + b"LammpS RestartT\0"
+
+WRITERS: list[tuple[str, str, Callable[[Path], object]]] = [
+    ("x.npz", "zip", write_npz),
+    ("x.npy", "numpy", write_npy),
+    ("texts.npy", "numpy", write_texts),
+    ("x.safetensors", "safetensors", write_safetensors),
+    ("model", "safetensors", write_safetensors),
+    ("earliest.h5", "HDF5", write_hdf5("earliest")),
+    ("latest.h5", "HDF5", write_hdf5("latest")),
+    ("x.pt", "zip", write_torch()),
+    ("legacy.pt", "pickle", write_torch(_use_new_zipfile_serialization=False)),
+    ("two.pkl", "pickle", write_pickle(2)),
+    ("four.pkl", "pickle", write_pickle(4)),
+    ("five", "pickle", write_pickle(5)),
+    ("x.tar", "tar", write_tar),
+    ("x.xz", "xz", lambda path: path.write_bytes(lzma.compress(bytes(100_000)))),
+    ("x.zip", "zip", write_commented_zip),
+    ("trainer_state.json", "json", lambda path: path.write_text(json.dumps({"step": 1, "log": [1, 2, {"a": None}]}))),
+    ("state.cpt", "GROMACS", lambda path: path.write_bytes(GROMACS)),
+    ("melt.100.restart", "LAMMPS", lambda path: path.write_bytes(LAMMPS)),
+]
+
+
+@pytest.mark.parametrize(("name", "format_name", "write"), WRITERS, ids=[name for name, _, _ in WRITERS])
+def test_a_file_that_was_cut_is_never_whole(name: str, format_name: str, write: Callable[[Path], object], tmp_path: Path) -> None:
+    """N7, D6: whole as it was written; cut anywhere, or with a byte too many, it says so."""
+    path = tmp_path / name
+    write(path)
+    data = path.read_bytes()
+    assert inspect(name, data) == FileFormat(format_name)
+    for length in prefixes(data, CUTS):
+        found = inspect(name, data[:length])
+        assert not found.is_whole, f"cut after {length} of {len(data)} bytes"
+        # A name without a known extension tells nothing as long as the first bytes do not.
+        assert found.flaw or length < 10, f"cut after {length} of {len(data)} bytes"
+    assert inspect(name, data + b"x").flaw
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "flaw"),
+    [
+        ("x.safetensors", b"\xff" * 100, "header is complete"),
+        ("x.safetensors", (10).to_bytes(8, "little") + b"{}        rest", "has 22 bytes, but its safetensors header says 18"),
+        ("x.safetensors", (8).to_bytes(8, "little") + b"not JSON", "cannot be read"),
+        ("x.safetensors", (13).to_bytes(8, "little") + b'{"a": [1, 2]}', "cannot be read"),
+        ("x.h5", bytes(4096), "does not begin like a file of HDF5"),
+        ("x.h5", b"\x89HDF\r\n\x1a\n" + b"\x09" + bytes(200), "cannot be read"),
+        ("x.npz", b"garbage", "does not begin like a file of zip"),
+        ("x.npy", b"\x93NUMPY\1\0\x0a\0{'descr': ", "cannot be read"),
+        ("x.pt", b"", "is empty"),
+        (".metadata", b"", "is empty"),
+        ("x.pkl", b"\x80\x04\xff", "ends before its pickle"),
+        ("x.pt", b"PK\x03", "first bytes"),
+        ("x.pt", b"PK\x03\x04" + bytes(200), "zip directory"),
+    ],
+)
+def test_what_is_no_such_file(name: str, data: bytes, flaw: str) -> None:
+    """P11: bytes that no writer left are refused, not believed."""
+    assert flaw in inspect(name, data).flaw
+
+
+@pytest.mark.parametrize(
+    ("name", "data"), [("rank0.pt", b"x" * 100), ("state", b"\0" * 100), ("notes.txt", b""), ("done", b""), ("a.bin", b"\x80x")]
+)
+def test_what_is_not_known(name: str, data: bytes) -> None:
+    """An unknown format is neither whole nor flawed: others decide."""
+    assert inspect(name, data) == FileFormat() and not inspect(name, data).is_whole
+
+
+def test_a_swmr_writer_that_was_killed(tmp_path: Path) -> None:
+    """N7: HDF5 marks a file that is open for writing."""
+    h5py = pytest.importorskip("h5py")
+    path = tmp_path / "x.h5"
+    with h5py.File(path, "w", libver="latest") as file:
+        file.create_dataset("x", (1,), dtype="f4", maxshape=(None,), chunks=(100,))
+        file.swmr_mode = True
+        file["x"].flush()
+        assert inspect("x.h5", path.read_bytes()).flaw
+    assert inspect("x.h5", path.read_bytes()) == FileFormat("HDF5")
+
+
+def count_read_bytes(name: str, data: bytes) -> int:
+    """How much of a whole file is read."""
+    counts = []
+
+    def read(offset: int, length: int) -> bytes:
+        counts.append(len(data[offset : offset + length]))
+        return data[offset : offset + length]
+
+    assert file_formats.inspect(name.encode(), len(data), read).is_whole
+    return sum(counts)
+
+
+def test_only_headers_and_ends_are_read() -> None:
+    """N2: a large file costs a few reads."""
+    torch = pytest.importorskip("torch")
+    for how in ({}, {"_use_new_zipfile_serialization": False}):
+        file = io.BytesIO()
+        torch.save({"x": torch.zeros(2_000_000)}, file, **how)
+        assert count_read_bytes("x.pt", file.getvalue()) < 400_000
+    assert count_read_bytes("x.pkl", pickle.dumps([bytes(50_000_000), b"end"])) < 400_000
+
+
+def test_a_pickle_of_too_many_parts_is_of_no_known_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scan is bounded; then sizes decide."""
+    data = pickle.dumps(list(range(1000)))
+    with pytest.raises(pickle_scan.TooLong):
+        pickle_scan.find_end(lambda offset, length: data[offset : offset + length], len(data), opcodes_max=100)
+    monkeypatch.setattr(pickle_scan.find_end, "__kwdefaults__", {"opcodes_max": 100})
+    assert inspect("x.pkl", data) == FileFormat()
+
+
+class Trap:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("trap"),))
+
+
+def test_no_pickle_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F6: what is in a file is data of others."""
+    monkeypatch.chdir(tmp_path)
+    assert inspect("x.pkl", pickle.dumps(Trap())).is_whole and not (tmp_path / "trap").exists()
+    pickle.loads(pickle.dumps(Trap()))
+    assert (tmp_path / "trap").exists(), "the trap works"
+
+
+@pytest.mark.parametrize("one", [FileFormat(), FileFormat("zip"), FileFormat("zip", "ends: early"), FileFormat("", "is empty")])
+def test_a_format_as_text(one: FileFormat) -> None:
+    assert FileFormat.decode(one.encode()) == one

@@ -1,0 +1,443 @@
+"""The newest complete member of a series, never a wrong one: N2, N7, D3, D6, T6, H1, H4. Layouts by hand; the rules are pure.
+
+`tests/apps/test_checkpoint_writers.py` tries the same rules on what real programs write.
+"""
+
+import errno
+import io
+import itertools
+import json
+import pickle
+import zipfile
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from series_tree import OLD_NS, SeriesTree, TreeFile
+
+from ckptfs import series
+from ckptfs.lifecycle import CliqueCopies, FileRecord, PublishedState
+from ckptfs.model import Content, ContentState, Copy, CopyState, Level, Tier
+from ckptfs.series import MemberFile
+from ckptfs.series.completeness import MemberFacts, is_plausible_size, judge
+from ckptfs.series.patterns import Series
+
+DIGEST = b"d"
+X = b"x" * 100
+NEWER = OLD_NS + 1
+
+
+def archive(size: int = 100) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as found:
+        found.writestr("data", bytes(size))
+    return file.getvalue()
+
+
+def safetensors(size: int = 40) -> bytes:
+    header = json.dumps({"w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(size)
+
+
+def metadata(*shards: str, size: int = 100) -> bytes:
+    """A pickle with what `.metadata` says of its shards."""
+    return pickle.dumps([{"relative_path": shard, "offset": 0, "length": size} for shard in shards], protocol=4)
+
+
+def weights(*files: str) -> bytes:
+    return json.dumps({"metadata": {}, "weight_map": {f"w{number}": file for number, file in enumerate(files)}}).encode()
+
+
+def below(directory: str, files: Mapping[str, bytes | TreeFile]) -> dict[str, bytes | TreeFile]:
+    return {f"{directory}/{name}": data for name, data in files.items()}
+
+
+PARTS = [f"model-{number:05}-of-00004.safetensors" for number in range(1, 5)]
+RANKS = [f"zero_pp_rank_{number}_mp_rank_00_optim_states.pt" for number in range(4)]
+# A complete member of each kind. The marks of the first group tell that nothing is missing; the others must be compared.
+MARKED: dict[str, dict[str, bytes | TreeFile]] = {
+    "DCP": {"__0_0.distcp": X, "__1_0.distcp": X, ".metadata": TreeFile(metadata("__0_0.distcp", "__1_0.distcp"), NEWER)},
+    "HF Trainer": {
+        **{part: safetensors() for part in PARTS}, "model.safetensors.index.json": weights(*PARTS), "config.json": b"{}",
+        "training_args.bin": archive(), "optimizer.pt": archive(), "scheduler.pt": archive(), "rng_state.pth": archive(),
+        "trainer_state.json": b'{"global_step": 100}',
+    },
+    "Orbax": {"_CHECKPOINT_METADATA": b'{"commit_timestamp_nsecs": 17}', "state/manifest.ocdbt": X, "state/d/abc": X},
+    "verl": {f"model_world_size_4_rank_{number}.pt": archive() for number in range(4)},
+    "parts": {f"shard-{number:05}-of-00003.bin": X for number in range(3)},
+    "index": {**{part: safetensors() for part in PARTS[:2]}, "model.safetensors.index.json": weights(*PARTS[:2])},
+    "TensorFlow": {"ckpt.index": X, "ckpt.data-00000-of-00002": X, "ckpt.data-00001-of-00002": X},
+}  # fmt: skip
+MARKED["index"] = {name.replace("00004", "00002"): data for name, data in MARKED["index"].items()}
+MARKED["index"]["model.safetensors.index.json"] = weights(*(part.replace("00004", "00002") for part in PARTS[:2]))
+OPEN: dict[str, dict[str, bytes | TreeFile]] = {
+    "DeepSpeed": {"mp_rank_00_model_states.pt": X, **dict.fromkeys(RANKS, X)},
+    "ranks": {"rank0.pt": X, "rank1.pt": X},
+    "ranks in directories": {"mp_rank_00/model.pt": archive(), "mp_rank_01/model.pt": archive()},
+    "three files": {"model.bin": X, "optimizer.bin": X, "scheduler.bin": X},
+    "formats that show their end": {"model.safetensors": safetensors(), "optimizer.pt": archive(), "notes.txt": b"n"},
+    "Orbax with a mark": {"state/d/abc": X, "metadata": X, "commit_success.txt": b"Checkpoint commit was successful"},
+}
+
+
+LAST_WRITTEN = {".metadata", "trainer_state.json", "_CHECKPOINT_METADATA", "commit_success.txt", "ckpt.index"}
+
+
+def series_of(files: Mapping[str, bytes | TreeFile], *numbers: int) -> SeriesTree:
+    return SeriesTree.of({path: data for number in numbers for path, data in below(f"step_{number}", files).items()})
+
+
+# --- sets ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [*MARKED, *OPEN])
+def test_a_set_is_found(kind: str) -> None:
+    """N2: as the only member, and as the newer of two."""
+    files = MARKED.get(kind) or OPEN[kind]
+    assert series_of(files, 100).find("step_*") == "step_100"
+    tree = series_of(files, 100, 200)
+    assert tree.find("step_*") == "step_200" and tree.search("step_*").rejected == []
+
+
+@pytest.mark.parametrize("kind", [*MARKED, *OPEN])
+def test_a_set_that_lacks_any_one_file_is_not(kind: str) -> None:
+    """N7, D6, T6: whichever it is."""
+    files = MARKED.get(kind) or OPEN[kind]
+    for name in files:
+        left = {other: data for other, data in files.items() if other != name}
+        tree = series_of(files, 100).with_files(below("step_200", left))
+        if kind == "HF Trainer" and name in ("config.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
+            continue  # `trainer_state.json` is written last: it vouches for these.
+        if kind == "HF Trainer" and name == "model.safetensors.index.json":
+            continue
+        if kind.startswith("Orbax") and name.startswith(("state", "metadata")):
+            continue  # Orbax writes the time of the commit, or that mark, last.
+        assert tree.find("step_*") == "step_100", name
+        assert list(tree.find_reasons("step_*")) == ["step_200"], name
+
+
+def test_the_mark_that_orbax_writes_last() -> None:
+    """D6: on stores without an atomic rename."""
+    files = OPEN["Orbax with a mark"]
+    assert series_of(files, 100, 200).without("step_200/commit_success.txt").find("step_*") == "step_100"
+    pending = {**MARKED["Orbax"], "_CHECKPOINT_METADATA": b'{"commit_timestamp_nsecs": null}'}
+    reasons = series_of(MARKED["Orbax"], 100).with_files(below("step_200", pending)).find_reasons("step_*")
+    assert "has no time of commit" in reasons["step_200"]
+
+
+@pytest.mark.parametrize("kind", list(MARKED))
+def test_marks_need_no_member_before(kind: str) -> None:
+    """T6: an incomplete first set is not named either, however long it lies there."""
+    files = MARKED[kind]
+    for name in files:
+        if ".distcp" in name or "-of-" in name or "rank" in name or name == ".metadata" or name == "ckpt.index":
+            left = {other: data for other, data in files.items() if other != name}
+            assert series_of(left, 100).find("step_*") == "", name
+
+
+@pytest.mark.parametrize("kind", [*MARKED, *OPEN])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_no_prefix_of_the_writes_of_a_set_is_named(kind: str, data: st.DataObject) -> None:
+    """N7, D6: ranks write in any order; at any moment some files are there, some are open, one was cut by a kill."""
+    files = MARKED.get(kind) or OPEN[kind]
+    order = data.draw(st.permutations(sorted(files)))
+    # The writers of these write their mark last, whatever else they do in which order.
+    last = [name for name in order if name in LAST_WRITTEN]
+    order = [name for name in order if name not in last] + last
+    done = data.draw(st.integers(0, len(order) - 1))
+    new: dict[str, bytes | TreeFile] = {name: files[name] for name in order[:done]}
+    current = files[order[done]]
+    content = current.data if isinstance(current, TreeFile) else current
+    cut = content[: data.draw(st.integers(0, len(content) - 1))]
+    if data.draw(st.booleans()):
+        new[order[done]] = TreeFile(cut, OLD_NS, reason=data.draw(st.sampled_from(["", "is not sealed yet"])))
+    if order[done].endswith((".txt", "_CHECKPOINT_METADATA")):
+        new.pop(order[done], None)  # Written by one small write: there or not.
+    tree = series_of(files, 100).with_files(below("step_200", new))
+    assert tree.find("step_*") == "step_100"
+
+
+# --- one mark after the other -------------------------------------------------------------------------------------------
+
+
+def test_an_old_metadata_over_new_shards() -> None:
+    """T6: overwriting a set; until its own `.metadata` is there the set is of two saves."""
+    tree = series_of(MARKED["DCP"], 100, 200)
+    tree = tree.with_files({"step_200/__1_0.distcp": TreeFile(X, NEWER + 1)})
+    assert tree.find("step_*") == "step_100"
+    assert tree.find_reasons("step_*") == {"step_200": ".metadata is older than __1_0.distcp: it belongs to the save before"}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({".metadata": b""}, ".metadata is empty"),
+        ({".metadata": metadata("__0_0.distcp", "__1_0.distcp")[:-9]}, ".metadata ends before its pickle is complete"),
+        ({".metadata": b"no pickle"}, ".metadata cannot be read"),
+        ({".metadata": TreeFile(pickle.dumps({}), NEWER)}, ".metadata names no shard"),
+        ({".metadata": TreeFile(metadata("__0_0.distcp", "__2_0.distcp"), NEWER)}, "__2_0.distcp is missing, which .metadata names"),
+        ({"__0_0.distcp": X[:-1]}, "__0_0.distcp has 99 bytes, but .metadata says 100"),
+        ({"__0_0.distcp": TreeFile(X, reason="is not sealed yet")}, "__0_0.distcp is not sealed yet"),
+        ({"__0_0.distcp": TreeFile(X, error=errno.EIO)}, "__0_0.distcp cannot be read: Input/output error"),
+    ],
+)
+def test_what_a_dcp_directory_lacks(change: dict[str, bytes | TreeFile], reason: str) -> None:
+    """T6."""
+    tree = series_of(MARKED["DCP"], 100, 200).with_files(below("step_200", change))
+    assert tree.find("step_*") == "step_100" and tree.find_reasons("step_*")["step_200"].startswith(reason)
+
+
+def test_fewer_ranks_after_a_restart() -> None:
+    """T7, late and right: `.metadata` says how many shards there are; without marks the third member of the smaller size counts."""
+    fewer: dict[str, bytes | TreeFile] = {"__0_0.distcp": X, ".metadata": TreeFile(metadata("__0_0.distcp"), NEWER)}
+    assert series_of(MARKED["DCP"], 100).with_files(below("step_200", fewer)).find("step_*") == "step_200"
+    tree = series_of(OPEN["ranks"], 100)
+    for number, expected in ((200, "step_100"), (300, "step_100"), (400, "step_400")):
+        tree = tree.with_files(below(f"step_{number}", {"rank0.pt": X}))
+        assert tree.find("step_*") == expected
+
+
+def test_subdirectories_are_sets_too() -> None:
+    """T6."""
+    both = {
+        **{f"optim/{name}": data for name, data in MARKED["DCP"].items()},
+        **{f"model/{name}": data for name, data in MARKED["DCP"].items()},
+    }
+    tree = series_of(both, 100, 200).without("step_200/optim/.metadata")
+    assert tree.find_reasons("step_*") == {"step_200": "optim/.metadata is not there yet"}
+    tree = series_of(both, 100, 200).without(*(f"step_200/optim/{name}" for name in MARKED["DCP"]))
+    assert tree.find("step_*") == "step_100", "a set that was not begun is missing, too"
+
+
+def test_a_first_set_without_marks_must_be_left_alone() -> None:
+    """N7: nothing tells that no more files are to come, so time must. The search waits that long, and looks again."""
+    tree = series_of(OPEN["three files"], 100)
+    tree.age_s = 0.5
+    assert tree.find("step_*") == "step_100" and tree.waited_s == pytest.approx(1.5)
+    tree = series_of(OPEN["three files"], 100)
+    tree.age_s = 0.5
+    tree.while_waiting = lambda tree: tree.files.update({b"step_100/more.bin": TreeFile(X)})
+    found = tree.search("step_*")
+    assert found.newest is None and "to compare it with" in found.rejected[0].verdict.incomplete_reason
+    tree = series_of(OPEN["three files"], 100, 200)
+    tree.age_s = 0.0
+    assert tree.find("step_*") == "step_200" and tree.waited_s == 0, "a member before it tells"
+
+
+def test_a_first_set_of_ranks() -> None:
+    """D6: one rank of nobody knows how many is not named while others may still write. What DeepSpeed and Megatron write last tells."""
+    tree = series_of({"rank0.pt": X}, 100)
+    tree.age_s = 10
+    assert tree.find("step_*") == "" and tree.waited_s == 0
+    assert "accepted: 60 s" in tree.find_reasons("step_*")["step_100"]
+    tree.age_s = 61
+    assert tree.find("step_*") == "step_100"
+    for tag, data in (("latest", b"step_100"), ("latest_checkpointed_iteration.txt", b"100\n")):
+        tagged = series_of(OPEN["DeepSpeed"], 100).with_files({tag: data})
+        tagged.age_s = 1
+        assert tagged.find("step_*") == "step_100"
+        assert tagged.with_files({tag: b"step_1000"}).find("step_*") == "", "it names another one"
+    late = series_of(OPEN["DeepSpeed"], 100).with_files(
+        {"latest": b"step_200", f"step_200/{RANKS[0]}": X, "step_200/mp_rank_00_model_states.pt": X}
+    )
+    assert late.find("step_*") == "step_100", "a tag proves nothing against what is missing"
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        (["rank_0.pt", "rank_2.pt", "rank_3.pt"], "rank_1.pt"),
+        (["rank_02.pt", "rank_03.pt"], "rank_01.pt"),
+        (["shard-00000-of-00002", "shard-00000-of-00001"], "shard-00001-of-00002"),
+        ([*RANKS[:2], RANKS[3], "mp_rank_00_model_states.pt"], RANKS[2]),
+        ([RANKS[0]], "no file of model_states"),
+        (["training_args.bin"], "trainer_state.json"),
+        (["a.data-00000-of-00001"], "a.index"),
+    ],
+)
+def test_a_gap(names: list[str], missing: str) -> None:
+    """D6: what one directory alone shows."""
+    assert missing in series_of(dict.fromkeys(names, X), 100).find_reasons("step_*")["step_100"]
+
+
+def test_a_name_with_a_rank_that_counts_no_ranks() -> None:
+    assert series_of({"lora_rank8.safetensors": safetensors()}, 100).find("step_*") == "step_100"
+
+
+def test_temporary_files_inside() -> None:
+    """N7: of a set that is still being written; one beside a mark is left over from a crash."""
+    tree = series_of(OPEN["three files"], 100, 200).with_files({"step_200/more.bin.tmp": X})
+    assert "temporary name" in tree.find_reasons("step_*")["step_200"]
+    assert series_of(MARKED["DCP"], 100).with_files({"step_100/.metadata.tmp": b""}).find("step_*") == "step_100"
+
+
+# --- files --------------------------------------------------------------------------------------------------------------
+
+
+def test_single_files() -> None:
+    """N2: what shows its end needs no comparison; the first of an unknown format counts once it is sealed."""
+    tree = SeriesTree.of({"step_100.pt": archive(900), "step_200.pt": archive(100)})
+    assert tree.find("step_*.pt") == "step_200.pt", "a smaller one, but whole"
+    assert tree.with_files({"step_200.pt": archive(900)[:-1]}).find("step_*.pt") == "step_100.pt"
+    assert SeriesTree.of({"step_100.bin": X}, age_s=0.0).find("step_*.bin") == "step_100.bin"
+    assert SeriesTree.of({"step_100.dat": b""}).find_reasons("step_*.dat") == {"step_100.dat": "it is empty"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([100, 100], 2),
+        ([100, 99], 1),
+        ([100, 50], 1),
+        ([100, 100, 99], 2),
+        ([100, 98, 97], 3),
+        ([100, 98, 80], 1),
+        ([100, 10, 20], 1),
+        ([100, 120], 2),
+    ],
+)
+def test_an_unknown_format_is_told_by_its_size(sizes: list[int], expected: int) -> None:
+    """N7: as large as before, or where sizes vary anyway, nearly."""
+    tree = SeriesTree.of({f"step_{number}.dat": bytes(size) for number, size in enumerate(sizes, 1)})
+    assert tree.find("step_*.dat") == f"step_{expected}.dat"
+
+
+def test_sizes() -> None:
+    assert is_plausible_size(0, []) and is_plausible_size(100, [100]) and not is_plausible_size(99, [100])
+    assert is_plausible_size(90, [100, 99]) and not is_plausible_size(88, [100, 99])
+
+
+def test_the_pfs_is_gone() -> None:
+    """D3: a file that cannot be read now is no checkpoint now."""
+    tree = SeriesTree.of({"step_100.pt": archive(), "step_200.pt": TreeFile(archive(), level=Level.PFS, error=errno.EIO)})
+    assert tree.find("step_*.pt") == "step_100.pt"
+    assert tree.find_reasons("step_*.pt") == {"step_200.pt": "it cannot be read: Input/output error"}
+
+
+def test_parts_in_one_directory() -> None:
+    """D6: files that differ in a rank only are one member, whichever of them is named."""
+    tree = SeriesTree.of({f"step{number}_rank{rank}.pt": archive() for number in (100, 200) for rank in (0, 1)})
+    for rank in (0, 1):
+        assert tree.find(f"step*_rank{rank}.pt") == f"step200_rank{rank}.pt"
+        assert tree.without(f"step200_rank{1 - rank}.pt").find(f"step*_rank{rank}.pt") == f"step100_rank{rank}.pt"
+
+
+def test_tensorflow_in_one_directory() -> None:
+    """H4: the prefix from which TensorFlow restores."""
+    names = ["{}.index", "{}.data-00000-of-00002", "{}.data-00001-of-00002"]
+    files = {name.format(f"ckpt-{number}"): X for number in (1, 2) for name in names}
+    tree = SeriesTree.of({**files, "checkpoint": b'model_checkpoint_path: "ckpt-2"'})
+    for pattern in ("ckpt-*", "ckpt-*.index"):
+        assert tree.find(pattern) == "ckpt-2"
+        for name in names:
+            if "{}" + pattern.removeprefix("ckpt-*") != name:
+                assert tree.without(name.format("ckpt-2")).find(pattern) == "ckpt-1"
+
+
+def test_gromacs() -> None:
+    """H1: `state.cpt`, else `state_prev.cpt`."""
+    whole = b"\x00\x02\x9f\x29" + X + b"\x00\x02\x9f\x2b"
+    pair = Series((b"state.cpt",), b"state_prev.cpt")
+    tree = SeriesTree.of({"state.cpt": whole, "state_prev.cpt": whole})
+    assert tree.find(pair) == "state.cpt"
+    assert tree.with_files({"state.cpt": whole[:-1]}).find(pair) == tree.without("state.cpt").find(pair) == "state_prev.cpt"
+
+
+def test_numbers_in_the_names_of_files() -> None:
+    """T5: the number of the member may stand in the names of its files, and a rank may have the same number."""
+    tree = SeriesTree.of(
+        {f"step_{number}/{name}": X for number in (1, 2) for name in (f"model_{number:03}.bin", "rank_0.bin", "rank_1.bin")}
+    )
+    assert tree.find("step_*") == "step_2"
+    assert tree.without("step_2/model_002.bin").find_reasons("step_*") == {"step_2": "model_001.bin is missing, which step_1 has"}
+    assert tree.without("step_2/rank_1.bin").find_reasons("step_*") == {"step_2": "rank_1.bin is missing, which step_1 has"}
+
+
+# --- the search ---------------------------------------------------------------------------------------------------------
+
+
+def test_levels_and_reasons() -> None:
+    """N2: the newest that is at least as safe as asked for; each newer one with its reason."""
+    tree = SeriesTree.of(
+        {"s_1": TreeFile(X, level=Level.PFS), "s_2": TreeFile(X, level=Level.LOCAL), "s_3": TreeFile(X, reason="is not sealed yet")}
+    )
+    found = tree.search("s_*", Level.CLIQUE)
+    assert found.newest is not None and found.newest.name == b"s_1" and found.newest.number == 1
+    reasons = [(one.name, one.find_obstacle(Level.CLIQUE)) for one in found.rejected]
+    assert reasons == [(b"s_3", "it is not sealed yet"), (b"s_2", "has the level local only")]
+    assert found.newest.find_obstacle(Level.CLIQUE) == ""
+    assert tree.search("s_*", Level.NONE).newest == tree.search("s_*", Level.LOCAL).newest
+    assert tree.search("other_*") == (None, [])
+
+
+def test_a_member_that_is_deleted_meanwhile() -> None:
+    tree = SeriesTree.of({"step_1/a": X, "step_2/a": X})
+
+    class Deleting(SeriesTree):
+        async def list_files(self, entry: bytes) -> series.Listing[bytes]:
+            if entry == b"step_2":
+                raise FileNotFoundError(entry)
+            return await super().list_files(entry)
+
+    deleting = Deleting(tree.files)
+    assert deleting.find("step_*") == "step_1" and deleting.find_reasons("step_*") == {"step_2": "it was deleted just now"}
+
+
+def test_a_search_reads_little() -> None:
+    """N2: older members are listed, not read."""
+    tree = series_of({f"rank{rank}.pt": archive(1 << 20) for rank in range(8)}, *range(1, 6))
+    assert tree.find("step_*") == "step_5" and tree.read_bytes < 8 * 2000
+
+
+@pytest.mark.parametrize("levels", list(itertools.product(list(Level)[1:], repeat=2)))
+def test_a_member_is_as_safe_as_its_weakest_file(levels: tuple[Level, Level]) -> None:
+    order = list(Level)
+    found = judge(MemberFacts((1,), {b"f%d" % number: MemberFile(5, level) for number, level in enumerate(levels)}), [], 3600)
+    weakest = min(order.index(level) for level in levels)
+    assert (order.index(found.level), found.size, found.files) == (weakest, 10, 2)
+    assert [found.has_level(wanted) for wanted in order] == [weakest >= number for number in range(len(order))]
+
+
+def test_an_empty_member() -> None:
+    assert judge(MemberFacts((1,), {}), [], 3600).incomplete_reason == "it holds no file"
+    assert judge(MemberFacts((1,), {b"a": MemberFile(0, Level.LOCAL)}), [], 3600).incomplete_reason == "all its files are empty"
+
+
+# --- what the catalog knows ---------------------------------------------------------------------------------------------
+
+
+def record(state: ContentState | None, copy: CopyState | None, published: bool, elsewhere: bool) -> FileRecord:
+    shown = PublishedState(3, True, DIGEST) if published else None
+    clique = CliqueCopies("a", 2, (("other", "b"),) if elsewhere else ())
+    if state is None:
+        return FileRecord(None, (), shown, 0, clique)
+    copies = () if copy is None else (Copy(1, Tier.RAM, copy, 1, 1),)
+    return FileRecord(Content(1, 1, 3, state, 10, DIGEST, None, 1), copies, shown, 0, clique)
+
+
+STATES = [None, *ContentState]
+COPIES = [None, *CopyState]
+
+
+@pytest.mark.parametrize("published", [False, True])
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize("state", STATES)
+def test_what_a_checkpoint_can_rest_on(state: ContentState | None, copy: CopyState | None, elsewhere: bool, published: bool) -> None:
+    """N7: what is not sealed never; what is sealed only while a living copy can be read."""
+    found = series.find_incomplete_reason(record(state, copy, published, elsewhere), 10)
+    if state is None:
+        assert (found == "") == published
+    elif state in (ContentState.OPEN, ContentState.CLOSED):
+        assert found == "is not sealed yet"
+    elif state is ContentState.SEALED:
+        assert (found == "") == (published or elsewhere or copy is CopyState.GOOD)
+    else:
+        assert (found == "") == (published and state is ContentState.LOST)
+
+
+def test_an_empty_file_needs_no_copy() -> None:
+    assert series.find_incomplete_reason(FileRecord(None), 0) == ""
+    assert series.find_incomplete_reason(FileRecord(None), 1) == "has no copy that could be read"

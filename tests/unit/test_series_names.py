@@ -1,0 +1,204 @@
+"""Names of series and members: T5. Pure, so every case is tried."""
+
+import itertools
+
+import pytest
+
+from ckptfs import series
+from ckptfs.series.patterns import Series, get_file_patterns, is_temporary, list_members, suggest_series
+
+
+def found(names: list[bytes]) -> list[bytes]:
+    return [one.name for one in series.list_series(names)]
+
+
+def member(name: bytes, *siblings: bytes) -> bytes | None:
+    one = series.find_series(name, siblings)
+    return None if one is None else one.name
+
+
+@pytest.mark.parametrize(
+    ("names", "name"),
+    [
+        ([b"CHECKPOINT_DIR_step5", b"CHECKPOINT_DIR_step10"], b"CHECKPOINT_DIR_step*"),
+        ([b"step_100", b"step_200", b"config.json"], b"step_*"),
+        ([b"ckpt_100.pt", b"ckpt_200.pt", b"ckpt_200.pt.tmp"], b"ckpt_*.pt"),
+        ([b"run-000100.restart", b"run-000200.restart"], b"run-*.restart"),
+        ([b"llama3-8b_step100", b"llama3-8b_step200"], b"llama3-8b_step*"),
+        ([b"100", b"200"], b"*"),
+        ([b"step_100", b"notes", b"tokenizer"], b"step_*"),
+        ([b"step_100", b"step_200", b"tokenizer_v2.json"], b"step_*"),
+        ([b"epoch=1-step=200.ckpt", b"epoch=1-step=300.ckpt", b"last.ckpt"], b"epoch=*-step=*.ckpt"),
+        ([b"epoch=1-step=200.ckpt"], b"epoch=*-step=*.ckpt"),
+        ([b"epoch=3-step=9-loss=0.25.ckpt", b"epoch=4-step=12-loss=1.5.ckpt"], b"epoch=*-step=*-loss=*.*.ckpt"),
+        ([b"1-20", b"1-30", b"2-40"], b"*-*"),
+        ([b"checkpoint-10", b"tmp-checkpoint-20"], b"checkpoint-*"),
+        ([b"global_step100", b"latest", b"zero_to_fp32.py"], b"global_step*"),
+        ([b"iter_0000100", b"latest_checkpointed_iteration.txt"], b"iter_*"),
+        ([b"melt.100.restart", b"melt.200.restart", b"log.lammps"], b"melt.*.restart"),
+        ([b"100", b"200.orbax-checkpoint-tmp-1700000000"], b"*"),
+        ([b"model_100.h5"], b"model_*.h5"),
+        ([b"state.cpt", b"state_prev.cpt", b"md.log"], b"state.cpt"),
+        ([b"state.cpt"], b"state.cpt"),
+        ([b"run1_prev.cpt"], b"run1.cpt"),
+        ([b"ckpt-1.index", b"ckpt-1.data-00000-of-00001", b"ckpt-2.index", b"checkpoint"], b"ckpt-*"),
+    ],
+)
+def test_the_series_of_a_directory(names: list[bytes], name: bytes) -> None:
+    """T5: the number that counts, wherever it stands."""
+    assert found(names) == [name]
+    members = list_members(series.list_series(names)[0], names)
+    assert members and all(member(one.entry, *names) == name for one in members if one.entry in names)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ([], []),
+        ([b"a", b"b"], []),
+        ([b"__0_0.distcp", b"__1_0.distcp", b"model-00001-of-00002.safetensors", b"Rank_0.pt", b"Rank_1.pt", b"shard3"], []),
+        ([b"a1", b"a2", b"b1", b"b2"], [b"a*", b"b*"]),
+        ([b"a1", b"b1"], [b"a*", b"b*"]),
+        ([b"x1y1", b"x1y2", b"x2y1"], [b"x*y1", b"x1y*"]),
+        # Experiments and replicas are told apart, not ordered.
+        ([b"exp1", b"exp2"], []),
+        ([b"rep1", b"rep2", b"run_3", b"seed42"], []),
+        ([b"llama3-8b_step100", b"llama4-8b_step100"], [b"llama3-8b_step*", b"llama4-8b_step*"]),
+        ([b"exp1_step100", b"exp1_step200", b"exp2_step300"], [b"exp1_step*", b"exp2_step*"]),
+        ([b"step100_rank0.pt", b"step100_rank1.pt"], [b"step*_rank0.pt", b"step*_rank1.pt"]),
+        ([b"step_100", b"other_1", b"other_2"], [b"other_*", b"step_*"]),
+    ],
+)
+def test_none_or_several(names: list[bytes], expected: list[bytes]) -> None:
+    """T5: what would mix experiments is no series."""
+    assert found(names) == expected
+
+
+def test_a_name_alone() -> None:
+    assert member(b"llama3-8b_step100") == b"llama3-8b_step*"
+    assert member(b"llama3-8b_step100", b"llama4-8b_step100") == b"llama3-8b_step*"
+    assert member(b"model") is None
+    assert member(b"state_prev.cpt", b"state.cpt") == b"state.cpt"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (b"step_*", (b"step_", b"")),
+        (b"*", (b"", b"")),
+        (b"a*.pt", (b"a", b".pt")),
+        (b"a*b*", (b"a", b"b", b"")),
+        (b"*-*", (b"", b"-", b"")),
+        (b"step", None),
+        (b"a**", None),
+    ],
+)
+def test_a_name_with_the_numbers_left_out(text: bytes, parts: tuple[bytes, ...] | None) -> None:
+    assert series.parse(text) == (None if parts is None else Series(parts))
+
+
+def test_numbers() -> None:
+    one = Series((b"a1", b"1b"))
+    names = {b"a121b": (2,), b"a11b": None, b"a1b": None, b"a1x1b": None, b"a1-51b": None, "a1\N{ARABIC-INDIC DIGIT TWO}1b".encode(): None}
+    assert {name: one.parse_numbers(name) for name in names} == names
+
+
+@pytest.mark.parametrize(
+    ("pattern", "counts"),
+    [
+        (b"step_*", True),
+        (b"CHECKPOINT_DIR_step*", True),
+        (b"Epoch=*", True),
+        (b"ckpt-*", True),
+        (b"run*", False),
+        (b"*", False),
+        (b"steps of run*", False),
+    ],
+)
+def test_which_numbers_count_steps(pattern: bytes, counts: bool) -> None:
+    one = series.parse(pattern)
+    assert one is not None and one.is_step_count == counts
+
+
+def names_in_order(pattern: bytes, names: list[bytes]) -> list[bytes]:
+    one = series.parse(pattern)
+    assert one is not None
+    return [found.name for found in list_members(one, names)]
+
+
+def test_newest_first() -> None:
+    names = [b"s9", b"s10", b"s0010", b"s1", b"other", b"s2.tmp"]
+    for order in itertools.permutations(names):
+        assert names_in_order(b"s*", list(order)) == [b"s10", b"s0010", b"s9", b"s1"]
+
+
+def test_two_numbers() -> None:
+    """T5: the step decides, then the epoch; bare numbers count from the left."""
+    names = [b"epoch=2-step=5.ckpt", b"epoch=1-step=20.ckpt", b"epoch=1-step=3.ckpt"]
+    assert names_in_order(b"epoch=*-step=*.ckpt", names) == [b"epoch=1-step=20.ckpt", b"epoch=2-step=5.ckpt", b"epoch=1-step=3.ckpt"]
+    assert names_in_order(b"*-*", [b"1-20", b"2-3", b"1-100"]) == [b"2-3", b"1-100", b"1-20"]
+
+
+def test_files_of_one_member() -> None:
+    """T5: parts belong together, experiments do not; TensorFlow restores from the prefix (H4)."""
+    names = [b"step1_rank0.pt", b"step1_rank1.pt", b"step2_rank0.pt"]
+    one = series.parse(b"step*_rank0.pt")
+    assert one is not None
+    assert [found.files for found in list_members(one, names)] == [(names[2],), (names[0], names[1])]
+    index, data = b"ckpt-2.index", b"ckpt-2.data-00000-of-00001"
+    for pattern, entry in ((b"ckpt-*", b"ckpt-2"), (b"ckpt-*.index", index)):
+        one = series.parse(pattern)
+        assert one is not None
+        assert list_members(one, [index, data, b"checkpoint"]) == [((2,), b"ckpt-2", entry, (data, index))]
+    assert get_file_patterns(Series((b"ckpt-", b"")), [index, data]) == [b"ckpt-*.data-00000-of-00001", b"ckpt-*.index"]
+    assert get_file_patterns(Series((b"step_", b"")), [b"step_1"]) == [b"step_*"]
+
+
+@pytest.mark.parametrize(
+    ("name", "temporary"),
+    [
+        (b"tmp-checkpoint-20", True),
+        (b"ckpt_1.pt.tmp", True),
+        (b".metadata.tmp", True),
+        (b"100.orbax-checkpoint-tmp-17", True),
+        (b"step_1.partial", True),
+        (b"#state.cpt.1#", True),
+        (b".tmp.step_5", True),
+        (b"step_5.tmp.1234", True),
+        (b"step_5~", True),
+        (b"x.ckptfs-conflict-node2-1", True),
+        (b"tmpfs_100", False),
+        (b"attempt_7", False),
+        (b"template_1.pt", False),
+        (b"temperature_300.restart", False),
+        (b"step_100", False),
+    ],
+)
+def test_temporary_names(name: bytes, temporary: bool) -> None:
+    """N7: what a program has not finished is no member."""
+    assert is_temporary(name) == temporary
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        (b"run1/step_100/rank_3.pt", b"run1/step_*/rank_3.pt"),
+        (b"a/100/model-00001-of-00004.bin", b"a/*/model-00001-of-00004.bin"),
+        (b"a/100/__0_0.distcp", b"a/*/__0_0.distcp"),
+        (b"x/7.bin", b"x/*.bin"),
+        (b"notes", b"notes"),
+    ],
+)
+def test_the_place_of_a_file_in_each_checkpoint(path: bytes, place: bytes) -> None:
+    """X1: files of one place have about one size; the next one is prepared by it."""
+    assert series.get_place(path) == place
+
+
+def test_the_pattern_that_was_meant() -> None:
+    def meant(pattern: bytes, *names: bytes) -> list[bytes]:
+        return [one.name for one in suggest_series(pattern, names)]
+
+    assert meant(b"step_*", b"step_100.pt", b"other_1") == [b"step_*.pt"]
+    assert meant(b"epoch=*.ckpt", b"epoch=1-step=200.ckpt") == [b"epoch=*-step=*.ckpt"]
+    assert meant(b"stpe_*", b"step_100.pt") == [b"step_*.pt"]
+    assert meant(b"step_*") == []
