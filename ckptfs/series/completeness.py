@@ -25,7 +25,7 @@ COMPARED_MAX = 4
 """How many members before it a member is compared with."""
 QUIET_S = 2.0
 """A set without any before it counts once nothing of it has changed for this long. A search waits that long."""
-QUIET_RANKS_S = 60.0
+QUIET_RANKS_S = 30.0
 """The same, if its names count ranks: ranks finish at different times. No search waits that long."""
 NEAR_SIZES = (9, 10)
 """Sizes of one file in several members vary by at most this ratio, or one of the files was cut."""

@@ -2,11 +2,13 @@
 
 import json
 import os
+import zipfile
 from pathlib import Path
 
 from cluster_lab import ClusterUnderTest, NodeUnderTest, eventually, wait_for
 
 SHARD = 300_000
+SIZE = 24 << 20
 
 
 def save(directory: Path, *names: str) -> None:
@@ -42,6 +44,37 @@ def test_all_nodes_find_the_same(lab: ClusterUnderTest) -> None:
         assert newest(node) == "step_2"
         data = (node.path / ".ckptfs" / "latest" / "run" / "step_*" / "rank_1.pt").read_bytes()
         assert data == (second.path / "run" / "step_2" / "rank_1.pt").read_bytes()
+
+
+def test_a_file_that_only_other_nodes_have(lab: ClusterUnderTest) -> None:
+    """D6, N2: a writer was killed on one node; another node finds that out from a few blocks, and fetches nothing."""
+    run = lab[0].path / "killed"
+    run.mkdir()
+    with zipfile.ZipFile(run / "step_1.pt", "w") as archive:
+        archive.writestr("data", os.urandom(SIZE))
+    data = (run / "step_1.pt").read_bytes()
+    (run / "step_2.pt").write_bytes(data[:-100])
+    wait_for(run, "clique")
+    holders = {node.name: _list_places(node, node.path / "killed" / "step_2.pt") for node in lab.nodes}
+    for node in lab.nodes:
+        result = eventually(
+            lambda node=node: _find_newest(node, node.path / "killed" / "step_*.pt", "step_1.pt"), what=f"{node.name} finds the first"
+        )
+        assert "step_2.pt was passed over: it ends before its zip directory" in result
+        assert os.path.basename(os.readlink(node.path / ".ckptfs" / "latest" / "killed" / "step_*.pt")) == "step_1.pt"
+    assert {node.name: _list_places(node, node.path / "killed" / "step_2.pt") for node in lab.nodes} == holders, "nobody fetched it"
+
+
+def _find_newest(node: NodeUnderTest, pattern: Path, name: str) -> str:
+    """What the command says on standard error when it names `name`; empty otherwise."""
+    result = node.command("latest", pattern, check=False)
+    return str(result.stderr) if Path(result.stdout.strip()).name == name else ""
+
+
+def _list_places(node: NodeUnderTest, path: Path) -> list[str]:
+    """The tiers of a node that hold a file."""
+    (row,) = json.loads(node.command("ls", path, "--json").stdout)
+    return sorted(copy["tier"] for copy in row["copies"])
 
 
 def test_what_the_clique_has_left(lab: ClusterUnderTest) -> None:

@@ -231,8 +231,8 @@ def test_a_first_set_of_ranks() -> None:
     tree = series_of({"rank0.pt": X}, 100)
     tree.age_s = 10
     assert tree.find("step_*") == "" and tree.waited_s == 0
-    assert "accepted: 60 s" in tree.find_reasons("step_*")["step_100"]
-    tree.age_s = 61
+    assert "accepted: 30 s" in tree.find_reasons("step_*")["step_100"]
+    tree.age_s = 31
     assert tree.find("step_*") == "step_100"
     for tag, data in (("latest", b"step_100"), ("latest_checkpointed_iteration.txt", b"100\n")):
         tagged = series_of(OPEN["DeepSpeed"], 100).with_files({tag: data})

@@ -98,7 +98,7 @@ class MountMemberReader:
         state = copies.load_fetch_state(self._context.db, entry)
         if state is None:
             raise posix_error(errno.ENOENT)
-        if state.content is None and state.published is None:
+        if not file.size:
             return file_formats.inspect(name, 0, _read_nothing)
         is_elsewhere = not (state.has_local_copy or state.holders)
         key = (state.content.id, state.content.generation, name) if state.content is not None else (0, 0, b"")
