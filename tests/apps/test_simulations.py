@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 from daemon_under_test import Area, eventually
 from programs import need, run
+from series_tree import prefixes
+
+from ckptfs.series import file_formats
+from ckptfs.series.file_formats import FileFormat
 
 pytestmark = pytest.mark.apps
 
@@ -75,6 +79,10 @@ def test_gromacs_goes_on_from_its_checkpoint(mount: Area) -> None:
     run("gmx", "-quiet", "grompp", "-f", "md.mdp", "-c", "w.gro", "-p", "t.top", "-o", "run.tpr", "-maxwarn", "9", cwd=mount.path)
     mdrun = ["gmx", "-quiet", "mdrun", "-nt", "1", "-deffnm", "run", "-cpt", "0.003"]
     killed_when(mdrun, mount.path, mount.path / "run_prev.cpt")
+    mount.settle()
+    newest = Path(mount.command("latest", mount.path).stdout.strip())
+    assert newest.name in ("run.cpt", "run_prev.cpt") and newest.parent == mount.path
+    check_that_cuts_are_seen(newest, "GROMACS")
     run(*mdrun, "-cpi", "run.cpt", cwd=mount.path)
     log = (mount.path / "run.log").read_text(errors="replace")
     assert "Restarting from checkpoint" in log and "Finished mdrun" in log
@@ -95,10 +103,25 @@ def test_lammps_goes_on_from_its_restart_file(mount: Area, tmp_path: Path) -> No
     run("lmp", "-in", "melt.in", cwd=tmp_path)
     killed_when(["lmp", "-in", "melt.in"], mount.path, mount.path / "melt.300.restart")
     assert (mount.path / restart).read_bytes() == (tmp_path / restart).read_bytes()
+    mount.settle()
+    newest = Path(mount.command("latest", mount.path / "melt.*.restart").stdout.strip())
+    assert int(newest.name.split(".")[1]) >= 200
+    check_that_cuts_are_seen(newest, "LAMMPS")
     expected = last_energies(run("lmp", "-in", "again.in", cwd=tmp_path), 400)
     assert last_energies(run("lmp", "-in", "again.in", cwd=mount.path), 400) == expected
     mount.settle()
     assert (mount.pfs / restart).read_bytes() == (tmp_path / restart).read_bytes()
+
+
+def check_that_cuts_are_seen(path: Path, format_name: str) -> None:
+    """N7: what the program wrote is whole; wherever it may have been killed, it is not."""
+    data = path.read_bytes()
+
+    def inspect(part: bytes) -> FileFormat:
+        return file_formats.inspect(os.fsencode(path.name), len(part), lambda offset, length: part[offset : offset + length])
+
+    assert inspect(data) == FileFormat(format_name)
+    assert [length for length in prefixes(data, 1000) if not inspect(data[:length]).flaw] == []
 
 
 def last_energies(output: str, step: int) -> list[float]:
