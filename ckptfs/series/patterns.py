@@ -27,7 +27,7 @@ PAIRED_EXTENSION = b".cpt"
 _SHARD_EXTENSION = b".distcp"
 
 _TEMPORARY = re.compile(
-    rb"\.?te?mp[-_.].*|.*[.-_]te?mp|.*\.te?mp[-_.\d].*|.*\.orbax-checkpoint-tmp.*|.*\.(part|partial|incomplete|inprogress|crdownload|swp|bak)"
+    rb"\.?tmp[-_.].*|.*[-_.]te?mp|.*\.tmp[-_.\d].*|.*\.orbax-checkpoint-tmp.*|.*\.(part|partial|incomplete|inprogress|crdownload|swp|bak)"
     rb"|.*~|#.*|.*\.ckptfs-.*",
     re.IGNORECASE | re.DOTALL,
 )

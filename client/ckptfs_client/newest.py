@@ -59,7 +59,8 @@ def find_newest(named: Sequence[Path], wanted: Level) -> Found:
     Raises CommandFailed or UsageError if no series is meant, or several.
     """
     searched = _find_series(named)
-    client, _ = open_client(searched.directory)
+    # Behind a symlink may be another filesystem, whose inode numbers say nothing here.
+    client, _ = open_client(os.path.realpath(searched.directory))
     top = os.fsencode(searched.directory)
     with client:
         members = {name: os.path.join(top, name) for name in _list_names(searched.directory)}

@@ -198,7 +198,7 @@ def test_a_level(mount: Area) -> None:
     assert mount.command("latest", mount.path, "--level", "best", check=False).returncode == 2
 
 
-def test_none(mount: Area) -> None:
+def test_none(mount: Area, tmp_path: Path) -> None:
     """Exit code 1, and the words say why; 2 where the question is no good. P11."""
     run = mount.path / "run"
     save(run / "step_1")
@@ -217,6 +217,9 @@ def test_none(mount: Area) -> None:
     result = mount.command("latest", run, check=False)
     assert result.returncode == 2 and f"say which, in quotes: '{run}/other_*' or '{run}/step_*'" in result.stderr
     assert mount.command("latest", "/", check=False).returncode == 3
+    (mount.path / "elsewhere").symlink_to(tmp_path)
+    save(tmp_path / "step_1", "x")
+    assert mount.command("latest", mount.path / "elsewhere" / "step_*", check=False).returncode == 3
 
 
 # --- the name ---------------------------------------------------------------------------------------------------------
