@@ -11,6 +11,9 @@ from daemon_under_test import DaemonUnderTest, eventually
 from memory_group import MemoryGroup, memory_group
 
 from ckptfs import limits
+from ckptfs.model import Tier
+from ckptfs.tiers.prepared import PreparedFiles
+from ckptfs.tiers.storage import TierStorage
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 LIMIT_BYTES = 64 * limits.MIB
@@ -240,3 +243,90 @@ def test_doctor_calls_a_limit_on_the_service_below_ram_bad(ram_node: DaemonUnder
         assert result.returncode == 1 and len(found) == 1, result.stdout
         assert found[0]["verdict"] == "bad" and "4.0 GiB" in found[0]["remedy"] and str(small.directory) in found[0]["what"]
         node.unmount()
+
+
+# --- prepared memory (X1) ---------------------------------------------------------------------------------------------
+
+PREPARED_BYTES = 256 * limits.MIB
+
+
+@pytest.fixture
+def prepared_node(make_daemon: Callable[..., DaemonUnderTest]) -> DaemonUnderTest:
+    """A node that expects files of 256 MiB, and has prepared two of them."""
+    node = make_daemon("passthrough", pfs=None, nvme=None, ram="5G")
+    (node.path / "ckpt-1").write_bytes(bytes(PREPARED_BYTES))
+    node.settle()
+    pool = PreparedFiles(TierStorage(Tier.RAM, node.state / "ram"))
+    while pool.get_bytes() < 2 * PREPARED_BYTES:
+        pool.add(PREPARED_BYTES)
+    pool.close()
+    return node
+
+
+def test_a_limited_program_writes_into_prepared_memory_and_does_not_pay(prepared_node: DaemonUnderTest, group: MemoryGroup) -> None:
+    """M1, X1: by passthrough; the pages are charged to the service."""
+    path = prepared_node.path / "ckpt-2"
+    holder = group.start(HOLD, path, str(CREATE))
+    assert holder.stdin is not None and holder.stdout is not None
+    assert holder.stdout.readline() == "open\n"
+    expected = [("prepared", "ram", "the program is below a memory limit", 1)]
+    eventually(lambda: ways(prepared_node) == expected, what=f"{expected}, not {ways(prepared_node)}")
+    before = group.used_bytes
+    print(PREPARED_BYTES // limits.MIB, file=holder.stdin, flush=True)
+    assert holder.stdout.readline() == "written\n"
+    assert group.used_bytes - before < 8 * limits.MIB
+    holder.communicate(timeout=60)
+    assert holder.returncode == 0
+    assert path.read_bytes() == b"w" * PREPARED_BYTES
+
+
+def test_a_file_that_outgrows_its_prepared_memory_is_survived(prepared_node: DaemonUnderTest, group: MemoryGroup) -> None:
+    """M1: eight times what was expected, at full speed, with 64 MiB allowed."""
+    group.run(WRITE, prepared_node.path / "ckpt-2", str(CREATE), str(8 * PREPARED_BYTES), str(4 * limits.MIB))
+    assert (prepared_node.path / "ckpt-2").stat().st_size == 8 * PREPARED_BYTES
+    prepared_node.settle()
+    status = (prepared_node.path / "ckpt-2").stat()
+    assert status.st_blocks * 512 == status.st_size, "what was prepared ahead is trimmed"
+
+
+def test_an_outgrown_file_goes_on_after_a_death_of_the_mount_process(prepared_node: DaemonUnderTest, group: MemoryGroup) -> None:
+    """M1, P8."""
+    path = prepared_node.path / "ckpt-2"
+    holder = group.start(HOLD, path, str(CREATE))
+    assert holder.stdin is not None and holder.stdout is not None
+    assert holder.stdout.readline() == "open\n"
+    prepared_node.kill("mount")
+    for _ in range(4):
+        print(PREPARED_BYTES // limits.MIB, file=holder.stdin, flush=True)
+        assert holder.stdout.readline() == "written\n"
+    holder.communicate(timeout=60)
+    assert holder.returncode == 0
+    assert path.stat().st_size == 4 * PREPARED_BYTES
+    prepared_node.settle()
+
+
+def test_a_second_limited_program_shares_prepared_memory(prepared_node: DaemonUnderTest, group: MemoryGroup) -> None:
+    path = prepared_node.path / "ckpt-2"
+    holder = group.start(HOLD, path, str(CREATE))
+    assert holder.stdout is not None and holder.stdout.readline() == "open\n"
+    group.run(WRITE, path, str(os.O_WRONLY), str(2 * PREPARED_BYTES), str(limits.MIB))
+    holder.communicate(timeout=60)
+    assert holder.returncode == 0
+    assert path.stat().st_size == 2 * PREPARED_BYTES
+
+
+def test_a_jump_beyond_what_is_prepared_is_survived(prepared_node: DaemonUnderTest, group: MemoryGroup) -> None:
+    """The pages before it are added as well."""
+    code = """
+import os, sys
+fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)
+half = int(sys.argv[2])
+os.ftruncate(fd, 2 * half)
+for start in (half, 0):
+    os.lseek(fd, start, os.SEEK_SET)
+    for _ in range(half >> 20):
+        os.write(fd, b"j" * (1 << 20))
+os.close(fd)
+"""
+    group.run(code, prepared_node.path / "ckpt-2", str(2 * PREPARED_BYTES))
+    assert (prepared_node.path / "ckpt-2").stat().st_size == 4 * PREPARED_BYTES

@@ -50,6 +50,15 @@ class HandleWay:
     reason: Reason = Reason.NONE
 
 
+def choose_way(tier: Tier | None, limit_reason: Reason, buffered_reason: Reason | None, *, is_prepared: bool) -> HandleWay:
+    """Return the way of a handle. `buffered_reason`: why its bytes pass through the mount process; None if they do not."""
+    if buffered_reason is not None:
+        return HandleWay(Way.BUFFERED, buffered_reason)
+    if is_prepared:
+        return HandleWay(Way.PREPARED, limit_reason)
+    return HandleWay(Way.PASSTHROUGH, Reason.NONE if tier is Tier.RAM else limit_reason)
+
+
 def get_limit_reason(limit: MemoryLimit) -> Reason:
     """Return why a program with this limit must not fill fresh memory."""
     if not limit.is_limited:

@@ -32,7 +32,7 @@ from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse.request import Request
 from ckptfs_daemon.mount.context import MountContext
-from ckptfs_daemon.mount.handle_ways import HandleWay, Reason, Way, get_limit_reason
+from ckptfs_daemon.mount.handle_ways import HandleWay, Reason, choose_way, get_limit_reason
 from ckptfs_daemon.mount.open_file import NONBLOCKING_WRITE, FetchWaiter, OpenFile, open_pfs_file, run_on_pfs, set_inode_times
 
 log = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class OpenAttempt:
                 file = self._act(file, held, undo)
                 opened = self._record(file, held)
             undo.pop_all()
-        self._files.add_handle(file, opened.handle, self._open_request.is_writer, self._build_way(file, opened.direct))
+        self._files.add_handle(file, opened.handle, self._open_request.is_writer, self._find_way(file, opened.direct))
         return opened
 
     # --- load ---------------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class OpenAttempt:
         """Start a new content of about `expected_bytes` (0: unknown). A prepared file that suits it becomes its file."""
         reserved_bytes, tiers = self._files.get_reserved_bytes(), self._context.tiers
         taking = tiers.prepared.find(expected_bytes)
-        disk_tier = tiers.choose_disk_tier(expected_bytes, reserved_bytes) if self._limit_reason else None
+        disk_tier = None if self._may_fill(taking) else tiers.choose_disk_tier(expected_bytes, reserved_bytes)
         tier = disk_tier or tiers.choose_tier(expected_bytes, reserved_bytes, taking)
         storage = tiers[tier]
         reason = self._find_buffered_reason(storage, expected_bytes or None, reserved_bytes, taking)
@@ -236,12 +236,16 @@ class OpenAttempt:
         os.utime(fd, ns=(held.inode.atime_ns, held.inode.mtime_ns if changed_ns is None else changed_ns))
         file = self._build_open_file(held, content, storage, fd, undo, reason=reason)
         file.expected_bytes = expected_bytes
+        file.prepared_bytes = taking.size_bytes if taking is not None and tier is Tier.RAM else 0
         return file
 
     def _create_file(self, storage: TierStorage, content: int, flags: int, taking: PreparedFile | None) -> int:
         """Return the descriptor of an empty file for `content`: a prepared one, unless another process took it meanwhile."""
-        if taking is not None and storage.tier is Tier.RAM and self._context.tiers.prepared.take_file(taking, content):
-            return storage.open(content, flags)
+        if taking is not None and storage.tier is Tier.RAM:
+            if self._context.tiers.prepared.take_file(taking, content):
+                return storage.open(content, flags)
+            if self._limit_reason:
+                raise MustWait(trio.lowlevel.checkpoint)  # Without it, the way is another one.
         return storage.create(content, flags)
 
     def _find_limit_reason(self) -> Reason:
@@ -250,6 +254,10 @@ class OpenAttempt:
         if not open_request.is_writer or open_request.fuse_request is None or context.data_path is not DataPath.PASSTHROUGH:
             return Reason.NONE
         return get_limit_reason(context.memory_limits.find(open_request.pid))
+
+    def _may_fill(self, taking: PreparedFile | None) -> bool:
+        """Return True if the caller may write into RAM by passthrough: `taking`, or fresh memory without it."""
+        return not self._limit_reason or (taking is not None and taking.size_bytes >= limits.TOP_UP_PREPARED_BYTES_MIN)
 
     def _find_buffered_reason(
         self, storage: TierStorage, expected_bytes: int | None, reserved_bytes: Mapping[Tier, int], taking: PreparedFile | None = None
@@ -260,7 +268,7 @@ class OpenAttempt:
         """
         if self._context.data_path is not DataPath.PASSTHROUGH:
             return Reason.DATA_PATH
-        if self._limit_reason and storage.is_memory:
+        if storage.is_memory and not self._may_fill(taking):
             return self._limit_reason
         is_full = self._context.tiers.needs_buffered_path(storage.tier, expected_bytes, reserved_bytes.get(storage.tier, 0), taking)
         return Reason.FULL if is_full else Reason.NONE
@@ -412,18 +420,17 @@ class OpenAttempt:
 
     def _passes_backing(self, file: OpenFile) -> bool:
         """Return True if this writer must not use the backing file of `file`, which others use: its pages would be charged to it."""
-        return bool(self._limit_reason) and file.storage is not None and file.storage.is_memory
+        is_memory = file.storage is not None and file.storage.is_memory
+        return is_memory and bool(self._limit_reason) and file.prepared_bytes < limits.TOP_UP_PREPARED_BYTES_MIN
 
     def _is_uncached(self, file: OpenFile) -> bool:
         """Return True if the kernel should not keep pages of what this writer sends: on the passthrough path it would not gather them."""
         return self._open_request.is_writer and not file.backing_id and self._context.data_path is DataPath.PASSTHROUGH
 
-    def _build_way(self, file: OpenFile, direct: bool) -> HandleWay:
-        if not file.backing_id:
-            return HandleWay(Way.BUFFERED, file.buffered_reason)
-        if direct:
-            return HandleWay(Way.BUFFERED, self._limit_reason or Reason.SHARED)
-        return HandleWay(Way.PASSTHROUGH, Reason.NONE if file.tier is Tier.RAM else self._limit_reason)
+    def _find_way(self, file: OpenFile, direct: bool) -> HandleWay:
+        reason = self._limit_reason or Reason.SHARED if direct else None
+        is_prepared = self._open_request.is_writer and file.prepared_bytes > 0
+        return choose_way(file.tier, self._limit_reason, reason if file.backing_id else file.buffered_reason, is_prepared=is_prepared)
 
     def _discard_unused(self) -> None:
         """Give back what was waited for and then not needed."""

@@ -52,10 +52,11 @@ NONBLOCKING_WRITE = os.O_RDWR | os.O_NONBLOCK
 class OpenFile:
     """State of one open inode. Belongs to the trio thread.
 
-    `content` and `storage` are None if the PFS's own file is open. `created_as`: the directory and name of a new file. `direct`: reads
-    and writes pass through this process although there is a backing id. `buffered_reason`: why there is no backing id. `handles`: handle ->
-    whether it writes; `ways`: handle -> its way. `generation`: that of the file when it was first opened. `fetch_waiter`: set while blocks
-    are still being fetched; size and times of the backing file mean nothing then.
+    `content` and `storage` are None if the PFS's own file is open. `created_as`: the directory and name of a new file. `prepared_bytes`:
+    allocated before its first write. `direct`: reads and writes pass through this process although there is a backing id.
+    `buffered_reason`: why there is no backing id. `handles`: handle -> whether it writes; `ways`: handle -> its way. `generation`: that of
+    the file when it was first opened. `fetch_waiter`: set while blocks are still being fetched; size and times of the backing file mean
+    nothing then.
     """
 
     inode: int
@@ -67,6 +68,7 @@ class OpenFile:
     direct: bool = False
     created_as: tuple[int, bytes] | None = None
     expected_bytes: int = 0
+    prepared_bytes: int = 0
     handles: dict[int, bool] = field(default_factory=dict)
     ended_handles: list[int] = field(default_factory=list)
     has_ended_writer: bool = False

@@ -30,6 +30,7 @@ from ckptfs_daemon.ipc import WakeChannel
 from ckptfs_daemon.mount.expected_sizes import ExpectedSizes
 from ckptfs_daemon.mount.handle_ways import HandleWay, Reason, Way
 from ckptfs_daemon.mount.open_file import NONBLOCKING_WRITE, STAT_BLOCK_BYTES, OpenFile, get_allocated_bytes, open_for_writing, run_on_pfs
+from ckptfs_daemon.mount.top_up import TopUpThread
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class OpenFileTable:
         self.tiers = tiers
         self.by_inode: dict[int, OpenFile] = {}
         self.by_handle: dict[int, OpenFile] = {}
+        self.top_up = TopUpThread()
         self._passthrough = passthrough
         self._wake_channel = wake_channel
         self._releasing: dict[OpenFile, None] = {}
@@ -108,6 +110,11 @@ class OpenFileTable:
             for handle, way in file.ways.items():
                 if handle > 0:
                     yield way, file.tier
+
+    def _keep_ahead(self, file: OpenFile) -> None:
+        """Keep prepared pages ahead of a writer below a memory limit."""
+        if file.storage is not None and file.content is not None:
+            self.top_up.add(file.inode, file.storage.open(file.content, NONBLOCKING_WRITE), file.prepared_bytes)
 
     def get_mtime_ns(self, status: os.stat_result) -> int | None:
         """Return the mtime of a file from the status of its backing file. Returns None if the inode row has it."""
@@ -165,6 +172,8 @@ class OpenFileTable:
         self.by_handle[handle] = file
         file.handles[handle] = is_writer
         file.ways[handle] = way
+        if way.way is Way.PREPARED and way.reason:
+            self._keep_ahead(file)
         if file.expected_bytes and file not in self._reserving:
             self._reserving[file] = None
             _add_reserved(self._reserved[1], file, file.expected_bytes)
@@ -183,6 +192,7 @@ class OpenFileTable:
         file.has_ended_writer |= file.handles.pop(handle)
         file.ways.pop(handle)
         if file.is_closing:
+            self.top_up.remove(file.inode)
             self._reserving.pop(file, None)
             file.expected_bytes = 0
         self._releasing[file] = None
@@ -331,8 +341,17 @@ class OpenFileTable:
                 await self._reopen_file(file, storage, row.content)
         if row.is_writer and not file.backing_id and not file.is_writable and file.fd >= 0 and file.storage and row.content:
             await self._reopen_writable(file, file.storage, row.content)
-        way = HandleWay(Way.PASSTHROUGH) if row.backing_id else HandleWay(Way.BUFFERED, Reason.RESTARTED)
-        self.add_handle(file, row.id, row.is_writer, way)
+        self.add_handle(file, row.id, row.is_writer, self._find_way(file, row))
+
+    @staticmethod
+    def _find_way(file: OpenFile, row: Handle) -> HandleWay:
+        """Return the way of a handle of the previous process. Whether its program has a memory limit is not known any more."""
+        if not row.backing_id:
+            return HandleWay(Way.BUFFERED, Reason.RESTARTED)
+        if row.is_writer and file.fd >= 0 and file.tier is Tier.RAM and prepared.is_prepared(status := os.fstat(file.fd)):
+            file.prepared_bytes = status.st_blocks * STAT_BLOCK_BYTES
+            return HandleWay(Way.PREPARED, Reason.RESTARTED)
+        return HandleWay(Way.PASSTHROUGH)
 
     def _find_storage(self, content: int | None) -> TierStorage | None:
         if content is None:

@@ -136,4 +136,4 @@ class TopUpThread:
     def _log_full(self, cause: str) -> None:
         if not self._is_full_logged:
             self._is_full_logged = True
-            log.warning("ram: no memory ahead of a program with a memory limit: %s; it pays for what it writes now", cause)
+            log.info("ram: no memory ahead of a program with a memory limit: %s; it pays for the little that is left", cause)
