@@ -29,6 +29,7 @@ from daemon_under_test import DaemonUnderTest, environment, eventually  # noqa: 
 GIB = 1 << 30
 TARGETS = {
     "write 4 MiB pieces": 0.95, "write 64 KiB pieces": 0.9, "write 4 KiB pieces": 0.65, "hot read": 0.9,
+    "first checkpoint of 1 GiB": 0.95, "second checkpoint of 1 GiB": 2.0, "first torch.save": 0.95, "second torch.save": 1.3,
     "torch.save": 1.0, "torch.load": 0.9, "create + 4 KiB + close /s": 2000, "write-back against cp": 0.9,
     "idle memory MB": 200, "replicate against raw TCP": 1.6, "fetch against raw TCP": 0.6, "etcd: 10,000 nodes against 3": 1.4,
     "close to clique, eager": 0.25, "two ranks to the clique, s": 0.82, "saved again, rewritten: moved": 0.12,
@@ -65,7 +66,7 @@ class Bench:
         for number in range(self.rounds):
             self.daemon.settle()  # A round must not pay for the write-back of the previous one.
             pairs.append(_both(once, self.daemon.path, self.raw, number, **values))
-        self._note_pairs(name, pairs)
+        self.note_pairs(name, pairs)
 
     def compare_reading(self, name: str, prepare: Callable[..., None], once: Callable[..., float], **values: int) -> None:
         """Do the same for reads. Each round has new files, because some memory of a virtual machine is slower than other."""
@@ -80,9 +81,10 @@ class Bench:
             pairs.append(_both(once, ours, raw, number, **values))
             ours.unlink()
             raw.unlink()
-        self._note_pairs(name, pairs)
+        self.note_pairs(name, pairs)
 
-    def _note_pairs(self, name: str, pairs: list[tuple[float, float]]) -> None:
+    def note_pairs(self, name: str, pairs: list[tuple[float, float]]) -> None:
+        """Record the median of the ratios of (mount, tmpfs)."""
         ratio = statistics.median(ours / raw for ours, raw in pairs)
         ours, raw = (statistics.median(column) / 1e9 for column in zip(*pairs, strict=True))
         self.note(name, ratio, f"{ours:.2f} GB/s, tmpfs {raw:.2f} GB/s")
@@ -103,6 +105,62 @@ def sequential(bench: Bench) -> None:
     bench.compare("torch.save", suites.torch_save, size=bench.size // 2)
     bench.compare_reading("hot read", suites.prepare_hot, suites.hot_read, size=bench.size)
     bench.compare_reading("torch.load", suites.prepare_load, suites.torch_load, size=bench.size // 2)
+
+
+def series(bench: Bench) -> None:
+    """Measure checkpoints of a series, against fresh files on tmpfs.
+
+    A virtual machine is slow with memory that its host has not backed. Both sides therefore write and delete two files right before each
+    measure, so that their pages have the same history; the mount may then prepare its memory, as it does between checkpoints.
+    """
+    acts = {
+        "checkpoint of 1 GiB": (lambda path: suites.write_new(path, size=bench.size, piece=4 << 20), bench.size),
+        "torch.save": (lambda path: suites.torch_save_new(path, size=bench.size // 2), bench.size // 2),
+    }
+    for what, (act, size) in acts.items():
+        for ordinal in ("first", "second"):
+            if bench.is_wanted(name := f"{ordinal} {what}"):
+                pairs = [_checkpoint_pair(bench, act, size, number, is_second=ordinal == "second") for number in range(bench.rounds)]
+                bench.note_pairs(name, pairs)
+
+
+def _checkpoint_pair(bench: Bench, act: Callable[[Path], float], size: int, number: int, *, is_second: bool) -> tuple[float, float]:
+    """Return the speeds of one checkpoint in the mount and on tmpfs. The second of a series has a predecessor of its name."""
+    series_name = f"{'abcdefghij'[number]}{time.monotonic_ns():x}".translate(str.maketrans("0123456789", "ghijklmnop"))
+
+    def ours() -> float:
+        for heat in range(2):
+            suites.write_new(bench.daemon.path / f"{series_name if is_second else 'heat'}_step{heat}", size=size, piece=4 << 20)
+        bench.daemon.settle()
+        for heat in range(2):
+            (bench.daemon.path / f"{series_name if is_second else 'heat'}_step{heat}").unlink()
+        contents = bench.daemon.root / "state" / "ram" / "contents"
+        eventually(lambda: sum(one.stat().st_size for one in contents.iterdir()) < size, what="their memory is free")
+        if is_second:
+            eventually(lambda: _has_prepared(bench, size), what="the next checkpoint is prepared")
+        path = bench.daemon.path / f"{series_name}_step2"
+        speed = act(path)
+        path.unlink()
+        return speed
+
+    def raw() -> float:
+        for heat in range(2):
+            suites.write_new(bench.raw / f"heat{heat}", size=size, piece=4 << 20)
+        for heat in range(2):
+            (bench.raw / f"heat{heat}").unlink()
+        speed = act(bench.raw / "checkpoint")
+        (bench.raw / "checkpoint").unlink()
+        return speed
+
+    if number % 2:
+        return ours(), raw()
+    theirs = raw()
+    return ours(), theirs
+
+
+def _has_prepared(bench: Bench, size: int) -> bool:
+    names = os.listdir(bench.daemon.root / "state" / "ram" / "prepared")
+    return any(int(name.split("-")[0], 16) >= size for name in names if not name.startswith("new-"))
 
 
 def _both(once: Callable[..., float], ours: Path, raw: Path, number: int, **values: int) -> tuple[float, float]:
@@ -279,7 +337,7 @@ def main() -> int:
         bench.daemon.start()
         bench.results["data path"] = bench.daemon.processes().get("data_path")
         print(f"data path: {bench.results['data path']} ({bench.daemon.processes().get('data_path_reason')})")
-        for suite in (idle, sequential, names, write_back, kill_pause, transport, copies, cluster):
+        for suite in (idle, series, sequential, names, write_back, kill_pause, transport, copies, cluster):
             suite(bench)
     finally:
         bench.daemon.close()

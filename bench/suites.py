@@ -11,6 +11,13 @@ MIB = 1 << 20
 def write(directory: Path, *, size: int, piece: int) -> float:
     """Write a new file of `size` bytes in pieces; return bytes/s, close included."""
     path = directory / "sequential"
+    speed = write_new(path, size=size, piece=piece)
+    path.unlink()
+    return speed
+
+
+def write_new(path: Path, *, size: int, piece: int) -> float:
+    """Do the same with a file of this path, and keep it."""
     data = os.urandom(min(piece, MIB)) * max(1, piece // MIB)
     put = os.write
     start = time.perf_counter()
@@ -18,9 +25,7 @@ def write(directory: Path, *, size: int, piece: int) -> float:
     for _ in range(size // piece):
         put(fd, data)
     os.close(fd)
-    elapsed = time.perf_counter() - start
-    path.unlink()
-    return size / elapsed
+    return size / (time.perf_counter() - start)
 
 
 def prepare_hot(path: Path, *, size: int) -> None:
@@ -45,15 +50,20 @@ def _read(path: Path) -> None:
 
 def torch_save(directory: Path, *, size: int) -> float:
     """Save 16 tensors with torch.save; return bytes/s."""
+    path = directory / "state.pt"
+    speed = torch_save_new(path, size=size)
+    path.unlink()
+    return speed
+
+
+def torch_save_new(path: Path, *, size: int) -> float:
+    """Do the same with a file of this path, and keep it."""
     import torch
 
-    path = directory / "state.pt"
     state = {f"layer{number}": torch.ones(size // 64) for number in range(16)}
     start = time.perf_counter()
     torch.save(state, path)
-    elapsed = time.perf_counter() - start
-    path.unlink()
-    return size / elapsed
+    return size / (time.perf_counter() - start)
 
 
 def prepare_load(path: Path, *, size: int) -> None:

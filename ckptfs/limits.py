@@ -196,6 +196,9 @@ PREPARED_TOLERANCE = 0.125
 PREPARED_PRESSURE_HIGH = 10.0
 PREPARED_PRESSURE_LOW = 1.0
 PREPARED_POLL_S = 1.0
+# Preparing one file pauses this long altogether while files are being written.
+PREPARED_PATIENCE_S = 5.0
+PREPARED_PAUSE_S = 0.02
 # At close, the mount process removes at most this much of prepared memory that was not written. More is left to the seal.
 PREPARED_TRIM_BYTES_MAX = 32 * MIB
 # A prepared file with more holes than this shows its allocated pages in stat until it is sealed.

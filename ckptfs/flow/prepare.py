@@ -7,19 +7,21 @@ If we die here: `prepared/` is the only truth. An unfinished file is removed by 
 Prepared memory is what goes first. This step gives all of it back while the machine is short of memory (PSI), and prepares nothing before
 that is over. `evict` gives it back before it drops any copy, and a create that finds RAM full does so before it goes to another tier.
 
-A step makes one file, in a thread of the lowest priority. On a virtual machine the thread also touches the pages, so that the host has
-backed them before an application writes. That is cheap for pages that an expired content has just freed, so a step also runs whenever
-contents were deleted.
+A step makes one file, in a thread of the lowest priority, and pauses while files are being written, but not for ever. On a virtual
+machine the thread also touches the pages, so that the host has backed them before an application writes. That is cheap for pages that an
+expired content has just freed, so a step also runs whenever contents were deleted.
 """
 
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ckptfs import limits, procfs
+from ckptfs.catalog import contents
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.errors import NoSpace
@@ -81,6 +83,7 @@ class Prepare:
     """Keeps prepared files for the next checkpoint."""
 
     def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier) -> None:
+        self._db = db
         self._tiers = tiers
         self._config = config
         self._has_removed_unfinished = False
@@ -130,7 +133,15 @@ class Prepare:
         return True
 
     def _prepare_one(self, size: int) -> None:
-        self._tiers.prepared.add(size, self._require_room, touches=self._is_virtual_machine)
+        until_s = time.monotonic() + limits.PREPARED_PATIENCE_S
+
+        def before_piece(left_bytes: int) -> None:
+            """Let writers go first: they need the processors, and the pages that were freed last."""
+            while contents.count_writers(self._db) and time.monotonic() < until_s and not self._is_stopping:
+                time.sleep(limits.PREPARED_PAUSE_S)
+            self._require_room(left_bytes)
+
+        self._tiers.prepared.add(size, before_piece, touches=self._is_virtual_machine)
 
     def _require_room(self, size: int) -> None:
         """Raise NoSpace unless `size` more bytes can be prepared. Called before every piece."""

@@ -9,6 +9,7 @@ import pytest
 from local_node import Node
 
 from ckptfs import disk, limits, procfs, series
+from ckptfs.catalog import contents
 from ckptfs.flow import evict, prepare
 from ckptfs.flow.prepare import Prepare, PreparedChanges, choose_changes
 from ckptfs.model import Tier
@@ -131,6 +132,24 @@ def test_it_prepares_what_was_closed_and_no_more(node: Node, flow: Prepare) -> N
 def test_without_sizes_it_sleeps(node: Node, flow: Prepare) -> None:
     _run(flow)
     assert flow.next_due_s() is None
+
+
+@pytest.mark.parametrize("patience_s", [60.0, 0.0])
+def test_writers_go_first_but_not_for_ever(node: Node, flow: Prepare, monkeypatch: pytest.MonkeyPatch, patience_s: float) -> None:
+    """X1: a writer is not delayed by what is prepared, and a file that stays open does not hold it up."""
+    looks = []
+
+    def count_writers(_: object) -> int:
+        looks.append(_pool(node))
+        return 1 if not patience_s or len(looks) < 3 else 0
+
+    monkeypatch.setattr(contents, "count_writers", count_writers)
+    monkeypatch.setattr(limits, "PREPARED_PATIENCE_S", patience_s)
+    node.tiers.prepared.record_size(b"a", 16 * MIB)
+    _run(flow)
+    assert _pool(node) == [16]
+    assert looks == [[]] * (3 if patience_s else 1)
+    flow.stop()
 
 
 def test_pressure_takes_all_of_it_until_it_is_over(node: Node, flow: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
