@@ -36,6 +36,7 @@ _NOT_ALLOWED = {errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.EINVAL, errno
 _NO_XATTR = _NOT_ALLOWED | {errno.ENOSPC, errno.E2BIG, errno.ERANGE, errno.EDQUOT}
 _OWN_PREFIX = b"user.ckptfs."
 _SETGROUPS = {"x86_64": 116, "aarch64": 159, "riscv64": 159, "ppc64le": 81, "s390x": 206}
+_NOBODY = 0xFFFF_FFFF
 _libc = ctypes.CDLL(None, use_errno=True)
 _thread = threading.local()
 _logged: set[tuple[str, int | None]] = set()
@@ -57,19 +58,18 @@ def is_root() -> bool:
 
 @contextlib.contextmanager
 def as_owner(uid: int, gid: int) -> Iterator[None]:
-    """Act as this user on filesystems inside the block, in this thread."""
-    own_groups = os.getgroups()
-    _set_groups(list(_list_groups(uid, gid)))
-    _libc.setfsgid(ctypes.c_uint32(gid))
-    _libc.setfsuid(ctypes.c_uint32(uid))
-    _thread.acting = True
-    try:
+    """Act as this user on filesystems inside the block, in this thread. Raises PermissionError if the kernel refuses that."""
+    with contextlib.ExitStack() as undo:
+        undo.callback(setattr, _thread, "acting", False)
+        _thread.acting = True
+        own_groups = os.getgroups()
+        _set_groups(list(_list_groups(uid, gid)))
+        undo.callback(_set_groups, own_groups)
+        _set_id(_libc.setfsgid, "gid", gid)
+        undo.callback(_set_id, _libc.setfsgid, "gid", os.getegid())
+        _set_id(_libc.setfsuid, "uid", uid)
+        undo.callback(_set_id, _libc.setfsuid, "uid", os.geteuid())
         yield
-    finally:
-        _libc.setfsuid(ctypes.c_uint32(os.geteuid()))
-        _libc.setfsgid(ctypes.c_uint32(os.getegid()))
-        _set_groups(own_groups)
-        _thread.acting = False
 
 
 @contextlib.contextmanager
@@ -78,11 +78,11 @@ def as_process_user() -> Iterator[None]:
     if not getattr(_thread, "acting", False):
         yield
         return
-    uid = _libc.setfsuid(ctypes.c_uint32(os.geteuid()))
+    uid = _set_id(_libc.setfsuid, "uid", os.geteuid())
     try:
         yield
     finally:
-        _libc.setfsuid(ctypes.c_uint32(uid))
+        _set_id(_libc.setfsuid, "uid", uid)
 
 
 def retry_as_owner(call: Callable[[], Result], owners: Callable[[], Iterable[Owner]]) -> Result:
@@ -104,6 +104,17 @@ def retry_as_owner(call: Callable[[], Result], owners: Callable[[], Iterable[Own
             except PermissionError:
                 continue
         raise refusal
+
+
+def _set_id(call: Callable[[ctypes.c_uint32], int], kind: str, number: int) -> int:
+    """Call setfsuid(2) or setfsgid(2), and return the former id. Raises PermissionError if the kernel refused.
+
+    Both calls return the former id also when they fail. With an id that no user has, they change nothing and return the present one.
+    """
+    before = call(ctypes.c_uint32(number)) & _NOBODY
+    if call(ctypes.c_uint32(_NOBODY)) & _NOBODY != number & _NOBODY:
+        raise PermissionError(errno.EPERM, f"cannot act with the {kind} {number} on filesystems")
+    return before
 
 
 def _set_groups(groups: list[int]) -> None:

@@ -2,9 +2,13 @@
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from daemon_under_test import environment
 from local_node import run_until_idle
 from write_back_world import Mount, intercepted
 
@@ -94,3 +98,42 @@ def test_a_permanent_refusal_is_reported_and_delays_nothing_else(tmp_path: Path,
     monkeypatch.setattr(disk, "_fault", "")
     mount.settle_exactly()
     assert stat.S_IMODE((mount.pfs / "file").stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize("refused", ["setfsuid", "setfsgid"])
+def test_nobody_acts_as_somebody_whom_the_kernel_refuses(tmp_path: Path, refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """setfsuid(2) fails without a word, as for a user that the namespace does not know: root must not write in his place."""
+
+    class Kernel:
+        """The C library, of which one call changes nothing."""
+
+        def __getattr__(self, name: str) -> Any:
+            if name == refused:
+                return lambda number: 0
+            return getattr(libc, name)
+
+    libc = pfs_ownership._libc
+    groups = os.getgroups()
+    monkeypatch.setattr(pfs_ownership, "_libc", Kernel())
+    with pytest.raises(PermissionError, match=f"{refused.removeprefix('setfs')} {USER}"), pfs_ownership.as_owner(USER, USER):
+        (tmp_path / "written").write_text("by root")
+    monkeypatch.undo()
+    assert not (tmp_path / "written").exists()
+    assert pfs_ownership.is_root() and os.getgroups() == groups and uid_for_files() == 0
+    (tmp_path / "mine").touch()
+    assert ((tmp_path / "mine").stat().st_uid, (tmp_path / "mine").stat().st_gid) == (0, 0)
+
+
+def test_a_user_that_a_namespace_does_not_know_is_refused(tmp_path: Path) -> None:
+    """In a user namespace with root alone, the real calls refuse."""
+    code = (
+        "from ckptfs.tiers import pfs_ownership\n"
+        "try:\n    with pfs_ownership.as_owner(4711, 4711): print('acted')\n"
+        "except PermissionError as refusal: print(refusal.strerror)\n"
+        "assert pfs_ownership.is_root()\n"
+    )
+    command = ["unshare", "--user", "--map-root-user", sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), check=False)
+    if "unshare failed" in result.stderr:
+        pytest.skip(f"NOT TESTED HERE: {result.stderr}")
+    assert result.returncode == 0 and result.stdout.startswith(("cannot act with", "setgroups")), result.stdout + result.stderr
