@@ -87,7 +87,6 @@ VIRTUAL_NAMES_MAX = 4096
 # --- mover: requests and lanes ---------------------------------------------------------------------------------------
 REQUEST_KEEP_S = 120.0
 REQUEST_POLL_S = 1.0
-REQUEST_SWEEP_S = 10.0
 DUE_POLL_S = 10.0
 HINT_GATHER_S = 0.02
 HINT_GATHER_MAX_S = 0.5

@@ -1,7 +1,8 @@
-"""The reclaim step: removal of files that are not needed any more.
+"""The reclaim step: removal of files and requests that are not needed any more.
 
-Takes: DOOMED contents, quarantined copies whose content has a good copy, and leftovers (files without a row).
-Leaves: free space.
+Takes: DOOMED contents, quarantined copies whose content has a good copy, and leftovers (files without a row); mover requests for which
+nobody waits.
+Leaves: free space, and a short table of requests.
 If we die here: files are removed before their rows, so the rest is found again.
 
 The mount creates a content's file before it commits the row. A young file without a row is therefore no leftover.
@@ -12,8 +13,8 @@ import logging
 import time
 from collections.abc import Iterable
 
-from ckptfs import disk, lifecycle
-from ckptfs.catalog import contents, copies
+from ckptfs import disk, lifecycle, limits
+from ckptfs.catalog import contents, copies, mover_requests
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.errors import TierUnavailable
@@ -41,6 +42,7 @@ class Reclaim:
         self._after = 0
         # At the first sweep, files that the previous mount was creating are old enough.
         self._sweep_s = time.monotonic() + LEFTOVER_AGE_S + 5
+        self._requests_s = 0.0
 
     @property
     def _present_tiers(self) -> dict[Tier, TierStorage]:
@@ -49,6 +51,7 @@ class Reclaim:
 
     def step(self) -> bool:
         """Remove one batch of doomed contents, and sweep if that is due. Return True if there may be more at once."""
+        self._sweep_requests()
         batch = copies.list_doomed(self._db, self._tier_group, self._after, BATCH_CONTENTS)
         present = self._present_tiers
         for number, tier in batch:
@@ -67,7 +70,13 @@ class Reclaim:
 
     def next_due_s(self) -> float | None:
         """Return the seconds until the next sweep."""
-        return max(0.0, self._sweep_s - time.monotonic())
+        return max(0.0, min(self._sweep_s, self._requests_s) - time.monotonic())
+
+    def _sweep_requests(self) -> None:
+        """Delete stale mover requests. This lane exists in every configuration."""
+        if time.monotonic() >= self._requests_s:
+            self._requests_s = time.monotonic() + limits.REQUEST_KEEP_S
+            mover_requests.delete_stale(self._db)
 
     def _sweep(self) -> None:
         for tier, storage in self._present_tiers.items():

@@ -65,7 +65,6 @@ class Scan:
         self._notify = notify
         self._tree_queues: dict[int, deque[int]] = {}
         self._next_refresh_s = 0.0
-        self._swept_s = 0.0
         self._progress_s = 0.0
         self._request_id = 0
 
@@ -77,7 +76,6 @@ class Scan:
     def step(self) -> bool:
         """Scan one directory. Return True if more work may be ready now."""
         self._request_id = 0
-        self._sweep_requests()
         requests = mover_requests.list_open(self._db, mover_requests.SCAN)
         single = next((request for request in requests if request.argument != mover_requests.TREE), None)
         if single is not None:
@@ -94,11 +92,6 @@ class Scan:
         return max(0.0, self._next_refresh_s - time.monotonic())
 
     # --- requests -----------------------------------------------------------------------------------------------------
-
-    def _sweep_requests(self) -> None:
-        if time.monotonic() - self._swept_s > limits.REQUEST_SWEEP_S:
-            self._swept_s = time.monotonic()
-            mover_requests.delete_stale(self._db)
 
     def _report_progress(self) -> None:
         """Extend the deadline of the request in hand: a large directory takes long."""

@@ -2,12 +2,15 @@
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ckptfs_daemon.mover.main import _Flows
 from local_node import Node, in_process, inject_fault, run_until_idle
 
-from ckptfs.catalog import copies
+from ckptfs import limits
+from ckptfs.catalog import copies, mover_requests
 from ckptfs.catalog.contents import mark_doomed
 from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.seal import Seal
@@ -214,3 +217,16 @@ def test_a_ram_tier_that_cannot_be_enlarged_says_so(tmp_path: Path, monkeypatch:
     inject_fault(monkeypatch, "ram:remount=EPERM")
     with pytest.raises(PermissionError, match="injected"):
         space.resize_ram(tmp_path, 1 << 20)
+
+
+@pytest.mark.parametrize("has_pfs", [False, True])
+def test_requests_without_a_caller_go_in_every_configuration(node: Node, has_pfs: bool) -> None:
+    node.config = replace(node.config, pfs=node.config.pfs if has_pfs else None)
+    gone = mover_requests.insert_request(node.db, mover_requests.FETCH, 1, wait_s=-1.0)
+    open_ = mover_requests.insert_request(node.db, mover_requests.FETCH, 2)
+    flows = [flow for _, flow in _Flows(node.db, node.tiers, node.config, node.told, None).list_flows()]
+    for flow in flows:
+        if isinstance(flow, Reclaim):
+            flow.step()
+            assert (flow.next_due_s() or 0.0) <= limits.REQUEST_KEEP_S, "it looks again of itself"
+    assert mover_requests.get(node.db, gone) is None and mover_requests.get(node.db, open_) is not None
