@@ -3,7 +3,8 @@
 Ops: `make` (a directory, symlink, fifo, socket or device under parent/name; a regular file too, which appears on the PFS with its first
 content), `link` (another name), `unlink`, `rmdir`, `rename` (parent/name to new_parent/new_name, which is replaced if it exists),
 `exchange`, `attributes` (mode, owner, times and xattrs of an inode, as they are when the row is applied), `content` (a content was
-closed), `synced` (an open file was fsynced).
+closed), `synced` (an open file was fsynced), `settle` (write-back's own: the names of an inode on the PFS differ from the journal's, since
+the PFS refused a change; see `pfs_pending`).
 
 Write-back takes rows from the head, and deletes them in the transaction that records what the PFS shows then. Rows of files that the PFS
 refuses stay, and write-back goes on behind them. When a catalog gets its first PFS, everything that exists is recorded once, as if it had
@@ -182,11 +183,11 @@ def has_local_copy(db: Database, content: int) -> bool:
 def is_repeated_later(db: Database, row: JournalRow) -> bool:
     """Return True if a later row includes this one.
 
-    That is one about the same content, closed or fsynced again, or about the same inode's attributes.
+    That is one about the same content, closed or fsynced again, or about the same inode's attributes or names.
     """
-    if row.op == "attributes":
-        later = "SELECT 1 FROM journal WHERE inode = ? AND seq > ? AND op = 'attributes' LIMIT 1"
-        return db.value(later, row.inode, row.seq) is not None
+    if row.op in {"attributes", "settle"}:
+        later = "SELECT 1 FROM journal WHERE inode = ? AND seq > ? AND op = ? LIMIT 1"
+        return db.value(later, row.inode, row.seq, row.op) is not None
     ops = "('content')" if row.op == "content" else "('content', 'synced')"
     later = f"SELECT 1 FROM journal WHERE inode = ? AND seq > ? AND op IN {ops} AND content = ? LIMIT 1"
     return db.value(later, row.inode, row.seq, row.content) is not None

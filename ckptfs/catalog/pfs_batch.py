@@ -1,7 +1,8 @@
 """The batch of changes that write-back is applying to the PFS (table `pfs_batch`), and what it leaves in the catalog.
 
 A batch holds changes as they were decided, for the journal rows after `after_seq` up to `last_seq`. It is stored before the PFS is
-changed. `record_batch_done` records what the PFS shows then and deletes the rows and the batch, in the caller's transaction.
+changed. `record_batch_done` records what the PFS shows then and deletes the rows and the batch, in the caller's transaction. If the PFS
+refuses an action, `cut_batch` returns the batch of those before it; the rows from the refused one on stay in the journal.
 
 Crash safety: a batch exists together with all its journal rows, or neither does. The next mover finishes exactly that batch.
 """
@@ -9,14 +10,17 @@ Crash safety: a batch exists together with all its journal rows, or neither does
 import json
 import stat
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptfs.catalog import journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import can_recreate, insert_rows_for_tree
-from ckptfs.catalog.pfs_state import Fingerprint, PfsView, PublishedRow
+from ckptfs.catalog.pfs_state import NO_INODE, Fingerprint, PfsName, PfsView, PlannedPending, PublishedRow
 from ckptfs.errors import CatalogTooNew
+
+KEYS_PER_ROW = 1 << 20
+"""The key of an action is `seq * KEYS_PER_ROW` plus its number among the actions of the row `seq`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +36,9 @@ class PfsLocation:
 class PfsAction:
     """One change of the PFS.
 
-    `act` is 'put' (rename `temporary` to `location`), 'link' (`location` also as `new_location`), 'move', 'exchange', 'unlink', 'rmdir' or
-    'attributes'. `fingerprint` identifies the subject; `replaced_fingerprint` is that of the present entry at `location` (put) or
-    `new_location` (others), None for no entry.
+    `act` is 'put' (rename `temporary` to `location`), 'link' (`location` also as `new_location`), 'move', 'exchange', 'unlink', 'rmdir',
+    'remove' (either of the two) or 'attributes'. `fingerprint` identifies the subject; `replaced_fingerprint` is that of the present
+    entry at `location` (put) or `new_location` (others), None for no entry.
     """
 
     act: str
@@ -49,11 +53,12 @@ class PfsAction:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedEntry:
-    """The state of a name on the PFS after the batch. `inode` None: nothing of ours."""
+    """The state of a name on the PFS after the batch, or after its action `key`. `inode` None: nothing of ours."""
 
     location: PfsLocation
     inode: int | None
     fingerprint: Fingerprint
+    key: int = 0
 
 
 @dataclass(slots=True)
@@ -62,6 +67,9 @@ class PfsBatch:
 
     `requeued`: (inode, content) whose rows go to the end of the journal again. `merged_directories` were on the PFS already. `kept_seqs`:
     rows that stay in the journal, of files that the PFS refuses. `lost_inodes`: files without a copy, which the PFS may show nevertheless.
+    `settle_rows`: (inode, row) of inodes that get a row 'settle'. `requeued_seqs` are the rows of `requeued`. `name_changes` and
+    `pending_changes` say which action leads to which part of the state. `abandoned`: the actions that were cut off, whose temporary files
+    go; `abandoned_entries` are the names that the batch was to change. `announced_seq`: `last_seq` before the cut, 0 without one.
     """
 
     last_seq: int
@@ -74,6 +82,13 @@ class PfsBatch:
     after_seq: int = 0
     kept_seqs: list[int] = field(default_factory=list)
     lost_inodes: list[int] = field(default_factory=list)
+    requeued_seqs: list[int] = field(default_factory=list)
+    settle_rows: list[tuple[int, int]] = field(default_factory=list)
+    name_changes: list[ExpectedEntry] = field(default_factory=list)
+    pending_changes: list[PlannedPending] = field(default_factory=list)
+    abandoned: list[PfsAction] = field(default_factory=list)
+    abandoned_entries: list[ExpectedEntry] = field(default_factory=list)
+    announced_seq: int = 0
 
     @property
     def inodes_with_set_attributes(self) -> list[int]:
@@ -99,13 +114,61 @@ def build_batch(view: PfsView, last: int) -> PfsBatch:
     The caller adds actions and published rows.
     """
     batch = PfsBatch(last)
-    for (parent, name), shown in view.entries.items():
+    for change in view.changes:
+        if isinstance(change, PlannedPending):
+            batch.pending_changes.append(change)
+            continue
+        (parent, name), shown = change.name, change.entry
         location = PfsLocation(parent, name, view.get_path(parent) or ())
-        batch.expected_entries.append(
-            ExpectedEntry(location, None, Fingerprint()) if shown is None else ExpectedEntry(location, shown.inode, shown.fingerprint)
+        batch.name_changes.append(
+            ExpectedEntry(location, None, Fingerprint(), change.key)
+            if shown is None
+            else ExpectedEntry(location, shown.inode, shown.fingerprint, change.key)
         )
-    batch.pending_entries = [(parent, name, inode) for (parent, name), inode in view.pending_entries.items()]
+    _set_final_state(batch)
     return batch
+
+
+def _set_final_state(batch: PfsBatch) -> None:
+    """The last change of each name is its final state."""
+    entries: dict[PfsName, ExpectedEntry] = {}
+    for change in batch.name_changes:
+        entries[change.location.parent, change.location.name] = replace(change, key=0)
+    batch.expected_entries = list(entries.values())
+    pending = {one.name: one.inode for one in batch.pending_changes}
+    batch.pending_entries = [(parent, name, inode) for (parent, name), inode in pending.items()]
+
+
+def can_cut(batch: PfsBatch) -> bool:
+    """Return True unless an older version planned the batch."""
+    return bool(batch.name_changes) or not batch.expected_entries
+
+
+def cut_batch(batch: PfsBatch, refused_key: int) -> PfsBatch:
+    """Return the batch that ends before a refused action. Of its row, only what the actions before it did counts."""
+    index = next(index for index, action in enumerate(batch.actions) if action.key == refused_key)
+    seq = refused_key // KEYS_PER_ROW
+    done_keys = {action.key for action in batch.actions[:index]}
+
+    def counts(key: int) -> bool:
+        return key in done_keys or key < seq * KEYS_PER_ROW
+
+    cut = replace(
+        batch,
+        last_seq=min(batch.last_seq, seq - 1),
+        actions=batch.actions[:index],
+        published_rows=[row for row in batch.published_rows if counts(row.key)],
+        name_changes=[change for change in batch.name_changes if counts(change.key)],
+        pending_changes=[change for change in batch.pending_changes if counts(change.key)],
+        settle_rows=[(inode, row) for inode, row in batch.settle_rows if row < seq],
+        requeued=[one for one, row in zip(batch.requeued, batch.requeued_seqs, strict=True) if row < seq],
+        requeued_seqs=[row for row in batch.requeued_seqs if row < seq],
+        abandoned=[*batch.abandoned, *batch.actions[index:]],
+        announced_seq=batch.announced_seq or batch.last_seq,
+    )
+    _set_final_state(cut)
+    cut.abandoned_entries = [*batch.abandoned_entries, *batch.expected_entries]
+    return cut
 
 
 def set_batch(db: Database, batch: PfsBatch, *, ready: bool) -> None:
@@ -123,7 +186,8 @@ def delete_batch(db: Database) -> None:
     db.run("DELETE FROM pfs_batch")
 
 
-_BATCH_VERSION = 2
+_BATCH_VERSION = 3
+_READABLE_VERSIONS = {2, _BATCH_VERSION}
 _PENDING_FIELDS = ("parent", "name", "inode")
 _REQUEUED_FIELDS = ("inode", "content")
 
@@ -155,16 +219,20 @@ def _decode(text: str) -> PfsBatch:
     body = json.loads(text)
     if isinstance(body, list):
         body = _name_version_1(body)
-    if (version := body.pop("version")) != _BATCH_VERSION:
+    if (version := body.pop("version")) not in _READABLE_VERSIONS:
         raise CatalogTooNew(
             f"the catalog's write-back batch has version {version}, this ckptfs knows up to {_BATCH_VERSION}",
             remedy="install the newer ckptfs again; nothing was changed",
         )
-    body["actions"] = [_decode_action(item) for item in body["actions"]]
-    body["expected_entries"] = [
-        ExpectedEntry(_decode_location(item["location"]), item["inode"], Fingerprint(**item["fingerprint"]))
-        for item in body["expected_entries"]
+    for name in ("actions", "abandoned"):
+        body[name] = [_decode_action(item) for item in body.get(name, ())]
+    for name in ("expected_entries", "name_changes", "abandoned_entries"):
+        body[name] = [_decode_entry(item) for item in body.get(name, ())]
+    body["pending_changes"] = [
+        PlannedPending(item["key"], (item["name"][0], _decode_bytes(item["name"][1])), item["inode"])
+        for item in body.get("pending_changes", ())
     ]
+    body["settle_rows"] = [(inode, seq) for inode, seq in body.get("settle_rows", ())]
     body["pending_entries"] = [(item["parent"], _decode_bytes(item["name"]), item["inode"]) for item in body["pending_entries"]]
     body["published_rows"] = [
         PublishedRow(**{**item, **{name: item[name] and _decode_bytes(item[name]) for name in ("digest", "block_digests")}})
@@ -186,6 +254,11 @@ def _decode_action(item: dict[str, Any]) -> PfsAction:
     return PfsAction(**{**item, **decoded})
 
 
+def _decode_entry(item: dict[str, Any]) -> ExpectedEntry:
+    fingerprint = Fingerprint(**item["fingerprint"])
+    return ExpectedEntry(_decode_location(item["location"]), item["inode"], fingerprint, item.get("key", 0))
+
+
 def _decode_location(item: dict[str, Any]) -> PfsLocation:
     return PfsLocation(item["parent"], _decode_bytes(item["name"]), tuple(_decode_bytes(name) for name in item["path"]))
 
@@ -195,7 +268,7 @@ def _decode_bytes(text: str) -> bytes:
 
 
 def _name_version_1(body: list[Any]) -> dict[str, Any]:
-    """Give the values of version 1, which are known by their positions, the names of version 2."""
+    """Give the values of version 1, which are known by their positions, the names of the later versions."""
 
     def name_fields(names: str, item: list[Any] | None) -> Any:
         return None if item is None else _name_fields(names.split(), item)
@@ -239,6 +312,7 @@ def record_batch_done(db: Database, batch: PfsBatch, observed: dict[tuple[int, b
     for inode in losers:
         if db.value("SELECT 1 FROM pfs_entry WHERE inode = ? LIMIT 1", inode) is None:
             db.run("DELETE FROM pfs_file WHERE inode = ?", inode)
+    _record_moved_files(db, batch, observed)
     _record_pending(db, batch)
     for inode in batch.merged_directories:
         db.run("UPDATE inode SET imported = 0 WHERE id = ?", inode)
@@ -247,6 +321,8 @@ def record_batch_done(db: Database, batch: PfsBatch, observed: dict[tuple[int, b
         db.run("INSERT OR IGNORE INTO pfs_stale_times (directory) VALUES (?)", directory)
     for inode, content in batch.requeued:
         journal.append(db, "content", inode, content=content)
+    for inode in dict.fromkeys(inode for inode, _ in batch.settle_rows):
+        journal.append(db, "settle", inode)
     for inode in list_unfinished(batch, observed):
         insert_rows_for_tree(db, inode)
     journal.delete_applied(db, batch.after_seq, batch.last_seq, batch.kept_seqs)
@@ -303,9 +379,24 @@ def _record_set_attributes(db: Database, inode: int, observed: Iterable[Observed
             db.run(same, one.mtime_ns, inode, one.size, one.ino)
 
 
+def _record_moved_files(db: Database, batch: PfsBatch, observed: dict[tuple[int, bytes], ObservedStat | None]) -> None:
+    """Record the new numbers of files that were copied, since they moved to another filesystem below the PFS."""
+    moved = {action.inode for action in batch.actions if action.act in {"move", "exchange"}}
+    for show in batch.expected_entries:
+        seen = observed.get((show.location.parent, show.location.name))
+        if seen is not None and show.inode in moved and stat.S_ISREG(seen.mode):
+            same = "UPDATE pfs_file SET pfs_inode = ?, mtime_ns = ? WHERE inode = ? AND size = ? AND pfs_inode <> ?"
+            db.run(same, seen.ino, seen.mtime_ns, show.inode, seen.size, seen.ino)
+
+
 def _record_pending(db: Database, batch: PfsBatch) -> None:
     for parent, name, inode in batch.pending_entries:
         if inode is None:
             db.run("DELETE FROM pfs_pending WHERE parent = ? AND name = ?", parent, name)
         else:
             db.run("INSERT OR REPLACE INTO pfs_pending (parent, name, inode) VALUES (?,?,?)", parent, name, inode)
+    db.run(
+        "DELETE FROM pfs_pending WHERE inode = ? AND NOT EXISTS"
+        " (SELECT 1 FROM pfs_entry e WHERE e.parent = pfs_pending.parent AND e.name = pfs_pending.name)",
+        NO_INODE,
+    )

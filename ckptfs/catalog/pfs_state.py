@@ -5,6 +5,7 @@
 the PFS and its commit the PFS is ahead of the catalog: code that follows these names must compare what it reaches with the fingerprint.
 """
 
+import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,7 +39,7 @@ class PfsEntry:
 
 @dataclass(frozen=True, slots=True)
 class PublishedRow:
-    """A row of `pfs_file`: the bytes that the PFS shows of a file."""
+    """A row of `pfs_file`: the bytes that the PFS shows of a file. `key`: the action of a batch that makes them."""
 
     inode: int
     generation: int
@@ -48,6 +49,29 @@ class PublishedRow:
     pfs_inode: int
     digest: bytes | None
     block_digests: bytes | None
+    key: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedName:
+    """A change of a plan: after the action `key` the name shows `entry`, or nothing."""
+
+    key: int
+    name: PfsName
+    entry: PfsEntry | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPending:
+    """A change of a plan: after the action `key` the name is to show `inode` later, `NO_INODE`, or what it shows now (None)."""
+
+    key: int
+    name: PfsName
+    inode: int | None
+
+
+NO_INODE = 0
+"""As a pending inode: the name is to show nothing, and the PFS still shows something there."""
 
 
 def get_published(db: Database, inode: int) -> PublishedRow | None:
@@ -78,10 +102,12 @@ def get_xattrs(db: Database, inode: int) -> dict[bytes, bytes]:
 
 
 class PfsView:
-    """The PFS as it will be after all that was planned so far."""
+    """The PFS as it will be after all that was planned so far. `key` is the action that is being planned."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
+        self.key = 0
+        self.changes: list[PlannedName | PlannedPending] = []
         self.entries: dict[PfsName, PfsEntry | None] = {}
         self.pending_entries: dict[PfsName, int | None] = {}
         self._paths: dict[int, tuple[bytes, ...] | None] = {ROOT: ()}
@@ -100,7 +126,7 @@ class PfsView:
         return None if row is None else PfsEntry(row[0], Fingerprint(*row[1:]))
 
     def get_pending(self, parent: int, name: bytes) -> int | None:
-        """Return the file that will appear under a name with its first content. Returns None if there is none."""
+        """Return the inode that is to appear under a name, or `NO_INODE`. Returns None if the name is as it should be."""
         if (parent, name) in self.pending_entries:
             return self.pending_entries[parent, name]
         found: int | None = self._db.value("SELECT inode FROM pfs_pending WHERE parent = ? AND name = ?", parent, name)
@@ -119,6 +145,22 @@ class PfsView:
         catalogued = [(row[0], bytes(row[1])) for row in rows]
         kept = [name for name in catalogued if name not in self.pending_entries]
         return kept + [name for name, other in self.pending_entries.items() if other == inode]
+
+    def is_stale(self, parent: int, name: bytes) -> bool:
+        """Return True if the PFS shows an inode under a name that is another one's by now, or nobody's."""
+        shown, pending = self.get_entry(parent, name), self.get_pending(parent, name)
+        return shown is not None and pending is not None and pending != shown.inode
+
+    def was_directory(self, parent: int, name: bytes) -> bool:
+        """Return True if the PFS showed a directory under a name before this plan."""
+        mode = self._db.value("SELECT seen_mode FROM pfs_entry WHERE parent = ? AND name = ?", parent, name)
+        return stat.S_ISDIR(mode or 0)
+
+    def has_entries(self, directory: int) -> bool:
+        """Return True if the PFS shows any entry of ours in a directory."""
+        rows = self._db.rows("SELECT name FROM pfs_entry WHERE parent = ?", directory)
+        names = {(directory, bytes(row[0])) for row in rows} | {name for name in self.entries if name[0] == directory}
+        return any(self.get_entry(*name) is not None for name in names)
 
     def get_path(self, directory: int) -> tuple[bytes, ...] | None:
         """Return the names from the PFS's root to a directory. Returns None if the PFS does not show it."""
@@ -145,27 +187,41 @@ class PfsView:
     def set_entry(self, parent: int, name: bytes, entry: PfsEntry) -> None:
         """Plan an entry under a name."""
         self.entries[parent, name] = entry
+        self.changes.append(PlannedName(self.key, (parent, name), entry))
         self._paths = {ROOT: ()} if entry.inode in self._paths else self._paths
 
     def delete_entry(self, parent: int, name: bytes) -> None:
         """Plan that nothing is under a name."""
         self.entries[parent, name] = None
+        self.changes.append(PlannedName(self.key, (parent, name), None))
         self._paths = {ROOT: ()}
 
     def set_pending(self, parent: int, name: bytes, inode: int) -> None:
-        """Plan that a file appears under a name with its first content."""
+        """Plan that an inode, or nothing (`NO_INODE`), is to be under a name later. What the name shows already is not pending."""
+        shown = self.get_entry(parent, name)
+        if inode == (NO_INODE if shown is None else shown.inode):
+            self.delete_pending(parent, name)
+            return
         self.pending_entries[parent, name] = inode
+        self.changes.append(PlannedPending(self.key, (parent, name), inode))
 
     def delete_pending(self, parent: int, name: bytes) -> None:
-        """Plan that nothing will appear under a name."""
+        """Plan that a name is as it should be."""
         if self.get_pending(parent, name) is not None:
             self.pending_entries[parent, name] = None
+            self.changes.append(PlannedPending(self.key, (parent, name), None))
 
     def replace_fingerprints(self, change: Callable[[Fingerprint], Fingerprint]) -> None:
         """Replace the fingerprint of each planned entry: what the batch has made has its real number now."""
         for name, shown in self.entries.items():
             if shown is not None:
                 self.entries[name] = replace(shown, fingerprint=change(shown.fingerprint))
+        self.changes = [
+            replace(one, entry=replace(one.entry, fingerprint=change(one.entry.fingerprint)))
+            if isinstance(one, PlannedName) and one.entry is not None
+            else one
+            for one in self.changes
+        ]
 
 
 _SELECT_MOVES = (

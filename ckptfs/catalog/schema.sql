@@ -151,12 +151,12 @@ CREATE TABLE pfs_entry (
 ) WITHOUT ROWID;
 CREATE INDEX pfs_entry_inode ON pfs_entry (inode);
 
--- Names of files that the PFS does not show yet, as far as the journal was applied: they appear with the first content of the file.
--- A row of pfs_entry under such a name is older and stays until then.
+-- Names that the PFS does not show as the journal wants them, as far as it was applied: a file appears with its first content, and what
+-- the PFS refuses waits. A row of pfs_entry under such a name is older and stays until then.
 CREATE TABLE pfs_pending (
     parent INTEGER NOT NULL,             -- the directory, an inode of ours
     name BLOB NOT NULL,                  -- the name in it
-    inode INTEGER NOT NULL,              -- what will appear
+    inode INTEGER NOT NULL,              -- what will appear; 0: nothing, and what the PFS shows there will go
     PRIMARY KEY (parent, name)
 ) WITHOUT ROWID;
 CREATE INDEX pfs_pending_inode ON pfs_pending (inode);

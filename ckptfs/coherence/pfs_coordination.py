@@ -290,13 +290,14 @@ class _RolledBack(Exception):
 
 def list_pfs_name_keys(batch: PfsBatch) -> list[SharedKey]:
     """The names that a batch changes."""
-    return [SharedKey(PFS_NAME, show.location.parent, show.location.name) for show in batch.expected_entries]
+    shows = [*batch.expected_entries, *batch.abandoned_entries]
+    return list(dict.fromkeys(SharedKey(PFS_NAME, show.location.parent, show.location.name) for show in shows))
 
 
 def _list_subjects(db: Database, batch: PfsBatch) -> set[int]:
     """Of what it changes what the PFS shows of them."""
     now = (
-        {show.inode for show in batch.expected_entries if show.inode is not None}
+        {show.inode for show in [*batch.expected_entries, *batch.abandoned_entries] if show.inode is not None}
         | {row.inode for row in batch.published_rows}
         | set(batch.inodes_with_set_attributes)
     )
@@ -356,7 +357,7 @@ def find_intents(store: Store, batch: PfsBatch, number: int, instance: str) -> d
     told = read.parse_outcome(keys, store.read(read.build_gets(keys)))
     for key in keys:
         value = told[key].value.fields or {}
-        if (value.get("by"), value.get("of"), value.get("batch")) != (number, instance, batch.last_seq):
+        if (value.get("by"), value.get("of"), value.get("batch")) != (number, instance, batch.announced_seq or batch.last_seq):
             return None
     return {key: told[key].value for key in keys}
 

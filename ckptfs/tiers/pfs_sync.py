@@ -35,10 +35,13 @@ def persist_files(fds: Sequence[int]) -> None:
     for fd in fds:
         by_device.setdefault(os.fstat(fd).st_dev, []).append(fd)
     for together in by_device.values():
-        if len(together) >= SYNCFS_FILES_MIN and can_sync_filesystem(together[0]):
+        if not can_sync_filesystem(together[0]):
+            _fsync_at_once(together)
+        elif len(together) >= SYNCFS_FILES_MIN:
             disk.act("write_back:syncfs", sync_filesystem, together[0])
         else:
-            _fsync_each(together)
+            for fd in together:
+                disk.fsync("write_back:fsync", fd)
 
 
 def can_sync_filesystem(fd: int) -> bool:
@@ -61,10 +64,7 @@ def sync_filesystem(fd: int) -> None:
         raise posix_error(ctypes.get_errno())
 
 
-def _fsync_each(fds: Sequence[int]) -> None:
-    if len(fds) == 1:
-        disk.fsync("write_back:fsync", fds[0])
-        return
+def _fsync_at_once(fds: Sequence[int]) -> None:
     with ThreadPoolExecutor(min(len(fds), limits.PFS_FSYNC_THREADS), "fsync") as pool:
         for _ in pool.map(lambda fd: disk.fsync("write_back:fsync", fd), fds):
             pass

@@ -41,6 +41,10 @@ ContentDigests = tuple[int, bytes, bytes]
 """(size in bytes, digest of the content, joined digests of its blocks)."""
 
 
+class SourceReadFailed(OSError):
+    """The source of a copy cannot be read; nothing is wrong with the target."""
+
+
 def declare_labels(label: str) -> None:
     """Declare the disk labels of `copy(label=label)`."""
     disk.declare_labels(f"{label}:read", f"{label}:write", f"{label}:truncate")
@@ -49,11 +53,15 @@ def declare_labels(label: str) -> None:
 def copy(source_fd: int, target_fd: int, *, label: str, before_block: Callable[[], None] = lambda: None) -> ContentDigests:
     """Copy `source_fd` to the file `target_fd` and return the digests. `before_block` may raise to stop.
 
-    The target is empty or left by an earlier copy; correct parts of it are kept. Raises errors of the disk. Does not fsync.
+    The target is empty or left by an earlier copy; correct parts of it are kept. Raises SourceReadFailed, and OSError of the target. Does
+    not fsync.
     """
     size = os.fstat(source_fd).st_size
     if size >= CLONE_BYTES_MIN and _clone(source_fd, target_fd):
-        return read(target_fd, label=label, before_block=before_block)
+        try:
+            return read(target_fd, label=label, before_block=before_block)
+        except SourceReadFailed as failure:
+            raise OSError(failure.errno, failure.strerror) from failure
     resumable = _count_resumable(source_fd, size, target_fd)
     running = digest.RunningDigest()
     write_behind = WriteBehind(target_fd)
@@ -168,7 +176,10 @@ def _read_pieces(
                 before_block()
             # Pieces do not cross blocks, so that `before_block` runs for each block.
             wanted = min(len(buffer), end - running.size, limits.BLOCK_BYTES - running.size % limits.BLOCK_BYTES)
-            count = disk.act(f"{label}:read", os.preadv, source_fd, [buffer[:wanted]], running.size)
+            try:
+                count = disk.act(f"{label}:read", os.preadv, source_fd, [buffer[:wanted]], running.size)
+            except OSError as failure:
+                raise SourceReadFailed(failure.errno, failure.strerror) from failure
             if count == 0:
                 return  # The file was truncated: the caller compares the size.
             offset = running.size

@@ -1,5 +1,7 @@
 """P6 on several nodes: each node writes its changes back to one PFS, which ends as the shared tree."""
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from writers_together import WriterCluster
 
 from ckptfs.coherence import key_state
 from ckptfs.coherence.keys import PFS_NAME, SharedKey
+from ckptfs.flow.write_back import deferred
 from ckptfs.model import ROOT
 
 
@@ -208,3 +211,44 @@ def test_a_mover_that_dies_finds_out_how_far_its_batch_came(tmp_path: Path, labe
 def test_movers_die_at_any_operation(tmp_path: Path, seed: int) -> None:
     """P8 on several nodes at once."""
     do_anything(tmp_path, seed, 0.04, killing=0.02)
+
+
+def test_what_the_pfs_refuses_one_node_delays_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1, P6: a directory, a rename and a removal; other files of both nodes go on, and no intent stays in the store."""
+    monkeypatch.setattr(deferred, "RETRY_FIRST_S", 1000.0)
+    rename, rmdir, is_refusing = os.rename, os.rmdir, [True]
+
+    def refuse(call: Callable[..., None]) -> Callable[..., None]:
+        def refusing(*values: Any, **named: Any) -> None:
+            if is_refusing[0] and any(value in (b"bad", b"worse", b"gone") for value in values):
+                raise OSError(errno.EACCES, "refused")
+            call(*values, **named)
+
+        return refusing
+
+    async def act(cluster: WriterCluster) -> None:
+        one, two = cluster.nodes
+        await one.mkdir("gone")
+        await one.put("old", b"1")
+        await cluster.settle()
+        monkeypatch.setattr(os, "rename", refuse(rename))
+        monkeypatch.setattr(os, "rmdir", refuse(rmdir))
+        await one.put("before", b"1")
+        await one.mkdir("bad")
+        await one.put("bad/below", b"1")
+        await one.rename("old", "worse")
+        await one.rmdir("gone")
+        await one.put("after", b"1")
+        await two.put("bad/by two", b"2")
+        await two.put("elsewhere", b"2")
+        for _ in range(60):
+            for node in cluster.nodes:
+                await cluster.step(node)
+        assert {path.name for path in cluster.pfs.iterdir()} >= {"before", "old", "gone", "after", "elsewhere"}
+        assert not (cluster.pfs / "bad").exists() and not (cluster.pfs / "worse").exists()
+        assert [key for key, value in stored(cluster.etcd).items() if "by" in value] == []
+        is_refusing[0] = False
+        for node in cluster.nodes:
+            node.write_back.retry_now()
+
+    run(tmp_path, 0, act)

@@ -120,7 +120,7 @@ def test_a_pending_batch_is_read_across_the_upgrade(release: str, tmp_path: Path
         pfs_batch.set_batch(db, batch, ready=False)
     assert pfs_batch.find_batch(db) == (False, batch), "by field names"
     db.run("UPDATE pfs_batch SET body = json_set(body, '$.version', 9)")
-    with pytest.raises(CatalogTooNew, match="version 9, this ckptfs knows up to 2"):
+    with pytest.raises(CatalogTooNew, match="version 9, this ckptfs knows up to 3"):
         pfs_batch.find_batch(db)
     db.close()
 

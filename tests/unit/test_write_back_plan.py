@@ -10,7 +10,8 @@ from ckptfs.catalog import database
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_state import Fingerprint, PfsEntry, PfsView, PublishedRow
-from ckptfs.flow.write_back.plan import BATCH_BYTES_MAX, PUTS_MAX, Planner, SourceKind
+from ckptfs.flow.write_back.plan import BATCH_BYTES_MAX, PUTS_MAX, Planner
+from ckptfs.flow.write_back.plan_facts import SourceKind
 from ckptfs.model import ROOT, Content, ContentState, Inode
 
 FILE, DIRECTORY = stat.S_IFREG | 0o644, stat.S_IFDIR | 0o755
@@ -25,6 +26,7 @@ class Facts:
         self.gone: set[int] = set()
         self.repeats: set[int] = set()
         self.refused: set[int] = set()
+        self.held: set[int] = set()
         self.late = False
         self.earliness = False
         self.changing = False
@@ -62,6 +64,12 @@ class Facts:
 
     def is_deferred(self, inode: int) -> bool:
         return inode in self.refused
+
+    def is_held(self, inode: int) -> bool:
+        return inode in self.held
+
+    def has_refused_attributes(self, inode: int) -> bool:
+        return False
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from ckptfs.catalog import copies, journal, mover_requests, pfs_batch, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_batch import PfsBatch
-from ckptfs.catalog.pfs_state import PfsView
+from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, ObservedStat, PfsAction, PfsBatch, PfsLocation, can_cut, cut_batch
+from ckptfs.catalog.pfs_state import PfsName, PfsView
 from ckptfs.clique.cluster import Cluster
 from ckptfs.coherence import store_loss
 from ckptfs.coherence.pfs_coordination import NotLoaded
@@ -34,12 +34,20 @@ from ckptfs.config import Config
 from ckptfs.errors import Busy, StoreUnreachable
 from ckptfs.flow.write_back.apply import Applier, set_directory_times
 from ckptfs.flow.write_back.coordination import ClusterWriteBack
-from ckptfs.flow.write_back.deferred import CatalogFacts, CopyPacing, DeferredFiles, build_unavailable_error
-from ckptfs.flow.write_back.plan import KEYS_PER_ROW, PlannedFile, Planner, SourceKind, format_path
-from ckptfs.flow.write_back.plan_shared import SharedPlanner
+from ckptfs.flow.write_back.deferred import (
+    CatalogFacts,
+    CopyPacing,
+    DeferredFiles,
+    RefusedKind,
+    build_unavailable_error,
+    concerns_one_file,
+)
+from ckptfs.flow.write_back.plan import Planner, format_path
+from ckptfs.flow.write_back.plan_facts import PlannedFile, SourceKind
+from ckptfs.flow.write_back.plan_shared import SetAside, SharedPlanner
 from ckptfs.flow.write_back.stage import Staged, Stager, Unfit, Unsealed, Unstable, build_batch
 from ckptfs.model import ROOT, Level, Notifier, Tier
-from ckptfs.tiers import pfs_identity
+from ckptfs.tiers import pfs_identity, pfs_ownership
 from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree
 from ckptfs.tiers.storage import Tiers
 
@@ -47,7 +55,7 @@ __all__ = ["WriteBack"]
 
 log = logging.getLogger(__name__)
 
-disk.declare_labels("write_back:begun", "write_back:written_down", "write_back:finish", "write_back:times")
+disk.declare_labels("write_back:begun", "write_back:written_down", "write_back:finish", "write_back:times", "write_back:probe")
 
 BATCH_ROWS = 512
 TIMES_BATCH = 64
@@ -200,28 +208,40 @@ class WriteBack:
                 if self._coordination is not None:
                     return True
                 continue
-            self._apply(tree, batch)
-            self._deferred.after_seq = max(self._deferred.after_seq, batch.last_seq)
-            if self._fence is not None and batch.last_seq >= self._fence:
+            applied = self._apply(tree, batch)
+            self._deferred.after_seq = max(self._deferred.after_seq, applied.last_seq)
+            if planner.moved_pending and applied is batch:
+                self._deferred.release(planner.moved_pending)
+            if self._fence is not None and applied.last_seq >= self._fence:
                 self._fence = None
             return True
         return True
 
     def _plan(self, rows: list[JournalRow]) -> Planner:
+        """Plan the next rows. A row of a cluster that depends on what the PFS refuses is left out of the next attempt."""
+        aside_seqs: set[int] = set()
+        while True:
+            planner = self._build_planner(aside_seqs)
+            with self._db.read_transaction():
+                for row in rows:
+                    if self._fence is not None and row.seq >= self._fence and planner.last_seq:
+                        return planner
+                    try:
+                        if not planner.plan_row(row):
+                            return planner
+                    except SetAside:
+                        aside_seqs.add(row.seq)
+                        break
+                else:
+                    return planner
+
+    def _build_planner(self, aside_seqs: set[int]) -> Planner:
         def temporary(key: int) -> bytes:
             return f".ckptfs.{self._instance}.{key:x}".encode()
 
         if self._coordination is None:
-            planner = Planner(PfsView(self._db), self._facts, temporary)
-        else:
-            planner = self._coordination.build_planner(self._facts, temporary)
-        with self._db.read_transaction():
-            for row in rows:
-                if self._fence is not None and row.seq >= self._fence and planner.last_seq:
-                    break
-                if not planner.plan_row(row):
-                    break
-        return planner
+            return Planner(PfsView(self._db), self._facts, temporary)
+        return self._coordination.build_planner(self._facts, temporary, aside_seqs)
 
     def _wait_for_missing(self, planner: SharedPlanner) -> None:
         """Note what the plan of a cluster waits for, and request bytes that only another node has."""
@@ -313,7 +333,7 @@ class WriteBack:
                 self._fence = action.key // KEYS_PER_ROW
                 if not is_first:
                     raise Busy(str(failure)) from failure
-                raise self._defer_file(planned, failure) from failure
+                raise self._defer_file(stager.tree, action, planned, failure) from failure
         return staged
 
     def _sync(self, stager: Stager, planner: Planner) -> None:
@@ -325,14 +345,34 @@ class WriteBack:
             if len(keys) > 1:
                 self._fence = keys[len(keys) // 2] // KEYS_PER_ROW
                 raise Busy(str(failure)) from failure
-            raise self._defer_file(planner.puts[keys[0]], failure) from failure
+            action = next(action for action in planner.actions if action.key == keys[0])
+            raise self._defer_file(stager.tree, action, planner.puts[keys[0]], failure) from failure
 
-    def _defer_file(self, planned: PlannedFile, failure: OSError) -> Busy | OSError:
+    def _defer_file(self, tree: PfsTree, action: PfsAction, planned: PlannedFile, failure: OSError) -> Busy | OSError:
         """Return the exception to raise. An error of this file alone defers it, so that others proceed."""
-        if planned.content is None or not self._deferred.defer(planned.inode, planned.path, failure):
+        kind = RefusedKind.NAMES if planned.content is None else RefusedKind.BYTES
+        if not self._defer(tree, planned.inode, planned.path, failure, kind, "creation", action.location):
             return OSError(failure.errno, failure.strerror, planned.path)
         self._fence = None
         return Busy(f"{planned.path} is deferred")
+
+    def _defer(self, tree: PfsTree, inode: int, path: str, failure: OSError, kind: RefusedKind, act: str, location: PfsLocation) -> bool:
+        return self._deferred.defer(
+            inode, path, failure, kind, act, lambda: _is_elsewhere(tree, location.path), lambda: self._takes_a_file(tree)
+        )
+
+    def _takes_a_file(self, tree: PfsTree) -> bool:
+        """Return True if the PFS takes a small file. Then it is well, whatever it says about another one."""
+        root, name = tree.get_directory(()), f".ckptfs.{self._instance}.0".encode()
+        above = os.fstat(root)
+        try:
+            pfs_ownership.retry_as_owner(
+                lambda: disk.act("write_back:probe", _make_and_remove, root, name), lambda: [(above.st_uid, above.st_gid)]
+            )
+        except OSError as failure:
+            log.debug("the PFS does not take a file: %s", failure)
+            return False
+        return True
 
     # --- act: apply, and record ---------------------------------------------------------------------------------------
 
@@ -344,17 +384,43 @@ class WriteBack:
         else:
             self._apply(tree, resumed)
 
-    def _apply(self, tree: PfsTree, batch: PfsBatch) -> None:
+    def _apply(self, tree: PfsTree, batch: PfsBatch) -> PfsBatch:
+        """Apply and record a batch. Return it, or the part of it before an action that the PFS refused."""
         require_lease = (lambda: None) if self._coordination is None else self._coordination.require_lease
         applier = Applier(
             self._db, tree, batch, require_lease, is_shared=self._coordination is not None, gone_directory=self._gone_directory
         )
+        self._build_stager(tree).discard(batch.abandoned)
         try:
             found = applier.run() if batch.actions else {}
         except OSError as failure:
-            if applier.current_action is not None and not isinstance(failure, DirectoryMissing):
-                raise OSError(failure.errno, failure.strerror, format_path(applier.current_action.location)) from failure
-            raise
+            action = applier.current_action
+            if action is None or isinstance(failure, DirectoryMissing):
+                raise
+            if not applier.is_half_done and can_cut(batch) and self._defer_action(tree, action, failure):
+                return self._apply_before(tree, batch, action)
+            raise OSError(failure.errno, failure.strerror, format_path(action.location)) from failure
+        self._record(tree, batch, found)
+        return batch
+
+    def _defer_action(self, tree: PfsTree, action: PfsAction, failure: OSError) -> bool:
+        """Defer what the PFS refused. Returns False if the error concerns more than this file."""
+        row = journal.get(self._db, action.key // KEYS_PER_ROW)
+        has_bytes = row is not None and row.op in {"content", "synced"} and row.inode == action.inode
+        kind = RefusedKind.BYTES if action.act == "put" and has_bytes else RefusedKind.NAMES
+        if action.act == "attributes":
+            kind = RefusedKind.ATTRIBUTES
+        path = format_path(action.location if action.new_location is None else action.new_location)
+        return self._defer(tree, action.inode, path, failure, kind, _describe_act(action), action.new_location or action.location)
+
+    def _apply_before(self, tree: PfsTree, batch: PfsBatch, action: PfsAction) -> PfsBatch:
+        """Record what was done before a refused action. The rows from the refused one on are planned again."""
+        cut = cut_batch(batch, action.key)
+        with self._db.transaction():
+            pfs_batch.set_batch(self._db, cut, ready=True)
+        return self._apply(tree, cut)
+
+    def _record(self, tree: PfsTree, batch: PfsBatch, found: dict[PfsName, ObservedStat | None]) -> None:
         for entry in batch.expected_entries:
             if entry.inode is not None and found.get((entry.location.parent, entry.location.name)) is None:
                 log.warning("%s: gone from the PFS; it is written back again if this node has its bytes", format_path(entry.location))
@@ -400,9 +466,13 @@ class WriteBack:
             path = view.get_path(number)
             if path is None:
                 continue
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 inode = get(self._db, number)
                 disk.act("write_back:times", set_directory_times, tree.get_directory(path), inode)
+            except OSError as failure:
+                if not isinstance(failure, FileNotFoundError) and not concerns_one_file(failure):
+                    raise
+                log.debug("%s: its times on the PFS are left as they are: %s", os.fsdecode(b"/".join(path)), failure)
         pfs_state.delete_stale_times(self._db, directories)
         return bool(directories)
 
@@ -417,3 +487,35 @@ class WriteBack:
         if self._is_reporting:
             self._is_reporting = False
             summary.set_report(self._db, "write_back", None)
+
+
+def _describe_act(action: PfsAction) -> str:
+    """Return the name of a change of names, for messages."""
+    old = format_path(action.location)
+    names = {"put": "creation", "link": f"link to {old}", "move": f"rename from {old}", "exchange": f"exchange with {old}"}
+    return names.get(action.act, "removal")
+
+
+def _is_elsewhere(tree: PfsTree, path: DirectoryPath) -> bool:
+    """Return True if a directory is on another filesystem than the PFS's root, such as one that is mounted below it."""
+    try:
+        directory, root = tree.get_directory(path), tree.get_directory(())
+        found, whole = os.fstatvfs(directory), os.fstatvfs(root)
+        # Subvolumes have devices of their own, but the same figures.
+        return os.fstat(directory).st_dev != os.fstat(root).st_dev and (found.f_blocks, found.f_bfree) != (whole.f_blocks, whole.f_bfree)
+    except OSError:
+        return False
+
+
+def _make_and_remove(directory: int, name: bytes) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=directory)
+    try:
+        with disk.closing(
+            os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
+        ) as fd:
+            os.write(fd, b"probe")
+            os.fsync(fd)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=directory)

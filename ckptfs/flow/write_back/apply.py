@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 transfer.declare_labels("write_back:double")
 disk.declare_labels(
     "write_back:put", "write_back:link", "write_back:move", "write_back:swap", "write_back:unlink", "write_back:rmdir", "write_back:aside",
-    "write_back:attributes", "write_back:directory", "write_back:look",
+    "write_back:attributes", "write_back:directory", "write_back:look", "write_back:copy",
 )  # fmt: skip
 
 CONFLICT_SUFFIX = b".ckptfs-conflict-%d"
@@ -66,7 +66,7 @@ class Applier:
         self._gone_directory = gone_directory
         self._tree = tree
         self._batch = batch
-        self._attributes = _load_attributes(db, {action.inode for action in batch.actions if action.act in {"attributes", "link"}})
+        self._attributes = _load_attributes(db, {action.inode for action in batch.actions if action.act in {"attributes", "link", "move"}})
         self._batch_inodes = {
             fingerprint.ino
             for action in batch.actions
@@ -74,8 +74,10 @@ class Applier:
             if fingerprint is not None and fingerprint.ino
         }
         self._final_inodes = {(show.location.parent, show.location.name): show.inode for show in batch.expected_entries}
+        self._copied_inodes: dict[int, int] = {}
         self._directories: dict[tuple[bytes, ...], None] = {}
         self.current_action: PfsAction | None = None
+        self.is_half_done = False
 
     def run(self) -> dict[tuple[int, bytes], ObservedStat | None]:
         """Make all changes. Return the stat of every name of the batch, None if it shows another inode."""
@@ -87,6 +89,7 @@ class Applier:
                 if self._is_shared and missing.names != self._gone_directory:
                     raise
                 # The directory was removed externally, or by this batch in an earlier attempt.
+        self.current_action = None
         for path in self._directories:
             try:
                 disk.fsync("write_back:directory", self._tree.get_directory(path))
@@ -104,7 +107,7 @@ class Applier:
     def _do(self, action: PfsAction) -> None:
         {
             "put": self._put, "link": self._link, "move": self._move, "exchange": self._exchange,
-            "unlink": self._unlink, "rmdir": self._rmdir, "attributes": self._set_attributes,
+            "unlink": self._unlink, "rmdir": self._rmdir, "remove": self._remove_entry, "attributes": self._set_attributes,
         }[action.act](action)  # fmt: skip
         for location in (action.location, action.new_location):
             if location is not None and action.act != "attributes":
@@ -183,18 +186,82 @@ class Applier:
             if self._final_inodes.get((action.location.parent, action.location.name)) != action.inode:
                 self._remove("write_back:unlink", action.location, action.location.name, source)
             return
+        if target is not None and self._is_copied(action, source, target):
+            self._copied_inodes[source.st_ino] = target.st_ino
+            self._remove("write_back:unlink", action.location, action.location.name, source)  # The former mover died after the copy.
+            return
         if self._shows_later_change(target, action.replaced_fingerprint):
             return
         self._preserve_external(action.new_location, action.fingerprint, action.replaced_fingerprint)
         try:
             self._rename("write_back:move", action.location, action.location.name, action.new_location)
         except OSError as failure:
+            if failure.errno == errno.EXDEV and not stat.S_ISDIR(source.st_mode):
+                self._move_across(action, source)
+                return
             if failure.errno not in _NAME_TAKEN_ERRNOS:
                 raise
             self._free_name(action.new_location, action.replaced_fingerprint)
             self._rename("write_back:move", action.location, action.location.name, action.new_location)
         if stat.S_ISDIR(source.st_mode):
             self._tree.clear_cache()
+
+    def _is_copied(self, action: PfsAction, source: os.stat_result, target: os.stat_result) -> bool:
+        """Return True if `_move_across` has put the copy into place already, and the source is left."""
+        assert action.new_location is not None
+        if not stat.S_ISREG(source.st_mode) or (target.st_dev, target.st_ino) == (source.st_dev, source.st_ino):
+            return False
+        if action.replaced_fingerprint is not None and self._matches(target, action.replaced_fingerprint):
+            return False
+        if (source.st_mode, source.st_size, source.st_mtime_ns) != (target.st_mode, target.st_size, target.st_mtime_ns):
+            return False
+        return self._digest(action.location) == self._digest(action.new_location)
+
+    def _digest(self, location: PfsLocation) -> transfer.ContentDigests:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        directory, found = self._fd(location), find_stat(self._fd(location), location.name)
+        fd = pfs_ownership.retry_as_owner(
+            lambda: os.open(location.name, flags, dir_fd=directory), lambda: [] if found is None else [(found.st_uid, found.st_gid)]
+        )
+        with disk.closing(fd):
+            return transfer.read(fd, label="write_back:double")
+
+    def _move_across(self, action: PfsAction, source: os.stat_result) -> None:
+        """Move a file or a special file to another filesystem or quota project: copy it, rename the copy into place, remove the source."""
+        assert action.new_location is not None
+        new, directory = action.new_location, self._fd(action.new_location)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(action.temporary, dir_fd=directory)
+        try:
+            self._run_as_owner(self._fd(action.location), action.location.name, lambda: self._copy_entry(action, source))
+            copied = os.stat(action.temporary, dir_fd=directory, follow_symlinks=False)
+            self._rename("write_back:move", new, action.temporary, new)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(action.temporary, dir_fd=directory)
+            raise
+        self._copied_inodes[source.st_ino] = copied.st_ino
+        disk.fsync("write_back:directory", directory)
+        try:
+            self._remove("write_back:unlink", action.location, action.location.name, source)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(new.name, dir_fd=directory)  # The file must not appear twice.
+            raise
+
+    def _copy_entry(self, action: PfsAction, source: os.stat_result) -> None:
+        assert action.new_location is not None
+        directory, new_directory = self._fd(action.location), self._fd(action.new_location)
+        if stat.S_ISREG(source.st_mode):
+            self._copy(action)
+            return
+        if stat.S_ISLNK(source.st_mode):
+            disk.act(
+                "write_back:copy", os.symlink, os.readlink(action.location.name, dir_fd=directory), action.temporary, dir_fd=new_directory
+            )
+        else:
+            disk.act("write_back:copy", os.mknod, action.temporary, source.st_mode, source.st_rdev, dir_fd=new_directory)
+        self._apply_attributes(action.inode, new_directory, action.temporary)
 
     def _exchange(self, action: PfsAction) -> None:
         assert action.new_location is not None and action.replaced_fingerprint is not None
@@ -211,10 +278,23 @@ class Applier:
             except OSError as failure:
                 if failure.errno not in _NO_EXCHANGE:
                     raise
-                parked = PfsLocation(action.location.parent, action.temporary, action.location.path)
-                self._rename("write_back:move", action.location, action.location.name, parked)
-                self._finish_exchange(action, other)
+                self._exchange_by_renames(action, other)
         self._tree.clear_cache()
+
+    def _exchange_by_renames(self, action: PfsAction, other: os.stat_result | None) -> None:
+        """Exchange two names on a PFS without RENAME_EXCHANGE. If it refuses a part of it, undo the rest."""
+        parked = PfsLocation(action.location.parent, action.temporary, action.location.path)
+        self._rename("write_back:move", action.location, action.location.name, parked)
+        try:
+            self._finish_exchange(action, other)
+        except OSError:
+            self.is_half_done = True
+            assert action.new_location is not None
+            if find_stat(self._fd(action.new_location), action.new_location.name) is None:
+                self._rename("write_back:move", action.location, action.location.name, action.new_location)
+            self._rename("write_back:move", parked, parked.name, action.location)
+            self.is_half_done = False
+            raise
 
     def _finish_exchange(self, action: PfsAction, other: os.stat_result | None) -> None:
         """Finish an exchange by three renames, of which the first is done.
@@ -235,6 +315,10 @@ class Applier:
                 log.warning("%s: removed in the mount, but replaced externally on the PFS; it stays there", format_path(action.location))
             return
         self._remove("write_back:unlink", action.location, action.location.name, found)
+
+    def _remove_entry(self, action: PfsAction) -> None:
+        found = find_stat(self._fd(action.location), action.location.name)
+        (self._rmdir if found is not None and stat.S_ISDIR(found.st_mode) else self._unlink)(action)
 
     def _rmdir(self, action: PfsAction) -> None:
         found = find_stat(self._fd(action.location), action.location.name)
@@ -320,7 +404,7 @@ class Applier:
         """
         if found is None:
             return False
-        if fingerprint.ino in (0, found.st_ino):
+        if found.st_ino in (fingerprint.ino, self._copied_inodes.get(fingerprint.ino)) or fingerprint.ino == 0:
             return True
         if found.st_ino in self._batch_inodes or fingerprint.size < 0 or not stat.S_ISREG(found.st_mode):
             return False

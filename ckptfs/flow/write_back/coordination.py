@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 
 from ckptfs import disk, limits
@@ -25,7 +25,7 @@ from ckptfs.coherence import key_state, pfs_coordination
 from ckptfs.coherence.keys import PFS_NAME, PFS_STATE, SharedKey
 from ckptfs.coherence.pfs_coordination import StoreSnapshot, build_row_key, list_published_rows
 from ckptfs.errors import Busy, StoreUnreachable
-from ckptfs.flow.write_back.plan import Facts
+from ckptfs.flow.write_back.plan_facts import Facts
 from ckptfs.flow.write_back.plan_shared import SharedPlanner
 from ckptfs.model import ROOT
 from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree, find_stat
@@ -103,9 +103,10 @@ class ClusterWriteBack:
         """Load this inode too, from the next plan on."""
         self._extra_inodes.add(inode)
 
-    def build_planner(self, facts: Facts, temporary: Callable[[int], bytes]) -> SharedPlanner:
-        """Return a planner over the loaded snapshot."""
-        return SharedPlanner(self._db, PfsView(self._db), facts, temporary, self._snapshot, self._cluster.node_number, self._lost_contents)
+    def build_planner(self, facts: Facts, temporary: Callable[[int], bytes], aside_seqs: Container[int]) -> SharedPlanner:
+        """Return a planner over the loaded snapshot. `aside_seqs`: rows that wait for what the PFS refuses."""
+        view, number = PfsView(self._db), self._cluster.node_number
+        return SharedPlanner(self._db, view, facts, temporary, self._snapshot, number, self._lost_contents, aside_seqs)
 
     def fetch(self, inode: int) -> None:
         """Request the bytes of a file that a dead node wrote; without them it is not written back."""

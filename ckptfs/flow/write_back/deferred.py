@@ -3,9 +3,15 @@
 Takes: errors of the PFS, the durations of copies, and rows of the catalog.
 Leaves: which files wait, until when, and a report of them for `ckptfs status`.
 If we die here: nothing of this is persistent. The rows of deferred files are still in the journal, and the next mover begins with them.
-`DeferredFiles`: the PFS refuses the bytes of a regular file: the owner's quota is exceeded, the owner may not write there, or the name
-or the file is too long. The file waits while all others proceed, and is tried again after a pause. Changes of its names still apply in
-order. All rows with its bytes wait together, so that an older generation never replaces a newer one.
+
+`DeferredFiles`: the PFS refuses something for one file or directory: the owner's quota is exceeded, the owner may not write there, a name
+is too long or has bytes that the PFS does not take, a rename crosses filesystems, or no copy of the content can be read. It waits while
+all others proceed, and is tried again after a pause, or when it is renamed. There are three kinds:
+- The bytes of a file: changes of its names still apply in order. All rows with its bytes wait together, so that an older generation never
+  replaces a newer one.
+- The names of an inode: the PFS keeps showing it as it does, or does not. See `plan.py`. Its bytes go where it is shown.
+- Its attributes: everything else applies.
+An error that concerns the whole PFS defers nothing. It does if the same change fails again and again while the PFS takes another file.
 
 `CopyPacing`: pauses between copies of a large file that stays open and is fsynced all the time, so that it does not occupy the PFS.
 
@@ -18,6 +24,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -32,10 +39,22 @@ from ckptfs.tiers import health
 
 log = logging.getLogger(__name__)
 
-SINGLE_FILE_ERRNOS = {errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EFBIG}
+# Errors of the server, the network or the whole filesystem. All others concern one file or directory.
+PFS_ERRNOS = {
+    errno.ENOSPC, errno.EROFS, errno.EIO, errno.ENOENT, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH,
+    errno.ENETDOWN, errno.ENETUNREACH, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ESHUTDOWN, errno.EPIPE, errno.ENODEV,
+    errno.ENXIO, errno.EREMOTEIO, errno.ENOMEM, errno.ENOBUFS, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.ECOMM,
+    errno.EPROTO, errno.ENOLINK, errno.ENOLCK, errno.EUCLEAN,
+}  # fmt: skip
+SINGLE_FILE_ERRNOS = {errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EFBIG, errno.EINVAL, errno.EILSEQ, errno.EXDEV}
+"""Those of them that sites see; tests use them."""
+FULL_ERRNOS = {errno.ENOSPC, errno.EROFS}
+# A change that failed so often with one of PFS_ERRNOS is deferred if the PFS takes another file.
+TRIES_MAX = 3
 # If so many files are refused the whole PFS refuses, and write-back waits for it.
 FILES_MAX = 1024
 LOGGED_MAX = 10
+REPORTED_MAX = 20
 RETRY_FIRST_S = 1.0
 RETRY_LAST_S = 120.0
 PAUSE_S_MIN = 0.25
@@ -51,11 +70,33 @@ _REMEDIES = {
     errno.EROFS: "mount the PFS for writing",
     errno.EACCES: "let the file's owner write to this directory on the PFS",
     errno.EPERM: "let the file's owner write to this directory on the PFS",
-    errno.ENAMETOOLONG: "give the file a shorter name",
+    errno.ENAMETOOLONG: "give it a shorter name",
+    errno.EINVAL: "give it a name that the PFS takes",
+    errno.EILSEQ: "give it a name that the PFS takes",
+    errno.EXDEV: "copy it to the other directory and delete it here: on the PFS they are different filesystems or quota projects",
+    errno.EBUSY: "see whether something is mounted there on the PFS",
+    errno.EMLINK: "make fewer links to the file",
+    errno.EIO: "check the kernel log for this device or server",
     errno.EFBIG: "raise the PFS's limit on the size of a file, or keep the file elsewhere",
     errno.ESTALE: "mount the PFS again",
     errno.ENOTCONN: "mount the PFS again",
 }
+
+
+class SourceFailed(OSError):
+    """No copy of a content on this node can be read: that is no fault of the PFS. `remedy` says what helps."""
+
+    def __init__(self, code: int, message: str, remedy: str) -> None:
+        super().__init__(code, message)
+        self.remedy = remedy
+
+
+class RefusedKind(Enum):
+    """What of a file or directory the PFS refuses."""
+
+    BYTES = "it is not written back for now"
+    NAMES = "its {act} is not made on the PFS for now"
+    ATTRIBUTES = "its owner, mode and times are not set on the PFS for now"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,49 +108,94 @@ class _DeferredFile:
     remedy: str
 
 
+def concerns_one_file(failure: OSError) -> bool:
+    """Return True if an error says something about one file or directory, and nothing about the PFS."""
+    return isinstance(failure, SourceFailed) or failure.errno not in PFS_ERRNOS
+
+
 class DeferredFiles:
-    """The files that the PFS refuses. Up to row `after_seq` the journal holds only rows of such files."""
+    """What the PFS refuses, by inode. Up to row `after_seq` the journal holds only rows of such inodes."""
 
     def __init__(self, report: Callable[[str, Mapping[str, Any] | None], None]) -> None:
-        """`report(key, value)` publishes the trouble, or clears it if `value` is None."""
+        """`report(key, value)` publishes a trouble, or clears it if `value` is None."""
         self.after_seq = 0
         self._report = report
-        self._files: dict[int, _DeferredFile] = {}
-        self._delays_s: dict[int, float] = {}
+        self._files: dict[tuple[int, RefusedKind], _DeferredFile] = {}
+        self._delays_s: dict[tuple[int, RefusedKind], float] = {}
+        self._failures: dict[tuple[int, RefusedKind], int] = {}
+        self._reported_count = 0
         self._retries_all = False
 
-    def defer(self, inode: int, path: str, failure: OSError) -> bool:
-        """Defer a file that the PFS refused.
+    def defer(
+        self,
+        inode: int,
+        path: str,
+        failure: OSError,
+        kind: RefusedKind = RefusedKind.BYTES,
+        act: str = "",
+        is_elsewhere: Callable[[], bool] = lambda: False,
+        is_pfs_well: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Defer a file that the PFS refused. `act` names the change of its names.
 
-        Returns False if the error concerns more than this file, or if too many files are deferred.
+        Returns False if the error concerns more than this file, or if too many files are deferred. Of an error that may concern the whole
+        PFS, `is_elsewhere` says whether the file belongs on another filesystem below it. `is_pfs_well` is asked if it comes for the same
+        file again and again.
         """
-        if failure.errno not in SINGLE_FILE_ERRNOS or len(self._files) >= FILES_MAX:
+        key = inode, kind
+        if not concerns_one_file(failure) and not is_elsewhere() and not self._is_stubborn(key, failure, is_pfs_well):
             return False
-        before_s = self._delays_s.pop(inode, 0.0)
+        if len(self._files) >= FILES_MAX and not isinstance(failure, SourceFailed):
+            return False
+        self._failures.pop(key, None)
+        before_s = self._delays_s.pop(key, 0.0)
         delay_s = min(max(2 * before_s, RETRY_FIRST_S), RETRY_LAST_S)
-        what, remedy = health.describe(failure), _REMEDIES.get(failure.errno or 0, "")
-        self._files[inode] = _DeferredFile(time.monotonic() + delay_s, delay_s, path, what, remedy)
+        what = f"{health.describe(failure)}: {kind.value.format(act=act)}"
+        remedy = failure.remedy if isinstance(failure, SourceFailed) else _REMEDIES.get(failure.errno or 0, "see the PFS's own log")
+        self._files[key] = _DeferredFile(time.monotonic() + delay_s, delay_s, path, what, remedy)
         level = logging.WARNING if not before_s and len(self._files) <= LOGGED_MAX else logging.DEBUG
-        log.log(level, "%s: not written back for now: %s; all other files are (%s)", path, what, remedy)
+        log.log(level, "%s: %s; all others are written back (%s)", path, what, remedy)
         self._report_deferred()
         return True
 
+    def _is_stubborn(self, key: tuple[int, RefusedKind], failure: OSError, is_pfs_well: Callable[[], bool]) -> bool:
+        """Return True if the change has failed so often that it is the cause itself, since the PFS takes other files."""
+        if failure.errno in FULL_ERRNOS:
+            return False
+        self._failures[key] = self._failures.get(key, 0) + 1
+        return self._failures[key] >= TRIES_MAX and is_pfs_well()
+
     def is_deferred(self, inode: int) -> bool:
-        """Return True if the file is deferred. Its rows keep their order: only `start_batch` releases it."""
-        return inode in self._files
+        """Return True if the PFS refuses the bytes of a file. Its rows keep their order: only `start_batch` releases it."""
+        return (inode, RefusedKind.BYTES) in self._files
+
+    def is_held(self, inode: int) -> bool:
+        """Return True if the PFS refuses a change of the names of an inode."""
+        return (inode, RefusedKind.NAMES) in self._files
+
+    def has_refused_attributes(self, inode: int) -> bool:
+        """Return True if the PFS refuses the attributes of an inode."""
+        return (inode, RefusedKind.ATTRIBUTES) in self._files
 
     def start_batch(self) -> None:
         """Release the files that are due, and read the journal anew for them. Call before each batch."""
         retries_all, self._retries_all = self._retries_all, False
         now = time.monotonic()
-        due = [inode for inode, one in self._files.items() if retries_all or one.until_s <= now]
-        for inode in due:
-            self._delays_s[inode] = self._files.pop(inode).delay_s
+        due = [key for key, one in self._files.items() if retries_all or one.until_s <= now]
+        for key in due:
+            self._delays_s[key] = self._files.pop(key).delay_s
         if due:
             self.after_seq = 0
 
+    def release(self, inodes: Iterable[int]) -> None:
+        """Release inodes that were renamed or have appeared, and read the journal anew: what waits for them may be possible now."""
+        for key in [(inode, kind) for inode in inodes for kind in RefusedKind if (inode, kind) in self._files]:
+            self._delays_s[key] = self._files.pop(key).delay_s
+        self.after_seq = 0
+
     def finish_journal(self) -> None:
         """Forget released files that were not deferred again. Call at the end of the journal."""
+        self._failures.clear()
         if self._delays_s:
             self._delays_s.clear()
             self._report_deferred()
@@ -125,16 +211,20 @@ class DeferredFiles:
         self._retries_all = True
 
     def _report_deferred(self) -> None:
-        self._report(TROUBLE, _build_report(self._files.values()))
+        reports = _build_reports(self._files.values())
+        for number, value in enumerate(reports + [None] * (self._reported_count - len(reports)), 1):
+            self._report(TROUBLE if number == 1 else f"{TROUBLE} {number}", value)
+        self._reported_count = len(reports)
 
 
-def _build_report(deferred: Iterable[_DeferredFile]) -> dict[str, str] | None:
-    """Describe the first deferred file, and count the others. Returns None if there is none."""
+def _build_reports(deferred: Iterable[_DeferredFile]) -> list[dict[str, str] | None]:
+    """Describe each deferred file, up to a bound; the last one counts the rest."""
     files = sorted(deferred, key=lambda file: os.fsencode(file.path))
-    if not files:
-        return None
-    more = f", nor are {len(files) - 1} other files" if len(files) > 1 else ""
-    return {"what": f"{files[0].what}: it is not written back for now{more}", "path": files[0].path, "remedy": files[0].remedy}
+    reports: list[dict[str, str] | None] = []
+    for file in files[:REPORTED_MAX]:
+        more = f"; so are {len(files) - REPORTED_MAX} other files" if len(reports) + 1 == REPORTED_MAX < len(files) else ""
+        reports.append({"what": file.what + more, "path": file.path, "remedy": file.remedy})
+    return reports
 
 
 class CopyPacing:
@@ -182,6 +272,8 @@ class CatalogFacts:
     def __init__(self, db: Database, pacing: CopyPacing, deferred: DeferredFiles) -> None:
         self._db = db
         self.is_deferred = deferred.is_deferred
+        self.is_held = deferred.is_held
+        self.has_refused_attributes = deferred.has_refused_attributes
         self.get_content = partial(contents.get_content, db)
         self.get_published = partial(pfs_state.get_published, db)
         self.is_repeated = partial(journal.is_repeated_later, db)

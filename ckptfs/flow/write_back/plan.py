@@ -8,6 +8,11 @@ A file that the PFS does not show yet has its names in `pfs_pending` only; chang
 renamed and deleted before its first content is sealed leaves no trace. A file that a pending file replaces stays until the new bytes
 are there.
 
+What the PFS refuses to do with the names of an inode becomes pending in the same way: the row is planned as if it were done, the names
+that the inode should have are pending, and a row `settle` at the end of the journal brings the PFS in line when the inode is tried again.
+An entry under a name that the journal gives to another inode, or to none, is *stale*. It is never replaced or removed while it is all that
+the PFS shows of an inode that has other names by now (P5). What is below a directory that is missing for this reason waits for it.
+
 Invariant: every path in a plan is valid from the beginning of the batch to its end. A row that needs a directory made by this batch,
 or that moves a directory, begins the next batch. So each change can be recognised as done by its own names (apply.py).
 """
@@ -15,82 +20,19 @@ or that moves a directory, begins the next batch. So each change can be recognis
 import os
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from enum import Enum, auto
-from typing import Protocol
+from dataclasses import replace
 
 from ckptfs import limits
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_batch import PfsAction, PfsLocation
-from ckptfs.catalog.pfs_state import Fingerprint, PfsEntry, PfsName, PfsView, PublishedRow
+from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, PfsAction, PfsLocation
+from ckptfs.catalog.pfs_state import NO_INODE, Fingerprint, PfsEntry, PfsName, PfsView, PublishedRow
 from ckptfs.coherence.pfs_coordination import list_row_names
+from ckptfs.flow.write_back.plan_facts import Facts, PlannedFile, SourceKind
 from ckptfs.model import ROOT, Content, ContentState, Inode
 
 PUTS_MAX = 64
 ACTIONS_MAX = 256
 BATCH_BYTES_MAX = 64 * limits.MIB
-KEYS_PER_ROW = 1 << 20
-
-
-class SourceKind(Enum):
-    """What a 'put' makes.
-
-    INODE: the inode as the catalog has it. SEALED: a sealed content. EARLY: a closed content whose seal is still to come. STABLE: a
-    consistent state of an open file.
-    """
-
-    INODE = auto()
-    SEALED = auto()
-    EARLY = auto()
-    STABLE = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedFile:
-    """A temporary file to make: `inode` with the bytes of `content`.
-
-    `mode` is used if the inode's row is gone; `path` is the target's path on the PFS, for messages.
-    """
-
-    kind: SourceKind
-    inode: int
-    content: Content | None
-    mode: int
-    path: str
-
-
-class Facts(Protocol):
-    """What the planner reads from the catalog and from earlier attempts."""
-
-    def get_inode(self, inode: int) -> Inode | None:
-        """Return the row of an inode."""
-
-    def get_content(self, content: int) -> Content | None:
-        """Return the row of a content."""
-
-    def get_published(self, inode: int) -> PublishedRow | None:
-        """Return what the PFS shows of a file's bytes."""
-
-    def is_repeated(self, row: JournalRow) -> bool:
-        """Return True if a later row makes this one redundant."""
-
-    def is_seal_overdue(self, row: JournalRow, content: Content) -> bool:
-        """Return True if write-back has waited too long for the seal of a CLOSED content."""
-
-    def can_copy_early(self, content: Content) -> bool:
-        """Return True if a CLOSED content may be copied while its digest is being computed."""
-
-    def is_unstable(self, content: Content) -> bool:
-        """Return True if the content kept changing while it was read as an open file."""
-
-    def is_paused(self, content: Content) -> bool:
-        """Return True if a recent copy of the open file took so long that this fsync must wait."""
-
-    def is_unfit(self, inode: int) -> bool:
-        """Return True if the PFS cannot hold this kind of inode."""
-
-    def is_deferred(self, inode: int) -> bool:
-        """Return True if the PFS refuses the bytes of this file for now; its rows stay in the journal."""
 
 
 class Planner:
@@ -105,6 +47,9 @@ class Planner:
         self.actions: list[PfsAction] = []
         self.puts: dict[int, PlannedFile] = {}
         self.requeued: list[tuple[int, int]] = []
+        self.requeued_seqs: list[int] = []
+        self.settle_rows: list[tuple[int, int]] = []
+        self.moved_pending: set[int] = set()
         self.kept_seqs: list[int] = []
         self.renewed_rows: list[PublishedRow] = []
         self.lost_inodes: list[int] = []
@@ -128,26 +73,17 @@ class Planner:
             or self._planned_bytes >= BATCH_BYTES_MAX
         ):
             return False
-        self._key = row.seq * KEYS_PER_ROW
+        self._key = self.view.key = row.seq * KEYS_PER_ROW
         is_planned = self._plan_row(row)
         if is_planned:
             self.last_seq = row.seq
         return is_planned
 
-    def observe_kept_names(self) -> None:
-        """Expect an inode whose attributes are set under a name that it keeps.
-
-        Otherwise its new times look like an external change if the name that they were set under is removed later in the batch.
-        """
-        for inode in self._with_set_attributes:
-            for name in self.view.list_names(inode)[-1:]:
-                if (shown := self.view.get_entry(*name)) is not None and self._find_location(name) is not None:
-                    self.view.set_entry(*name, shown)
-
     def _plan_row(self, row: JournalRow) -> bool:
         return {
             "make": self._make, "link": self._link, "unlink": self._remove, "rmdir": self._remove, "rename": self._rename,
             "exchange": self._exchange, "attributes": self._attributes, "content": self._content, "synced": self._synced,
+            "settle": self._settle,
         }[row.op](row)  # fmt: skip
 
     # --- actions ------------------------------------------------------------------------------------------------------
@@ -158,6 +94,7 @@ class Planner:
 
     def _next_key(self) -> int:
         self._key += 1
+        self.view.key = self._key
         return self._key
 
     def _find_fingerprint(self, name: PfsName) -> Fingerprint | None:
@@ -168,7 +105,42 @@ class Planner:
         return Fingerprint(shown.fingerprint.ino) if shown.inode in self._with_set_attributes else shown.fingerprint
 
     def _list_shown_names(self, inode: int) -> list[PfsName]:
-        return [name for name in self.view.list_names(inode) if self._find_location(name) is not None]
+        """Return the names under which the PFS shows an inode, and is to show it."""
+        return [name for name in self.view.list_names(inode) if self._find_location(name) is not None and not self.view.is_stale(*name)]
+
+    def _list_stale_names(self, inode: int) -> list[PfsName]:
+        return [name for name in self.view.list_names(inode) if self._find_location(name) is not None and self.view.is_stale(*name)]
+
+    def _is_directory_pending(self, name: PfsName) -> bool:
+        """Return True if the directory of a name is missing on the PFS, and will appear later."""
+        return self._find_location(name) is None and bool(self.view.list_pending_names(name[0]))
+
+    def _is_stranded(self, inode: int) -> bool:
+        """Return True if the PFS shows an inode under stale names only, and is to show it under others."""
+        return bool(self.view.list_pending_names(inode)) and not self._list_shown_names(inode)
+
+    def _is_guarded(self, name: PfsName, inode: int = NO_INODE) -> bool:
+        """Return True if the entry under a name must not be replaced or removed now: it is stranded, or a directory with entries."""
+        shown = self.view.get_entry(*name)
+        if shown is None or shown.inode == inode:
+            return False
+        return self._is_stranded(shown.inode) or (inode != NO_INODE and self._is_full_directory(shown.inode))
+
+    def _is_full_directory(self, inode: int) -> bool:
+        return self.view.has_entries(inode)
+
+    def _set_wanted(self, name: PfsName, inode: int, row: JournalRow) -> None:
+        """Plan that a name is to show `inode`, or nothing (`NO_INODE`), as soon as the PFS lets it. Until then it shows what it did."""
+        shown = self.view.get_entry(*name)
+        self.view.set_pending(*name, inode)
+        if inode != NO_INODE:
+            self._settle_later(inode, row)
+        elif shown is not None:
+            self._settle_later(shown.inode, row)
+
+    def _settle_later(self, inode: int, row: JournalRow) -> None:
+        if (inode, row.seq) not in self.settle_rows:
+            self.settle_rows.append((inode, row.seq))
 
     def _append(
         self, act: str, inode: int, at: PfsLocation, fingerprint: Fingerprint, to: PfsLocation | None, replaced: Fingerprint | None
@@ -215,7 +187,10 @@ class Planner:
         assert shown is not None and location is not None
         self.actions.append(PfsAction("attributes", self._next_key(), inode, location, Fingerprint(shown.fingerprint.ino)))
         self._with_set_attributes.add(inode)
-        self.view.set_entry(*name, shown)
+        # All names are observed: the new times would look like an external change if the name that they were set under were removed later.
+        for other in {name, *self._list_shown_names(inode)}:
+            if (kept := self.view.get_entry(*other)) is not None:
+                self.view.set_entry(*other, kept)
 
     # --- rows by operation --------------------------------------------------------------------------------------------
 
@@ -223,6 +198,9 @@ class Planner:
         (name,) = list_row_names(row)
         inode = self._facts.get_inode(row.inode)
         location = self._find_location(name)
+        if self._facts.is_held(row.inode) or self._is_guarded(name, row.inode) or self._is_directory_pending(name):
+            self._set_wanted(name, row.inode, row)
+            return True
         if location is None or self._facts.is_unfit(row.inode) or not _can_be_made(row, inode):
             self.view.set_pending(*name, row.inode)
             return True
@@ -236,8 +214,11 @@ class Planner:
     def _link(self, row: JournalRow) -> bool:
         (name,) = list_row_names(row)
         shown = self._list_shown_names(row.inode)
-        if not shown or self._find_location(name) is None:
+        is_refused = self._facts.is_held(row.inode) or self._is_guarded(name, row.inode) or self._is_directory_pending(name)
+        if not shown or is_refused or self._find_location(name) is None:
             self.view.set_pending(*name, row.inode)
+            if is_refused or self._list_stale_names(row.inode):
+                self._settle_later(row.inode, row)
             return True
         if name not in shown:
             source = self.view.get_entry(*shown[0])
@@ -250,25 +231,37 @@ class Planner:
         (name,) = list_row_names(row)
         has_pending = self.view.get_pending(*name) is not None
         self.view.delete_pending(*name)
-        location, shown = self._find_location(name), self.view.get_entry(*name)
-        if shown is None or not (has_pending or shown.inode == row.inode):
-            return True
+        shown = self.view.get_entry(*name)
+        if shown is not None and (has_pending or shown.inode == row.inode):
+            self._remove_shown(row, name, "unlink" if has_pending else row.op)
+        return True
+
+    def _remove_shown(self, row: JournalRow, name: PfsName, act: str) -> None:
+        """Plan that a name shows nothing, now or when the PFS allows it."""
+        shown, location = self.view.get_entry(*name), self._find_location(name)
+        assert shown is not None
         if location is None:
             self.view.delete_entry(*name)
+        elif self._facts.is_held(shown.inode) or self._is_guarded(name) or self._is_full_directory(shown.inode):
+            self._set_wanted(name, NO_INODE, row)
         else:
-            self._plan_removal(name, location, "unlink" if has_pending else row.op)
-        return True
+            self._plan_removal(name, location, "remove" if self.view.was_directory(*name) and act == "unlink" else act)
 
     def _rename(self, row: JournalRow) -> bool:
         name, new = list_row_names(row)
         shown, at, to = self.view.get_entry(*name), self._find_location(name), self._find_location(new)
         if shown is None or shown.inode != row.inode or self.view.get_pending(*name) is not None:
-            self._rename_pending(row, name, new, at)
+            self._rename_pending(row, name, new)
             return True
-        if stat.S_ISDIR(row.mode):
-            if self.actions:
-                return False
-            self._is_full = True
+        is_directory = stat.S_ISDIR(row.mode)
+        if is_directory and self.actions:
+            return False
+        if self._facts.is_held(row.inode) or self._is_guarded(new, row.inode) or self._is_directory_pending(new):
+            self.view.delete_pending(*new)
+            self._set_wanted(name, NO_INODE, row)
+            self._set_wanted(new, row.inode, row)
+            return True
+        self._is_full = self._is_full or is_directory
         self.view.delete_pending(*new)
         if at is None or to is None:
             self.view.delete_entry(*name)
@@ -277,13 +270,22 @@ class Planner:
         self._plan_move(shown, name, at, new, to)
         return True
 
-    def _rename_pending(self, row: JournalRow, name: PfsName, new: PfsName, at: PfsLocation | None) -> None:
-        """Rename a file that the PFS does not show yet. The file that it replaced under its old name goes."""
+    def _rename_pending(self, row: JournalRow, name: PfsName, new: PfsName) -> None:
+        """Rename an inode that the PFS does not show under its name yet. The file that it replaced under the old name goes."""
         has_pending = self.view.get_pending(*name) is not None
+        was_refused = (
+            stat.S_ISDIR(row.mode) or self._facts.is_held(row.inode) or self._facts.is_deferred(row.inode)
+            or self._is_directory_pending(name) or self._is_guarded(name, row.inode)
+        )  # fmt: skip
         self.view.delete_pending(*name)
-        if has_pending and self.view.get_entry(*name) is not None and at is not None:
-            self._plan_removal(name, at)
+        if has_pending and self.view.get_entry(*name) is not None:
+            self._remove_shown(row, name, "unlink")
+        self.view.delete_pending(*new)
         self.view.set_pending(*new, row.inode)
+        if was_refused:
+            self.moved_pending.add(row.inode)
+        if has_pending and (self.view.list_names(row.inode) or not stat.S_ISREG(row.mode)):
+            self._settle_later(row.inode, row)
 
     def _exchange(self, row: JournalRow) -> bool:
         """Exchange the two names as far as the PFS shows them."""
@@ -293,6 +295,12 @@ class Planner:
         at, to = self._find_location(name), self._find_location(new)
         one, other = self.view.get_entry(*name), self.view.get_entry(*new)
         one_pending, other_pending = self.view.get_pending(*name), self.view.get_pending(*new)
+        if self._is_exchange_refused(name, new):
+            wanted, other_wanted = _get_wanted(one, one_pending), _get_wanted(other, other_pending)
+            self._set_wanted(name, other_wanted, row)
+            self._set_wanted(new, wanted, row)
+            self.moved_pending.update({wanted, other_wanted} - {NO_INODE})
+            return True
         self.view.delete_pending(*name)
         self.view.delete_pending(*new)
         if at is not None and to is not None:
@@ -312,13 +320,28 @@ class Planner:
             self.view.set_pending(*name, other_pending)
         return True
 
+    def _is_exchange_refused(self, *names: PfsName) -> bool:
+        """Return True if one of the two names cannot be changed now."""
+        for name in names:
+            shown = self.view.get_entry(*name)
+            if self.view.get_pending(*name) == NO_INODE or self._is_guarded(name) or self._is_directory_pending(name):
+                return True
+            if shown is not None and (
+                self._facts.is_held(shown.inode) or (self.view.is_stale(*name) and self.view.list_pending_names(shown.inode))
+            ):
+                return True
+        return False
+
     def _attributes(self, row: JournalRow) -> bool:
         if self._facts.is_repeated(row) or self._facts.get_inode(row.inode) is None:
+            return True
+        if self._facts.has_refused_attributes(row.inode):
+            self.kept_seqs.append(row.seq)
             return True
         if row.inode == ROOT:
             self.actions.append(PfsAction("attributes", self._next_key(), ROOT, PfsLocation(ROOT, b".", ()), Fingerprint()))
             return True
-        for name in self._list_shown_names(row.inode)[:1]:
+        for name in (self._list_shown_names(row.inode) or self._list_stale_names(row.inode))[:1]:
             self._plan_attributes(row.inode, name)
         return True
 
@@ -349,6 +372,7 @@ class Planner:
             return False
         if row.seq not in self.kept_seqs:
             self.requeued.append((row.inode, content.id))
+            self.requeued_seqs.append(row.seq)
         return True
 
     def _synced(self, row: JournalRow) -> bool:
@@ -363,11 +387,23 @@ class Planner:
         """Plan that all names of a file show this content."""
         inode = self._facts.get_inode(row.inode)
         shown = self._list_shown_names(row.inode)
-        waiting = [name for name in self.view.list_pending_names(row.inode) if self._find_location(name) is not None]
-        if inode is None or inode.nlink == 0 or not shown + waiting:
+        pending = self.view.list_pending_names(row.inode)
+        is_held = self._facts.is_held(row.inode)
+        waiting = [] if is_held else [name for name in pending if self._find_location(name) and not self._is_guarded(name, row.inode)]
+        if inode is None or inode.nlink == 0:
+            return True
+        if not shown + waiting:
+            if is_held or any(self._is_directory_pending(name) or self._is_guarded(name, row.inode) for name in pending):
+                self.kept_seqs.append(row.seq)
             return True
         if any(parent in self._made_directories for parent, _ in shown + waiting):
             return False
+        if len(waiting) < len(pending):
+            self._settle_later(row.inode, row)
+        return self._publish_as(row, content, kind, shown, waiting)
+
+    def _publish_as(self, row: JournalRow, content: Content, kind: SourceKind, shown: list[PfsName], waiting: list[PfsName]) -> bool:
+        """Plan that these names, of which the first exist already, show a content."""
         first, *others = shown + waiting
         published = self._facts.get_published(row.inode)
         if (
@@ -381,8 +417,9 @@ class Planner:
             assert kept is not None
             fingerprint, others = kept.fingerprint, [name for name in others if name in waiting]
             if published.generation != content.generation:
-                self.renewed_rows.append(replace(published, generation=content.generation))
-                self._plan_attributes(row.inode, first)
+                if not self._facts.has_refused_attributes(row.inode):
+                    self._plan_attributes(row.inode, first)
+                self.renewed_rows.append(replace(published, generation=content.generation, key=self._key))
         else:
             if self._facts.is_deferred(row.inode):
                 self.kept_seqs.append(row.seq)
@@ -395,6 +432,101 @@ class Planner:
         for name in others:
             self._plan_link(row.inode, first, name, fingerprint)
         return True
+
+    # --- what the PFS refused before ----------------------------------------------------------------------------------
+
+    def _settle(self, row: JournalRow) -> bool:
+        """Bring the names of an inode on the PFS in line with the journal, as far as possible now. Else the row stays."""
+        if self._facts.is_repeated(row):
+            return True
+        wanted = self.view.list_pending_names(row.inode)
+        stale = self._list_stale_names(row.inode)
+        if self._facts.is_held(row.inode) or any(self._is_directory_pending(name) for name in wanted):
+            self.kept_seqs.append(row.seq)
+            return True
+        wanted = [name for name in wanted if self._find_location(name)]
+        if not wanted and not stale:
+            return True
+        if not self.view.list_names(row.inode):
+            return self._settle_missing(row, wanted)
+        if not self._list_shown_names(row.inode):
+            if wanted:
+                return self._settle_move(row, stale[0], wanted[0]) if stale else True
+            if self._is_full_directory(row.inode):
+                self.kept_seqs.append(row.seq)
+                return True
+        return self._settle_links(row, wanted, stale)
+
+    def _settle_missing(self, row: JournalRow, wanted: list[PfsName]) -> bool:
+        """Plan that an inode appears that the PFS does not show. A file with bytes appears with its content."""
+        inode, name = self._facts.get_inode(row.inode), wanted[0]
+        if inode is None or not _can_be_made(replace(row, mode=inode.mode), inode):
+            return True
+        if self._is_guarded(name, row.inode):
+            self.kept_seqs.append(row.seq)
+            return True
+        if name[0] in self._made_directories:
+            return False
+        location = self._find_location(name)
+        assert location is not None
+        fingerprint = self._plan_file(SourceKind.INODE, row.inode, None, inode.mode, name, location)
+        if inode.is_directory:
+            self._made_directories.add(row.inode)
+        for other in wanted[1:]:
+            self._plan_link(row.inode, name, other, fingerprint)
+        self.moved_pending.add(row.inode)
+        return True
+
+    def _settle_move(self, row: JournalRow, name: PfsName, new: PfsName) -> bool:
+        """Plan that an inode moves from a stale name to one that it should have, or changes places with another one that is stranded."""
+        if self.actions:
+            return False
+        shown, other, at, to = self.view.get_entry(*name), self.view.get_entry(*new), self._find_location(name), self._find_location(new)
+        assert shown is not None and at is not None and to is not None
+        if other is not None and self._is_guarded(new, row.inode):
+            if self._facts.is_held(other.inode) or not self._is_stranded(other.inode):
+                self.kept_seqs.append(row.seq)
+                return True
+            self._append("exchange", row.inode, at, shown.fingerprint, to, other.fingerprint)
+            self.view.set_entry(*name, other)
+            self.view.set_entry(*new, shown)
+            if self.view.get_pending(*name) == other.inode:
+                self.view.delete_pending(*name)
+        else:
+            self._plan_move(shown, name, at, new, to)
+            if self.view.get_pending(*name) == NO_INODE:
+                self.view.delete_pending(*name)
+        self.view.delete_pending(*new)
+        self._is_full = True
+        self.moved_pending.add(row.inode)
+        self._settle_later(row.inode, row)
+        return True
+
+    def _settle_links(self, row: JournalRow, wanted: list[PfsName], stale: list[PfsName]) -> bool:
+        """Plan the further names of an inode that has one, and the removal of those that it should not have."""
+        for name in stale:
+            location = self._find_location(name)
+            assert location is not None
+            self._plan_removal(name, location, "remove")
+            if self.view.get_pending(*name) == NO_INODE:
+                self.view.delete_pending(*name)
+        for name in wanted:
+            source = self._list_shown_names(row.inode)[0]
+            if self._is_guarded(name, row.inode):
+                self.kept_seqs.append(row.seq)
+                continue
+            entry = self.view.get_entry(*source)
+            assert entry is not None
+            self._plan_link(row.inode, source, name, entry.fingerprint)
+        self.moved_pending.add(row.inode)
+        return True
+
+
+def _get_wanted(shown: PfsEntry | None, pending: int | None) -> int:
+    """Return the inode that a name is to show, or `NO_INODE`."""
+    if pending is not None:
+        return pending
+    return NO_INODE if shown is None else shown.inode
 
 
 def _is_on_pfs(published: PublishedRow, content: Content) -> bool:

@@ -18,7 +18,8 @@ from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_state import PfsName, PfsView
 from ckptfs.coherence.keys import PFS_STATE, SharedKey
 from ckptfs.coherence.pfs_coordination import StoreSnapshot, list_row_names
-from ckptfs.flow.write_back.plan import Facts, Planner, SourceKind
+from ckptfs.flow.write_back.plan import Planner
+from ckptfs.flow.write_back.plan_facts import Facts, SourceKind
 from ckptfs.model import ROOT, ContentState
 
 # One transaction of the store publishes the intents of a batch, and compares four keys for each action.
@@ -26,6 +27,10 @@ PUTS_MAX = 24
 ACTIONS_MAX = 24
 # Prefix of a temporary name for an inode whose own name is not free yet.
 PARKED_PREFIX = b".ckptfs.parked."
+
+
+class SetAside(Exception):
+    """A row depends on an inode of which the PFS refuses a change of names. The planner is of no use any more."""
 
 
 class SharedPlanner(Planner):
@@ -47,22 +52,28 @@ class SharedPlanner(Planner):
         snapshot: StoreSnapshot,
         own_number: int,
         lost: Container[int] = (),
+        aside_seqs: Container[int] = (),
     ) -> None:
-        """`lost`: contents that no node has."""
+        """`lost`: contents that no node has. `aside_seqs`: rows that wait for what the PFS refuses."""
         super().__init__(view, facts, temporary)
         self._db = db
         self._snapshot = snapshot
         self._own_number = own_number
         self._lost = lost
+        self._aside_seqs = aside_seqs
         self._aligning: set[int] = set()
         self.is_blocked = False
         self.missing_inode: int | None = None
 
     def _plan_row(self, row: JournalRow) -> bool:
+        """Plan a row. Raises SetAside if it depends on an inode of which the PFS refuses a change of names."""
+        if row.seq in self._aside_seqs or self._facts.is_held(row.inode):
+            self.kept_seqs.append(row.seq)
+            return True
         plan = {
             "make": self._shared_make, "link": self._shared_link, "unlink": self._shared_remove, "rmdir": self._shared_remove,
             "rename": self._shared_rename, "exchange": self._shared_exchange, "attributes": self._shared_attributes,
-            "content": self._shared_content, "synced": self._shared_content,
+            "content": self._shared_content, "synced": self._shared_content, "settle": self._shared_settle,
         }[row.op]  # fmt: skip
         names = {*list_row_names(row), *self.view.list_names(row.inode)}
         if self._snapshot.has_intent(row.inode) or any(self._snapshot.get_intent(name) for name in names):
@@ -194,10 +205,15 @@ class SharedPlanner(Planner):
             return False
         return self._content(row) if row.op == "content" else self._synced(row)
 
+    def _shared_settle(self, row: JournalRow) -> bool:
+        return self._align(row.inode)
+
     # --- alignment ----------------------------------------------------------------------------------------------------
 
     def _align(self, inode: int) -> bool:
         """Plan that the PFS shows an inode under its present names. Return False if that is not possible yet."""
+        if self._facts.is_held(inode):
+            raise SetAside
         self._snapshot.require_loaded(inode)
         if inode in self._aligning or self._snapshot.has_intent(inode):
             return self._block()

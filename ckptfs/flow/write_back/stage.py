@@ -26,7 +26,9 @@ from ckptfs.catalog.inodes import get
 from ckptfs.catalog.pfs_batch import PfsAction, PfsBatch, PfsLocation
 from ckptfs.catalog.pfs_state import Fingerprint, PfsView, PublishedRow
 from ckptfs.errors import Busy
-from ckptfs.flow.write_back.plan import PlannedFile, Planner, SourceKind
+from ckptfs.flow.write_back.deferred import SourceFailed
+from ckptfs.flow.write_back.plan import Planner
+from ckptfs.flow.write_back.plan_facts import PlannedFile, SourceKind
 from ckptfs.model import Content, ContentState, CopyState, Inode, Tier
 from ckptfs.tiers import pfs_ownership, pfs_sync, transfer
 from ckptfs.tiers.pfs_tree import PfsTree, find_stat
@@ -72,7 +74,7 @@ class Stager:
         """`progress(inode, path, copied bytes, size in bytes)` is called every fourth block."""
         self._db = db
         self._tiers = tiers
-        self._tree = tree
+        self.tree = tree
         self._progress = progress
         self._path = ""
         self._open: list[tuple[int, PfsAction, int]] = []
@@ -106,7 +108,8 @@ class Stager:
         self.close()
         for action in actions:
             for location in (action.location, action.new_location):
-                if action.temporary and location is not None:
+                # The temporary name of an exchange may hold one of its two files.
+                if action.act in {"put", "link", "move"} and action.temporary and location is not None:
                     self._remove(location, action.temporary)
 
     def remove_leftovers(self, planned: Iterable[PfsAction]) -> None:
@@ -126,7 +129,7 @@ class Stager:
     # --- one temporary file -------------------------------------------------------------------------------------------
 
     def _stage(self, action: PfsAction, planned: PlannedFile, wanted: Inode) -> Staged:
-        directory = self._tree.get_directory(action.location.path)
+        directory = self.tree.get_directory(action.location.path)
         resumed_fd = self._open_resumable(directory, action, planned, wanted)
         if stat.S_ISDIR(wanted.mode):
             there = find_stat(directory, action.location.name)
@@ -174,7 +177,8 @@ class Stager:
         generation = wanted.generation if planned.content is None else planned.content.generation
         complete = planned.kind is not SourceKind.STABLE
         fingerprint = Fingerprint(found.st_ino, size, found.st_mtime_ns)
-        return Staged(fingerprint, PublishedRow(planned.inode, generation, complete, size, found.st_mtime_ns, found.st_ino, whole, blocks))
+        published = PublishedRow(planned.inode, generation, complete, size, found.st_mtime_ns, found.st_ino, whole, blocks, action.key)
+        return Staged(fingerprint, published)
 
     def _stage_special(self, directory: int, name: bytes, wanted: Inode) -> Staged:
         try:
@@ -200,13 +204,13 @@ class Stager:
 
     def _fill_sealed(self, fd: int, content: Content) -> transfer.ContentDigests:
         """Copy from the first copy that has the digest; quarantine those that have not."""
-        refusal: OSError | None = None
+        refusal: SourceFailed | None = None
         for tier in self._list_readable_tiers(content):
             try:
                 copied = self._copy(fd, content, tier)
             except _BadCopy as failure:
                 self._require_unchanged(content)
-                refusal = failure.__cause__ if isinstance(failure.__cause__, OSError) else None
+                refusal = refusal or _build_source_error(tier, failure)
                 continue
             if (copied[0], copied[1]) == (content.size, content.digest):
                 return copied
@@ -219,7 +223,8 @@ class Stager:
             raise refusal
         beyond = [copy.tier for copy in list_copies(self._db, content.id) if copy.tier not in self._tiers]
         if beyond:
-            raise OSError(errno.ENODEV, f"its content is in {beyond[0]}, which is not available")
+            remedy = f"mount with {beyond[0]}= as before"
+            raise SourceFailed(errno.ENODEV, f"its content is in {beyond[0]}, which is not available", remedy)
         if not contents.mark_lost(self._db, content):
             raise OSError(errno.EIO, "no copy of its content can be read")
         log.error("%s: content lost: no copy is left on this node", self._path)
@@ -253,7 +258,10 @@ class Stager:
         except OSError as failure:
             raise _BadCopy from failure
         with disk.closing(source):
-            return transfer.copy(source, fd, label="write_back", before_block=self._build_block_hook(content))
+            try:
+                return transfer.copy(source, fd, label="write_back", before_block=self._build_block_hook(content))
+            except transfer.SourceReadFailed as failure:
+                raise _BadCopy from failure
 
     def _open_source(self, tier: Tier, content: Content) -> int:
         with pfs_ownership.as_process_user():  # No other user may open files in the tiers.
@@ -290,9 +298,17 @@ class Stager:
             raise Unstable("the open file has no readable copy")
         for _ in range(STABLE_ATTEMPTS):
             os.ftruncate(fd, 0)
-            with disk.closing(self._open_source(tiers[0], content)) as source:
-                copied = transfer.copy(source, fd, label="write_back")
-                if _digest_prefix(source, copied[0])[:2] == copied[:2]:
+            try:
+                source = self._open_source(tiers[0], content)
+            except OSError as failure:
+                raise _build_source_error(tiers[0], failure) from failure
+            with disk.closing(source):
+                try:
+                    copied = transfer.copy(source, fd, label="write_back")
+                    again = _digest_prefix(source, copied[0])
+                except transfer.SourceReadFailed as failure:
+                    raise _build_source_error(tiers[0], failure) from failure
+                if again[:2] == copied[:2]:
                     return copied
         raise Unstable("the open file keeps changing")
 
@@ -308,12 +324,12 @@ class Stager:
             return Inode(planned.inode, planned.mode, os.geteuid(), os.getegid(), 0, 0, 0, 0, 0, 0, None, None, 0, 0, True)
 
     def _list_owners(self, wanted: Inode, location: PfsLocation) -> list[pfs_ownership.Owner]:
-        above = os.fstat(self._tree.get_directory(location.path))
+        above = os.fstat(self.tree.get_directory(location.path))
         return [(wanted.uid, wanted.gid), (above.st_uid, above.st_gid)]
 
     def _remove(self, location: PfsLocation, name: bytes) -> None:
         with contextlib.suppress(FileNotFoundError):
-            directory = self._tree.get_directory(location.path)
+            directory = self.tree.get_directory(location.path)
             found = os.stat(name, dir_fd=directory, follow_symlinks=False)
             call = os.rmdir if stat.S_ISDIR(found.st_mode) else os.unlink
             above = os.fstat(directory)
@@ -339,7 +355,6 @@ def build_batch(planner: Planner, staged: dict[int, Staged]) -> PfsBatch:
             else resolve(fingerprint)
         )
 
-    planner.observe_kept_names()
     planner.view.replace_fingerprints(resolve)
     batch = pfs_batch.build_batch(planner.view, planner.last_seq)
     batch.actions = [
@@ -350,7 +365,7 @@ def build_batch(planner: Planner, staged: dict[int, Staged]) -> PfsBatch:
         )
         for one in planner.actions
     ]
-    batch.requeued = planner.requeued
+    batch.requeued, batch.requeued_seqs, batch.settle_rows = planner.requeued, planner.requeued_seqs, planner.settle_rows
     batch.kept_seqs = planner.kept_seqs
     batch.lost_inodes = planner.lost_inodes
     batch.published_rows = planner.renewed_rows + [one.published for one in staged.values() if one.published is not None]
@@ -362,13 +377,24 @@ class _BadCopy(Exception):
     """A tier cannot deliver a copy that it should have."""
 
 
+def _build_source_error(tier: Tier, failure: Exception) -> SourceFailed:
+    """Return the error of a copy that cannot be read; `failure` is an OSError, or has one as its cause."""
+    cause = failure.__cause__ if isinstance(failure, _BadCopy) else failure
+    code = cause.errno if isinstance(cause, OSError) and cause.errno else errno.EIO
+    remedy = f"see what is wrong with {tier}; write the file again if it cannot be read"
+    return SourceFailed(code, f"its copy in {tier} cannot be read: {os.strerror(code)}", remedy)
+
+
 def _digest_prefix(source: int, size: int) -> transfer.ContentDigests:
     """Return the digests of the first `size` bytes of a file that may have grown."""
     running = digest.RunningDigest()
     buffer = memoryview(bytearray(transfer.PIECE_BYTES))
     while running.size < size:
         piece = buffer[: min(len(buffer), size - running.size)]
-        count = disk.act("write_back:check:read", os.preadv, source, [piece], running.size)
+        try:
+            count = disk.act("write_back:check:read", os.preadv, source, [piece], running.size)
+        except OSError as failure:
+            raise transfer.SourceReadFailed(failure.errno, failure.strerror) from failure
         if count == 0:
             break
         running.update(piece[:count])

@@ -1,0 +1,645 @@
+"""P1, P6: whatever the PFS refuses to do with one name, it alone is missing. It is reported, tried again, and delays no other."""
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import shutil
+import stat
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from write_back_world import Killed, Mount, intercepted, killed_at, memory
+
+from ckptfs.catalog import namespace, summary
+from ckptfs.errors import TierUnavailable
+from ckptfs.flow.write_back import WriteBack, deferred
+from ckptfs.model import ContentState, Tier
+from ckptfs.tiers.storage import Tiers
+
+REFUSALS = [
+    errno.EACCES, errno.EPERM, errno.EDQUOT, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ, errno.EXDEV, errno.EBUSY, errno.EOPNOTSUPP,
+    errno.EIO,
+]  # fmt: skip
+"""EIO: of one entry on an otherwise healthy PFS."""
+
+
+@pytest.fixture
+def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mount:
+    """What is set aside stays so until somebody is in a hurry."""
+    monkeypatch.setattr(deferred, "RETRY_FIRST_S", 1000.0)
+    monkeypatch.setattr(deferred, "RETRY_LAST_S", 1000.0)
+    return Mount(tmp_path)
+
+
+class Refusal:
+    """A PFS that refuses one kind of system call for names that `is_refused` knows."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str, is_refused: Callable[[bytes], bool], code: int) -> None:
+        self.calls = 0
+        original = getattr(os, call)
+
+        def refusing(*values: Any, **named: Any) -> Any:
+            names = [os.fsencode(value) for value in values if isinstance(value, str | bytes)]
+            if named.keys() & {"dir_fd", "src_dir_fd", "dst_dir_fd"} and any(is_refused(name) for name in names):
+                self.calls += 1
+                raise OSError(code, os.strerror(code))
+            return original(*values, **named)
+
+        monkeypatch.setattr(os, call, refusing)
+
+
+def rest(flow: WriteBack) -> None:
+    """Step until write-back rests. An error of the PFS is tried again, as the lane does."""
+    failures = 0
+    for _ in range(400):
+        try:
+            if not flow.step():
+                return
+        except TierUnavailable:
+            failures += 1
+            assert failures < 20, "write-back is wedged"
+    raise AssertionError("write-back never rests")
+
+
+def troubles(mount: Mount) -> list[dict[str, str]]:
+    return [json.loads(text) for _, text, _ in summary.list_reports(mount.db, "trouble:")]
+
+
+def put_others(mount: Mount, name: bytes) -> None:
+    """Files of other users, after the refusal."""
+    mount.mkdir(name)
+    mount.put(name + b"/file", name)
+    mount.symlink(name + b"/link", b"file")
+    mount.rename(name + b"/file", name + b"/renamed")
+
+
+def others_shown(mount: Mount, name: bytes) -> bool:
+    shown = mount.on_pfs()
+    return shown.get(name + b"/renamed", ())[:2] == ("file", name) and name + b"/link" in shown
+
+
+def make_directory(mount: Mount) -> None:
+    mount.mkdir(b"good")
+    mount.put(b"good/f", b"data")
+
+
+def put_both(mount: Mount) -> None:
+    mount.put(b"good", b"data")
+    mount.put(b"bad", b"old")
+
+
+# What the application does before, what it does then, and the call that the PFS refuses for the name `bad`.
+ACTS: dict[str, tuple[Callable[[Mount], Any], Callable[[Mount], Any], str]] = {
+    "mkdir": (lambda m: None, lambda m: m.mkdir(b"bad"), "rename"),
+    "symlink": (lambda m: None, lambda m: m.symlink(b"bad", b"x"), "rename"),
+    "fifo": (lambda m: None, lambda m: m.mknod(b"bad", stat.S_IFIFO | 0o600), "rename"),
+    "empty file": (lambda m: None, lambda m: m.mknod(b"bad", stat.S_IFREG | 0o600), "rename"),
+    "file": (lambda m: None, lambda m: m.put(b"bad", b"data"), "rename"),
+    "new generation": (lambda m: m.put(b"bad", b"old"), lambda m: m.put(b"bad", b"new"), "rename"),
+    "rename": (lambda m: m.put(b"good", b"data"), lambda m: m.rename(b"good", b"bad"), "rename"),
+    "rename over": (put_both, lambda m: m.rename(b"good", b"bad"), "rename"),
+    "rename directory": (make_directory, lambda m: m.rename(b"good", b"bad"), "rename"),
+    "link": (lambda m: m.put(b"good", b"data"), lambda m: m.link(b"good", b"bad"), "rename"),
+    "unlink": (lambda m: m.put(b"bad", b"data"), lambda m: m.unlink(b"bad"), "unlink"),
+    "rmdir": (lambda m: m.mkdir(b"bad"), lambda m: m.rmdir(b"bad"), "rmdir"),
+}
+CASES = [(act, code) for act in ACTS for code in REFUSALS]
+
+
+@pytest.mark.parametrize(("act", "code"), CASES, ids=[f"{act}-{errno.errorcode[code]}" for act, code in CASES])
+def test_it_alone_is_missing(mount: Mount, act: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, then, call = ACTS[act]
+    before(mount)
+    mount.settle()
+    was = mount.on_pfs()
+    flow = mount.write_back()
+    put_others(mount, b"sooner")
+    then(mount)
+    put_others(mount, b"later")
+    with monkeypatch.context() as patch:
+        refusal = Refusal(patch, call, lambda name: name == b"bad", code)
+        rest(flow)
+        assert refusal.calls, "the case comes to the call"
+        assert others_shown(mount, b"sooner") and others_shown(mount, b"later")
+        shown = {path: value for path, value in mount.on_pfs().items() if not path.startswith((b"sooner", b"later"))}
+        assert shown == was, "what was refused is as it was"
+        assert mount.temporaries() == []
+        [trouble] = troubles(mount)
+        assert trouble["path"] == "bad" and errno.errorcode[code] in trouble["what"] and trouble["remedy"], trouble
+        calls = refusal.calls
+        put_others(mount, b"last")
+        rest(flow)
+        assert others_shown(mount, b"last") and refusal.calls == calls, "it is not tried again before its time"
+        assert (flow.next_due_s() or 0) > 0
+        flow.retry_now()
+        rest(flow)
+        assert refusal.calls > calls, "it is tried again"
+    flow.retry_now()
+    mount.settle_exactly(flow)
+    assert troubles(mount) == [] and flow.next_due_s() is None
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_the_next_mover_goes_on(mount: Mount, act: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P8: all that is set aside is in the catalog."""
+    before, then, call = ACTS[act]
+    before(mount)
+    mount.settle()
+    then(mount)
+    with monkeypatch.context() as patch:
+        Refusal(patch, call, lambda name: name == b"bad", errno.EACCES)
+        rest(mount.write_back())
+        put_others(mount, b"later")
+        rest(mount.write_back())
+        assert others_shown(mount, b"later")
+    mount.settle_exactly()
+
+
+def list_moments(seen: list[str]) -> list[int]:
+    """Return the last operation of each label, which is nearest to the refusal."""
+    return sorted({label: number for number, label in enumerate(seen)}.values())
+
+
+@pytest.mark.parametrize("act", ["mkdir", "rename over", "rename directory", "link", "unlink", "new generation"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_killed_at_every_operation_around_a_refusal(act: str, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deferred, "RETRY_FIRST_S", 1000.0)
+    before, then, call = ACTS[act]
+    moments = [10_000]
+    while moments:
+        root = memory()
+        mount = Mount(root)
+        before(mount)
+        mount.settle()
+        then(mount)
+        put_others(mount, b"later")
+        number = moments.pop()
+        with monkeypatch.context() as patch:
+            Refusal(patch, call, lambda name: name == b"bad", errno.EACCES)
+            with contextlib.suppress(Killed), killed_at(number, after=after) as labels:
+                rest(mount.write_back())
+            rest(mount.write_back())
+            assert others_shown(mount, b"later")
+        mount.settle_exactly()
+        mount.db.close()
+        shutil.rmtree(root)
+        if number == 10_000:
+            moments = list_moments(labels)
+
+
+def refuse_names(patch: pytest.MonkeyPatch, *names: bytes, code: int = errno.EACCES, call: str = "rename") -> Refusal:
+    return Refusal(patch, call, lambda name: name == b"bad", code)
+
+
+def test_a_refused_directory_waits_with_all_below_it(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    flow = mount.write_back()
+    with monkeypatch.context() as patch:
+        refuse_names(patch, b"bad", code=errno.ENAMETOOLONG)
+        mount.mkdir(b"bad")
+        mount.mkdir(b"bad/sub")
+        mount.put(b"bad/sub/f", b"data")
+        mount.symlink(b"bad/s", b"f")
+        mount.link(b"bad/sub/f", b"bad/g")
+        rest(flow)
+        mount.chmod(b"bad/sub", 0o700)
+        mount.unlink(b"bad/s")
+        mount.put(b"bad/sub/f", b"again")
+        rest(flow)
+        assert mount.on_pfs() == {}
+        assert len(troubles(mount)) == 1
+    flow.retry_now()
+    mount.settle_exactly(flow)
+
+
+@pytest.mark.parametrize("kind", ["directory", "file", "symlink"])
+def test_a_better_name_is_the_remedy(mount: Mount, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs no retry: the rename says that it is worth a try."""
+    refuse_names(monkeypatch, b"bad", code=errno.ENAMETOOLONG)
+    flow = mount.write_back()
+    if kind == "directory":
+        mount.mkdir(b"bad")
+        mount.mkdir(b"bad/d")
+        mount.put(b"bad/d/f", b"data")
+    elif kind == "file":
+        mount.put(b"bad", b"data")
+    else:
+        mount.symlink(b"bad", b"x")
+    rest(flow)
+    assert mount.on_pfs() == {}
+    mount.rename(b"bad", b"good")
+    mount.settle_exactly(flow)
+    assert troubles(mount) == []
+
+
+def test_a_better_name_after_a_refused_rename(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_names(monkeypatch, b"bad", code=errno.ENAMETOOLONG)
+    mount.put(b"a", b"data")
+    mount.mkdir(b"d")
+    mount.put(b"d/f", b"in d")
+    mount.settle()
+    flow = mount.write_back()
+    mount.rename(b"a", b"bad")
+    rest(flow)
+    mount.rename(b"bad", b"good")
+    mount.settle_exactly(flow)
+    mount.rename(b"d", b"bad")
+    mount.put(b"bad/g", b"also in d")
+    rest(flow)
+    assert mount.on_pfs()[b"d/g"][1] == b"also in d", "its files go where the PFS shows it"
+    mount.rename(b"bad", b"d")
+    mount.settle_exactly(flow)
+
+
+def test_out_of_a_refused_directory(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_names(monkeypatch, b"bad")
+    flow = mount.write_back()
+    mount.mkdir(b"bad")
+    mount.put(b"bad/f", b"data")
+    mount.mkdir(b"bad/sub")
+    mount.put(b"bad/sub/g", b"more")
+    mount.symlink(b"bad/s", b"x")
+    rest(flow)
+    for name in (b"f", b"sub", b"s"):
+        mount.rename(b"bad/" + name, name)
+    rest(flow)
+    assert {b"f", b"sub", b"sub/g", b"s"} == set(mount.on_pfs())
+    mount.rmdir(b"bad")
+    flow.retry_now()
+    mount.settle_exactly(flow)
+
+
+def test_into_a_refused_directory(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: what the PFS has stays there under its old name."""
+    mount.put(b"f", b"data")
+    mount.mkdir(b"d")
+    mount.put(b"d/g", b"more")
+    mount.settle()
+    flow = mount.write_back()
+    with monkeypatch.context() as patch:
+        refuse_names(patch, b"bad")
+        mount.mkdir(b"bad")
+        mount.rename(b"f", b"bad/f")
+        mount.rename(b"d", b"bad/d")
+        mount.put(b"f", b"another")
+        mount.put(b"bad/d/h", b"late")
+        rest(flow)
+        shown = mount.on_pfs()
+        assert shown[b"f"][1] == b"data" and shown[b"d/g"][1] == b"more" and shown[b"d/h"][1] == b"late"
+    flow.retry_now()
+    mount.settle_exactly(flow)
+
+
+def test_the_last_that_the_pfs_shows_of_a_file_is_not_replaced(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: the renamed file has no other copy than the one under its old name."""
+    content = mount.put(b"a", b"only on the PFS")
+    mount.settle()
+    flow = mount.write_back()
+    with monkeypatch.context() as patch:
+        refuse_names(patch, b"bad")
+        mount.rename(b"a", b"bad")
+        rest(flow)
+        for tier in list(mount.copies(content)):
+            mount.db.run("DELETE FROM copy WHERE content = ?", content)
+            mount.tiers[tier].remove(content)
+        mount.put(b"a", b"new")
+        mount.put(b"b", b"x")
+        mount.rename(b"b", b"a")
+        mount.unlink(b"a")
+        mount.mkdir(b"a")
+        mount.rmdir(b"a")
+        mount.put(b"a", b"newest")
+        rest(flow)
+        assert mount.on_pfs()[b"a"][1] == b"only on the PFS"
+        assert mount.state(content) is ContentState.SEALED
+    flow.retry_now()
+    mount.settle(flow)
+    assert {name: value[1] for name, value in mount.on_pfs().items()} == {b"a": b"newest", b"bad": b"only on the PFS"}
+
+
+def test_a_swap_by_renames_while_one_is_refused(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    mount.put(b"a", b"A")
+    mount.put(b"b", b"B")
+    mount.settle()
+    flow = mount.write_back()
+    with monkeypatch.context() as patch:
+        refuse_names(patch, b"bad")
+        mount.rename(b"a", b"bad")
+        mount.rename(b"b", b"a")
+        mount.rename(b"bad", b"b")
+        rest(flow)
+    flow.retry_now()
+    mount.settle_exactly(flow)
+    assert {name: value[1] for name, value in mount.on_pfs().items()} == {b"a": b"B", b"b": b"A"}
+
+
+@pytest.mark.parametrize("code", [errno.EXDEV, errno.EACCES])
+def test_a_refused_exchange(mount: Mount, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    mount.put(b"a", b"A")
+    mount.mkdir(b"d")
+    mount.put(b"d/b", b"B")
+    mount.settle()
+    flow = mount.write_back()
+
+    def refuse(label: str) -> None:
+        if label == "write_back:swap":
+            raise OSError(code, os.strerror(code))
+
+    with intercepted(refuse):
+        mount.rename(b"a", b"d/b", namespace.EXCHANGE)
+        put_others(mount, b"later")
+        rest(flow)
+        assert others_shown(mount, b"later")
+        assert (mount.on_pfs()[b"a"][1], mount.on_pfs()[b"d/b"][1]) == (b"A", b"B")
+        [trouble] = troubles(mount)
+        assert "exchange" in trouble["what"]
+        mount.put(b"a", b"new B")
+        rest(flow)
+    flow.retry_now()
+    mount.settle_exactly(flow)
+    assert (mount.on_pfs()[b"a"][1], mount.on_pfs()[b"d/b"][1]) == (b"new B", b"A")
+
+
+def test_an_unlink_of_what_never_came(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    flow = mount.write_back()
+    with monkeypatch.context() as patch:
+        refuse_names(patch, b"bad")
+        mount.mkdir(b"bad")
+        mount.symlink(b"bad/s", b"x")
+        rest(flow)
+        mount.unlink(b"bad/s")
+        mount.rmdir(b"bad")
+        rest(flow)
+    flow.retry_now()
+    mount.settle_exactly(flow)
+    assert mount.on_pfs() == {}
+
+
+def test_a_directory_whose_file_cannot_be_removed_stays(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    mount.mkdir(b"d")
+    mount.put(b"d/bad", b"data")
+    mount.settle()
+    flow = mount.write_back()
+    with monkeypatch.context() as patch:
+        refuse_names(patch, b"bad", call="unlink")
+        mount.unlink(b"d/bad")
+        mount.rmdir(b"d")
+        put_others(mount, b"later")
+        rest(flow)
+        assert others_shown(mount, b"later") and b"d/bad" in mount.on_pfs()
+    flow.retry_now()
+    mount.settle_exactly(flow)
+
+
+def test_a_further_name_that_is_refused_does_not_hold_up_the_bytes(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    flow = mount.write_back()
+    with monkeypatch.context() as patch:
+        refuse_names(patch, b"bad")
+        mount.put(b"good", b"one")
+        mount.link(b"good", b"bad")
+        rest(flow)
+        mount.put(b"good", b"two")
+        rest(flow)
+        assert {name: value[1] for name, value in mount.on_pfs().items()} == {b"good": b"two"}
+    flow.retry_now()
+    mount.settle_exactly(flow)
+
+
+@pytest.mark.parametrize("code", REFUSALS)
+def test_refused_attributes(mount: Mount, code: int) -> None:
+    mount.put(b"f", b"data")
+    mount.settle()
+    flow = mount.write_back()
+
+    def refuse(label: str) -> None:
+        if label == "write_back:attributes":
+            raise OSError(code, os.strerror(code))
+
+    with intercepted(refuse):
+        mount.chmod(b"f", 0o600)
+        mount.rename(b"f", b"g")
+        put_others(mount, b"later")
+        rest(flow)
+        assert others_shown(mount, b"later") and b"g" in mount.on_pfs()
+        assert [trouble["path"] for trouble in troubles(mount)] == ["f"]
+    flow.retry_now()
+    mount.settle_exactly(flow)
+
+
+def test_many_refusals_at_once(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    flow = mount.write_back()
+    with monkeypatch.context() as patch:
+        Refusal(patch, "rename", lambda name: name.startswith(b"bad"), errno.EINVAL)
+        for number in range(40):
+            mount.put(b"good%d" % number, b"x")
+            (mount.mkdir if number % 2 else lambda name: mount.put(name, b"y"))(b"bad%d" % number)
+        rest(flow)
+        assert set(mount.on_pfs()) == {b"good%d" % number for number in range(40)}
+        reported = troubles(mount)
+        assert len(reported) == deferred.REPORTED_MAX and "20 other" in " ".join(one["what"] for one in reported)
+    flow.retry_now()
+    mount.settle_exactly(flow)
+
+
+def test_an_error_of_the_whole_pfs_sets_nothing_aside(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P6: order counts more while the PFS takes nothing at all."""
+    for name in (b"a", b"b"):
+        mount.put(name, name)
+    flow = mount.write_back()
+
+    def broken(label: str) -> None:
+        if label in {"write_back:put", "write_back:probe"}:
+            raise OSError(errno.EIO, "broken")
+
+    with intercepted(broken):
+        for _ in range(10):
+            with pytest.raises(TierUnavailable):
+                flow.step()
+        assert troubles(mount) == []
+    mount.settle_exactly(flow)
+
+
+# --- sources ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_that_cannot_be_read(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
+    """A bad sector below the only copy."""
+    flow = mount.write_back()
+    mount.put(b"a", b"first")
+    mount.put(b"bad", b"unreadable")
+    put_others(mount, b"later")
+
+    reads = []
+
+    def broken(label: str) -> None:
+        if label == "write_back:read":
+            reads.append(label)
+            if len(reads) >= 2 and mount.db.value("SELECT 1 FROM journal WHERE inode = ?", mount.number(b"bad")) and is_bad[0]:
+                raise OSError(errno.EIO, "bad sector")
+
+    is_bad = [False]
+    original = mount.tiers[Tier.RAM].open
+
+    def open_copy(content: int, flags: int = os.O_RDONLY) -> int:
+        is_bad[0] = content == mount.shown(mount.number(b"bad"))
+        reads.append("open")
+        return original(content, flags)
+
+    mount.tiers[Tier.RAM].open = open_copy  # type: ignore[method-assign]
+    with intercepted(broken), caplog.at_level(logging.WARNING):
+        rest(flow)
+        assert others_shown(mount, b"later") and b"a" in mount.on_pfs() and b"bad" not in mount.on_pfs()
+        [trouble] = troubles(mount)
+        assert trouble["path"] == "bad" and "EIO" in trouble["what"] and "ram" in trouble["what"] and trouble["remedy"]
+    flow.retry_now()
+    mount.settle_exactly(flow)
+
+
+def test_an_nvme_that_is_left_out(mount: Mount) -> None:
+    mount.put(b"on nvme", b"data", tier=Tier.NVME)
+    put_others(mount, b"later")
+    complete = mount.tiers
+    mount.tiers = Tiers({tier: storage for tier, storage in mount.tiers.items() if tier is not Tier.NVME}, mount.config.ram_high)
+    flow = mount.write_back()
+    rest(flow)
+    assert others_shown(mount, b"later")
+    [trouble] = troubles(mount)
+    assert trouble["path"] == "on nvme" and "nvme" in trouble["what"] and "nvme=" in trouble["remedy"]
+    mount.tiers = complete
+    mount.settle_exactly()
+
+
+# --- a filesystem mounted inside the PFS ------------------------------------------------------------------------------
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
+
+
+@contextlib.contextmanager
+def mounted(path: Path, *options: str) -> Iterator[None]:
+    subprocess.run(["mount", *options, str(path)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+@pytest.fixture
+def inner(mount: Mount) -> Iterator[None]:
+    mount.mkdir(b"sub")
+    mount.settle()
+    with mounted(mount.pfs / "sub", "-t", "tmpfs", "-o", "mode=755", "none"):
+        yield
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["file", "symlink", "fifo"])
+def test_a_move_across_a_mount_is_a_copy(mount: Mount, inner: None, kind: str) -> None:
+    """`mv x sub/x`"""
+    {"file": lambda: mount.put(b"x", b"data"), "symlink": lambda: mount.symlink(b"x", b"to"),
+     "fifo": lambda: mount.mknod(b"x", stat.S_IFIFO | 0o640)}[kind]()  # fmt: skip
+    mount.put(b"sub/y", b"former")
+    mount.settle()
+    mount.rename(b"x", b"sub/y")
+    put_others(mount, b"later")
+    mount.settle_exactly()
+    assert others_shown(mount, b"later")
+    mount.rename(b"sub/y", b"back")
+    mount.put(b"sub/z", b"later")
+    mount.settle_exactly()
+    assert troubles(mount) == []
+
+
+@needs_root
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_killed_at_every_operation_of_a_move_across_a_mount(after: bool) -> None:
+    moments = [10_000]
+    while moments:
+        root = memory()
+        mount = Mount(root)
+        mount.mkdir(b"sub")
+        mount.settle()
+        with mounted(mount.pfs / "sub", "-t", "tmpfs", "-o", "mode=755", "none"):
+            mount.put(b"x", b"data" * 1000)
+            mount.settle()
+            mount.rename(b"x", b"sub/y")
+            mount.put(b"z", b"later")
+            number = moments.pop()
+            with contextlib.suppress(Killed), killed_at(number, after=after) as labels:
+                mount.settle()
+            mount.settle_exactly()
+            mount.db.close()
+            if number == 10_000:
+                moments = list_moments(labels)
+        shutil.rmtree(root)
+
+
+@needs_root
+def test_a_directory_does_not_cross_a_mount(mount: Mount, inner: None) -> None:
+    mount.mkdir(b"d")
+    mount.put(b"d/f", b"data")
+    mount.settle()
+    flow = mount.write_back()
+    mount.rename(b"d", b"sub/d")
+    put_others(mount, b"later")
+    mount.put(b"sub/d/g", b"more")
+    mount.put(b"sub/file", b"in sub")
+    rest(flow)
+    shown = mount.on_pfs()
+    assert others_shown(mount, b"later") and shown[b"sub/file"][1] == b"in sub"
+    assert shown[b"d/f"][1] == b"data" and shown[b"d/g"][1] == b"more"
+    [trouble] = troubles(mount)
+    assert trouble["path"] == "sub/d" and "EXDEV" in trouble["what"] and "rename from d" in trouble["what"]
+
+
+@needs_root
+def test_a_link_across_a_mount_is_a_copy(mount: Mount, inner: None, caplog: pytest.LogCaptureFixture) -> None:
+    mount.put(b"x", b"data")
+    mount.settle()
+    mount.link(b"x", b"sub/x")
+    mount.put(b"later", b"x")
+    mount.settle()
+    assert {b"x", b"sub/x", b"later"} <= set(mount.on_pfs())
+
+
+@needs_root
+def test_a_mountpoint_is_not_renamed_or_removed(mount: Mount, inner: None) -> None:
+    """EBUSY"""
+    found = os.stat(mount.pfs / "sub")
+    mount.db.run("UPDATE pfs_entry SET seen_ino = ? WHERE name = ?", found.st_ino, b"sub")  # As the next scan does.
+    flow = mount.write_back()
+    mount.rename(b"sub", b"moved")
+    put_others(mount, b"later")
+    mount.put(b"moved/f", b"data")
+    rest(flow)
+    assert others_shown(mount, b"later") and mount.on_pfs()[b"sub/f"][1] == b"data"
+    mount.unlink(b"moved/f")
+    mount.rmdir(b"moved")
+    put_others(mount, b"last")
+    flow.retry_now()
+    rest(flow)
+    assert others_shown(mount, b"last") and b"sub/f" not in mount.on_pfs()
+    assert len(troubles(mount)) == 1
+
+
+@needs_root
+def test_a_full_filesystem_inside_the_pfs_is_not_the_whole_pfs(mount: Mount) -> None:
+    """ENOSPC for files and directories below it; the rest has room."""
+    mount.mkdir(b"sub")
+    mount.settle()
+    with mounted(mount.pfs / "sub", "-t", "tmpfs", "-o", "mode=755,nr_inodes=3", "none"):
+        flow = mount.write_back()
+        mount.put(b"sub/fits", b"data")
+        for number in range(3):
+            mount.mkdir(b"sub/%d" % number)
+            mount.put(b"sub/f%d" % number, b"x")
+        put_others(mount, b"later")
+        rest(flow)
+        assert others_shown(mount, b"later") and mount.on_pfs()[b"sub/fits"][1] == b"data"
+        assert {trouble["what"].partition(":")[0] for trouble in troubles(mount)} == {"ENOSPC"}
+        subprocess.run(["mount", "-o", "remount,nr_inodes=100", mount.pfs / "sub"], check=True)
+        flow.retry_now()
+        mount.settle_exactly(flow)
