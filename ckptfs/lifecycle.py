@@ -13,11 +13,12 @@ _TIME_STEPS = (100, 1_000, 1_000_000, 1_000_000_000)
 
 @dataclass(frozen=True, slots=True)
 class PublishedState:
-    """What the PFS shows of a file. `is_complete`: it is exactly the sealed generation `generation`."""
+    """What the PFS shows of a file. `is_complete`: it is exactly the sealed generation `generation`. `is_checked`: it was read back."""
 
     generation: int
     is_complete: bool
     digest: bytes | None
+    is_checked: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +100,11 @@ def level(record: FileRecord) -> Level:
     return Level.LOCAL
 
 
-def can_drop(record: FileRecord, tier: Tier) -> bool:
+def can_drop(record: FileRecord, tier: Tier, *, pfs_verify: bool = True) -> bool:
     """Return True if no promise depends on the copy in `tier` (P5): sealed, closed and safe elsewhere.
 
-    A quarantined copy never counts; but the last one is kept, since the user may want to save parts of it.
+    With `pfs_verify`, the file on the PFS counts after it was read back (P4). A quarantined copy never counts; but the last one is kept,
+    since the user may want to save parts of it.
     """
     content = record.content
     if content is None or record.open_handles or not any(copy.tier is tier for copy in record.copies):
@@ -111,7 +113,8 @@ def can_drop(record: FileRecord, tier: Tier) -> bool:
         return True
     if content.state is not ContentState.SEALED:
         return False
-    return is_on_pfs(record) or any(is_verified(copy) and _outlasts(copy.tier, tier) for copy in record.copies)
+    is_safe_on_pfs = is_on_pfs(record) and record.published is not None and (record.published.is_checked or not pfs_verify)
+    return is_safe_on_pfs or any(is_verified(copy) and _outlasts(copy.tier, tier) for copy in record.copies)
 
 
 def _outlasts(other: Tier, tier: Tier) -> bool:

@@ -109,6 +109,8 @@ EARLY_SEAL_WAIT_S = 10.0
 EARLY_SEAL_POLL_S = 0.005
 # So many files of one batch are synced at the same time.
 PFS_FSYNC_THREADS = 8
+# A file that is read back from the PFS is compared with the catalog every so many blocks.
+CHECK_BLOCKS = 64
 # A temporary name on the PFS that is older than this was left by a dead node.
 PARKED_KEEP_S = 3600.0
 # After a rejoin, a node scans this long, and this often, for files that others could not write back or took for lost.

@@ -54,8 +54,8 @@ def get_file_record(db: Database, content: int) -> FileRecord:
 
 def build_file_record(db: Database, inode: int, content: Content | None) -> FileRecord:
     """Return what is known of a file and one of its contents. The caller has a read transaction."""
-    row = db.row("SELECT generation, complete, digest FROM pfs_file WHERE inode = ?", inode)
-    published = None if row is None else PublishedState(row[0], bool(row[1]), row[2])
+    row = db.row("SELECT generation, complete, digest, checked_ns FROM pfs_file WHERE inode = ?", inode)
+    published = None if row is None else PublishedState(row[0], bool(row[1]), row[2], bool(row[3]))
     number = None if content is None else content.id
     handles = int(db.value("SELECT count(*) FROM handle WHERE inode = ? OR content = ?", inode, number))
     found = () if content is None else copies.list_copies(db, content.id)

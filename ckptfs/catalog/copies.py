@@ -103,20 +103,27 @@ _IS_SAFE_ELSEWHERE = (
     "(EXISTS (SELECT 1 FROM copy o WHERE o.content = k.id AND o.state = 1 AND o.verified_ns > 0"
     " AND ((c.tier = 'ram' AND o.tier <> 'ram') OR (c.tier = 'nvme' AND o.tier = 'pfs')))"
     " OR EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = k.inode AND p.complete = 1 AND p.generation = k.generation"
-    " AND p.digest = k.digest))"
+    " AND p.digest = k.digest AND (p.checked_ns > 0 OR NOT {pfs_verify})))"
+)
+# A sealed content whose file on the PFS was not read back.
+_UNCHECKED = (
+    " FROM copy c JOIN content k ON k.id = c.content JOIN pfs_file p ON p.inode = k.inode WHERE c.state = 1 AND k.state = 2"
+    " AND p.complete = 1 AND p.generation = k.generation AND p.digest = k.digest AND p.checked_ns = 0"
 )
 
 
-def list_evictable(db: Database, tier: Tier, *, elsewhere: bool, at_most: int) -> list[Content]:
+def list_evictable(db: Database, tier: Tier, *, elsewhere: bool, at_most: int, pfs_verify: bool = True) -> list[Content]:
     """Return sealed contents with a copy in `tier` that no process has open and no lane is copying.
 
-    `elsewhere`: only those that are whole elsewhere too; otherwise only the others. Remote contents come first, then the least recently
-    used ones. Both queries follow an index, and end with the last row that they return.
+    `elsewhere`: only those that are whole elsewhere too; otherwise only the others. With `pfs_verify`, a file on the PFS counts after it
+    was read back. Remote contents come first, then the least recently used ones. Both queries follow an index, and end with the last row
+    that they return.
     """
+    is_safe = ("" if elsewhere else "NOT ") + _IS_SAFE_ELSEWHERE.format(pfs_verify=int(pfs_verify))
     is_wanted = (
         "c.state = 1 AND k.state = 2 AND k.inode NOT IN (SELECT inode FROM handle)"
         " AND NOT EXISTS (SELECT 1 FROM copy f WHERE f.content = k.id AND f.state = 0)"
-        f" AND {'' if elsewhere else 'NOT '}{_IS_SAFE_ELSEWHERE}"
+        f" AND {is_safe}"
     )
     rows = db.rows(
         f"SELECT {CONTENT_COLUMNS} FROM content k CROSS JOIN copy c ON c.content = k.id AND c.tier = ?"
@@ -131,12 +138,27 @@ def list_evictable(db: Database, tier: Tier, *, elsewhere: bool, at_most: int) -
     return [build_content(row) for row in rows]
 
 
+def has_unchecked(db: Database) -> bool:
+    """Return True if the PFS shows a content of this node that was not read back."""
+    return db.value(f"SELECT 1{_UNCHECKED} AND c.tier <> 'pfs' LIMIT 1") is not None
+
+
+def find_unchecked(db: Database, tier: Tier, excluded: Iterable[int]) -> int | None:
+    """Return the file whose copy in `tier` eviction would take next if it were read back on the PFS. Returns None if there is none."""
+    found: int | None = db.value(
+        f"SELECT k.inode{_UNCHECKED} AND c.tier = ? AND k.inode NOT IN (SELECT value FROM json_each(?))"
+        " ORDER BY k.remote DESC, c.used_ns, k.id LIMIT 1",
+        tier, json.dumps([*excluded]),
+    )  # fmt: skip
+    return found
+
+
 def count_only_copies(db: Database, tier: Tier) -> int:
     """Return how many own contents that may still be needed are in `tier` and nowhere else."""
     return int(
         db.value(
             "SELECT count(*) FROM copy c JOIN content k ON k.id = c.content"
-            f" WHERE c.tier = ? AND k.state <> 3 AND k.remote = 0 AND NOT {_IS_SAFE_ELSEWHERE}",
+            f" WHERE c.tier = ? AND k.state <> 3 AND k.remote = 0 AND NOT {_IS_SAFE_ELSEWHERE.format(pfs_verify=0)}",
             tier,
         )
     )
@@ -377,6 +399,19 @@ def record_pfs_verified(db: Database, expected: FetchState, digest: bytes, block
         if load_fetch_state(db, expected.inode) != expected:
             return False
         _set_pfs_digest(db, expected.inode, digest, block_digests)
+        return True
+
+
+def record_pfs_damaged(db: Database, expected: FetchState) -> bool:
+    """Record that the file on the PFS has other bytes than the sealed ones, and append a journal row that writes it back again.
+
+    Return False if the file has changed since `expected`.
+    """
+    with db.transaction():
+        if load_fetch_state(db, expected.inode) != expected or expected.content is None:
+            return False
+        db.run("UPDATE pfs_file SET complete = 0, digest = NULL, blocks = NULL, checked_ns = 0 WHERE inode = ?", expected.inode)
+        journal.append(db, "content", expected.inode, content=expected.content.id)
         return True
 
 

@@ -385,7 +385,7 @@ def _record_moved_files(db: Database, batch: PfsBatch, observed: dict[tuple[int,
     for show in batch.expected_entries:
         seen = observed.get((show.location.parent, show.location.name))
         if seen is not None and show.inode in moved and stat.S_ISREG(seen.mode):
-            same = "UPDATE pfs_file SET pfs_inode = ?, mtime_ns = ? WHERE inode = ? AND size = ? AND pfs_inode <> ?"
+            same = "UPDATE pfs_file SET pfs_inode = ?, mtime_ns = ?, checked_ns = 0 WHERE inode = ? AND size = ? AND pfs_inode <> ?"
             db.run(same, seen.ino, seen.mtime_ns, show.inode, seen.size, seen.ino)
 
 

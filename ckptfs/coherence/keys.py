@@ -10,6 +10,7 @@ has to write back. A value of `x/` with `by` is an intent: that node is about to
 import base64
 import json
 import stat
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -42,6 +43,8 @@ def get_pfs_state_value(db: Database, inode: int, _: bytes) -> Value | None:
     row = db.row(f"SELECT {', '.join(_PUBLISHED_COLUMNS)} FROM pfs_file WHERE inode = ?", inode)
     if row is not None:
         value["published"] = [*row[:5], None if row[5] is None else bytes(row[5]).hex()]
+        if db.value("SELECT checked_ns FROM pfs_file WHERE inode = ?", inode):
+            value["is_checked"] = True
     return value
 
 
@@ -60,6 +63,8 @@ def write_pfs_state(db: Database, inode: int, _: bytes, value: Value | None) -> 
             parent, name, inode, *value.get("seen", (None,) * 4),
         )  # fmt: skip
     _write_published(db, inode, value.get("published"))
+    if value.get("is_checked"):
+        db.run("UPDATE pfs_file SET checked_ns = ? WHERE inode = ? AND checked_ns = 0", time.time_ns(), inode)
 
 
 def _write_published(db: Database, inode: int, published: list[Any] | None) -> None:

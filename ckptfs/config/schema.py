@@ -197,6 +197,7 @@ class Config:
     huge_pages: bool = True
     synced_interval_s: float = limits.SYNCED_INTERVAL_S
     refresh_interval_s: float = limits.REFRESH_INTERVAL_S
+    pfs_verify: bool = True
     drain_deadline_s: float = limits.DRAIN_DEADLINE_S
     log_level: str = "info"
     allow_other: bool = True
@@ -271,6 +272,10 @@ SETTINGS: tuple[Setting, ...] = (
         "Shortest interval between write-backs of a file that stays open and is fsynced."),
     Setting("refresh_interval", "refresh_interval_s", parse_seconds, "5m",
         "How often directories on the PFS are scanned for external changes."),
+    Setting("pfs_verify", "pfs_verify", parse_bool, True,
+        "Whether each file is read back from the PFS and compared before its last copy leaves RAM or NVMe. It is read when the\n"
+        "write-back is idle, or when a tier fills up. With false, the last copy may go as soon as the PFS has reported success for\n"
+        "every write, fsync and rename: bytes that the PFS then loses or changes are found when they are read, and are lost."),
     Setting("drain_deadline", "drain_deadline_s", parse_seconds, "60s",
         "How long unmount and stop wait for the write-back. The next mount continues it."),
     Setting("log_level", "log_level", build_choice_parser(LOG_LEVELS), "info",

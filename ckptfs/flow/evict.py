@@ -2,7 +2,8 @@
 
 Takes: tiers above their high watermark, and a RAM tier in which the next content would not fit.
 Leaves: tiers below their low watermark, as far as P5 allows. Prepared files go first: they hold nothing. Then copies that are whole
-elsewhere are dropped, and others move from RAM to NVMe.
+elsewhere are dropped, and others move from RAM to NVMe. A file on the PFS counts as whole after `check_pfs` has read it back, unless
+`pfs_verify=false`.
 If we die here: a copy's row is deleted before its file, which is then a leftover. An unfinished move leaves a FILLING row. No copy is lost.
 
 The kernel writes to backing files without a notification. While writers are open, the free space is therefore polled: often while it
@@ -140,17 +141,22 @@ class Evict:
     def _drop_evictable(self, storage: TierStorage, excess: int) -> int:
         """Drop copies of contents that are whole elsewhere, up to `excess` bytes. Return their number."""
         gone = []
-        for content in copies.list_evictable(self._db, storage.tier, elsewhere=True, at_most=BATCH_CONTENTS):
+        for content in self._list_evictable(storage.tier, elsewhere=True):
             if excess <= 0:
                 break
             gone.append(content)
             excess -= max(content.size, PAGE_BYTES)
         return self._drop(storage, gone)
 
+    def _list_evictable(self, tier: Tier, *, elsewhere: bool) -> list[Content]:
+        verify = self._config.pfs_verify
+        return copies.list_evictable(self._db, tier, elsewhere=elsewhere, at_most=BATCH_CONTENTS, pfs_verify=verify)
+
     def _drop(self, storage: TierStorage, contents: list[Content]) -> int:
         """Drop copies. The transaction that deletes their rows checks again, since a file may have been opened."""
         with self._db.transaction():
-            gone = [content for content in contents if lifecycle.can_drop(get_file_record(self._db, content.id), storage.tier)]
+            verify = self._config.pfs_verify
+            gone = [one for one in contents if lifecycle.can_drop(get_file_record(self._db, one.id), storage.tier, pfs_verify=verify)]
             for content in gone:
                 copies.delete_copy(self._db, content.id, storage.tier)
         if gone and storage.tier is Tier.NVME:
@@ -186,7 +192,7 @@ class Evict:
         if nvme is None or time.monotonic() < self._demote_at_s:
             return False
         capacity = nvme.get_capacity()
-        candidates = copies.list_evictable(self._db, Tier.RAM, elsewhere=False, at_most=BATCH_CONTENTS)
+        candidates = self._list_evictable(Tier.RAM, elsewhere=False)
         fitting = next((content for content in candidates if space.fits(capacity, content.size, NVME_HIGH)), None)
         return fitting is not None and self._demote(fitting)
 

@@ -37,6 +37,7 @@ class Reclaim:
     def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier, tier_group: Iterable[Tier] = Tier) -> None:
         self._db = db
         self._all_tiers = tiers
+        self._config = config
         self._notify = notify
         self._tier_group = tuple(tier_group)
         self._after = 0
@@ -92,7 +93,7 @@ class Reclaim:
     def _remove_quarantined(self, tier: Tier, storage: TierStorage) -> None:
         for number in copies.list_bad_copies(self._db, CopyState.QUARANTINED, tier):
             with self._db.transaction():
-                if not lifecycle.can_drop(contents.get_file_record(self._db, number), tier):
+                if not lifecycle.can_drop(contents.get_file_record(self._db, number), tier, pfs_verify=self._config.pfs_verify):
                     continue
                 copies.delete_copy(self._db, number, tier)
             disk.act("drop:quarantined", local_copies.remove_unrecorded, self._db, storage, number)

@@ -91,6 +91,7 @@ def test_an_answer_is_true_after_a_power_cut(mount: Mount, argument: str, monkey
 def test_the_last_copy_on_nvme_goes_after_the_row_that_replaces_it_is_on_disk(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
     content = mount.put(b"a", b"x" * 5000, tier=Tier.NVME)
     mount.settle()
+    mount.db.run("UPDATE pfs_file SET checked_ns = 1")
     mount.squeeze(Tier.NVME, 5100)
     persisted: list[bool] = []
     monkeypatch.setattr(mount.db, "persist", lambda: persisted.append(mount.path(content, Tier.NVME).exists()))

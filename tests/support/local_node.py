@@ -141,11 +141,11 @@ class Node:
         return found
 
     def publish(self, *contents_: int) -> None:
-        """Record these contents as written back."""
+        """Record these contents as written back, and read back."""
         for row in map(self.row, contents_):
             self.db.run(
-                "INSERT OR REPLACE INTO pfs_file (inode, generation, complete, size, mtime_ns, pfs_inode, digest, blocks)"
-                " VALUES (?, ?, 1, ?, 2, 77, ?, ?)",
+                "INSERT OR REPLACE INTO pfs_file (inode, generation, complete, size, mtime_ns, pfs_inode, digest, blocks, checked_ns)"
+                " VALUES (?, ?, 1, ?, 2, 77, ?, ?, 9)",
                 row.inode, row.generation, row.size, row.digest, row.block_digests,
             )  # fmt: skip
 

@@ -93,6 +93,14 @@ def test_a_copy_in_ram_is_no_reason_to_drop_the_one_on_nvme() -> None:
     assert not can_drop(FileRecord(content(), (copy(), copy(Tier.NVME, verified_ns=0))), Tier.RAM), "not verified, so it does not count"
 
 
+def test_a_file_on_the_pfs_that_was_not_read_back_is_no_reason_to_drop_the_last_copy() -> None:
+    """P4, P5: unless the site has chosen so."""
+    unread = FileRecord(content(), (copy(),), PublishedState(3, True, DIGEST, is_checked=False))
+    assert is_on_pfs(unread) and not can_drop(unread, Tier.RAM) and can_drop(unread, Tier.RAM, pfs_verify=False)
+    read = FileRecord(content(), (copy(),), SHOWN)
+    assert can_drop(read, Tier.RAM)
+
+
 def test_a_file_on_the_pfs_is_the_same_when_only_fractions_of_its_time_are_gone() -> None:
     """P7: what a filesystem forgets is no stranger's change; everything else is."""
     known = (10, 1_700_000_000_123_456_789, 42)

@@ -39,7 +39,8 @@ FETCH_POLL_S = 0.02
 GOOD, BAD, UNREADABLE, UNKNOWN = "good", "bad", "unreadable", "unknown"
 
 PFS_CHANGED_TEXT = {
-    errno.ESTALE: "was changed by another program; `ckptfs refresh` its directory",
+    errno.ESTALE: "was changed by another program. `ckptfs refresh` of its directory takes that version and drops the copies here: to keep "
+    "yours, write the file again, or copy it to another name first",
     errno.ENOENT: "is no longer on the PFS",
 }
 POLL_S = 0.05
@@ -139,9 +140,11 @@ class FileVerifier:
             return pb.Finding(tier="pfs", verdict=UNKNOWN, what="was written by another program, so its digest is not known")
         if digest == expected:
             return pb.Finding(tier="pfs", verdict=GOOD)
-        return pb.Finding(
-            tier="pfs", verdict=BAD, what="its digest differs from that of the file that was written back; restore it from another copy"
-        )
+        what = "its digest differs from that of the file that was written back"
+        if fetch_state is not None and fetch_state.has_local_copy and copies.record_pfs_damaged(self._db, fetch_state):
+            self._retry_now()
+            return pb.Finding(tier="pfs", verdict=BAD, what=f"{what}; it is written back again from the good copy here")
+        return pb.Finding(tier="pfs", verdict=BAD, what=f"{what}; restore it from another copy")
 
 
 def _build_finding(checked: verify.CheckResult) -> pb.Finding:

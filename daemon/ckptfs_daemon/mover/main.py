@@ -19,6 +19,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import get_instance_id
 from ckptfs.coherence.key_state import DirtyKeyTracker
 from ckptfs.config import Config
+from ckptfs.flow.check_pfs import CheckPfs
 from ckptfs.flow.evict import Evict
 from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.prepare import Prepare
@@ -127,6 +128,7 @@ class _Flows:
                 ("seal pfs", Seal(db, tiers, config, notify, REMOTE_TIERS)),
                 ("reclaim pfs", Reclaim(db, tiers, config, notify, REMOTE_TIERS)),
                 ("write back", self._write_back),
+                ("check pfs", CheckPfs(db, tiers, config, notify)),
                 ("scan", self._scan),
             ]
         if cluster_services is not None:

@@ -1,0 +1,146 @@
+"""The check step: files on the PFS read back, before an eviction rests on them.
+
+Takes: sealed contents with a copy in RAM or on NVMe that the PFS shows as well, and that nobody has read there since they were written.
+Leaves: the time of the check, if the file has the sealed digest (P4). If not, a row of the journal: the file is written back again from the
+copy on this node, which eviction has kept (P5).
+If we die here: nothing was changed; the next mover reads again.
+
+The pages that this node has of the file are dropped first, so that the bytes come from the server. Files are read one after the other:
+while write-back has nothing to do, or at once when a tier has so much in it that eviction is near. Eviction never waits for the PFS.
+"""
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable
+
+from ckptfs import disk, limits
+from ckptfs.catalog import copies, mover_requests, pfs_state
+from ckptfs.catalog.contents import get_largest_recent_size
+from ckptfs.catalog.copies import FetchState
+from ckptfs.catalog.database import Database
+from ckptfs.config import Config
+from ckptfs.errors import Busy, CkptfsError
+from ckptfs.model import Notifier, Tier
+from ckptfs.tiers import pfs_tree, space, transfer
+from ckptfs.tiers.storage import Tiers
+
+log = logging.getLogger(__name__)
+
+transfer.declare_labels("check_pfs")
+disk.declare_labels("check_pfs:drop_pages", "check_pfs:checked")
+
+POLL_S = 2.0
+RECENT_CONTENTS = 32
+# A file that cannot be read is tried again after a pause, which grows.
+RETRY_FIRST_S = 5.0
+RETRY_LAST_S = 300.0
+_STOPPED_ERRNOS = {errno.ESTALE, errno.ENOENT, errno.ENOTDIR}
+
+
+class CheckPfs:
+    """Reads back one file a step."""
+
+    def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier) -> None:
+        self._db = db
+        self._tiers = tiers
+        self._config = config
+        self._notify = notify
+        self._pauses: dict[int, tuple[float, float]] = {}
+        self._has_candidates = False
+
+    def step(self) -> bool:
+        """Check one file. Return True if another one may be due."""
+        if self._config.pfs is None or not self._config.pfs_verify:
+            return False
+        is_idle = not pfs_state.has_work(self._db)
+        tiers = [tier for tier in (Tier.RAM, Tier.NVME) if tier in self._tiers and (is_idle or self._is_filling(tier))]
+        self._has_candidates = copies.has_unchecked(self._db)
+        for tier in tiers:
+            inode = self._find_candidate(tier)
+            if inode is not None:
+                self._check(inode)
+                return True
+        return False
+
+    def next_due_s(self) -> float | None:
+        """Return the seconds until the next look at the tiers; None if every file was checked."""
+        return POLL_S if self._has_candidates else None
+
+    def _is_filling(self, tier: Tier) -> bool:
+        """Return True if eviction is near: the tier is above its low watermark, or lacks room for the next content."""
+        capacity = self._tiers[tier].get_capacity()
+        low, high = self._config.ram_low, self._config.ram_high
+        next_size = get_largest_recent_size(self._db, RECENT_CONTENTS)
+        return bool(space.get_excess_bytes(capacity, low, low) or space.get_excess_bytes_for(capacity, next_size, high, low))
+
+    def _find_candidate(self, tier: Tier) -> int | None:
+        """Return the file that eviction would take next."""
+        now = time.monotonic()
+        self._pauses = {inode: pause for inode, pause in self._pauses.items() if pause[0] > now - RETRY_LAST_S}
+        waiting = [inode for inode, (until_s, _) in self._pauses.items() if until_s > now]
+        return copies.find_unchecked(self._db, tier, waiting)
+
+    def _check(self, inode: int) -> None:
+        state = copies.load_fetch_state(self._db, inode)
+        assert self._config.pfs is not None
+        if state is None or state.published is None or state.content is None:
+            return
+        try:
+            size, digest, blocks = self._read(state)
+        except Busy as reason:
+            log.debug("%s: not checked on the PFS: %s", state.path, reason)
+            self._pause(inode)
+            return
+        except (OSError, CkptfsError) as failure:
+            self._handle_failure(state, failure)
+            return
+        if (size, digest) == (state.content.size, state.content.digest):
+            if disk.act("check_pfs:checked", copies.record_pfs_verified, self._db, state, digest, blocks):
+                self._pauses.pop(inode, None)
+                self._notify.wake_lanes()
+            else:
+                self._pause(inode)
+            return
+        self._pause(inode)
+        if copies.record_pfs_damaged(self._db, state):
+            log.error("%s: the file on the PFS has not the bytes that were written back; it is written back again", state.path)
+            self._notify.wake_lanes()
+
+    def _read(self, state: FetchState) -> transfer.ContentDigests:
+        """Return the digests of the file as the PFS's server has it. Raises Busy if the file changed meanwhile."""
+        assert self._config.pfs is not None
+
+        def build_check() -> Callable[[], None]:
+            blocks = 0
+
+            def check() -> None:
+                nonlocal blocks
+                blocks += 1
+                if blocks % limits.CHECK_BLOCKS == 0 and copies.load_fetch_state(self._db, state.inode) != state:
+                    raise Busy("the file changed meanwhile")
+
+            return check
+
+        with disk.closing(pfs_tree.open_inode(self._db, self._config.pfs, state.inode)) as fd:
+            disk.act("check_pfs:drop_pages", os.posix_fadvise, fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            found = transfer.read(fd, label="check_pfs", before_block=build_check())
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            assert state.published is not None
+            if not pfs_tree.matches_catalog(fd, state.published):
+                raise Busy("the file on the PFS changed meanwhile")
+            return found
+
+    def _handle_failure(self, state: FetchState, failure: OSError | CkptfsError) -> None:
+        """A file that is another one on the PFS is compared by a scan; other errors are tried again later."""
+        log.debug("%s: cannot be read back from the PFS: %s", state.path, failure)
+        self._pause(state.inode)
+        if failure.errno in _STOPPED_ERRNOS:
+            mover_requests.insert_request(self._db, mover_requests.SCAN, state.pfs_parent, mover_requests.COMPARE_AGAIN)
+            self._notify.wake_lanes()
+
+    def _pause(self, inode: int) -> None:
+        _, before_s = self._pauses.get(inode, (0.0, 0.0))
+        pause_s = min(max(2 * before_s, RETRY_FIRST_S), RETRY_LAST_S)
+        self._pauses[inode] = time.monotonic() + pause_s, pause_s
