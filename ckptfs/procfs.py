@@ -5,6 +5,7 @@ The list of mounts is read without touching them, so a mount that hangs cannot h
 
 import os
 import re
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,6 +117,20 @@ def is_virtual_machine(table: str | Path = "/proc/cpuinfo") -> bool:
 def is_running(pid: int) -> bool:
     """Return True if the process exists and is no zombie."""
     return _get_stat(pid)[0] not in ("", "Z")
+
+
+def is_dying(pid: int) -> bool:
+    """Return True if the process was killed, though threads of it may still hang in system calls. None of them runs a program again.
+
+    Its descriptors stay open until the last thread ends. The main thread is a zombie by then, or has SIGKILL pending.
+    """
+    if _get_stat(pid)[0] in ("", "Z"):
+        return True
+    try:
+        pending = re.findall(r"^(?:SigPnd|ShdPnd):\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return True
+    return any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for mask in pending)
 
 
 def get_start_ticks(pid: int) -> int:

@@ -105,7 +105,7 @@ class Child:
     def reap(self, patience_s: float) -> int | None:
         """Return the exit code of a child that closed its link (negative: the signal). Kills it if it does not end within `patience_s`.
 
-        Returns None if it hangs in the kernel.
+        Returns None if it hangs in the kernel. The link is closed then, too: nothing comes from it any more.
         """
         try:
             code = self.process.wait(patience_s)
@@ -114,9 +114,14 @@ class Child:
             try:
                 code = self.process.wait(patience_s)
             except subprocess.TimeoutExpired:
+                self.link.close()
                 return None
         self.link.close()
         return code
+
+    def is_stuck(self) -> bool:
+        """Return True if the process was killed but threads of it hang in the kernel, which keeps its link open."""
+        return procfs.is_dying(self.pid)
 
 
 def _environment() -> dict[str, str]:

@@ -40,7 +40,9 @@ MOVER_RECOVERY_WAIT_S = 10.0
 SPARE_DELAY_S = 0.5
 RECOVERY_WATCHDOG_FACTOR = 20
 REAP_WAIT_S = 5.0
-TURN_MAX_S = 5.0
+STUCK_REAP_WAIT_S = 0.1
+TURN_MAX_S = 1.0
+"""How long the loop sleeps at most. A child that was killed and hangs in a system call sends no message and closes no link."""
 
 
 class Phase(Enum):
@@ -201,6 +203,8 @@ class Supervisor:
                 self._mark_resumable()
             if not alive:
                 self._handle_child_end(role, slot, child)
+            elif child.is_stuck():
+                self._handle_child_end(role, slot, child, patience_s=STUCK_REAP_WAIT_S)
         self._announce_ready()
 
     def _set_log_level(self, requester: Child) -> None:
@@ -249,12 +253,12 @@ class Supervisor:
 
     # --- deaths ------------------------------------------------------------------------------------------------------
 
-    def _handle_child_end(self, role: str, slot: Slot, child: Child) -> None:
-        """Handle a closed link: the child has ended, or ends now."""
-        code = child.reap(REAP_WAIT_S)
+    def _handle_child_end(self, role: str, slot: Slot, child: Child, patience_s: float = REAP_WAIT_S) -> None:
+        """Handle a closed link or a killed process: the child has ended, or ends now."""
+        code = child.reap(patience_s)
         slot.child = None
         if code is None:
-            log.error("%s process %d: was killed but hangs in a system call; it is ignored", role, child.pid)
+            log.warning("%s process %d: was killed but hangs in a system call; another one takes its place", role, child.pid)
         if role == MOUNT and code == 0:
             self._start_drain()
         elif role == MOVER and code == 0 and self._phase is Phase.DRAINING:
