@@ -11,6 +11,7 @@ from local_node import Node
 from ckptfs import disk, limits, procfs, series
 from ckptfs.catalog import contents
 from ckptfs.flow import evict, prepare
+from ckptfs.flow.host.incoming import PeerQuota
 from ckptfs.flow.prepare import Prepare, PreparedChanges, choose_changes
 from ckptfs.model import Tier
 from ckptfs.tiers.prepared import ExpectedSize, PreparedFile
@@ -188,6 +189,21 @@ def test_eviction_gives_prepared_memory_back_before_it_drops_a_copy(node: Node, 
         pass
     assert _pool(node) == []
     assert content in node.files(Tier.RAM)
+    flow.stop()
+
+
+def test_prepared_memory_makes_way_for_copies_of_peers(node: Node, flow: Prepare) -> None:
+    """X1, N3: it counts as free for them, and is given back when one comes."""
+    node.tiers[Tier.RAM]._budget_bytes = 200 * MIB
+    node.tiers.prepared.record_size(b"a", 64 * MIB)
+    _run(flow)
+    assert _pool(node) == [64]
+    quota = PeerQuota(node.db, node.tiers, 1.0)
+    assert quota.get_free_bytes_in(Tier.RAM) == 160 * MIB
+    assert quota.choose_tier(90 * MIB) is Tier.RAM
+    assert _pool(node) == [64], "there was room beside it"
+    assert quota.choose_tier(120 * MIB) is Tier.RAM
+    assert _pool(node) == []
     flow.stop()
 
 

@@ -1,5 +1,6 @@
 """X1: files of a series that take prepared memory, as an application sees them, on both data paths."""
 
+import json
 import mmap
 import os
 from collections.abc import Callable
@@ -55,6 +56,16 @@ def test_the_second_file_of_a_series_takes_prepared_memory(daemon: DaemonUnderTe
     assert (daemon.path / "step_2.pt").read_bytes() == data
     daemon.settle()
     assert (daemon.pfs / "step_2.pt").read_bytes() == data
+
+
+def test_status_df_and_statfs_show_it(daemon: DaemonUnderTest) -> None:
+    """X1, N5: it is part of what is used, and can be used."""
+    write_member(daemon, "step_1.pt")
+    await_pool(daemon)
+    for command in ("status", "df"):
+        (ram,) = (tier for tier in json.loads(daemon.command(command, daemon.path, "--json").stdout)["tiers"] if tier["name"] == "ram")
+        assert ram["prepared_bytes"] == SIZE <= ram["used_bytes"]
+    assert "prepared" in daemon.command("df", daemon.path).stdout
 
 
 def test_each_rank_gets_its_own_size(daemon: DaemonUnderTest) -> None:

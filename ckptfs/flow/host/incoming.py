@@ -24,7 +24,8 @@ from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.peer_api import UNKNOWN_BLOCK, Offer
 from ckptfs.errors import Busy, CkptfsError, NoSpace, StoreRefused, StoreUnreachable
 from ckptfs.model import Tier
-from ckptfs.tiers import transfer
+from ckptfs.tiers import space, transfer
+from ckptfs.tiers.space import Capacity
 from ckptfs.tiers.storage import Tiers, TierStorage
 
 transfer.declare_labels("host")
@@ -256,9 +257,11 @@ class PeerQuota:
         self._share = share
 
     def choose_tier(self, size: int) -> Tier:
-        """Where `size` more bytes go: RAM while they fit, then NVMe. Raises NoRoom."""
+        """Where `size` more bytes go: RAM while they fit, then NVMe. Prepared memory makes way. Raises NoSpace."""
         for tier in WATERMARKS:
-            if tier in self._tiers and self.get_free_bytes_in(tier) >= size:
+            if tier in self._tiers and self._get_free_bytes(self._tiers.get_capacity(tier), tier) >= size:
+                return tier
+            if tier is Tier.RAM and self._tiers.give_back_prepared(lambda ram: self._get_free_bytes(ram, Tier.RAM) >= size, 0):
                 return tier
         raise NoSpace(f"the share of this node's tiers that is set aside for peers has no room for {size} bytes")
 
@@ -267,7 +270,10 @@ class PeerQuota:
         return max(0, *(self.get_free_bytes_in(tier) for tier in WATERMARKS if tier in self._tiers), 0)
 
     def get_free_bytes_in(self, tier: Tier) -> int:
-        """How many bytes more may be held in a tier."""
+        """How many bytes more may be held in a tier. Prepared memory counts as free: it makes way."""
         capacity = self._tiers.get_capacity(tier)
+        return self._get_free_bytes(space.add_free(capacity, self._tiers.prepared.get_bytes()) if tier is Tier.RAM else capacity, tier)
+
+    def _get_free_bytes(self, capacity: Capacity, tier: Tier) -> int:
         share = int(self._share * capacity.total) - remote_contents.count_hosted_bytes(self._db, tier)
         return max(0, min(share, capacity.free, int(WATERMARKS[tier] * capacity.total) - capacity.used))

@@ -150,6 +150,7 @@ class StatusFigures:
                 answer.path = str(storage.root)
                 capacity = storage.get_capacity()
                 answer.budget_bytes, answer.free_bytes = capacity.total, capacity.free
+                answer.prepared_bytes = self._tiers.prepared.get_bytes() if tier is Tier.RAM else 0
                 answer.used_bytes = _get_used_bytes(storage.root) if os.path.ismount(storage.root) else self._bytes.get()[tier]
                 return answer
         answer.health = "down"
@@ -218,10 +219,11 @@ def _build_local_tier(config: Config, db: Database, tiers: Tiers, tier: Tier) ->
     capacity = tiers[tier].get_capacity()
     leaving = summary.count_leaving_bytes(db, tier) if config.pfs is not None else 0
     limit = int((config.ram_high if tier is Tier.RAM else 1.0) * capacity.total)
+    prepared = tiers.prepared.get_bytes() if tier is Tier.RAM else 0
     answer = pb.TierCapacity(
         name=tier.value, path=str(tiers[tier].root), total_bytes=capacity.total, used_bytes=capacity.used, free_bytes=capacity.free,
         held_bytes=remote_contents.count_hosted_bytes(db, tier),
-        usable_bytes=max(0, min(capacity.free, limit - capacity.used) + leaving),
+        usable_bytes=max(0, min(capacity.free, limit - capacity.used) + leaving + prepared), prepared_bytes=prepared,
     )  # fmt: skip
     if config.cluster is not None:
         answer.share_bytes = int(config.peer_share * capacity.total)

@@ -242,6 +242,7 @@ class DirectoryHandlers:
         """Return how much can still be written: the capacity of the PFS, or of RAM and NVMe if that is larger or there is no PFS."""
         capacities = self._context.tiers.get_local_capacities().values()
         total, free = sum(capacity.total for capacity in capacities), sum(capacity.free for capacity in capacities)
+        free += self._context.tiers.prepared.get_bytes()  # It is given back when somebody writes.
         if Tier.PFS in self._context.tiers:
             pfs = await self._get_pfs_capacity()
             total, free = max(total, pfs.total), max(free, pfs.free)
