@@ -28,41 +28,41 @@ class ExpectedSizes:
         self._db = db
         self._prepared = prepared
         self._by_kind: dict[bytes, int] = {}
+        self._large_kinds: dict[bytes, int] = {}
+        """Kinds of which a file was large: only their files have a place. Sizes are not used."""
         self._by_place: dict[bytes, int] | None = None
+        self._has_restored_places = False
 
     def get(self, directory: int, name: bytes) -> int:
         """Return the probable size of a new file, 0 if unknown."""
-        kind = open.get_series_pattern(name)
-        expected = self._by_kind.get(kind)
-        if expected is None:
-            # Also after a restart of this process: the place of a large file is known then, its kind is not.
-            expected = self._by_kind[kind] = self._get_by_place(directory, name) or 0
-        elif expected >= limits.PREPARED_BYTES_MIN:
-            return self._get_by_place(directory, name) or expected
+        places, kind = self._load_places(), open.get_series_pattern(name)
+        expected = self._by_kind.get(kind, 0)
+        # After a restart of this process, places are known and kinds are not.
+        if kind in self._large_kinds or (self._has_restored_places and kind not in self._by_kind):
+            return places.get(self._get_place(directory, name), expected)
         return expected
 
     def record(self, directory: int, name: bytes, size: int) -> None:
         """Remember the size of a file that its last writer has closed. `directory` and `name` are those of its creation."""
-        self._remember(self._by_kind, open.get_series_pattern(name), size, limits.EXPECTED_NAMES_MAX)
-        places = self._load_places()
-        if size < limits.PREPARED_BYTES_MIN and not places:
+        places, kind, is_large = self._load_places(), open.get_series_pattern(name), size >= limits.PREPARED_BYTES_MIN
+        self._remember(self._by_kind, kind, size, limits.EXPECTED_NAMES_MAX)
+        if is_large:
+            self._remember(self._large_kinds, kind, size, limits.EXPECTED_NAMES_MAX)
+        elif kind not in self._large_kinds:
             return
         place = self._get_place(directory, name)
-        if size < limits.PREPARED_BYTES_MIN and place not in places:
+        if not is_large and place not in places:
             return
         self._remember(places, place, size, limits.PREPARED_PLACES_MAX)
         with contextlib.suppress(OSError):  # Then the next file of this place is not prepared.
             self._prepared.record_size(place, size)
-
-    def _get_by_place(self, directory: int, name: bytes) -> int | None:
-        places = self._load_places()
-        return places.get(self._get_place(directory, name)) if places else None
 
     def _load_places(self) -> dict[bytes, int]:
         if self._by_place is None:
             self._by_place = {}
             with contextlib.suppress(OSError):
                 self._by_place = {one.place: one.size_bytes for one in reversed(self._prepared.list_expected())}
+            self._has_restored_places = bool(self._by_place)
         return self._by_place
 
     def _get_place(self, directory: int, name: bytes) -> bytes:
