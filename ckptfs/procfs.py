@@ -36,13 +36,13 @@ class MountEntry:
 
 def list_mount_entries(table: str | Path = MOUNT_TABLE) -> list[MountEntry]:
     """Return the mounts of this namespace in the order of mounting."""
-    entries = []
-    for line in Path(table).read_bytes().splitlines():
-        left, _, right = line.partition(b" - ")
-        fields, (fstype, source, options) = left.split(b" "), map(_unescape, right.split(b" ")[:3])
-        mounted_root = _unescape(fields[3])
-        entries.append(MountEntry(int(fields[0]), Path(_unescape(fields[4])), fields[2].decode(), fstype, source, options, mounted_root))
-    return entries
+    return [_parse_mount(line) for line in Path(table).read_bytes().splitlines()]
+
+
+def _parse_mount(line: bytes) -> MountEntry:
+    left, _, right = line.partition(b" - ")
+    fields, (fstype, source, options) = left.split(b" "), map(_unescape, right.split(b" ")[:3])
+    return MountEntry(int(fields[0]), Path(_unescape(fields[4])), fields[2].decode(), fstype, source, options, _unescape(fields[3]))
 
 
 def get_filesystem_type(path: Path, table: str | Path = MOUNT_TABLE) -> str:
@@ -54,9 +54,10 @@ def get_filesystem_type(path: Path, table: str | Path = MOUNT_TABLE) -> str:
 
 def find_mount_of(fd: int) -> MountEntry | None:
     """Return the mount that an open file lies on. Returns None if that mount is not in this namespace any more."""
-    found = re.search(rb"^mnt_id:\s*(\d+)$", Path(f"/proc/thread-self/fdinfo/{fd}").read_bytes(), re.MULTILINE)
-    number = int(found[1]) if found else -1
-    return next((entry for entry in list_mount_entries() if entry.id == number), None)
+    number = re.search(rb"^mnt_id:\s*(\d+)$", Path(f"/proc/thread-self/fdinfo/{fd}").read_bytes(), re.MULTILINE)
+    # A node may have thousands of mounts, so only one line is parsed.
+    line = number and re.search(rb"^%s .*$" % number[1], MOUNT_TABLE.read_bytes(), re.MULTILINE)
+    return _parse_mount(line[0]) if line else None
 
 
 def _unescape(field: bytes) -> str:
