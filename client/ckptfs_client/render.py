@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 STYLES = {
     "ok": "green", "normal": "green", "good": "green", "alive": "green", "degraded": "yellow", "suspect": "yellow", "down": "red",
-    "bad": "red", "dead": "red",
+    "full": "yellow", "bad": "red", "dead": "red",
 }  # fmt: skip
 
 

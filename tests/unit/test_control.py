@@ -1,5 +1,6 @@
 """The control servers with the real catalog and tiers, without FUSE: answers, waits, refusals, restarts. F2, F5, P1, P11."""
 
+import errno
 import json
 import os
 import stat
@@ -14,6 +15,7 @@ from ckptfs_client.client import Client
 from ckptfs_client.errors import CommandFailed, NoMount, NotInTime, UsageError
 from ckptfs_client.mounts import Mount
 from ckptfs_daemon.control import server
+from ckptfs_daemon.mover import lanes
 from control_served import Served, serving
 from daemon_under_test import eventually
 from local_node import Node
@@ -21,6 +23,7 @@ from local_node import Node
 from ckptfs import limits, runtime_dir
 from ckptfs.catalog import contents, copies, mover_requests, summary
 from ckptfs.errors import TierUnavailable
+from ckptfs.flow.write_back.deferred import build_unavailable_error
 from ckptfs.model import ROOT, ContentState, CopyState, Tier
 from ckptfs.protocol import control_pb2 as pb
 
@@ -84,6 +87,20 @@ def test_troubles_are_shown_with_path_and_remedy(served: Served) -> None:
     assert (trouble.where, trouble.what, trouble.path, trouble.remedy) == ("write_back", "EACCES: no", "a/b", "chmod it")
     summary.set_report(served.node.db, "trouble:write_back", None)
     assert not served.client.get_status().troubles
+
+
+def test_a_full_pfs_is_not_called_normal(served: Served) -> None:
+    """F3: as soon as an attempt to write back found no room, whatever the last figures say."""
+    full = lanes.describe_failure(build_unavailable_error(OSError(errno.ENOSPC, "No space left on device"), "a/b"))
+    summary.set_report(served.node.db, "tier:pfs", {"state": "normal", "total": 100, "free": 50})
+    summary.set_report(served.node.db, "trouble:write back", full)
+    status = served.client.get_status()
+    assert [tier.health for tier in status.tiers if tier.name == "pfs"] == ["full"] and status.health == "degraded"
+    failing = lanes.describe_failure(build_unavailable_error(OSError(errno.EIO, "broken"), "a/b"))
+    for value in (failing, None):
+        summary.set_report(served.node.db, "trouble:write back", value)
+        status = served.client.get_status()
+        assert [tier.health for tier in status.tiers if tier.name == "pfs"] == ["normal"]
 
 
 def test_a_tier_that_is_gone_is_down(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,6 +135,11 @@ class StatusFigures:
         health = {key.partition(":")[2]: _parse_json_object(text) for key, text, _ in summary.list_reports(self._db, "tier:")}
         return [self._build_tier(tier, copies.get(tier, 0), health.get(tier.value, {})) for tier in Tier if self._root(tier) is not None]
 
+    def _is_pfs_full(self) -> bool:
+        """Return True if the last attempt to write back found no room."""
+        reports = summary.list_reports(self._db, "trouble:write back")
+        return any(_parse_json_object(text).get("is_full") for key, text, _ in reports if key == "trouble:write back")
+
     def _root(self, tier: Tier) -> Path | None:
         return {Tier.RAM: self._config.state / "ram", Tier.NVME: self._config.nvme, Tier.PFS: self._config.pfs}[tier]
 
@@ -143,6 +148,8 @@ class StatusFigures:
         answer = pb.TierStatus(name=tier.value, path=str(self._root(tier)), contents=copies, health=str(health.get("state", "normal")))
         if tier is Tier.PFS:
             answer.budget_bytes, answer.free_bytes = int(health.get("total", 0)), int(health.get("free", 0))
+            if answer.health == "normal" and self._is_pfs_full():
+                answer.health = "full"  # A full tier answers well, and its figures are some seconds old.
             return answer
         storage = self._tiers.get(tier)
         with contextlib.suppress(OSError, CkptfsError):

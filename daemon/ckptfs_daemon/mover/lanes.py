@@ -194,14 +194,15 @@ class Lanes:
 
 
 def describe_failure(failure: Exception) -> dict[str, Any]:
-    """Return what failed, where, and the remedy, as text."""
+    """Return what failed, where, and the remedy, as text; and that the tier is full, if so."""
     path = getattr(failure, "path", None) or getattr(failure, "filename", None) or ""
     if isinstance(path, bytes):
         path = path.decode(errors="replace")
     remedy = getattr(failure, "remedy", "")
+    value: dict[str, Any] = {"what": str(failure) or type(failure).__name__, "path": str(path), "remedy": remedy}
     if isinstance(failure, OSError):
-        return {"what": health.describe(failure), "path": str(path), "remedy": remedy or health.remedy(failure.errno)}
-    return {"what": str(failure) or type(failure).__name__, "path": str(path), "remedy": remedy}
+        value |= {"what": health.describe(failure), "remedy": remedy or health.remedy(failure.errno)}
+    return value | ({"is_full": True} if getattr(failure, "errno", 0) in health.FULL_ERRNOS else {})
 
 
 def _seconds(due_s: float | None) -> float:
