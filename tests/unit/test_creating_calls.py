@@ -81,6 +81,6 @@ def certain(text: str, machine: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("thread", [0, -1, 2**22 + 1, os.getpid()])
+@pytest.mark.parametrize("thread", [0, -1, 2**22 + 1, os.getpid()], ids=["none", "wrong", "gone", "self"])
 def test_what_cannot_be_known_counts_as_reading(thread: int) -> None:
     assert creating_calls.is_creating(thread, b"new") is False
