@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -80,4 +81,24 @@ def test_mappings_and_random_writes_survive_the_move(data_path: str, make_daemon
         assert os.pread(reading, MIB, (number * 37 % 60) * MIB) == _block(number)
     os.close(fd)
     os.close(reading)
+    assert daemon.catalog("SELECT tier FROM copy") == [("nvme",)]
+
+
+def test_a_file_that_several_threads_write_in_small_pieces_moves_on(data_path: str, make_daemon: Make) -> None:
+    """P10: the shim serves such writes, and none of them goes to the tier that the file has left."""
+    daemon = make_daemon(data_path, ram="64M", pfs=None)
+    path, piece, share = daemon.path / "large", 64 * 1024, 40 * MIB
+
+    def write(number: int) -> None:
+        with open(path, "r+b", buffering=0) as file:
+            for offset in range(0, share, piece):
+                file.seek(number * share + offset)
+                file.write(bytes([number + 1]) * piece)
+
+    path.touch()
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(write, number) for number in range(4)]:
+            done.result()
+    data = path.read_bytes()
+    assert [data[number * share : (number + 1) * share] == bytes([number + 1]) * share for number in range(4)] == [True] * 4
     assert daemon.catalog("SELECT tier FROM copy") == [("nvme",)]

@@ -190,6 +190,39 @@ def test_writers_of_both_kinds_at_once(node: DaemonUnderTest, group: MemoryGroup
     assert (node.path / "limited-0").read_bytes() == (node.path / "limited-1").read_bytes()
 
 
+# --- small writes, which the shim serves ------------------------------------------------------------------------------
+
+SAME_PLACE = """
+import os, sys
+place = sys.argv[1]
+first = os.open(f"{place}/first", os.O_WRONLY | os.O_CREAT)
+os.write(first, b"1" * 4096)
+for _ in range(4095):
+    os.close(os.open(f"{place}/between", os.O_WRONLY | os.O_CREAT))
+second = os.open(f"{place}/second", os.O_WRONLY | os.O_CREAT)
+for _ in range(8):
+    os.write(first, b"1" * 4096)
+    os.write(second, b"2" * 4096)
+os.close(second)
+os.write(first, b"1" * 4096)
+"""
+
+
+def test_handles_with_one_place_in_the_shim_keep_their_bytes_apart(ram_node: DaemonUnderTest, group: MemoryGroup) -> None:
+    """P2, P7: the shim has 4096 places for writers, and handles are numbered in turn."""
+    group.run(SAME_PLACE, ram_node.path)
+    assert (ram_node.path / "first").read_bytes() == b"1" * 4096 * 10
+    assert (ram_node.path / "second").read_bytes() == b"2" * 4096 * 8
+
+
+def test_writes_of_each_size_arrive(ram_node: DaemonUnderTest, group: MemoryGroup) -> None:
+    """P2: those up to 128 KiB are served by the shim."""
+    code = "import sys\nwith open(sys.argv[1], 'wb', 0) as file:\n    for n in range(9):\n        file.write(bytes([n]) * int(sys.argv[2]))"
+    for size in (1, 4096, 128 * 1024, 128 * 1024 + 1):
+        group.run(code, ram_node.path / "a", str(size))
+        assert (ram_node.path / "a").read_bytes() == b"".join(bytes([n]) * size for n in range(9))
+
+
 # --- what is said (M2) ------------------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,10 @@ def test_a_file_moves_on_only_when_nobody_writes_it(tmp_path: Path) -> None:
     content = node.make(b"file", b"." * 8, closed=False)
     ram = node.tiers[Tier.RAM]
     file = OpenFile(node.inode(content), content, ram, ram.open(content, os.O_RDWR), is_writable=True)
-    handlers = FileHandlers(cast(Any, SimpleNamespace(db=node.db, tiers=node.tiers, wake_channel=QUIET)), cast(Any, None))
+    stopped: list[Tier | None] = []
+    open_files = SimpleNamespace(stop_fast_writes=lambda moving: stopped.append(moving.tier))
+    context = SimpleNamespace(db=node.db, tiers=node.tiers, wake_channel=QUIET, open_files=open_files)
+    handlers = FileHandlers(cast(Any, context), cast(Any, None))
     begun, go_on = threading.Event(), threading.Event()
 
     def slow(fd: int) -> None:
@@ -48,6 +51,7 @@ def test_a_file_moves_on_only_when_nobody_writes_it(tmp_path: Path) -> None:
                 nursery.start_soon(handlers.with_room, file, full_once)
                 await trio.testing.wait_all_tasks_blocked()
                 assert file.tier is Tier.RAM, "it waits for the thread"
+                assert stopped == [Tier.RAM], "the shim writes no more to what is left behind"
                 go_on.set()
 
     trio.run(scenario)

@@ -192,6 +192,7 @@ _reply_write = _shim.fuse_reply_write
 _reply_write.argtypes = [_R, ctypes.c_size_t]
 _reply_lseek = _shim.fuse_reply_lseek
 _reply_lseek.argtypes = [_R, _Q]
+_shim.shim_set_writer.argtypes = [ctypes.c_uint32, _I]
 _shim.shim_process_saved_init.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
 _shim.shim_map_table.argtypes = [_I, _I, _Q, *[ctypes.c_uint32] * 4]
 _raw_callbacks = _RawCallbacks()
@@ -213,6 +214,11 @@ def get_request_header() -> tuple[int, bool]:
 def set_open_flags(flags: int) -> None:
     """Set FOPEN_* flags for the reply to this open, create or opendir. No await may follow in the handler."""
     _open_flags.value = flags
+
+
+def set_writer(handle: int, fd: int) -> None:
+    """Let the shim serve small writes of a handle by `fd`; -1 ends that. Writes to `fd` must not block."""
+    _shim.shim_set_writer(handle, fd)
 
 
 def set_raw_callbacks(

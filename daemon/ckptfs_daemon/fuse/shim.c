@@ -8,6 +8,7 @@
  *    set-id bits;
  *  - fuse_session_new adds fallocate, copy_file_range, lseek and ioctl, for which pyfuse3 has no handlers, and replaces release.
  *    It offers lookup, getattr and create to a fast path first, because a task of pyfuse3 costs more than these operations.
+ *    Small writes to files that Python has named (shim_set_writer) need no Python at all.
  *
  * Everything runs in the one thread that runs pyfuse3, under the GIL. Only the table of requests outlives the process.
  */
@@ -72,6 +73,7 @@ uint32_t shim_sessions;
 static struct raw_callbacks raw;
 static struct fast_path_callbacks fast_path;
 static struct fuse_session *session;
+static void (*write_buf_of_pyfuse3)(fuse_req_t req, fuse_ino_t ino, struct fuse_bufvec *in, off_t offset, struct fuse_file_info *fi);
 static void (*init_of_pyfuse3)(void *userdata, struct fuse_conn_info *conn);
 static void (*opendir_of_pyfuse3)(fuse_req_t req, fuse_ino_t ino, struct fuse_file_info *fi);
 static void (*getxattr_of_pyfuse3)(fuse_req_t req, fuse_ino_t ino, const char *name, size_t size);
@@ -496,6 +498,39 @@ static void on_create(fuse_req_t req, fuse_ino_t parent, const char *name, mode_
         create_of_pyfuse3(req, parent, name, mode, fi);
 }
 
+/*
+ * Descriptors by handle, for writers of files in memory. Of two handles with one place, the later one has it; the other one's writes go
+ * through pyfuse3, as do those that fail or write less.
+ */
+#define WRITERS 4096
+#define WRITER_BYTES_MAX (128 * 1024)
+static struct {
+    uint32_t handle;
+    int fd;
+} writers[WRITERS];
+
+/* fd -1 forgets the handle. Handle 0 is none. */
+void shim_set_writer(uint32_t handle, int fd)
+{
+    if (fd >= 0 || writers[handle % WRITERS].handle == handle) {
+        writers[handle % WRITERS].handle = fd >= 0 ? handle : 0;
+        writers[handle % WRITERS].fd = fd;
+    }
+}
+
+static void on_write_buf(fuse_req_t req, fuse_ino_t ino, struct fuse_bufvec *in, off_t offset, struct fuse_file_info *fi)
+{
+    uint32_t handle = (uint32_t)fi->fh;
+    size_t size = in->buf[in->idx].size - in->off;
+    bool is_plain = in->count == in->idx + 1 && !(in->buf[in->idx].flags & FUSE_BUF_IS_FD);
+
+    if (handle && writers[handle % WRITERS].handle == handle && is_plain && size <= WRITER_BYTES_MAX && !shim_kill_privileges &&
+        pwrite(writers[handle % WRITERS].fd, (char *)in->buf[in->idx].mem + in->off, size, offset) == (ssize_t)size)
+        fuse_reply_write(req, size);
+    else
+        write_buf_of_pyfuse3(req, ino, in, offset, fi);
+}
+
 static void add_operations(struct fuse_lowlevel_ops *ops)
 {
     init_of_pyfuse3 = ops->init;
@@ -518,6 +553,9 @@ static void add_operations(struct fuse_lowlevel_ops *ops)
     lookup_of_pyfuse3 = ops->lookup;
     getattr_of_pyfuse3 = ops->getattr;
     create_of_pyfuse3 = ops->create;
+    write_buf_of_pyfuse3 = ops->write_buf;
+    if (ops->write_buf)
+        ops->write_buf = on_write_buf;
     ops->lookup = on_lookup;
     ops->getattr = on_getattr;
     ops->create = on_create;

@@ -179,6 +179,7 @@ class FileHandlers:
             return True
         assert file.storage is not None and file.content is not None
         file.move_done = trio.Event()
+        self._context.open_files.stop_fast_writes(file)
         try:
             # Threads that still write must finish before the bytes are copied.
             await file.wait_idle()

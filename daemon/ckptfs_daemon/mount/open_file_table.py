@@ -25,6 +25,7 @@ from ckptfs.model import CopyState, Handle, Inode, Tier
 from ckptfs.tiers import prepared
 from ckptfs.tiers.storage import Tiers, TierStorage
 from ckptfs_daemon import ipc
+from ckptfs_daemon.fuse import session
 from ckptfs_daemon.fuse.kernel import Passthrough
 from ckptfs_daemon.ipc import WakeChannel
 from ckptfs_daemon.mount.expected_sizes import ExpectedSizes
@@ -111,6 +112,11 @@ class OpenFileTable:
                 if handle > 0:
                     yield way, file.tier
 
+    def stop_fast_writes(self, file: OpenFile) -> None:
+        """Make all writes of a file come to the handlers, which know that its content moves."""
+        for handle in file.handles:
+            session.set_writer(handle & HANDLE_MASK, -1)
+
     def _keep_ahead(self, file: OpenFile) -> None:
         """Keep prepared pages ahead of a writer below a memory limit."""
         if file.storage is not None and file.content is not None:
@@ -172,6 +178,8 @@ class OpenFileTable:
         self.by_handle[handle] = file
         file.handles[handle] = is_writer
         file.ways[handle] = way
+        if is_writer and handle > 0 and file.is_writable and file.tier is Tier.RAM:
+            session.set_writer(handle, file.fd)
         if way.way is Way.PREPARED and way.reason:
             self._keep_ahead(file)
         if file.expected_bytes and file not in self._reserving:
@@ -188,6 +196,7 @@ class OpenFileTable:
         if file is None:
             on_committed()  # Committed before a crash, then repeated.
             return
+        session.set_writer(handle & HANDLE_MASK, -1)
         file.ended_handles.append(handle)
         file.has_ended_writer |= file.handles.pop(handle)
         file.ways.pop(handle)
