@@ -12,6 +12,7 @@ machine the thread also touches the pages, so that the host has backed them befo
 expired content has just freed, so a step also runs whenever contents were deleted.
 """
 
+import errno
 import logging
 import os
 import threading
@@ -32,6 +33,8 @@ from ckptfs.tiers.storage import Tiers
 
 log = logging.getLogger(__name__)
 LOWEST_PRIORITY = 19
+_FULL = {errno.ENOSPC, errno.ENOMEM, errno.EINTR}
+"""A writer was faster. EINTR: fallocate(2) ends early at a signal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,9 @@ class Prepare:
         try:
             self._require_room(size)
             self._thread.submit(self._prepare_one, size).result()
-        except NoSpace as failure:
+        except (NoSpace, OSError) as failure:
+            if isinstance(failure, OSError) and failure.errno not in _FULL:
+                raise
             log.debug("ram: %d MiB are not prepared: %s", size // limits.MIB, failure)
             return False
         log.debug("ram: prepared %d MiB", size // limits.MIB)

@@ -114,6 +114,8 @@ def _pool(node: Node) -> list[int]:
 def flow(node: Node, monkeypatch: pytest.MonkeyPatch) -> Prepare:
     monkeypatch.setattr(limits, "PASSTHROUGH_SPACE_UNKNOWN_BYTES_MIN", 64 * MIB)
     monkeypatch.setattr(procfs, "get_memory_pressure", lambda: 0.0)
+    monkeypatch.setattr(limits, "USED_AGE_S", -1.0)
+    monkeypatch.setattr(limits, "CAPACITY_AGE_S", -1.0)
     return Prepare(node.db, node.tiers, node.config, node.told)
 
 
@@ -153,6 +155,18 @@ def test_writers_go_first_but_not_for_ever(node: Node, flow: Prepare, monkeypatc
     flow.stop()
 
 
+def test_a_writer_that_is_faster_is_no_trouble(node: Node, flow: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    """X1: a tier that fills up meanwhile is not reported; any other failure is."""
+    node.tiers.prepared.record_size(b"a", 16 * MIB)
+    monkeypatch.setattr(disk, "_fault", "prepare:allocate=ENOSPC@*")
+    _run(flow)
+    assert _pool(node) == [] and flow.next_due_s() is not None
+    monkeypatch.setattr(disk, "_fault", "prepare:allocate=EIO@*")
+    with pytest.raises(OSError, match="injected"):
+        flow.step()
+    flow.stop()
+
+
 def test_pressure_takes_all_of_it_until_it_is_over(node: Node, flow: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     """X1: prepared memory goes first when the machine is short of memory."""
     node.tiers.prepared.record_size(b"a", 16 * MIB)
@@ -183,7 +197,6 @@ def test_eviction_gives_prepared_memory_back_before_it_drops_a_copy(node: Node, 
     _run(flow)
     assert _pool(node) == [64]
     node.tiers[Tier.RAM]._budget_bytes = 70 * MIB
-    node.tiers[Tier.RAM]._measured_used = (float("-inf"), 0)
     evictor = evict.Evict(node.db, node.tiers, node.config, node.told)
     while evictor.step():
         pass
