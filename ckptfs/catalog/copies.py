@@ -405,13 +405,16 @@ def record_pfs_verified(db: Database, expected: FetchState, digest: bytes, block
 def record_pfs_damaged(db: Database, expected: FetchState) -> bool:
     """Record that the file on the PFS has other bytes than the sealed ones, and append a journal row that writes it back again.
 
-    Return False if the file has changed since `expected`.
+    Return False if the file has changed since `expected`, or has a newer content than the PFS.
     """
+    content, published = expected.content, expected.published
+    if content is None or published is None or (content.generation, content.digest) != (published.generation, published.digest):
+        return False
     with db.transaction():
-        if load_fetch_state(db, expected.inode) != expected or expected.content is None:
+        if load_fetch_state(db, expected.inode) != expected:
             return False
         db.run("UPDATE pfs_file SET complete = 0, digest = NULL, blocks = NULL, checked_ns = 0 WHERE inode = ?", expected.inode)
-        journal.append(db, "content", expected.inode, content=expected.content.id)
+        journal.append(db, "content", expected.inode, content=content.id)
         return True
 
 

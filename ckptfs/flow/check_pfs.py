@@ -28,8 +28,7 @@ from ckptfs.tiers.storage import Tiers
 
 log = logging.getLogger(__name__)
 
-transfer.declare_labels("check_pfs")
-disk.declare_labels("check_pfs:drop_pages", "check_pfs:checked")
+disk.declare_labels("check_pfs:drop_pages", "check_pfs:read", "check_pfs:checked")
 
 POLL_S = 2.0
 RECENT_CONTENTS = 32
@@ -84,29 +83,23 @@ class CheckPfs:
 
     def _check(self, inode: int) -> None:
         state = copies.load_fetch_state(self._db, inode)
-        assert self._config.pfs is not None
-        if state is None or state.published is None or state.content is None:
+        self._pause(inode)
+        if state is None or state.published is None:
             return
         try:
             size, digest, blocks = self._read(state)
+            is_same = (size, digest) == (state.published.size, state.published.digest)
+            if is_same and disk.act("check_pfs:checked", copies.record_pfs_verified, self._db, state, digest, blocks):
+                del self._pauses[inode]
+                self._notify.wake_lanes()
         except Busy as reason:
             log.debug("%s: not checked on the PFS: %s", state.path, reason)
-            self._pause(inode)
-            return
         except (OSError, CkptfsError) as failure:
             self._handle_failure(state, failure)
-            return
-        if (size, digest) == (state.content.size, state.content.digest):
-            if disk.act("check_pfs:checked", copies.record_pfs_verified, self._db, state, digest, blocks):
-                self._pauses.pop(inode, None)
+        else:
+            if not is_same and copies.record_pfs_damaged(self._db, state):
+                log.error("%s: the file on the PFS has not the bytes that were written back; it is written back again", state.path)
                 self._notify.wake_lanes()
-            else:
-                self._pause(inode)
-            return
-        self._pause(inode)
-        if copies.record_pfs_damaged(self._db, state):
-            log.error("%s: the file on the PFS has not the bytes that were written back; it is written back again", state.path)
-            self._notify.wake_lanes()
 
     def _read(self, state: FetchState) -> transfer.ContentDigests:
         """Return the digests of the file as the PFS's server has it. Raises Busy if the file changed meanwhile."""
@@ -135,7 +128,6 @@ class CheckPfs:
     def _handle_failure(self, state: FetchState, failure: OSError | CkptfsError) -> None:
         """A file that is another one on the PFS is compared by a scan; other errors are tried again later."""
         log.debug("%s: cannot be read back from the PFS: %s", state.path, failure)
-        self._pause(state.inode)
         if failure.errno in _STOPPED_ERRNOS:
             mover_requests.insert_request(self._db, mover_requests.SCAN, state.pfs_parent, mover_requests.COMPARE_AGAIN)
             self._notify.wake_lanes()

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from local_node import run_until_idle
+from local_node import inject_fault, run_until_idle
 from pfs_world import corrupt
 from write_back_world import Mount, intercepted
 
@@ -123,6 +123,16 @@ def test_a_file_that_cannot_be_read_holds_up_no_other(full: Mount) -> None:
     assert check.next_due_s() is not None
 
 
+@pytest.mark.parametrize("label", ["check_pfs:drop_pages", "check_pfs:read", "check_pfs:checked"])
+def test_each_operation_fails_once(full: Mount, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: nothing is called checked that was not, and the next mover checks it."""
+    inject_fault(monkeypatch, f"{label}=EIO")
+    run_until_idle(build_check(full))
+    assert full.db.value("SELECT count(*) FROM pfs_file WHERE checked_ns > 0") == 1
+    run_until_idle(build_check(full))
+    assert full.db.value("SELECT count(*) FROM pfs_file WHERE checked_ns > 0") == 2
+
+
 def test_it_waits_for_write_back_unless_a_tier_fills_up(mount: Mount) -> None:
     mount.put(b"a", b"x" * SIZE)
     mount.settle()
@@ -142,6 +152,19 @@ def test_a_new_generation_is_read_again(mount: Mount) -> None:
     mount.put(b"a", b"two")
     mount.settle()
     assert not mount.db.value("SELECT checked_ns > 0 FROM pfs_file")
+
+
+def test_a_former_content_is_compared_with_what_the_pfs_shows(mount: Mount) -> None:
+    """P7: the file has a newer content that is not written back yet; the former one is kept here until then."""
+    mount.put(b"a", b"one")
+    mount.settle()
+    mount.put(b"a", b"newer")
+    mount.squeeze(Tier.RAM, 10)
+    before = mount.db.rows("SELECT seq FROM journal")
+    run_until_idle(build_check(mount))
+    assert mount.db.rows("SELECT seq FROM journal") == before
+    assert mount.db.value("SELECT complete FROM pfs_file") == 1
+    mount.settle_exactly()
 
 
 def test_one_node_reads_for_all(mount: Mount, tmp_path: Path) -> None:
