@@ -2,7 +2,7 @@
 
 A batch holds changes as they were decided, for the journal rows after `after_seq` up to `last_seq`. It is stored before the PFS is
 changed. `record_batch_done` records what the PFS shows then and deletes the rows and the batch, in the caller's transaction. If the PFS
-refuses an action, `cut_batch` returns the batch of those before it; the rows from the refused one on stay in the journal.
+refuses an action, `build_batch_before` returns the batch of those before it; the rows from the refused one on stay in the journal.
 
 Crash safety: a batch exists together with all its journal rows, or neither does. The next mover finishes exactly that batch.
 """
@@ -139,12 +139,7 @@ def _set_final_state(batch: PfsBatch) -> None:
     batch.pending_entries = [(parent, name, inode) for (parent, name), inode in pending.items()]
 
 
-def can_cut(batch: PfsBatch) -> bool:
-    """Return True unless an older version planned the batch."""
-    return bool(batch.name_changes) or not batch.expected_entries
-
-
-def cut_batch(batch: PfsBatch, refused_key: int) -> PfsBatch:
+def build_batch_before(batch: PfsBatch, refused_key: int) -> PfsBatch:
     """Return the batch that ends before a refused action. Of its row, only what the actions before it did counts."""
     index = next(index for index, action in enumerate(batch.actions) if action.key == refused_key)
     seq = refused_key // KEYS_PER_ROW
@@ -239,7 +234,47 @@ def _decode(text: str) -> PfsBatch:
         for item in body["published_rows"]
     ]
     body["requeued"] = [(item["inode"], item["content"]) for item in body["requeued"]]
-    return PfsBatch(**body)
+    batch = PfsBatch(**body)
+    if version != _BATCH_VERSION:
+        _derive_changes(batch)
+    return batch
+
+
+def _derive_changes(batch: PfsBatch) -> None:
+    """Fill in what the versions before 3 did not store: which action leads to which part of the state."""
+    final = {(show.location.parent, show.location.name): show for show in batch.expected_entries}
+    key_of: dict[PfsName, int] = {}
+
+    def add(action: PfsAction, location: PfsLocation, inode: int | None) -> None:
+        name = location.parent, location.name
+        show = final.get(name)
+        fingerprint = action.fingerprint if inode == action.inode or show is None else show.fingerprint
+        batch.name_changes.append(ExpectedEntry(location, inode, fingerprint if inode is not None else Fingerprint(), action.key))
+        key_of[name] = action.key
+
+    for action in batch.actions:
+        new = action.new_location
+        if action.act == "exchange" and new is not None:
+            other = final.get((action.location.parent, action.location.name))
+            add(action, action.location, None if other is None else other.inode)
+            add(action, new, action.inode)
+        elif action.act in {"unlink", "rmdir", "move"}:
+            add(action, action.location, None)
+        elif action.act in {"put", "attributes"}:
+            add(action, action.location, action.inode)
+        if action.act in {"move", "link"} and new is not None:
+            add(action, new, action.inode)
+    batch.name_changes += [show for name, show in final.items() if name not in key_of]
+    for action in batch.actions:  # What a put shows was pending until then.
+        if action.act == "put":
+            name = action.location.parent, action.location.name
+            batch.pending_changes += [PlannedPending(0, name, action.inode), PlannedPending(action.key, name, None)]
+    batch.pending_changes += [
+        PlannedPending(key_of.get((parent, name), 0), (parent, name), inode) for parent, name, inode in batch.pending_entries
+    ]
+    put_keys = {action.inode: action.key for action in batch.actions if action.act == "put"}
+    batch.published_rows = [replace(row, key=put_keys.get(row.inode, 0)) for row in batch.published_rows]
+    batch.requeued_seqs = [0] * len(batch.requeued)
 
 
 def _decode_action(item: dict[str, Any]) -> PfsAction:
@@ -288,7 +323,7 @@ def _name_version_1(body: list[Any]) -> dict[str, Any]:
     named = name_fields("last_seq " + " ".join(lists) + " merged_directories after_seq kept_seqs", body)
     for name, names in lists.items():
         named[name] = [name_nested(name_fields(names, item)) for item in named[name]]
-    return {"version": _BATCH_VERSION, **named}
+    return {"version": 2, **named}
 
 
 def record_batch_done(db: Database, batch: PfsBatch, observed: dict[tuple[int, bytes], ObservedStat | None]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from write_back_world import Killed, Mount, intercepted, killed_at, memory
 
-from ckptfs.catalog import namespace, summary
+from ckptfs.catalog import namespace, pfs_batch, summary
 from ckptfs.errors import TierUnavailable
 from ckptfs.flow.write_back import WriteBack, deferred
 from ckptfs.model import ContentState, Tier
@@ -643,3 +643,40 @@ def test_a_full_filesystem_inside_the_pfs_is_not_the_whole_pfs(mount: Mount) -> 
         subprocess.run(["mount", "-o", "remount,nr_inodes=100", mount.pfs / "sub"], check=True)
         flow.retry_now()
         mount.settle_exactly(flow)
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_a_batch_that_an_older_version_left_stuck(mount: Mount, act: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The upgrade frees it: what the older version stored is enough to cut it."""
+    before, then, call = ACTS[act]
+    before(mount)
+    mount.settle()
+    put_others(mount, b"sooner")
+    then(mount)
+    put_others(mount, b"later")
+
+    def die(label: str) -> None:
+        if label == "write_back:written_down" and has_refused_act():
+            raise Killed
+
+    def has_refused_act() -> bool:
+        found = pfs_batch.find_batch(mount.db)
+        locations = [one for action in found[1].actions for one in (action.location, action.new_location)] if found else []
+        return any(one is not None and one.name == b"bad" for one in locations)
+
+    with intercepted(die), contextlib.suppress(Killed):
+        rest(mount.write_back())
+    body = json.loads(mount.db.value("SELECT body FROM pfs_batch"))
+    for name in ("lost_inodes", "requeued_seqs", "settle_rows", "name_changes", "pending_changes", "abandoned", "abandoned_entries"):
+        del body[name]
+    del body["announced_seq"]
+    for row in body["published_rows"]:
+        del row["key"]
+    for show in body["expected_entries"]:
+        del show["key"]
+    mount.db.run("UPDATE pfs_batch SET body = ?", json.dumps(body | {"version": 2}))
+    with monkeypatch.context() as patch:
+        Refusal(patch, call, lambda name: name == b"bad", errno.EACCES)
+        rest(mount.write_back())
+        assert others_shown(mount, b"sooner") and others_shown(mount, b"later")
+    mount.settle_exactly()

@@ -115,7 +115,10 @@ def test_a_pending_batch_is_read_across_the_upgrade(release: str, tmp_path: Path
     ]
     assert [(one.location.name, one.inode) for one in batch.expected_entries] == [(b"f", 5), (b"old", None)]
     assert batch.pending_entries == [(1, b"p\xff", 5), (1, b"q", None)] and batch.requeued == [(5, 6)]
-    assert batch.published_rows == [PublishedRow(5, 2, True, 3, 40, 77, DIGEST, BLOCKS), PublishedRow(6, 1, False, 2, 41, 78, None, None)]
+    assert batch.published_rows == [
+        PublishedRow(5, 2, True, 3, 40, 77, DIGEST, BLOCKS, key=3),
+        PublishedRow(6, 1, False, 2, 41, 78, None, None),
+    ]
     with db.transaction():
         pfs_batch.set_batch(db, batch, ready=False)
     assert pfs_batch.find_batch(db) == (False, batch), "by field names"

@@ -25,7 +25,7 @@ from ckptfs.catalog import copies, journal, mover_requests, pfs_batch, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, ObservedStat, PfsAction, PfsBatch, PfsLocation, can_cut, cut_batch
+from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, ObservedStat, PfsAction, PfsBatch, PfsLocation, build_batch_before
 from ckptfs.catalog.pfs_state import PfsName, PfsView
 from ckptfs.clique.cluster import Cluster
 from ckptfs.coherence import store_loss
@@ -397,7 +397,7 @@ class WriteBack:
             action = applier.current_action
             if action is None or isinstance(failure, DirectoryMissing):
                 raise
-            if not applier.is_half_done and can_cut(batch) and self._defer_action(tree, action, failure):
+            if not applier.is_half_done and self._defer_action(tree, action, failure):
                 return self._apply_before(tree, batch, action)
             raise OSError(failure.errno, failure.strerror, format_path(action.location)) from failure
         self._record(tree, batch, found)
@@ -415,7 +415,7 @@ class WriteBack:
 
     def _apply_before(self, tree: PfsTree, batch: PfsBatch, action: PfsAction) -> PfsBatch:
         """Record what was done before a refused action. The rows from the refused one on are planned again."""
-        cut = cut_batch(batch, action.key)
+        cut = build_batch_before(batch, action.key)
         with self._db.transaction():
             pfs_batch.set_batch(self._db, cut, ready=True)
         return self._apply(tree, cut)
