@@ -53,7 +53,7 @@ def call_all(openers: Path, directory: Path, wrappers: list[tuple[str, ...]]) ->
 
 def test_on_a_pfs_that_hangs(make_daemon: Make, openers: Path, data_path: str) -> None:
     daemon = make_daemon(data_path, start=False, drain_deadline="1s")
-    daemon.expect_warning("scan|write back|pfs|does not answer|drain")
+    daemon.expect_warning("scan|write back|written back|pfs|does not answer|drain")
     with hanging_pfs.mounted_at(daemon.pfs) as pfs:
         daemon.start()
         job = daemon.path / "run"
