@@ -37,7 +37,7 @@ SLOTS = (limits.REQUEST_SMALL_SLOTS, limits.REQUEST_SMALL_BYTES, limits.REQUEST_
 
 PROCESS = """
 import ctypes, json, sys
-library, fuse_fd, table_fd, offset, slots, count = json.loads(sys.argv[1])
+library, fuse_fd, table_fd, offset, slots, count, kept = json.loads(sys.argv[1])
 shim = ctypes.CDLL(library)
 shim.shim_map_table.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64] + [ctypes.c_uint32] * 4
 class Buffer(ctypes.Structure):
@@ -45,6 +45,9 @@ class Buffer(ctypes.Structure):
 said = {"failed": shim.shim_map_table(fuse_fd, table_fd, offset, *slots)}
 said["left"] = ctypes.c_uint32.in_dll(shim, "shim_left").value
 said["sizes"] = [shim.fuse_session_receive_buf(None, ctypes.byref(Buffer())) for _ in range(count)]
+print("received", flush=True)
+sys.stdin.readline()
+shim.shim_trim_table(kept)
 said["full"] = ctypes.c_uint32.in_dll(shim, "shim_is_full").value
 print(json.dumps(said))
 """
@@ -73,14 +76,22 @@ class Served:
         thread.start()
         return thread
 
-    def process(self, count: int) -> dict[str, Any]:
-        """A process that takes up what is left, receives `count` times and ends without an answer: as if killed."""
+    def process(self, count: int, *, kept: int = SLOTS[2], meanwhile: Callable[[], object] = lambda: None) -> dict[str, Any]:
+        """A process that takes up what is left, receives `count` times and ends without an answer: as if killed.
+
+        `meanwhile` runs when it has received; after that it gives back the memory of large slots but for `kept`.
+        """
         fds = (self.connected.fd, self.connected.table_fd)
-        told = json.dumps([str(shim_build.ensure()), *fds, request_table.SMALL_OFFSET, self.slots, count])
+        told = json.dumps([str(shim_build.ensure()), *fds, request_table.SMALL_OFFSET, self.slots, count, kept])
         command = [sys.executable, "-c", PROCESS, told]
-        done = subprocess.run(command, pass_fds=fds, env=environment(), capture_output=True, timeout=WAIT_S, check=False)
-        assert done.returncode == 0, done.stderr
-        said: dict[str, Any] = json.loads(done.stdout)
+        with subprocess.Popen(
+            command, pass_fds=fds, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None and process.stdout.readline() == "received\n"
+            meanwhile()
+            output, _ = process.communicate("\n", timeout=WAIT_S)
+        assert process.returncode == 0
+        said: dict[str, Any] = json.loads(output)
         assert said["failed"] == 0
         return said
 
@@ -201,6 +212,28 @@ def test_a_full_table_leaves_requests_in_the_kernel(served: Served) -> None:
     for thread in threads:
         thread.join(WAIT_S)
     assert served.results == [errno.ENODATA] * 4
+
+
+def test_memory_of_many_large_requests_is_given_back(served: Served) -> None:
+    """By a process that goes on, and by the next one. What is still waited for stays."""
+
+    def count_allocated() -> int:
+        return os.fstat(served.connected.table_fd).st_blocks * 512 // SLOTS[3]
+
+    def answer(some: list[int]) -> None:
+        for number in some:
+            served.answer(number, error=errno.ENODATA)
+
+    threads = [served.asks(lambda: os.statvfs(served.point)) for _ in range(8)]
+    numbers = served.takes(STATFS, 8)
+    assert count_allocated() >= 8
+    assert served.process(8, kept=2, meanwhile=lambda: answer(numbers[3:]))["left"] == 8
+    assert 3 <= count_allocated() <= 6
+    answer(numbers[:3])
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert served.process(0)["left"] == 0
+    assert count_allocated() <= 2, "one large slot, and all small ones"
 
 
 def test_a_request_that_was_being_moved_is_taken_up_once(served: Served) -> None:

@@ -262,6 +262,15 @@ static struct fuse_in_header *move_to_small(struct fuse_in_header *from)
     return to;
 }
 
+/* Give back the memory of the large slots that are not in use. */
+static void release_unused(void)
+{
+    size_t used = large.used * large.bytes, size = large.count * large.bytes;
+
+    (void)munlock(large.start + used, size - used);
+    (void)fallocate(table_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, large_offset + (off_t)used, (off_t)(size - used));
+}
+
 static int compare_numbers(const void *one, const void *other)
 {
     uint64_t a = (*(struct fuse_in_header *const *)one)->unique, b = (*(struct fuse_in_header *const *)other)->unique;
@@ -286,9 +295,6 @@ static void collect_left(struct slots *slots)
     }
     if (!slots->used)
         slots->used = 1;
-    if (slots == &large)
-        for (uint32_t index = 0; index < slots->used; index++)
-            populate(slots, index);
 }
 
 /* Map the table and find what a dead process left in it. Returns 0 or an errno. Call it once, before the first request is read. */
@@ -307,6 +313,9 @@ int shim_map_table(int fuse_fd, int fd, int64_t offset, uint32_t small_count, ui
     large = (struct slots){.start = start + small_size, .bytes = large_bytes, .count = large_count};
     collect_left(&small);
     collect_left(&large);
+    for (uint32_t index = 0; index < large.used; index++)
+        populate(&large, index);
+    release_unused();
     qsort(left, left_count, sizeof(*left), compare_numbers);
     for (uint32_t index = 1; index < left_count; index++)
         /* The process died while it moved this one. Both slots hold all of it. */
@@ -321,17 +330,19 @@ int shim_map_table(int fuse_fd, int fd, int64_t offset, uint32_t small_count, ui
 /* Give back the memory of large slots, if many writes came at once and are answered now. Keeps `kept` slots. */
 void shim_trim_table(uint32_t kept)
 {
-    while (large.used > kept) {
-        uint32_t last = large.used - 1;
-        struct fuse_in_header *slot = get_slot(&large, last);
+    uint32_t used = large.used;
 
-        if (slot->len && is_waited_for(slot->unique))
-            return;
-        (void)munlock(slot, large.bytes);
-        (void)fallocate(table_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, large_offset + (off_t)(last * large.bytes), (off_t)large.bytes);
-        large.used = last;
-        large.next = 0;
+    while (large.used > kept) {
+        struct fuse_in_header *last = get_slot(&large, large.used - 1);
+
+        if (last->len && is_waited_for(last->unique))
+            break;
+        large.used--;
     }
+    if (large.used == used)
+        return;
+    large.next = 0;
+    release_unused();
 }
 
 /* --- receiving and processing ------------------------------------------------------------------------------------------ */
