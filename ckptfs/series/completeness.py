@@ -10,7 +10,8 @@ Rather late than wrongly. A member is complete if nothing speaks against it:
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -19,7 +20,7 @@ from ckptfs.lifecycle import FileRecord
 from ckptfs.model import ContentState, Level
 from ckptfs.series import patterns, set_kinds
 from ckptfs.series.file_formats import FileFormat
-from ckptfs.series.set_kinds import DirectoryFacts, MemberFile, SetIndex, text
+from ckptfs.series.set_kinds import DirectoryFacts, MemberFile, SetIndex, SetKind, text
 
 COMPARED_MAX = 4
 """How many members before it a member is compared with."""
@@ -82,25 +83,32 @@ class MemberFacts:
     def directories(self) -> dict[bytes, DirectoryFacts]:
         """Every directory of the member, by its path; b"" is the member itself."""
         paths = {above for path in self.files for above in _list_directories(path)}
-        return {directory: self._build_directory(directory, paths) for directory in sorted(paths)}
+        files: dict[bytes, dict[bytes, MemberFile]] = defaultdict(dict)
+        indexes: dict[bytes, dict[bytes, SetIndex]] = defaultdict(dict)
+        directories: dict[bytes, set[bytes]] = defaultdict(set)
+        for path, file in self.files.items():
+            directory, _, name = path.rpartition(b"/")
+            files[directory][name] = file
+        for path, index in self.indexes.items():
+            directory, _, name = path.rpartition(b"/")
+            indexes[directory][name] = index
+        for path in paths - {b""}:
+            directory, _, name = path.rpartition(b"/")
+            directories[directory].add(name)
+        return {path: DirectoryFacts(files[path], frozenset(directories[path]), indexes[path]) for path in sorted(paths)}
 
-    def _build_directory(self, directory: bytes, paths: Iterable[bytes]) -> DirectoryFacts:
-        def below(found: Iterable[bytes]) -> dict[bytes, bytes]:
-            return {path.rpartition(b"/")[2]: path for path in found if path and path.rpartition(b"/")[0] == directory}
-
-        return DirectoryFacts(
-            {name: self.files[path] for name, path in below(self.files).items()},
-            frozenset(below(paths)),
-            {name: self.indexes[path] for name, path in below(self.indexes).items()},
-        )
+    @cached_property
+    def kinds(self) -> dict[bytes, list[SetKind]]:
+        """The kinds of each directory."""
+        return {path: set_kinds.list_kinds(directory) for path, directory in self.directories.items()}
 
     @cached_property
     def closed_directories(self) -> dict[bytes, bool]:
         """The directories in which a file says that all others are there, and whether their sizes are right, too."""
         found = {}
-        for path, directory in self.directories.items():
-            if kinds := [kind for kind in set_kinds.list_kinds(directory) if kind.is_closed(directory)]:
-                found[path] = any(kind.tells_sizes for kind in kinds)
+        for path, kinds in self.kinds.items():
+            if closing := [kind for kind in kinds if kind.is_closed(self.directories[path])]:
+                found[path] = any(kind.tells_sizes for kind in closing)
         return found
 
     def is_vouched_for(self, path: bytes) -> bool:
@@ -108,9 +116,8 @@ class MemberFacts:
         directories = _list_directories(path)
         if any(directory in self.closed_directories for directory in directories):
             return True
-        directory, name = directories[0], path.rpartition(b"/")[2]
-        known = self.directories.get(directory)
-        return known is not None and any(kind.covers.fullmatch(name) for kind in set_kinds.list_kinds(known))
+        name = path.rpartition(b"/")[2]
+        return any(kind.covers.fullmatch(name) for kind in self.kinds.get(directories[0], ()))
 
     def is_size_right(self, path: bytes) -> bool:
         """Return whether a file shows its end itself, or a kind tells the sizes."""
@@ -176,7 +183,7 @@ def _find_gap(member: MemberFacts) -> str:
     if member.is_single_file:
         return ""
     for path, directory in member.directories.items():
-        for kind in set_kinds.list_kinds(directory):
+        for kind in member.kinds[path]:
             if gap := kind.find_gap(directory):
                 return f"{text(path)}/{gap}" if path else gap
     return ""
@@ -236,10 +243,15 @@ def _replace_numbers(path: bytes, positions: Sequence["re.Match[bytes]"], old: t
 
 def _find_short_file(member: MemberFacts, older: Sequence[OlderMember]) -> str:
     """Return the first file of an unknown format that is smaller than it should be."""
+    before: dict[bytes, list[int]] = defaultdict(list)
+    for one in older:
+        for path, size in one.sizes.items():
+            for same in _find_same(member, one, path):
+                before[same].append(size)
     for path, file in sorted(member.files.items()):
         if member.is_size_right(path) or _TEXT_FILE.fullmatch(path):
             continue
-        sizes = [size for one in older for other, size in one.sizes.items() if path in _find_same(member, one, other)]
+        sizes = before[path]
         if not is_plausible_size(file.size, sizes):
             return f"{text(path) or 'it'} has {file.size} bytes, fewer than before ({max(sizes)}), and its format does not tell its end"
     return ""

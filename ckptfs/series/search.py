@@ -43,6 +43,9 @@ class MemberReader(Protocol[Entry]):
     async def examine(self, entry: Entry, file: MemberFile, act: Callable[[int, ReadRange], Result]) -> Result:
         """Return `act(size, read)` of a file that is small or needed as a whole."""
 
+    async def compute(self, act: Callable[[], Result]) -> Result:
+        """Return `act()`, which computes for as long as there are names."""
+
     async def wait(self, seconds: float) -> None:
         """Wait."""
 
@@ -74,15 +77,15 @@ class SearchResult(NamedTuple):
 
 async def find_newest(series: Series, siblings: Mapping[bytes, Entry], reader: MemberReader[Entry], wanted: Level) -> SearchResult:
     """Return the newest complete member that has the level."""
-    return await _Search(series, siblings, reader).find_newest(wanted)
+    members = await reader.compute(lambda: patterns.list_members(series, siblings.keys()))
+    return await _Search(members, siblings, reader).find_newest(wanted)
 
 
 class _Search(Generic[Entry]):
     """One search. Listings are kept: a member is judged, and then compared with the one after it."""
 
-    def __init__(self, series: Series, siblings: Mapping[bytes, Entry], reader: MemberReader[Entry]) -> None:
-        self._siblings, self._reader = siblings, reader
-        self._members = patterns.list_members(series, siblings.keys())
+    def __init__(self, members: Sequence[Member], siblings: Mapping[bytes, Entry], reader: MemberReader[Entry]) -> None:
+        self._members, self._siblings, self._reader = members, siblings, reader
         self._are_groups = any(len(member.files) > 1 for member in self._members)
         self._listed: dict[Member, dict[bytes, tuple[MemberFile, Entry]]] = {}
 
@@ -99,15 +102,18 @@ class _Search(Generic[Entry]):
     async def _judge(self, member: Member, before: Sequence[Member]) -> Completeness:
         facts = await self._load(member)
         older = await self._load_older(before) if completeness.is_comparable(facts) else []
-        verdict = completeness.judge(facts, older, self._get_age_s(facts))
+        verdict = await self._compute_verdict(facts, older, self._get_age_s(facts))
         if verdict.quiet_s and await self._is_tagged(member):
-            return completeness.judge(facts, older, verdict.quiet_s)
+            return await self._compute_verdict(facts, older, verdict.quiet_s)
         if 0 < verdict.quiet_s <= completeness.QUIET_S:
             await self._reader.wait(verdict.quiet_s - max(0.0, min(self._get_age_s(facts), verdict.quiet_s)))
             self._listed.pop(member)
             again = await self._load(member)
-            return completeness.judge(again, older, verdict.quiet_s if again.files == facts.files else 0.0)
+            return await self._compute_verdict(again, older, verdict.quiet_s if again.files == facts.files else 0.0)
         return verdict
+
+    async def _compute_verdict(self, facts: MemberFacts, older: Sequence[OlderMember], age_s: float) -> Completeness:
+        return await self._reader.compute(lambda: completeness.judge(facts, older, age_s))
 
     def _get_age_s(self, facts: MemberFacts) -> float:
         changed_ns = max((max(file.mtime_ns, file.ctime_ns) for file in facts.files.values()), default=0)

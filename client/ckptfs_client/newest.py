@@ -191,6 +191,10 @@ class PathReader:
         finally:
             os.close(fd)
 
+    async def compute(self, act: Callable[[], T]) -> T:
+        """Return `act()`."""
+        return act()
+
     async def wait(self, seconds: float) -> None:
         """Wait."""
         time.sleep(seconds)

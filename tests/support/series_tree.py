@@ -113,6 +113,9 @@ class SeriesTree:
 
         return act(len(one.data), read)
 
+    async def compute(self, act: Callable[[], Result]) -> Result:
+        return act()
+
     async def wait(self, seconds: float) -> None:
         self.waited_s += seconds
         self.while_waiting(self)

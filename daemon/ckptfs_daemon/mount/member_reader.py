@@ -83,6 +83,10 @@ class MountMemberReader:
         reason = find_incomplete_reason(record, inode.size)
         return MemberFile(inode.size, lifecycle.level(record), reason, inode.mtime_ns, inode.ctime_ns)
 
+    async def compute(self, act: Callable[[], Result]) -> Result:
+        """Return `act()`, from a thread: other requests go on, however many names there are."""
+        return await trio.to_thread.run_sync(act)
+
     async def wait(self, seconds: float) -> None:
         """Wait; other requests go on."""
         await trio.sleep(seconds)
