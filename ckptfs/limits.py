@@ -103,7 +103,23 @@ FSYNC_LEVEL_WAIT_S = 3600.0
 PFS_ACT_WAIT_S = 20.0
 SYNCED_INTERVAL_S = 60.0
 REFRESH_INTERVAL_S = 300.0
-DRAIN_DEADLINE_S = 60.0
+# drain_deadline=auto: what is dirty at the measured speed of the PFS, DRAIN_MARGIN times over, and a minimum. A drain that moves gets more
+# time, one that stands still for DRAIN_STALL_S ends. The speed is assumed until it is measured.
+DRAIN_DEADLINE_S_MIN = 60.0
+DRAIN_DEADLINE_S_MAX = 6 * 3600.0
+DRAIN_MARGIN = 3.0
+DRAIN_FILE_S = 0.02
+DRAIN_STALL_S = 60.0
+PFS_BYTES_PER_S_ASSUMED = 50 * MIB
+# Batches below this size say nothing about the speed of the PFS.
+PFS_SPEED_BYTES_MIN = 8 * MIB
+# While the mount serves, files are closed behind the end of the drain: it begins anew this often before the mount is detached.
+DRAIN_ROUNDS_MAX = 3
+# A drain that missed its deadline with the mount attached is not waited for again after the unmount, but for new files and their seals.
+DRAIN_LAST_S = 2.0
+DRAIN_RECENT_S = 60.0
+# A drain that is blocked for this long names its obstacle.
+DRAIN_SILENCE_S = 2.0
 # A PFS copy that is complete before its content is sealed waits this long for the seal.
 EARLY_SEAL_WAIT_S = 10.0
 EARLY_SEAL_POLL_S = 0.005
@@ -215,6 +231,8 @@ FAILURES_MAX = 20
 WATCHDOG_S = 60.0
 READY_WAIT_S = 60.0
 STOP_WAIT_S = 30.0
+# systemd is asked for this much more time at every turn of the supervisor while it ends.
+STOP_EXTENSION_S = 20.0
 
 # --- control ---------------------------------------------------------------------------------------------------------
 CONTROL_MESSAGE_BYTES_MAX = MIB
@@ -447,7 +465,7 @@ assert 0 < RAM_LOW_WATERMARK < RAM_HIGH_WATERMARK < 1
 assert HINT_GATHER_S <= HINT_GATHER_MAX_S < SCAN_WAIT_S and EARLY_SEAL_POLL_S < EARLY_SEAL_WAIT_S
 assert RETRY_FIRST_S < RETRY_LAST_S and RESTART_FIRST_S < RESTART_LAST_S
 assert REQUEST_POLL_S < SCAN_WAIT_S < REQUEST_KEEP_S
-assert PFS_ACT_WAIT_S < WATCHDOG_S
+assert PFS_ACT_WAIT_S < WATCHDOG_S and DRAIN_LAST_S < DRAIN_STALL_S <= DRAIN_DEADLINE_S_MIN < DRAIN_DEADLINE_S_MAX
 assert 2 * XATTR_SHARED_BYTES_MAX * 4 // 3 < ETCD_REQUEST_BYTES_MAX - 128 * KIB
 assert 2 * STORE_POLL_S <= STORE_PUBLISH_S < STORE_LOST_SETTLE_S <= STORE_LOST_SHOWN_S
 assert ETCD_PAUSE_S < ETCD_TRY_S < ETCD_WAIT_S and ETCD_REQUEST_BYTES_MAX < ETCD_RESPONSE_BYTES_MAX

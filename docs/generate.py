@@ -104,6 +104,7 @@ PRINTED: dict[str, Printed] = {
     "verify": Printed("One object.", more=json_answers.VerifyJson),
     "log-level": Printed("One object.", more=json_answers.LogLevelJson),
     "doctor": Printed("A list with one object for each result.", more=json_answers.CheckJson),
+    "mounts": Printed("A list with one object for each name.", more=json_answers.MountJson),
     "version": Printed("One object.", more=json_answers.VersionJson),
     "lab start": Printed("One object. `lab start etcd` prints nothing.", more=json_answers.LabJson),
     "lab status": Printed("One object.", more=json_answers.LabJson),

@@ -99,7 +99,7 @@ def list_bad_copies(db: Database, state: CopyState, tier: Tier) -> list[int]:
 
 
 # A copy in RAM is no reason to drop one on NVMe, which survives a power cut: see lifecycle.can_drop.
-_IS_SAFE_ELSEWHERE = (
+IS_SAFE_ELSEWHERE = (
     "(EXISTS (SELECT 1 FROM copy o WHERE o.content = k.id AND o.state = 1 AND o.verified_ns > 0"
     " AND ((c.tier = 'ram' AND o.tier <> 'ram') OR (c.tier = 'nvme' AND o.tier = 'pfs')))"
     " OR EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = k.inode AND p.complete = 1 AND p.generation = k.generation"
@@ -119,7 +119,7 @@ def list_evictable(db: Database, tier: Tier, *, elsewhere: bool, at_most: int, p
     was read back. Remote contents come first, then the least recently used ones. Both queries follow an index, and end with the last row
     that they return.
     """
-    is_safe = ("" if elsewhere else "NOT ") + _IS_SAFE_ELSEWHERE.format(pfs_verify=int(pfs_verify))
+    is_safe = ("" if elsewhere else "NOT ") + IS_SAFE_ELSEWHERE.format(pfs_verify=int(pfs_verify))
     is_wanted = (
         "c.state = 1 AND k.state = 2 AND k.inode NOT IN (SELECT inode FROM handle)"
         " AND NOT EXISTS (SELECT 1 FROM copy f WHERE f.content = k.id AND f.state = 0)"
@@ -158,7 +158,7 @@ def count_only_copies(db: Database, tier: Tier) -> int:
     return int(
         db.value(
             "SELECT count(*) FROM copy c JOIN content k ON k.id = c.content"
-            f" WHERE c.tier = ? AND k.state <> 3 AND k.remote = 0 AND NOT {_IS_SAFE_ELSEWHERE.format(pfs_verify=0)}",
+            f" WHERE c.tier = ? AND k.state <> 3 AND k.remote = 0 AND NOT {IS_SAFE_ELSEWHERE.format(pfs_verify=0)}",
             tier,
         )
     )

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptfs import lifecycle
-from ckptfs.catalog import contents, journal, peer_copies
+from ckptfs import lifecycle, limits
+from ckptfs.catalog import contents, copies, journal, peer_copies
 from ckptfs.catalog.content_rows import CONTENT_COLUMNS_WITHOUT_BLOCKS, build_content
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import FileRecord, PublishedState
@@ -239,6 +239,16 @@ def count_unsealed(db: Database) -> int:
     return int(db.value("SELECT count(*) FROM content WHERE state = 1 AND remote = 0"))
 
 
+def count_only_in_ram(db: Database) -> tuple[int, int]:
+    """Return (number, bytes) of this node's own contents that a reboot loses: they are in RAM, and no live node has a copy."""
+    is_safe = copies.IS_SAFE_ELSEWHERE.format(pfs_verify=0)
+    count, size = db.row(
+        "SELECT count(*), coalesce(sum(k.size), 0) FROM copy c JOIN content k ON k.id = c.content WHERE c.tier = 'ram' AND k.state <> 3"
+        f" AND k.remote = 0 AND NOT {is_safe} AND NOT EXISTS (SELECT 1 FROM {peer_copies.HOLDERS.format('k')})"
+    ) or (0, 0)
+    return int(count), int(size)
+
+
 def count_leaving_bytes(db: Database, tier: Tier) -> int:
     """Return the bytes of this node's own contents that can leave a tier at once.
 
@@ -252,6 +262,27 @@ def count_leaving_bytes(db: Database, tier: Tier) -> int:
             tier.value,
         )
     )
+
+
+def get_copied_bytes(db: Database) -> dict[int, int]:
+    """Return {inode: bytes that are on the PFS already} of the large file that is being written back."""
+    for key, text, _ in list_reports(db, "write_back"):
+        if key == "write_back" and "inode" in (found := json.loads(text)):
+            return {int(found["inode"]): int(found.get("copied_bytes", 0))}
+    return {}
+
+
+def get_pfs_speed(db: Database) -> float:
+    """Return the bytes per second that write-back moved lately, 0 if it was never measured."""
+    return next((float(json.loads(text)["bytes_per_s"]) for _, text, _ in list_reports(db, "pfs_speed")), 0.0)
+
+
+def record_pfs_speed(db: Database, size_bytes: int, seconds: float) -> None:
+    """Record that `size_bytes` were written back in `seconds`. Small amounts say nothing and are left out."""
+    if size_bytes >= limits.PFS_SPEED_BYTES_MIN and seconds > 0:
+        before = get_pfs_speed(db)
+        speed = size_bytes / seconds
+        set_report(db, "pfs_speed", {"bytes_per_s": (before + speed) / 2 if before else speed})
 
 
 def set_report(db: Database, key: str, value: Mapping[str, Any] | None) -> None:

@@ -76,6 +76,11 @@ def parse_seconds(text: str | float) -> float:
     return float(match[1]) * DURATION_UNITS[match[2]]
 
 
+def parse_optional_seconds(text: str | float) -> float | None:
+    """Return the seconds of a duration, or None for "auto". Raises ConfigError."""
+    return None if str(text).strip() == "auto" else parse_seconds(text)
+
+
 def parse_ratio(text: str | float) -> float:
     """Return a share above 0 and at most 1, of "80%" or 0.8. Raises ConfigError."""
     word = str(text).strip()
@@ -198,7 +203,8 @@ class Config:
     synced_interval_s: float = limits.SYNCED_INTERVAL_S
     refresh_interval_s: float = limits.REFRESH_INTERVAL_S
     pfs_verify: bool = True
-    drain_deadline_s: float = limits.DRAIN_DEADLINE_S
+    drain_deadline_s: float | None = None
+    """None: it follows from what is dirty and from the speed of the PFS."""
     log_level: str = "info"
     allow_other: bool = True
     cluster: str | None = None
@@ -276,8 +282,9 @@ SETTINGS: tuple[Setting, ...] = (
         "Whether each file is read back from the PFS and compared before its last copy leaves RAM or NVMe. It is read when the\n"
         "write-back is idle, or when a tier fills up. With false, the last copy may go as soon as the PFS has reported success for\n"
         "every write, fsync and rename: bytes that the PFS then loses or changes are found when they are read, and are lost."),
-    Setting("drain_deadline", "drain_deadline_s", parse_seconds, "60s",
-        "How long unmount and stop wait for the write-back. The next mount continues it."),
+    Setting("drain_deadline", "drain_deadline_s", parse_optional_seconds, "auto",
+        "How long unmount and stop wait for the write-back; the mount serves meanwhile. auto: as long as the write-back moves, at most\n"
+        "6 h; if nothing moves for 60 s, they go on. What is left stays on this node, and the next mount continues."),
     Setting("log_level", "log_level", build_choice_parser(LOG_LEVELS), "info",
         "Log level: debug, info, warning or error."),
     Setting("allow_other", "allow_other", parse_bool, True,

@@ -373,6 +373,38 @@ def doctor(json: Json = False) -> None:
         raise typer.Exit(1)
 
 
+@app.command("mounts", epilog=EPILOG)
+def list_names(
+    delete: Annotated[str | None, typer.Option(metavar="NAME", help="Delete what an unmounted name holds on this node.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="With --delete: also if that loses data.")] = False,
+    json: Json = False,
+) -> None:
+    """List all names, also unmounted ones that still hold data.
+
+    Each unmounted name is shown with what it holds, and how to mount or delete it. Deleting never touches the PFS.
+
+    Example: ckptfs mounts --delete run1
+    """
+    from ckptfs_client import render, unmounted
+
+    if delete is not None:
+        gone = unmounted.delete(delete, yes=yes)
+        print(f"{gone.name} is deleted: its catalog, its RAM tier and its files on NVMe; the PFS is as it was")
+        return
+    found = unmounted.describe_all()
+    if json:
+        render.print_json(found)
+        return
+    for one in found:
+        if one["mounted"]:
+            print(f"{one['name']}: mounted at {one['mountpoint']}")
+        else:
+            print(f"{one['name']}: not mounted; {one['what']}")
+            print(f"    mount it:  {one['mount_command']}\n    delete it: ckptfs mounts --delete {one['name']}")
+    if not found:
+        print("no ckptfs is mounted on this machine, and no unmounted one is known; mount -t ckptfs NAME DIR mounts one")
+
+
 @app.command(epilog=EPILOG)
 def version(json: Json = False) -> None:
     """Print the version of ckptfs."""

@@ -24,6 +24,7 @@ ANSWER_S = 15.0
 ENDED_ANSWER_S = 3.0
 """The same for a daemon that has ended: systemd may be restarting it."""
 RETRY_S = 0.05
+DRAIN_GRACE_S = 2.0
 REMEDY_KEY = "ckptfs-remedy-bin"
 OPTIONS = [
     ("grpc.max_receive_message_length", limits.CONTROL_MESSAGE_BYTES_MAX),
@@ -92,7 +93,9 @@ class Client:
 
     def drain(self, deadline_s: float | None = None) -> Iterator[pb.Progress]:
         """Start a drain, and yield progress until it is done. Raises NotInTime."""
-        return self._stream_until_done(lambda: self._build_admin_stub().Drain, pb.DrainRequest(deadline_s=deadline_s or 0.0), deadline_s)
+        request = pb.DrainRequest(deadline_s=deadline_s or 0.0)
+        # The daemon ends it at the deadline; this client waits a little longer for its words.
+        return self._stream_until_done(lambda: self._build_admin_stub().Drain, request, deadline_s and deadline_s + DRAIN_GRACE_S)
 
     def verify(self, inode: int) -> Iterator[pb.VerifyProgress]:
         """Verify the digest of every copy of a file, or of all files below a directory."""

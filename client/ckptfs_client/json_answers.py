@@ -58,6 +58,18 @@ class VerifyJson(TypedDict):
     findings: Annotated[Messages, "Finding", "what was found of each copy"]
 
 
+class MountJson(TypedDict):
+    """One name of `ckptfs mounts`."""
+
+    name: Annotated[str, "the name of the mount"]
+    mountpoint: Annotated[str, "where it is or was mounted; empty: not known"]
+    state: Annotated[str, "its state directory; empty: it is mounted"]
+    mounted: Annotated[bool, "whether it is mounted"]
+    has_data: Annotated[bool, "whether data may lie on this node only"]
+    what: Annotated[str, "what it holds, as a sentence"]
+    mount_command: Annotated[str, "the command that mounts it again; empty: it is mounted"]
+
+
 class LogLevelJson(TypedDict):
     """The answer of `ckptfs log-level`."""
 

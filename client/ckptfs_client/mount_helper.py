@@ -3,14 +3,17 @@
 `/sbin/mount.ckptfs NAME DIR [-sfnv] [-o OPTIONS]` starts the daemon and returns when the mount answers. Exit codes: 0 mounted, 1 wrong
 usage, 2 system error, 32 the mount failed.
 
-`/sbin/umount.ckptfs DIR [-flnrv]` unmounts, waits until the daemon has drained or its own `drain_deadline` has passed, and prints what is
-left. Exit codes: 0 unmounted, 1 wrong usage, 32 failed (busy, not mounted).
+`/sbin/umount.ckptfs DIR [-flnrv]` has the daemon write everything back while the mount serves, unmounts, waits until the daemon has ended,
+and prints what is left, where it lies and how to go on. It names an obstacle as soon as it is known. With -f and -l it unmounts at once.
+Exit codes: 0 unmounted, 1 wrong usage, 32 failed (busy, not mounted, interrupted).
 
 Crash safety: the daemon goes on without its helper, and drains and ends by itself. A second mount is refused by the daemon's lock.
 """
 
 import argparse
 import contextlib
+import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -23,9 +26,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from ckptfs import config, limits, procfs
+from ckptfs import config, limits, mount_record, procfs
 from ckptfs.config import Config
 from ckptfs.errors import ConfigError
+from ckptfs.quantities import format_duration
 from ckptfs_client.errors import ClientError
 from ckptfs_client.mounts import find, list_mounts
 
@@ -36,13 +40,16 @@ if TYPE_CHECKING:
 DAEMON_READY_WAIT_S = limits.READY_WAIT_S + 30.0
 USAGE, SYSTEM, FAILED = 1, 2, 32
 MOUNT_EXIT_CODES = {0: "mounted", USAGE: "wrong usage", SYSTEM: "system error", FAILED: "the mount failed"}
-UMOUNT_EXIT_CODES = {0: "unmounted", USAGE: "wrong usage", FAILED: "it failed (busy, not mounted)"}
+UMOUNT_EXIT_CODES = {0: "unmounted", USAGE: "wrong usage", FAILED: "it failed (busy, not mounted, interrupted)"}
 LOG = "ckptfsd.log"
 LOG_BYTES_MAX = 16 * limits.MIB
 LOCK_POLL_S = 0.1
 DRAIN_POLL_S = 0.1
 STATUS_WAIT_S = 1.0
 GRACE_S = limits.STOP_WAIT_S
+BLOCKED_S = limits.DRAIN_SILENCE_S
+DRAIN_S_MIN = 0.1
+MNT_EXPIRE, UMOUNT_NOFOLLOW = 4, 8
 
 
 def mount_main(arguments: Sequence[str] | None = None) -> int:
@@ -239,6 +246,15 @@ def _unmount(asked: argparse.Namespace) -> int:
 
     with Client(mount, answer_s=STATUS_WAIT_S) as client:
         before = None if asked.lazy else _get_status(client)
+        if before is not None and not asked.force:
+            if _is_busy(mount.mountpoint):
+                return _refuse_unmount(
+                    f"{mount.mountpoint} is busy: a process has a file open there or works in it", f"fuser -vm {before.mountpoint}"
+                )
+            try:
+                _drain_attached(client, before)
+            except KeyboardInterrupt:
+                return _refuse_unmount(f"interrupted; {mount.mountpoint} is still mounted", "the write-back goes on")
         flags = [flag for flag, given in (("-f", asked.force), ("-l", asked.lazy)) if given]
         ours = ["umount", "-i", *flags, str(mount.mountpoint)]
         command = ours if os.geteuid() == 0 else ["fusermount3", "-u", *(["-z"] if asked.lazy else []), str(mount.mountpoint)]
@@ -249,6 +265,23 @@ def _unmount(asked: argparse.Namespace) -> int:
     return 0
 
 
+def _refuse_unmount(what: str, remedy: str) -> int:
+    print(f"umount.ckptfs: {what}; {remedy}", file=sys.stderr)
+    return FAILED
+
+
+def _is_busy(mountpoint: Path) -> bool:
+    """Return True if the kernel would refuse to unmount. Unknown counts as not busy.
+
+    MNT_EXPIRE unmounts at the second call without a use in between, so the mount is used before.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    with contextlib.suppress(OSError):
+        os.close(os.open(mountpoint, os.O_PATH))
+        return bool(libc.umount2(os.fsencode(mountpoint), MNT_EXPIRE | UMOUNT_NOFOLLOW)) and ctypes.get_errno() == errno.EBUSY
+    return False
+
+
 def _get_status(client: "Client") -> "pb.Status | None":
     try:
         return client.get_status()
@@ -256,8 +289,24 @@ def _get_status(client: "Client") -> "pb.Status | None":
         return None
 
 
+def _drain_attached(client: "Client", status: "pb.Status") -> None:
+    """Have the daemon write back while the mount serves, for as long as it gives itself. Prints what blocks it as soon as that is known."""
+    from ckptfs_client.progress_bar import ProgressBar, describe_progress
+
+    named, began_s = "", time.monotonic()
+    with ProgressBar(f"writing back {status.name}") as bar, contextlib.suppress(ClientError):
+        for progress in client.drain(max(status.drain_deadline_s, DRAIN_S_MIN)):
+            bar.update(progress.bytes_left, describe_progress(progress))
+            is_stuck = progress.blocked_by and time.monotonic() - began_s > BLOCKED_S
+            if is_stuck and progress.blocked_by != named:
+                named = progress.blocked_by
+                remedy = f"; {progress.remedy}" if progress.remedy else ""
+                wait = f"waiting up to {format_duration(status.drain_deadline_s)}, with the mount attached; Ctrl-C leaves it mounted"
+                print(f"umount.ckptfs: {describe_progress(progress)}{remedy}; {wait}", file=sys.stderr)
+
+
 def _wait_until_drained(client: "Client", status: "pb.Status") -> None:
-    """Wait until the daemon has ended, which it does after its drain or its deadline."""
+    """Wait until the daemon has ended, which it does after its drain or its deadline, and print what is left."""
     from ckptfs_client.progress_bar import ProgressBar, describe_write_back
 
     pid = next((process.pid for process in status.processes if process.role == "supervisor"), 0)
@@ -271,6 +320,8 @@ def _wait_until_drained(client: "Client", status: "pb.Status") -> None:
                 print(f"umount.ckptfs: the daemon of {status.name} (process {pid}) is still draining in the background", file=sys.stderr)
                 return
             threading.Event().wait(DRAIN_POLL_S)
-    if status.write_back.dirty_files and status.write_back.lag_s > status.drain_deadline_s / 2:
-        left = describe_write_back(status)
-        print(f"umount.ckptfs: not everything was written back ({left}); the write-back goes on at the next mount", file=sys.stderr)
+    record = mount_record.load(Path(status.state))
+    if record is not None and (sentence := record.describe_leftovers()):
+        kept = "not everything was written back" if record.pfs is not None else "unmounted, and its files are kept"
+        remedy = f"to go on: {record.mount_command}; to give it up: ckptfs mounts --delete {record.name}"
+        print(f"umount.ckptfs: {kept} ({sentence}); {remedy}", file=sys.stderr)

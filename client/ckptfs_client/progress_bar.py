@@ -58,9 +58,9 @@ def follow_progress(messages: Iterator["pb.Progress"], what: str, *, json: bool 
     try:
         with ProgressBar(what) as bar:
             for last in messages:
-                bar.update(last.bytes_left, _describe_progress(last))
+                bar.update(last.bytes_left, describe_progress(last))
     except NotInTime as failure:
-        left = f"; left: {_describe_progress(last)}" if last is not None else ""
+        left = f"; left: {describe_progress(last)}" if last is not None else ""
         raise NotInTime(f"{what}: {failure.args[0]}{left}", remedy=failure.remedy or (last.remedy if last is not None else "")) from None
     except ClientError as failure:
         raise type(failure)(f"{what}: {failure.args[0]}", remedy=failure.remedy) from None
@@ -92,7 +92,8 @@ def describe_write_back(status: "pb.Status") -> str:
     return f"{files} ({render.format_size(figures.dirty_bytes)}), {render.format_count(figures.changes, 'other change')}"
 
 
-def _describe_progress(progress: "pb.Progress") -> str:
+def describe_progress(progress: "pb.Progress") -> str:
+    """Return what is left, and what blocks it."""
     words = [f"{render.format_count(progress.files_left, 'file')} ({render.format_size(progress.bytes_left)})"]
     if progress.changes_left:
         words.append(render.format_count(progress.changes_left, "other change"))

@@ -5,37 +5,19 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ckptfs.quantities import format_count, format_duration, format_size
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from ckptfs.protocol import control_pb2 as pb
 
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+__all__ = ["format_count", "format_duration", "format_size"]
+
 STYLES = {
     "ok": "green", "normal": "green", "good": "green", "alive": "green", "degraded": "yellow", "suspect": "yellow", "down": "red",
     "full": "yellow", "bad": "red", "dead": "red",
 }  # fmt: skip
-
-
-def format_size(count: float) -> str:
-    """Format bytes: "1.5 GiB"."""
-    unit = 0
-    while count >= 1024 and unit < len(UNITS) - 1:
-        count, unit = count / 1024, unit + 1
-    return f"{count:.0f} {UNITS[unit]}" if unit == 0 or count >= 100 else f"{count:.1f} {UNITS[unit]}"
-
-
-def format_count(count: int, noun: str, plural: str = "") -> str:
-    """Format a number with its noun: "1 file", "3 files"."""
-    return f"{count} {noun if count == 1 else plural or noun + 's'}"
-
-
-def format_duration(seconds: float) -> str:
-    """Format seconds: "3.2 s", "5 min", "2 h 10 min"."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes = int(seconds // 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def message_to_dict(message: Any) -> Any:

@@ -56,13 +56,20 @@ READY = b"ready"
 HEARTBEAT = b"alive"
 STOP = b"stop"
 
+DRAIN = b"drain"
+"""To the mover: drain while the mount serves. It answers DRAINED when it is done or the deadline has passed, and goes on working."""
+DRAINED = b"drained"
+
+DRAINING = b"draining "
+"""From a mover that drains, followed by the seconds that it may still take and by what is left in words."""
+
 LOG_LEVEL = b"level "
 """Followed by a level: from the child that received the request to the supervisor, and from there to all children."""
 
 ASSIGNMENT_BYTES_MAX = 128 * 1024
 log = logging.getLogger(__name__)
 HEARTBEAT_INTERVAL_S = 5.0
-LINK_MESSAGE_BYTES_MAX = 64
+LINK_MESSAGE_BYTES_MAX = 1024
 
 
 class WakeChannel:
@@ -222,8 +229,20 @@ def request_log_level(link: socket.socket, level: str) -> None:
     link.send(LOG_LEVEL + level.encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
-async def wait_for_stop(link: socket.socket) -> None:
-    """Wait for the stop request. Applies log levels meanwhile, and exits at once if the supervisor has ended."""
+def report_drain(link: socket.socket, seconds: float, text: str) -> None:
+    """Tell the supervisor how long the drain may still take, and what is left."""
+    with contextlib.suppress(OSError):
+        link.send((DRAINING + f"{seconds:.1f} {text}".encode())[:LINK_MESSAGE_BYTES_MAX], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+
+def parse_drain_report(message: bytes) -> tuple[float, str]:
+    """Return (seconds, text) of a message that begins with DRAINING."""
+    seconds, _, text = message.removeprefix(DRAINING).decode(errors="replace").partition(" ")
+    return float(seconds), text
+
+
+async def wait_for_stop(link: socket.socket, on_drain: Callable[[], None] = lambda: None) -> None:
+    """Wait for the stop request. Applies log levels meanwhile, calls `on_drain`, and exits at once if the supervisor has ended."""
     while True:
         await trio.lowlevel.wait_readable(link)
         try:
@@ -232,6 +251,8 @@ async def wait_for_stop(link: socket.socket) -> None:
             message = b""
         if message == STOP:
             return
+        if message == DRAIN:
+            on_drain()
         if message.startswith(LOG_LEVEL):
             logs.set_level(message.removeprefix(LOG_LEVEL).decode())
         if not message:

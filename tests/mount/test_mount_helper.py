@@ -189,3 +189,46 @@ def test_the_daemon_finds_its_mountpoint_in_the_configuration(place: DaemonUnder
         assert pipe.readline() == "ok\n"
     daemon.terminate()
     assert daemon.wait(90) == 0 and not os.path.ismount(place.path)
+
+
+def test_umount_writes_back_before_it_unmounts(place: DaemonUnderTest) -> None:
+    """P3: while the PFS refuses, umount names the obstacle early and the mount goes on serving; then everything is on the PFS."""
+    assert mount(place).returncode == 0
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(place.pfs)], check=True)
+    try:
+        (place.path / "kept").write_bytes(b"x" * 1000)
+        command = [sys.executable, "-P", "-c", entry_point("umount"), str(place.path)]
+        running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
+        assert running.stderr is not None
+        said = running.stderr.readline()
+        assert "blocked: " in said and str(place.pfs) in said and "with the mount attached" in said, said
+        assert os.stat(place.path).st_dev == place.device and running.poll() is None
+        (place.path / "meanwhile").write_bytes(b"y" * 1000)
+    finally:
+        subprocess.run(["umount", "-l", str(place.pfs)], check=True)
+    assert running.wait(120) == 0
+    assert (place.pfs / "kept").read_bytes() == b"x" * 1000 and (place.pfs / "meanwhile").read_bytes() == b"y" * 1000
+    (place.path / "below").write_bytes(b"the administrator's again")
+
+
+def test_umount_of_a_busy_mount_is_refused_before_anything_is_drained(place: DaemonUnderTest) -> None:
+    assert mount(place).returncode == 0
+    with open(place.path / "busy", "wb"):
+        result = helper("umount", place.path)
+    assert result.returncode == 32 and "is busy: a process has a file open there" in result.stderr
+    assert helper("umount", place.path).returncode == 0
+
+
+def test_umount_without_a_pfs_says_that_ram_keeps_the_files(place: DaemonUnderTest) -> None:
+    """F2: what lies in RAM only is named with its place, and with the command that goes on."""
+    place.options.pop("pfs")
+    place.options.pop("nvme")
+    assert mount(place).returncode == 0
+    (place.path / "only").write_bytes(b"x" * 1000)
+    result = helper("umount", place.path)
+    assert result.returncode == 0
+    assert f"1 file (1000 B) only in RAM, at {place.state}/ram: a reboot loses it" in result.stderr, result.stderr
+    assert "to go on: mount -t ckptfs" in result.stderr and f"ckptfs mounts --delete {place.name}" in result.stderr
+    assert mount(place).returncode == 0
+    assert (place.path / "only").read_bytes() == b"x" * 1000
+    assert helper("umount", place.path).returncode == 0

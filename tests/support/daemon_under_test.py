@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from ckptfs import procfs
+from ckptfs import mount_record, mountpoint_guard, procfs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -158,6 +158,10 @@ class DaemonUnderTest:
             self.crash()
         for mount in _mounts_below(self.root):
             subprocess.run(["umount", "-l", mount], check=False, capture_output=True)
+        record = mount_record.load(self.state)
+        if record is not None and record.guard is not None:
+            with contextlib.suppress(OSError):
+                mountpoint_guard.clear(record.guard)
         shutil.rmtree(self.root, ignore_errors=True)
 
     def abort(self) -> None:

@@ -262,8 +262,10 @@ class WriteBack:
                 pfs_batch.set_batch(self._db, batch, ready=False)
             disk.act("write_back:begun", lambda: None)
         try:
+            began_s = time.monotonic()
             staged = self._stage_files(stager, planner)
             self._sync(stager, planner)
+            summary.record_pfs_speed(self._db, planner.planned_bytes, time.monotonic() - began_s)
         except BaseException:
             with contextlib.suppress(OSError):
                 stager.discard(batch.actions)

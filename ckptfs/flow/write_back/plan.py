@@ -61,7 +61,7 @@ class Planner:
         self._made_directories: set[int] = set()
         self._with_set_attributes: set[int] = set()
         self._rewritten: set[int] = set()
-        self._planned_bytes = 0
+        self.planned_bytes = 0
         self._is_full = False
 
     def plan_row(self, row: JournalRow) -> bool:
@@ -70,7 +70,7 @@ class Planner:
             self._is_full
             or len(self.actions) >= self.actions_max
             or len(self.puts) >= self.puts_max
-            or self._planned_bytes >= BATCH_BYTES_MAX
+            or self.planned_bytes >= BATCH_BYTES_MAX
         ):
             return False
         self._key = self.view.key = row.seq * KEYS_PER_ROW
@@ -157,7 +157,7 @@ class Planner:
         self.actions.append(PfsAction("put", key, inode, location, fingerprint, None, self._find_fingerprint(name), self._temporary(key)))
         self.puts[key] = PlannedFile(kind, inode, content, mode, format_path(location))
         self._rewritten.add(inode)
-        self._planned_bytes += content.size if content is not None else 0
+        self.planned_bytes += content.size if content is not None else 0
         self.view.delete_pending(*name)
         self.view.set_entry(*name, PfsEntry(inode, fingerprint))
         return fingerprint
@@ -424,7 +424,7 @@ class Planner:
             if self._facts.is_deferred(row.inode):
                 self.kept_seqs.append(row.seq)
                 return True
-            if self.puts and self._planned_bytes + content.size > BATCH_BYTES_MAX:
+            if self.puts and self.planned_bytes + content.size > BATCH_BYTES_MAX:
                 return False
             location = self._find_location(first)
             assert location is not None

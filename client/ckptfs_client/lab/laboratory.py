@@ -217,6 +217,7 @@ class Laboratory:
         with contextlib.suppress(ClientError):
             for node in self.load_plan().all_nodes():
                 nodes.delete_runtime_files(node)
+                nodes.open_mountpoint(node)
         for path in self.directory.iterdir():
             if path.name != layout.PLAN_NAME:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

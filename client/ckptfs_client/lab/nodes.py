@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ckptfs import limits, runtime_dir
+from ckptfs import limits, mount_record, mountpoint_guard, runtime_dir
 from ckptfs_client import mount_helper
 from ckptfs_client.errors import CommandFailed, NotInTime
 from ckptfs_client.lab import network
@@ -28,7 +28,7 @@ from ckptfs_client.mounts import list_mountpoints_below
 
 DAEMON = "ckptfs"
 """The prefix of the names of a daemon's processes."""
-UNMOUNT_WAIT_S = limits.DRAIN_DEADLINE_S + limits.STOP_WAIT_S
+UNMOUNT_WAIT_S = limits.DRAIN_DEADLINE_S_MIN + limits.STOP_WAIT_S
 UNMOUNT_POLL_S = 0.1
 END_WAIT_S = 20.0
 ETCD_READY_WAIT_S = 30.0
@@ -96,6 +96,7 @@ def wipe(node: LabNode, *, nvme: bool) -> None:
     kill(node)
     detach_mounts_below(node.state)
     if nvme:
+        open_mountpoint(node)
         for directory in (node.state, node.nvme):
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -122,6 +123,14 @@ def delete_runtime_files(node: LabNode) -> None:
     for path in (runtime_dir.registry_path, runtime_dir.socket_path, runtime_dir.admin_socket_path):
         with contextlib.suppress(OSError):
             path(node.mount_name).unlink(missing_ok=True)
+
+
+def open_mountpoint(node: LabNode) -> None:
+    """Take away the guard of a node's mountpoint, so that it can be deleted. Nothing may be mounted there."""
+    record = mount_record.load(node.state)
+    if record is not None and record.guard is not None:
+        with contextlib.suppress(OSError):
+            mountpoint_guard.clear(record.guard)
 
 
 def _abort_dead_mount(node: LabNode) -> None:

@@ -158,8 +158,10 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
     def __init__(
         self, config: Config, db: Database, tiers: Tiers, retry_now: Callable[[], None], refused: RefusedCalls | None = None,
         request_log_level: Callable[[str], None] = logs.set_level, refresh_pfs_path: Callable[[int], None] = lambda inode: None,
+        record_missed_drain: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._refresh_pfs_path = refresh_pfs_path
+        self._record_missed_drain = record_missed_drain
         self.refused = refused or RefusedCalls()
         self._config = config
         self._db = db
@@ -172,6 +174,7 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
     def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
         """Bring every file closed before now to its highest level."""
         end = summary.get_journal_end(self._db)
+        until = time.monotonic() + (request.deadline_s or float("inf"))
         retried_at = last_sent_at = 0.0
         last_sent = pb.Progress()
         while context.is_active():
@@ -186,6 +189,10 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
                 yield progress
             if progress.done:
                 return
+            if time.monotonic() > until:
+                if request.deadline_s >= self._figures.get_drain_deadline_s():
+                    self._record_missed_drain()
+                raise TimedOut("not done in time", remedy=progress.remedy)
             # With a large backlog, counting takes long. It must not slow down the flows.
             threading.Event().wait(max(POLL_S, REST_RATIO * count_s))
 

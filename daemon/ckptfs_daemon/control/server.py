@@ -49,11 +49,13 @@ class Scheduler(Protocol):
 async def serve(
     config: Config, db: Database, tiers: Tiers, scheduler: Scheduler, cluster_access: ClusterAccess = (None, lambda inode: None),
     request_log_level: Callable[[str], None] = logs.set_level, progress: ProgressSignal | None = None,
+    record_missed_drain: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
     """Serve until cancelled. A server that cannot start, or whose socket was deleted, is started again.
 
     `request_log_level` sets the level of all processes of the daemon, and may return before it is set. `cluster_access`: the cluster's
-    figures, and a function that reads from the store where a file is on the PFS now.
+    figures, and a function that reads from the store where a file is on the PFS now. `record_missed_drain`: a drain took as long as an
+    unmount would wait.
     """
     token = trio.lowlevel.current_trio_token()
 
@@ -63,7 +65,7 @@ async def serve(
     refused_calls = RefusedCalls()
     cluster, refresh_pfs_path = cluster_access
     queries = QueryService(config, db, tiers, cluster, refused_calls, progress)
-    admin = AdminService(config, db, tiers, retry_now, refused_calls, request_log_level, refresh_pfs_path)
+    admin = AdminService(config, db, tiers, retry_now, refused_calls, request_log_level, refresh_pfs_path, record_missed_drain)
     while True:
         try:
             await _serve_until_unlinked(config.name, queries, admin)

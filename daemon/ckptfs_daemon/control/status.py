@@ -21,6 +21,7 @@ from ckptfs.flow.host.incoming import PeerQuota
 from ckptfs.model import Tier
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.tiers.storage import Tiers
+from ckptfs_daemon.drain import Pending, get_deadline_s
 
 Value = TypeVar("Value")
 
@@ -65,7 +66,7 @@ class StatusFigures:
         status = pb.Status(
             name=config.name, mountpoint=str(config.mountpoint), state=str(config.state), version=__version__,
             data_path=processes.get("data_path", ""), data_path_reason=processes.get("data_path_reason", ""),
-            fsync=config.fsync.value, pfs=str(config.pfs or ""), drain_deadline_s=config.drain_deadline_s,
+            fsync=config.fsync.value, pfs=str(config.pfs or ""), drain_deadline_s=self.get_drain_deadline_s(),
             tiers=self._build_tiers(), write_back=self._build_write_back(), counts=self._build_counts(),
             processes=_build_processes(processes), troubles=self.list_troubles(), handles=self._build_handles(),
             memory=build_service_memory(config, self._tiers), survives_kill=bool(processes),
@@ -75,6 +76,12 @@ class StatusFigures:
         has_bad_tier = any(tier.health not in ("", "normal") for tier in status.tiers)
         status.health = "degraded" if has_bad_tier or status.troubles or status.counts.lost else "ok"
         return status
+
+    def get_drain_deadline_s(self) -> float:
+        """Return how long an unmount that begins now waits for the write-back."""
+        found = self._write_back_counts.get()
+        pending = Pending(found.dirty_files, found.dirty_bytes, found.changes)
+        return get_deadline_s(self._config.drain_deadline_s, pending, summary.get_pfs_speed(self._db))
 
     def list_troubles(self) -> list[pb.Trouble]:
         """Return current problems: tiers that are not normal, and failures that the lanes report."""
@@ -101,8 +108,7 @@ class StatusFigures:
 
     def get_copied_bytes(self) -> dict[int, int]:
         """Return {inode: bytes already on the PFS} of the file being written back."""
-        found = self.get_current_write_back()
-        return {int(found["inode"]): int(found.get("copied_bytes", 0))} if "inode" in found else {}
+        return summary.get_copied_bytes(self._db)
 
     def _load_processes(self) -> dict[str, Any]:
         """Return the contents of processes.json, or an empty dict."""

@@ -1,7 +1,8 @@
 """The mover process: everything that moves bytes. `_serve` is the table of contents.
 
 Each flow runs in a lane. Lanes share the catalog and wake each other with hints; the mount's hints come over the wake channel. When the
-supervisor asks it to stop, the mover drains until the deadline and exits with 0. If the supervisor has ended, it exits at once.
+supervisor asks it to drain, the mover does so and goes on working. When asked to stop, it drains once more and exits with 0. If the
+supervisor has ended, it exits at once.
 
 Crash safety: every step leaves the catalog consistent, and the next mover recovers before it reports that it is ready.
 """
@@ -10,11 +11,12 @@ import functools
 import logging
 import os
 import signal
+import socket
 
 import trio
 
 from ckptfs import limits, server_limits
-from ckptfs.catalog import copies, mover_requests, peer_copies, summary
+from ckptfs.catalog import copies, mover_requests, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import get_instance_id
 from ckptfs.coherence.key_state import DirtyKeyTracker
@@ -34,6 +36,7 @@ from ckptfs.tiers import transfer
 from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon import ipc
 from ckptfs_daemon.control import server
+from ckptfs_daemon.drain import Drain
 from ckptfs_daemon.ipc import READY, ChildSetup, ProgressSignal
 from ckptfs_daemon.mover.cluster_services import ClusterServices
 from ckptfs_daemon.mover.lanes import Flow, Lane, Lanes
@@ -42,8 +45,6 @@ from ckptfs_daemon.mover.tier_monitor import TierMonitor
 log = logging.getLogger(__name__)
 
 NICE = 5
-DRAIN_POLL_S = 0.05
-DRAIN_HURRY_S = 1.0
 LOCAL_TIERS = (Tier.RAM, Tier.NVME)
 REMOTE_TIERS = (Tier.PFS,)
 
@@ -79,13 +80,17 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
     flows = _Flows(db, tiers, config, notify, cluster_services)
     lanes = Lanes([Lane(name, flow, lambda key, value: summary.set_report(db, key, value)) for name, flow in flows.list_flows()])
     await trio.to_thread.run_sync(flows.prepare)
+    drain = Drain(db, config.drain_deadline_s, lanes.retry_now)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ipc.send_heartbeats, setup.link, name="heartbeats")
         nursery.start_soon(_handle_wake_ups, wake_channel, lanes, name="wake-ups")
         nursery.start_soon(lanes.run, name="lanes")
         request_log_level = functools.partial(ipc.request_log_level, setup.link)
         cluster_access = (cluster_services.figures, cluster_services.refresh_pfs_path) if cluster_services else (None, lambda inode: None)
-        nursery.start_soon(server.serve, config, db, tiers, lanes, cluster_access, request_log_level, progress, name="control")
+        nursery.start_soon(
+            server.serve, config, db, tiers, lanes, cluster_access, request_log_level, progress,
+            drain.record_missed, name="control",
+        )  # fmt: skip
         if cluster_services is not None:
             cluster_services.membership.subscribe(lambda _: lanes.wake())
             cluster_services.membership.subscribe_lease(lambda lease: wake_channel.notify(ipc.build_lease_renewed(lease)))
@@ -97,11 +102,25 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
             with trio.move_on_after(limits.ETCD_WAIT_S):
                 await cluster_services.membership.view_loaded.wait()
         setup.link.send(READY)
-        await ipc.wait_for_stop(setup.link)
-        await _drain(db, lanes, config)
+        await _drain_at_the_end(setup.link, drain)
+        db.persist()
         nursery.cancel_scope.cancel()
     await trio.to_thread.run_sync(flows.stop)
     return 0
+
+
+async def _drain_at_the_end(link: socket.socket, drain: Drain) -> None:
+    """Wait until the supervisor asks to stop, and drain. Drains before, with the mount attached, if asked."""
+    report = functools.partial(ipc.report_drain, link)
+
+    async def drain_attached() -> None:
+        await drain.drain_attached(report)
+        link.send(ipc.DRAINED)
+
+    async with trio.open_nursery() as nursery:
+        await ipc.wait_for_stop(link, lambda: nursery.start_soon(drain_attached, name="drain"))
+        nursery.cancel_scope.cancel()
+    await drain.drain_rest(report)
 
 
 class _Flows:
@@ -172,26 +191,3 @@ async def _handle_wake_ups(wake_channel: ipc.WakeChannel, lanes: Lanes) -> None:
             lanes.wake()
             if message == ipc.LARGE_FILE_CLOSED:
                 lanes.wake_now("seal")
-
-
-async def _drain(db: Database, lanes: Lanes, config: Config) -> None:
-    """Bring every closed file to its highest level, until the deadline."""
-    end = summary.get_journal_end(db)
-    with trio.move_on_after(config.drain_deadline_s) as deadline:
-        while pending := _count_pending(db, end):
-            lanes.retry_now()
-            with trio.move_on_after(DRAIN_HURRY_S):
-                while _count_pending(db, end) == pending:
-                    await trio.sleep(DRAIN_POLL_S)
-    if deadline.cancelled_caught:
-        changes, unsealed, unsafe = _count_pending(db, end) or (0, 0, 0)
-        message = "drained until the deadline: the PFS lacks %d changes, %d files are not sealed%s; the next start continues"
-        log.warning(message, changes, unsealed, f", {unsafe} lack copies on other nodes" if unsafe else "")
-    db.persist()
-
-
-def _count_pending(db: Database, end: int) -> tuple[int, int, int] | None:
-    """Return (changes missing on the PFS, unsealed files, files without copies elsewhere), or None if nothing is left."""
-    files, _, changes = summary.count_journal_left(db, end)
-    pending = files + changes, summary.count_unsealed(db), peer_copies.count_unsafe(db)
-    return pending if any(pending) else None

@@ -26,7 +26,6 @@ from ckptfs import limits, procfs
 from ckptfs_daemon import ipc
 from ckptfs_daemon.ipc import Assignment
 
-LINK_MESSAGE_BYTES_MAX = 64
 LONG_LIFE_S = 10.0
 """A child that lived this long did not fail to start."""
 
@@ -43,6 +42,8 @@ class Child:
         self.is_ready = False
         self.was_killed = False
         self.requested_log_level = ""
+        self.has_drained = False
+        self.drain_report = b""
         self.assigned_at = 0.0
         self.last_message_at = time.monotonic()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -75,6 +76,12 @@ class Child:
         with contextlib.suppress(OSError):
             self.link.send(ipc.STOP)
 
+    def drain(self) -> None:
+        """Ask the mover to drain and go on working."""
+        self.has_drained = False
+        with contextlib.suppress(OSError):
+            self.link.send(ipc.DRAIN)
+
     def send_log_level(self, level: str) -> None:
         """Set the child's log level. A child without a role gets the level with its role."""
         if self.is_assigned:
@@ -85,7 +92,7 @@ class Child:
         """Read the messages on the link. Returns False if the child has ended or is about to."""
         while True:
             try:
-                message = self.link.recv(LINK_MESSAGE_BYTES_MAX)
+                message = self.link.recv(ipc.LINK_MESSAGE_BYTES_MAX)
             except BlockingIOError:
                 return True
             except OSError:
@@ -94,6 +101,9 @@ class Child:
                 return False
             self.last_message_at = time.monotonic()
             self.is_ready = self.is_ready or message == ipc.READY
+            self.has_drained = self.has_drained or message == ipc.DRAINED
+            if message.startswith(ipc.DRAINING):
+                self.drain_report = message
             if message.startswith(ipc.LOG_LEVEL):
                 self.requested_log_level = message.removeprefix(ipc.LOG_LEVEL).decode()
 

@@ -12,16 +12,19 @@ import threading
 from pathlib import Path
 
 from ckptfs import disk, limits
-from ckptfs.catalog import copies, database, identity
+from ckptfs.catalog import copies, database, identity, summary
 from ckptfs.clique import certificates
 from ckptfs.config import Config, load, parse_options
 from ckptfs.errors import InvalidArgument
 from ckptfs.model import Tier
+from ckptfs.mount_record import Leftovers
 from ckptfs.tiers import pfs_sync
 from ckptfs_daemon import logs
+from ckptfs_daemon.drain import find_obstacle
 from ckptfs_daemon.fuse import connection, shim_build
 from ckptfs_daemon.fuse.connection import Connection
 from ckptfs_daemon.supervisor import state_directory
+from ckptfs_daemon.supervisor.guarded_mountpoint import GuardedMountpoint
 from ckptfs_daemon.supervisor.pfs_check import require_pfs_of_catalog
 from ckptfs_daemon.supervisor.state_directory import ReadyPipe
 from ckptfs_daemon.supervisor.supervisor import Supervisor
@@ -42,14 +45,17 @@ def run_daemon(name: str, mountpoint: Path | None, options: str, ready_pipe: Rea
     lock_fd = _prepare_state(config)
     ended_cleanly = False
     try:
-        fuse_connection, resumed = _resume_or_connect(config, take_stored_descriptors())
+        guarded = GuardedMountpoint(config, options, systemd.unit)
+        fuse_connection, resumed = _resume_or_connect(config, take_stored_descriptors(), guarded)
         if not resumed:
             systemd.store_descriptors(fuse_connection.fd, fuse_connection.table_fd)
         _lower_oom_score()
         supervisor = Supervisor(config, fuse_connection, is_resumed=resumed, systemd=systemd, ready_pipe=ready_pipe)
         code = supervisor.run()
         ended_cleanly = supervisor.ended_cleanly
-        state_directory.delete_process_files(config)
+        leftovers = _load_leftovers(config)
+        guarded.end(leftovers, is_on_purpose=code == 0 and not supervisor.was_stopped)
+        state_directory.delete_process_files(config, is_forgotten=leftovers.is_nothing)
         return code
     finally:
         _release_ram_tier(config, ended_cleanly)
@@ -97,7 +103,7 @@ def _require_pfs_and_cluster(config: Config) -> None:
         db.close()
 
 
-def _resume_or_connect(config: Config, handed_over: tuple[int, int] | None) -> tuple[Connection, bool]:
+def _resume_or_connect(config: Config, handed_over: tuple[int, int] | None, guarded: GuardedMountpoint) -> tuple[Connection, bool]:
     """Return (the connection to serve, True if it was served before)."""
     if handed_over is not None:
         with contextlib.suppress(ValueError, KeyError):
@@ -107,13 +113,26 @@ def _resume_or_connect(config: Config, handed_over: tuple[int, int] | None) -> t
                 return kept, True
         for fd in handed_over:
             os.close(fd)
-    return connection.connect(config), False
+    with guarded.set_for_mount():
+        return connection.connect(config), False
 
 
 def _lower_oom_score() -> None:
     """Make the OOM killer choose other processes first: without the supervisor every application on the mount pauses."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
+
+
+def _load_leftovers(config: Config) -> Leftovers:
+    """Count what lies on this node only."""
+    db = database.Database(config.state / "catalog.db", journalled=False)
+    try:
+        found = summary.load_write_back_figures(db)
+        ram_files, ram_bytes = summary.count_only_in_ram(db)
+        obstacle, remedy = find_obstacle(db)
+        return Leftovers(found.dirty_files, found.dirty_bytes, found.changes, ram_files, ram_bytes, obstacle, remedy)
+    finally:
+        db.close()
 
 
 def _record_start(config: Config, ended_cleanly: bool) -> None:

@@ -96,9 +96,9 @@ def publish_processes(config: Config, processes: Mapping[str, Any]) -> None:
     )
 
 
-def delete_process_files(config: Config) -> None:
-    """Delete both files, because no process runs any more."""
-    for path in (config.state / "processes.json", runtime_dir.registry_path(config.name)):
+def delete_process_files(config: Config, *, is_forgotten: bool) -> None:
+    """Delete both files, because no process runs any more. The registry keeps a name that is not forgotten: `ckptfs mounts` finds it."""
+    for path in (config.state / "processes.json", *([runtime_dir.registry_path(config.name)] if is_forgotten else [])):
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
 

@@ -1,7 +1,8 @@
 """The supervisor: keeps the FUSE connection with its requests in flight, keeps a mount and a mover process running, and ends all in order.
 
-One thread and one poll loop, without access to file contents. At the start, the mover recovers before the mount serves. At the end, the
-mount is unmounted, the mount process exits, the mover drains, and the RAM tier is released if it holds no only copy.
+One thread and one poll loop, without access to file contents. At the start, the mover recovers before the mount serves. When asked to end,
+the mover drains while the mount is attached and serves; then the mount is unmounted, the mount process exits, and the mover drains what was
+closed meanwhile. An unmount by an administrator begins with the second half.
 
 Crash safety: the children exit with the supervisor. systemd keeps the connection and restarts the supervisor; without systemd the next
 start takes over what is left.
@@ -24,7 +25,7 @@ from ckptfs import limits, procfs
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError
 from ckptfs.model import DataPath
-from ckptfs_daemon import logs
+from ckptfs_daemon import ipc, logs
 from ckptfs_daemon.fuse import connection
 from ckptfs_daemon.fuse.connection import Connection
 from ckptfs_daemon.ipc import Assignment
@@ -46,11 +47,15 @@ TURN_MAX_S = 1.0
 
 
 class Phase(Enum):
-    """RUNNING until asked to end; UNMOUNTING until the connection has ended; DRAINING until the mover has finished."""
+    """RUNNING until asked to end; DRAINING while the mount still serves; UNMOUNTING until the connection has ended; then FINISHING.
+
+    FINISHING lasts until the mover has drained the rest.
+    """
 
     RUNNING = auto()
-    UNMOUNTING = auto()
     DRAINING = auto()
+    UNMOUNTING = auto()
+    FINISHING = auto()
     OVER = auto()
 
 
@@ -85,9 +90,17 @@ class Supervisor:
         self._watchdog_notified_at = 0.0
         self._is_ready_announced = False
         self._stop_signal_count = 0
+        self._was_stopped = False
+        self._is_hurried = False
+        self._drain_report = ""
         self._slots = {MOVER: Slot(due_at=self._began), MOUNT: Slot(due_at=self._began), SPARE: Slot()}
         self._wake_sockets = dict(zip((MOUNT, MOVER), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), strict=True))
         self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    @property
+    def was_stopped(self) -> bool:
+        """Return True if a signal ended the mount, and no administrator unmounted it."""
+        return self._was_stopped
 
     def run(self) -> int:
         """Run until unmounted or asked to end. Returns the daemon's exit code."""
@@ -122,11 +135,14 @@ class Supervisor:
             self._handle_stop_signal()
 
     def _handle_stop_signal(self) -> None:
-        """Unmount and drain at the first signal. At the next one, fail open files or cut the drain short."""
-        if self._phase is Phase.RUNNING:
-            log.info("%s: asked to end; unmounting", self._config.mountpoint)
+        """Drain and unmount at the first signal. At the next ones, unmount without more drain, fail open files, and end."""
+        self._was_stopped = True
+        if self._phase is Phase.RUNNING and self._slots[MOUNT].ever_ready:
+            self._start_drain()
+        elif self._phase is Phase.RUNNING:
             self._start_unmount()
         else:
+            self._is_hurried = self._is_hurried or self._phase is Phase.DRAINING
             self._deadline = time.monotonic()
 
     def _wait(self) -> None:
@@ -184,8 +200,8 @@ class Supervisor:
             self._is_resumed,
         )  # fmt: skip
         child.assign(assignment, self._wake_sockets[role], (mounted.fd, mounted.table_fd) if role == MOUNT else ())
-        if role == MOVER and self._phase is Phase.DRAINING:
-            child.stop()
+        if role == MOVER:
+            self._instruct_mover(child)
         self._publish_processes()
 
     def _read_children(self) -> None:
@@ -201,6 +217,8 @@ class Supervisor:
                 self._publish_processes()
             if role == MOUNT and child.is_ready:
                 self._mark_resumable()
+            if role == MOVER:
+                self._follow_drain(child)
             if not alive:
                 self._handle_child_end(role, slot, child)
             elif child.is_stuck():
@@ -228,7 +246,7 @@ class Supervisor:
 
     def _announce_ready(self) -> None:
         """Announce the mount once it serves and the mover is ready or its time is over."""
-        if self._is_ready_announced or not self._slots[MOUNT].ever_ready or self._phase is Phase.DRAINING:
+        if self._is_ready_announced or not self._slots[MOUNT].ever_ready or self._phase is not Phase.RUNNING:
             return
         if self._slots[MOVER].ever_ready or time.monotonic() >= self._began + MOVER_RECOVERY_WAIT_S:
             self._is_ready_announced = True
@@ -260,8 +278,9 @@ class Supervisor:
         if code is None:
             log.warning("%s process %d: was killed but hangs in a system call; another one takes its place", role, child.pid)
         if role == MOUNT and code == 0:
-            self._start_drain()
-        elif role == MOVER and code == 0 and self._phase is Phase.DRAINING:
+            self._announce_ready()  # It served, even if it was unmounted at once.
+            self._finish()
+        elif role == MOVER and code == 0 and self._phase is Phase.FINISHING:
             self._phase = Phase.OVER
             self.ended_cleanly = self._exit_code == 0
         else:
@@ -274,14 +293,16 @@ class Supervisor:
         slot.history = children.record_death(slot.history, now=now, lived_s=lived_s, ready=child.is_ready, killed=code == -signal.SIGKILL)
         log.warning("%s process %d: ended with %d (%s)", role, child.pid, code, "killed" if code == -9 else "of itself")
         reason = children.must_give_up(slot.history, ever_ready=slot.ever_ready)
-        if role == MOUNT and self._phase is not Phase.DRAINING:
+        if role == MOUNT and self._phase is not Phase.FINISHING:
             if reason:
                 self._give_up(f"the mount process does not stay alive: {reason}; the log says what it died of")
                 return
         elif role == MOVER and reason:
             log.error("mover: does not stay alive: %s; new files stay in their tiers until it does", reason)
-            if self._phase is Phase.DRAINING:
+            if self._phase is Phase.FINISHING:
                 self._phase = Phase.OVER
+            elif self._phase is Phase.DRAINING:
+                self._start_unmount()
         slot.due_at = now + children.get_restart_delay_s(slot.history)
 
     def _give_up(self, sentence: str) -> None:
@@ -290,12 +311,48 @@ class Supervisor:
         self._systemd.notify(f"STATUS={sentence}")
         self._exit_code = 1
         connection.abort(self._connection)
-        self._start_drain()
+        self._finish()
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
+    def _start_drain(self) -> None:
+        """Have the mover drain while the mount is attached and serves: an application that saves now still saves here."""
+        log.info("%s: asked to end; draining before the unmount", self._config.mountpoint)
+        self._phase = Phase.DRAINING
+        self._set_drain_deadline(limits.DRAIN_STALL_S if self._config.drain_deadline_s is None else self._config.drain_deadline_s)
+        self._systemd.notify("STOPPING=1", "STATUS=writing back before the unmount")
+        mover = self._slots[MOVER].child
+        if mover is not None and mover.is_assigned:
+            self._instruct_mover(mover)
+
+    def _instruct_mover(self, mover: Child) -> None:
+        """Send the mover what the phase asks of it. A mover that was started in the middle of a drain begins it anew."""
+        if self._phase is Phase.DRAINING:
+            mover.drain()
+        elif self._phase is Phase.FINISHING:
+            mover.stop()
+
+    def _follow_drain(self, mover: Child) -> None:
+        """Take over what the mover reports of its drain."""
+        if mover.has_drained and self._phase is Phase.DRAINING:
+            self._start_unmount()
+        report, mover.drain_report = mover.drain_report, b""
+        if not report or self._phase not in (Phase.DRAINING, Phase.FINISHING):
+            return
+        seconds, text = ipc.parse_drain_report(report)
+        if self._config.drain_deadline_s is None and not self._is_hurried and self._deadline > time.monotonic():
+            self._set_drain_deadline(seconds)
+        if text != self._drain_report:
+            self._drain_report = text
+            self._systemd.notify(f"STATUS=writing back: {text}")
+
+    def _set_drain_deadline(self, seconds: float) -> None:
+        """Set the end of the drain, later than the mover's own, so that it applies only if the mover hangs."""
+        self._deadline = time.monotonic() + seconds + limits.STOP_WAIT_S
+
     def _start_unmount(self) -> None:
         """Unmount in a thread, because the kernel may wait for replies of the mount process meanwhile."""
+        log.info("%s: unmounting", self._config.mountpoint)
         self._phase = Phase.UNMOUNTING
         self._deadline = time.monotonic() + limits.STOP_WAIT_S
         self._systemd.notify("STOPPING=1", f"STATUS=unmounting {self._config.mountpoint}")
@@ -311,25 +368,30 @@ class Supervisor:
     def _check_deadline(self) -> None:
         """Enforce the deadlines of the end."""
         now = time.monotonic()
-        if self._phase is Phase.DRAINING:
-            self._systemd.notify("EXTEND_TIMEOUT_USEC=20000000")
+        if self._phase in (Phase.DRAINING, Phase.UNMOUNTING, Phase.FINISHING):
+            self._systemd.notify(f"EXTEND_TIMEOUT_USEC={int(limits.STOP_EXTENSION_S * 1e6)}")
         if now < self._deadline:
             return
-        if self._phase is Phase.UNMOUNTING:
+        if self._phase is Phase.DRAINING:
+            log.info("%s: the drain was cut short", self._config.mountpoint)
+            self._start_unmount()
+        elif self._phase is Phase.UNMOUNTING:
             log.warning("%s: files are still open; they fail from now on", self._config.mountpoint)
             self._deadline = now + REAP_WAIT_S
             connection.abort(self._connection)
-        elif self._phase is Phase.DRAINING:
+        elif self._phase is Phase.FINISHING:
             log.warning("drain: cut short; files that are not written back stay in their tiers for the next start")
             self._phase = Phase.OVER
 
-    def _start_drain(self) -> None:
+    def _finish(self) -> None:
         """Leave the rest to the mover, after no application can reach the mount any more."""
-        if self._phase is Phase.DRAINING:
+        if self._phase is Phase.FINISHING:
             return
         log.info("%s: unmounted; writing back the rest", self._config.mountpoint)
-        self._phase = Phase.DRAINING
-        self._deadline = time.monotonic() + self._config.drain_deadline_s + limits.STOP_WAIT_S
+        self._phase = Phase.FINISHING
+        self._set_drain_deadline(limits.DRAIN_STALL_S if self._config.drain_deadline_s is None else self._config.drain_deadline_s)
+        if self._is_hurried:
+            self._deadline = time.monotonic() + limits.DRAIN_LAST_S
         self._systemd.notify("STOPPING=1", "STATUS=writing back the rest")
         self._systemd.remove_descriptors()
         with contextlib.suppress(OSError, CkptfsError):

@@ -8,7 +8,9 @@ Crash safety: systemd keeps the descriptors.
 
 import contextlib
 import os
+import re
 import socket
+from pathlib import Path
 
 FUSE_NAME = "ckptfs-fuse"
 SAVED_NAME = "ckptfs-saved"
@@ -29,6 +31,14 @@ class Systemd:
     def keeps_descriptors(self) -> bool:
         """True if systemd runs this process, and so keeps its descriptors should it die."""
         return bool(self._address)
+
+    @property
+    def unit(self) -> str:
+        """The unit that this process belongs to, as its control group names it; empty without a service manager."""
+        with contextlib.suppress(OSError):
+            found = re.findall(r"/([^/\n]+\.service)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
+            return found[-1] if found and self._address else ""
+        return ""
 
     def notify(self, *lines: str, descriptor: int | None = None) -> bool:
         """Send lines such as READY=1, with a descriptor if given. Returns True if they were sent."""

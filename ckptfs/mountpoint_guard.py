@@ -1,0 +1,154 @@
+"""The guard of a mountpoint: the directory below it refuses writes while ckptfs is away from it.
+
+Without a guard, an application that saves a checkpoint while ckptfs is stopped would succeed on the disk below, and the next mount would
+hide that file. The guard is set before the mount, so no moment is without it. It stays when the daemon is stopped or dies. It goes when an
+administrator unmounts and nothing is left to write back, and with `ckptfs mounts --delete`.
+
+`IMMUTABLE`: the attribute of chattr(1), which stops root too. `MODE`: mode 0555, for ordinary users; fusermount3 wants the directory
+writable, so the mode is set after the mount. `COVER`: an empty read-only tmpfs over the directory, where root cannot set the attribute
+(NFS, old kernels, containers); it is mounted when the daemon leaves. The state directory records what was set (`MountRecord`).
+
+Crash safety: the record is written before the guard is set, and clearing one that is not set does nothing. A directory that is another one
+than recorded (device and inode) is not touched. An attribute that was set before the mount stays: it is the administrator's.
+"""
+
+import ctypes
+import errno
+import fcntl
+import os
+import struct
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from ckptfs import procfs
+
+FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_IMMUTABLE_FL = 0x80086601, 0x40086602, 0x10
+CAP_LINUX_IMMUTABLE = 9
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+UMOUNT_NOFOLLOW = 8
+COVER_SOURCE = "ckptfs-away"
+MODE_BITS = 0o555
+
+
+class GuardKind(StrEnum):
+    """How a mountpoint is guarded. NONE: it refuses writes anyway (immutable before, or on a read-only filesystem)."""
+
+    NONE = "none"
+    IMMUTABLE = "immutable"
+    MODE = "mode"
+    COVER = "cover"
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """The guard of the directory `device`:`inode` at `path`. `mode` is its own mode, which `MODE` replaces."""
+
+    path: Path
+    device: int
+    inode: int
+    kind: GuardKind
+    mode: int
+
+
+def choose(path: Path) -> Guard:
+    """Return the guard that suits the directory `path`, on which nothing is mounted. Changes nothing. Raises OSError."""
+    found = os.stat(path)
+    return Guard(path, found.st_dev, found.st_ino, _choose_kind(path), found.st_mode & 0o7777)
+
+
+def _choose_kind(path: Path) -> GuardKind:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        flags = _get_flags(fd)
+        if (flags is not None and flags & FS_IMMUTABLE_FL) or os.fstatvfs(fd).f_flag & os.ST_RDONLY:
+            return GuardKind.NONE
+        if flags is not None and procfs.has_capability(CAP_LINUX_IMMUTABLE) and _can_set_flags(fd, flags):
+            return GuardKind.IMMUTABLE
+    finally:
+        os.close(fd)
+    return GuardKind.COVER if procfs.has_capability(procfs.CAP_SYS_ADMIN) else GuardKind.MODE
+
+
+def _get_flags(fd: int) -> int | None:
+    """Return the attributes of a file, or None if its filesystem has none."""
+    try:
+        return int(struct.unpack("i", fcntl.ioctl(fd, FS_IOC_GETFLAGS, struct.pack("i", 0)))[0])
+    except OSError:
+        return None
+
+
+def _can_set_flags(fd: int, flags: int) -> bool:
+    try:
+        fcntl.ioctl(fd, FS_IOC_SETFLAGS, struct.pack("i", flags))
+    except OSError:
+        return False
+    return True
+
+
+def open_directory(guard: Guard) -> int:
+    """Return a descriptor of the guarded directory, before it is covered by a mount. Raises OSError."""
+    return os.open(guard.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
+def set_on(guard: Guard, fd: int) -> None:
+    """Set the guard on the directory `fd`. `COVER` is set by `cover` when the daemon leaves. Raises OSError."""
+    if guard.kind is GuardKind.IMMUTABLE:
+        flags = _get_flags(fd) or 0
+        fcntl.ioctl(fd, FS_IOC_SETFLAGS, struct.pack("i", flags | FS_IMMUTABLE_FL))
+    elif guard.kind is GuardKind.MODE:
+        os.fchmod(fd, guard.mode & MODE_BITS)
+
+
+def cover(guard: Guard) -> None:
+    """Mount an empty read-only filesystem over an unmounted directory whose guard is `COVER`. Raises OSError."""
+    if guard.kind is not GuardKind.COVER or _find_cover(guard.path):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    flags = ctypes.c_ulong(MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    if libc.mount(COVER_SOURCE.encode(), os.fsencode(guard.path), b"tmpfs", flags, b"mode=0555,size=4096"):
+        _raise_errno(guard.path)
+
+
+def clear(guard: Guard) -> bool:
+    """Take the guard away from a directory on which ckptfs is not mounted. Returns False if it is another directory. Raises OSError."""
+    if guard.kind is GuardKind.COVER:
+        return uncover(guard.path)
+    try:
+        fd = open_directory(guard)
+    except FileNotFoundError:
+        return False
+    try:
+        found = os.fstat(fd)
+        if (found.st_dev, found.st_ino) != (guard.device, guard.inode):
+            return False
+        if guard.kind is GuardKind.IMMUTABLE:
+            flags = _get_flags(fd) or 0
+            fcntl.ioctl(fd, FS_IOC_SETFLAGS, struct.pack("i", flags & ~FS_IMMUTABLE_FL))
+        elif guard.kind is GuardKind.MODE:
+            os.fchmod(fd, guard.mode)
+    finally:
+        os.close(fd)
+    return True
+
+
+def uncover(path: Path) -> bool:
+    """Unmount the covers at `path`. Returns True if there was one. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    found = False
+    while _find_cover(path):
+        if libc.umount2(os.fsencode(path), UMOUNT_NOFOLLOW):
+            _raise_errno(path)
+        found = True
+    return found
+
+
+def _find_cover(path: Path) -> bool:
+    """Return True if the visible mount at `path` is a cover."""
+    here = [entry for entry in procfs.list_mount_entries() if entry.mountpoint == path]
+    return bool(here) and (here[-1].fstype, here[-1].source) == ("tmpfs", COVER_SOURCE)
+
+
+def _raise_errno(path: Path) -> None:
+    code = ctypes.get_errno()
+    raise OSError(code or errno.EIO, os.strerror(code or errno.EIO), str(path))

@@ -1,0 +1,181 @@
+"""The names of this machine that have no daemon: what they still hold, how to mount them again, and how to delete them.
+
+A name is found by its state directory: below the default root, or where the registry of the runtime directory says. What it holds was
+counted when its daemon ended (`MountRecord`). The lock of the state directory tells whether a daemon runs.
+
+Crash safety: a deletion that was interrupted can be repeated; the record and the lock go last.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptfs import config, mount_record, mountpoint_guard, runtime_dir
+from ckptfs.mount_record import MountRecord
+from ckptfs_client.errors import ClientError, CommandFailed, UsageError
+from ckptfs_client.json_answers import MountJson
+from ckptfs_client.mounts import list_mounts
+
+CATALOG = "catalog.db"
+OURS = (CATALOG, "catalog.db-wal", "catalog.db-shm", "processes.json", "ckptfsd.log", "ckptfsd.log.1", mount_record.FILE_NAME, "lock")
+RAM_SOURCE = "ckptfs-ram"
+
+
+@dataclass(frozen=True, slots=True)
+class UnmountedName:
+    """A name without a daemon. `record` is None if its daemon was of an older version, which recorded nothing."""
+
+    name: str
+    state: Path
+    record: MountRecord | None
+
+    @property
+    def has_data(self) -> bool:
+        """Return True if data may lie on this node only."""
+        return self.record is None or self.record.leftovers is None or not self.record.leftovers.is_nothing
+
+    @property
+    def has_lost_ram(self) -> bool:
+        """Return True if files were only in RAM, and their RAM tier is gone: the machine was rebooted."""
+        left = None if self.record is None else self.record.leftovers
+        return (
+            left is not None
+            and left.ram_files > 0
+            and not (self.state / "ram").is_mount()
+            and not (self.state / "ram" / "tier-id").exists()
+        )
+
+    def describe(self) -> str:
+        """Describe in words what it holds."""
+        if self.record is None or self.record.leftovers is None:
+            return "its daemon was killed, so nobody counted what it holds"
+        if self.has_lost_ram:
+            return f"{self.record.describe_leftovers()} - and the RAM tier is gone: the machine was rebooted"
+        return self.record.describe_leftovers() or "nothing that the PFS does not have"
+
+    @property
+    def mount_command(self) -> str:
+        if self.record is not None:
+            return self.record.mount_command
+        return f"mount -t ckptfs {self.name} DIR, with the options that it had"
+
+
+def list_unmounted() -> list[UnmountedName]:
+    """Return the names without a daemon, sorted."""
+    found = {}
+    for state in _list_states():
+        if (state / CATALOG).exists() and not _is_locked(state):
+            record = mount_record.load(state)
+            found[state] = UnmountedName(state.name if record is None else record.name, state, record)
+    return sorted(found.values(), key=lambda one: one.name)
+
+
+def _list_states() -> Iterator[Path]:
+    with contextlib.suppress(OSError):
+        yield from (Path(entry.path) for entry in os.scandir(config.get_default_state("x").parent) if entry.is_dir())
+    for path in runtime_dir.get_path().glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            yield Path(json.loads(path.read_bytes())["state"])
+
+
+def _is_locked(state: Path) -> bool:
+    """Return True if a daemon uses the state directory, or if that cannot be found out."""
+    try:
+        with _locked(state):
+            return False
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
+@contextlib.contextmanager
+def _locked(state: Path) -> Iterator[None]:
+    """Hold the lock of a state directory. Raises OSError if a daemon holds it."""
+    fd = os.open(state / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
+
+
+def describe_all() -> list[MountJson]:
+    """Return all names: the mounted ones, and those without a daemon."""
+    mounted: list[MountJson] = [
+        {"name": one.name, "mountpoint": str(one.mountpoint), "state": "", "mounted": True, "has_data": True, "what": "mounted",
+         "mount_command": ""}
+        for one in list_mounts()
+    ]  # fmt: skip
+    return mounted + [_describe(one) for one in list_unmounted()]
+
+
+def _describe(one: UnmountedName) -> MountJson:
+    mountpoint = "" if one.record is None else str(one.record.mountpoint)
+    return {
+        "name": one.name, "mountpoint": mountpoint, "state": str(one.state), "mounted": False, "has_data": one.has_data,
+        "what": one.describe(), "mount_command": one.mount_command,
+    }  # fmt: skip
+
+
+def delete(name: str, *, yes: bool) -> UnmountedName:
+    """Delete all that an unmounted name holds on this node. The PFS is not touched. Raises ClientError."""
+    if any(one.name == name for one in list_mounts()):
+        raise CommandFailed(f"{name} is mounted", remedy="umount it first")
+    found = [one for one in list_unmounted() if one.name == name]
+    if not found:
+        known = ", ".join(one.name for one in list_unmounted()) or "none"
+        raise UsageError(f"there is no unmounted name {name}", remedy=f"unmounted names: {known}")
+    if len(found) > 1:
+        raise UsageError(
+            f"{name} has several state directories: " + ", ".join(str(one.state) for one in found), remedy="delete one by hand"
+        )
+    one = found[0]
+    if one.has_data and not yes:
+        raise CommandFailed(f"{name} still holds data: {one.describe()}", remedy="give --yes to lose it, or go on: " + one.mount_command)
+    try:
+        with _locked(one.state):
+            _delete_tiers(one)
+            _delete_state(one.state)
+    except OSError as failure:
+        raise _build_error(one, failure) from failure
+    with contextlib.suppress(OSError):
+        runtime_dir.registry_path(name).unlink(missing_ok=True)
+    return one
+
+
+def _delete_tiers(one: UnmountedName) -> None:
+    """Delete the copies in RAM and on NVMe, and take the guard of the mountpoint away. Raises OSError."""
+    ram = one.state / "ram"
+    if ram.is_symlink():
+        shutil.rmtree(os.readlink(ram), ignore_errors=True)
+        ram.unlink()
+    elif ram.is_mount():
+        subprocess.run(["umount", str(ram)], check=False)
+    with contextlib.suppress(FileNotFoundError):
+        ram.rmdir()
+    if one.record is not None:
+        if one.record.nvme is not None:
+            shutil.rmtree(one.record.nvme / f"contents-{one.record.instance}", ignore_errors=True)
+        if one.record.guard is not None:
+            mountpoint_guard.clear(one.record.guard)
+
+
+def _delete_state(state: Path) -> None:
+    for name in OURS:
+        (state / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        state.rmdir()  # Other files in it are not ours.
+
+
+def _build_error(one: UnmountedName, failure: OSError) -> ClientError:
+    if failure.errno == errno.EWOULDBLOCK:
+        return CommandFailed(f"a daemon of {one.name} runs", remedy="umount it first")
+    return CommandFailed(f"{failure.filename or one.state}: {os.strerror(failure.errno or 0)}", remedy="run it as root, or as its owner")

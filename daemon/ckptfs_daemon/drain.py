@@ -1,0 +1,173 @@
+"""The drain: every closed file is brought to its highest level, until a deadline.
+
+It runs twice at the end of a mount: while the mount is attached and serves, and again after the unmount for what was closed meanwhile. If
+the first one missed its deadline, the second one is short, because the obstacle is known.
+
+The deadline is `drain_deadline` of the configuration. Without one it follows from what is left and from the measured speed of the PFS. It
+is computed anew as long as something moves, and a standstill ends the drain. `DrainClock` decides; it is pure.
+
+Crash safety: the drain keeps nothing. The next mover begins it anew.
+"""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import trio
+
+from ckptfs import limits
+from ckptfs.catalog import peer_copies, summary
+from ckptfs.catalog.database import Database
+from ckptfs.quantities import format_count, format_size
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.05
+TURN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What a drain still has to do. `size_bytes` leaves out what is on the PFS already of the file under way."""
+
+    files: int = 0
+    size_bytes: int = 0
+    changes: int = 0
+    unsealed: int = 0
+    unsafe: int = 0
+
+    @property
+    def is_nothing(self) -> bool:
+        return not (self.files or self.changes or self.unsealed or self.unsafe)
+
+    def describe(self) -> str:
+        """Describe it in words."""
+        files = max(self.files, self.unsealed, self.unsafe)
+        return f"{format_count(files, 'file')} ({format_size(self.size_bytes)}), {format_count(self.changes, 'other change')}"
+
+
+def load_pending(db: Database, end: int) -> Pending:
+    """Return what is pending up to the row `end` of the journal."""
+    files, size, changes = summary.count_journal_left(db, end)
+    copied = sum(summary.get_copied_bytes(db).values())
+    return Pending(files, max(0, size - copied), changes, summary.count_unsealed(db), peer_copies.count_unsafe(db))
+
+
+def get_deadline_s(configured_s: float | None, pending: Pending, bytes_per_s: float) -> float:
+    """Return how long a drain of `pending` may take. `bytes_per_s` is the speed of the PFS, 0 if it was never measured."""
+    if configured_s is not None:
+        return configured_s
+    needed_s = pending.size_bytes / (bytes_per_s or limits.PFS_BYTES_PER_S_ASSUMED)
+    needed_s += (pending.files + pending.changes) * limits.DRAIN_FILE_S
+    return min(limits.DRAIN_DEADLINE_S_MAX, limits.DRAIN_DEADLINE_S_MIN + limits.DRAIN_MARGIN * needed_s)
+
+
+@dataclass(frozen=True, slots=True)
+class DrainClock:
+    """When a drain ends. Times are of the monotonic clock; `moved_s` is when something was done last."""
+
+    configured_s: float | None
+    began_s: float
+    until_s: float
+    moved_s: float
+    pending: Pending
+
+    def get_left_s(self, now_s: float) -> float:
+        """Return the seconds until the drain ends if nothing moves."""
+        until_s = self.until_s if self.configured_s is not None else min(self.until_s, self.moved_s + limits.DRAIN_STALL_S)
+        return until_s - now_s
+
+
+def start_clock(configured_s: float | None, pending: Pending, bytes_per_s: float, now_s: float) -> DrainClock:
+    """Return the clock of a drain that begins now."""
+    return DrainClock(configured_s, now_s, now_s + get_deadline_s(configured_s, pending, bytes_per_s), now_s, pending)
+
+
+def advance_clock(clock: DrainClock, pending: Pending, bytes_per_s: float, now_s: float) -> DrainClock:
+    """Return the clock after a look at what is pending."""
+    if pending == clock.pending:
+        return clock
+    until_s = clock.until_s
+    if clock.configured_s is None:
+        until_s = max(until_s, now_s + get_deadline_s(None, pending, bytes_per_s))
+        until_s = min(until_s, clock.began_s + limits.DRAIN_DEADLINE_S_MAX)
+    return replace(clock, until_s=until_s, moved_s=now_s, pending=pending)
+
+
+def find_obstacle(db: Database) -> tuple[str, str]:
+    """Return (what blocks the drain, remedy) as the lanes and the tiers report it, or empty strings."""
+    for key, text, _ in summary.list_reports(db, "tier:") + summary.list_reports(db, "trouble:"):
+        value = json.loads(text)
+        what = value.get("error") if key.startswith("tier:") else value.get("what")
+        if what:
+            path = str(value.get("path") or "")
+            return f"{path}: {what}" if path not in what else what, str(value.get("remedy") or "")
+    return "", ""
+
+
+class Drain:
+    """The drains of one mover."""
+
+    def __init__(self, db: Database, configured_s: float | None, retry_now: Callable[[], None]) -> None:
+        """`retry_now` runs all lanes at once."""
+        self._db = db
+        self._configured_s = configured_s
+        self._retry_now = retry_now
+        self._missed_s = -math.inf
+
+    def record_missed(self) -> None:
+        """Record that a drain missed the deadline of this mount just now. Any thread may call."""
+        self._missed_s = time.monotonic()
+
+    async def drain_attached(self, report: Callable[[float, str], None]) -> bool:
+        """Drain while the mount serves. Returns True if all that was closed before a moment ago is drained.
+
+        `report(seconds, text)` tells how long it may still take, and what is left.
+        """
+        for _ in range(limits.DRAIN_ROUNDS_MAX):
+            if not await self._drain(self._configured_s, report):
+                self.record_missed()
+                return False
+            if load_pending(self._db, summary.get_journal_end(self._db)).is_nothing:
+                break
+        return True
+
+    async def drain_rest(self, report: Callable[[float, str], None]) -> None:
+        """Drain after the unmount, and say what is left."""
+        configured_s = self._configured_s
+        if time.monotonic() < self._missed_s + limits.DRAIN_RECENT_S:
+            configured_s = min(limits.DRAIN_LAST_S, limits.DRAIN_LAST_S if configured_s is None else configured_s)
+        if not await self._drain(configured_s, report):
+            left = load_pending(self._db, summary.get_journal_end(self._db))
+            unsafe = f", {left.unsafe} lack copies on other nodes" if left.unsafe else ""
+            message = "drained until the deadline: the PFS lacks %d changes, %d files are not sealed%s; the next start continues"
+            log.warning(message, left.files + left.changes, left.unsealed, unsafe)
+
+    async def _drain(self, configured_s: float | None, report: Callable[[float, str], None]) -> bool:
+        """Drain what was closed before now. Returns False at the deadline."""
+        end = summary.get_journal_end(self._db)
+        pending = load_pending(self._db, end)
+        clock = start_clock(configured_s, pending, summary.get_pfs_speed(self._db), time.monotonic())
+        named = ""
+        while not pending.is_nothing:
+            left_s = clock.get_left_s(time.monotonic())
+            if left_s <= 0:
+                return False
+            obstacle, remedy = find_obstacle(self._db) if time.monotonic() > clock.moved_s + limits.DRAIN_SILENCE_S else ("", "")
+            report(left_s, f"{pending.describe()} left" + (f"; blocked: {obstacle}" if obstacle else ""))
+            if obstacle and obstacle != named:
+                log.info("drain: blocked: %s; %s (%s left, for up to %.0f s)", obstacle, remedy or "waiting", pending.describe(), left_s)
+                named = obstacle
+            self._retry_now()
+            await self._wait_for_change(end, pending, left_s)
+            pending = load_pending(self._db, end)
+            clock = advance_clock(clock, pending, summary.get_pfs_speed(self._db), time.monotonic())
+        return True
+
+    async def _wait_for_change(self, end: int, pending: Pending, left_s: float) -> None:
+        with trio.move_on_after(min(TURN_S, left_s)):
+            while load_pending(self._db, end) == pending:
+                await trio.sleep(POLL_S)

@@ -1,0 +1,113 @@
+"""The mountpoint of one daemon, its guard, and the record of both in the state directory.
+
+The guard is set before the mount and stays when the daemon is stopped or dies. It is taken away when an administrator unmounts and nothing
+is left to write back.
+
+Crash safety: the record names the guard before it is set; the next start takes over what it finds.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ckptfs import mount_record, mountpoint_guard
+from ckptfs.catalog import journal
+from ckptfs.catalog.database import Database
+from ckptfs.config import Config
+from ckptfs.mount_record import Leftovers, MountRecord
+from ckptfs.mountpoint_guard import Guard, GuardKind
+from ckptfs_daemon.fuse import connection
+
+log = logging.getLogger(__name__)
+
+
+class GuardedMountpoint:
+    """The record of the mount, and the guard of its directory."""
+
+    def __init__(self, config: Config, options: str, unit: str) -> None:
+        """Read what the last daemon of this state directory recorded."""
+        before = mount_record.load(config.state)
+        self._config = config
+        self._guard = None if before is None else before.guard
+        self._record = MountRecord(
+            config.name, config.mountpoint, config.state, options, config.pfs, config.nvme, _get_instance(config), unit, self._guard
+        )
+
+    @contextlib.contextmanager
+    def set_for_mount(self) -> Iterator[None]:
+        """Set the guard around the mount in the block. Takes it away again if the mount fails. Raises InvalidArgument or CannotMount."""
+        point = self._config.mountpoint
+        connection.unmount_stale(point)
+        former = self._guard
+        if former is not None and (former.path != point or former.kind is not GuardKind.IMMUTABLE):
+            self._clear()
+        try:
+            guard, fd = self._open_guard()
+        except OSError as failure:
+            log.info("%s: has no guard: %s", point, failure.strerror)
+            self._store(None)
+            yield
+            return
+        self._store(guard)
+        try:
+            if guard.kind is GuardKind.IMMUTABLE:
+                mountpoint_guard.set_on(guard, fd)
+            yield
+            mountpoint_guard.set_on(guard, fd)
+        except BaseException:
+            if former is None:
+                self._clear()
+                mount_record.delete(self._config.state)
+            raise
+        finally:
+            os.close(fd)
+
+    def _open_guard(self) -> tuple[Guard, int]:
+        """Return the guard of the mountpoint, the former one if it is still set, and a descriptor of the directory. Raises OSError."""
+        guard = mountpoint_guard.choose(self._config.mountpoint)
+        fd = mountpoint_guard.open_directory(guard)
+        former = self._guard
+        if former is not None and (former.path, former.device, former.inode) == (guard.path, guard.device, guard.inode):
+            guard = former
+        return guard, fd
+
+    def end(self, leftovers: Leftovers, *, is_on_purpose: bool) -> None:
+        """Record what the ended daemon leaves, and say so. Takes the guard away if nothing is left of a mount that was unmounted."""
+        point = self._config.mountpoint
+        record = replace(self._record, leftovers=leftovers)
+        if sentence := record.describe_leftovers():
+            log.info("%s: %s; to go on: %s", self._config.name, sentence, record.mount_command)
+        if is_on_purpose and leftovers.is_nothing:
+            self._clear()
+            mount_record.delete(self._config.state)
+            return
+        try:
+            mount_record.store(record)
+            if self._guard is not None:
+                mountpoint_guard.cover(self._guard)
+        except OSError as failure:
+            log.warning("%s: its directory accepts writes while ckptfs is away: %s", point, failure)
+
+    def _store(self, guard: Guard | None) -> None:
+        self._guard = guard
+        self._record = replace(self._record, guard=guard)
+        mount_record.store(self._record)
+
+    def _clear(self) -> None:
+        guard, self._guard = self._guard, None
+        if guard is None or (guard.kind is not GuardKind.COVER and connection.find_mount_at(guard.path) is not None):
+            return
+        try:
+            mountpoint_guard.clear(guard)
+        except OSError as failure:
+            log.warning("%s: its guard cannot be taken away: %s; chattr -i %s", guard.path, failure.strerror, guard.path)
+
+
+def _get_instance(config: Config) -> str:
+    db = Database(config.state / "catalog.db", journalled=False)
+    try:
+        return journal.get_instance_id(db)
+    finally:
+        db.close()
