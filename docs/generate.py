@@ -96,7 +96,7 @@ class Printed:
 PRINTED: dict[str, Printed] = {
     "status": Printed("One object for one mount, a list for several. With `--watch`, one line for each mount and second.", pb.Status),
     "status --cluster": Printed("One object.", pb.Cluster),
-    "df": Printed("One object.", pb.Capacity, json_answers.DfJson),
+    "df": Printed("One object for one mount, a list for several.", pb.Capacity, json_answers.DfJson),
     "ls": Printed("A list with one object for each name.", pb.Record, json_answers.LsJson, ("known",)),
     "latest": Printed("One object.", more=json_answers.LatestJson),
     "wait": Printed("One line for each change, each one object. The last one has `done`: true.", pb.Progress),

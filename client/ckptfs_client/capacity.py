@@ -1,13 +1,15 @@
-"""Whether checkpoints fit on a node before the run, and the tables of `ckptfs df`. Pure."""
+"""Whether checkpoints fit on a node before the run (pure), and the tables of `ckptfs df`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptfs_client import render
+from ckptfs_client.json_answers import DfJson
 
 if TYPE_CHECKING:
     from ckptfs.protocol import control_pb2 as pb
+    from ckptfs_client.client import Client
 
 RAM, PFS = "ram", "pfs"
 
@@ -97,6 +99,52 @@ def check_fit(need: CapacityNeed, tiers: Sequence[TierCapacity], peers: Sequence
 
 def _format_usable(tiers: Sequence[TierCapacity]) -> str:
     return f"{render.format_size(sum(tier.usable_bytes for tier in tiers))} usable"
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityReport:
+    """What `ckptfs df` shows of one mount. `verdict` is None unless checkpoints were asked about."""
+
+    capacity: "pb.Capacity"
+    clique: list["pb.Member"]
+    need: CapacityNeed | None
+    verdict: FitResult | None
+
+
+def ask(client: "Client") -> tuple["pb.Capacity", "pb.Cluster | None"]:
+    """Ask one daemon for its space, and for its cluster if it belongs to one."""
+    found = client.get_capacity()
+    return found, client.get_cluster() if found.clustered else None
+
+
+def build_report(found: "pb.Capacity", cluster: "pb.Cluster | None", size_bytes: int | None, kept_count: int) -> CapacityReport:
+    """Build the report of one mount. `size_bytes`: what the ranks of a node write of each checkpoint, if that is to be checked."""
+    verdict = need = None
+    if size_bytes is not None:
+        need = CapacityNeed(size_bytes, kept_count, max(0, found.replication_factor - 1))
+        verdict = check_fit(need, list_tiers(found), list_peers(found, cluster), has_pfs=any(tier.name == PFS for tier in found.tiers))
+    return CapacityReport(found, list_clique(found, cluster), need, verdict)
+
+
+def report_to_json(report: CapacityReport) -> dict[str, Any]:
+    """Convert a report to the object of `--json`."""
+    more: DfJson = {"clique": [render.message_to_dict(member) for member in report.clique]}
+    if report.verdict is not None and report.need is not None:
+        names, sentence = list(report.verdict.tier_names), report.verdict.sentence
+        more["checkpoint"] = {"fits": bool(names), "where": names, "sentence": sentence, "factor": report.need.factor}
+    return {**render.message_to_dict(report.capacity), **more}
+
+
+def print_report(report: CapacityReport) -> None:
+    """Print a report for people."""
+    render.print_renderable(build_tier_table(report.capacity))
+    if report.clique:
+        print()
+        render.print_renderable(build_clique_table(report.clique, report.capacity.node))
+    print(f"memory: {render.describe_service_memory(report.capacity.memory)}")
+    if report.verdict is not None and report.need is not None:
+        print(f"memory per checkpoint: {report.need.factor} times its size on each node")
+        print(report.verdict.sentence)
 
 
 def list_tiers(capacity: "pb.Capacity") -> list[TierCapacity]:

@@ -16,8 +16,8 @@ import typer
 
 from ckptfs.config.schema import LOG_LEVELS
 from ckptfs.model import Level
-from ckptfs_client.errors import EPILOG, INTERRUPTED, PIPE_CLOSED, ClientError, CommandFailed, UsageError
-from ckptfs_client.json_answers import CheckJson, DfJson, LatestJson, LogLevelJson, VerifyJson, VersionJson
+from ckptfs_client.errors import EPILOG, INTERRUPTED, PIPE_CLOSED, ClientError, CommandFailed, NoMount, UsageError
+from ckptfs_client.json_answers import CheckJson, LatestJson, LogLevelJson, VerifyJson, VersionJson
 from ckptfs_client.lab import commands
 
 T = TypeVar("T")
@@ -67,10 +67,10 @@ def status(
 ) -> None:
     """Show tiers, write-back, troubles and processes of mounts.
 
-    With --json: one object for one mount, a list for several.
+    All mounts are asked at once. The exit code is 3 if one does not answer. With --json: one object for one mount, a list for several.
     """
     from ckptfs_client import mounts, render
-    from ckptfs_client.progress_bar import list_statuses, watch_status
+    from ckptfs_client.progress_bar import is_silent, list_statuses, watch_status
 
     if cluster:
         if watch:
@@ -85,9 +85,11 @@ def status(
     if json:
         plain = [render.message_to_dict(answer) for answer in answers]
         render.print_json(plain[0] if directory is not None or len(plain) == 1 else plain)
-        return
-    for answer in answers:
-        render.print_renderable(render.build_status(answer))
+    else:
+        for answer in answers:
+            render.print_renderable(render.build_status(answer))
+    if any(map(is_silent, answers)):
+        raise typer.Exit(NoMount.exit_code)
 
 
 def _print_cluster(directory: Path | None, *, json: bool) -> None:
@@ -112,40 +114,35 @@ def df(
 ) -> None:
     """Show the space of each tier; check whether a run fits.
 
-    With --checkpoint the exit code is 1 if the checkpoints do not fit.
+    Without DIR all mounts are shown. With --checkpoint the exit code is 1 if the checkpoints do not fit. With --json: one object for
+    one mount, a list for several.
 
     Example: ckptfs df /ckpt --checkpoint 40G --keep 2 --ranks-per-node 8
     """
     from ckptfs import config
     from ckptfs_client import capacity, mounts, render
-    from ckptfs_client.client import Client
+    from ckptfs_client.client import ask_all
 
     size = _parse(config.parse_size, checkpoint)
-    with Client(mounts.choose(directory)) as client:
-        found = client.get_capacity()
-        cluster = client.get_cluster() if found.clustered else None
-    clique = capacity.list_clique(found, cluster)
-    verdict = need = None
-    if size is not None:
-        need = capacity.CapacityNeed(size * ranks_per_node, keep, max(0, found.replication_factor - 1))
-        has_pfs = any(tier.name == capacity.PFS for tier in found.tiers)
-        verdict = capacity.check_fit(need, capacity.list_tiers(found), capacity.list_peers(found, cluster), has_pfs=has_pfs)
-    if json:
-        more: DfJson = {"clique": [render.message_to_dict(member) for member in clique]}
-        if verdict is not None and need is not None:
-            fits = bool(verdict.tier_names)
-            more["checkpoint"] = {"fits": fits, "where": list(verdict.tier_names), "sentence": verdict.sentence, "factor": need.factor}
-        render.print_json({**render.message_to_dict(found), **more})
-    else:
-        render.print_renderable(capacity.build_tier_table(found))
-        if clique:
-            print()
-            render.print_renderable(capacity.build_clique_table(clique, found.node))
-        print(f"memory: {render.describe_service_memory(found.memory)}")
-        if verdict is not None and need is not None:
-            print(f"memory per checkpoint: {need.factor} times its size on each node")
-            print(verdict.sentence)
-    if verdict is not None and not verdict.tier_names:
+    asked = [mounts.choose(directory)] if directory is not None else mounts.list_mounts() or [mounts.choose(None)]
+    reports, silent = [], 0
+    for mount, answer in ask_all(asked, capacity.ask):
+        if isinstance(answer, ClientError):
+            silent += 1
+            print(f"ckptfs: {answer}", file=sys.stderr)
+        else:
+            reports.append((mount, capacity.build_report(*answer, size and size * ranks_per_node, keep)))
+    if json and reports:
+        plain = [capacity.report_to_json(report) for _, report in reports]
+        render.print_json(plain[0] if len(asked) == 1 else plain)
+    elif not json:
+        for number, (mount, report) in enumerate(reports):
+            if len(asked) > 1:
+                print("\n" * bool(number) + f"{mount.name} on {mount.mountpoint}")
+            capacity.print_report(report)
+    if silent:
+        raise typer.Exit(NoMount.exit_code)
+    if any(report.verdict is not None and not report.verdict.tier_names for _, report in reports):
         raise typer.Exit(1)
 
 
@@ -367,8 +364,9 @@ def doctor(json: Json = False) -> None:
         answer: list[CheckJson] = [{"check": one.name, "verdict": one.verdict, "what": one.what, "remedy": one.remedy} for one in found]
         render.print_json(answer)
     else:
+        width = max(len(one.name) for one in found) + 2
         for one in found:
-            print(f"{one.verdict:8}{one.name:16}{one.what}" + (f"\n{'':24}-> {one.remedy}" if one.remedy else ""))
+            print(f"{one.verdict:8}{one.name:{width}}{one.what}" + (f"\n{'':{8 + width}}-> {one.remedy}" if one.remedy else ""))
     if any(one.verdict == checks.BAD for one in found):
         raise typer.Exit(1)
 

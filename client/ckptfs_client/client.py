@@ -4,12 +4,15 @@ If the mover restarts, calls wait for it and streams are resumed, so callers not
 `ckptfs_client.errors`.
 """
 
+import contextlib
+import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -21,6 +24,10 @@ from ckptfs_client.mounts import Mount, find
 
 ANSWER_S = 15.0
 """After this silence a daemon counts as not answering."""
+SEVERAL_ANSWER_S = 5.0
+"""The same if several daemons are asked at once."""
+ASKED_AT_ONCE_MAX = 64
+Answer = TypeVar("Answer")
 ENDED_ANSWER_S = 3.0
 """The same for a daemon that has ended: systemd may be restarting it."""
 RETRY_S = 0.05
@@ -156,15 +163,6 @@ class Client:
                     raise self._translate_error(failure, waited=timeout_s is not None) from failure
             threading.Event().wait(RETRY_S)
 
-    def _build_unanswered_error(self) -> NoMount:
-        if self.mount.has_ended:
-            remedy = (
-                f"mount {self.mount.name} again with the same options, which takes over the mountpoint, or umount {self.mount.mountpoint}"
-            )
-            return NoMount(f"the daemon of {self.mount.name} ({self.mount.mountpoint}) has ended", remedy=remedy)
-        remedy = "its log says why; `ckptfs doctor` may help"
-        return NoMount(f"the daemon of {self.mount.name} ({self.mount.mountpoint}) does not answer", remedy=remedy)
-
     def _translate_error(self, failure: Any, *, waited: bool) -> ClientError:
         """Return the error for a gRPC status; `waited`: the caller gave a timeout."""
         code, words = failure.code(), failure.details() or ""
@@ -172,11 +170,45 @@ class Client:
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
             if waited:
                 return NotInTime("not done in time" if "Deadline" in words or not words else words, remedy=remedy)
-            return self._build_unanswered_error()
+            return build_unanswered_error(self.mount)
         if code in RETRYABLE_CODES:
-            return self._build_unanswered_error()
+            return build_unanswered_error(self.mount)
         kinds = {grpc.StatusCode.FAILED_PRECONDITION: UsageError, grpc.StatusCode.PERMISSION_DENIED: NotPermitted}
         return kinds.get(code, CommandFailed)(words, remedy=remedy)
+
+
+def ask_all(chosen: Sequence[Mount], question: Callable[[Client], Answer]) -> list[tuple[Mount, "Answer | ClientError"]]:
+    """Ask several daemons at once. Returns the answer of each mount, or its error.
+
+    A single daemon may restart meanwhile; of several, none waits long for a silent one.
+    """
+
+    def ask(mount: Mount) -> "Answer | ClientError":
+        with Client(mount, answer_s=ANSWER_S if len(chosen) == 1 else SEVERAL_ANSWER_S) as client:
+            try:
+                return question(client)
+            except ClientError as failure:
+                return failure
+
+    with ThreadPoolExecutor(max_workers=min(len(chosen), ASKED_AT_ONCE_MAX) or 1) as threads:
+        return list(zip(chosen, threads.map(ask, chosen), strict=True))
+
+
+def build_path_error(path: str | os.PathLike[str], failure: OSError) -> ClientError:
+    """Return the error for a path that cannot be looked at. A dead mount gets the remedy of its mount."""
+    if failure.errno in (errno.ENOTCONN, errno.ECONNABORTED):
+        with contextlib.suppress(NoMount):
+            return build_unanswered_error(find(Path(path)))
+    return CommandFailed(f"{os.fspath(path)}: {os.strerror(failure.errno or 0)}")
+
+
+def build_unanswered_error(mount: Mount) -> NoMount:
+    """Return the error for a daemon that does not answer."""
+    if mount.has_ended:
+        remedy = f"mount {mount.name} again with the same options, which takes over the mountpoint, or umount -l {mount.mountpoint}"
+        return NoMount(f"the daemon of {mount.name} ({mount.mountpoint}) has ended", remedy=remedy)
+    remedy = "its log says why; `ckptfs doctor` may help"
+    return NoMount(f"the daemon of {mount.name} ({mount.mountpoint}) does not answer", remedy=remedy)
 
 
 def open_client(path: str | os.PathLike[str]) -> tuple[Client, int]:
@@ -185,7 +217,7 @@ def open_client(path: str | os.PathLike[str]) -> tuple[Client, int]:
     try:
         found = os.lstat(path)
     except OSError as failure:
-        raise CommandFailed(f"{path}: {os.strerror(failure.errno or 0)}") from failure
+        raise build_path_error(path, failure) from failure
     if found.st_dev != mount.device:
         raise NoMount(f"{path} is in another filesystem, mounted below {mount.mountpoint}")
     return Client(mount), found.st_ino

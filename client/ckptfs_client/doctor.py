@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptfs import cgroups, limits, procfs
+from ckptfs_client.errors import ClientError
 from ckptfs_client.render import describe_service_memory, describe_survival, format_count, format_duration, format_size, get_memory_remedy
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ CLOCK_MIN = 1_735_689_600
 STATE_ROOT = Path("/var/lib/ckptfs")
 HALT_POLL = Path("/sys/module/haltpoll/parameters/guest_halt_poll_ns")
 HALT_POLL_NS = 200_000
-STATUS_WAIT_S = 5.0
 CLOCK_OFFSET_S_MAX = 1.0
 EXPIRES_SOON_DAYS = 30
 NAMED_MAX = 5
@@ -224,23 +224,23 @@ def _check_halting() -> Iterator[Finding]:
 
 
 def _check_mounts() -> Iterator[Finding]:
-    from ckptfs_client.client import Client
-    from ckptfs_client.errors import ClientError
+    from ckptfs_client.client import Client, ask_all
     from ckptfs_client.mounts import list_mounts
 
-    for mount in list_mounts():
-        name = mount.name[:15]
-        if not mount.socket.exists():
-            remedy = f"umount -l {mount.mountpoint}, then mount it again; the log in its state directory says why the daemon ended"
-            yield Finding(name, BAD, f"{mount.mountpoint}: no daemon serves it", remedy)
+    def ask(client: Client) -> tuple["pb.Status", "pb.Cluster | None"]:
+        answer = client.get_status()
+        return answer, client.get_cluster(probe=True) if answer.HasField("clique") else None
+
+    for mount, asked in ask_all(list_mounts(), ask):
+        name = mount.name
+        if isinstance(asked, ClientError):
+            is_served = mount.socket.exists() and not mount.has_ended
+            what = str(asked.args[0]) if is_served else f"{mount.mountpoint}: no daemon serves it"
+            again = f"mount {mount.name} again with the same options, which takes over the mountpoint, or umount -l {mount.mountpoint}"
+            log = "ckptfsd.log in its state directory, or the journal, says why"
+            yield Finding(name, BAD, what, log if is_served else f"{again}; {log}")
             continue
-        try:
-            with Client(mount, answer_s=STATUS_WAIT_S) as client:
-                answer = client.get_status()
-                cluster = client.get_cluster(probe=True) if answer.HasField("clique") else None
-        except ClientError as failure:
-            yield Finding(name, BAD, str(failure.args[0]), "see its log: ckptfsd.log in its state directory, or the journal")
-            continue
+        answer, cluster = asked
         verdict = GOOD if answer.health == "ok" else NOTE
         yield Finding(name, verdict, f"{mount.mountpoint}: {answer.health}, data path {answer.data_path} ({answer.data_path_reason})")
         yield Finding(name, NOTE if answer.request_timeout_s else GOOD, describe_survival(answer))

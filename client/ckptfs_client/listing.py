@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptfs_client import render
-from ckptfs_client.client import Client, open_client
-from ckptfs_client.errors import CommandFailed
+from ckptfs_client.client import Client, build_path_error, open_client
 from ckptfs_client.json_answers import LsJson
 
 DIGEST_XATTR = "user.ckptfs.digest"
@@ -28,7 +27,7 @@ def list_rows(path: Path, *, itself: bool) -> list[dict[str, Any]]:
             with os.scandir(path) as entries:
                 found = sorted((entry.name, Path(entry.path), entry.inode()) for entry in entries)
         except OSError as failure:
-            raise _build_error(path, failure) from failure
+            raise build_path_error(path, failure) from failure
         return _build_rows(client, found)
 
 
@@ -50,7 +49,3 @@ def _read_digest(path: Path) -> str:
         if stat.S_ISREG(os.lstat(path).st_mode):
             return os.getxattr(path, DIGEST_XATTR, follow_symlinks=False).decode("ascii", "replace")
     return ""
-
-
-def _build_error(path: Path | str, failure: OSError) -> CommandFailed:
-    return CommandFailed(f"{path}: {os.strerror(failure.errno or 0)}")

@@ -18,7 +18,7 @@ from ckptfs.model import Level
 from ckptfs.series import Listing, MemberFile, SearchResult, Series
 from ckptfs.series.file_formats import FileFormat
 from ckptfs.series.pickle_scan import ReadRange
-from ckptfs_client.client import Client, open_client
+from ckptfs_client.client import Client, build_path_error, open_client
 from ckptfs_client.errors import CommandFailed, UsageError
 
 FORMAT_XATTR = "user.ckptfs.format"
@@ -169,7 +169,7 @@ class PathReader:
         except FileNotFoundError:
             raise
         except OSError as failure:
-            raise _build_error(os.fsdecode(failure.filename or entry), failure) from failure
+            raise build_path_error(os.fsdecode(failure.filename or entry), failure) from failure
         files = {}
         for (name, status), record in zip(found.items(), self._client.list_records(one.st_ino for one in found.values()), strict=True):
             if not record.known:
@@ -218,8 +218,4 @@ def _list_names(directory: Path) -> list[bytes]:
     try:
         return os.listdir(os.fsencode(directory))
     except OSError as failure:
-        raise _build_error(directory, failure) from failure
-
-
-def _build_error(path: Path | str, failure: OSError) -> CommandFailed:
-    return CommandFailed(f"{path}: {os.strerror(failure.errno or 0)}")
+        raise build_path_error(directory, failure) from failure

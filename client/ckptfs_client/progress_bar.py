@@ -2,11 +2,11 @@
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptfs_client import render
-from ckptfs_client.client import Client
+from ckptfs_client.client import ask_all
 from ckptfs_client.errors import ClientError, NoMount, NotInTime
 from ckptfs_client.json_answers import VerifyJson
 from ckptfs_client.mounts import Mount
@@ -17,36 +17,47 @@ if TYPE_CHECKING:
 WATCH_EVERY_S = 1.0
 
 
-def list_statuses(chosen: Iterable[Mount]) -> list["pb.Status"]:
-    """Return the status of each mount that answers; prints which do not. Raises NoMount if none answers."""
-    answers, silent = [], None
-    for mount in chosen:
-        with Client(mount) as client:
-            try:
-                answers.append(client.get_status())
-            except NoMount as failure:
-                silent = failure
-    if silent is not None and not answers:
-        raise silent
-    if silent is not None:
-        print(f"ckptfs: {silent}", file=sys.stderr)
-    return answers
+def list_statuses(chosen: Sequence[Mount]) -> list["pb.Status"]:
+    """Return the status of each mount. One that does not answer is down; its error goes to stderr. Raises NoMount if none answers."""
+    found = ask_all(chosen, lambda client: client.get_status())
+    failures = [answer for _, answer in found if isinstance(answer, ClientError)]
+    if len(failures) == len(found):
+        raise failures[0] if len(found) == 1 else NoMount("; ".join(map(str, failures)))
+    for failure in failures:
+        print(f"ckptfs: {failure}", file=sys.stderr)
+    return [_build_silent_status(mount, answer) if isinstance(answer, ClientError) else answer for mount, answer in found]
+
+
+def is_silent(status: "pb.Status") -> bool:
+    """Return True if the status stands for a daemon that did not answer."""
+    return status.health == render.DOWN
+
+
+def _build_silent_status(mount: Mount, failure: ClientError) -> "pb.Status":
+    from ckptfs.protocol import control_pb2 as pb
+
+    trouble = pb.Trouble(where="daemon", what=str(failure.args[0]), remedy=failure.remedy)
+    return pb.Status(name=mount.name, mountpoint=str(mount.mountpoint), health=render.DOWN, troubles=[trouble])
 
 
 def watch_status(chosen: list[Mount], *, json: bool) -> None:
-    """Print the status every second until interrupted."""
-    clients = [Client(mount) for mount in chosen]
-    if json:
-        while True:
-            for client in clients:
-                render.print_json(render.message_to_dict(client.get_status()), lines=True)
-            time.sleep(WATCH_EVERY_S)
+    """Print the status every second until interrupted: anew on a terminal, else one after the other."""
+    while json:
+        for status in list_statuses(chosen):
+            render.print_json(render.message_to_dict(status), lines=True)
+        time.sleep(WATCH_EVERY_S)
     from rich.console import Group
+
+    if not sys.stdout.isatty():
+        while True:
+            print(time.strftime("--- %Y-%m-%d %H:%M:%S"))
+            render.print_renderable(Group(*map(render.build_status, list_statuses(chosen))))
+            time.sleep(WATCH_EVERY_S)
     from rich.live import Live
 
     with Live(console=render.build_console(), auto_refresh=False) as live:
         while True:
-            live.update(Group(*(render.build_status(client.get_status()) for client in clients)), refresh=True)
+            live.update(Group(*map(render.build_status, list_statuses(chosen))), refresh=True)
             time.sleep(WATCH_EVERY_S)
 
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["format_count", "format_duration", "format_size"]
 
+DOWN = "down"
+"""The health of a mount whose daemon does not answer."""
 STYLES = {
     "ok": "green", "normal": "green", "good": "green", "alive": "green", "degraded": "yellow", "suspect": "yellow", "down": "red",
     "full": "yellow", "bad": "red", "dead": "red",
@@ -79,6 +81,9 @@ def build_status(answer: "pb.Status") -> "RenderableType":
     from rich.markup import escape
     from rich.padding import Padding
 
+    if answer.health == DOWN:
+        head = f"[bold]{escape(answer.name)}[/] on {escape(answer.mountpoint)}: {_style_word(DOWN)}"
+        return Group(head, *map(_describe_trouble, answer.troubles))
     counts = answer.counts
     levels = ", ".join(f"{count} {level}" for level, count in sorted(counts.by_level.items()))
     remote_note = "   (files of other nodes as last reported; `ckptfs ls` asks them)" if answer.HasField("clique") else ""

@@ -1,12 +1,15 @@
 """Fixtures of the unit tests."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from ckptfs.catalog import database
 from ckptfs.catalog.database import Database
+
+Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -16,3 +19,20 @@ def db(tmp_path: Path) -> Iterator[Database]:
     opened = Database(tmp_path / "catalog.db", journalled=True)
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Call the command in this process: (exit code, stdout, stderr)."""
+
+    from ckptfs_client import cli
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["ckptfs", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+            raise SystemExit(0)
+        out, err = capsys.readouterr()
+        return int(end.value.code or 0), out, err
+
+    return call

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ckptfs_client import cli, doctor, mounts, render
+from ckptfs_client import doctor, mounts, render
 from ckptfs_client.errors import NoMount
 from ckptfs_client.mounts import Mount
 from control_served import Served, serving
@@ -33,21 +33,6 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         mount = Mount("test", tmp_path / "mnt", os.geteuid(), os.stat(tmp_path).st_dev)
         monkeypatch.setattr(mounts, "list_mounts", lambda: [mount])
         yield served
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Call the command in this process: (exit code, stdout, stderr)."""
-
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["ckptfs", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-            raise SystemExit(0)
-        out, err = capsys.readouterr()
-        return int(end.value.code or 0), out, err
-
-    return call
 
 
 @pytest.mark.parametrize(

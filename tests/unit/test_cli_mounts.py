@@ -1,0 +1,109 @@
+"""The command `ckptfs` with two mounts of which one is silent: it is named, the other is shown, and the exit code says so. F5."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from ckptfs_client import client, doctor, listing, mounts
+from ckptfs_client.errors import NoMount
+from ckptfs_client.mounts import Mount
+from control_served import Served, serving
+from local_node import Node
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    """A mount that answers, and one whose socket takes connections and says nothing."""
+    monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setattr(client, "SEVERAL_ANSWER_S", 1.0)
+    for name in ("mnt", "silent"):
+        (tmp_path / name).mkdir()
+    device = os.stat(tmp_path).st_dev
+    with serving(Node(tmp_path)) as served, socket.socket(socket.AF_UNIX) as hanging:
+        hanging.bind(str(tmp_path / "run" / "sick.sock"))
+        hanging.listen()
+        found = [Mount("sick", tmp_path / "silent", os.geteuid(), device), Mount("test", tmp_path / "mnt", os.geteuid(), device)]
+        monkeypatch.setattr(mounts, "list_mounts", lambda: found)
+        yield served
+
+
+def test_status_shows_the_others_and_names_the_silent_one(two: Served, run: Run, tmp_path: Path) -> None:
+    code, out, err = run("status")
+    assert code == 3
+    assert f"test on {tmp_path}/mnt: ok" in out and f"sick on {tmp_path}/silent: down" in out
+    assert f"the daemon of sick ({tmp_path}/silent) does not answer" in err
+    code, out, _ = run("status", "--json")
+    found = json.loads(out)
+    assert code == 3 and [(one["name"], one["health"]) for one in found] == [("sick", "down"), ("test", "ok")]
+    assert "does not answer" in found[0]["troubles"][0]["what"] and found[0]["troubles"][0]["remedy"]
+
+
+def test_several_silent_mounts_cost_the_time_of_one(two: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are asked at once: each question waits for all others to have begun."""
+    import threading
+
+    everyone = threading.Barrier(5)
+    chosen = [Mount(f"m{number}", Path("/"), 0, 0) for number in range(5)]
+    found = client.ask_all(chosen, lambda _: everyone.wait(60))
+    assert sorted(answer for _, answer in found if isinstance(answer, int)) == list(range(5))
+
+
+def test_df_shows_all_mounts(two: Served, run: Run, tmp_path: Path) -> None:
+    code, out, err = run("df")
+    assert code == 3 and f"test on {tmp_path}/mnt" in out and "does not answer" in err
+    code, out, _ = run("df", "--json")
+    assert code == 3 and len(json.loads(out)) == 1
+    code, out, _ = run("df", tmp_path / "mnt", "--json")
+    assert code == 0 and json.loads(out)["tiers"]
+
+
+def test_doctor_names_the_mount_in_full(two: Served, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    name = "longer-than-column"
+    monkeypatch.setattr(mounts, "list_mounts", lambda: [Mount(name, tmp_path / "gone", os.geteuid(), 0)])
+    monkeypatch.setattr(client, "ANSWER_S", 0.3)
+    monkeypatch.setattr(client.Client.__init__, "__kwdefaults__", {"answer_s": 0.3})
+    found = next(one for one in doctor.examine() if one.name == name)
+    assert found.verdict == doctor.BAD and "takes over the mountpoint, or umount -l" in found.remedy
+
+
+def test_ls_on_a_dead_mount_gives_the_remedy(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(mounts, "list_mounts", lambda: [Mount("gone", tmp_path, os.geteuid(), os.stat(tmp_path).st_dev)])
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    (tmp_path / "gone.json").write_text(json.dumps({"pid": ended.pid}))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(107, "Transport endpoint is not connected")
+
+    monkeypatch.setattr(client.os, "lstat", refuse)
+    for command in ("ls", "wait", "verify"):
+        code, _, err = run(command, tmp_path / "file")
+        assert code == 3 and "has ended; mount gone again with the same options" in err
+    failure = listing.build_path_error(tmp_path / "file", OSError(107, ""))
+    assert isinstance(failure, NoMount)
+
+
+def test_watch_prints_to_a_pipe(two: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`ckptfs status --watch | tee` shows every round, not none."""
+    from ckptfs_client import progress_bar
+
+    rounds = []
+
+    def end_after_two(_: float) -> None:
+        rounds.append(capsys.readouterr().out)
+        if len(rounds) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", end_after_two)
+    with pytest.raises(KeyboardInterrupt):
+        progress_bar.watch_status(mounts.list_mounts(), json=False)
+    assert not sys.stdout.isatty() and all(f"test on {tmp_path}/mnt: ok" in one and "sick on" in one for one in rounds)
