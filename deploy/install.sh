@@ -5,13 +5,15 @@
 # completion and the sample configuration. PREFIX/installed lists them for uninstall.
 # Configuration in /etc/ckptfs/*.toml and the catalogs in /var/lib/ckptfs are never touched.
 #
-# Environment: PREFIX; DESTDIR (for packages and tests: a root for all files); PYTHON (default python3; 3.11 or later).
+# Environment: PREFIX; DESTDIR (for packages and tests: a root for all files); PYTHON (3.11 or later, which every user can execute;
+# default: the first such one of python3 and those in /usr).
 # Required system packages: gcc, pkg-config, libfuse3-dev, fuse3, python3-venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PREFIX=${PREFIX:-/opt/ckptfs}
 DESTDIR=${DESTDIR:-}
-PYTHON=${PYTHON:-python3}
+PYTHON=${PYTHON:-}
+umask 022 # Every user runs the commands.
 HOME_OF_ALL=$DESTDIR$PREFIX
 MARK=$HOME_OF_ALL/installed
 SBIN=/sbin
@@ -36,14 +38,56 @@ place() {
 
 link() { place "$2"; ln -sfn "$PREFIX/bin/$1" "$DESTDIR$2"; }
 
+# fault PYTHON: print why the environment cannot be built from it; nothing if it can. A Python below /root runs for root alone.
+fault() {
+  command -v "$1" > /dev/null || { printf 'there is no %s' "$1"; return; }
+  "$1" -I - << 'END'
+import os, stat, sys, sysconfig
+from importlib.util import find_spec
+
+def closed(path, need):
+    """Return the first part of a path that other users may not use, or an empty string."""
+    path = os.path.realpath(path)
+    above = os.path.dirname(path)
+    shut = closed(above, stat.S_IXOTH) if above != path else ""
+    return shut or (path if os.stat(path).st_mode & need != need else "")
+
+shut = closed(sys.executable, stat.S_IROTH | stat.S_IXOTH) or closed(os.__file__, stat.S_IROTH)
+if sys.version_info < (3, 11):
+    print(f"{sys.executable} is Python {sys.version.split()[0]}; ckptfs needs 3.11 or later", end="")
+elif shut:
+    print(f"{sys.executable} runs for its owner alone: other users may not use {shut}", end="")
+elif not (find_spec("venv") and find_spec("ensurepip")):
+    print(f"{sys.executable} cannot make environments (Debian: apt install python3-venv)", end="")
+elif not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
+    print(f"{sys.executable} has no headers (Debian: apt install python3-dev)", end="")
+END
+}
+
+# choose_python: set PYTHON to one that every user can execute.
+choose_python() {
+  local one found first=
+  for one in ${PYTHON:-python3 /usr/bin/python3 /usr/local/bin/python3 /usr/bin/python3.13 /usr/bin/python3.12 /usr/bin/python3.11}; do
+    found=$(fault "$one") || found="$one does not run"
+    if [ -z "$found" ]; then
+      [ -z "$first" ] || say "using $one, because $first"
+      PYTHON=$one
+      return
+    fi
+    first=${first:-$found}
+  done
+  fail "$first; give one that every user can execute, such as PYTHON=/usr/bin/python3"
+}
+
 environment() {
   local tree
-  "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "ckptfs needs Python 3.11 or later; $PYTHON is $("$PYTHON" --version)"
+  choose_python
   [ -e "$MARK" ] || [ ! -d "$HOME_OF_ALL" ] || [ -z "$(ls -A "$HOME_OF_ALL")" ] \
     || fail "$HOME_OF_ALL contains other files; PREFIX must be a directory for ckptfs alone"
   mkdir -p "$HOME_OF_ALL"
   touch "$MARK"
-  [ -x "$HOME_OF_ALL/bin/python" ] || "$PYTHON" -m venv "$HOME_OF_ALL"
+  # An environment of an earlier installation may rest on a Python that runs for root alone.
+  if [ ! -x "$HOME_OF_ALL/bin/python" ] || [ -n "$(fault "$HOME_OF_ALL/bin/python")" ]; then "$PYTHON" -m venv --clear "$HOME_OF_ALL"; touch "$MARK"; fi
   pip install -q "setuptools>=68" wheel
   # Build in a copy, so that this tree stays clean and is not needed afterwards.
   tree=$(mktemp -d)

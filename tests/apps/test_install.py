@@ -27,7 +27,7 @@ def install(destination: Path, act: str = "install", **more: str) -> "subprocess
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV", "CKPTFS"))}
     environment |= {"DESTDIR": str(destination), "PREFIX": PREFIX, **more}
     command = [str(REPOSITORY / "deploy/install.sh"), act]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=INSTALL_S, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=INSTALL_S, check=False, umask=0o077)
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +78,37 @@ def test_it_stands_alone(installed: Path) -> None:
     assert all(Path(path).is_relative_to(installed / PREFIX[1:]) for path in paths)
     assert ours(installed, "ckptfs", "version").startswith("ckptfs ")
     assert list((installed / PREFIX[1:]).rglob("ckptfs_daemon/fuse/_shim.so"))
+
+
+def test_every_user_can_run_it(installed: Path) -> None:
+    """The interpreter and all files are for everybody, whatever Python and umask root has."""
+    bin_directory = installed / PREFIX[1:] / "bin"
+    reachable = [installed, *installed.parents]
+    before = {path: os.stat(path).st_mode for path in reachable}
+    try:
+        for path in reachable:
+            path.chmod(before[path] | 0o011)
+        user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+        command = [*user, str(bin_directory / "python"), str(bin_directory / "ckptfs"), "version"]
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, cwd="/", check=False, env={"PATH": os.environ["PATH"]}
+        )
+    finally:
+        for path in reachable:
+            path.chmod(before[path])
+    assert result.returncode == 0 and result.stdout.startswith("ckptfs "), result.stderr
+
+
+def test_a_python_for_root_alone_is_refused_if_it_was_named(tmp_path: Path) -> None:
+    """P11: with its path and a remedy; one that was only found first is passed over."""
+    result = install(tmp_path / "destination", PYTHON=str(tmp_path / "none"))
+    assert result.returncode == 1 and "there is no" in result.stderr and "PYTHON=/usr/bin/python3" in result.stderr
+    closed = tmp_path / "closed"
+    subprocess.run([shutil.which("python3", path="/usr/bin:/usr/local/bin") or "python3", "-m", "venv", "--copies", closed], check=True)
+    (closed / "bin" / "python3").chmod(0o700)
+    result = install(tmp_path / "destination", PYTHON=str(closed / "bin" / "python3"))
+    assert result.returncode == 1 and "runs for its owner alone: other users may not use" in result.stderr
+    assert not (tmp_path / "destination" / PREFIX[1:] / "bin").exists()
 
 
 def test_it_mounts(installed: Path) -> None:
