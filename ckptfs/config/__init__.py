@@ -9,6 +9,7 @@ Invariants:
 - A PFS that hangs does not delay the mount: its path is used as given (P1).
 """
 
+import difflib
 import errno
 import json
 import os
@@ -154,6 +155,8 @@ def _parse_setting(name: str, text: Any, kind: str) -> dict[str, Any]:
         flags = " ".join(sorted(MOUNT_FLAGS)) if kind == "option" else ""
         also = f", config, and the mount options {flags}" if flags else ""
         remedy = "several addresses are joined by '+', as in etcd=e1:2379+e2:2379" if re.fullmatch(r"[\w.\[\]:-]+:\d+", name) else ""
+        near = difflib.get_close_matches(name, [*SETTINGS_BY_NAME, *(MOUNT_FLAGS if kind == "option" else ())], n=1)
+        remedy = remedy or (f"did you mean {near[0]}?" if near else "")
         raise ConfigError(f"unknown {kind} {name!r}; accepted: {', '.join(SETTINGS_BY_NAME)}{also}", remedy=remedy)
     if key.parse is parse_addresses and isinstance(text, list) and all(isinstance(word, str) for word in text):
         text = "+".join(text)

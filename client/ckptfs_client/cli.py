@@ -5,12 +5,13 @@ instant. A drain goes on in the daemon if the command is interrupted.
 """
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
 from json import dumps
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -29,8 +30,9 @@ Paths = Annotated[list[Path], typer.Argument(metavar="PATH", help="Files or dire
 KeysDirectory = Annotated[Path, typer.Argument(metavar="DIR", help="The CA's directory. Keep ca.key secret: it can sign any node.")]
 KeysNode = Annotated[str, typer.Argument(metavar="NODE", help="The node's name: its node= option, or else its host name.")]
 
+HELP_NAMES = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 app = typer.Typer(
-    name="ckptfs", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, epilog=EPILOG,
+    name="ckptfs", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, epilog=EPILOG, context_settings=HELP_NAMES,
     help="Inspect and control ckptfs mounts: what is stored where, and how safe it is.",
 )  # fmt: skip
 keys_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Issue and revoke the certificates of a cluster's nodes.")
@@ -44,7 +46,7 @@ def main() -> None:
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        app()
+        build_command()(prog_name="ckptfs")
     except ClientError as failure:
         print(f"ckptfs: {failure}", file=sys.stderr)
         sys.exit(failure.exit_code)
@@ -53,6 +55,41 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(PIPE_CLOSED)
+
+
+def build_command() -> Any:
+    """Build the command. Its help shows placeholders (LEVEL), and no types of Python."""
+    command = typer.main.get_command(app)
+    for one in _walk(command):
+        for parameter in one.params:
+            placeholder = None if parameter.param_type_name == "argument" else parameter.metavar or (parameter.name or "").upper()
+            parameter.display_type_rich = functools.partial(_get_placeholder, placeholder)
+    return command
+
+
+def _walk(command: Any) -> Iterator[Any]:
+    yield command
+    for below in getattr(command, "commands", {}).values():
+        yield from _walk(below)
+
+
+def _get_placeholder(placeholder: str | None, ctx: Any) -> str | None:
+    return placeholder
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _take_common_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version of ckptfs and exit.")
+    ] = False,
+) -> None:
+    """Inspect and control ckptfs mounts: what is stored where, and how safe it is."""
 
 
 # --- one mount --------------------------------------------------------------------------------------------------------
@@ -160,7 +197,7 @@ def _parse(parse: Callable[[str], T], text: str | None) -> T | None:
 def drain(
     directory: Directory = None,
     deadline: Annotated[
-        str | None, typer.Option(help="Stop waiting (exit code 4) after this time, such as 25s. The drain goes on.")
+        str | None, typer.Option(metavar="TIME", help="Stop waiting (exit code 4) after this time, such as 25s. The drain goes on.")
     ] = None,
     json: JsonLines = False,
 ) -> None:
@@ -171,7 +208,9 @@ def drain(
     from ckptfs_client.progress_bar import follow_progress
 
     with Client(mounts.choose(directory)) as client:
-        follow_progress(client.drain(_parse(config.parse_seconds, deadline)), f"draining {client.mount.mountpoint}", json=json)
+        point = client.mount.mountpoint
+        done = f"{point} is drained: every closed file has its highest level"
+        follow_progress(client.drain(_parse(config.parse_seconds, deadline)), f"draining {point}", done, json=json)
 
 
 @app.command("log-level", epilog=EPILOG)
@@ -233,7 +272,9 @@ def latest(
     series: Annotated[
         list[Path], typer.Argument(metavar="SERIES", help="A pattern such as 'run1/step_*', the directory that holds it, or a file of it.")
     ],
-    level: Annotated[str, typer.Option(help="The lowest level to accept: local, clique, pfs.", autocompletion=lambda: LEVELS)] = "local",
+    level: Annotated[
+        str, typer.Option(metavar="LEVEL", help="The lowest level to accept: local, clique, pfs.", autocompletion=lambda: LEVELS)
+    ] = "local",
     json: Json = False,
 ) -> None:
     """Print the path of the newest complete checkpoint.
@@ -276,8 +317,15 @@ def latest(
 @app.command(epilog=EPILOG)
 def wait(
     paths: Paths,
-    level: Annotated[str, typer.Option(help="local: safe if ckptfs dies; clique: safe if this node dies; pfs: on the PFS.")] = "pfs",
-    timeout: Annotated[str | None, typer.Option(help="Give up (exit code 4) after this time, such as 30s or 5m.")] = None,
+    level: Annotated[
+        str,
+        typer.Option(
+            metavar="LEVEL",
+            autocompletion=lambda: LEVELS,
+            help="local: safe if ckptfs dies; clique: safe if this node dies; pfs: on the PFS.",
+        ),
+    ] = "pfs",
+    timeout: Annotated[str | None, typer.Option(metavar="TIME", help="Give up (exit code 4) after this time, such as 30s or 5m.")] = None,
     json: JsonLines = False,
 ) -> None:
     """Wait until files or whole directories reach a level.
@@ -296,7 +344,7 @@ def wait(
         client, inode = open_client(path)
         with client:
             left = None if end is None else max(0.001, end - time.monotonic())
-            follow_progress(client.wait(inode, level, left), f"{path} to {level}", json=json)
+            follow_progress(client.wait(inode, level, left), f"{path} to {level}", f"{path} has the level {level}", json=json)
 
 
 @app.command(epilog=EPILOG)
@@ -335,7 +383,7 @@ def verify(paths: Paths, json: Json = False) -> None:
 def refresh(
     path: Annotated[Path, typer.Argument(metavar="DIR", help="A directory in a mount; for a file, its directory.")],
     recursive: Annotated[bool, typer.Option("--recursive", "-r", help="Include all directories below.")] = False,
-    timeout: Annotated[str | None, typer.Option(help="Give up (exit code 4) after this time, such as 30s or 5m.")] = None,
+    timeout: Annotated[str | None, typer.Option(metavar="TIME", help="Give up (exit code 4) after this time, such as 30s or 5m.")] = None,
 ) -> None:
     """Pick up changes that other programs made on the PFS."""
     from ckptfs import config
@@ -410,6 +458,15 @@ def version(json: Json = False) -> None:
 
     answer: VersionJson = {"version": __version__}
     print(dumps(answer) if json else f"ckptfs {__version__}")
+
+
+@app.command("help", epilog=EPILOG)
+def show_help(
+    context: typer.Context, words: Annotated[list[str] | None, typer.Argument(metavar="[COMMAND]", help="The command to explain.")] = None
+) -> None:
+    """Explain ckptfs or one of its commands."""
+    whole: Any = context.find_root().command
+    whole.main([*(words or []), "--help"], prog_name="ckptfs")
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------

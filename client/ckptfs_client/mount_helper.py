@@ -55,6 +55,7 @@ MNT_EXPIRE, UMOUNT_NOFOLLOW = 4, 8
 def mount_main(arguments: Sequence[str] | None = None) -> int:
     """Run mount.ckptfs or mount.fuse.ckptfs; return the exit code."""
     asked = _parse(sys.argv[1:] if arguments is None else arguments)
+    asked.name = _undo_expansion(asked.name)
     try:
         options = config.parse_options(",".join(asked.options))
         if asked.sloppy:
@@ -69,6 +70,12 @@ def mount_main(arguments: Sequence[str] | None = None) -> int:
         return _start_daemon(configured, options, verbose=asked.verbose)
     except OSError as failure:
         return _print_error(f"the daemon cannot be started: {failure}", "", SYSTEM)
+
+
+def _undo_expansion(name: str) -> str:
+    """Return the name as it was typed. mount(8) turns a name into a path if a file of that name is in the working directory."""
+    path = Path(name)
+    return path.name if path.is_absolute() and path.parent == Path(os.path.realpath(os.curdir)) and os.path.lexists(path) else name
 
 
 def build_mount_parser() -> argparse.ArgumentParser:

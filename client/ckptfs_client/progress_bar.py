@@ -61,9 +61,10 @@ def watch_status(chosen: list[Mount], *, json: bool) -> None:
             time.sleep(WATCH_EVERY_S)
 
 
-def follow_progress(messages: Iterator["pb.Progress"], what: str, *, json: bool = False) -> None:
-    """Follow a wait or a drain to its end. Raises NotInTime with what is left and what blocks it."""
+def follow_progress(messages: Iterator["pb.Progress"], what: str, done: str, *, json: bool = False) -> None:
+    """Follow a wait or a drain to its end, and print the sentence `done`. Raises NotInTime with what is left and what blocks it."""
     last: pb.Progress | None = None
+    began_s = time.monotonic()
     if json:
         messages = _print_each(messages)
     try:
@@ -75,6 +76,8 @@ def follow_progress(messages: Iterator["pb.Progress"], what: str, *, json: bool 
         raise NotInTime(f"{what}: {failure.args[0]}{left}", remedy=failure.remedy or (last.remedy if last is not None else "")) from None
     except ClientError as failure:
         raise type(failure)(f"{what}: {failure.args[0]}", remedy=failure.remedy) from None
+    if not json:
+        print(f"{render.escape_unprintable(done)} (after {render.format_duration(time.monotonic() - began_s)})")
 
 
 def _print_each(messages: Iterator["pb.Progress"]) -> Iterator["pb.Progress"]:

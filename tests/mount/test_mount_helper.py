@@ -232,3 +232,14 @@ def test_umount_without_a_pfs_says_that_ram_keeps_the_files(place: DaemonUnderTe
     assert mount(place).returncode == 0
     assert (place.path / "only").read_bytes() == b"x" * 1000
     assert helper("umount", place.path).returncode == 0
+
+
+def test_a_name_that_is_a_file_in_the_working_directory_stays_a_name(
+    place: DaemonUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mount(8) turns `run1` into `/where/you/are/run1` if there is such a file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / place.name).mkdir()
+    assert helper("mount", tmp_path / place.name, place.path, "-f", "-o", options(place)).returncode == 0
+    refused = helper("mount", tmp_path / "missing", place.path, "-f", "-o", options(place))
+    assert refused.returncode == 1 and "cannot name a mount" in refused.stderr

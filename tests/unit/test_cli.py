@@ -83,7 +83,8 @@ def test_status(served: Served, run: Run, tmp_path: Path) -> None:
 
 
 def test_drain_in_time_and_not(served: Served, run: Run, tmp_path: Path) -> None:
-    assert run("drain") == (0, "", "")
+    code, out, err = run("drain")
+    assert (code, err) == (0, "") and out.startswith(f"{tmp_path}/mnt is drained: every closed file has its highest level (after 0.")
     code, out, _ = run("drain", "--json")
     assert code == 0 and json.loads(out)["done"] is True
     served.node.make(b"file", b"x" * 2048)
@@ -220,3 +221,14 @@ def test_doctor_finds_a_mount_without_a_daemon(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(mounts, "list_mounts", lambda: [Mount("dead", tmp_path, 0, 0)])
     found = next(finding for finding in doctor.examine() if finding.name == "dead")
     assert found.verdict == doctor.BAD and "no daemon serves it" in found.what and f"umount -l {tmp_path}" in found.remedy
+
+
+def test_help_version_and_slips_of_the_pen(run: Run) -> None:
+    """P11: -h and --version work everywhere, help shows no types of Python, and a mistyped word is answered with the nearest one."""
+    assert run("--version")[:2] == run("version")[:2]
+    for words in (["-h"], ["wait", "-h"], ["help", "wait"], ["keys", "-h"], ["lab", "start", "-h"]):
+        code, out, _ = run(*words)
+        assert code == 0 and "Usage: ckptfs" in out and "list[" not in out and "<str>" not in out, out
+    assert "Did you mean 'status'?" in run("statsu")[2]
+    code, _, err = run("wait", "--levle", "pfs", "/")
+    assert code == 2 and "--level" in err

@@ -311,3 +311,11 @@ def test_etcd_addresses_with_a_comma_are_led_to_the_plus(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="unknown option 'e2:2379'") as failure:
         config.load("x", tmp_path, config.parse_options("cluster=c,etcd=e1:2379,e2:2379"))
     assert "joined by '+'" in failure.value.remedy
+
+
+@pytest.mark.parametrize(("option", "near"), [("rma", "ram"), ("drain_dedline", "drain_deadline"), ("noatme", "noatime"), ("qqqqqq", "")])
+def test_a_mistyped_option_is_answered_with_the_nearest_one(option: str, near: str) -> None:
+    """P11."""
+    with pytest.raises(ConfigError) as refused:
+        config.load("n", Path("/"), {option: "1"})
+    assert refused.value.remedy == (f"did you mean {near}?" if near else "")
