@@ -86,6 +86,27 @@ class Compacted(StoreRefused):
     """The store no longer has the requested revision: read again at the newest one."""
 
 
+_CONNECTION_FAULTS = (
+    "connection refused", "connection reset", "no route to host", "network is unreachable", "host is unreachable", "connection timed out",
+    "broken pipe", "name or service not known", "temporary failure in name resolution",
+)  # fmt: skip
+
+
+def describe_connection_fault(details: str) -> str:
+    """Return what broke a connection, from gRPC's details, without gRPC's own words."""
+    text = details.lower()
+    for words in _CONNECTION_FAULTS:
+        if words in text:
+            return words
+    if "deadline" in text or "timeout" in text:
+        return "no answer in time"
+    if any(words in text for words in ("stream removed", "socket closed", "goaway", "connection closed", "rst_stream")):
+        return "the connection broke off"
+    if "failed to connect" in text or not text:
+        return "it cannot be reached"
+    return details
+
+
 def posix_error(code: int, message: str = "") -> OSError:
     """Return the OSError for `code`, the form of POSIX errors inside the catalog and the mount."""
     return OSError(code, message or os.strerror(code))

@@ -19,6 +19,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import FileRecord, PublishedState
 from ckptfs.model import Content, ContentState, Copy, CopyState, Level, Tier
 
+_HAS_ERROR = "(coalesce(json_extract({}.value, '$.error'), '') <> '')"
 _REGULAR = f"(i.mode & {0o170000}) = {stat.S_IFREG}"
 
 
@@ -156,8 +157,31 @@ def load_write_back_figures(db: Database) -> WriteBackFigures:
     return WriteBackFigures(int(dirty_bytes), int(dirty_files), int(changes), lag_s, int(unsealed))
 
 
+def load_tree_figures(db: Database, directory: int) -> tuple[int, Level | None]:
+    """Return (bytes of the files below a directory, the lowest level of them; None if there are none or it is not known here)."""
+    tree = "WITH RECURSIVE tree(id) AS (VALUES (?) UNION SELECT child FROM entry JOIN tree ON entry.parent = tree.id)"
+    below = f"i.id IN ({tree} SELECT id FROM tree)"
+    with db.read_transaction():
+        size = db.value(
+            "SELECT coalesce(sum(CASE WHEN c.state = 2 THEN c.size ELSE i.size END), 0)"
+            f" FROM inode i LEFT JOIN content c ON c.id = i.content WHERE {_REGULAR} AND i.nlink > 0 AND {below}",
+            directory,
+        )
+        by_level, _ = _count_levels(db, below, directory)
+    return int(size), min(by_level, key=list(Level).index, default=None)
+
+
 def load_counts(db: Database) -> FileCounts:
-    """Count everything.
+    """Count everything."""
+    with db.read_transaction():
+        directories = db.value("SELECT count(*) FROM inode WHERE (mode & 61440) = 16384 AND nlink > 0")
+        handles, writers = db.row("SELECT count(*), coalesce(sum(writer), 0) FROM handle") or (0, 0)
+        by_level, lost = _count_levels(db, "1")
+    return FileCounts(sum(by_level.values()), int(directories), dict(by_level), lost, int(handles), int(writers))
+
+
+def _count_levels(db: Database, condition: str, *values: int) -> tuple[Counter[Level], int]:
+    """Return (files by level, lost files) of those inodes `i` for which an SQL condition holds.
 
     Files are grouped by the values that decide their level, and each group is judged once.
     """
@@ -168,14 +192,13 @@ def load_counts(db: Database) -> FileCounts:
         domains, uncommitted = (
             ("0", "0") if clique is None else (peer_copies.COUNT_OTHER_DOMAINS, peer_copies.IS_UNCOMMITTED.format("c.id", "i.id"))
         )
-        directories = db.value("SELECT count(*) FROM inode WHERE (mode & 61440) = 16384 AND nlink > 0")
-        handles, writers = db.row("SELECT count(*), coalesce(sum(writer), 0) FROM handle") or (0, 0)
         groups = db.rows(
             "SELECT c.state, EXISTS (SELECT 1 FROM copy WHERE content = c.id AND state = 1), p.inode IS NOT NULL,"
             " coalesce(p.complete AND p.generation = c.generation AND c.digest IS NOT NULL AND p.digest = c.digest, 0),"
             f" coalesce(c.remote, 0), {domains}, {uncommitted}, count(*)"
             " FROM inode i LEFT JOIN content c ON c.id = i.content LEFT JOIN pfs_file p ON p.inode = i.id"
-            f" WHERE {_REGULAR} AND i.nlink > 0 GROUP BY 1, 2, 3, 4, 5, 6, 7"
+            f" WHERE {_REGULAR} AND i.nlink > 0 AND {condition} GROUP BY 1, 2, 3, 4, 5, 6, 7",
+            *values,
         )
     for state, has_copy, is_published, is_current, peer, others, is_uncommitted, count in groups:
         typical = _build_typical_record(state, has_copy, is_published, is_current, bool(peer))
@@ -186,7 +209,7 @@ def load_counts(db: Database) -> FileCounts:
                 continue  # Who has what another node wrote is asked for one by one.
         by_level[lifecycle.level(typical)] += count
         lost += count if state == ContentState.LOST and not is_current else 0
-    return FileCounts(sum(by_level.values()), int(directories), dict(by_level), lost, int(handles), int(writers))
+    return by_level, lost
 
 
 def _build_typical_record(state: int | None, has_copy: bool, is_published: bool, is_current: bool, is_remote: bool) -> FileRecord:
@@ -199,8 +222,9 @@ def _build_typical_record(state: int | None, has_copy: bool, is_published: bool,
 
 
 def count_copies_by_tier(db: Database) -> dict[Tier, int]:
-    """Return the number of good copies in each tier."""
-    return {Tier(tier): count for tier, count in db.rows("SELECT tier, count(*) FROM copy WHERE state = 1 GROUP BY tier")}
+    """Return the number of good copies in each tier, on the PFS those under ordinary names."""
+    counts = {Tier(tier): count for tier, count in db.rows("SELECT tier, count(*) FROM copy WHERE state = 1 GROUP BY tier")}
+    return counts | {Tier.PFS: counts.get(Tier.PFS, 0) + int(db.value("SELECT count(*) FROM pfs_file WHERE complete = 1"))}
 
 
 def get_journal_end(db: Database) -> int:
@@ -286,13 +310,14 @@ def record_pfs_speed(db: Database, size_bytes: int, seconds: float) -> None:
 
 
 def set_report(db: Database, key: str, value: Mapping[str, Any] | None) -> None:
-    """Set the report under `key`. It keeps the time at which it was first set. None deletes it."""
+    """Set the report under `key`. It keeps its time until an error comes or goes. None deletes it."""
     with db.transaction():
         if value is None:
             db.run("DELETE FROM report WHERE key = ?", key)
         else:
             db.run(
-                "INSERT INTO report (key, value, at_ns) VALUES (?, ?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+                "INSERT INTO report (key, value, at_ns) VALUES (?, ?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value,"
+                f" at_ns = CASE WHEN {_HAS_ERROR.format('report')} <> {_HAS_ERROR.format('excluded')} THEN excluded.at_ns ELSE at_ns END",
                 key, json.dumps(value), time.time_ns(),
             )  # fmt: skip
 

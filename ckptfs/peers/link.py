@@ -22,6 +22,7 @@ from ckptfs import limits
 from ckptfs.clique.certificates import Identity, target_name
 from ckptfs.clique.peer_api import PeerCorrupt, PeerFailed, PeerRefused, PeerStats
 from ckptfs.config import parse_host
+from ckptfs.errors import describe_connection_fault
 from ckptfs.peers.messages import Rejection, RejectReason
 from ckptfs.peers.security import CLUSTER_METADATA, NODE_METADATA, ConnectionEnded, EncryptedConnection, channel_credentials
 from ckptfs.protocol import peer_pb2 as pb
@@ -228,7 +229,7 @@ class Link:
         self.stats.record_failure()
         if WRONG_NAME in details:
             return PeerFailed(f"at {self.address} answers a node without good keys of {self.name}: another one, or they were revoked")
-        return PeerFailed(f"{self.name} does not answer: {code.name.lower()}, {details}")
+        return PeerFailed(f"{self.name} does not answer: {describe_connection_fault(details)}")
 
     def translate_rejection(self, number: int, text: str) -> PeerFailed:
         """A peer's no, as it concerns us."""

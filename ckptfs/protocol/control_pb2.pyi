@@ -234,10 +234,12 @@ class Trouble(_message.Message):
     def __init__(self, where: _Optional[str] = ..., what: _Optional[str] = ..., path: _Optional[str] = ..., remedy: _Optional[str] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class ListRequest(_message.Message):
-    __slots__ = ("inodes",)
+    __slots__ = ("inodes", "trees")
     INODES_FIELD_NUMBER: _ClassVar[int]
+    TREES_FIELD_NUMBER: _ClassVar[int]
     inodes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, inodes: _Optional[_Iterable[int]] = ...) -> None: ...
+    trees: bool
+    def __init__(self, inodes: _Optional[_Iterable[int]] = ..., trees: _Optional[bool] = ...) -> None: ...
 
 class ListReply(_message.Message):
     __slots__ = ("records",)

@@ -22,7 +22,7 @@ import grpc
 
 from ckptfs import limits
 from ckptfs.config import Config
-from ckptfs.errors import CkptfsError, Compacted, LeaseGone, StoreRefused, StoreUnreachable
+from ckptfs.errors import CkptfsError, Compacted, LeaseGone, StoreRefused, StoreUnreachable, describe_connection_fault
 from ckptfs.protocol import etcd_pb2 as pb
 from ckptfs.protocol import etcd_pb2_grpc as rpc
 from ckptfs.store.kv import (
@@ -551,7 +551,9 @@ def build_error(code: grpc.StatusCode | None, details: str, address: str) -> Ckp
     """Return the error of a failed call."""
     # Nodes continue without an etcd that is full or broken, as without one that does not answer.
     if is_transient(code, details) or "space exceeded" in details or code is grpc.StatusCode.DATA_LOSS:
-        return StoreUnreachable(f"etcd at {address} does not answer: {details or code}", remedy="check that etcd runs and has a leader")
+        return StoreUnreachable(
+            f"etcd at {address} does not answer: {describe_connection_fault(details)}", remedy="check that etcd runs and has a leader"
+        )
     if "compacted" in details:
         return Compacted(f"etcd at {address}: {details}")
     if "lease not found" in details:

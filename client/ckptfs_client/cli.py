@@ -255,7 +255,7 @@ def list_files(
 ) -> None:
     """List files with level, generation, digest and copies.
 
-    A `*` marks a file with changes that are not on the PFS yet.
+    A `*` marks a file with changes that are not on the PFS yet. A directory has the lowest level and the size of all files below.
     """
     from ckptfs_client import render
     from ckptfs_client.listing import list_rows
@@ -391,7 +391,12 @@ def refresh(
 
     client, inode = open_client(path if path.is_dir() else path.parent)
     with client:
-        client.refresh(inode, recursive=recursive, timeout_s=_parse(config.parse_seconds, timeout))
+        try:
+            client.refresh(inode, recursive=recursive, timeout_s=_parse(config.parse_seconds, timeout))
+        except CommandFailed as failure:
+            remedy = failure.remedy or "`ckptfs status` says what is wrong with the PFS"
+            raise CommandFailed(f"{path}: it could not be compared with the PFS: {failure.args[0]}", remedy=remedy) from None
+    print(f"{path} is compared with the PFS: the mount shows what is there now")
 
 
 # --- this machine -----------------------------------------------------------------------------------------------------

@@ -83,12 +83,12 @@ class Client:
         answer: pb.Capacity = self._call(self._build_query_stub().GetCapacity, pb.CapacityRequest())
         return answer
 
-    def list_records(self, inodes: Iterable[int]) -> list[pb.Record]:
-        """Return the record of each inode, in the same order."""
+    def list_records(self, inodes: Iterable[int], *, trees: bool = False) -> list[pb.Record]:
+        """Return the record of each inode, in the same order; with `trees` that of a directory sums up the files below."""
         numbers = list(inodes)
         found: list[pb.Record] = []
         for start in range(0, len(numbers), limits.CONTROL_LIST_MAX):
-            request = pb.ListRequest(inodes=numbers[start : start + limits.CONTROL_LIST_MAX])
+            request = pb.ListRequest(inodes=numbers[start : start + limits.CONTROL_LIST_MAX], trees=trees)
             found.extend(self._call(self._build_query_stub().List, request).records)
         return found
 

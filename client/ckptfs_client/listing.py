@@ -32,7 +32,7 @@ def list_rows(path: Path, *, itself: bool) -> list[dict[str, Any]]:
 
 
 def _build_rows(client: Client, found: list[tuple[str, Path, int]]) -> list[dict[str, Any]]:
-    records = client.list_records(inode for _, _, inode in found)
+    records = client.list_records((inode for _, _, inode in found), trees=True)
     answers: list[dict[str, Any]] = []
     for (name, path, _), record in zip(found, records, strict=True):
         if record.known:

@@ -16,6 +16,12 @@ __all__ = ["format_count", "format_duration", "format_size"]
 
 DOWN = "down"
 """The health of a mount whose daemon does not answer."""
+REASONS = {
+    "failed_precondition": "not possible here", "deadline_exceeded": "not done in time", "not_found": "of what is not there",
+    "invalid_argument": "with wrong arguments", "permission_denied": "not permitted", "resource_exhausted": "too many at once",
+    "unimplemented": "unknown", "unavailable": "while a tier was away", "unknown": "failed",
+}  # fmt: skip
+"""Why calls were refused, in words."""
 STYLES = {
     "ok": "green", "normal": "green", "good": "green", "alive": "green", "degraded": "yellow", "suspect": "yellow", "down": "red",
     "full": "yellow", "bad": "red", "dead": "red",
@@ -90,6 +96,7 @@ def build_status(answer: "pb.Status") -> "RenderableType":
     directories, handles = format_count(counts.directories, "directory", "directories"), format_count(counts.open_handles, "handle")
     lines = [
         f"[bold]{escape(answer.name)}[/] on {escape(answer.mountpoint)}: {_style_word(answer.health)}   (ckptfs {answer.version})",
+        *map(_describe_trouble, answer.troubles),
         f"  data path   {answer.data_path or 'unknown'}: {escape(answer.data_path_reason)}",
         f"  kill -9     {describe_survival(answer)}",
         f"  fsync       returns at the level {answer.fsync}",
@@ -105,7 +112,7 @@ def build_status(answer: "pb.Status") -> "RenderableType":
     if answer.clique.links:
         tables.insert(1, _build_link_table(answer.clique))
     padded = [Padding(table, (0 if number else 1, 2, 1, 2), expand=False) for number, table in enumerate(tables)]
-    return Group("\n".join(lines), *padded, *map(_describe_trouble, answer.troubles))
+    return Group("\n".join(lines), *padded)
 
 
 def _describe_handles(answer: "pb.Status") -> list[str]:
@@ -166,11 +173,13 @@ def _describe_write_back(answer: "pb.Status") -> list[str]:
 
 
 def _describe_trouble(trouble: "pb.Trouble") -> str:
+    """Describe a trouble in one line, with its remedy."""
     from rich.markup import escape
 
     where = f"{trouble.where}: {trouble.path}" if trouble.path else trouble.where
-    remedy = f"; {trouble.remedy}" if trouble.remedy else ""
-    return f"[yellow]trouble[/] {_escape_name(where)}: {escape(trouble.what)}{escape(remedy)} (for {format_duration(trouble.age_s)})"
+    since = f" (for {format_duration(trouble.age_s)})" if trouble.age_s else ""
+    remedy = f"; {escape(trouble.remedy)}" if trouble.remedy else ""
+    return f"  [yellow]trouble[/] {_escape_name(where)}: {escape(trouble.what)}{remedy}{since}"
 
 
 def _describe_clique(clique: "pb.Clique") -> list[str]:
@@ -204,7 +213,9 @@ def _describe_refused(answer: "pb.Status") -> list[str]:
     words = []
     for (where, reason), ones in found.items():
         who = ", ".join(escape(escape_unprintable(one.who)) for one in ones if one.who)
-        words.append(f"{where}: {sum(one.count for one in ones)} {reason.replace('_', ' ')}{f' ({who})' if who else ''}")
+        words.append(
+            f"{where}: {sum(one.count for one in ones)} {REASONS.get(reason, reason.replace('_', ' '))}{f' ({who})' if who else ''}"
+        )
     return [f"  refused     {'; '.join(words)}"] if words else []
 
 

@@ -47,7 +47,9 @@ def test_a_directory_with_all_below(mount: Area) -> None:
     (mount.path / "a" / "link").symlink_to("b")
     mount.command("wait", mount.path / "a", "--timeout", "120s")
     assert {row["level"] for row in listed(mount, mount.path / "a" / "b")} == {"pfs"}
-    assert [row["name"] for row in listed(mount, mount.path / "a")] == ["b", "link"]
+    rows = listed(mount, mount.path / "a")
+    assert [row["name"] for row in rows] == ["b", "link"]
+    assert (rows[0]["level"], rows[0]["size"]) == ("pfs", 1000 * sum(range(20))), "a directory shows the lowest level and the size of all"
     assert len(list((mount.pfs / "a" / "b").iterdir())) == 20 and os.readlink(mount.pfs / "a" / "link") == "b"
 
 

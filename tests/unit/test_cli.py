@@ -19,6 +19,7 @@ from local_node import Node
 
 from ckptfs import procfs
 from ckptfs.catalog import summary
+from ckptfs.errors import describe_connection_fault
 from ckptfs.protocol import control_pb2 as pb
 
 Run = Callable[..., tuple[int, str, str]]
@@ -232,3 +233,35 @@ def test_help_version_and_slips_of_the_pen(run: Run) -> None:
     assert "Did you mean 'status'?" in run("statsu")[2]
     code, _, err = run("wait", "--levle", "pfs", "/")
     assert code == 2 and "--level" in err
+
+
+def test_troubles_come_first_with_true_times_and_plain_words(served: Served, run: Run, tmp_path: Path) -> None:
+    """F5: a tier that was well for long and fails now has failed just now, not since the mount."""
+    db = served.node.db
+    summary.set_report(db, "tier:pfs", {"state": "normal", "error": "", "total": 1, "free": 1})
+    with db.transaction():
+        db.run("UPDATE report SET at_ns = at_ns - 3600000000000 WHERE key = 'tier:pfs'")
+    summary.set_report(db, "tier:pfs", {"state": "suspect", "error": "EIO", "remedy": "look", "total": 1, "free": 1})
+    run("wait", tmp_path / "mnt", "--level", "clique")
+    code, out, _ = run("status")
+    lines = out.splitlines()
+    assert code == 0 and lines[1].startswith("  trouble pfs: ") and "EIO; look (for 0." in lines[1], out
+    assert "failed precondition" not in out and "control: 1 not possible here" in out
+    with db.transaction():
+        db.run("UPDATE report SET at_ns = at_ns - 120000000000 WHERE key = 'tier:pfs'")
+    summary.set_report(db, "tier:pfs", {"state": "down", "error": "EIO again", "remedy": "look", "total": 1, "free": 1})
+    assert "(for 2 min)" in run("status")[1], "it goes on failing"
+
+
+@pytest.mark.parametrize(
+    ("details", "words"),
+    [
+        ("Stream removed (recvmsg:No route to host)", "no route to host"),
+        ("failed to connect to all addresses; last error: UNAVAILABLE: ipv4:1.2.3.4:1: Connection refused", "connection refused"),
+        ("Deadline Exceeded", "no answer in time"),
+        ("Stream removed", "the connection broke off"),
+        ("node2 has no room", "node2 has no room"),
+    ],
+)  # fmt: skip
+def test_no_words_of_grpc(details: str, words: str) -> None:
+    assert describe_connection_fault(details) == words

@@ -160,9 +160,9 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
         under_way = self._figures.get_current_write_back()
         if self._cluster is not None:
             self._cluster.refresh_copies([inode for inode in request.inodes if is_inode_number(inode)])
-        return pb.ListReply(records=[self._build_record(inode, under_way) for inode in request.inodes])
+        return pb.ListReply(records=[self._build_record(inode, under_way, trees=request.trees) for inode in request.inodes])
 
-    def _build_record(self, inode: int, under_way: dict[str, Any]) -> pb.Record:
+    def _build_record(self, inode: int, under_way: dict[str, Any], *, trees: bool) -> pb.Record:
         found = summary.get_listed_file(self._db, inode) if is_inode_number(inode) else None
         if found is None:
             return pb.Record(inode=inode, known=False)
@@ -174,6 +174,9 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
             generation=found.generation,
             pfs_pending=found.has_pending_changes,
         )
+        if trees and stat.S_ISDIR(found.mode):
+            answer.size, lowest = summary.load_tree_figures(self._db, inode)
+            answer.level = lowest or ""
         if stat.S_ISREG(found.mode):
             answer.level = found.level.value
             answer.state = _get_state_name(found)
