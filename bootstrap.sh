@@ -20,6 +20,17 @@ PREFIX=${PREFIX:-/opt/ckptfs}
 PACKAGES_BASE="ca-certificates gcc libc6-dev pkg-config libfuse3-dev fuse3 python3 python3-dev python3-venv"
 PACKAGES_TEST="acl attr bindfs btrfs-progs dbench e2fsprogs etcd-server fio git gromacs lammps procps rsync sqlite3 strace stress-ng xfsprogs"
 
+# quietly WHAT COMMAND...: run a command, and show its output only if it fails.
+quietly() {
+  local what=$1 output status=0
+  shift
+  output=$(mktemp)
+  "$@" > "$output" 2>&1 || status=$?
+  [ "$status" = 0 ] || { printf '%s\n' "$what failed:" >&2; tail -n 50 "$output" >&2; }
+  rm -f "$output"
+  return "$status"
+}
+
 say() { printf '==> %s\n' "$*"; }
 fail() { printf 'bootstrap.sh: %s\n' "$*" >&2; exit 1; }
 as_root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi; }
@@ -42,12 +53,13 @@ system_packages() {
   [ -n "$missing" ] || return 0
   [ -z "${CKPTFS_NO_APT:-}" ] || fail "these packages are missing: $missing"
   say "installing packages: $missing"
-  as_root env DEBIAN_FRONTEND=noninteractive apt-get -q -o DPkg::Lock::Timeout=300 update
+  quietly "apt-get update" as_root env DEBIAN_FRONTEND=noninteractive apt-get -q -o DPkg::Lock::Timeout=300 update
   # shellcheck disable=SC2086
-  if ! as_root env DEBIAN_FRONTEND=noninteractive apt-get -q -y -o DPkg::Lock::Timeout=300 install --no-install-recommends $missing; then
+  if ! quietly "apt-get install" as_root env DEBIAN_FRONTEND=noninteractive apt-get -q -y -o DPkg::Lock::Timeout=300 install --no-install-recommends $missing; then
     say "apt failed; installing the packages one by one"
     for package in $missing; do
-      as_root env DEBIAN_FRONTEND=noninteractive apt-get -q -y -o DPkg::Lock::Timeout=300 install --no-install-recommends "$package" \
+      quietly "apt-get install $package" \
+        as_root env DEBIAN_FRONTEND=noninteractive apt-get -q -y -o DPkg::Lock::Timeout=300 install --no-install-recommends "$package" \
         || optional="${optional:-} $package"
     done
     # shellcheck disable=SC2086
@@ -72,10 +84,10 @@ environment() {
   if [ "$(cat "$stamp" 2>/dev/null)" != "$(fingerprint "$extras")" ]; then
     say "python environment in $VENV (extras: ${extras:-none}); the first run takes some minutes"
     [ -x "$python" ] || python3 -m venv "$VENV"
-    "$python" -m pip install --disable-pip-version-check -q "setuptools>=68" wheel
-    "$python" -m pip install --disable-pip-version-check --progress-bar off -q -e . \
+    quietly pip "$python" -m pip install --disable-pip-version-check -q "setuptools>=68" wheel
+    quietly pip "$python" -m pip install --disable-pip-version-check --progress-bar off -q -e . \
       || fail "pip could not install ckptfs; its messages are above"
-    [ -z "$extras" ] || "$python" -m pip install --disable-pip-version-check --progress-bar off -q -e ".[$extras]" \
+    [ -z "$extras" ] || quietly pip "$python" -m pip install --disable-pip-version-check --progress-bar off -q -e ".[$extras]" \
       || fail "pip could not install the extras $extras; its messages are above"
     fingerprint "$extras" > "$stamp"
   fi

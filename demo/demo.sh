@@ -9,7 +9,7 @@ WORK=$(mktemp -d /tmp/ckptfs-demo.XXXXXX)
 NAME=demo-$$
 MOUNT=$WORK/mnt PFS=$WORK/pfs STATE=$WORK/state REFERENCE=$WORK/reference
 mkdir "$MOUNT" "$PFS" "$STATE" "$REFERENCE"
-TRAINING=
+TRAINING= PROBE=
 
 say() { printf '\n\033[1m==> %s\033[0m\n' "$*"; }
 fail() { printf 'demo: %s\n' "$*" >&2; exit 1; }
@@ -26,6 +26,7 @@ print(next(process["pid"] for process in json.load(sys.stdin)["processes"] if pr
 wait_for_exit() { for _ in $(seq 600); do [ -e "/proc/$1" ] || return 0; sleep 0.1; done; fail "the daemon did not end"; }
 clean_up() {
   [ -z "$TRAINING" ] || kill "$TRAINING" 2>/dev/null || true
+  [ -z "$PROBE" ] || kill "$PROBE" 2>/dev/null || true
   if mounted; then do_umount 2>/dev/null || umount -l "$MOUNT" || true; fi
   for mount in $(awk -v w="$WORK/" 'index($2, w) == 1 {print $2}' /proc/mounts | sort -r); do umount -l "$mount" 2>/dev/null || true; done
   rm -rf "$WORK"
@@ -33,15 +34,16 @@ clean_up() {
 trap clean_up EXIT
 
 cat <<'INTRO'
-This demo trains a small model through a ckptfs mount, in these steps:
-  1. a reference run without interruption, in an ordinary directory
-  2. to 4. the same run through ckptfs; its filesystem is killed (-9) during a save
-  5. to 7. the node loses its RAM; the run resumes from what is on the PFS
-At the end all losses must equal those of the reference, bit for bit.
+This demo trains a small model through a ckptfs mount. It shows two things:
+  - a process of the filesystem is killed (-9) during a save: the training gets a pause, and no error (steps 1 to 4)
+  - the node loses its RAM: the run resumes from ordinary files on the PFS (steps 5 to 7)
+At the end all losses must equal those of a run without interruption, bit for bit. It takes one to two minutes, and needs
+1 GB of memory. Everything lies in a directory below /tmp that is deleted at the end.
 INTRO
 
 say "1. The reference: 12 steps without interruption, in an ordinary directory"
 "$PYTHON" "$HERE/train.py" "$REFERENCE" --steps 12 > "$WORK/reference.log"
+echo "(the last column is the exact loss, as a hexadecimal number)"
 losses "$WORK/reference.log"
 
 say "2. Mount ckptfs on $MOUNT, with the PFS $PFS"
@@ -49,6 +51,9 @@ do_mount
 "$BIN/ckptfs" status "$MOUNT"
 
 say "3. The same training through the mount, 8 steps; the mount process is killed (-9) during a save"
+echo "(a second program uses the mount all the time and measures the pause; this takes up to half a minute)"
+"$PYTHON" "$HERE/probe.py" "$MOUNT" > "$WORK/probe.log" 2>&1 &
+PROBE=$!
 "$PYTHON" "$HERE/train.py" "$MOUNT" --steps 8 > "$WORK/run.log" 2>&1 &
 TRAINING=$!
 killed=
@@ -67,9 +72,14 @@ for step in 0004 0006 0008; do
 done
 wait "$TRAINING" || { cat "$WORK/run.log"; fail "the training failed after the kill"; }
 TRAINING=
+kill "$PROBE"
+wait "$PROBE" || { cat "$WORK/probe.log"; fail "the program that measures the pause failed after the kill"; }
+PROBE=
 cat "$WORK/run.log"
 [ -n "$killed" ] || fail "the kill came during no save; run the demo again"
-echo "The training went on without an error. The mount process is now $(pid_of mount)."
+pause=$(sed -n 's/.*took //p' "$WORK/probe.log")
+cat "$WORK/probe.log"
+echo "The training went on without an error. The kill cost a pause of $pause. The mount process is now $(pid_of mount)."
 
 say "4. The state of ckptfs, and the files on the PFS"
 "$BIN/ckptfs" wait "$MOUNT/step_0008.pt" --level pfs
@@ -95,8 +105,13 @@ cat "$WORK/resumed.log"
 say "7. Compare the losses with the reference"
 if diff <(losses "$WORK/reference.log") <(losses "$WORK/run.log" "$WORK/resumed.log"); then
   echo "All 12 losses equal the reference, bit for bit."
-  echo "Summary: kill -9 of the filesystem during the save of step_$killed cost the training a pause and no error;"
-  echo "after the loss of RAM it resumed from ordinary files on the PFS."
+  say "What part 1 has shown"
+  echo "  kill -9 of the filesystem during the save of step_$killed cost a pause of $pause, and no error"
+  echo "  after the loss of RAM the training resumed from ordinary files on the PFS"
+  echo "To try next:"
+  echo "  sudo make install; ckptfs doctor"
+  echo "  sudo mount -t ckptfs first /mnt -o pfs=\$HOME/pfs       # mkdir ~/pfs before; then save something below /mnt"
+  echo "  ckptfs status; ckptfs ls /mnt; ckptfs df /mnt --checkpoint 4G"
 else
   fail "the losses differ"
 fi
