@@ -97,10 +97,10 @@ def test_damage_is_looked_for_after_a_crash_only(is_clean: bool, node: Node) -> 
     if is_clean:
         database.record_clean_end(node.db)
     node.db.run("PRAGMA wal_checkpoint(TRUNCATE)")
-    pages = node.db.value("PRAGMA page_count")
+    page = node.db.value("SELECT rootpage FROM sqlite_master WHERE name = 'entry_child'")
     node.db.close()
     with open(node.db.path, "r+b") as file:
-        file.seek((pages - 1) * database.PAGE_BYTES)
+        file.seek((page - 1) * database.PAGE_BYTES)
         file.write(b"\xff" * database.PAGE_BYTES)
     if is_clean:
         assert database.check_file(node.db.path)

@@ -83,7 +83,8 @@ def test_rows_keep_their_meaning(release: str, tmp_path: Path) -> None:
     kinds = {"visit": "scan", "settle": "wait_level", "secure": "replicate_now", "copy": "replicate_later", "left": "salvage"}
     requests = before.get("want") or before["mover_request"]
     wanted = [(row[0], kinds.get(str(row[1]), row[1]), *row[2:]) for row in requests]
-    assert after["mover_request"] == wanted and {row[1] for row in wanted} == set(mover_requests.LANE_BY_KIND) | {mover_requests.WAIT_LEVEL}
+    assert after["mover_request"] == wanted and {row[1] for row in wanted} == {*kinds.values(), mover_requests.FETCH}
+    assert {row[1] for row in wanted} <= {*mover_requests.LANE_BY_KIND, mover_requests.WAIT_LEVEL}
 
 
 def test_columns_have_their_values_under_the_new_names(tmp_path: Path) -> None:
