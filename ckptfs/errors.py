@@ -36,6 +36,10 @@ class CatalogTooNew(CkptfsError):
     """The catalog was written by a newer ckptfs; it was not changed."""
 
 
+class CatalogUnavailable(CkptfsError):
+    """The disk of the catalog fails. Nothing was changed."""
+
+
 class ContentLost(CkptfsError):
     """No copy of a content is left. Reads fail with EIO; the file is never shown as empty."""
 
@@ -51,7 +55,7 @@ class Busy(CkptfsError):
 
 
 class NoSpace(CkptfsError):
-    """Every tier is full (P10)."""
+    """Every tier is full (P10), or the disk of the catalog."""
 
     errno = errno.ENOSPC
 

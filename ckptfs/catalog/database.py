@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from ckptfs import limits
 from ckptfs.catalog import migrations
 from ckptfs.catalog.migrations import SCHEMA_VERSION
-from ckptfs.errors import CatalogDamaged, CatalogTooNew
+from ckptfs.errors import CatalogDamaged, CatalogTooNew, CatalogUnavailable, CkptfsError, NoSpace
 from ckptfs.model import ROOT
 
 APPLICATION_ID = 0x434B5446  # "CKTF"
@@ -115,17 +115,34 @@ class Database:
         if connection.in_transaction:
             yield self
             return
-        connection.execute("BEGIN IMMEDIATE")
-        if self._hooks is not None:
-            self._hooks.on_begin(connection)
         try:
+            connection.execute("BEGIN IMMEDIATE")
+            if self._hooks is not None:
+                self._hooks.on_begin(connection)
             yield self
-        except BaseException:
-            connection.execute("ROLLBACK")
+            connection.execute("COMMIT")
+        except BaseException as failure:
+            # A change that stays open would take in every later one. SQLite ends it by itself after some errors.
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            if isinstance(failure, sqlite3.OperationalError) and (error := self._translate(failure)) is not None:
+                raise error from failure
             raise
-        connection.execute("COMMIT")
         if self._hooks is not None:
             self._hooks.on_commit(connection)
+
+    def _translate(self, failure: sqlite3.OperationalError) -> CkptfsError | None:
+        """Return the error of the disk that an error of SQLite stands for; None if it is none of the disk."""
+        code = failure.sqlite_errorcode & 0xFF
+        disk = self.path.parent
+        with contextlib.suppress(OSError):
+            if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and os.statvfs(disk).f_bavail == 0):
+                return NoSpace(f"the disk of {disk} is full: the catalog cannot be written", remedy="make room on it")
+        if code in {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN}:
+            return CatalogUnavailable(
+                f"the catalog {self.path} cannot be written: {failure}", remedy="check the disk of the state directory"
+            )
+        return None
 
     @contextlib.contextmanager
     def read_transaction(self) -> Iterator["Database"]:

@@ -4,8 +4,11 @@ import os
 import threading
 from pathlib import Path
 
+import pytest
+
 from ckptfs.catalog import database
 from ckptfs.catalog.database import Database
+from ckptfs.errors import NoSpace
 
 
 def opened(path: Path) -> int:
@@ -47,3 +50,19 @@ def test_a_closed_database_closes_the_connections_of_threads_that_live_on(tmp_pa
     assert opened(path) == 0
     ended.set()
     thread.join()
+
+
+def test_a_commit_that_fails_leaves_no_change_open(tmp_path: Path) -> None:
+    """A change that stayed open would take in all later ones, and none of them would ever be committed."""
+    database.create(tmp_path / "catalog.db")
+    db = Database(tmp_path / "catalog.db", journalled=False)
+    pages = int(db.value("PRAGMA page_count"))
+    db.run(f"PRAGMA max_page_count={pages}")
+    with pytest.raises(NoSpace, match="the catalog cannot be written"), db.transaction():
+        for number in range(10_000):
+            db.run("INSERT INTO report (key, value, at_ns) VALUES (?, ?, 0)", f"key{number}", "x" * 500)
+    assert not db.connection.in_transaction
+    db.run("PRAGMA max_page_count=1000000")
+    with db.transaction():
+        db.run("INSERT INTO report (key, value, at_ns) VALUES ('after', '', 0)")
+    assert db.rows("SELECT key FROM report") == [("after",)]
