@@ -84,6 +84,14 @@ def is_on_clique(record: FileRecord) -> bool:
     return len(clique.holder_domains | own_domains) >= clique.required_domains
 
 
+def is_readable_elsewhere(record: FileRecord, tier: Tier) -> bool:
+    """Return True if a reader can get this sealed content without the copy in `tier`."""
+    if record.content is None or record.content.state is not ContentState.SEALED:
+        return False
+    has_other = any(is_good(copy) and copy.tier is not tier for copy in record.copies)
+    return has_other or is_on_pfs(record) or (record.clique is not None and bool(record.clique.holders))
+
+
 def level(record: FileRecord) -> Level:
     """Return the level of a file. An open file in a tier survives our processes only."""
     if is_on_pfs(record):

@@ -61,8 +61,15 @@ REQUEST_TRIM_INTERVAL_S = 60.0
 REQUEST_FULL_WAIT_S = 0.01
 # RELEASEs wait this long, so that one transaction deletes several handles.
 RELEASE_GATHER_S = 0.004
+# After a failure of the catalog's disk, they are tried again this often; the next change takes them along, too.
+RELEASE_RETRY_S = 5.0
 # Threads of the mount process that may wait for the PFS.
 PFS_THREADS_MAX = 24
+# An attribute request waits this long for a file on the PFS; then it gets the last known size and times.
+PFS_STATUS_WAIT_S = 1.0
+# Threads of the mount process that close files in RAM and NVMe. A file without a name of at least FREE_BYTES_MIN is closed by them.
+FREE_THREADS_MAX = 2
+FREE_BYTES_MIN = 16 * MIB
 COPY_RANGE_BYTES_MAX = 64 * MIB
 # Kinds of names whose typical size the mount process remembers.
 EXPECTED_NAMES_MAX = 4096
@@ -188,9 +195,20 @@ PASSTHROUGH_SPACE_UNKNOWN_BYTES_MIN = 1792 * MIB
 PASSTHROUGH_SPACE_LAST_BYTES_MIN = 64 * MIB
 # Ages up to which measured capacities are used.
 CAPACITY_AGE_S = 0.02
+# A tier whose calls fail gets no new file for this long; then one is tried.
+TIER_RETRY_S = 3.0
 USED_AGE_S = 1.0
-# Wait before ENOSPC: the space of files that were just unlinked is freed meanwhile.
+# How fast another process may fill a tier: the nearer its budget, the younger the measured use must be.
+USED_BYTES_PER_S = GIB
+# Wait before ENOSPC: the space of files that were just unlinked is freed meanwhile. It is longer while the mover has work that frees space,
+# counted from the last change, and bounded as a whole. The outlook is loaded, and the demand renewed, every NO_SPACE_CHECK_S.
 NO_SPACE_WAIT_S = 1.0
+NO_SPACE_PENDING_WAIT_S = 5.0
+NO_SPACE_LONGEST_WAIT_S = 60.0
+NO_SPACE_CHECK_S = 0.25
+NO_SPACE_DEMAND_S = 2.0
+# An open content that leaves a full tier needs this much more room than it has bytes.
+MOVE_ROOM_BYTES_MIN = 4 * MIB
 NO_SPACE_POLL_S = 0.025
 
 # --- prepared memory -------------------------------------------------------------------------------------------------
@@ -466,6 +484,8 @@ assert HINT_GATHER_S <= HINT_GATHER_MAX_S < SCAN_WAIT_S and EARLY_SEAL_POLL_S < 
 assert RETRY_FIRST_S < RETRY_LAST_S and RESTART_FIRST_S < RESTART_LAST_S
 assert REQUEST_POLL_S < SCAN_WAIT_S < REQUEST_KEEP_S
 assert PFS_ACT_WAIT_S < WATCHDOG_S and DRAIN_LAST_S < DRAIN_STALL_S <= DRAIN_DEADLINE_S_MIN < DRAIN_DEADLINE_S_MAX
+assert NO_SPACE_POLL_S < NO_SPACE_CHECK_S < NO_SPACE_WAIT_S < NO_SPACE_PENDING_WAIT_S < NO_SPACE_LONGEST_WAIT_S
+assert NO_SPACE_CHECK_S < NO_SPACE_DEMAND_S
 assert 2 * XATTR_SHARED_BYTES_MAX * 4 // 3 < ETCD_REQUEST_BYTES_MAX - 128 * KIB
 assert 2 * STORE_POLL_S <= STORE_PUBLISH_S < STORE_LOST_SETTLE_S <= STORE_LOST_SHOWN_S
 assert ETCD_PAUSE_S < ETCD_TRY_S < ETCD_WAIT_S and ETCD_REQUEST_BYTES_MAX < ETCD_RESPONSE_BYTES_MAX

@@ -164,6 +164,16 @@ def count_only_copies(db: Database, tier: Tier) -> int:
     )
 
 
+def list_paths_only_in(db: Database, tier: Tier, at_most: int) -> list[str]:
+    """Return paths of own files whose content is in `tier` and nowhere else."""
+    rows = db.rows(
+        "SELECT k.inode FROM copy c JOIN content k ON k.id = c.content JOIN inode i ON i.id = k.inode AND i.content = k.id"
+        f" WHERE c.tier = ? AND k.state <> 3 AND k.remote = 0 AND i.nlink > 0 AND NOT {IS_SAFE_ELSEWHERE.format(pfs_verify=0)} LIMIT ?",
+        tier, at_most,
+    )  # fmt: skip
+    return [os.fsdecode(inodes.get_path(db, inode)) for (inode,) in rows]
+
+
 def count_good_copies(db: Database, tier: Tier) -> int:
     """Return how many contents have a GOOD copy in `tier`."""
     return int(db.value("SELECT count(*) FROM copy WHERE tier = ? AND state = 1", tier))

@@ -288,6 +288,39 @@ def count_leaving_bytes(db: Database, tier: Tier) -> int:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class SpaceOutlook:
+    """Whether the mover has work that frees space, and numbers that change while it does."""
+
+    is_pending: bool
+    progress: tuple[int, ...]
+
+
+def load_space_outlook(db: Database) -> SpaceOutlook:
+    """Return whether space is to be expected: contents to seal, to write back or to delete, or copies that may be dropped."""
+    with db.read_transaction():
+        doomed, closed = db.row("SELECT coalesce(sum(state = 3), 0), coalesce(sum(state = 1 AND remote = 0), 0) FROM content") or (0, 0)
+        journal_rows = db.value("SELECT count(*) FROM journal WHERE op = 'content'")
+        copies_left = db.value("SELECT count(*) FROM copy WHERE state = 1 AND tier <> 'pfs'")
+    leaving = count_leaving_bytes(db, Tier.RAM) + count_leaving_bytes(db, Tier.NVME)
+    return SpaceOutlook(bool(doomed or closed or journal_rows or leaving), (doomed, closed, journal_rows, copies_left, leaving))
+
+
+_SPACE_DEMAND = "demand:space"
+
+
+def set_space_demand(db: Database, size: int) -> None:
+    """Tell the evict step that a writer waits for `size` bytes in any tier."""
+    set_report(db, _SPACE_DEMAND, {"bytes": size, "until_s": time.time() + limits.NO_SPACE_DEMAND_S})
+
+
+def get_space_demand(db: Database) -> int:
+    """Return the bytes that a writer waits for; 0 if none does."""
+    text = db.value("SELECT value FROM report WHERE key = ?", _SPACE_DEMAND)
+    demand = {} if text is None else json.loads(text)
+    return int(demand["bytes"]) if demand and demand["until_s"] > time.time() else 0
+
+
 def get_copied_bytes(db: Database) -> dict[int, int]:
     """Return {inode: bytes that are on the PFS already} of the large file that is being written back."""
     for key, text, _ in list_reports(db, "write_back"):

@@ -56,10 +56,13 @@ class Evict:
         self._last_free = -1
         self._demote_at_s = 0.0
         self._demote_wait_s = 0.0
+        self._demand = 0
+        """Bytes that a writer waits for, because every tier is full for it."""
 
     def step(self) -> bool:
         """Make some room in each full tier. Return True if there is more to do at once."""
         self._raise_limit()
+        self._demand = summary.get_space_demand(self._db)
         more = [self._make_room(tier) for tier in self._watermarks if tier in self._tiers]
         return any(more)
 
@@ -92,7 +95,7 @@ class Evict:
         self._deferred.discard(tier)
         if not desired:
             return False
-        if time.monotonic() < self._idle_until_s.get(tier, 0.0):
+        if time.monotonic() < self._idle_until_s.get(tier, 0.0) and not self._demand:
             self._deferred.add(tier)
             return False
         if (
@@ -114,6 +117,8 @@ class Evict:
         excess = space.get_excess_bytes(capacity, low if tier in self._evicting else high, low)
         if tier is Tier.RAM:
             excess = max(excess, _get_memory_shortage(capacity))
+        if capacity.free < self._demand <= capacity.total:
+            return max(excess, self._demand - capacity.free)
         if excess:
             self._evicting.add(tier)
         return excess

@@ -10,6 +10,7 @@ The mount creates a content's file before it commits the row. A young file witho
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Iterable
 
@@ -41,6 +42,7 @@ class Reclaim:
         self._notify = notify
         self._tier_group = tuple(tier_group)
         self._after = 0
+        self._failing: set[Tier] = set()
         # At the first sweep, files that the previous mount was creating are old enough.
         self._sweep_s = time.monotonic() + LEFTOVER_AGE_S + 5
         self._requests_s = 0.0
@@ -54,24 +56,38 @@ class Reclaim:
         """Remove one batch of doomed contents, and sweep if that is due. Return True if there may be more at once."""
         self._sweep_requests()
         batch = copies.list_doomed(self._db, self._tier_group, self._after, BATCH_CONTENTS)
+        more, last = len(batch) == BATCH_CONTENTS, batch[-1][0] if batch else 0
         present = self._present_tiers
+        failures: dict[Tier, OSError] = {}
         for number, tier in batch:
-            if tier in present:
-                present[tier].remove(number)
+            if tier in present and tier not in failures:
+                try:
+                    present[tier].remove(number)
+                except OSError as failure:
+                    failures[tier] = failure
+        self._report(failures)
+        batch = [(number, tier) for number, tier in batch if tier not in failures]
         if batch:
             disk.act("drop:forget", copies.delete_doomed, self._db, batch)
             if self._db.is_clustered:
                 self._notify.wake_lanes()  # Another lane tells the other nodes that they may delete their copies.
-        more = len(batch) == BATCH_CONTENTS
-        self._after = batch[-1][0] if more else 0
+        self._after = last if more else 0
         if not more and time.monotonic() >= self._sweep_s:
             self._sweep_s = time.monotonic() + SWEEP_S
             self._sweep()
         return more
 
     def next_due_s(self) -> float | None:
-        """Return the seconds until the next sweep."""
-        return max(0.0, min(self._sweep_s, self._requests_s) - time.monotonic())
+        """Return the seconds until the next sweep, or until a tier that failed is tried again."""
+        due_s = max(0.0, min(self._sweep_s, self._requests_s) - time.monotonic())
+        return min(due_s, limits.RETRY_LAST_S) if self._failing else due_s
+
+    def _report(self, failures: dict[Tier, OSError]) -> None:
+        """Log once that a tier fails. Its files stay for a later step; those of other tiers go."""
+        for tier, failure in failures.items():
+            if tier not in self._failing:
+                log.warning("%s: files that are not needed cannot be removed: %s; trying again", tier, failure)
+        self._failing = set(failures)
 
     def _sweep_requests(self) -> None:
         """Delete stale mover requests. This lane exists in every configuration."""
@@ -81,6 +97,8 @@ class Reclaim:
 
     def _sweep(self) -> None:
         for tier, storage in self._present_tiers.items():
+            if storage.failure:
+                continue
             try:
                 self._remove_quarantined(tier, storage)
                 count, size = self._remove_leftovers(tier, storage)
@@ -114,8 +132,11 @@ class Reclaim:
         found = storage.stat(number)
         if found is None or time.time() - max(found.st_mtime, found.st_ctime) < LEFTOVER_AGE_S:
             return None
+        fd = -1
         with contextlib.nullcontext() if tier is Tier.PFS else self._db.transaction():
             if copies.has_copy(self._db, number, tier):
                 return None
-            disk.act("drop:leftover", storage.remove, number)
+            fd = disk.act("drop:leftover", storage.detach, number)
+        if fd >= 0:
+            os.close(fd)  # Frees a large file, which takes long, after the transaction.
         return found.st_size

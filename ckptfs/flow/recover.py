@@ -51,9 +51,9 @@ class Recover:
         return False
 
     def _are_tiers_known(self) -> bool:
-        """Return True if no local tier was replaced since the catalog last met it. One that it gave up in order has no row."""
+        """Return True if no local tier fails or was replaced since the catalog last met it. One that it gave up in order has no row."""
         present = [self._tiers[tier] for tier in (Tier.RAM, Tier.NVME) if tier in self._tiers]
-        return all(copies.get_tier_uuid(self._db, storage.tier) in {None, storage.uuid} for storage in present)
+        return all(not storage.failure and copies.get_tier_uuid(self._db, storage.tier) in {None, storage.uuid} for storage in present)
 
     def next_due_s(self) -> float | None:
         """Return None: recovery runs once."""

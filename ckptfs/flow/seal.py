@@ -145,7 +145,12 @@ class Seal:
             return
         on_disk = {one.tier for one in seals} - {Tier.RAM}
         for tier in on_disk:
-            disk.act("seal:directory", self._tiers[tier].fsync_directory)
+            try:
+                disk.act("seal:directory", self._tiers[tier].fsync_directory)
+            except OSError as failure:
+                seals = self._defer_tier(seals, tier, failure)
+        if not seals:
+            return
         with self._db.transaction():
             done = contents.mark_sealed(self._db, seals)
             disk.act("seal:commit", lambda: None)
@@ -155,6 +160,15 @@ class Seal:
             log.debug("sealed %d contents, %d bytes", len(done), sum(one.size for one in done))
             large = any(one.size >= limits.LARGE_BYTES_MIN for one in done)
             self._notify.wake_lanes("replicate" if large else "")
+
+    def _defer_tier(self, seals: list[contents.SealResult], tier: Tier, failure: OSError) -> list[contents.SealResult]:
+        """Defer the seals of a tier that fails. Return the others."""
+        self._tiers[tier].record_failure(failure)
+        for one in seals:
+            if one.tier is tier:
+                delay_s = self._defer(one.content)
+                log.warning("content %d: cannot be sealed: %s fails: %s; next try in %.1f s", one.content, tier, failure, delay_s)
+        return [one for one in seals if one.tier is not tier]
 
     def _handle_read_error(self, content: Content, tier: Tier, failure: OSError) -> None:
         """Record the loss of a missing file; defer every other content that the tier cannot read."""

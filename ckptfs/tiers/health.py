@@ -22,6 +22,12 @@ PROBE_NORMAL_S = 15.0
 PROBE_UNHEALTHY_S = 3.0
 FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
 
+TIER_FAILURE_ERRNOS = {
+    errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.EREMOTEIO, errno.EUCLEAN,
+    errno.ENOTDIR,
+}  # fmt: skip
+"""Errors that say something of a tier, not of one file."""
+
 REMEDIES = {
     errno.EIO: "check the kernel log for this device or server",
     errno.EROFS: "mount it read-write again",
@@ -90,6 +96,11 @@ def probe_after_s(health: Health) -> float:
 def describe(failure: OSError) -> str:
     """Return the name and the meaning of an error."""
     return f"{errno.errorcode.get(failure.errno or 0, 'error')}: {failure.strerror or failure}"
+
+
+def is_tier_failure(failure: OSError) -> bool:
+    """Return True if an error of one call makes it likely that other calls on the tier fail too."""
+    return failure.errno in TIER_FAILURE_ERRNOS
 
 
 def remedy(code: int | None) -> str:

@@ -66,6 +66,7 @@ def _copy_bytes(db: Database, tiers: Tiers, content: Content, source: Tier, targ
 
     tiers[target].remove(content.id)
     with disk.closing(tiers[source].open(content.id)) as source_fd, disk.closing(tiers[target].create(content.id)) as target_fd:
+        tiers[target].reserve(target_fd, os.fstat(source_fd).st_blocks * 512)
         size, digest, _ = transfer.copy(source_fd, target_fd, label="duplicate", before_block=check)
         _verify_source(db, content, source, (size, digest), check)
         if target is not Tier.RAM:
@@ -105,6 +106,7 @@ def copy_open(source_fd: int, target: TierStorage, content: int) -> int:
     fd = disk.act("move:create", target.create, content)
     try:
         status = os.fstat(source_fd)
+        target.reserve(fd, status.st_blocks * 512)
         written = transfer.copy(source_fd, fd, label="move:copy")
         os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
         if target.tier is not Tier.RAM:

@@ -12,123 +12,80 @@ Crash safety: a file without a row may remain; the reclaim flow removes it. A ti
 """
 
 import contextlib
+import ctypes
 import errno
 import logging
 import os
 import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 
 from ckptfs import disk, limits, procfs
 from ckptfs.catalog import copies, summary
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
-from ckptfs.errors import NoSpace, TierUnavailable
+from ckptfs.errors import NoSpace
 from ckptfs.model import Tier, file_name
-from ckptfs.tiers import pfs_identity, prepared, space
+from ckptfs.tiers import health, prepared, space
 from ckptfs.tiers.prepared import PreparedFile, PreparedFiles
 from ckptfs.tiers.space import Capacity
+from ckptfs.tiers.tier_root import TierRoot
 
 log = logging.getLogger(__name__)
-disk.declare_labels("place:create", "place:open", "place:remove", "place:rename", "place:root")
+disk.declare_labels("health:write", "place:create", "place:reserve", "place:open", "place:remove", "place:rename")
 PFS_WORK_DIRECTORY = ".ckptfs"
 GIVEN_UP = "given-up"
 """A file of this name in the NVMe directory confirms that the previous device will not come back."""
-_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _NO_RESERVATIONS: Mapping[Tier, int] = {}
 _PFS_CAPACITY = {Tier.PFS: Capacity(limits.FILE_BYTES_MAX, limits.FILE_BYTES_MAX)}
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_KEEP_SIZE = 0x01
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
-class TierStorage:
+class TierStorage(TierRoot):
     """The directory of one tier. Methods raise OSError of its filesystem."""
 
     def __init__(
         self, tier: Tier, root: Path, *, budget_bytes: int | None = None, instance: str = "",
         get_pfs_identity: Callable[[], str | None] = lambda: None,
     ) -> None:  # fmt: skip
-        """`budget_bytes` bounds our use of the filesystem, `instance` separates catalogs in one root.
-
-        `get_pfs_identity` returns the identity of the PFS that the catalog belongs to; None if it is not known yet.
-        """
-        self._get_pfs_identity = get_pfs_identity
-        self.tier = tier
-        self.root = root
+        """`budget_bytes` bounds our use of the filesystem; the other values are those of `TierRoot`."""
+        super().__init__(tier, root, instance=instance, get_pfs_identity=get_pfs_identity)
         self.is_memory = tier is Tier.RAM or procfs.get_filesystem_type(root) in procfs.MEMORY_FILESYSTEMS
         """Whether the files stay in memory: their pages cannot be reclaimed from the program that wrote them."""
-        self._contents = f"contents-{instance}" if instance else "contents"
         self._budget_bytes = budget_bytes
-        self._directory = -1
         self._measured_used = (float("-inf"), 0)
+        self._measuring_s = 0.0
+        self._grown_bytes = self._growing_bytes = 0
+        self._shares_filesystem = False
 
-    @property
-    def directory(self) -> int:
-        """A descriptor of the directory of contents.
-
-        On the PFS it exists only after `uuid` was read: the mountpoint of a PFS that is not mounted must not be filled.
-        """
-        if self._directory < 0 and self.tier is Tier.PFS:
-            self._require_mark()
-        return self._open_directory()
-
-    def _require_mark(self) -> None:
-        with disk.closing(pfs_identity.open_directory("place:root", self.root.parent)) as root_fd:
-            if not pfs_identity.read_mark(root_fd):
-                raise TierUnavailable(f"{self.root.parent} has no ckptfs work area", remedy="mount the filesystem that belongs there")
-            pfs_identity.require_same(root_fd, self.root.parent, self._get_pfs_identity())
-
-    def _open_directory(self) -> int:
-        if self._directory < 0:
-            if self.tier is not Tier.PFS:
-                self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            root = self._open_root()
+    def probe(self) -> None:
+        """Raise the error of a disk that fails. One that failed must take a file before it counts as working; may hang."""
+        if self._failure is None:
             try:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(self._contents, 0o700, dir_fd=root)
-                self._directory = os.open(self._contents, _DIRECTORY, dir_fd=root)
-            finally:
-                os.close(root)
-        return self._directory
-
-    def _open_root(self) -> int:
-        try:
-            root = os.open(self.root, _DIRECTORY)
-        except PermissionError:
-            root = -1
-        if root >= 0 and os.fstat(root).st_uid == os.geteuid():
-            return root
-        if root >= 0:
-            os.close(root)
-        remedy = "let root use the directory" if self.tier is Tier.PFS else "remove it; ckptfs creates it"
-        raise TierUnavailable(f"{self.root} belongs to another user", remedy=remedy)
-
-    @property
-    def uuid(self) -> str:
-        """The identity of this root, created if missing. Concurrent callers get the same one."""
-        if self.tier is Tier.PFS:
-            with disk.closing(pfs_identity.open_directory("place:root", self.root.parent)) as root_fd:
-                return pfs_identity.make_mark(root_fd)
-        path = self.root / "tier-id"
-        self._open_directory()
-        with contextlib.suppress(FileNotFoundError):
-            if text := path.read_text(encoding="ascii", errors="replace").strip():
-                return text
-        temporary = self.root / f"tier-id.{uuid.uuid4().hex}"
-        temporary.write_text(uuid.uuid4().hex + "\n", encoding="ascii")
-        _fsync_path(temporary)
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            pass
-        except OSError as failure:
-            if failure.errno not in _NO_LINKS:
+                os.fstat(self.directory)  # XFS answers EIO after a shutdown.
+                self._measure_capacity()
+            except OSError as failure:
+                self.record_failure(failure)
                 raise
-            temporary.rename(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        _fsync_path(self.root)
-        return path.read_text(encoding="ascii", errors="replace").strip()
+            if self._failure is None:
+                return
+        with self._lock:
+            self._failed_s = time.monotonic()
+            self._reattach()
+            if self._is_detached:
+                raise self._failure
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+            with disk.closing(disk.open_file("health:write", "probe", flags, dir_fd=self._directory)) as fd:
+                os.pwrite(fd, bytes(limits.STATFS_UNIT_BYTES), 0)
+                os.fsync(fd)
+            os.unlink("probe", dir_fd=self._directory)
+        except OSError as failure:
+            if failure.errno not in health.FULL_ERRNOS:
+                raise
+        self.record_success()
 
     def create(self, content: int, flags: int = os.O_RDWR) -> int:
         """Create an empty file for `content` and return its descriptor.
@@ -137,22 +94,37 @@ class TierStorage:
         """
         flags |= os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         try:
-            return disk.open_file("place:create", file_name(content), flags, 0o600, dir_fd=self.directory)
-        except FileExistsError:
-            self.remove(content)
-            return disk.open_file("place:create", file_name(content), flags, 0o600, dir_fd=self.directory)
+            try:
+                fd = disk.open_file("place:create", file_name(content), flags, 0o600, dir_fd=self.directory)
+            except FileExistsError:
+                self.remove(content)
+                fd = disk.open_file("place:create", file_name(content), flags, 0o600, dir_fd=self.directory)
+        except OSError as failure:
+            self.record_failure(failure)
+            raise
+        self.record_success()
+        return fd
 
     def open(self, content: int, flags: int = os.O_RDONLY) -> int:
         """Open the file of `content`. Raises ENOENT.
 
         For a writer with O_NONBLOCK, raises EWOULDBLOCK while the mover holds a lease.
         """
-        return disk.open_file("place:open", file_name(content), flags | os.O_NOFOLLOW, dir_fd=self.directory)
+        try:
+            return disk.open_file("place:open", file_name(content), flags | os.O_NOFOLLOW, dir_fd=self.directory)
+        except OSError as failure:
+            self.record_failure(failure)
+            raise
 
     def remove(self, content: int) -> None:
         """Delete the file of `content` if it exists."""
-        with contextlib.suppress(FileNotFoundError):
+        try:
             disk.unlink("place:remove", file_name(content), dir_fd=self.directory)
+        except FileNotFoundError:
+            pass
+        except OSError as failure:
+            self.record_failure(failure)
+            raise
 
     def rename(self, reserved_id: int, content: int) -> None:
         """Rename a file that was created under a reserved id. Readers of a replaced file keep it."""
@@ -197,6 +169,17 @@ class TierStorage:
             return os.stat(file_name(content), dir_fd=self.directory, follow_symlinks=False)
         except FileNotFoundError:
             return None
+        except OSError as failure:
+            self.record_failure(failure)
+            raise
+
+    def set_times(self, content: int, atime_ns: int | None, mtime_ns: int | None) -> os.stat_result:
+        """Set the times of the file of `content`, of which None leaves one unchanged. Return its status."""
+        name, directory = file_name(content), self.directory
+        status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        times = (status.st_atime_ns if atime_ns is None else atime_ns, status.st_mtime_ns if mtime_ns is None else mtime_ns)
+        os.utime(name, ns=times, dir_fd=directory, follow_symlinks=False)
+        return os.stat(name, dir_fd=directory, follow_symlinks=False)
 
     def contents(self) -> Iterator[int]:
         """Yield the ids of contents with a file, in no order. Other files are skipped."""
@@ -211,32 +194,74 @@ class TierStorage:
         os.fsync(self.directory)
 
     def get_capacity(self) -> Capacity:
+        """Return the capacity. A disk that fails, or is read-only, has no space for new files."""
+        try:
+            return self._measure_capacity()
+        except OSError as failure:
+            if self.tier is not Tier.NVME:
+                raise
+            self.record_failure(failure)
+            return Capacity(0, 0, 0)
+
+    def _measure_capacity(self) -> Capacity:
         figures = os.fstatvfs(self.directory)
         total, free = figures.f_blocks * figures.f_frsize, figures.f_bavail * figures.f_frsize
+        self._shares_filesystem = self._budget_bytes is not None and self._budget_bytes < total
         if self._budget_bytes is not None and self._budget_bytes < total:
             total = self._budget_bytes
             free = max(0, min(free, total - self._measure_used()))
         measured_used = total - free
+        if self.tier is Tier.NVME and figures.f_flag & os.ST_RDONLY:
+            self.record_failure(OSError(errno.EROFS, os.strerror(errno.EROFS)))
+            free = 0
         if self.tier is Tier.RAM:
             memory, available = procfs.get_memory()
             free = max(0, min(free, available - int(limits.MEMORY_RESERVE_RATIO * memory)))
         return Capacity(total, free, measured_used)
 
-    def _measure_used(self) -> int:
-        """Return the bytes in our files, at most `limits.USED_AGE_S` old."""
+    @property
+    def shares_filesystem(self) -> bool:
+        """Return True if the budget is smaller than the filesystem, which then does not enforce it."""
+        return self._shares_filesystem
+
+    @contextlib.contextmanager
+    def growing(self, growth: int) -> Iterator[None]:
+        """Surround a write of this process that adds up to `growth` bytes. Raises ENOSPC if that exceeds the budget."""
+        if not self._shares_filesystem or self._budget_bytes is None or not growth:
+            yield
+            return
+        left = self._budget_bytes - growth
+        if self._measure_used() > left and self._measure_used(age_s=0.0) > left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._grown_bytes += growth
+        self._growing_bytes += growth
+        try:
+            yield
+        finally:
+            self._growing_bytes -= growth
+
+    def reserve(self, fd: int, size: int) -> None:
+        """Allocate the space of a file that is about to be copied here. A budget that nothing enforces is then kept by all processes."""
+        if self._shares_filesystem and size:
+            with contextlib.suppress(OSError):  # Not every filesystem can; ENOSPC comes from the copy.
+                disk.act("place:reserve", _libc.fallocate, fd, _KEEP_SIZE, 0, size)
+
+    def _measure_used(self, age_s: float = limits.USED_AGE_S) -> int:
+        """Return the bytes in our files, at most about `age_s` old, and what this process has written since.
+
+        The nearer the budget, the younger: another process may write, too. Measuring takes at most a twentieth of the time.
+        """
         measured_s, used = self._measured_used
-        if time.monotonic() - measured_s > limits.USED_AGE_S:
+        began_s = time.monotonic()
+        room_s = max(0, (self._budget_bytes or 0) - used) / limits.USED_BYTES_PER_S
+        if began_s - measured_s > max(min(age_s, room_s), 20 * self._measuring_s):
             used = prepared.measure_bytes(self.root) if self.tier is Tier.RAM else 0
             for content in self.contents():
                 found = self.stat(content)
                 used += found.st_blocks * 512 if found else 0
             self._measured_used = (time.monotonic(), used)
-        return used
-
-    def close(self) -> None:
-        if self._directory >= 0:
-            os.close(self._directory)
-            self._directory = -1
+            self._measuring_s, self._grown_bytes = time.monotonic() - began_s, self._growing_bytes
+        return used + self._grown_bytes
 
 
 class Tiers(Mapping[Tier, TierStorage]):
@@ -260,7 +285,12 @@ class Tiers(Mapping[Tier, TierStorage]):
         if config.nvme is not None:
             tiers[Tier.NVME] = TierStorage(Tier.NVME, config.nvme, budget_bytes=config.nvme_bytes, instance=instance)
         for storage in tiers.values():
-            _ = storage.uuid
+            try:
+                _ = storage.uuid
+            except OSError as failure:
+                if storage.tier is not Tier.NVME or not health.is_tier_failure(failure):
+                    raise
+                storage.record_failure(failure)  # `adopt_tiers` decides whether to go on without it.
         if config.pfs is not None:
             tiers[Tier.PFS] = TierStorage(Tier.PFS, config.pfs / PFS_WORK_DIRECTORY, instance=instance, get_pfs_identity=get_pfs_identity)
         return cls(tiers, config.ram_high)
@@ -279,30 +309,37 @@ class Tiers(Mapping[Tier, TierStorage]):
         return len(self._tiers)
 
     def choose_tier(
-        self, expected_bytes: int = 0, reserved_bytes: Mapping[Tier, int] = _NO_RESERVATIONS, taking: PreparedFile | None = None
+        self,
+        expected_bytes: int = 0,
+        reserved_bytes: Mapping[Tier, int] = _NO_RESERVATIONS,
+        taking: PreparedFile | None = None,
+        excluded: Container[Tier] = (),
     ) -> Tier:
         """Return the tier of a new content. Raises NoSpace if every tier is full (P10).
 
         `expected_bytes` 0 means unknown; `reserved_bytes` are still expected from other writers; `taking` is the prepared file that the
         content will take in RAM. If other prepared files are what keeps the content out of RAM, they are given back. The PFS counts as
-        having space: a create there finds out, in a thread that may hang.
+        having space: a create there finds out, in a thread that may hang. Tiers that fail, and those in `excluded`, get no file.
         """
-        tier = self._choose_tier(expected_bytes, reserved_bytes, taking)
-        if tier is not Tier.RAM:
+        tier = self._choose_tier(expected_bytes, reserved_bytes, taking, excluded)
+        if tier is not Tier.RAM and Tier.RAM not in excluded:
             own_bytes = reserved_bytes.get(Tier.RAM, 0)
             if self.give_back_prepared(lambda ram: space.fits(ram, expected_bytes, self._ram_high), own_bytes, taking):
-                tier = self._choose_tier(expected_bytes, reserved_bytes, taking)
+                tier = self._choose_tier(expected_bytes, reserved_bytes, taking, excluded)
         if tier is None:
             raise NoSpace("every tier is full", remedy="remove files, or configure a larger tier")
         return tier
 
-    def _choose_tier(self, expected_bytes: int, reserved_bytes: Mapping[Tier, int], taking: PreparedFile | None) -> Tier | None:
-        capacities = self.get_local_capacities()
-        if taking is not None:
+    def _choose_tier(
+        self, expected_bytes: int, reserved_bytes: Mapping[Tier, int], taking: PreparedFile | None, excluded: Container[Tier]
+    ) -> Tier | None:
+        candidates = {tier for tier, storage in self._tiers.items() if storage.is_usable and tier not in excluded}
+        capacities = {tier: own for tier, own in self.get_local_capacities().items() if tier in candidates}
+        if taking is not None and Tier.RAM in candidates:
             capacities = capacities | {Tier.RAM: self.get_capacity(Tier.RAM, taking)}
         if reserved_bytes:
             capacities = {tier: space.subtract_reserved(own, reserved_bytes.get(tier, 0)) for tier, own in capacities.items()}
-        if Tier.PFS in self._tiers:
+        if Tier.PFS in candidates:
             capacities = capacities | _PFS_CAPACITY
         return space.choose_tier(capacities, expected_bytes, self._ram_high)
 
@@ -326,7 +363,7 @@ class Tiers(Mapping[Tier, TierStorage]):
         The pages of such a file are charged to the program as well, but the kernel writes them out and reclaims them.
         """
         tier = Tier.NVME
-        if tier not in self._tiers or self._tiers[tier].is_memory:
+        if tier not in self._tiers or self._tiers[tier].is_memory or not self._tiers[tier].is_usable:
             return None
         needs_buffered_path = self.needs_buffered_path(tier, expected_bytes or None, reserved_bytes.get(tier, 0))
         return None if needs_buffered_path else tier
@@ -340,6 +377,8 @@ class Tiers(Mapping[Tier, TierStorage]):
         """
         if tier is Tier.PFS:
             return False
+        if expected_bytes is None and self._tiers[tier].shares_filesystem:
+            return True  # Nothing but the mount process enforces the budget.
         decide = space.needs_buffered_path if any(self.list_next(tier)) else space.needs_buffered_path_in_last_tier
         if not decide(space.subtract_reserved(self.get_capacity(tier, taking), reserved_bytes), expected_bytes):
             return False
@@ -370,26 +409,27 @@ class Tiers(Mapping[Tier, TierStorage]):
         return is_linked
 
     def list_next(self, tier: Tier) -> Iterator[Tier]:
-        """Return the tiers that a content can move to when `tier` is full, in order."""
+        """Return the tiers below `tier`, in order."""
         order = space.ORDER
         yield from (other for other in order[order.index(tier) + 1 :] if other in self._tiers)
+
+    def list_move_targets(self, tier: Tier, size: int) -> list[Tier]:
+        """Return the tiers that a content of `size` bytes can move to when `tier` is full: those below, then those above.
+
+        RAM and NVMe must have room for it; the PFS is asked in a thread that may hang.
+        """
+        order = [*self.list_next(tier), *(other for other in space.ORDER[: space.ORDER.index(tier)] if other in self._tiers)]
+        needed = size + limits.MOVE_ROOM_BYTES_MIN
+        return [other for other in order if self._tiers[other].is_usable and (other is Tier.PFS or self._has_room(other, needed))]
+
+    def _has_room(self, tier: Tier, needed: int) -> bool:
+        capacity = self._tiers[tier].get_capacity()
+        return capacity.free >= min(needed, capacity.total)
 
     def close(self) -> None:
         self.prepared.close()
         for storage in self._tiers.values():
             storage.close()
-
-
-def _fsync_path(path: Path) -> None:
-    """fsync a file or directory, if its filesystem can."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    except OSError as failure:
-        if failure.errno not in {errno.EINVAL, errno.EROFS}:
-            raise
-    finally:
-        os.close(fd)
 
 
 def adopt_tiers(db: Database, tiers: Tiers) -> None:
@@ -400,12 +440,25 @@ def adopt_tiers(db: Database, tiers: Tiers) -> None:
     for tier in (Tier.RAM, Tier.NVME):
         if tier not in tiers:
             continue
+        if tiers[tier].failure:
+            _expect_dead_tier(db, tiers[tier])
+            continue
         if tier is Tier.NVME and (only_copies := _count_only_copies(db, tiers[tier])):
             _exclude_nvme(db, tiers, only_copies)
             continue
         lost = copies.set_tier_uuid(db, tier, tiers[tier].uuid)
         if lost:
             log.warning("%s: the tier was replaced; %d copies in the previous one are lost", tier, lost)
+
+
+def _expect_dead_tier(db: Database, storage: TierStorage) -> None:
+    """Go on with a tier that fails: it is used again when it has the uuid that the catalog knows. Raises its error if there is none."""
+    known = copies.get_tier_uuid(db, storage.tier)
+    if known is None:
+        _ = storage.uuid
+        return
+    storage.expect_uuid(known)
+    log.error("%s: %s; files that exist only there cannot be read until it works", storage.root, storage.failure)
 
 
 def _count_only_copies(db: Database, storage: TierStorage) -> int:

@@ -160,6 +160,8 @@ class Lane:
     def _report_trouble(self, value: Mapping[str, Any]) -> None:
         try:
             self._report(f"trouble:{self.name}", value)
+        except CkptfsError as failure:
+            log.warning("%s: its failure cannot be recorded: %s", self.name, failure)
         except Exception:
             log.exception("%s: its failure cannot be recorded in the catalog", self.name)
 

@@ -15,7 +15,7 @@ from typing import Any
 import trio
 
 from ckptfs import disk, limits
-from ckptfs.catalog import summary
+from ckptfs.catalog import copies, summary
 from ckptfs.catalog.database import Database
 from ckptfs.errors import TierUnavailable
 from ckptfs.model import Tier
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 SILENCE_REPORT_S = 2.0
 CHANGE_RATIO = 0.01
+NAMES_LOGGED_MAX = 100
+REMEDY = "mount its device again, and start ckptfs again"
 
 
 class TierMonitor:
@@ -74,6 +76,8 @@ class TierMonitor:
         before, self._health = self._health, verdict
         if verdict.state is not before.state:
             self._log_change(before, verdict)
+            if self._storage.tier is Tier.NVME:
+                await trio.to_thread.run_sync(self._report_only_copies, verdict)
             if verdict.state is HealthState.NORMAL:
                 self._on_recovered()
         value = {
@@ -86,6 +90,19 @@ class TierMonitor:
         if self._is_worth_reporting(value):
             self._last_reported = value
             await trio.to_thread.run_sync(summary.set_report, self._db, f"tier:{self._storage.tier}", value)
+
+    def _report_only_copies(self, verdict: Health) -> None:
+        """Name the files that cannot be read while NVMe is down, because it has their only copies."""
+        key = f"trouble:files on {self._storage.tier}"
+        paths = copies.list_paths_only_in(self._db, self._storage.tier, NAMES_LOGGED_MAX) if verdict.state is HealthState.DOWN else []
+        if not paths:
+            summary.set_report(self._db, key, None)
+            return
+        count = copies.count_only_copies(self._db, self._storage.tier)
+        what = f"{count} files exist only on {self._storage.tier}, which is down: {verdict.error}; reads fail with EIO"
+        summary.set_report(self._db, key, {"what": what, "path": paths[0], "remedy": verdict.remedy or REMEDY})
+        for path in paths:
+            log.error("%s: cannot be read: its only copy is on %s, which is down", path, self._storage.tier)
 
     def _log_change(self, before: Health, now: Health) -> None:
         if now.state is HealthState.NORMAL:
@@ -101,7 +118,13 @@ class TierMonitor:
 
     def _probe_tier(self) -> tuple[int, int]:
         """Probe in a thread, which hangs as long as the tier does."""
-        capacity = health.probe(self._root)
+        try:
+            capacity = health.probe(self._root)
+        except OSError as failure:
+            self._storage.record_failure(failure)
+            raise
+        if self._storage.tier is Tier.NVME:
+            self._storage.probe()
         if self._storage.tier is Tier.PFS:
             self._identify_pfs()
         return capacity
