@@ -2,12 +2,13 @@
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from daemon_under_test import DaemonUnderTest
+from programs import run
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 
@@ -69,6 +70,84 @@ def test_enospc_when_everything_is_full_and_room_again_after_an_unlink(data_path
     os.unlink(daemon.path / "large")
     _fill(daemon.path / "small", 8)
     _check(daemon.path / "small", 8)
+
+
+@pytest.fixture
+def small_disks(tmp_path: Path) -> Iterator[Callable[[str, int], Path]]:
+    """Makes filesystems of so many MiB."""
+    made = []
+
+    def make(name: str, size: int) -> Path:
+        place = tmp_path / name
+        place.mkdir()
+        run("mount", "-t", "tmpfs", "-o", f"size={size}M", "none", place)
+        made.append(place)
+        return place
+
+    yield make
+    for place in made:
+        run("umount", "-l", place)
+
+
+def _free(place: Path) -> int:
+    figures = os.statvfs(place)
+    return figures.f_bavail * figures.f_frsize
+
+
+@pytest.mark.parametrize(("ram", "nvme", "pfs", "size"), [(64, 30, 40, 20), (40, 70, 30, 7), (64, 50, 0, 12), (32, 0, 90, 9)])
+def test_enospc_comes_when_no_tier_can_hold_the_file(
+    data_path: str, make_daemon: Make, small_disks: Callable[[str, int], Path], ram: int, nvme: int, pfs: int, size: int
+) -> None:
+    """Whatever the shapes: nothing is lost, and no tier has room for the file that was refused."""
+    disks = {name: small_disks(name, room) if room else None for name, room in (("nvme", nvme), ("pfs", pfs))}
+    daemon = make_daemon(data_path, ram=f"{ram}M", **disks)
+    daemon.expect_warning("No space left|full|nvme|write back")
+    places = {"ram": daemon.state / "ram", **{name: place for name, place in disks.items() if place}}
+    written, refused = 0, False
+    while not refused:
+        assert written * size < ram + nvme + pfs, "more than there is room for"
+        try:
+            with open(daemon.path / f"f{written}", "wb", buffering=0) as file:
+                for number in range(size):
+                    file.write(_block(number))
+                os.fsync(file.fileno())
+            written += 1
+        except OSError as failure:
+            assert failure.errno == errno.ENOSPC
+            refused = True
+    query = "SELECT tier FROM copy JOIN inode ON inode.content = copy.content WHERE inode.id = ?"
+    path = daemon.path / f"f{written}"
+    tiers = daemon.catalog(query, path.stat().st_ino) if path.exists() else []
+    for tier, place in places.items():
+        assert _free(place) < (5 if (tier,) in tiers else size + 5) * MIB, f"{tier} has room"
+    path.unlink(missing_ok=True)
+    for number in range(written):
+        _check(daemon.path / f"f{number}", size)
+
+
+def test_a_budget_below_the_size_of_the_disk_holds_while_a_file_grows(data_path: str, make_daemon: Make) -> None:
+    """T2: nvme_size=80M never holds 320 MiB; what does not fit goes to the PFS."""
+    daemon = make_daemon(data_path, ram="64M", nvme_size="80M")
+    _fill(daemon.path / "small", 40)
+    with open(daemon.path / "large", "wb", buffering=0) as file:
+        for number in range(320):
+            file.write(_block(number))
+            if number % 16 == 0:
+                used = sum(found.stat().st_blocks * 512 for found in daemon.nvme.rglob("*") if found.is_file())
+                assert used <= 81 * MIB
+    _check(daemon.path / "large", 320)
+    _check(daemon.path / "small", 40)
+    daemon.settle()
+    assert (daemon.pfs / "large").stat().st_size == 320 * MIB
+
+
+def test_a_budget_is_the_end_without_a_pfs(data_path: str, make_daemon: Make) -> None:
+    daemon = make_daemon(data_path, ram="64M", nvme_size="80M", pfs=None)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)), open(daemon.path / "large", "wb", buffering=0) as file:
+        for number in range(320):
+            file.write(_block(number))
+            os.fsync(file.fileno())
+    assert 70 * MIB < (daemon.path / "large").stat().st_size <= 81 * MIB
 
 
 def test_mappings_and_random_writes_survive_the_move(data_path: str, make_daemon: Make) -> None:

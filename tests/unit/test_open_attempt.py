@@ -9,8 +9,9 @@ from typing import Any, cast
 import pytest
 import trio
 from ckptfs_daemon.fuse.request import Request
-from ckptfs_daemon.mount.open_attempt import OpenAttempt, OpenRequest
+from ckptfs_daemon.mount.open_attempt import OpenAttempt
 from ckptfs_daemon.mount.open_file_table import OpenFileTable
+from ckptfs_daemon.mount.open_request import OpenRequest
 from local_node import Node
 
 from ckptfs import limits

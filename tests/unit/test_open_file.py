@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,8 +16,9 @@ from ckptfs_daemon.mount.open_file import OpenFile
 from ckptfs_daemon.mount.open_file_table import OpenFileTable
 from local_node import Node
 
-from ckptfs.errors import TimedOut
-from ckptfs.model import Tier
+from ckptfs import limits
+from ckptfs.model import ContentState, Tier
+from ckptfs.tiers.storage import TierStorage
 
 QUIET = cast(Any, SimpleNamespace(notify=lambda message: None))
 
@@ -73,19 +75,50 @@ def test_another_descriptor_takes_the_number_of_the_former(tmp_path: Path) -> No
         os.fstat(number)
 
 
-def test_open_files_on_a_pfs_that_hangs_are_waited_for_once(tmp_path: Path) -> None:
-    """P8: a mount process with many of them starts in bounded time."""
+def test_a_pfs_that_hangs_delays_no_start_and_no_other_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1, P8: a mount process starts, serves attributes and closes files while every call on the PFS hangs."""
     node = Node(tmp_path)
+    on_pfs, in_ram = node.make(b"far", b"....", tier=Tier.PFS, closed=False), node.make(b"near", b"..", closed=False)
+    handles = [node.hold(content, writer=True) for content in (on_pfs, in_ram)]
+    abandoned = node.make(b"left", b"...", tier=Tier.PFS, closed=False)
     files = OpenFileTable(node.db, node.tiers, None, QUIET)
-    hangs = threading.Event()
+    hangs, ended = threading.Event(), list[int]()
+    for name in ("open", "stat", "set_times"):
+        monkeypatch.setattr(TierStorage, name, hang_on_pfs(getattr(TierStorage, name), hangs))
+    monkeypatch.setattr(limits, "PFS_STATUS_WAIT_S", 0.05)
 
     async def scenario() -> None:
-        files._pfs_until_s = trio.current_time() + 0.1
-        for _ in range(3):
-            with pytest.raises(TimedOut):
-                await files._run_until_deadline(Tier.PFS, lambda: hangs.wait(60))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(files.slow_calls.run)
+            await trio.testing.wait_all_tasks_blocked()
+            with trio.fail_after(30):
+                await files.start(is_resumed=True)
+                for _ in range(3):
+                    await files.refresh_status(node.inode(on_pfs))
+                for handle in handles:
+                    files.release(handle, lambda handle=handle: ended.append(handle))  # type: ignore[misc]
+                files.commit_releases()
+                assert ended == handles[1:] and node.state(in_ram) is ContentState.CLOSED
+                assert node.state(on_pfs) is node.state(abandoned) is ContentState.OPEN, "the release of this one file waits"
+                hangs.set()
+                while ended != handles[::-1] or node.state(abandoned) is ContentState.OPEN:
+                    await trio.sleep(0.01)
+                    files.commit_releases()
+            nursery.cancel_scope.cancel()
 
     try:
         trio.run(scenario)
     finally:
         hangs.set()
+    assert [(node.state(content), node.row(content).size) for content in (on_pfs, abandoned)] == [
+        (ContentState.CLOSED, 4), (ContentState.CLOSED, 3)
+    ]  # fmt: skip
+
+
+def hang_on_pfs(act: Callable[..., Any], hangs: threading.Event) -> Callable[..., Any]:
+    def call(storage: TierStorage, *arguments: Any) -> Any:
+        if storage.tier is Tier.PFS:
+            assert hangs.wait(60)
+        return act(storage, *arguments)
+
+    return call

@@ -158,7 +158,7 @@ FOPEN_NOFLUSH = 1 << 5
 FOPEN_PASSTHROUGH = 1 << 7
 WORKERS_IDLE = 8
 
-WORKERS_MAX = 256
+WORKERS_MAX = 4096
 """Requests that may wait (for the PFS) at once. Further requests are served as these are answered."""
 _unique = ctypes.c_uint64.in_dll(_shim, "shim_unique")
 _kill_privileges = ctypes.c_uint32.in_dll(_shim, "shim_kill_privileges")

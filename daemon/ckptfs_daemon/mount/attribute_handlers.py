@@ -42,6 +42,7 @@ class AttributeHandlers:
     async def getattr(self, inode: int, ctx: "RequestContext") -> EntryAttributes:
         """Return the attributes of an inode."""
         await self._changes.refresh_inode(inode, ctx.pid)
+        await self._context.open_files.refresh_status(inode)
         return self._build_reply(inode)
 
     async def readlink(self, inode: int) -> bytes:
@@ -91,7 +92,7 @@ class AttributeHandlers:
             )
 
         if atime_ns is not None or mtime_ns is not None:
-            open_files.set_times(inode, atime_ns, mtime_ns)
+            await open_files.set_times(inode, atime_ns, mtime_ns)
         return await self._changes.run_change(act)
 
     # --- extended attributes ------------------------------------------------------------------------------------------

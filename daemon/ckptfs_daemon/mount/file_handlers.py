@@ -7,6 +7,7 @@ so their calls run in threads.
 Crash safety: see `open_attempt` and `open_file_table`. A write without a reply is done again, to the same offset.
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -21,15 +22,17 @@ from ckptfs.catalog import contents, inodes, journal, mover_requests, namespace,
 from ckptfs.catalog.namespace import NotImported
 from ckptfs.errors import CkptfsError, ContentLost, NoSpace, TimedOut, posix_error
 from ckptfs.model import CliqueLost, DataPath, Level, Tier
-from ckptfs.tiers import local_copies
+from ckptfs.tiers import health, local_copies
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse import session
 from ckptfs_daemon.fuse.request import get_current_request
 from ckptfs_daemon.mount.context import SCANS_PER_REQUEST_MAX, ChangeRunner, MountContext
-from ckptfs_daemon.mount.open_attempt import SET_ID_BITS, CreateAttempt, OpenAttempt, OpenRequest, OpenResult
-from ckptfs_daemon.mount.open_file import OpenFile, open_pfs_file, run_in_thread, run_on_pfs
+from ckptfs_daemon.mount.open_attempt import SET_ID_BITS, CreateAttempt, OpenAttempt
+from ckptfs_daemon.mount.open_file import STAT_BLOCK_BYTES, OpenFile, open_pfs_file, run_in_thread, run_on_pfs
 from ckptfs_daemon.mount.open_file_table import HANDLE_MASK
+from ckptfs_daemon.mount.open_request import OpenRequest, OpenResult
+from ckptfs_daemon.mount.space_wait import SpaceWait
 
 # After fuse.session, which loads the shim before pyfuse3.
 from pyfuse3 import EntryAttributes  # isort: skip
@@ -118,8 +121,6 @@ class FileHandlers:
         if file.fetch_waiter is not None:
             await file.fetch_waiter.wait_range(file, offset, size)
         await self.ensure_open(file)
-        if file.fetch_waiter is None:
-            return await _run_on_tier(file, lambda: os.pread(file.fd, size, offset))
         with file.in_use():
             return await _run_on_tier(file, lambda: os.pread(file.fd, size, offset))
 
@@ -129,7 +130,7 @@ class FileHandlers:
         file = self._context.open_files.get_file(fh)
         if request.kills_set_id:
             self._drop_set_id(file.inode)
-        await self.with_room(file, lambda fd: _write_all(fd, data, offset))
+        await self.with_room(file, lambda fd: _write_all(fd, data, offset), growth=len(data))
         return len(data)
 
     def _drop_set_id(self, inode: int) -> None:
@@ -139,41 +140,67 @@ class FileHandlers:
             with db.transaction():
                 inodes.set_attributes(db, inode, kill_set_id=True)
 
-    async def with_room(self, file: OpenFile, act: Callable[[int], T], *, long: bool = False) -> T:
-        """Run `act(fd)` on a writable descriptor, and again on the next tier if this one is full. `long`: always in a thread.
+    async def with_room(
+        self, file: OpenFile, act: Callable[[int], T], *, long: bool = False, growth: int = 0, source: OpenFile | None = None
+    ) -> T:
+        """Run `act(fd)` on a writable descriptor, and again on another tier if this one is full. `long`: always in a thread.
 
-        Raises NoSpace if all tiers stay full for `limits.NO_SPACE_WAIT_S`.
+        `growth`: the bytes by which the file may grow. `source`: a file that `act` reads; if it is on the PFS, `act` may hang.
+
+        Raises NoSpace if all tiers stay full and no space is to be expected.
         """
-        full_until_s = trio.current_time() + limits.NO_SPACE_WAIT_S
+        space_wait = SpaceWait(self._context)
         while True:
             fd, must_close = await file.get_writable_fd()
             try:
-                with file.in_use():
-                    return await (run_in_thread if long else _run_on_tier)(file, lambda fd=fd: act(fd))  # type: ignore[misc]
+                budget = contextlib.nullcontext() if file.storage is None else file.storage.growing(growth)
+                with budget, file.in_use(), (source or file).in_use():
+                    return await self._act_on_tier(file, act, fd, long=long, reads_pfs=source is not None and not source.is_local)
             except OSError as failure:
                 if failure.errno != errno.ENOSPC or file.backing_id:
                     raise
             finally:
                 if must_close:
-                    os.close(fd)
-            if not await self._move_to_next_tier(file):
-                if trio.current_time() > full_until_s:
-                    raise NoSpace("every tier is full", remedy="remove files, or configure a larger tier")
-                self._context.wake_channel.notify(ipc.WORK)
-                await trio.sleep(limits.NO_SPACE_POLL_S)
+                    self._context.open_files.slow_calls.close(fd, file.tier)
+            if not await self._move_to_other_tier(file) and not await space_wait.wait(_get_size(file) + limits.MOVE_ROOM_BYTES_MIN):
+                raise NoSpace("every tier is full", remedy="remove files, or configure a larger tier")
+
+    async def _act_on_tier(self, file: OpenFile, act: Callable[[int], T], fd: int, *, long: bool, reads_pfs: bool) -> T:
+        if file.tier is Tier.PFS:
+
+            def act_and_look() -> T:
+                result = act(fd)
+                file.last_status = os.fstat(fd)
+                return result
+
+            return await run_on_pfs(act_and_look)
+        if reads_pfs:
+            return await run_on_pfs(lambda: act(fd))
+        return await (run_in_thread if long else _run_on_tier)(file, lambda: act(fd))
 
     async def ensure_open(self, file: OpenFile) -> None:
-        """Make sure that `file` has a descriptor: after a restart the first read opens the PFS's own file again."""
+        """Make sure that `file` has a descriptor: after a restart the first read opens a file on the PFS again."""
         await file.wait_moved()
-        if file.fd < 0 and file.content is not None:
-            raise ContentLost(f"inode {file.inode}: content {file.content} cannot be found again")
+        if file.fd >= 0:
+            return
+        storage, content = file.storage, file.content
+        if content is None:
+            fd = await open_pfs_file(self._context.db, self._context.config.pfs, file.inode)
+        elif storage is not None and storage.tier is Tier.PFS:
+            is_writable = bool(file.writer_count) and not file.backing_id
+            fd = await run_on_pfs(lambda: storage.open(content, os.O_RDWR if is_writable else os.O_RDONLY))
+            file.is_writable |= is_writable
+        else:
+            raise ContentLost(f"inode {file.inode}: content {content} cannot be found again")
         if file.fd < 0:
-            file.fd = await open_pfs_file(self._context.db, self._context.config.pfs, file.inode)
+            file.fd = fd
+        else:  # Another read was faster.
+            self._context.open_files.slow_calls.close(fd, Tier.PFS)
 
     # --- a full tier --------------------------------------------------------------------------------------------------
 
-    async def _move_to_next_tier(self, file: OpenFile) -> bool:
-        """Move an open content to the next tier that has room for it. Returns False if none has."""
+    async def _move_to_other_tier(self, file: OpenFile) -> bool:
+        """Move an open content to another tier that has room for it. Returns False if none has."""
         if file.move_done is not None:
             await file.wait_moved()
             return True
@@ -183,7 +210,7 @@ class FileHandlers:
         try:
             # Threads that still write must finish before the bytes are copied.
             await file.wait_idle()
-            for tier in self._context.tiers.list_next(file.storage.tier):
+            for tier in self._context.tiers.list_move_targets(file.storage.tier, _get_size(file)):
                 if await self._move_to(file, file.storage, file.content, self._context.tiers[tier]):
                     return True
         finally:
@@ -197,12 +224,13 @@ class FileHandlers:
         try:
             fd = await run(lambda: local_copies.copy_open(file.fd, target, content))
         except (OSError, CkptfsError) as failure:
-            log.info("content %d: cannot move from %s to %s: %s", content, source.tier, target.tier, failure)
+            level = logging.DEBUG if failure.errno in health.FULL_ERRNOS else logging.INFO
+            log.log(level, "content %d: cannot move from %s to %s: %s", content, source.tier, target.tier, failure)
             return False
         await trio.to_thread.run_sync(local_copies.record_open_move, self._context.db, content, source, target.tier)
-        file.replace_fd(fd)
+        former = file.swap_fd(fd)
         file.storage, file.is_writable, file.is_name_persisted = target, True, True
-        await trio.to_thread.run_sync(local_copies.remove_moved, source, content)
+        await trio.to_thread.run_sync(_leave, former, source, content)
         self._context.wake_channel.notify(ipc.WORK)
         return True
 
@@ -216,8 +244,9 @@ class FileHandlers:
         file = self._context.open_files.by_handle.get(handle)
         if file is None or not file.handles.get(handle):
             return
-        if file.content is not None and file.fd >= 0:
-            status = os.fstat(file.fd)
+        await self._context.open_files.refresh_status(file.inode)
+        status = file.get_status() if file.content is not None else None
+        if status is not None:
             with self._context.open_files.change() as db:
                 if contents.has_name(db, file.inode):
                     contents.record_written(db, file.inode, status.st_size, status.st_atime_ns, status.st_mtime_ns)
@@ -229,7 +258,9 @@ class FileHandlers:
         file = context.open_files.get_file(fh)
         await file.wait_moved()
         if file.tier is not None and file.tier is not Tier.RAM:
-            await run_in_thread(file, lambda: self._fsync_local(file))
+            await self.ensure_open(file)
+            with file.in_use():
+                await run_in_thread(file, lambda: self._fsync_local(file))
         self._record_fsync(file)
         if context.config.fsync is Level.PFS:
             await self._wait_journal_applied(file.inode, journal.get_last_seq(context.db, file.inode))
@@ -243,6 +274,7 @@ class FileHandlers:
         """Make bytes, file name and catalog rows of a file outside RAM survive a power cut."""
         assert file.storage is not None
         disk.act("write:fsync", os.fdatasync, file.fd)
+        file.last_status = os.fstat(file.fd)
         if not file.is_name_persisted:
             file.storage.fsync_directory()
             file.is_name_persisted = True
@@ -254,8 +286,10 @@ class FileHandlers:
         is_due = config.fsync is Level.PFS or now_s - file.fsynced_s >= config.synced_interval_s
         if not (is_due and file.writer_count and file.content is not None and self._context.db.is_journalled):
             return
+        status, files = file.get_status(), self._context.open_files
+        if status is None:
+            return
         file.fsynced_s = now_s
-        status, files = os.fstat(file.fd), self._context.open_files
         with files.change() as db:
             if contents.has_name(db, file.inode):
                 contents.record_fsync(db, file.inode, file.content, status.st_size, status.st_atime_ns, files.get_mtime_ns(status))
@@ -326,7 +360,8 @@ class FileHandlers:
         file = files.by_handle[opened.handle]
         try:
             if not truncates:
-                await self.with_room(file, lambda fd: os.ftruncate(fd, size))
+                # Freeing 100 GiB of RAM takes 16 s, during which other requests must be served.
+                await self.with_room(file, lambda fd: os.ftruncate(fd, size), long=True)
         finally:
             files.release(opened.handle)
             files.commit_releases()
@@ -334,6 +369,18 @@ class FileHandlers:
 
 async def _run_on_tier(file: OpenFile, act: Callable[[], T]) -> T:
     return act() if file.tier is Tier.RAM else await run_in_thread(file, act)
+
+
+def _get_size(file: OpenFile) -> int:
+    """Return the bytes that an open file takes."""
+    status = file.get_status()
+    return 0 if status is None else status.st_blocks * STAT_BLOCK_BYTES
+
+
+def _leave(fd: int, source: TierStorage, content: int) -> None:
+    """Close and remove the file that a content has left."""
+    os.close(fd)
+    local_copies.remove_moved(source, content)
 
 
 def _write_all(fd: int, data: bytes, offset: int) -> None:

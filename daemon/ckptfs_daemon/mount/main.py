@@ -100,9 +100,10 @@ def _build_context(setup: ChildSetup) -> MountContext:
 
 async def _serve(setup: ChildSetup, context: MountContext, shim: ShimHandlers, orphans: OrphanTracker) -> None:
     async with trio.open_nursery() as nursery:
-        # First: opening files again on a PFS that hangs takes time.
         nursery.start_soon(ipc.send_heartbeats, setup.link, name="heartbeats")
         nursery.start_soon(_stop_on_request, setup.link, name="link")
+        nursery.start_soon(context.open_files.slow_calls.run, name="slow calls")
+        await trio.lowlevel.checkpoint()
         await context.open_files.start(setup.is_resumed)
         resume_fetches(context.open_files.by_inode.values(), context.db, context.tiers, context.mover_client)
         # The previous process may have died between a commit and its wake-up.
@@ -119,7 +120,7 @@ async def _serve(setup: ChildSetup, context: MountContext, shim: ShimHandlers, o
         setup.link.send(READY)
         await session.serve()
         # At unmount the kernel drops the releases that it has not sent yet.
-        context.open_files.release_all()
+        await context.open_files.release_all()
         if context.shared_namespace is not None:
             # No later process publishes these changes, and unpublished files get no copies.
             with trio.move_on_after(limits.ETCD_WAIT_S):

@@ -68,6 +68,9 @@ class NamespaceHandlers:
             found = namespace.lookup(context.db, parent_inode, name)
             if prefetch is not None:
                 prefetch.record_reached(ctx.pid, found.id)
+            if context.open_files.is_on_pfs(found.id):
+                await context.open_files.refresh_status(found.id)
+                found = namespace.lookup(context.db, parent_inode, name)
             return context.build_reply(found)
         except FileNotFoundError:
             return context.build_negative_entry()
@@ -222,6 +225,7 @@ class DirectoryHandlers:
             raise posix_error(errno.ENOTDIR)
         if not directory.is_imported:
             await self._changes.request_scan(fh, must_succeed=True)
+        await context.open_files.refresh_all_statuses()
         if directory.nlink == 0 or not self._reply_dot_entries(directory, start_id, token):
             return
         for entry, inode in namespace.iterate_entries(context.db, fh, max(0, start_id - DOTS)):

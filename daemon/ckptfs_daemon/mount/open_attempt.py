@@ -9,108 +9,43 @@ Invariants:
 Crash safety: the mover deletes a file that no row names. A backing id without a handle ends with the connection.
 """
 
-import contextlib
 import errno
 import logging
 import os
 import stat
-import struct
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import trio
 
-from ckptfs import limits
+from ckptfs import lifecycle, limits
 from ckptfs.catalog import contents, copies, handles, inodes, mover_requests, namespace
 from ckptfs.catalog.contents import FileContent
 from ckptfs.errors import Busy, CkptfsError, ContentLost, NoSpace, TimedOut, posix_error
 from ckptfs.flow import open
-from ckptfs.model import ContentState, DataPath, Inode, Tier
+from ckptfs.model import ContentState, CopyState, DataPath, Inode, Tier
+from ckptfs.tiers import health, space
 from ckptfs.tiers.prepared import PreparedFile
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse.request import Request
 from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.handle_ways import HandleWay, Reason, choose_way, get_limit_reason
-from ckptfs_daemon.mount.open_file import NONBLOCKING_WRITE, FetchWaiter, OpenFile, open_pfs_file, run_on_pfs, set_inode_times
+from ckptfs_daemon.mount.open_acts import PfsFacts, read_pfs_facts, remove_quietly, truncate_content
+from ckptfs_daemon.mount.open_file import (
+    NONBLOCKING_WRITE,
+    FetchWaiter,
+    OpenFile,
+    open_pfs_file,
+    run_in_thread,
+    run_on_pfs,
+    set_inode_times,
+)
+from ckptfs_daemon.mount.open_request import MustWait, OpenRequest, OpenResult, UndoLog
+from ckptfs_daemon.mount.space_wait import SpaceWait
 
 log = logging.getLogger(__name__)
 SET_ID_BITS = stat.S_ISUID | stat.S_ISGID
-_OPENED = struct.Struct("<QQI?")
-
-
-class MustWait(Exception):
-    """The attempt must await `wait()` first."""
-
-    def __init__(self, wait: Callable[[], Awaitable[object]]) -> None:
-        super().__init__()
-        self.wait = wait
-
-
-class UndoLog:
-    """What a failed attempt must undo, last first. Most attempts succeed, so an ExitStack is made only for those that fail."""
-
-    def __init__(self) -> None:
-        self._acts: list[tuple[Callable[..., object], tuple[object, ...]]] = []
-
-    def callback(self, act: Callable[..., object], *values: object) -> None:
-        self._acts.append((act, values))
-
-    def pop_all(self) -> None:
-        """Forget all: the attempt succeeded."""
-        self._acts.clear()
-
-    def __enter__(self) -> "UndoLog":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._acts:
-            with contextlib.ExitStack() as stack:
-                for act, values in self._acts:
-                    stack.callback(act, *values)
-
-
-@dataclass(frozen=True, slots=True)
-class OpenRequest:
-    """What to open, and how.
-
-    `fuse_request` is None for an internal open, whose handle is not recorded. `is_root`: writes keep set-id bits. `nonblocking`: the
-    kernel passes O_NONBLOCK on to the backing file, so the open must not meet a lease of the mover. `pid`: the calling thread.
-    """
-
-    inode: int
-    is_writer: bool
-    truncates: bool
-    fuse_request: Request | None
-    is_root: bool = True
-    nonblocking: bool = False
-    pid: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class OpenResult:
-    """A handle. `direct`: reads and writes pass through this process, and the kernel keeps no pages of them.
-
-    The reply cache keeps it packed.
-    """
-
-    inode: int
-    handle: int
-    backing_id: int
-    direct: bool
-
-    @property
-    def fh(self) -> int:
-        """FUSE's `fh`: the handle, with the backing id in the upper half."""
-        return self.handle | self.backing_id << 32
-
-    def pack(self) -> bytes:
-        return _OPENED.pack(self.inode, self.handle, self.backing_id, self.direct)
-
-    @classmethod
-    def unpack(cls, body: bytes) -> "OpenResult":
-        return cls(*_OPENED.unpack(body))
 
 
 class OpenAttempt:
@@ -124,6 +59,11 @@ class OpenAttempt:
         self._reserved: tuple[int, int] | None = None
         """(content, descriptor) of a new file on the PFS that no attempt has taken yet."""
         self._pfs_fd = -1
+        self._pfs_facts: PfsFacts | None = None
+        """What was read beside the descriptor that was opened on the PFS last."""
+        self._refusing_tiers: set[Tier] = set()
+        """Tiers that could not make the file."""
+        self._truncated: OpenFile | None = None
         self._unsealed_content: int | None = None
         self._limit_reason = self._find_limit_reason()
         self._leases_until_s = 0.0
@@ -132,18 +72,19 @@ class OpenAttempt:
 
     async def run(self) -> OpenResult:
         """Open. Raises OSError, ContentLost, NoSpace, TimedOut."""
-        full_until_s = trio.current_time() + limits.NO_SPACE_WAIT_S
+        space_wait = SpaceWait(self._context)
         try:
             while True:
                 try:
                     return self._attempt()
                 except MustWait as must:
-                    await must.wait()
+                    wait = must.wait
                 except NoSpace:
-                    if trio.current_time() > full_until_s:
+                    self._refusing_tiers.clear()
+                    if not await space_wait.wait(limits.MOVE_ROOM_BYTES_MIN):
                         raise
-                    self._context.wake_channel.notify(ipc.WORK)
-                    await trio.sleep(limits.NO_SPACE_POLL_S)
+                    continue
+                await wait()
         finally:
             self._discard_unused()
 
@@ -220,24 +161,39 @@ class OpenAttempt:
         """Start a new content of about `expected_bytes` (0: unknown). A prepared file that suits it becomes its file."""
         reserved_bytes, tiers = self._files.get_reserved_bytes(), self._context.tiers
         taking = tiers.prepared.find(expected_bytes)
-        disk_tier = None if self._may_fill(taking) else tiers.choose_disk_tier(expected_bytes, reserved_bytes)
-        tier = disk_tier or tiers.choose_tier(expected_bytes, reserved_bytes, taking)
+        disk_tier = None if self._may_fill(taking) else self._choose_disk_tier(expected_bytes, reserved_bytes)
+        tier = disk_tier or tiers.choose_tier(expected_bytes, reserved_bytes, taking, self._refusing_tiers)
         storage = tiers[tier]
         reason = self._find_buffered_reason(storage, expected_bytes or None, reserved_bytes, taking)
         changed_ns = None if is_new_file or self._files.kernel_owns_times else time.time_ns()
+        times = held.inode.atime_ns, held.inode.mtime_ns if changed_ns is None else changed_ns
         if tier is Tier.PFS:
-            content, fd = self._take_reserved(storage, undo)
+            content, fd = self._take_reserved(storage, times, undo)
+            reason = self._find_reason_on_pfs(expected_bytes or None)
             contents.insert_content(self._db, held.inode.id, tier, reserved_content=content, changed_ns=changed_ns)
         else:
             content = contents.insert_content(self._db, held.inode.id, tier, changed_ns=changed_ns)
-            undo.callback(storage.remove, content)
-            fd = self._create_file(storage, content, os.O_RDWR if reason else os.O_RDONLY, taking)
-            undo.callback(os.close, fd)
-        os.utime(fd, ns=(held.inode.atime_ns, held.inode.mtime_ns if changed_ns is None else changed_ns))
+            fd = self._create_local(storage, content, os.O_RDWR if reason else os.O_RDONLY, times, taking, undo)
         file = self._build_open_file(held, content, storage, fd, undo, reason=reason)
         file.expected_bytes = expected_bytes
         file.prepared_bytes = taking.size_bytes if taking is not None and tier is Tier.RAM else 0
         return file
+
+    def _create_local(
+        self, storage: TierStorage, content: int, flags: int, times: tuple[int, int], taking: PreparedFile | None, undo: UndoLog
+    ) -> int:
+        """Create a file in RAM or NVMe. If the tier is full after all, or fails, the next attempt chooses another one (P10)."""
+        try:
+            undo.callback(remove_quietly, storage, content)
+            fd = self._create_file(storage, content, flags, taking)
+            undo.callback(os.close, fd)
+            os.utime(fd, ns=times)
+        except OSError as failure:
+            if failure.errno not in health.FULL_ERRNOS and not health.is_tier_failure(failure):
+                raise
+            self._refusing_tiers.add(storage.tier)
+            raise MustWait(trio.lowlevel.checkpoint) from failure
+        return fd
 
     def _create_file(self, storage: TierStorage, content: int, flags: int, taking: PreparedFile | None) -> int:
         """Return the descriptor of an empty file for `content`: a prepared one, unless another process took it meanwhile."""
@@ -268,10 +224,22 @@ class OpenAttempt:
         """
         if self._context.data_path is not DataPath.PASSTHROUGH:
             return Reason.DATA_PATH
+        if storage.tier is Tier.PFS:
+            return self._find_reason_on_pfs(expected_bytes)
         if storage.is_memory and not self._may_fill(taking):
             return self._limit_reason
         is_full = self._context.tiers.needs_buffered_path(storage.tier, expected_bytes, reserved_bytes.get(storage.tier, 0), taking)
         return Reason.FULL if is_full else Reason.NONE
+
+    def _find_reason_on_pfs(self, expected_bytes: int | None) -> Reason:
+        """The same for a file on the PFS that was just opened for writing. If the PFS fills up, it moves on to RAM or NVMe."""
+        if self._context.data_path is not DataPath.PASSTHROUGH:
+            return Reason.DATA_PATH
+        is_full = self._pfs_facts is None or space.needs_buffered_path(self._pfs_facts.capacity, expected_bytes)
+        return Reason.FULL if is_full else Reason.NONE
+
+    def _choose_disk_tier(self, expected_bytes: int, reserved_bytes: Mapping[Tier, int]) -> Tier | None:
+        return None if Tier.NVME in self._refusing_tiers else self._context.tiers.choose_disk_tier(expected_bytes, reserved_bytes)
 
     def _open_empty(self, held: FileContent, undo: UndoLog) -> OpenFile:
         """Open a file that mknod made and nothing has written: give it a content that is closed at once."""
@@ -287,14 +255,16 @@ class OpenAttempt:
         storage = self._get_storage(tier)
         reason = self._find_buffered_reason(storage, 0, self._files.get_reserved_bytes()) if is_writer else Reason.NONE
         try:
-            fd = self._open_or_wait(storage, content, NONBLOCKING_WRITE if reason else os.O_RDONLY)
+            fd = self._open_or_wait(storage, content, NONBLOCKING_WRITE if reason or (is_writer and tier is Tier.PFS) else os.O_RDONLY)
         except FileNotFoundError as failure:
             raise MustWait(lambda: self._delete_missing_copy(content, tier)) from failure
-        undo.callback(os.close, fd)
+        undo.callback(self._files.slow_calls.close, fd, tier)
         if is_writer:
             self._mark_content_open(held, content, storage)
         if tier is not Tier.PFS:
             set_inode_times(fd, held.inode)
+        elif is_writer:
+            reason = self._find_reason_on_pfs(0)
         return self._build_open_file(held, content, storage, fd, undo, reason=reason)
 
     def _open_incoming(self, held: FileContent, undo: UndoLog) -> OpenFile | None:
@@ -319,7 +289,7 @@ class OpenAttempt:
         if self._pfs_fd < 0:
             raise MustWait(self._request_fetch)
         fd = self._take_pfs_fd()
-        undo.callback(os.close, fd)
+        undo.callback(self._files.slow_calls.close, fd, None)
         reason = Reason.NONE if self._context.data_path is DataPath.PASSTHROUGH else Reason.DATA_PATH
         return self._build_open_file(held, None, None, fd, undo, reason=reason)
 
@@ -337,6 +307,8 @@ class OpenAttempt:
         row = held.inode
         file = OpenFile(row.id, content, storage, fd, atime_ns=row.atime_ns, generation=row.generation)
         file.buffered_reason = reason
+        if file.tier is Tier.PFS and self._pfs_facts is not None:
+            file.last_status = self._pfs_facts.status
         if reason:
             file.is_writable = self._open_request.is_writer
         else:
@@ -347,7 +319,7 @@ class OpenAttempt:
                 file.buffered_reason = Reason.REFUSED if is_refused else Reason.DATA_PATH
         if self._open_request.is_writer and not file.backing_id and not file.is_writable and storage is not None and content is not None:
             # The kernel refused to take this file over: from now on this process must write it.
-            file.replace_fd(self._open_or_wait(storage, content, NONBLOCKING_WRITE))
+            self._swap_fd(file, self._open_or_wait(storage, content, NONBLOCKING_WRITE))
             file.is_writable = True
         return file
 
@@ -369,10 +341,10 @@ class OpenAttempt:
             # The catalog must know that the bytes change before they do.
             raise MustWait(lambda: self._mark_unsealed(held, content, storage.tier))
         if not file.is_writable and (not file.backing_id or self._passes_backing(file)):
-            file.replace_fd(self._open_or_wait(storage, content, NONBLOCKING_WRITE))
+            self._swap_fd(file, self._open_or_wait(storage, content, NONBLOCKING_WRITE))
             file.is_writable = True
-        if self._open_request.truncates:
-            self._truncate(file, storage, content)
+        if self._open_request.truncates and self._truncated is not file:
+            raise MustWait(lambda: self._truncate(file, storage, content))
         self._mark_content_open(held, content, storage)
 
     def _replace_pfs_file(self, file: OpenFile, held: FileContent) -> None:
@@ -380,17 +352,23 @@ class OpenAttempt:
         if not held.tiers or held.content is None:
             raise MustWait(self._request_fetch)
         storage = self._get_storage(held.tiers[0])
-        file.replace_fd(self._open_or_wait(storage, held.content, NONBLOCKING_WRITE))
+        self._swap_fd(file, self._open_or_wait(storage, held.content, NONBLOCKING_WRITE))
         file.content, file.storage, file.is_writable, file.direct = held.content, storage, True, True
         handles.set_content(self._db, file.inode, held.content)
 
-    def _truncate(self, file: OpenFile, storage: TierStorage, content: int) -> None:
-        fd = file.fd if file.is_writable else self._open_or_wait(storage, content, NONBLOCKING_WRITE)
-        try:
-            os.ftruncate(fd, 0)
-        finally:
-            if fd != file.fd:
-                os.close(fd)
+    def _swap_fd(self, file: OpenFile, fd: int) -> None:
+        """Use another descriptor from now on. The former one is closed when no thread uses it any more; it may be on the PFS."""
+        tier = file.tier
+        self._files.slow_calls.close(file.swap_fd(fd), tier, after=file.wait_idle)
+
+    async def _truncate(self, file: OpenFile, storage: TierStorage, content: int) -> None:
+        """Truncate an open file before the next attempt, in a thread: this frees its pages, or may hang."""
+        await file.wait_moved()
+        if file.storage is not storage or self._files.by_inode.get(file.inode) is not file:
+            return  # It moved or was closed meanwhile: the next attempt sees that.
+        with file.in_use():
+            await run_in_thread(file, lambda: truncate_content(storage, content))
+        self._truncated = file
 
     def _mark_content_open(self, held: FileContent, content: int, storage: TierStorage) -> None:
         if held.state is ContentState.OPEN:
@@ -435,9 +413,9 @@ class OpenAttempt:
     def _discard_unused(self) -> None:
         """Give back what was waited for and then not needed."""
         if self._pfs_fd >= 0:
-            os.close(self._pfs_fd)
+            self._files.slow_calls.close(self._pfs_fd, Tier.PFS)
         if self._reserved is not None:
-            os.close(self._reserved[1])
+            self._files.slow_calls.close(self._reserved[1], Tier.PFS)
             with self._db.transaction() as db:
                 contents.mark_doomed(db, self._reserved[0])
         if self._unsealed_content is not None:
@@ -475,33 +453,58 @@ class OpenAttempt:
             if now_s > self._leases_until_s:
                 raise TimedOut("the mover does not give up its lease") from failure
             raise MustWait(lambda: trio.sleep(limits.LEASE_POLL_S)) from failure
+        except OSError as failure:
+            if storage.tier is Tier.RAM or not health.is_tier_failure(failure):
+                raise
+            error = failure
+            raise MustWait(lambda: self._give_up_copy(content, storage, error)) from failure
+
+    async def _give_up_copy(self, content: int, storage: TierStorage, failure: OSError) -> None:
+        """Quarantine a copy on a tier that fails, if a reader can get the content elsewhere. Raises ContentLost if not."""
+        tier = storage.tier
+        if not lifecycle.is_readable_elsewhere(contents.get_file_record(self._db, content), tier):
+            raise self._build_lost_error(f"its only copy is in {tier}, which fails ({health.describe(failure)})") from failure
+        log.warning("%s: its copy in %s is given up: %s; another one is read", self._get_path(), tier, health.describe(failure))
+        copies.set_copy_state(self._db, content, tier, CopyState.QUARANTINED)
 
     async def _open_on_pfs(self, storage: TierStorage, content: int, flags: int) -> None:
-        self._pfs_fd = await run_on_pfs(lambda: storage.open(content, flags & ~os.O_NONBLOCK))
+        def open_file() -> tuple[int, PfsFacts]:
+            fd = storage.open(content, flags & ~os.O_NONBLOCK)
+            return fd, read_pfs_facts(fd)
+
+        self._pfs_fd, self._pfs_facts = await run_on_pfs(open_file)
 
     def _take_pfs_fd(self) -> int:
         fd, self._pfs_fd = self._pfs_fd, -1
         return fd
 
-    def _take_reserved(self, storage: TierStorage, undo: UndoLog) -> tuple[int, int]:
+    def _take_reserved(self, storage: TierStorage, times: tuple[int, int], undo: UndoLog) -> tuple[int, int]:
         """Return (content, descriptor) of a new file on the PFS. Raises MustWait if there is none yet."""
         if self._reserved is None:
-            raise MustWait(lambda: self._create_on_pfs(storage))
+            raise MustWait(lambda: self._create_on_pfs(storage, times))
         reserved, self._reserved = self._reserved, None
         undo.callback(setattr, self, "_reserved", reserved)
         return reserved
 
-    async def _create_on_pfs(self, storage: TierStorage) -> None:
+    async def _create_on_pfs(self, storage: TierStorage, times: tuple[int, int]) -> None:
         with self._db.transaction() as db:
             content = contents.insert_reserved_content(db, Tier.PFS)
+
+        def create() -> tuple[int, PfsFacts]:
+            fd = storage.create(content)
+            os.utime(fd, ns=times)
+            return fd, read_pfs_facts(fd)
+
         try:
-            self._reserved = content, await run_on_pfs(lambda: storage.create(content))
+            fd, self._pfs_facts = await run_on_pfs(create)
+            self._reserved = content, fd
         except BaseException as failure:
             with self._db.transaction() as db:
                 contents.mark_doomed(db, content)
-            if isinstance(failure, (OSError, CkptfsError)):
-                raise NoSpace(f"RAM and NVMe are full, and the PFS cannot take a file: {failure}") from failure
-            raise
+            if not isinstance(failure, (OSError, CkptfsError)):
+                raise
+            log.debug("the PFS cannot take a file: %s", failure)
+            self._refusing_tiers.add(Tier.PFS)
 
     async def _mark_unsealed(self, held: FileContent, content: int, tier: Tier) -> None:
         with self._db.transaction() as db:

@@ -18,6 +18,7 @@ Crash safety: the next process rebuilds open files from the handle table, and `r
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -56,7 +57,7 @@ class OpenFile:
     allocated before its first write. `direct`: reads and writes pass through this process although there is a backing id.
     `buffered_reason`: why there is no backing id. `handles`: handle -> whether it writes; `ways`: handle -> its way. `generation`: that of
     the file when it was first opened. `fetch_waiter`: set while blocks are still being fetched; size and times of the backing file mean
-    nothing then.
+    nothing then. `last_status`: what the backing file showed last.
     """
 
     inode: int
@@ -77,6 +78,7 @@ class OpenFile:
     is_name_persisted: bool = False
     generation: int = 0
     fetch_waiter: "FetchWaiter | None" = None
+    last_status: os.stat_result | None = None
     buffered_reason: Reason = Reason.NONE
     ways: dict[int, HandleWay] = field(default_factory=dict)
     move_done: trio.Event | None = None
@@ -86,6 +88,11 @@ class OpenFile:
     @property
     def tier(self) -> Tier | None:
         return None if self.storage is None else self.storage.tier
+
+    @property
+    def is_local(self) -> bool:
+        """Return True if the bytes are in RAM or NVMe."""
+        return self.tier in (Tier.RAM, Tier.NVME)
 
     @property
     def writer_count(self) -> int:
@@ -99,15 +106,25 @@ class OpenFile:
     @property
     def reserved_bytes(self) -> int:
         """The bytes that the writer is still expected to write."""
-        return max(0, self.expected_bytes - os.fstat(self.fd).st_blocks * STAT_BLOCK_BYTES) if self.fd >= 0 else 0
+        status = self.get_status()
+        return 0 if status is None else max(0, self.expected_bytes - status.st_blocks * STAT_BLOCK_BYTES)
+
+    def get_status(self) -> os.stat_result | None:
+        """Return the status of the backing file: the last known one on the PFS, which may hang, and on a tier that fails."""
+        if self.fd >= 0 and self.storage is not None and self.storage.tier is not Tier.PFS:
+            try:
+                self.last_status = os.fstat(self.fd)
+            except OSError as failure:
+                self.storage.record_failure(failure)
+        return self.last_status
 
     def get_attributes(self, row: Inode) -> Inode:
         """Return `row` with the size and times of the backing file."""
         if self.fetch_waiter is not None:
             return replace(row, size=self.fetch_waiter.size)
-        if self.storage is None or self.fd < 0:
+        status = None if self.storage is None else self.get_status()
+        if status is None:
             return row
-        status = os.fstat(self.fd)
         mtime_ns = status.st_mtime_ns
         ctime_ns = row.ctime_ns if mtime_ns == row.mtime_ns else max(row.ctime_ns, mtime_ns)
         return replace(
@@ -119,15 +136,15 @@ class OpenFile:
             ctime_ns=ctime_ns,
         )
 
-    def set_times(self, atime_ns: int | None, mtime_ns: int | None) -> None:
+    async def set_times(self, atime_ns: int | None, mtime_ns: int | None) -> None:
         """Set the times of the backing file; None leaves one unchanged."""
-        if self.storage is not None and self.fd >= 0 and self.fetch_waiter is None:
-            status = os.fstat(self.fd)
-            atime_ns, mtime_ns = (
-                (status.st_atime_ns if atime_ns is None else atime_ns),
-                (status.st_mtime_ns if mtime_ns is None else mtime_ns),
-            )
-            os.utime(self.fd, ns=(atime_ns, mtime_ns))
+        storage, content = self.storage, self.content
+        if storage is None or content is None or self.fetch_waiter is not None:
+            return
+        if storage.tier is Tier.PFS:
+            self.last_status = await run_on_pfs(lambda: storage.set_times(content, atime_ns, mtime_ns))
+        else:
+            self.last_status = storage.set_times(content, atime_ns, mtime_ns)
 
     async def wait_moved(self) -> None:
         """Wait while the content moves to another tier."""
@@ -136,7 +153,7 @@ class OpenFile:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Count a write, or a read during a fetch, which `wait_idle` waits for. The caller has awaited `wait_moved`."""
+        """Count a call by the descriptor, which `wait_idle` waits for. The caller has awaited `wait_moved`."""
         self.active_count += 1
         try:
             yield
@@ -161,12 +178,20 @@ class OpenFile:
             if storage is None or self.content is None:
                 raise posix_error(errno.EROFS)
             fd = await open_for_writing(storage, self.content)
+            if storage.tier is Tier.PFS and self.fd < 0:
+                self.fd, self.is_writable = fd, True  # After a restart: `OpenFileTable.start` leaves files on the PFS closed.
+                return fd, False
             if self.move_done is None and self.storage is storage:
                 return fd, True
-            os.close(fd)
+            await run_in_thread(self, functools.partial(os.close, fd))
+
+    def swap_fd(self, fd: int) -> int:
+        """Take another descriptor, and return the former one. The caller closes it in a thread, after `wait_idle`."""
+        former, self.fd = self.fd, fd
+        return former
 
     def replace_fd(self, fd: int) -> None:
-        """Replace the descriptor under the same number, because a thread may be reading by that number."""
+        """Replace the descriptor under the same number, because a thread may be reading by that number. Neither may be on the PFS."""
         if self.fd < 0:
             self.fd = fd
             return
@@ -175,9 +200,14 @@ class OpenFile:
         finally:
             os.close(fd)
 
-    def close(self) -> None:
-        """Close the descriptor. Never raises: the release is committed already."""
+    def take_fd(self) -> int:
+        """Return the descriptor for the caller to close; -1 without one."""
         fd, self.fd = self.fd, -1
+        return fd
+
+    def close(self) -> None:
+        """Close the descriptor of a file in RAM or NVMe. Never raises."""
+        fd = self.take_fd()
         if fd >= 0:
             try:
                 os.close(fd)
@@ -205,15 +235,22 @@ async def open_for_writing(storage: TierStorage, content: int) -> int:
 
 
 def set_inode_times(fd: int, row: Inode) -> None:
-    """Set the times of a backing file to those of its inode, before the file becomes the truth about them."""
+    """Set the times of a backing file to those of its inode, before the file becomes the truth about them.
+
+    A disk that became read-only keeps its times, and can still be read.
+    """
     status = os.fstat(fd)
     if (status.st_atime_ns, status.st_mtime_ns) != (row.atime_ns, row.mtime_ns):
-        os.utime(fd, ns=(row.atime_ns, row.mtime_ns))
+        try:
+            os.utime(fd, ns=(row.atime_ns, row.mtime_ns))
+        except OSError as failure:
+            if failure.errno != errno.EROFS:
+                raise
 
 
 async def run_in_thread(file: OpenFile, act: Callable[[], T]) -> T:
     """Run a slow `act` on an open file in a thread; for a file on the PFS, in a thread that may hang."""
-    if file.tier in (Tier.RAM, Tier.NVME):
+    if file.is_local:
         return await trio.to_thread.run_sync(act)
     return await run_on_pfs(act)
 
@@ -350,6 +387,7 @@ class FetchWaiter:
         if storage.tier is not Tier.PFS:
             set_inode_times(fd, row)
         await self._switch_descriptor(file, storage, fd)
+        file.last_status = None
         file.atime_ns = row.atime_ns
         if file.fetch_waiter is self:
             file.fetch_waiter = None
@@ -357,8 +395,10 @@ class FetchWaiter:
     async def _switch_descriptor(self, file: OpenFile, storage: TierStorage, fd: int) -> None:
         """Read by `fd` from now on, after running reads by the old one: their blocks may not be behind `fd` yet."""
         await file.wait_idle()
-        file.replace_fd(fd)
+        former = file.swap_fd(fd)
         file.storage = storage
+        if former >= 0:
+            os.close(former)  # It was in RAM or NVMe.
 
     def _request_fetch(self) -> None:
         """Request a fetch into a tier of this node. Raises OSError if the mover has answered that it cannot."""
@@ -380,8 +420,9 @@ def resume_fetches(files: Iterable[OpenFile], db: Database, tiers: Tiers, mover_
             continue
         content = contents.get_content(db, file.content)
         if content is None or not content.is_remote or content.generation == file.generation:
-            if file.fd < 0 and content is not None and content.state is ContentState.SEALED:
+            if file.fd < 0 and file.tier is not Tier.PFS and content is not None and content.state is ContentState.SEALED:
                 file.fetch_waiter = FetchWaiter(db, tiers, mover_client, content)
-        elif content.generation > file.generation and file.fd >= 0:
+        elif content.generation > file.generation and (file.fd >= 0 or file.tier is Tier.PFS):
             log.error("content %d: open readers fail from now on: the file was written again on another node", file.content)
             file.close()
+            file.storage = None

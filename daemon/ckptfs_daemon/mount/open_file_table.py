@@ -3,24 +3,28 @@
 The kernel gets its RELEASE reply after the handle row is deleted. Deletes are batched: the next open or create commits them, or a task does
 after `RELEASE_GATHER_S`. Until then the inode counts as open, so that others see what the application wrote.
 
+No call on the PFS runs in the trio thread. The release of a writer there first reads size and times in a thread. If the PFS hangs, that
+file stays open, and nothing else waits for it; its attributes are the last known ones after `limits.PFS_STATUS_WAIT_S`. On a tier that
+fails, a file is closed with what is known of it. The seal finds the rest if the tier returns.
+
 Crash safety: a release without a reply is taken up again. `start` rebuilds everything else from the handle table.
 """
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TypeVar
 
 import trio
 
 from ckptfs import disk, limits
-from ckptfs.catalog import contents, copies, handles
+from ckptfs.catalog import contents, copies, handles, inodes
 from ckptfs.catalog.database import Database
-from ckptfs.errors import CkptfsError, TimedOut, posix_error
+from ckptfs.errors import CkptfsError, posix_error
 from ckptfs.model import CopyState, Handle, Inode, Tier
 from ckptfs.tiers import prepared
 from ckptfs.tiers.storage import Tiers, TierStorage
@@ -31,11 +35,10 @@ from ckptfs_daemon.ipc import WakeChannel
 from ckptfs_daemon.mount.expected_sizes import ExpectedSizes
 from ckptfs_daemon.mount.handle_ways import HandleWay, Reason, Way
 from ckptfs_daemon.mount.open_file import NONBLOCKING_WRITE, STAT_BLOCK_BYTES, OpenFile, get_allocated_bytes, open_for_writing, run_on_pfs
+from ckptfs_daemon.mount.slow_calls import SlowCalls
 from ckptfs_daemon.mount.top_up import TopUpThread
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 HANDLE_MASK = 0xFFFF_FFFF
 SPARSE_BYTES_MIN = 64 * limits.KIB
@@ -68,7 +71,8 @@ class OpenFileTable:
         self._reserved: tuple[float, dict[Tier, int]] = (float("-inf"), {})
         self._refused_tiers: set[Tier | None] = set()
         self._last_internal_handle = 0
-        self._pfs_until_s = float("inf")
+        self.slow_calls = SlowCalls()
+        self._is_pfs_silent = False
 
     def get_file(self, fh: int) -> OpenFile:
         """Return the open file behind FUSE's `fh`. Raises EBADF."""
@@ -87,7 +91,9 @@ class OpenFileTable:
         if row.content is None or row.size < SPARSE_BYTES_MIN or not row.is_file:
             return row
         for tier in (Tier.RAM, Tier.NVME):
-            status = self.tiers[tier].stat(row.content) if tier in self.tiers else None
+            status = None
+            with contextlib.suppress(OSError):  # A tier that fails: the row knows the size.
+                status = self.tiers[tier].stat(row.content) if tier in self.tiers else None
             if status is not None and not prepared.is_prepared(status):
                 return replace(row, allocated_blocks=status.st_blocks)
             if status is not None:
@@ -99,6 +105,34 @@ class OpenFileTable:
         with contextlib.suppress(FileNotFoundError), disk.closing(storage.open(content)) as fd:
             return replace(row, allocated_blocks=get_allocated_bytes(fd, os.fstat(fd)) // STAT_BLOCK_BYTES)
         return row
+
+    def is_on_pfs(self, inode: int) -> bool:
+        """Return True if `inode` is open in the PFS tier, so that `refresh_status` may have to wait."""
+        file = self.by_inode.get(inode)
+        return file is not None and file.tier is Tier.PFS
+
+    async def refresh_status(self, inode: int) -> None:
+        """Read the status of a file that is open on the PFS. If the PFS is silent, the last known one stays."""
+        file = self.by_inode.get(inode)
+        if file is None or file.tier is not Tier.PFS or file.content is None or self._is_pfs_silent:
+            return
+        read = functools.partial(_read_status, self.tiers[Tier.PFS], file.content)
+        with trio.move_on_after(limits.PFS_STATUS_WAIT_S):
+            file.last_status = await run_on_pfs(read) or file.last_status
+            return
+        self._is_pfs_silent = True
+        self.slow_calls.start(read, Tier.PFS, self._record_pfs_answer)
+
+    async def refresh_all_statuses(self) -> None:
+        """Read the status of all files that are open on the PFS."""
+        on_pfs = [inode for inode, file in self.by_inode.items() if file.tier is Tier.PFS]
+        if on_pfs:
+            async with trio.open_nursery() as nursery:
+                for inode in on_pfs:
+                    nursery.start_soon(self.refresh_status, inode)
+
+    def _record_pfs_answer(self, _: object) -> None:
+        self._is_pfs_silent = False
 
     def is_open_for_writing(self, inode: int) -> bool:
         """Return True if an open handle of `inode` writes."""
@@ -126,11 +160,11 @@ class OpenFileTable:
         """Return the mtime of a file from the status of its backing file. Returns None if the inode row has it."""
         return None if self.kernel_owns_times else status.st_mtime_ns
 
-    def set_times(self, inode: int, atime_ns: int | None, mtime_ns: int | None) -> None:
+    async def set_times(self, inode: int, atime_ns: int | None, mtime_ns: int | None) -> None:
         """Set the times of the backing file if the inode is open; None leaves one unchanged."""
         file = self.by_inode.get(inode)
         if file is not None:
-            file.set_times(atime_ns, mtime_ns)
+            await file.set_times(atime_ns, mtime_ns)
 
     def get_reserved_bytes(self) -> dict[Tier, int]:
         """Return the bytes that writers are still expected to write, by tier.
@@ -192,9 +226,24 @@ class OpenFileTable:
 
     def release(self, handle: int, on_committed: Callable[[], None] = lambda: None) -> None:
         """Close a handle. The next change or `run_release_commits` commits that and then calls `on_committed`."""
-        file = self.by_handle.pop(handle, None)
+        file = self.by_handle.get(handle)
         if file is None:
             on_committed()  # Committed before a crash, then repeated.
+            return
+        content = file.content
+        if file.tier is not Tier.PFS or content is None or not file.handles[handle] or not self.slow_calls.is_running:
+            self._end_handle(file, handle, on_committed)
+            return
+
+        def end(status: os.stat_result | None) -> None:
+            file.last_status = status or file.last_status
+            self._end_handle(file, handle, on_committed)
+
+        self.slow_calls.start(functools.partial(_read_status, self.tiers[Tier.PFS], content), Tier.PFS, end)
+
+    def _end_handle(self, file: OpenFile, handle: int, on_committed: Callable[[], None]) -> None:
+        if self.by_handle.pop(handle, None) is None:
+            on_committed()  # The kernel sent the release twice.
             return
         session.set_writer(handle & HANDLE_MASK, -1)
         file.ended_handles.append(handle)
@@ -208,10 +257,17 @@ class OpenFileTable:
         self._release_callbacks.append(on_committed)
         self._has_releases.set()
 
-    def release_all(self) -> None:
-        """Close everything: the connection has ended, and the kernel sends no more releases."""
+    async def release_all(self) -> None:
+        """Close everything: the connection has ended, and the kernel sends no more releases.
+
+        A file on a PFS that hangs stays OPEN in the catalog; the next start closes it.
+        """
         for handle in list(self.by_handle):
             self.release(handle)
+        with trio.move_on_after(limits.PFS_ACT_WAIT_S):
+            while self.by_handle:
+                await self._has_releases.wait()
+                self.commit_releases()
         self.commit_releases()
 
     async def run_release_commits(self) -> None:
@@ -221,6 +277,9 @@ class OpenFileTable:
             await trio.sleep(limits.RELEASE_GATHER_S)
             try:
                 self.commit_releases()
+            except CkptfsError as failure:
+                log.warning("releases of files: cannot be committed: %s (%s); trying again", failure, failure.remedy)
+                await trio.sleep(limits.RELEASE_RETRY_S)
             except Exception:
                 log.exception("releases of files: cannot be committed; trying again")
                 await trio.sleep(limits.RETRY_LAST_S)
@@ -257,12 +316,18 @@ class OpenFileTable:
             return []
         if not contents.has_name(self.db, file.inode):
             return [] if file.handles else contents.mark_all_doomed(self.db, file.inode)
-        if file.content is not None and file.fd >= 0:
+        if file.content is not None and (file.fd >= 0 or file.tier is Tier.PFS):
             self._record_stats(file, file.content)
         return []
 
     def _record_stats(self, file: OpenFile, content: int) -> None:
-        status = os.fstat(file.fd)
+        status = file.get_status()
+        if status is None:
+            if file.is_closing:
+                row = inodes.get(self.db, file.inode)
+                log.warning("content %d: closed while %s does not say its size; the seal finds it", content, file.tier)
+                contents.mark_closed(self.db, file.inode, content, row.size, row.atime_ns, row.mtime_ns)
+            return
         if file.is_closing:
             self._trim_end(file, status)
             contents.mark_closed(self.db, file.inode, content, status.st_size, status.st_atime_ns, self.get_mtime_ns(status))
@@ -283,19 +348,42 @@ class OpenFileTable:
     def _finish_release(self, file: OpenFile, doomed: list[int]) -> None:
         """After the commit, give back the descriptor, the backing id and doomed contents."""
         is_closed = file.is_closing
-        is_large = is_closed and file.fd >= 0 and os.fstat(file.fd).st_size >= limits.LARGE_BYTES_MIN
+        size = file.last_status.st_size if file.last_status is not None else 0
+        then: Callable[[], None] | None = None
+        if is_closed or doomed:
+            message = ipc.LARGE_FILE_CLOSED if is_closed and size >= limits.LARGE_BYTES_MIN else ipc.WORK
+            then = functools.partial(self._wake_channel.notify, message)
         file.ended_handles.clear()
         file.has_ended_writer = False
         del self._releasing[file]
         if not file.handles:
             del self.by_inode[file.inode]
-            file.close()
-            self.unregister_backing(file.backing_id)
+            self._close(file, size, then)
             self.delete_ram_files(doomed)
-        elif is_closed and file.is_writable and file.storage is not None and file.content is not None:
+            return
+        if is_closed and file.is_writable and file.storage is not None and file.content is not None:
             self._reopen_read_only(file, file.storage, file.content)
-        if is_closed or doomed:
-            self._wake_channel.notify(ipc.LARGE_FILE_CLOSED if is_large else ipc.WORK)
+        if then is not None:
+            then()
+
+    def _close(self, file: OpenFile, size: int, then: Callable[[], None] | None) -> None:
+        """Give back descriptor and backing id, in a thread if that may take long; then call `then`: the mover gets its lease now."""
+        fd, backing, tier = file.take_fd(), file.backing_id, file.tier
+
+        def close() -> None:
+            try:
+                os.close(fd)
+            except OSError as failure:
+                log.error("content %s in %s: cannot be closed: %s", file.content, tier, failure)
+            self.unregister_backing(backing)
+
+        if tier is Tier.RAM and size < limits.FREE_BYTES_MIN:
+            if fd >= 0:
+                close()
+            if then is not None:
+                then()
+        else:
+            self.slow_calls.start(close if fd >= 0 else lambda: self.unregister_backing(backing), tier, lambda _: then and then())
 
     def _reopen_read_only(self, file: OpenFile, storage: TierStorage, content: int) -> None:
         """Open again for the remaining readers, so that the mover gets its lease. Never raises.
@@ -320,7 +408,11 @@ class OpenFileTable:
             with contextlib.suppress(OSError):
                 os.close(ram.open(content, NONBLOCKING_WRITE))
             with contextlib.suppress(OSError):
-                ram.remove(content)
+                fd = ram.detach(content)
+                if fd >= 0 and os.fstat(fd).st_blocks * STAT_BLOCK_BYTES >= limits.FREE_BYTES_MIN:
+                    self.slow_calls.close(fd, Tier.RAM)
+                elif fd >= 0:
+                    os.close(fd)
 
     # --- starting -----------------------------------------------------------------------------------------------------
 
@@ -329,7 +421,6 @@ class OpenFileTable:
 
         A content that a crash left OPEN without a writer is closed as by its last release.
         """
-        self._pfs_until_s = trio.current_time() + limits.PFS_ACT_WAIT_S
         with self.db.transaction():
             if not is_resumed:
                 handles.delete_all(self.db)
@@ -338,7 +429,7 @@ class OpenFileTable:
             await self._reopen_handle(row)
         for content, inode, tier in contents.list_abandoned(self.db):
             if tier in self.tiers:
-                await self._close_abandoned(content, inode, self.tiers[tier])
+                self._close_abandoned(content, inode, self.tiers[tier])
 
     async def _reopen_handle(self, row: Handle) -> None:
         """Reopen a handle of the previous process. If its file cannot be opened, the handle exists all the same and its reads fail."""
@@ -346,8 +437,8 @@ class OpenFileTable:
         if file is None:
             storage = self._find_storage(row.content)
             file = OpenFile(row.inode, row.content, storage, -1, backing_id=row.backing_id, generation=row.generation)
-            if storage is not None and row.content is not None:
-                await self._reopen_file(file, storage, row.content)
+            if storage is not None and row.content is not None and storage.tier is not Tier.PFS:
+                self._reopen_file(file, storage, row.content)
         if row.is_writer and not file.backing_id and not file.is_writable and file.fd >= 0 and file.storage and row.content:
             await self._reopen_writable(file, file.storage, row.content)
         self.add_handle(file, row.id, row.is_writer, self._find_way(file, row))
@@ -368,41 +459,45 @@ class OpenFileTable:
         good = (copy.tier for copy in copies.list_copies(self.db, content) if copy.state is CopyState.GOOD)
         return next((self.tiers[tier] for tier in good if tier in self.tiers), None)
 
-    async def _reopen_file(self, file: OpenFile, storage: TierStorage, content: int) -> None:
+    def _reopen_file(self, file: OpenFile, storage: TierStorage, content: int) -> None:
         try:
-            file.fd = await self._run_until_deadline(storage.tier, lambda: storage.open(content))
+            file.fd = storage.open(content)
             file.atime_ns = os.fstat(file.fd).st_atime_ns
         except (OSError, CkptfsError) as failure:
             log.error("content %d in %s: the open file cannot be opened again: %s; its reads fail", content, storage.tier, failure)
 
     async def _reopen_writable(self, file: OpenFile, storage: TierStorage, content: int) -> None:
         try:
-            if storage.tier is Tier.PFS:
-                fd = await self._run_until_deadline(Tier.PFS, lambda: storage.open(content, os.O_RDWR))
-            else:
-                fd = await open_for_writing(storage, content)
-            file.replace_fd(fd)
+            file.replace_fd(await open_for_writing(storage, content))
             file.is_writable = True
         except (OSError, CkptfsError) as failure:
             log.error("content %d in %s: the open file cannot be opened for writing: %s; its writes fail", content, storage.tier, failure)
 
-    async def _run_until_deadline(self, tier: Tier, act: Callable[[], T]) -> T:
-        """Run `act`. All calls on the PFS together get `limits.PFS_ACT_WAIT_S`, then raise TimedOut."""
-        if tier is not Tier.PFS:
-            return act()
-        with trio.move_on_at(self._pfs_until_s):
-            return await run_on_pfs(act)
-        raise TimedOut("the PFS does not answer")
+    def _close_abandoned(self, content: int, inode: int, storage: TierStorage) -> None:
+        def record(status: os.stat_result | None) -> None:
+            with self.db.transaction():
+                if (content, inode, storage.tier) not in contents.list_abandoned(self.db):
+                    return  # It was opened again meanwhile.
+                if not contents.is_current(self.db, inode, content) or (status is not None and not contents.has_name(self.db, inode)):
+                    contents.mark_doomed(self.db, content)
+                elif status is not None:
+                    contents.mark_closed(self.db, inode, content, status.st_size, status.st_atime_ns, self.get_mtime_ns(status))
+            self._wake_channel.notify(ipc.WORK)
 
-    async def _close_abandoned(self, content: int, inode: int, storage: TierStorage) -> None:
-        status = None
-        with contextlib.suppress(TimedOut):
-            status = await self._run_until_deadline(storage.tier, lambda: storage.stat(content))
-        with self.db.transaction():
-            if not contents.is_current(self.db, inode, content) or (status is not None and not contents.has_name(self.db, inode)):
-                contents.mark_doomed(self.db, content)
-            elif status is not None:
-                contents.mark_closed(self.db, inode, content, status.st_size, status.st_atime_ns, self.get_mtime_ns(status))
+        read = functools.partial(_read_status, storage, content)
+        if storage.tier is Tier.PFS:
+            self.slow_calls.start(read, Tier.PFS, record)
+        else:
+            record(read())
+
+
+def _read_status(storage: TierStorage, content: int) -> os.stat_result | None:
+    """Return the status of a content's file; None if it cannot be told."""
+    try:
+        return storage.stat(content)
+    except (OSError, CkptfsError) as failure:
+        log.info("content %d in %s: its size cannot be read: %s", content, storage.tier, failure)
+        return None
 
 
 def _add_reserved(sums: dict[Tier, int], file: OpenFile, size: int) -> None:

@@ -13,6 +13,7 @@ Crash safety: see `context`. A raw request may be executed twice. A create is co
 
 import ctypes
 import errno
+import functools
 import os
 from collections.abc import Awaitable, Callable
 
@@ -37,9 +38,10 @@ from ckptfs_daemon.fuse.request import (
 from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.file_handlers import FileHandlers
 from ckptfs_daemon.mount.latest_tree import LatestTree
-from ckptfs_daemon.mount.open_attempt import CreateAttempt, OpenResult
-from ckptfs_daemon.mount.open_file import run_in_thread
+from ckptfs_daemon.mount.open_attempt import CreateAttempt
+from ckptfs_daemon.mount.open_file import OpenFile, run_in_thread
 from ckptfs_daemon.mount.open_file_table import HANDLE_MASK
+from ckptfs_daemon.mount.open_request import OpenResult
 
 # After fuse.session, which loads the shim before pyfuse3.
 import pyfuse3  # isort: skip
@@ -106,8 +108,9 @@ class ShimHandlers:
         if mode not in MODES:
             raise posix_error(errno.EOPNOTSUPP)
         file = self._context.open_files.get_file(fh)
+        growth = 0 if mode & PUNCH_HOLE else length
         # Allocating 100 GiB of RAM takes a minute, during which other requests must be served.
-        await self._files.with_room(file, lambda fd: _fallocate_or_punch(fd, mode, offset, length), long=True)
+        await self._files.with_room(file, lambda fd: _fallocate_or_punch(fd, mode, offset, length), long=True, growth=growth)
         session.reply_err(req, 0)
 
     async def _copy_range(self, req: int, fh_in: int, offset_in: int, fh_out: int, offset_out: int, length: int) -> None:
@@ -116,7 +119,8 @@ class ShimHandlers:
             await source.fetch_waiter.wait_complete(source)
         await self._files.ensure_open(source)
         length = min(length, limits.COPY_RANGE_BYTES_MAX)
-        count = await self._files.with_room(target, lambda fd: os.copy_file_range(source.fd, fd, length, offset_in, offset_out))
+        copy = functools.partial(_copy_file_range, source, length, offset_in, offset_out)
+        count = await self._files.with_room(target, copy, long=True, growth=length, source=source)
         session.reply_write(req, count)
 
     async def _lseek(self, req: int, offset: int, whence: int, fh: int) -> None:
@@ -131,7 +135,9 @@ class ShimHandlers:
         if self._context.data_path is DataPath.BUFFERED and file.writer_count:
             # The kernel asks before it writes its dirty pages: make it write them.
             await trio.to_thread.run_sync(pyfuse3.invalidate_inode, pyfuse3.InodeT(file.inode))
-        session.reply_lseek(req, await run_in_thread(file, lambda: os.lseek(file.fd, offset, whence)))
+        with file.in_use():
+            found = await run_in_thread(file, lambda: os.lseek(file.fd, offset, whence))
+        session.reply_lseek(req, found)
 
     # --- fast path ----------------------------------------------------------------------------------------------------
 
@@ -146,6 +152,8 @@ class ShimHandlers:
         except FileNotFoundError:
             session.reply(req, self._negative_entry_out)
             return True
+        if self._context.open_files.is_on_pfs(inode.id):
+            return False  # Its attributes may have to be waited for.
         inode = self._context.open_files.get_attributes(inode)
         session.reply(req, entry_out(inode, self._blksize, self._get_attr_timeout_s(inode.id), self._entry_timeout_s))
         if prefetch is not None:
@@ -154,6 +162,8 @@ class ShimHandlers:
 
     def _fast_getattr(self, req: int, number: int, pid: int) -> bool:
         if self._context.prefetch is not None and not self._context.prefetch.consume_fresh_inode(pid, number):
+            return False
+        if self._context.open_files.is_on_pfs(number):
             return False
         inode = self._context.open_files.get_attributes(self._context.get_inode(number))
         session.reply(req, attr_out(inode, self._blksize, self._get_attr_timeout_s(number)))
@@ -181,6 +191,10 @@ class ShimHandlers:
         elif self._context.data_path is DataPath.BUFFERED:
             flags |= session.FOPEN_KEEP_CACHE
         return open_out(opened.fh, flags, opened.backing_id)
+
+
+def _copy_file_range(source: OpenFile, length: int, offset_in: int, offset_out: int, fd: int) -> int:
+    return os.copy_file_range(source.fd, fd, length, offset_in, offset_out)
 
 
 def _fallocate_or_punch(fd: int, mode: int, offset: int, length: int) -> None:

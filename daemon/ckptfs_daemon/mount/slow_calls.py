@@ -1,0 +1,91 @@
+"""Calls on tiers that take long or hang and that no request waits for: they run in threads, one task for each.
+
+close(2) may write back or ask a server, and frees the pages of a file without a name (0.16 s for each GiB of a tmpfs). Reading the status
+of a file on the PFS hangs as long as the PFS does. None of them may run in the trio thread, which serves everything else.
+
+Invariants:
+- Calls on the PFS have threads of their own, so that one that hangs holds up no other tier.
+- Without the task (before and after the service, and in tests) a call runs at once.
+
+Crash safety: the kernel closes the descriptors of a process that ends. Who depends on the result of a call has rows in the catalog.
+"""
+
+import functools
+import logging
+import math
+import os
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import trio
+
+from ckptfs import limits
+from ckptfs.model import Tier
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_Task = Callable[[], Awaitable[None]]
+
+
+class SlowCalls:
+    """The calls of one mount process. All methods belong to the trio thread."""
+
+    def __init__(self) -> None:
+        self._send: trio.MemorySendChannel[_Task] | None = None
+        self._local_threads: trio.CapacityLimiter | None = None
+        self._pfs_threads: trio.CapacityLimiter | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._send is not None
+
+    async def run(self) -> None:
+        """Run the calls until cancelled. A call that hangs then stays behind in its thread. A task."""
+        self._send, receive = trio.open_memory_channel[_Task](math.inf)
+        self._local_threads = trio.CapacityLimiter(limits.FREE_THREADS_MAX)
+        self._pfs_threads = trio.CapacityLimiter(limits.PFS_THREADS_MAX)
+        try:
+            async with trio.open_nursery() as nursery:
+                async for task in receive:
+                    nursery.start_soon(task, name="slow call")
+        finally:
+            self._send = None
+
+    def start(self, act: Callable[[], T], tier: Tier | None, then: Callable[[T], None] | None = None, after: _Task | None = None) -> None:
+        """Run `act` on `tier` (None: the PFS's own file) in a thread, once `after` has returned; then `then` with its result."""
+
+        async def run() -> None:
+            if after is not None:
+                await after()
+            limiter = self._local_threads if tier in (Tier.RAM, Tier.NVME) else self._pfs_threads
+            result = await trio.to_thread.run_sync(act, abandon_on_cancel=True, limiter=limiter)
+            if then is not None:
+                then(result)
+
+        if self._send is not None:
+            self._send.send_nowait(functools.partial(_run_logged, run))
+        else:
+            result = act()
+            if then is not None:
+                then(result)
+
+    def close(self, fd: int, tier: Tier | None, then: Callable[[], None] | None = None, after: _Task | None = None) -> None:
+        """Close a descriptor of a file in `tier`; -1 is none."""
+        self.start(functools.partial(_close, fd, tier), tier, None if then is None else lambda _: then(), after)
+
+
+async def _run_logged(run: _Task) -> None:
+    try:
+        await run()
+    except Exception:
+        log.exception("a call on a tier: failed unexpectedly")
+
+
+def _close(fd: int, tier: Tier | None) -> None:
+    """Close a descriptor. Its release is committed already, so an error has nobody to go to."""
+    if fd >= 0:
+        try:
+            os.close(fd)
+        except OSError as failure:
+            log.error("%s: a file cannot be closed: %s", tier or "the PFS", failure)

@@ -1,0 +1,100 @@
+"""P1, P8: a PFS that answers no request at all costs only the files that lie on it."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemon_under_test import DaemonUnderTest, deadline, eventually
+from programs import differences
+from silent_pfs import SilentPfs
+
+pytestmark = [pytest.mark.root, pytest.mark.fuse]
+MIB = 1 << 20
+HANG_S = 45.0
+Make = Callable[..., DaemonUnderTest]
+
+
+@pytest.fixture
+def hanging(tmp_path: Path, data_path: str) -> Iterator[SilentPfs]:
+    made = SilentPfs(tmp_path)
+    yield made
+    made.close()
+
+
+def soon(act: Callable[[], Any]) -> Any:
+    """The result of `act`, which must not wait for the PFS."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(act()), daemon=True)
+    thread.start()
+    thread.join(HANG_S)
+    assert results, "it waits for the PFS"
+    return results[0]
+
+
+def work(root: Path, name: str) -> bool:
+    """What a job does all the time, in files that are in RAM."""
+    path = root / name
+    with open(path, "wb") as file:
+        file.write(b"x" * 100_000)
+        file.flush()
+        os.fsync(file.fileno())
+    assert path.stat().st_size == 100_000
+    path.rename(root / f"{name}-renamed")
+    assert (root / f"{name}-renamed").read_bytes() == b"x" * 100_000
+    os.truncate(root / f"{name}-renamed", 10)
+    (root / f"{name}-gone").write_bytes(b"y")
+    (root / f"{name}-gone").unlink()
+    (root / f"{name}-dir").mkdir()
+    assert f"{name}-dir" in os.listdir(root)
+    assert all(os.lstat(root / found) for found in os.listdir(root))
+    os.statvfs(root)
+    return True
+
+
+def fill_ram(daemon: DaemonUnderTest) -> dict[str, int]:
+    """Descriptors of three files in the PFS tier: one outgrew RAM, one was made when RAM was full, one is read."""
+    descriptors = {"outgrown": os.open(daemon.path / "outgrown", os.O_RDWR | os.O_CREAT)}
+    for number in range(70):
+        os.pwrite(descriptors["outgrown"], bytes([number]) * MIB, number * MIB)
+    os.fsync(descriptors["outgrown"])
+    (daemon.path / "read").write_bytes(b"r" * 70 * MIB)
+    descriptors["read"] = os.open(daemon.path / "read", os.O_RDONLY)
+    outgrown = "SELECT tier FROM copy WHERE content = (SELECT content FROM inode WHERE id = ?)"
+    assert daemon.catalog(outgrown, os.fstat(descriptors["outgrown"]).st_ino) == [("pfs",)], "the test needs a file in the PFS tier"
+    return descriptors
+
+
+@pytest.mark.parametrize("how", ["hang", "swallow"])
+@pytest.mark.parametrize("kill", [False, True])
+def test_everything_else_goes_on(make_daemon: Make, data_path: str, hanging: SilentPfs, how: str, kill: bool) -> None:
+    daemon = make_daemon(data_path, ram="64M", nvme=None, pfs=hanging.path)
+    daemon.expect_warning("pfs|PFS|write back|scan|fetch|does not answer|cannot be|hangs|killed|ended with|silent|content")
+    with deadline(daemon, 280):
+        (daemon.path / "work").mkdir()
+        descriptors = fill_ram(daemon)
+        assert work(daemon.path, "before")
+        getattr(hanging, how)()
+        # Before the write: a process that inherits the descriptor flushes it.
+        assert soon(lambda: daemon.command("status", daemon.path, timeout=30))
+        assert soon(lambda: work(daemon.path, "a"))
+        assert soon(lambda: work(daemon.path / "work", "b"))
+        writing = threading.Thread(target=os.pwrite, args=(descriptors["outgrown"], b"late", 70 * MIB), daemon=True)
+        writing.start()
+        assert soon(lambda: os.fstat(descriptors["outgrown"]).st_size >= 70 * MIB)
+        os.close(descriptors["read"])
+        assert soon(lambda: work(daemon.path, "c"))
+        if kill:
+            soon(lambda: daemon.kill("mount") or True)
+            soon(lambda: daemon.kill("mover") or True)
+            assert soon(lambda: work(daemon.path, "d"))
+        hanging.resume()
+        writing.join(60)
+        assert not writing.is_alive()
+        os.close(descriptors["outgrown"])
+        eventually(lambda: daemon.command("drain", daemon.path, check=False).returncode == 0, what="write-back goes on")
+        daemon.settle()
+        assert os.stat(daemon.path / "outgrown").st_size == 70 * MIB + 4
+        assert differences(daemon.path, hanging.path) == []
