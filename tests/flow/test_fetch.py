@@ -7,12 +7,14 @@ import threading
 from pathlib import Path
 
 import pytest
+from local_node import inject_fault
 from pfs_world import World, bytes_here, corrupt, lose_copies
 
 from ckptfs import digest, disk, limits
 from ckptfs.catalog import contents, mover_requests
 from ckptfs.model import ContentState, Tier
 from ckptfs.tiers import transfer
+from ckptfs.tiers.storage import TierStorage
 
 MIB = limits.MIB
 
@@ -258,3 +260,15 @@ def test_an_error_of_the_disk_below_nvme(tmp_path: Path, label: str, monkeypatch
     world.check()
     assert world.bring("file").result == mover_requests.FETCHED
     assert bytes_here(world, "file") == (Tier.NVME, b"data" * 1000)
+
+
+def test_a_tier_that_fails_costs_a_reader_another_try_and_no_error(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1: NVMe dies, and nobody has noticed when the file is fetched into it."""
+    nvme = TierStorage(Tier.NVME, tmp_path / "nvme")
+    monkeypatch.setattr(world.tiers, "_tiers", {**world.tiers, Tier.NVME: nvme})
+    monkeypatch.setattr(world.tiers, "choose_tier", lambda expected_bytes=0: Tier.NVME if nvme.is_usable else Tier.RAM)
+    inject_fault(monkeypatch, "place:create=EIO@1")
+    request = world.bring("d/file")
+    assert (request.state, request.result) == (mover_requests.DONE, mover_requests.FETCHED)
+    assert not nvme.is_usable and bytes_here(world, "d/file")[0] is Tier.RAM
+    world.check()

@@ -17,8 +17,8 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Container, Sequence
-from contextlib import suppress
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from ckptfs import disk, limits
@@ -147,7 +147,8 @@ class Fetch:
             return mover_requests.FETCHED
         assert state.published is not None
         tier = self._choose_tier(state.published.size, is_required=is_required, is_never_read=state.published.digest is None)
-        return self._pfs.fetch(state, tier, progress, is_required=is_required)
+        with self._retry_elsewhere(tier):
+            return self._pfs.fetch(state, tier, progress, is_required=is_required)
 
     def _fetch_from_peers(self, state: FetchState, sources: Sources, progress: FetchProgress, *, is_required: bool) -> bool:
         """Fetch a file from other nodes. Return False if they did not deliver it but the PFS may. Raises Busy if nothing else may."""
@@ -157,7 +158,8 @@ class Fetch:
         if tier is None:
             return False
         try:
-            self._peers.fetch(state, sources.nodes, tier, progress)
+            with self._retry_elsewhere(tier):
+                self._peers.fetch(state, sources.nodes, tier, progress)
         except PeerFailed as failure:
             if sources.is_on_pfs:
                 log.info("%s: reading from the PFS instead of the peers: %s", state.path, failure)
@@ -179,6 +181,16 @@ class Fetch:
                 return tier
         self._notify.wake_lanes()  # Other lanes make room for the next fetch.
         return None
+
+    @contextmanager
+    def _retry_elsewhere(self, tier: Tier | None) -> Iterator[None]:
+        """Raise Busy if the tier of the copy fails: the next try takes another one."""
+        try:
+            yield
+        except OSError as failure:
+            if tier is None or self._tiers[tier].is_usable:
+                raise
+            raise Busy(f"{tier} fails: {self._tiers[tier].failure}") from failure
 
     # --- after a failure -------------------------------------------------------------------------------------------------
 
