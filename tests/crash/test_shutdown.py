@@ -8,6 +8,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from daemon_under_test import DaemonUnderTest, eventually
@@ -17,14 +18,29 @@ from ckptfs import mountpoint_guard
 MakeDaemon = Callable[..., DaemonUnderTest]
 
 
+@pytest.fixture
+def make_refusable(make_daemon: MakeDaemon) -> MakeDaemon:
+    """A daemon whose PFS is a tmpfs of its own, which `pfs_refuses` makes read-only."""
+
+    def make(*arguments: str, **options: Any) -> DaemonUnderTest:
+        daemon = make_daemon(*arguments, start=False, **options)
+        subprocess.run(["mount", "-t", "tmpfs", "none", str(daemon.pfs)], check=True)
+        daemon.start()
+        (daemon.path / "first").write_bytes(b"x")
+        daemon.settle()
+        return daemon
+
+    return make
+
+
 @contextlib.contextmanager
 def pfs_refuses(daemon: DaemonUnderTest) -> Iterator[None]:
     """A PFS that is read-only while the block runs."""
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(daemon.pfs)], check=True)
+    subprocess.run(["mount", "-o", "remount,ro", str(daemon.pfs)], check=True)
     try:
         yield
     finally:
-        subprocess.run(["umount", "-l", str(daemon.pfs)], check=True)
+        subprocess.run(["mount", "-o", "remount,rw", str(daemon.pfs)], check=True)
 
 
 def terminate(daemon: DaemonUnderTest) -> None:
@@ -37,9 +53,9 @@ def wait_for_end(daemon: DaemonUnderTest) -> int:
     return daemon.process.wait(120)
 
 
-def test_sigterm_drains_with_the_mount_attached(data_path: str, make_daemon: MakeDaemon) -> None:
+def test_sigterm_drains_with_the_mount_attached(data_path: str, make_refusable: MakeDaemon) -> None:
     """P3: a checkpoint that is saved while the daemon drains is saved in ckptfs, and the directory below accepts none afterwards."""
-    daemon = make_daemon(data_path)
+    daemon = make_refusable(data_path)
     daemon.expect_warning("pfs|write.back|[Rr]ead-only")
     with pfs_refuses(daemon):
         (daemon.path / "before").write_bytes(b"x" * 100_000)
@@ -56,12 +72,12 @@ def test_sigterm_drains_with_the_mount_attached(data_path: str, make_daemon: Mak
     with pytest.raises(OSError):
         (daemon.path / "too late").write_bytes(b"lost")
     daemon.start()
-    assert sorted(os.listdir(daemon.path)) == ["before", "meanwhile"]
+    assert sorted(os.listdir(daemon.path)) == ["before", "first", "meanwhile"]
 
 
-def test_what_is_not_drained_is_named_with_its_place_and_remedy(make_daemon: MakeDaemon) -> None:
+def test_what_is_not_drained_is_named_with_its_place_and_remedy(make_refusable: MakeDaemon) -> None:
     """P3: the log says what is left, where it lies, what a reboot does, and the command that goes on."""
-    daemon = make_daemon(drain_deadline="1s", nvme=None)
+    daemon = make_refusable(drain_deadline="1s", nvme=None)
     daemon.expect_warning("pfs|write.back|[Rr]ead-only|drained until the deadline")
     with pfs_refuses(daemon):
         (daemon.path / "only").write_bytes(b"x" * 5000)
@@ -79,12 +95,12 @@ def test_what_is_not_drained_is_named_with_its_place_and_remedy(make_daemon: Mak
     assert (daemon.pfs / "only").read_bytes() == b"x" * 5000
 
 
-def test_systemd_is_asked_for_time_while_it_drains(make_daemon: MakeDaemon, tmp_path: Path) -> None:
+def test_systemd_is_asked_for_time_while_it_drains(make_refusable: MakeDaemon, tmp_path: Path) -> None:
     """`systemctl stop` must not kill a drain that moves: TimeoutStopSec is prolonged, and its status says what is left."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         manager.settimeout(60)
-        daemon = make_daemon(env={"NOTIFY_SOCKET": str(tmp_path / "notify")})
+        daemon = make_refusable(env={"NOTIFY_SOCKET": str(tmp_path / "notify")})
         daemon.expect_warning("pfs|write.back|[Rr]ead-only")
         heard = []
         with pfs_refuses(daemon):
@@ -98,8 +114,8 @@ def test_systemd_is_asked_for_time_while_it_drains(make_daemon: MakeDaemon, tmp_
         assert wait_for_end(daemon) == 0
 
 
-def test_a_second_sigterm_does_not_wait_for_the_drain(make_daemon: MakeDaemon) -> None:
-    daemon = make_daemon()
+def test_a_second_sigterm_does_not_wait_for_the_drain(make_refusable: MakeDaemon) -> None:
+    daemon = make_refusable()
     daemon.expect_warning("pfs|write.back|[Rr]ead-only|cut short|drained until the deadline")
     with pfs_refuses(daemon):
         (daemon.path / "kept").write_bytes(b"x" * 5000)
@@ -113,9 +129,9 @@ def test_a_second_sigterm_does_not_wait_for_the_drain(make_daemon: MakeDaemon) -
     assert (daemon.pfs / "kept").read_bytes() == b"x" * 5000
 
 
-def test_a_mover_that_is_killed_in_the_drain_begins_it_anew(make_daemon: MakeDaemon) -> None:
+def test_a_mover_that_is_killed_in_the_drain_begins_it_anew(make_refusable: MakeDaemon) -> None:
     """P8."""
-    daemon = make_daemon()
+    daemon = make_refusable()
     daemon.expect_warning("pfs|write.back|[Rr]ead-only")
     with pfs_refuses(daemon):
         (daemon.path / "kept").write_bytes(b"x" * 5000)
@@ -127,9 +143,9 @@ def test_a_mover_that_is_killed_in_the_drain_begins_it_anew(make_daemon: MakeDae
     assert (daemon.pfs / "kept").read_bytes() == b"x" * 5000 and (daemon.pfs / "later").read_bytes() == b"y" * 5000
 
 
-def test_an_unmount_in_the_middle_of_the_drain_drains_the_rest(make_daemon: MakeDaemon) -> None:
+def test_an_unmount_in_the_middle_of_the_drain_drains_the_rest(make_refusable: MakeDaemon) -> None:
     """As systemd does at shutdown: it stops the service and unmounts the mountpoint at once."""
-    daemon = make_daemon()
+    daemon = make_refusable()
     daemon.expect_warning("pfs|write.back|[Rr]ead-only")
     with pfs_refuses(daemon):
         (daemon.path / "kept").write_bytes(b"x" * 5000)
