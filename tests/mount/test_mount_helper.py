@@ -111,13 +111,16 @@ def test_unmounting_a_path_that_is_no_mount_is_refused(tmp_path: Path) -> None:
 
 def test_umount_says_what_was_not_written_back(place: DaemonUnderTest) -> None:
     """F2: with a PFS that refuses, the deadline passes, and the words say what is left; the next mount has it."""
+    subprocess.run(["mount", "-t", "tmpfs", "none", str(place.pfs)], check=True)
     assert mount(place, "drain_deadline=1s").returncode == 0
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(place.pfs)], check=True)
+    (place.path / "first").write_bytes(b"x")
+    place.settle()
+    subprocess.run(["mount", "-o", "remount,ro", str(place.pfs)], check=True)
     try:
         (place.path / "kept").write_bytes(b"x" * 1000)
         result = helper("umount", place.path)
     finally:
-        subprocess.run(["umount", "-l", str(place.pfs)], check=True)
+        subprocess.run(["mount", "-o", "remount,rw", str(place.pfs)], check=True)
     assert result.returncode == 0 and "not everything was written back (1 file (1000 B)" in result.stderr, result.stderr
     assert mount(place).returncode == 0
     assert (place.path / "kept").read_bytes() == b"x" * 1000
