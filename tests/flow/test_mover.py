@@ -32,7 +32,7 @@ node.configure(name=f"test-{link}-{Path(root).name}", drain_deadline_s=float(pfs
 node.tiers.close()
 node.db.close()
 ends = [socket.socket(fileno=int(number)) for number in (link, bell)]
-given = ChildSetup("mover", node.config, b"", DataPath.BUFFERED, "", False, False, *ends, -1)
+given = ChildSetup("mover", node.config, b"", DataPath.BUFFERED, "", False, *ends, -1, -1)
 sys.exit(mover.run(given))
 """
 
