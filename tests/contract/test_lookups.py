@@ -177,6 +177,7 @@ def build_names(walker: Walker, request: Callable[..., Awaitable[str]]) -> Names
         wake_channel=cast(Any, None),
         mover_client=cast(Any, SimpleNamespace(request=request)),
         open_files=cast(Any, SimpleNamespace(get_attributes=lambda inode: inode, is_open_for_writing=lambda inode: False)),
+        memory_limits=cast(Any, None),
         shared_namespace=walker.node.sharing,
         prefetch=walker.walks,
     )
