@@ -176,7 +176,9 @@ def build_names(walker: Walker, request: Callable[..., Awaitable[str]]) -> Names
         tiers=cast(Any, None),
         wake_channel=cast(Any, None),
         mover_client=cast(Any, SimpleNamespace(request=request)),
-        open_files=cast(Any, SimpleNamespace(get_attributes=lambda inode: inode, is_open_for_writing=lambda inode: False)),
+        open_files=cast(
+            Any, SimpleNamespace(get_attributes=lambda inode: inode, is_open_for_writing=lambda inode: False, is_on_pfs=lambda inode: False)
+        ),
         memory_limits=cast(Any, None),
         shared_namespace=walker.node.sharing,
         prefetch=walker.walks,
