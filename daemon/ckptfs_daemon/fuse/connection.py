@@ -277,7 +277,9 @@ def _mount_fuse_unprivileged(config: Config) -> int:
 
 def _read_init(fd: int) -> bytes:
     """Read the first request of a new connection."""
-    if not select.select([fd], [], [], INIT_WAIT_S)[0]:
+    readable = select.poll()
+    readable.register(fd, select.POLLIN)
+    if not readable.poll(INIT_WAIT_S * 1000):
         raise CannotMount(f"the kernel sent no INIT within {INIT_WAIT_S:g} s")
     return os.read(fd, INIT_BYTES_MAX)
 
