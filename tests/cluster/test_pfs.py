@@ -135,7 +135,7 @@ def test_survivors_finish_what_a_dead_node_had_to_write_back(lab: ClusterUnderTe
     (places[0] / "kept").write_bytes(os.urandom(SIZE))
     agreed(lab, places)
     there = lab.pfs / places[0].name
-    lab.expect_warning("write-back|write back|does not answer|cannot be reached")
+    lab.expect_warning("write-back|write back|written back|does not answer|cannot be reached")
     with unchangeable(there):
         (places[2] / "new").mkdir()
         (places[2] / "new" / "file").write_bytes(os.urandom(SIZE))

@@ -79,6 +79,8 @@ def test_verify_on_a_mount(mount: Area) -> None:
     mount.command("wait", path, "--timeout", "120s")
     found = json.loads(mount.command("verify", path, "--json").stdout)
     assert {(finding["tier"], finding["verdict"]) for finding in found["findings"]} == {("ram", "good"), ("pfs", "good")}
+    checked = "SELECT 1 FROM pfs_file WHERE inode = ? AND checked_ns > 0"
+    eventually(lambda: mount.catalog(checked, path.stat().st_ino), what="it was read back, and is not read back again")
     on_pfs = mount.pfs / "file"
     times = os.stat(on_pfs)
     with open(on_pfs, "r+b") as file:
