@@ -72,6 +72,13 @@ HEARTBEAT_INTERVAL_S = 5.0
 LINK_MESSAGE_BYTES_MAX = 1024
 
 
+def wait_ready(file: int | socket.socket, event: int, timeout_s: float) -> bool:
+    """Wait until a descriptor is ready for `event` (select.POLLIN, select.POLLOUT) or hung up. Return False if the time is over first."""
+    poll = select.poll()
+    poll.register(file, event)
+    return bool(poll.poll(timeout_s * 1000))
+
+
 class WakeChannel:
     """One end of the socket pair between mount and mover."""
 
@@ -94,7 +101,7 @@ class WakeChannel:
     def notify_or_wait(self, message: bytes) -> None:
         """Send like `notify`, but wait up to SEND_WAIT_S for room. For worker threads whose message must not be lost."""
         if not self._send(message):
-            select.select([], [self._end], [], SEND_WAIT_S)
+            wait_ready(self._end, select.POLLOUT, SEND_WAIT_S)
             self._send(message)
 
     def _send(self, message: bytes) -> bool:
