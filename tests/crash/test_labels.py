@@ -101,7 +101,11 @@ class Fault:
 
     def finished(self) -> bool:
         """Whether it struck, or there is nothing left to do in which it could."""
-        return self.struck or not (self.daemon.unsettled() or self._ours.is_set())
+        return self.struck or not (self.daemon.unsettled() or self._has_doomed() or self._ours.is_set())
+
+    def _has_doomed(self) -> bool:
+        """Whether contents still wait for the step that removes them."""
+        return bool(self.daemon.catalog("SELECT 1 FROM content WHERE state = 3 LIMIT 1"))
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
