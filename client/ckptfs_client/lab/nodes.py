@@ -159,13 +159,16 @@ def find_etcd() -> str:
 
 
 def start_etcd(plan: Plan) -> None:
-    """Start etcd if it does not run, and wait until it is healthy. Raises CommandFailed."""
+    """Start etcd if it does not run, and wait until it is healthy. Raises CommandFailed.
+
+    It does not sync its files: a lab ends with its machine, and its nodes share one disk, which would make etcd look ill.
+    """
     namespace = network.get_namespace_path(plan, network.BRIDGE)
     if not is_etcd_running(plan):
         command = [
             find_etcd(), "--name", "lab", "--data-dir", str(plan.directory / ETCD), "--listen-client-urls", CLIENT_URL,
             "--advertise-client-urls", CLIENT_URL, "--listen-peer-urls", PEER_URL, "--initial-advertise-peer-urls", PEER_URL,
-            "--initial-cluster", f"lab={PEER_URL}", "--auto-compaction-retention", "1",
+            "--initial-cluster", f"lab={PEER_URL}", "--auto-compaction-retention", "1", "--unsafe-no-fsync",
         ]  # fmt: skip
         spawn(namespace, command, plan.directory / "etcd.log")
     until = time.monotonic() + ETCD_READY_WAIT_S
