@@ -1,39 +1,12 @@
 """A PFS that hangs: the mount, `status`, `ls` and waits answer all the same, and say what is wrong. P1, F2."""
 
 import json
-import os
-import signal
-import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
-import pytest
 from daemon_under_test import DaemonUnderTest, eventually
-from programs import need
+from silent_pfs import SilentPfs
 
 ANSWER_S = 20.0
-
-
-@pytest.fixture
-def hanging(make_daemon: Callable[..., DaemonUnderTest]) -> Iterator[tuple[DaemonUnderTest, Callable[[int], None]]]:
-    """A daemon whose PFS is a bindfs, and what sends that a signal: SIGSTOP makes every system call there hang, SIGCONT ends it."""
-    need("bindfs")
-    daemon = make_daemon(start=False)
-    below = daemon.root / "server"
-    below.mkdir()
-    server = subprocess.Popen(["bindfs", "-f", str(below), str(daemon.pfs)], stdin=subprocess.DEVNULL)
-    eventually(lambda: os.path.ismount(daemon.pfs), what="bindfs is mounted")
-    try:
-        daemon.start()
-        yield daemon, server.send_signal
-        daemon.unmount()
-    finally:
-        server.send_signal(signal.SIGCONT)
-        if daemon.process is not None and daemon.process.poll() is None:
-            daemon.close()
-        subprocess.run(["umount", "-l", str(daemon.pfs)], check=False)
-        server.terminate()
-        server.wait(30)
 
 
 def status(daemon: DaemonUnderTest) -> dict[str, object]:
@@ -41,12 +14,12 @@ def status(daemon: DaemonUnderTest) -> dict[str, object]:
     return found
 
 
-def test_everything_answers_while_the_pfs_hangs(hanging: tuple[DaemonUnderTest, Callable[[int], None]]) -> None:
-    daemon, signalled = hanging
+def test_everything_answers_while_the_pfs_hangs(make_daemon: Callable[..., DaemonUnderTest], silent: SilentPfs) -> None:
+    daemon = make_daemon(pfs=silent.path)
     daemon.expect_warning(r"pfs|PFS|write_back|scan")
     (daemon.path / "before").write_bytes(b"1")
     daemon.command("wait", daemon.path / "before", "--timeout", "60s")
-    signalled(signal.SIGSTOP)
+    silent.hang()
     (daemon.path / "during").write_bytes(b"2" * 100_000)
     assert (daemon.path / "during").read_bytes() == b"2" * 100_000
     assert daemon.command("wait", daemon.path / "during", "--timeout", "500ms", check=False, timeout=ANSWER_S).returncode == 4
@@ -58,7 +31,7 @@ def test_everything_answers_while_the_pfs_hangs(hanging: tuple[DaemonUnderTest, 
     assert found["write_back"]["dirty_files"] == 1
     drained = daemon.command("drain", daemon.path, "--deadline", "500ms", check=False, timeout=ANSWER_S)
     assert drained.returncode == 4 and "blocked: " in drained.stderr
-    signalled(signal.SIGCONT)
+    silent.resume()
     daemon.command("wait", daemon.path / "during", "--timeout", "100s")
     eventually(lambda: status(daemon)["health"] == "ok", what="status says that all is well again")
-    assert Path(daemon.root / "server" / "during").read_bytes() == b"2" * 100_000
+    assert (silent.source / "during").read_bytes() == b"2" * 100_000

@@ -5,12 +5,12 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from ckptfs_client.mount_helper import LOG
-from daemon_under_test import REPOSITORY, DaemonUnderTest, environment, eventually
+from daemon_under_test import REPOSITORY, DaemonUnderTest, environment
 from programs import with_mounts_of_its_own
 
 from ckptfs.procfs import is_running
@@ -27,17 +27,6 @@ def entry_point(name: str) -> str:
 def helper(name: str, *arguments: str | Path) -> Result:
     command = [sys.executable, "-P", "-c", entry_point(name), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment(), check=False)
-
-
-@pytest.fixture
-def place(make_daemon: MakeDaemon) -> Iterator[DaemonUnderTest]:
-    """Directories for a mount that the helper makes; whatever the helper left is ended afterwards."""
-    place = make_daemon(start=False)
-    yield place
-    for pid in {int(one.get("pid") or 0) for one in place.processes().values() if isinstance(one, dict)} - {0}:
-        place.abort()
-        subprocess.run(["umount", "-l", str(place.path)], check=False, capture_output=True)
-        eventually(lambda pid=pid: not is_running(pid), what=f"process {pid} has ended")
 
 
 def options(place: DaemonUnderTest, *more: str) -> str:

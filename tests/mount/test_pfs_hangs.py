@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,6 @@ pytestmark = [pytest.mark.root, pytest.mark.fuse]
 MIB = 1 << 20
 HANG_S = 45.0
 Make = Callable[..., DaemonUnderTest]
-
-
-@pytest.fixture
-def hanging(tmp_path: Path, data_path: str) -> Iterator[SilentPfs]:
-    made = SilentPfs(tmp_path)
-    yield made
-    made.close()
 
 
 def soon(act: Callable[[], Any]) -> Any:
@@ -69,14 +62,14 @@ def fill_ram(daemon: DaemonUnderTest) -> dict[str, int]:
 
 @pytest.mark.parametrize("how", ["hang", "swallow"])
 @pytest.mark.parametrize("kill", [False, True])
-def test_everything_else_goes_on(make_daemon: Make, data_path: str, hanging: SilentPfs, how: str, kill: bool) -> None:
-    daemon = make_daemon(data_path, ram="64M", nvme=None, pfs=hanging.path)
+def test_everything_else_goes_on(make_daemon: Make, data_path: str, silent: SilentPfs, how: str, kill: bool) -> None:
+    daemon = make_daemon(data_path, ram="64M", nvme=None, pfs=silent.path)
     daemon.expect_warning("pfs|PFS|write back|scan|fetch|does not answer|cannot be|hangs|killed|ended with|silent|content")
     with deadline(daemon, 280):
         (daemon.path / "work").mkdir()
         descriptors = fill_ram(daemon)
         assert work(daemon.path, "before")
-        getattr(hanging, how)()
+        getattr(silent, how)()
         # Before the write: a process that inherits the descriptor flushes it.
         assert soon(lambda: daemon.command("status", daemon.path, timeout=30))
         assert soon(lambda: work(daemon.path, "a"))
@@ -90,11 +83,11 @@ def test_everything_else_goes_on(make_daemon: Make, data_path: str, hanging: Sil
             soon(lambda: daemon.kill("mount") or True)
             soon(lambda: daemon.kill("mover") or True)
             assert soon(lambda: work(daemon.path, "d"))
-        hanging.resume()
+        silent.resume()
         writing.join(60)
         assert not writing.is_alive()
         os.close(descriptors["outgrown"])
         eventually(lambda: daemon.command("drain", daemon.path, check=False).returncode == 0, what="write-back goes on")
         daemon.settle()
         assert os.stat(daemon.path / "outgrown").st_size == 70 * MIB + 4
-        assert differences(daemon.path, hanging.path) == []
+        assert differences(daemon.path, silent.path) == []

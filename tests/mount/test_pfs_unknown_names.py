@@ -10,14 +10,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import hanging_pfs
 import pytest
+import silent_pfs
 from daemon_under_test import DaemonUnderTest, deadline
 from programs import need, run
+from silent_pfs import SilentPfs
 
 pytestmark = pytest.mark.fuse
 Make = Callable[..., DaemonUnderTest]
-OPENERS = Path(hanging_pfs.__file__).with_name("openers.c")
+OPENERS = Path(silent_pfs.__file__).with_name("openers.c")
 READING = ("open", "stat", "access", "openat2", "uring-open", "uring-stat")
 CREATING = ("create", "mkdir", "openat2-create")
 CHILD_NAMESPACE = ("unshare", "--pid", "--fork")
@@ -51,23 +52,23 @@ def call_all(openers: Path, directory: Path, wrappers: list[tuple[str, ...]]) ->
     return {key: answers[key] for key in reads}, {key: answers[key] for key in creates}
 
 
-def test_on_a_pfs_that_hangs(make_daemon: Make, openers: Path, data_path: str) -> None:
-    daemon = make_daemon(data_path, start=False, drain_deadline="1s")
+def test_on_a_pfs_that_hangs(make_daemon: Make, openers: Path, data_path: str, silent: SilentPfs) -> None:
+    (silent.source / "run").mkdir()
+    (silent.source / "run" / "step_1").write_bytes(b"the newest checkpoint")
+    daemon = make_daemon(data_path, pfs=silent.path, drain_deadline="1s")
     daemon.expect_warning("scan|write back|written back|pfs|does not answer|drain")
-    with hanging_pfs.mounted_at(daemon.pfs) as pfs:
-        daemon.start()
-        job = daemon.path / "run"
-        with deadline(daemon, 200):
-            assert os.listdir(daemon.path) == ["run"]
-            pfs.hang()
-            reads, creates = call_all(openers, job, [(), CHILD_NAMESPACE])
-            assert set(reads.values()) <= UNKNOWN, reads
-            assert set(creates.values()) == {"ok"}, creates
-            assert call(openers, "uring-create", job / "by-ring") in UNKNOWN, "nobody can see what a ring is asked for"
-            assert call(openers, "uring-create", job / "create-0" / ".." / "create-0") in {"ENOTDIR", "ok"}
-            pfs.answer()
-            assert {"step_1", "create-0", "openat2-create-1"} <= set(os.listdir(job))
-            assert (job / "step_1").read_bytes() == b"the newest checkpoint"
+    job = daemon.path / "run"
+    with deadline(daemon, 200):
+        assert os.listdir(daemon.path) == ["run"]
+        silent.swallow()
+        reads, creates = call_all(openers, job, [(), CHILD_NAMESPACE])
+        assert set(reads.values()) <= UNKNOWN, reads
+        assert set(creates.values()) == {"ok"}, creates
+        assert call(openers, "uring-create", job / "by-ring") in UNKNOWN, "nobody can see what a ring is asked for"
+        assert call(openers, "uring-create", job / "create-0" / ".." / "create-0") in {"ENOTDIR", "ok"}
+        silent.resume()
+        assert {"step_1", "create-0", "openat2-create-1"} <= set(os.listdir(job))
+        assert (job / "step_1").read_bytes() == b"the newest checkpoint"
 
 
 @pytest.mark.parametrize(

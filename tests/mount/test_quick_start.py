@@ -4,14 +4,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from daemon_under_test import REPOSITORY, DaemonUnderTest, environment, eventually
+from daemon_under_test import REPOSITORY, DaemonUnderTest, environment
 from programs import with_mounts_of_its_own
-
-from ckptfs.procfs import is_running
 
 pytestmark = pytest.mark.fuse
 
@@ -36,17 +33,6 @@ def read_quick_start() -> list[str]:
     found = re.search(r"^## Quick start\n```sh\n(.*?)^```", (REPOSITORY / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert found is not None
     return [line.partition(" # ")[0].rstrip() for line in found[1].splitlines()]
-
-
-@pytest.fixture
-def place(make_daemon: Callable[..., DaemonUnderTest]) -> Iterator[DaemonUnderTest]:
-    """Directories for the mount of the quick start; whatever it left is ended afterwards."""
-    place = make_daemon(start=False)
-    yield place
-    for pid in {int(one.get("pid") or 0) for one in place.processes().values() if isinstance(one, dict)} - {0}:
-        place.abort()
-        subprocess.run(["umount", "-l", str(place.path)], check=False, capture_output=True)
-        eventually(lambda pid=pid: not is_running(pid), what=f"process {pid} has ended")
 
 
 def write_program(path: Path, text: str) -> None:
