@@ -178,15 +178,6 @@ def test_a_mount_made_by_a_living_daemon_is_not_taken_over(
     assert os.stat(fresh_mount.path).st_dev == fresh_mount.device
 
 
-def test_a_second_daemon_on_the_same_state_directory_is_refused(
-    fresh_mount: DaemonUnderTest, make_daemon: Callable[..., DaemonUnderTest]
-) -> None:
-    second = make_daemon("auto", start=False, state=fresh_mount.state)
-    with pytest.raises(NotStarted, match=rf"another ckptfsd \(pid {fresh_mount.pid('supervisor')}\)"):
-        second.start()
-    (fresh_mount.path / "still").write_text("served")
-
-
 def test_sigterm_unmounts_writes_back_and_ends_with_0(fresh_mount: DaemonUnderTest) -> None:
     assert fresh_mount.process is not None
     (fresh_mount.path / "last").write_bytes(b"words" * 1000)
@@ -207,15 +198,6 @@ def test_sigterm_on_a_mount_in_use_lets_open_files_be_finished(fresh_mount: Daem
         file.write(b"two")
     assert fresh_mount.process.wait(120) == 0
     assert (fresh_mount.pfs / "open").read_bytes() == b"one two"
-
-
-def test_what_lies_only_in_ram_stays_there_for_the_next_start(make_daemon: Callable[..., DaemonUnderTest]) -> None:
-    daemon = make_daemon("auto", pfs=None, nvme=None)
-    (daemon.path / "only").write_bytes(b"here")
-    assert daemon.unmount() == 0
-    assert os.path.ismount(daemon.state / "ram")
-    daemon.start()
-    assert (daemon.path / "only").read_bytes() == b"here"
 
 
 def test_the_processes_of_an_idle_node_are_small_and_idle(make_daemon: Callable[..., DaemonUnderTest]) -> None:
