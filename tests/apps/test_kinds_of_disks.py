@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from daemon_under_test import DaemonUnderTest, deadline
+from daemon_under_test import DaemonUnderTest
 from programs import differences, need, run
 
 pytestmark = pytest.mark.apps
@@ -51,27 +51,26 @@ def test_it_holds_what_is_written_back_and_what_ram_cannot(make_daemon: Callable
         (disk / name).mkdir()
     daemon = make_daemon("auto", ram="32M", pfs=disk / "pfs", nvme=disk / "nvme")
     large, small = os.urandom(1 << 20) * 40, os.urandom(10_000)
-    with deadline(daemon, 120):
-        (daemon.path / "large").write_bytes(large)
-        (daemon.path / "small").write_bytes(small)
-        os.setxattr(daemon.path / "small", "user.note", b"kept")
-        with open(daemon.path / "holes", "wb") as file:
-            file.truncate(100 << 20)
-            file.seek(50 << 20)
-            file.write(b"island")
-        daemon.settle()
-        with open(daemon.path / "large", "r+b") as file:
-            file.seek(5 << 20)
-            file.write(b"changed")
-        daemon.settle()
-        assert differences(daemon.path, disk / "pfs") == []
-        if keeps_xattrs(disk / "pfs"):
-            assert os.getxattr(disk / "pfs" / "small", "user.note") == b"kept"
-        assert os.stat(disk / "pfs" / "holes").st_blocks * 512 < 10 << 20
-        daemon.unmount()
-        daemon.wipe_ram()
-        daemon.expect_warning("ram|RAM")
-        daemon.start()
-        assert (daemon.path / "small").read_bytes() == small
-        assert (daemon.path / "large").read_bytes() == large[: 5 << 20] + b"changed" + large[(5 << 20) + 7 :]
-        daemon.unmount()
+    (daemon.path / "large").write_bytes(large)
+    (daemon.path / "small").write_bytes(small)
+    os.setxattr(daemon.path / "small", "user.note", b"kept")
+    with open(daemon.path / "holes", "wb") as file:
+        file.truncate(100 << 20)
+        file.seek(50 << 20)
+        file.write(b"island")
+    daemon.settle()
+    with open(daemon.path / "large", "r+b") as file:
+        file.seek(5 << 20)
+        file.write(b"changed")
+    daemon.settle()
+    assert differences(daemon.path, disk / "pfs") == []
+    if keeps_xattrs(disk / "pfs"):
+        assert os.getxattr(disk / "pfs" / "small", "user.note") == b"kept"
+    assert os.stat(disk / "pfs" / "holes").st_blocks * 512 < 10 << 20
+    daemon.unmount()
+    daemon.wipe_ram()
+    daemon.expect_warning("ram|RAM")
+    daemon.start()
+    assert (daemon.path / "small").read_bytes() == small
+    assert (daemon.path / "large").read_bytes() == large[: 5 << 20] + b"changed" + large[(5 << 20) + 7 :]
+    daemon.unmount()

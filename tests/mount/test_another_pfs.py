@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from ckptfs_client.mount_helper import MOUNT_EXIT_CODES
-from daemon_under_test import DaemonUnderTest, NotStarted, environment, eventually
+from daemon_under_test import DaemonUnderTest, NotStarted, environment
 from programs import differences
 
 pytestmark = pytest.mark.fuse
@@ -75,21 +75,6 @@ def test_a_pfs_that_has_moved_is_accepted(make_daemon: Make, how: str) -> None:
     daemon.settle()
     assert (moved / "run" / "step_2").read_bytes() == b"2"
     daemon.unmount()
-
-
-def test_a_pfs_that_is_away_at_its_own_path_delays_no_mount(make_daemon: Make) -> None:
-    """P1."""
-    daemon = with_files(make_daemon)
-    away = daemon.root / "away"
-    daemon.pfs.rename(away)
-    daemon.pfs.mkdir()
-    daemon.expect_warning("is not the directory that this catalog belongs to")
-    daemon.start()
-    (daemon.path / "run" / "step_2").write_bytes(b"2")
-    daemon.pfs.rmdir()
-    away.rename(daemon.pfs)
-    eventually(lambda: daemon.command("drain", daemon.path, check=False).returncode == 0, what="write-back goes on")
-    assert (daemon.pfs / "run" / "step_2").read_bytes() == b"2"
 
 
 def test_the_former_pfs_is_named_where_none_is_given(make_daemon: Make) -> None:

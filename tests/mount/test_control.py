@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,7 @@ from typing import Any
 import pytest
 from daemon_under_test import Area, DaemonUnderTest, eventually
 
-from ckptfs import runtime_dir
-
 MIB = 1 << 20
-ORDINARY = 65534
 
 
 def listed(mount: Area | DaemonUnderTest, *arguments: str | Path) -> list[dict[str, Any]]:
@@ -90,25 +86,6 @@ def test_verify_on_a_mount(mount: Area) -> None:
     assert result.returncode == 1 and "bad: 1 copy" in result.stdout and "digest differs" in result.stdout
 
 
-def test_refresh_finds_what_others_wrote(mount: Area) -> None:
-    os.mkdir(mount.path / "d")
-    mount.command("wait", mount.path, "--timeout", "120s")
-    (mount.pfs / "d" / "sub").mkdir()
-    (mount.pfs / "d" / "sub" / "theirs").write_bytes(b"hello")
-    mount.command("refresh", mount.path / "d", "--recursive", "--timeout", "60s")
-    assert (mount.path / "d" / "sub" / "theirs").read_bytes() == b"hello"
-    row = listed(mount, mount.path / "d" / "sub" / "theirs")[0]
-    assert row["level"] == "pfs"
-
-
-def test_drain_brings_everything_to_the_pfs(mount: Area) -> None:
-    """G1."""
-    for number in range(10):
-        (mount.path / f"f{number}").write_bytes(b"y" * 10_000)
-    mount.command("drain", mount.path, "--deadline", "120s")
-    assert len(list(mount.pfs.iterdir())) == 10
-
-
 @pytest.mark.crash
 def test_a_wait_outlives_the_mover(make_daemon: Any) -> None:
     """X2, P8: the mover is killed under a waiting client, which only sees a pause."""
@@ -125,21 +102,3 @@ def test_a_wait_outlives_the_mover(make_daemon: Any) -> None:
     assert results and results[0].returncode == 0, results
     restarts = {one["role"]: one["restarts"] for one in json.loads(daemon.command("status", "--json", daemon.path).stdout)["processes"]}
     assert restarts["mover"] == 1 and restarts["mount"] == 0
-
-
-@pytest.mark.others
-def test_other_users_may_query_but_not_control(mount: Area) -> None:
-    """F6: the sockets' permissions, tried as another user."""
-    name = mount.daemon.name
-    program = f"""
-import os, socket, sys
-os.setgid({ORDINARY}); os.setuid({ORDINARY})
-with socket.socket(socket.AF_UNIX) as questions:
-    questions.connect({str(runtime_dir.socket_path(name))!r})
-try:
-    with socket.socket(socket.AF_UNIX) as orders:
-        orders.connect({str(runtime_dir.admin_socket_path(name))!r})
-except PermissionError:
-    sys.exit(7)
-"""
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 7

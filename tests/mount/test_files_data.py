@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from daemon_under_test import Area, environment
+from daemon_under_test import Area
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 
@@ -225,24 +225,6 @@ def test_times_are_the_same_here_and_on_the_pfs(mount: Area) -> None:
     mount.settle()
     here = {path.name: path.stat().st_mtime_ns for path in mount.path.iterdir()}
     assert len(here) == 60 and {path.name: path.stat().st_mtime_ns for path in mount.pfs.iterdir()} == here
-
-
-@pytest.mark.others
-def test_a_write_by_another_user_clears_set_id_bits(mount: Area) -> None:
-    path = _write(mount.path / "file", b"x")
-    os.chmod(mount.path, 0o755)
-    program = "import os, sys\nfd = os.open(sys.argv[1], os.O_WRONLY)\nos.write(fd, b'y')\nprint(oct(os.fstat(fd).st_mode))"
-    os.chmod(path, 0o6777)
-    nobody = {"user": 65534, "group": 65534, "extra_groups": []}
-    shown = subprocess.run(
-        ["python3", "-c", program, str(path)], capture_output=True, text=True, check=True, env=environment(), timeout=60, **nobody
-    )
-    assert shown.stdout.strip() == oct(0o100777)
-    assert path.stat().st_mode == 0o100777
-    assert path.read_bytes() == b"y"
-    os.chmod(path, 0o6777)
-    path.write_bytes(b"root keeps them")
-    assert path.stat().st_mode == 0o106777
 
 
 def test_many_files_with_many_handles_each(mount: Area) -> None:

@@ -1,31 +1,16 @@
 """Open files whose bytes lie elsewhere, or go somewhere else while they are open (P3, P5, P8)."""
 
 import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from daemon_under_test import DAEMONS, Area, DaemonUnderTest, eventually
+from daemon_under_test import Area, DaemonUnderTest, eventually
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 
 MIB = 1 << 20
 Make = Callable[..., DaemonUnderTest]
-
-
-@pytest.fixture(autouse=True)
-def _no_hang(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that hangs fails: whatever daemon it made loses its connection."""
-
-    def abort() -> None:
-        for daemon in request.node.stash.get(DAEMONS, []):
-            daemon.abort()
-
-    timer = threading.Timer(120, abort)
-    timer.start()
-    yield
-    timer.cancel()
 
 
 def _seen(path: Path) -> bytes | None:
@@ -63,6 +48,7 @@ def test_a_writer_comes_while_a_file_is_read_on_the_pfs_itself(data_path: str, m
     daemon.start()
     reading = os.open(daemon.path / "large", os.O_RDONLY)
     assert os.pread(reading, MIB, 50 * MIB) == data[50 * MIB : 51 * MIB]
+    assert daemon.catalog("SELECT content FROM inode WHERE id = ?", os.fstat(reading).st_ino) == [(None,)]
     daemon.kill("mount")
     assert os.pread(reading, MIB, 20 * MIB) == data[20 * MIB : 21 * MIB]
     with open(daemon.path / "large", "r+b", buffering=0) as writer:
@@ -89,19 +75,3 @@ def test_what_was_lost_with_ram_fails_and_is_named(data_path: str, make_daemon: 
     assert "file: cannot be opened: no copy of its content is left" in daemon.log
     (daemon.path / "file").write_bytes(b"again")
     assert (daemon.path / "file").read_bytes() == b"again"
-
-
-def test_evicted_files_come_back_when_they_are_opened(data_path: str, make_daemon: Make) -> None:
-    daemon = make_daemon(data_path, ram="64M", nvme=None)
-    # Of as many kinds, so that none is expected to be large and sent elsewhere at once.
-    files = {f"file-{letter}": os.urandom(9 * MIB) for letter in "abcdefghi"}
-    for name, data in files.items():
-        (daemon.path / name).write_bytes(data)
-    daemon.settle()
-    evicted = "SELECT count(*) FROM content k WHERE NOT EXISTS (SELECT 1 FROM copy WHERE content = k.id)"
-    eventually(lambda: daemon.catalog(evicted) > [(0,)], 60)
-    for name, data in files.items():
-        assert (daemon.path / name).read_bytes() == data, name
-    with open(daemon.path / "file-a", "ab") as file:
-        file.write(b"more")
-    assert (daemon.path / "file-a").read_bytes() == files["file-a"] + b"more"

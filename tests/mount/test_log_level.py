@@ -40,14 +40,6 @@ def test_all_processes_and_those_after_them(make_daemon: Any) -> None:
     assert daemon.command("log-level", daemon.path).stdout == "info\n", "a new daemon has its own"
 
 
-def test_refused(make_daemon: Any) -> None:
-    """P11: what is no level."""
-    daemon: DaemonUnderTest = make_daemon()
-    for words in (["loud"], [daemon.path, "loud"]):
-        result = daemon.command("log-level", *words, check=False)
-        assert result.returncode == 2 and result.stderr == "ckptfs: 'loud' is not a log level; accepted: debug, info, warning, error\n"
-
-
 @pytest.mark.others
 def test_only_for_the_owner(make_daemon: Any) -> None:
     """F6: a stranger is refused, and told so."""

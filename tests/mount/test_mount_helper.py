@@ -70,7 +70,7 @@ def test_a_second_mount_is_refused(place: DaemonUnderTest) -> None:
     assert result.returncode == 32 and str(place.state) in result.stderr, "nor under another name at another place"
     with open(place.path / "busy", "wb"):
         result = helper("umount", place.path)
-        assert result.returncode == 32 and "busy" in result.stderr
+        assert result.returncode == 32 and "is busy: a process has a file open there" in result.stderr
     assert helper("umount", place.path).returncode == 0
 
 
@@ -204,14 +204,6 @@ def test_umount_writes_back_before_it_unmounts(place: DaemonUnderTest) -> None:
     assert running.wait(120) == 0
     assert (place.pfs / "kept").read_bytes() == b"x" * 1000 and (place.pfs / "meanwhile").read_bytes() == b"y" * 1000
     (place.path / "below").write_bytes(b"the administrator's again")
-
-
-def test_umount_of_a_busy_mount_is_refused_before_anything_is_drained(place: DaemonUnderTest) -> None:
-    assert mount(place).returncode == 0
-    with open(place.path / "busy", "wb"):
-        result = helper("umount", place.path)
-    assert result.returncode == 32 and "is busy: a process has a file open there" in result.stderr
-    assert helper("umount", place.path).returncode == 0
 
 
 def test_umount_without_a_pfs_says_that_ram_keeps_the_files(place: DaemonUnderTest) -> None:

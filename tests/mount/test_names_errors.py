@@ -146,17 +146,6 @@ def test_fifos_sockets_and_devices(near: Path) -> None:
     os.close(reader)
 
 
-def test_an_unlinked_open_file_stays_readable(here: Path) -> None:
-    with open(here / "file", "w+") as file:
-        file.write("still here")
-        file.flush()
-        os.unlink(here / "file")
-        assert not os.path.lexists(here / "file")
-        assert os.fstat(file.fileno()).st_nlink == 0
-        file.seek(0)
-        assert file.read() == "still here"
-
-
 def test_a_removed_working_directory_is_empty_and_takes_nothing(here: Path) -> None:
     os.mkdir(here / "gone")
     descriptor = os.open(here / "gone", os.O_RDONLY)

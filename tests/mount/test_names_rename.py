@@ -100,16 +100,6 @@ def test_two_names_of_one_file_stay(here: Path) -> None:
     assert sorted(os.listdir(here)) == ["a", "b"]
 
 
-def test_an_open_file_keeps_its_content_when_another_takes_its_name(here: Path) -> None:
-    (here / "ckpt").write_text("old")
-    with open(here / "ckpt") as old:
-        (here / "ckpt.tmp").write_text("new")
-        assert rename(here / "ckpt.tmp", here / "ckpt") == "ok"
-        assert old.read() == "old"
-        assert os.fstat(old.fileno()).st_nlink == 0
-        assert (here / "ckpt").read_text() == "new"
-
-
 def test_a_tree_moves_with_all_that_is_in_it(here: Path) -> None:
     (here / "from" / "sub").mkdir(parents=True)
     (here / "to").mkdir()

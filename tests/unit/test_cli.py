@@ -114,6 +114,10 @@ def test_bad_usage(served: Served, run: Run, tmp_path: Path) -> None:
     code, _, err = run("wait", "--bogus")
     assert code == 2 and "--bogus" in err
     assert run("frobnicate")[0] == 2
+    refused = (2, "", "ckptfs: 'loud' is not a log level; accepted: debug, info, warning, error\n")
+    assert run("log-level", "loud") == run("log-level", tmp_path / "mnt", "loud") == refused
+    for words in (["--checkpoint", "much"], ["--checkpoint", "1G", "--keep", "-1"], ["--checkpoint", "1G", "--ranks-per-node", "0"]):
+        assert run("df", tmp_path / "mnt", *words)[0] == 2
 
 
 def test_only_the_owner_gives_orders(served: Served, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
