@@ -1,18 +1,17 @@
 """P1, P6: if the PFS refuses one file or one owner, write-back reports it, retries it and delays no other."""
 
 import errno
-import json
 import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from write_back_world import Mount, intercepted
+from write_back_world import Mount, intercepted, rest
 
-from ckptfs.catalog import journal, summary
+from ckptfs.catalog import journal
 from ckptfs.errors import TierUnavailable
-from ckptfs.flow.write_back import WriteBack, deferred, stage
+from ckptfs.flow.write_back import deferred, stage
 from ckptfs.flow.write_back.deferred import SINGLE_FILE_ERRNOS, DeferredFiles
 
 
@@ -38,17 +37,6 @@ def refusing(monkeypatch: pytest.MonkeyPatch, refused: Callable[[bytes], bool], 
     return calls
 
 
-def rest(flow: WriteBack) -> None:
-    for _ in range(200):
-        if not flow.step():
-            return
-    raise AssertionError("write-back never comes to rest")
-
-
-def troubles(mount: Mount) -> list[dict[str, str]]:
-    return [json.loads(text) for _, text, _ in summary.list_reports(mount.db, "trouble:")]
-
-
 @pytest.mark.parametrize("code", sorted(SINGLE_FILE_ERRNOS))
 def test_one_owner_s_refusal_holds_up_nobody_else(
     mount: Mount, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -67,7 +55,7 @@ def test_one_owner_s_refusal_holds_up_nobody_else(
         rest(flow)
         assert set(mount.on_pfs()) == {b"a", b"d", b"d/c", b"e"}
         assert len(calls) == tried, "it is not tried again before its time"
-    [trouble] = troubles(mount)
+    [trouble] = mount.troubles()
     assert trouble["path"] == "b" and errno.errorcode[code] in trouble["what"] and trouble["remedy"]
     assert len(caplog.messages) == 1
     assert not journal.has_pending(mount.db, mount.number(b"a"), 10**9)
@@ -76,7 +64,7 @@ def test_one_owner_s_refusal_holds_up_nobody_else(
     assert due_s is not None and due_s > 0
     flow.retry_now()
     mount.settle_exactly(flow)
-    assert troubles(mount) == [] and flow.next_due_s() is None
+    assert mount.troubles() == [] and flow.next_due_s() is None
 
 
 def test_generations_keep_their_order(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from write_back_world import Killed, Mount, intercepted, killed_at, memory
+from write_back_world import Killed, Mount, Refusal, intercepted, killed_at, memory, rest
 
-from ckptfs.catalog import namespace, pfs_batch, summary
+from ckptfs.catalog import namespace, pfs_batch
 from ckptfs.errors import TierUnavailable
 from ckptfs.flow.write_back import WriteBack, deferred
 from ckptfs.model import ContentState, Tier
@@ -34,40 +34,6 @@ def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mount:
     monkeypatch.setattr(deferred, "RETRY_FIRST_S", 1000.0)
     monkeypatch.setattr(deferred, "RETRY_LAST_S", 1000.0)
     return Mount(tmp_path)
-
-
-class Refusal:
-    """A PFS that refuses one kind of system call for names that `is_refused` knows."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str, is_refused: Callable[[bytes], bool], code: int) -> None:
-        self.calls = 0
-        original = getattr(os, call)
-
-        def refusing(*values: Any, **named: Any) -> Any:
-            names = [os.fsencode(value) for value in values if isinstance(value, str | bytes)]
-            if named.keys() & {"dir_fd", "src_dir_fd", "dst_dir_fd"} and any(is_refused(name) for name in names):
-                self.calls += 1
-                raise OSError(code, os.strerror(code))
-            return original(*values, **named)
-
-        monkeypatch.setattr(os, call, refusing)
-
-
-def rest(flow: WriteBack) -> None:
-    """Step until write-back rests. An error of the PFS is tried again, as the lane does."""
-    failures = 0
-    for _ in range(400):
-        try:
-            if not flow.step():
-                return
-        except TierUnavailable:
-            failures += 1
-            assert failures < 20, "write-back is wedged"
-    raise AssertionError("write-back never rests")
-
-
-def troubles(mount: Mount) -> list[dict[str, str]]:
-    return [json.loads(text) for _, text, _ in summary.list_reports(mount.db, "trouble:")]
 
 
 def put_others(mount: Mount, name: bytes) -> None:
@@ -129,7 +95,7 @@ def test_it_alone_is_missing(mount: Mount, act: str, code: int, monkeypatch: pyt
         shown = {path: value for path, value in mount.on_pfs().items() if not path.startswith((b"sooner", b"later"))}
         assert shown == was, "what was refused is as it was"
         assert mount.temporaries() == []
-        [trouble] = troubles(mount)
+        [trouble] = mount.troubles()
         assert trouble["path"] == "bad" and errno.errorcode[code] in trouble["what"] and trouble["remedy"], trouble
         calls = refusal.calls
         put_others(mount, b"last")
@@ -141,7 +107,7 @@ def test_it_alone_is_missing(mount: Mount, act: str, code: int, monkeypatch: pyt
         assert refusal.calls > calls, "it is tried again"
     flow.retry_now()
     mount.settle_exactly(flow)
-    assert troubles(mount) == [] and flow.next_due_s() is None
+    assert mount.troubles() == [] and flow.next_due_s() is None
 
 
 @pytest.mark.parametrize("act", ACTS)
@@ -192,14 +158,19 @@ def test_killed_at_every_operation_around_a_refusal(act: str, after: bool, monke
             moments = list_moments(labels)
 
 
-def refuse_names(patch: pytest.MonkeyPatch, *names: bytes, code: int = errno.EACCES, call: str = "rename") -> Refusal:
-    return Refusal(patch, call, lambda name: name == b"bad", code)
-
-
-def test_a_refused_directory_waits_with_all_below_it(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextlib.contextmanager
+def refused(mount: Mount, code: int = errno.EACCES, call: str = "rename") -> Iterator[WriteBack]:
+    """The PFS refuses the name `bad` while the block runs; everything is exact afterwards."""
     flow = mount.write_back()
-    with monkeypatch.context() as patch:
-        refuse_names(patch, b"bad", code=errno.ENAMETOOLONG)
+    with pytest.MonkeyPatch.context() as patch:
+        Refusal(patch, call, lambda name: name == b"bad", code)
+        yield flow
+    flow.retry_now()
+    mount.settle_exactly(flow)
+
+
+def test_a_refused_directory_waits_with_all_below_it(mount: Mount) -> None:
+    with refused(mount, code=errno.ENAMETOOLONG) as flow:
         mount.mkdir(b"bad")
         mount.mkdir(b"bad/sub")
         mount.put(b"bad/sub/f", b"data")
@@ -211,15 +182,13 @@ def test_a_refused_directory_waits_with_all_below_it(mount: Mount, monkeypatch: 
         mount.put(b"bad/sub/f", b"again")
         rest(flow)
         assert mount.on_pfs() == {}
-        assert len(troubles(mount)) == 1
-    flow.retry_now()
-    mount.settle_exactly(flow)
+        assert len(mount.troubles()) == 1
 
 
 @pytest.mark.parametrize("kind", ["directory", "file", "symlink"])
 def test_a_better_name_is_the_remedy(mount: Mount, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs no retry: the rename says that it is worth a try."""
-    refuse_names(monkeypatch, b"bad", code=errno.ENAMETOOLONG)
+    Refusal(monkeypatch, "rename", lambda name: name == b"bad", errno.ENAMETOOLONG)
     flow = mount.write_back()
     if kind == "directory":
         mount.mkdir(b"bad")
@@ -233,11 +202,11 @@ def test_a_better_name_is_the_remedy(mount: Mount, kind: str, monkeypatch: pytes
     assert mount.on_pfs() == {}
     mount.rename(b"bad", b"good")
     mount.settle_exactly(flow)
-    assert troubles(mount) == []
+    assert mount.troubles() == []
 
 
 def test_a_better_name_after_a_refused_rename(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_names(monkeypatch, b"bad", code=errno.ENAMETOOLONG)
+    Refusal(monkeypatch, "rename", lambda name: name == b"bad", errno.ENAMETOOLONG)
     mount.put(b"a", b"data")
     mount.mkdir(b"d")
     mount.put(b"d/f", b"in d")
@@ -256,7 +225,7 @@ def test_a_better_name_after_a_refused_rename(mount: Mount, monkeypatch: pytest.
 
 
 def test_out_of_a_refused_directory(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_names(monkeypatch, b"bad")
+    Refusal(monkeypatch, "rename", lambda name: name == b"bad", errno.EACCES)
     flow = mount.write_back()
     mount.mkdir(b"bad")
     mount.put(b"bad/f", b"data")
@@ -273,15 +242,13 @@ def test_out_of_a_refused_directory(mount: Mount, monkeypatch: pytest.MonkeyPatc
     mount.settle_exactly(flow)
 
 
-def test_into_a_refused_directory(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_into_a_refused_directory(mount: Mount) -> None:
     """P5: what the PFS has stays there under its old name."""
     mount.put(b"f", b"data")
     mount.mkdir(b"d")
     mount.put(b"d/g", b"more")
     mount.settle()
-    flow = mount.write_back()
-    with monkeypatch.context() as patch:
-        refuse_names(patch, b"bad")
+    with refused(mount) as flow:
         mount.mkdir(b"bad")
         mount.rename(b"f", b"bad/f")
         mount.rename(b"d", b"bad/d")
@@ -290,8 +257,6 @@ def test_into_a_refused_directory(mount: Mount, monkeypatch: pytest.MonkeyPatch)
         rest(flow)
         shown = mount.on_pfs()
         assert shown[b"f"][1] == b"data" and shown[b"d/g"][1] == b"more" and shown[b"d/h"][1] == b"late"
-    flow.retry_now()
-    mount.settle_exactly(flow)
 
 
 def test_the_last_that_the_pfs_shows_of_a_file_is_not_replaced(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +265,7 @@ def test_the_last_that_the_pfs_shows_of_a_file_is_not_replaced(mount: Mount, mon
     mount.settle()
     flow = mount.write_back()
     with monkeypatch.context() as patch:
-        refuse_names(patch, b"bad")
+        Refusal(patch, "rename", lambda name: name == b"bad", errno.EACCES)
         mount.rename(b"a", b"bad")
         rest(flow)
         for tier in list(mount.copies(content)):
@@ -321,24 +286,20 @@ def test_the_last_that_the_pfs_shows_of_a_file_is_not_replaced(mount: Mount, mon
     assert {name: value[1] for name, value in mount.on_pfs().items()} == {b"a": b"newest", b"bad": b"only on the PFS"}
 
 
-def test_a_swap_by_renames_while_one_is_refused(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_swap_by_renames_while_one_is_refused(mount: Mount) -> None:
     mount.put(b"a", b"A")
     mount.put(b"b", b"B")
     mount.settle()
-    flow = mount.write_back()
-    with monkeypatch.context() as patch:
-        refuse_names(patch, b"bad")
+    with refused(mount) as flow:
         mount.rename(b"a", b"bad")
         mount.rename(b"b", b"a")
         mount.rename(b"bad", b"b")
         rest(flow)
-    flow.retry_now()
-    mount.settle_exactly(flow)
     assert {name: value[1] for name, value in mount.on_pfs().items()} == {b"a": b"B", b"b": b"A"}
 
 
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EACCES])
-def test_a_refused_exchange(mount: Mount, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_exchange(mount: Mount, code: int) -> None:
     mount.put(b"a", b"A")
     mount.mkdir(b"d")
     mount.put(b"d/b", b"B")
@@ -355,7 +316,7 @@ def test_a_refused_exchange(mount: Mount, code: int, monkeypatch: pytest.MonkeyP
         rest(flow)
         assert others_shown(mount, b"later")
         assert (mount.on_pfs()[b"a"][1], mount.on_pfs()[b"d/b"][1]) == (b"A", b"B")
-        [trouble] = troubles(mount)
+        [trouble] = mount.troubles()
         assert "exchange" in trouble["what"]
         mount.put(b"a", b"new B")
         rest(flow)
@@ -364,49 +325,37 @@ def test_a_refused_exchange(mount: Mount, code: int, monkeypatch: pytest.MonkeyP
     assert (mount.on_pfs()[b"a"][1], mount.on_pfs()[b"d/b"][1]) == (b"new B", b"A")
 
 
-def test_an_unlink_of_what_never_came(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    flow = mount.write_back()
-    with monkeypatch.context() as patch:
-        refuse_names(patch, b"bad")
+def test_an_unlink_of_what_never_came(mount: Mount) -> None:
+    with refused(mount) as flow:
         mount.mkdir(b"bad")
         mount.symlink(b"bad/s", b"x")
         rest(flow)
         mount.unlink(b"bad/s")
         mount.rmdir(b"bad")
         rest(flow)
-    flow.retry_now()
-    mount.settle_exactly(flow)
     assert mount.on_pfs() == {}
 
 
-def test_a_directory_whose_file_cannot_be_removed_stays(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_whose_file_cannot_be_removed_stays(mount: Mount) -> None:
     mount.mkdir(b"d")
     mount.put(b"d/bad", b"data")
     mount.settle()
-    flow = mount.write_back()
-    with monkeypatch.context() as patch:
-        refuse_names(patch, b"bad", call="unlink")
+    with refused(mount, call="unlink") as flow:
         mount.unlink(b"d/bad")
         mount.rmdir(b"d")
         put_others(mount, b"later")
         rest(flow)
         assert others_shown(mount, b"later") and b"d/bad" in mount.on_pfs()
-    flow.retry_now()
-    mount.settle_exactly(flow)
 
 
-def test_a_further_name_that_is_refused_does_not_hold_up_the_bytes(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    flow = mount.write_back()
-    with monkeypatch.context() as patch:
-        refuse_names(patch, b"bad")
+def test_a_further_name_that_is_refused_does_not_hold_up_the_bytes(mount: Mount) -> None:
+    with refused(mount) as flow:
         mount.put(b"good", b"one")
         mount.link(b"good", b"bad")
         rest(flow)
         mount.put(b"good", b"two")
         rest(flow)
         assert {name: value[1] for name, value in mount.on_pfs().items()} == {b"good": b"two"}
-    flow.retry_now()
-    mount.settle_exactly(flow)
 
 
 @pytest.mark.parametrize("code", REFUSALS)
@@ -425,7 +374,7 @@ def test_refused_attributes(mount: Mount, code: int) -> None:
         put_others(mount, b"later")
         rest(flow)
         assert others_shown(mount, b"later") and b"g" in mount.on_pfs()
-        assert [trouble["path"] for trouble in troubles(mount)] == ["f"]
+        assert [trouble["path"] for trouble in mount.troubles()] == ["f"]
     flow.retry_now()
     mount.settle_exactly(flow)
 
@@ -439,13 +388,13 @@ def test_many_refusals_at_once(mount: Mount, monkeypatch: pytest.MonkeyPatch) ->
             (mount.mkdir if number % 2 else lambda name: mount.put(name, b"y"))(b"bad%d" % number)
         rest(flow)
         assert set(mount.on_pfs()) == {b"good%d" % number for number in range(40)}
-        reported = troubles(mount)
+        reported = mount.troubles()
         assert len(reported) == deferred.REPORTED_MAX and "20 other" in " ".join(one["what"] for one in reported)
     flow.retry_now()
     mount.settle_exactly(flow)
 
 
-def test_an_error_of_the_whole_pfs_sets_nothing_aside(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_whole_pfs_sets_nothing_aside(mount: Mount) -> None:
     """P6: order counts more while the PFS takes nothing at all."""
     for name in (b"a", b"b"):
         mount.put(name, name)
@@ -459,7 +408,7 @@ def test_an_error_of_the_whole_pfs_sets_nothing_aside(mount: Mount, monkeypatch:
         for _ in range(10):
             with pytest.raises(TierUnavailable):
                 flow.step()
-        assert troubles(mount) == []
+        assert mount.troubles() == []
     mount.settle_exactly(flow)
 
 
@@ -493,7 +442,7 @@ def test_a_copy_that_cannot_be_read(mount: Mount, caplog: pytest.LogCaptureFixtu
     with intercepted(broken), caplog.at_level(logging.WARNING):
         rest(flow)
         assert others_shown(mount, b"later") and b"a" in mount.on_pfs() and b"bad" not in mount.on_pfs()
-        [trouble] = troubles(mount)
+        [trouble] = mount.troubles()
         assert trouble["path"] == "bad" and "EIO" in trouble["what"] and "ram" in trouble["what"] and trouble["remedy"]
     flow.retry_now()
     mount.settle_exactly(flow)
@@ -507,7 +456,7 @@ def test_an_nvme_that_is_left_out(mount: Mount) -> None:
     flow = mount.write_back()
     rest(flow)
     assert others_shown(mount, b"later")
-    [trouble] = troubles(mount)
+    [trouble] = mount.troubles()
     assert trouble["path"] == "on nvme" and "nvme" in trouble["what"] and "nvme=" in trouble["remedy"]
     mount.tiers = complete
     mount.settle_exactly()
@@ -550,7 +499,7 @@ def test_a_move_across_a_mount_is_a_copy(mount: Mount, inner: None, kind: str) -
     mount.rename(b"sub/y", b"back")
     mount.put(b"sub/z", b"later")
     mount.settle_exactly()
-    assert troubles(mount) == []
+    assert mount.troubles() == []
 
 
 @needs_root
@@ -591,7 +540,7 @@ def test_a_directory_does_not_cross_a_mount(mount: Mount, inner: None) -> None:
     shown = mount.on_pfs()
     assert others_shown(mount, b"later") and shown[b"sub/file"][1] == b"in sub"
     assert shown[b"d/f"][1] == b"data" and shown[b"d/g"][1] == b"more"
-    [trouble] = troubles(mount)
+    [trouble] = mount.troubles()
     assert trouble["path"] == "sub/d" and "EXDEV" in trouble["what"] and "rename from d" in trouble["what"]
 
 
@@ -622,7 +571,7 @@ def test_a_mountpoint_is_not_renamed_or_removed(mount: Mount, inner: None) -> No
     flow.retry_now()
     rest(flow)
     assert others_shown(mount, b"last") and b"sub/f" not in mount.on_pfs()
-    assert len(troubles(mount)) == 1
+    assert len(mount.troubles()) == 1
 
 
 @needs_root
@@ -639,7 +588,7 @@ def test_a_full_filesystem_inside_the_pfs_is_not_the_whole_pfs(mount: Mount) -> 
         put_others(mount, b"later")
         rest(flow)
         assert others_shown(mount, b"later") and mount.on_pfs()[b"sub/fits"][1] == b"data"
-        assert {trouble["what"].partition(":")[0] for trouble in troubles(mount)} == {"ENOSPC"}
+        assert {trouble["what"].partition(":")[0] for trouble in mount.troubles()} == {"ENOSPC"}
         subprocess.run(["mount", "-o", "remount,nr_inodes=100", mount.pfs / "sub"], check=True)
         flow.retry_now()
         mount.settle_exactly(flow)

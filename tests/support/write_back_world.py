@@ -1,5 +1,6 @@
 """A node without FUSE whose files are made, changed and removed by path as the mount would do it, and its PFS: for tests of write-back."""
 
+import json
 import os
 import stat
 import tempfile
@@ -9,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import catalog_names
+import pytest
 from local_node import Node
 
 from ckptfs import disk
-from ckptfs.catalog import contents, inodes, namespace
+from ckptfs.catalog import contents, inodes, namespace, summary
 from ckptfs.digest import RunningDigest
+from ckptfs.errors import TierUnavailable
 from ckptfs.flow.write_back import WriteBack
 from ckptfs.model import ROOT, ContentState, Tier
 
@@ -181,6 +184,10 @@ class Mount(Node):
     def temporaries(self) -> list[str]:
         return [str(path) for path in self.pfs.rglob(".ckptfs.*")]
 
+    def troubles(self) -> list[dict[str, str]]:
+        """What `status` shows."""
+        return [json.loads(text) for _, text, _ in summary.list_reports(self.db, "trouble:")]
+
     # --- write-back ---------------------------------------------------------------------------------------------------
 
     def write_back(self) -> WriteBack:
@@ -239,6 +246,36 @@ def pfs_tree(root: Path) -> Tree:
             else:
                 found[here] = ("other", status.st_mode)
     return found
+
+
+def rest(flow: WriteBack, failures_max: int = 20) -> None:
+    """Step until write-back rests. So many errors of the PFS are tried again, as the lane does."""
+    for _ in range(400):
+        try:
+            if not flow.step():
+                return
+        except TierUnavailable:
+            failures_max -= 1
+            if failures_max < 0:
+                raise
+    raise AssertionError("write-back never rests")
+
+
+class Refusal:
+    """A PFS that refuses one kind of system call for names that `is_refused` knows."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str, is_refused: Callable[[bytes], bool], code: int) -> None:
+        self.calls = 0
+        original = getattr(os, call)
+
+        def refusing(*values: Any, **named: Any) -> Any:
+            names = [os.fsencode(value) for value in values if isinstance(value, str | bytes)]
+            if named.keys() & {"dir_fd", "src_dir_fd", "dst_dir_fd"} and any(is_refused(name) for name in names):
+                self.calls += 1
+                raise OSError(code, os.strerror(code))
+            return original(*values, **named)
+
+        monkeypatch.setattr(os, call, refusing)
 
 
 @contextmanager
