@@ -15,7 +15,6 @@ from ckptfs.flow.evict import TROUBLE, Evict
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ContentState, CopyState, Tier
 from ckptfs.tiers import space
-from ckptfs.tiers.health import describe
 from ckptfs.tiers.space import Capacity
 
 SIZE = 100_000
@@ -269,10 +268,6 @@ def test_nobody_looks_while_nobody_writes(node: Node) -> None:
 def test_how_far_the_ram_tier_is_raised(total: int, used: int, hard: int | None, expected: int) -> None:
     bound = None if hard is None else hard * MIB
     assert space.choose_ram_size(total * MIB, used * MIB, configured=bound, available=8192 * MIB, memory=32000 * MIB) == expected * MIB
-
-
-def test_errors_are_described_in_words() -> None:
-    assert describe(OSError(28, "No space left on device")) == "ENOSPC: No space left on device"
 
 
 LABELS = [

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from local_node import Node
 
-from ckptfs import disk, limits, procfs, series
+from ckptfs import disk, limits, procfs
 from ckptfs.catalog import contents
 from ckptfs.flow import evict, prepare
 from ckptfs.flow.host.incoming import PeerQuota
@@ -58,33 +58,6 @@ def test_room_is_left_for_other_creates() -> None:
     assert prepare.has_room(Capacity(100, 60), 39, 0.8, 20)
     assert not prepare.has_room(Capacity(100, 60), 41, 0.8, 20)
     assert not prepare.has_room(Capacity(100, 60), 40, 0.8, 0), "it would reach the watermark"
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (b"run/step_100/rank3.pt", b"run/step_200/rank3.pt"),
-        (b"model_100.pt", b"model_7.pt"),
-        (b"iter_0001000/mp_rank_00_000/model.pt", b"iter_0002000/mp_rank_00_000/model.pt"),
-        (b"7/rank0.pt", b"8/rank0.pt"),
-        (b"checkpoint-500/model-00001-of-00004.safetensors", b"checkpoint-1000/model-00001-of-00004.safetensors"),
-    ],
-)
-def test_the_place_of_a_file_is_the_same_in_each_set(one: bytes, other: bytes) -> None:
-    assert series.get_place(one) == series.get_place(other)
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (b"step_100/rank3.pt", b"step_100/rank4.pt"),
-        (b"global_step7/zero_pp_rank_0_mp_rank_00_optim_states.pt", b"global_step7/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
-        (b"step_1/__0_0.distcp", b"step_1/__1_0.distcp"),
-        (b"7/rank0.pt", b"7/rank1.pt"),
-    ],
-)
-def test_parts_of_a_set_have_places_of_their_own(one: bytes, other: bytes) -> None:
-    assert series.get_place(one) != series.get_place(other)
 
 
 # --- the step ---------------------------------------------------------------------------------------------------------

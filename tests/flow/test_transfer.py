@@ -64,16 +64,6 @@ def test_a_terabyte_of_nothing_is_read_at_once(tmp_path: Path) -> None:
     assert len(asked) > 100, "a hole must be left between its blocks too"
 
 
-@pytest.mark.parametrize("sizes", [[5], [4 * MIB], [1, 4 * MIB - 1, 8 * MIB], [4 * MIB + 1, 3 * MIB]])
-def test_zeros_are_digested_like_zero_bytes(sizes: list[int]) -> None:
-    running = digest.RunningDigest()
-    running.update(b"x")
-    for size in sizes:
-        running.update_zeros(size)
-    data = b"x" + bytes(sum(sizes))
-    assert (running.size, *running.finish()) == plain(data)
-
-
 def test_before_block_sees_each_block_and_may_stop(tmp_path: Path) -> None:
     source, target = pair(tmp_path, os.urandom(9 * MIB))
     seen: list[int] = []

@@ -14,7 +14,6 @@ from ckptfs.errors import ConfigError, TierUnavailable
 from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.write_back import apply
 from ckptfs.model import ROOT, ContentState, CopyState, Level, Tier
-from ckptfs.tiers.storage import Tiers
 
 
 def test_everything_there_is_appears_on_the_pfs(mount: Mount) -> None:
@@ -381,20 +380,6 @@ def test_a_file_that_is_overwritten_just_before_its_turn_is_not_called_lost(moun
     assert caplog.messages == []
 
 
-def test_bytes_in_a_tier_that_was_left_out_are_waited_for_with_words(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
-    mount.put(b"before", b"here")
-    content = mount.put(b"file", b"there", tier=Tier.NVME)
-    nvme = mount.tiers[Tier.NVME]
-    mount.tiers = Tiers({tier: place for tier, place in mount.tiers.items() if tier is not Tier.NVME}, mount.config.ram_high)
-    flow = mount.write_back()
-    while flow.step():
-        pass
-    assert "its content is in nvme, which is not available" in caplog.text
-    assert set(mount.on_pfs()) == {b"before"} and mount.state(content) is ContentState.SEALED
-    mount.tiers = Tiers(dict(mount.tiers) | {Tier.NVME: nvme}, mount.config.ram_high)
-    mount.settle_exactly()
-
-
 @pytest.mark.parametrize("tier", [Tier.NVME, Tier.PFS])
 def test_other_tiers_are_sources_too(mount: Mount, tier: Tier) -> None:
     mount.put(b"file", b"data" * 1000, tier=tier)
@@ -433,20 +418,6 @@ def test_a_catalog_does_not_go_on_without_its_pfs(mount: Mount) -> None:
     with pytest.raises(ConfigError, match="belong to a PFS") as refusal:
         journal.require_no_pfs(mount.db, mount.root)
     assert "pfs=" in refusal.value.remedy
-
-
-def test_a_pfs_that_is_not_mounted_is_not_taken_for_an_empty_one(mount: Mount) -> None:
-    mount.put(b"file", b"data")
-    mount.settle()
-    mount.put(b"more", b"data")
-    os.rename(mount.pfs, mount.pfs.with_name("away"))
-    mount.pfs.mkdir()
-    with pytest.raises(TierUnavailable, match="not the directory"):
-        mount.write_back().step()
-    assert list(mount.pfs.iterdir()) == []
-    mount.pfs.rmdir()
-    os.rename(mount.pfs.with_name("away"), mount.pfs)
-    mount.settle_exactly()
 
 
 def test_what_fails_first_does_not_hold_back_what_came_before(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:

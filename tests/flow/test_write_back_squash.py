@@ -1,7 +1,6 @@
 """Sites squash root on the PFS: write-back then acts as the owner of the file."""
 
 import os
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -9,11 +8,9 @@ from typing import Any
 
 import pytest
 from daemon_under_test import environment
-from local_node import run_until_idle
 from write_back_world import Mount, intercepted
 
-from ckptfs import disk
-from ckptfs.catalog import inodes, summary
+from ckptfs.catalog import inodes
 from ckptfs.tiers import pfs_ownership
 
 USER = 4711
@@ -83,21 +80,6 @@ def test_write_back_acts_as_the_owner(tmp_path: Path) -> None:
     mount.exact()
     assert squash.refused > 10 and (mount.pfs / "run" / "c").stat().st_uid == USER
     assert pfs_ownership.is_root()
-
-
-def test_a_permanent_refusal_is_reported_and_delays_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mount = Mount(tmp_path)
-    mount.put(b"file", b"data")
-    monkeypatch.setattr(disk, "_fault", "write_back:create=EACCES@*")
-    mount.mkdir(b"directory")
-    flow = mount.write_back()
-    run_until_idle(flow)
-    assert set(mount.on_pfs()) == {b"directory"}
-    [(_, text, _)] = summary.list_reports(mount.db, "trouble:")
-    assert "EACCES" in text and '"path": "file"' in text and "owner" in text
-    monkeypatch.setattr(disk, "_fault", "")
-    mount.settle_exactly()
-    assert stat.S_IMODE((mount.pfs / "file").stat().st_mode) == 0o644
 
 
 @pytest.mark.parametrize("refused", ["setfsuid", "setfsgid"])

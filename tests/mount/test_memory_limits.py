@@ -42,16 +42,6 @@ with mmap.mmap(fd, size) as memory:
 os.close(fd)
 """
 
-HOLD = """
-import os, sys
-fd = os.open(sys.argv[1], int(sys.argv[2]), 0o644)
-print("open", flush=True)
-for line in sys.stdin:
-    for _ in range(int(line)):
-        os.write(fd, b"w" * (1 << 20))
-    print("written", flush=True)
-"""
-
 FALLOCATE = """
 import os, sys
 fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT, 0o644)
@@ -131,16 +121,11 @@ def test_a_file_that_an_unlimited_program_has_open_can_be_written(ram_node: Daem
 
 def test_an_unlimited_program_can_write_beside_a_limited_one(ram_node: DaemonUnderTest, group: MemoryGroup) -> None:
     path = ram_node.path / "shared"
-    holder = group.start(HOLD, path, str(os.O_WRONLY | os.O_CREAT))
-    assert holder.stdin is not None and holder.stdout is not None
-    assert holder.stdout.readline() == "open\n"
-    with open(path, "r+b") as other:
-        other.seek(FILE_BYTES)
-        other.write(b"end")
-    print(96, file=holder.stdin, flush=True)
-    assert holder.stdout.readline() == "written\n"
-    holder.communicate(timeout=60)
-    assert holder.returncode == 0
+    with group.holding(path, os.O_WRONLY | os.O_CREAT) as write_mib:
+        with open(path, "r+b") as other:
+            other.seek(FILE_BYTES)
+            other.write(b"end")
+        write_mib(96)
     data = path.read_bytes()
     assert data[: 96 * limits.MIB] == b"w" * (96 * limits.MIB) and data.endswith(b"end")
 
@@ -158,15 +143,10 @@ def test_fallocate_is_survived(node: DaemonUnderTest, group: MemoryGroup) -> Non
 def test_a_limited_program_survives_a_death_of_the_mount_process(ram_node: DaemonUnderTest, group: MemoryGroup) -> None:
     """M1, P8: its open file goes on by the same way."""
     path = ram_node.path / "long"
-    holder = group.start(HOLD, path, str(CREATE))
-    assert holder.stdin is not None and holder.stdout is not None
-    assert holder.stdout.readline() == "open\n"
-    ram_node.kill("mount")
-    for _ in range(4):
-        print(32, file=holder.stdin, flush=True)
-        assert holder.stdout.readline() == "written\n"
-    holder.communicate(timeout=60)
-    assert holder.returncode == 0
+    with group.holding(path, CREATE) as write_mib:
+        ram_node.kill("mount")
+        for _ in range(4):
+            write_mib(32)
     assert path.stat().st_size == 128 * limits.MIB
 
 
@@ -243,13 +223,10 @@ def test_status_counts_handles_by_way_and_says_why(node: DaemonUnderTest, data_p
         expected = [("passthrough", "nvme", limited, 1), ("passthrough", "ram", "", 2)]
     else:
         expected = [("buffered", "ram", limited, 1), ("passthrough", "ram", "", 2)]
-    holder = group.start(HOLD, node.path / "limited", str(CREATE))
-    assert holder.stdout is not None and holder.stdout.readline() == "open\n"
-    with open(node.path / "free", "wb"), open(node.path / "free", "rb"):
+    with group.holding(node.path / "limited", CREATE), open(node.path / "free", "wb"), open(node.path / "free", "rb"):
         eventually(lambda: sorted(ways(node)) == expected, what=f"{expected}, not {ways(node)}")
         text = node.command("status", node.path).stdout
         assert all(f"{count} {way}, {tier}{f': {reason}' if reason else ''}" in text for way, tier, reason, count in expected)
-    holder.communicate(timeout=60)
     eventually(lambda: ways(node) == [], what="no handle is open")
 
 
@@ -299,17 +276,12 @@ def prepared_node(make_daemon: Callable[..., DaemonUnderTest]) -> DaemonUnderTes
 def test_a_limited_program_writes_into_prepared_memory_and_does_not_pay(prepared_node: DaemonUnderTest, group: MemoryGroup) -> None:
     """M1, X1: by passthrough; the pages are charged to the service."""
     path = prepared_node.path / "ckpt-2"
-    holder = group.start(HOLD, path, str(CREATE))
-    assert holder.stdin is not None and holder.stdout is not None
-    assert holder.stdout.readline() == "open\n"
-    expected = [("prepared", "ram", "the program is below a memory limit", 1)]
-    eventually(lambda: ways(prepared_node) == expected, what=f"{expected}, not {ways(prepared_node)}")
-    before = group.used_bytes
-    print(PREPARED_BYTES // limits.MIB, file=holder.stdin, flush=True)
-    assert holder.stdout.readline() == "written\n"
-    assert group.used_bytes - before < 8 * limits.MIB
-    holder.communicate(timeout=60)
-    assert holder.returncode == 0
+    with group.holding(path, CREATE) as write_mib:
+        expected = [("prepared", "ram", "the program is below a memory limit", 1)]
+        eventually(lambda: ways(prepared_node) == expected, what=f"{expected}, not {ways(prepared_node)}")
+        before = group.used_bytes
+        write_mib(PREPARED_BYTES // limits.MIB)
+        assert group.used_bytes - before < 8 * limits.MIB
     assert path.read_bytes() == b"w" * PREPARED_BYTES
 
 
@@ -325,26 +297,18 @@ def test_a_file_that_outgrows_its_prepared_memory_is_survived(prepared_node: Dae
 def test_an_outgrown_file_goes_on_after_a_death_of_the_mount_process(prepared_node: DaemonUnderTest, group: MemoryGroup) -> None:
     """M1, P8."""
     path = prepared_node.path / "ckpt-2"
-    holder = group.start(HOLD, path, str(CREATE))
-    assert holder.stdin is not None and holder.stdout is not None
-    assert holder.stdout.readline() == "open\n"
-    prepared_node.kill("mount")
-    for _ in range(4):
-        print(PREPARED_BYTES // limits.MIB, file=holder.stdin, flush=True)
-        assert holder.stdout.readline() == "written\n"
-    holder.communicate(timeout=60)
-    assert holder.returncode == 0
+    with group.holding(path, CREATE) as write_mib:
+        prepared_node.kill("mount")
+        for _ in range(4):
+            write_mib(PREPARED_BYTES // limits.MIB)
     assert path.stat().st_size == 4 * PREPARED_BYTES
     prepared_node.settle()
 
 
 def test_a_second_limited_program_shares_prepared_memory(prepared_node: DaemonUnderTest, group: MemoryGroup) -> None:
     path = prepared_node.path / "ckpt-2"
-    holder = group.start(HOLD, path, str(CREATE))
-    assert holder.stdout is not None and holder.stdout.readline() == "open\n"
-    group.run(WRITE, path, str(os.O_WRONLY), str(2 * PREPARED_BYTES), str(limits.MIB))
-    holder.communicate(timeout=60)
-    assert holder.returncode == 0
+    with group.holding(path, CREATE):
+        group.run(WRITE, path, str(os.O_WRONLY), str(2 * PREPARED_BYTES), str(limits.MIB))
     assert path.stat().st_size == 2 * PREPARED_BYTES
 
 

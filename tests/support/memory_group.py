@@ -5,7 +5,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,15 @@ from daemon_under_test import environment, eventually
 
 from ckptfs import cgroups
 
+HOLD = """
+import os, sys
+fd = os.open(sys.argv[1], int(sys.argv[2]), 0o644)
+print("open", flush=True)
+for line in sys.stdin:
+    for _ in range(int(line)):
+        os.write(fd, b"w" * (1 << 20))
+    print("written", flush=True)
+"""
 _numbers = itertools.count(1)
 
 
@@ -48,6 +57,22 @@ class MemoryGroup:
         output, errors = process.communicate(timeout=timeout)
         assert process.returncode == 0, f"exit {process.returncode} (-9: out of memory)\n{output}{errors}"
         return output
+
+    @contextlib.contextmanager
+    def holding(self, path: Path, flags: int) -> Iterator[Callable[[int], None]]:
+        """A program of this group has a file open during the block, and writes so many MiB when told. Fails the test if it was killed."""
+        process = self.start(HOLD, path, str(flags))
+        assert process.stdin is not None and process.stdout is not None
+        written = process.stdout
+        assert written.readline() == "open\n"
+
+        def write_mib(count: int) -> None:
+            print(count, file=process.stdin, flush=True)
+            assert written.readline() == "written\n"
+
+        yield write_mib
+        process.communicate(timeout=60)
+        assert process.returncode == 0
 
     def remove(self) -> None:
         eventually(lambda: not (self.directory / "cgroup.procs").read_text(), what="the programs of the group have ended")

@@ -22,13 +22,14 @@ def test_pieces_of_any_length_give_the_same(size: int) -> None:
     assert whole == digest.hash_content(blocks, size)
 
 
-def test_a_hole_is_the_zeros_it_reads_as() -> None:
-    size = 3 * BLOCK + 12345
-    hole, zeros = digest.RunningDigest(), digest.RunningDigest()
-    hole.update(b"x")
-    hole.update_zeros(size)
-    zeros.update(b"x" + bytes(size))
-    assert hole.finish() == zeros.finish()
+@pytest.mark.parametrize("sizes", [[5], [BLOCK], [1, BLOCK - 1, 2 * BLOCK], [BLOCK + 1, 3 * BLOCK // 4], [3 * BLOCK + 12345]])
+def test_holes_are_the_zeros_they_read_as(sizes: list[int]) -> None:
+    holes, zeros = digest.RunningDigest(), digest.RunningDigest()
+    holes.update(b"x")
+    for size in sizes:
+        holes.update_zeros(size)
+    zeros.update(b"x" + bytes(sum(sizes)))
+    assert (holes.size, holes.finish()) == (zeros.size, zeros.finish())
 
 
 def test_length_counts_although_zeros_are_all_alike() -> None:

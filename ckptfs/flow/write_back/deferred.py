@@ -46,8 +46,6 @@ PFS_ERRNOS = {
     errno.ENXIO, errno.EREMOTEIO, errno.ENOMEM, errno.ENOBUFS, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.ECOMM,
     errno.EPROTO, errno.ENOLINK, errno.ENOLCK, errno.EUCLEAN,
 }  # fmt: skip
-SINGLE_FILE_ERRNOS = {errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EFBIG, errno.EINVAL, errno.EILSEQ, errno.EXDEV}
-"""Those of them that sites see; tests use them."""
 FULL_ERRNOS = {errno.ENOSPC, errno.EROFS}
 # A change that failed so often with one of PFS_ERRNOS is deferred if the PFS takes another file.
 TRIES_MAX = 3
