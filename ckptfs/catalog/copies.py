@@ -12,7 +12,6 @@ Crash safety: recovery deletes FILLING copies and returns stashed ones. Files wi
 """
 
 import json
-import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -171,7 +170,7 @@ def list_paths_only_in(db: Database, tier: Tier, at_most: int) -> list[str]:
         f" WHERE c.tier = ? AND k.state <> 3 AND k.remote = 0 AND i.nlink > 0 AND NOT {IS_SAFE_ELSEWHERE.format(pfs_verify=0)} LIMIT ?",
         tier, at_most,
     )  # fmt: skip
-    return [os.fsdecode(inodes.get_path(db, inode)) for (inode,) in rows]
+    return [inodes.get_shown_path(db, inode) for (inode,) in rows]
 
 
 def count_good_copies(db: Database, tier: Tier) -> int:
@@ -322,7 +321,7 @@ def load_fetch_state(db: Database, inode: int) -> FetchState | None:
             content_id=row[0],
             has_name=bool(row[1]),
             is_open=bool(row[2]),
-            path=os.fsdecode(inodes.get_path(db, inode)),
+            path=inodes.get_shown_path(db, inode),
             copies=local,
             holders=() if content is None else tuple(peer_copies.list_holders(db, content)),
             pfs_names=pfs_state.find_path(db, inode),

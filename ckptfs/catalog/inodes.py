@@ -5,6 +5,7 @@ length. Functions that change rows join the caller's transaction.
 """
 
 import errno
+import os
 import stat
 import time
 from typing import Any
@@ -142,3 +143,8 @@ def get_path(db: Database, inode: int) -> bytes:
         names.append(row[1])
         length += len(row[1]) + 1
     return b"/".join(reversed(names))
+
+
+def get_shown_path(db: Database, inode: int) -> str:
+    """Return `get_path` as text, for messages."""
+    return os.fsdecode(get_path(db, inode))

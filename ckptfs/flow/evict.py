@@ -15,9 +15,10 @@ import os
 import time
 
 from ckptfs import cgroups, disk, lifecycle, limits, procfs
-from ckptfs.catalog import copies, namespace, remote_contents, summary
+from ckptfs.catalog import copies, remote_contents, summary
 from ckptfs.catalog.contents import count_writers, get_file_record, get_largest_recent_size, is_unchanged, mark_lost
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.inodes import get_shown_path
 from ckptfs.config import Config
 from ckptfs.errors import Busy, DigestMismatch
 from ckptfs.model import Content, Notifier, Tier
@@ -205,7 +206,7 @@ class Evict:
         try:
             local_copies.copy_to_tier(self._db, self._tiers, content, Tier.RAM, Tier.NVME)
         except Busy as reason:
-            log.debug("%s: not moved to nvme: %s", self._name(content), reason)
+            log.debug("%s: not moved to nvme: %s", get_shown_path(self._db, content.inode), reason)
             return True
         except (OSError, DigestMismatch) as failure:
             if isinstance(failure, OSError) and not is_unchanged(self._db, content):
@@ -214,7 +215,7 @@ class Evict:
             self._demote_at_s = time.monotonic() + self._demote_wait_s
             self._report_trouble(content, failure)
             if mark_lost(self._db, content):
-                log.error("%s: lost: its only copy has not the sealed digest; reads fail with EIO", self._name(content))
+                log.error("%s: lost: its only copy has not the sealed digest; reads fail with EIO", get_shown_path(self._db, content.inode))
             return False
         self._clear_trouble()
         self._drop(self._tiers[Tier.RAM], [content])
@@ -222,7 +223,8 @@ class Evict:
 
     def _report_trouble(self, content: Content, failure: OSError | DigestMismatch) -> None:
         reason = health.describe(failure) if isinstance(failure, OSError) else str(failure)
-        value = {"what": f"cannot be moved from ram to nvme: {reason}", "path": self._name(content), "remedy": health.remedy(failure.errno)}
+        path = get_shown_path(self._db, content.inode)
+        value = {"what": f"cannot be moved from ram to nvme: {reason}", "path": path, "remedy": health.remedy(failure.errno)}
         summary.set_report(self._db, TROUBLE, value)
         log.warning("%s: %s; next try in %.1f s", value["path"], value["what"], self._demote_wait_s)
 
@@ -231,9 +233,6 @@ class Evict:
         if self._demote_wait_s:
             summary.set_report(self._db, TROUBLE, None)
             self._demote_wait_s = 0.0
-
-    def _name(self, content: Content) -> str:
-        return os.fsdecode(namespace.get_path(self._db, content.inode))
 
     # --- the limit of the tmpfs --------------------------------------------------------------------------------------
 

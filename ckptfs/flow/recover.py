@@ -9,11 +9,11 @@ are not compared with the catalog, which takes seconds for a million of them.
 """
 
 import logging
-import os
 
 from ckptfs import disk, lifecycle
-from ckptfs.catalog import contents, copies, namespace, peer_copies
+from ckptfs.catalog import contents, copies, peer_copies
 from ckptfs.catalog.database import Database, delete_clean_start
+from ckptfs.catalog.inodes import get_shown_path
 from ckptfs.config import Config
 from ckptfs.model import Content, ContentState, CopyState, Notifier, Tier
 from ckptfs.tiers import local_copies
@@ -100,7 +100,8 @@ class Recover:
         with self._db.transaction():
             content = contents.get_content(self._db, number)
             if content is not None and content.state in WITH_SIZE and self._has_wrong_size(storage, number, content.size):
-                log.error("%s: the copy in %s is quarantined: it has not %d bytes", self._name(content), storage.tier, content.size)
+                path = get_shown_path(self._db, content.inode)
+                log.error("%s: the copy in %s is quarantined: it has not %d bytes", path, storage.tier, content.size)
                 copies.set_copy_state(self._db, number, storage.tier, CopyState.QUARANTINED)
 
     # --- contents without a copy -------------------------------------------------------------------------------------
@@ -122,13 +123,12 @@ class Recover:
             if not fallback:
                 contents.set_state(self._db, content.id, ContentState.LOST)
         self._notify.invalidate_inode(content.inode)
+        path = get_shown_path(self._db, content.inode)
         if fallback:
             how = "still open" if content.state is ContentState.OPEN else "not sealed yet"
-            self._log_bounded(logging.WARNING, "%s: %s when its tier was lost; showing %s", self._name(content), how, fallback)
+            self._log_bounded(logging.WARNING, "%s: %s when its tier was lost; showing %s", path, how, fallback)
         else:
-            self._log_bounded(
-                logging.ERROR, "%s: lost: its tier is gone and it was not on the PFS; reads fail with EIO", self._name(content)
-            )
+            self._log_bounded(logging.ERROR, "%s: lost: its tier is gone and it was not on the PFS; reads fail with EIO", path)
 
     def _log_bounded(self, level: int, message: str, *values: object) -> None:
         """Log at most `NAMES_LOGGED_MAX` files."""
@@ -137,6 +137,3 @@ class Recover:
             log.log(level, message, *values)
         elif self._logged_count == NAMES_LOGGED_MAX + 1:
             log.log(level, "more files were lost; `ckptfs status` counts them")
-
-    def _name(self, content: Content) -> str:
-        return os.fsdecode(namespace.get_path(self._db, content.inode))

@@ -18,8 +18,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckptfs import disk, limits
-from ckptfs.catalog import contents, copies, namespace
+from ckptfs.catalog import contents, copies
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.inodes import get_shown_path
 from ckptfs.config import Config
 from ckptfs.errors import Busy
 from ckptfs.model import Content, ContentState, Notifier, Tier
@@ -96,7 +97,7 @@ class Seal:
         try:
             sealed = self._read(content, tier, self._tiers[tier])
         except Busy as reason:
-            log.debug("%s: content %d cannot be sealed yet: %s", self._name(content), content.id, reason)
+            log.debug("%s: content %d cannot be sealed yet: %s", get_shown_path(self._db, content.inode), content.id, reason)
             self._defer(content.id)
             return None
         except OSError as failure:
@@ -173,12 +174,14 @@ class Seal:
     def _handle_read_error(self, content: Content, tier: Tier, failure: OSError) -> None:
         """Record the loss of a missing file; defer every other content that the tier cannot read."""
         if failure.errno == errno.ENOENT and self._record_missing_file(content, tier):
-            log.error("%s: lost: its file in %s disappeared before the seal", self._name(content), tier)
+            log.error("%s: lost: its file in %s disappeared before the seal", get_shown_path(self._db, content.inode), tier)
             return
         if self._get_state(content.id) is not ContentState.CLOSED:
             return  # It was deleted or opened again meanwhile.
         delay_s = self._defer(content.id)
-        log.warning("%s: cannot be sealed: %s fails: %s; next try in %.1f s", self._name(content), tier, failure, delay_s)
+        log.warning(
+            "%s: cannot be sealed: %s fails: %s; next try in %.1f s", get_shown_path(self._db, content.inode), tier, failure, delay_s
+        )
 
     def _record_missing_file(self, content: Content, tier: Tier) -> bool:
         """Delete the row of a copy whose file is gone. Return whether it was the last copy; False if the content changed meanwhile."""
@@ -204,6 +207,3 @@ class Seal:
     def _get_state(self, number: int) -> ContentState | None:
         found = contents.get_content(self._db, number)
         return None if found is None else found.state
-
-    def _name(self, content: Content) -> str:
-        return os.fsdecode(namespace.get_path(self._db, content.inode))

@@ -10,9 +10,10 @@ import os
 from dataclasses import dataclass
 
 from ckptfs import disk
-from ckptfs.catalog import contents, namespace
+from ckptfs.catalog import contents
 from ckptfs.catalog.copies import delete_copy, list_copies, set_copy_state
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.inodes import get_shown_path
 from ckptfs.errors import Busy, DigestMismatch
 from ckptfs.model import Content, ContentState, Copy, CopyState, Tier
 from ckptfs.tiers import local_copies, transfer
@@ -47,7 +48,7 @@ def verify(db: Database, tiers: Tiers, number: int) -> list[CheckResult]:
     good = [checked.tier for checked in found if checked.ok]
     if not good:
         if found and content.state is ContentState.SEALED and contents.mark_lost(db, content):
-            log.error("%s: lost: no copy has the sealed digest; reads fail with EIO", _name(db, content))
+            log.error("%s: lost: no copy has the sealed digest; reads fail with EIO", get_shown_path(db, content.inode))
         return found
     if content.state is ContentState.LOST:
         contents.set_state(db, number, ContentState.SEALED)
@@ -65,7 +66,7 @@ def _check_copy(db: Database, tiers: Tiers, content: Content, copy: Copy) -> Che
     if copy.state is not CopyState.QUARANTINED:
         set_copy_state(db, content.id, copy.tier, CopyState.QUARANTINED)
         disk.act("verify:quarantined", lambda: None)
-        log.error("%s: the copy in %s is quarantined: %s", _name(db, content), copy.tier, problem)
+        log.error("%s: the copy in %s is quarantined: %s", get_shown_path(db, content.inode), copy.tier, problem)
     return CheckResult(copy.tier, False, problem)
 
 
@@ -109,12 +110,8 @@ def _repair_copy(db: Database, tiers: Tiers, content: Content, source: Tier, bad
     try:
         local_copies.copy_to_tier(db, tiers, content, source, bad.tier)
     except (OSError, Busy, DigestMismatch) as failure:
-        log.warning("%s: the copy in %s cannot be rebuilt: %s", _name(db, content), bad.tier, failure)
+        log.warning("%s: the copy in %s cannot be rebuilt: %s", get_shown_path(db, content.inode), bad.tier, failure)
         return bad
     disk.act("verify:repaired", lambda: None)
-    log.info("%s: the copy in %s was rebuilt from the one in %s", _name(db, content), bad.tier, source)
+    log.info("%s: the copy in %s was rebuilt from the one in %s", get_shown_path(db, content.inode), bad.tier, source)
     return CheckResult(bad.tier, False, bad.problem, repaired=True)
-
-
-def _name(db: Database, content: Content) -> str:
-    return os.fsdecode(namespace.get_path(db, content.inode))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 import trio
 
 from ckptfs import disk, limits
-from ckptfs.catalog import contents, inodes, journal, mover_requests, namespace, peer_copies, summary
+from ckptfs.catalog import contents, inodes, journal, mover_requests, peer_copies, summary
 from ckptfs.catalog.namespace import NotImported
 from ckptfs.errors import CkptfsError, ContentLost, NoSpace, TimedOut, posix_error
 from ckptfs.model import CliqueLost, DataPath, Level, Tier
@@ -316,7 +316,7 @@ class FileHandlers:
                 return
             except TimedOut:
                 pass
-        path = os.fsdecode(namespace.get_path(db, inode))
+        path = inodes.get_shown_path(db, inode)
         if not degrades:
             is_disconnected = shared_namespace is not None and shared_namespace.is_disconnected
             cause = "etcd does not answer" if is_disconnected else "too few other nodes took a copy"
@@ -343,7 +343,7 @@ class FileHandlers:
             while not peer_copies.has_published_names(db, directory):
                 await trio.sleep(limits.STORE_PROBE_S)
         if not degrades and not peer_copies.has_published_names(db, directory):
-            path = os.fsdecode(namespace.get_path(db, directory))
+            path = inodes.get_shown_path(db, directory)
             log.error("%s: fsync fails: changed names did not reach etcd within %g s", path, config.clique_wait_s)
             raise posix_error(errno.EIO)
 

@@ -559,7 +559,7 @@ class OpenAttempt:
         return ContentLost(f"{path}: {cause}")
 
     def _get_path(self) -> str:
-        return os.fsdecode(namespace.get_path(self._db, self._open_request.inode))
+        return inodes.get_shown_path(self._db, self._open_request.inode)
 
 
 class CreateAttempt(OpenAttempt):

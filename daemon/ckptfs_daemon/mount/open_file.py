@@ -29,7 +29,7 @@ from typing import TypeVar
 import trio
 
 from ckptfs import limits
-from ckptfs.catalog import contents, copies, inodes, mover_requests, namespace
+from ckptfs.catalog import contents, copies, inodes, mover_requests
 from ckptfs.catalog.database import Database
 from ckptfs.errors import CkptfsError, ContentLost, TimedOut, posix_error
 from ckptfs.model import Content, ContentState, CopyState, Inode, Tier
@@ -310,7 +310,7 @@ class FetchWaiter:
         try:
             await self._wait_blocks(file, self._get_block_range(offset, size))
         except (OSError, CkptfsError) as failure:
-            path = os.fsdecode(namespace.get_path(self._db, file.inode))
+            path = inodes.get_shown_path(self._db, file.inode)
             if not self._is_failure_logged:
                 log.error("%s: cannot be read to its end: the rest does not arrive: %s", path, failure)
                 self._is_failure_logged = True
