@@ -1,9 +1,9 @@
 """Prepared files of the RAM tier: memory that is allocated before an application writes into it.
 
 A prepared file is an empty file with allocated pages beyond its end (fallocate with KEEP_SIZE), named `prepared/<bytes, hex>-<unique>`
-in the root of the RAM tier. `take` renames it to the file of a new content. Writes then find their pages: they are faster, and the memory
-cgroup of the process that allocated the pages pays, not that of the writer. The kernel returns zeros for a page that nobody has written,
-and SEEK_DATA skips it.
+in the root of the RAM tier. `take_file` renames it to the file of a new content. Writes then find their pages: they are faster, and the
+memory cgroup of the process that allocated the pages pays, not that of the writer. The kernel returns zeros for a page that nobody has
+written, and SEEK_DATA skips it.
 
 The execute bit of the owner marks a file with prepared pages, until `trim` removes those. The bit of the group says that the application
 itself has called fallocate: then `trim` removes only what lies beyond the end.
@@ -80,12 +80,6 @@ class ContentDirectory(Protocol):
         """A descriptor of the directory of contents."""
 
 
-def choose_fit(files: list[PreparedFile], bytes_min: int, bytes_max: int | None = None) -> PreparedFile | None:
-    """Return the smallest file of at least `bytes_min` and at most `bytes_max`, or None."""
-    fitting = [file for file in files if file.size_bytes >= bytes_min and (bytes_max is None or file.size_bytes <= bytes_max)]
-    return min(fitting, default=None)
-
-
 def measure_bytes(root: Path) -> int:
     """Return the bytes that are prepared in the tier at `root`."""
     with contextlib.suppress(FileNotFoundError):
@@ -116,22 +110,11 @@ class PreparedFiles:
         return sum(file.size_bytes for file in self.list_files())
 
     def find(self, expected_bytes: int) -> PreparedFile | None:
-        """Return the file that suits a content of about `expected_bytes` (0: unknown), or None."""
+        """Return the smallest file that suits a content of about `expected_bytes` (0: unknown), or None."""
         if expected_bytes < limits.PREPARED_BYTES_MIN:
             return None
-        return choose_fit(self.list_files(), expected_bytes, limits.PREPARED_SURPLUS_RATIO * expected_bytes)
-
-    def take(self, content: int, bytes_min: int, bytes_max: int | None = None) -> int | None:
-        """Make a prepared file of at least `bytes_min` bytes the file of `content`. Returns its prepared bytes, None if none fits.
-
-        Takes the smallest that fits. Never waits, and never allocates.
-        """
-        files = self.list_files()
-        while (file := choose_fit(files, bytes_min, bytes_max)) is not None:
-            if self.take_file(file, content):
-                return file.size_bytes
-            files.remove(file)
-        return None
+        bytes_max = limits.PREPARED_SURPLUS_RATIO * expected_bytes
+        return min((file for file in self.list_files() if expected_bytes <= file.size_bytes <= bytes_max), default=None)
 
     def take_file(self, file: PreparedFile, content: int) -> bool:
         """Make `file` the file of `content`, in the place of a leftover of that name. Return False if another process has taken it."""
@@ -271,13 +254,6 @@ def top_up(fd: int, offset: int, length: int) -> None:
     The memory cgroup of the calling process pays for the pages. Pages that exist stay as they are.
     """
     disk.act("prepare:allocate", _fallocate, fd, _KEEP_SIZE, offset, length)
-
-
-def mark_prepared(fd: int) -> None:
-    """Mark an open file of a tier before its first `top_up`, so that its seal trims it."""
-    mode = stat.S_IMODE(os.fstat(fd).st_mode)
-    if not mode & stat.S_IXUSR:
-        os.fchmod(fd, mode | stat.S_IXUSR)
 
 
 def mark_allocated_by_application(fd: int) -> None:

@@ -25,7 +25,6 @@ from ckptfs_client.mounts import list_mounts
 
 CATALOG = "catalog.db"
 OURS = (CATALOG, "catalog.db-wal", "catalog.db-shm", "processes.json", "ckptfsd.log", "ckptfsd.log.1", mount_record.FILE_NAME, "lock")
-RAM_SOURCE = "ckptfs-ram"
 
 
 @dataclass(frozen=True, slots=True)

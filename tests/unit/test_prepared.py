@@ -13,7 +13,7 @@ import pytest
 from ckptfs import disk, limits
 from ckptfs.model import Tier
 from ckptfs.tiers import prepared
-from ckptfs.tiers.prepared import PreparedFile, PreparedFiles
+from ckptfs.tiers.prepared import PreparedFiles
 from ckptfs.tiers.storage import TierStorage
 
 MIB = limits.MIB
@@ -38,11 +38,16 @@ def _open(storage: TierStorage, content: int) -> int:
     return storage.open(content, os.O_RDWR)
 
 
+def _take(pool: PreparedFiles, content: int) -> bool:
+    """Make some prepared file that of `content`, as an open does. Return False if none is left."""
+    return any(pool.take_file(file, content) for file in pool.list_files())
+
+
 def test_a_taken_file_is_empty_and_has_its_pages(storage: TierStorage, pool: PreparedFiles) -> None:
     """X1: a create finds memory. Pages that nobody wrote read as zeros, and nothing but their number tells of them."""
     pool.add(4 * MIB)
     assert pool.get_bytes() == 4 * MIB
-    assert pool.take(7, 3 * MIB) == 4 * MIB
+    assert _take(pool, 7)
     assert pool.list_files() == []
     with disk.closing(_open(storage, 7)) as fd:
         status = os.fstat(fd)
@@ -61,7 +66,7 @@ def test_prepared_pages_hold_no_bytes_of_another_file(storage: TierStorage, pool
         os.pwrite(fd, b"secret! " * (MIB // 2), 0)
     storage.remove(1)
     pool.add(4 * MIB, touches=touches)
-    pool.take(2, 4 * MIB)
+    _take(pool, 2)
     with disk.closing(_open(storage, 2)) as fd:
         os.pwrite(fd, b"x", 2 * MIB + 5)
         os.pwrite(fd, b"y", 4 * MIB - 1)
@@ -70,24 +75,26 @@ def test_prepared_pages_hold_no_bytes_of_another_file(storage: TierStorage, pool
         assert os.pread(fd, 4 * MIB, 0) == bytes(expected)
 
 
-def test_the_smallest_file_that_fits_is_taken(pool: PreparedFiles) -> None:
-    for size in (8, 2, 4):
-        pool.add(size * MIB)
-    assert pool.take(1, 9 * MIB) is None
-    assert pool.take(2, 3 * MIB) == 4 * MIB
-    assert pool.take(3, 3 * MIB, 6 * MIB) is None, "too large: most of it would be wasted"
-    assert pool.take(4, 3 * MIB) == 8 * MIB
+def test_the_smallest_file_that_fits_is_found(pool: PreparedFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PREPARED_BYTES_MIN", 2 * MIB)
+    files = {size: pool.add(size * MIB) for size in (8, 2, 4)}
+    assert pool.find(9 * MIB) is None
+    assert pool.find(MIB) is None, "so small a file gains nothing"
+    assert pool.find(3 * MIB) == files[4]
+    assert pool.take_file(files[4], 1)
+    assert pool.find(3 * MIB) is None, "too large: most of it would be wasted"
+    assert pool.find(4 * MIB) == files[8]
 
 
 def test_a_file_is_taken_once(storage: TierStorage, pool: PreparedFiles) -> None:
     """X1: of several processes one gets a file, and the others get the next or none."""
     for _ in range(8):
         pool.add(MIB)
-    taken: list[int | None] = []
+    taken: list[bool] = []
 
     def take(first: int) -> None:
         own = PreparedFiles(storage)
-        taken.extend(own.take(content, MIB) for content in range(first, first + 8))
+        taken.extend(_take(own, content) for content in range(first, first + 8))
         own.close()
 
     threads = [threading.Thread(target=take, args=(first,)) for first in (100, 200, 300)]
@@ -95,7 +102,7 @@ def test_a_file_is_taken_once(storage: TierStorage, pool: PreparedFiles) -> None
         thread.start()
     for thread in threads:
         thread.join()
-    assert taken.count(MIB) == 8 and taken.count(None) == 16
+    assert taken.count(True) == 8
     assert len(list(storage.contents())) == 8
 
 
@@ -111,7 +118,7 @@ def test_taking_replaces_a_leftover(storage: TierStorage, pool: PreparedFiles) -
     with disk.closing(storage.create(5)) as fd:
         os.pwrite(fd, b"of a process that died", 0)
     pool.add(MIB)
-    assert pool.take(5, MIB) == MIB
+    assert _take(pool, 5)
     found = storage.stat(5)
     assert found is not None and found.st_size == 0
 
@@ -129,7 +136,7 @@ def test_what_fails_leaves_nothing(storage: TierStorage, pool: PreparedFiles, mo
 @pytest.mark.parametrize("label", ["prepare:take", "prepare:remove", "prepare:trim"])
 def test_what_fails_changes_nothing(storage: TierStorage, pool: PreparedFiles, monkeypatch: pytest.MonkeyPatch, label: str) -> None:
     acts: dict[str, Callable[[int], object]] = {
-        "prepare:take": lambda fd: pool.take(1, MIB),
+        "prepare:take": lambda fd: _take(pool, 1),
         "prepare:remove": lambda fd: pool.give_back(MIB),
         "prepare:trim": lambda fd: prepared.trim(fd, holes=False),
     }
@@ -168,11 +175,9 @@ def test_giving_back_takes_the_largest_first(pool: PreparedFiles) -> None:
 def test_topping_up_keeps_size_and_bytes(storage: TierStorage) -> None:
     with disk.closing(storage.create(1)) as fd:
         os.pwrite(fd, b"abc", 0)
-        prepared.mark_prepared(fd)
         prepared.top_up(fd, 0, 2 * MIB)
         prepared.top_up(fd, MIB, 3 * MIB)
-        status = os.fstat(fd)
-        assert status.st_size == 3 and prepared.is_prepared(status)
+        assert os.fstat(fd).st_size == 3
         assert prepared.get_allocated_bytes(fd) == 4 * MIB
         assert os.pread(fd, 10, 0) == b"abc"
 
@@ -180,7 +185,7 @@ def test_topping_up_keeps_size_and_bytes(storage: TierStorage) -> None:
 def test_trimming_leaves_what_was_written(storage: TierStorage, pool: PreparedFiles) -> None:
     """X1: after the seal a file takes what it holds; holes are holes again."""
     pool.add(8 * MIB)
-    pool.take(1, MIB)
+    _take(pool, 1)
     with disk.closing(_open(storage, 1)) as fd:
         os.pwrite(fd, b"begin" * 1000, 0)
         os.pwrite(fd, b"end", 2 * MIB)
@@ -195,7 +200,7 @@ def test_trimming_leaves_what_was_written(storage: TierStorage, pool: PreparedFi
 def test_without_a_lease_only_the_end_is_trimmed(storage: TierStorage, pool: PreparedFiles) -> None:
     """X1, P7: a page below the end may be written through a mapping meanwhile."""
     pool.add(8 * MIB)
-    pool.take(1, MIB)
+    _take(pool, 1)
     with disk.closing(_open(storage, 1)) as fd:
         os.pwrite(fd, b"end", 2 * MIB)
         prepared.trim(fd, holes=False)
@@ -207,7 +212,7 @@ def test_without_a_lease_only_the_end_is_trimmed(storage: TierStorage, pool: Pre
 
 def test_a_whole_file_needs_no_lease(storage: TierStorage, pool: PreparedFiles) -> None:
     pool.add(8 * MIB)
-    pool.take(1, MIB)
+    _take(pool, 1)
     with disk.closing(_open(storage, 1)) as fd:
         os.pwrite(fd, b"x" * MIB, 0)
         prepared.trim(fd, holes=False)
@@ -217,7 +222,7 @@ def test_a_whole_file_needs_no_lease(storage: TierStorage, pool: PreparedFiles) 
 
 def test_an_empty_file_is_trimmed_to_nothing(storage: TierStorage, pool: PreparedFiles) -> None:
     pool.add(MIB)
-    pool.take(1, MIB)
+    _take(pool, 1)
     with disk.closing(_open(storage, 1)) as fd:
         prepared.trim(fd, holes=False)
         assert prepared.get_allocated_bytes(fd) == 0 and not prepared.is_prepared(os.fstat(fd))
@@ -226,7 +231,7 @@ def test_an_empty_file_is_trimmed_to_nothing(storage: TierStorage, pool: Prepare
 def test_what_an_application_allocated_stays(storage: TierStorage, pool: PreparedFiles) -> None:
     """P2: fallocate(2) promises that later writes find room."""
     pool.add(4 * MIB)
-    pool.take(1, MIB)
+    _take(pool, 1)
     with disk.closing(_open(storage, 1)) as fd:
         prepared.mark_allocated_by_application(fd)
         os.posix_fallocate(fd, 0, 2 * MIB)
@@ -247,7 +252,7 @@ def test_an_ordinary_file_is_not_touched(storage: TierStorage) -> None:
 def test_stat_shows_what_was_written(storage: TierStorage, pool: PreparedFiles) -> None:
     """P2: du of an application shows no prepared pages."""
     pool.add(4 * MIB)
-    pool.take(1, MIB)
+    _take(pool, 1)
     with disk.closing(_open(storage, 1)) as fd:
         assert prepared.get_data_bytes(fd, os.fstat(fd)) == 0
         os.pwrite(fd, b"x" * MIB, 0)
@@ -263,7 +268,7 @@ def test_stat_shows_what_was_written(storage: TierStorage, pool: PreparedFiles) 
 def test_a_lease_is_refused_while_a_mapping_can_write(storage: TierStorage, pool: PreparedFiles) -> None:
     """The fact on which `holes` rests: a write lease means that this descriptor is the only one."""
     pool.add(MIB)
-    pool.take(1, MIB)
+    _take(pool, 1)
     with disk.closing(_open(storage, 1)) as fd:
         with disk.closing(_open(storage, 1)), pytest.raises(BlockingIOError):
             fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
@@ -292,10 +297,3 @@ def test_old_and_surplus_places_are_forgotten(storage: TierStorage, pool: Prepar
     os.utime(storage.root / "expected" / "01", ns=(0, 0))
     assert [one.place for one in pool.list_expected()] == [b"\x02"]
     assert [path.name for path in (storage.root / "expected").iterdir()] == ["02"]
-
-
-def test_the_choice_of_a_file_is_stable() -> None:
-    files = [PreparedFile(4, "b"), PreparedFile(4, "a"), PreparedFile(8, "c")]
-    assert prepared.choose_fit(files, 3) == PreparedFile(4, "a")
-    assert prepared.choose_fit(files, 5) == PreparedFile(8, "c")
-    assert prepared.choose_fit(files, 9) is None
