@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ckptfs import disk, limits
 from ckptfs.catalog import copies, database, identity, summary
+from ckptfs.catalog.database import Database
 from ckptfs.clique import certificates
 from ckptfs.config import Config, load, parse_options
 from ckptfs.errors import InvalidArgument
@@ -77,30 +78,31 @@ def _prepare_state(config: Config) -> int:
     database.create(config.state / "catalog.db")
     ended_cleanly = database.check_file(config.state / "catalog.db")
     database.migrate_file(config.state / "catalog.db")
-    _require_pfs_and_cluster(config)
-    _record_start(config, ended_cleanly)
+    with _open_catalog(config) as db:
+        _require_pfs_and_cluster(config, db)
+        database.record_start(db, ended_cleanly=ended_cleanly)
     state_directory.prepare_ram_tier(config)
     return lock_fd
 
 
-def _require_pfs_and_cluster(config: Config) -> None:
+def _open_catalog(config: Config) -> contextlib.closing[Database]:
+    return contextlib.closing(Database(config.state / "catalog.db", journalled=False))
+
+
+def _require_pfs_and_cluster(config: Config, db: Database) -> None:
     """Refuse to start without the PFS or the cluster to which the catalog belongs.
 
     Without its PFS, files that are only there could not be read, and changes would never be written back. The node needs its number in
     the cluster before anything is created.
     """
-    db = database.Database(config.state / "catalog.db", journalled=False)
-    try:
-        require_pfs_of_catalog(db, config)
-        identity.require_cluster(db, config.cluster, config.state)
-        if config.cluster is not None:
-            from ckptfs.clique import membership  # Imports gRPC, which a single node does not need.
+    require_pfs_of_catalog(db, config)
+    identity.require_cluster(db, config.cluster, config.state)
+    if config.cluster is not None:
+        from ckptfs.clique import membership  # Imports gRPC, which a single node does not need.
 
-            if config.keys is not None:
-                certificates.load_for(config.keys, config.node, config.cluster)
-            membership.ensure_registered(config, db)
-    finally:
-        db.close()
+        if config.keys is not None:
+            certificates.load_for(config.keys, config.node, config.cluster)
+        membership.ensure_registered(config, db)
 
 
 def _resume_or_connect(config: Config, handed_over: tuple[int, int] | None, guarded: GuardedMountpoint) -> tuple[Connection, bool]:
@@ -125,28 +127,16 @@ def _lower_oom_score() -> None:
 
 def _load_leftovers(config: Config) -> Leftovers:
     """Count what lies on this node only."""
-    db = database.Database(config.state / "catalog.db", journalled=False)
-    try:
+    with _open_catalog(config) as db:
         found = summary.load_write_back_figures(db)
         ram_files, ram_bytes = summary.count_only_in_ram(db)
         obstacle, remedy = find_obstacle(db)
         return Leftovers(found.dirty_files, found.dirty_bytes, found.changes, ram_files, ram_bytes, obstacle, remedy)
-    finally:
-        db.close()
-
-
-def _record_start(config: Config, ended_cleanly: bool) -> None:
-    db = database.Database(config.state / "catalog.db", journalled=False)
-    try:
-        database.record_start(db, ended_cleanly=ended_cleanly)
-    finally:
-        db.close()
 
 
 def _release_ram_tier(config: Config, ended_cleanly: bool) -> None:
     """Unmount the RAM tier if it holds no only copy. Record a clean end."""
-    db = database.Database(config.state / "catalog.db", journalled=False)
-    try:
+    with _open_catalog(config) as db:
         only_copies = copies.count_only_copies(db, Tier.RAM)
         if only_copies:
             log.info("%s: the RAM tier stays mounted: it holds the only copies of %d files", config.state / "ram", only_copies)
@@ -154,8 +144,6 @@ def _release_ram_tier(config: Config, ended_cleanly: bool) -> None:
             copies.delete_tier(db, Tier.RAM)
         if ended_cleanly and _sync_nvme(config):
             database.record_clean_end(db)
-    finally:
-        db.close()
 
 
 def _sync_nvme(config: Config) -> bool:
