@@ -32,7 +32,7 @@ from ckptfs.protocol import control_pb2_grpc as rpc
 from ckptfs.tiers import pfs_tree, transfer
 from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon import logs
-from ckptfs_daemon.control.methods import RefusedCalls, require_inode_number, translate_errors, translate_stream_errors
+from ckptfs_daemon.control.methods import RefusedCalls, require_inode_number, stream_changes, translate_errors, translate_stream_errors
 from ckptfs_daemon.control.status import StatusFigures
 
 FETCH_POLL_S = 0.02
@@ -46,7 +46,6 @@ PFS_CHANGED_TEXT = {
 POLL_S = 0.05
 REST_RATIO = 20
 RETRY_INTERVAL_S = 1.0
-KEEPALIVE_S = 2.0
 PROGRESS_INTERVAL_S = 0.5
 LOG_LEVEL_WAIT_S = 10.0
 REFRESH_WAIT_S = 3600.0
@@ -173,24 +172,22 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
     @translate_stream_errors
     def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
         """Bring every file closed before now to its highest level."""
+        yield from stream_changes(self._drain(request.deadline_s), context)
+
+    def _drain(self, deadline_s: float) -> Iterator[pb.Progress]:
         end = summary.get_journal_end(self._db)
-        until = time.monotonic() + (request.deadline_s or float("inf"))
-        retried_at = last_sent_at = 0.0
-        last_sent = pb.Progress()
-        while context.is_active():
+        until = time.monotonic() + (deadline_s or float("inf"))
+        retried_at = 0.0
+        while True:
             if time.monotonic() - retried_at > RETRY_INTERVAL_S:
                 self._retry_now()
                 retried_at = time.monotonic()
             begun = time.monotonic()
             progress = self._build_progress(end)
             count_s = time.monotonic() - begun
-            if progress != last_sent or time.monotonic() - last_sent_at > KEEPALIVE_S:
-                last_sent, last_sent_at = progress, time.monotonic()
-                yield progress
-            if progress.done:
-                return
+            yield progress
             if time.monotonic() > until:
-                if request.deadline_s >= self._figures.get_drain_deadline_s():
+                if deadline_s >= self._figures.get_drain_deadline_s():
                     self._record_missed_drain()
                 raise TimedOut("not done in time", remedy=progress.remedy)
             # With a large backlog, counting takes long. It must not slow down the flows.

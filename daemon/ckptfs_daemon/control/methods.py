@@ -7,6 +7,7 @@ import errno
 import functools
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from ckptfs.server_limits import CallWatchdog, parse_message
 
 log = logging.getLogger(__name__)
 REMEDY_KEY = "ckptfs-remedy-bin"
+KEEPALIVE_S = 2.0
 
 
 class RefusedCalls:
@@ -107,6 +109,22 @@ def _abort(refused: RefusedCalls, context: grpc.ServicerContext, failure: Ckptfs
         context.set_trailing_metadata(((REMEDY_KEY, remedy.encode()),))
     words = str(failure) if isinstance(failure, CkptfsError) else failure.strerror or str(failure)
     context.abort(code, words)
+
+
+def stream_changes(steps: Iterator[pb.Progress], context: grpc.ServicerContext) -> Iterator[pb.Progress]:
+    """Yield the steps that differ from the one before, until one is done, and one periodically, to notice a client that disconnected.
+
+    `steps` waits between two of them.
+    """
+    last_sent, last_sent_at = pb.Progress(), 0.0
+    for progress in steps:
+        if not context.is_active():
+            return
+        if progress != last_sent or time.monotonic() - last_sent_at > KEEPALIVE_S:
+            last_sent, last_sent_at = progress, time.monotonic()
+            yield progress
+        if progress.done:
+            return
 
 
 def require_inode_number(number: int) -> int:

@@ -30,7 +30,14 @@ from ckptfs.protocol import control_pb2_grpc as rpc
 from ckptfs.series import find_incomplete_reason
 from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon.control.cluster_status import ClusterFigures
-from ckptfs_daemon.control.methods import RefusedCalls, is_inode_number, require_inode_number, translate_errors, translate_stream_errors
+from ckptfs_daemon.control.methods import (
+    RefusedCalls,
+    is_inode_number,
+    require_inode_number,
+    stream_changes,
+    translate_errors,
+    translate_stream_errors,
+)
 from ckptfs_daemon.control.status import StatusFigures, build_capacity
 from ckptfs_daemon.ipc import ProgressSignal
 
@@ -39,7 +46,7 @@ INCOMPLETE_MAX = 64
 POLL_FIRST_S = 0.02
 POLL_LAST_S = 0.5
 REST_RATIO = 4
-KEEPALIVE_S = 2.0
+REFRESH_INTERVAL_S = 2.0
 
 
 class LevelCheck:
@@ -202,7 +209,7 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
         if not self._waits.acquire(blocking=False):
             raise OSError(errno.EUSERS, f"{limits.CONTROL_WAITS_MAX} waits are under way already; try again later")
         try:
-            yield from self._stream_progress(require_inode_number(request.inode), wanted, context)
+            yield from stream_changes(self._check_level(require_inode_number(request.inode), wanted), context)
         finally:
             self._waits.release()
 
@@ -218,25 +225,19 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
             raise InvalidArgument("this mount has no PFS, so no file will ever reach the level pfs", remedy="mount it with pfs=DIRECTORY")
         return Level(text)
 
-    def _stream_progress(self, inode: int, wanted: Level, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
-        """Yield a message when the figures change, and periodically, to notice a client that disconnected."""
-        level_wait = LevelCheck(self._db, inode, wanted)
-        pause, last_sent, last_sent_at, before = POLL_FIRST_S, pb.Progress(), 0.0, pb.Progress()
-        refreshed_at = 0.0
-        while context.is_active():
-            if self._cluster is not None and time.monotonic() - refreshed_at > KEEPALIVE_S:
-                self._cluster.refresh_files(level_wait.remaining_sample)
+    def _check_level(self, inode: int, wanted: Level) -> Iterator[pb.Progress]:
+        level_check = LevelCheck(self._db, inode, wanted)
+        pause, before, refreshed_at = POLL_FIRST_S, pb.Progress(), 0.0
+        while True:
+            if self._cluster is not None and time.monotonic() - refreshed_at > REFRESH_INTERVAL_S:
+                self._cluster.refresh_files(level_check.remaining_sample)
                 refreshed_at = time.monotonic()
             seen_count, begun = self._progress_signal.count, time.monotonic()
-            progress = level_wait.check_next(self._figures.get_copied_bytes())
+            progress = level_check.check_next(self._figures.get_copied_bytes())
             check_s = time.monotonic() - begun
             if not progress.done and not progress.blocked_by:
                 progress.blocked_by, progress.remedy = self._find_obstacle(wanted)
-            if progress != last_sent or time.monotonic() - last_sent_at > KEEPALIVE_S:
-                last_sent, last_sent_at = progress, time.monotonic()
-                yield progress
-            if progress.done:
-                return
+            yield progress
             # The client's deadline or its disconnection ends a wait. Each change in the mover wakes it, but checking takes only a small
             # share of the time, and becomes rarer while nothing changes.
             threading.Event().wait(REST_RATIO * check_s)
