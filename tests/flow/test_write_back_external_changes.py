@@ -111,9 +111,8 @@ def test_a_symlink_in_place_of_a_directory_is_not_followed(mount: Mount, tmp_pat
 
 
 def test_unlink_leaves_an_external_file(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
-    os.unlink(mount.pfs / "run" / "a")
-    (mount.pfs / "keep-the-number").write_bytes(b"")
-    (mount.pfs / "run" / "a").write_bytes(b"theirs, another file")
+    (mount.pfs / "theirs").write_bytes(b"theirs, another file")  # Made while ours exists, so that its number is another one.
+    os.rename(mount.pfs / "theirs", mount.pfs / "run" / "a")
     mount.unlink(b"run/a")
     mount.settle()
     assert (mount.pfs / "run" / "a").read_bytes() == b"theirs, another file"
