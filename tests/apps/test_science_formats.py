@@ -1,4 +1,4 @@
-"""Formats that science writes: safetensors, HDF5 with a reader beside the writer, numpy arrays mapped for writing. H4, F4."""
+"""Formats that science writes: safetensors, HDF5 with a reader beside the writer. H4."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from daemon_under_test import Area
-from programs import PROGRAM_S, python
+from programs import PROGRAM_S
 
 numpy = pytest.importorskip("numpy", reason="numpy is not installed (./bootstrap.sh setup installs it)")
 pytestmark = pytest.mark.apps
@@ -26,24 +26,6 @@ for line in sys.stdin:
     assert (values == range(seen, wanted)).all(), values
     seen = wanted
     print("seen", seen, flush=True)
-"""
-
-LOCK_HOLDER = """
-import fcntl, os, sys
-fd = os.open(sys.argv[1], os.O_RDWR)
-getattr(fcntl, sys.argv[2])(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-print("locked", flush=True)
-sys.stdin.read()
-"""
-
-LOCK_TRIER = """
-import fcntl, os, sys
-fd = os.open(sys.argv[1], os.O_RDWR)
-try:
-    getattr(fcntl, sys.argv[2])(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    print("free")
-except OSError:
-    print("taken")
 """
 
 
@@ -84,52 +66,3 @@ def test_hdf5_is_read_while_it_is_written(mount: Area) -> None:
     mount.settle()
     with h5py.File(mount.pfs / "swmr.h5", "r") as file:
         assert (file["x"][:] == numpy.arange(3500)).all()
-
-
-@pytest.mark.parametrize("kind", ["flock", "lockf"])
-def test_locks_exclude_other_processes(mount: Area, kind: str) -> None:
-    """F4: what HDF5 and GROMACS rely on: flock and fcntl locks hold between processes and end with their holder."""
-    path = mount.path / "lock"
-    path.write_bytes(b"x" * 10)
-    holder = started(LOCK_HOLDER, path, kind)
-    assert holder.stdout and holder.stdout.readline() == "locked\n"
-    assert python(LOCK_TRIER, path, kind) == "taken\n"
-    holder.communicate(timeout=PROGRAM_S)
-    assert python(LOCK_TRIER, path, kind) == "free\n"
-
-
-def test_a_mapped_array_is_shared_both_ways(mount: Area) -> None:
-    """F4: numpy's r+ maps shared: what one writes through memory the other reads, by read(2) and by its own mapping, and the reverse."""
-    path = mount.path / "array.npy"
-    numpy.save(path, numpy.zeros(100_000, "i8"))
-    mapped = numpy.load(path, mmap_mode="r+")
-    mapped[::1000] = 7
-    mapped.flush()
-    assert (numpy.load(path)[::1000] == 7).all()
-    other = numpy.load(path, mmap_mode="r+")
-    other[1] = 99
-    assert mapped[1] == 99
-    with open(path, "r+b") as file:
-        file.seek(-8, 2)
-        file.write((12345).to_bytes(8, "little"))
-    assert mapped[-1] == 12345
-    del mapped, other
-    mount.settle()
-    read = numpy.load(mount.pfs / "array.npy")
-    assert read[0] == 7 and read[1] == 99 and read[-1] == 12345
-
-
-def test_a_mapping_outlives_its_descriptor(mount: Area) -> None:
-    """P7: bytes that are written through a mapping after the last close are in the file, and reach the PFS."""
-    path = mount.path / "late.npy"
-    numpy.save(path, numpy.zeros(1_000_000, "i8"))
-    mapped = numpy.load(path, mmap_mode="r+")
-    mapped[5] = 5
-    mapped.flush()
-    assert numpy.load(path)[5] == 5
-    mapped[6] = 6
-    mapped.flush()
-    del mapped
-    assert numpy.load(path)[6] == 6
-    mount.settle()
-    assert list(numpy.load(mount.pfs / "late.npy")[4:8]) == [0, 5, 6, 0]
