@@ -280,7 +280,7 @@ def expire_previous(db: Database, current: Content) -> None:
 
 _UPDATE_SIZE_AND_TIMES = (
     "UPDATE inode SET size = ?1, ctime_ns = CASE WHEN mtime_ns = ?2 THEN ctime_ns ELSE max(ctime_ns, coalesce(?2, 0)) END,"
-    " mtime_ns = coalesce(?2, mtime_ns), atime_ns = ?3 WHERE id = ?4"
+    " mtime_ns = coalesce(?2, mtime_ns), atime_ns = ?3, closed_ns = ?5 WHERE id = ?4"
 )
 
 
@@ -385,24 +385,22 @@ def bump_change(db: Database, content: int) -> None:
     db.run("UPDATE content SET change = change + 1 WHERE id = ?", content)
 
 
-def mark_closed(db: Database, inode: int, content: int, size: int, atime_ns: int, mtime_ns: int | None) -> None:
+def mark_closed(
+    db: Database, inode: int, content: int, size: int, atime_ns: int, mtime_ns: int | None, *, closed_ns: int | None = None
+) -> None:
     """Close a content after its last writer: record size and times, and append a journal row.
 
-    Times that are None stay.
+    Times that are None stay. `closed_ns`: when that was, if it is not now.
     """
-    db.run(
-        "UPDATE content SET state = 1, size = ?, change = change + 1, closed_ns = ? WHERE id = ? AND state = 0",
-        size,
-        time.time_ns(),
-        content,
-    )
-    db.run(_UPDATE_SIZE_AND_TIMES, size, mtime_ns, atime_ns, inode)
+    now_ns = closed_ns or time.time_ns()
+    db.run("UPDATE content SET state = 1, size = ?, change = change + 1, closed_ns = ? WHERE id = ? AND state = 0", size, now_ns, content)
+    db.run(_UPDATE_SIZE_AND_TIMES, size, mtime_ns, atime_ns, inode, now_ns)
     journal.append(db, "content", inode, content=content)
 
 
 def record_written(db: Database, inode: int, size: int, atime_ns: int, mtime_ns: int) -> None:
     """Record size and times at the close of one of several writers."""
-    db.run(_UPDATE_SIZE_AND_TIMES, size, mtime_ns, atime_ns, inode)
+    db.run(_UPDATE_SIZE_AND_TIMES, size, mtime_ns, atime_ns, inode, time.time_ns())
 
 
 def record_fsync(db: Database, inode: int, content: int, size: int, atime_ns: int, mtime_ns: int | None) -> None:
@@ -410,7 +408,7 @@ def record_fsync(db: Database, inode: int, content: int, size: int, atime_ns: in
 
     Times are as for `mark_closed`.
     """
-    db.run(_UPDATE_SIZE_AND_TIMES, size, mtime_ns, atime_ns, inode)
+    db.run(_UPDATE_SIZE_AND_TIMES, size, mtime_ns, atime_ns, inode, time.time_ns())
     journal.append(db, "synced", inode, content=content)
 
 

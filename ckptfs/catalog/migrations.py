@@ -104,6 +104,7 @@ BEGIN INSERT OR IGNORE INTO scan_dirty_name SELECT parent, name FROM pfs_entry W
 """
 
 _VERSION_3 = """
+ALTER TABLE inode ADD COLUMN closed_ns INTEGER NOT NULL DEFAULT 0;
 CREATE INDEX copy_used ON copy (tier, used_ns) WHERE state = 1;
 CREATE INDEX copy_bad ON copy (state, tier, used_ns) WHERE state <> 1;
 """

@@ -24,7 +24,8 @@ CREATE TABLE inode (
     parent INTEGER NOT NULL DEFAULT 0,   -- directories: the directory that holds it; 0 for all others
     imported INTEGER NOT NULL DEFAULT 1, -- directories: 0 while it is on the PFS and its names are not in the catalog yet
     scanned_ns INTEGER NOT NULL DEFAULT 0, -- directories: when the PFS was last compared with it
-    salvaged TEXT                        -- files that show a previous content because a dead node alone had the newer: coherence/salvage_records.py
+    salvaged TEXT,                       -- files that show a previous content because a dead node alone had the newer: coherence/salvage_records.py
+    closed_ns INTEGER NOT NULL DEFAULT 0 -- files: when a writer closed or synced it last, on whatever node; no application can set it
 );
 CREATE INDEX inode_salvaged ON inode (id) WHERE salvaged IS NOT NULL;
 CREATE INDEX inode_unlinked ON inode (id) WHERE nlink = 0;

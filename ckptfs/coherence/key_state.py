@@ -23,7 +23,7 @@ from ckptfs.model import ROOT
 NO_NAME_SQL = "x''"
 ROW_NODE_SQL = "(SELECT value FROM meta WHERE key = 'number')"
 ROW_NAME_SQL = "CAST((SELECT substr(value, 1, 8) FROM meta WHERE key = 'instance') || printf('-%016x', {}.seq) AS BLOB)"
-_INODE_COLUMNS = "mode, uid, gid, rdev, nlink, size, target, content, generation, parent, imported, salvaged"
+_INODE_COLUMNS = "mode, uid, gid, rdev, nlink, size, target, content, generation, parent, imported, salvaged, closed_ns"
 _CONTENT_COLUMNS = "inode, generation, state, size, digest, remote, superseded_mtime_ns"
 
 

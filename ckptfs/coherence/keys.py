@@ -150,10 +150,10 @@ ISLAND_MARK = b".ckptfs-island-"
 
 INODE_FIELDS = (
     "mode", "uid", "gid", "rdev", "nlink", "size", "atime_ns", "mtime_ns", "ctime_ns", "birth_ns", "target", "content", "generation",
-    "parent", "complete", "missed",
+    "parent", "complete", "missed", "closed_ns",
 )  # fmt: skip
 
-FILE_ONLY_FIELDS = ("size", "mtime_ns", "ctime_ns")
+FILE_ONLY_FIELDS = ("size", "mtime_ns", "ctime_ns", "closed_ns")
 """What a directory keeps under `m/` or has not: many nodes make names in one directory without contending."""
 _INODE_COLUMN_BY_FIELD = {"complete": "imported", "missed": "salvaged"}
 """Fields of a shared inode whose column has another name; their names in the store never change."""
@@ -233,6 +233,8 @@ def _get_inode_value(db: Database, number: int, _: bytes) -> Value | None:
         value["names"] = list_shared_names(db, number)
         if not value["names"]:
             return None
+        if not value["closed_ns"]:
+            del value["closed_ns"]
     if value["missed"] is None:
         del value["missed"]
     if value["target"] is not None:
@@ -341,7 +343,7 @@ def _write_inode(db: Database, number: int, _: bytes, value: Value | None) -> No
         db.run("UPDATE inode SET nlink = 0 WHERE id = ?", number)
         return
     target = value["target"]
-    columns = {"missed": None, **value, "target": None if target is None else target.encode("latin-1")}
+    columns = {"missed": None, "closed_ns": 0, **value, "target": None if target is None else target.encode("latin-1")}
     columns = {_INODE_COLUMN_BY_FIELD.get(name, name): field for name, field in columns.items() if name != "xattrs"}
     if (names := columns.pop("names", None)) is not None:
         columns["nlink"] = len(names)

@@ -1,17 +1,19 @@
 """Merge of two changes of one value: pure. `base` is the common ancestor, `ours` this node's value, `theirs` the store's.
 
-A field is ours if this node changed it, else theirs. Names merge as a set, subdirectories as a count. Content, generation, size and mtime
-of a file stay together and belong to the last writer: the node that writes the file now, else the one with the later mtime. A row that is
-published after the death of this node may be old. A salvage record is dropped if it is published with the data that replaced it.
+A field is ours if this node changed it, else theirs. Names merge as a set, subdirectories as a count. Content, generation, size and times
+of a file stay together and belong to the last writer: the node that writes the file now, else the one with the later generation, then
+the later close, then the higher number. The mtime never decides: `cp -p` and tar set it. A row that is published after the death of this
+node may be old. A salvage record is dropped if it is published with the data that replaced it.
 """
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
+from ckptfs.catalog import identity
 from ckptfs.coherence.keys import CONTENT, INODE, PFS_NAME, PFS_STATE, Value
 
-CONTENT_FIELDS = ("content", "generation", "size", "mtime_ns")
+CONTENT_FIELDS = ("content", "generation", "size", "mtime_ns", "closed_ns")
 LATEST_FIELDS = ("atime_ns", "ctime_ns", "mtime_ns")
 
 
@@ -55,13 +57,11 @@ def merge_inode(base: Value | None, ours: Value, theirs: Value, *, is_writing: b
 
 def _is_theirs_later(base: Value, ours: Value, theirs: Value, *, have_both_written: bool) -> bool:
     """Whether the others wrote a file after this node did. What they show because they miss ours is older, what they wrote upon that is
-    not, whatever its generation. `both`: there are later generations on both sides; those of one content can be compared.
+    not, whatever its generation. `both`: there are later generations on both sides.
     """
     if is_salvaged(theirs, base, ours):
         return not is_showing_previous(theirs)
-    if ours.get("content") == theirs.get("content"):
-        return have_both_written and _get_write_order(theirs) > _get_write_order(ours)
-    return have_both_written and bool(theirs.get("mtime_ns", 0) > ours.get("mtime_ns", 0))
+    return have_both_written and get_write_order(theirs) > get_write_order(ours)
 
 
 def is_salvaged(theirs: Value, *ours: Value) -> bool:
@@ -93,13 +93,14 @@ def merge_both(ours: Value, theirs: Value) -> Value:
 
 def merge_later_content(newer: Value, other: Value) -> Value:
     """`newer` with the later bytes of both: who changed it last may have known only what was before them."""
-    if "generation" not in newer or _get_write_order(newer) >= _get_write_order(other):
+    if "generation" not in newer or get_write_order(newer) >= get_write_order(other):
         return newer
     return {**newer, **{name: other[name] for name in CONTENT_FIELDS if name in other}}
 
 
-def _get_write_order(value: Value) -> tuple[int, int]:
-    return int(value.get("generation") or 0), int(value.get("mtime_ns") or 0)
+def get_write_order(value: Value) -> tuple[int, int, int]:
+    """Return what orders two states of one file: generation, close time, and the node that made the content."""
+    return int(value.get("generation") or 0), int(value.get("closed_ns") or 0), identity.get_origin_node(value.get("content") or 0)
 
 
 def merge_names(base: Value, ours: Value | None, theirs: Value) -> list[list[Any]]:

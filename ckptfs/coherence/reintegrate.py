@@ -169,7 +169,7 @@ class ReintegrationResolver(ConflictResolver):
         if both and not self._is_cached(SharedKey(INODE, here)):
             self._merge_directories(here, there)
             write_value(self._db, key, now.fields)
-        elif stat.S_ISDIR(ours[0]) or stat.S_ISDIR(theirs[0]) or theirs[1] >= ours[1]:
+        elif stat.S_ISDIR(ours[0]) or stat.S_ISDIR(theirs[0]) or self._get_last_write(there) > self._get_last_write(here):
             self._add_conflict_name(key, here)
             write_value(self._db, key, now.fields)
         else:
@@ -232,6 +232,10 @@ class ReintegrationResolver(ConflictResolver):
         """Whether there is such an inode; a directory that was removed here stays so."""
         row = self._db.row("SELECT mode, nlink FROM inode WHERE id = ?", inode)
         return row is not None and (row[1] > 0 or not stat.S_ISDIR(row[0]))
+
+    def _get_last_write(self, inode: int) -> tuple[int, int]:
+        """Return what orders two files of one name: the last close (of what was never closed, its birth), and the node that made it."""
+        return int(self._db.value("SELECT max(closed_ns, birth_ns) FROM inode WHERE id = ?", inode) or 0), identity.get_origin_node(inode)
 
     def _get_mode_and_mtime(self, inode: int) -> tuple[int, int]:
         """(mode, time of change)."""
@@ -427,7 +431,7 @@ class ReintegrationResolver(ConflictResolver):
         write_value(self._db, SharedKey(INODE, made), {**ours, "content": kept})
         self._inodes_to_recount |= {made, key.number}
         self._mark_unpublished([SharedKey(INODE, made), SharedKey(CONTENT, kept)])
-        self._name_split_file(key.number, made, later=ours["mtime_ns"] > theirs["mtime_ns"])
+        self._name_split_file(key.number, made, later=merge.get_write_order(ours) > merge.get_write_order(theirs))
         self._append_content_row(made, kept)
         return True
 

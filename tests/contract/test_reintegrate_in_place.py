@@ -25,11 +25,17 @@ def wrote(node: Node, inode: int, generation: int, size: int) -> None:
     with node.db.transaction():
         node.db.run("INSERT OR IGNORE INTO copy (content, tier, state) VALUES (?, 'ram', 1)", OURS)
         node.db.run(
-            "INSERT INTO content (id, inode, generation, state, size, digest, closed_ns) VALUES (?1, ?2, ?3, 2, ?4, x'00', ?3)"
+            "INSERT INTO content (id, inode, generation, state, size, digest, closed_ns) VALUES (?1, ?2, ?3, 2, ?4, zeroblob(16), ?3)"
             " ON CONFLICT (id) DO UPDATE SET generation = ?3, size = ?4, closed_ns = ?3",
             OURS, inode, generation, size,
         )  # fmt: skip
-        node.db.run("UPDATE inode SET content = ?1, generation = ?2, size = ?3, mtime_ns = ?2 WHERE id = ?4", OURS, generation, size, inode)
+        node.db.run(
+            "UPDATE inode SET content = ?1, generation = ?2, size = ?3, mtime_ns = ?2, closed_ns = ?2 WHERE id = ?4",
+            OURS,
+            generation,
+            size,
+            inode,
+        )
 
 
 def put(etcd: MemoryEtcd, key: SharedKey, **changes: Any) -> None:

@@ -22,7 +22,7 @@ from ckptfs.store.kv import Get
 def write(node: Node, inode: int, content: int, size: int, mtime_ns: int, digest: bytes) -> None:
     """Somebody closes what is open, and it is sealed."""
     with node.db.transaction():
-        contents.mark_closed(node.db, inode, content, size, 1, mtime_ns)
+        contents.mark_closed(node.db, inode, content, size, 1, mtime_ns, closed_ns=mtime_ns)
     row = contents.get_content(node.db, content)
     assert row is not None
     contents.mark_sealed(node.db, [contents.SealResult(content, inode, row.change, Tier.RAM, size, digest, digest)])

@@ -10,6 +10,7 @@ import inspect
 import itertools
 import random
 import stat
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -216,10 +217,11 @@ class Node:
         return await self._agreed(lambda db: set_attributes(db, inode, **fields), (), [inode])
 
     async def grow(self, path: str, size: int, mtime_ns: int) -> None:
-        """What a writer's close tells."""
+        """What a writer's close tells. The mtime may be anything."""
         parent, name = await self.parent(path)
         inode = (await self.lookup(parent, name)).id
-        await self._agreed(lambda db: db.run("UPDATE inode SET size = ?, mtime_ns = ? WHERE id = ?", size, mtime_ns, inode), (), [inode])
+        what = (size, mtime_ns, time.time_ns(), inode)
+        await self._agreed(lambda db: db.run("UPDATE inode SET size = ?, mtime_ns = ?, closed_ns = ? WHERE id = ?", *what), (), [inode])
 
     async def stat(self, path: str) -> Inode:
         parent, name = await self.parent(path)

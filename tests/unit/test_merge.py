@@ -38,11 +38,33 @@ def missing(**fields: Any) -> dict[str, Any]:
     return {**BASE, "missed": json.dumps(missed), **fields}
 
 
-OURS = {**BASE, "content": 8, "generation": 6, "size": 50, "mtime_ns": 30, "ctime_ns": 30}
+OURS = {**BASE, "content": 8, "generation": 6, "size": 50, "mtime_ns": 30, "ctime_ns": 30, "closed_ns": 30}
+
+
+@pytest.mark.parametrize("mtime_ns", [1, 99], ids=["touch -d 2001", "a clock that is ahead"])
+@pytest.mark.parametrize(
+    ("theirs", "later"),
+    [
+        ({"generation": 6, "closed_ns": 31}, True),
+        ({"generation": 6, "closed_ns": 29}, False),
+        ({"generation": 7, "closed_ns": 29}, True),
+        ({"generation": 5, "closed_ns": 31}, False),
+        ({"generation": 6, "closed_ns": 30, "content": 3 << 40}, True),
+        ({"generation": 6, "closed_ns": 30}, False),
+    ],
+    ids=["closed later", "closed earlier", "more generations", "fewer generations", "at once: the higher node", "at once: a lower node"],
+)
+def test_the_last_writer_wins_whatever_the_mtime_says(theirs: dict[str, Any], later: bool, mtime_ns: int) -> None:
+    """Generation, then close time, then node: `cp -p` and tar do not decide."""
+    base, theirs = {**BASE, "generation": 4}, {**BASE, "content": 1 << 40, "size": 90, "mtime_ns": mtime_ns, **theirs}
+    ours = {**OURS, "content": 2 << 40}
+    assert bytes_of(merge.merge_inode(base, ours, theirs)) == bytes_of(theirs if later else ours)
+    back = {**BASE, "generation": 4}
+    assert bytes_of(merge.merge_inode(back, theirs, ours)) == bytes_of(theirs if later else ours), "both nodes decide alike"
 
 
 @pytest.mark.parametrize(
-    "theirs", [{**BASE, **WRITTEN, "generation": 6, "mtime_ns": 31}, missing(**WRITTEN)], ids=["later", "upon what was left"]
+    "theirs", [{**BASE, **WRITTEN, "generation": 6, "closed_ns": 31}, missing(**WRITTEN)], ids=["later", "upon what was left"]
 )
 def test_a_node_that_returns_does_not_hide_what_was_written_while_it_was_dead(theirs: dict[str, Any]) -> None:
     """P9: it had a generation that it had not told. What the others miss they go on missing: its writer puts it beside."""
@@ -52,7 +74,7 @@ def test_a_node_that_returns_does_not_hide_what_was_written_while_it_was_dead(th
     assert bytes_of(merge.merge_inode(base, OURS, theirs, is_writing=True)) == bytes_of(OURS), "it is being written here"
 
 
-@pytest.mark.parametrize(("theirs", "later"), [({"generation": 7}, True), ({"mtime_ns": 31}, True), ({"mtime_ns": 29}, False)])
+@pytest.mark.parametrize(("theirs", "later"), [({"generation": 7}, True), ({"closed_ns": 31}, True), ({"closed_ns": 29}, False)])
 def test_of_two_generations_of_one_content_the_later_one_counts(theirs: dict[str, Any], later: bool) -> None:
     """Its size and its bytes are of one of them: its own key goes by the generation, too."""
     base, theirs = {**BASE, "content": 8, "generation": 5}, {**OURS, "size": 90, **theirs}

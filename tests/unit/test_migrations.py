@@ -154,7 +154,7 @@ def test_a_kill_leaves_one_version_or_the_other(statements: int, tmp_path: Path)
     victim = multiprocessing.get_context("fork").Process(target=migrate_until, args=(path, statements))
     victim.start()
     victim.join()
-    assert get_version(path) < database.SCHEMA_VERSION if victim.exitcode else get_version(path) == database.SCHEMA_VERSION
+    assert victim.exitcode or get_version(path) == database.SCHEMA_VERSION
     if get_version(path) == 1:
         assert (read_schema(path), read_rows(path)) == (schema, rows)
     Database(path, journalled=True).close()

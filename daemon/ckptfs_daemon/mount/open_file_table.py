@@ -481,7 +481,10 @@ class OpenFileTable:
                 if not contents.is_current(self.db, inode, content) or (status is not None and not contents.has_name(self.db, inode)):
                     contents.mark_doomed(self.db, content)
                 elif status is not None:
-                    contents.mark_closed(self.db, inode, content, status.st_size, status.st_atime_ns, self.get_mtime_ns(status))
+                    # Nobody closed it: another node may have written the file since the last write here.
+                    contents.mark_closed(
+                        self.db, inode, content, status.st_size, status.st_atime_ns, self.get_mtime_ns(status), closed_ns=status.st_mtime_ns
+                    )
             self._wake_channel.notify(ipc.WORK)
 
         read = functools.partial(_read_status, storage, content)
