@@ -82,6 +82,10 @@ class StoreRefused(CkptfsError):
     """The shared store rejects an operation; retries do not help."""
 
 
+class TransactionInvalid(StoreRefused):
+    """The store can never apply this transaction: it is too large, or malformed."""
+
+
 class LeaseGone(StoreRefused):
     """The lease expired or was revoked."""
 

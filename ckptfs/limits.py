@@ -389,7 +389,7 @@ ETCD_PAUSE_S = 0.05
 ETCD_LATE_S = 0.5
 # Operations in one transaction by etcd's default; one of ours checks the epoch of the store.
 ETCD_TRANSACTION_MAX = 128
-ETCD_OPERATIONS_MAX = ETCD_TRANSACTION_MAX - 1
+ETCD_OPERATIONS_MAX = ETCD_TRANSACTION_MAX - 2
 # etcd's default is 1.5 MiB including overhead. The reads of a failed transaction come in one response, which may be larger.
 ETCD_REQUEST_BYTES_MAX = 1_400 * KIB
 ETCD_RESPONSE_BYTES_MAX = 16 * MIB

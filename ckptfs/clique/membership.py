@@ -28,7 +28,7 @@ from ckptfs.coherence.store_loss import EpochCheckedStore
 from ckptfs.config import Config
 from ckptfs.errors import InvalidArgument, StoreUnreachable
 from ckptfs.store import etcd
-from ckptfs.store.kv import Compare, CompareTarget, Get, Item, Operation, Put, Store, prefix_end
+from ckptfs.store.kv import Compare, CompareTarget, Get, Item, Operation, Put, Store, Transactions, prefix_end
 
 log = logging.getLogger(__name__)
 NODES_PREFIX = b"n/"
@@ -126,7 +126,7 @@ def load_nodes(store: Store) -> tuple[list[Node], int]:
         key = items[-1].key + b"\0"
 
 
-def list_live(store: Store, numbers: Sequence[int]) -> set[int]:
+def list_live(store: Transactions, numbers: Sequence[int]) -> set[int]:
     """Return the numbers of those nodes that hold their leases now."""
     results = store.read([Get(node_key(number)) for number in numbers]).results if numbers else ()
     return {number for number, items in zip(numbers, results, strict=True) if items}

@@ -8,7 +8,7 @@ Invariants, which keep the shared tree consistent:
 - A directory is deleted only if it is empty in the store.
 - A directory is moved only while all its new ancestors stay in place (no loops).
 
-Crash safety: nothing is changed. A transaction that was sent but not recorded is recognised by this node's own key `w/`.
+Crash safety: nothing is changed. A transaction that was sent but not recorded is recognised by its link (see `chain`).
 """
 
 import stat
@@ -16,13 +16,13 @@ from dataclasses import dataclass, field, replace
 
 from ckptfs import limits
 from ckptfs.catalog.database import Database
-from ckptfs.coherence import key_state, store_loss
+from ckptfs.coherence import chain, key_state, store_loss
+from ckptfs.coherence.chain import ChainLink
 from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import (
     CONTENT,
     INODE,
     KINDS,
-    LAST_COMMIT,
     NAME,
     PFS_NAME,
     PFS_STATE,
@@ -54,7 +54,7 @@ class StoreTransaction:
     inodes that go later, and are told as they are until then.
     """
 
-    node_number: int
+    link: ChainLink
     change_last: int
     new_values: dict[SharedKey, bytes | None] = field(default_factory=dict)
     unchanged_keys: list[SharedKey] = field(default_factory=list)
@@ -64,12 +64,8 @@ class StoreTransaction:
     deleted_later: set[SharedKey] = field(default_factory=set)
     extra_deletes: list[Delete] = field(default_factory=list)
     size_bytes: int = 0
+    change_count: int = 0
     is_complete: bool = True
-
-    @property
-    def marker_key(self) -> SharedKey:
-        """The key by which this node recognises its own transaction."""
-        return SharedKey(LAST_COMMIT, self.node_number)
 
     def build_compares(self) -> list[Compare]:
         """What must hold."""
@@ -78,7 +74,7 @@ class StoreTransaction:
         empty = [
             Compare(names, CompareTarget.VERSION, "=", 0, prefix_end(names)) for names in map(_build_names_prefix, self.required_empty)
         ]
-        return revisions + there + empty
+        return [self.link.build_compare(), *revisions, *there, *empty]
 
     def build_changes(self) -> list[Operation]:
         """What is done then."""
@@ -90,24 +86,22 @@ class StoreTransaction:
         return [
             *done,
             *(operation for operation in self.extra_deletes if operation.key not in once),
-            Put(encode_key(self.marker_key), self.build_marker()),
+            self.build_link_put(),
         ]
 
-    def build_marker(self) -> bytes:
-        """What this node's own key holds: which keys the transaction deleted, for a process that has to find out whether it passed."""
-        deleted = [encode_key(key).decode("latin-1") for key, value in self.new_values.items() if value is None]
-        return encode_fields({"deleted": deleted})
+    def build_link_put(self) -> Put:
+        """How the transaction takes its link."""
+        return self.link.build_put(key for key, value in self.new_values.items() if value is None)
 
     def build_conflict_gets(self) -> list[Get]:
-        """What is read when it does not hold: everything that was compared, and this node's own last transaction first."""
-        keys = [self.marker_key, *self.expected_revisions, *(SharedKey(INODE, number) for number in self.required_directories)]
-        return [Get(encode_key(key)) for key in keys] + [
+        """What is read when it does not hold: everything that was compared, and the chain first."""
+        return [Get(encode_key(key)) for key in self.list_conflict_keys()] + [
             Get(names, prefix_end(names), limit=1) for names in map(_build_names_prefix, self.required_empty)
         ]
 
     def list_conflict_keys(self) -> list[SharedKey]:
         """The keys of `otherwise`, without the ranges."""
-        return [self.marker_key, *self.expected_revisions, *(SharedKey(INODE, number) for number in self.required_directories)]
+        return [self.link.key, *self.expected_revisions, *(SharedKey(INODE, number) for number in self.required_directories)]
 
     @property
     def operation_count(self) -> int:
@@ -118,35 +112,36 @@ class StoreTransaction:
         )
 
 
-def build_transaction(db: Database, number: int) -> StoreTransaction | None:
-    """The next transaction of node `number`; None when nothing is touched."""
+def build_transaction(db: Database, changes_max: int = limits.ETCD_OPERATIONS_MAX) -> StoreTransaction | None:
+    """The next transaction of this node, of at most so many changes; None when nothing is touched."""
     with db.read_transaction():
-        return _TransactionBuilder(db, number).build()
+        return _TransactionBuilder(db).build(changes_max)
 
 
 class _TransactionBuilder:
     """One batch in the making."""
 
-    def __init__(self, db: Database, number: int) -> None:
+    def __init__(self, db: Database) -> None:
         self._db = db
-        self._transaction = StoreTransaction(number, key_state.get_last_change(db))
+        self._transaction = StoreTransaction(chain.load_next_link(db), key_state.get_last_change(db))
         self._dirty = key_state.list_dirty(db, 4 * limits.ETCD_OPERATIONS_MAX)
         self._values: dict[SharedKey, tuple[CachedValue, bytes | None]] = {}
         self._keys_of_change: list[SharedKey] = []
         self._is_rebuilding = store_loss.is_rebuilding(db)
 
-    def build(self) -> StoreTransaction | None:
+    def build(self, changes_max: int) -> StoreTransaction | None:
         if not self._dirty:
             return None
         changes: dict[int, list[SharedKey]] = {}
         for change, key in self._dirty:
             changes.setdefault(change, []).append(key)
+        self._transaction.is_complete = len(self._dirty) < 4 * limits.ETCD_OPERATIONS_MAX
         for keys in changes.values():
-            if not self._add_change(sorted(dict.fromkeys(keys), key=self._get_rank)):
+            is_added = self._transaction.change_count < changes_max and self._add_change(sorted(dict.fromkeys(keys), key=self._get_rank))
+            if not is_added:
                 self._transaction.is_complete = False
                 break
-        else:
-            self._transaction.is_complete = len(self._dirty) < 4 * limits.ETCD_OPERATIONS_MAX
+            self._transaction.change_count += 1
         self._defer_name_deletes()
         self._set_directory_links()
         self._set_file_names()

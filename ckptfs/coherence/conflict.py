@@ -1,21 +1,23 @@
 """Outcomes of transactions: successes are recorded, conflicts resolved so that the next transaction can succeed.
 
 If another node changed a name first, the changes of this node that involve the name are undone, with every dirty name of the same inodes.
-Attributes are merged. An inode that is gone in the store is deleted in the catalog. A commit whose response was lost is recognised by this
-node's own key.
+Attributes are merged. An inode that is gone in the store is deleted in the catalog. `chain` says whether a commit passed whose response was
+lost.
 
-Crash safety: an outcome is applied in one transaction of the catalog. The next process recognises an unrecorded success by that key.
+Crash safety: an outcome is applied in one transaction of the catalog. The next process recognises an unrecorded success by the chain.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ckptfs import limits
 from ckptfs.catalog import handles, identity, journal, peer_copies, remote_contents
 from ckptfs.catalog.database import Database
-from ckptfs.coherence import key_state, keys, merge, read, store_loss
+from ckptfs.coherence import chain, key_state, keys, merge, read, store_loss
+from ckptfs.coherence.chain import ChainLink
 from ckptfs.coherence.commit import StoreTransaction
 from ckptfs.coherence.key_state import CachedValue
-from ckptfs.coherence.keys import CONTENT, INODE, LAST_COMMIT, NAME, SharedKey, Value, decode_key, set_link_count
+from ckptfs.coherence.keys import CONTENT, INODE, NAME, SharedKey, Value, decode_key, set_link_count
 from ckptfs.coherence.read import RecentDeletes, StoreValue
 from ckptfs.store.kv import Outcome
 
@@ -59,7 +61,7 @@ class ConflictResolver:
 
     def resolve(self) -> CommitResult:
         """Inodes first: what became of them decides about their names and contents."""
-        own = key_state.get_cached(self._db, self._transaction.marker_key).revision
+        own = self._transaction.link.own_revision
         for key, one in sorted(self._store_values.items(), key=lambda pair: pair[0].kind != INODE):
             if one.value.revision == own and own:
                 # Put by a process of this node that died before it could note that.
@@ -121,7 +123,7 @@ class ConflictResolver:
 
     def _is_deleted_here(self, key: SharedKey, theirs: Value) -> bool:
         """Whether it is a content of this node's own that is gone here, whatever others made of it meanwhile: then it goes there, too."""
-        own = key.kind == CONTENT and theirs["node"] == self._transaction.node_number
+        own = key.kind == CONTENT and theirs["node"] == self._transaction.link.key.number
         return own and self._db.value("SELECT 1 FROM content WHERE id = ?", key.number) is None
 
     def _is_name_removed_here(self, inode: int, name: SharedKey) -> bool:
@@ -256,7 +258,7 @@ def record_commit(
         for operation in transaction.extra_deletes:
             if operation.end is None:
                 key = decode_key(operation.key)
-                if key.kind == CONTENT and (writer := _get_writer(db, key)) != transaction.node_number:
+                if key.kind == CONTENT and (writer := _get_writer(db, key)) != transaction.link.key.number:
                     peer_copies.insert_unneeded_copy(db, key.number, writer)
                 key_state.set_cached(db, key, key_state.ABSENT)
                 recent_deletes.record_deleted(key, revision)
@@ -268,7 +270,7 @@ def record_commit(
             for key in told:
                 set_link_count(db, key)
         if revision:
-            key_state.set_cached(db, transaction.marker_key, CachedValue(revision, transaction.build_marker()))
+            key_state.set_cached(db, transaction.link.key, CachedValue(revision, transaction.build_link_put().value))
     return CommitResult(True)
 
 
@@ -278,21 +280,33 @@ def _get_writer(db: Database, content: SharedKey) -> int:
     return int(told.get("node", identity.get_origin_node(content.number)))
 
 
-def recover_lost_answer(db: Database, own: StoreValue, sent: StoreTransaction | None, recent_deletes: RecentDeletes) -> CommitResult | None:
-    """What this node's own key says of the batch `sent`, whose answer did not come; None: it has not passed.
+def record_fence(
+    db: Database, link: ChainLink, found: CachedValue, sent: StoreTransaction | None, recent_deletes: RecentDeletes
+) -> CommitResult:
+    """Record what the chain shows after a fence: whether the transaction `sent` has passed; if not, it never will.
 
     Without `sent`, of one that another process of this node sent before it died: all that it changed is taken for untold, but for what it
     deleted, which would look as if somebody else had.
     """
-    if own.value.revision <= key_state.get_cached(db, SharedKey(LAST_COMMIT, identity.get_node_number(db))).revision:
-        return None
-    if sent is not None:
-        return record_commit(db, sent, own.value.revision, recent_deletes)
+    if sent is not None and sent.link.is_taken(found):
+        return record_commit(db, sent, found.revision, recent_deletes)
     with key_state.change_unmarked(db):
-        for raw in (own.value.fields or {"deleted": []})["deleted"]:
-            key_state.set_cached(db, decode_key(raw.encode("latin-1")), key_state.ABSENT)
-        key_state.set_cached(db, SharedKey(LAST_COMMIT, identity.get_node_number(db)), own.value)
+        for key in chain.list_deleted(found):
+            key_state.set_cached(db, key, key_state.ABSENT)
+        key_state.set_cached(db, link.key, found)
     return CommitResult(False)
+
+
+def drop_change(db: Database, transaction: StoreTransaction) -> str:
+    """Keep the change that `transaction` publishes on this node only, since the store refuses it for ever. Return its path.
+
+    It is tried again when the same file or name changes again.
+    """
+    with db.transaction():
+        change = min(change for change, _ in key_state.list_dirty(db, 1))
+        path = keys.describe_path(db, [*transaction.new_values, *(key for _, key in key_state.list_dirty(db, limits.ETCD_OPERATIONS_MAX))])
+        key_state.mark_clean(db, [*transaction.new_values, *transaction.unchanged_keys], change)
+    return path
 
 
 def resolve_conflict(
@@ -305,11 +319,12 @@ def resolve_conflict(
     """Some of what the batch compared was not so. `settling`: who settles it."""
     keys = transaction.list_conflict_keys()
     told = read.parse_outcome(keys, outcome)
-    own = told.pop(transaction.marker_key).value
-    if own.revision > key_state.get_cached(db, transaction.marker_key).revision:
+    found = told.pop(transaction.link.key).value
+    if transaction.link.is_taken(found):
         # The batch had passed, that answer was lost, and the store was asked once more.
-        return record_commit(db, transaction, own.revision, recent_deletes)
+        return record_commit(db, transaction, found.revision, recent_deletes)
     with key_state.change_unmarked(db):
+        key_state.set_cached(db, transaction.link.key, found)
         refusal = resolver_class(db, transaction, told, outcome.revision, recent_deletes)
         for items in outcome.results[len(keys) :]:
             refusal.mark_not_empty([decode_key(item.key) for item in items])

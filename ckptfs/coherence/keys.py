@@ -9,14 +9,15 @@ has to write back. A value of `x/` with `by` is an intent: that node is about to
 
 import base64
 import json
+import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckptfs import limits
-from ckptfs.catalog import identity, journal, remote_contents
+from ckptfs.catalog import identity, journal, namespace, remote_contents
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.remote_contents import RemoteState
 from ckptfs.model import ContentState
@@ -141,7 +142,7 @@ PFS_NAME = "x"
 JOURNAL_ROW = "j"
 
 LAST_COMMIT = "w"
-"""`w/<node>`: put with every transaction of a node, so that it can tell its own from others' when an answer was lost."""
+"""`w/<node>`: the chain of a node's transactions (see `chain`)."""
 PRIOR_REVISION = "was"
 CONFLICT_MARK = b".ckptfs-conflict-"
 
@@ -177,7 +178,7 @@ class SharedKey(NamedTuple):
 def encode_key(key: SharedKey) -> bytes:
     """Encode a key for the store."""
     head = f"{key.kind}/{key.number:016x}".encode()
-    return head + b"/" + key.name if KINDS[key.kind].has_name else head
+    return head + b"/" + key.name if key.name or KINDS[key.kind].has_name else head
 
 
 def decode_key(raw: bytes) -> SharedKey:
@@ -415,6 +416,16 @@ KINDS: dict[str, KeyKind] = {
     PFS_NAME: KeyKind(get_pfs_name_value, write_pfs_name, has_name=True),
     JOURNAL_ROW: KeyKind(get_row_value, ignore_row, has_name=True, is_compared=False),
 }
+
+
+def describe_path(db: Database, keys: Iterable[SharedKey]) -> str:
+    """Return the path of the first of these keys that has one."""
+    for key in keys:
+        if key.kind == NAME:
+            return os.fsdecode(namespace.get_path(db, key.number) + b"/" + key.name)
+        if key.kind in (INODE, TIMES) and db.value("SELECT 1 FROM entry WHERE child = ?", key.number):
+            return os.fsdecode(namespace.get_path(db, key.number))
+    return ""
 
 
 def get_value(db: Database, key: SharedKey) -> Value | None:

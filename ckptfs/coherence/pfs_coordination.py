@@ -46,7 +46,7 @@ from ckptfs.coherence.keys import (
 from ckptfs.coherence.read import RecentDeletes, StoreValue
 from ckptfs.errors import Busy
 from ckptfs.model import ROOT
-from ckptfs.store.kv import Compare, CompareTarget, Delete, Operation, Put, Store, iter_range, prefix_end
+from ckptfs.store.kv import Compare, CompareTarget, Delete, Operation, Put, Transactions, iter_range, prefix_end
 
 Name = tuple[int, bytes]
 ROUNDS_MAX = 64
@@ -65,7 +65,7 @@ def build_row_key(db: Database, instance: str, row: JournalRow) -> SharedKey:
     return SharedKey(JOURNAL_ROW, identity.get_node_number(db), build_row_name(instance, row.seq))
 
 
-def load_inodes(db: Database, store: Store, *inodes: int) -> None:
+def load_inodes(db: Database, store: Transactions, *inodes: int) -> None:
     """The catalog knows what the store says of these inodes, and of where the PFS shows them. Raises what `Truth.learn` raises."""
     StoreSnapshot(db, store).load(journal.get_instance_id(db), inodes=inodes)
 
@@ -81,7 +81,7 @@ class NotLoaded(Busy):
 class StoreSnapshot:
     """What the store says. Read with `learn`; questions that need more than that raise Unread."""
 
-    def __init__(self, db: Database, store: Store) -> None:
+    def __init__(self, db: Database, store: Transactions) -> None:
         self._db = db
         self._store = store
         self.store_values: dict[SharedKey, StoreValue] = {}
@@ -307,7 +307,7 @@ def _list_subjects(db: Database, batch: PfsBatch) -> set[int]:
     return {inode for inode in now | before if inode}
 
 
-def publish_intents(db: Database, store: Store, snapshot: StoreSnapshot, batch: PfsBatch, instance: str) -> None:
+def publish_intents(db: Database, store: Transactions, snapshot: StoreSnapshot, batch: PfsBatch, instance: str) -> None:
     """Say what is about to be done. Raises Busy when something that it was planned on is not so any more, and Unreachable."""
     keys = [*list_pfs_name_keys(batch), *(SharedKey(PFS_STATE, inode) for inode in sorted(_list_subjects(db, batch)))]
     compares = [_build_unchanged_compare(snapshot, key) for key in keys]
@@ -349,7 +349,7 @@ def _build_intent(db: Database, batch: PfsBatch, key: SharedKey) -> Value:
     return value
 
 
-def find_intents(store: Store, batch: PfsBatch, number: int, instance: str) -> dict[SharedKey, CachedValue] | None:
+def find_intents(store: Transactions, batch: PfsBatch, number: int, instance: str) -> dict[SharedKey, CachedValue] | None:
     """The intentions of a batch that is in hand, if the store has them all; None: it never was announced, or was settled, or taken away."""
     keys = list_pfs_name_keys(batch)
     if not keys:
@@ -362,7 +362,7 @@ def find_intents(store: Store, batch: PfsBatch, number: int, instance: str) -> d
     return {key: told[key].value for key in keys}
 
 
-def complete_intents(db: Database, store: Store, batch: PfsBatch, found: FoundByName, snapshot: StoreSnapshot | None) -> list[int]:
+def complete_intents(db: Database, store: Transactions, batch: PfsBatch, found: FoundByName, snapshot: StoreSnapshot | None) -> list[int]:
     """Say what the PFS shows now, here and in the store; inodes whose attributes have changed meanwhile. Raises Busy when another node
     has settled it, taking this one for dead, and Unreachable.
     """
@@ -405,7 +405,7 @@ def _build_final_values(db: Database, batch: PfsBatch, found: FoundByName, keys:
         return values
 
 
-def resolve_abandoned_intent(store: Store, key: SharedKey, cached: CachedValue, found: int | None) -> None:
+def resolve_abandoned_intent(store: Transactions, key: SharedKey, cached: CachedValue, found: int | None) -> None:
     """Settle the intention of a node that is gone: the PFS shows a thing of the number `found` under that name, None for nothing."""
     value = cached.fields or {}
     if key.kind == PFS_STATE:
@@ -429,7 +429,7 @@ def resolve_abandoned_intent(store: Store, key: SharedKey, cached: CachedValue, 
     store.commit(compares, changes)
 
 
-def _clear_pfs_state_intent(store: Store, key: SharedKey, cached: CachedValue) -> None:
+def _clear_pfs_state_intent(store: Transactions, key: SharedKey, cached: CachedValue) -> None:
     """What the PFS shows of an inode was in the hands of a node that is gone; of its names each is decided by itself."""
     value, wire = _strip_intent(cached.fields or {"names": []}), encode_key(key)
     change: Operation = Put(wire, encode_fields(value)) if value["names"] else Delete(wire)
@@ -440,7 +440,7 @@ def _strip_intent(value: Value) -> Value:
     return {name: held for name, held in value.items() if name not in {"by", "of", "batch"}}
 
 
-def refresh_names(db: Database, store: Store, directory: int, names: Sequence[bytes]) -> set[bytes]:
+def refresh_names(db: Database, store: Transactions, directory: int, names: Sequence[bytes]) -> set[bytes]:
     """The catalog knows what the store does of these names in a directory. Those of them that must be left alone: another node is at
     them, or takes them away. Raises Unreachable.
     """
@@ -451,7 +451,7 @@ def refresh_names(db: Database, store: Store, directory: int, names: Sequence[by
     return left
 
 
-def _refresh_batch(db: Database, store: Store, directory: int, names: Sequence[bytes]) -> set[bytes]:
+def _refresh_batch(db: Database, store: Transactions, directory: int, names: Sequence[bytes]) -> set[bytes]:
     keys = [SharedKey(kind, directory, name) for name in names for kind in (NAME, PFS_NAME)]
     told = read.parse_outcome(keys, store.read(read.build_gets(keys)))
     subjects = {value["child"] for key in keys if key.kind == NAME and (value := told[key].value.fields)}

@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 from ckptfs import limits
 from ckptfs.catalog.database import Database
@@ -330,7 +331,7 @@ class EpochCheckedStore:
         with self._lock:
             if self._epoch_and_revision[0] == value:
                 self._epoch_and_revision = value, max(self._epoch_and_revision[1], outcome.revision)
-        return Outcome(outcome.succeeded, outcome.revision, outcome.results[1:] if has_epoch else outcome.results)
+        return replace(outcome, results=outcome.results[1:]) if has_epoch else outcome
 
 
 def _check_when_done(future: "Future[Outcome]", check: OutcomeCheck) -> "Future[Outcome]":

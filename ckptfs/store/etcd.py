@@ -22,7 +22,7 @@ import grpc
 
 from ckptfs import limits
 from ckptfs.config import Config
-from ckptfs.errors import CkptfsError, Compacted, LeaseGone, StoreRefused, StoreUnreachable, describe_connection_fault
+from ckptfs.errors import CkptfsError, Compacted, LeaseGone, StoreRefused, StoreUnreachable, TransactionInvalid, describe_connection_fault
 from ckptfs.protocol import etcd_pb2 as pb
 from ckptfs.protocol import etcd_pb2_grpc as rpc
 from ckptfs.store.kv import (
@@ -67,6 +67,9 @@ _TRANSIENT_CODES = {
     grpc.StatusCode.ABORTED,
 }
 
+
+_INVALID_DETAILS = ("request is too large", "too many operations", "duplicate key", "message larger than max")
+"""What etcd and gRPC say of a transaction that no member will ever apply."""
 
 # A member without a leader fails the call at once instead of waiting for one.
 CALL_METADATA = (("hasleader", "true"),)
@@ -429,7 +432,8 @@ class EndpointCall(Generic[Answer]):
     def _handle_answer(self, pending: Any) -> None:
         code, details = pending.code(), pending.details() or ""
         if code is grpc.StatusCode.OK:
-            self.future.set_result(self._decode(pending.result()))
+            answer = self._decode(pending.result())
+            self.future.set_result(replace(answer, is_repeated=True) if self._tries and isinstance(answer, Outcome) else answer)
             return
         # The error of an earlier try says more than a later timeout.
         if code is not grpc.StatusCode.DEADLINE_EXCEEDED or not self._tries:
@@ -560,4 +564,6 @@ def build_error(code: grpc.StatusCode | None, details: str, address: str) -> Ckp
         return LeaseGone(f"etcd at {address}: {details}")
     if "Received message larger" in details:
         return AnswerTooLarge(f"etcd at {address}: {details}")
+    if any(words in details for words in _INVALID_DETAILS):
+        return TransactionInvalid(f"etcd at {address}: {details}")
     return StoreRefused(f"etcd at {address} refused: {details or code}")

@@ -4,8 +4,9 @@ Two implementations pass one contract suite: `ckptfs.store.etcd` and the memory 
 cluster. Every change gets a revision, which grows over the whole store. An item has the revisions of its creation and last change, and
 transactions compare them.
 
-A commit whose response was lost is sent again and may conflict with itself: after `succeeded=False`, check whether the change is already
-there. A commit that timed out may still be applied, even after later ones: puts without a comparison must tolerate that.
+A commit whose response was lost is sent again and may conflict with itself. A commit that timed out may still be applied, even after
+later ones and after reads that did not see it. `ckptfs.coherence.chain` makes the fate of a commit known; whatever goes another way must
+tolerate that.
 
 Crash safety: a transaction is applied or not; leases expire.
 """
@@ -22,6 +23,7 @@ from ckptfs.errors import LeaseGone as LeaseGone
 from ckptfs.errors import StoreLost as StoreLost
 from ckptfs.errors import StoreRefused as StoreRefused
 from ckptfs.errors import StoreUnreachable as StoreUnreachable
+from ckptfs.errors import TransactionInvalid as TransactionInvalid
 
 # The end of a range without end.
 ENDLESS = b"\0"
@@ -103,11 +105,15 @@ class Compare:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a transaction: the store's revision after it, and the items of each Get that was executed."""
+    """The result of a transaction: the store's revision after it, and the items of each Get that was executed.
+
+    `is_repeated`: the request was sent more than once. If it did not succeed, an earlier copy of it may still be applied.
+    """
 
     succeeded: bool
     revision: int
     results: tuple[tuple[Item, ...], ...]
+    is_repeated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +140,8 @@ class Watch(Iterator[WatchEvents], Protocol):
         """End the iteration, from any thread, also while it waits."""
 
 
-class Store(Protocol):
-    """A store, safe for several threads. Every call ends within `timeout_s`: a result, StoreUnreachable or StoreRefused."""
+class Transactions(Protocol):
+    """The calls of a store that read and change keys. Each ends within `timeout_s`: a result, StoreUnreachable or StoreRefused."""
 
     def read(self, gets: Sequence[Get], *, timeout_s: float = WAIT_S) -> Outcome:
         """Read at the newest revision, in several transactions at that revision if one is not enough."""
@@ -148,7 +154,14 @@ class Store(Protocol):
         *,
         timeout_s: float = WAIT_S,
     ) -> Outcome:
-        """Apply `changes` if `compares` hold, else read `otherwise`; at most ETCD_TRANSACTION_MAX of each."""
+        """Apply `changes` if `compares` hold, else read `otherwise`; at most ETCD_TRANSACTION_MAX of each.
+
+        Raises TransactionInvalid if the store can never do that.
+        """
+
+
+class Store(Transactions, Protocol):
+    """A store, safe for several threads."""
 
     def read_soon(self, gets: Sequence[Get], *, timeout_s: float = WAIT_S) -> Future[Outcome]:
         """`read` without waiting. Callbacks of the future run in a thread of the store and must not block."""
@@ -185,7 +198,9 @@ class Store(Protocol):
         """Close connections. Watches end; waiting calls raise StoreUnreachable."""
 
 
-def iter_range(store: Store, key: bytes, end: bytes, *, keys_only: bool = False, timeout_s: float = WAIT_S) -> Iterator[tuple[int, Item]]:
+def iter_range(
+    store: Transactions, key: bytes, end: bytes, *, keys_only: bool = False, timeout_s: float = WAIT_S
+) -> Iterator[tuple[int, Item]]:
     """Yield (revision of the whole read, item) for a long range, page by page.
 
     Raises Compacted: start again.

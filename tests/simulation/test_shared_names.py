@@ -1,4 +1,5 @@
-"""Three nodes do random things to the same few names, in virtual time, over a store that loses answers; some are islands at times (N1, P1).
+"""Three nodes do random things to the same few names, in virtual time, over a store that loses answers; some are islands at times (N1, P1),
+and some commits are applied after they have failed.
 
 Afterwards the store holds a tree (every name leads somewhere, links are right, no loops), all nodes show that tree, and no file is gone
 that nobody deleted.
@@ -23,7 +24,7 @@ NODES = 3
 WORKERS = 2
 BAD = (210, 253, 272, 324, 363, 410, 455, 504, 711)
 """These found something once."""
-NAMES = {0.0: "abcd", 0.04: "abcdefgh"}
+NAMES = {0.0: "abcd", 0.02: "abcdefgh", 0.04: "abcdefgh"}
 
 
 class World:
@@ -90,12 +91,12 @@ class World:
                     node.cut(node.store.reachable)
 
 
-def simulate(directory: Path, seed: int, steps: int, islands: float) -> tuple[dict[SharedKey, Value], int]:
+def simulate(directory: Path, seed: int, steps: int, islands: float, late: float = 0.0) -> tuple[dict[SharedKey, Value], int]:
     """What the store has in the end, and its revision."""
     etcd, world = MemoryEtcd(), World(seed, islands)
 
     async def main() -> None:
-        stores = [Slow(etcd, random.Random(seed + number), loss=0.02) for number in range(NODES)]
+        stores = [Slow(etcd, random.Random(seed + number), loss=0.02, late=late) for number in range(NODES)]
         nodes = [Node(directory / str(number), number + 1, store) for number, store in enumerate(stores)]
 
         async def act() -> None:
@@ -104,7 +105,9 @@ def simulate(directory: Path, seed: int, steps: int, islands: float) -> tuple[di
                     nursery.start_soon(world.work, node, steps)
             for node in nodes:
                 node.cut(False)
+                node.store.late = 0.0
             await settled(nodes)
+            etcd.apply_late(all_of_them=True)
             there = stored_tree(etcd)
             for node in nodes:
                 assert await node.tree() == there
@@ -125,6 +128,11 @@ def test_together(tmp_path: Path, seed: int) -> None:
 @pytest.mark.parametrize("seed", [*range(100, 104), *BAD])
 def test_with_islands(tmp_path: Path, seed: int) -> None:
     simulate(tmp_path, seed, steps=60, islands=0.04)
+
+
+@pytest.mark.parametrize("seed", range(200, 210))
+def test_with_late_commits(tmp_path: Path, seed: int) -> None:
+    simulate(tmp_path, seed, steps=60, islands=0.02, late=0.03)
 
 
 def test_a_seed_replays(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 """The shared store in memory: what etcd does, without etcd, for simulations and quick tests. The contract suite keeps it honest.
 
-Time is whatever the clock says that it was given, so a lease can run out without anybody waiting.
+Time is whatever the clock says that it was given, so a lease can run out without anybody waiting. A store whose commits may be `late`
+tells a failure and applies the commit after some more requests, as etcd may.
 """
 
 import bisect
+import contextlib
 import copy
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,10 +15,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from ckptfs import limits
-from ckptfs.errors import Compacted, LeaseGone, StoreRefused, StoreUnreachable
+from ckptfs.errors import Compacted, LeaseGone, StoreRefused, StoreUnreachable, TransactionInvalid
 from ckptfs.store.kv import ENDLESS, Compare, CompareTarget, Delete, Event, Get, Item, Operation, Outcome, Put, WatchEvents
 
 WAIT_S = limits.ETCD_WAIT_S
+LATE_REQUESTS_MAX = 30
 
 
 @dataclass
@@ -46,16 +50,33 @@ class MemoryEtcd:
         self.compacted = 0
         self.transactions = 0
         self.bytes_sent = 0
+        self.request_bytes_max = limits.ETCD_REQUEST_BYTES_MAX
         # Sorted; with keys that were deleted, until they are compacted.
         self._keys: list[bytes] = []
         self._history: dict[bytes, list[tuple[int, Stored | None]]] = {}
         self._events: list[Event] = []
         self._leases: dict[int, Lease] = {}
         self._lease_last = 0
+        self._late: list[tuple[int, Sequence[Compare], Sequence[Operation]]] = []
+
+    def postpone(self, requests: int, compares: Sequence[Compare], changes: Sequence[Operation]) -> None:
+        """Apply a commit whose failure was told after so many more requests of anybody."""
+        with self.changed:
+            self._late.append((self.transactions + requests, compares, changes))
+
+    def apply_late(self, *, all_of_them: bool = False) -> None:
+        """Apply the late commits whose time has come."""
+        with self.changed:
+            due = [one for one in self._late if all_of_them or one[0] <= self.transactions]
+            self._late = [one for one in self._late if one not in due]
+            for _, compares, changes in due:
+                with contextlib.suppress(StoreRefused):
+                    self.transact(compares, changes, ())
 
     def transact(self, compares: Sequence[Compare], changes: Sequence[Operation], otherwise: Sequence[Get]) -> Outcome:
         with self.changed:
             self.expire()
+            self.apply_late()
             self._check(compares, changes, otherwise)
             self.transactions += 1
             self.bytes_sent += sum(len(change.value) for change in changes if isinstance(change, Put))
@@ -147,11 +168,13 @@ class MemoryEtcd:
 
     def _check(self, compares: Sequence[Compare], changes: Sequence[Operation], otherwise: Sequence[Get]) -> None:
         if max(len(compares), len(changes), len(otherwise)) > limits.ETCD_TRANSACTION_MAX:
-            raise StoreRefused("too many operations in txn request")
+            raise TransactionInvalid("too many operations in txn request")
+        if sum(len(change.value) for change in changes if isinstance(change, Put)) > self.request_bytes_max:
+            raise TransactionInvalid("request is too large")
         puts = [change.key for change in changes if isinstance(change, Put)]
         deletes = [change for change in changes if isinstance(change, Delete)]
         if len(set(puts)) < len(puts) or any(_within(key, delete.key, delete.end) for key in puts for delete in deletes):
-            raise StoreRefused("duplicate key given in txn request")
+            raise TransactionInvalid("duplicate key given in txn request")
 
     def _check_branch(self, branch: Sequence[Operation]) -> None:
         for operation in branch:
@@ -231,10 +254,13 @@ def _related(found: int | bytes, relation: str, value: int | bytes) -> bool:
 
 
 class MemoryStore:
-    """One node's way to the server. While `reachable` is False every call fails at once."""
+    """One node's way to the server. While `reachable` is False every call fails at once. `late`: so many of the commits fail, and are
+    applied at a random later moment.
+    """
 
-    def __init__(self, etcd: MemoryEtcd | None = None) -> None:
+    def __init__(self, etcd: MemoryEtcd | None = None, late: float = 0.0, dice: random.Random | None = None) -> None:
         self.etcd = etcd or MemoryEtcd()
+        self.late, self._late_dice = late, dice or random.Random(0)
         self._reachable = True
         self._closed = False
 
@@ -261,6 +287,9 @@ class MemoryStore:
         self, compares: Sequence[Compare], changes: Sequence[Operation], otherwise: Sequence[Get] = (), *, timeout_s: float = WAIT_S
     ) -> Outcome:
         self._reach()
+        if self.late and self._late_dice.random() < self.late:
+            self.etcd.postpone(self._late_dice.randrange(LATE_REQUESTS_MAX), compares, changes)
+            raise StoreUnreachable("no answer in time")
         return self.etcd.transact(compares, changes, otherwise)
 
     def read_soon(self, gets: Sequence[Get], *, timeout_s: float = WAIT_S) -> Future[Outcome]:

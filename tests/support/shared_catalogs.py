@@ -13,6 +13,7 @@ import stat
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -104,10 +105,13 @@ def run_seeded(seed: int, act: Callable[[], Awaitable[T]], **how: Any) -> T:
 
 
 class Slow(MemoryStore):
-    """Requests and answers take up to `delay_s` each; a `loss` of answers never comes, and the store asks again, as the real one does."""
+    """Requests and answers take up to `delay_s` each; a `loss` of answers never comes, and the store asks again, as the real one does.
 
-    def __init__(self, etcd: MemoryEtcd, dice: random.Random, delay_s: float = 0.002, loss: float = 0.0) -> None:
-        super().__init__(etcd)
+    After a `late` commit it asks again, or tells the failure.
+    """
+
+    def __init__(self, etcd: MemoryEtcd, dice: random.Random, delay_s: float = 0.002, loss: float = 0.0, late: float = 0.0) -> None:
+        super().__init__(etcd, late, dice)
         self._dice, self._delay_s, self._loss, self._losing = dice, delay_s, loss, 0
 
     def lose(self, answers: int) -> None:
@@ -127,11 +131,15 @@ class Slow(MemoryStore):
 
         async def run() -> None:
             deadline = trio.current_time() + timeout_s
+            is_repeated = False
             while trio.current_time() < deadline:
                 await trio.sleep(self._dice.uniform(0, self._delay_s))
                 try:
-                    outcome = act()
+                    outcome = replace(act(), is_repeated=is_repeated)
                 except StoreUnreachable:
+                    is_repeated = True
+                    if self.reachable and self._dice.random() < 0.5:
+                        continue
                     break
                 await trio.sleep(self._dice.uniform(0, self._delay_s))
                 lost = commits and self._losing > 0
@@ -139,6 +147,7 @@ class Slow(MemoryStore):
                 if self._reachable and not lost and self._dice.random() >= self._loss:
                     future.set_result(outcome)
                     return
+                is_repeated = True
             future.set_exception(StoreUnreachable("no answer"))
 
         trio.lowlevel.spawn_system_task(run)

@@ -21,7 +21,8 @@ from ckptfs.catalog.pfs_batch import ExpectedEntry, ObservedStat, PfsAction, Pfs
 from ckptfs.catalog.pfs_state import PfsName, PfsView
 from ckptfs.clique import membership
 from ckptfs.clique.cluster import Cluster
-from ckptfs.coherence import key_state, pfs_coordination
+from ckptfs.coherence import chain, key_state, pfs_coordination
+from ckptfs.coherence.chain import ChainedStore
 from ckptfs.coherence.keys import PFS_NAME, PFS_STATE, SharedKey
 from ckptfs.coherence.pfs_coordination import StoreSnapshot, build_row_key, list_published_rows
 from ckptfs.errors import Busy, StoreUnreachable
@@ -45,7 +46,8 @@ class ClusterWriteBack:
         self._cluster = cluster
         self._instance = instance
         self._tree = tree
-        self._snapshot = StoreSnapshot(db, cluster.store)
+        self._store = ChainedStore(cluster.store, db, chain.WRITE_BACK_CHAIN)
+        self._snapshot = StoreSnapshot(db, self._store)
         self._fetch_requests: dict[int, int] = {}
         self._extra_inodes: set[int] = set()
         self._lost_contents: set[int] = set()
@@ -96,7 +98,7 @@ class ClusterWriteBack:
         return max(limits.REQUEST_POLL_S, self._next_search_s - time.monotonic()) if self._next_search_s < self._search_until_s else None
 
     def _load(self, rows: list[JournalRow]) -> None:
-        self._snapshot = StoreSnapshot(self._db, self._cluster.store)
+        self._snapshot = StoreSnapshot(self._db, self._store)
         self._snapshot.load(self._instance, rows, self._extra_inodes)
 
     def load_also(self, inode: int) -> None:
@@ -120,7 +122,7 @@ class ClusterWriteBack:
 
     def load_directories(self, directories: list[int]) -> None:
         """Load where these directories are now. Raises StoreUnreachable."""
-        self._snapshot = StoreSnapshot(self._db, self._cluster.store)
+        self._snapshot = StoreSnapshot(self._db, self._store)
         self._snapshot.load(self._instance, inodes=directories)
         self._set_expected_inodes(PfsView(self._db))
 
@@ -174,16 +176,16 @@ class ClusterWriteBack:
     def publish_intents(self, batch: PfsBatch) -> None:
         """Publish the intents of a batch. Raises Busy if it must be planned again, or StoreUnreachable."""
         if batch.expected_entries or batch.published_rows:
-            pfs_coordination.publish_intents(self._db, self._cluster.store, self._snapshot, batch, self._instance)
+            pfs_coordination.publish_intents(self._db, self._store, self._snapshot, batch, self._instance)
         disk.act("write_back:intent_announced", lambda: None)
 
     def resume(self, batch: PfsBatch) -> PfsBatch | None:
         """Return an interrupted batch with the present paths; None if it no longer belongs to this node."""
         self._take_lease()
-        intents = pfs_coordination.find_intents(self._cluster.store, batch, self._cluster.node_number, self._instance)
+        intents = pfs_coordination.find_intents(self._store, batch, self._cluster.node_number, self._instance)
         if intents is None:
             return None
-        self._snapshot = StoreSnapshot(self._db, self._cluster.store)
+        self._snapshot = StoreSnapshot(self._db, self._store)
         self._snapshot.load(self._instance, inodes={location.parent for location in _list_locations(batch)})
         with self._db.transaction():
             for key, one in intents.items():
@@ -194,7 +196,7 @@ class ClusterWriteBack:
 
     def complete_intents(self, batch: PfsBatch, found: dict[PfsName, ObservedStat | None]) -> None:
         """Publish that the PFS shows the batch. Raises Busy if this node was declared dead, StoreUnreachable."""
-        changed = pfs_coordination.complete_intents(self._db, self._cluster.store, batch, found, self._snapshot)
+        changed = pfs_coordination.complete_intents(self._db, self._store, batch, found, self._snapshot)
         disk.act("write_back:intent_settled", lambda: None)
         self._extra_inodes = set()
         if changed:
@@ -227,11 +229,11 @@ class ClusterWriteBack:
     def _resolve_intents(self, intended: list[tuple[SharedKey, int]]) -> bool:
         if not intended:
             return False
-        live = membership.list_live(self._cluster.store, sorted({number for _, number in intended} - {self._cluster.node_number}))
+        live = membership.list_live(self._store, sorted({number for _, number in intended} - {self._cluster.node_number}))
         gone = [key for key, number in intended if number not in live]
         for key in gone:
             found = self._find_pfs_inode((key.number, key.name)) if key.kind == PFS_NAME else None
-            pfs_coordination.resolve_abandoned_intent(self._cluster.store, key, self._snapshot.store_values[key].value, found)
+            pfs_coordination.resolve_abandoned_intent(self._store, key, self._snapshot.store_values[key].value, found)
         return bool(gone)
 
     def _find_pfs_inode(self, name: PfsName) -> int | None:

@@ -22,12 +22,12 @@ from ckptfs import limits
 from ckptfs.catalog import identity, peer_copies, summary
 from ckptfs.catalog.database import Database
 from ckptfs.clique import locations
-from ckptfs.coherence import commit, conflict, key_state, read, rebuild, reintegrate, store_loss
+from ckptfs.coherence import chain, commit, conflict, key_state, read, rebuild, reintegrate, store_loss
 from ckptfs.coherence.conflict import CommitResult, ConflictResolver
-from ckptfs.coherence.keys import LAST_COMMIT, NAME, SharedKey
+from ckptfs.coherence.keys import NAME, SharedKey
 from ckptfs.coherence.read import RecentDeletes, StoreValue
 from ckptfs.coherence.store_loss import EpochCheckedStore
-from ckptfs.errors import CkptfsError, StoreLost, StoreUnreachable, posix_error
+from ckptfs.errors import CkptfsError, StoreLost, StoreUnreachable, TransactionInvalid, posix_error
 from ckptfs.store.kv import Get, Outcome, Store
 from ckptfs_daemon.mount import cluster_recovery
 from ckptfs_daemon.mount.cluster_recovery import wait_outcome
@@ -90,6 +90,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Name = tuple[int, bytes]
 TROUBLE_KEY = "trouble:sharing"
+UNSHARED_KEY = "trouble:unshared"
 
 
 class SharedNamespace:
@@ -124,6 +125,8 @@ class SharedNamespace:
         self._reverted: dict[SharedKey, int] = {}
         self._reverts = 0
         self._unconfirmed: commit.StoreTransaction | None = None
+        self._changes_max = limits.ETCD_OPERATIONS_MAX
+        self._logged_refusal = ""
         self._is_store_lost = False
         self._next_probe_s = 0.0
 
@@ -352,7 +355,7 @@ class SharedNamespace:
     async def _commit_batch(self) -> bool:
         """Publish one transaction. Returns False if the store does not answer."""
         await trio.lowlevel.checkpoint()
-        transaction = commit.build_transaction(self.db, self.number)
+        transaction = commit.build_transaction(self.db, self._changes_max)
         if transaction is None:
             return True
         try:
@@ -366,6 +369,9 @@ class SharedNamespace:
             reply = await wait_outcome(
                 self._store.commit_soon(transaction.build_compares(), transaction.build_changes(), transaction.build_conflict_gets())
             )
+            if reply.is_repeated and not reply.succeeded:
+                # An earlier copy of it may still be applied.
+                return await self._confirm_last_commit()
             if reply.succeeded:
                 self._record_result(
                     conflict.record_commit(self.db, transaction, reply.revision, self._recent_deletes, recount_links=self.is_disconnected)
@@ -375,10 +381,25 @@ class SharedNamespace:
                 resolver = await self._build_resolver(transaction, reply) if self.is_disconnected else ConflictResolver
                 self._record_result(conflict.resolve_conflict(self.db, transaction, reply, self._recent_deletes, resolver))
             self._unconfirmed = None
+            self._changes_max = min(2 * self._changes_max, limits.ETCD_OPERATIONS_MAX)
+        except TransactionInvalid as refusal:
+            self._handle_invalid(transaction, refusal)
         except CkptfsError as failure:
             self._handle_failure(failure)
             return False
         return True
+
+    def _handle_invalid(self, transaction: commit.StoreTransaction, refusal: TransactionInvalid) -> None:
+        """Find the change that the store refuses for ever, by smaller transactions; keep it on this node, and go on with the others."""
+        self._unconfirmed = None
+        if transaction.change_count > 1:
+            self._changes_max = transaction.change_count // 2
+            return
+        path = conflict.drop_change(self.db, transaction)
+        what = f"etcd refuses a change of this file for ever: {refusal}; other nodes do not see it"
+        remedy = "see --max-txn-ops and --max-request-bytes of etcd, then change the file again"
+        summary.set_report(self.db, UNSHARED_KEY, {"what": what, "path": path, "remedy": remedy})
+        log.error("%s: a change is not shared: %s; other nodes do not see it (%s)", path, refusal, remedy)
 
     async def _build_resolver(self, transaction: commit.StoreTransaction, reply: Outcome) -> Callable[..., ConflictResolver]:
         """Return the resolver for changes that applications made while disconnected, after reading what it needs."""
@@ -410,7 +431,8 @@ class SharedNamespace:
             remedy = "see that etcd runs and can be reached; what was changed here is told then"
             summary.set_report(self.db, TROUBLE_KEY, {"what": what, "path": "", "remedy": remedy})
             log.warning("the store of the cluster does not answer (%s): going on alone with what is known here", failure)
-        if not isinstance(failure, StoreUnreachable):
+        if not isinstance(failure, StoreUnreachable) and str(failure) != self._logged_refusal:
+            self._logged_refusal = str(failure)
             log.error("the store of the cluster refused: %s", failure)
         self._has_dirty.set()
         self._commit_rounds.wake_waiters()
@@ -450,16 +472,22 @@ class SharedNamespace:
         return True
 
     async def _confirm_last_commit(self) -> bool:
-        """Find out whether the last transaction without a reply passed. Returns False if the store does not answer."""
-        own = SharedKey(LAST_COMMIT, self.number)
+        """Find out whether the last transaction without a reply passed; if not, it never will. Returns False if the store does not answer.
+
+        A read could overtake the transaction, a fence cannot.
+        """
         try:
             await cluster_recovery.ensure_epoch(self.db, self._store)
-            reply = await wait_outcome(self._store.read_soon(read.build_gets([own]), timeout_s=limits.STORE_PROBE_WAIT_S))
+            link = chain.load_next_link(self.db)
+            fence = link.build_fence()
+            reply = await wait_outcome(
+                self._store.commit_soon([link.build_compare()], [fence], [link.build_get()], timeout_s=limits.STORE_PROBE_WAIT_S)
+            )
         except CkptfsError as failure:
             self._handle_failure(failure)
             return False
-        result = conflict.recover_lost_answer(self.db, read.parse_outcome([own], reply)[own], self._unconfirmed, self._recent_deletes)
+        self._record_result(
+            conflict.record_fence(self.db, link, chain.parse_link(link, reply, fence), self._unconfirmed, self._recent_deletes)
+        )
         self._unconfirmed = None
-        if result is not None:
-            self._record_result(result)
         return True

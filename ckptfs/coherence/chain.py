@@ -1,0 +1,130 @@
+"""The chain of the transactions of one process: the fate of each is known, also if its answer was lost.
+
+A commit that failed may be applied later: after commits that were sent later, and after reads that did not see it. So every transaction
+of a chain puts the key of the chain, and compares the revision of that key which this node saw last. Of two transactions for one link at
+most one is applied, and one that is late is applied before its successor or never.
+
+If the fate of a transaction is unknown, a fence is sent for the same link: a transaction that puts only the key. Either the fence is
+applied, then the late one never will be, or the key shows which one came first. The mount has the chain `w/<node>`, the write-back of the
+mover `w/<node>/write_back`.
+
+Crash safety: the last known link is in the catalog. The next process sends a fence first. The value of the key names what its transaction
+deleted, which would look like changes of other nodes.
+"""
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from ckptfs.catalog import identity
+from ckptfs.catalog.database import Database
+from ckptfs.coherence import key_state
+from ckptfs.coherence.key_state import CachedValue
+from ckptfs.coherence.keys import LAST_COMMIT, SharedKey, decode_key, encode_fields, encode_key
+from ckptfs.errors import StoreUnreachable
+from ckptfs.store.kv import WAIT_S, Compare, CompareTarget, Get, Operation, Outcome, Put, Transactions
+
+MOUNT_CHAIN = b""
+WRITE_BACK_CHAIN = b"write_back"
+
+
+@dataclass(frozen=True, slots=True)
+class ChainLink:
+    """The next link of a chain. `own_revision`: the revision of the last transaction of the chain that was no fence."""
+
+    key: SharedKey
+    revision: int
+    sequence: int
+    own_revision: int
+
+    def build_compare(self) -> Compare:
+        """Return the condition under which this link is free."""
+        return Compare(encode_key(self.key), CompareTarget.MOD, "=", self.revision)
+
+    def build_get(self) -> Get:
+        return Get(encode_key(self.key))
+
+    def build_put(self, deleted: Iterable[SharedKey] = ()) -> Put:
+        """Return the change by which a transaction takes this link. `deleted`: the keys that it deletes."""
+        names = [encode_key(key).decode("latin-1") for key in deleted]
+        return Put(encode_key(self.key), encode_fields({"sequence": self.sequence, "deleted": names}))
+
+    def build_fence(self) -> Put:
+        """Return the change by which a fence takes this link."""
+        return Put(encode_key(self.key), encode_fields({"sequence": self.sequence, "deleted": [], "fence": self.own_revision}))
+
+    def is_taken(self, found: CachedValue) -> bool:
+        """Return True if the key shows that a transaction of this process has taken the link, and no fence."""
+        fields = found.fields or {}
+        return found.revision > self.revision and fields.get("sequence") == self.sequence and "fence" not in fields
+
+
+def load_next_link(db: Database, chain: bytes = MOUNT_CHAIN) -> ChainLink:
+    """Return the link after the last one that is known of a chain of this node."""
+    key = SharedKey(LAST_COMMIT, identity.get_node_number(db), chain)
+    known = key_state.get_cached(db, key)
+    fields = known.fields or {}
+    return ChainLink(key, known.revision, fields.get("sequence", 0) + 1, fields.get("fence", known.revision))
+
+
+def list_deleted(link_value: CachedValue) -> list[SharedKey]:
+    """Return the keys that the transaction deleted which took the link."""
+    return [decode_key(raw.encode("latin-1")) for raw in (link_value.fields or {}).get("deleted", ())]
+
+
+def parse_link(link: ChainLink, outcome: Outcome, put: Put) -> CachedValue:
+    """Return the value of the chain's key after a transaction that puts `put`, or else reads the key first."""
+    if outcome.succeeded:
+        return CachedValue(outcome.revision, put.value)
+    items = outcome.results[0]
+    return CachedValue(items[0].mod_revision, items[0].value) if items else key_state.ABSENT
+
+
+class ChainedStore:
+    """The way to the store of a process whose commits form one chain. A read sees what became of all commits before it."""
+
+    def __init__(self, store: Transactions, db: Database, chain: bytes) -> None:
+        self._store, self._db, self._chain = store, db, chain
+        self._lock = threading.Lock()
+        self._is_in_doubt = True
+
+    def read(self, gets: Sequence[Get], *, timeout_s: float = WAIT_S) -> Outcome:
+        with self._lock:
+            self._settle(timeout_s)
+        return self._store.read(gets, timeout_s=timeout_s)
+
+    def commit(
+        self, compares: Sequence[Compare], changes: Sequence[Operation], otherwise: Sequence[Get] = (), *, timeout_s: float = WAIT_S
+    ) -> Outcome:
+        """Commit as the next link. A transaction that was applied although its answer was lost has succeeded, with no results."""
+        with self._lock:
+            self._settle(timeout_s)
+            link = load_next_link(self._db, self._chain)
+            put = link.build_put()
+            self._is_in_doubt = True
+            outcome = self._store.commit(
+                [link.build_compare(), *compares], [*changes, put], [link.build_get(), *otherwise], timeout_s=timeout_s
+            )
+            found = parse_link(link, outcome, put)
+            is_applied = link.is_taken(found)
+            if outcome.is_repeated and not is_applied:
+                self._settle(timeout_s)
+                raise StoreUnreachable("a repeated transaction was refused")
+            self._record(link, found)
+        if outcome.succeeded:
+            return outcome
+        return Outcome(True, found.revision, ()) if is_applied else replace(outcome, results=outcome.results[1:])
+
+    def _settle(self, timeout_s: float) -> None:
+        """Send a fence if the fate of the last commit is unknown."""
+        if self._is_in_doubt:
+            link = load_next_link(self._db, self._chain)
+            fence = link.build_fence()
+            outcome = self._store.commit([link.build_compare()], [fence], [link.build_get()], timeout_s=timeout_s)
+            self._record(link, parse_link(link, outcome, fence))
+
+    def _record(self, link: ChainLink, found: CachedValue) -> None:
+        if found.revision != link.revision:
+            with self._db.transaction():
+                key_state.set_cached(self._db, link.key, found)
+        self._is_in_doubt = False
