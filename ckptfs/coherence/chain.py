@@ -21,6 +21,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.coherence import key_state
 from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import LAST_COMMIT, SharedKey, decode_key, encode_fields, encode_key
+from ckptfs.coherence.value_checks import parse_value
 from ckptfs.errors import StoreUnreachable
 from ckptfs.store.kv import WAIT_S, Compare, CompareTarget, Get, Operation, Outcome, Put, Transactions
 
@@ -77,7 +78,7 @@ def parse_link(link: ChainLink, outcome: Outcome, put: Put) -> CachedValue:
     if outcome.succeeded:
         return CachedValue(outcome.revision, put.value)
     items = outcome.results[0]
-    return CachedValue(items[0].mod_revision, items[0].value) if items else key_state.ABSENT
+    return CachedValue(items[0].mod_revision, parse_value(link.key, items[0])) if items else key_state.ABSENT
 
 
 class ChainedStore:

@@ -54,10 +54,9 @@ class ConflictResolver:
         self._inodes_to_recount: set[int] = set()
         self._result = CommitResult(False)
 
-    def mark_not_empty(self, names: list[SharedKey]) -> None:
+    def mark_not_empty(self, directory: int) -> None:
         """A directory that was removed on this node has entries in the store."""
-        for name in names:
-            self._contested_names |= self._list_names_of(name.number)
+        self._contested_names |= self._list_names_of(directory)
 
     def resolve(self) -> CommitResult:
         """Inodes first: what became of them decides about their names and contents."""
@@ -326,6 +325,7 @@ def resolve_conflict(
     with key_state.change_unmarked(db):
         key_state.set_cached(db, transaction.link.key, found)
         refusal = resolver_class(db, transaction, told, outcome.revision, recent_deletes)
-        for items in outcome.results[len(keys) :]:
-            refusal.mark_not_empty([decode_key(item.key) for item in items])
+        for directory, items in zip(transaction.required_empty, outcome.results[len(keys) :], strict=False):
+            if items:
+                refusal.mark_not_empty(directory)
         return refusal.resolve()

@@ -10,6 +10,7 @@ has to write back. A value of `x/` with `by` is an intent: that node is about to
 import base64
 import json
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -167,6 +168,9 @@ _SELECT_CONTENT = (
 )
 
 
+_KEY = re.compile(rb"([a-z])/([0-9a-f]{16})(?:/([^/\0]+))?\Z")
+
+
 class SharedKey(NamedTuple):
     """What names one shared value."""
 
@@ -182,9 +186,11 @@ def encode_key(key: SharedKey) -> bytes:
 
 
 def decode_key(raw: bytes) -> SharedKey:
-    """The key of `wire`. Raises ValueError."""
-    kind, number, *name = raw.split(b"/", 2)
-    return SharedKey(kind.decode(), int(number, 16), name[0] if name else b"")
+    """Decode a key of the store. Raises ValueError if ckptfs never makes such a key."""
+    match = _KEY.match(raw)
+    if match is None or match[3] in (b".", b"..") or len(match[3] or b"") > limits.NAME_BYTES_MAX:
+        raise ValueError(f"{raw[:80]!a} is no key of ckptfs")
+    return SharedKey(match[1].decode(), int(match[2], 16), match[3] or b"")
 
 
 def build_names_prefix(directory: int) -> bytes:
@@ -203,11 +209,10 @@ def encode_fields(value: Value) -> bytes:
 
 
 def decode_value(raw: bytes | None) -> Value | None:
-    """The value of `pack`."""
-    if raw is None:
-        return None
-    value: Value = json.loads(raw)
-    value.pop(PRIOR_REVISION, None)
+    """The value of `encode_value`; None of what is not readable, too (see `value_checks`)."""
+    value: Value | None = None if raw is None else json.loads(raw)
+    if value is not None:
+        value.pop(PRIOR_REVISION, None)
     return value
 
 
@@ -257,9 +262,10 @@ def list_shared_names(db: Database, inode: int) -> list[list[Any]]:
     """
     value = db.value("SELECT value FROM cached_key WHERE kind = 'i' AND number = ? AND name = x''", inode)
     here = {(row[0], bytes(row[1]).decode("latin-1")) for row in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)}
-    there = None if value is None else {(parent, name) for parent, name in json.loads(value)["names"]}
-    if there is None:
+    fields = decode_value(value)
+    if fields is None:
         return [list(name) for name in sorted(here)]
+    there = {(parent, name) for parent, name in fields["names"]}
     changed = {name for name in here | there if _is_name_changed(db, *name)}
     return [list(name) for name in sorted((there - changed) | (here & changed))]
 
@@ -267,7 +273,7 @@ def list_shared_names(db: Database, inode: int) -> list[list[Any]]:
 def count_links(db: Database, directory: int) -> int:
     """Links of a directory: those that the store knows, 2 of one that it does not have, and what this node changed in it."""
     value = db.value("SELECT value FROM cached_key WHERE kind = 'i' AND number = ? AND name = x''", directory)
-    links = 2 if value is None else int(json.loads(value)["nlink"])
+    links = int((decode_value(value) or {"nlink": 2})["nlink"])
     for (name,) in db.rows("SELECT DISTINCT name FROM dirty_key WHERE kind = 'e' AND number = ?", directory):
         there = db.value("SELECT value FROM cached_key WHERE kind = 'e' AND number = ? AND name = ?", directory, name)
         here = _get_name_value(db, directory, bytes(name))
@@ -296,7 +302,7 @@ def _is_name_changed(db: Database, parent: int, name: str) -> bool:
     if db.value("SELECT 1 FROM dirty_key WHERE kind = 'e' AND number = ? AND name = ? LIMIT 1", *key) is None:
         return False
     value = db.value("SELECT value FROM cached_key WHERE kind = 'e' AND number = ? AND name = ?", *key)
-    there = None if value is None else json.loads(value)["child"]
+    there = (decode_value(value) or {"child": None})["child"]
     return bool(there != db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", *key))
 
 

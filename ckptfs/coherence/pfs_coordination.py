@@ -36,7 +36,6 @@ from ckptfs.coherence.keys import (
     Value,
     build_names_prefix,
     build_row_name,
-    decode_key,
     decode_value,
     encode_fields,
     encode_key,
@@ -44,6 +43,7 @@ from ckptfs.coherence.keys import (
     get_value,
 )
 from ckptfs.coherence.read import RecentDeletes, StoreValue
+from ckptfs.coherence.value_checks import UNREADABLE, parse_key, parse_value
 from ckptfs.errors import Busy
 from ckptfs.model import ROOT
 from ckptfs.store.kv import Compare, CompareTarget, Delete, Operation, Put, Transactions, iter_range, prefix_end
@@ -112,7 +112,8 @@ class StoreSnapshot:
     def _require_published(self) -> None:
         """What was changed here of what the PFS shows, and elsewhere too, is told before anything is built on it."""
         for key, one in self.store_values.items():
-            if key.kind in {PFS_STATE, PFS_NAME} and key_state.get_cached(self._db, key).revision != one.value.revision:
+            is_unknown = key_state.get_cached(self._db, key).revision != one.value.revision and one.value.raw != UNREADABLE
+            if key.kind in {PFS_STATE, PFS_NAME} and is_unknown:
                 raise Busy("what the PFS shows is being told to the other nodes")
 
     def _apply_to_catalog(self, found: dict[SharedKey, StoreValue]) -> None:
@@ -170,7 +171,8 @@ class StoreSnapshot:
         if directory not in self._pfs_names:
             start = encode_key(SharedKey(PFS_NAME, directory))
             items = iter_range(self._store, start, prefix_end(start), keys_only=True)
-            self._pfs_names[directory] = [(directory, decode_key(item.key).name) for _, item in items]
+            keys = [parse_key(item.key) for _, item in items]
+            self._pfs_names[directory] = [(directory, key.name) for key in keys if key is not None]
         return self._pfs_names[directory]
 
     def get_value(self, key: SharedKey) -> Value | None:
@@ -260,8 +262,9 @@ class StoreSnapshot:
                 return parent, key.name
         inside = build_names_prefix(parent)
         for _, item in iter_range(self._store, inside, prefix_end(inside)):
-            if (decode_value(item.value) or {"child": 0})["child"] == directory:
-                return parent, decode_key(item.key).name
+            named = parse_key(item.key)
+            if named is not None and (decode_value(parse_value(named, item)) or {"child": 0})["child"] == directory:
+                return parent, named.name
         return None
 
 

@@ -16,7 +16,8 @@ from ckptfs.catalog import contents, identity
 from ckptfs.catalog.database import Database
 from ckptfs.coherence import key_state, keys, merge
 from ckptfs.coherence.key_state import CachedValue
-from ckptfs.coherence.keys import CONTENT, INODE, NAME, PFS_STATE, TIMES, SharedKey, build_names_prefix, decode_key, encode_key
+from ckptfs.coherence.keys import CONTENT, INODE, NAME, PFS_STATE, TIMES, SharedKey, build_names_prefix, encode_key
+from ckptfs.coherence.value_checks import UNREADABLE, ValueUnreadable, parse_key, parse_value
 from ckptfs.store.kv import Get, Outcome, prefix_end
 
 
@@ -54,7 +55,7 @@ def list_new_values(
 
 def _is_new(db: Database, key: SharedKey, store_value: StoreValue, recent_deletes: RecentDeletes) -> bool:
     known = key_state.get_cached(db, key)
-    if known.revision == store_value.value.revision:
+    if known.revision == store_value.value.revision or store_value.value.raw == UNREADABLE:
         return False
     newer = known.revision <= store_value.read_revision if store_value.value.raw is None else store_value.value.revision > known.revision
     return newer and not recent_deletes.is_outdated(key, store_value) and not key_state.is_dirty(db, key)
@@ -196,9 +197,22 @@ def parse_outcome(keys: list[SharedKey], outcome: Outcome) -> dict[SharedKey, St
     """What came of `gets(keys)`."""
     found: dict[SharedKey, StoreValue] = {}
     for key, items in zip(keys, outcome.results, strict=False):
-        item = items[0] if items else None
-        found[key] = StoreValue(outcome.revision, key_state.ABSENT if item is None else CachedValue(item.mod_revision, item.value))
+        value = CachedValue(items[0].mod_revision, parse_value(key, items[0])) if items else key_state.ABSENT
+        found[key] = StoreValue(outcome.revision, value)
     return found
+
+
+def require_readable(store_values: Mapping[SharedKey, StoreValue], keys: Iterable[SharedKey]) -> None:
+    """Raise ValueUnreadable if one of these values, or of those that they lead to, is unreadable."""
+    for key in keys:
+        one = store_values.get(key)
+        if one is not None and one.value.raw == UNREADABLE:
+            raise ValueUnreadable(f"etcd holds no value of ckptfs under {encode_key(key)!a}")
+        fields = None if one is None else one.value.fields
+        if fields is not None and key.kind == NAME:
+            require_readable(store_values, [SharedKey(INODE, fields["child"])])
+        elif fields is not None and key.kind == INODE and fields["content"] is not None:
+            require_readable(store_values, [SharedKey(CONTENT, fields["content"])])
 
 
 def build_page_get(directory: int, after: bytes, at_most: int) -> Get:
@@ -212,8 +226,12 @@ def parse_page(
 ) -> tuple[dict[SharedKey, StoreValue], bytes | None]:
     """What a page says, of names that are gone too; and the name after which the next one begins, None: there is none."""
     items = outcome.results[0]
-    found = {decode_key(item.key): StoreValue(outcome.revision, CachedValue(item.mod_revision, item.value)) for item in items}
-    last = decode_key(items[-1].key).name if len(items) == at_most else None
+    found = {
+        key: StoreValue(outcome.revision, CachedValue(item.mod_revision, parse_value(key, item)))
+        for item in items
+        if (key := parse_key(item.key)) is not None
+    }
+    last = items[-1].key[len(build_names_prefix(directory)) :] if len(items) == at_most else None
     for name in key_state.list_cached_names(db, directory, after, last):
         found.setdefault(SharedKey(NAME, directory, name), StoreValue(outcome.revision, key_state.ABSENT))
     return found, last

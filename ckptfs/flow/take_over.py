@@ -18,6 +18,7 @@ from ckptfs.clique.cluster import Cluster, ClusterLock
 from ckptfs.clique.membership import ClusterView
 from ckptfs.coherence import keys
 from ckptfs.coherence.keys import JOURNAL_ROW, SharedKey
+from ckptfs.coherence.value_checks import is_readable
 from ckptfs.model import Notifier
 from ckptfs.store.kv import Compare, CompareTarget, Delete, Get, Item, Operation, Put, prefix_end
 
@@ -76,10 +77,10 @@ class TakeOver:
         """Return the pending rows of a node; for this node, those of a previous catalog."""
         start = keys.encode_key(SharedKey(JOURNAL_ROW, number, b""))
         if number != self._cluster.node_number:
-            return list(self._cluster.store.read([Get(start, prefix_end(start), limit=at_most)]).results[0])
+            return list(filter(is_readable, self._cluster.store.read([Get(start, prefix_end(start), limit=at_most)]).results[0]))
         own = start + self._instance.encode()
         found = self._cluster.store.read([Get(start, own, limit=at_most), Get(prefix_end(own), prefix_end(start), limit=at_most)])
-        return [*found.results[0], *found.results[1]][:at_most]
+        return list(filter(is_readable, [*found.results[0], *found.results[1]]))[:at_most]
 
     def _append_rows(self, claim: ClusterLock, items: list[Item], number: int) -> bool:
         """Move rows to this node. Return False if their node lives again, or another node has them."""

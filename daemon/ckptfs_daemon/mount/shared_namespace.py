@@ -143,16 +143,11 @@ class SharedNamespace:
 
     async def refresh_name(self, parent: int, name: bytes, *prefetch_names: Name) -> None:
         """Make the rows of a name and of its inode fresh, and those of names that will probably be looked up next."""
-        await self._refresh([key for at, what in ((parent, name), *prefetch_names) for key in read.list_name_keys(self.db, at, what)])
+        await self._refresh(read.list_name_keys(self.db, parent, name), prefetch_names)
 
     async def refresh_inode(self, inode: int, *prefetch_names: Name) -> None:
         """Make the rows of an inode fresh, and those of names that will probably be looked up next."""
-        await self._refresh(
-            [
-                *read.list_inode_keys(self.db, inode),
-                *(key for at, what in prefetch_names for key in read.list_name_keys(self.db, at, what)),
-            ]
-        )
+        await self._refresh(read.list_inode_keys(self.db, inode), prefetch_names)
 
     async def refresh_copies(self, inode: int) -> None:
         """Load which nodes hold the content of a file that another node wrote."""
@@ -197,14 +192,16 @@ class SharedNamespace:
             await self._refresh(read.load_directory_location(self.db, inode)[0])
             inode = read.load_directory_location(self.db, inode)[1]
 
-    async def _refresh(self, keys: list[SharedKey]) -> None:
-        values = await self._load_values(keys)
+    async def _refresh(self, keys: list[SharedKey], prefetch_names: Iterable[Name] = ()) -> None:
+        """Make these keys fresh, and all that they lead to. Raises ValueUnreadable if one of them holds no value of ckptfs."""
+        values = await self._load_values([*keys, *(key for at, what in prefetch_names for key in read.list_name_keys(self.db, at, what))])
         while values and (more := read.list_missing_keys(self.db, values) or read.list_overtaken_names(values)):
             found = await self._load_values(more)
             if not found:
                 return
             values.update(found)
         self._apply(values)
+        read.require_readable(values, keys)
 
     async def _load_values(self, keys: list[SharedKey]) -> dict[SharedKey, StoreValue]:
         """Return the values of these keys in the store, or nothing if it does not answer."""

@@ -1,0 +1,254 @@
+"""What a value of the store may be: one table of fields and types for each kind of key, and the version of all of them.
+
+The store is shared with other nodes, so its values are checked like a message of a peer: known fields only, each of its type and within its
+bounds. A value that fails is *unreadable*: it stays in the store, one log line names its key, and every read of it yields `UNREADABLE`. The
+name or inode that it belongs to answers EIO; everything else goes on. The next change of the key on a node overwrites it.
+
+`FORMAT_VERSION` grows when a value gets a field that an older ckptfs would not know. The key `format` holds it, and which ckptfs wrote it
+first. A node that knows less takes no part.
+"""
+
+import base64
+import binascii
+import functools
+import json
+import logging
+import re
+import stat
+from collections.abc import Callable, Mapping
+
+from ckptfs import limits
+from ckptfs.coherence.keys import (
+    CONTENT,
+    INODE,
+    JOURNAL_ROW,
+    LAST_COMMIT,
+    NAME,
+    PFS_NAME,
+    PFS_STATE,
+    PRIOR_REVISION,
+    TIMES,
+    SharedKey,
+    decode_key,
+)
+from ckptfs.errors import CkptfsError, StoreUnreachable
+from ckptfs.store.kv import Compare, CompareTarget, Item, Put
+
+log = logging.getLogger(__name__)
+
+UNREADABLE = b"null"
+"""Stands for a value that is not readable; it is no value of any kind."""
+
+FORMAT_KEY = b"format"
+FORMAT_VERSION = 2
+"""1: ckptfs 0.2.0, which wrote no key `format`. 2: `closed_ns` of inodes, the chain of transactions."""
+
+Check = Callable[[object], bool]
+_INT_MAX = 2**63 - 1
+_HEX_DIGEST = re.compile(r"[0-9a-f]{32}\Z")
+_KINDS_OF_FILES = {stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFBLK, stat.S_IFCHR}
+
+
+class ValueUnreadable(CkptfsError):
+    """The store holds something under a key that is no value of ckptfs. The name or inode answers EIO."""
+
+
+def is_name(text: object) -> bool:
+    """Return True for the name of an entry, as its bytes in latin-1: no `/`, NUL, `.` or `..`."""
+    if not isinstance(text, str) or not 0 < len(text) <= limits.NAME_BYTES_MAX or text in (".", ".."):
+        return False
+    return text.isascii() or max(text) <= "\xff" if not ("/" in text or "\0" in text) else False
+
+
+def _is_int(value: object) -> bool:
+    return type(value) is int and -_INT_MAX <= value <= _INT_MAX
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _INT_MAX
+
+
+def _is_id(value: object) -> bool:
+    return type(value) is int and 0 < value <= _INT_MAX
+
+
+def _is_ino(value: object) -> bool:
+    """Return True for a number of an inode of the PFS, which may use all 64 bits."""
+    return type(value) is int and 0 <= value < 2**64
+
+
+def _is_flag(value: object) -> bool:
+    return value in (0, 1, True, False)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_digest(value: object) -> bool:
+    return isinstance(value, str) and _HEX_DIGEST.match(value) is not None
+
+
+def _is_mode(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**16 and stat.S_IFMT(value) in _KINDS_OF_FILES
+
+
+def _is_bytes_text(value: object) -> bool:
+    return isinstance(value, str) and all(letter <= "\xff" for letter in value)
+
+
+def _is_xattrs(value: object) -> bool:
+    if not isinstance(value, dict) or not all(_is_bytes_text(name) and isinstance(held, str) for name, held in value.items()):
+        return False
+    try:
+        return all(base64.b64decode(held, validate=True) is not None for held in value.values())
+    except binascii.Error:
+        return False
+
+
+def _is_salvage_record(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        record = json.loads(value)
+    except ValueError:
+        return False
+    return isinstance(record, dict) and {"content", "generation", "node", "mtime_ns", "shows", "shown"} <= set(record)
+
+
+def _or_none(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+def _is_list_of(*checks: Check) -> Check:
+    """Return the check of a list of this length, with these members."""
+    return lambda value: isinstance(value, list) and len(value) == len(checks) and all(map(_call, checks, value))
+
+
+def _call(check: Check, value: object) -> bool:
+    return check(value)
+
+
+def _is_each(check: Check) -> Check:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+_PUBLISHED = _or_none(_is_list_of(_is_int, _is_flag, _is_count, _is_int, _or_none(_is_ino), _or_none(_is_digest)))
+_INTENT: dict[str, Check] = {"by": _is_id, "of": _is_text, "batch": _is_count}
+
+REQUIRED: Mapping[str, Mapping[str, Check]] = {
+    NAME: {"child": _is_id, "type": lambda value: value in _KINDS_OF_FILES},
+    INODE: {
+        "mode": _is_mode, "uid": _is_count, "gid": _is_count, "rdev": _is_count, "atime_ns": _is_int, "birth_ns": _is_int,
+        "target": _or_none(_is_bytes_text), "content": _or_none(_is_id), "generation": _is_count, "parent": _is_count, "complete": _is_flag,
+    },
+    TIMES: {"mtime_ns": _is_int, "ctime_ns": _is_int},
+    CONTENT: {
+        "node": _is_count, "inode": _is_count, "generation": _is_count, "state": lambda value: value in range(5), "size": _is_count,
+        "digest": _or_none(_is_digest), "closed_ns": _is_int,
+    },
+    LAST_COMMIT: {"deleted": _is_each(_is_bytes_text)},
+    PFS_NAME: {"inode": _is_count},
+    PFS_STATE: {"names": _is_each(_is_list_of(_is_id, is_name))},
+    JOURNAL_ROW: {"op": _is_text, "inode": _is_count, "mode": _is_count, "at_ns": _is_int},
+}  # fmt: skip
+"""Fields that a value of a kind always has. Kinds that are not named here are checked where they are read."""
+
+OPTIONAL: Mapping[str, Mapping[str, Check]] = {
+    NAME: {},
+    INODE: {
+        "nlink": _is_count, "names": _is_each(_is_list_of(_is_id, is_name)), "size": _is_count, "mtime_ns": _is_int, "ctime_ns": _is_int,
+        "closed_ns": _is_int, "missed": _is_salvage_record, "xattrs": _is_xattrs,
+    },
+    TIMES: {},
+    CONTENT: {"former_ns": _is_int, "before": _is_list_of(_is_count, _or_none(_is_int))},
+    LAST_COMMIT: {"sequence": _is_count, "fence": _is_count},
+    PFS_NAME: {**_INTENT, "next": _is_count, "ino": _is_ino, "published": _PUBLISHED},
+    PFS_STATE: {
+        **_INTENT, "seen": _is_list_of(_or_none(_is_ino), *3 * [_or_none(_is_int)]), "published": _PUBLISHED, "is_checked": _is_flag,
+    },
+    JOURNAL_ROW: {
+        "parent": _is_count, "name": is_name, "new_parent": _is_count, "new_name": is_name, "content": _is_id, "origin": _is_count,
+    },
+}  # fmt: skip
+
+_ALWAYS: Mapping[str, Check] = {PRIOR_REVISION: _is_list_of(_is_int, _is_int)}
+_OF_FILES = ("names", "size", "mtime_ns", "ctime_ns")
+
+
+def find_fault(key: SharedKey, raw: bytes) -> str:
+    """Return what is wrong with a value of the store; empty if nothing is."""
+    if key.kind not in REQUIRED:
+        return ""
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError):
+        return "it is not JSON"
+    if not isinstance(value, dict):
+        return "it has no fields"
+    required, optional = REQUIRED[key.kind], OPTIONAL[key.kind]
+    if missing := required.keys() - value.keys():
+        return f"the field {min(missing)} is missing"
+    for name, held in value.items():
+        check = required.get(name) or optional.get(name) or _ALWAYS.get(name)
+        if check is None:
+            return f"the field {name[:40]!r} is unknown"
+        if not check(held):
+            return f"the field {name} is wrong"
+    return _find_inode_fault(value) if key.kind == INODE else ""
+
+
+def _find_inode_fault(value: Mapping[str, int]) -> str:
+    needed = ("nlink",) if stat.S_ISDIR(value["mode"]) else _OF_FILES
+    return next((f"the field {name} is missing" for name in needed if name not in value), "")
+
+
+def parse_value(key: SharedKey, item: Item) -> bytes:
+    """Return the value of an item; `UNREADABLE` if it is none."""
+    fault = find_fault(key, item.value)
+    if fault:
+        _log_once(item.key, item.mod_revision, fault)
+        return UNREADABLE
+    return item.value
+
+
+def parse_key(raw: bytes) -> SharedKey | None:
+    """Return a key of the store; None if it is none of ckptfs."""
+    try:
+        key = decode_key(raw)
+    except ValueError as fault:
+        _log_once(raw, 0, str(fault))
+        return None
+    return key
+
+
+def is_readable(item: Item) -> bool:
+    """Return True for a key and value of ckptfs."""
+    key = parse_key(item.key)
+    return key is not None and parse_value(key, item) != UNREADABLE
+
+
+@functools.lru_cache(1024)
+def _log_once(raw_key: bytes, revision: int, fault: str) -> None:
+    log.error("etcd key %a: not readable: %s; the name or inode answers EIO (delete the key, or change the file again)", raw_key, fault)
+
+
+def check_format(items: tuple[Item, ...], release: str) -> tuple[Compare, Put] | None:
+    """Return how to record the format of the values, given what `FORMAT_KEY` holds; None if there is nothing to do.
+
+    Raises StoreUnreachable if a newer ckptfs wrote them.
+    """
+    own = json.dumps({"version": FORMAT_VERSION, "release": release}, separators=(",", ":")).encode()
+    if not items:
+        return Compare(FORMAT_KEY, CompareTarget.VERSION, "=", 0), Put(FORMAT_KEY, own)
+    try:
+        known = json.loads(items[0].value)
+        version, by = int(known["version"]), str(known["release"])
+    except (ValueError, TypeError, KeyError):
+        version, by = FORMAT_VERSION + 1, "an unknown version"
+    if version > FORMAT_VERSION:
+        raise StoreUnreachable(
+            f"etcd holds values of format {version}, written by ckptfs {by[:40]}; this ckptfs {release} knows format {FORMAT_VERSION}",
+            remedy="install the newer ckptfs on this node",
+        )
+    return (Compare(FORMAT_KEY, CompareTarget.MOD, "=", items[0].mod_revision), Put(FORMAT_KEY, own)) if version < FORMAT_VERSION else None

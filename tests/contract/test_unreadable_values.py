@@ -1,0 +1,182 @@
+"""P11: what the store holds is checked like what a peer says. A value that is none costs its own name or inode, and nothing else."""
+
+import errno
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ckptfs_daemon.mount.shared_namespace import UNSHARED_KEY
+from memory_store import MemoryEtcd, MemoryStore
+from shared_catalogs import Node, async_tests, in_virtual_time, reconnect, running, settled, stored_tree
+
+from ckptfs.catalog import summary
+from ckptfs.coherence import keys, value_checks
+from ckptfs.coherence.keys import INODE, NAME, SharedKey
+from ckptfs.errors import StoreUnreachable
+from ckptfs.limits import KIB
+from ckptfs.model import ROOT
+from ckptfs.store.kv import Get, Put
+
+
+def play(root: Path, act: Callable[[Node, Node], Awaitable[None]]) -> None:
+    """Two nodes on one store, which need not hold a tree in the end."""
+    etcd = MemoryEtcd()
+
+    async def main() -> None:
+        nodes = [Node(root / str(number), number, MemoryStore(etcd)) for number in (1, 2)]
+        await running(nodes, lambda: act(*nodes))
+
+    in_virtual_time(main)
+
+
+two_nodes = async_tests(play)
+FILE = {
+    "mode": 0o100644, "uid": 0, "gid": 0, "rdev": 0, "atime_ns": 1, "birth_ns": 1, "target": None, "content": None, "generation": 0,
+    "parent": 0, "complete": 1, "names": [[1, "f"]], "size": 0, "mtime_ns": 1, "ctime_ns": 1,
+}  # fmt: skip
+BAD_FILES: list[dict[str, Any]] = [
+    {"mode": "0644"}, {"uid": -1}, {"uid = 7777, gid": 0}, {"names": [[1, "../../x"]]}, {"names": [[1, ".."]]}, {"names": [[1, "a\0"]]},
+    {"names": "f"}, {"size": True}, {"size": 2**63}, {"content": 0}, {"xattrs": {"user.x": "no base64"}}, {"missed": "{"}, {"mode": 0o644},
+    {"target": 7},
+]  # fmt: skip
+
+
+def put(node: Node, key: SharedKey, raw: bytes) -> None:
+    assert MemoryStore(node.store.etcd).commit([], [Put(keys.encode_key(key), raw)]).succeeded
+
+
+async def fails(act: Callable[[], Awaitable[object]]) -> int | None:
+    try:
+        await act()
+    except (OSError, value_checks.ValueUnreadable) as failure:
+        return failure.errno
+    return 0
+
+
+@pytest.mark.parametrize("fields", BAD_FILES, ids=str)
+def test_only_known_fields_of_their_types_are_a_value(fields: dict[str, Any]) -> None:
+    key = SharedKey(INODE, 9)
+    assert value_checks.find_fault(key, keys.encode_fields(FILE)) == ""
+    assert value_checks.find_fault(key, keys.encode_fields({**FILE, **fields})) != ""
+
+
+@pytest.mark.parametrize("name", FILE)
+def test_a_field_that_is_missing_is_noticed(name: str) -> None:
+    value = {field: held for field, held in FILE.items() if field != name}
+    assert name in value_checks.find_fault(SharedKey(INODE, 9), keys.encode_fields(value))
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"7", b'"x"', b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize("kind", value_checks.REQUIRED)
+def test_what_is_no_object_is_no_value(kind: str, raw: bytes) -> None:
+    assert value_checks.find_fault(SharedKey(kind, 9), raw)
+
+
+@pytest.mark.parametrize("raw", [b"e/1/x", b"e/%016x/a/b" % 1, b"e/%016x/.." % 1, b"E/%016x" % 1, b"e", b"", b"e/%016x/" % 1 + 256 * b"a"])
+def test_a_key_that_ckptfs_never_makes_is_no_key(raw: bytes) -> None:
+    assert value_checks.parse_key(raw) is None
+
+
+def test_a_newer_format_is_refused_by_both_versions() -> None:
+    memory = MemoryStore()
+    for expected in (True, False):
+        (found,) = memory.read([Get(value_checks.FORMAT_KEY)]).results
+        change = value_checks.check_format(found, "0.3.0")
+        assert (change is not None) == expected
+        if change is not None:
+            memory.commit([change[0]], [change[1]])
+    newer = {"version": value_checks.FORMAT_VERSION + 1, "release": "9.8.7"}
+    memory.commit([], [Put(value_checks.FORMAT_KEY, json.dumps(newer).encode())])
+    with pytest.raises(
+        StoreUnreachable, match=f"format {value_checks.FORMAT_VERSION + 1}.* 9.8.7.* 0.3.0 .*format {value_checks.FORMAT_VERSION}"
+    ):
+        value_checks.check_format(memory.read([Get(value_checks.FORMAT_KEY)]).results[0], "0.3.0")
+
+
+@pytest.mark.parametrize("raw", [b"{", b'{"child": 7}', b'{"child": 7, "type": 32768, "uid = 0": 1}'])
+@two_nodes
+async def test_a_name_that_is_unreadable_answers_eio(a: Node, b: Node, raw: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """The node that never saw it, and the one that made it; the others of the directory go on."""
+    await a.build("bad", "good")
+    put(a, SharedKey(NAME, ROOT, b"bad"), raw)
+    caplog.set_level(logging.ERROR)
+    for _ in range(3):
+        assert await fails(lambda: a.stat("bad")) == await fails(lambda: b.stat("bad")) == errno.EIO
+    assert await b.names() == [b"good"] and (await b.stat("good")).nlink == 1
+    assert sum("bad" in record.getMessage() for record in caplog.records) == 1
+    assert not a.sharing.is_disconnected and not b.sharing.is_disconnected
+    put(a, SharedKey(NAME, ROOT, b"bad"), keys.encode_fields({"child": (await b.stat("good")).id, "type": 0o100000}))
+    assert await fails(lambda: b.stat("bad")) == 0
+
+
+@two_nodes
+async def test_an_inode_that_is_unreadable_is_put_right_by_the_next_change(a: Node, b: Node) -> None:
+    """It is not taken for deleted."""
+    made = await a.make("f")
+    await b.stat("f")
+    put(a, SharedKey(INODE, made.id), b"garbage")
+    assert await fails(lambda: a.stat("f")) == await fails(lambda: b.stat("f")) == errno.EIO
+    with a.db.transaction() as db:
+        db.run("UPDATE inode SET mode = ? WHERE id = ?", 0o100600, made.id)
+    assert await a.sharing.wait_published()
+    assert (await b.stat("f")).mode & 0o777 == 0o600
+
+
+@two_nodes
+async def test_what_a_disconnected_node_made_under_an_unreadable_name_is_shared(a: Node, b: Node) -> None:
+    """P1."""
+    await a.make("other")
+    b.cut(True)
+    await b.make("f")
+    put(a, SharedKey(NAME, ROOT, b"f"), b"garbage")
+    await reconnect(a, b)
+    assert await a.names() == [b"f", b"other"]
+
+
+@two_nodes
+async def test_a_directory_with_a_key_that_is_none_can_be_read(a: Node, b: Node) -> None:
+    await a.build("d/", "d/f")
+    directory = (await a.stat("d")).id
+    store = MemoryStore(a.store.etcd)
+    store.commit([], [Put(b"e/%016x/a/b" % directory, b"{}")])
+    assert await b.names("d") == [b"f"]
+    await a.unlink("d/f")
+    assert await fails(lambda: a.rmdir("d")) == errno.EAGAIN
+    store.commit([], [Put(b"e/%016x/g" % directory, b"{}")])
+    assert await b.names("d") == []
+
+
+def test_a_change_that_the_store_refuses_for_ever_stays_here_and_the_others_go_on(tmp_path: Path) -> None:
+    """P1: no island; one line and the status name the path; the next change of the file is tried again."""
+    etcd = MemoryEtcd()
+    etcd.request_bytes_max = 8 * KIB
+
+    async def main() -> None:
+        a, b = nodes = [Node(tmp_path / str(number), number, MemoryStore(etcd)) for number in (1, 2)]
+
+        async def act() -> None:
+            await a.build("d/", "d/large", "d/small")
+            large = (await a.stat("d/large")).id
+            with a.db.transaction() as db:
+                db.run("INSERT INTO xattr (inode, name, value) VALUES (?, ?, ?)", large, b"user.x", bytes(16 * KIB))
+            for number in range(5):
+                with a.db.transaction() as db:
+                    db.run("UPDATE inode SET mode = ? WHERE id = ?", 0o100600 + number, (await a.stat("d/small")).id)
+            await settled([a])
+            assert not a.sharing.is_disconnected
+            await a.make("d/later")
+            assert await b.names("d") == [b"large", b"later", b"small"]
+            assert (await b.stat("d/small")).mode & 0o777 == 0o604
+            ((_, report, _),) = summary.list_reports(a.db, UNSHARED_KEY)
+            assert json.loads(report)["path"].endswith("d/large")
+            etcd.request_bytes_max = 100 * KIB
+            await a.set("d/large", mode=0o600)
+            assert b.db.value("SELECT 1 FROM xattr WHERE inode = ?", (await b.stat("d/large")).id)
+            assert await a.tree() == await b.tree() == stored_tree(etcd)
+
+        await running(nodes, act)
+
+    in_virtual_time(main)
