@@ -31,7 +31,7 @@ from ckptfs.coherence.keys import (
     SharedKey,
     decode_key,
 )
-from ckptfs.errors import CkptfsError, StoreUnreachable
+from ckptfs.errors import CkptfsError, StoreTooNew
 from ckptfs.store.kv import Compare, CompareTarget, Item, Put
 
 log = logging.getLogger(__name__)
@@ -236,7 +236,7 @@ def _log_once(raw_key: bytes, revision: int, fault: str) -> None:
 def check_format(items: tuple[Item, ...], release: str) -> tuple[Compare, Put] | None:
     """Return how to record the format of the values, given what `FORMAT_KEY` holds; None if there is nothing to do.
 
-    Raises StoreUnreachable if a newer ckptfs wrote them.
+    Raises StoreTooNew if a newer ckptfs wrote them.
     """
     own = json.dumps({"version": FORMAT_VERSION, "release": release}, separators=(",", ":")).encode()
     if not items:
@@ -247,7 +247,7 @@ def check_format(items: tuple[Item, ...], release: str) -> tuple[Compare, Put] |
     except (ValueError, TypeError, KeyError):
         version, by = FORMAT_VERSION + 1, "an unknown version"
     if version > FORMAT_VERSION:
-        raise StoreUnreachable(
+        raise StoreTooNew(
             f"etcd holds values of format {version}, written by ckptfs {by[:40]}; this ckptfs {release} knows format {FORMAT_VERSION}",
             remedy="install the newer ckptfs on this node",
         )

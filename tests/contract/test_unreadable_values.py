@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckptfs_daemon.mount.shared_namespace import UNSHARED_KEY
+from ckptfs_daemon.mount.shared_namespace import TROUBLE_KEY, UNSHARED_KEY
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, async_tests, in_virtual_time, reconnect, running, settled, stored_tree
 
 from ckptfs.catalog import summary
 from ckptfs.coherence import keys, value_checks
 from ckptfs.coherence.keys import INODE, NAME, SharedKey
-from ckptfs.errors import StoreUnreachable
+from ckptfs.errors import StoreTooNew
 from ckptfs.limits import KIB
 from ckptfs.model import ROOT
 from ckptfs.store.kv import Get, Put
@@ -91,9 +91,29 @@ def test_a_newer_format_is_refused_by_both_versions() -> None:
     newer = {"version": value_checks.FORMAT_VERSION + 1, "release": "9.8.7"}
     memory.commit([], [Put(value_checks.FORMAT_KEY, json.dumps(newer).encode())])
     with pytest.raises(
-        StoreUnreachable, match=f"format {value_checks.FORMAT_VERSION + 1}.* 9.8.7.* 0.3.0 .*format {value_checks.FORMAT_VERSION}"
+        StoreTooNew, match=f"format {value_checks.FORMAT_VERSION + 1}.* 9.8.7.* 0.3.0 .*format {value_checks.FORMAT_VERSION}"
     ):
         value_checks.check_format(memory.read([Get(value_checks.FORMAT_KEY)]).results[0], "0.3.0")
+
+
+def test_a_node_that_knows_less_than_the_store_says_so_and_takes_no_part(tmp_path: Path) -> None:
+    """P1: it goes on alone, and the status names both versions."""
+    etcd = MemoryEtcd()
+    newer = {"version": value_checks.FORMAT_VERSION + 1, "release": "9.8.7"}
+    MemoryStore(etcd).commit([], [Put(value_checks.FORMAT_KEY, json.dumps(newer).encode())])
+
+    async def main() -> None:
+        node = Node(tmp_path / "1", 1, MemoryStore(etcd))
+
+        async def act() -> None:
+            await node.make("f")
+            assert node.sharing.is_disconnected and not MemoryStore(etcd).read([Get(b"e/", b"e0")]).results[0]
+            ((_, report, _),) = summary.list_reports(node.db, TROUBLE_KEY)
+            assert "9.8.7" in report and f"format {value_checks.FORMAT_VERSION}" in report
+
+        await running([node], act)
+
+    in_virtual_time(main)
 
 
 @pytest.mark.parametrize("raw", [b"{", b'{"child": 7}', b'{"child": 7, "type": 32768, "uid = 0": 1}'])

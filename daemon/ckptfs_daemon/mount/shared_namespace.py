@@ -18,11 +18,12 @@ from typing import TypeVar
 
 import trio
 
+import ckptfs
 from ckptfs import limits
 from ckptfs.catalog import identity, peer_copies, summary
 from ckptfs.catalog.database import Database
 from ckptfs.clique import locations
-from ckptfs.coherence import chain, commit, conflict, key_state, read, rebuild, reintegrate, store_loss
+from ckptfs.coherence import chain, commit, conflict, key_state, read, rebuild, reintegrate, store_loss, value_checks
 from ckptfs.coherence.conflict import CommitResult, ConflictResolver
 from ckptfs.coherence.keys import NAME, SharedKey
 from ckptfs.coherence.read import RecentDeletes, StoreValue
@@ -90,6 +91,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Name = tuple[int, bytes]
 TROUBLE_KEY = "trouble:sharing"
+REACH_REMEDY = "see that etcd runs and can be reached; what was changed here is told then"
 UNSHARED_KEY = "trouble:unshared"
 
 
@@ -424,8 +426,10 @@ class SharedNamespace:
                 self._enter_disconnected()  # Applications go on until the store has everything again.
         elif not self.is_disconnected:
             self._enter_disconnected()
-            what = "etcd does not answer: this node goes on alone, and other nodes do not see what changes here"
-            remedy = "see that etcd runs and can be reached; what was changed here is told then"
+            is_silent = type(failure) is StoreUnreachable
+            cause = "etcd does not answer" if is_silent else str(failure)
+            what = f"{cause}: this node goes on alone, and other nodes do not see what changes here"
+            remedy = failure.remedy if failure.remedy and not is_silent else REACH_REMEDY
             summary.set_report(self.db, TROUBLE_KEY, {"what": what, "path": "", "remedy": remedy})
             log.warning("the store of the cluster does not answer (%s): going on alone with what is known here", failure)
         if not isinstance(failure, StoreUnreachable) and str(failure) != self._logged_refusal:
@@ -476,10 +480,15 @@ class SharedNamespace:
         try:
             await cluster_recovery.ensure_epoch(self.db, self._store)
             link = chain.load_next_link(self.db)
-            fence = link.build_fence()
+            fence, format_get = link.build_fence(), Get(value_checks.FORMAT_KEY)
             reply = await wait_outcome(
-                self._store.commit_soon([link.build_compare()], [fence], [link.build_get()], timeout_s=limits.STORE_PROBE_WAIT_S)
+                self._store.commit_soon(
+                    [link.build_compare()], [fence, format_get], [link.build_get(), format_get], timeout_s=limits.STORE_PROBE_WAIT_S
+                )
             )
+            change = value_checks.check_format(reply.results[-1], ckptfs.__version__)
+            if change is not None:
+                await wait_outcome(self._store.commit_soon([change[0]], [change[1]]))
         except CkptfsError as failure:
             self._handle_failure(failure)
             return False
