@@ -134,20 +134,16 @@ def test_help_documents_the_exit_codes(run: Run) -> None:
 
 
 def test_a_mount_that_does_not_answer(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptfs_client import client
-
+    monkeypatch.setattr("ckptfs_client.client.ANSWER_S", 0.2)
     monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(client.Client.__init__, "__kwdefaults__", {"answer_s": 0.2})
     monkeypatch.setattr(mounts, "list_mounts", lambda: [Mount("gone", tmp_path, os.geteuid(), 0)])
     code, out, err = run("status")
     assert (code, out) == (3, "") and f"the daemon of gone ({tmp_path}) does not answer; its log says why" in err
 
 
 def test_a_mount_whose_daemon_has_ended(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptfs_client import client
-
+    monkeypatch.setattr("ckptfs_client.client.ENDED_ANSWER_S", 0.2)
     monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(client, "ENDED_ANSWER_S", 0.2)
     monkeypatch.setattr(mounts, "list_mounts", lambda: [Mount("gone", tmp_path, os.geteuid(), 0)])
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -222,6 +218,7 @@ def test_doctor_advises_to_poll_before_halting(tmp_path: Path, monkeypatch: pyte
 
 
 def test_doctor_finds_a_mount_without_a_daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("ckptfs_client.client.ANSWER_S", 0.2)
     monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(mounts, "list_mounts", lambda: [Mount("dead", tmp_path, 0, 0)])
     found = next(finding for finding in doctor.examine() if finding.name == "dead")
