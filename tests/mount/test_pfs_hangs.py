@@ -60,8 +60,7 @@ def fill_ram(daemon: DaemonUnderTest) -> dict[str, int]:
     return descriptors
 
 
-@pytest.mark.parametrize("how", ["hang", "swallow"])
-@pytest.mark.parametrize("kill", [False, True])
+@pytest.mark.parametrize(("how", "kill"), [("hang", False), ("swallow", True)])
 def test_everything_else_goes_on(make_daemon: Make, data_path: str, silent: SilentPfs, how: str, kill: bool) -> None:
     daemon = make_daemon(data_path, ram="64M", nvme=None, pfs=silent.path)
     daemon.expect_warning("pfs|PFS|write back|scan|fetch|does not answer|cannot be|hangs|killed|ended with|silent|content")
