@@ -41,8 +41,15 @@ def call(openers: Path, way: str, path: Path, wrapper: tuple[str, ...] = ()) -> 
 
 
 def call_all(openers: Path, directory: Path, wrappers: list[tuple[str, ...]]) -> tuple[dict[str, str], dict[str, str]]:
-    """What readers of an unknown name, and creators of new names, are told, all at the same time."""
-    reads = {f"{way} {' '.join(wrapper)}": (way, directory / "step_1", wrapper) for way in READING for wrapper in wrappers}
+    """What readers of unknown names, and creators of new names, are told, all at the same time.
+
+    Each has a name of his own: the kernel lets those who ask for one name wait for each other.
+    """
+    reads = {
+        f"{way} {number}": (way, directory / f"step_{len(READING) * number + index}", wrapper)
+        for index, way in enumerate(READING)
+        for number, wrapper in enumerate(wrappers)
+    }
     creates = {
         f"{way} {number}": (way, directory / f"{way}-{number}", wrapper) for way in CREATING for number, wrapper in enumerate(wrappers)
     }
@@ -52,10 +59,11 @@ def call_all(openers: Path, directory: Path, wrappers: list[tuple[str, ...]]) ->
     return {key: answers[key] for key in reads}, {key: answers[key] for key in creates}
 
 
-def test_on_a_pfs_that_hangs(make_daemon: Make, openers: Path, data_path: str, silent: SilentPfs) -> None:
+def test_on_a_pfs_that_hangs(make_daemon: Make, openers: Path, silent: SilentPfs) -> None:
     (silent.source / "run").mkdir()
-    (silent.source / "run" / "step_1").write_bytes(b"the newest checkpoint")
-    daemon = make_daemon(data_path, pfs=silent.path, drain_deadline="1s")
+    for number in range(2 * len(READING)):
+        (silent.source / "run" / f"step_{number}").write_bytes(b"the newest checkpoint")
+    daemon = make_daemon("auto", pfs=silent.path, drain_deadline="1s")
     daemon.expect_warning("scan|write back|written back|pfs|does not answer|drain")
     job = daemon.path / "run"
     assert os.listdir(daemon.path) == ["run"]
@@ -85,7 +93,8 @@ def test_where_nothing_can_be_seen(make_daemon: Make, openers: Path, wrapper: tu
     daemon.env["CKPTFS_FAULT"] = f"@{fault}"
     daemon.expect_warning("scan")
     (daemon.pfs / "run").mkdir()
-    (daemon.pfs / "run" / "step_1").write_text("old")
+    for number in range(len(READING)):
+        (daemon.pfs / "run" / f"step_{number}").write_text("old")
     daemon.start()
     job = daemon.path / "run"
     assert os.listdir(daemon.path) == ["run"]
