@@ -1,4 +1,4 @@
-"""The settings of a mount: name, parser, default and description of each; and `Config`, the parsed values.
+"""The settings of a mount with name, parser, default and description; and `Config`, the parsed values.
 
 Loading, refusals, the sample file and the reference all use the table `SETTINGS`. Parsers refuse bad input and name what is
 accepted (P11). The settings after `cluster` have no effect without it. Pure.
@@ -61,7 +61,7 @@ def _check_tier_size(text: str | int, size: int) -> int:
 
 
 def parse_size_or_share(text: str | int) -> float:
-    """Return a share (a float) of "25%", or the bytes (an int) of a size such as "512M" or "0". Raises ConfigError."""
+    """Return the share (a float) of "25%", or the bytes (an int) of "512M" or "0". Raises ConfigError."""
     word = str(text).strip()
     if word.endswith("%") and re.fullmatch(r"0*(\.0*)?\s*%", word) is None:
         return parse_ratio(word)
@@ -184,7 +184,7 @@ def _is_ip(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The configuration of one mount. Paths are absolute and without symlinks; sizes in bytes, times in seconds."""
+    """The configuration of one mount: absolute paths without symlinks, sizes in bytes, times in seconds."""
 
     name: str
     mountpoint: Path

@@ -1,4 +1,4 @@
-"""The generator of the Python stubs: `python -m ckptfs.protocol.generate` writes them next to each .proto file.
+"""Generator of the stubs: `python -m ckptfs.protocol.generate` writes them next to each .proto file.
 
 The stubs are committed, because only the generator needs grpcio-tools.
 """

@@ -1,4 +1,4 @@
-"""The command `ckptfsd NAME DIR -o OPTIONS`: the supervisor in the foreground, or with `--child ROLE` one of its children.
+"""The command `ckptfsd NAME DIR -o OPTIONS`: the supervisor, or with `--child ROLE` a child of it.
 
 Errors are one sentence on stderr, and on --ready-fd as `error: SENTENCE`. Exit codes: 0 unmounted and drained, 1 failed, 2 refused.
 A child imports its modules, waits for its assignment, and runs its role.

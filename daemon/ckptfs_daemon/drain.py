@@ -31,7 +31,7 @@ TURN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What a drain still has to do. `size_bytes` leaves out what is on the PFS already of the file under way."""
+    """What a drain still has to do. `size_bytes` leaves out what the PFS has of the file under way."""
 
     files: int = 0
     size_bytes: int = 0
@@ -57,7 +57,7 @@ def load_pending(db: Database, end: int) -> Pending:
 
 
 def get_deadline_s(configured_s: float | None, pending: Pending, bytes_per_s: float) -> float:
-    """Return how long a drain of `pending` may take. `bytes_per_s` is the speed of the PFS, 0 if it was never measured."""
+    """Return how long a drain of `pending` may take. `bytes_per_s`: the speed of the PFS, 0 if unknown."""
     if configured_s is not None:
         return configured_s
     needed_s = pending.size_bytes / (bytes_per_s or limits.PFS_BYTES_PER_S_ASSUMED)

@@ -73,7 +73,7 @@ LINK_MESSAGE_BYTES_MAX = 1024
 
 
 def wait_ready(file: int | socket.socket, event: int, timeout_s: float) -> bool:
-    """Wait until a descriptor is ready for `event` (select.POLLIN, select.POLLOUT) or hung up. Return False if the time is over first."""
+    """Wait until a descriptor is ready for `event` (select.POLLIN, ...) or hung up. False: not in time."""
     poll = select.poll()
     poll.register(file, event)
     return bool(poll.poll(timeout_s * 1000))
@@ -99,7 +99,7 @@ class WakeChannel:
         self._send(message)
 
     def notify_or_wait(self, message: bytes) -> None:
-        """Send like `notify`, but wait up to SEND_WAIT_S for room. For worker threads whose message must not be lost."""
+        """Send like `notify`, but wait up to SEND_WAIT_S for room: in threads whose message must not be lost."""
         if not self._send(message):
             wait_ready(self._end, select.POLLOUT, SEND_WAIT_S)
             self._send(message)
@@ -249,7 +249,7 @@ def parse_drain_report(message: bytes) -> tuple[float, str]:
 
 
 async def wait_for_stop(link: socket.socket, on_drain: Callable[[], None] = lambda: None) -> None:
-    """Wait for the stop request. Applies log levels meanwhile, calls `on_drain`, and exits at once if the supervisor has ended."""
+    """Wait for the stop request; apply log levels, call `on_drain`, and exit if the supervisor has ended."""
     while True:
         await trio.lowlevel.wait_readable(link)
         try:
@@ -268,7 +268,7 @@ async def wait_for_stop(link: socket.socket, on_drain: Callable[[], None] = lamb
 
 
 class ProgressSignal:
-    """A counter of changes in the mover, on which threads can wait. A hint: check the catalog after each wait."""
+    """A counter of changes in the mover, to wait on. A hint: check the catalog after each wait."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()

@@ -15,7 +15,7 @@ PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERR
 
 
 class OneLine(logging.Formatter):
-    """Formats a record, its traceback included, as one line, so that lines of several processes stay apart."""
+    """Formats a record with its traceback as one line, so that lines of several processes stay apart."""
 
     def __init__(self, role: str, *, journal: bool) -> None:
         time = "" if journal else "%(asctime)s "

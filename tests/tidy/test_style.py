@@ -16,6 +16,12 @@ TESTS = sorted((REPOSITORY / "tests").rglob("*.py"))
 MODULE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 60
 SHORT_LINES = 10
+SUMMARY_COLUMNS_MAX = 100
+# Where the first line of every docstring is short.
+SHORT_SUMMARIES = (
+    "ckptfs/config", "ckptfs/protocol", "client/ckptfs_client/lab", "daemon/ckptfs_daemon", "daemon/ckptfs_daemon/control",
+    "daemon/ckptfs_daemon/mover",
+)  # fmt: skip
 FORBIDDEN_MODULES = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
 # Verbs of the catalog beside those of queries and mutations: POSIX's own, and those of the journal, attributes and held copies.
 CATALOG_VERBS = (
@@ -67,6 +73,16 @@ def test_a_module_says_what_it_owns_and_is_short(path: Path) -> None:
         assert ast.get_docstring(ast.parse(text)), "no docstring"
     assert len(text.splitlines()) <= MODULE_LINES_MAX
     assert path.stem not in FORBIDDEN_MODULES
+
+
+def test_docstrings_begin_with_a_short_line() -> None:
+    found = []
+    for path, tree in trees([path for path in MODULES if short(path.parent) in SHORT_SUMMARIES]):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                summary = (ast.get_docstring(node) or "").partition("\n")[0]
+                found += [f"{short(path)}: {summary}"] if len(summary) > SUMMARY_COLUMNS_MAX else []
+    assert found == []
 
 
 def test_functions_are_short() -> None:

@@ -1,4 +1,4 @@
-"""`Laboratory`: start and stop of a lab, and the faults of its nodes and its network. Tests use it as the command does.
+"""`Laboratory`: start and stop of a lab, faults of its nodes and network; for the command and tests.
 
 Invariants:
 - Every change may be repeated.
@@ -39,7 +39,7 @@ class Laboratory:
     # --- the lab ------------------------------------------------------------------------------------------------------
 
     def start(self, count: int, factor: int, pfs: Path | None = None, options: Mapping[str, str] | None = None) -> Plan:
-        """Create a lab with all its nodes running; without `pfs` it has no PFS. Deletes everything again if that fails."""
+        """Create a lab with all its nodes running, without `pfs` without a PFS. Undo all if that fails."""
         nodes.find_etcd()
         self._require_empty_directory()
         found = layout.build_plan(self.directory, count, factor, None if pfs is None else Path(os.path.realpath(pfs)), dict(options or {}))
@@ -205,7 +205,7 @@ class Laboratory:
         return (self.directory / layout.PLAN_NAME).exists()
 
     def _delete_everything(self) -> None:
-        """Delete processes, then mounts, namespaces and files. The plan goes last, so that this can be repeated."""
+        """Delete processes, mounts, namespaces and files; the plan last, so that this can be repeated."""
         net = self.directory / "net"
         for namespace in net.iterdir() if net.is_dir() else ():
             nodes.kill_processes(namespace)

@@ -1,4 +1,4 @@
-"""What a lab consists of, as values: `Plan`, kept in DIR/lab.json. Names, addresses and paths follow from it.
+"""What a lab consists of: `Plan`, kept in DIR/lab.json; names, addresses and paths follow from it.
 
 The plan holds intentions only. What runs, what is mounted and which link is down is found by looking.
 Crash safety: the file is replaced by rename(2), so it is the previous or the new one.
@@ -145,7 +145,7 @@ def save(plan: Plan) -> None:
 
 
 def load(directory: Path) -> Plan:
-    """Return the plan of the lab in a directory. Raises CommandFailed if there is none, or if it is damaged."""
+    """Return the plan of the lab in a directory. Raises CommandFailed if it is missing or damaged."""
     path = directory / PLAN_NAME
     try:
         found = json.loads(path.read_bytes())

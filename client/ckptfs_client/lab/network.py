@@ -158,7 +158,7 @@ def has_namespace(path: Path) -> bool:
 
 
 def get_namespace_id(path: Path) -> tuple[int, int] | None:
-    """Return the id of the namespace on `path`, comparable with that of /proc/PID/ns/net. Returns None without one."""
+    """Return the id of the namespace on `path` as /proc/PID/ns/net has it, or None without one."""
     try:
         found = os.stat(path)
         own = os.stat("/proc/self/ns/net")
@@ -177,7 +177,7 @@ def enter_namespace(path: Path) -> None:
 
 
 def run_in_namespace(path: Path, act: Callable[[], Result]) -> Result:
-    """Return the result of `act`, called in a namespace by a separate thread. Raises CommandFailed if it takes too long."""
+    """Return what `act` returns in a namespace, in a thread. Raises CommandFailed if it takes too long."""
 
     def entered() -> Result:
         enter_namespace(path)

@@ -39,7 +39,7 @@ PEER_URL = "http://127.0.0.1:2380"
 
 
 def launch(node: LabNode) -> int | None:
-    """Start the daemon; return the descriptor on which it reports that it is ready. Returns None if it already runs."""
+    """Start the daemon; return the descriptor on which it reports readiness, or None if it runs already."""
     if is_running(node):
         return None
     _abort_dead_mount(node)
@@ -215,7 +215,7 @@ def list_processes_named(namespace: Path, name: str) -> list[int]:
 
 
 def kill_processes(namespace: Path) -> int:
-    """Kill (-9) everything in a namespace; return the number of processes. Raises CommandFailed if one does not end.
+    """Kill (-9) all processes in a namespace; return their number. Raises CommandFailed if one stays.
 
     All are stopped first, so that none reacts to the death of another, as if the power failed.
     """
@@ -233,7 +233,7 @@ def kill_processes(namespace: Path) -> int:
 
 
 def spawn(namespace: Path, command: Sequence[str], log: Path, *, pass_fds: Sequence[int] = ()) -> int:
-    """Start a program in a namespace, in its own session, with its output in `log`; return its pid. Raises OSError."""
+    """Start a program in a namespace and session of its own, with its output in `log`; return its pid."""
 
     def act() -> int:
         with open(log, "ab") as file:

@@ -1,4 +1,4 @@
-"""Admin calls of the mount's owner: drain, verify, refresh, log level. The mover's flows do the work; the calls request and follow it.
+"""Admin calls of the mount's owner: drain, verify, refresh, log level. The mover's flows do the work.
 
 `FileVerifier` reads every copy of a file, the one on the PFS included, and compares it with the file's seal. Bad copies in tiers are
 quarantined and remade from a good copy. If this node has none, the file is fetched from another node or the PFS. A bad file on the PFS is
@@ -62,7 +62,7 @@ class FileVerifier:
         retry_now: Callable[[], None],
         refresh_pfs_path: Callable[[int], None] = lambda inode: None,
     ) -> None:
-        """`retry_now` runs all lanes at once. `refresh_pfs_path` reads from the store where a file is on the PFS now."""
+        """`retry_now` runs all lanes. `refresh_pfs_path` reads from the store where a file is on the PFS."""
         self._refresh_pfs_path = refresh_pfs_path
         self._config = config
         self._db = db
@@ -104,7 +104,7 @@ class FileVerifier:
         return is_on_pfs(record) or content.is_remote or bool(peer_copies.list_holders(self._db, content))
 
     def _verify_after_fetch(self, content: Content, before: list[verify.CheckResult]) -> list[verify.CheckResult]:
-        """Fetch the file and verify again. Copies that are good now count as repaired. Returns `before` if the fetch failed."""
+        """Fetch the file and verify again; what is good now was repaired. Returns `before` if that failed."""
         request_id = mover_requests.insert_request(self._db, mover_requests.FETCH, content.inode, wait_s=limits.FETCH_STALL_S)
         self._retry_now()
         while mover_requests.is_open(self._db, request_id):

@@ -1,4 +1,4 @@
-"""The figures of `ckptfs status --cluster`: the records of all nodes in the shared store, and the figures that each node publishes there.
+"""The figures of `ckptfs status --cluster`: the records of all nodes in the store, and their figures.
 
 A node publishes its figures at `s/<number>` under the lease of its record, so they disappear with it. Only this command reads them.
 For `ckptfs doctor`, the other nodes are also pinged: whether they answer, how fast, and what their clocks say. Any user of the machine may
@@ -81,7 +81,7 @@ def figures_key(number: int) -> bytes:
 
 
 def encode_figures(db: Database) -> bytes:
-    """Return this node's figures as they are stored. They do not depend on the time, so they change only with the catalog."""
+    """Return this node's figures as they are stored. They change with the catalog only, not with the time."""
     held_files, held_bytes = remote_contents.count_hosted(db)
     figures = {"oldest_ns": peer_copies.get_oldest_under_replicated_ns(db), "held_files": held_files, "held_bytes": held_bytes}
     progress = count_progress(db)
@@ -90,14 +90,14 @@ def encode_figures(db: Database) -> bytes:
 
 
 def count_progress(db: Database) -> dict[str, int]:
-    """Count how far replication, rebuild and repair are. Returns {field of `pb.Clique` and `pb.Member`: count}."""
+    """Return how far replication, rebuild and repair are: {field of `pb.Clique` and `pb.Member`: count}."""
     (lacking_files, lacking_bytes, _), (wanted, present) = peer_copies.get_replication_lag(db), peer_copies.count_wanted_copies(db)
     counts = (lacking_files, lacking_bytes, wanted, present, *peer_copies.count_rebuildable(db), *peer_copies.count_repairable(db))
     return dict(zip(PROGRESS_FIELDS.values(), counts, strict=True))
 
 
 async def publish_figures(db: Database, store: Store, number: int, lease: Callable[[], int]) -> None:
-    """Keep this node's figures in the store until cancelled, under the lease of its record (0: it has none now)."""
+    """Keep this node's figures in the store until cancelled, under the lease of its record (0: none)."""
     before: tuple[bytes, int] | None = None
     while True:
         begun = trio.current_time()
@@ -175,14 +175,14 @@ class ClusterFigures:
         return answer
 
     def refresh_files(self, inodes: Iterable[int]) -> None:
-        """Read from the store the state of these files, their state on the PFS, and the holders of their contents."""
+        """Read from the store the state of files here and on the PFS, and the holders of their contents."""
         inodes = list(inodes)
         with contextlib.suppress(CkptfsError):
             pfs_coordination.load_inodes(self._db, self._store, *inodes)
         self.refresh_copies(inodes)
 
     def refresh_copies(self, inodes: Iterable[int]) -> None:
-        """Read from the store which nodes hold contents that other nodes wrote. No node announces these to this one."""
+        """Read from the store who holds contents that other nodes wrote, which nobody announces to this one."""
         own_number = identity.get_node_number(self._db)
         contents = [number for inode in inodes if (number := peer_copies.find_remote_content(self._db, inode)) is not None]
         with contextlib.suppress(CkptfsError):

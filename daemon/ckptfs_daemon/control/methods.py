@@ -1,4 +1,4 @@
-"""The entry of control calls: waits for the message of each call, parses it, and turns errors into gRPC statuses.
+"""The entry of control calls: waits for the message, parses it, and turns errors into gRPC statuses.
 
 A remedy travels as trailing metadata. Rejected calls are counted and leave no line in the log.
 """
@@ -112,9 +112,9 @@ def _abort(refused: RefusedCalls, context: grpc.ServicerContext, failure: Ckptfs
 
 
 def stream_changes(steps: Iterator[pb.Progress], context: grpc.ServicerContext) -> Iterator[pb.Progress]:
-    """Yield the steps that differ from the one before, until one is done, and one periodically, to notice a client that disconnected.
+    """Yield the steps that differ from the last one sent, until one is done.
 
-    `steps` waits between two of them.
+    One is sent periodically, to notice a client that disconnected. `steps` waits between two of them.
     """
     last_sent, last_sent_at = pb.Progress(), 0.0
     for progress in steps:

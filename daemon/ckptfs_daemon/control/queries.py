@@ -1,4 +1,4 @@
-"""Replies to queries: status, the records of files, and waits for a level. Reads the catalog and local tiers, never the PFS.
+"""Replies to queries: status, records of files, and waits. Reads the catalog and tiers, never the PFS.
 
 Inode numbers come from the client's own stat(2) through the mount. Names and digests are not returned, because any user may ask about any
 number.
@@ -50,7 +50,7 @@ REFRESH_INTERVAL_S = 2.0
 
 
 class LevelCheck:
-    """A file, or a directory with everything below it, on its way to the level `wanted`. Raises ENOENT if there is no such inode."""
+    """A file, or all below a directory, on its way to the level `wanted`. Raises ENOENT if it is missing."""
 
     def __init__(self, db: Database, inode: int, wanted: Level) -> None:
         if summary.get_listed_file(db, inode) is None:
@@ -262,7 +262,7 @@ def _get_kind_name(mode: int) -> str:
 
 
 def _get_state_name(found: ListedFile) -> str:
-    """Return the state of the content in one word. A file without a content on this node is on the PFS, remote or empty."""
+    """Return the state of the content; without one on this node a file is on the PFS, remote or empty."""
     content = found.record.content
     if content is None:
         return "published" if found.record.published is not None else "remote" if found.size else "empty"

@@ -1,4 +1,4 @@
-"""The control servers in the mover: queries on NAME.sock for every user, admin calls on NAME.admin.sock for the mount's owner.
+"""The control servers in the mover: NAME.sock for all users, NAME.admin.sock for the owner.
 
 gRPC runs calls in its own threads, with database connections of their own. They touch the PFS only in admin calls that say so, so queries
 are answered while it hangs. The permissions of the sockets decide who may call: connecting needs the right to write.
@@ -97,7 +97,7 @@ async def _serve_until_unlinked(name: str, queries: QueryService, admin: AdminSe
 
 
 def _server(calls_max: int, methods: ControlMethods) -> grpc.Server:
-    """Create a server with bounded threads, calls, messages and connections. Idle clients are disconnected."""
+    """Create a server with bounded threads, calls, messages and connections that disconnects idle clients."""
     options = [
         ("grpc.max_receive_message_length", limits.CONTROL_MESSAGE_BYTES_MAX),
         ("grpc.max_send_message_length", limits.CONTROL_MESSAGE_BYTES_MAX),

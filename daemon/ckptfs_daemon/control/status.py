@@ -103,7 +103,7 @@ class StatusFigures:
         return "", ""
 
     def get_current_write_back(self) -> dict[str, Any]:
-        """Return inode, path, copied_bytes and size_bytes of the large file being written back, or an empty dict."""
+        """Return inode, path, copied_bytes and size_bytes of the large file being written back, or {}."""
         return next((_parse_json_object(text) for key, text, _ in summary.list_reports(self._db, "write_back") if key == "write_back"), {})
 
     def get_copied_bytes(self) -> dict[int, int]:
@@ -150,7 +150,7 @@ class StatusFigures:
         return {Tier.RAM: self._config.state / "ram", Tier.NVME: self._config.nvme, Tier.PFS: self._config.pfs}[tier]
 
     def _build_tier(self, tier: Tier, copies: int, health: dict[str, Any]) -> pb.TierStatus:
-        """Build one tier. The used bytes are those of the filesystem if it is a tmpfs of ckptfs, otherwise those of its files."""
+        """Build one tier. The used bytes are those of a tmpfs of ckptfs, otherwise those of its files."""
         answer = pb.TierStatus(name=tier.value, path=str(self._root(tier)), contents=copies, health=str(health.get("state", "normal")))
         if tier is Tier.PFS:
             answer.budget_bytes, answer.free_bytes = int(health.get("total", 0)), int(health.get("free", 0))

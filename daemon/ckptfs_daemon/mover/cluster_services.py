@@ -1,4 +1,4 @@
-"""The services of the mover in a cluster: membership, peer client and server, and the flows that copy between nodes.
+"""The services of the mover in a cluster: membership, peer client and server, flows between nodes.
 
 `ClusterServices` is the table of contents.
 
@@ -96,7 +96,7 @@ class ClusterServices:
         ]  # fmt: skip
 
     def refresh_pfs_path(self, inode: int) -> None:
-        """Read from the store where a file is on the PFS now: another node may have moved it or a directory above."""
+        """Read from the store where a file is on the PFS now: another node may have moved it."""
         with contextlib.suppress(CkptfsError):
             pfs_coordination.load_inodes(self._db, self._store, inode)
 
@@ -149,7 +149,7 @@ class ClusterServices:
 async def serve_peers(
     build_server: Callable[[], PeerServer], on_started: Callable[[PeerServer], None], on_start_failed: Callable[[str], None]
 ) -> None:
-    """Serve until cancelled. If the server cannot start because its port is taken, call `on_start_failed` and retry."""
+    """Serve until cancelled. While the port is taken, call `on_start_failed` and retry."""
     while True:
         try:
             running = await trio.to_thread.run_sync(build_server)

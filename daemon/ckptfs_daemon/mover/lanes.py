@@ -1,4 +1,4 @@
-"""Lanes: each runs the steps of one flow in a worker thread, one after the other, and sleeps while there is nothing to do.
+"""Lanes: each runs the steps of one flow in turn in a worker thread, and sleeps while there are none.
 
 A hint wakes a lane after a short delay in which more hints may come. The delay grows while they keep coming, so that one transaction takes
 more under load. An urgent hint (an application waits) wakes the lane at once. A step that fails is reported and retried with backoff;
@@ -179,7 +179,7 @@ class Lanes:
                 lane.wake()
 
     def wake_now(self, kind: str = "") -> None:
-        """Somebody waits for a want of this kind. Lanes named after a kind answer it alone; any other needs all of them."""
+        """Wake who answers a want of this kind: the lane that is named after it, otherwise all lanes."""
         for lane in [lane for lane in self._lanes if kind and lane.name.startswith(kind)] or self._lanes:
             lane.wake_now()
 

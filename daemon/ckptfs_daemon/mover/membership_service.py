@@ -1,4 +1,4 @@
-"""This node's membership in the cluster: keeps its lease, follows the records of the other nodes, and tells the flows about changes.
+"""This node's membership: keeps its lease, follows the others' records, tells the flows of changes.
 
 Two tasks call the store, each in its own thread: one renews the lease, one watches the records. Both feed the member table. A third task
 turns it into views a moment later, so that many joins at once are one change. While the store does not answer, the last view stays; the

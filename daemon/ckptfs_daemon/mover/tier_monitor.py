@@ -1,4 +1,4 @@
-"""Health of the tiers that may fail: probes NVMe and PFS periodically and reports their state in the catalog.
+"""Health of the tiers that may fail: probes NVMe and PFS, and reports their state in the catalog.
 
 A probe that hangs is awaited in its own thread, and its silence is reported meanwhile. When a tier recovers, the lanes reset their
 backoffs. When the PFS first answers, its identity is recorded in the catalog. A directory with another identity is a different
@@ -111,7 +111,7 @@ class TierMonitor:
             log.warning("%s: is %s: %s%s", self._root, now.state, now.error, f" ({now.remedy})" if now.remedy else "")
 
     def _is_worth_reporting(self, value: dict[str, Any]) -> bool:
-        """Return True if the report changes visibly. Small changes do not count, so an idle node writes nothing."""
+        """Return True if the report changes visibly: an idle node writes nothing."""
         if not self._last_reported or any(value[key] != self._last_reported[key] for key in ("state", "error", "remedy", "total")):
             return True
         return bool(abs(value["free"] - self._last_reported["free"]) > CHANGE_RATIO * max(value["total"], limits.MIB))
@@ -130,7 +130,7 @@ class TierMonitor:
         return capacity
 
     def _identify_pfs(self) -> None:
-        """Raise TierUnavailable if the root is not the PFS of this catalog. Once in a process, try to mark a PFS that is pinned."""
+        """Raise TierUnavailable if the root is not our PFS. Once in a process, try to mark a pinned PFS."""
         with disk.closing(pfs_tree.open_adopted_root(self._db, self._root)) as root_fd:
             if not self._has_tried_mark:
                 self._has_tried_mark = True
