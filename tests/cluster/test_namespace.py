@@ -11,6 +11,8 @@ import pytest
 from cluster_lab import ClusterUnderTest
 
 SIZE = 3_000_000
+# Of names alone: how bytes are read and written plays no part.
+on_one_data_path = pytest.mark.parametrize("shared_lab", ["auto"], indirect=True)
 
 
 @pytest.fixture(scope="module", params=["auto", "buffered"])
@@ -69,6 +71,7 @@ def test_a_file_written_in_turns_has_its_size_and_time_everywhere(places: list[P
         assert [(place / "file").read_bytes() == expected for place in places] == [True] * len(places)
 
 
+@on_one_data_path
 def test_of_those_who_create_exclusively_one_wins(places: list[Path]) -> None:
     def create(place: Path, number: int) -> bool:
         try:
@@ -83,6 +86,7 @@ def test_of_those_who_create_exclusively_one_wins(places: list[Path]) -> None:
             assert won.count(True) == 1, f"lock{number}: {won}"
 
 
+@on_one_data_path
 def test_directories_are_made_once(places: list[Path]) -> None:
     def make(place: Path) -> bool:
         with contextlib.suppress(FileExistsError):
@@ -95,6 +99,7 @@ def test_directories_are_made_once(places: list[Path]) -> None:
     assert {(place / "made").stat().st_ino for place in places} == {places[0].joinpath("made").stat().st_ino}
 
 
+@on_one_data_path
 def test_many_files_in_one_directory_from_all_nodes(places: list[Path]) -> None:
     def fill(number: int) -> None:
         for count in range(30):
@@ -110,6 +115,7 @@ def test_many_files_in_one_directory_from_all_nodes(places: list[Path]) -> None:
     assert len(set(inodes)) == len(inodes)
 
 
+@on_one_data_path
 def test_a_directory_is_renamed_with_what_others_put_into_it(places: list[Path]) -> None:
     (places[0] / "old" / "below").mkdir(parents=True)
     for number, place in enumerate(places):
@@ -136,6 +142,7 @@ def test_a_temporary_file_is_renamed_over_the_former_one(places: list[Path]) -> 
         assert os.listdir(reader) == ["ckpt"]
 
 
+@on_one_data_path
 def test_deleting(places: list[Path]) -> None:
     (places[0] / "directory").mkdir()
     (places[1] / "directory" / "file").write_bytes(b"x")
@@ -148,6 +155,7 @@ def test_deleting(places: list[Path]) -> None:
     assert [os.listdir(place) for place in places] == [[], [], []]
 
 
+@on_one_data_path
 def test_attributes_and_links(places: list[Path]) -> None:
     (places[0] / "file").write_bytes(b"x")
     (places[1] / "file").chmod(0o640)
