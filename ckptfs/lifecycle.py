@@ -25,8 +25,8 @@ class PublishedState:
 class CliqueCopies:
     """Verified copies of exactly this generation on other live nodes: (node, failure domain).
 
-    `required_domains` is the number of domains for the level clique, at least two. `is_committed`: the other nodes know the name and
-    state of the file; what a disconnected node made is lost with it, wherever its copies are.
+    `required_domains` is the number of domains for the level clique, at least two; it does not fall when nodes die. `is_committed`: the
+    other nodes know the name and state of the file; what a disconnected node made is lost with it, wherever its copies are.
     """
 
     own_domain: str
@@ -144,6 +144,6 @@ def is_same_file(known: tuple[int, int, int], observed: tuple[int, int, int]) ->
     return known[0] == observed[0] and known[2] == observed[2] and is_same_time(known[1], observed[1])
 
 
-def count_required_domains(factor: int, domains_alive: int) -> int:
-    """Return how many failure domains must have a copy: `factor`, or all live ones, but at least two."""
-    return max(2, min(factor, domains_alive))
+def count_required_domains(factor: int, domains: int) -> int:
+    """Return how many failure domains must have a copy: `factor`, or all of the cluster, dead ones included, but at least two."""
+    return max(2, min(factor, domains))

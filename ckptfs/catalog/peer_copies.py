@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckptfs import lifecycle
 from ckptfs.catalog.content_rows import CONTENT_COLUMNS, CONTENT_COLUMNS_WITHOUT_BLOCKS, IS_ON_PFS, build_content
@@ -94,14 +95,33 @@ def load_clique_copies(db: Database, content: Content | None, inode: int = 0) ->
 
     Returns None without a cluster.
     """
-    own = db.row("SELECT domain, (SELECT value FROM meta WHERE key = 'factor') FROM peer WHERE is_self = 1")
-    if own is None:
+    own_domain = db.value("SELECT domain FROM peer WHERE is_self = 1")
+    if own_domain is None:
         return None
-    alive = db.value("SELECT count(DISTINCT domain) FROM peer WHERE alive = 1")
     found = () if content is None else tuple(sorted((name, domain) for _, name, domain in _list_live_holders(db, content)))
     of = (0, inode) if content is None else (content.id, content.inode)
     is_committed = not db.value(f"SELECT {IS_UNCOMMITTED.format('?1', '?2')}", *of)
-    return CliqueCopies(own[0], lifecycle.count_required_domains(int(own[1] or 0), alive), found, is_committed)
+    return CliqueCopies(own_domain, count_domains(db).required, found, is_committed)
+
+
+class Domains(NamedTuple):
+    """How many failure domains have a live node, and in how many a file of the level clique has copies."""
+
+    alive: int
+    required: int
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether new files can reach the level clique now."""
+        return self.alive >= self.required
+
+
+def count_domains(db: Database) -> Domains:
+    """Count failure domains. The domain of a dead node counts as one of the cluster, unless the node has moved to another one."""
+    moved = "alive = 0 AND name IN (SELECT name FROM peer WHERE alive = 1)"
+    counted = f"count(DISTINCT iif(alive, domain, NULL)), count(DISTINCT iif({moved}, NULL, domain))"
+    alive, known = db.row(f"SELECT {counted} FROM peer") or (0, 0)
+    return Domains(alive, lifecycle.count_required_domains(get_replication_factor(db), known))
 
 
 def is_published(db: Database, content: Content) -> bool:
@@ -208,11 +228,10 @@ def record_open_snapshot(db: Database, content: int) -> Content | None:
         return build_content(row)
 
 
-def has_enough_domains(db: Database, nodes: Sequence[int]) -> bool:
-    """Return True if copies on these nodes, which may include this one, make the level `clique`."""
-    found = load_clique_copies(db, None)
-    domains = {row[0] for row in db.rows("SELECT domain FROM peer WHERE number IN (SELECT value FROM json_each(?))", json.dumps([*nodes]))}
-    return found is not None and len(domains) >= found.required_domains
+def has_domains(db: Database, nodes: Iterable[int], required: int) -> bool:
+    """Return True if these nodes are in `required` failure domains or more."""
+    found = "SELECT count(DISTINCT domain) FROM peer WHERE number IN (SELECT value FROM json_each(?))"
+    return int(db.value(found, json.dumps([*nodes]))) >= required
 
 
 def find_rebuildable(db: Database, after: int) -> Content | None:
@@ -258,6 +277,22 @@ def count_wanted_copies(db: Database) -> tuple[int, int]:
     holder_count = f"SELECT count(*) FROM {HOLDERS.format('k')}"
     files, remote = db.row(f"SELECT count(*), coalesce(sum(({holder_count})), 0) FROM {_UNDER_REPLICATED}") or (0, 0)
     return int(files) * min(get_replication_factor(db), max(1, len(list_live_nodes(db)))), int(files) + int(remote)
+
+
+def count_short(db: Database) -> dict[int, int]:
+    """Return {missing copies: files} of this node's sealed files that have neither the level clique nor the level pfs."""
+    domains = count_domains(db)
+    if get_replication_factor(db) < 2:
+        return {}
+    # While enough domains live, a file that lacks copies is marked; otherwise those that have all copies they can get are not.
+    marked = "c.under_replicated = 1 AND" if domains.are_enough else ""
+    own = "EXISTS (SELECT 1 FROM copy g WHERE g.content = c.id AND g.state = 1 AND g.verified_ns > 0 AND g.tier <> 'pfs')"
+    rows = db.rows(
+        f"SELECT ? - {own} - {COUNT_OTHER_DOMAINS}, count(*) FROM content c JOIN inode i ON i.id = c.inode AND i.content = c.id"
+        f" WHERE {marked} c.state = 2 AND c.remote = 0 AND i.nlink > 0 AND NOT {IS_ON_PFS.format('c')} GROUP BY 1",
+        domains.required,
+    )
+    return {missing: files for missing, files in rows if missing > 0}
 
 
 def find_remote_content(db: Database, inode: int) -> int | None:

@@ -323,7 +323,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("clique_wait", "clique_wait_s", parse_seconds, "30s",
         "How long fsync=clique waits for peers."),
     Setting("clique_lost", "clique_lost", build_choice_parser(CliqueLost, CliqueLost), "error",
-        "Result of fsync=clique if no peer is left: error (EIO) or local (success, as with fsync=local)."),
+        "Result of fsync=clique if too few failure domains are left: error (EIO) or local (success, as with fsync=local)."),
     Setting("etcd_ca", "etcd_ca", parse_path, None,
         "CA certificate for etcd with TLS.", '"/etc/ckptfs/etcd/ca.pem"'),
     Setting("etcd_cert", "etcd_cert", parse_path, None,

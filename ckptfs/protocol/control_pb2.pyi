@@ -95,7 +95,7 @@ class Refused(_message.Message):
     def __init__(self, where: _Optional[str] = ..., who: _Optional[str] = ..., reason: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class Clique(_message.Message):
-    __slots__ = ("under_replicated_files", "under_replicated_bytes", "lag_s", "copies_wanted", "copies_present", "rebuild_files", "rebuild_bytes", "repair_files", "repair_bytes", "incoming_transfers", "outgoing_reads", "links")
+    __slots__ = ("under_replicated_files", "under_replicated_bytes", "lag_s", "copies_wanted", "copies_present", "rebuild_files", "rebuild_bytes", "repair_files", "repair_bytes", "incoming_transfers", "outgoing_reads", "links", "short")
     UNDER_REPLICATED_FILES_FIELD_NUMBER: _ClassVar[int]
     UNDER_REPLICATED_BYTES_FIELD_NUMBER: _ClassVar[int]
     LAG_S_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +108,7 @@ class Clique(_message.Message):
     INCOMING_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     OUTGOING_READS_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    SHORT_FIELD_NUMBER: _ClassVar[int]
     under_replicated_files: int
     under_replicated_bytes: int
     lag_s: float
@@ -120,7 +121,16 @@ class Clique(_message.Message):
     incoming_transfers: int
     outgoing_reads: int
     links: _containers.RepeatedCompositeFieldContainer[Link]
-    def __init__(self, under_replicated_files: _Optional[int] = ..., under_replicated_bytes: _Optional[int] = ..., lag_s: _Optional[float] = ..., copies_wanted: _Optional[int] = ..., copies_present: _Optional[int] = ..., rebuild_files: _Optional[int] = ..., rebuild_bytes: _Optional[int] = ..., repair_files: _Optional[int] = ..., repair_bytes: _Optional[int] = ..., incoming_transfers: _Optional[int] = ..., outgoing_reads: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ...) -> None: ...
+    short: _containers.RepeatedCompositeFieldContainer[Short]
+    def __init__(self, under_replicated_files: _Optional[int] = ..., under_replicated_bytes: _Optional[int] = ..., lag_s: _Optional[float] = ..., copies_wanted: _Optional[int] = ..., copies_present: _Optional[int] = ..., rebuild_files: _Optional[int] = ..., rebuild_bytes: _Optional[int] = ..., repair_files: _Optional[int] = ..., repair_bytes: _Optional[int] = ..., incoming_transfers: _Optional[int] = ..., outgoing_reads: _Optional[int] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., short: _Optional[_Iterable[_Union[Short, _Mapping]]] = ...) -> None: ...
+
+class Short(_message.Message):
+    __slots__ = ("copies", "files")
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    copies: int
+    files: int
+    def __init__(self, copies: _Optional[int] = ..., files: _Optional[int] = ...) -> None: ...
 
 class Link(_message.Message):
     __slots__ = ("node", "waiting_files", "waiting_bytes", "sending_files", "sending_bytes", "rtt_s", "bytes_per_s", "failed_recently")

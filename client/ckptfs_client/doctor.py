@@ -324,7 +324,8 @@ def _check_failure_domains(name: str, cluster: "pb.Cluster", living: list["pb.Me
         yield Finding(name, NOTE, words, "set failure_domain= by what fails together (rack, switch), or leave it out")
     elif len(living) >= cluster.replication_factor > len(domains):
         words = f"{cluster.replication_factor} copies are wanted, and there are {len(domains)} failure domains"
-        yield Finding(name, NOTE, words, "some copies share a domain: give more domains, or a smaller replication_factor")
+        remedy = "give more domains, or a smaller replication_factor: some copies share a domain, and the level clique needs fewer of them"
+        yield Finding(name, NOTE, words, remedy)
 
 
 def _check_ranks(name: str, living: list["pb.Member"]) -> Iterator[Finding]:

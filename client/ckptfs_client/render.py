@@ -189,6 +189,12 @@ def _describe_clique(clique: "pb.Clique") -> list[str]:
     copies = f", {clique.copies_present} of {clique.copies_wanted} copies" if clique.copies_wanted else ""
     lag = f", the oldest for {format_duration(clique.lag_s)}" if clique.under_replicated_files else ""
     lines = [f"  copies      {behind or 'nothing'} behind{copies if behind else ''}{lag}"]
+    if clique.short:
+        short = [
+            f"{format_count(one.files, 'file')} {'is' if one.files == 1 else 'are'} {format_count(one.copies, 'copy', 'copies')} short"
+            for one in clique.short
+        ]
+        lines.append(f"  clique      {', '.join(short)}")
     if clique.rebuild_files:
         lines.append(f"  refill      {_format_amount(clique.rebuild_files, clique.rebuild_bytes)} to fetch back from other nodes")
     if repair:

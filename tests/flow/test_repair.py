@@ -95,14 +95,42 @@ def test_a_node_that_lives_again_without_its_ram_is_not_believed(tmp_path: Path)
 
 
 def test_a_node_that_joins_gets_the_copies_that_nobody_could_hold(tmp_path: Path) -> None:
+    """P9: of three copies wanted, two are not the level clique while the third node is down: the loss of two nodes would lose the file."""
     cluster, one, _, three = make_cluster(tmp_path, 3, factor=3)
     three.kill()
     content = one.written(b"a", b"hello")
     settle(cluster)
     assert copies(cluster, content) == {"n1", "n2"}
+    assert level(one, content) is Level.LOCAL and peer_copies.count_short(one.db) == {1: 1}
     three.revive()
     settle(cluster)
     assert copies(cluster, content) == {"n1", "n2", "n3"}
+    assert level(one, content) is Level.CLIQUE and peer_copies.count_short(one.db) == {}
+
+
+def test_a_file_on_three_nodes_is_one_copy_short_when_one_of_them_dies(tmp_path: Path) -> None:
+    cluster, one, two, three = make_cluster(tmp_path, 3, factor=3)
+    contents = [one.written(name, b"hello") for name in (b"a", b"b")]
+    settle(cluster)
+    assert {level(one, content) for content in contents} == {Level.CLIQUE}
+    three.kill()
+    settle(cluster)
+    assert level(one, contents[0]) is Level.LOCAL and peer_copies.count_short(one.db) == {1: 2}
+    two.kill()
+    assert peer_copies.count_short(one.db) == {2: 2}
+
+
+def test_a_cluster_of_two_domains_does_not_wait_for_a_third_copy(tmp_path: Path) -> None:
+    """Three copies are wanted of three nodes in two racks. A node that moves to another rack leaves none behind."""
+    cluster, one, *_, three = make_cluster(tmp_path, 3, domains=["r1", "r1", "r2"], factor=3)
+    content = one.written(b"a", b"hello")
+    settle(cluster)
+    assert level(one, content) is Level.CLIQUE and peer_copies.count_domains(one.db) == (2, 2)
+    three.kill()
+    assert peer_copies.count_domains(one.db) == (1, 2)
+    three.member = replace(three.member, number=9, domain="r3")
+    three.revive()
+    assert peer_copies.count_domains(one.db) == (2, 2)
 
 
 def test_without_the_store_the_repair_waits(tmp_path: Path) -> None:

@@ -56,6 +56,21 @@ def test_an_open_file_is_on_the_peer_as_it_is_when_it_was_fsynced(two: LocalClus
     assert row is not None and mine is not None and row.generation == mine.generation
 
 
+def test_an_fsync_waits_for_as_many_nodes_as_copies_are_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P9: while one of three nodes is down, the others get its bytes once, and the fsync goes on to wait."""
+    monkeypatch.setattr(limits, "RETRY_FIRST_S", 0.0)
+    one, two, three = LocalCluster(tmp_path, 3, factor=3).nodes
+    three.kill()
+    content = one.make(b"log", os.urandom(100), closed=False)
+    flow, want = FsyncReplication(one.db, one.tiers, one.told, cluster_of(one)), request_fsync(one, content)
+    for _ in range(5):
+        flow.step()
+    assert [name for name, _, _ in one.peers.sent] == ["n2"] and not is_done(one, want)
+    three.revive()
+    until(lambda: is_done(one, want), flow.step)
+    assert two.data(content) == three.data(content) == one.data(content)
+
+
 def test_a_file_that_is_written_meanwhile_is_read_again(two: LocalCluster) -> None:
     one, other = two.nodes
     content = one.make(b"log", os.urandom(2 * BLOCK), closed=False)

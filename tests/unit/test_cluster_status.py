@@ -108,10 +108,14 @@ def test_current_work_is_published_and_shown(node: Node, store: MemoryStore) -> 
     text = captured.get()
     for words in (
         "1 file (1000 B) behind, 2 of 4 copies", "refill      1 file", "repair      1 file", "peers: 4 malformed (node2, unknown)",
-        "peers: 4 stranger (unknown)", "477 MiB/s", "2.0 ms", "failed lately", "as last reported",
+        "clique      1 file is 1 copy short", "peers: 4 stranger (unknown)", "477 MiB/s", "2.0 ms", "failed lately", "as last reported",
     ):  # fmt: skip
         assert words in text, text
     assert render.message_to_dict(status)["clique"]["links"][0]["waiting_bytes"] == 3000
+    assert render.message_to_dict(status)["clique"]["short"] == [{"copies": 1, "files": 1}] and not figures.find_missing_domains()
+    peer_copies.set_live_nodes(node.db, 1, 3, [KnownNode(number, name, name) for number, name in enumerate(NAMES[:2], 1)])
+    assert figures.find_missing_domains() == "the level clique needs live nodes in 3 failure domains, and there are some in 2"
+    assert peer_copies.count_short(node.db) == {2: 2}, "what is whole as far as it can be is short all the same"
     store.commit([], [Put(cluster_status.figures_key(1), cluster_status.encode_figures(node.db))])
     member = figures.build_cluster().members[0]
     assert (member.rebuild_files, member.repair_bytes, member.copies_wanted) == (1, 1000, 4)

@@ -43,27 +43,27 @@ class SnapshotReplicator:
         self._tiers = tiers
         self._cluster = cluster
 
-    def replicate(self, number: int) -> bool:
-        """Send a snapshot of a file. Return whether enough nodes have it."""
+    def replicate(self, number: int) -> set[int]:
+        """Send a snapshot of a file. Return the nodes that have it, this one included; none if it was not possible."""
         for _ in range(TRIES_MAX):
             try:
                 return self._replicate_once(number)
             except PeerCorrupt:
                 continue  # The file changed while it was read.
             except FileNotFoundError:
-                return False  # It moved to another tier.
-        return False
+                break  # It moved to another tier.
+        return set()
 
-    def _replicate_once(self, number: int) -> bool:
+    def _replicate_once(self, number: int) -> set[int]:
         tier = next((copy.tier for copy in copies.list_copies(self._db, number) if copy.state is CopyState.GOOD), None)
         if tier is None or tier is Tier.PFS or tier not in self._tiers:
-            return False
+            return set()
         with disk.closing(self._tiers[tier].open(number)) as fd:
             # The generation first: of two snapshots, the higher generation was read later and includes all writes of the other.
             snapshot = self._take_snapshot(number, fd)
             size, whole, blocks = transfer.read(fd, label="secure")
             if snapshot is None or (size and len(blocks) != digest.BLOCK_DIGEST_BYTES * -(-size // limits.BLOCK_BYTES)):
-                return False
+                return set()
             return self._send_until_enough(snapshot, Offer(number, snapshot.inode, snapshot.generation, size, whole, blocks), fd)
 
     def _take_snapshot(self, number: int, fd: int) -> Content | None:
@@ -75,8 +75,8 @@ class SnapshotReplicator:
                 contents.record_written(self._db, snapshot.inode, status.st_size, status.st_atime_ns, status.st_mtime_ns)
         return snapshot
 
-    def _send_until_enough(self, snapshot: Content, offer: Offer, fd: int) -> bool:
-        """Send a snapshot until enough nodes have it. Return False if too few nodes take it."""
+    def _send_until_enough(self, snapshot: Content, offer: Offer, fd: int) -> set[int]:
+        """Send a snapshot until enough nodes have it, or no other one takes it. Return the nodes that have it."""
         cluster, view = self._cluster, self._cluster.view()
         holding_nodes: set[int] = {cluster.node_number}
         failed: set[int] = set()
@@ -98,7 +98,7 @@ class SnapshotReplicator:
             copy = PeerCopy(offer.content, node.number, offer.generation, offer.digest)
             disk.act("secure:counted", peer_copies.insert_peer_copy, self._db, copy)
             holding_nodes.add(node.number)
-        return peer_copies.has_enough_domains(self._db, sorted(holding_nodes))
+        return holding_nodes
 
 
 def _build_view_without(view: ClusterView, nodes: set[int]) -> ClusterView:
@@ -153,10 +153,15 @@ class FsyncReplication:
         found = summary.load_file_record(self._db, request.inode)
         if found.content is None or found.content.state is not ContentState.OPEN:
             self._answer_closed(request)
-        elif self._replicator.replicate(found.content.id) and peer_copies.is_published(self._db, found.content):
+        elif request.id in self._retry_at_s and not peer_copies.count_domains(self._db).are_enough:
+            self._retry_later(request)  # Those that live have its bytes: reading all of it again would bring nothing.
+        elif self._send_to_clique(found.content.id) and peer_copies.is_published(self._db, found.content):
             self._mark_done(request)
         else:
             self._retry_later(request)
+
+    def _send_to_clique(self, content: int) -> bool:
+        return peer_copies.has_domains(self._db, self._replicator.replicate(content), peer_copies.count_domains(self._db).required)
 
     def _answer_closed(self, request: mover_requests.MoverRequest) -> None:
         """Answer for a file that was closed meanwhile. The replicate step copies it."""
@@ -243,7 +248,8 @@ class PeriodicReplication:
             return
         if fsynced is not None:
             mover_requests.mark_done(self._db, fsynced.id)  # First: a later fsync makes a new request.
-        if self._replicator.replicate(content.id):
+        domains = peer_copies.count_domains(self._db)
+        if peer_copies.has_domains(self._db, self._replicator.replicate(content.id), min(domains)):
             tracked.copied_state = state
         else:
             log.debug("content %d: too few nodes take its snapshot; next try later", content.id)

@@ -158,6 +158,7 @@ class ClusterFigures:
         self._keys = identity
         self._probe = None if transport is None else NodeProbe(transport.ping)
         self._progress = CachedFigure(lambda: count_progress(db))
+        self._short = CachedFigure(lambda: peer_copies.count_short(db))
 
     def get_rejections(self) -> dict[str, dict[str, int]]:
         """Return {node: {reason: count}} of rejected calls."""
@@ -168,6 +169,7 @@ class ClusterFigures:
         answer = pb.Clique(lag_s=peer_copies.get_replication_lag(self._db)[2])
         for name, count in self._progress.get().items():
             setattr(answer, name, count)
+        answer.short.extend(pb.Short(copies=missing, files=files) for missing, files in sorted(self._short.get().items()))
         if self._transport is not None:
             server_figures = self._transport.get_server_figures()
             answer.incoming_transfers, answer.outgoing_reads = server_figures.get("transfers", 0), server_figures.get("loans", 0)
@@ -189,9 +191,12 @@ class ClusterFigures:
             for start in range(0, len(contents), locations.LOAD_CONTENTS_MAX):
                 locations.refresh(self._db, self._store, contents[start : start + locations.LOAD_CONTENTS_MAX], own_number)
 
-    def is_only_living_node(self) -> bool:
-        """Return True if no other node is known to be alive."""
-        return len(peer_copies.list_live_nodes(self._db)) < 2
+    def find_missing_domains(self) -> str:
+        """Say why no file can reach the level clique now. Returns "" if enough failure domains have a live node."""
+        domains = peer_copies.count_domains(self._db)
+        if domains.are_enough:
+            return ""
+        return f"the level clique needs live nodes in {domains.required} failure domains, and there are some in {domains.alive}"
 
     def build_probed_cluster(self) -> pb.Cluster:
         """Build the cluster, and ping its live nodes."""

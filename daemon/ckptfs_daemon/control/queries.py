@@ -247,8 +247,8 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
 
     def _find_obstacle(self, wanted: Level) -> tuple[str, str]:
         """Return (what blocks the wait, the remedy)."""
-        if wanted is Level.CLIQUE and self._cluster is not None and self._cluster.is_only_living_node():
-            return "no other node of the cluster lives", "start another one, or see that it reaches etcd"
+        if wanted is Level.CLIQUE and self._cluster is not None and (missing := self._cluster.find_missing_domains()):
+            return missing, "start the nodes that are down, and see that they reach etcd"
         return self._figures.get_first_trouble()
 
 

@@ -308,7 +308,7 @@ class FileHandlers:
             return
         degrades = config.clique_lost is CliqueLost.LOCAL
         is_disconnected = shared_namespace is not None and shared_namespace.is_disconnected
-        if not degrades or (len(peer_copies.list_live_nodes(db)) >= 2 and not is_disconnected):
+        if not degrades or (peer_copies.count_domains(db).are_enough and not is_disconnected):
             try:
                 # The argument makes the request unique: the reply to an older one may be about older bytes.
                 argument, wait_s = f"{time.time_ns()}", config.clique_wait_s
