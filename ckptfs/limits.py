@@ -186,6 +186,9 @@ TOP_UP_IDLE_POLL_S = 0.01
 # --- space -----------------------------------------------------------------------------------------------------------
 RAM_HIGH_WATERMARK = 0.80
 RAM_LOW_WATERMARK = 0.60
+NVME_HIGH = 0.95
+# The largest of so many recent contents is the size of the next one.
+RECENT_CONTENTS = 32
 RAM_HEADROOM_BYTES_MIN = 64 * MIB
 MEMORY_RESERVE_RATIO = 0.10
 # With less free space than this, writes pass through the mount process, which moves a file on when its tier is full.
@@ -320,6 +323,12 @@ BLOCK_SOURCES_BLOCKS_MAX = 64 * KIB
 SEAL_REQUEST_MAX_S = 30.0
 SEAL_REQUEST_S = 10.0
 
+# Deleted contents stay this long for nodes that looked up their files before, while the tier has room; their number, and how often the
+# room is checked.
+READ_GRACE_S = 10.0
+READ_GRACE_CONTENTS_MAX = 1000
+READ_GRACE_POLL_S = 1.0
+
 # --- repair, reconcile, salvage --------------------------------------------------------------------------------------
 # Hosted contents are compared with the store this often, once they are older than RECONCILE_AGE_S.
 RECONCILE_INTERVAL_S = 1800.0
@@ -352,8 +361,6 @@ LOOKUP_NAMES_MAX = 16
 LOOKUPS_MAX = 10_000
 # A lookup within this time of the last reply belongs to the same walk. A change by another node takes longer to be noticed.
 LOOKUP_STEP_S = 0.0003
-# An open tries each newer file for this long, if other nodes replace the file faster than it is fetched.
-STALE_OPEN_WAIT_S = 60.0
 # Changes that no caller waits for are delayed this long, so that they share a transaction with one that a caller waits for.
 SHARED_GATHER_S = 0.02
 SHARED_REPORT_S = 0.05

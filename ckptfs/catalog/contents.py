@@ -190,7 +190,10 @@ def set_state(db: Database, content: int, state: ContentState) -> None:
 
 _HAS_HOLDERS = f"EXISTS (SELECT 1 FROM {peer_copies.HOLDERS.format('content')})"
 
-CAN_DELETE = "(superseded_mtime_ns IS NULL OR (remote = 0 AND superseded_mtime_ns > 0))"
+CAN_DELETE = (
+    "(superseded_mtime_ns IS NULL OR CASE remote WHEN 0 THEN superseded_mtime_ns > 0"
+    " ELSE NOT EXISTS (SELECT 1 FROM cached_key WHERE kind = 'c' AND number = content.id) END)"
+)
 """SQL about a row of `content` whose file is gone: True if the store need not be asked whether it is a previous content of another file."""
 
 

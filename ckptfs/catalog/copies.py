@@ -199,6 +199,17 @@ def list_doomed(db: Database, tiers: Iterable[Tier], after: int, at_most: int) -
     return [(row[0], None if row[1] is None else Tier(row[1])) for row in rows]
 
 
+def count_doomed_bytes(db: Database, tier: Tier) -> int:
+    """Return the bytes in `tier` of doomed contents that no process has open: their space comes back."""
+    return int(
+        db.value(
+            "SELECT coalesce(sum(k.size), 0) FROM content k JOIN copy c ON c.content = k.id AND c.tier = ?"
+            " WHERE k.state = 3 AND k.id NOT IN (SELECT content FROM handle WHERE content IS NOT NULL)",
+            tier,
+        )
+    )
+
+
 def delete_doomed(db: Database, dropped: Iterable[tuple[int, Tier | None]]) -> None:
     """Delete the rows of doomed copies whose files are gone, and of contents that have no other copy."""
     with db.transaction():
@@ -305,11 +316,11 @@ class FetchedContent:
 
 
 def load_fetch_state(db: Database, inode: int) -> FetchState | None:
-    """Return the file as one snapshot. Returns None if it has neither a name nor a handle."""
+    """Return the file as one snapshot. Returns None if it has neither a name, nor a handle, nor a content."""
     with db.read_transaction():
         is_open = "EXISTS (SELECT 1 FROM handle WHERE handle.inode = inode.id)"
         row = db.row(f"SELECT content, nlink > 0, {is_open} FROM inode WHERE id = ?", inode)
-        if row is None or not (row[1] or row[2]):
+        if row is None or not (row[1] or row[2] or row[0] is not None):
             return None
         content = None if row[0] is None else get_content(db, row[0])
         local = () if row[0] is None else list_copies(db, row[0])

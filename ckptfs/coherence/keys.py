@@ -383,9 +383,16 @@ def _write_times(db: Database, number: int, _: bytes, value: Value | None) -> No
 
 
 def _write_content(db: Database, number: int, _: bytes, value: Value | None) -> None:
-    """What another node wrote last; what this node wrote itself it knows better."""
+    """What another node wrote last; what this node wrote itself it knows better.
+
+    The content of a deleted file stays until the kernel forgets the inode: it may be about to open it.
+    """
     if value is None:
-        db.run("UPDATE content SET state = ?, change = change + 1 WHERE id = ? AND remote = 1 AND state <> 3", ContentState.DOOMED, number)
+        held = "SELECT 1 FROM inode i WHERE i.id = content.inode AND i.content = content.id"
+        db.run(
+            f"UPDATE content SET state = ?, change = change + 1 WHERE id = ? AND remote = 1 AND state <> 3 AND NOT EXISTS ({held})",
+            ContentState.DOOMED, number,
+        )  # fmt: skip
         return
     digest = None if value["digest"] is None else bytes.fromhex(value["digest"])
     is_open = value["state"] == ContentState.OPEN

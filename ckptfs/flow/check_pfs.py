@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 disk.declare_labels("check_pfs:drop_pages", "check_pfs:read", "check_pfs:checked")
 
 POLL_S = 2.0
-RECENT_CONTENTS = 32
 # A file that cannot be read is tried again after a pause, which grows.
 RETRY_FIRST_S = 5.0
 RETRY_LAST_S = 300.0
@@ -71,7 +70,7 @@ class CheckPfs:
         """Return True if eviction is near: the tier is above its low watermark, or lacks room for the next content."""
         capacity = self._tiers[tier].get_capacity()
         low, high = self._config.ram_low, self._config.ram_high
-        next_size = get_largest_recent_size(self._db, RECENT_CONTENTS)
+        next_size = get_largest_recent_size(self._db, limits.RECENT_CONTENTS)
         return bool(space.get_excess_bytes(capacity, low, low) or space.get_excess_bytes_for(capacity, next_size, high, low))
 
     def _find_candidate(self, tier: Tier) -> int | None:

@@ -33,9 +33,7 @@ disk.declare_labels("evict:forgotten")
 BATCH_CONTENTS = 64
 TROUBLE = "trouble:moving to nvme"
 PAGE_BYTES = 4096
-NVME_HIGH = 0.95
 NVME_LOW = 0.90
-RECENT_CONTENTS = 32
 IDLE_S = 1.0
 POLL_FIRST_S = 0.25
 POLL_LAST_S = 5.0
@@ -48,7 +46,7 @@ class Evict:
         self._db = db
         self._tiers = tiers
         self._config = config
-        self._watermarks = {Tier.RAM: (config.ram_high, config.ram_low), Tier.NVME: (NVME_HIGH, NVME_LOW)}
+        self._watermarks = {Tier.RAM: (config.ram_high, config.ram_low), Tier.NVME: (limits.NVME_HIGH, NVME_LOW)}
         self._evicting: set[Tier] = set()
         self._stuck: set[Tier] = set()
         self._idle_until_s: dict[Tier, float] = {}
@@ -86,7 +84,8 @@ class Evict:
 
     def _make_room(self, tier: Tier) -> bool:
         """Drop or move one batch out of `tier`. Return True if that made room."""
-        capacity = self._tiers[tier].get_capacity()
+        # What is doomed is not evicted for: the reclaim step removes it first.
+        capacity = space.add_free(self._tiers[tier].get_capacity(), copies.count_doomed_bytes(self._db, tier))
         required = self._get_required_bytes(tier, capacity)
         if tier is Tier.RAM and required and self._tiers.prepared.give_back(required):
             return True
@@ -128,7 +127,7 @@ class Evict:
         """Return the bytes to free in RAM for the next content. Checkpoints repeat at nearly the same size, and take prepared memory."""
         high, low = self._watermarks[Tier.RAM]
         capacity = space.add_free(capacity, self._tiers.prepared.get_bytes())
-        return space.get_excess_bytes_for(capacity, get_largest_recent_size(self._db, RECENT_CONTENTS), high, low)
+        return space.get_excess_bytes_for(capacity, get_largest_recent_size(self._db, limits.RECENT_CONTENTS), high, low)
 
     def _clear_pressure(self, tier: Tier) -> None:
         self._evicting.discard(tier)
@@ -199,7 +198,7 @@ class Evict:
             return False
         capacity = nvme.get_capacity()
         candidates = self._list_evictable(Tier.RAM, elsewhere=False)
-        fitting = next((content for content in candidates if space.fits(capacity, content.size, NVME_HIGH)), None)
+        fitting = next((content for content in candidates if space.fits(capacity, content.size, limits.NVME_HIGH)), None)
         return fitting is not None and self._demote(fitting)
 
     def _demote(self, content: Content) -> bool:

@@ -3,7 +3,10 @@
 Takes: DOOMED contents, quarantined copies whose content has a good copy, and leftovers (files without a row); mover requests for which
 nobody waits.
 Leaves: free space, and a short table of requests.
-If we die here: files are removed before their rows, so the rest is found again.
+If we die here: files are removed before their rows, so the rest is found again. `ReadGrace` begins anew.
+
+In a cluster, a doomed content stays for a while if its tier has room: another node may have looked up the file just before it was deleted
+or replaced, and opens it now. Its space counts as free.
 
 The mount creates a content's file before it commits the row. A young file without a row is therefore no leftover.
 """
@@ -15,12 +18,12 @@ import time
 from collections.abc import Iterable
 
 from ckptfs import disk, lifecycle, limits
-from ckptfs.catalog import contents, copies, mover_requests
+from ckptfs.catalog import contents, copies, mover_requests, summary
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.errors import TierUnavailable
 from ckptfs.model import CopyState, Notifier, Tier
-from ckptfs.tiers import local_copies
+from ckptfs.tiers import local_copies, space
 from ckptfs.tiers.storage import Tiers, TierStorage
 
 log = logging.getLogger(__name__)
@@ -32,6 +35,40 @@ LEFTOVER_AGE_S = 60.0
 SWEEP_S = 3600.0
 
 
+class ReadGrace:
+    """How long doomed contents stay for readers on other nodes."""
+
+    def __init__(self, db: Database, tiers: Tiers, config: Config) -> None:
+        self._db = db
+        self._tiers = tiers
+        self._high = {Tier.RAM: config.ram_high, Tier.NVME: limits.NVME_HIGH}
+        self._since_s: dict[int, float] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._since_s
+
+    def select_due(self, batch: Iterable[tuple[int, Tier | None]]) -> list[tuple[int, Tier | None]]:
+        """Return the doomed copies that need not stay: old ones, those in tiers without room for the next content, and those in excess."""
+        if not self._db.is_clustered:
+            return list(batch)
+        now_s = time.monotonic()
+        # A content that this did not remove is seen again before it is forgotten here.
+        self._since_s = {number: since_s for number, since_s in self._since_s.items() if now_s - since_s < 2 * limits.READ_GRACE_S}
+        roomy = {tier for tier in self._high if tier in self._tiers and self._has_room(tier)}
+        return [one for one in batch if not (one[1] in roomy and self._is_young(one[0], now_s))]
+
+    def _is_young(self, number: int, now_s: float) -> bool:
+        if number not in self._since_s and len(self._since_s) >= limits.READ_GRACE_CONTENTS_MAX:
+            return False
+        return now_s - self._since_s.setdefault(number, now_s) < limits.READ_GRACE_S
+
+    def _has_room(self, tier: Tier) -> bool:
+        capacity = self._tiers[tier].get_capacity()
+        next_bytes = max(contents.get_largest_recent_size(self._db, limits.RECENT_CONTENTS), summary.get_space_demand(self._db))
+        return space.fits(capacity, next_bytes, self._high[tier])
+
+
 class Reclaim:
     """Reclaims the space of some tiers. One for each group of tiers that may hang independently."""
 
@@ -41,6 +78,7 @@ class Reclaim:
         self._config = config
         self._notify = notify
         self._tier_group = tuple(tier_group)
+        self._read_grace = ReadGrace(db, tiers, config)
         self._after = 0
         self._failing: set[Tier] = set()
         # At the first sweep, files that the previous mount was creating are old enough.
@@ -57,6 +95,7 @@ class Reclaim:
         self._sweep_requests()
         batch = copies.list_doomed(self._db, self._tier_group, self._after, BATCH_CONTENTS)
         more, last = len(batch) == BATCH_CONTENTS, batch[-1][0] if batch else 0
+        batch = self._read_grace.select_due(batch)
         present = self._present_tiers
         failures: dict[Tier, OSError] = {}
         for number, tier in batch:
@@ -80,6 +119,7 @@ class Reclaim:
     def next_due_s(self) -> float | None:
         """Return the seconds until the next sweep, or until a tier that failed is tried again."""
         due_s = max(0.0, min(self._sweep_s, self._requests_s) - time.monotonic())
+        due_s = due_s if self._read_grace.is_empty else min(due_s, limits.READ_GRACE_POLL_S)
         return min(due_s, limits.RETRY_LAST_S) if self._failing else due_s
 
     def _report(self, failures: dict[Tier, OSError]) -> None:

@@ -1,30 +1,21 @@
 """Walks along paths: one round trip brings what a thread will look up next, and nothing older than its system call answers it (P2, T7)."""
 
-import errno
 import os
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
-import pytest
 import trio
-from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.lookups import LookupPrefetch, read_syscall, successor
-from ckptfs_daemon.mount.namespace_handlers import NamespaceHandlers, OrphanTracker
 from daemon_under_test import eventually
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, async_tests, in_virtual_time, running
 
 from ckptfs import limits
-from ckptfs.catalog import mover_requests, namespace
-from ckptfs.flow import open
-from ckptfs.model import ROOT, DataPath
+from ckptfs.catalog import namespace
+from ckptfs.model import ROOT
 
 THREAD, OTHER = 7, 8
-REPLACED = 30
-"""How often a file is replaced, once a second, before it can be fetched."""
 
 
 class Walker:
@@ -155,90 +146,6 @@ async def test_a_step_of_another_system_call_is_asked_for_anew(_: Node, walker: 
         top = await walker.stat("a")
         walker.call = after
         assert await walker.reads(lambda top=top: walker.walks.refresh_name(THREAD, top, b"b")) == reads
-
-
-@walking
-async def test_a_stale_open_counts_for_one_system_call(_: Node, walker: Walker) -> None:
-    """P7: what it opened was replaced meanwhile. Where nobody says in which system call it is, it is not known to be in the same."""
-    for before, after, expected in ((b"open", b"open", True), (b"open", b"stat", False), (b"", b"", False)):
-        walker.call = before
-        walker.walks.record_stale_open(THREAD)
-        walker.call = after
-        assert walker.walks.has_stale_open(THREAD) is expected and not walker.walks.has_stale_open(OTHER)
-
-
-def build_names(walker: Walker, request: Callable[..., Awaitable[str]]) -> NamespaceHandlers:
-    """The handlers of names; `request` stands for the mover."""
-    context = MountContext(
-        config=cast(Any, None),
-        data_path=DataPath.BUFFERED,
-        db=walker.node.db,
-        tiers=cast(Any, None),
-        wake_channel=cast(Any, None),
-        mover_client=cast(Any, SimpleNamespace(request=request)),
-        open_files=cast(
-            Any, SimpleNamespace(get_attributes=lambda inode: inode, is_open_for_writing=lambda inode: False, is_on_pfs=lambda inode: False)
-        ),
-        memory_limits=cast(Any, None),
-        shared_namespace=walker.node.sharing,
-        prefetch=walker.walks,
-    )
-    return NamespaceHandlers(context, ChangeRunner(context), OrphanTracker(context))
-
-
-@walking
-async def test_a_lookup_after_a_stale_open_fetches_the_content_first(other: Node, walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P7: another node replaces the file faster than it is fetched, again and again; the kernel looks up once more, no oftener."""
-    top = await walker.stat("a/b/c")
-    here: list[int] = []
-
-    async def ask(kind: str, inode: int, **bounds: object) -> str:
-        if len(here) < REPLACED:
-            here.append(0)
-            await trio.sleep(1)
-            await other.make("a/b/c/new")
-            await other.rename("a/b/c/new", "a/b/c/f")
-            raise OSError(errno.ESTALE, "replaced")
-        here.append(inode)
-        return mover_requests.FETCHED
-
-    names = build_names(walker, ask)
-    monkeypatch.setattr(open, "choose_read_source", lambda held: open.ReadSource.HERE if held.inode.id in here else open.ReadSource.FETCH)
-    found = await names.lookup(top, b"f", cast(Any, SimpleNamespace(pid=THREAD)))
-    assert not here, "nobody waits for bytes who may only want to know the name"
-    walker.walks.record_stale_open(THREAD)
-    newest = await names.lookup(top, b"f", cast(Any, SimpleNamespace(pid=THREAD)))
-    assert here[-1] == newest.st_ino != found.st_ino and len(here) == REPLACED + 1
-    assert walker.walks.is_stale_open_target(THREAD, newest.st_ino) and not walker.walks.is_stale_open_target(THREAD, found.st_ino)
-    walker.call = b"next"
-    assert not walker.walks.is_stale_open_target(THREAD, newest.st_ino)
-
-
-@walking
-async def test_a_stale_open_never_leads_to_a_file_whose_content_is_gone(
-    other: Node, walker: Walker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """P7: the mover drops the content of a replaced file before the mount asks the store for the name again."""
-    top = await walker.stat("a/b/c")
-    old = await walker.stat("a/b/c/f")
-    refresh_name = walker.node.sharing.refresh_name
-    refreshed: list[int] = []
-
-    async def refresh_and_replace(parent: int, name: bytes, *ahead: tuple[int, bytes]) -> None:
-        await refresh_name(parent, name, *ahead)
-        refreshed.append(parent)
-        if len(refreshed) == 1:
-            await other.make("a/b/c/new")
-            await other.rename("a/b/c/new", "a/b/c/f")
-
-    async def refuse(kind: str, inode: int, **bounds: object) -> str:
-        raise AssertionError("there is nothing to fetch")
-
-    monkeypatch.setattr(walker.node.sharing, "refresh_name", refresh_and_replace)
-    monkeypatch.setattr(open, "choose_read_source", lambda held: open.ReadSource.LOST if held.inode.id == old else open.ReadSource.HERE)
-    walker.walks.record_stale_open(THREAD)
-    newest = await build_names(walker, refuse).lookup(top, b"f", cast(Any, SimpleNamespace(pid=THREAD)))
-    assert newest.st_ino != old and walker.walks.is_stale_open_target(THREAD, newest.st_ino)
 
 
 def test_the_system_call_of_a_thread(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ def mount(tmp_path: Path) -> Mount:
 
 @pytest.fixture
 def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reconcile and salvage wait for nothing, except salvage for nodes that may have a newer copy."""
-    for name in ("RECONCILE_AGE_S", "SURPLUS_KEEP_S"):
+    """Reconcile, reclaim and salvage wait for nothing, except salvage for nodes that may have a newer copy."""
+    for name in ("RECONCILE_AGE_S", "SURPLUS_KEEP_S", "READ_GRACE_S"):
         monkeypatch.setattr(limits, name, -1.0)
     monkeypatch.setattr(limits, "SALVAGE_POLL_S", 0.0)
 

@@ -11,12 +11,17 @@ from clique_world import LocalCluster, Node, bring, cluster_of, fetch_of, make_c
 from salvage_world import OLD, decide, make_replicated, overwrite, publish
 
 from ckptfs import limits
-from ckptfs.catalog import mover_requests
+from ckptfs.catalog import mover_requests, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.clique import locations
 from ckptfs.clique.peer_api import PeerFailed, PeerRefused
+from ckptfs.coherence import keys
 from ckptfs.coherence.key_state import DirtyKeyTracker
+from ckptfs.coherence.keys import CONTENT, INODE, SharedKey
 from ckptfs.flow.fetch import Fetch
+from ckptfs.flow.reclaim import Reclaim
+from ckptfs.model import ContentState, Tier
+from ckptfs.store.kv import Delete
 
 FAILED = (mover_requests.FAILED, 5)
 
@@ -125,14 +130,60 @@ def test_an_island_looks_again_for_a_short_while_only(tmp_path: Path, monkeypatc
     assert 1 < len([act for act, _ in two.peers.asked if act == "record"]) < 500
 
 
-def test_a_file_that_lost_its_name_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_lost_its_name_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P7: its writer lives and does not answer, so it would be tried again. Whoever opens it looks up who has the name now."""
-    monkeypatch.setattr(limits, "FETCH_TRIES_MAX", 100)
+    monkeypatch.setattr(limits, "FETCH_TRIES_MAX", 4)
     cluster, content, flow, want = awaited(tmp_path, 2)
     one, two = cluster.nodes
     two.db.run("UPDATE inode SET nlink = 0 WHERE id = ?", one.inode(content))
     tried(two, one.inode(content), flow, 1)
+    assert answer(two, want) == (mover_requests.OPEN, 0)
+    tried(two, one.inode(content), flow, 1)
     assert answer(two, want) == (mover_requests.FAILED, errno.ESTALE)
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_file_that_is_deleted_after_its_lookup_is_fetched_all_the_same(tmp_path: Path, sealed: bool) -> None:
+    """P7: the store knows nothing of it any more, and its writer keeps the bytes for a while, sealed or not."""
+    cluster, one, two = make_cluster(tmp_path, 2)
+    content = one.make(b"a", b"hello")
+    if sealed:
+        one.seal()
+    one.publish_shared(content)
+    inode = one.inode(content)
+    delete_everywhere(cluster, content)
+    assert bring(two, inode).result == mover_requests.FETCHED
+    assert two.data(content) == b"hello"
+
+
+def test_a_deleted_file_that_no_node_has_any_more_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "FETCH_TRIES_MAX", 100)
+    cluster, one, two = make_cluster(tmp_path, 2)
+    content = one.make(b"a", b"hello")
+    one.publish_shared(content)
+    inode = one.inode(content)
+    delete_everywhere(cluster, content)
+    one.config = replace(one.config, ram_bytes=1)
+    one.squeeze(Tier.RAM, 1)
+    Reclaim(one.db, one.tiers, one.config, one.told, (Tier.RAM,)).step()
+    failed = bring(two, inode)
+    assert (failed.state, failed.error) == (mover_requests.FAILED, errno.ESTALE)
+    assert len([act for act, _ in two.peers.asked if act == "seal_soon"]) == 1
+
+
+def delete_everywhere(cluster: LocalCluster, content: int) -> None:
+    """Another node has the name now, and both know it; the writer's kernel has forgotten the inode, the reader's has not."""
+    one, two = cluster.nodes
+    inode = one.inode(content)
+    cluster.store.commit([], [Delete(b"c/%016x" % content), Delete(b"i/%016x" % inode)])
+    for node in (one, two):
+        with node.db.transaction():
+            keys.write_value(node.db, SharedKey(INODE, inode), None)
+            keys.write_value(node.db, SharedKey(CONTENT, content), None)
+            node.db.run("DELETE FROM entry WHERE child = ?", inode)
+    with one.db.transaction():
+        namespace.delete_forgotten(one.db, [inode])
+    assert one.state(content) is ContentState.DOOMED
 
 
 @pytest.mark.parametrize("how", ["truncated", "renamed"])

@@ -10,8 +10,9 @@ from ckptfs_daemon.mover.main import _Flows
 from local_node import Node, in_process, inject_fault, run_until_idle
 
 from ckptfs import limits
-from ckptfs.catalog import copies, mover_requests
+from ckptfs.catalog import copies, mover_requests, summary
 from ckptfs.catalog.contents import mark_doomed
+from ckptfs.catalog.database import Database
 from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ContentState, CopyState, Tier
@@ -53,6 +54,58 @@ def test_a_file_that_the_mount_removed_already_is_no_trouble(node: Node) -> None
     node.tiers[Tier.RAM].remove(content)
     drop(node).step()
     assert node.state(content) is None
+
+
+def in_cluster(node: Node) -> Reclaim:
+    node.db = Database(node.db.path, journalled=True, clustered=True)
+    return drop(node)
+
+
+def test_a_reader_on_another_node_has_time_to_open_what_was_deleted(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P7: between its lookup and its open. Its space counts as free meanwhile."""
+    now_s = time.monotonic()
+    monkeypatch.setattr("ckptfs.flow.reclaim.time.monotonic", lambda: now_s)
+    content = node.make(b"file", b"12345")
+    doom(node, content)
+    flow = in_cluster(node)
+    flow.step()
+    assert node.files(Tier.RAM) == {content} and copies.count_doomed_bytes(node.db, Tier.RAM) == 5
+    assert (flow.next_due_s() or 0.0) <= limits.READ_GRACE_POLL_S
+    now_s += limits.READ_GRACE_S
+    flow.step()
+    assert node.files(Tier.RAM) == set() and node.state(content) is None and copies.count_doomed_bytes(node.db, Tier.RAM) == 0
+
+
+def test_what_was_deleted_goes_at_once_where_the_next_content_has_no_room(node: Node) -> None:
+    """P10."""
+    contents = [node.make(b"%d" % number, bytes(1000)) for number in range(3)]
+    doom(node, contents[0])
+    node.squeeze(Tier.RAM, 6000)
+    flow = in_cluster(node)
+    flow.step()
+    assert node.files(Tier.RAM) == set(contents)
+    node.squeeze(Tier.RAM, 5000)
+    flow = in_cluster(node)
+    flow.step()
+    assert node.files(Tier.RAM) == set(contents[1:])
+
+
+def test_what_was_deleted_goes_at_once_for_a_writer_that_waits(node: Node) -> None:
+    content = node.make(b"file", b"1")
+    doom(node, content)
+    flow = in_cluster(node)
+    summary.set_space_demand(node.db, 1 << 40)
+    flow.step()
+    assert node.files(Tier.RAM) == set()
+
+
+def test_so_many_deleted_contents_stay_and_no_more(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "READ_GRACE_CONTENTS_MAX", 2)
+    contents = [node.make(b"%d" % number, b"x") for number in range(5)]
+    for content in contents:
+        doom(node, content)
+    in_cluster(node).step()
+    assert node.files(Tier.RAM) == set(contents[:2])
 
 
 def test_an_open_content_stays(node: Node) -> None:

@@ -21,12 +21,7 @@ from ckptfs.flow.reconcile import Reconcile
 from ckptfs.model import ContentState, CopyState, Level, Tier
 from ckptfs.store.kv import Delete
 
-
-@pytest.fixture(autouse=True)
-def old(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that is here came long ago."""
-    monkeypatch.setattr(limits, "RECONCILE_AGE_S", -1.0)
-    monkeypatch.setattr(limits, "SURPLUS_KEEP_S", -1.0)
+pytestmark = pytest.mark.usefixtures("no_delays")
 
 
 def replicated(cluster: LocalCluster, name: bytes = b"a") -> int:

@@ -215,9 +215,7 @@ class Fetch:
     def _retry_later(
         self, request: mover_requests.MoverRequest, state: FetchState | None, failure: Busy | NoCopyLeft, *, is_gone: bool
     ) -> bool:
-        """Defer a request, longer each time. Return False if retrying is pointless, as for a file whose name another file has."""
-        if is_gone and not (state is not None and state.is_open):
-            return False
+        """Defer a request, longer each time. Return False if retrying is pointless."""
         now_s = time.monotonic()
         with self._lock:
             previous = self._attempts.get(request.id, Attempt(0, now_s, now_s))
@@ -228,8 +226,10 @@ class Fetch:
             and previous.tries + 1 < limits.FETCH_TRIES_MAX
             and not self._is_retry_pointless(now_s - previous.since_s)
         )
-        should_retry = (self._salvage_wait is not None and self._salvage_wait.should_retry(request, state)) or should_retry
-        if not should_retry:
+        is_unreachable = is_gone and not (state is not None and state.is_open)
+        if not is_unreachable:
+            should_retry = (self._salvage_wait is not None and self._salvage_wait.should_retry(request, state)) or should_retry
+        if not should_retry and not is_unreachable:
             cause = failure.__cause__
             is_denied = isinstance(cause, PeerRefused) and cause.code == errno.ENOENT
             policy = self._retry_policy

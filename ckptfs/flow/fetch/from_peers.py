@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ckptfs import digest, disk, limits
-from ckptfs.catalog import contents, copies, peer_copies, remote_contents
+from ckptfs.catalog import contents, copies, identity, peer_copies, remote_contents
 from ckptfs.catalog.copies import FetchState
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.peer_copies import PeerCopy
@@ -59,13 +59,25 @@ class PeerFetcher:
         shared = self._refresh_locations(state.content_id)
         contents.mark_found(self._db, state.content_id)
         fresh = copies.load_fetch_state(self._db, state.inode)
-        if fresh is None or fresh.has_local_copy:
+        if fresh is None or fresh.has_local_copy or fresh.content is None or not fresh.content.is_remote:
             return fresh
-        if fresh.content is None or not fresh.content.is_remote or fresh.content.state is not ContentState.CLOSED:
-            return fresh
-        progress()
-        self._record_sealed(fresh.content, shared)
+        if shared is not None and shared.state is None:
+            progress()
+            self._record_deleted(fresh.content, shared)
+        elif fresh.content.state is ContentState.CLOSED:
+            progress()
+            self._record_sealed(fresh.content, shared)
         return copies.load_fetch_state(self._db, state.inode)
+
+    def _record_deleted(self, content: Content, shared: ContentLocations) -> None:
+        """Learn who still has a content that was deleted after its file was looked up. Raises NoCopyLeft if it was not sealed before."""
+        with self._db.transaction():
+            for copy in shared.copies:
+                peer_copies.insert_peer_copy(self._db, copy)
+        origin = self._cluster.view().by_number.get(identity.get_origin_node(content.id))
+        is_known = origin is not None and origin.number != self._cluster.node_number and self._request_seal(content, origin)
+        if not is_known and content.state is ContentState.CLOSED:
+            raise NoCopyLeft("the file was deleted, and the node that wrote it does not have it any more")
 
     def _record_sealed(self, content: Content, shared: ContentLocations | None) -> None:
         """Learn the sealed state of a content from its writer, or the last one that was fsynced. Raises Busy or NoCopyLeft without one."""

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from ckptfs import digest, disk, limits
@@ -38,7 +39,7 @@ transfer.declare_labels("host:open")
 
 
 class OpenFileSnapshots:
-    """The most recently requested snapshots of open files. Thread-safe."""
+    """The most recently requested snapshots of open files, and of deleted files that were not sealed. Thread-safe."""
 
     def __init__(self, db: Database, tiers: Tiers) -> None:
         self._db = db
@@ -47,16 +48,17 @@ class OpenFileSnapshots:
         self._snapshots: OrderedDict[tuple[int, bytes], OpenCopy] = OrderedDict()
 
     def take_snapshot(self, content: int) -> OpenCopy | None:
-        """What an open content holds now; None when it is not open, or lies where nobody else may read."""
+        """What an open or doomed content holds now; None when it is neither, or lies where nobody else may read."""
         storage = self._find_storage(content)
         if storage is None:
             return None
         fd = storage.open(content)
         try:
             # The number first: of two states the one with the higher number was read later, and lacks nothing that the other one has.
-            snapshot = peer_copies.record_open_snapshot(self._db, content)
+            snapshot = peer_copies.record_open_snapshot(self._db, content) or contents.get_content(self._db, content)
             size, whole, blocks = transfer.read(fd, label="host:open")
-            if snapshot is None or not self._is_open(content) or len(blocks) != digest.BLOCK_DIGEST_BYTES * -(-size // limits.BLOCK_BYTES):
+            is_read = len(blocks) == digest.BLOCK_DIGEST_BYTES * -(-size // limits.BLOCK_BYTES)
+            if snapshot is None or not is_read or not self._is_unsealed(content):
                 os.close(fd)
                 return None
         except BaseException:
@@ -78,9 +80,9 @@ class OpenFileSnapshots:
             return None
         return replace(snapshot, fd=storage.open(content)), storage
 
-    def _is_open(self, content: int) -> bool:
+    def _is_unsealed(self, content: int) -> bool:
         known = contents.get_content(self._db, content)
-        return known is not None and known.state is ContentState.OPEN
+        return known is not None and known.state in (ContentState.OPEN, ContentState.DOOMED)
 
     def _find_storage(self, content: int) -> TierStorage | None:
         good_tiers = [
@@ -341,13 +343,15 @@ class Host:
         known = get_content(self._db, number)
         if (
             known is not None
-            and known.state is ContentState.OPEN
+            and known.state in (ContentState.OPEN, ContentState.DOOMED)
             and (opened := self._open_snapshots.open_snapshot(number, digest)) is not None
         ):
             return opened
         if known is not None and known.is_remote and known.state is ContentState.CLOSED and digest is not None:
             return self._open_stale_copy(known, digest)
-        if known is None or known.state is not ContentState.SEALED or known.digest is None or digest not in (None, known.digest):
+        # Of a doomed content only the bytes that a reader knows: whoever asks whether it is here still must hear that it goes.
+        accepted = {ContentState.SEALED: (None, known.digest), ContentState.DOOMED: (known.digest,)} if known is not None else {}
+        if known is None or known.digest is None or digest not in accepted.get(known.state, ()):
             raise _build_not_found(known, f"content {number} is not here, or not in that state")
         for copy in copies.list_copies(self._db, number):
             if copy.state is not CopyState.GOOD or copy.tier not in self._tiers or copy.tier is Tier.PFS:
@@ -371,22 +375,30 @@ class Host:
         return OpenCopy(known.id, known.inode, known.generation, found.size, wanted_digest, found.blocks, found.fd), found.storage
 
     def seal_and_open(self, content: int, timeout_s: float) -> OpenCopy | None:
-        """Wait until a content that is closed here is sealed. Of one that is still written: what it holds now."""
+        """Wait until a content that is closed here is sealed. Of one that is still written, or was deleted: what it holds now."""
         until_s = time.monotonic() + min(timeout_s, limits.SEAL_REQUEST_MAX_S)
         while True:
             known = get_content(self._db, content)
             if known is None or known.is_remote:
                 raise CopyNotFound(f"content {content} is not this node's own")
-            if known.state is ContentState.SEALED:
-                return self.open_copy(content, None)
-            if known.state not in (ContentState.OPEN, ContentState.CLOSED):
+            is_doomed = known.state is ContentState.DOOMED
+            if known.state is ContentState.SEALED or (is_doomed and known.digest is not None):
+                return self.open_copy(content, known.digest)
+            if known.state not in (ContentState.OPEN, ContentState.CLOSED, ContentState.DOOMED):
                 raise CopyNotFound(f"content {content} is gone")
-            if known.state is ContentState.OPEN and (loan := self._open_snapshots.take_snapshot(content)) is not None:
+            if known.state is not ContentState.CLOSED and (loan := self._take_snapshot(content)) is not None:
                 return loan
+            if is_doomed:
+                raise CopyNotFound(f"content {content} is gone")
             if time.monotonic() > until_s:
                 return None
             self._notify.wake_lanes()
             self._pause.wait(SEAL_POLL_S)
+
+    def _take_snapshot(self, content: int) -> OpenCopy | None:
+        with suppress(FileNotFoundError):
+            return self._open_snapshots.take_snapshot(content)
+        return None
 
     # --- the rest ----------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
@@ -26,7 +27,7 @@ from ckptfs.tiers import health, local_copies
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse import session
-from ckptfs_daemon.fuse.request import get_current_request
+from ckptfs_daemon.fuse.request import Request, get_current_request
 from ckptfs_daemon.mount.context import SCANS_PER_REQUEST_MAX, ChangeRunner, MountContext
 from ckptfs_daemon.mount.open_attempt import SET_ID_BITS, CreateAttempt, OpenAttempt
 from ckptfs_daemon.mount.open_file import STAT_BLOCK_BYTES, OpenFile, open_pfs_file, run_in_thread, run_on_pfs
@@ -69,11 +70,22 @@ class FileHandlers:
         except FileExistsError:
             if flags & os.O_EXCL:
                 raise
-            # The kernel knew no such name: at ESTALE it looks the name up again, and opens the file with all its checks.
-            if context.prefetch is not None:
-                context.prefetch.record_stale_open(ctx.pid)
-            raise posix_error(errno.ESTALE) from None
+            return await self._open_instead(request, parent, name, flags, ctx)
         return self._build_file_info(opened), context.build_attributes(attempt.inode, is_open_for_writing=True)
+
+    async def _open_instead(
+        self, request: Request, parent: int, name: bytes, flags: int, ctx: "RequestContext"
+    ) -> tuple[FileInfo, EntryAttributes]:
+        """Open what another node has created since the lookup.
+
+        Only the kernel can check all permissions. At ESTALE it looks the name up again and opens the file itself, but only once.
+        """
+        found = namespace.lookup(self._context.db, parent, name)
+        wanted = {os.O_RDONLY: stat.S_IRUSR, os.O_WRONLY: stat.S_IWUSR}.get(flags & os.O_ACCMODE, stat.S_IRUSR | stat.S_IWUSR)
+        if not found.is_file or not (ctx.uid == 0 or (ctx.uid == found.uid and found.mode & wanted == wanted)):
+            raise posix_error(errno.ESTALE)
+        opened = await self._open(request, found.id, flags, ctx)
+        return opened, self._context.build_reply(self._context.get_inode(found.id))
 
     async def _create_with_scan(self, attempt: CreateAttempt) -> OpenResult:
         """Create, after a scan of the directory if one is needed and possible (P1)."""
@@ -87,22 +99,19 @@ class FileHandlers:
 
     async def open(self, inode: int, flags: int, ctx: "RequestContext") -> FileInfo:
         """Open an existing file."""
-        request, prefetch = get_current_request(), self._context.prefetch
+        request = get_current_request()
         body = await self._changes.get_replayed_reply(request)
         if body is not None:
             return self._build_file_info(OpenResult.unpack(body))
-        if prefetch is None or not prefetch.is_stale_open_target(ctx.pid, inode):
-            await self._changes.refresh_inode(inode, ctx.pid)
+        await self._changes.refresh_inode(inode, ctx.pid)
+        return await self._open(request, inode, flags, ctx)
+
+    async def _open(self, request: Request, inode: int, flags: int, ctx: "RequestContext") -> FileInfo:
         truncates = bool(flags & os.O_TRUNC)
         is_writer = truncates or flags & os.O_ACCMODE != os.O_RDONLY
         is_root, nonblocking = ctx.uid == 0, bool(flags & os.O_NONBLOCK)
         open_request = OpenRequest(inode, is_writer, truncates, request, is_root=is_root, nonblocking=nonblocking, pid=ctx.pid)
-        try:
-            return self._build_file_info(await OpenAttempt(self._context, open_request).run())
-        except (OSError, CkptfsError) as failure:
-            if failure.errno == errno.ESTALE and prefetch is not None:
-                prefetch.record_stale_open(ctx.pid)
-            raise
+        return self._build_file_info(await OpenAttempt(self._context, open_request).run())
 
     def _build_file_info(self, opened: OpenResult) -> FileInfo:
         """Build the reply. The caller must return it without another await."""
@@ -322,7 +331,8 @@ class FileHandlers:
             cause = "etcd does not answer" if is_disconnected else "too few other nodes took a copy"
             log.error("%s: fsync fails: %s within %g s (see `ckptfs status --cluster`)", path, cause, config.clique_wait_s)
             raise posix_error(errno.EIO)
-        log.warning("%s: fsync degrades: too few other nodes take a copy; the file survives the processes of this node only", path)
+        log.warning("%s: fsync degrades: too few other nodes take a copy; the file may be lost with this node", path)
+        mover_requests.insert_request(db, mover_requests.REPLICATE_LATER, inode, wait_s=limits.REQUEST_KEEP_S)
 
     async def fsyncdir(self, directory: int) -> None:
         """Return when the names in a directory are as durable as the mount promises. Names are rows of the catalog."""

@@ -39,15 +39,6 @@ class PathWalk:
 
 
 @dataclass(slots=True)
-class StaleOpen:
-    """A thread whose open met a replaced file, and the file that its next lookup returned; 0 if none yet."""
-
-    call: bytes
-    until_s: float
-    inode: int = 0
-
-
-@dataclass(slots=True)
 class LookupPattern:
     """The last names looked up in a directory, newest first, and the names expected next."""
 
@@ -85,14 +76,13 @@ def successor(name: bytes) -> bytes | None:
 
 
 class LookupPrefetch:
-    """The walks of all threads on this mount, and the threads whose open met a replaced file."""
+    """The walks of all threads on this mount."""
 
     def __init__(self, shared_namespace: SharedNamespace, call_of: Callable[[int], bytes] = read_syscall) -> None:
         """`call_of` returns the system call of a thread."""
         self._shared_namespace = shared_namespace
         self._call_of = call_of
         self._walks: OrderedDict[int, PathWalk] = OrderedDict()
-        self._stale_opens: OrderedDict[int, StaleOpen] = OrderedDict()
         self._patterns: OrderedDict[int, LookupPattern] = OrderedDict()
 
     def consume_fresh_name(self, pid: int, parent: int, name: bytes) -> bool:
@@ -143,37 +133,6 @@ class LookupPrefetch:
         walk = self._walks.get(pid)
         if walk is not None:
             walk.step_until_s = trio.current_time() + limits.LOOKUP_STEP_S
-
-    def record_stale_open(self, pid: int) -> None:
-        """Record that a file was replaced between lookup and open. The kernel looks the path up only once more."""
-        self._walks.pop(pid, None)
-        call = self._call_of(pid)
-        if call:
-            self._stale_opens[pid] = StaleOpen(call, trio.current_time() + limits.STALE_OPEN_WAIT_S)
-            if len(self._stale_opens) > limits.LOOKUPS_MAX:
-                self._stale_opens.popitem(last=False)
-
-    def has_stale_open(self, pid: int) -> bool:
-        """Return True if the thread is still in the system call of its stale open."""
-        found = self._stale_opens.get(pid)
-        if found is not None and found.call != self._call_of(pid):
-            del self._stale_opens[pid]
-            return False
-        return found is not None
-
-    def has_waited_enough(self, pid: int) -> bool:
-        """Return True if the thread has waited `STALE_OPEN_WAIT_S` since its open met a replaced file."""
-        found = self._stale_opens.get(pid)
-        return found is None or trio.current_time() > found.until_s
-
-    def record_stale_open_target(self, pid: int, inode: int) -> None:
-        """Record the file that the second lookup returned, whose bytes are on this node."""
-        if pid in self._stale_opens:
-            self._stale_opens[pid].inode = inode
-
-    def is_stale_open_target(self, pid: int, inode: int) -> bool:
-        """Return True if the thread opens that file in the same system call: it gets the file as it was at the lookup."""
-        return pid in self._stale_opens and self._stale_opens[pid].inode == inode and self.has_stale_open(pid)
 
     def _start_walk(self, pid: int, ahead: list[tuple[Name, ...]]) -> None:
         if pid:

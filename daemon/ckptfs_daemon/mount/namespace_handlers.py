@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import trio
 
 from ckptfs import limits
-from ckptfs.catalog import contents, handles, mover_requests, namespace
+from ckptfs.catalog import copies, handles, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.namespace import NotImported
 from ckptfs.errors import CkptfsError, posix_error
-from ckptfs.flow import open
 from ckptfs.model import Inode, Tier
 from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse.request import build_negative_entry, get_current_request
@@ -62,8 +61,6 @@ class NamespaceHandlers:
         context, prefetch = self._context, self._context.prefetch
         if prefetch is not None:
             await prefetch.refresh_name(ctx.pid, parent_inode, name)
-            if prefetch.has_stale_open(ctx.pid):
-                await self._fetch_before_reply(ctx.pid, parent_inode, name)
         try:
             found = namespace.lookup(context.db, parent_inode, name)
             if prefetch is not None:
@@ -85,35 +82,6 @@ class NamespaceHandlers:
             if not await _is_creating(ctx.pid, name):
                 raise
             return build_negative_entry(0)
-
-    async def _fetch_before_reply(self, pid: int, parent: int, name: bytes) -> None:
-        """Fetch the file behind `name`, at least its beginning, before the lookup is answered.
-
-        The open that follows then waits for nothing, so no other node can replace the file between the lookup and the open.
-        """
-        context = self._context
-        assert context.shared_namespace is not None and context.prefetch is not None
-        fetched_inode = stale_inode = 0
-        while not context.prefetch.has_waited_enough(pid):
-            try:
-                found = namespace.lookup(context.db, parent, name)
-                held = contents.get_file_content(context.db, found.id) if found.is_file else None
-                source = open.ReadSource.HERE if held is None else open.choose_read_source(held)
-                if source is not open.ReadSource.LOST and (found.id == fetched_inode or source is not open.ReadSource.FETCH):
-                    context.prefetch.record_stale_open_target(pid, found.id)
-                    return
-                if found.id == stale_inode:
-                    return  # The store still shows this file: another try would fail again.
-                if source is open.ReadSource.FETCH:
-                    await context.mover_client.request(mover_requests.FETCH, found.id, timeout_s=limits.FETCH_STALL_S, accepts_begun=True)
-                    fetched_inode = found.id
-                    continue
-            except (OSError, CkptfsError) as failure:
-                if failure.errno != errno.ESTALE:
-                    return  # The lookup or the open reports it.
-            # The content is gone: the mover learns of a replaced file before this process learns of its successor.
-            stale_inode = found.id
-            await context.shared_namespace.refresh_name(parent, name)
 
     async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: "RequestContext") -> EntryAttributes:
         """Create a directory."""
@@ -246,7 +214,9 @@ class DirectoryHandlers:
         """Return how much can still be written: the capacity of the PFS, or of RAM and NVMe if that is larger or there is no PFS."""
         capacities = self._context.tiers.get_local_capacities().values()
         total, free = sum(capacity.total for capacity in capacities), sum(capacity.free for capacity in capacities)
-        free += self._context.tiers.prepared.get_bytes()  # It is given back when somebody writes.
+        # These are given back when somebody writes.
+        free += self._context.tiers.prepared.get_bytes()
+        free += sum(copies.count_doomed_bytes(self._context.db, tier) for tier in self._context.tiers.get_local_capacities())
         if Tier.PFS in self._context.tiers:
             pfs = await self._get_pfs_capacity()
             total, free = max(total, pfs.total), max(free, pfs.free)

@@ -399,12 +399,12 @@ class OpenFileTable:
             log.error("content %d in %s: cannot be opened read-only: %s; the mover gets no lease", content, storage.tier, failure)
 
     def delete_ram_files(self, doomed: list[int]) -> None:
-        """Delete the files of doomed contents in RAM at once; the mover deletes the others.
+        """Delete the files of doomed contents in RAM at once; the mover deletes the others, and all in a cluster (`flow.reclaim`).
 
         The open for writing breaks the lease of a mover thread that reads such a file: its space is free after the last close.
         """
         ram = self.tiers[Tier.RAM]
-        for content in doomed:
+        for content in () if self.db.is_clustered else doomed:
             with contextlib.suppress(OSError):
                 os.close(ram.open(content, NONBLOCKING_WRITE))
             with contextlib.suppress(OSError):

@@ -145,7 +145,7 @@ class ShimHandlers:
         prefetch = self._context.prefetch
         if self._latest.owns_name(parent, name):
             return False
-        if prefetch is not None and (prefetch.has_stale_open(pid) or not prefetch.consume_fresh_name(pid, parent, name)):
+        if prefetch is not None and not prefetch.consume_fresh_name(pid, parent, name):
             return False
         try:
             inode = namespace.lookup(self._context.db, parent, name)
