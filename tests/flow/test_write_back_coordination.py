@@ -138,6 +138,24 @@ def test_what_is_announced_is_not_taken_back_by_an_older_mark(tmp_path: Path) ->
     run(tmp_path, 0, act)
 
 
+def test_a_file_that_left_a_removed_directory_before_it_appeared_is_there(tmp_path: Path) -> None:
+    """P6: its rows lead through a directory that the other node has made and removed, there as well."""
+
+    async def act(cluster: WriterCluster) -> None:
+        one, two = cluster.nodes
+        await one.mkdir("d")
+        await two.mkdir("e")
+        await cluster.settle()
+        await one.put("e/f", b"1")
+        await one.rename("e/f", "d/f")
+        await two.rmdir("e")
+        while await cluster.step(two):
+            pass
+
+    cluster = run(tmp_path, 0, act)
+    assert set(cluster.shared()) == {b"d", b"d/f"}
+
+
 @pytest.mark.parametrize("deep", [False, True])
 def test_a_directory_that_another_node_is_just_moving_is_not_gone(tmp_path: Path, deep: bool) -> None:
     """P6: between the move on the PFS and the word of it nobody finds it under either name; what is in it was nobody else's doing."""

@@ -197,8 +197,10 @@ class SharedPlanner(Planner):
             if not self._has_name(row, name):
                 self.view.delete_pending(*name)
         names = [*self.view.list_names(row.inode), *self.view.list_pending_names(row.inode)]
+        # Another node may have removed the directory of a name that a later row changes: then the bytes go to that row's name at once.
+        can_appear = any(self.view.get_path(parent) is not None or snapshot.is_alive(parent) for parent, _ in names)
         for name in snapshot.list_names(row.inode):
-            if name not in names and not (names and journal.is_named_later(self._db, row, name)):
+            if name not in names and not (can_appear and journal.is_named_later(self._db, row, name)):
                 self.view.set_pending(*name, row.inode)
                 names.append(name)
         if not all(self._ensure_directory(parent) and self._vacate((parent, name), row.inode) for parent, name in names):
