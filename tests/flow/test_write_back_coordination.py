@@ -111,6 +111,12 @@ def test_any_order_of_anything_ends_as_what_is_shared(tmp_path: Path, seed: int)
     do_anything(tmp_path, seed, 0.06)
 
 
+@pytest.mark.parametrize("seed", [165, 228])
+def test_seeds_that_ended_otherwise_once_end_as_what_is_shared(tmp_path: Path, seed: int) -> None:
+    """P6: a name that was pending for a file that is gone hid what another node moved there; a removed directory hid a later name."""
+    do_anything(tmp_path, seed, 0.05)
+
+
 @pytest.mark.parametrize("seed", [0, 1, 98])
 def test_with_islands_it_ends_as_what_is_shared_too(tmp_path: Path, seed: int) -> None:
     """P1, P6: what an island has put beside others' files, and what it had to take back, are on the PFS as well."""

@@ -78,7 +78,7 @@ class SharedPlanner(Planner):
         names = {*list_row_names(row), *self.view.list_names(row.inode)}
         if self._snapshot.has_intent(row.inode) or any(self._snapshot.get_intent(name) for name in names):
             return self._block()
-        for name in {*list_row_names(row), *self.view.list_pending_names(row.inode)}:
+        for name in {*names, *self.view.list_pending_names(row.inode)}:
             self._forget_pending(row, name)
         return plan(row) and all(self._remove_gone(row, name) for name in list_row_names(row))
 
