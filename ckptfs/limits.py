@@ -156,10 +156,12 @@ FETCH_PAUSE_MAX_S = 1.0
 FETCH_PATIENCE_S = 30.0
 # One node at a time reads a content of at least this size from the PFS; the others fetch it from that node.
 FETCH_SHARED_BYTES_MIN = MIB
-# They wait this long, plus one second for each FETCH_SHARED_BYTES_PER_S. The lock of a dead node ends with its lease.
+# They wait this long, plus one second for each FETCH_SHARED_BYTES_PER_S, also for a place at the holders. The lock of a dead node ends with
+# its lease. A node looks again after a quarter of the time it has waited, within these bounds and with jitter.
 FETCH_SHARED_WAIT_S = 30.0
 FETCH_SHARED_BYTES_PER_S = 20 * MIB
 FETCH_SHARED_POLL_S = 0.1
+FETCH_SHARED_POLL_S_MAX = 2.0
 # Lost files that are fetched from other nodes in the background at once.
 REFETCHES_MAX = 1
 
@@ -443,14 +445,19 @@ PEER_AWAITED_PER_PEER_MAX = 16
 PEER_CHANNELS_MAX = 4096
 PEER_CONNECTIONS_MAX = 64
 PEER_CONNECTIONS_PER_PEER_MAX = 16
-PEER_TOKENS_PER_PEER_MAX = 16
-# A token must open its connection, a connection must present its token or finish its TLS handshake, within this time.
-PEER_TOKEN_S = 10.0
+# Bulk connections in their TLS handshake, which takes no longer than PEER_HANDSHAKE_S on either port.
+PEER_HANDSHAKES_MAX = 16
+PEER_HANDSHAKE_S = 5.0
 PEER_TRANSFERS_MAX = 256
 # Fewer than RECEPTIONS_MAX: a peer that offers much and sends nothing must not lock out the others.
 PEER_TRANSFERS_PER_PEER_MAX = 24
 PEER_OPEN_COPIES_MAX = 256
 PEER_OPEN_COPIES_PER_PEER_MAX = 64
+# So many nodes at a time fetch a content of at least this size from one holder. The others wait, and take it from the first that have it:
+# n nodes need about log n rounds. A place without an open copy ends after PEER_READER_S.
+PEER_READERS_MAX = 3
+PEER_READERS_BYTES_MIN = 16 * MIB
+PEER_READER_S = 5.0
 # Peers with a rejection counter of their own; the others share one.
 PEER_COUNTERS_MAX = 64
 # An unused transfer, open copy or connection ends after PEER_IDLE_S.
@@ -497,11 +504,11 @@ assert 2 * XATTR_SHARED_BYTES_MAX * 4 // 3 < ETCD_REQUEST_BYTES_MAX - 128 * KIB
 assert 2 * STORE_POLL_S <= STORE_PUBLISH_S < STORE_LOST_SETTLE_S <= STORE_LOST_SHOWN_S
 assert ETCD_PAUSE_S < ETCD_TRY_S < ETCD_WAIT_S and ETCD_REQUEST_BYTES_MAX < ETCD_RESPONSE_BYTES_MAX
 assert 2 * PEER_STREAMS_PER_PEER_MAX + PEER_SEALS_MAX + PEER_AWAITED_PER_PEER_MAX < PEER_WORKERS <= PEER_CALLS_MAX
-assert PEER_STALL_S < PEER_IDLE_S and 2 * PEER_TRANSFERS_PER_PEER_MAX < RECEPTIONS_MAX <= PEER_TRANSFERS_MAX
+assert PEER_READER_S < PEER_STALL_S < PEER_IDLE_S and 2 * PEER_TRANSFERS_PER_PEER_MAX < RECEPTIONS_MAX <= PEER_TRANSFERS_MAX
 assert BLOCK_BYTES % PEER_PIECE_BYTES == 0 and PEER_INLINE_BYTES_MAX <= BLOCK_BYTES
 assert PEER_INLINE_BYTES_MAX <= PEER_BATCH_BYTES_MAX and 2 * PEER_BATCH_BYTES_MAX < PEER_MESSAGE_BYTES_MAX
 assert 2 * NODE_LEASE_RENEW_S + ETCD_WAIT_S < NODE_LEASE_S < min(NODE_RETURN_S, NAME_WAIT_S)
 assert NODE_LEASE_RENEW_S < STANDBY_AFTER_S < NODE_LEASE_S - ETCD_WAIT_S < STANDBY_LEASE_S
-assert NODE_LEASE_S + PEER_STALL_S < FETCH_PATIENCE_S
+assert NODE_LEASE_S + PEER_STALL_S < FETCH_PATIENCE_S and FETCH_SHARED_POLL_S < FETCH_SHARED_POLL_S_MAX < PEER_READER_S
 assert FETCH_PATIENCE_S + SALVAGE_RIVALS_S + SALVAGE_POLL_S + SALVAGE_MARGIN_S < FETCH_STALL_S
 assert 2 * PEER_LINK_STREAMS_MAX <= PEER_STREAMS_PER_PEER_MAX < PEER_CONNECTIONS_PER_PEER_MAX

@@ -134,6 +134,10 @@ class PeerRefused(PeerFailed):
         self.code = code
 
 
+class PeerBusy(PeerRefused):
+    """A peer serves as many others as it can just now: ask again soon."""
+
+
 class PeerCorrupt(PeerFailed):
     """A peer sent bytes with another digest than expected; none were kept."""
 
@@ -211,18 +215,23 @@ class PeerApi(Protocol):
         target_fd: int,
         on_block: OnBlock = lambda number: None,
         urgent_blocks: UrgentBlocks = tuple,
+        *,
+        queued: bool = False,
     ) -> int:
         """Write `blocks` of a content into `target_fd`, from several sources. Return the number of bytes.
 
         `sources` are in order of preference. `urgent_blocks`, and those that follow them, come first. Each block is verified before
-        `on_block` is called. If a source stalls, fails or sends wrong data, the others take over its blocks; raises the last failure if
-        none is left.
+        `on_block` is called. If a source stalls, fails or sends wrong data, the others take over its blocks. If none is left, raises
+        PeerBusy if one was busy, else the last failure. `queued`: see `get_manifest`.
         """
 
     def get_manifest(
-        self, node: PeerAddress, content: int, digest: bytes | None, *, timeout_s: float = limits.PEER_STALL_S
+        self, node: PeerAddress, content: int, digest: bytes | None, *, timeout_s: float = limits.PEER_STALL_S, queued: bool = False
     ) -> ContentManifest:
-        """Return the manifest of a content of the peer. Raises PeerRefused with ENOENT if it has none."""
+        """Return the manifest of a content of the peer. Raises PeerRefused with ENOENT if it has none.
+
+        `queued`: this node will fetch all of it soon, and can wait for its turn. Raises PeerBusy if enough other nodes fetch it.
+        """
 
     def request_seal(self, node: PeerAddress, content: int, timeout_s: float) -> ContentManifest | None:
         """Ask the writer of a content to seal it. Return None if it could not in time (it has writers)."""

@@ -312,8 +312,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("insecure", "insecure", parse_bool, False,
         "Run without keys. Accepted on loopback addresses only, to try a cluster on one machine."),
     Setting("bulk", "bulk", build_choice_parser(Bulk, Bulk), "socket",
-        "How blocks travel between nodes: socket (encrypted TCP connections to the port after that of listen) or grpc (one port for\n"
-        "everything, at about half the speed). If the port of a peer cannot be reached, grpc is used."),
+        "How blocks travel between nodes: socket (TLS connections to the port after that of listen) or grpc (one port for\n"
+        "everything, at about half the speed). If connections to that port fail or break, and in a cluster without keys, grpc is used."),
     Setting("replication_factor", "replication_factor", build_integer_parser(1, limits.REPLICATION_FACTOR_MAX), limits.REPLICATION_FACTOR,
         "Number of nodes that hold each file, including this one. 1: no copies on peers."),
     Setting("replication_jump", "replication_jump", build_integer_parser(1, limits.REPLICATION_JUMP_MAX), 1,

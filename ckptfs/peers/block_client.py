@@ -22,13 +22,13 @@ from typing import Any
 import grpc
 
 from ckptfs import limits
-from ckptfs.clique.peer_api import ContentManifest, OnBlock, PeerCorrupt, PeerFailed, UrgentBlocks
+from ckptfs.clique.peer_api import ContentManifest, OnBlock, PeerBusy, PeerCorrupt, PeerFailed, UrgentBlocks
 from ckptfs.digest import BLOCK_DIGEST_BYTES
 from ckptfs.peers import messages
+from ckptfs.peers.bulk_connection import BulkConnection, ConnectionEnded
 from ckptfs.peers.bulk_server import receive_blocks
 from ckptfs.peers.link import Link, NoLongerWanted, cancel_call, hold_slot, translate_errors
 from ckptfs.peers.messages import HEADER, BlockReceiver, Command, CommandKind, Encoding, Rejection, RejectReason, SourceChanged, block_bytes
-from ckptfs.peers.security import ConnectionEnded, EncryptedConnection
 from ckptfs.peers.transfer_table import pwrite_all
 from ckptfs.protocol import peer_pb2 as pb
 
@@ -46,8 +46,11 @@ class FetchJob:
         on_block: OnBlock,
         workers: int,
         urgent_blocks: UrgentBlocks = tuple,
+        *,
+        queued: bool = False,
     ) -> None:
         self.manifest = manifest
+        self.queued = queued
         self.condition = threading.Condition()
         self.received_bytes = 0
         self.is_stopped = False
@@ -158,7 +161,7 @@ class FetchJob:
 
 
 class FetchWorker:
-    """One stream from one source: a `peer_frames.Landing` for the run that it asked for."""
+    """One stream from one source: a `BlockSink` for the run that it asked for."""
 
     def __init__(self, link: Link, job: FetchJob) -> None:
         self.link = link
@@ -168,6 +171,7 @@ class FetchWorker:
         self.failure: PeerFailed | None = None
         self._job = job
         self._expected_blocks: deque[int] = deque()
+        self._is_interrupted = False
         self._interrupt_wait: Callable[[], Any] = lambda: None
         self.thread = threading.Thread(target=self._run, name="peer fetch", daemon=True)
 
@@ -184,7 +188,8 @@ class FetchWorker:
         """It is given back with the rest of the run."""
 
     def interrupt(self) -> None:
-        """Wake the thread wherever it waits."""
+        """Wake the thread wherever it waits, and end it."""
+        self._is_interrupted = True
         self._interrupt_wait()
 
     def _run(self) -> None:
@@ -203,7 +208,7 @@ class FetchWorker:
 
     def _fetch_runs(self) -> None:
         manifest = self._job.manifest
-        request = pb.RecordRequest(content=manifest.content, digest=manifest.digest, borrow=True)
+        request = pb.RecordRequest(content=manifest.content, digest=manifest.digest, borrow=True, queued=self._job.queued)
         reply = self.link.call(self.link.stub.GetRecord, request, limits.PEER_STALL_S)
         try:
             if reply.digest != manifest.digest or reply.size != manifest.size:
@@ -211,7 +216,13 @@ class FetchWorker:
             while run := self._job.assign_run(self, self._choose_run_blocks()):
                 self.assigned_run, self._expected_blocks = run, deque(run)
                 self.progress_at = time.monotonic()
-                self._read_run(Command(CommandKind.READ, reply.loan, run[0], len(run), self.link.stats.should_compress))
+                try:
+                    self._read_run(Command(CommandKind.READ, reply.loan, run[0], len(run), self.link.stats.should_compress))
+                except PeerFailed as failure:
+                    # A connection may break although the peer is well: the rest comes by a new one, or by gRPC.
+                    if self._is_interrupted or not isinstance(failure.__cause__, ConnectionEnded):
+                        raise
+                    self._job.return_blocks(self, run)
                 self.assigned_run = []
         finally:
             self.link.notify(self.link.stub.Return, pb.ReturnRequest(loan=reply.loan))
@@ -254,7 +265,6 @@ class FetchWorker:
                 return
             self._interrupt_wait = connection.shutdown
             connection.send(command.pack())
-            connection.send_buffered()
             receive_blocks(connection, receiver, self._record_progress)
             if not receiver.has_ended:
                 raise Rejection(RejectReason.ENDED, "it is over")
@@ -278,7 +288,7 @@ class FetchWorker:
 
 
 def fetch_blocks(links: Sequence[Link], job: FetchJob, streams: int) -> int:
-    """Fetch until all is there; the bytes that came. Raises the last failure when no source is left.
+    """Fetch until all is there; the bytes that came. Raises PeerBusy if a source was busy, else the last failure, when no source is left.
 
     The first `limits.PEER_SOURCES_MAX` sources work at once, the others take the places of those that fail.
     """
@@ -295,7 +305,7 @@ def fetch_blocks(links: Sequence[Link], job: FetchJob, streams: int) -> int:
                 raise job.failure
             for worker in [worker for worker in workers if not worker.thread.is_alive() or _end_if_stalled(worker, job, len(workers))]:
                 workers.remove(worker)
-                last = worker.failure or last
+                last = last if isinstance(last, PeerBusy) else worker.failure or last
             if not workers and not waiting and not job.is_complete:
                 raise last or PeerFailed("no peer is left to fetch from")
     finally:
@@ -376,13 +386,11 @@ def send_stream(link: Link, job: SendJob) -> None:
             _send_over_socket(connection, job)
 
 
-def _send_over_socket(connection: EncryptedConnection, job: SendJob) -> None:
+def _send_over_socket(connection: BulkConnection, job: SendJob) -> None:
     for message in job.encode_messages():
         if len(message) == HEADER.size and connection.has_input():
             break  # The peer says something before the end: it refuses.
         connection.send(message)
-    else:
-        connection.send_buffered()
     answer = memoryview(bytearray(HEADER.size))
     connection.receive_into(answer)
     number, length, encoding = HEADER.unpack(answer)

@@ -32,6 +32,7 @@ from ckptfs.digest import hash_block
 from ckptfs.errors import CkptfsError
 from ckptfs.peers.bulk_server import BulkServer
 from ckptfs.peers.messages import (
+    PROTOCOL_VERSION,
     Command,
     PeerRejections,
     Rejection,
@@ -47,7 +48,7 @@ from ckptfs.peers.messages import (
     parse_offers,
     parse_seal_timeout_s,
 )
-from ckptfs.peers.security import UNKNOWN, PeerAuthenticator, server_credentials
+from ckptfs.peers.security import UNKNOWN, PeerAuthenticator, require_version, server_credentials
 from ckptfs.peers.transfer_table import BlockStreams, ConcurrencyLimit, TransferTable
 from ckptfs.protocol import peer_pb2 as pb
 from ckptfs.protocol import peer_pb2_grpc as rpc
@@ -71,6 +72,7 @@ STATUS_OF_REASON = {
     RejectReason.STALLED: grpc.StatusCode.DEADLINE_EXCEEDED,
     RejectReason.BROKEN: grpc.StatusCode.INTERNAL,
     RejectReason.NO_METHOD: grpc.StatusCode.UNIMPLEMENTED,
+    RejectReason.VERSION: grpc.StatusCode.FAILED_PRECONDITION,
 }
 RpcHandler = Callable[..., Any]
 
@@ -79,7 +81,7 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
 
 
 class RpcGuard:
-    """The entry of each call: authenticates the peer, turns errors into statuses, counts rejections."""
+    """The entry of each call: authenticates the peer, compares versions, turns errors into statuses, counts rejections."""
 
     def __init__(self, authenticator: PeerAuthenticator, rejections: PeerRejections) -> None:
         self._authenticator = authenticator
@@ -90,7 +92,8 @@ class RpcGuard:
         """Yield the name of the peer. Errors inside become the status of the call."""
         peer = UNKNOWN
         try:
-            peer = self._authenticator.authenticate(context)
+            peer = self._authenticator.authenticate_call(context)
+            require_version(context)
             yield peer
         except (Rejection, CkptfsError, OSError) as failure:
             self._abort_call(context, peer, build_rejection(failure))
@@ -188,11 +191,11 @@ OPTIONS = [
 class UnaryCalls(rpc.PeerServicer):  # type: ignore[misc]
     """The short calls."""
 
-    def __init__(self, table: TransferTable, guard: RpcGuard, connect: Callable[[str], pb.ConnectReply]) -> None:
+    def __init__(self, table: TransferTable, guard: RpcGuard, get_bulk_port: Callable[[], int]) -> None:
         self._table = table
         self._content_host = table.content_host
         self._guard = guard
-        self._connect = connect
+        self._get_bulk_port = get_bulk_port
         self._seal_slots = ConcurrencyLimit("wait", limits.PEER_SEALS_MAX, limits.PEER_SEALS_MAX)
 
     def Offer(self, request: pb.OfferRequest, context: grpc.ServicerContext) -> pb.OfferReply:
@@ -232,11 +235,11 @@ class UnaryCalls(rpc.PeerServicer):  # type: ignore[misc]
 
     def GetRecord(self, request: pb.RecordRequest, context: grpc.ServicerContext) -> pb.Record:
         with self._guard.guard_call(context) as peer:
-            content = parse_content_id(request.content)
-            number, copy = self._table.open_copy(peer, content, parse_digest(request.digest))
+            content, wanted = parse_content_id(request.content), parse_digest(request.digest)
             if not request.borrow:
-                self._table.close_copy(peer, number)
-            return build_manifest(copy, number if request.borrow else 0)
+                return build_manifest(self._table.describe_copy(peer, content, wanted, queued=request.queued), 0)
+            number, copy = self._table.open_copy(peer, content, wanted, queued=request.queued)
+            return build_manifest(copy, number)
         raise AssertionError
 
     def Return(self, request: pb.ReturnRequest, context: grpc.ServicerContext) -> pb.Nothing:
@@ -264,9 +267,9 @@ class UnaryCalls(rpc.PeerServicer):  # type: ignore[misc]
             return pb.PingReply(room=max(0, self._content_host.get_free_bytes()), now_ns=time.time_ns())
         raise AssertionError
 
-    def Connect(self, request: pb.Nothing, context: grpc.ServicerContext) -> pb.ConnectReply:
-        with self._guard.guard_call(context) as peer:
-            return self._connect(peer)
+    def Hello(self, request: pb.Nothing, context: grpc.ServicerContext) -> pb.HelloReply:
+        with self._guard.guard_call(context):
+            return pb.HelloReply(version=PROTOCOL_VERSION, bulk_port=self._get_bulk_port())
         raise AssertionError
 
 
@@ -355,22 +358,26 @@ class PeerServer:
         streams = BlockStreams(self.table)
         self._revoked = revoked or RevocationList(None)
         self._revoked_before = self._revoked.get_counts()
-        guard = RpcGuard(PeerAuthenticator(cluster, identity, self._revoked), self.rejections)
+        authenticator = PeerAuthenticator(cluster, identity, self._revoked)
+        guard = RpcGuard(authenticator, self.rejections)
         self._watchdog = CallWatchdog()
         self._raw_streams = RawStreams(streams, guard, self._watchdog)
         self._executor = ThreadPoolExecutor(limits.PEER_WORKERS, thread_name_prefix="peer")
         channels = server_limits.get_connections_max(limits.PEER_CHANNELS_MAX)
         options = [
-            *OPTIONS, ("grpc.server_handshake_timeout_ms", int(limits.PEER_TOKEN_S * 1000)),
+            *OPTIONS, ("grpc.server_handshake_timeout_ms", int(limits.PEER_HANDSHAKE_S * 1000)),
             ("grpc.max_allowed_incoming_connections", channels),
         ]  # fmt: skip
         self._server = grpc.server(self._executor, options=options, maximum_concurrent_rpcs=limits.PEER_CALLS_MAX)
         self._methods = PeerMethods(
-            UnaryCalls(self.table, guard, self._connect), self._raw_streams.send, self._raw_streams.read, guard, self._watchdog
-        )
+            UnaryCalls(self.table, guard, lambda: self.bulk.port if self.bulk else 0),
+            self._raw_streams.send, self._raw_streams.read, guard, self._watchdog,
+        )  # fmt: skip
         self._server.add_generic_rpc_handlers((self._methods,))
         self.port = _bind(self._server, listen, identity)
-        self.bulk = BulkServer(streams, self.rejections, parse_host(listen), self.port + 1) if bulk else None
+        self.bulk: BulkServer | None = None
+        if bulk and identity is not None:
+            self.bulk = BulkServer(streams, authenticator, self.rejections, identity, parse_host(listen), self.port + 1)
         self._departed_nodes: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._sweeper = threading.Thread(target=self._run_sweep_loop, name="peer sweep", daemon=True)
@@ -399,12 +406,6 @@ class PeerServer:
         self._sweeper.join()
         self._executor.shutdown(wait=False, cancel_futures=True)
         self.table.end_idle(everything=True)
-
-    def _connect(self, peer: str) -> pb.ConnectReply:
-        if self.bulk is None:
-            return pb.ConnectReply()
-        connect_token = self.bulk.tokens.issue(peer)
-        return pb.ConnectReply(port=self.bulk.port, token=connect_token.token, keys=connect_token.keys)
 
     def _run_sweep_loop(self) -> None:
         while not self._stopped.wait(limits.PEER_SWEEP_S):

@@ -1,13 +1,15 @@
 """The link to one other node: its gRPC channel, a few idle bulk connections for later transfers, and its measured speed.
 
-Errors of gRPC and sockets and rejections become `PeerFailed` and its subclasses. If the bulk port of a node cannot be reached, its blocks
-travel over gRPC for a while.
+A link begins with Hello: both sides state the version of the protocol, and the node names its bulk port. Errors of gRPC and sockets and
+rejections become `PeerFailed` and its subclasses. If no bulk connection can be made, or a new one breaks, blocks travel over gRPC for a
+while.
 
 Crash safety: the other node ends unfinished transfers after `limits.PEER_IDLE_S`.
 """
 
 import contextlib
 import errno
+import logging
 import socket
 import threading
 import time
@@ -20,14 +22,24 @@ from google.protobuf.message import DecodeError
 
 from ckptfs import limits
 from ckptfs.clique.certificates import Identity, target_name
-from ckptfs.clique.peer_api import PeerCorrupt, PeerFailed, PeerRefused, PeerStats
+from ckptfs.clique.peer_api import PeerBusy, PeerCorrupt, PeerFailed, PeerRefused, PeerStats
 from ckptfs.config import parse_host
 from ckptfs.errors import describe_connection_fault
-from ckptfs.peers.messages import Rejection, RejectReason
-from ckptfs.peers.security import CLUSTER_METADATA, NODE_METADATA, ConnectionEnded, EncryptedConnection, channel_credentials
+from ckptfs.peers.bulk_connection import BulkConnection, ConnectionEnded
+from ckptfs.peers.messages import PROTOCOL_VERSION, Rejection, RejectReason
+from ckptfs.peers.security import (
+    CLUSTER_METADATA,
+    FIRST_VERSION,
+    NODE_METADATA,
+    VERSION_METADATA,
+    build_tls_context,
+    channel_credentials,
+    describe_versions,
+)
 from ckptfs.protocol import peer_pb2 as pb
 from ckptfs.protocol import peer_pb2_grpc as rpc
 
+log = logging.getLogger(__name__)
 WEIGHT = 0.3
 SLOT_POLL_S = 0.25
 WRONG_NAME = "Hostname Verification Check failed"
@@ -117,12 +129,16 @@ class Link:
         self.name, self.address, self.revocations = name, address, revocations
         self.stats = LinkStats()
         self.used_at = time.monotonic()
-        self._metadata = () if identity else ((NODE_METADATA, me), (CLUSTER_METADATA, cluster))
-        self._channel = _open_channel(identity, target_name(cluster, name, revocations), address)
+        self._metadata = (
+            (VERSION_METADATA, str(PROTOCOL_VERSION)), *(() if identity else ((NODE_METADATA, me), (CLUSTER_METADATA, cluster)))
+        )  # fmt: skip
+        self._target_name = target_name(cluster, name, revocations)
+        self._channel = _open_channel(identity, self._target_name, address)
         self.stub = rpc.PeerStub(_QuietChannel(self._channel))
-        self._bulk = bulk
+        self._bulk_identity = identity if bulk else None
+        self._bulk_port: int | None = None
         self._no_bulk_until = 0.0
-        self._idle_connections: list[EncryptedConnection] = []
+        self._idle_connections: list[BulkConnection] = []
         self._pending_notifications: set[Any] = set()
         self.send_slots = threading.BoundedSemaphore(limits.PEER_LINK_STREAMS_MAX)
         self.read_slots = threading.BoundedSemaphore(limits.PEER_LINK_STREAMS_MAX)
@@ -133,6 +149,24 @@ class Link:
 
     def call(self, call: Callable[..., Any], request: Any, timeout_s: float = limits.PEER_CALL_S) -> Any:
         """A short call. Raises PeerFailed, PeerRefused."""
+        if self._bulk_port is None:
+            self._say_hello(timeout_s)
+        return self._call(call, request, timeout_s)
+
+    def _say_hello(self, timeout_s: float) -> None:
+        """Learn the bulk port of the node. Raises PeerFailed, and PeerRefused if it speaks another version."""
+        version = FIRST_VERSION
+        try:
+            reply = self._call(self.stub.Hello, pb.Nothing(), min(timeout_s, limits.PEER_CALL_S))
+            version = str(reply.version)
+        except PeerRefused as refusal:
+            if refusal.code != RejectReason.NO_METHOD:
+                raise
+        if version != str(PROTOCOL_VERSION):
+            raise self.translate_rejection(RejectReason.VERSION, describe_versions(version, str(PROTOCOL_VERSION)))
+        self._bulk_port = reply.bulk_port
+
+    def _call(self, call: Callable[..., Any], request: Any, timeout_s: float) -> Any:
         self.used_at = time.monotonic()
         try:
             return call(request, timeout=timeout_s, metadata=self._metadata)
@@ -157,21 +191,25 @@ class Link:
         return self._channel.unary_stream("/ckptfs.peer.Peer/Read", bytes, bytes)(command, metadata=self._metadata)
 
     @contextmanager
-    def use_connection(self) -> Iterator[EncryptedConnection | None]:
-        """A bulk connection; None where gRPC must do. It is kept for the next one unless something was raised."""
-        with self._lock:
-            connection = self._idle_connections.pop() if self._idle_connections else None
-        if connection is not None and connection.has_input():
-            connection.close()  # Nothing can be due on an idle connection but its end.
-            connection = None
+    def use_connection(self) -> Iterator[BulkConnection | None]:
+        """A bulk connection; None where gRPC must do. It is kept for the next transfer unless something was raised.
+
+        If an idle connection has ended meanwhile, so have the others, and the next transfer makes a new one. If a new one ends, gRPC must
+        do for a while.
+        """
+        connection = self._take_idle()
+        is_new = connection is None
         if connection is None:
             connection = self._connect()
         try:
             yield connection
-        except BaseException:
+        except BaseException as failure:
             if connection is not None:
                 connection.shutdown()
                 connection.close()
+                if isinstance(failure, ConnectionEnded):
+                    self._close_idle()
+                    self._no_bulk_until = time.monotonic() + limits.PEER_SUSPECT_S * is_new
             raise
         if connection is not None:
             self._return_connection(connection)
@@ -196,11 +234,8 @@ class Link:
 
     def close(self) -> None:
         """End the channel, and so the calls under way."""
-        with self._lock:
-            self._closed = True
-            spare, self._idle_connections = self._idle_connections, []
-        for connection in spare:
-            connection.close()
+        self._closed = True
+        self._close_idle()
         self._channel.close()
 
     def record_failure(self, failure: Exception) -> PeerFailed:
@@ -235,32 +270,47 @@ class Link:
         """A peer's no, as it concerns us."""
         if number == RejectReason.WRONG_DIGEST:
             return PeerCorrupt(f"{self.name}: {text}")
+        if number == RejectReason.TOO_MANY:
+            return PeerBusy(f"{self.name} is busy: {text}", number)
         return PeerRefused(f"{self.name} refuses: {text}", number)
 
-    def _connect(self) -> EncryptedConnection | None:
-        if not self._bulk or time.monotonic() < self._no_bulk_until:
+    def _connect(self) -> BulkConnection | None:
+        """Make a bulk connection; None if there is no bulk port, or if it cannot be reached."""
+        if self._bulk_identity is None or time.monotonic() < self._no_bulk_until or not self._bulk_port:
             return None
-        reply = self.call(self.stub.Connect, pb.Nothing())
-        if not reply.port:
-            return None
+        connected: socket.socket | None = None
         try:
-            connected = socket.create_connection((parse_host(self.address), reply.port), limits.PEER_CALL_S)
-        except OSError:
+            connected = socket.create_connection((parse_host(self.address), self._bulk_port), limits.PEER_HANDSHAKE_S)
+            context = build_tls_context(self._bulk_identity, server=False)
+            return BulkConnection(context.wrap_socket(connected, server_hostname=self._target_name))
+        except OSError as failure:
+            log.debug("no bulk connection to %s: %s; using gRPC", self.name, failure)
             self._no_bulk_until = time.monotonic() + limits.PEER_SUSPECT_S
+            self._bulk_port = None  # It may have another one when it is started again.
+            if connected is not None:
+                connected.close()
             return None
-        try:
-            connected.sendall(reply.token)
-            return EncryptedConnection(connected, reply.keys, server=False)
-        except (OSError, AssertionError) as failure:
-            connected.close()
-            raise PeerFailed(f"{self.name} broke off") from failure
 
-    def _return_connection(self, connection: EncryptedConnection) -> None:
+    def _take_idle(self) -> BulkConnection | None:
+        with self._lock:
+            connection = self._idle_connections.pop() if self._idle_connections else None
+        if connection is not None and connection.has_input():
+            connection.close()  # Nothing can be due on an idle connection but its end.
+            return None
+        return connection
+
+    def _return_connection(self, connection: BulkConnection) -> None:
         with self._lock:
             if not self._closed and len(self._idle_connections) < limits.PEER_LINK_STREAMS_MAX:
                 self._idle_connections.append(connection)
                 return
         connection.close()
+
+    def _close_idle(self) -> None:
+        with self._lock:
+            spare, self._idle_connections = self._idle_connections, []
+        for connection in spare:
+            connection.close()
 
 
 class _QuietChannel:

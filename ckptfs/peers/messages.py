@@ -32,6 +32,8 @@ from ckptfs.protocol import peer_pb2 as pb
 
 log = logging.getLogger(__name__)
 OTHERS = "others"
+PROTOCOL_VERSION = 2
+"""The version of everything between nodes. Nodes of different versions refuse each other."""
 
 
 class RejectReason(IntEnum):
@@ -50,6 +52,7 @@ class RejectReason(IntEnum):
     STALLED = errno.ETIMEDOUT
     BROKEN = errno.EIO
     NO_METHOD = errno.ENOSYS
+    VERSION = errno.EPROTONOSUPPORT
 
 
 class Rejection(Exception):

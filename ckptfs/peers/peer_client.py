@@ -5,7 +5,6 @@ Any thread may call; calls block. The number of links is bounded: the least rece
 Crash safety: peers end unfinished transfers.
 """
 
-import errno
 import os
 import threading
 import time
@@ -21,7 +20,6 @@ from ckptfs.clique.peer_api import (
     PeerAddress,
     PeerCorrupt,
     PeerFailed,
-    PeerRefused,
     PeerStats,
     SendResult,
     UrgentBlocks,
@@ -54,7 +52,7 @@ class PeerClient:
     # --- sending -----------------------------------------------------------------------------------------------------
 
     def send(self, node: PeerAddress, offer: Offer, source_fd: int, *, wanted: Callable[[], bool] = lambda: True) -> SendResult:
-        """See `Peers.send`."""
+        """See `PeerApi.send`."""
         link = self._get_link(node)
         if count_blocks(offer.size) > limits.PEER_BLOCKS_MAX:
             raise InvalidArgument(f"{offer.size} bytes are more than peers hold of one content")
@@ -79,7 +77,7 @@ class PeerClient:
         return SendResult(len(missing_blocks), moved, not offer.is_early)
 
     def send_many(self, node: PeerAddress, offers: Sequence[tuple[Offer, int]]) -> list[SendResult | PeerFailed]:
-        """See `Peers.send_many`."""
+        """See `PeerApi.send_many`."""
         link = self._get_link(node)
         request, found = pb.OffersRequest(), dict[int, SendResult | PeerFailed]()
         asked: list[int] = []
@@ -89,22 +87,11 @@ class PeerClient:
                 asked.append(index)
             except PeerCorrupt as failure:
                 found[index] = failure
-        try:
-            verdicts = link.call(link.stub.OfferMany, request, limits.PEER_DISK_S).verdicts if asked else ()
-        except PeerRefused as refusal:
-            if refusal.code != errno.ENOSYS:
-                raise
-            return [self._send_one(node, offer, fd) for offer, fd in offers]  # It is of an earlier version.
+        verdicts = link.call(link.stub.OfferMany, request, limits.PEER_DISK_S).verdicts if asked else ()
         if len(verdicts) != len(asked):
             raise PeerCorrupt(f"{link.name} answers {len(verdicts)} of {len(asked)} offers")
         found |= {index: _interpret_verdict(link, offers[index][0], verdict) for index, verdict in zip(asked, verdicts, strict=True)}
         return [found[index] for index in range(len(offers))]
-
-    def _send_one(self, node: PeerAddress, offer: Offer, fd: int) -> SendResult | PeerFailed:
-        try:
-            return self.send(node, offer, fd)
-        except PeerFailed as failure:
-            return failure
 
     def _send_blocks(self, link: Link, offer: Offer, fd: int, transfer: int, missing_blocks: list[int], wanted: Callable[[], bool]) -> int:
         """Send until nothing is lacking. A try that brought something forward is followed by another. The bytes on the wire."""
@@ -140,27 +127,29 @@ class PeerClient:
         target_fd: int,
         on_block: OnBlock = lambda number: None,
         urgent_blocks: UrgentBlocks = tuple,
+        *,
+        queued: bool = False,
     ) -> int:
-        """See `Peers.fetch`."""
+        """See `PeerApi.fetch`."""
         if not blocks:
             return 0
         if not sources:
             raise PeerFailed("nobody to fetch from")
         streams = min(self._streams, len(blocks))
         workers = max(streams, min(len(sources), limits.PEER_SOURCES_MAX))
-        fetching = block_client.FetchJob(manifest, blocks, target_fd, on_block, workers, urgent_blocks)
+        fetching = block_client.FetchJob(manifest, blocks, target_fd, on_block, workers, urgent_blocks, queued=queued)
         return block_client.fetch_blocks([self._get_link(node) for node in sources], fetching, streams)
 
     def get_manifest(
-        self, node: PeerAddress, content: int, digest: bytes | None, *, timeout_s: float = limits.PEER_STALL_S
+        self, node: PeerAddress, content: int, digest: bytes | None, *, timeout_s: float = limits.PEER_STALL_S, queued: bool = False
     ) -> ContentManifest:
-        """See `Peers.record`."""
+        """See `PeerApi.get_manifest`."""
         link = self._get_link(node)
-        reply = link.call(link.stub.GetRecord, pb.RecordRequest(content=content, digest=digest or b""), timeout_s)
+        reply = link.call(link.stub.GetRecord, pb.RecordRequest(content=content, digest=digest or b"", queued=queued), timeout_s)
         return _check_manifest(link, reply, content, digest)
 
     def request_seal(self, node: PeerAddress, content: int, timeout_s: float) -> ContentManifest | None:
-        """See `Peers.seal_soon`."""
+        """See `PeerApi.request_seal`."""
         link = self._get_link(node)
         timeout_s = min(timeout_s, limits.PEER_SEAL_WAIT_S_MAX)
         request = pb.SealRequest(content=content, timeout_ms=int(timeout_s * 1000))
@@ -170,13 +159,13 @@ class PeerClient:
     # --- the rest ----------------------------------------------------------------------------------------------------
 
     def release_copies(self, node: PeerAddress, contents: Sequence[int]) -> None:
-        """See `Peers.forget`."""
+        """See `PeerApi.release_copies`."""
         link = self._get_link(node)
         for start in range(0, len(contents), limits.PEER_FORGET_MAX):
             link.call(link.stub.Forget, pb.ForgetRequest(contents=contents[start : start + limits.PEER_FORGET_MAX]))
 
     def ping(self, node: PeerAddress) -> PeerStats:
-        """See `Peers.ping`."""
+        """See `PeerApi.ping`."""
         link = self._get_link(node)
         begun, begun_ns = time.monotonic(), time.time_ns()
         reply = link.call(link.stub.Ping, pb.Nothing())
@@ -188,13 +177,13 @@ class PeerClient:
         return link.stats.get_peer_stats()
 
     def get_stats(self, node: PeerAddress) -> PeerStats:
-        """See `Peers.speed`."""
+        """See `PeerApi.get_stats`."""
         with self._lock:
             link = self._links.get(node.name)
         return link.stats.get_peer_stats() if link else PeerStats(None, None, None)
 
     def rank(self, nodes: Sequence[PeerAddress]) -> list[PeerAddress]:
-        """See `Peers.ranked`."""
+        """See `PeerApi.rank`."""
         with self._lock:
             links = {node.name: self._links.get(node.name) for node in nodes}
 
@@ -214,14 +203,14 @@ class PeerClient:
         }
 
     def close_except(self, names: Sequence[str]) -> None:
-        """See `Peers.keep`."""
+        """See `PeerApi.close_except`."""
         with self._lock:
             gone = [self._links.pop(name) for name in set(self._links) - set(names)]
         for link in gone:
             link.close()
 
     def close(self) -> None:
-        """See `Peers.close`."""
+        """See `PeerApi.close`."""
         self.close_except(())
 
     def _get_link(self, node: PeerAddress) -> Link:

@@ -1,171 +1,75 @@
-"""Authentication of callers, and encrypted bulk connections.
+"""Authentication between nodes: credentials for gRPC, TLS contexts for bulk connections, and who a caller is.
 
-A caller is identified by the node name in its certificate, which must be from the CA of this cluster. Without keys, the caller names
-itself, and only loopback is allowed.
+A caller is identified by the node name in its certificate, which must be from the CA of this cluster and not revoked. A client demands the
+unique DNS name of the node that it means. Without keys, a caller names itself, only loopback is allowed, and there are no bulk connections.
 
-A bulk connection is plain TCP with every message encrypted by AES-256-GCM, under keys that were sent over gRPC and therefore mutual TLS.
-gRPC in Python moves a GiB in twice the time of a plain socket; an encrypted bulk connection takes the time of a plain socket. Each
-direction has its own key for one connection and counts its messages in the nonce, so a message that was changed, omitted, repeated or moved
-fails to decrypt. Lengths are not sent, because both sides know what comes next. The kernel's timeouts bound each wait: a connection ends
-after `limits.PEER_STALL_S` without a byte, or if a message takes longer than `limits.PEER_PIECE_S`.
+A caller states the version of the protocol with each call. Another version than ours is refused, in a sentence that names both.
 """
 
-import select
-import socket
-import struct
-import time
-from contextlib import suppress
+import functools
+import os
+import ssl
 
 import grpc
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from ckptfs import limits
 from ckptfs.clique.certificates import NAME_PATTERN, Identity, RevocationList, get_subject, is_current
-from ckptfs.peers.messages import Rejection, RejectReason
-
-TAG_BYTES = 16
-KEY_BYTES = 32
-TOKEN_BYTES = 32
-BUFFERED_BYTES_MAX = 4 * limits.KIB
-BUFFER_BYTES = limits.PEER_PIECE_BYTES + BUFFERED_BYTES_MAX + 2 * TAG_BYTES
-
-
-class ConnectionEnded(Exception):
-    """The other side closed the connection, or the network did."""
-
-
-class EncryptedConnection:
-    """One end. One thread sends and receives; `shut` may come from another."""
-
-    def __init__(self, connected: socket.socket, keys: bytes, *, server: bool) -> None:
-        assert len(keys) == 2 * KEY_BYTES
-        halves = keys[:KEY_BYTES], keys[KEY_BYTES:]
-        self._socket = connected
-        self._incoming, self._outgoing = (AESGCM(key) for key in (halves if server else reversed(halves)))
-        self._received = self._sent = 0
-        self._in = memoryview(bytearray(limits.PEER_PIECE_BYTES + TAG_BYTES))
-        self._out = memoryview(bytearray(BUFFER_BYTES))
-        self._buffered_bytes = 0
-        set_socket_timeouts(connected)
-
-    def send(self, message: bytes | memoryview) -> None:
-        """Send a message; a short one waits for the next, or for `push`. Raises ConnectionEnded, Refusal (stalled)."""
-        end = self._buffered_bytes + len(message) + TAG_BYTES
-        self._outgoing.encrypt_into(self._sent.to_bytes(12, "big"), message, None, self._out[self._buffered_bytes : end])
-        self._sent += 1
-        self._buffered_bytes = end
-        if end > BUFFERED_BYTES_MAX:
-            self.send_buffered()
-
-    def send_buffered(self) -> None:
-        """Send what waits."""
-        left, self._buffered_bytes = self._out[: self._buffered_bytes], 0
-        deadline = time.monotonic() + limits.PEER_PIECE_S
-        while left:
-            count = self._call_with_deadline(deadline, self._socket.send, left)
-            left = left[count:]
-
-    def receive_into(self, buffer: memoryview) -> None:
-        """Receive a message that is exactly as long as `place`. Raises ConnectionEnded, Refusal (stalled, malformed)."""
-        sealed = self._in[: len(buffer) + TAG_BYTES]
-        filled, deadline = 0, time.monotonic() + limits.PEER_PIECE_S
-        while filled < len(sealed):
-            count = self._call_with_deadline(deadline, self._socket.recv_into, sealed[filled:], 0, socket.MSG_WAITALL)
-            if not count:
-                raise ConnectionEnded
-            filled += count
-        try:
-            self._incoming.decrypt_into(self._received.to_bytes(12, "big"), sealed, None, buffer)
-        except InvalidTag:
-            raise Rejection(RejectReason.MALFORMED, "a message on a bulk connection does not open") from None
-        self._received += 1
-
-    def has_input(self, timeout_s: float = 0.0) -> bool:
-        """Whether something (or the end) has arrived."""
-        return is_readable(self._socket, timeout_s)
-
-    def shutdown(self) -> None:
-        """End it for both sides; wakes the thread that uses it."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def linger(self) -> None:
-        """Say no more, and take for a moment what still comes: else the last words may be lost on the way."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
-            deadline = time.monotonic() + limits.PEER_SWEEP_S
-            while time.monotonic() < deadline and self.has_input(limits.PEER_SWEEP_S) and self._socket.recv_into(self._in):
-                pass
-
-    def close(self) -> None:
-        self._socket.close()
-
-    @staticmethod
-    def _call_with_deadline(deadline: float, call, *values) -> int:  # type: ignore[no-untyped-def]
-        try:
-            count: int = call(*values)
-        except BlockingIOError:
-            raise Rejection(RejectReason.STALLED, f"nothing moved for {limits.PEER_STALL_S:g} s") from None
-        except OSError as failure:
-            raise ConnectionEnded from failure
-        if time.monotonic() > deadline:
-            raise Rejection(RejectReason.STALLED, f"a message took longer than {limits.PEER_PIECE_S:g} s")
-        return count
-
-
-def set_socket_timeouts(connected: socket.socket) -> None:
-    """Blocking, with the kernel's timeouts and without waiting for company."""
-    connected.settimeout(None)
-    stall = struct.pack("ll", int(limits.PEER_STALL_S), 0)
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        connected.setsockopt(socket.SOL_SOCKET, option, stall)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def is_readable(connected: socket.socket, timeout_s: float) -> bool:
-    """Whether a read would not wait, now or within `timeout_s`."""
-    poll = select.poll()
-    poll.register(connected.fileno(), select.POLLIN)
-    return bool(poll.poll(int(timeout_s * 1000)))
-
+from ckptfs.peers.messages import PROTOCOL_VERSION, Rejection, RejectReason
 
 NODE_METADATA = "ckptfs-node"
 CLUSTER_METADATA = "ckptfs-cluster"
+VERSION_METADATA = "ckptfs-protocol"
+FIRST_VERSION = "1"
+"""What a caller speaks that states no version."""
 LOOPBACK = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "unix:")
 UNKNOWN = "unknown"
 
 
 class PeerAuthenticator:
-    """Names the peer behind a call."""
+    """Names the peer behind a call or a connection."""
 
     def __init__(self, cluster: str, identity: Identity | None, revoked: RevocationList) -> None:
         self._cluster = cluster
         self._revoked = revoked
         self._has_keys = identity is not None
 
-    def authenticate(self, context: grpc.ServicerContext) -> str:
-        """The calling node's name. Raises Refusal for strangers."""
-        node, cluster = self._read_certificate(context) if self._has_keys else self._read_metadata(context)
+    def authenticate_call(self, context: grpc.ServicerContext) -> str:
+        """Return the name of the calling node. Raises Rejection for strangers."""
+        if self._has_keys:
+            found = context.auth_context().get("x509_pem_cert")
+            return self.authenticate_certificate(bytes(found[0]) if found else b"")
+        if not context.peer().startswith(LOOPBACK):
+            raise Rejection(RejectReason.STRANGER, "without keys only this machine may ask")
+        said = _get_metadata(context)
+        return self._check_node(said.get(NODE_METADATA, "")[:64], said.get(CLUSTER_METADATA, ""))
+
+    def authenticate_certificate(self, certificate: bytes) -> str:
+        """Return the name of the node in a certificate (PEM), whose signature TLS has checked. Raises Rejection for strangers."""
+        if not certificate:
+            raise Rejection(RejectReason.STRANGER, "no certificate")
+        if not is_current(certificate, self._revoked.get_counts()):
+            raise Rejection(RejectReason.STRANGER, "these keys were revoked")
+        return self._check_node(*get_subject(certificate))
+
+    def _check_node(self, node: str, cluster: str) -> str:
         if not NAME_PATTERN.fullmatch(node) or cluster != self._cluster:
             raise Rejection(RejectReason.STRANGER, f"this is cluster {self._cluster}")
         return node
 
-    def _read_certificate(self, context: grpc.ServicerContext) -> tuple[str, str]:
-        found = context.auth_context().get("x509_pem_cert")
-        if not found:
-            raise Rejection(RejectReason.STRANGER, "no certificate")
-        certificate = bytes(found[0])
-        if not is_current(certificate, self._revoked.get_counts()):
-            raise Rejection(RejectReason.STRANGER, "these keys were revoked")
-        return get_subject(certificate)
 
-    @staticmethod
-    def _read_metadata(context: grpc.ServicerContext) -> tuple[str, str]:
-        if not context.peer().startswith(LOOPBACK):
-            raise Rejection(RejectReason.STRANGER, "without keys only this machine may ask")
-        said = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
-        return said.get(NODE_METADATA, "")[:64], said.get(CLUSTER_METADATA, "")
+def require_version(context: grpc.ServicerContext) -> None:
+    """Raise Rejection if a caller speaks another version of the protocol than this node."""
+    version = _get_metadata(context).get(VERSION_METADATA, FIRST_VERSION)
+    if version != str(PROTOCOL_VERSION):
+        raise Rejection(RejectReason.VERSION, describe_versions(str(PROTOCOL_VERSION), version if version.isdecimal() else "unknown"))
+
+
+def describe_versions(server: str, client: str) -> str:
+    """Return the sentence that refuses another version."""
+    return f"it speaks version {server} of the protocol between nodes, the caller version {client}; run one version of ckptfs on all nodes"
+
+
+def _get_metadata(context: grpc.ServicerContext) -> dict[str, str]:
+    return {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
 
 
 def server_credentials(identity: Identity) -> grpc.ServerCredentials:
@@ -176,3 +80,25 @@ def server_credentials(identity: Identity) -> grpc.ServerCredentials:
 def channel_credentials(identity: Identity) -> grpc.ChannelCredentials:
     """TLS that shows our certificate and trusts our CA only."""
     return grpc.ssl_channel_credentials(identity.ca, identity.key, identity.certificate)
+
+
+@functools.lru_cache(maxsize=8)
+def build_tls_context(identity: Identity, *, server: bool) -> ssl.SSLContext:
+    """Return TLS 1.3 for one side of bulk connections: both sides show a certificate of our CA.
+
+    A server sends no session tickets: a byte from it on an idle connection would look like the end of that connection.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    if server:
+        context.num_tickets = 0
+    context.load_verify_locations(cadata=identity.ca.decode())
+    # The module takes keys from files only.
+    fd = os.memfd_create("ckptfs-keys", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, identity.certificate + identity.key)
+        context.load_cert_chain(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)
+    return context

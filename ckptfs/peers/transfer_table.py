@@ -84,7 +84,7 @@ class PeerResource:
 
 
 class IncomingTransfer(PeerResource):
-    """A reception, block by block: a `peer_frames.Landing`. Touches only the shelf's descriptor."""
+    """A reception, block by block: a `BlockSink`. Touches only the descriptor of the content host."""
 
     def __init__(self, peer: str, offer: Offer, reception: Reception, clock: Clock) -> None:
         super().__init__(peer, clock)
@@ -203,6 +203,8 @@ class TransferTable:
         self.reads: PeerResourceTable[OutgoingRead] = PeerResourceTable(
             "loan", limits.PEER_OPEN_COPIES_MAX, limits.PEER_OPEN_COPIES_PER_PEER_MAX
         )
+        self._reader_places: dict[tuple[int, str], float] = {}
+        self._lock = threading.Lock()
 
     def begin_transfer(self, peer: str, offer: Offer) -> tuple[int, list[int]]:
         """Begin a transfer: (its id, the blocks that are lacking). One that this peer had left for the same content ends."""
@@ -242,17 +244,49 @@ class TransferTable:
         self.transfers.remove(number)
         transfer.end(lambda: self.content_host.abort_reception(transfer.token, keep_blocks=transfer.has_received_blocks))
 
-    def open_copy(self, peer: str, content: int, digest: bytes | None) -> tuple[int, OpenCopy]:
-        """Borrow a copy: (the loan's id, the loan)."""
+    def describe_copy(self, peer: str, content: int, digest: bytes | None, *, queued: bool = False) -> OpenCopy:
+        """A copy, whose descriptor is closed. `queued`: see `_take_reader_place`."""
+        copy = self.content_host.open_copy(content, digest)
+        os.close(copy.fd)
+        if queued:
+            self._take_reader_place(peer, copy)
+        return copy
+
+    def open_copy(self, peer: str, content: int, digest: bytes | None, *, queued: bool = False) -> tuple[int, OpenCopy]:
+        """Borrow a copy: (the loan's id, the loan). `queued`: see `_take_reader_place`."""
         with self.reads.reserve_slot(peer) as insert:
             copy = self.content_host.open_copy(content, digest)
+            try:
+                if queued:
+                    self._take_reader_place(peer, copy)
+            except Rejection:
+                os.close(copy.fd)
+                raise
             return insert(OutgoingRead(peer, copy, self._clock)), copy
 
     def close_copy(self, peer: str, number: int) -> None:
         """The loan ends; its descriptor is closed when no stream uses it any more."""
         read = self.reads.get(peer, number)
         self.reads.remove(number)
+        with self._lock:
+            self._reader_places.pop((read.copy.content, peer), None)
         read.end(lambda: os.close(read.copy.fd))
+
+    def _take_reader_place(self, peer: str, copy: OpenCopy) -> None:
+        """Reserve a place among those that fetch a large content, until its loans end. Raises Rejection if others have all of them.
+
+        So the first readers have it soon and serve the next ones.
+        """
+        now = self._clock()
+        if copy.size < limits.PEER_READERS_BYTES_MIN:
+            return
+        with self._lock:
+            self._reader_places = {place: until for place, until in self._reader_places.items() if until > now}
+            readers = {reader for content, reader in self._reader_places if content == copy.content}
+            readers |= {read.peer for _, read in self.reads.all() if read.copy.content == copy.content}
+            if len(readers - {peer}) >= limits.PEER_READERS_MAX:
+                raise Rejection(RejectReason.TOO_MANY, f"{len(readers)} nodes fetch it just now")
+            self._reader_places[copy.content, peer] = now + limits.PEER_READER_S
 
     def end_all_of_peer(self, peer: str) -> None:
         """All that this peer had begun ends, in use or not."""

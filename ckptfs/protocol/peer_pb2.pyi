@@ -75,14 +75,16 @@ class FinishReply(_message.Message):
     def __init__(self, verified: _Optional[bool] = ...) -> None: ...
 
 class RecordRequest(_message.Message):
-    __slots__ = ("content", "digest", "borrow")
+    __slots__ = ("content", "digest", "borrow", "queued")
     CONTENT_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     BORROW_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
     content: int
     digest: bytes
     borrow: bool
-    def __init__(self, content: _Optional[int] = ..., digest: _Optional[bytes] = ..., borrow: _Optional[bool] = ...) -> None: ...
+    queued: bool
+    def __init__(self, content: _Optional[int] = ..., digest: _Optional[bytes] = ..., borrow: _Optional[bool] = ..., queued: _Optional[bool] = ...) -> None: ...
 
 class Record(_message.Message):
     __slots__ = ("content", "inode", "generation", "size", "digest", "blocks", "loan")
@@ -140,12 +142,10 @@ class PingReply(_message.Message):
     now_ns: int
     def __init__(self, room: _Optional[int] = ..., now_ns: _Optional[int] = ...) -> None: ...
 
-class ConnectReply(_message.Message):
-    __slots__ = ("port", "token", "keys")
-    PORT_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
-    KEYS_FIELD_NUMBER: _ClassVar[int]
-    port: int
-    token: bytes
-    keys: bytes
-    def __init__(self, port: _Optional[int] = ..., token: _Optional[bytes] = ..., keys: _Optional[bytes] = ...) -> None: ...
+class HelloReply(_message.Message):
+    __slots__ = ("version", "bulk_port")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    BULK_PORT_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    bulk_port: int
+    def __init__(self, version: _Optional[int] = ..., bulk_port: _Optional[int] = ...) -> None: ...

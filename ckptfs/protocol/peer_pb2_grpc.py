@@ -84,10 +84,10 @@ class PeerStub:
                 request_serializer=peer__pb2.Nothing.SerializeToString,
                 response_deserializer=peer__pb2.PingReply.FromString,
                 _registered_method=True)
-        self.Connect = channel.unary_unary(
-                '/ckptfs.peer.Peer/Connect',
+        self.Hello = channel.unary_unary(
+                '/ckptfs.peer.Peer/Hello',
                 request_serializer=peer__pb2.Nothing.SerializeToString,
-                response_deserializer=peer__pb2.ConnectReply.FromString,
+                response_deserializer=peer__pb2.HelloReply.FromString,
                 _registered_method=True)
 
 
@@ -154,7 +154,7 @@ class PeerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Connect(self, request, context):
+    def Hello(self, request, context):
         """Raw messages, never parsed as protobuf; added to the service by hand:
         Send: stream of (command, then header and pieces of each block, end) -> done
         Read: command -> stream of (header and pieces of each block, end)
@@ -216,10 +216,10 @@ def add_PeerServicer_to_server(servicer, server):
                     request_deserializer=peer__pb2.Nothing.FromString,
                     response_serializer=peer__pb2.PingReply.SerializeToString,
             ),
-            'Connect': grpc.unary_unary_rpc_method_handler(
-                    servicer.Connect,
+            'Hello': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hello,
                     request_deserializer=peer__pb2.Nothing.FromString,
-                    response_serializer=peer__pb2.ConnectReply.SerializeToString,
+                    response_serializer=peer__pb2.HelloReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -503,7 +503,7 @@ class Peer:
             _registered_method=True)
 
     @staticmethod
-    def Connect(request,
+    def Hello(request,
             target,
             options=(),
             channel_credentials=None,
@@ -516,9 +516,9 @@ class Peer:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ckptfs.peer.Peer/Connect',
+            '/ckptfs.peer.Peer/Hello',
             peer__pb2.Nothing.SerializeToString,
-            peer__pb2.ConnectReply.FromString,
+            peer__pb2.HelloReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -16,10 +16,9 @@ from peer_world import keyring as keyring
 from ckptfs import limits
 from ckptfs.clique.peer_api import UNKNOWN_BLOCK, Offer, PeerCorrupt, PeerFailed, PeerRefused, SendResult
 from ckptfs.peers.peer_client import PeerClient
-from ckptfs.protocol import peer_pb2 as pb
 
 BLOCK = limits.BLOCK_BYTES
-WAYS = {"socket": (True, True), "socket without keys": (False, True), "grpc": (True, False), "grpc without keys": (False, False)}
+WAYS = {"TLS": (True, True), "without keys": (False, True), "gRPC": (True, False)}
 
 
 class Pair:
@@ -99,21 +98,6 @@ def test_small_contents_travel_together_and_are_judged_one_by_one(fast: Pair, tm
     assert {offer.sender for offer in fast.node.shelf.held.values()} == {"node2"}
     fast.node.shelf.abort_reception(blocking.token)
     for fd in fds.values():
-        os.close(fd)
-
-
-def test_to_a_node_of_an_earlier_version_small_contents_go_one_by_one(fast: Pair, tmp_path: Path) -> None:
-    """It has no method for several; each counts, or not, for itself all the same."""
-    link = fast.peers._get_link(fast.node.there)
-    link.stub.OfferMany = link._channel.unary_unary("/ckptfs.peer.Peer/OfferMore", pb.OffersRequest.SerializeToString)
-    datas = [os.urandom(size) for size in (0, 1, 70_000)]
-    fds = [file_of(tmp_path, data) for data in datas]
-    offers = [(offer_of(data, 200 + number), fd) for number, (data, fd) in enumerate(zip(datas, fds, strict=True))]
-    offers.append((offer_of(b"was", 203), fds[2]))
-    *sent, last = fast.peers.send_many(fast.node.there, offers)
-    assert all(isinstance(one, SendResult) and one.is_verified for one in sent) and isinstance(last, PeerCorrupt)
-    assert [fast.node.shelf.path(200 + number).read_bytes() for number in range(3)] == datas
-    for fd in fds:
         os.close(fd)
 
 

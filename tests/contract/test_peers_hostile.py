@@ -25,7 +25,6 @@ import pytest
 import trio
 from ckptfs_daemon.mover.cluster_services import serve_peers
 from ckptfs_daemon.supervisor import children
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from daemon_under_test import eventually
 from peer_world import CLUSTER, Keyring, MemoryContentHost, PeerNode, client, offer_of
 from peer_world import keyring as keyring
@@ -33,9 +32,8 @@ from peer_world import keyring as keyring
 from ckptfs import limits, server_limits
 from ckptfs.clique import certificates, peer_api
 from ckptfs.clique.certificates import Identity, RevocationList
-from ckptfs.clique.peer_api import PeerFailed
+from ckptfs.clique.peer_api import PeerFailed, PeerRefused
 from ckptfs.peers import bulk_server, grpc_server
-from ckptfs.peers.bulk_server import ConnectTokens
 from ckptfs.peers.grpc_server import PeerServer
 from ckptfs.peers.link import Link
 from ckptfs.peers.peer_client import PeerClient
@@ -45,6 +43,10 @@ BLOCK = limits.BLOCK_BYTES
 PIECE = limits.PEER_PIECE_BYTES
 DATA = os.urandom(2 * BLOCK)
 Status = grpc.StatusCode
+VERSION = (("ckptfs-protocol", "2"),)
+
+
+Metadata = tuple[tuple[str, str], ...]
 
 
 @pytest.fixture
@@ -80,14 +82,14 @@ class Raw:
             credentials = grpc.ssl_channel_credentials(identity.ca, identity.key or None, identity.certificate or None)
             self.channel = grpc.secure_channel(node.there.address, credentials, options)
 
-    def call(self, method: str, message: bytes) -> bytes:
-        return bytes(self.channel.unary_unary(f"/ckptfs.peer.Peer/{method}", bytes, bytes)(message, timeout=30))
+    def call(self, method: str, message: bytes, version: Metadata = VERSION) -> bytes:
+        return bytes(self.channel.unary_unary(f"/ckptfs.peer.Peer/{method}", bytes, bytes)(message, timeout=30, metadata=version))
 
     def send(self, *messages: bytes) -> bytes:
-        return bytes(self.channel.stream_unary("/ckptfs.peer.Peer/Send", bytes, bytes)(iter(messages), timeout=30))
+        return bytes(self.channel.stream_unary("/ckptfs.peer.Peer/Send", bytes, bytes)(iter(messages), timeout=30, metadata=VERSION))
 
     def read(self, command: bytes) -> list[bytes]:
-        return list(self.channel.unary_stream("/ckptfs.peer.Peer/Read", bytes, bytes)(command, timeout=30))
+        return list(self.channel.unary_stream("/ckptfs.peer.Peer/Read", bytes, bytes)(command, timeout=30, metadata=VERSION))
 
     def offer(self, data: bytes = DATA, content: int = 7) -> int:
         reply = pb.OfferReply.FromString(self.call("Offer", offered(data, content).SerializeToString()))
@@ -199,7 +201,7 @@ def test_an_answer_that_is_no_message_fails_the_call(caplog: pytest.LogCaptureFi
     """And leaves no line in the log: a node that lies could fill it."""
     server = grpc.server(ThreadPoolExecutor(1))
     junk = grpc.unary_unary_rpc_method_handler(lambda _request, _context: b"\xff" * 100)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("ckptfs.peer.Peer", {"Ping": junk}),))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("ckptfs.peer.Peer", {"Hello": junk}),))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     link = Link("node2", CLUSTER, None, "node1", address, bulk=False)
@@ -218,6 +220,34 @@ def test_without_keys_a_caller_must_name_our_cluster(tmp_path: Path) -> None:
     node.stop()
 
 
+@pytest.mark.parametrize("version", [(), (("ckptfs-protocol", "3"),), (("ckptfs-protocol", "x2"),)], ids=["none", "later", "nonsense"])
+def test_another_version_of_the_protocol_is_refused(node: PeerNode, raw: Raw, version: Metadata) -> None:
+    """2.7: every call is; the refusal names both versions. Who states none is of 0.2.0."""
+    for method in ("Hello", "Ping", "Offer"):
+        with pytest.raises(grpc.RpcError) as failure:
+            raw.call(method, b"", version)
+        assert failure.value.code() is Status.FAILED_PRECONDITION
+        theirs = "1" if not version else "3" if version[0][1] == "3" else "unknown"
+        assert f"speaks version 2 of the protocol between nodes, the caller version {theirs}" in (failure.value.details() or "")
+    assert node.server.rejections.get_counts() == {"node2": {"version": 3}}
+
+
+@pytest.mark.parametrize("theirs", [1, 3])
+def test_a_client_refuses_a_server_of_another_version(
+    node: PeerNode, keyring: Keyring, monkeypatch: pytest.MonkeyPatch, theirs: int
+) -> None:
+    """2.7: version 1 has no Hello, and checks no version; nothing is sent to it."""
+    monkeypatch.setattr(grpc_server, "require_version", lambda context: None)
+    if theirs == 1:
+        monkeypatch.setitem(node.server._methods._handlers, "/ckptfs.peer.Peer/Hello", node.server._methods._unknown)
+    else:
+        monkeypatch.setattr(grpc_server, "PROTOCOL_VERSION", theirs)
+    made = client("node2", keyring("node2"))
+    with pytest.raises(PeerRefused, match=f"it speaks version {theirs} of the protocol between nodes, the caller version 2"):
+        made.ping(node.there)
+    made.close()
+
+
 def test_revoked_keys_lose_what_they_had_while_the_node_serves(tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read again at run time: calls, transfers and bulk connections of the lost keys end, the others' go on, new keys are good."""
     monkeypatch.setattr(limits, "REVOKED_POLL_S", 0.0)
@@ -226,17 +256,19 @@ def test_revoked_keys_lose_what_they_had_while_the_node_serves(tmp_path: Path, k
     lost, other = Raw(node, keyring("node4")), Raw(node, keyring("node2"))
     transfer = pb.TransferRequest(transfer=lost.offer(content=8)).SerializeToString()
     kept = other.offer(content=9)
-    bulk = RawBulk(lost)
-    eventually(lambda: "node4" in node.server.bulk._peer_by_socket.values(), what="its token is taken")  # type: ignore[union-attr]
+    bulk = RawBulk(node, keyring, "node4")
+    eventually(lambda: node.server.get_figures()["connections"] == 1, what="its connection is taken")
     certificates.write_revocations(tmp_path, {"node4": 1})
     assert lost.refused("Finish", transfer) is Status.PERMISSION_DENIED
     assert bulk.ended()
     eventually(lambda: len(node.server.table.transfers) == 1, what="what it had begun ends")
     other.call("Progress", pb.TransferRequest(transfer=kept).SerializeToString())
-    assert node.server.rejections.get_counts()["unknown"] == {"stranger": 1}
+    assert RawBulk(node, keyring, "node4").ended()
+    eventually(lambda: node.server.rejections.get_counts()["unknown"] == {"stranger": 2}, what="both are counted")
     certificates.revoke(keyring.directory, "node4")
     new = Raw(node, keyring("node4"))
     new.call("Ping", b"")
+    assert RawBulk(node, keyring, "node4").ask(command(1, 77)) == errno.ENOENT, "new keys are good"
     for one in (lost, other, new):
         one.channel.close()
     node.stop()
@@ -596,7 +628,7 @@ def test_calls_that_say_nothing_leave_room_for_the_others(raw: Raw, connect: Con
     over = threading.Event()
     most = limits.PEER_STREAMS_PER_PEER_MAX if method == "Send" else limits.PEER_AWAITED_PER_PEER_MAX
     called = raw.channel.stream_unary(f"/ckptfs.peer.Peer/{method}", bytes, bytes)
-    calls = [called.future(silence(over)) for _ in range(2 * limits.PEER_CALLS_MAX)]
+    calls = [called.future(silence(over), metadata=VERSION) for _ in range(2 * limits.PEER_CALLS_MAX)]
     try:
         eventually(lambda: sum(call.done() for call in calls) == len(calls) - most, what="the rest is refused")
         assert {call.code() for call in calls if call.done()} == {Status.RESOURCE_EXHAUSTED}
@@ -612,13 +644,13 @@ def test_a_call_without_its_message_ends(node: PeerNode, raw: Raw, method: str) 
     """Its thread is free again, and it is counted."""
     over = threading.Event()
     with fails(Status.UNIMPLEMENTED if method == "Nonsense" else Status.CANCELLED):
-        raw.channel.stream_unary(f"/ckptfs.peer.Peer/{method}", bytes, bytes)(silence(over), timeout=60)
+        raw.channel.stream_unary(f"/ckptfs.peer.Peer/{method}", bytes, bytes)(silence(over), timeout=60, metadata=VERSION)
     over.set()
     counted = "no_method" if method == "Nonsense" else "stalled"
     eventually(lambda: node.server.rejections.get_counts() == {"node2": {counted: 1}}, what="it is counted")
 
 
-@with_limits(PEER_TOKEN_S=0.5)
+@with_limits(PEER_HANDSHAKE_S=0.5)
 def test_a_connection_that_does_not_introduce_itself_ends(node: PeerNode) -> None:
     """Half-open connections hold nothing for long, on either port."""
     assert node.server.bulk is not None
@@ -631,30 +663,33 @@ def test_a_connection_that_does_not_introduce_itself_ends(node: PeerNode) -> Non
 # --- bulk connections ------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_that_are_not_used_are_bounded_and_the_newest_are_good() -> None:
-    tickets = ConnectTokens()
-    given = [tickets.issue("node2").token for _ in range(3 * limits.PEER_TOKENS_PER_PEER_MAX)]
-    other = tickets.issue("node3").token
-    good = [token for token in given if tickets.redeem(token)]
-    assert good == given[-limits.PEER_TOKENS_PER_PEER_MAX :]
-    assert tickets.redeem(other) and not tickets.redeem(other)
-
-
 class RawBulk:
-    def __init__(self, raw: Raw) -> None:
-        reply = pb.ConnectReply.FromString(raw.call("Connect", b""))
-        self.token, self.port = reply.token, reply.port
-        self.outgoing, self.incoming = AESGCM(reply.keys[:32]), AESGCM(reply.keys[32:])
-        self.socket = socket.create_connection(("127.0.0.1", reply.port))
-        self.socket.settimeout(60)
-        self.socket.sendall(reply.token)
-        self.count = 0
+    """A TLS connection to the bulk port: a client of its own."""
 
-    def sealed(self, message: bytes) -> bytes:
-        self.count += 1
-        return self.outgoing.encrypt((self.count - 1).to_bytes(12, "big"), message, None)
+    def __init__(self, node: PeerNode, keyring: Keyring, name: str, **options: object) -> None:
+        assert node.server.bulk is not None
+        keyring(name)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        for option, value in options.items():
+            setattr(context, option, value)
+        context.load_verify_locations(keyring.directory / "node1" / "ca.pem")
+        context.load_cert_chain(keyring.directory / name / "node.pem", keyring.directory / name / "node.key")
+        self.plain = socket.create_connection(("127.0.0.1", node.server.bulk.port), timeout=60)
+        below = os.dup(self.plain.fileno())
+        self.socket = context.wrap_socket(self.plain, server_hostname=certificates.target_name(CLUSTER, "node1"))
+        self.below = socket.socket(fileno=below)
+
+    def ask(self, *messages: bytes) -> int:
+        """Send messages; the errno of the refusal, or 0."""
+        self.socket.sendall(b"".join(messages))
+        number, length, encoding = struct.unpack("<QIB3x", self.socket.recv(16))
+        if encoding == 3:
+            self.socket.recv(length)
+            return int(number)
+        return 0
 
     def ended(self) -> bool:
+        self.below.close()
         return ended(self.socket)
 
 
@@ -662,32 +697,46 @@ def ended(connected: socket.socket) -> bool:
     try:
         while connected.recv(1 << 16):
             pass
-    except ConnectionError:
+    except (ConnectionError, ssl.SSLError):
         pass
     connected.close()
     return True
 
 
-def test_a_token_is_good_once(node: PeerNode, raw: Raw) -> None:
-    bulk = RawBulk(raw)
-    bulk.socket.sendall(bulk.sealed(command(1, 77)))
-    assert bulk.ended()
-    again = socket.create_connection(("127.0.0.1", bulk.port))
-    again.settimeout(60)
-    again.sendall(bulk.token)
-    assert ended(again)
-    eventually(
-        lambda: node.server.rejections.get_counts() == {"unknown": {"stranger": 1}, "node2": {"unknown": 1}}, what="both are counted"
-    )
+def test_the_bulk_port_takes_blocks_over_tls_1_3(node: PeerNode, raw: Raw, keyring: Keyring) -> None:
+    number = raw.offer()
+    bulk = RawBulk(node, keyring, "node2")
+    assert bulk.socket.version() == "TLSv1.3"
+    assert bulk.ask(command(1, number), *block(0), *block(1), header(2, 0, END)) == 0
+    assert FINISHED in raw.call("Finish", pb.TransferRequest(transfer=number).SerializeToString())
+    assert node.shelf.path(7).read_bytes() == DATA
+
+
+def test_the_bulk_port_knows_only_nodes_of_this_cluster(node: PeerNode, keyring: Keyring, tmp_path: Path) -> None:
+    """B.3: TLS refuses those without a good certificate, and who it is comes from the certificate."""
+    other = Keyring(tmp_path / "other")
+    other("node2")
+    (other.directory / "node1").mkdir()
+    (other.directory / "node1" / "ca.pem").write_bytes(keyring("node1").ca)
+    assert RawBulk(node, other, "node2").ended(), "another authority"
+    with pytest.raises(ssl.SSLError):
+        RawBulk(node, keyring, "node2", maximum_version=ssl.TLSVersion.TLSv1_2)
+    context = ssl.create_default_context(cadata=keyring("node1").ca.decode())
+    context.check_hostname = False
+    assert node.server.bulk is not None
+    with socket.create_connection(("127.0.0.1", node.server.bulk.port), timeout=60) as bare:
+        assert ended(context.wrap_socket(bare)), "no certificate"
+    eventually(lambda: node.server.rejections.get_counts() == {"unknown": {"stranger": 3}}, what="they are counted")
+    assert RawBulk(node, keyring, "node2").ask(command(1, 77)) == errno.ENOENT
+    eventually(lambda: node.server.rejections.get_counts().get("node2") == {"unknown": 1}, what="this one has a name")
 
 
 @pytest.mark.parametrize(
-    "first", [secrets.token_bytes(32), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n......", b"x"], ids=["token", "http", "short"]
+    "first", [secrets.token_bytes(32), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n......", b"x"], ids=["noise", "http", "short"]
 )
-def test_a_connection_without_a_token_ends(node: PeerNode, first: bytes) -> None:
+def test_a_connection_without_a_handshake_ends(node: PeerNode, first: bytes) -> None:
     assert node.server.bulk is not None
-    connected = socket.create_connection(("127.0.0.1", node.server.bulk.port))
-    connected.settimeout(60)
+    connected = socket.create_connection(("127.0.0.1", node.server.bulk.port), timeout=60)
     connected.sendall(first)
     with suppress(OSError):
         connected.shutdown(socket.SHUT_WR)
@@ -695,45 +744,58 @@ def test_a_connection_without_a_token_ends(node: PeerNode, first: bytes) -> None
     eventually(lambda: node.server.rejections.get_counts() == {"unknown": {"stranger": 1}}, what="it is counted")
 
 
-@pytest.mark.parametrize("how", ["changed", "replayed", "plain", "other key", "cut off"])
-def test_a_message_that_was_tampered_with_ends_the_connection(node: PeerNode, raw: Raw, how: str) -> None:
+@pytest.mark.parametrize("how", ["tampered", "cut off", "no command"])
+def test_a_connection_that_goes_wrong_ends(node: PeerNode, raw: Raw, keyring: Keyring, how: str) -> None:
     number = raw.offer()
-    bulk = RawBulk(raw)
-    message = bulk.sealed(command(1, number))
-    if how == "changed":
-        bulk.socket.sendall(message[:-1] + bytes([message[-1] ^ 1]))
-    elif how == "replayed":
-        bulk.socket.sendall(message + message)
-    elif how == "plain":
-        bulk.socket.sendall(command(1, number) + bytes(16))
-    elif how == "other key":
-        bulk.socket.sendall(AESGCM(bytes(32)).encrypt(bytes(12), command(1, number), None))
+    bulk = RawBulk(node, keyring, "node2")
+    if how == "tampered":
+        bulk.below.sendall(b"\x17\x03\x03\x00\x40" + bytes(64))
+    elif how == "cut off":
+        bulk.socket.sendall(command(1, number)[:20])
+        bulk.below.shutdown(socket.SHUT_WR)
     else:
-        bulk.socket.sendall(message[:20])
-        bulk.socket.shutdown(socket.SHUT_WR)
+        assert bulk.ask(bytes(32)) == errno.EINVAL
     assert bulk.ended()
     eventually(lambda: node.server.get_figures()["connections"] == 0, what="the connection is gone")
-    assert how == "cut off" or node.server.rejections.get_counts() == {"node2": {"malformed": 1}}
+    assert node.server.rejections.get_counts() == ({"node2": {"malformed": 1}} if how == "no command" else {})
     raw.call("Abandon", pb.TransferRequest(transfer=number).SerializeToString())
 
 
-def test_silent_connections_keep_no_peer_out(node: PeerNode, raw: Raw) -> None:
-    """P1: many more of them than there is room for, held open; who has a token gets in at once, and threads are bounded."""
+@with_limits(PEER_HANDSHAKES_MAX=4, PEER_CONNECTIONS_MAX=4)
+def test_a_flood_of_silent_connections_pushes_out_no_peer(node: PeerNode, keyring: Keyring) -> None:
+    """B.3: peers keep their connections, and get new ones at once. Threads are bounded."""
     assert node.server.bulk is not None
-    threads = threading.active_count()
-    silent = [socket.create_connection(("127.0.0.1", node.server.bulk.port)) for _ in range(4 * bulk_server.UNAUTHENTICATED_MAX)]
-    number = raw.offer()
-    bulk = RawBulk(raw)
-    bulk.socket.sendall(b"".join(bulk.sealed(one) for one in (command(1, number), *block(0), *block(1), header(2, 0, END))))
-    assert len(bulk.socket.recv(1 << 10)) > 0, "it was answered"
-    assert FINISHED in raw.call("Finish", pb.TransferRequest(transfer=number).SerializeToString())
-    eventually(lambda: threading.active_count() <= threads + bulk_server.UNAUTHENTICATED_MAX + 1, what="those who came first are gone")
-    eventually(
-        lambda: node.server.rejections.get_counts()["unknown"]["too_many"] >= 3 * bulk_server.UNAUTHENTICATED_MAX, what="they are counted"
-    )
-    for one in (*silent, bulk.socket):
+    port, threads = node.server.bulk.port, threading.active_count()
+    before = [RawBulk(node, keyring, "node2") for _ in range(3)]
+    eventually(lambda: node.server.get_figures()["connections"] == 3, what="the peers are in")
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(10 * limits.PEER_HANDSHAKES_MAX)]
+    for bulk in (*before, RawBulk(node, keyring, "node3")):
+        assert bulk.ask(command(1, 77)) == errno.ENOENT
+        bulk.socket.close()
+    eventually(lambda: node.server.get_figures()["connections"] == 0, what="their places are free")
+    assert RawBulk(node, keyring, "node2").ask(command(1, 77)) == errno.ENOENT
+    eventually(lambda: sum(map(is_closed, silent)) >= 9 * limits.PEER_HANDSHAKES_MAX, what="those who came first are gone")
+    eventually(lambda: threading.active_count() <= threads + limits.PEER_WORKERS + 2 * limits.PEER_HANDSHAKES_MAX, what="threads end")
+    assert node.server.rejections.get_counts()["unknown"]["too_many"] >= 9 * limits.PEER_HANDSHAKES_MAX
+    for one in silent:
         one.close()
     eventually(lambda: node.server.get_figures()["connections"] == 0, what="all are closed")
+
+
+@with_limits(PEER_CONNECTIONS_MAX=3, PEER_IDLE_S=600.0)
+def test_idle_connections_make_room(node: PeerNode, keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.2: the one that is idle for longest goes. Without an idle one, the newcomer hears that there are too many."""
+    first, *rest = [RawBulk(node, keyring, f"node{number}") for number in (2, 3, 4)]
+    eventually(lambda: node.server.get_figures()["connections"] == 3, what="all are open")
+    with monkeypatch.context() as changed:
+        changed.setattr(bulk_server, "EVICTED_IDLE_S", 600.0)
+        late = RawBulk(node, keyring, "node5")
+        assert late.ask(command(1, 77)) == errno.EAGAIN and late.ended()
+    monkeypatch.setattr(bulk_server, "EVICTED_IDLE_S", 0.0)
+    newest = RawBulk(node, keyring, "node5")
+    assert newest.ask(command(1, 77)) == errno.ENOENT and first.ended()
+    for one in rest:
+        assert one.ask(command(1, 77)) == errno.ENOENT
 
 
 def test_unauthenticated_connections_leave_descriptors_for_peers(tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -764,11 +826,13 @@ def is_closed(connected: socket.socket) -> bool:
         return True
 
 
-def test_connections_of_a_peer_are_bounded(node: PeerNode, raw: Raw) -> None:
-    bulks = [RawBulk(raw) for _ in range(limits.PEER_CONNECTIONS_PER_PEER_MAX)]
-    assert node.server.bulk is not None
-    eventually(lambda: list(node.server.bulk._peer_by_socket.values()).count("node2") == len(bulks), what="all are open")  # type: ignore[union-attr]
-    assert RawBulk(raw).ended()
+def test_connections_of_a_peer_are_bounded(node: PeerNode, keyring: Keyring) -> None:
+    bulks = [RawBulk(node, keyring, "node2") for _ in range(limits.PEER_CONNECTIONS_PER_PEER_MAX)]
+    eventually(lambda: node.server.get_figures()["connections"] == len(bulks), what="all are open")
+    late = RawBulk(node, keyring, "node2")
+    assert late.ask(command(1, 77)) == errno.EAGAIN and late.ended()
+    assert RawBulk(node, keyring, "node3").ask(command(1, 77)) == errno.ENOENT, "other peers are not concerned"
     for bulk in bulks:
+        bulk.below.close()
         bulk.socket.close()
     eventually(lambda: node.server.get_figures()["connections"] == 0, what="all are closed")

@@ -15,11 +15,11 @@ from peer_world import keyring as keyring
 
 from ckptfs import limits
 from ckptfs.clique.peer_api import PeerCorrupt, PeerFailed, PeerRefused
-from ckptfs.peers import block_client, transfer_table
+from ckptfs.peers import block_client, bulk_server, transfer_table
+from ckptfs.peers.bulk_connection import ConnectionEnded
 from ckptfs.peers.link import Link, translate_errors
 from ckptfs.peers.messages import Command, CommandKind, Rejection, RejectReason
 from ckptfs.peers.peer_client import PeerClient
-from ckptfs.peers.security import ConnectionEnded
 
 BLOCK = limits.BLOCK_BYTES
 DATA = os.urandom(8 * BLOCK)
@@ -251,8 +251,8 @@ def test_a_stream_that_breaks_goes_on_where_it_was(tmp_path: Path, keyring: Keyr
     def wanted() -> bool:
         if next(asked) == 5:
             assert node.server.bulk is not None
-            for connected in list(node.server.bulk._peer_by_socket):
-                connected.shutdown(2)
+            for connected in list(node.server.bulk._connections):
+                bulk_server.shut_down(connected)
         return True
 
     sent = world.send(node, 50, wanted=wanted)
@@ -329,6 +329,27 @@ def test_a_bulk_port_that_cannot_be_reached_leaves_grpc(tmp_path: Path, keyring:
     world.nodes[0].server.bulk.stop()
     assert world.send(world.nodes[0], 70).is_verified
     assert world.fetch(world.nodes[:1]) == DATA
+    world.stop()
+
+
+def test_a_bulk_connection_that_breaks_leaves_grpc(tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B.3: something between the nodes lets connections come about and ends them in the middle. What came is not fetched again."""
+    world = World(tmp_path, keyring, bulk=True)
+    broken: list[int] = []
+    receive = bulk_server.BulkConnection.receive_into
+
+    def break_at_second_block(self: Any, buffer: memoryview) -> None:
+        receive(self, buffer)
+        if threading.current_thread().name == "peer fetch" and len(world.came) == 1:
+            broken.append(1)
+            raise ConnectionEnded("cut")
+
+    monkeypatch.setattr(bulk_server.BulkConnection, "receive_into", break_at_second_block)
+    world.peers._streams = 1
+    assert world.fetch(world.nodes[:1]) == DATA
+    assert sorted(world.came) == list(range(8)) and broken == [1]
+    monkeypatch.setattr(bulk_server.BulkConnection, "send", lambda *_: broken.append(2) or receive(*_))
+    assert world.send(world.nodes[0], 71).is_verified and broken == [1], "gRPC does for a while"
     world.stop()
 
 
