@@ -167,9 +167,9 @@ def test_only_the_blocks_that_changed_come(tmp_path: Path) -> None:
     came: list[int] = []
     real = three.peers.fetch
 
-    def counted(sources, record, wanted, *rest):  # type: ignore[no-untyped-def]
+    def counted(sources, record, wanted, *rest, **named):  # type: ignore[no-untyped-def]
         came.extend(wanted)
-        return real(sources, record, wanted, *rest)
+        return real(sources, record, wanted, *rest, **named)
 
     three.peers.fetch = counted  # type: ignore[method-assign]
     bring(three, one.inode(content))

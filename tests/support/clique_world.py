@@ -8,7 +8,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ from ckptfs.clique.peer_api import (
     UNKNOWN_BLOCK,
     ContentManifest,
     Offer,
+    OpenCopy,
     PeerAddress,
+    PeerBusy,
     PeerCorrupt,
     PeerFailed,
     PeerRefused,
@@ -44,6 +46,8 @@ from ckptfs.flow.replicate import Replicate
 from ckptfs.flow.replicate.open_files import FsyncReplication
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ROOT, ContentState, Level, Tier
+from ckptfs.peers.messages import Rejection, RejectReason
+from ckptfs.peers.transfer_table import TransferTable
 from ckptfs.store.kv import Put
 from ckptfs.tiers.storage import Tiers
 
@@ -71,6 +75,7 @@ class Node(LocalNode):
     def hold_anew(self) -> None:
         """With the tiers as they are now."""
         self.hold = Host(self.db, self.tiers, 0.5, self.told, cluster_of(self))
+        self.table = TransferTable(self.hold)
 
     @property
     def view(self) -> ClusterView:
@@ -251,48 +256,62 @@ class LocalPeers:
         self.together.append(len(offers))
         return found
 
+    @contextlib.contextmanager
+    def _borrow(self, act: str, node: PeerAddress, content: int, digest_wanted: bytes | None, queued: bool) -> Iterator[OpenCopy]:
+        """A copy of another node, within the bounds that its peer server has."""
+        me, there = self._here.member.name, self._cluster.node(node.name)
+        self._host_of(act, node)
+        try:
+            number, copy = there.table.open_copy(me, content, digest_wanted, queued=queued)
+        except Rejection as refusal:
+            raise (PeerBusy if refusal.reason is RejectReason.TOO_MANY else PeerRefused)(str(refusal), refusal.reason) from refusal
+        except CkptfsError as refusal:
+            raise PeerRefused(str(refusal), refusal.errno) from refusal
+        try:
+            yield copy
+        finally:
+            there.table.close_copy(me, number)
+
     def fetch(
         self, sources: Sequence[PeerAddress], manifest: ContentManifest, blocks: Sequence[int], target_fd: int,
-        on_block: Callable[[int], None] = lambda number: None, urgent_blocks: Callable[[], Sequence[int]] = tuple,
+        on_block: Callable[[int], None] = lambda number: None, urgent_blocks: Callable[[], Sequence[int]] = tuple, *, queued: bool = False,
     ) -> int:  # fmt: skip
         left, moved = list(blocks), 0
-        failure: Exception = PeerFailed("no source")
+        failure = PeerFailed("no source")
         for node in sources:
             try:
-                loan = self._host_of("fetch", node).open_copy(manifest.content, manifest.digest)
-            except CkptfsError as refusal:
-                failure = refusal if isinstance(refusal, PeerFailed) else PeerRefused(str(refusal), refusal.errno)
-                continue
-            try:
-                while left:
-                    first = urgent_blocks()
-                    left.sort(key=lambda number: number not in first)
-                    data = bytearray(os.pread(loan.fd, limits.BLOCK_BYTES, left[0] * limits.BLOCK_BYTES))
-                    if node.name in self.spoil and data:
-                        data[0] ^= 1
-                    if digest.hash_block(data) != manifest.blocks[16 * left[0] : 16 * left[0] + 16]:
-                        failure = PeerCorrupt(f"{node.name} lies")
-                        break
-                    os.pwrite(target_fd, data, left[0] * limits.BLOCK_BYTES)
-                    moved += len(data)
-                    on_block(left.pop(0))
-                else:
-                    return moved
-            finally:
-                os.close(loan.fd)
+                with self._borrow("fetch", node, manifest.content, manifest.digest, queued) as copy:
+                    while left:
+                        first = urgent_blocks()
+                        left.sort(key=lambda number: number not in first)
+                        self.fault("fetch block", node.name)
+                        data = bytearray(os.pread(copy.fd, limits.BLOCK_BYTES, left[0] * limits.BLOCK_BYTES))
+                        if node.name in self.spoil and data:
+                            data[0] ^= 1
+                        if digest.hash_block(data) != manifest.blocks[16 * left[0] : 16 * left[0] + 16]:
+                            raise PeerCorrupt(f"{node.name} lies")
+                        os.pwrite(target_fd, data, left[0] * limits.BLOCK_BYTES)
+                        moved += len(data)
+                        on_block(left.pop(0))
+                return moved
+            except PeerFailed as refusal:
+                failure = failure if isinstance(failure, PeerBusy) else refusal
         if left:
             raise failure
         return moved
 
     def get_manifest(
-        self, node: PeerAddress, content: int, digest_wanted: bytes | None, *, timeout_s: float = limits.PEER_STALL_S
+        self, node: PeerAddress, content: int, digest_wanted: bytes | None, *, timeout_s: float = limits.PEER_STALL_S, queued: bool = False
     ) -> ContentManifest:
+        self._host_of("record", node)
+        me, there = self._here.member.name, self._cluster.node(node.name)
         try:
-            loan = self._host_of("record", node).open_copy(content, digest_wanted)
+            copy = there.table.describe_copy(me, content, digest_wanted, queued=queued)
+        except Rejection as refusal:
+            raise PeerBusy(str(refusal), refusal.reason) from refusal
         except CkptfsError as refusal:
-            raise refusal if isinstance(refusal, PeerFailed) else PeerRefused(str(refusal), refusal.errno) from refusal
-        os.close(loan.fd)
-        return ContentManifest(loan.content, loan.inode, loan.generation, loan.size, loan.digest, loan.blocks)
+            raise PeerRefused(str(refusal), refusal.errno) from refusal
+        return ContentManifest(copy.content, copy.inode, copy.generation, copy.size, copy.digest, copy.blocks)
 
     def request_seal(self, node: PeerAddress, content: int, timeout_s: float) -> ContentManifest | None:
         there = self._cluster.node(node.name)

@@ -29,13 +29,13 @@ from ckptfs.clique import locations
 from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.locations import ContentLocations
 from ckptfs.clique.membership import Node
-from ckptfs.clique.peer_api import PeerFailed, PeerRefused
+from ckptfs.clique.peer_api import PeerBusy, PeerFailed, PeerRefused
 from ckptfs.coherence import pfs_coordination
 from ckptfs.config import Config
 from ckptfs.errors import Busy, CkptfsError, DigestMismatch, NoSpace, StoreRefused, StoreUnreachable, posix_error
-from ckptfs.flow.fetch.fetch_progress import FetchProgress
+from ckptfs.flow.fetch.fetch_progress import FetchProgress, OthersFirst, choose_pause_s
 from ckptfs.flow.fetch.from_peers import NoCopyLeft, PeerFetcher
-from ckptfs.flow.fetch.from_pfs import FetchedElsewhere, PfsFetcher, is_shown_by_pfs
+from ckptfs.flow.fetch.from_pfs import PfsFetcher, is_shown_by_pfs
 from ckptfs.model import ContentState, Notifier, Tier
 from ckptfs.tiers import fetch_map
 from ckptfs.tiers.storage import Tiers
@@ -119,10 +119,14 @@ class Fetch:
 
     def _answer(self, request: mover_requests.MoverRequest) -> None:
         state = copies.load_fetch_state(self._db, request.inode)
-        progress = FetchProgress(self._db, self._tiers, self._notify, request)
+        with self._lock:
+            attempt = self._attempts.get(request.id)
+        since_s = time.monotonic() if attempt is None else attempt.since_s
+        progress = FetchProgress(self._db, self._tiers, self._notify, request, since_s)
         try:
             result = self._fetch(state, progress, is_required=request.argument == mover_requests.FOR_WRITING)
-        except FetchedElsewhere:
+        except OthersFirst as failure:
+            log.debug("%s: waiting for other nodes: %s", "?" if state is None else state.path, failure)
             self._retry_soon(request)
         except (OSError, CkptfsError) as failure:
             self._handle_failure(request, "?" if state is None else state.path, failure)
@@ -151,7 +155,10 @@ class Fetch:
             return self._pfs.fetch(state, tier, progress, is_required=is_required)
 
     def _fetch_from_peers(self, state: FetchState, sources: Sources, progress: FetchProgress, *, is_required: bool) -> bool:
-        """Fetch a file from other nodes. Return False if they did not deliver it but the PFS may. Raises Busy if nothing else may."""
+        """Fetch a file from other nodes. Return False if they did not deliver it but the PFS may. Raises Busy if nothing else may.
+
+        Raises OthersFirst while enough other nodes fetch the file: soon they have it, too.
+        """
         if self._peers is None or state.content is None or not sources.nodes:
             return False
         tier = self._choose_tier(state.content.size, is_required=is_required or not sources.is_on_pfs)
@@ -161,6 +168,8 @@ class Fetch:
             with self._retry_elsewhere(tier):
                 self._peers.fetch(state, sources.nodes, tier, progress)
         except PeerFailed as failure:
+            if isinstance(failure, PeerBusy) and progress.can_wait(state.content.size):
+                raise OthersFirst(str(failure)) from failure
             if sources.is_on_pfs:
                 log.info("%s: reading from the PFS instead of the peers: %s", state.path, failure)
                 return False
@@ -243,12 +252,12 @@ class Fetch:
         return self._retry_policy is not None and not self._retry_policy.is_connected() and waited_s >= limits.ETCD_WAIT_S
 
     def _retry_soon(self, request: mover_requests.MoverRequest) -> None:
-        """Poll a file that another node reads from the PFS. This is not counted as a try."""
+        """Look again soon at a file that other nodes fetch. This is not counted as a try."""
         mover_requests.record_progress(self._db, request.id)
         now_s = time.monotonic()
         with self._lock:
             previous = self._attempts.get(request.id, Attempt(0, now_s, now_s))
-            self._attempts[request.id] = previous._replace(next_s=now_s + limits.FETCH_SHARED_POLL_S)
+            self._attempts[request.id] = previous._replace(next_s=now_s + choose_pause_s(now_s - previous.since_s))
 
 
 def _choose_sources(state: FetchState, live_nodes: Sequence[Node]) -> Sources | None:

@@ -1,9 +1,10 @@
-"""Progress of a fetch: it keeps the request alive and publishes which blocks may be read already.
+"""Progress of a fetch: it keeps the request alive, says how long others may go first, and publishes which blocks may be read already.
 
 If we die here: the request is still open. The next mover removes the published fetch map.
 """
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Collection, Iterator
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from ckptfs import limits
 from ckptfs.catalog import mover_requests
 from ckptfs.catalog.database import Database
+from ckptfs.errors import Busy
 from ckptfs.model import Content, Notifier, Tier
 from ckptfs.tiers.fetch_map import FetchMap
 from ckptfs.tiers.storage import Tiers
@@ -19,10 +21,21 @@ from ckptfs.tiers.storage import Tiers
 log = logging.getLogger(__name__)
 
 
+class OthersFirst(Busy):
+    """Other nodes fetch the file just now, and this one may have it from them: look again soon. This does not count as a try."""
+
+
+def choose_pause_s(waited_s: float) -> float:
+    """Return the seconds until another look, with jitter: readers of one file must not come all at once."""
+    return random.uniform(0.5, 1.5) * min(max(waited_s / 4, limits.FETCH_SHARED_POLL_S), limits.FETCH_SHARED_POLL_S_MAX)
+
+
 class FetchProgress:
     """The progress of one request. Called before or after each block, by any thread; extends the wait of the applications."""
 
-    def __init__(self, db: Database, tiers: Tiers, notify: Notifier, request: mover_requests.MoverRequest) -> None:
+    def __init__(self, db: Database, tiers: Tiers, notify: Notifier, request: mover_requests.MoverRequest, since_s: float) -> None:
+        """`since_s`: when the request was first tried."""
+        self._since_s = since_s
         self._db = db
         self._tiers = tiers
         self._notify = notify
@@ -38,6 +51,10 @@ class FetchProgress:
             mover_requests.record_progress(self._db, self._request.id)
         finally:
             self._lock.release()
+
+    def can_wait(self, size: int) -> bool:
+        """Return whether other nodes may fetch a file of this size first. A node that waited long enough goes ahead."""
+        return time.monotonic() - self._since_s < limits.FETCH_SHARED_WAIT_S + size / limits.FETCH_SHARED_BYTES_PER_S
 
     @contextmanager
     def publish_map(self, content: Content, tier: Tier, target_fd: int, missing_blocks: Collection[int]) -> Iterator["BlockProgress"]:

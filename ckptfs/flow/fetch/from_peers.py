@@ -3,6 +3,9 @@
 The FILLING row is inserted under the content's own id before the file exists. `PeerApi.fetch` leaves sources that fail, stall or send
 wrong data in the middle of a file. If no source is left, the caller may still read the PFS.
 
+A large file is fetched from one holder by few nodes at a time; the others get PeerBusy before anything is begun, and look again. By then
+more nodes have the file. What was begun goes on as long as bytes arrive: the store is asked for other holders, and what is here stays.
+
 Invariants:
 - Every block is verified before the copy counts.
 
@@ -11,7 +14,9 @@ If we die here: a FILLING copy and its file, which recovery removes. The request
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -25,9 +30,9 @@ from ckptfs.clique import locations
 from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.locations import ContentLocations
 from ckptfs.clique.membership import Node
-from ckptfs.clique.peer_api import ContentManifest, PeerFailed
+from ckptfs.clique.peer_api import ContentManifest, PeerBusy, PeerCorrupt, PeerFailed
 from ckptfs.errors import Busy, CkptfsError, DigestMismatch, StoreRefused, StoreUnreachable
-from ckptfs.flow.fetch.fetch_progress import FetchProgress
+from ckptfs.flow.fetch.fetch_progress import BlockProgress, FetchProgress, choose_pause_s
 from ckptfs.model import Content, ContentState, CopyState, Tier
 from ckptfs.tiers import local_copies, transfer
 from ckptfs.tiers.storage import Tiers, TierStorage
@@ -49,6 +54,7 @@ class PeerFetcher:
         self._db = db
         self._tiers = tiers
         self._cluster = cluster
+        self._pause = threading.Event()
 
     # --- loading -----------------------------------------------------------------------------------------------------
 
@@ -174,7 +180,8 @@ class PeerFetcher:
         """Make a good copy in `tier`. Raises PeerFailed if no source delivers, Busy if the content changed, OSError from the tier."""
         content, storage = state.content, self._tiers[tier]
         assert content is not None
-        manifest = self._load_manifest(content, sources)
+        queued = progress.can_wait(content.size)
+        manifest, sources = self._load_manifest(content, sources, queued=queued)
         stale_fd = _open_stale(state, storage)
         try:
             stash_id = self._insert_copy(content, storage)
@@ -211,22 +218,23 @@ class PeerFetcher:
             os.close(old_fd)
         return stash_id
 
-    def _load_manifest(self, content: Content, sources: Sequence[Node]) -> ContentManifest:
-        """Return the block digests: from the catalog, or from the first source whose digests match that of the content."""
+    def _load_manifest(self, content: Content, sources: Sequence[Node], *, queued: bool) -> tuple[ContentManifest, Sequence[Node]]:
+        """Return the block digests and the sources, that first which answered and has a place for this node.
+
+        Raises PeerBusy if a source is busy and none has a place, else the last failure.
+        """
         assert content.digest is not None
-        if content.block_digests is not None and digest.hash_content(content.block_digests, content.size) == content.digest:
-            return ContentManifest(content.id, content.inode, content.generation, content.size, content.digest, content.block_digests)
         failure = PeerFailed("no node that has the file can be reached")
         # A node that does not answer is given up soon while there are others.
         quick_attempts = [(node, limits.PEER_PATIENCE_S) for node in sources if len(sources) > 1]
         for node, timeout_s in [*quick_attempts, *((node, limits.PEER_STALL_S) for node in sources)]:
             try:
-                manifest = self._cluster.peers.get_manifest(node, content.id, content.digest, timeout_s=timeout_s)
+                manifest = self._cluster.peers.get_manifest(node, content.id, content.digest, timeout_s=timeout_s, queued=queued)
             except PeerFailed as refusal:
-                failure = refusal
+                failure = failure if isinstance(failure, PeerBusy) else refusal
                 continue
             if manifest.size == content.size and digest.hash_content(manifest.blocks, manifest.size) == content.digest:
-                return manifest
+                return manifest, [node, *(other for other in sources if other is not node)]
             failure = PeerFailed(f"{node.name} sent the digests of other blocks than those of this content")
         raise failure
 
@@ -246,7 +254,8 @@ class PeerFetcher:
                 missing.copy_from(stale_fd, target)
             if missing.numbers:
                 with progress.publish_map(content, storage.tier, target, missing.numbers) as blocks:
-                    self._cluster.peers.fetch(sources, manifest, missing.numbers, target, blocks.mark_present, blocks.list_awaited)
+                    queued = progress.can_wait(manifest.size)
+                    self._fetch_blocks(manifest, sources, missing.numbers, target, blocks, queued=queued)
             if storage.tier is not Tier.RAM:
                 disk.act("fetch:peer:fsync", os.fsync, target)
                 disk.act("fetch:peer:directory", storage.fsync_directory)
@@ -254,6 +263,51 @@ class PeerFetcher:
                 found = transfer.read(target, label="fetch:peer:check", before_block=progress)
                 if found != (manifest.size, manifest.digest, manifest.blocks):
                     raise DigestMismatch(f"what was written to {storage.tier} reads back as something else")
+
+    def _fetch_blocks(
+        self,
+        manifest: ContentManifest,
+        sources: Sequence[Node],
+        missing: Collection[int],
+        target: int,
+        blocks: BlockProgress,
+        *,
+        queued: bool,
+    ) -> None:
+        """Fetch the missing blocks into `target`.
+
+        Once something has arrived, sources that are busy or fail are asked again, and new ones, until nothing arrives for
+        `limits.FETCH_PATIENCE_S`.
+        """
+        left, arrived_s = set(missing), time.monotonic()
+
+        def mark_present(number: int) -> None:
+            nonlocal arrived_s
+            left.discard(number)
+            arrived_s = time.monotonic()
+            blocks.mark_present(number)
+
+        while left:
+            try:
+                self._cluster.peers.fetch(
+                    sources, manifest, sorted(left), target, mark_present, blocks.list_awaited, queued=queued and len(left) == len(missing)
+                )
+                return
+            except PeerFailed as failure:
+                waited_s = time.monotonic() - arrived_s
+                if len(left) == len(missing) or isinstance(failure, PeerCorrupt) or waited_s > limits.FETCH_PATIENCE_S:
+                    raise
+                log.debug("content %d: %d blocks left: %s; asking again", manifest.content, len(left), failure)
+                self._pause.wait(choose_pause_s(waited_s))
+                sources = self._list_fresh_sources(manifest)
+                if not sources:
+                    raise
+
+    def _list_fresh_sources(self, manifest: ContentManifest) -> list[Node]:
+        """Return the live nodes that have this content now, according to the store."""
+        self._refresh_locations(manifest.content)
+        state = copies.load_fetch_state(self._db, manifest.inode)
+        return [] if state is None or state.content is None or state.content.digest != manifest.digest else self.list_sources(state)
 
 
 def _open_stale(state: FetchState, storage: TierStorage) -> int:

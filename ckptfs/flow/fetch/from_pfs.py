@@ -27,7 +27,7 @@ from ckptfs.clique.cluster import Cluster
 from ckptfs.coherence import pfs_coordination
 from ckptfs.config import Config
 from ckptfs.errors import Busy, CkptfsError, DigestMismatch, StoreRefused, StoreUnreachable
-from ckptfs.flow.fetch.fetch_progress import BlockProgress, FetchProgress
+from ckptfs.flow.fetch.fetch_progress import BlockProgress, FetchProgress, OthersFirst
 from ckptfs.model import Content, ContentState, Notifier, Tier
 from ckptfs.tiers import pfs_tree, transfer
 from ckptfs.tiers.storage import Tiers, TierStorage
@@ -39,10 +39,6 @@ disk.declare_labels("fetch:check:read", "fetch:reserved", "fetch:fsync", "fetch:
 
 _CHANGED_ERRNOS = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP}
 """Errors of an open if the PFS shows something else than the catalog knows."""
-
-
-class FetchedElsewhere(Busy):
-    """Another node reads the file from the PFS, or has read it: look again soon."""
 
 
 class PfsFetcher:
@@ -58,10 +54,10 @@ class PfsFetcher:
     def fetch(self, state: FetchState, tier: Tier | None, progress: FetchProgress, *, is_required: bool) -> str:
         """Copy a file into `tier`, or verify it in place; return the result of its request.
 
-        A required file for which `tier` has no room any more goes to the PFS's own tier. Raises FetchedElsewhere if another node reads
-        the file, and Busy if it changed.
+        A required file for which `tier` has no room any more goes to the PFS's own tier. Raises OthersFirst if another node reads the
+        file, and Busy if it changed.
         """
-        with nullcontext(state) if self._single_flight is None else self._single_flight.hold_lock(state) as locked:
+        with nullcontext(state) if self._single_flight is None else self._single_flight.hold_lock(state, progress) as locked:
             result = self._fetch_locked(locked, tier, progress, is_required=is_required)
             if self._single_flight is not None and result == mover_requests.FETCHED:
                 self._single_flight.announce(locked)
@@ -235,15 +231,13 @@ class PfsSingleFlight:
     def __init__(self, db: Database, cluster: Cluster) -> None:
         self._db = db
         self._cluster = cluster
-        self._waiting_since_s: dict[int, float] = {}
-        self._lock = threading.Lock()
         self._pause = threading.Event()
 
     @contextmanager
-    def hold_lock(self, state: FetchState) -> Iterator[FetchState]:
+    def hold_lock(self, state: FetchState, progress: FetchProgress) -> Iterator[FetchState]:
         """Hold the lock of a file; yield its state under the lock, with the path on the PFS that the store knows.
 
-        Raises FetchedElsewhere if this node should wait for another one, and Busy if the file changed.
+        Raises OthersFirst if this node should wait for another one, and Busy if the file changed.
         """
         assert state.published is not None
         locks, lock = self._cluster.claims, None
@@ -251,15 +245,13 @@ class PfsSingleFlight:
             if locks is not None and state.published.size >= limits.FETCH_SHARED_BYTES_MIN:
                 with suppress(StoreUnreachable, StoreRefused):
                     lock = locks.try_acquire(_get_lock_name(state))
-                    if lock is None and self._should_wait(state.inode, state.published.size):
-                        raise FetchedElsewhere("another node reads it from the PFS just now")
+                    if lock is None and progress.can_wait(state.published.size):
+                        raise OthersFirst("another node reads it from the PFS just now")
             locked = self._load(state, is_locked=lock is not None)
             if lock is not None and self._is_fetched_elsewhere(state, locked):
-                raise FetchedElsewhere("another node has read it from the PFS")
+                raise OthersFirst("another node has read it from the PFS")
             if locked is None or locked.has_local_copy or locked.content != state.content or not is_shown_by_pfs(locked):
                 raise Busy("the file changed before it was fetched")
-            with self._lock:
-                self._waiting_since_s.pop(state.inode, None)
             yield locked
         finally:
             if locks is not None and lock is not None:
@@ -278,11 +270,6 @@ class PfsSingleFlight:
         end_s = time.monotonic() + limits.PUBLISHED_WAIT_S
         while not remote_contents.was_in_store(self._db, state.inode) and time.monotonic() < end_s:
             self._pause.wait(limits.STORE_PUBLISHED_POLL_S)
-
-    def _should_wait(self, inode: int, size: int) -> bool:
-        with self._lock:
-            since_s = self._waiting_since_s.setdefault(inode, time.monotonic())
-        return time.monotonic() - since_s < limits.FETCH_SHARED_WAIT_S + size / limits.FETCH_SHARED_BYTES_PER_S
 
     def _load(self, state: FetchState, *, is_locked: bool) -> FetchState | None:
         """Load the file again, with what the store knows: other nodes may have moved it on the PFS, or fetched it."""
