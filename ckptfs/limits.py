@@ -266,11 +266,13 @@ CONTROL_LIST_MAX = 1000
 CONTROL_MESSAGE_S = 5.0
 CONTROL_IDLE_S = 10.0
 CONTROL_CONNECTIONS_MAX = 1024
-# `doctor` and `status --cluster`: nodes probed, concurrent probes, age of a probe, interval of published figures.
+# `doctor` and `status --cluster`: nodes probed, concurrent probes, age of a probe.
 PROBED_MAX = 64
 PROBES_AT_ONCE = 16
 PROBE_KEPT_S = 2.0
+# Published figures: how soon after a change they are published, and how often while they go on changing.
 FIGURES_INTERVAL_S = 5.0
+FIGURES_INTERVAL_S_MAX = 60.0
 
 # --- cluster membership ----------------------------------------------------------------------------------------------
 NODE_LEASE_S = 10
@@ -335,6 +337,18 @@ READ_GRACE_POLL_S = 1.0
 # Hosted contents are compared with the store this often, once they are older than RECONCILE_AGE_S.
 RECONCILE_INTERVAL_S = 1800.0
 RECONCILE_AGE_S = 60.0
+# After so many batches a sweep pauses before each one: a node with a million contents asks etcd less than once in a second.
+SWEEP_BATCHES = 20
+SWEEP_PAUSE_S = 5.0
+# One sweep in so many asks the nodes that announced a copy of a content, at most this many nodes in a batch.
+AUDIT_SWEEPS = 8
+AUDIT_NODES_MAX = 16
+# What many nodes begin at the same event is spread over time: so much for each node beyond the first ones.
+SPREAD_NODE_S = 0.1
+SPREAD_FREE_NODES = 10
+SPREAD_S_MAX = 600.0
+# The same for work that restores lost copies, or finishes the write-back of a dead node.
+SPREAD_URGENT_S_MAX = 10.0
 # Contents that peers released and that are not checked yet.
 UNCONFIRMED_MAX = 10_000
 # While the writer still has such a content it is checked again: it may be about to learn of the deletion.
@@ -371,8 +385,9 @@ SHARED_TRIES_MAX = 50
 # An open waits this long for the content of a file that another node has just closed.
 PUBLISHED_WAIT_S = 1.0
 STORE_PUBLISHED_POLL_S = 0.01
-# A disconnected node probes the store this often; an idle node checks its epoch every STORE_POLL_S.
+# A disconnected node probes the store this often, and less often in a long outage; an idle node checks its epoch every STORE_POLL_S.
 STORE_PROBE_S = 0.5
+STORE_PROBE_S_MAX = 5.0
 STORE_PROBE_WAIT_S = 1.0
 STORE_POLL_S = 5.0
 # After the store lost data, no node acts on what it says of the PFS for this long: every node has noticed by then and begun to report.
@@ -391,9 +406,10 @@ RECENT_KEYS_MAX = 10_000
 ETCD_ENDPOINTS_MAX = 16
 # A call that takes longer disconnects the node.
 ETCD_WAIT_S = 3.0
-# Time for one endpoint before the next one is tried, and the pause after a round of failures.
+# Time for one endpoint before the next one is tried, and the pause after a round of failures; longest pause if etcd has too many requests.
 ETCD_TRY_S = 1.0
 ETCD_PAUSE_S = 0.05
+ETCD_PAUSE_S_MAX = 1.0
 # A deadline noticed this late means that the process itself was suspended: the call is repeated once.
 ETCD_LATE_S = 0.5
 # Operations in one transaction by etcd's default; one of ours checks the epoch of the store.

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptfs import limits
 from ckptfs.catalog import peer_copies
 from ckptfs.catalog.content_rows import CONTENT_COLUMNS_WITHOUT_BLOCKS, IS_ON_PFS, build_content, is_unchanged
 from ckptfs.catalog.database import Database
@@ -59,6 +60,28 @@ def list_hosted(db: Database, after: int, at_most: int) -> list[Content]:
         after, at_most,
     )  # fmt: skip
     return [build_content(row) for row in rows]
+
+
+def list_hosted_with(db: Database, node: int, after: int, at_most: int) -> list[Content]:
+    """Return those of `list_hosted` that a node has made, or of which it is known to have a copy."""
+    rows = db.rows(
+        f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS} FROM content k"
+        " WHERE k.id IN (SELECT id FROM content WHERE remote = 1 AND id BETWEEN ? AND ?"
+        " UNION SELECT content FROM peer_copy WHERE node = ?) AND k.remote = 1 AND k.id > ? AND k.state = 2"
+        " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY k.id LIMIT ?",
+        node << limits.ID_COUNTER_BITS, ((node + 1) << limits.ID_COUNTER_BITS) - 1, node, after, at_most,
+    )  # fmt: skip
+    return [build_content(row) for row in rows]
+
+
+def list_not_held(db: Database, contents: Iterable[int]) -> list[int]:
+    """Return those of these contents that this node neither wrote nor holds, whole or stale."""
+    rows = db.rows(
+        "SELECT value FROM json_each(?) WHERE NOT EXISTS (SELECT 1 FROM content WHERE id = value AND remote = 0)"
+        " AND NOT EXISTS (SELECT 1 FROM copy WHERE content = value AND state IN (1, 3))",
+        json.dumps([*contents]),
+    )
+    return [row[0] for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,9 +380,9 @@ def list_stale(db: Database, tier: Tier, before_ns: int, at_most: int) -> list[i
 def list_only_stale(db: Database, after: int, at_most: int) -> list[Content]:
     """Return contents of which this node has only a STALE copy, in the order of their ids."""
     rows = db.rows(
-        f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS} FROM content k WHERE k.id > ?"
-        " AND k.state IN (1, 2) AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 3)"
-        " AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY k.id LIMIT ?",
+        f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS} FROM content k"
+        " WHERE k.id IN (SELECT content FROM copy WHERE state = 3 AND state <> 1 AND content > ?)"
+        " AND k.state IN (1, 2) AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY k.id LIMIT ?",
         after, at_most,
     )  # fmt: skip
     return [build_content(row) for row in rows]

@@ -7,13 +7,18 @@ cannot be asked. Transactions of the holder compare the lock (`build_guard`).
 Crash safety: the lease expires, and another node acquires the lock.
 """
 
+import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from ckptfs import limits
+from ckptfs.clique import placement
+from ckptfs.clique.locations import ContentLocations, CopyRecords
 from ckptfs.clique.membership import ClusterView, Node, NodeLease
 from ckptfs.clique.peer_api import PeerApi
 from ckptfs.errors import LeaseGone
+from ckptfs.model import Content
 from ckptfs.store.kv import Compare, CompareTarget, Delete, Get, Item, Put, Store
 
 LOCKS_PREFIX = b"claim/"
@@ -102,6 +107,28 @@ class Cluster:
     claims: "LockProvider | None" = None
     lease: Callable[[], int] = lambda: 1
     """The lease of this node while it certainly holds, else 0. A new lease means that the node was dead in between."""
+    copy_records: CopyRecords = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "copy_records", CopyRecords(self.store, self.node_number))
+
+    def draw_delay_s(self, at_most_s: float = limits.SPREAD_S_MAX) -> float:
+        """Return a random delay for work that many nodes begin at the same event. It is none in a small cluster."""
+        return random.uniform(0.0, min(at_most_s, limits.SPREAD_NODE_S * max(0, len(self.view()) - limits.SPREAD_FREE_NODES)))
+
+    def is_ours_to_copy(self, content: Content, shared: ContentLocations) -> bool:
+        """Return whether this node must replicate a hosted content: its writer is dead, and this is the first of the living holders."""
+        view, remote_state = self.view(), shared.state
+        if remote_state is None or shared.writer is None or shared.writer in view:
+            return False
+        # For a file that was open when its writer died, the last fsynced state counts.
+        written = (remote_state.generation, remote_state.digest) if remote_state.digest is not None else shared.get_newest(view)
+        if written != (content.generation, content.digest):
+            return False
+        living = {number for number in shared.list_holders_of(*written) if number in view} | {self.node_number}
+        if not placement.choose_new_holders(view, living, shared.writer, self.factor, self.jump):
+            return False
+        return min(living) == self.node_number
 
     def list_live(self, numbers: list[int]) -> list[Node]:
         """Return those of these nodes that are alive, without this one, in the given order."""

@@ -8,6 +8,7 @@ Crash safety: transactions are applied or not; a node announces its copies again
 
 import contextlib
 import json
+import threading
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ from ckptfs.catalog.remote_contents import RemoteState
 from ckptfs.coherence import keys
 from ckptfs.coherence.keys import CONTENT, INODE, PFS_NAME, PFS_STATE, SharedKey
 from ckptfs.model import Content, ContentState
-from ckptfs.store.kv import Compare, CompareTarget, Delete, Get, Item, Operation, Put, Store, prefix_end
+from ckptfs.store.kv import Compare, CompareTarget, Delete, Get, Item, Operation, Outcome, Put, Store, prefix_end
 
 LOAD_CONTENTS_MAX = limits.ETCD_OPERATIONS_MAX // 2
 
@@ -224,6 +225,7 @@ def record(db: Database, number: int, shared: ContentLocations, own_number: int)
         # Peers may have confirmed copies that they have not announced yet.
         for copy in copies:
             peer_copies.insert_peer_copy(db, copy)
+        remote_contents.mark_copy_absent(db, number)
         return
     if remote_contents.is_own_unpublished(db, number):
         return
@@ -233,23 +235,64 @@ def record(db: Database, number: int, shared: ContentLocations, own_number: int)
     peer_copies.replace_peer_copies(db, number, copies)
 
 
-def announce(store: Store, node: int, contents: Iterable[tuple[Content, bool]], *, is_own_away: bool = False) -> None:
-    """Announce for each content that this node has a copy (True) or has none (False).
+class CopyRecords:
+    """The keys `p/<content>/<node>` of this node. Any thread.
 
-    `is_own_away`: it lacks the contents that it wrote (True), or has them.
+    A commit that timed out may still be applied, even after later ones: a late announcement would leave a copy that does not exist. So each
+    transaction puts `a/<node>` and compares its revision with that of the one before. A late one then fails, or comes before the next.
     """
-    changes: list[Operation] = []
-    for content, is_present in contents:
-        key = build_copy_key(content.id, node)
-        changes.append(Put(key, _encode_copy(content, away=is_own_away and not content.is_remote)) if is_present else Delete(key))
-    for start in range(0, len(changes), limits.ETCD_OPERATIONS_MAX):
-        store.commit([], changes[start : start + limits.ETCD_OPERATIONS_MAX])
+
+    def __init__(self, store: Store, node: int) -> None:
+        self._store = store
+        self._node = node
+        self._chain_key = b"a/%08x" % node
+        self._chain_revision: int | None = None
+        self._lock = threading.Lock()
+
+    def announce(self, contents: Iterable[tuple[Content, bool]], *, is_own_away: bool = False) -> None:
+        """Announce for each content that this node has a copy (True) or has none (False). Raises StoreUnreachable.
+
+        `is_own_away`: it lacks the contents that it wrote (True), or has them.
+        """
+        changes: list[Operation] = []
+        for content, is_present in contents:
+            key = build_copy_key(content.id, self._node)
+            changes.append(Put(key, _encode_copy(content, away=is_own_away and not content.is_remote)) if is_present else Delete(key))
+        self._announce(changes)
+
+    def withdraw_all(self, contents: Iterable[int]) -> None:
+        """Announce that this node has no copies of these contents."""
+        self._announce([Delete(build_copy_key(content, self._node)) for content in contents])
+
+    def withdraw(self, content: int, relied_on: Sequence[Item]) -> bool:
+        """Withdraw a copy if the rows `relied_on` are unchanged. Return False if they are not."""
+        compares = [Compare(item.key, CompareTarget.MOD, "=", item.mod_revision) for item in relied_on]
+        return self._commit(compares, [Delete(build_copy_key(content, self._node))])
+
+    def _announce(self, changes: Sequence[Operation]) -> None:
+        at_most = limits.ETCD_OPERATIONS_MAX - 1
+        for start in range(0, len(changes), at_most):
+            self._commit([], changes[start : start + at_most])
+
+    def _commit(self, compares: Sequence[Compare], changes: Sequence[Operation]) -> bool:
+        """Commit after the transactions before; those whose fate is unknown are applied by then, or never."""
+        get = Get(self._chain_key)
+        with self._lock:
+            while True:
+                if self._chain_revision is None:
+                    self._chain_revision = _get_revision(self._store.read([get]))
+                before, self._chain_revision = self._chain_revision, None
+                is_next = Compare(self._chain_key, CompareTarget.MOD, "=", before)
+                outcome = self._store.commit([is_next, *compares], [*changes, Put(self._chain_key, b"")], [get])
+                self._chain_revision = outcome.revision if outcome.succeeded else _get_revision(outcome)
+                if outcome.succeeded or self._chain_revision == before:
+                    return outcome.succeeded
 
 
-def withdraw_copy(store: Store, node: int, content: int, relied_on: Sequence[Item]) -> bool:
-    """Withdraw a copy if the rows `relied_on` are unchanged. Return False if they are not."""
-    compares = [Compare(item.key, CompareTarget.MOD, "=", item.mod_revision) for item in relied_on]
-    return store.commit(compares, [Delete(build_copy_key(content, node))]).succeeded
+def _get_revision(outcome: Outcome) -> int:
+    """Return the revision of the only key that was read; 0 if it does not exist."""
+    (items,) = outcome.results
+    return items[0].mod_revision if items else 0
 
 
 def delete_content(store: Store, content: int, shared: ContentLocations) -> None:

@@ -123,7 +123,7 @@ class AnnounceCopies:
         """Announce one batch. Return True if there may be more at once."""
         changes = remote_contents.list_unannounced(self._db, ANNOUNCE_BATCH_CONTENTS)
         if changes:
-            locations.announce(self._cluster.store, self._cluster.node_number, changes, is_own_away=True)
+            self._cluster.copy_records.announce(changes, is_own_away=True)
             remote_contents.mark_announced(self._db, changes)
         return len(changes) == ANNOUNCE_BATCH_CONTENTS
 

@@ -7,12 +7,17 @@ If we die here: each decision is one transaction on the state of the store; the 
 A node that returns with old data checks all of it at once. Opens ask the store anyway, so old data is never served as new. Nothing is
 dropped while the store does not answer, nor because a peer alone says so (P5). Recent copies are skipped: their writer may not have
 published them yet.
+
+Sweeps are spread over time: the nodes of a cluster start theirs at random, and a long sweep pauses between batches. A sweep also asks the
+nodes that announced copies of a part of the contents. A node that is asked about a copy that it lacks withdraws the announcement.
 """
 
 import errno
 import logging
 import os
+import random
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ckptfs import disk, limits
@@ -47,6 +52,9 @@ class Reconcile:
         self._cluster = cluster
         self._reported_unneeded = reported_unneeded
         self._sweep_s = time.monotonic()
+        self._sweeps = random.randrange(limits.AUDIT_SWEEPS)
+        self._batches_left = 0
+        self._next_batch_s = 0.0
         self._lease = 0
         self._was_dead = False
         self._hosted_after: int | None = None
@@ -75,6 +83,7 @@ class Reconcile:
             ]
             self._schedule_recheck(self._check_hosted(found, include_young=True), reported)
             self._check_own(remote_contents.list_own_of_same_files(self._db, reported, BATCH_CONTENTS))
+            self._withdraw_phantoms(reported)
             return bool(self._reported_unneeded)
         if marked := [
             content for content in contents.list_awaiting_store_check(self._db, limits.UNCONFIRMED_MAX) if content.id not in self._checked
@@ -84,20 +93,26 @@ class Reconcile:
             return True
         if time.monotonic() >= self._sweep_s:
             self._checked = set()
-            self._sweep_s = time.monotonic() + (limits.RECONCILE_AGE_S if self._was_dead else limits.RECONCILE_INTERVAL_S)
+            interval_s = limits.RECONCILE_AGE_S if self._was_dead else limits.RECONCILE_INTERVAL_S
+            self._sweep_s = time.monotonic() + interval_s * random.uniform(0.75, 1.25)
             self._was_dead = False
             self._hosted_after = 0
-        return self._sweep()
+            self._batches_left, self._next_batch_s = limits.SWEEP_BATCHES, 0.0
+            self._sweeps += 1
+        return time.monotonic() >= self._next_batch_s and self._sweep()
 
     def _check_lease(self) -> None:
         """Begin a sweep after the lease was lost: a node that counts as dead is told nothing by its peers."""
         lease = self._cluster.lease()
         if lease and lease != self._lease:
-            self._lease, self._was_dead, self._sweep_s = lease, True, time.monotonic()
+            self._lease, self._was_dead = lease, True
+            self._sweep_s = time.monotonic() + self._cluster.draw_delay_s()
 
     def next_due_s(self) -> float | None:
-        """Return the seconds until the next sweep, or until unconfirmed contents are checked again."""
-        return max(0.0, min(self._sweep_s, self._recheck_s if self._unconfirmed else self._sweep_s) - time.monotonic())
+        """Return the seconds until the next batch or sweep, or until unconfirmed contents are checked again."""
+        is_sweeping = self._hosted_after is not None or self._own_after is not None
+        due_s = self._next_batch_s if is_sweeping else self._sweep_s
+        return max(0.0, min(due_s, self._recheck_s if self._unconfirmed else due_s) - time.monotonic())
 
     def _schedule_recheck(self, unconfirmed: list[int], reported: list[int]) -> None:
         """Who deletes a file tells everybody at once: its writer may not have heard of it yet when it is asked."""
@@ -108,15 +123,24 @@ class Reconcile:
             self._recheck_s = time.monotonic() + limits.UNCONFIRMED_RECHECK_S
 
     def _sweep(self) -> bool:
+        """Check the next batch of the sweep. Return True if there is more to check at once."""
+        self._batches_left -= 1
+        if self._batches_left <= 0:
+            self._next_batch_s = time.monotonic() + limits.SWEEP_PAUSE_S * random.uniform(0.75, 1.25)
+        return self._sweep_batch() and self._batches_left > 0
+
+    def _sweep_batch(self) -> bool:
         if self._hosted_after is not None:
             batch = remote_contents.list_hosted(self._db, self._hosted_after, BATCH_CONTENTS)
             self._check_hosted(batch)
+            self._ask_holders(batch)
             self._hosted_after = batch[-1].id if batch else None
             self._own_after = self._own_after if batch else 0
             return True
         if self._own_after is not None:
             own = remote_contents.list_own(self._db, self._own_after, time.time_ns() - _to_ns(limits.RECONCILE_AGE_S), BATCH_CONTENTS)
             self._check_own(own)
+            self._ask_holders(own)
             self._own_after = own[-1].id if own else None
             if not own:
                 self._drop_stale()
@@ -125,6 +149,32 @@ class Reconcile:
                     self._dropped = 0
             return bool(own)
         return False
+
+    # --- what nodes have announced -----------------------------------------------------------------------------------
+
+    def _ask_holders(self, batch: list[Content]) -> None:
+        """Ask nodes that announced copies, if it is the turn of a content. A node without a copy withdraws its announcement.
+
+        The node that made a content asks; while it is dead, those that hold copies do.
+        """
+        turn = self._sweeps % limits.AUDIT_SWEEPS
+        announced: dict[int, list[int]] = {}
+        for number in (content.id for content in batch if content.id % limits.AUDIT_SWEEPS == turn):
+            origin = identity.get_origin_node(number)
+            if origin == self._cluster.node_number or origin not in self._cluster.view():
+                for copy in peer_copies.list_peer_copies(self._db, number):
+                    announced.setdefault(copy.node, []).append(number)
+        nodes = self._cluster.list_live(sorted(announced))
+        for node in random.sample(nodes, min(len(nodes), limits.AUDIT_NODES_MAX)):
+            try:
+                self._cluster.peers.release_copies(node, announced[node.number])
+            except PeerFailed as failure:
+                log.debug("node %s: not asked about its copies: %s", node.name, failure)
+
+    def _withdraw_phantoms(self, reported: Iterable[int]) -> None:
+        """Withdraw announcements of copies that this node lacks."""
+        if phantoms := remote_contents.list_not_held(self._db, reported):
+            self._cluster.copy_records.withdraw_all(phantoms)
 
     # --- what is held for others -------------------------------------------------------------------------------------
 
@@ -150,6 +200,8 @@ class Reconcile:
                 self._drop_content(content)
             elif age_s > limits.SURPLUS_KEEP_S and self._is_surplus(content, shared):
                 self._release_surplus(content, shared)
+            elif self._cluster.is_ours_to_copy(content, shared) and peer_copies.mark_under_replicated(self._db, [content.id]):
+                self._notify.wake_lanes()  # It was not known here that its writer, or another holder, had it.
         return unconfirmed
 
     def _load_store_records(self, batch: list[Content]) -> tuple[list[Content], dict[int, ContentLocations], dict[int, SharedFile]]:
@@ -234,7 +286,7 @@ class Reconcile:
         return (record.generation, record.digest) == (content.generation, content.digest)
 
     def _drop_content(self, content: Content) -> None:
-        locations.announce(self._cluster.store, self._cluster.node_number, [(content, False)])
+        self._cluster.copy_records.announce([(content, False)])
         if disk.act("reconcile:forgotten", remote_contents.delete_unneeded, self._db, content, gone=True):
             self._dropped += 1
             self._notify.wake_lanes()
@@ -242,9 +294,7 @@ class Reconcile:
     def _release_surplus(self, content: Content, shared: ContentLocations) -> None:
         """Drop a copy that is one too many. The others' word for theirs must stand while ours is taken back: they may be at the same."""
         mine = locations.build_copy_key(content.id, self._cluster.node_number)
-        if not locations.withdraw_copy(
-            self._cluster.store, self._cluster.node_number, content.id, [item for item in shared.items if item.key != mine]
-        ):
+        if not self._cluster.copy_records.withdraw(content.id, [item for item in shared.items if item.key != mine]):
             return
         if not disk.act("reconcile:released", remote_contents.delete_unneeded, self._db, content, gone=False):
             remote_contents.mark_unannounced(self._db, content.id)

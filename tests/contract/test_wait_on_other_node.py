@@ -61,7 +61,7 @@ def test_a_wait_elsewhere_ends(tmp_path: Path, wanted: Level, gone: bool) -> Non
             seal(one, inode, content)
             await one.sharing.wait_published()
             if wanted is not Level.LOCAL:
-                locations.announce(two.store, 2, [(_sealed(one, content), True)])
+                locations.CopyRecords(two.store, 2).announce([(_sealed(one, content), True)])
             if wanted is Level.PFS:
                 put(etcd, f"x/{ROOT:016x}/file", {"inode": inode.id})
                 published = [1, 1, 3, 2, 77, DIGEST.hex()]

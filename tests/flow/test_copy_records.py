@@ -1,18 +1,22 @@
 """P3, P9: the store counts no copy that a node has lost, and drops what dead nodes recorded of contents that nobody needs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from clique_world import LocalCluster, Node, bring, cluster_of, level, make_cluster, replicated
+from clique_world import LocalCluster, Node, bring, cluster_of, level, make_cluster, replicate, replicated
 from local_node import run_until_idle
+from memory_store import MemoryEtcd, MemoryStore
 from salvage_world import NEW, OLD, file_of, make_replicated, overwrite, publish, send
 
 from ckptfs import limits
-from ckptfs.catalog import contents, copies, mover_requests, remote_contents
+from ckptfs.catalog import contents, copies, mover_requests, peer_copies, remote_contents
 from ckptfs.clique import locations, membership
+from ckptfs.errors import StoreUnreachable
 from ckptfs.flow.copy_records import AnnounceCopies, DropDeadRecords
+from ckptfs.flow.reconcile import Reconcile
 from ckptfs.model import ContentState, CopyState, Level, Tier
-from ckptfs.store.kv import Delete, Get, prefix_end
+from ckptfs.store.kv import Compare, Delete, Get, Operation, Outcome, prefix_end
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +96,88 @@ def tell(node: Node, *, begin: bool = False) -> None:
     if begin:
         flow.prepare()
     flow.step()
+
+
+class LateStore(MemoryStore):
+    """A way to the store that loses the next commits; `land` applies them."""
+
+    def __init__(self, etcd: MemoryEtcd) -> None:
+        super().__init__(etcd)
+        self.losing = 0
+        self._late: list[tuple[Sequence[Compare], Sequence[Operation]]] = []
+
+    def commit(
+        self, compares: Sequence[Compare], changes: Sequence[Operation], otherwise: Sequence[Get] = (), *, timeout_s: float = 3.0
+    ) -> Outcome:
+        if not self.losing:
+            return super().commit(compares, changes, otherwise, timeout_s=timeout_s)
+        self.losing -= 1
+        self._late.append((compares, changes))
+        raise StoreUnreachable("no answer in time")
+
+    def land(self) -> list[bool]:
+        return [super(LateStore, self).commit(compares, changes).succeeded for compares, changes in self._late]
+
+
+@pytest.mark.parametrize("was_present", [True, False])
+def test_a_late_word_changes_nothing(tmp_path: Path, was_present: bool) -> None:
+    """P3: an announcement that was sent again lands after what came later: no copy counts that is not there, and none is missing."""
+    cluster, one, two = make_cluster(tmp_path, 2)
+    content = replicated(cluster, b"file", b"data" * 1000)
+    late = two.store = LateStore(cluster.etcd)
+    flow = AnnounceCopies(two.db, cluster_of(two))
+    copies.set_copy_state(two.db, content, Tier.RAM, CopyState.GOOD if was_present else CopyState.QUARANTINED)
+    remote_contents.mark_unannounced(two.db, content)
+    late.losing = 1
+    with pytest.raises(StoreUnreachable):
+        flow.step()
+    copies.set_copy_state(two.db, content, Tier.RAM, CopyState.QUARANTINED if was_present else CopyState.GOOD)
+    remote_contents.mark_unannounced(two.db, content)
+    flow.step()
+    assert hear(one, content) == ([1] if was_present else [1, 2])
+    late.land()
+    assert hear(one, content) == ([1] if was_present else [1, 2])
+
+
+def test_what_landed_late_before_the_next_word_is_corrected_by_it(tmp_path: Path) -> None:
+    cluster, one, two = make_cluster(tmp_path, 2)
+    content = replicated(cluster, b"file", b"data" * 1000)
+    late = two.store = LateStore(cluster.etcd)
+    records = cluster_of(two).copy_records
+    records.announce([(two.row(content), False)])
+    late.losing = 1
+    with pytest.raises(StoreUnreachable):
+        records.announce([(two.row(content), True)])
+    assert late.land() == [True] and hear(one, content) == [1, 2]
+    records.announce([(two.row(content), False)])
+    assert hear(one, content) == [1]
+
+
+def test_who_is_asked_about_a_copy_that_it_lacks_takes_its_word_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P3, P9: the audit of the writer, and of who else has a copy after its death; then there are enough copies again."""
+    monkeypatch.setattr(limits, "AUDIT_SWEEPS", 1)
+    monkeypatch.setattr(limits, "RECONCILE_AGE_S", -1.0)
+    _, one, two, three, four = make_cluster(tmp_path, 4, factor=3)
+    content = one.written(b"file", b"data" * 1000)
+    replicate(one, content)
+    for node in (two, three):
+        tell(node)
+    assert hear(one, content) == [1, 2, 3]
+    two.lose_ram()
+    two.db.run("DELETE FROM content")
+    one.kill()
+    run_until_idle(reconcile_of(three))
+    assert hear(three, content) == [1, 2, 3] and two.hold.reported_unneeded == {content}
+    run_until_idle(reconcile_of(two))
+    assert hear(three, content) == [1, 3]
+    run_until_idle(reconcile_of(three))
+    assert [found.id for found, _ in peer_copies.list_under_replicated(three.db, 0, 9)] == [content], "nobody else repairs it"
+    replicate(three, content)
+    assert sum(node.copies(content) != {} for node in (two, three, four)) == 3
+
+
+def reconcile_of(node: Node) -> Reconcile:
+    return Reconcile(node.db, node.tiers, node.told, cluster_of(node), node.hold.reported_unneeded)
 
 
 def hear(node: Node, content: int) -> list[int]:

@@ -219,7 +219,7 @@ def test_a_copy_that_changes_during_an_announcement_is_announced_again(tmp_path:
     copies.set_copy_state(two.db, content, Tier.RAM, first)
     remote_contents.mark_unannounced(two.db, content)
     news = remote_contents.list_unannounced(two.db, 10)
-    locations.announce(two.store, 2, news)
+    cluster_of(two).copy_records.announce(news)
     copies.set_copy_state(two.db, content, Tier.RAM, CopyState.QUARANTINED if first is CopyState.GOOD else CopyState.GOOD)
     if first is CopyState.QUARANTINED:
         remote_contents.mark_unannounced(two.db, content)
@@ -258,12 +258,12 @@ def test_two_surplus_copies_do_not_leave_at_once(tmp_path: Path) -> None:
     shared = locations.load(one.store, [content])[content]
     cluster.put(f"p/{content:016x}/00000003", {"generation": 1, "digest": "00"})
     mine = locations.build_copy_key(content, 2)
-    assert locations.withdraw_copy(two.store, 2, content, [item for item in shared.items if item.key != mine]), (
+    assert cluster_of(two).copy_records.withdraw(content, [item for item in shared.items if item.key != mine]), (
         "what came later is no matter"
     )
     again = locations.load(one.store, [content])[content]
     cluster.put(f"c/{content:016x}", {"node": 1})
-    assert not locations.withdraw_copy(three.store, 3, content, list(again.items))
+    assert not cluster_of(three).copy_records.withdraw(content, list(again.items))
 
 
 def test_a_released_copy_is_checked_in_the_store(tmp_path: Path) -> None:

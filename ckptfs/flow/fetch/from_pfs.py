@@ -265,7 +265,7 @@ class PfsSingleFlight:
         """
         if state.content is not None:
             with suppress(StoreUnreachable, StoreRefused):
-                locations.announce(self._cluster.store, self._cluster.node_number, [(state.content, True)])
+                self._cluster.copy_records.announce([(state.content, True)])
             return
         end_s = time.monotonic() + limits.PUBLISHED_WAIT_S
         while not remote_contents.was_in_store(self._db, state.inode) and time.monotonic() < end_s:
