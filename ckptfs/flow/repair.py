@@ -2,11 +2,14 @@
 
 Takes: a changed view of the live nodes.
 Leaves: `content.lacking` for every content that has too few copies; the replicate step makes them.
-If we die here: the catalog still has the previous view, and the comparison is repeated.
+If we die here: the next mover compares the catalog with the view again, and checks the contents of all nodes that are dead then.
 
 A live writer repairs its own contents. If the writer is dead, the live holder with the lowest number does: all holders ask the same store
-and see the same view, and two that do not only make one copy too many. Contents that this node wrote and lost with a tier are fetched from
-peers, a few files at a time, so that files for which an application waits come first.
+and see the same view, and two that do not only make one copy too many. Only nodes that hold contents which a dead node made, or of which it
+had a copy, ask the store, each after a random delay.
+
+Contents that this node wrote and lost with a tier are fetched from peers, a few files at a time, so that files for which an application
+waits come first.
 """
 
 import errno
@@ -17,11 +20,10 @@ from ckptfs import limits
 from ckptfs.catalog import mover_requests, peer_copies, remote_contents
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.peer_copies import KnownNode
-from ckptfs.clique import locations, placement
+from ckptfs.clique import locations
 from ckptfs.clique.cluster import Cluster
-from ckptfs.clique.locations import ContentLocations
 from ckptfs.clique.membership import ClusterView
-from ckptfs.model import Content, Notifier
+from ckptfs.model import Notifier
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +36,8 @@ class Repair:
         self._notify = notify
         self._cluster = cluster
         self._last_view: ClusterView | None = None
-        self._after: int | None = None
+        self._dead_nodes: dict[int, float] = {}
+        self._after = 0
         self._marked_count = 0
         self._open_requests: list[int] = []
         self._refetch_after: int | None = None
@@ -48,11 +51,15 @@ class Repair:
             self._last_view = view
             self._next_refetch_s = time.monotonic()
         self._refetch_lost()
-        return self._after is not None and self._check_hosted(view, self._after)
+        due = [number for number, due_s in self._dead_nodes.items() if due_s <= time.monotonic()]
+        if due and not self._check_hosted(due[0]):
+            del self._dead_nodes[due[0]]
+        return bool(due)
 
     def next_due_s(self) -> float | None:
-        """Return the seconds until lost contents are looked for again."""
-        return limits.REQUEST_POLL_S if self._open_requests else max(0.0, self._next_refetch_s - time.monotonic())
+        """Return the seconds until lost contents are looked for again, or those of a dead node are checked."""
+        due_s = min([self._next_refetch_s, *self._dead_nodes.values()]) - time.monotonic()
+        return max(0.0, min(due_s, limits.REQUEST_POLL_S) if self._open_requests else due_s)
 
     # --- the view ----------------------------------------------------------------------------------------------------
 
@@ -62,6 +69,7 @@ class Repair:
         factor = self._cluster.factor
         with self._db.transaction():
             previous = peer_copies.list_live_nodes(self._db)
+            self._note_dead_nodes(current, previous)
             if previous == current and factor == peer_copies.get_replication_factor(self._db):
                 return
             died = [node for node in previous.values() if node.number not in current]
@@ -70,11 +78,16 @@ class Repair:
             if _can_place_more(previous, current, factor) or factor != peer_copies.get_replication_factor(self._db):
                 under_replicated += peer_copies.mark_all_under_replicated(self._db)
             peer_copies.set_live_nodes(self._db, self._cluster.node_number, factor, current.values())
-        if died:
-            self._after = 0
         if under_replicated:
             log.info("cluster: nodes changed; %d contents of this node may need copies", under_replicated)
         self._notify.wake_lanes()
+
+    def _note_dead_nodes(self, current: dict[int, KnownNode], previous: dict[int, KnownNode]) -> None:
+        """Note the nodes whose contents are to be checked: at the start all dead ones, then each that dies, after a delay."""
+        known = peer_copies.list_node_names(self._db) if self._last_view is None else previous
+        delay_s = 0.0 if self._last_view is None else self._cluster.draw_delay_s(limits.SPREAD_URGENT_S_MAX)
+        dead = {number: time.monotonic() + delay_s for number in known if number not in current}
+        self._dead_nodes = {number: due_s for number, due_s in (dead | self._dead_nodes).items() if number not in current}
 
     def _list_restarted(self, current: dict[int, KnownNode]) -> list[int]:
         """Return the nodes that have restarted since they were last seen."""
@@ -103,33 +116,22 @@ class Repair:
 
     # --- hosted contents ---------------------------------------------------------------------------------------------
 
-    def _check_hosted(self, view: ClusterView, after: int) -> bool:
-        """Mark the contents of dead nodes that this node must copy. Raises StoreUnreachable; the batch is then repeated."""
-        batch = remote_contents.list_hosted(self._db, after, locations.LOAD_CONTENTS_MAX)
+    def _check_hosted(self, dead_node: int) -> bool:
+        """Mark a batch of a dead node's contents that this node must copy. Return False after the last one.
+
+        Raises StoreUnreachable; the batch is then repeated.
+        """
+        batch = remote_contents.list_hosted_with(self._db, dead_node, self._after, locations.LOAD_CONTENTS_MAX)
         content_locations = locations.refresh(self._db, self._cluster.store, [content.id for content in batch], self._cluster.node_number)
-        to_copy = [content.id for content in batch if self._is_ours_to_copy(content, content_locations[content.id], view)]
+        to_copy = [content.id for content in batch if self._cluster.is_ours_to_copy(content, content_locations[content.id])]
         if peer_copies.mark_under_replicated(self._db, to_copy):
             self._marked_count += len(to_copy)
             self._notify.wake_lanes()
-        self._after = batch[-1].id if batch else None
+        self._after = batch[-1].id if batch else 0
         if not batch and self._marked_count:
             log.info("cluster: this node copies %d contents of dead nodes", self._marked_count)
             self._marked_count = 0
         return bool(batch)
-
-    def _is_ours_to_copy(self, content: Content, shared: ContentLocations, view: ClusterView) -> bool:
-        """Return whether this node must copy a hosted content."""
-        cluster, remote_state = self._cluster, shared.state
-        if remote_state is None or shared.writer is None or shared.writer in view:
-            return False
-        # For a file that was open when its writer died, the last fsynced state counts.
-        written = (remote_state.generation, remote_state.digest) if remote_state.digest is not None else shared.get_newest(view)
-        if written != (content.generation, content.digest):
-            return False
-        living = {number for number in shared.list_holders_of(*written) if number in view} | {cluster.node_number}
-        if not placement.choose_new_holders(view, living, shared.writer, cluster.factor, cluster.jump):
-            return False
-        return min(living) == cluster.node_number
 
 
 def _can_place_more(previous: dict[int, KnownNode], current: dict[int, KnownNode], factor: int) -> bool:

@@ -25,7 +25,7 @@ from ckptfs.catalog.remote_contents import HeldCopy, RemoteState
 from ckptfs.clique import locations
 from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.locations import ContentLocations, SharedFile, SharedPfsState
-from ckptfs.clique.membership import ClusterView
+from ckptfs.clique.membership import ClusterView, ViewChange
 from ckptfs.clique.peer_api import PeerFailed, PeerRefused
 from ckptfs.coherence import keys, salvage_records, store_loss
 from ckptfs.coherence.keys import INODE, PFS_STATE, SharedKey
@@ -56,6 +56,8 @@ class Salvage:
         self._writers_may_return = False
         self._next_look_s = 0.0
         self._view_since_s = 0.0
+        self._batches = 0
+        self._next_batch_s = 0.0
 
     def step(self) -> bool:
         """Check one batch. Return True if there is more. Raises StoreUnreachable; the batch is then repeated."""
@@ -63,10 +65,13 @@ class Salvage:
         if store_loss.is_recently_lost(self._db):
             return False
         if view is not self._last_view:
-            self._after, self._writers_may_return, self._last_view, self._view_since_s = 0, True, view, time.monotonic()
+            self._note_view(view)
         if self._cluster.factor < 2:
             self._after = None  # No node hosts copies of others.
-        if self._after is not None:
+        if self._after is not None and time.monotonic() >= self._next_batch_s:
+            self._batches += 1
+            if self._batches >= limits.SWEEP_BATCHES:
+                self._next_batch_s = time.monotonic() + limits.SWEEP_PAUSE_S
             batch = remote_contents.list_held_copies(self._db, self._after, BATCH_CONTENTS)
             self._salvage_batch(batch, view)
             self._after = batch[-1].content.id if batch else None
@@ -89,7 +94,17 @@ class Salvage:
         if store_loss.is_recently_lost(self._db):
             return limits.SALVAGE_POLL_S
         waiting = self._undecided or self._writers_may_return or mover_requests.list_open(self._db, mover_requests.SALVAGE, at_most=1)
-        return max(0.0, self._next_look_s - time.monotonic()) if waiting else None
+        due = [self._next_look_s] * bool(waiting) + [self._next_batch_s] * (self._after is not None)
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _note_view(self, view: ClusterView) -> None:
+        """Begin a check of all contents if a node died or restarted. The nodes of a large cluster do not begin together."""
+        previous, self._last_view = self._last_view, view
+        self._writers_may_return, self._view_since_s = True, time.monotonic()
+        change = ViewChange(previous or ClusterView(), view)
+        if previous is None or change.dead_nodes or change.restarted_nodes:
+            self._after, self._batches = 0, 0
+            self._next_batch_s = time.monotonic() + self._cluster.draw_delay_s()
 
     # --- falling back ------------------------------------------------------------------------------------------------
 

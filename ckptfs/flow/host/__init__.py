@@ -22,9 +22,10 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ckptfs import digest, disk, limits
-from ckptfs.catalog import contents, copies, peer_copies, remote_contents
+from ckptfs.catalog import contents, copies, identity, peer_copies, remote_contents
 from ckptfs.catalog.contents import get_content, is_unchanged
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.peer_copies import PeerCopy
 from ckptfs.catalog.remote_contents import RemoteState
 from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.peer_api import CopyNotFound, CopyUnavailable, Offer, OpenCopy, Reception
@@ -108,6 +109,7 @@ class Host:
         self._offer_validator = OfferValidator(db, cluster)
         self._tiers = tiers
         self._notify = notify
+        self._cluster = cluster
         self._quota = PeerQuota(db, tiers, share)
         self._lock = threading.Lock()
         self._tokens = itertools.count(1)
@@ -269,8 +271,15 @@ class Host:
             storage.fsync_directory()
             disk.act("host:persist", self._db.persist)
         self._drop_stale_copies(offer.content, storage.tier)
+        self._record_sender(offer)
         self._notify.wake_lanes()
         return True
+
+    def _record_sender(self, offer: Offer) -> None:
+        """Record the copy of a node that did not make the content: after its death this node checks that there are enough."""
+        sender = next((node.number for node in self._cluster.view().nodes if node.name == offer.sender), 0)
+        if sender and sender != identity.get_origin_node(offer.content) and offer.digest is not None:
+            peer_copies.insert_peer_copy(self._db, PeerCopy(offer.content, sender, offer.generation, offer.digest))
 
     def _require_replaceable(self, offer: Offer) -> None:
         """Refuse when what is known here does not give way to what is offered any more: somebody wrote here meanwhile, or deleted it."""
