@@ -107,6 +107,7 @@ _VERSION_3 = """
 ALTER TABLE inode ADD COLUMN closed_ns INTEGER NOT NULL DEFAULT 0;
 CREATE INDEX copy_used ON copy (tier, used_ns) WHERE state = 1;
 CREATE INDEX copy_bad ON copy (state, tier, used_ns) WHERE state <> 1;
+CREATE INDEX content_absent ON content (id) WHERE remote = 0 AND announce_state > 0;
 """
 
 

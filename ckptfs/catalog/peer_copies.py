@@ -79,6 +79,12 @@ def list_live_nodes(db: Database) -> dict[int, KnownNode]:
     return {row[0]: KnownNode(*row) for row in rows}
 
 
+def delete_dead_node(db: Database, node: int) -> None:
+    """Forget a dead node, unless it may return with copies that count."""
+    with db.transaction():
+        db.run("DELETE FROM peer WHERE number = ?1 AND alive = 0 AND NOT EXISTS (SELECT 1 FROM peer_copy WHERE node = ?1)", node)
+
+
 def find_incarnation(db: Database, node: int) -> str | None:
     """Return the incarnation in which a node was last seen. Returns None if it never was."""
     found: str | None = db.value("SELECT incarnation FROM peer WHERE number = ?", node)
@@ -245,7 +251,8 @@ def find_rebuildable(db: Database, after: int) -> Content | None:
 
 _REBUILDABLE = (
     "content k JOIN inode i ON i.id = k.inode AND i.content = k.id AND i.nlink > 0"
-    " WHERE k.remote = 0 AND k.state = 2 AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
+    " WHERE k.remote = 0 AND k.announce_state > 0 AND k.state = 2"
+    " AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
     f" AND EXISTS (SELECT 1 FROM {HOLDERS.format('k')})"
     f" AND NOT {IS_ON_PFS.format('k')}"
 )

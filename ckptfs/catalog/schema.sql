@@ -72,6 +72,7 @@ CREATE INDEX content_under_replicated ON content (id) WHERE under_replicated = 1
 CREATE INDEX content_remote ON content (id) WHERE remote = 1;
 CREATE INDEX content_awaiting_store_check ON content (id) WHERE remote = 0 AND superseded_mtime_ns = 0;
 CREATE INDEX content_unannounced ON content (id) WHERE announce_state > 1;
+CREATE INDEX content_absent ON content (id) WHERE remote = 0 AND announce_state > 0;
 
 -- The copies of contents on this node. What the PFS shows under ordinary names is in pfs_file.
 CREATE TABLE copy (

@@ -9,6 +9,8 @@ rows that no other node took. Rows of a previous catalog of this node are taken 
 """
 
 import logging
+import random
+import time
 
 from ckptfs import disk, limits
 from ckptfs.catalog import journal, peer_copies
@@ -28,10 +30,13 @@ disk.declare_labels("take_over:appended")
 
 ROWS_TOGETHER = limits.ETCD_OPERATIONS_MAX // 2 - 2
 LOOK_S = 30.0
+LOOK_S_MAX = 900.0
+FORGET_S = 86_400.0
+"""A dead node is forgotten if it had nothing to take over, and no copy that counts, for this long."""
 
 
 class TakeOver:
-    """Looks for journals of dead nodes whenever the view changes, and every `LOOK_S`."""
+    """Looks for journals of dead nodes after the view changes, and again, less and less often: a death may go unnoticed."""
 
     def __init__(self, db: Database, notify: Notifier, cluster: Cluster) -> None:
         self._db = db
@@ -40,31 +45,51 @@ class TakeOver:
         self._instance = journal.get_instance_id(db)
         self._last_view: ClusterView | None = None
         self._nodes_left: list[int] = []
+        self._next_look_s = 0.0
+        self._pause_s = LOOK_S
+        self._idle_since_s: dict[int, float] = {}
 
     def step(self) -> bool:
         """Take over from one node. Return True if there may be more at once."""
         view = self._cluster.view()
-        if not self._nodes_left:
-            self._last_view = view
-            known = set(peer_copies.list_node_names(self._db)) | {self._cluster.node_number}
-            self._nodes_left = sorted(number for number in known if number not in view.by_number or number == self._cluster.node_number)
-        number = self._nodes_left[-1]
-        if not self._take_from(number):
+        if view is not self._last_view:
+            self._last_view, self._pause_s = view, LOOK_S
+            self._next_look_s = time.monotonic() + self._cluster.draw_delay_s(limits.SPREAD_URGENT_S_MAX)
+        if not self._nodes_left and time.monotonic() >= self._next_look_s:
+            self._nodes_left = self._find_nodes_with_rows(view)
+            self._next_look_s = time.monotonic() + self._pause_s * random.uniform(0.75, 1.25)
+            self._pause_s = min(2 * self._pause_s, LOOK_S_MAX)
+        if self._nodes_left and not self._take_from(self._nodes_left[-1]):
             self._nodes_left.pop()
         return bool(self._nodes_left)
 
     def next_due_s(self) -> float | None:
-        """Return the seconds until the next look: a death may go unnoticed."""
-        return LOOK_S if self._cluster.view() is self._last_view else 0.0
+        """Return the seconds until the next look."""
+        return max(0.0, self._next_look_s - time.monotonic()) if self._cluster.view() is self._last_view else 0.0
+
+    def _find_nodes_with_rows(self, view: ClusterView) -> list[int]:
+        """Return the dead nodes with pending rows, and this one if a previous catalog of it left some. One request, however many died."""
+        dead = sorted(peer_copies.list_node_names(self._db).keys() - view.by_number.keys() - {self._cluster.node_number})
+        asked = [(number, get) for number in (self._cluster.node_number, *dead) for get in self._build_gets(number, 1)]
+        results = self._cluster.store.read([get for _, get in asked]).results
+        found = {number for (number, _), items in zip(asked, results, strict=True) if items}
+        self._forget_idle([number for number in dead if number not in found])
+        return sorted(found)
+
+    def _forget_idle(self, dead: list[int]) -> None:
+        """Forget the dead nodes that have been without rows for long: they are asked about no more."""
+        self._idle_since_s = {number: self._idle_since_s.get(number, time.monotonic()) for number in dead}
+        for number, since_s in self._idle_since_s.items():
+            if time.monotonic() - since_s >= FORGET_S:
+                peer_copies.delete_dead_node(self._db, number)
 
     def _take_from(self, number: int) -> bool:
         """Take one page of rows. Return False if nothing is left to take."""
-        if not self._list_rows(number, 1):
-            return False
         claim = None if self._cluster.claims is None else self._cluster.claims.try_acquire(f"write-back/{number}")
         if claim is None or self._cluster.claims is None:
             return False
-        items = self._list_rows(number, ROWS_TOGETHER)
+        found = self._cluster.store.read(self._build_gets(number, ROWS_TOGETHER)).results
+        items = [item for page in found for item in page if is_readable(item)][:ROWS_TOGETHER]
         is_dead = number == self._cluster.node_number or not membership.list_live(self._cluster.store, [number])
         if items and is_dead and self._append_rows(claim, items, number):
             log.info("node %d: this node takes over %d changes that it had not written back", number, len(items))
@@ -73,14 +98,13 @@ class TakeOver:
         self._cluster.claims.release(claim)
         return False
 
-    def _list_rows(self, number: int, at_most: int) -> list[Item]:
-        """Return the pending rows of a node; for this node, those of a previous catalog."""
+    def _build_gets(self, number: int, at_most: int) -> list[Get]:
+        """Return the reads of the pending rows of a node; for this node, of those of a previous catalog."""
         start = keys.encode_key(SharedKey(JOURNAL_ROW, number, b""))
         if number != self._cluster.node_number:
-            return list(filter(is_readable, self._cluster.store.read([Get(start, prefix_end(start), limit=at_most)]).results[0]))
+            return [Get(start, prefix_end(start), limit=at_most)]
         own = start + self._instance.encode()
-        found = self._cluster.store.read([Get(start, own, limit=at_most), Get(prefix_end(own), prefix_end(start), limit=at_most)])
-        return list(filter(is_readable, [*found.results[0], *found.results[1]]))[:at_most]
+        return [Get(start, own, limit=at_most), Get(prefix_end(own), prefix_end(start), limit=at_most)]
 
     def _append_rows(self, claim: ClusterLock, items: list[Item], number: int) -> bool:
         """Move rows to this node. Return False if their node lives again, or another node has them."""

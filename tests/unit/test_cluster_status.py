@@ -78,8 +78,8 @@ def test_current_work_is_published_and_shown(node: Node, store: MemoryStore) -> 
     peer_copies.mark_under_replicated(node.db, [behind, dead])
     row = node.row(gone)
     assert row.digest is not None
-    copies.delete_copy(node.db, gone, Tier.RAM)
     peer_copies.insert_peer_copy(node.db, PeerCopy(gone, 2, row.generation, row.digest))
+    copies.delete_copy(node.db, gone, Tier.RAM)
     node.db.run("UPDATE content SET remote = 1 WHERE id = ?", dead)
     transport = TransportFigures(
         lambda: [PeerLoad("node2", 3, 3000, 1, 1000)],

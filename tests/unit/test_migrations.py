@@ -147,7 +147,7 @@ def migrate_until(path: Path, statements: int) -> None:
     migrations.migrate(connection)
 
 
-@pytest.mark.parametrize("statements", [3, 4, 20, 45, 60, 85, 500])
+@pytest.mark.parametrize("statements", [3, 4, 20, 45, 60, 80, 500])
 def test_a_kill_leaves_one_version_or_the_other(statements: int, tmp_path: Path) -> None:
     path = load("0.2.0", tmp_path)
     schema, rows = read_schema(path), read_rows(path)
