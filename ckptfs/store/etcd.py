@@ -8,10 +8,10 @@ Crash safety: etcd has applied a transaction or not; leases expire.
 """
 
 import contextlib
+import heapq
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -385,9 +385,9 @@ class Endpoints:
         message.start_next_try()
         return message.future
 
-    def call_later(self, act: Callable[[], None]) -> None:
-        """Run `act` after ETCD_PAUSE_S, or at close."""
-        self._delayed_calls.call_later(act)
+    def call_later(self, act: Callable[[], None], pause_s: float) -> None:
+        """Run `act` after `pause_s`, or at close."""
+        self._delayed_calls.call_later(act, pause_s)
 
     def close(self) -> None:
         self.closed.set()
@@ -441,40 +441,53 @@ class EndpointCall(Generic[Answer]):
         if not is_transient(code, details):
             self.future.set_exception(self._failure)
             return
-        self._endpoints.mark_failed(self._endpoint)
         self._tries += 1
-        if self._tries % len(self._endpoints):
-            self.start_next_try()
-        else:
-            self._endpoints.call_later(self.start_next_try)
+        is_overloaded = "too many requests" in details
+        if not is_overloaded:  # All members share the load.
+            self._endpoints.mark_failed(self._endpoint)
+            if self._tries % len(self._endpoints):
+                self.start_next_try()
+                return
+        pause_s = min(limits.ETCD_PAUSE_S * 2 ** min(self._tries, 10), limits.ETCD_PAUSE_S_MAX) if is_overloaded else limits.ETCD_PAUSE_S
+        self._endpoints.call_later(self.start_next_try, pause_s * random.uniform(0.5, 1.5))
 
 
 class DelayedCalls:
-    """Calls that wait ETCD_PAUSE_S, in order, on a thread that exists only while there are any."""
+    """Calls that wait, on a thread that exists only while there are any."""
 
     def __init__(self) -> None:
-        self._queue: deque[tuple[float, Callable[[], None]]] = deque()
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
+        self._waiting: list[tuple[float, int, Callable[[], None]]] = []
+        self._changed = threading.Condition()
+        self._count = 0
+        self._has_thread = False
+        self._is_closed = False
 
-    def call_later(self, act: Callable[[], None]) -> None:
-        with self._lock:
-            self._queue.append((time.monotonic() + limits.ETCD_PAUSE_S, act))
-            if len(self._queue) == 1:
+    def call_later(self, act: Callable[[], None], pause_s: float) -> None:
+        with self._changed:
+            self._count += 1
+            heapq.heappush(self._waiting, (time.monotonic() + pause_s, self._count, act))
+            self._changed.notify()
+            if not self._has_thread:
+                self._has_thread = True
                 threading.Thread(target=self._run, name="etcd-delayed-calls", daemon=True).start()
 
     def close(self) -> None:
-        self._closed.set()
+        """Run all that wait now."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
 
     def _run(self) -> None:
-        more = True
-        while more:
-            due_s, act = self._queue[0]
-            self._closed.wait(max(0.0, due_s - time.monotonic()))
+        while act := self._take_next():
             act()
-            with self._lock:
-                self._queue.popleft()
-                more = bool(self._queue)
+
+    def _take_next(self) -> Callable[[], None] | None:
+        """Wait for the next call that is due. Return None, which ends the thread, if none waits."""
+        with self._changed:
+            while self._waiting and not self._is_closed and (left_s := self._waiting[0][0] - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+            self._has_thread = bool(self._waiting)
+            return heapq.heappop(self._waiting)[2] if self._waiting else None
 
 
 class AnswerTooLarge(StoreRefused):

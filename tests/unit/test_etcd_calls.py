@@ -1,4 +1,7 @@
-"""P7: a node that stood still, with a question under way, does not take etcd for gone and itself for an island with old data."""
+"""P7: a node that stood still, with a question under way, does not take etcd for gone and itself for an island with old data.
+
+N1: nodes that are refused by an etcd with too many requests do not all ask again at once.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +9,6 @@ from typing import Any
 import grpc
 import pytest
 
-from ckptfs import limits
 from ckptfs.errors import StoreUnreachable
 from ckptfs.store.etcd import EndpointCall, time
 
@@ -16,14 +18,14 @@ WAIT_S = 3.0
 class Pending:
     """A call that has ended."""
 
-    def __init__(self, code: grpc.StatusCode) -> None:
-        self._code = code
+    def __init__(self, code: grpc.StatusCode, details: str = "") -> None:
+        self._code, self._details = code, details
 
     def code(self) -> grpc.StatusCode:
         return self._code
 
     def details(self) -> str:
-        return ""
+        return self._details
 
     def result(self) -> str:
         return "answer"
@@ -36,10 +38,12 @@ class Member:
     """Each call takes as long as `takes_s` says next; what is not answered in its time is over. `asked`: how much time each one got."""
 
     address = "etcd:2379"
+    count = 1
 
     def __init__(self, takes_s: list[tuple[float, bool]]) -> None:
         self.now_s, self._takes_s = 100.0, takes_s
         self.asked: list[float] = []
+        self.paused_s: list[float] = []
 
     def start_call(self, call: str, request: object, timeout_s: float, wait_for_ready: bool) -> Pending:
         self.asked.append(timeout_s)
@@ -55,15 +59,16 @@ class Member:
             return False
 
     def __len__(self) -> int:
-        return 1
+        return self.count
 
     def get_current(self) -> "Member":
         return self
 
     def mark_failed(self, _: object) -> None: ...
 
-    def call_later(self, act: Callable[[], None]) -> None:
-        self.now_s += limits.ETCD_PAUSE_S
+    def call_later(self, act: Callable[[], None], pause_s: float) -> None:
+        self.paused_s.append(pause_s)
+        self.now_s += pause_s
         act()
 
 
@@ -91,3 +96,25 @@ def test_who_stood_still_asks_once_more(
     else:
         with pytest.raises(StoreUnreachable):
             call.future.result(timeout=0)
+
+
+class Overloaded(Member):
+    """Three members that refuse everything."""
+
+    count = 3
+
+    def start_call(self, call: str, request: object, timeout_s: float, wait_for_ready: bool) -> Pending:
+        super().start_call(call, request, timeout_s, wait_for_ready)
+        return Pending(grpc.StatusCode.RESOURCE_EXHAUSTED, "etcdserver: too many requests")
+
+
+def test_an_overloaded_etcd_is_asked_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = [Overloaded([(0.001, False)] * 100) for _ in range(2)]
+    for member in members:
+        monkeypatch.setattr(time, "monotonic", lambda member=member: member.now_s)
+        call: EndpointCall[str] = EndpointCall(member, "transaction", object(), str, WAIT_S)  # type: ignore[arg-type]
+        call.start_next_try()
+        with pytest.raises(StoreUnreachable):
+            call.future.result(timeout=0)
+        assert len(member.asked) < 16 and max(member.paused_s) > 4 * member.paused_s[0]
+    assert members[0].paused_s != members[1].paused_s, "nodes do not ask in step"
