@@ -8,6 +8,7 @@ ask, so the results are cached for a while, and only one round runs at a time.
 import contextlib
 import datetime
 import json
+import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -97,26 +98,33 @@ def count_progress(db: Database) -> dict[str, int]:
 
 
 async def publish_figures(db: Database, store: Store, number: int, lease: Callable[[], int]) -> None:
-    """Keep this node's figures in the store until cancelled, under the lease of its record (0: none)."""
-    before: tuple[bytes, int] | None = None
+    """Keep this node's figures in the store until cancelled, under the lease of its record (0: it has none now).
+
+    Seldom does anyone read them, so while they go on changing they are published less and less often.
+    """
+    published: tuple[bytes, int] | None = None
+    pause_s = limits.FIGURES_INTERVAL_S
     while True:
-        begun = trio.current_time()
+        begun, previous = trio.current_time(), published
         with contextlib.suppress(CkptfsError):
-            before = await trio.to_thread.run_sync(
-                _publish_if_changed, db, store, figures_key(number), lease(), before, abandon_on_cancel=True
+            published = await trio.to_thread.run_sync(
+                _publish_if_changed, db, store, figures_key(number), lease(), previous, abandon_on_cancel=True
             )
+        pause_s = limits.FIGURES_INTERVAL_S if published == previous else min(2 * pause_s, limits.FIGURES_INTERVAL_S_MAX)
         # Counting in a large catalog takes long. It must not slow down the flows.
         rest_s = CACHE_RATIO * (trio.current_time() - begun)
-        await trio.sleep(max(rest_s, limits.FIGURES_INTERVAL_S) if before else LEASE_POLL_S)
+        await trio.sleep(max(rest_s, pause_s * random.uniform(0.75, 1.25)) if published else LEASE_POLL_S)
 
 
-def _publish_if_changed(db: Database, store: Store, key: bytes, lease: int, before: tuple[bytes, int] | None) -> tuple[bytes, int] | None:
+def _publish_if_changed(
+    db: Database, store: Store, key: bytes, lease: int, published: tuple[bytes, int] | None
+) -> tuple[bytes, int] | None:
     """Publish the figures if they or the lease have changed. Returns what is published."""
     now = encode_figures(db), lease
-    if lease and now != before:
+    if lease and now != published:
         store.commit([], [Put(key, now[0], lease)])
         return now
-    return before
+    return published
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ Crash safety: unpublished changes are dirty in the catalog, and the next process
 import errno
 import functools
 import logging
+import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
@@ -257,7 +258,7 @@ class SharedNamespace:
                 question.done.set()
             return
         gets = [get for question in questions for get in question.gets]
-        self._next_probe_s = trio.current_time() + limits.STORE_POLL_S
+        self._next_probe_s = trio.current_time() + limits.STORE_POLL_S * random.uniform(0.8, 1.2)
         try:
             self.counts["reads"] += 1
             found = await wait_outcome(self._store.read_soon(gets))
@@ -444,7 +445,8 @@ class SharedNamespace:
 
     async def _probe_store(self) -> None:
         """Check whether the store is back, and publish everything if it is."""
-        await trio.sleep(limits.STORE_PROBE_S)
+        away_s = (time.time_ns() - self.disconnected_ns) / 1e9
+        await trio.sleep(min(max(limits.STORE_PROBE_S, away_s / 8), limits.STORE_PROBE_S_MAX) * random.uniform(0.5, 1.0))
         await self._commit_rounds.wait_idle()
         if self._is_store_lost and not await self._rebuild_store():
             return

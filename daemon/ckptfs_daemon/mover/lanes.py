@@ -155,7 +155,7 @@ class Lane:
             self._trouble = what
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(self._report_trouble, value)
-        return self._retry_s * random.uniform(0.9, 1.1)
+        return self._retry_s * random.uniform(0.5, 1.0)
 
     def _report_trouble(self, value: Mapping[str, Any]) -> None:
         try:
