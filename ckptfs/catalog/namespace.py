@@ -6,7 +6,7 @@ for the import: it is made from what the catalog knows (P1). A rename keeps the 
 that moves within its directory.
 
 Invariants:
-- The nlink of a directory is 2 plus its subdirectories.
+- The nlink of a directory is 2 plus its subdirectories. In a cluster no node counts what others made: it is 2 or more.
 - An inode with nlink 0 has no entry and waits for `delete_forgotten`.
 - `parent` of a directory is where its entry is.
 - A cookie belongs to an entry as long as its name exists: a reader of a directory sees a name that exists all the time exactly once.
@@ -281,7 +281,7 @@ def _delete_entry(db: Database, parent: int, name: bytes) -> None:
 
 def _record_directory_change(db: Database, directory: int, now: int, links: int = 0) -> None:
     """Record that the entries of `directory` changed; it has `links` more subdirectories."""
-    db.run("UPDATE inode SET mtime_ns=?, ctime_ns=?, nlink=nlink+? WHERE id=?", now, now, links, directory)
+    db.run("UPDATE inode SET mtime_ns=?, ctime_ns=?, nlink=max(nlink+?, 2) WHERE id=?", now, now, links, directory)
 
 
 NOREPLACE = 1
@@ -377,9 +377,9 @@ def _exchange_entries(db: Database, parent: int, name: bytes, source: Inode, new
 
 def _record_parent_changes(db: Database, now: int, parent: int, links: int, new_parent: int, new_links: int) -> None:
     """Record that both directories changed, and how many more subdirectories they have."""
-    db.run("UPDATE inode SET mtime_ns=?, ctime_ns=?, nlink=nlink+? WHERE id=?", now, now, links, parent)
+    db.run("UPDATE inode SET mtime_ns=?, ctime_ns=?, nlink=max(nlink+?, 2) WHERE id=?", now, now, links, parent)
     if new_links or parent != new_parent:
-        db.run("UPDATE inode SET mtime_ns=?, ctime_ns=?, nlink=nlink+? WHERE id=?", now, now, new_links, new_parent)
+        db.run("UPDATE inode SET mtime_ns=?, ctime_ns=?, nlink=max(nlink+?, 2) WHERE id=?", now, now, new_links, new_parent)
 
 
 def _set_parent(db: Database, now: int, inode: Inode, directory: int) -> None:

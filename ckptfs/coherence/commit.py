@@ -34,7 +34,6 @@ from ckptfs.coherence.keys import (
     encode_fields,
     encode_key,
     encode_value,
-    get_prior_revision,
     get_value,
     list_local_names,
 )
@@ -143,7 +142,6 @@ class _TransactionBuilder:
                 break
             self._transaction.change_count += 1
         self._defer_name_deletes()
-        self._set_directory_links()
         self._set_file_names()
         return self._transaction
 
@@ -219,26 +217,12 @@ class _TransactionBuilder:
         if KINDS[key.kind].is_compared:
             transaction.expected_revisions[key] = known.revision
             transaction.required_directories.discard(key.number if key.kind == INODE else -1)
-        if key.kind == NAME and _is_directory(known.raw) != _is_directory(value):
-            self._include_directory_links(key.number)
         if key.kind == NAME:
             self._include_named_inodes(known.raw, value)
         if key.kind == NAME and value is not None:
             self._require_directory(key.number)
         elif key.kind == INODE:
             self._add_inode_conditions(key, known, value)
-
-    def _include_directory_links(self, directory: int) -> None:
-        """Add the parent of a directory that is created, moved or removed."""
-        key = SharedKey(INODE, directory)
-        value = self._load_value(key)[1]
-        if key in self._transaction.new_values:
-            return
-        if value is None:
-            self._defer_inode_delete(key)
-        else:
-            self._include_inode(key, value)
-            self._transaction.required_directories.discard(directory)
 
     def _defer_inode_delete(self, key: SharedKey) -> None:
         """What is gone here loses something now, and goes with a change that comes later: somebody may bring it back until then."""
@@ -291,22 +275,6 @@ class _TransactionBuilder:
                 names = (before - taken.get(key.number, set())) | given.get(key.number, set())
                 if names:
                     self._transaction.new_values[key] = encode_value({**now, "names": [list(name) for name in sorted(names)]})
-
-    def _set_directory_links(self) -> None:
-        """Count the links of a directory as of this transaction; its other changes are published later."""
-        inside: dict[int, int] = {}
-        for key, value in self._transaction.new_values.items():
-            if key.kind == NAME:
-                more = _is_directory(value) - _is_directory(self._load_value(key)[0].raw)
-                inside[key.number] = inside.get(key.number, 0) + more
-        for key, value in self._transaction.new_values.items():
-            # Directories are changed seldom: a file has names in its value.
-            if key.kind != INODE or value is None or b'"names":' in value:
-                continue
-            if (now := decode_value(value)) is not None and stat.S_ISDIR(now["mode"]):
-                before = (self._load_value(key)[0].fields or {"nlink": 2})["nlink"]
-                counted = encode_value({**now, "nlink": before + inside.get(key.number, 0)})
-                self._transaction.new_values[key] = store_loss.add_prior_revision(counted, get_prior_revision(value))
 
     def _require_directory(self, directory: int) -> None:
         key = SharedKey(INODE, directory)

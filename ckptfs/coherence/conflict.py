@@ -218,15 +218,12 @@ class ConflictResolver:
         return int(self._db.value("SELECT mode & 61440 FROM inode WHERE id = ?", inode) or 0)
 
     def _set_link_counts(self) -> None:
-        """The links of files are their names, those of directories what is in them."""
+        """The links of files are their names; those of directories nobody counts."""
         for inode in self._inodes_to_recount - self._deleted_inodes:
             row = self._db.row("SELECT mode & 61440, nlink FROM inode WHERE id = ?", inode)
             if row is None:
                 continue
-            if row[0] == read.DIRECTORY_TYPE:
-                links = keys.count_links(self._db, inode) if row[1] else 0
-            else:
-                links = len(keys.list_shared_names(self._db, inode))
+            links = row[1] if row[0] == read.DIRECTORY_TYPE else len(keys.list_shared_names(self._db, inode))
             if links != row[1]:
                 self._db.run("UPDATE inode SET nlink = ? WHERE id = ?", links, inode)
                 key_state.mark_dirty(self._db, SharedKey(INODE, inode))

@@ -155,8 +155,9 @@ INODE_FIELDS = (
     "parent", "complete", "missed", "closed_ns",
 )  # fmt: skip
 
-FILE_ONLY_FIELDS = ("size", "mtime_ns", "ctime_ns", "closed_ns")
-"""What a directory keeps under `m/` or has not: many nodes make names in one directory without contending."""
+FILE_ONLY_FIELDS = ("nlink", "size", "mtime_ns", "ctime_ns", "closed_ns")
+"""What a directory keeps under `m/` or has not: many nodes make names and directories in one directory without contending."""
+DIRECTORY_LINKS = 2
 _INODE_COLUMN_BY_FIELD = {"complete": "imported", "missed": "salvaged"}
 """Fields of a shared inode whose column has another name; their names in the store never change."""
 _SELECT_INODE = f"SELECT {', '.join(_INODE_COLUMN_BY_FIELD.get(name, name) for name in INODE_FIELDS)} FROM inode WHERE id = ?"
@@ -270,28 +271,13 @@ def list_shared_names(db: Database, inode: int) -> list[list[Any]]:
     return [list(name) for name in sorted((there - changed) | (here & changed))]
 
 
-def count_links(db: Database, directory: int) -> int:
-    """Links of a directory: those that the store knows, 2 of one that it does not have, and what this node changed in it."""
-    value = db.value("SELECT value FROM cached_key WHERE kind = 'i' AND number = ? AND name = x''", directory)
-    links = int((decode_value(value) or {"nlink": 2})["nlink"])
-    for (name,) in db.rows("SELECT DISTINCT name FROM dirty_key WHERE kind = 'e' AND number = ?", directory):
-        there = db.value("SELECT value FROM cached_key WHERE kind = 'e' AND number = ? AND name = ?", directory, name)
-        here = _get_name_value(db, directory, bytes(name))
-        links += _is_directory(here) - _is_directory(decode_value(there))
-    return links
-
-
-def _is_directory(entry: Value | None) -> int:
-    return int(entry is not None and entry["type"] == stat.S_IFDIR)
-
-
 def set_link_count(db: Database, key: SharedKey) -> None:
-    """The links of a file are its names, those of a directory what is in it; what was removed stays so."""
+    """The links of a file are its names; what was removed stays so."""
     if key.kind != INODE:
         return
     row = db.row("SELECT mode & 61440, nlink FROM inode WHERE id = ?", key.number)
-    if row is not None and row[1]:
-        links = count_links(db, key.number) if row[0] == stat.S_IFDIR else len(list_shared_names(db, key.number))
+    if row is not None and row[0] != stat.S_IFDIR and row[1]:
+        links = len(list_shared_names(db, key.number))
         if links != row[1]:
             db.run("UPDATE inode SET nlink = ? WHERE id = ?", links, key.number)
 
@@ -352,8 +338,8 @@ def _write_inode(db: Database, number: int, _: bytes, value: Value | None) -> No
     target = value["target"]
     columns = {"missed": None, "closed_ns": 0, **value, "target": None if target is None else target.encode("latin-1")}
     columns = {_INODE_COLUMN_BY_FIELD.get(name, name): field for name, field in columns.items() if name != "xattrs"}
-    if (names := columns.pop("names", None)) is not None:
-        columns["nlink"] = len(names)
+    names = columns.pop("names", None)
+    columns["nlink"] = DIRECTORY_LINKS if names is None else len(names)
     if db.row("SELECT 1 FROM inode WHERE id = ?", number):
         db.run(f"UPDATE inode SET {', '.join(f'{name} = ?' for name in columns)} WHERE id = ?", *columns.values(), number)
     else:

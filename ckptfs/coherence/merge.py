@@ -1,8 +1,8 @@
 """Merge of two changes of one value: pure. `base` is the common ancestor, `ours` this node's value, `theirs` the store's.
 
-A field is ours if this node changed it, else theirs. Names merge as a set, subdirectories as a count. Content, generation, size and times
-of a file stay together and belong to the last writer: the node that writes the file now, else the one with the later generation, then
-the later close, then the higher number. The mtime never decides: `cp -p` and tar set it. A row that is published after the death of this
+A field is ours if this node changed it, else theirs. Names merge as a set. Content, generation, size and times of a file
+stay together and belong to the last writer: the node that writes the file now, else the one with the later generation, then the later
+close, then the higher number. The mtime never decides: `cp -p` and tar set it. A row that is published after the death of this
 node may be old. A salvage record is dropped if it is published with the data that replaced it.
 """
 
@@ -27,16 +27,12 @@ def merge_values(kind: str, base: Value | None, ours: Value, theirs: Value, *, i
 
 
 def merge_inode(base: Value | None, ours: Value, theirs: Value, *, is_writing: bool = False) -> Value:
-    """Without a base (the root, which both had before they met) it is theirs, with the subdirectories of both."""
-    if base is None and "names" in theirs:
-        return merge_both(ours, theirs)
+    """Without a base (the root, which both had before they met) it is theirs."""
     if base is None:
-        return {**theirs, "nlink": theirs["nlink"] + ours["nlink"] - 2}
+        return merge_both(ours, theirs) if "names" in theirs else theirs
     merged: Value = {name: _merge_field(name, base, ours, theirs) for name in theirs}
     if "names" in theirs:
         merged["names"] = merge_names(base, ours, theirs)
-    else:
-        merged["nlink"] = theirs["nlink"] + ours["nlink"] - base["nlink"]
     written = [value.get("generation") != base.get("generation") for value in (ours, theirs)]
     # A time that was set here, or what was left of a lost tier, is no reason to hide what was written elsewhere.
     is_theirs = written == [False, True] or (not is_writing and _is_theirs_later(base, ours, theirs, have_both_written=all(written)))

@@ -77,7 +77,6 @@ class ReintegrationResolver(ConflictResolver):
         self._link_content = again
         self._is_written = is_written
         self._conflicting_names: dict[SharedKey, CachedValue] = {}
-        self._moved_in_store: set[int] = set()
 
     def resolve(self) -> CommitResult:
         """Names that are taken back first, those that stay side by side afterwards."""
@@ -393,12 +392,6 @@ class ReintegrationResolver(ConflictResolver):
             return
         if get_value(self._db, key) is None:
             write_value(self._db, key, there)
-            self._moved_in_store.add(child)
-
-    def _set_link_counts(self) -> None:
-        # What is in a directory that lives on elsewhere was not all read.
-        self._inodes_to_recount -= self._moved_in_store
-        super()._set_link_counts()
 
     def _is_written_here_only(self, base: Value, ours: Value, theirs: Value) -> bool:
         """Whether nobody else wrote the file: the others show a former state while they miss this node's, or one that it gave them."""

@@ -199,7 +199,7 @@ def find_fault(key: SharedKey, raw: bytes) -> str:
 
 
 def _find_inode_fault(value: Mapping[str, int]) -> str:
-    needed = ("nlink",) if stat.S_ISDIR(value["mode"]) else _OF_FILES
+    needed = () if stat.S_ISDIR(value["mode"]) else _OF_FILES
     return next((f"the field {name} is missing" for name in needed if name not in value), "")
 
 

@@ -135,6 +135,29 @@ def test_with_late_commits(tmp_path: Path, seed: int) -> None:
     simulate(tmp_path, seed, steps=60, islands=0.02, late=0.03)
 
 
+def test_nodes_that_make_directories_in_one_do_not_contend(tmp_path: Path) -> None:
+    """Each rank makes its own: what that costs a node does not grow with their number."""
+    etcd = MemoryEtcd()
+
+    async def main() -> list[int]:
+        nodes = [Node(tmp_path / str(number), number, Slow(etcd, random.Random(number))) for number in range(1, 13)]
+
+        async def act() -> list[int]:
+            await nodes[0].mkdir("step")
+            await settled(nodes)
+            before = [node.sharing.counts["conflicts"] for node in nodes]
+            async with trio.open_nursery() as nursery:
+                for node in nodes:
+                    nursery.start_soon(node.mkdir, f"step/rank_{node.number}")
+            await settled(nodes)
+            assert await nodes[0].tree() == await nodes[-1].tree() == stored_tree(etcd)
+            return [node.sharing.counts["conflicts"] - count for node, count in zip(nodes, before, strict=True)]
+
+        return await running(nodes, act)
+
+    assert replayed(1, main) == [0] * 12
+
+
 def test_a_seed_replays(tmp_path: Path) -> None:
     """What it found once it finds again."""
     first, again, other = (simulate(tmp_path / str(run), seed, 30, 0.04) for run, seed in enumerate((7, 7, 8)))

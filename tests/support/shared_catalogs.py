@@ -262,7 +262,7 @@ class Node:
             for entry, _ in list(namespace.iterate_entries(self.db, directory)):
                 await self.sharing.refresh_inode(entry.child)
                 inode = get(self.db, entry.child)
-                found[path + b"/" + entry.name] = (inode.id, inode.mode, inode.nlink, 0 if inode.is_directory else inode.size)
+                found[path + b"/" + entry.name] = (inode.id, inode.mode, *((0, 0) if inode.is_directory else (inode.nlink, inode.size)))
                 if inode.is_directory:
                     todo.append((path + b"/" + entry.name, inode.id))
         return found
@@ -296,11 +296,9 @@ def stored_tree(etcd: MemoryEtcd) -> Tree:
         assert directory not in passed, "a directory has two names"
         passed.add(directory)
         children = {key.name: child for key, child in names.items() if key.number == directory}
-        subdirectories = sum(stat.S_ISDIR(inodes[child]["mode"]) for child in children.values())
-        assert inodes[directory]["nlink"] == 2 + subdirectories, f"links of {path!r}"
         for name, child in children.items():
             value = inodes[child]
-            links = value["nlink"] if "nlink" in value else len(value["names"])
+            links = len(value.get("names", ()))
             found[path + b"/" + name] = (child, value["mode"], links, value.get("size", 0))
             if stat.S_ISDIR(value["mode"]):
                 assert value["parent"] == directory, f"parent of {name!r}"
