@@ -17,7 +17,7 @@ from ckptfs.catalog import journal, peer_copies
 from ckptfs.catalog.database import Database
 from ckptfs.clique import membership
 from ckptfs.clique.cluster import Cluster, ClusterLock
-from ckptfs.clique.membership import ClusterView
+from ckptfs.clique.membership import ClusterView, ViewChange
 from ckptfs.coherence import keys
 from ckptfs.coherence.keys import JOURNAL_ROW, SharedKey
 from ckptfs.coherence.value_checks import is_readable
@@ -36,7 +36,7 @@ FORGET_S = 86_400.0
 
 
 class TakeOver:
-    """Looks for journals of dead nodes after the view changes, and again, less and less often: a death may go unnoticed."""
+    """Looks for journals of dead nodes after each death, and again, less and less often: a death may go unnoticed."""
 
     def __init__(self, db: Database, notify: Notifier, cluster: Cluster) -> None:
         self._db = db
@@ -53,8 +53,10 @@ class TakeOver:
         """Take over from one node. Return True if there may be more at once."""
         view = self._cluster.view()
         if view is not self._last_view:
-            self._last_view, self._pause_s = view, LOOK_S
-            self._next_look_s = time.monotonic() + self._cluster.draw_delay_s(limits.SPREAD_URGENT_S_MAX)
+            if ViewChange(self._last_view or view, view).dead_nodes:
+                self._pause_s = LOOK_S
+                self._next_look_s = time.monotonic() + self._cluster.draw_delay_s(limits.SPREAD_URGENT_S_MAX)
+            self._last_view = view
         if not self._nodes_left and time.monotonic() >= self._next_look_s:
             self._nodes_left = self._find_nodes_with_rows(view)
             self._next_look_s = time.monotonic() + self._pause_s * random.uniform(0.75, 1.25)
