@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 import trio
 
 from ckptfs import disk, limits
-from ckptfs.catalog import contents, inodes, journal, mover_requests, peer_copies, summary
+from ckptfs.catalog import contents, inodes, journal, mover_requests, namespace, peer_copies, summary
 from ckptfs.catalog.namespace import NotImported
 from ckptfs.errors import CkptfsError, ContentLost, NoSpace, TimedOut, posix_error
 from ckptfs.model import CliqueLost, DataPath, Level, Tier
