@@ -97,9 +97,10 @@ def replayed(seed: int, act: Callable[[], Awaitable[T]], limit_s: float = 150.0)
 
 
 def run_seeded(seed: int, act: Callable[[], Awaitable[T]], **how: Any) -> T:
-    """trio.run, which runs what is ready in a random order: as trio's plugins for tests do, that is seeded here."""
+    """trio.run, which runs what is ready in a random order: as trio's plugins for tests do, that is seeded here. So is jitter."""
     scheduler = trio._core._run
     scheduler._r.seed(seed)
+    random.seed(seed)
     with mock.patch.object(scheduler, "_ALLOW_DETERMINISTIC_SCHEDULING", True):
         return trio.run(act, **how)
 
