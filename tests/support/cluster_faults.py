@@ -3,6 +3,7 @@
 They stay within what is promised: at most `losses` nodes are away at a time.
 """
 
+import signal
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 RATE_BITS_PER_S = 100_000_000
 # Shorter than the lease, a little longer, and long enough for the others to have put all in order without it.
 STILL_S = (5.0, limits.NODE_LEASE_S + 1.0, limits.NODE_LEASE_S + 8.0)
-USUAL = ("kill", "wipe", "wipe", "cut", "slow", "stop_etcd", "replace")
+USUAL = (
+    "kill", "wipe", "wipe", "cut", "cut_etcd", "slow", "stop_etcd", "kill_member", "pause_member", "replace", "stand_still", "restart_all",
+)  # fmt: skip
 
 
 class Faults:
@@ -68,6 +71,10 @@ class Faults:
 
     def cut(self) -> None:
         self._lose("cut", lambda node: self._cluster[node].cut())
+
+    def cut_etcd(self) -> None:
+        """It reaches the other nodes, and no etcd."""
+        self._lose("cut", lambda node: self._cluster[node].reach_etcd(up=False))
 
     def stand_still(self) -> None:
         """Everything on a node stops, as when its virtual machine is moved; what hangs in its mount goes on when all is mended."""
@@ -122,6 +129,22 @@ class Faults:
         if self._storm.away.get(node) in (None, "cut"):
             self._storm.say(f"slow node {node}")
             self._cluster[node].slow(RATE_BITS_PER_S)
+
+    def kill_member(self) -> None:
+        """One member of etcd dies: as long as most of them live, nobody notices."""
+        self._take_member("killed", signal.SIGKILL)
+
+    def pause_member(self) -> None:
+        """One member of etcd answers nobody, as when it is cut off from the others."""
+        self._take_member("stopped", signal.SIGSTOP)
+
+    def _take_member(self, how: str, number: signal.Signals) -> None:
+        storm = self._storm
+        if storm.etcd and storm.members_away + 1 <= (self._cluster.etcd_members - 1) // 2:
+            member = self._source.randrange(self._cluster.etcd_members)
+            storm.say(f"member {member} of etcd {how}")
+            storm.members_away += 1
+            self._cluster.signal_member(member, number)
 
     def stop_etcd(self) -> None:
         if self._storm.etcd:

@@ -88,6 +88,11 @@ class NodeUnderTest:
     def cut(self) -> None:
         self._cluster.laboratory.cut(self.name)
 
+    def reach_etcd(self, *, up: bool) -> None:
+        """Cut it off from etcd only, or not any more. A node that never ran reaches it."""
+        with contextlib.suppress(OSError, ClientError):
+            network.set_etcd_route(self._node, up=up)
+
     def slow(self, bits_per_s: int) -> None:
         self._cluster.laboratory.slow(self.name, bits_per_s)
 
@@ -137,19 +142,23 @@ class NodeUnderTest:
 class ClusterUnderTest:
     """A lab; `nodes` in order of rank, `pfs` the directory that they share. Options as of mount -o, for every node."""
 
-    def __init__(self, nodes: int = 3, factor: int = 2, *, with_pfs: bool = True, **options: str) -> None:
+    def __init__(self, nodes: int = 3, factor: int = 2, *, with_pfs: bool = True, etcd_members: int = 1, **options: str) -> None:
         self.root = Path(f"/tmp/{PREFIX}{os.getpid()}-{next(_numbers)}")
         self.words: list[str] = []
         self.laboratory = Laboratory(self.root, say=self.words.append)
         self._expected: list[re.Pattern[str]] = []
         self.pfs = self.root / "pfs"
-        plan = self.laboratory.start(nodes, factor, self.pfs if with_pfs else None, {"ram": "512M", **options})
+        self.etcd_members = etcd_members
+        plan = self.laboratory.start(nodes, factor, self.pfs if with_pfs else None, {"ram": "512M", **options}, etcd_members)
         self.nodes = [NodeUnderTest(self, node) for node in plan.all_nodes()]
 
     def __getitem__(self, index: int) -> NodeUnderTest:
         return self.nodes[index]
 
     def mend(self) -> None:
+        for node in self.nodes:
+            node.reach_etcd(up=True)
+        self.resume_etcd()
         self.laboratory.heal()
         eventually(lambda: not any(node.is_island() for node in self.nodes), WAIT_S, f"no node is an island\n{self.tails()}")
 
@@ -164,6 +173,12 @@ class ClusterUnderTest:
 
     def _signal_etcd(self, number: signal.Signals) -> None:
         for pid in list_processes_named(network.get_namespace_path(self.laboratory.load_plan(), network.BRIDGE), ETCD):
+            os.kill(pid, number)
+
+    def signal_member(self, member: int, number: signal.Signals) -> None:
+        """Kill, stop or resume one member of etcd."""
+        pid = nodes.find_etcd_members(self.laboratory.load_plan()).get(member)
+        if pid is not None:
             os.kill(pid, number)
 
     @property

@@ -42,6 +42,7 @@ class Storm:
         self.cluster, self.source, self.synced = cluster, source, synced
         self.away: dict[int, str] = {}
         self.etcd = True
+        self.members_away = 0
         self.epoch = 0
         self._lives = [0] * len(cluster.nodes)
         self.go = threading.Event()
@@ -271,7 +272,7 @@ class Storm:
         self.faults.resume()
         self.cluster.mend()
         self.changed(*range(len(self.cluster.nodes)))
-        self.etcd = True
+        self.etcd, self.members_away = True, 0
         self.away.clear()
         self.changed(*range(len(self.cluster.nodes)))
         self.say("mended")

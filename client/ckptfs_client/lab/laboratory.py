@@ -38,11 +38,14 @@ class Laboratory:
 
     # --- the lab ------------------------------------------------------------------------------------------------------
 
-    def start(self, count: int, factor: int, pfs: Path | None = None, options: Mapping[str, str] | None = None) -> Plan:
+    def start(
+        self, count: int, factor: int, pfs: Path | None = None, options: Mapping[str, str] | None = None, etcd_members: int = 1
+    ) -> Plan:
         """Create a lab with all its nodes running, without `pfs` without a PFS. Undo all if that fails."""
         nodes.find_etcd()
         self._require_empty_directory()
-        found = layout.build_plan(self.directory, count, factor, None if pfs is None else Path(os.path.realpath(pfs)), dict(options or {}))
+        shared = None if pfs is None else Path(os.path.realpath(pfs))
+        found = layout.build_plan(self.directory, count, factor, shared, dict(options or {}), etcd_members)
         self.directory.mkdir(parents=True, exist_ok=True)
         self.directory.chmod(0o711)
         with self._lock():

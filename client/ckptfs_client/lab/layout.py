@@ -17,6 +17,8 @@ NODES_MAX = 64
 ETCD = "etcd"
 ETCD_ADDRESS = "10.111.0.1"
 ETCD_PORT = 2379
+ETCD_PORT_STEP = 10
+ETCD_MEMBERS_MAX = 5
 PEER_PORT = 7420
 RAM = "1G"
 PREFIX_LENGTH = 16
@@ -34,6 +36,12 @@ class Plan:
     pfs: Path | None
     options: dict[str, str]
     nodes: tuple[str, ...]
+    etcd_members: int = 1
+
+    @property
+    def etcd_ports(self) -> list[int]:
+        """Return the client port of each member of etcd. The port after it is for the other members."""
+        return [ETCD_PORT + ETCD_PORT_STEP * member for member in range(self.etcd_members)]
 
     @property
     def cluster(self) -> str:
@@ -116,7 +124,8 @@ class LabNode:
         pfs = {} if self.plan.pfs is None else {"pfs": str(self.plan.pfs)}
         return {
             **pfs, "state": str(self.state), "nvme": str(self.nvme), "cluster": self.plan.cluster,
-            "etcd": f"{ETCD_ADDRESS}:{ETCD_PORT}", "node": self.name, "rank": str(self.number - 1), "keys": str(self.keys),
+            "etcd": "+".join(f"{ETCD_ADDRESS}:{port}" for port in self.plan.etcd_ports),
+            "node": self.name, "rank": str(self.number - 1), "keys": str(self.keys),
             "ram": RAM, "listen": f"{self.address}:{PEER_PORT}", "replication_factor": str(self.plan.factor), **self.plan.options,
         }  # fmt: skip
 
@@ -126,14 +135,16 @@ def build_node_name(number: int) -> str:
     return f"node{number}"
 
 
-def build_plan(directory: Path, nodes: int, factor: int, pfs: Path | None, options: dict[str, str]) -> Plan:
+def build_plan(directory: Path, nodes: int, factor: int, pfs: Path | None, options: dict[str, str], etcd_members: int = 1) -> Plan:
     """Plan a new lab. Raises UsageError."""
     if not 1 <= nodes <= NODES_MAX:
         raise UsageError(f"a lab cannot have {nodes} nodes; accepted: 1 to {NODES_MAX}")
     if not 1 <= factor <= nodes:
         raise UsageError(f"{nodes} nodes cannot hold {factor} copies", remedy="--factor is between 1 and the number of nodes")
+    if not 1 <= etcd_members <= ETCD_MEMBERS_MAX:
+        raise UsageError(f"etcd cannot have {etcd_members} members in a lab; accepted: 1 to {ETCD_MEMBERS_MAX}")
     names = tuple(build_node_name(number) for number in range(1, nodes + 1))
-    return Plan(directory, os.urandom(3).hex(), factor, pfs, options, names)
+    return Plan(directory, os.urandom(3).hex(), factor, pfs, options, names, etcd_members)
 
 
 def save(plan: Plan) -> None:

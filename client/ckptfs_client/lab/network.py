@@ -10,6 +10,7 @@ runs in the node's network namespace.
 Crash safety: `make_switch` and `connect` may be repeated; namespaces and mounts are found again by name.
 """
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -86,6 +87,18 @@ def set_link(node: LabNode, *, up: bool) -> None:
             route.link("set", index=_index(route, _port(node)), state="up" if up else "down")
 
     run_in_namespace(get_namespace_path(node.plan, BRIDGE), act)
+
+
+def set_etcd_route(node: LabNode, *, up: bool) -> None:
+    """Let a node reach etcd, or only the other nodes."""
+
+    def act() -> None:
+        from pyroute2.netlink.exceptions import NetlinkError
+
+        with _route() as route, contextlib.suppress(NetlinkError):  # It is so already.
+            route.route("del" if up else "add", dst=f"{ETCD_ADDRESS}/32", type="blackhole")
+
+    run_in_namespace(get_namespace_path(node.plan, node.name), act)
 
 
 def set_rate(node: LabNode, bits_per_s: int | None) -> None:

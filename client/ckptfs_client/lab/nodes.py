@@ -3,7 +3,7 @@
 The processes of a node, or of etcd, are those that run in its network namespace. That is exact where a list of pids is not: nothing else
 on the machine runs in it, and a reused pid does not match. Signals are sent through pidfds, so no pid is reused between look and kill.
 
-etcd is a single member in the switch's namespace, with its data in DIR/etcd. Stopping it is a kill -9.
+etcd runs in the switch's namespace, with the data of its first member in DIR/etcd, of the second in DIR/etcd2. Stopping it is a kill -9.
 Crash safety: a node or etcd runs or does not; starting or killing it again leads to the same state.
 """
 
@@ -23,7 +23,7 @@ from ckptfs import limits, mount_record, mountpoint_guard, runtime_dir
 from ckptfs_client import mount_helper
 from ckptfs_client.errors import CommandFailed, NotInTime
 from ckptfs_client.lab import network
-from ckptfs_client.lab.layout import ETCD, ETCD_ADDRESS, ETCD_PORT, LabNode, Plan
+from ckptfs_client.lab.layout import ETCD, ETCD_ADDRESS, LabNode, Plan
 from ckptfs_client.mounts import list_mountpoints_below
 
 DAEMON = "ckptfs"
@@ -34,8 +34,6 @@ END_WAIT_S = 20.0
 ETCD_READY_WAIT_S = 30.0
 HEALTH_TIMEOUT_S = 2.0
 ETCD_POLL_S = 0.05
-CLIENT_URL = f"http://{ETCD_ADDRESS}:{ETCD_PORT}"
-PEER_URL = "http://127.0.0.1:2380"
 
 
 def launch(node: LabNode) -> int | None:
@@ -159,20 +157,25 @@ def find_etcd() -> str:
 
 
 def start_etcd(plan: Plan) -> None:
-    """Start etcd if it does not run, and wait until it is healthy. Raises CommandFailed.
+    """Start each member of etcd that does not run, and wait until all are healthy. Raises CommandFailed.
 
     It does not sync its files: a lab ends with its machine, and its nodes share one disk, which would make etcd look ill.
     """
     namespace = network.get_namespace_path(plan, network.BRIDGE)
-    if not is_etcd_running(plan):
-        command = [
-            find_etcd(), "--name", "lab", "--data-dir", str(plan.directory / ETCD), "--listen-client-urls", CLIENT_URL,
-            "--advertise-client-urls", CLIENT_URL, "--listen-peer-urls", PEER_URL, "--initial-advertise-peer-urls", PEER_URL,
-            "--initial-cluster", f"lab={PEER_URL}", "--auto-compaction-retention", "1", "--unsafe-no-fsync",
-        ]  # fmt: skip
-        spawn(namespace, command, plan.directory / "etcd.log")
+    running = find_etcd_members(plan)
+    peer_urls = [f"http://127.0.0.1:{port + 1}" for port in plan.etcd_ports]
+    all_members = ",".join(f"{_build_member_name(member)}={url}" for member, url in enumerate(peer_urls))
+    for member, (port, peer_url) in enumerate(zip(plan.etcd_ports, peer_urls, strict=True)):
+        name, url = _build_member_name(member), f"http://{ETCD_ADDRESS}:{port}"
+        if member not in running:
+            command = [
+                find_etcd(), "--name", name, "--data-dir", str(plan.directory / name), "--listen-client-urls", url,
+                "--advertise-client-urls", url, "--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url,
+                "--initial-cluster", all_members, "--auto-compaction-retention", "1", "--unsafe-no-fsync",
+            ]  # fmt: skip
+            spawn(namespace, command, plan.directory / "etcd.log")
     until = time.monotonic() + ETCD_READY_WAIT_S
-    while not is_etcd_healthy(plan):
+    while not all(_is_member_healthy(plan, port) for port in plan.etcd_ports):
         if time.monotonic() > until or not is_etcd_running(plan):
             raise CommandFailed("etcd does not answer", remedy=f"{plan.directory / 'etcd.log'} says why")
         threading.Event().wait(ETCD_POLL_S)
@@ -183,21 +186,42 @@ def stop_etcd(plan: Plan) -> None:
     kill_processes(network.get_namespace_path(plan, network.BRIDGE))
 
 
+def find_etcd_members(plan: Plan) -> dict[int, int]:
+    """Return {number of the member, from 0: its process} of those that run."""
+    found = {}
+    for pid in list_processes_named(network.get_namespace_path(plan, network.BRIDGE), ETCD):
+        with contextlib.suppress(OSError, ValueError):
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            found[_list_member_names(plan).index(words[words.index("--name") + 1])] = pid
+    return found
+
+
 def is_etcd_running(plan: Plan) -> bool:
-    return bool(list_processes_named(network.get_namespace_path(plan, network.BRIDGE), ETCD))
+    return bool(find_etcd_members(plan))
 
 
 def is_etcd_healthy(plan: Plan) -> bool:
-    """Whether etcd answers that it is healthy."""
+    """Whether a member of etcd answers that most of them are healthy."""
+    return is_etcd_running(plan) and any(_is_member_healthy(plan, port) for port in plan.etcd_ports)
 
+
+def _is_member_healthy(plan: Plan, port: int) -> bool:
     def ask() -> bool:
-        connection = http.client.HTTPConnection(ETCD_ADDRESS, ETCD_PORT, timeout=HEALTH_TIMEOUT_S)
+        connection = http.client.HTTPConnection(ETCD_ADDRESS, port, timeout=HEALTH_TIMEOUT_S)
         with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
             connection.request("GET", "/health")
             return b'"true"' in connection.getresponse().read(4096)
         return False
 
-    return is_etcd_running(plan) and network.run_in_namespace(network.get_namespace_path(plan, network.BRIDGE), ask)
+    return bool(network.run_in_namespace(network.get_namespace_path(plan, network.BRIDGE), ask))
+
+
+def _list_member_names(plan: Plan) -> list[str]:
+    return [_build_member_name(member) for member in range(plan.etcd_members)]
+
+
+def _build_member_name(member: int) -> str:
+    return f"{ETCD}{member + 1}" if member else ETCD
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
