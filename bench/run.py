@@ -192,8 +192,9 @@ def cluster(bench: Bench) -> None:
     """Measure the traffic of a checkpoint with the shared store, for clusters of several sizes."""
     if bench.is_wanted(name := "etcd: 10,000 nodes against 3"):
         costs = simulated.run()
-        messages, length = simulated.together(costs[-1])
-        bench.note(name, simulated.growth(costs), f"{messages:.0f} messages, {length / 1000:.1f} kB a checkpoint and node")
+        operations, length = costs[-1].checkpoint
+        what = f"{operations:.0f} operations, {length / 1000:.1f} kB a checkpoint and node, with {costs[-1].nodes} nodes"
+        bench.note(name, simulated.growth(costs), what)
 
 
 def transport(bench: Bench) -> None:

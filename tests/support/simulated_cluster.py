@@ -1,320 +1,449 @@
-"""Thousands of nodes in one process and in virtual time: what a node sends to and gets from the shared store.
+"""Hundreds of whole nodes in one process and in virtual time, and what they ask of the store that they share.
 
-Some nodes are whole: membership, roster, placement, and a catalog whose sharing is the mount's own. They write their checkpoints at
-the same time into one directory, and the store takes its time to answer, so they get in one another's way as they would. All others
-are records in the store that come and go. Messages are counted one by one in both directions, with the length that etcd's protocol
-gives them. The same seed gives the same figures.
+A node has a catalog and tiers of its own, the mount's sharing of the namespace, and the mover's lanes of all flows that ask the store or
+other nodes: seal, replicate, announce, repair, reconcile, salvage, take-over, write-back, fetch, membership with lease and watch, figures.
+Only FUSE, the network between nodes and etcd itself are not there: peers call one another's host, and the store is `SimulatedEtcd`.
+
+`measure` takes a cluster through checkpoints and events, and returns what each cost.
 """
 
 import contextlib
+import errno
+import logging
+import os
 import random
-import tempfile
-from collections import Counter
-from collections.abc import Callable, Sequence
+import resource
+import shutil
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import trio
 import trio.testing
-from memory_store import MemoryEtcd, MemoryStore, MemoryWatch
+from ckptfs_daemon.control import cluster_status
+from ckptfs_daemon.mover.lanes import Flow, Lane, Lanes
+from ckptfs_daemon.mover.membership_service import MembershipService, build_node
+from clique_world import LocalPeers
 from shared_catalogs import Node as Station
-from shared_catalogs import Slow
+from shared_catalogs import run_seeded
+from simulated_store import BACKGROUND, SimulatedEtcd, SimulatedStore, SimulatedWatch, Usage, VirtualTime
+from write_back_world import memory
 
 from ckptfs import limits
-from ckptfs.catalog import contents, identity
-from ckptfs.clique import locations
-from ckptfs.clique.membership import (
-    NODES_END,
-    NODES_PREFIX,
-    MemberTable,
-    Node,
-    NodeLease,
-    decode_node,
-    encode_node,
-    load_nodes,
-    node_key,
-    register,
-)
-from ckptfs.clique.placement import choose_peers
+from ckptfs.catalog import contents, copies, identity, journal, mover_requests
+from ckptfs.clique.cluster import Cluster
+from ckptfs.clique.membership import NODES_END, NODES_PREFIX, Node, register
+from ckptfs.coherence.store_loss import EpochCheckedStore
+from ckptfs.config import Config
+from ckptfs.flow.copy_records import AnnounceCopies, DropDeadRecords
+from ckptfs.flow.fetch import Fetch
+from ckptfs.flow.host import Host
+from ckptfs.flow.reclaim import Reclaim
+from ckptfs.flow.reconcile import Reconcile
+from ckptfs.flow.recover import Recover
+from ckptfs.flow.repair import Repair
+from ckptfs.flow.replicate import Replicate
+from ckptfs.flow.salvage import Salvage
+from ckptfs.flow.scan import Scan
+from ckptfs.flow.seal import Seal
+from ckptfs.flow.take_over import TakeOver
+from ckptfs.flow.write_back import WriteBack
 from ckptfs.model import ROOT, Tier
-from ckptfs.store.etcd import EtcdCodec
-from ckptfs.store.kv import Compare, Delete, Get, Item, Operation, Outcome, Put
+from ckptfs.tiers.storage import Tiers
 
-WHOLE = 3
-WAY_S = 0.001
-"""How long a message to or from the store travels at most."""
-PUT_COST = 2
-ITEM_BYTES = 24
-"""Revisions, version, lease and lengths around a key and its value in an answer."""
-WAIT_S = limits.ETCD_WAIT_S
+FILES = 2
+"""That each node writes in a checkpoint."""
+BARRIER_S = 0.05
+"""Ranks leave a barrier within this time."""
+SETTLE_S = 60.0
+IDLE_S = 120.0
 
 
-@dataclass
-class Bill:
-    """What was sent and received, by the purpose that was set."""
+class SimulatedMembership(MembershipService):
+    """The mover's, with a watch that a task waits for."""
 
-    messages: Counter[str] = field(default_factory=Counter)
-    bytes: Counter[str] = field(default_factory=Counter)
-    purpose: str = "join"
-
-    def note(self, count: int, length: int, purpose: str = "") -> None:
-        self.messages[purpose or self.purpose] += count
-        self.bytes[purpose or self.purpose] += length
-
-
-class Metered(Slow):
-    """A way to the store that counts. A question and its answer are two messages."""
-
-    def __init__(self, etcd: MemoryEtcd, dice: random.Random) -> None:
-        super().__init__(etcd, dice, WAY_S)
-        self.bill = Bill()
-        self._wire = EtcdCodec("c")
-
-    def read(self, gets: Sequence[Get], *, timeout_s: float = WAIT_S) -> Outcome:
-        outcome = super().read(gets, timeout_s=timeout_s)
-        self._note((), gets, (), outcome)
-        return outcome
-
-    def commit(
-        self, compares: Sequence[Compare], changes: Sequence[Operation], otherwise: Sequence[Get] = (), *, timeout_s: float = WAIT_S
-    ) -> Outcome:
-        outcome = super().commit(compares, changes, otherwise, timeout_s=timeout_s)
-        self._note(compares, changes, otherwise, outcome)
-        return outcome
-
-    def keep_alive(self, lease: int, *, timeout_s: float = WAIT_S) -> float:
-        self.bill.note(2, 2 * ITEM_BYTES, "beat")
-        return super().keep_alive(lease)
-
-    def grant(self, ttl_s: int, *, timeout_s: float = WAIT_S) -> int:
-        self.bill.note(2, 2 * ITEM_BYTES)
-        return super().grant(ttl_s)
-
-    def told(self, watch: MemoryWatch) -> list[tuple[bytes, Item | None]]:
-        """What a watch has to tell, counted: one message for each revision."""
-        told = watch.poll()
-        events = told.events if told is not None else ()
-        length = sum(self._length(event.key, event.item) for event in events)
-        self.bill.note(len({event.revision for event in events}), length, "watch")
-        return [(event.key, event.item) for event in events]
-
-    def _note(self, compares: Sequence[Compare], changes: Sequence[Operation], otherwise: Sequence[Get], outcome: Outcome) -> None:
-        answer = ITEM_BYTES + sum(self._length(item.key, item) for items in outcome.results for item in items)
-        self.bill.note(2, self._wire.encode_transaction(compares, changes, otherwise).ByteSize() + answer + PUT_COST * len(changes))
-
-    def _length(self, key: bytes, item: Item | None) -> int:
-        return ITEM_BYTES + len(self._wire.encode_key(key)) + (len(item.value) if item is not None else 0)
+    async def _watch_nodes(self, revision: int) -> None:
+        watch = self._store.watch(NODES_PREFIX, NODES_END, revision)
+        assert isinstance(watch, SimulatedWatch)
+        try:
+            while True:
+                self._apply_events(await watch.wait())
+        finally:
+            watch.close()
 
 
-class Whole(Station):
-    """One node with all of its parts that speak to the store."""
+class SimulatedMover:
+    """One life of a mover process."""
 
-    store: Metered
+    def __init__(self, node: "SimulatedNode") -> None:
+        db, config, tiers = node.db, node.config, node.tiers
+        self._node = node
+        self._store = store = EpochCheckedStore(node.store, db)
+        self.membership = SimulatedMembership(db, store, build_node(config, db, node.number, 1 << 38), lambda _key, _value: None)
+        self._lease = lambda: self.membership.node_lease.lease_id
+        self.cluster = Cluster(
+            node.number, config.replication_factor, 1, node.peers, store, lambda: self.membership.view, self.membership.locks, self._lease
+        )
+        node.member = self.membership.node_lease.node
+        node.hold = Host(db, tiers, 0.5, self, self.cluster)
+        self._recover = Recover(db, tiers, config, self)
+        announce, fetch = AnnounceCopies(db, self.cluster), Fetch(db, tiers, config, self, self.cluster)
+        flows: list[tuple[str, Flow]] = [
+            ("seal", Seal(db, tiers, config, self, (Tier.RAM,))), ("reclaim", Reclaim(db, tiers, config, self, (Tier.RAM,))),
+            ("replicate", Replicate(db, tiers, self, self.cluster)), ("announce", announce), ("repair", Repair(db, self, self.cluster)),
+            ("reconcile", Reconcile(db, tiers, self, self.cluster, node.hold.reported_unneeded)), ("fetch", fetch),
+            ("salvage", Salvage(db, tiers, self, self.cluster)), ("host", node.hold), ("dead records", DropDeadRecords(db, self.cluster)),
+        ]  # fmt: skip
+        self._prepare: list[Callable[[], object]] = [self._recover.step, announce.prepare, fetch.prepare]
+        if config.pfs is not None:
+            scan, write_back = Scan(db, tiers, config, self, self.cluster), WriteBack(db, tiers, config, self, self.cluster)
+            flows += [("scan", scan), ("write back", write_back), ("take over", TakeOver(db, self, self.cluster))]
+            self._prepare += [write_back.prepare, scan.prepare]
+        self.lanes = Lanes([Lane(name, flow, lambda _key, _value: None) for name, flow in flows])
+        self.membership.subscribe(lambda _: self.lanes.wake())
 
-    def __init__(self, place: Path, etcd: MemoryEtcd, name: str, number: int, dice: random.Random) -> None:
-        super().__init__(place / name, number, Metered(etcd, dice))
-        catalog = identity.get_catalog_id(self.db)
-        assert register(self.store, name, catalog, number) == number
-        self.node = node(self.number, name)
-        self.node_lease = NodeLease(self.store, self.node, catalog, trio.current_time)
-        self.members = MemberTable(self.node)
-        self.deaths = 0
+    async def run(self) -> None:
+        """Until cancelled, as a process until it is killed."""
+        for act in self._prepare:
+            act()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.membership.run, name="membership")
+            nursery.start_soon(self.lanes.run, name="lanes")
+            figures = cluster_status.publish_figures
+            nursery.start_soon(figures, self._node.db, self._store, self._node.number, self._lease, name="figures")
+
+    # --- what flows tell -----------------------------------------------------------------------------------------------
+
+    def invalidate_entry(self, parent: int, name: bytes) -> None:
+        """The kernel keeps no names of a cluster."""
+
+    def invalidate_inode(self, inode: int) -> None:
+        """The kernel keeps no attributes of a cluster."""
+
+    def notify_replies(self) -> None:
+        self._node.replied.set()
+        self._node.replied = trio.Event()
+
+    def wake_lanes(self, urgent_lane: str = "") -> None:
+        self.lanes.wake()
+        if urgent_lane:
+            self.lanes.wake_now(urgent_lane)
+
+
+class SimulatedNode(Station):
+    """One node: its catalog, its tiers, its mount's side of the tree, and its mover."""
+
+    store: SimulatedStore
+    member: Node
+    hold: Host
+
+    def __init__(self, cluster: "SimulatedCluster", number: int) -> None:
+        name = f"n{number:05}"
+        place = cluster.place / name
+        super().__init__(place, number, SimulatedStore(cluster.etcd, number), journalled=cluster.pfs is not None)
+        register(EpochCheckedStore(self.store, self.db), name, identity.get_catalog_id(self.db), number)
+        (place / "ram").mkdir()
+        self.name, self.cluster = name, cluster
+        self.config = Config(
+            name="simulated", mountpoint=place / "mnt", state=place, ram_bytes=512 * limits.MIB, pfs=cluster.pfs, cluster="c", node=name,
+            rank=number, address=f"{name}.cluster.example.org:7420", failure_domain=name, replication_factor=cluster.factor,
+        )  # fmt: skip
+        self.tiers = Tiers.from_config(self.config, journal.get_instance_id(self.db), lambda: copies.get_tier_uuid(self.db, Tier.PFS))
+        self.peers = LocalPeers(cluster, self)  # type: ignore[arg-type]
+        self.alive = True
+        self.replied = trio.Event()
+        self._mover_life = trio.CancelScope()
+        self._life = trio.CancelScope()
 
     async def live(self) -> None:
-        """Beat and follow, as `ckptfs_daemon.member` does."""
-        nodes, revision = load_nodes(self.store)
-        self.members.replace_nodes(nodes, trio.current_time())
-        watch = self.store.watch(NODES_PREFIX, NODES_END, revision + 1)
-        while True:
-            self.node_lease.renew()
-            self.members.mark_connected(trio.current_time())
-            for key, item in self.store.told(watch):
-                found = decode_node(item.value) if item is not None else None
-                if found is not None:
-                    self.members.mark_alive(found)
-                else:
-                    self.members.mark_gone(int(key[len(NODES_PREFIX) :], 16), trio.current_time())
-                    self.deaths += 1
-            await trio.sleep(limits.NODE_LEASE_RENEW_S)
+        """Until it is killed."""
+        with self._life:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self.sharing.run, name="names")
+                while True:
+                    with trio.CancelScope() as self._mover_life:
+                        self.mover = SimulatedMover(self)
+                        await self.mover.run()
 
-    # --- a checkpoint ------------------------------------------------------------------------------------------------
+    def kill(self) -> None:
+        self.alive = False
+        self._life.cancel()
 
-    async def directory(self, name: bytes) -> int:
-        """Look it up, or make it: whoever comes first does."""
-        self.store.bill.purpose = "names"
-        with contextlib.suppress(FileNotFoundError):
-            return (await self.lookup(ROOT, name)).id
+    def restart_mover(self) -> None:
+        """kill -9; the supervisor starts the next one at once."""
+        self._mover_life.cancel()
+
+    # --- what applications do -----------------------------------------------------------------------------------------
+
+    async def ensure_directory(self, path: str) -> None:
+        """mkdir -p of the last part."""
         with contextlib.suppress(FileExistsError):
-            await self.mkdir(name.decode())
-        return (await self.lookup(ROOT, name)).id
+            await self.mkdir(path)
 
-    async def write(self, path: str, size: int) -> int:
-        """Create, write, close; its content."""
-        self.store.bill.purpose = "names"
+    async def write(self, path: str, data: bytes) -> int:
+        """Create, write, close; the content."""
         made = await self.make(path)
         with self.db.transaction():
             content = contents.insert_content(self.db, made.id, Tier.RAM)
+            fd = self.tiers[Tier.RAM].create(content)
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        now_ns = self.cluster.time.now_ns()
         with self.db.transaction():
-            contents.mark_closed(self.db, made.id, content, size, 1, 2)
+            contents.mark_closed(self.db, made.id, content, len(data), now_ns, now_ns)
         await self.sharing.wait_published()
+        self.mover.wake_lanes()
         return content
 
-    async def seal(self, content: int) -> None:
-        """The mover has computed the digest."""
-        self.store.bill.purpose = "copies"
-        with self.db.transaction():
-            self.db.run("UPDATE content SET state = 2, digest = ? WHERE id = ?", bytes(16), content)
-        await self.sharing.wait_published()
+    async def visit_root(self) -> None:
+        """Look for what lies on the PFS already, as the first look-up does."""
+        await self._request(mover_requests.SCAN, ROOT)
 
-    def peers(self, factor: int) -> list[int]:
-        return [peer.number for peer in choose_peers(self.members.build_view(), self.number, factor, 1)]
+    async def read(self, path: str) -> int:
+        """Open for reading, and wait for its bytes; the errno, 0 if they came."""
+        return await self._request(mover_requests.FETCH, (await self.stat(path)).id)
 
-    def hold(self, other: "Whole", content: int) -> None:
-        """A copy came from another node."""
-        found, bill = contents.get_content(other.db, content), self.store.bill
-        assert found is not None
-        now, bill.purpose = bill.purpose, "copies"
-        locations.announce(self.store, self.number, [(found, True)])
-        bill.purpose = now
+    async def _request(self, kind: str, inode: int) -> int:
+        request = mover_requests.insert_request(self.db, kind, inode, wait_s=limits.FETCH_STALL_S)
+        self.mover.wake_lanes(mover_requests.LANE_BY_KIND[kind])
+        while mover_requests.is_open(self.db, request):
+            with trio.move_on_after(limits.REQUEST_POLL_S):
+                await self.replied.wait()
+        answer = mover_requests.get(self.db, request)
+        return errno.ETIMEDOUT if answer is None or answer.state == mover_requests.OPEN else answer.error
+
+    async def remove_tree(self, path: str) -> None:
+        """rm -r."""
+        for name in await self.names(path):
+            inside = f"{path}/{name.decode()}"
+            await (self.remove_tree(inside) if (await self.stat(inside)).is_directory else self.unlink(inside))
+        await self.rmdir(path)
+        self.mover.wake_lanes()
 
 
-def node(number: int, name: str) -> Node:
-    """A record of the usual length."""
-    return Node(number, name, f"{name}.cluster.example.org:7420", number, f"rack{number // 16:04}", 1 << 38, f"{number:08x}.1")
+class SimulatedCluster:
+    """The nodes. `cut` holds names of nodes that no peer reaches."""
+
+    def __init__(self, count: int, place: Path, *, factor: int, with_pfs: bool) -> None:
+        self.time = VirtualTime()
+        self.count, self.place, self.factor = count, place, factor
+        self.pfs = place / "pfs" if with_pfs else None
+        if self.pfs is not None:
+            self.pfs.mkdir()
+        self.cut: set[str] = set()
+        self.nodes: dict[int, SimulatedNode] = {}
+        self._by_name: dict[str, SimulatedNode] = {}
+
+    def node(self, name: str) -> SimulatedNode:
+        return self._by_name[name]
+
+    @property
+    def living(self) -> list[SimulatedNode]:
+        return [node for node in self.nodes.values() if node.alive]
+
+    async def add(self, nursery: trio.Nursery, number: int) -> SimulatedNode:
+        node = self.nodes[number] = SimulatedNode(self, number)
+        self._by_name[node.name] = node
+        await self.time.settle()
+        nursery.start_soon(node.live, name=f"node {number}")
+        return node
+
+    async def each(self, act: Callable[[SimulatedNode], Awaitable[None]], dice: random.Random) -> None:
+        """All nodes that live do it, as ranks behind a barrier."""
+
+        async def behind_barrier(node: SimulatedNode, wait_s: float) -> None:
+            await trio.sleep(wait_s)
+            await act(node)
+
+        async with trio.open_nursery() as nursery:
+            for node in self.living:
+                nursery.start_soon(behind_barrier, node, dice.uniform(0, BARRIER_S), name="names")
+
+    async def write_checkpoint(self, step: int, dice: random.Random) -> None:
+        """Each rank makes a directory in that of the step, and files in it; then rank 0 says that it is whole."""
+
+        async def save(node: SimulatedNode) -> None:
+            await node.ensure_directory(f"step_{step}")
+            await node.mkdir(f"step_{step}/rank_{node.number}")
+            for number in range(FILES):
+                await node.write(f"step_{step}/rank_{node.number}/part_{number}.pt", dice.randbytes(32))
+
+        await self.each(save, dice)
+        first = self.living[0]
+        await first.write(f"step_{step}/done", b"%d" % step)
+
+    def count_copies_short(self) -> int:
+        """How many contents have too few copies, as their nodes know."""
+        return sum(node.db.value("SELECT count(*) FROM content WHERE under_replicated = 1 AND state = 2") for node in self.living)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Costs:
-    """What one node of `nodes` sends and gets: per checkpoint, per hour of living, and once at its start."""
+    """What a cluster of `nodes` asked of its store: `phases` by name."""
 
     nodes: int
-    writers: int
-    checkpoint: dict[str, tuple[float, float]]
-    beat_hour: tuple[float, float]
-    watch_hour: tuple[float, float]
-    join: tuple[float, float]
-    changes_hour: float
+    checkpoints: int = 0
+    phases: dict[str, Usage] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def checkpoint(self) -> tuple[float, float]:
+        """(operations, bytes) of a node for one checkpoint; what it asks while idle is not counted."""
+        usage, idle = self.phases["checkpoint"], self.phases["idle"]
+        share = usage.seconds / idle.seconds
+        parts = self.nodes * self.checkpoints
+        return (usage.total - share * idle.total) / parts, (usage.total_bytes - share * idle.total_bytes) / parts
+
+    @property
+    def idle_rate(self) -> float:
+        """Operations of a node in a second in which no application does anything."""
+        return self.phases["idle"].total / self.phases["idle"].seconds / self.nodes
 
 
-def together(cost: Costs) -> tuple[float, float]:
-    pairs = list(cost.checkpoint.values())
-    return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
+EVENTS = ("death", "mover restart", "join")
+MODEL_BYTES = 2 * limits.FETCH_SHARED_BYTES_MIN
 
 
-class Cluster:
-    """`count` nodes, of which a few are whole."""
+async def _run_readers(cluster: SimulatedCluster, dice: random.Random, reading_s: float) -> Costs:
+    """All nodes open one file of the PFS, which the first one takes `reading_s` to read."""
+    costs = Costs(cluster.count)
+    cluster.etcd = SimulatedEtcd(cluster.time)
+    assert cluster.pfs is not None
+    (cluster.pfs / "model.pt").write_bytes(bytes(MODEL_BYTES))
 
-    def __init__(self, count: int, writers: int, place: Path, seed: int) -> None:
-        self.count, self.writers, self.place = count, writers, place
-        self.dice = random.Random(seed)
-        self.etcd = MemoryEtcd(trio.current_time)
-        self.others = MemoryStore(self.etcd)
-        numbers = range(writers + 1, count + 1)
-        self.plain = {number: node(number, f"n{number:05}") for number in numbers}
-        for one in self.plain.values():
-            self.put(one)
-        self.whole: list[Whole] = []
-        self.changes = 0
+    async def read(node: SimulatedNode) -> None:
+        if failure := await node.read("model.pt"):
+            costs.problems.append(f"{node.name}: {os.strerror(failure)}")
 
-    def start(self) -> None:
-        numbers = range(1, self.writers + 1)
-        self.whole = [Whole(self.place, self.etcd, f"n{number:05}", number, self.dice) for number in numbers]
-
-    def put(self, one: Node) -> None:
-        self.others.commit([], [Put(node_key(one.number), encode_node(one))])
-
-    async def churn(self, hours_between: float, hours: float) -> None:
-        """Each plain node dies once in so many hours, at a random time, and is back a minute later."""
-        async with trio.open_nursery() as nursery:
-            with trio.move_on_after(3600 * hours):
-                while True:
-                    await trio.sleep(self.dice.expovariate(len(self.plain) / (3600 * hours_between)) if self.plain else float("inf"))
-                    nursery.start_soon(self._restart, self.dice.choice(list(self.plain.values())))
-
-    async def _restart(self, one: Node) -> None:
-        self.others.commit([], [Delete(node_key(one.number))])
-        await trio.sleep(60)
-        self.put(one)
-        self.changes += 2
-
-    async def checkpoint(self, step: int, factor: int) -> None:
-        """Every whole node writes a file; each of its peers, or another whole node in a peer's place, takes a copy."""
-
-        async def one(at: int) -> None:
-            here = self.whole[at]
-            directory = f"step_{step:06}"
-            await here.directory(directory.encode())
-            content = await here.write(f"{directory}/rank_{here.number:05}.pt", 1 << 30)
-            await here.seal(content)
-            for place in range(1, 1 + len(here.peers(factor))):
-                self.whole[(at + place) % self.writers].hold(here, content)
-
-        async with trio.open_nursery() as nursery:
-            for at in range(self.writers):
-                nursery.start_soon(one, at)
-
-
-async def _measure(cluster: Cluster, *, steps: int, factor: int, hours: float, hours_between: float) -> Costs:
-    cluster.start()
-    bills = [one.store.bill for one in cluster.whole]
     async with trio.open_nursery() as nursery:
-        for one in cluster.whole:
-            nursery.start_soon(one.live)
-            nursery.start_soon(one.sharing.run)
-        await trio.sleep(10)
-        before = len(cluster.whole[0].members.build_view())
-        joined = _mean(bills, lambda bill: (bill.messages["join"], bill.bytes["join"]))
-        for bill in bills:
-            bill.messages.clear()
-            bill.bytes.clear()
-        await cluster.churn(hours_between, hours)
-        living = _mean(bills, lambda bill: (bill.messages["beat"] / hours, bill.bytes["beat"] / hours))
-        for step in range(steps):
-            await cluster.checkpoint(step, factor)
-            await trio.sleep(5)
-        assert before == cluster.count == len(cluster.whole[0].members.build_view())
+        for number in range(1, cluster.count + 1):
+            await cluster.add(nursery, number)
+        await trio.sleep(SETTLE_S)
+        await cluster.each(SimulatedNode.visit_root, dice)
+        await trio.sleep(SETTLE_S)
+        first = cluster.nodes[1]
+        lock = first.mover.membership.locks.try_acquire(f"fetch/file/{(await first.stat('model.pt')).id:016x}")
+        assert lock is not None
+        await cluster.time.settle()
+        cluster.etcd.take_usage()
+        async with trio.open_nursery() as readers:
+            for node in list(cluster.nodes.values())[1:]:
+                readers.start_soon(read, node, name="names")
+            await trio.sleep(reading_s)
+            costs.phases["readers"] = cluster.etcd.take_usage()
+            first.mover.membership.locks.release(lock)
         nursery.cancel_scope.cancel()
-    kinds = ("names", "copies")
-    return Costs(
-        cluster.count,
-        cluster.writers,
-        {kind: _mean(bills, lambda bill, kind=kind: (bill.messages[kind] / steps, bill.bytes[kind] / steps)) for kind in kinds},
-        living,
-        _mean(bills, lambda bill: (bill.messages["watch"] / hours, bill.bytes["watch"] / hours)),
-        joined,
-        cluster.changes / hours,
-    )
+    return costs
 
 
-def _mean(bills: list[Bill], of: Callable[[Bill], tuple[float, float]]) -> tuple[float, float]:
-    pairs = [of(bill) for bill in bills]
-    return sum(pair[0] for pair in pairs) / len(pairs), sum(pair[1] for pair in pairs) / len(pairs)
+def measure_readers(count: int, *, reading_s: float = 20.0) -> Costs:
+    """Measure what nodes ask that wait for another one to read a file from the PFS."""
+    return run_simulated(count, lambda cluster, dice: _run_readers(cluster, dice, reading_s))
 
 
-def measure(
-    count: int, *, writers: int = WHOLE, seed: int = 1, steps: int = 4, factor: int = 2, hours: float = 4, hours_between: float = 720
+async def _run_phases(cluster: SimulatedCluster, dice: random.Random, checkpoints: int) -> Costs:
+    costs = Costs(cluster.count, checkpoints)
+    cluster.etcd = SimulatedEtcd(cluster.time)
+
+    def end_phase(name: str) -> None:
+        costs.phases[name] = cluster.etcd.take_usage()
+        if short := cluster.count_copies_short():
+            costs.problems.append(f"after {name}: {short} contents lack copies")
+
+    async with trio.open_nursery() as nursery:
+        for number in range(1, cluster.count + 1):
+            await cluster.add(nursery, number)
+        await trio.sleep(SETTLE_S)
+        if cluster.pfs is not None:
+            await cluster.each(SimulatedNode.visit_root, dice)
+        costs.problems += [f"{node.name} sees too few" for node in cluster.living if len(node.mover.membership.view) < cluster.count]
+        end_phase("start")
+        for step in range(checkpoints):
+            await cluster.write_checkpoint(step, dice)
+            await trio.sleep(SETTLE_S)
+            if step:
+                await cluster.living[0].remove_tree(f"step_{step - 1}")
+                await trio.sleep(SETTLE_S)
+        end_phase("checkpoint")
+        await trio.sleep(IDLE_S)
+        end_phase("idle")
+        cluster.nodes[2].kill()
+        await trio.sleep(limits.NODE_LEASE_S + SETTLE_S)
+        end_phase("death")
+        cluster.nodes[3].restart_mover()
+        await trio.sleep(SETTLE_S)
+        end_phase("mover restart")
+        await cluster.add(nursery, cluster.count + 1)
+        await trio.sleep(SETTLE_S)
+        end_phase("join")
+        nursery.cancel_scope.cancel()
+    return costs
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Room for the files of hundreds of catalogs, and no log of what hundreds of nodes do."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    level = logging.getLogger().manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(level)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def run_simulated(
+    count: int, act: Callable[[SimulatedCluster, random.Random], Awaitable[Costs]], *, seed: int = 1, factor: int = 2, with_pfs: bool = True
 ) -> Costs:
-    """A cluster of `count` nodes, each of which is restarted once in `hours_between`; `writers` of them write `steps` checkpoints."""
+    """Do `act` with a cluster that has no nodes yet."""
 
-    async def main() -> Costs:
-        with tempfile.TemporaryDirectory(prefix="ckptfs-simulated-") as place, ExitStack() as stack:
-            cluster = Cluster(count, writers, Path(place), seed)
-            try:
-                return await _measure(cluster, steps=steps, factor=factor, hours=hours, hours_between=hours_between)
-            finally:
-                for one in cluster.whole:
-                    stack.callback(one.db.close)
+    found: list[Costs] = []
 
-    found: Costs = trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
-    return found
+    async def main() -> None:
+        random.seed(seed)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run_act, name="names")
+
+    async def run_act() -> None:
+        found.append(await act(cluster, random.Random(seed)))
+
+    place = memory()
+    cluster = SimulatedCluster(count, place, factor=factor, with_pfs=with_pfs)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, place, ignore_errors=True)
+        stack.callback(lambda: [node.db.close() for node in cluster.nodes.values()])
+        stack.enter_context(_quiet())
+        stack.enter_context(cluster.time.in_force())
+        run_seeded(seed, main, clock=trio.testing.MockClock(autojump_threshold=0))
+        return found[0]
 
 
-def table(costs: Sequence[Costs]) -> str:
-    names = ("names/checkpoint", "copies/checkpoint", "lease/h", "others come, go/h", "start")
-    lines = [f"{'nodes':>7} {'writing':>7} " + " ".join(f"{name:>18}" for name in names)]
+def measure(count: int, *, checkpoints: int = 2, seed: int = 1, factor: int = 2, with_pfs: bool = True) -> Costs:
+    """Take a cluster through its phases."""
+    return run_simulated(count, lambda cluster, dice: _run_phases(cluster, dice, checkpoints), seed=seed, factor=factor, with_pfs=with_pfs)
+
+
+def fit_slope(points: list[tuple[float, float]]) -> tuple[float, float]:
+    """(value at 0, slope) of the line of least squares."""
+    mean_x, mean_y = (sum(point[axis] for point in points) / len(points) for axis in (0, 1))
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    return mean_y - slope * mean_x, slope
+
+
+def table(costs: list[Costs]) -> str:
+    names = ("ops/checkpoint", "kB/checkpoint", "ops/s idle", "latency ms", *(f"{event}: nodes in 1 s" for event in EVENTS))
+    lines = [f"{'nodes':>7} " + " ".join(f"{name:>14}" for name in names)]
     for cost in costs:
-        pairs = (cost.checkpoint["names"], cost.checkpoint["copies"], cost.beat_hour, cost.watch_hour, cost.join)
-        cells = [f"{messages:.1f} {length / 1000:.2f} kB" for messages, length in pairs]
-        lines.append(f"{cost.nodes:>7} {cost.writers:>7} " + " ".join(f"{cell:>18}" for cell in cells))
+        cells = [f"{cost.checkpoint[0]:.1f}", f"{cost.checkpoint[1] / 1000:.1f}", f"{cost.idle_rate:.2f}"]
+        cells.append(f"{1000 * cost.phases['checkpoint'].latency_s_mean:.1f}")
+        cells += [str(cost.phases[event].nodes_in_a_second) for event in EVENTS]
+        lines.append(f"{cost.nodes:>7} " + " ".join(f"{cell:>{len(name)}}" for cell, name in zip(cells, names, strict=True)))
     return "\n".join(lines)
+
+
+def breakdown(usage: Usage, nodes: int) -> str:
+    """Operations of a node by cause."""
+    return ", ".join(f"{cause} {count / nodes:.2f}" for cause, count in usage.operations.most_common() if cause not in BACKGROUND)
