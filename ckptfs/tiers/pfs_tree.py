@@ -16,6 +16,7 @@ import os
 import re
 import stat
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -214,6 +215,7 @@ class PfsTree:
         self.root = root
         self._root_fd = -1
         self._cached: dict[DirectoryPath, tuple[int, float]] = {}
+        self._forgotten: deque[int] = deque()
         self._expected: dict[DirectoryPath, int] = {}
 
     def set_expected_inodes(self, inodes: dict[DirectoryPath, int]) -> None:
@@ -225,12 +227,13 @@ class PfsTree:
         fd = open_adopted_root(db, self.root)
         if self._root_fd >= 0 and not os.path.sameopenfile(fd, self._root_fd):
             self.clear_cache()
+        self._close_forgotten()
         old, self._root_fd = self._root_fd, fd
         if old >= 0:
             os.close(old)
 
     def get_directory(self, names: DirectoryPath) -> int:
-        """Return a descriptor of a directory, which stays ours: use it at once.
+        """Return a descriptor of a directory, which stays ours: use it for one action only.
 
         Raises DirectoryMissing, and ESTALE if the directory is another one than expected.
         """
@@ -275,21 +278,29 @@ class PfsTree:
                 os.close(parent_fd)
 
     def _cache(self, names: DirectoryPath, fd: int) -> None:
-        old = self._cached.pop(names, None)
-        if old is not None:
-            os.close(old[0])
+        if names in self._cached:
+            self._forget(names)
         while len(self._cached) >= CACHED_MAX:
-            os.close(self._cached.pop(next(iter(self._cached)))[0])
+            self._forget(next(iter(self._cached)))
         self._cached[names] = (fd, time.monotonic())
+
+    def _forget(self, names: DirectoryPath) -> None:
+        """Take a descriptor out of the cache. The action under way may still use it, so only long forgotten ones are closed."""
+        self._forgotten.append(self._cached.pop(names)[0])
+        self._close_forgotten(CACHED_MAX)
+
+    def _close_forgotten(self, kept: int = 0) -> None:
+        while len(self._forgotten) > kept:
+            os.close(self._forgotten.popleft())
 
     def clear_cache(self) -> None:
         """Forget cached descriptors, after a directory was or may have been moved."""
-        for fd, _ in self._cached.values():
-            os.close(fd)
-        self._cached.clear()
+        for names in list(self._cached):
+            self._forget(names)
 
     def close(self) -> None:
         self.clear_cache()
+        self._close_forgotten()
         if self._root_fd >= 0:
             os.close(self._root_fd)
             self._root_fd = -1

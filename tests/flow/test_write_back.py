@@ -14,6 +14,7 @@ from ckptfs.errors import ConfigError, TierUnavailable
 from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.write_back import apply
 from ckptfs.model import ROOT, ContentState, CopyState, Level, Tier
+from ckptfs.tiers import pfs_tree
 
 
 def test_everything_there_is_appears_on_the_pfs(mount: Mount) -> None:
@@ -76,6 +77,22 @@ def test_a_renamed_directory_is_one_rename_there(mount: Mount) -> None:
     mount.rename(b"a", b"x/b")
     mount.settle_exactly()
     assert {path.name: path.stat().st_ino for path in (mount.pfs / "x" / "b").iterdir()} == numbers
+
+
+def test_a_directory_that_leaves_the_cache_in_the_middle_of_an_action(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P6: the action goes on with the descriptor that it has."""
+    monkeypatch.setattr(pfs_tree, "CACHED_S", 0.0)
+    mount.mkdir(b"d")
+    for name in (b"renamed", b"one", b"other", b"linked", b"gone"):
+        mount.put(b"d/" + name, name)
+    mount.settle()
+    mount.rename(b"d/renamed", b"d/new")
+    mount.rename(b"d/one", b"d/other", namespace.EXCHANGE)
+    mount.link(b"d/linked", b"d/link")
+    mount.unlink(b"d/gone")
+    mount.chmod(b"d/new", 0o600)
+    mount.settle_exactly()
+    assert mount.troubles() == []
 
 
 def test_a_directory_removed_and_made_again_is_the_new_one(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
