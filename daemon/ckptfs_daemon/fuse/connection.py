@@ -1,4 +1,4 @@
-"""The FUSE connection: opening and mounting it, taking over mounts that a crash left, answering INIT, and ending it.
+"""The FUSE connection: mounting, taking over mounts that a crash left, answering INIT, and the end.
 
 The connection is a descriptor of /dev/fuse. The mount lives as long as any process holds it; requests that no process answers wait. With
 the table of requests in flight, the saved INIT request and the decisions made at the start (`Connection`), any later process can serve it.
@@ -55,7 +55,7 @@ class CannotMount(CkptfsError):
 
 
 def find_mount_at(point: Path) -> procfs.MountEntry | None:
-    """Return the visible mount at `point`, which is the last one mounted there. Returns None if there is none."""
+    """Return the visible mount at `point`, the last one mounted there, or None."""
     found = [mounted for mounted in procfs.list_mount_entries() if mounted.mountpoint == point]
     return found[-1] if found else None
 
@@ -68,7 +68,7 @@ def mount_at(source: str, point: Path, fstype: str, flags: int, data: str) -> No
 
 
 def unmount_at(point: Path, flags: int = 0) -> None:
-    """Call umount2(2), or fusermount3 if not permitted. Raises OSError (EBUSY; EINVAL if nothing is mounted there)."""
+    """Call umount2(2), or fusermount3 if not permitted. Raises OSError (EINVAL: nothing is mounted there)."""
     if _libc.umount2(os.fsencode(point), flags | UMOUNT_NOFOLLOW):
         code = ctypes.get_errno()
         if code == 1 and not procfs.has_capability(procfs.CAP_SYS_ADMIN):
@@ -177,7 +177,7 @@ def restore(fd: int, table_fd: int) -> Connection:
 
 
 def connect(config: Config) -> Connection:
-    """Mount `config.mountpoint` and answer INIT. Raises InvalidArgument or CannotMount; then nothing is mounted."""
+    """Mount `config.mountpoint` and answer INIT, or raise InvalidArgument or CannotMount without a mount."""
     unmount_stale(config.mountpoint)
     made = _connect(config)
     return replace(made, table_fd=request_table.create(made.serialize()))
@@ -302,7 +302,7 @@ def unmount_stale(point: Path) -> None:
 
 
 def _is_dead_mount(point: Path) -> bool:
-    """Return True if the mount at `point` is not connected. A child process asks, because a live mount may hang."""
+    """Return True if the mount at `point` is not connected. A child process asks: a live mount may hang."""
     ended, alive = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -324,7 +324,7 @@ def _is_dead_mount(point: Path) -> bool:
 
 
 def unmount(connection: Connection) -> None:
-    """Unmount. A mount in use is detached: it disappears at once, and open files work until they are closed."""
+    """Unmount. A mount in use is detached: it disappears, and open files work until they are closed."""
     if not connection.is_mounted():
         return
     try:

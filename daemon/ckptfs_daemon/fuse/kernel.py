@@ -1,4 +1,4 @@
-"""The kernel's FUSE protocol, as far as ckptfs speaks it without libfuse: the INIT exchange, and the table of backing files.
+"""The kernel's FUSE protocol without libfuse: the INIT exchange, and the table of backing files.
 
 ckptfs answers INIT itself, because libfuse 3.14 does not know passthrough. Everything but the protocol version is negotiated: what the
 kernel does not offer is not used. Layouts and numbers are those of the kernel's
@@ -125,7 +125,7 @@ def parse_hidden_features(names: str) -> int:
 
 
 def choose_init_flags(init: KernelInit, data_path: DataPath, *, is_single_node: bool, has_default_timeout: bool = False) -> int:
-    """Return the flags to accept of those offered. The kernel rejects PASSTHROUGH together with WRITEBACK_CACHE.
+    """Return the flags to accept of those offered. PASSTHROUGH and WRITEBACK_CACHE exclude one another.
 
     With WRITEBACK_CACHE the kernel trusts only itself about sizes and times of files. It is used only if no other node changes them
     (`is_single_node`). A timeout is asked for only in place of a shorter default.
@@ -136,7 +136,7 @@ def choose_init_flags(init: KernelInit, data_path: DataPath, *, is_single_node: 
 
 
 def get_request_timeout_s(flags: int, timeouts: FuseTimeouts) -> int:
-    """Return after how many seconds without an answer the kernel ends a connection with these flags; 0: never."""
+    """Return after how many seconds without an answer the kernel ends such a connection; 0: never."""
     asked_s = REQUEST_TIMEOUT_S if flags & REQUEST_TIMEOUT else timeouts.default_s
     return min(asked_s or timeouts.max_s, timeouts.max_s or asked_s)
 
@@ -178,5 +178,5 @@ class Passthrough:
         return backing
 
     def release(self, backing: int) -> None:
-        """Release an id. Open files that use it are not affected. Raises OSError (ENOENT) if the kernel does not know it."""
+        """Release an id; open files that use it go on. Raises OSError (ENOENT) if the kernel does not know it."""
         fcntl.ioctl(self._fuse_fd, BACKING_CLOSE, struct.pack("=I", backing))

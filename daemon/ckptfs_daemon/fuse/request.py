@@ -1,4 +1,4 @@
-"""The border between handlers and pyfuse3: the request being served, errors as errnos, and the layouts of replies.
+"""The border between handlers and pyfuse3: the current request, errors as errnos, layouts of replies.
 
 An exception other than FUSEError that leaves a pyfuse3 handler would end the whole mount; `translate_errors` turns it into an errno.
 
@@ -66,7 +66,7 @@ def get_current_request() -> Request:
 
 
 def get_errno(failure: BaseException, where: str) -> int:
-    """Return the errno of `failure`. Unexpected errors are logged with their traceback, counted, and become EIO."""
+    """Return the errno of `failure`. Unexpected errors are logged with traceback, counted, and become EIO."""
     if isinstance(failure, CkptfsError) or (isinstance(failure, OSError) and failure.errno):
         return failure.errno or errno.EIO
     unexpected_errors[where] += 1
@@ -118,7 +118,7 @@ def attr_out(inode: Inode, blksize: int, timeout_s: float) -> bytes:
 
 
 def entry_out(inode: Inode, blksize: int, timeout_s: float, entry_timeout_s: float = limits.ENTRY_TIMEOUT_S) -> bytes:
-    """Build the reply to a LOOKUP, which also begins the reply to a CREATE. `timeout_s` is that of the attributes."""
+    """Build the reply to a LOOKUP, with which that to a CREATE begins. `timeout_s`: of the attributes."""
     whole_s, rest_s = divmod(timeout_s, 1)
     return _ENTRY_OUT.pack(inode.id, 0, int(entry_timeout_s), int(whole_s), 0, int(rest_s * NANO), *_packed(inode, blksize))
 

@@ -24,7 +24,7 @@ TABLE_BYTES = LARGE_OFFSET + limits.REQUEST_LARGE_SLOTS * limits.REQUEST_LARGE_B
 
 
 def create(saved: bytes) -> int:
-    """Return the descriptor of an empty table. `saved`: what `read_saved` is to return. Memory is allocated as slots are used."""
+    """Return the descriptor of an empty table, which grows in use. `saved`: what `read_saved` returns."""
     if len(saved) > SAVED_BYTES_MAX:
         raise ValueError(f"{len(saved)} bytes to save, and there is room for {SAVED_BYTES_MAX}")
     fd = os.memfd_create("ckptfs-requests")

@@ -204,7 +204,7 @@ class ShimNotLoaded(CkptfsError):
 
 
 def get_request_header() -> tuple[int, bool]:
-    """Return (unique, drops set-id bits) of the request being processed. Bit 63 of unique: an earlier process had it in hand and died.
+    """Return (unique, drops set-id bits) of the request. Bit 63 of unique: an earlier process died.
 
     Valid only until the first await of the handler.
     """
@@ -228,7 +228,7 @@ def set_raw_callbacks(
     lseek: Callable[[int, int, int, int, int], None],
     release: Callable[[int, int, int], None],
 ) -> None:
-    """Set the functions that serve FALLOCATE, COPY_FILE_RANGE, LSEEK and RELEASE. Call it before `open_session`.
+    """Set what serves FALLOCATE, COPY_FILE_RANGE, LSEEK and RELEASE. Call it before `open_session`.
 
     They are plain functions, called where a handler would start, so `get_request_header` is valid in them. Each request needs exactly one
     `reply*`, at once or later from a task. Arguments:
@@ -262,7 +262,7 @@ def set_fast_path_callbacks(
     getattr: Callable[[int, int, int], bool],
     create: Callable[[int, int, bytes, int, int, int, int], bool],
 ) -> None:
-    """Set the functions that may serve LOOKUP, GETATTR and CREATE before pyfuse3 does. Call it before `open_session`.
+    """Set what may serve LOOKUP, GETATTR and CREATE before pyfuse3. Call it before `open_session`.
 
     They are called like those of `set_raw_callbacks`. They send exactly one reply at once and return True, or return False and leave the
     request to pyfuse3's handler.
@@ -275,7 +275,7 @@ def set_fast_path_callbacks(
 
 
 def _guard_fast_path_callback(function: Callable[..., bool]) -> Callable[..., bool]:
-    """Wrap a callback: an exception leaves the request to the handler, which meets the same error and handles it."""
+    """Wrap a callback: an exception leaves the request to the handler, which meets the same error."""
 
     def guarded(*arguments: object) -> bool:
         try:
@@ -307,7 +307,7 @@ def reply_lseek(req: int, offset: int) -> None:
 
 
 def open_session(operations: pyfuse3.Operations, setup: ChildSetup) -> None:
-    """Make libfuse and pyfuse3 serve the inherited connection. Reads nothing from the kernel yet. Raises ShimNotLoaded."""
+    """Make libfuse and pyfuse3 serve the inherited connection, without a read yet. Raises ShimNotLoaded."""
     os.set_blocking(setup.fuse_fd, False)
     pyfuse3.trio = TrioAdapter(is_clustered=setup.config.cluster is not None)  # type: ignore[attr-defined]
     pyfuse3.init(operations, f"/dev/fd/{setup.fuse_fd}", set())

@@ -1,4 +1,4 @@
-"""The build of `_shim.so` from shim.c, with the C compiler and the libfuse headers that pyfuse3 needs anyway.
+"""The build of `_shim.so` from shim.c, with the C compiler and libfuse headers that pyfuse3 needs too.
 
 `python -m ckptfs_daemon.fuse.shim_build` builds it if it is missing or older than its source. The installer runs that command, and the
 supervisor builds it at its start.

@@ -1,4 +1,4 @@
-"""The supervisor's child processes: start, assignment, messages and end of one; and when a role is restarted.
+"""The supervisor's child processes: start, assignment, messages, end; and when a role is restarted.
 
 A child is a new interpreter that imports its modules and waits on its link for its assignment. A spare has no role yet, so it replaces a
 dead mount process in milliseconds.
@@ -113,7 +113,7 @@ class Child:
             self.process.send_signal(signal.SIGKILL)
 
     def reap(self, patience_s: float) -> int | None:
-        """Return the exit code of a child that closed its link (negative: the signal). Kills it if it does not end within `patience_s`.
+        """Return the exit code of a child that closed its link (or -signal); kill it after `patience_s`.
 
         Returns None if it hangs in the kernel. The link is closed then, too: nothing comes from it any more.
         """
@@ -130,12 +130,12 @@ class Child:
         return code
 
     def is_stuck(self) -> bool:
-        """Return True if the process was killed but threads of it hang in the kernel, which keeps its link open."""
+        """Return True if the process was killed, but threads that hang in the kernel keep its link open."""
         return procfs.is_dying(self.pid)
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of a child. It names the place of our packages, because a child does not search the working directory.
+    """Return the environment of a child with the place of our packages: it does not search its directory.
 
     gRPC writes no lines of its own, such as one for each failed TLS handshake, unless the user asked for them.
     """

@@ -37,7 +37,7 @@ class GuardedMountpoint:
 
     @contextlib.contextmanager
     def set_for_mount(self) -> Iterator[None]:
-        """Set the guard around the mount in the block. Takes it away again if the mount fails. Raises InvalidArgument or CannotMount."""
+        """Set the guard around the mount in the block, and remove it if that fails. Raises as `connect` does."""
         point = self._config.mountpoint
         connection.unmount_stale(point)
         former = self._guard
@@ -65,7 +65,7 @@ class GuardedMountpoint:
             os.close(fd)
 
     def _open_guard(self) -> tuple[Guard, int]:
-        """Return the guard of the mountpoint, the former one if it is still set, and a descriptor of the directory. Raises OSError."""
+        """Return the guard of the mountpoint, or the former one, and a descriptor of it. Raises OSError."""
         guard = mountpoint_guard.choose(self._config.mountpoint)
         fd = mountpoint_guard.open_directory(guard)
         former = self._guard
@@ -74,7 +74,7 @@ class GuardedMountpoint:
         return guard, fd
 
     def end(self, leftovers: Leftovers, *, is_on_purpose: bool) -> None:
-        """Record what the ended daemon leaves, and say so. Takes the guard away if nothing is left of a mount that was unmounted."""
+        """Record what the ended daemon leaves, and say so. If that is nothing, take the guard away."""
         point = self._config.mountpoint
         record = replace(self._record, leftovers=leftovers)
         if sentence := record.describe_leftovers():

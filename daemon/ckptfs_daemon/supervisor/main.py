@@ -1,4 +1,4 @@
-"""The start and end of a daemon: configuration, state directory, lock, catalog, RAM tier and connection. In between the supervisor runs.
+"""The start and end of a daemon: configuration, state directory, lock, catalog, RAM tier, connection.
 
 Everything that can be refused is refused before anything is mounted, with one sentence.
 
@@ -37,7 +37,7 @@ OOM_SCORE = -900
 
 
 def run_daemon(name: str, mountpoint: Path | None, options: str, ready_pipe: ReadyPipe) -> int:
-    """Serve until unmounted. Returns the exit code. Raises CkptfsError or OSError if the daemon cannot start."""
+    """Serve until unmounted; return the exit code. Raises CkptfsError or OSError if it cannot start."""
     config = load(name, mountpoint, parse_options(options))
     logs.configure("supervisor", config.log_level)
     logs.set_process_name("ckptfsd")
@@ -65,7 +65,7 @@ def run_daemon(name: str, mountpoint: Path | None, options: str, ready_pipe: Rea
 
 
 def _prepare_state(config: Config) -> int:
-    """Prepare and lock the state directory, with its catalog and RAM tier. Returns the descriptor of the lock."""
+    """Prepare and lock the state directory with catalog and RAM tier; return the descriptor of the lock."""
     config.state.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = config.state.stat()
     if found.st_uid != os.geteuid():
@@ -120,7 +120,7 @@ def _resume_or_connect(config: Config, handed_over: tuple[int, int] | None, guar
 
 
 def _lower_oom_score() -> None:
-    """Make the OOM killer choose other processes first: without the supervisor every application on the mount pauses."""
+    """Make the OOM killer choose others first: without the supervisor all applications on the mount pause."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
 
@@ -147,7 +147,7 @@ def _release_ram_tier(config: Config, ended_cleanly: bool) -> None:
 
 
 def _sync_nvme(config: Config) -> bool:
-    """Make the files on NVMe durable: after a clean end nobody compares them with the catalog. Return False if that fails or hangs."""
+    """Make the files on NVMe durable: a clean start does not check them. False: it fails or hangs."""
     is_synced = threading.Event()
 
     def sync() -> None:

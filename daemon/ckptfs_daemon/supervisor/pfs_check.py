@@ -1,4 +1,4 @@
-"""Whether the PFS that is configured is the one that the catalog belongs to, before anything is mounted.
+"""The check that the configured PFS is that of the catalog, before anything is mounted.
 
 A catalog knows where its PFS was mounted last. At the same path it may be away for now, so that path is not looked at: the tier is `down`
 until the PFS is back. At another path the PFS must be there, and be the same one: otherwise files that lie only on the former one would
@@ -36,7 +36,7 @@ def require_pfs_of_catalog(db: Database, config: Config) -> None:
 
 
 def _compare_in_time(db: Database, config: Config) -> str:
-    """Return why the configured directory is not the PFS of the catalog, or an empty string. It may hang, and is then not waited for."""
+    """Return why the configured directory is not the PFS of the catalog, or "". It may hang for ever."""
     found: list[str] = []
 
     def compare() -> None:

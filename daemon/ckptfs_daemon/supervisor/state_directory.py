@@ -1,4 +1,4 @@
-"""The state directory of a daemon: its lock, the files that say which processes run, and the RAM tier's filesystem.
+"""The state directory of a daemon: its lock, the files that name processes, the RAM tier's filesystem.
 
 STATE/lock is held with flock(2), which the kernel releases when its holder dies. The lock says nothing about the children of a dead
 supervisor; `kill_leftovers` finds them by the pids and start times in processes.json. That file and the registry file are renamed into
@@ -39,7 +39,7 @@ SIZE_STEP_BYTES = 4096
 
 
 def acquire_lock(state: Path) -> int:
-    """Lock the state directory. Returns the descriptor of the lock. Raises InvalidArgument if another daemon holds it."""
+    """Lock the state directory; return the descriptor. Raises InvalidArgument if another daemon holds it."""
     path = state / "lock"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -97,7 +97,7 @@ def publish_processes(config: Config, processes: Mapping[str, Any]) -> None:
 
 
 def delete_process_files(config: Config, *, is_forgotten: bool) -> None:
-    """Delete both files, because no process runs any more. The registry keeps a name that is not forgotten: `ckptfs mounts` finds it."""
+    """Delete both files: no process runs any more. The registry keeps names that are not forgotten."""
     for path in (config.state / "processes.json", *([runtime_dir.registry_path(config.name)] if is_forgotten else [])):
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
@@ -160,7 +160,7 @@ def get_ram_tier_size_bytes(config: Config) -> int:
 
 
 def choose_initial_ram_size(configured: int | None, memory_bytes: int, limit: MemoryLimit) -> int:
-    """Return the configured size, else half of the memory, or of what the limit of the daemon allows. Pure."""
+    """Return the configured size, else half of the memory or of the limit of the daemon. Pure."""
     if configured is not None:
         return configured
     size = memory_bytes // 2
@@ -187,7 +187,7 @@ def _mount_ram_tier(point: Path, size_bytes: int, *, huge_pages: bool) -> None:
 
 
 def _set_huge_pages(point: Path, wanted: bool) -> None:
-    """Let new files of the tmpfs use huge pages, or not. A kernel that was built without them refuses the option."""
+    """Let new files of the tmpfs use huge pages, or not. Kernels without them refuse the option."""
     flags = connection.MS_REMOUNT | connection.MS_NOSUID | connection.MS_NODEV
     try:
         connection.mount_at("ckptfs-ram", point, "tmpfs", flags, f"huge={'within_size' if wanted else 'never'}")
@@ -207,7 +207,7 @@ def _resize_ram_tier(point: Path, size_bytes: int) -> None:
 
 
 def _prepare_shared_memory_dir(config: Config, point: Path) -> Path:
-    """Create the RAM tier of an ordinary user. Every user can write to /dev/shm, so ownership and mode are checked."""
+    """Create the RAM tier of an ordinary user. Anybody may write to /dev/shm: check owner and mode."""
     token = sha256(os.fsencode(config.state)).hexdigest()[:12]
     directory = SHARED_MEMORY / f"ckptfs-{os.geteuid()}-{token}"
     with contextlib.suppress(FileExistsError):

@@ -1,4 +1,4 @@
-"""The supervisor: keeps the FUSE connection with its requests in flight, keeps a mount and a mover process running, and ends all in order.
+"""The supervisor: keeps the FUSE connection and its requests, restarts mount and mover, ends in order.
 
 One thread and one poll loop, without access to file contents. At the start, the mover recovers before the mount serves. When asked to end,
 the mover drains while the mount is attached and serves; then the mount is unmounted, the mount process exits, and the mover drains what was
@@ -47,7 +47,7 @@ TURN_MAX_S = 1.0
 
 
 class Phase(Enum):
-    """RUNNING until asked to end; DRAINING while the mount still serves; UNMOUNTING until the connection has ended; then FINISHING.
+    """RUNNING; DRAINING while the mount serves; UNMOUNTING until the connection has ended; FINISHING.
 
     FINISHING lasts until the mover has drained the rest.
     """
@@ -135,7 +135,7 @@ class Supervisor:
             self._handle_stop_signal()
 
     def _handle_stop_signal(self) -> None:
-        """Drain and unmount at the first signal. At the next ones, unmount without more drain, fail open files, and end."""
+        """Drain and unmount at the first signal; at the next, unmount without drain, fail open files, end."""
         self._was_stopped = True
         if self._phase is Phase.RUNNING and self._slots[MOUNT].ever_ready:
             self._start_drain()
@@ -316,7 +316,7 @@ class Supervisor:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _start_drain(self) -> None:
-        """Have the mover drain while the mount is attached and serves: an application that saves now still saves here."""
+        """Have the mover drain while the mount is attached: an application that saves now still saves here."""
         log.info("%s: asked to end; draining before the unmount", self._config.mountpoint)
         self._phase = Phase.DRAINING
         self._set_drain_deadline(limits.DRAIN_STALL_S if self._config.drain_deadline_s is None else self._config.drain_deadline_s)
@@ -326,7 +326,7 @@ class Supervisor:
             self._instruct_mover(mover)
 
     def _instruct_mover(self, mover: Child) -> None:
-        """Send the mover what the phase asks of it. A mover that was started in the middle of a drain begins it anew."""
+        """Send the mover what the phase asks of it. One that was started during a drain begins it anew."""
         if self._phase is Phase.DRAINING:
             mover.drain()
         elif self._phase is Phase.FINISHING:

@@ -1,4 +1,4 @@
-"""The protocol with systemd: sd_notify(3) messages and the descriptor store, through its socket and without a library.
+"""The protocol with systemd, without a library: sd_notify(3) messages and the descriptor store.
 
 Two descriptors are stored: the FUSE connection, and the memory with its requests in flight (`request_table`). A supervisor that systemd
 restarts finds both in LISTEN_FDS and resumes the mount, so its death is only a pause.
@@ -34,7 +34,7 @@ class Systemd:
 
     @property
     def unit(self) -> str:
-        """The unit that this process belongs to, as its control group names it; empty without a service manager."""
+        """The unit of this process, as its control group names it; empty without a service manager."""
         with contextlib.suppress(OSError):
             found = re.findall(r"/([^/\n]+\.service)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
             return found[-1] if found and self._address else ""
@@ -67,7 +67,7 @@ class Systemd:
 
 
 def take_stored_descriptors() -> tuple[int, int] | None:
-    """Return the descriptors of the connection and of its table that systemd kept, or None. Closes any other descriptor."""
+    """Return the descriptors of connection and table that systemd kept, or None; close any other."""
     count = os.environ.pop("LISTEN_FDS", "")
     names = os.environ.pop("LISTEN_FDNAMES", "").split(":")
     if os.environ.pop("LISTEN_PID", "") != str(os.getpid()) or not count.isdigit():
