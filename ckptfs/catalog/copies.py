@@ -200,7 +200,9 @@ def list_doomed(db: Database, tiers: Iterable[Tier], after: int, at_most: int) -
 
 
 def count_doomed_bytes(db: Database, tier: Tier) -> int:
-    """Return the bytes in `tier` of doomed contents that no process has open: their space comes back."""
+    """Return the bytes in `tier` of doomed contents that no process has open: their space comes back. Alone they go at once."""
+    if not db.is_clustered:
+        return 0
     return int(
         db.value(
             "SELECT coalesce(sum(k.size), 0) FROM content k JOIN copy c ON c.content = k.id AND c.tier = ?"

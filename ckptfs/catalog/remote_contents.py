@@ -435,8 +435,8 @@ def count_hosted_bytes(db: Database, tier: Tier | None = None) -> int:
     """Return the bytes of other nodes' contents on this node."""
     return int(
         db.value(
-            "SELECT coalesce(sum(k.size), 0) FROM content k JOIN copy c ON c.content = k.id WHERE k.remote = 1 AND c.state <> 2"
-            " AND (?1 IS NULL OR c.tier = ?1)",
+            "SELECT coalesce(sum(k.size), 0) FROM content k JOIN copy c ON c.content = k.id WHERE k.remote = 1 AND k.state <> 3"
+            " AND c.state <> 2 AND (?1 IS NULL OR c.tier = ?1)",
             tier,
         )
     )

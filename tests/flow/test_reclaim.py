@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ckptfs_daemon.control.status import build_capacity
 from ckptfs_daemon.mover.main import _Flows
 from local_node import Node, in_process, inject_fault, run_until_idle
 
@@ -84,6 +85,7 @@ def test_what_was_deleted_goes_at_once_where_the_next_content_has_no_room(node: 
     flow = in_cluster(node)
     flow.step()
     assert node.files(Tier.RAM) == set(contents)
+    assert build_capacity(node.config, node.db, node.tiers).tiers[0].free_bytes == 4000, "df shows it as free"
     node.squeeze(Tier.RAM, 5000)
     flow = in_cluster(node)
     flow.step()

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ckptfs import __version__, cgroups, limits, procfs
-from ckptfs.catalog import remote_contents, summary
+from ckptfs.catalog import copies, remote_contents, summary
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError
 from ckptfs.flow.host.incoming import PeerQuota
 from ckptfs.model import Tier
 from ckptfs.protocol import control_pb2 as pb
+from ckptfs.tiers import space
 from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon.drain import Pending, get_deadline_s
 
@@ -137,9 +138,9 @@ class StatusFigures:
         return [pb.HandleCount(**row) for row in found.get("ways", ())]
 
     def _build_tiers(self) -> list[pb.TierStatus]:
-        copies = self._copies.get()
+        counts = self._copies.get()
         health = {key.partition(":")[2]: _parse_json_object(text) for key, text, _ in summary.list_reports(self._db, "tier:")}
-        return [self._build_tier(tier, copies.get(tier, 0), health.get(tier.value, {})) for tier in Tier if self._root(tier) is not None]
+        return [self._build_tier(tier, counts.get(tier, 0), health.get(tier.value, {})) for tier in Tier if self._root(tier) is not None]
 
     def _is_pfs_full(self) -> bool:
         """Return True if the last attempt to write back found no room."""
@@ -149,9 +150,9 @@ class StatusFigures:
     def _root(self, tier: Tier) -> Path | None:
         return {Tier.RAM: self._config.state / "ram", Tier.NVME: self._config.nvme, Tier.PFS: self._config.pfs}[tier]
 
-    def _build_tier(self, tier: Tier, copies: int, health: dict[str, Any]) -> pb.TierStatus:
+    def _build_tier(self, tier: Tier, count: int, health: dict[str, Any]) -> pb.TierStatus:
         """Build one tier. The used bytes are those of a tmpfs of ckptfs, otherwise those of its files."""
-        answer = pb.TierStatus(name=tier.value, path=str(self._root(tier)), contents=copies, health=str(health.get("state", "normal")))
+        answer = pb.TierStatus(name=tier.value, path=str(self._root(tier)), contents=count, health=str(health.get("state", "normal")))
         if tier is Tier.PFS:
             answer.budget_bytes, answer.free_bytes = int(health.get("total", 0)), int(health.get("free", 0))
             if answer.health == "normal" and self._is_pfs_full():
@@ -161,10 +162,12 @@ class StatusFigures:
         with contextlib.suppress(OSError, CkptfsError):
             if storage is not None:
                 answer.path = str(storage.root)
-                capacity = storage.get_capacity()
+                doomed_bytes = copies.count_doomed_bytes(self._db, tier)
+                capacity = space.add_free(storage.get_capacity(), doomed_bytes)
                 answer.budget_bytes, answer.free_bytes = capacity.total, capacity.free
                 answer.prepared_bytes = self._tiers.prepared.get_bytes() if tier is Tier.RAM else 0
-                answer.used_bytes = _get_used_bytes(storage.root) if os.path.ismount(storage.root) else self._bytes.get()[tier]
+                used_bytes = _get_used_bytes(storage.root) if os.path.ismount(storage.root) else self._bytes.get()[tier]
+                answer.used_bytes = max(0, used_bytes - doomed_bytes)
                 return answer
         answer.health = "down"
         return answer
@@ -229,7 +232,7 @@ def build_capacity(config: Config, db: Database, tiers: Tiers) -> pb.Capacity:
 
 
 def _build_local_tier(config: Config, db: Database, tiers: Tiers, tier: Tier) -> pb.TierCapacity:
-    capacity = tiers[tier].get_capacity()
+    capacity = space.add_free(tiers[tier].get_capacity(), copies.count_doomed_bytes(db, tier))
     leaving = summary.count_leaving_bytes(db, tier) if config.pfs is not None else 0
     limit = int((config.ram_high if tier is Tier.RAM else 1.0) * capacity.total)
     prepared = tiers.prepared.get_bytes() if tier is Tier.RAM else 0
