@@ -389,6 +389,8 @@ STORE_PUBLISHED_POLL_S = 0.01
 STORE_PROBE_S = 0.5
 STORE_PROBE_S_MAX = 5.0
 STORE_PROBE_WAIT_S = 1.0
+# A disconnected node waits this long for the store before it refuses to rename or replace what others wrote last.
+DISCONNECTED_WAIT_S = 5.0
 STORE_POLL_S = 5.0
 # After the store lost data, no node acts on what it says of the PFS for this long: every node has noticed by then and begun to report.
 STORE_PUBLISH_S = 20.0

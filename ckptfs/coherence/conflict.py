@@ -69,7 +69,6 @@ class ConflictResolver:
                 self._handle_difference(key, one)
             elif key.kind == INODE and key not in self._transaction.expected_revisions and one.value.raw is None:
                 self._handle_inode_deleted(key.number)
-        self._mark_loops()
         if self._contested_names:
             self._revert_contested()
             handles.delete_replies(self._db)
@@ -93,9 +92,6 @@ class ConflictResolver:
         if not key_state.is_dirty(self._db, key):
             read.apply_value(self._db, key, store_value.value, self._read_revision, self._recent_deletes)
         self._contested_names |= self._list_moved_names()
-
-    def _mark_loops(self) -> None:
-        """A directory that moves below itself by what moved there: whatever moves was contested by the names above it."""
 
     def _merge_key(self, key: SharedKey, now: CachedValue) -> None:
         base, ours, theirs = key_state.get_cached(self._db, key).fields, keys.get_value(self._db, key), now.fields

@@ -91,7 +91,7 @@ class RebuildResolver(ReintegrationResolver):
             key_state.set_cached(self._db, key, store_value.value)
 
     def _is_directory(self, inode: int) -> bool:
-        return stat.S_ISDIR(self._get_mode_and_mtime(inode)[0])
+        return stat.S_ISDIR(self._get_mode(inode))
 
     def _get_prior_revision(self, now: CachedValue) -> PriorRevision | None:
         """How new is what the store says; None: it was changed since."""

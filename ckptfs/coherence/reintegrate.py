@@ -1,12 +1,13 @@
-"""Reintegration of a node that could not reach the store. Its applications saw success, so no change may be lost.
+"""Return of a node that could not reach the store: its changes are replayed, each on condition that others did not contradict it.
 
-- Two files of one name: the one that was closed later keeps it, the other becomes `NAME.ckptfs-conflict-NODE-N`.
-- Directories that both sides made are merged.
-- A file that was deleted by others and written on this node is restored, with its directories; as `/.ckptfs-island-NODE-N` if it has no
-  name.
-- A file that was deleted on this node and written by others stays.
-- A file that both sides wrote becomes two files.
-- Impossible changes are undone: a directory inside itself, one that was removed on this node and used by others, one that was moved twice.
+Its applications saw success, so nothing that they wrote is lost. `ownership` bounds what it may have changed.
+
+- Two things under one new name stay side by side: the one that was closed last keeps it, the other becomes
+  `NAME.ckptfs-conflict-NODE-N`. Directories that both sides made are merged.
+- A file that both sides wrote becomes two files in the same way.
+- What others removed, and this node wrote or made something in, is new again, with the directories above it.
+- What this node removed, and others wrote or replaced, stays.
+- A directory that others moved, replaced or filled is theirs: what this node did to its name is undone.
 
 Crash safety: everything is one change of the catalog. A second file that was linked for a content has no row then and is swept.
 """
@@ -20,7 +21,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.coherence import key_state, merge, read
 from ckptfs.coherence.commit import StoreTransaction
 from ckptfs.coherence.conflict import CommitResult, ConflictResolver
-from ckptfs.coherence.key_state import CachedValue
+from ckptfs.coherence.key_state import ABSENT, CachedValue
 from ckptfs.coherence.keys import (
     CONFLICT_MARK,
     CONTENT,
@@ -52,16 +53,6 @@ def list_needed_keys(db: Database, store_values: Mapping[SharedKey, StoreValue])
     return made + [key for key in sorted(held) if key not in store_values and key_state.get_cached(db, key).revision]
 
 
-def list_move_targets(db: Database, transaction: StoreTransaction) -> list[int]:
-    """Return target directories of moves: their ancestors are needed to detect loops."""
-    found = []
-    for key in transaction.new_values:
-        before, now = (key_state.get_cached(db, key).fields, get_value(db, key)) if key.kind == INODE else (None, None)
-        if before and now and now["parent"] != before["parent"]:
-            found.append(int(now["parent"]))
-    return found
-
-
 class ReintegrationResolver(ConflictResolver):
     """A refused batch of a node that returns."""
 
@@ -70,7 +61,9 @@ class ReintegrationResolver(ConflictResolver):
         recent_deletes: RecentDeletes, *,
         more: Mapping[SharedKey, StoreValue], label: str, again: Callable[[int, int], bool], is_written: Callable[[int], bool],
     ) -> None:  # fmt: skip
-        """`more` is what `wanted` asked for; `label` names this node in names; `again(content, other)` gives its bytes here a second id."""
+        """`more` is what `list_needed_keys` asked for; `label` names this node in names; `again(content, other)` gives its bytes here a
+        second id.
+        """
         super().__init__(db, transaction, store_values, read_revision, recent_deletes)
         self._extra_values = more
         self._node_label = label.encode()
@@ -84,53 +77,35 @@ class ReintegrationResolver(ConflictResolver):
             if one.value.raw is not None and not key_state.is_dirty(self._db, key) and not self._is_cached(key):
                 read.apply_value(self._db, key, one.value, one.read_revision, self._recent_deletes)
         result = super().resolve()
-        names = {key: now for key, now in self._conflicting_names.items() if key not in result.reverted_names}
-        for key, now in names.items():
-            self._keep_moved_directory(self._get_store_child(key), now)
-        for key, now in names.items():
-            self._resolve_name(key, now)
+        for key, now in self._conflicting_names.items():
+            if key not in result.reverted_names:
+                self._resolve_name(key, now)
         self._set_link_counts()
         return result
 
     def _handle_difference(self, key: SharedKey, store_value: StoreValue) -> None:
-        if key.kind != NAME or key not in self._transaction.new_values:
-            super()._handle_difference(key, store_value)
-        elif self._is_moved_by_both(self._get_store_child(key)) or not (
-            self._get_local_child(key) or self._get_store_child(key) in self._restored_inodes
-        ):
-            self._contested_names.add(key)
+        if key.kind == NAME and key in self._transaction.new_values:
+            before = self._get_store_child(key)
+            if stat.S_ISDIR(self._get_mode(before)) and before not in self._restored_inodes | self._deleted_inodes:
+                self._contested_names.add(key)
+            else:
+                self._conflicting_names[key] = store_value.value
+        elif key.kind == INODE and get_value(self._db, key) is None and self._is_written_since(key, store_value.value.fields):
+            self._contested_names |= self._list_names_of(key.number)
         else:
-            self._conflicting_names[key] = store_value.value
+            super()._handle_difference(key, store_value)
 
     def _is_cached(self, key: SharedKey) -> bool:
         return key_state.get_cached(self._db, key).revision != 0
 
-    def _is_moved_by_both(self, inode: int) -> bool:
-        """What both moved away from this name: it has another name there already."""
-        if not inode or inode in self._restored_inodes or inode in self._deleted_inodes:
-            return False
-        return any(self._get_local_child(key) == inode for key in key_state.list_dirty_names(self._db))
+    def _is_written_since(self, key: SharedKey, theirs: Value | None) -> bool:
+        """Return True if others wrote what this node removed."""
+        known = key_state.get_cached(self._db, key).fields or {}
+        return theirs is not None and any(theirs.get(name) != known.get(name) for name in merge.CONTENT_FIELDS)
 
     def _list_new_inodes(self, children: set[int]) -> set[int]:
         """Keep what this node made, with its contents."""
         return set()
-
-    def _revert_contested(self) -> None:
-        """If a restored name is taken, the restored entry gets a conflict name."""
-        taken = [
-            (key, self._get_store_child(key))
-            for key in key_state.list_dirty_names(self._db)
-            if self._get_local_child(key) in self._restored_inodes
-        ]
-        super()._revert_contested()
-        for key, there in taken:
-            if not there or there in self._restored_inodes or there in self._deleted_inodes or not self._is_alive(there):
-                continue
-            if self._db.value("SELECT 1 FROM entry WHERE child = ?", there) is None and self._get_local_child(key) in self._restored_inodes:
-                self._add_conflict_name(key, self._get_local_child(key))
-                self._insert_name(key, there)
-                self._db.run("UPDATE inode SET parent = ? WHERE id = ? AND mode & 61440 = 16384", key.number, there)
-                self._inodes_to_recount |= {key.number, there}
 
     def _set_name(self, key: SharedKey) -> None:
         """Keep an entry that this node made and that has no other name, under a conflict name."""
@@ -140,7 +115,7 @@ class ReintegrationResolver(ConflictResolver):
         if not made or self._get_local_child(key) == here:
             return
         self._add_conflict_name(key, here)
-        if stat.S_ISDIR(self._get_mode_and_mtime(here)[0]):
+        if stat.S_ISDIR(self._get_mode(here)):
             self._db.run("UPDATE inode SET nlink = 2, parent = ? WHERE id = ?", key.number, here)
         self._inodes_to_recount |= {here, key.number}
 
@@ -149,26 +124,22 @@ class ReintegrationResolver(ConflictResolver):
     def _resolve_name(self, key: SharedKey, now: CachedValue) -> None:
         """Both changed what this name leads to."""
         here, before, there = self._get_local_child(key), self._get_store_child(key), int((now.fields or {"child": 0})["child"])
+        self._inodes_to_recount |= {key.number, here, before, there} - {0}
         if not here:
             self._take_store_name(key, now)
             return
-        self._inodes_to_recount |= {key.number, here, before, there} - {0}
-        if here == there:
-            pass
-        elif there and not self._has_row(there):
-            return  # It went meanwhile: the next batch finds out.
-        else:
-            if there:
-                self._resolve_both_named(key, here, there, now)
+        if there not in (0, here):
+            if not self._has_row(there):
+                return  # It went meanwhile: the next batch finds out.
+            self._resolve_both_named(key, here, there, now)
         key_state.set_cached(self._db, key, now)
 
     def _resolve_both_named(self, key: SharedKey, here: int, there: int, now: CachedValue) -> None:
-        ours, theirs = self._get_mode_and_mtime(here), self._get_mode_and_mtime(there)
-        both = stat.S_ISDIR(ours[0]) and stat.S_ISDIR(theirs[0])
-        if both and not self._is_cached(SharedKey(INODE, here)):
+        is_directory = stat.S_ISDIR(self._get_mode(here)), stat.S_ISDIR(self._get_mode(there))
+        if all(is_directory) and not self._is_cached(SharedKey(INODE, here)):
             self._merge_directories(here, there)
             write_value(self._db, key, now.fields)
-        elif stat.S_ISDIR(ours[0]) or stat.S_ISDIR(theirs[0]) or self._get_last_write(there) > self._get_last_write(here):
+        elif any(is_directory) or self._get_last_write(there) > self._get_last_write(here):
             self._add_conflict_name(key, here)
             write_value(self._db, key, now.fields)
         else:
@@ -195,7 +166,7 @@ class ReintegrationResolver(ConflictResolver):
         """Accept the name of the store; its previous inode has other names."""
         self._inodes_to_recount.add(key.number)
         child = (now.fields or {"child": 0})["child"]
-        now = now if child and self._has_row(child) else key_state.ABSENT
+        now = now if child and self._has_row(child) else ABSENT
         write_value(self._db, key, now.fields)
         key_state.set_cached(self._db, key, now)
 
@@ -205,9 +176,9 @@ class ReintegrationResolver(ConflictResolver):
             old, new = SharedKey(NAME, ours, bytes(name)), SharedKey(NAME, theirs, bytes(name))
             write_value(self._db, old, None)
             key_state.mark_dirty(self._db, old)
-            directory = stat.S_ISDIR(self._get_mode_and_mtime(child)[0])
+            directory = stat.S_ISDIR(self._get_mode(child))
             other = self._get_local_child(new)
-            if other and directory and stat.S_ISDIR(self._get_mode_and_mtime(other)[0]) and not self._is_cached(SharedKey(INODE, child)):
+            if other and directory and stat.S_ISDIR(self._get_mode(other)) and not self._is_cached(SharedKey(INODE, child)):
                 self._merge_directories(child, other)
                 continue
             self._inodes_to_recount.add(child)
@@ -227,108 +198,81 @@ class ReintegrationResolver(ConflictResolver):
     def _has_row(self, inode: int) -> bool:
         return self._db.value("SELECT 1 FROM inode WHERE id = ?", inode) is not None
 
-    def _is_alive(self, inode: int) -> bool:
-        """Whether there is such an inode; a directory that was removed here stays so."""
-        row = self._db.row("SELECT mode, nlink FROM inode WHERE id = ?", inode)
-        return row is not None and (row[1] > 0 or not stat.S_ISDIR(row[0]))
+    def _get_mode(self, inode: int) -> int:
+        return int(self._db.value("SELECT mode FROM inode WHERE id = ?", inode) or 0)
 
     def _get_last_write(self, inode: int) -> tuple[int, int]:
         """Return what orders two files of one name: the last close (of what was never closed, its birth), and the node that made it."""
         return int(self._db.value("SELECT max(closed_ns, birth_ns) FROM inode WHERE id = ?", inode) or 0), identity.get_origin_node(inode)
 
-    def _get_mode_and_mtime(self, inode: int) -> tuple[int, int]:
-        """(mode, time of change)."""
-        row = self._db.row("SELECT mode, mtime_ns FROM inode WHERE id = ?", inode)
-        return (0, 0) if row is None else (row[0], row[1])
-
-    # --- inodes -------------------------------------------------------------------------------------------------------
-
-    def _handle_ancestor_change(self, key: SharedKey, store_value: StoreValue) -> None:
-        """A directory was moved there below which something was moved here: wrong only where that makes a loop."""
-        if self._get_local_child(key) in self._restored_inodes:
-            self._conflicting_names[key] = store_value.value  # It comes back, and its name is another's by now.
-            return
-        read.apply_value(self._db, key, store_value.value, self._read_revision, self._recent_deletes)
-
-    def _mark_loops(self) -> None:
-        for changed in self._transaction.new_values:
-            if changed.kind == INODE and (now := get_value(self._db, changed)) and now["mode"] & 0o170000 == read.DIRECTORY_TYPE:
-                before = key_state.get_cached(self._db, changed).fields
-                if before and before["parent"] != now["parent"] and self._is_below(now["parent"], changed.number):
-                    self._contested_names |= self._list_names_of(changed.number)
-
-    def _is_below(self, directory: int, other: int) -> bool:
-        """Whether a directory is another one or lies below it, where those that were moved there lie there."""
-        passed: set[int] = set()
-        while directory not in passed and directory:
-            if directory == other:
-                return True
-            passed.add(directory)
-            told, before = (
-                self._store_values.get(SharedKey(INODE, directory)),
-                key_state.get_cached(self._db, SharedKey(INODE, directory)).fields,
-            )
-            theirs = None if told is None else told.value.fields
-            if theirs is not None and before is not None and theirs["parent"] != before["parent"]:
-                directory = theirs["parent"]
-            else:
-                directory = self._db.value("SELECT parent FROM inode WHERE id = ?", directory) or 0
-        return False
+    # --- what others removed ------------------------------------------------------------------------------------------
 
     def _handle_inode_deleted(self, inode: int) -> None:
-        """It was deleted there. What was made in it or written into it here brings it back."""
-        row = self._get_mode_and_mtime(inode)
-        if row[0] and (self._has_changed_names(inode) if stat.S_ISDIR(row[0]) else self._is_worth_restoring(inode)):
-            self._restore_deleted(inode, directory=stat.S_ISDIR(row[0]))
+        """It was deleted there. What was made in it or written into it here makes it new again."""
+        is_directory = stat.S_ISDIR(self._get_mode(inode))
+        if self._has_changed_names(inode) if is_directory else self._is_worth_restoring(inode):
+            self._restore_deleted(inode, is_directory=is_directory)
         else:
             super()._handle_inode_deleted(inode)
 
     def _has_changed_names(self, directory: int) -> bool:
-        return any(key.number == directory and self._get_local_child(key) for key in key_state.list_dirty_names(self._db)) or any(
-            self._get_local_child(key) == directory for key in key_state.list_dirty_names(self._db)
-        )
+        names = [(key.number, self._get_local_child(key)) for key in key_state.list_dirty_names(self._db)]
+        return any((parent == directory and child) or child == directory for parent, child in names)
 
     def _is_worth_restoring(self, inode: int) -> bool:
         """Whether a file was written or given a name here, and its bytes are here."""
         content, nlink = self._db.row("SELECT content, nlink FROM inode WHERE id = ?", inode) or (None, 0)
-        if not nlink:
+        if not nlink or (content is not None and not self._has_copy(content)):
             return False
-        if content is not None and self._db.value("SELECT 1 FROM copy WHERE content = ? AND state = 1", content) is None:
-            return False
-        now, before = (
-            get_value(self._db, SharedKey(INODE, inode)) or {},
-            key_state.get_cached(self._db, SharedKey(INODE, inode)).fields or {},
-        )
-        written = any(now.get(name) != before.get(name) for name in merge.CONTENT_FIELDS)
-        return written or any(
+        now = get_value(self._db, SharedKey(INODE, inode)) or {}
+        before = key_state.get_cached(self._db, SharedKey(INODE, inode)).fields or {}
+        return any(now.get(name) != before.get(name) for name in merge.CONTENT_FIELDS) or any(
             self._get_local_child(key) == inode != self._get_store_child(key) for key in key_state.list_dirty_names(self._db)
         )
 
-    def _restore_deleted(self, inode: int, *, directory: bool) -> None:
+    def _has_copy(self, content: int) -> bool:
+        return self._db.value("SELECT 1 FROM copy WHERE content = ? AND state = 1", content) is not None
+
+    def _restore_deleted(self, inode: int, *, is_directory: bool) -> None:
+        """Publish it again as if it were new, under the names that it has here."""
         self._restored_inodes.add(inode)
         content = self._db.value("SELECT content FROM inode WHERE id = ?", inode)
-        keys = [SharedKey(INODE, inode), SharedKey(TIMES, inode)] if directory else [SharedKey(INODE, inode)]
-        self._mark_unpublished([*keys, *([] if content is None else [SharedKey(CONTENT, content)])])
-        for key in key_state.list_dirty_names(self._db):
-            if self._get_store_child(key) == inode != self._get_local_child(key):
-                key_state.set_cached(
-                    self._db, key, key_state.ABSENT
-                )  # What it was called there went with it: whose that name is now is no matter of its.
-        if directory:
+        more = [SharedKey(TIMES, inode)] if is_directory else [] if content is None else [SharedKey(CONTENT, content)]
+        self._mark_unpublished([SharedKey(INODE, inode), *more])
+        if is_directory:
             self._delete_clean_names(inode)
             self._delete_stale_names(inode)
-        for key in list_local_names(self._db, inode):
-            if self._get_store_child(key) == inode or not key_state.is_dirty(self._db, key):
-                self._mark_unpublished([key])
-                self._inodes_to_recount.add(key.number)
+        names = list_local_names(self._db, inode)
+        self._mark_unpublished(key for key in names if self._get_store_child(key) == inode)
         if content is not None:
             self._append_content_row(inode, content)
-        if self._db.value("SELECT 1 FROM entry WHERE child = ?", inode) is None:
+        if not names:
             self._add_first_free_name(ROOT, b"", ISLAND_MARK, inode)
-            if directory:
-                self._db.run("UPDATE inode SET parent = ? WHERE id = ?", ROOT, inode)
-                self._inodes_to_recount.add(ROOT)
-        self._inodes_to_recount.add(inode)
+            self._db.run("UPDATE inode SET parent = ? WHERE id = ? AND mode & 61440 = 16384", ROOT, inode)
+        self._inodes_to_recount |= {inode, *(key.number for key in names)}
+
+    def _delete_clean_names(self, inode: int) -> None:
+        """Who deleted the directory had emptied it."""
+        for (name,) in self._db.rows("SELECT name FROM entry WHERE parent = ?", inode):
+            key = SharedKey(NAME, inode, bytes(name))
+            if not key_state.is_dirty(self._db, key):
+                write_value(self._db, key, None)
+            key_state.set_cached(self._db, key, ABSENT)
+
+    def _delete_stale_names(self, directory: int) -> None:
+        """A name from which others had moved it was known here beside the one that it had: nobody had asked for that again."""
+        names = list_local_names(self._db, directory)
+        names.sort(key=lambda key: (key_state.is_dirty(self._db, key), key_state.get_cached(self._db, key).revision))
+        for key in names[:-1]:
+            write_value(self._db, key, None)
+            key_state.set_cached(self._db, key, ABSENT)
+            self._inodes_to_recount.add(key.number)
+
+    def _mark_unpublished(self, keys: Iterable[SharedKey]) -> None:
+        """The store has these no more, and shall."""
+        for key in keys:
+            key_state.set_cached(self._db, key, ABSENT)
+            key_state.mark_dirty(self._db, key)
 
     def _append_content_row(self, inode: int, content: int) -> None:
         """What the journal says so far of these bytes is about another file, or about one that went from the PFS."""
@@ -340,28 +284,7 @@ class ReintegrationResolver(ConflictResolver):
             row = build_row_name(journal.get_instance_id(self._db), journal.get_last_seq(self._db, inode))
             key_state.mark_dirty(self._db, SharedKey(JOURNAL_ROW, identity.get_node_number(self._db), row))
 
-    def _mark_unpublished(self, keys: Iterable[SharedKey]) -> None:
-        """The store has these no more, and shall."""
-        for key in keys:
-            key_state.set_cached(self._db, key, key_state.ABSENT)
-            key_state.mark_dirty(self._db, key)
-
-    def _delete_stale_names(self, directory: int) -> None:
-        """A name from which others had moved it was known here beside the one that it had: nobody had asked for that again."""
-        keys = list_local_names(self._db, directory)
-        keys.sort(key=lambda key: (key_state.is_dirty(self._db, key), key_state.get_cached(self._db, key).revision))
-        for key in keys[:-1]:
-            write_value(self._db, key, None)
-            key_state.set_cached(self._db, key, key_state.ABSENT)
-            self._inodes_to_recount.add(key.number)
-
-    def _delete_clean_names(self, directory: int) -> None:
-        """Who deleted the directory had emptied it."""
-        for (name,) in self._db.rows("SELECT name FROM entry WHERE parent = ?", directory):
-            key = SharedKey(NAME, directory, bytes(name))
-            if not key_state.is_dirty(self._db, key):
-                write_value(self._db, key, None)
-            key_state.set_cached(self._db, key, key_state.ABSENT)
+    # --- what both wrote ----------------------------------------------------------------------------------------------
 
     def _merge_key(self, key: SharedKey, now: CachedValue) -> None:
         base, ours, theirs = key_state.get_cached(self._db, key).fields, get_value(self._db, key), now.fields
@@ -379,20 +302,6 @@ class ReintegrationResolver(ConflictResolver):
         else:
             super()._merge_key(key, now)
 
-    def _keep_moved_directory(self, child: int, now: CachedValue) -> None:
-        """A directory that was replaced here lives on where others had moved it: the name that it lost here they had taken away before."""
-        key = SharedKey(INODE, child)
-        there = key_state.get_cached(self._db, key).fields
-        if (
-            there is None
-            or "names" in there
-            or child in self._deleted_inodes | self._restored_inodes
-            or (now.fields or {}).get("child") == child
-        ):
-            return
-        if get_value(self._db, key) is None:
-            write_value(self._db, key, there)
-
     def _is_written_here_only(self, base: Value, ours: Value, theirs: Value) -> bool:
         """Whether nobody else wrote the file: the others show a former state while they miss this node's, or one that it gave them."""
         if merge.is_showing_previous(theirs) and merge.is_salvaged(theirs, base, ours):
@@ -406,7 +315,7 @@ class ReintegrationResolver(ConflictResolver):
         """Both wrote this file: what was written here becomes a file of its own. False: its bytes are not here."""
         content = ours["content"]
         made, kept = identity.allocate_id(self._db, "inode"), content
-        if made is None or content is None or self._db.value("SELECT 1 FROM copy WHERE content = ? AND state = 1", content) is None:
+        if made is None or content is None or not self._has_copy(content):
             return False
         if content == theirs["content"]:
             kept = identity.allocate_id(self._db, "content")

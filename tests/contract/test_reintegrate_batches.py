@@ -59,31 +59,6 @@ async def test_what_was_deleted_there_and_has_new_names_here_keeps_them_all(a: N
 
 
 @two_nodes
-async def test_a_directory_that_lost_what_has_another_name_by_now_goes(a: Node, b: Node) -> None:
-    """The removal and what it waits for do not fit into one transaction."""
-    await b.build("old/", "old/moved/")
-    await cut(b)
-    await b.rename("old/moved", "moved")
-    await b.rmdir("old")
-    await b.mkdir("new")
-    await b.rename("moved", "new/moved")
-    await reconnect(a, b)
-    assert await a.names() == [b"new"] and await a.names("new") == [b"moved"]
-
-
-@two_nodes
-async def test_a_directory_that_is_left_and_removed_has_its_links_where_others_use_it(a: Node, b: Node) -> None:
-    """What leaves it is told before its removal, which cannot be."""
-    await b.build("used/", "used/moved/")
-    await cut(b)
-    await b.rename("used/moved", "moved")
-    await b.rmdir("used")
-    await a.make("used/theirs")
-    await reconnect(a, b)
-    assert (await b.stat("used")).nlink == 2
-
-
-@two_nodes
 async def test_a_file_that_loses_all_names_one_after_the_other_keeps_what_others_gave_it(a: Node, b: Node) -> None:
     await b.make("first")
     await b.link("first", "last")
@@ -112,18 +87,6 @@ async def test_nobody_sees_a_directory_under_two_names(a: Node, b: Node) -> None
 
 
 @two_nodes
-async def test_what_was_replaced_by_what_comes_back_does_not_get_its_name_again(a: Node, b: Node) -> None:
-    await b.build("replaced/", "kept/", "replaced/file")
-    await cut(b)
-    await b.rename("replaced/file", "kept/file")
-    await b.rename("kept", "replaced")
-    await a.rmdir("kept")
-    await a.rename("replaced/file", "file")
-    await reconnect(a, b)
-    assert {b"file", b"replaced"} <= set(await a.names())
-
-
-@two_nodes
 async def test_a_restored_file_is_published_with_a_name(a: Node, b: Node) -> None:
     """It was written early, and its name is told again when it turns out that it was deleted there."""
     kept = await b.make("name")
@@ -134,16 +97,3 @@ async def test_a_restored_file_is_published_with_a_name(a: Node, b: Node) -> Non
     await a.mkdir("name")
     await reconnect(a, b)
     assert (await a.stat("name.ckptfs-conflict-n2-1")).id == kept.id
-
-
-@two_nodes
-async def test_a_moved_directory_survives_its_replacement_by_a_disconnected_node(a: Node, b: Node) -> None:
-    """Others had given it another name before."""
-    moved = await b.mkdir("replaced")
-    await b.mkdir("new")
-    await cut(b)
-    await b.rename("new", "replaced")
-    await a.rename("replaced", "moved")
-    await reconnect(a, b)
-    found = await b.stat("moved")
-    assert (found.id, found.nlink) == (moved.id, 2) and (await b.stat("replaced")).id != moved.id

@@ -74,11 +74,11 @@ async def test_everything_is_there_again_when_the_store_was_emptied(etcd: Memory
 
 @some_nodes
 async def test_what_applications_do_meanwhile_is_there_too(etcd: MemoryEtcd, nodes: list[Node]) -> None:
-    a, b, c = nodes
+    a, _b, c = nodes
     before = set(await some_tree(*nodes))
     etcd.wipe()
     await a.make("d/new")
-    await b.rename("h", "i")
+    await a.rename("h", "i")
     await c.unlink("l")
     await whole(nodes)
     after = set(await a.tree())

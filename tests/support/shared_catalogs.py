@@ -26,7 +26,7 @@ from memory_store import MemoryEtcd, MemoryStore
 from ckptfs.catalog import database, identity, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get, set_attributes
-from ckptfs.coherence import keys
+from ckptfs.coherence import keys, ownership
 from ckptfs.coherence.key_state import DirtyKeyTracker
 from ckptfs.coherence.keys import INODE, NAME
 from ckptfs.errors import StoreUnreachable
@@ -219,7 +219,11 @@ class Node:
         await self.lookup(parent, name)
         await self.sharing.refresh_name(new_parent, new_name)
         names = [(parent, name), (new_parent, new_name)]
-        return await self._agreed(lambda db: namespace.rename(db, parent, name, new_parent, new_name, flags), names)
+        return await self._agreed(
+            lambda db: namespace.rename(db, parent, name, new_parent, new_name, flags),
+            names,
+            is_own=lambda: ownership.can_rename(self.db, parent, name, new_parent, new_name, flags),
+        )
 
     async def set(self, path: str, **fields: Any) -> Inode:
         parent, name = await self.parent(path)
@@ -242,7 +246,13 @@ class Node:
         await self.sharing.refresh_directory(inode)
         return sorted(entry.name for entry, _ in namespace.iterate_entries(self.db, inode))
 
-    async def _agreed(self, change: Callable[[Database], T], names: Sequence[tuple[int, bytes]], inodes: Sequence[int] = ()) -> T:
+    async def _agreed(
+        self,
+        change: Callable[[Database], T],
+        names: Sequence[tuple[int, bytes]],
+        inodes: Sequence[int] = (),
+        is_own: Callable[[], bool] = lambda: True,
+    ) -> T:
         async def act() -> T:
             with self.db.transaction() as db:
                 return change(db)
@@ -252,7 +262,7 @@ class Node:
                 await self.sharing.refresh_inode(inode)
             await self.sharing.refresh_change(names)
 
-        return await self.sharing.commit_shared(act, fresh, names)
+        return await self.sharing.commit_shared(act, fresh, names, is_own=is_own)
 
     async def tree(self) -> Tree:
         found: Tree = {}

@@ -146,9 +146,8 @@ async def _reserve_numbers(db: Database, store: EpochCheckedStore, name: str) ->
 class ReintegrationReader:
     """The reads for one refused transaction. Raises what the store raises."""
 
-    def __init__(self, db: Database, store: Store, apply: Callable[[Mapping[SharedKey, StoreValue]], None]) -> None:
-        """`apply` writes values that were read into the rows."""
-        self._db, self._store, self._apply = db, store, apply
+    def __init__(self, db: Database, store: Store) -> None:
+        self._db, self._store = db, store
 
     async def load_missing(self, transaction: StoreTransaction, reply: Outcome) -> dict[SharedKey, StoreValue]:
         """Read the keys that the outcome of a transaction refers to without their values."""
@@ -156,8 +155,6 @@ class ReintegrationReader:
         more = await self._read(reintegrate.list_needed_keys(self._db, values))
         if store_loss.is_rebuilding(self._db):
             more |= await self._load_published_names(values)
-        for directory in reintegrate.list_move_targets(self._db, transaction):
-            await self._load_ancestors(directory)
         return more
 
     async def _load_published_names(self, values: Mapping[SharedKey, StoreValue]) -> dict[SharedKey, StoreValue]:
@@ -170,14 +167,6 @@ class ReintegrationReader:
                 found, after = read.parse_page(self._db, directory, after, limits.ETCD_PAGE_ITEMS, page)
                 more |= found
         return more
-
-    async def _load_ancestors(self, inode: int) -> None:
-        """Read a directory and every directory above it."""
-        visited_inodes: set[int] = set()
-        while inode and inode not in visited_inodes:
-            visited_inodes.add(inode)
-            self._apply(await self._read(read.load_directory_location(self._db, inode)[0]))
-            inode = read.load_directory_location(self._db, inode)[1]
 
     async def _read(self, keys: list[SharedKey]) -> dict[SharedKey, StoreValue]:
         return read.parse_outcome(keys, await self._read_store(read.build_gets(keys))) if keys else {}

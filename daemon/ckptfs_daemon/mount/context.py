@@ -110,11 +110,12 @@ class ChangeRunner:
         names: Iterable[tuple[int, bytes]] = (),
         inodes: Iterable[int] = (),
         undo: Callable[[T], None] = lambda _: None,
+        is_own: Callable[[], bool] = lambda: True,
     ) -> T:
         """Run `act`, a change of these names and inodes, and wait until other nodes see it; outside a cluster just run it.
 
         If `act` fails on the rows of this node, or another node was faster, `act` runs again on fresh rows. `undo` gets the result of an
-        `act` that was reverted.
+        `act` that was reverted. A disconnected node makes the change only if it `is_own`.
         """
         shared_namespace = self._context.shared_namespace
         if shared_namespace is None:
@@ -126,7 +127,7 @@ class ChangeRunner:
                 await shared_namespace.refresh_inode(inode)
             await shared_namespace.refresh_change(names)
 
-        return await shared_namespace.commit_shared(act, refresh, names, undo)
+        return await shared_namespace.commit_shared(act, refresh, names, undo, is_own)
 
     async def run_change(self, act: Callable[[Database, bool], T], *, creates: bool = False) -> T:
         """Run `act(db, blind)` as one change, together with the pending releases. Scan a directory that `act` needs, and try again.

@@ -24,6 +24,7 @@ from ckptfs import limits
 from ckptfs.catalog import copies, handles, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.namespace import NotImported
+from ckptfs.coherence import ownership
 from ckptfs.errors import CkptfsError, posix_error
 from ckptfs.model import Inode, Tier
 from ckptfs_daemon import ipc
@@ -137,7 +138,11 @@ class NamespaceHandlers:
             return namespace.rename(db, parent_inode_old, name_old, parent_inode_new, name_new, flags, allow_unimported=blind)
 
         names = [(parent_inode_old, name_old), (parent_inode_new, name_new)]
-        self._orphans.track(await self._change_names(rename, names, creates=True))
+
+        def is_own() -> bool:
+            return ownership.can_rename(self._context.db, parent_inode_old, name_old, parent_inode_new, name_new, flags)
+
+        self._orphans.track(await self._change_names(rename, names, creates=True, is_own=is_own))
 
     async def _change_names(
         self,
@@ -146,6 +151,7 @@ class NamespaceHandlers:
         *,
         inodes: Iterable[int] = (),
         creates: bool = False,
+        is_own: Callable[[], bool] = lambda: True,
     ) -> Inode | None:
         """Run `change` once for the current request. Returns its result, or None if the request was done before a crash."""
         request = get_current_request()
@@ -156,7 +162,7 @@ class NamespaceHandlers:
             handles.record_reply(db, request.number)
             return change(db, blind)
 
-        return await self._changes.commit_shared(lambda: self._changes.run_change(act, creates=creates), names, inodes)
+        return await self._changes.commit_shared(lambda: self._changes.run_change(act, creates=creates), names, inodes, is_own=is_own)
 
 
 async def _is_creating(pid: int, name: bytes) -> bool:

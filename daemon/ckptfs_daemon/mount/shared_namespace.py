@@ -26,7 +26,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.clique import locations
 from ckptfs.coherence import chain, commit, conflict, key_state, read, rebuild, reintegrate, store_loss, value_checks
 from ckptfs.coherence.conflict import CommitResult, ConflictResolver
-from ckptfs.coherence.keys import NAME, SharedKey
+from ckptfs.coherence.keys import NAME, SharedKey, describe_path
 from ckptfs.coherence.read import RecentDeletes, StoreValue
 from ckptfs.coherence.store_loss import EpochCheckedStore
 from ckptfs.errors import CkptfsError, StoreLost, StoreUnreachable, TransactionInvalid, posix_error
@@ -293,13 +293,16 @@ class SharedNamespace:
         refresh: Callable[[], Awaitable[None]],
         names: Iterable[Name] = (),
         undo: Callable[[T], None] = lambda _: None,
+        is_own: Callable[[], bool] = lambda: True,
     ) -> T:
         """Run `act` and wait until it is published. Run it again after `refresh` if it failed on old rows, or another node was faster.
 
-        `undo` gets the result of an `act` that was reverted. Raises EAGAIN after `limits.SHARED_TRIES_MAX` tries.
+        `undo` gets the result of an `act` that was reverted. Raises EAGAIN after `limits.SHARED_TRIES_MAX` tries, and if this node is
+        disconnected and the change is not `is_own`.
         """
         is_fresh = False
         for _ in range(limits.SHARED_TRIES_MAX):
+            await self._wait_until_allowed(is_own, names)
             try:
                 result = await act()
             except (OSError, CkptfsError):
@@ -314,6 +317,16 @@ class SharedNamespace:
             await refresh()
             is_fresh = True
         raise posix_error(errno.EAGAIN)
+
+    async def _wait_until_allowed(self, is_own: Callable[[], bool], names: Iterable[Name]) -> None:
+        """Wait for the store before a change that a disconnected node must not make. Raises EAGAIN if it does not come back in time."""
+        with trio.move_on_after(limits.DISCONNECTED_WAIT_S):
+            while self.is_disconnected and not is_own():
+                await trio.sleep(limits.STORE_PROBE_S)
+            return
+        path = describe_path(self.db, [SharedKey(NAME, *name) for name in names])
+        log.warning("%s: not renamed: etcd does not answer, and other nodes know what it is or would replace; EAGAIN", path)
+        raise posix_error(errno.EAGAIN, f"{path}: etcd does not answer")
 
     async def run(self) -> None:
         """Publish changes that no handler waits for; while disconnected, probe the store. A task."""
@@ -403,7 +416,7 @@ class SharedNamespace:
 
     async def _build_resolver(self, transaction: commit.StoreTransaction, reply: Outcome) -> Callable[..., ConflictResolver]:
         """Return the resolver for changes that applications made while disconnected, after reading what it needs."""
-        reader = cluster_recovery.ReintegrationReader(self.db, self._store, self._apply)
+        reader = cluster_recovery.ReintegrationReader(self.db, self._store)
         more = await reader.load_missing(transaction, reply)
         resolver_class = rebuild.RebuildResolver if store_loss.is_rebuilding(self.db) else reintegrate.ReintegrationResolver
         return functools.partial(
