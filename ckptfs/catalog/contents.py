@@ -1,15 +1,15 @@
 """A content from its first byte to its seal, and the previous contents of a file that are kept (tables `content` and `copy`).
 
 The mount begins, opens and closes contents; the mover seals them (copies.py has its other changes of copies). A content that other nodes
-have verified becomes a *previous* one if its file is written anew, or if another file takes its file's name; then it belongs to that
+have verified becomes a *previous* one if its file is written, or if another file takes its file's name; then it belongs to that
 file. It is doomed when the file's present content is on other nodes or whole on the PFS (P5, P9). Until then the shared key `c/` says that
-it is previous, and its holders keep it. Of a content that is changed in place the holders keep the generation that they have
-(remote_contents.py); `replicated_generation` says for which generation the file's time is known. Without a cluster there are no previous
-contents of this kind. Functions that change rows join the caller's transaction.
+it is previous, and its holders keep it. Without a cluster there are no previous contents of this kind. Functions that change rows join
+the caller's transaction.
 
 Invariants:
 - The present content of an inode is `inode.content`.
 - A content is OPEN while a handle may write it.
+- A sealed content that another node has is never changed. To write its file in place, a successor takes its file in the tier.
 - `change` grows whenever bytes may change, so that a reader of the bytes notices. The generation grows when a closed content is opened for
   writing.
 
@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckptfs import lifecycle
-from ckptfs.catalog import copies, identity, journal, peer_copies
+from ckptfs.catalog import copies, handles, identity, journal, peer_copies
 from ckptfs.catalog.content_rows import CONTENT_COLUMNS, IS_ON_PFS, build_content
 from ckptfs.catalog.content_rows import get_content as get_content
 from ckptfs.catalog.content_rows import is_unchanged as is_unchanged
@@ -50,6 +50,14 @@ def get_file_record(db: Database, content: int) -> FileRecord:
     with db.read_transaction():
         known = get_content(db, content)
         return FileRecord(None) if known is None else build_file_record(db, known.inode, known)
+
+
+def get_publishable(db: Database, content: int) -> Content | None:
+    """Return a content for write-back. Returns None for a previous one whose file its successor has: that one is written back."""
+    has_copy = "EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
+    if db.value(f"SELECT 1 FROM content k WHERE k.id = ? AND (k.superseded_mtime_ns IS NULL OR {has_copy})", content) is None:
+        return None
+    return get_content(db, content)
 
 
 def build_file_record(db: Database, inode: int, content: Content | None) -> FileRecord:
@@ -190,6 +198,10 @@ def set_state(db: Database, content: int, state: ContentState) -> None:
 
 _HAS_HOLDERS = f"EXISTS (SELECT 1 FROM {peer_copies.HOLDERS.format('content')})"
 
+_IS_KNOWN_ELSEWHERE = (
+    "EXISTS (SELECT 1 FROM peer_copy o WHERE o.content = {0}.id AND o.generation = {0}.generation AND o.digest = {0}.digest)"
+)
+
 CAN_DELETE = (
     "(superseded_mtime_ns IS NULL OR CASE remote WHEN 0 THEN superseded_mtime_ns > 0"
     " ELSE NOT EXISTS (SELECT 1 FROM cached_key WHERE kind = 'c' AND number = content.id) END)"
@@ -202,23 +214,8 @@ def mark_superseded(db: Database, inode: int) -> None:
     if db.is_clustered and peer_copies.get_replication_factor(db) > 1:
         db.run(
             "UPDATE content SET superseded_mtime_ns = (SELECT mtime_ns FROM inode WHERE id = ?1)"
-            " WHERE id = (SELECT content FROM inode WHERE id = ?1) AND state = 2 AND superseded_mtime_ns IS NULL"
-            f" AND (replicated_generation IS NOT NULL OR {_HAS_HOLDERS})",
+            f" WHERE id = (SELECT content FROM inode WHERE id = ?1) AND state = 2 AND superseded_mtime_ns IS NULL AND {_HAS_HOLDERS}",
             inode,
-        )
-
-
-def record_replicated_generation(db: Database, content: int) -> None:
-    """Record the generation that other nodes have of a content that is about to be changed in place.
-
-    It is all that is left of the content, if this node dies, until they have the next generation.
-    """
-    if db.is_clustered and peer_copies.get_replication_factor(db) > 1:
-        db.run(
-            "UPDATE content SET replicated_generation = generation,"
-            " replicated_mtime_ns = (SELECT mtime_ns FROM inode WHERE inode.id = content.inode)"
-            f" WHERE id = ? AND state = 2 AND (remote = 1 OR {_HAS_HOLDERS})",
-            content,
         )
 
 
@@ -229,7 +226,7 @@ def mark_awaiting_store_check(db: Database, inode: int) -> None:
     """
     db.run(
         "UPDATE content SET superseded_mtime_ns = 0 WHERE inode = ? AND superseded_mtime_ns IS NULL"
-        f" AND (remote = 1 OR (state = 2 AND (replicated_generation IS NOT NULL OR {_HAS_HOLDERS})))",
+        f" AND (remote = 1 OR (state = 2 AND {_HAS_HOLDERS}))",
         inode,
     )
 
@@ -281,8 +278,10 @@ def expire_previous(db: Database, current: Content) -> None:
                     peer_copies.insert_unneeded_copy(db, content, identity.get_origin_node(content))
 
 
+# The generation of a successor becomes that of the file here: from now on other nodes learn of it.
 _UPDATE_SIZE_AND_TIMES = (
-    "UPDATE inode SET size = ?1, ctime_ns = CASE WHEN mtime_ns = ?2 THEN ctime_ns ELSE max(ctime_ns, coalesce(?2, 0)) END,"
+    "UPDATE inode SET generation = max(generation, coalesce((SELECT k.generation FROM content k WHERE k.id = inode.content), 0)),"
+    " size = ?1, ctime_ns = CASE WHEN mtime_ns = ?2 THEN ctime_ns ELSE max(ctime_ns, coalesce(?2, 0)) END,"
     " mtime_ns = coalesce(?2, mtime_ns), atime_ns = ?3, closed_ns = ?5 WHERE id = ?4"
 )
 
@@ -292,7 +291,8 @@ class FileContent:
     """A file and the tiers that have its bytes.
 
     `content` is None if the file was never written on this node. `tiers` have a good copy, RAM first. `is_on_pfs`: the PFS shows some
-    content of the file. `is_remote`: another node wrote it last. `generation` is that of the content.
+    content of the file. `is_remote`: another node wrote it last. `generation` is that of the content. `is_shared`: it is sealed, and other
+    nodes have it.
     """
 
     inode: Inode
@@ -302,6 +302,7 @@ class FileContent:
     is_on_pfs: bool
     is_remote: bool = False
     generation: int | None = None
+    is_shared: bool = False
 
     @property
     def has_newer_generation(self) -> bool:
@@ -315,7 +316,8 @@ def get_file_content(db: Database, inode: int) -> FileContent | None:
     Returns None if there is no such inode.
     """
     rows = db.rows(
-        f"SELECT k.id, k.state, c.tier, p.inode, k.remote, k.generation, {INODE_COLUMNS_JOINED} FROM inode"
+        "SELECT k.id, k.state, c.tier, p.inode, k.remote, k.generation,"
+        f" k.state = 2 AND (k.remote = 1 OR {_IS_KNOWN_ELSEWHERE.format('k')}), {INODE_COLUMNS_JOINED} FROM inode"
         " LEFT JOIN content k ON k.id = inode.content LEFT JOIN copy c ON c.content = k.id AND c.state = 1"
         " LEFT JOIN pfs_file p ON p.inode = inode.id WHERE inode.id = ?",
         inode,
@@ -326,10 +328,10 @@ def get_file_content(db: Database, inode: int) -> FileContent | None:
     present = {row[2] for row in rows}
     tiers = tuple(tier for tier in Tier if tier in present)
     state = None if first[1] is None else ContentState(first[1])
-    row = build_inode(first[6:])
+    row = build_inode(first[7:])
     # In a cluster a content may be known by its id only: the store has the rest.
     content = first[0] or (row.content if db.is_clustered else None)
-    return FileContent(row, content, state, tiers, first[3] is not None, bool(first[4]), first[5])
+    return FileContent(row, content, state, tiers, first[3] is not None, bool(first[4]), first[5], bool(first[6]))
 
 
 def insert_content(db: Database, inode: int, tier: Tier, *, reserved_content: int | None = None, changed_ns: int | None = None) -> int:
@@ -366,12 +368,38 @@ def insert_reserved_content(db: Database, tier: Tier) -> int:
     return content
 
 
-def mark_open(db: Database, inode: int, content: int, tier: Tier) -> None:
-    """Open a closed or sealed content for writing in place: its next generation begins.
+def record_successor(db: Database, inode: int, content: int, successor: int) -> bool:
+    """Let the reserved content `successor` go on with the bytes of the sealed `content`, which other nodes have. Return whether it does.
 
-    Only the copy in `tier` counts from now on. The content becomes this node's own, whichever node wrote it before.
+    The file of `content` in the tier of `successor` has both names. What other nodes hold is the previous content from now on.
     """
-    record_replicated_generation(db, content)
+    tier = db.value(
+        "SELECT c.tier FROM content k JOIN inode i ON i.id = ?1 AND i.content = k.id JOIN copy c ON c.content = k.id AND c.state = 1"
+        " AND c.tier = (SELECT r.tier FROM copy r WHERE r.content = ?3) WHERE k.id = ?2 AND k.state = 2",
+        inode, content, successor,
+    )  # fmt: skip
+    if tier is None:
+        return False
+    mark_superseded(db, inode)
+    db.run("UPDATE OR REPLACE copy SET content = ? WHERE content = ? AND tier = ?", successor, content, tier)
+    bump_change(db, content)  # Whoever reads its bytes there has to stop.
+    copies.mark_unannounced_if_gone(db, content)
+    generation = "(SELECT max(k.generation, i.generation) + 1 FROM content k, inode i WHERE k.id = ?3 AND i.id = ?2)"
+    db.run(f"UPDATE content SET inode = ?2, generation = {generation} WHERE id = ?1", successor, inode, content)
+    handles.set_content(db, inode, successor)
+    return True
+
+
+def set_current(db: Database, inode: int, content: int) -> None:
+    """Make a successor the content of the file on this node. In a cluster the store learns of it with the first size that is recorded."""
+    db.run("UPDATE inode SET content = ? WHERE id = ?", content, inode)
+
+
+def mark_open(db: Database, inode: int, content: int, tier: Tier) -> None:
+    """Open a content that no other node has for writing in place: its next generation begins.
+
+    Only the copy in `tier` counts from now on.
+    """
     # Above every generation that a node has shown: after a loss, the content that is reopened may be an earlier state of the file.
     db.run(
         "UPDATE content SET state = 0, change = change + 1, digest = NULL, blocks = NULL, remote = 0,"

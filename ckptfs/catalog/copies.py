@@ -68,7 +68,7 @@ def set_copy_state(db: Database, content: int, tier: Tier, state: CopyState) -> 
             content,
             tier,
         )
-        _mark_unannounced_if_gone(db, content)
+        mark_unannounced_if_gone(db, content)
         if state is CopyState.GOOD:
             remote_contents.mark_copy_present(db, content)
 
@@ -80,10 +80,10 @@ def delete_copy(db: Database, content: int, tier: Tier) -> None:
     """
     with db.transaction():
         db.run("DELETE FROM copy WHERE content = ? AND tier = ?", content, tier)
-        _mark_unannounced_if_gone(db, content)
+        mark_unannounced_if_gone(db, content)
 
 
-def _mark_unannounced_if_gone(db: Database, content: int) -> None:
+def mark_unannounced_if_gone(db: Database, content: int) -> None:
     """Mark the content to be withdrawn from the store if no copy of it counts any more."""
     left = "SELECT 1 FROM copy WHERE copy.content = content.id AND (copy.state = 1 OR (copy.state = 3 AND copy.digest IS NOT NULL))"
     db.run(

@@ -206,19 +206,6 @@ def mark_held_copy_stale(db: Database, held_copy: HeldCopy) -> bool:
         return True
 
 
-def yield_to_remote(db: Database, content: int, generation: int) -> None:
-    """Make an own content stale: another node wrote `generation` later, before the store had this one."""
-    with db.transaction():
-        known = db.row("SELECT generation FROM content WHERE id = ? AND remote = 0 AND state IN (1, 2)", content)
-        if known is not None and known[0] <= generation:
-            _set_copies_stale(db, content)
-            db.run(
-                f"UPDATE content SET state = 1, digest = NULL, blocks = NULL, under_replicated = 0, {_SET_REMOTE},"
-                " change = change + 1 WHERE id = ?",
-                content,
-            )
-
-
 def insert_split_content(db: Database, held_copy: HeldCopy, content: int, inode: int, size: int, block_digests: bytes) -> Content:
     """Insert a content under the reserved id `content` from a generation of another one.
 
@@ -440,6 +427,16 @@ def count_hosted_bytes(db: Database, tier: Tier | None = None) -> int:
             tier,
         )
     )
+
+
+def list_former_blocks(db: Database, inode: int, at_most: int) -> list[tuple[int, Tier, bytes | None]]:
+    """Return (content, tier, block digests) of what this node has of a file, the newest first. Those of a STALE copy are not known."""
+    rows = db.rows(
+        "SELECT k.id, c.tier, CASE c.state WHEN 1 THEN k.blocks END FROM content k JOIN copy c ON c.content = k.id AND c.tier <> 'pfs'"
+        " WHERE k.inode = ? AND k.state IN (1, 2) AND c.state IN (1, 3) ORDER BY k.generation DESC, k.id DESC LIMIT ?",
+        inode, at_most,
+    )  # fmt: skip
+    return [(row[0], Tier(row[1]), row[2]) for row in rows]
 
 
 def list_recent_blocks(db: Database, size_min: int, at_most: int) -> list[tuple[int, Tier, bytes]]:

@@ -60,9 +60,7 @@ CREATE TABLE content (
     under_replicated INTEGER NOT NULL DEFAULT 0, -- 1: sealed, and more nodes may have to hold a copy of it
     announce_state INTEGER NOT NULL DEFAULT 0, -- remote: the store has the copy of this node: 0 no, 1 yes, 2 to be announced, 3 to be withdrawn;
                                          --   own: the same of the loss of its copy, see remote_contents.py
-    superseded_mtime_ns INTEGER,         -- the file holds a newer content, and only this one is on other nodes: the file's mtime with it
-    replicated_generation INTEGER,       -- written in place: the last generation of it that other nodes had, as far as its writer knew
-    replicated_mtime_ns INTEGER          -- the file's mtime with that one
+    superseded_mtime_ns INTEGER          -- the file holds a newer content, and only this one is on other nodes: the file's mtime with it
 );
 CREATE INDEX content_inode ON content (inode);
 -- One for each state that a lane waits for, so that a new content enters none of them.

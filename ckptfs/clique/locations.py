@@ -38,9 +38,6 @@ class ContentLocations:
     """Set if the content was superseded and is kept until its successor is safe: the mtime of the file with it."""
     is_lost: bool = False
     """Its writer is alive and has lost it."""
-    replicated_before: tuple[int, int] | None = None
-    """(generation, mtime of the file) that other nodes had when it was reopened for writing."""
-
     is_away: bool = False
     """Its writer is alive and fetches its last state back from other nodes."""
 
@@ -338,11 +335,10 @@ def parse(number: int, written: Sequence[Item], announced: Sequence[Item]) -> Co
         digest = None if value["digest"] is None else bytes.fromhex(value["digest"])
         is_open = value["state"] == ContentState.OPEN
         state = RemoteState(number, int(value["inode"]), int(value["generation"]), int(value["size"]), digest, is_open=is_open)
-        before = (int(value["before"][0]), int(value["before"][1])) if "before" in value else None
         writer = int(value["node"])
         is_away = any(_is_away(item, state) for item in announced if item.key == build_copy_key(number, writer))
         is_lost = value["state"] == ContentState.LOST
-        return ContentLocations(writer, state, copies, items, value.get("former_ns"), is_lost, before, is_away)
+        return ContentLocations(writer, state, copies, items, value.get("former_ns"), is_lost, is_away)
     except (ValueError, KeyError, TypeError):
         return ContentLocations(None, None, copies, items)
 

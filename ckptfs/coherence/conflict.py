@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ckptfs import limits
-from ckptfs.catalog import handles, identity, journal, peer_copies, remote_contents
+from ckptfs.catalog import handles, identity, journal, peer_copies
 from ckptfs.catalog.database import Database
 from ckptfs.coherence import chain, key_state, keys, merge, read, store_loss
 from ckptfs.coherence.chain import ChainLink
@@ -104,8 +104,6 @@ class ConflictResolver:
                     for name in merged["names"]
                     if not self._is_name_removed_here(key.number, SharedKey(NAME, name[0], name[1].encode("latin-1")))
                 ]
-            if key.kind == INODE and merge.must_yield_to_remote(ours, theirs, merged):
-                remote_contents.yield_to_remote(self._db, merged["content"], merged["generation"])
             keys.write_value(self._db, key, merged)
             if merged.get("names") == []:
                 # Each of two nodes took a name away, and these were all.

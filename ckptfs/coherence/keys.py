@@ -163,8 +163,8 @@ _INODE_COLUMN_BY_FIELD = {"complete": "imported", "missed": "salvaged"}
 _SELECT_INODE = f"SELECT {', '.join(_INODE_COLUMN_BY_FIELD.get(name, name) for name in INODE_FIELDS)} FROM inode WHERE id = ?"
 
 _SELECT_CONTENT = (
-    "SELECT k.inode, k.generation, k.state, k.size, k.digest, k.closed_ns, k.superseded_mtime_ns,"
-    " k.replicated_generation, k.replicated_mtime_ns FROM content k JOIN inode i ON i.id = k.inode"
+    "SELECT k.inode, k.generation, k.state, k.size, k.digest, k.closed_ns, k.superseded_mtime_ns"
+    " FROM content k JOIN inode i ON i.id = k.inode"
     " WHERE k.id = ? AND k.remote = 0 AND k.state <> 3 AND i.nlink > 0"
 )
 
@@ -303,8 +303,6 @@ def _get_content_value(db: Database, number: int, _: bytes) -> Value | None:
         return _get_inherited_value(db, number)
     digest = None if row[4] is None else bytes(row[4]).hex()
     former = {} if row[6] is None else {"former_ns": row[6]}
-    if row[7] is not None:
-        former["before"] = [row[7], row[8]]
     return {
         "node": identity.get_node_number(db), "inode": row[0], "generation": row[1], "state": row[2], "size": row[3], "digest": digest,
         "closed_ns": row[5], **former,

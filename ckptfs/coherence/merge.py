@@ -65,13 +65,6 @@ def is_salvaged(theirs: Value, *ours: Value) -> bool:
     return "missed" in theirs and json.loads(theirs["missed"])["content"] in [value.get("content") for value in ours]
 
 
-def must_yield_to_remote(ours: Value, theirs: Value, merged: Value) -> bool:
-    """Whether what this node wrote of a content is no more than what was before theirs."""
-    if merged.get("content") is None or not ours.get("content") == theirs.get("content") == merged["content"]:
-        return False
-    return any(merged[name] != ours[name] for name in CONTENT_FIELDS) and all(merged[name] == theirs[name] for name in CONTENT_FIELDS)
-
-
 def is_showing_previous(value: Value) -> bool:
     """Return True if the file still shows the replacement of a lost state."""
     missed = json.loads(value["missed"]) if "missed" in value else None

@@ -47,8 +47,7 @@ def apply_inode_value(db: Database, inode: int, value: Value, revision: int) -> 
 
 
 def _apply_value(db: Database, key: SharedKey, value: Value | None, revision: int) -> None:
-    shared = isinstance(db.connection, key_state.DirtyTrackingConnection)
-    with key_state.change_unmarked(db) if shared else db.transaction():
+    with key_state.change_unmarked(db):
         if not key_state.is_dirty(db, key) and key_state.get_cached(db, key).revision < revision:
             keys.write_value(db, key, value)
             key_state.set_cached(db, key, CachedValue(revision, keys.encode_value(value)))

@@ -151,12 +151,9 @@ class Salvage:
         return on_pfs is not None and on_pfs.generation >= remote_state.generation and (on_pfs.is_complete or not is_same_content)
 
     def _has_rivals(self, held_copy: HeldCopy, shared: ContentLocations, view: ClusterView) -> bool:
-        """Whether another node that lives has a newer generation of it, or may have and did not say so yet."""
+        """Whether another node that lives has a newer generation of it."""
         newest, _ = shared.get_newest([node.number for node in view.nodes if node.number != self._cluster.node_number])
-        if newest > held_copy.generation:
-            return True
-        is_recent = time.monotonic() - self._view_since_s < limits.SALVAGE_RIVALS_S
-        return is_recent and shared.replicated_before is not None and shared.replicated_before[0] > held_copy.generation
+        return newest > held_copy.generation
 
     def _show_held_copy(
         self, inode: int, file: SharedFile, held_copy: HeldCopy, shared: ContentLocations, successor: ContentLocations
@@ -372,8 +369,6 @@ def _is_same_state(generation: int, digest: bytes, remote_state: RemoteState) ->
 def _get_mtime_ns(content: Content, shared: ContentLocations, file: SharedFile) -> int:
     """The file's time of change when it held this, as far as that is known."""
     remote_state = shared.state
-    if shared.replicated_before is not None and shared.replicated_before[0] == content.generation:
-        return shared.replicated_before[1]
     if shared.superseded_mtime_ns is not None and remote_state is not None and remote_state.generation == content.generation:
         return shared.superseded_mtime_ns
     return int(file.value["mtime_ns"])

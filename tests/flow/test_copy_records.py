@@ -209,16 +209,13 @@ def test_the_level_is_that_of_the_copies_that_are_there(tmp_path: Path, how: str
     assert remote_contents.list_unannounced(one.db, 10) == []
 
 
-def test_what_was_away_is_not_when_it_was_written_again(tmp_path: Path) -> None:
+def test_what_its_writer_changed_in_place_is_away(tmp_path: Path) -> None:
+    """Its file goes on in a new content: others find the previous one at the other holders only."""
     cluster, one, _, three = make_cluster(tmp_path, 3)
     content = replicated(cluster, b"file", b"data" * 1000)
-    one.lose_ram()
-    tell(one, begin=True)
-    bring(one, one.inode(content))
-    one.rewrite(content, lambda data: data.reverse())
-    assert hear(three, content) == [1], "also before it was taken back"
+    newer = one.rewrite(content, lambda data: data.reverse())
     tell(one)
-    assert cluster.store.read([Get(locations.build_copy_key(content, 1))]).results[0] == ()
+    assert hear(three, content) == [2] and hear(three, newer) == [1]
 
 
 def test_a_content_without_other_copies_is_not_announced(tmp_path: Path) -> None:
@@ -236,9 +233,9 @@ def test_a_holder_that_writes_takes_its_old_word_back(tmp_path: Path) -> None:
     """What it says under `p/` is of what it had before."""
     cluster, one, two = make_cluster(tmp_path, 2)
     content = replicated(cluster, b"file", b"data" * 1000)
-    two.rewrite(content, lambda data: data.reverse())
+    newer = two.rewrite(content, lambda data: data.reverse())
     tell(two)
-    assert cluster.store.read([Get(locations.build_copy_key(content, 2))]).results[0] == () and hear(one, content) == [2]
+    assert cluster.store.read([Get(locations.build_copy_key(content, 2))]).results[0] == () and hear(one, newer) == [2]
 
 
 @pytest.mark.parametrize("lives", [True, False])

@@ -84,7 +84,7 @@ def test_holes_and_what_an_older_generation_had_are_there_at_once(tmp_path: Path
     cluster, one, _, three = make_cluster(tmp_path, 3)
     content = replicated(cluster, b"a", data := bytes(BLOCK) + os.urandom(3 * BLOCK))
     bring(three, one.inode(content))
-    one.rewrite(content, lambda whole: whole.__setitem__(2 * BLOCK, whole[2 * BLOCK] ^ 1))
+    content = one.rewrite(content, lambda whole: whole.__setitem__(2 * BLOCK, whole[2 * BLOCK] ^ 1))
     changed = bytearray(data)
     changed[2 * BLOCK] ^= 1
     reader = arriving(three, content, bytes(changed), [], monkeypatch)

@@ -29,7 +29,7 @@ from salvage_world import (
 )
 
 from ckptfs import limits
-from ckptfs.catalog import mover_requests, namespace
+from ckptfs.catalog import contents, mover_requests, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.clique import locations
 from ckptfs.coherence import keys
@@ -81,7 +81,7 @@ def ask(node: Node, inode: int) -> int:
 HOW = pytest.mark.parametrize("how", ["in place", "truncated"])
 
 
-def newer(one: Node, content: int, how: str, stop: str = "sealed") -> int:
+def write_anew(one: Node, content: int, how: str, stop: str = "sealed") -> int:
     """The next generation, which only this node has; its content."""
     if how == "truncated":
         return overwrite(one, content, how)
@@ -94,7 +94,7 @@ def newer(one: Node, content: int, how: str, stop: str = "sealed") -> int:
 def test_what_the_pfs_has_is_shown_when_nobody_has_any_of_it(tmp_path: Path, how: str, stop: str) -> None:
     """P9: with its size and time; one node of those that are asked decides it."""
     cluster, content, inode, one, two, three = make_on_pfs(tmp_path, 3)
-    lost = newer(one, content, how, stop)
+    lost = write_anew(one, content, how, stop)
     assert ask(two, inode) == mover_requests.FAILED, "its writer lives"
     one.kill()
     assert ask(two, inode) == mover_requests.DONE
@@ -154,11 +154,9 @@ def test_never_an_older_generation_than_the_pfs_has(tmp_path: Path) -> None:
     """P5, P7: the holder of generation 1 does not show it over generation 2, nor has it written back over that."""
     cluster, content, one, two = make_replicated(tmp_path, 2)
     inode = one.inode(content)
-    change(one, content, appended)
-    hear(two, content)
-    write_back(one, content, mtime_ns=3)
-    change(one, content, lambda data: data.reverse(), mtime_ns=4)
-    hear(two, content)
+    newer = change(one, content, appended)
+    write_back(one, newer, mtime_ns=3)
+    change(one, newer, lambda data: data.reverse(), mtime_ns=4)
     two.db.is_journalled = True
     one.kill()
     decide(two)
@@ -167,13 +165,16 @@ def test_never_an_older_generation_than_the_pfs_has(tmp_path: Path) -> None:
 
 
 def test_what_is_left_on_the_pfs_of_an_open_file_counts_for_no_whole_one(tmp_path: Path) -> None:
-    """P9: a part of generation 2 on the PFS does not keep what is left from being shown."""
+    """P9: what was fsynced of generation 2 is newer than the previous content on another node."""
     cluster, content, one, two = make_replicated(tmp_path, 2)
     inode = one.inode(content)
-    change(one, content, appended, stop="open")
-    write_back(one, content, complete=False, size=9, mtime_ns=3)
+    newer = change(one, content, appended, stop="open")
+    with one.db.transaction():
+        contents.record_fsync(one.db, inode, newer, 9, 1, 3)
+    publish(one)
+    write_back(one, newer, complete=False, size=9, mtime_ns=3)
     one.kill()
-    decide(two)
+    assert ask(two, inode) == mover_requests.DONE
     assert shown(cluster, inode) == (0, 2, 9, 3)
 
 
@@ -182,17 +183,17 @@ def test_a_newer_former_content_takes_the_place_of_what_the_pfs_has(tmp_path: Pa
     cluster, content, one, two, three = make_replicated(tmp_path, 3)
     inode = one.inode(content)
     write_back(one, content)
-    change(one, content, appended)
-    hear(two, content)
-    send_copy(one, two, content)
-    hear(two, content)
-    lost = overwrite(one, content, "truncated")
+    newer = change(one, content, appended)
+    send_copy(one, two, newer)
+    hear(two, newer)
+    hear(one, newer)
+    lost = overwrite(one, newer, "truncated")
     one.kill()
     assert ask(three, inode) == mover_requests.DONE and shown(cluster, inode)[:2] == (0, 1)
     fetched = {**file_of(cluster, inode).value, "content": 4242}
     cluster.put(f"i/{inode:016x}", fetched)
     decide(two)
-    assert shown(cluster, inode)[:3] == (content, 2, len(OLD + NEW)) and held(two, inode) == OLD + NEW
+    assert shown(cluster, inode)[:3] == (newer, 2, len(OLD + NEW)) and held(two, inode) == OLD + NEW
     assert (file_of(cluster, inode).salvaged or {})["content"] == lost
 
 
@@ -201,7 +202,7 @@ def test_a_newer_former_content_takes_the_place_of_what_the_pfs_has(tmp_path: Pa
 def test_the_writer_returns(tmp_path: Path, how: str, fetched: bool) -> None:
     """Nobody has written the file meanwhile: it holds what was closed last. Whoever fetched what the PFS has wrote nothing."""
     cluster, content, inode, one, two = make_on_pfs(tmp_path, 2)
-    lost = newer(one, content, how)
+    lost = write_anew(one, content, how)
     one.kill()
     assert ask(two, inode) == mover_requests.DONE
     if fetched:

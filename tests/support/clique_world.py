@@ -88,11 +88,10 @@ class Node(LocalNode):
         self.publish_shared(content)
         return content
 
-    def rewrite(self, content: int, change: Callable[[bytearray], None]) -> None:
-        """Open a content for writing in place, change it, close and seal it."""
+    def rewrite(self, content: int, change: Callable[[bytearray], None]) -> int:
+        """Open a file for writing in place, change it, close and seal it; its content then."""
         tier = copies.list_copies(self.db, content)[0].tier
-        with self.db.transaction():
-            contents.mark_open(self.db, self.inode(content), content, tier)
+        content = self.reopen(content, tier)
         data = bytearray(self.data(content, tier))
         change(data)
         fd = self.tiers[tier].open(content, os.O_RDWR)
@@ -102,6 +101,7 @@ class Node(LocalNode):
             contents.mark_closed(self.db, self.inode(content), content, len(data), 1, 2)
         self.seal()
         self.publish_shared(content)
+        return content
 
     def seal(self) -> None:
         seal = Seal(self.db, self.tiers, self.config, self.told, (Tier.RAM, Tier.NVME))

@@ -15,6 +15,7 @@ import pytest
 from ckptfs import disk
 from ckptfs.catalog import contents, copies, database, namespace
 from ckptfs.catalog.database import Database
+from ckptfs.coherence import key_state
 from ckptfs.config import Config
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ROOT, Content, ContentState, CopyState, Tier
@@ -87,10 +88,23 @@ class Node:
         Seal(self.db, self.tiers, self.config, self.told).step()
         return content
 
-    def reopen(self, content: int, tier: Tier) -> None:
-        """Open a content for writing in place."""
+    def reopen(self, content: int, tier: Tier) -> int:
+        """Open a file for writing in place, as the mount does; the content that is open then."""
+        held = contents.get_file_content(self.db, self.inode(content))
+        assert held is not None and held.content == content
+        if not held.is_shared:
+            with self.db.transaction():
+                contents.mark_open(self.db, held.inode.id, content, tier)
+            return content
         with self.db.transaction():
-            contents.mark_open(self.db, self.inode(content), content, tier)
+            successor = contents.insert_reserved_content(self.db, tier)
+        assert self.tiers[tier].link(content, successor)
+        with self.db.transaction():
+            assert contents.record_successor(self.db, held.inode.id, content, successor)
+            with key_state.change_unmarked(self.db):
+                contents.set_current(self.db, held.inode.id, successor)
+        local_copies.remove_unrecorded(self.db, self.tiers[tier], content)
+        return successor
 
     def close_content(self, content: int, size: int) -> None:
         """Record the last close of a content that was written."""

@@ -25,8 +25,9 @@ OLD, NEW = b"old" * 3000, b"newer" * 4000
 
 
 def publish(node: Node) -> None:
-    """All that the node's mount would have told."""
-    told = [SharedKey(INODE, row[0]) for row in node.db.rows("SELECT id FROM inode")]
+    """All that the node's mount would have told: of a file that goes on in a new content nothing until a size is recorded."""
+    begun = "SELECT i.id FROM inode i JOIN content k ON k.id = i.content AND k.generation > i.generation AND k.state = 0"
+    told = [SharedKey(INODE, row[0]) for row in node.db.rows(f"SELECT id FROM inode WHERE id NOT IN ({begun})")]
     told += [SharedKey(CONTENT, row[0]) for row in node.db.rows("SELECT id FROM content WHERE remote = 0 OR superseded_mtime_ns > 0")]
     for key in told:
         value = keys.encode_value(keys.get_value(node.db, key))
@@ -65,6 +66,10 @@ def send(node: Node, content: int) -> None:
 
 def overwrite(node: Node, content: int, how: str) -> int:
     """Write the file anew on this node, as programs do; the new content, which nobody else has."""
+    if how == "in place":
+        newer = change(node, content, appended, mtime_ns=4)
+        tidy(node)
+        return newer
     if how == "truncated":
         newer = node.write(node.inode(content), NEW)
     else:
@@ -79,24 +84,34 @@ def overwrite(node: Node, content: int, how: str) -> int:
     return newer
 
 
-def change(node: Node, content: int, act: Callable[[bytearray], None], *, stop: str = "sealed", mtime_ns: int = 3) -> None:
-    """Change the file in place. `stop`: how far its writer comes: open, closed, sealed. The others are told of it."""
+def change(node: Node, content: int, act: Callable[[bytearray], None], *, stop: str = "sealed", mtime_ns: int = 3) -> int:
+    """Change the file in place. `stop`: how far its writer comes: open, closed, sealed. The others are told of it. Its content then."""
     inode = node.inode(content)
-    with node.db.transaction():
-        contents.mark_open(node.db, inode, content, Tier.RAM)
+    content = node.reopen(content, Tier.RAM)
     publish(node)
     data = bytearray(node.data(content))
     act(data)
     with os.fdopen(node.tiers[Tier.RAM].open(content, os.O_RDWR), "wb") as file:
         file.write(data)
     if stop == "open":
-        return
+        return content
     with node.db.transaction():
         contents.mark_closed(node.db, inode, content, len(data), 1, mtime_ns)
     publish(node)
     if stop == "sealed":
         node.seal()
         publish(node)
+    return content
+
+
+def knows(node: Node, inode: int, content: int) -> None:
+    """The node knows a file that another one made, as after a look-up of its name."""
+    told = locations.load(node.store, [content])[content]
+    assert told.state is not None
+    node.learn(inode, b"file", content, told.state.size)
+    node.db.run("UPDATE inode SET mtime_ns = 2 WHERE id = ?", inode)
+    locations.refresh(node.db, node.store, [content], node.number)
+    node.db.run("INSERT OR REPLACE INTO cached_key VALUES ('c', ?, x'', 1, ?)", content, told.items[0].value)
 
 
 def appended(data: bytearray) -> None:

@@ -78,7 +78,9 @@ def test_rows_keep_their_meaning(release: str, tmp_path: Path) -> None:
     }  # fmt: skip
     for table, rows in before.items():
         if table not in ("want", "sqlite_sequence"):
-            assert [row[: len(rows[0])] for row in after[renamed.get(table, table)]] == rows, table
+            now = after[renamed.get(table, table)]
+            width = min(len(rows[0]), len(now[0])) if rows else 0  # Columns were added at the end, and dropped there.
+            assert [row[:width] for row in now] == [row[:width] for row in rows], table
     assert {(renamed.get(str(name), name), last) for name, last in before["sqlite_sequence"]} == set(after["sqlite_sequence"])
     kinds = {"visit": "scan", "settle": "wait_level", "secure": "replicate_now", "copy": "replicate_later", "left": "salvage"}
     requests = before.get("want") or before["mover_request"]
@@ -89,8 +91,8 @@ def test_rows_keep_their_meaning(release: str, tmp_path: Path) -> None:
 
 def test_columns_have_their_values_under_the_new_names(tmp_path: Path) -> None:
     db = Database(load("0.2.0", tmp_path), journalled=True)
-    columns = "remote, under_replicated, announce_state, superseded_mtime_ns, replicated_generation, replicated_mtime_ns"
-    assert db.row(f"SELECT {columns} FROM content WHERE id = 9") == (1, 0, 1, 70, 1, 65)
+    columns = "remote, under_replicated, announce_state, superseded_mtime_ns"
+    assert db.row(f"SELECT {columns} FROM content WHERE id = 9") == (1, 0, 1, 70)
     assert db.row("SELECT under_replicated, announce_state FROM content WHERE id = 6") == (1, 2)
     assert db.row("SELECT imported, scanned_ns FROM inode WHERE id = 2") == (0, -1)
     assert '"content": 8' in db.value("SELECT salvaged FROM inode WHERE id = 6")

@@ -15,10 +15,11 @@ from ckptfs_daemon.mount.open_request import OpenRequest
 from local_node import Node
 
 from ckptfs import limits
-from ckptfs.catalog import contents, handles, mover_requests
+from ckptfs.catalog import contents, handles, mover_requests, peer_copies
 from ckptfs.errors import ContentLost, TimedOut
+from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.seal import Seal
-from ckptfs.model import ContentState, DataPath
+from ckptfs.model import ContentState, DataPath, Tier
 from ckptfs.tiers.storage import TierStorage
 
 
@@ -38,9 +39,16 @@ class Opener:
     def seal(self) -> None:
         Seal(self.node.db, self.node.tiers, self.node.config, self.node.told).step()
 
-    async def open(self, number: int, *, writer: bool) -> int:
+    def share(self) -> None:
+        """Another node has verified the content."""
+        row = self.node.row(self.content)
+        assert row.digest is not None
+        peer_copies.insert_peer_copy(self.node.db, peer_copies.PeerCopy(row.id, 2, row.generation, row.digest))
+
+    async def open(self, number: int, *, writer: bool, truncates: bool | None = None) -> int:
         request = Request(number, False, False)
-        return (await OpenAttempt(self.context, OpenRequest(self.inode, writer, writer, request)).run()).handle
+        wanted = OpenRequest(self.inode, writer, writer if truncates is None else truncates, request)
+        return (await OpenAttempt(self.context, wanted).run()).handle
 
 
 def refuse_writers(monkeypatch: pytest.MonkeyPatch, meanwhile: Any = None) -> None:
@@ -104,6 +112,63 @@ def test_a_truncation_that_succeeds_stays_open_until_its_release(tmp_path: Path)
 
     trio.run(scenario)
     assert opener.node.state(opener.content) is ContentState.CLOSED and opener.node.data(opener.content) == b""
+
+
+@pytest.mark.parametrize("truncates", [False, True])
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_content_that_another_node_has_never_changes(tmp_path: Path, truncates: bool, is_read: bool) -> None:
+    """P7: the file goes on in a new content, with the same backing file; so open descriptors stay valid."""
+    opener = Opener(tmp_path)
+    opener.share()
+    before = opener.node.path(opener.content).stat().st_ino
+
+    async def scenario() -> None:
+        if is_read:
+            await opener.open(2, writer=False)
+        await opener.open(4, writer=True, truncates=truncates)
+
+    trio.run(scenario)
+    shown = opener.node.shown(opener.inode)
+    assert shown not in (None, opener.content) and opener.node.state(shown) is ContentState.OPEN
+    assert opener.node.state(opener.content) is ContentState.SEALED
+    assert {handle.content for handle in handles.list_all(opener.node.db)} == {shown} == {opener.files.by_inode[opener.inode].content}
+    if truncates and not is_read:
+        assert opener.node.files(Tier.RAM) == {opener.content, shown}, "a truncation of a file that nobody has open begins with no bytes"
+        return
+    assert opener.node.files(Tier.RAM) == {shown} and opener.node.copies(opener.content) == {}
+    assert opener.node.path(shown).stat().st_ino == before and opener.node.data(shown) == (b"" if truncates else b"sealed")
+
+
+def test_two_writers_begin_one_successor(tmp_path: Path) -> None:
+    opener = Opener(tmp_path)
+    opener.share()
+
+    async def scenario() -> None:
+        async with trio.open_nursery() as nursery:
+            for number in (2, 4):
+                nursery.start_soon(lambda number=number: opener.open(number, writer=True, truncates=False))  # type: ignore[misc]
+
+    trio.run(scenario)
+    shown = opener.node.shown(opener.inode)
+    assert {handle.content for handle in handles.list_all(opener.node.db)} == {shown}
+    assert [row[0] for row in opener.node.db.rows("SELECT id FROM content WHERE state = 0")] == [shown]
+
+
+@pytest.mark.parametrize("where", ["link", "record"])
+def test_a_successor_that_cannot_begin_leaves_the_content_as_it_was(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opener = Opener(tmp_path)
+    opener.share()
+
+    def fail(*_: object) -> bool:
+        raise OSError(errno.EIO, "injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((TierStorage, "link", fail) if where == "link" else (contents, "record_successor", fail)))
+        with pytest.raises(OSError, match="injected"):
+            trio.run(lambda: opener.open(2, writer=True, truncates=False))
+    assert opener.node.shown(opener.inode) == opener.content and opener.node.state(opener.content) is ContentState.SEALED
+    Reclaim(opener.node.db, opener.node.tiers, opener.node.config, opener.node.told).step()
+    assert opener.node.files(Tier.RAM) == {opener.content} and opener.node.data(opener.content) == b"sealed"
 
 
 def test_a_file_whose_name_another_node_took_away_is_looked_up_again(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ class PeerFetcher:
         assert content is not None
         queued = progress.can_wait(content.size)
         manifest, sources = self._load_manifest(content, sources, queued=queued)
-        stale_fd = _open_stale(state, storage)
+        stale_fd = self._open_former(state, storage)
         try:
             stash_id = self._insert_copy(content, storage)
             try:
@@ -217,6 +217,18 @@ class PeerFetcher:
         if old_fd >= 0:
             os.close(old_fd)
         return stash_id
+
+    def _open_former(self, state: FetchState, storage: TierStorage) -> int:
+        """Return a descriptor of a bad or former copy of the file, whose good blocks can be reused; -1 without one."""
+        is_here = any(copy.tier is storage.tier and copy.state in (CopyState.STALE, CopyState.QUARANTINED) for copy in state.copies)
+        assert state.content is not None
+        found = [(state.content.id, storage.tier)] if is_here else []
+        found += [(former, tier) for former, tier, _ in remote_contents.list_former_blocks(self._db, state.inode, 1)]
+        for former, tier in found:
+            with suppress(FileNotFoundError):
+                if tier in self._tiers:
+                    return self._tiers[tier].open(former)
+        return -1
 
     def _load_manifest(self, content: Content, sources: Sequence[Node], *, queued: bool) -> tuple[ContentManifest, Sequence[Node]]:
         """Return the block digests and the sources, that first which answered and has a place for this node.
@@ -308,15 +320,6 @@ class PeerFetcher:
         self._refresh_locations(manifest.content)
         state = copies.load_fetch_state(self._db, manifest.inode)
         return [] if state is None or state.content is None or state.content.digest != manifest.digest else self.list_sources(state)
-
-
-def _open_stale(state: FetchState, storage: TierStorage) -> int:
-    """Return a descriptor of a stale or bad copy, whose good blocks can be reused; -1 without one."""
-    if any(copy.tier is storage.tier and copy.state in (CopyState.STALE, CopyState.QUARANTINED) for copy in state.copies):
-        assert state.content is not None
-        with suppress(FileNotFoundError):
-            return storage.open(state.content.id)
-    return -1
 
 
 class _MissingBlocks:

@@ -205,18 +205,17 @@ class Host:
         return storage, opened.fd
 
     def _copy_local_blocks(self, incoming: IncomingCopy) -> None:
-        """Blocks of an older generation, or of whatever came last."""
-        number = incoming.offer.content
+        """Copy blocks of former contents and generations of the file, or of whatever came last."""
         if incoming.is_unsearched and incoming.offer.size >= SEARCH_BYTES_MIN:
-            known = get_content(self._db, number)
-            for copy in copies.list_copies(self._db, number):
-                if copy.state in (CopyState.GOOD, CopyState.STALE) and copy.tier in self._tiers and copy.tier is not Tier.PFS:
-                    is_good = known is not None and copy.state is CopyState.GOOD
-                    incoming.add_source(self._tiers[copy.tier], number, known.block_digests if known is not None and is_good else None)
+            former = set()
+            for content, tier, blocks in remote_contents.list_former_blocks(self._db, incoming.offer.inode, limits.BLOCK_SOURCES_MAX):
+                if tier in self._tiers:
+                    former.add(content)
+                    incoming.add_source(self._tiers[tier], content, blocks)
             blocks_left = limits.BLOCK_SOURCES_BLOCKS_MAX
             for content, tier, blocks in remote_contents.list_recent_blocks(self._db, SEARCH_BYTES_MIN, limits.BLOCK_SOURCES_MAX):
                 blocks_left -= len(blocks) // digest.BLOCK_DIGEST_BYTES
-                if content != number and tier in self._tiers and blocks_left >= 0:
+                if content not in former and tier in self._tiers and blocks_left >= 0:
                     incoming.add_source(self._tiers[tier], content, blocks)
         incoming.is_unsearched = False
         incoming.copy_local_blocks()

@@ -272,7 +272,7 @@ class CatalogFacts:
         self.is_deferred = deferred.is_deferred
         self.is_held = deferred.is_held
         self.has_refused_attributes = deferred.has_refused_attributes
-        self.get_content = partial(contents.get_content, db)
+        self.get_content = partial(contents.get_publishable, db)
         self.get_published = partial(pfs_state.get_published, db)
         self.is_repeated = partial(journal.is_repeated_later, db)
         self._pacing = pacing

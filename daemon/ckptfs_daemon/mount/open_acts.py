@@ -7,9 +7,18 @@ import contextlib
 import os
 from typing import NamedTuple
 
+import trio
+
 from ckptfs import disk
-from ckptfs.tiers import space
+from ckptfs.catalog import contents
+from ckptfs.catalog.database import Database
+from ckptfs.coherence import key_state
+from ckptfs.model import ContentState, Tier
+from ckptfs.tiers import local_copies, space
 from ckptfs.tiers.storage import TierStorage
+from ckptfs_daemon import ipc
+from ckptfs_daemon.mount.context import MountContext
+from ckptfs_daemon.mount.open_file import run_on_pfs
 
 
 class PfsFacts(NamedTuple):
@@ -30,6 +39,70 @@ def remove_quietly(storage: TierStorage, content: int) -> None:
     """Remove a file that is not needed. If its tier fails, the reclaim flow removes it later."""
     with contextlib.suppress(OSError):
         storage.remove(content)
+
+
+async def begin_successor(context: MountContext, inode: int, content: int, storage: TierStorage) -> int | None:
+    """Give the file of a content that other nodes have to a new content of the inode: what they hold never changes.
+
+    The file keeps both names until the rows are recorded. Other nodes read `content` until this node has recorded something of the new
+    one. Returns None if the file changed meanwhile. Raises FileNotFoundError.
+    """
+    run = run_on_pfs if storage.tier is Tier.PFS else trio.to_thread.run_sync
+    with context.db.transaction() as db:
+        successor = contents.insert_reserved_content(db, storage.tier)
+    is_begun = False
+    try:
+        await run(lambda: _link_successor(storage, content, successor))
+        with context.open_files.change() as db:
+            is_begun = contents.record_successor(db, inode, content, successor)
+            if is_begun:
+                with key_state.change_unmarked(db):
+                    contents.set_current(db, inode, successor)
+    finally:
+        if not is_begun:
+            with context.db.transaction() as db:
+                contents.mark_doomed(db, successor)
+    if not is_begun:
+        return None
+    file = context.open_files.by_inode.get(inode)
+    if file is not None and file.content == content:
+        file.content = successor
+    await run(lambda: _leave_name(context.db, storage, content))
+    return successor
+
+
+def _link_successor(storage: TierStorage, content: int, successor: int) -> None:
+    """Give the file of `content` the name of `successor` as well. Raises FileNotFoundError."""
+    storage.remove(successor)
+    if not storage.link(content, successor):
+        raise FileNotFoundError(content)
+    if storage.tier is not Tier.RAM:
+        storage.fsync_directory()
+
+
+def _leave_name(db: Database, storage: TierStorage, content: int) -> None:
+    """Remove the name of a content whose file belongs to its successor. If the tier fails, the reclaim flow removes it later."""
+    if storage.tier is not Tier.RAM:
+        db.persist()  # A power cut must not keep the removal and undo the rows.
+    with contextlib.suppress(OSError):
+        local_copies.remove_unrecorded(db, storage, content)
+
+
+def reclose_unsealed(context: MountContext, content: int) -> None:
+    """Close a content that was unsealed for a writer that failed to open it; it would stay OPEN. Its seal finds its size."""
+    with context.open_files.change() as db:
+        known = contents.get_content(db, content)
+        if known is None or known.state is not ContentState.OPEN:
+            return
+        held = contents.get_file_content(db, known.inode)
+        if held is None or held.content != content:
+            contents.mark_doomed(db, content)
+        elif context.open_files.is_open_for_writing(known.inode):
+            return
+        else:
+            row = held.inode
+            contents.mark_closed(db, row.id, content, row.size, row.atime_ns, row.mtime_ns)
+    context.wake_channel.notify(ipc.WORK)
 
 
 def truncate_content(storage: TierStorage, content: int) -> None:

@@ -27,11 +27,10 @@ from ckptfs.model import ContentState, CopyState, DataPath, Inode, Tier
 from ckptfs.tiers import health, space
 from ckptfs.tiers.prepared import PreparedFile
 from ckptfs.tiers.storage import TierStorage
-from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse.request import Request
 from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.handle_ways import HandleWay, Reason, choose_way, get_limit_reason
-from ckptfs_daemon.mount.open_acts import PfsFacts, read_pfs_facts, remove_quietly, truncate_content
+from ckptfs_daemon.mount.open_acts import PfsFacts, begin_successor, read_pfs_facts, reclose_unsealed, remove_quietly, truncate_content
 from ckptfs_daemon.mount.open_file import (
     NONBLOCKING_WRITE,
     FetchWaiter,
@@ -253,6 +252,8 @@ class OpenAttempt:
         is_writer, content, tier = self._open_request.is_writer, held.content, held.tiers[0]
         assert content is not None
         storage = self._get_storage(tier)
+        if is_writer and held.is_shared:
+            raise MustWait(lambda: self._begin_successor(held.inode.id, content, storage))
         reason = self._find_buffered_reason(storage, 0, self._files.get_reserved_bytes()) if is_writer else Reason.NONE
         try:
             fd = self._open_or_wait(storage, content, NONBLOCKING_WRITE if reason or (is_writer and tier is Tier.PFS) else os.O_RDONLY)
@@ -337,6 +338,8 @@ class OpenAttempt:
             self._replace_pfs_file(file, held)
         content, storage = file.content, file.storage
         assert content is not None and storage is not None
+        if held.is_shared:
+            raise MustWait(lambda: self._begin_successor(held.inode.id, content, storage))
         if self._open_request.truncates and held.state is not ContentState.OPEN:
             # The catalog must know that the bytes change before they do.
             raise MustWait(lambda: self._mark_unsealed(held, content, storage.tier))
@@ -419,23 +422,7 @@ class OpenAttempt:
             with self._db.transaction() as db:
                 contents.mark_doomed(db, self._reserved[0])
         if self._unsealed_content is not None:
-            self._reclose_unsealed(self._unsealed_content)
-
-    def _reclose_unsealed(self, content: int) -> None:
-        """Close a content that was unsealed for a writer that failed to open it; it would stay OPEN. Its seal finds its size."""
-        with self._files.change() as db:
-            known = contents.get_content(db, content)
-            if known is None or known.state is not ContentState.OPEN:
-                return
-            held = contents.get_file_content(db, known.inode)
-            if held is None or held.content != content:
-                contents.mark_doomed(db, content)
-            elif self._files.is_open_for_writing(known.inode):
-                return
-            else:
-                row = held.inode
-                contents.mark_closed(db, row.id, content, row.size, row.atime_ns, row.mtime_ns)
-        self._context.wake_channel.notify(ipc.WORK)
+            reclose_unsealed(self._context, self._unsealed_content)
 
     # --- wait ---------------------------------------------------------------------------------------------------------
 
@@ -510,6 +497,12 @@ class OpenAttempt:
         with self._db.transaction() as db:
             contents.mark_open(db, held.inode.id, content, tier)
         self._unsealed_content = content
+
+    async def _begin_successor(self, inode: int, content: int, storage: TierStorage) -> None:
+        try:
+            self._unsealed_content = await begin_successor(self._context, inode, content, storage)
+        except FileNotFoundError:
+            await self._delete_missing_copy(content, storage.tier)
 
     async def _wait_and_refresh(self) -> None:
         await trio.sleep(limits.STORE_PUBLISHED_POLL_S)
