@@ -66,7 +66,7 @@ class ContentState(IntEnum):
 class CopyState(IntEnum):
     """FILLING is being written by the mover, GOOD counts, QUARANTINED failed its digest and never counts.
 
-    STALE is a previous generation of a content that another node has rewritten: never counted or read, but a source of blocks.
+    STALE is a generation of a content that was open and has a newer one: never counted or read, but a source of blocks.
     """
 
     FILLING = 0

@@ -1,9 +1,9 @@
 """Contents that another node wrote last (`content.remote`), and what the store has to learn of this node's copies (`announce_state`).
 
-The row of a remote content is the newest state that this node learned; its GOOD copies are exactly of that generation and digest. When a
-newer one is learned, the copies become STALE: they are not read any more, but unchanged blocks of them can be used, and they are what is
-left of the file if the newer generation is lost with its writer. They stay until other nodes have that (P5, P9). Without a cluster there
-are no such rows.
+The row of a remote content is the newest state that this node learned; its GOOD copies are exactly of that generation and digest. Only a
+content that was open has several generations. When a newer one is learned, the copies become STALE: they are not read any more, but
+unchanged blocks of them can be used, and they are what is left of the file if the newer generation is lost with its writer. They stay until
+other nodes have that (P5, P9). Without a cluster there are no such rows.
 
 The store has to know of a remote content if this node has a copy, whole or stale; of an own content, if this node lost it while other nodes
 have it and the PFS does not. Code that inserts or deletes a copy marks that in the same transaction, or calls functions of this module; the
@@ -171,11 +171,8 @@ def record_remote(db: Database, remote: RemoteState) -> bool:
         return True
 
 
-def restore_verified(db: Database, seen: Content, to: RemoteState, tier: Tier | None) -> bool:
-    """Let a closed, unsealed content whose writer is gone hold its last verified generation `to`.
-
-    `tier` has that as a STALE copy, or is None. Returns False without a change if the content has changed since `seen`.
-    """
+def restore_verified(db: Database, seen: Content, to: RemoteState) -> bool:
+    """Let a content that is open or was not sealed hold its last verified generation `to`. Return False if it has changed since `seen`."""
     with db.transaction():
         if not seen.is_remote or not is_unchanged(db, seen):
             return False
@@ -183,12 +180,6 @@ def restore_verified(db: Database, seen: Content, to: RemoteState, tier: Tier | 
             "UPDATE content SET generation = ?, state = 2, size = ?, digest = ?, blocks = ?, change = change + 1 WHERE id = ?",
             to.generation, to.size, to.digest, to.block_digests, seen.id,
         )  # fmt: skip
-        if tier is not None:
-            db.run(
-                "UPDATE copy SET state = 1, verified_ns = ?, generation = NULL, digest = NULL WHERE content = ? AND tier = ? AND state = 3",
-                time.time_ns(), seen.id, tier,
-            )  # fmt: skip
-            mark_unannounced(db, seen.id)
         return True
 
 

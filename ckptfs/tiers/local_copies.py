@@ -4,8 +4,8 @@ generations, stashes.
 - A copy is announced by a FILLING row, written, synced and read back; only then is it good (P4).
 - The file of a forgotten copy is removed in a transaction, so that a copy that was announced since keeps its file. The PFS must not be
   accessed in a transaction; its leftovers are found by a sweep.
-- A STALE copy is a previous generation of a content that another node has rewritten. It is found by its digest, serves blocks for the
-  next generation, and becomes a content of its own if it is the last one left.
+- A STALE copy is a generation of a content that its writer had open and has closed since. It serves blocks for the next generation, and
+  becomes a content of its own if it is the last one left.
 - While the next generation is fetched, the file of a stale copy is stashed under another id: it may be the last copy (P5).
 
 Crash safety: FILLING rows and stashes remain; recovery removes the rows with their files and restores the stashes. A file without a row
@@ -16,7 +16,6 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 from ckptfs import disk
 from ckptfs.catalog import contents, copies, remote_contents
@@ -152,33 +151,6 @@ def remove_unrecorded(db: Database, storage: TierStorage, number: int) -> None:
         fd = -1 if copies.has_copy(db, number, storage.tier) else storage.detach(number)
     if fd >= 0:
         os.close(fd)
-
-
-@dataclass(frozen=True, slots=True)
-class StaleCopy:
-    """The open file of a stale copy. The caller owns `fd`."""
-
-    storage: TierStorage
-    fd: int
-    size: int
-    blocks: bytes
-
-
-def find_stale(db: Database, tiers: Tiers, content: int, wanted_digest: bytes) -> StaleCopy | None:
-    """Return the stale copy of a content that has this digest; None without one."""
-    for copy in copies.list_copies(db, content):
-        if copy.state is CopyState.STALE and copy.tier in tiers and copy.tier is not Tier.PFS:
-            with suppress(FileNotFoundError):
-                fd = tiers[copy.tier].open(content)
-                try:
-                    size, digest, blocks = transfer.read(fd, label="fetch:peer:older")
-                except BaseException:
-                    os.close(fd)
-                    raise
-                if digest == wanted_digest:
-                    return StaleCopy(tiers[copy.tier], fd, size, blocks)
-                os.close(fd)
-    return None
 
 
 def promote_stale(db: Database, tiers: Tiers, held_copy: HeldCopy, inode: int) -> Content | None:

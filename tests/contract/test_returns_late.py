@@ -62,7 +62,7 @@ def test_what_another_node_wrote_in_place_meanwhile_stays(tmp_path: Path, times:
             await two.stat("log")
             seen = contents.get_content(two.db, content)
             assert seen is not None
-            remote_contents.restore_verified(two.db, seen, RemoteState(content, inode, 1, 3, b"a" * 16, b"a" * 16), None)
+            remote_contents.restore_verified(two.db, seen, RemoteState(content, inode, 1, 3, b"a" * 16, b"a" * 16))
             two.db.run("INSERT INTO copy (content, tier, state, used_ns) VALUES (?, 'ram', 1, 1)", content)
             with two.db.transaction():
                 newer = contents.insert_reserved_content(two.db, Tier.RAM)

@@ -28,7 +28,6 @@ from ckptfs.clique.cluster import ClusterLock
 from ckptfs.coherence import pfs_coordination
 from ckptfs.errors import Busy
 from ckptfs.flow.copy_records import AnnounceCopies
-from ckptfs.flow.evict import Evict
 from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.fetch.from_peers import PeerFetcher
 from ckptfs.flow.recover import Recover
@@ -272,26 +271,6 @@ def test_what_was_fsynced_survives_one_death_after_the_other(tmp_path: Path) -> 
     AnnounceCopies(three.db, cluster_of(three)).step()
     two.kill()
     for node in (three, four):
-        assert bring(node, one.inode(content)).result == mover_requests.FETCHED
-        assert node.data(content) == data
-
-
-@pytest.mark.parametrize("first", [1, 2])
-def test_what_was_fsynced_survives_a_writer_that_died_before_the_seal(tmp_path: Path, first: int) -> None:
-    """P3, P9: it had told that there is more, closed and not sealed, of which nobody has anything now."""
-    cluster, one, two, _ = make_cluster(tmp_path, 3)
-    content = one.make(b"log", data := os.urandom(BLOCK + 9), closed=False)
-    fsync_to_peers(one, content)
-    AnnounceCopies(two.db, cluster_of(two)).step()
-    one.close_content(content, len(data))
-    one.publish_shared(content)
-    cluster.cut.add("n1")
-    with pytest.raises(Busy):
-        refresh(two, one.inode(content))
-    one.kill()
-    assert two.copies(content) == {Tier.RAM: CopyState.STALE}
-    Evict(two.db, two.tiers, two.config, two.told)._drop_stale(two.tiers[Tier.RAM])
-    for node in (cluster.nodes[first], cluster.nodes[3 - first]):
         assert bring(node, one.inode(content)).result == mover_requests.FETCHED
         assert node.data(content) == data
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from clique_world import LocalCluster, Node, cluster_of, make_cluster, until
-from salvage_world import appended, change, decide, held, make_replicated, publish, replicated, shown, tidy
+from salvage_world import appended, change, decide, hear, held, make_replicated, publish, replicated, shown, tidy
 
 from ckptfs import limits
 from ckptfs.catalog import mover_requests
@@ -115,8 +115,9 @@ def test_what_was_closed_meanwhile_is_left_to_its_seal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_the_last_copy_counts_when_the_writer_dies(tmp_path: Path, again: bool) -> None:
-    """P7, P9: of a log that was never closed, and of one that was opened again; the same on all nodes."""
+@pytest.mark.parametrize("closed", [False, True])
+def test_the_last_copy_counts_when_the_writer_dies(tmp_path: Path, again: bool, closed: bool) -> None:
+    """P7, P9: of a log that was never closed or sealed, and of one that was opened again; the same on all nodes."""
     cluster, one, two, three = make_cluster(tmp_path, 3)
     content_before = 0
     if again:
@@ -133,9 +134,14 @@ def test_the_last_copy_counts_when_the_writer_dies(tmp_path: Path, again: bool) 
     AnnounceCopies(two.db, cluster_of(two)).step()
     mtime_ns = one.path(content).stat().st_mtime_ns
     write(one, content, b"this nobody has")
+    if closed:
+        one.close_content(content, len(data) + len(b"this nobody has"))
+        publish(one)
+        hear(two, content)
+        assert two.copies(content) == {Tier.RAM: CopyState.STALE}
     one.kill()
     decide(three, two)
-    assert shown(cluster, inode)[2:] == (len(data), mtime_ns)
+    assert shown(cluster, inode)[2:] == (len(data), 2 if closed else mtime_ns)
     assert held(two, inode) == data
     tidy(two)
     kept = {content_before} if again else set()

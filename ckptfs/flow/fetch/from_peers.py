@@ -24,7 +24,6 @@ from ckptfs import digest, disk, limits
 from ckptfs.catalog import contents, copies, identity, peer_copies, remote_contents
 from ckptfs.catalog.copies import FetchState
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.peer_copies import PeerCopy
 from ckptfs.catalog.remote_contents import RemoteState
 from ckptfs.clique import locations
 from ckptfs.clique.cluster import Cluster
@@ -133,13 +132,11 @@ class PeerFetcher:
         return self._record_manifest(manifest, writer)
 
     def _record_fsynced(self, content: Content, shared: ContentLocations, generation_min: int) -> bool:
-        """Restore the last state that was verified before the writer died, on this node or on a live one. Return False without one.
+        """Restore the last state of an open file that a live node has verified. Return False without one.
 
-        Generations below `generation_min` do not count.
+        Generations below `generation_min` do not count. What a node keeps of a file that was closed since is up to `ckptfs.flow.salvage`.
         """
         for copy in sorted((one for one in shared.copies if one.generation >= generation_min), key=lambda one: -one.generation):
-            if copy.node == self._cluster.node_number and self._record_local_stale(content, copy):
-                return True
             for node in self._cluster.list_live([copy.node]):
                 try:
                     manifest = self._cluster.peers.get_manifest(node, content.id, copy.digest)
@@ -149,18 +146,9 @@ class PeerFetcher:
                 with self._db.transaction():
                     peer_copies.insert_peer_copy(self._db, copy)
                     return remote_contents.restore_verified(
-                        self._db, content, replace(_build_remote_state(manifest), generation=copy.generation), None
+                        self._db, content, replace(_build_remote_state(manifest), generation=copy.generation)
                     )
         return False
-
-    def _record_local_stale(self, content: Content, copy: PeerCopy) -> bool:
-        """Restore that state from a stale copy on this node."""
-        found = local_copies.find_stale(self._db, self._tiers, content.id, copy.digest)
-        if found is None:
-            return False
-        os.close(found.fd)
-        state = RemoteState(content.id, content.inode, copy.generation, found.size, copy.digest, found.blocks)
-        return remote_contents.restore_verified(self._db, content, state, found.storage.tier)
 
     def _record_manifest(self, manifest: ContentManifest, node: Node) -> bool:
         with self._db.transaction():

@@ -32,7 +32,7 @@ from ckptfs.clique.peer_api import CopyNotFound, CopyUnavailable, Offer, OpenCop
 from ckptfs.errors import Busy, CkptfsError, InvalidArgument
 from ckptfs.flow.host.incoming import IncomingCopy, OfferValidator, PeerQuota
 from ckptfs.model import Content, ContentState, CopyState, Notifier, Tier
-from ckptfs.tiers import local_copies, transfer
+from ckptfs.tiers import transfer
 from ckptfs.tiers.storage import Tiers, TierStorage
 
 SNAPSHOTS_MAX = 64
@@ -355,8 +355,6 @@ class Host:
             and (opened := self._open_snapshots.open_snapshot(number, digest)) is not None
         ):
             return opened
-        if known is not None and known.is_remote and known.state is ContentState.CLOSED and digest is not None:
-            return self._open_stale_copy(known, digest)
         # Of a doomed content only the bytes that a reader knows: whoever asks whether it is here still must hear that it goes.
         accepted = {ContentState.SEALED: (None, known.digest), ContentState.DOOMED: (known.digest,)} if known is not None else {}
         if known is None or known.digest is None or digest not in accepted.get(known.state, ()):
@@ -374,13 +372,6 @@ class Host:
                 ), self._tiers[copy.tier]
             os.close(fd)
         raise _build_not_found(known, f"no copy of content {number} is here")
-
-    def _open_stale_copy(self, known: Content, wanted_digest: bytes) -> tuple[OpenCopy, TierStorage]:
-        """What lay here before its writer told that there is more, and has not sealed it: all that is left when that one dies."""
-        found = local_copies.find_stale(self._db, self._tiers, known.id, wanted_digest)
-        if found is None:
-            raise CopyNotFound(f"content {known.id} is not here in that state")
-        return OpenCopy(known.id, known.inode, known.generation, found.size, wanted_digest, found.blocks, found.fd), found.storage
 
     def seal_and_open(self, content: int, timeout_s: float) -> OpenCopy | None:
         """Wait until a content that is closed here is sealed. Of one that is still written, or was deleted: what it holds now."""
