@@ -392,11 +392,6 @@ STORE_PROBE_WAIT_S = 1.0
 # A disconnected node waits this long for the store before it refuses to rename or replace what others wrote last.
 DISCONNECTED_WAIT_S = 5.0
 STORE_POLL_S = 5.0
-# After the store lost data, no node acts on what it says of the PFS for this long: every node has noticed by then and begun to report.
-STORE_PUBLISH_S = 20.0
-# Missing keys prove nothing for STORE_LOST_SETTLE_S; `status` shows the loss for STORE_LOST_SHOWN_S.
-STORE_LOST_SETTLE_S = 600.0
-STORE_LOST_SHOWN_S = 3600.0
 # Keys of other nodes in the catalog, keys evicted per pass, and the interval of passes.
 CACHED_KEYS_MAX = 400_000
 CACHED_KEYS_DROPPED = 2000
@@ -519,7 +514,6 @@ assert PFS_ACT_WAIT_S < WATCHDOG_S and DRAIN_LAST_S < DRAIN_STALL_S <= DRAIN_DEA
 assert NO_SPACE_POLL_S < NO_SPACE_CHECK_S < NO_SPACE_WAIT_S < NO_SPACE_PENDING_WAIT_S < NO_SPACE_LONGEST_WAIT_S
 assert NO_SPACE_CHECK_S < NO_SPACE_DEMAND_S
 assert 2 * XATTR_SHARED_BYTES_MAX * 4 // 3 < ETCD_REQUEST_BYTES_MAX - 128 * KIB
-assert 2 * STORE_POLL_S <= STORE_PUBLISH_S < STORE_LOST_SETTLE_S <= STORE_LOST_SHOWN_S
 assert ETCD_PAUSE_S < ETCD_TRY_S < ETCD_WAIT_S and ETCD_REQUEST_BYTES_MAX < ETCD_RESPONSE_BYTES_MAX
 assert 2 * PEER_STREAMS_PER_PEER_MAX + PEER_SEALS_MAX + PEER_AWAITED_PER_PEER_MAX < PEER_WORKERS <= PEER_CALLS_MAX
 assert PEER_READER_S < PEER_STALL_S < PEER_IDLE_S and 2 * PEER_TRANSFERS_PER_PEER_MAX < RECEPTIONS_MAX <= PEER_TRANSFERS_MAX

@@ -101,6 +101,7 @@ PRINTED: dict[str, Printed] = {
     "latest": Printed("One object.", more=json_answers.LatestJson),
     "wait": Printed("One line for each change, each one object. The last one has `done`: true.", pb.Progress),
     "drain": Printed("One line for each change, each one object. The last one has `done`: true.", pb.Progress),
+    "cluster adopt": Printed("One line for each change, each one object. The last one has `done`: true.", pb.Progress),
     "verify": Printed("One object.", more=json_answers.VerifyJson),
     "log-level": Printed("One object.", more=json_answers.LogLevelJson),
     "doctor": Printed("A list with one object for each result.", more=json_answers.CheckJson),

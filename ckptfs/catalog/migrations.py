@@ -110,6 +110,7 @@ ALTER TABLE content DROP COLUMN replicated_mtime_ns;
 CREATE INDEX copy_used ON copy (tier, used_ns) WHERE state = 1;
 CREATE INDEX copy_bad ON copy (state, tier, used_ns) WHERE state <> 1;
 CREATE INDEX content_absent ON content (id) WHERE remote = 0 AND announce_state > 0;
+DROP TABLE resend_key;
 """
 
 

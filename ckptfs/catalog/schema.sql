@@ -245,15 +245,3 @@ CREATE TABLE cached_key (
     value BLOB NOT NULL,                 -- its value then
     PRIMARY KEY (kind, number, name)
 ) WITHOUT ROWID;
-
--- In a cluster: the former state of shared keys in a store that has lost its data, until they are committed again. Empty otherwise.
-CREATE TABLE resend_key (
-    kind TEXT NOT NULL,                  -- as in dirty_key
-    number INTEGER NOT NULL,             -- likewise
-    name BLOB NOT NULL,                  -- likewise
-    turn INTEGER NOT NULL,               -- how often the cluster's store had been lost before
-    revision INTEGER NOT NULL,           -- as in cached_key
-    change INTEGER NOT NULL,             -- its change in dirty_key; another change of the key means that this node has changed it since
-    value BLOB NOT NULL,                 -- as in cached_key
-    PRIMARY KEY (kind, number, name)
-) WITHOUT ROWID;

@@ -1,8 +1,9 @@
 """Membership of the cluster: node numbers, leases, records of live nodes, and this node's view of them.
 
 - A node has one number for life. The number is in the upper bits of every id that the node makes, so it belongs to one catalog: a node that
-  lost its catalog gets a new one. `number/<name>` binds a name to a number and a catalog; `taken/<number>` marks numbers in use. Random
-  numbers from a range that doubles spare ten thousand joining nodes a common counter.
+  lost its catalog gets a new one. `number/<name>` binds a name to a number and a catalog; `taken/<number>` marks numbers in use;
+  `adopted/<number>` says that a node has adopted a store that lost its data. Random numbers from a range that doubles spare ten thousand
+  joining nodes a common counter.
 - A live node has a record `n/<number>` under its lease. `NodeLease.renew` renews the lease every few seconds, or takes a new one and puts
   the record again. The record is put only while the name is bound to this catalog, so at most one of two daemons with one name is alive.
 - `MemberTable` keeps the last known nodes. Leases also expire while their nodes cannot reach the store, so a missing record means a death
@@ -35,6 +36,7 @@ NODES_PREFIX = b"n/"
 NODES_END = prefix_end(NODES_PREFIX)
 NAMES_PREFIX = b"number/"
 TAKEN_PREFIX = b"taken/"
+ADOPTED_PREFIX = b"adopted/"
 NAME_POLL_S = 0.5
 GUESSES_MAX = 1000
 FIRST_NUMBER_RANGE = 1024
@@ -237,16 +239,36 @@ def _find_binding(store: Store, name: str) -> tuple[Item | None, NodeBinding | N
     return found[0], NodeBinding(int(number), str(catalog))
 
 
-def build_reregistration(name: str, catalog: str, number: int, others: Iterable[int], taken: Iterable[Item]) -> list[list[Operation]]:
-    """Return transactions that restore registrations in a store that lost its data.
+def find_usurper(name: str, number: int, taken: Iterable[Item]) -> str:
+    """Return who has the number of this node in a store that it is to adopt; empty if nobody has."""
+    for item in taken:
+        if item.key == taken_key(number) and item.value not in (b"", name.encode()):
+            return f"the number {number} of node {name} was given to node {item.value.decode()}, which joined after etcd had lost its data"
+    return ""
 
-    They bind this node's name and mark numbers of other nodes, unless the keys `taken` have them already.
-    """
+
+def build_reregistration(name: str, catalog: str, number: int, others: Iterable[int], taken: Iterable[Item]) -> list[list[Operation]]:
+    """Return transactions that bind this node's name in a store that lost its data, and mark the numbers of all known nodes as taken."""
     present = {item.key for item in taken}
     missing = [Put(taken_key(other), b"") for other in sorted({*others} - {number}) if taken_key(other) not in present]
-    own = [Put(name_key(name), NodeBinding(number, catalog).encode()), Put(taken_key(number), name.encode())]
-    changes = [*own, *missing]
-    return [list(changes[start : start + limits.ETCD_OPERATIONS_MAX]) for start in range(0, len(changes), limits.ETCD_OPERATIONS_MAX)]
+    return split_changes([Put(name_key(name), NodeBinding(number, catalog).encode()), Put(taken_key(number), name.encode()), *missing])
+
+
+def build_adopted(numbers: Iterable[int], epoch: bytes) -> list[list[Operation]]:
+    """Return transactions that record that these nodes have adopted the store of this epoch, or that nobody awaits them."""
+    return split_changes([Put(ADOPTED_PREFIX + b"%08x" % number, epoch) for number in numbers])
+
+
+def list_awaited(taken: Iterable[Item], adopted: Iterable[Item], epoch: bytes) -> list[int]:
+    """Return the numbers of the nodes that have not adopted the store of this epoch yet."""
+    known = {item.key[len(ADOPTED_PREFIX) :] for item in adopted if item.value == epoch}
+    return [int(rest, 16) for item in taken if (rest := item.key[len(TAKEN_PREFIX) :]) not in known]
+
+
+def split_changes(changes: Sequence[Operation]) -> list[list[Operation]]:
+    """Return the changes in transactions, each with room for one condition."""
+    size = limits.ETCD_OPERATIONS_MAX - 1
+    return [list(changes[start : start + size]) for start in range(0, len(changes), size)]
 
 
 def _find_other_owner(store: Store, number: int, catalog: str) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptfs import limits
 from ckptfs.catalog.database import Database
-from ckptfs.coherence import chain, key_state, store_loss
+from ckptfs.coherence import chain, key_state
 from ckptfs.coherence.chain import ChainLink
 from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import (
@@ -126,7 +126,6 @@ class _TransactionBuilder:
         self._dirty = key_state.list_dirty(db, 4 * limits.ETCD_OPERATIONS_MAX)
         self._values: dict[SharedKey, tuple[CachedValue, bytes | None]] = {}
         self._keys_of_change: list[SharedKey] = []
-        self._is_rebuilding = store_loss.is_rebuilding(db)
 
     def build(self, changes_max: int) -> StoreTransaction | None:
         if not self._dirty:
@@ -151,17 +150,12 @@ class _TransactionBuilder:
             known = key_state.get_cached(self._db, key)
             others = key.kind == CONTENT and self._db.value("SELECT remote FROM content WHERE id = ?", key.number) == 1
             value = self._get_remote_value(key, known) if others else encode_value(get_value(self._db, key))
-            if self._is_rebuilding and KINDS[key.kind].is_compared:
-                value = store_loss.add_prior_revision(value, store_loss.find_prior_revision(self._db, key))
             self._values[key] = known, value
         return self._values[key]
 
     def _get_remote_value(self, key: SharedKey, known: CachedValue) -> bytes | None:
-        """What another node wrote is told by that one, and by who renamed over it what it was before.
-
-        A store that has lost its data is told by all what it said.
-        """
-        before = store_loss.get_lost_value(self._db, key) if self._is_rebuilding else encode_value(get_value(self._db, key))
+        """What another node wrote is told by that one, and by who renamed over it what it was before."""
+        before = encode_value(get_value(self._db, key))
         return known.raw if before is None else before
 
     def _get_rank(self, key: SharedKey) -> int:
@@ -209,7 +203,8 @@ class _TransactionBuilder:
             value = known.raw  # A write-back is at it, and will say what became of it: until then nobody else may.
         transaction = self._transaction
         transaction.deleted_later.discard(key)
-        if value == known.raw or (self._is_rebuilding and value is not None and decode_value(value) == known.fields):
+        # A value of revision 0 is what a store had that lost its data.
+        if value == known.raw and (known.revision or value is None):
             transaction.unchanged_keys.append(key)
             return
         transaction.new_values[key] = value
@@ -260,8 +255,6 @@ class _TransactionBuilder:
 
     def _set_file_names(self) -> None:
         """Publish a file with its names as of this transaction; other names may still be undone."""
-        if self._is_rebuilding:
-            return
         given: dict[int, set[tuple[int, str]]] = {}
         taken: dict[int, set[tuple[int, str]]] = {}
         for key, value in self._transaction.new_values.items():
@@ -291,7 +284,7 @@ class _TransactionBuilder:
             self._delete_content(key.number, before["content"])
         elif now is not None and before is not None and kind == stat.S_IFDIR and now["parent"] != before["parent"]:
             self._require_ancestors(now)
-        elif now is not None and before is None and kind != stat.S_IFDIR and not self._is_rebuilding:
+        elif now is not None and before is None and kind != stat.S_IFDIR:
             self._include_one_name(key.number)
 
     def _include_one_name(self, inode: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ckptfs import limits
 from ckptfs.catalog import handles, identity, journal, peer_copies
 from ckptfs.catalog.database import Database
-from ckptfs.coherence import chain, key_state, keys, merge, read, store_loss
+from ckptfs.coherence import chain, key_state, keys, merge, read
 from ckptfs.coherence.chain import ChainLink
 from ckptfs.coherence.commit import StoreTransaction
 from ckptfs.coherence.key_state import CachedValue
@@ -254,8 +254,6 @@ def record_commit(
                 recent_deletes.record_deleted(key, revision)
         told = [key for key in (*transaction.new_values, *transaction.unchanged_keys) if key not in transaction.deleted_later]
         key_state.mark_clean(db, told, transaction.change_last)
-        if store_loss.is_rebuilding(db):
-            store_loss.mark_resent(db, told)
         if recount_links:
             for key in told:
                 set_link_count(db, key)

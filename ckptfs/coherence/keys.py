@@ -145,6 +145,7 @@ JOURNAL_ROW = "j"
 LAST_COMMIT = "w"
 """`w/<node>`: the chain of a node's transactions (see `chain`)."""
 PRIOR_REVISION = "was"
+"""A field that 0.2.0 gave to values when it told them again to a store that had lost its data. It means nothing now."""
 CONFLICT_MARK = b".ckptfs-conflict-"
 
 ISLAND_MARK = b".ckptfs-island-"
@@ -215,11 +216,6 @@ def decode_value(raw: bytes | None) -> Value | None:
     if value is not None:
         value.pop(PRIOR_REVISION, None)
     return value
-
-
-def get_prior_revision(raw: bytes | None) -> list[int] | None:
-    """Return the prior revision of a republished value (see `store_loss`); None if it changed since."""
-    return None if raw is None or PRIOR_REVISION.encode() not in raw else json.loads(raw).get(PRIOR_REVISION)
 
 
 def _get_name_value(db: Database, number: int, name: bytes) -> Value | None:

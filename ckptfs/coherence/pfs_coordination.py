@@ -447,7 +447,7 @@ def refresh_names(db: Database, store: Transactions, directory: int, names: Sequ
     """The catalog knows what the store does of these names in a directory. Those of them that must be left alone: another node is at
     them, or takes them away. Raises Unreachable.
     """
-    store_loss.require_rebuilt(db)
+    store_loss.require_adopted(db)
     left: set[bytes] = set()
     for start in range(0, len(names), limits.ETCD_OPERATIONS_MAX // 2):
         left |= _refresh_batch(db, store, directory, names[start : start + limits.ETCD_OPERATIONS_MAX // 2])

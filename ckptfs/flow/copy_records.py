@@ -58,8 +58,7 @@ class DropDeadRecords:
     def _acquire_lock(self) -> bool:
         """Acquire the lock, which a node keeps as long as it lives. Return False if nothing is to be done, or another node has it."""
         gone = peer_copies.list_node_names(self._db).keys() - self._cluster.view().by_number.keys() - {self._cluster.node_number}
-        # After a loss of its data, the store lacks records until all nodes have republished them.
-        if not gone or store_loss.get_loss_age_s(self._db) < limits.UNPUBLISHED_KEEP_S or not self._cluster.lease():
+        if not gone or store_loss.is_adopting(self._db) or not self._cluster.lease():
             return False
         return self._cluster.claims is None or self._cluster.claims.try_acquire("bury") is not None
 

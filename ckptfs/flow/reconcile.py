@@ -68,9 +68,8 @@ class Reconcile:
     def step(self) -> bool:
         """Check one batch. Return True if there is more. Raises StoreUnreachable; the batch is then repeated."""
         self._check_lease()
-        if store_loss.is_recently_lost(self._db):
-            # What the store does not say, other nodes may not have told it yet since it lost its data.
-            self._sweep_s = time.monotonic() + limits.STORE_LOST_SETTLE_S
+        if store_loss.is_adopting(self._db):
+            self._sweep_s = time.monotonic() + limits.RECONCILE_AGE_S
             return False
         if self._unconfirmed and time.monotonic() >= self._recheck_s:
             self._tries |= self._unconfirmed
@@ -241,8 +240,6 @@ class Reconcile:
     def _is_unknown_everywhere(self, content: Content, age_s: float) -> bool:
         """The store never heard of a content: its writer may be an island. Whether that one is gone, or has it no more."""
         home = self._cluster.view().by_number.get(identity.get_origin_node(content.id))
-        if store_loss.get_loss_age_s(self._db) < limits.UNPUBLISHED_KEEP_S:
-            return False
         if home is None:
             return age_s > limits.UNPUBLISHED_KEEP_S
         if home.number == self._cluster.node_number:

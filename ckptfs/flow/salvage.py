@@ -62,7 +62,7 @@ class Salvage:
     def step(self) -> bool:
         """Check one batch. Return True if there is more. Raises StoreUnreachable; the batch is then repeated."""
         view = self._cluster.view()
-        if store_loss.is_recently_lost(self._db):
+        if store_loss.is_adopting(self._db):
             return False
         if view is not self._last_view:
             self._note_view(view)
@@ -90,8 +90,8 @@ class Salvage:
         return False
 
     def next_due_s(self) -> float | None:
-        """Until the next look at what is not decided; nothing is decided while nodes tell a store anew that has lost its data."""
-        if store_loss.is_recently_lost(self._db):
+        """Until the next look at what is not decided; nothing is decided until all nodes have adopted a new store."""
+        if store_loss.is_adopting(self._db):
             return limits.SALVAGE_POLL_S
         waiting = self._undecided or self._writers_may_return or mover_requests.list_open(self._db, mover_requests.SALVAGE, at_most=1)
         due = [self._next_look_s] * bool(waiting) + [self._next_batch_s] * (self._after is not None)

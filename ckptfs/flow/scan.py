@@ -209,8 +209,8 @@ class Scan:
         self._wait_published()
 
     def _is_gone(self, inode: int) -> bool:
-        """Return True if the store has no such file. False while a store that lost its data is being rebuilt."""
-        if self._cluster is None or store_loss.get_loss_age_s(self._db) < limits.UNPUBLISHED_KEEP_S:
+        """Return True if the store has no such file. False until all nodes have adopted a new store."""
+        if self._cluster is None or store_loss.is_adopting(self._db):
             return False
         try:
             return not self._cluster.store.read([Get(locations.build_inode_key(inode), keys_only=True)]).results[0]

@@ -495,6 +495,12 @@ class TierCapacity(_message.Message):
     prepared_bytes: int
     def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., total_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ..., share_bytes: _Optional[int] = ..., usable_bytes: _Optional[int] = ..., usable_for_peers_bytes: _Optional[int] = ..., prepared_bytes: _Optional[int] = ...) -> None: ...
 
+class AdoptRequest(_message.Message):
+    __slots__ = ("last",)
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    last: bool
+    def __init__(self, last: _Optional[bool] = ...) -> None: ...
+
 class LogLevelRequest(_message.Message):
     __slots__ = ("level",)
     LEVEL_FIELD_NUMBER: _ClassVar[int]

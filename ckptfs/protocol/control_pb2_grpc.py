@@ -302,6 +302,11 @@ class AdminStub:
                 request_serializer=control__pb2.LogLevelRequest.SerializeToString,
                 response_deserializer=control__pb2.LogLevelReply.FromString,
                 _registered_method=True)
+        self.Adopt = channel.unary_stream(
+                '/ckptfs.control.Admin/Adopt',
+                request_serializer=control__pb2.AdoptRequest.SerializeToString,
+                response_deserializer=control__pb2.Progress.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -332,6 +337,12 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Adopt(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -354,6 +365,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.LogLevel,
                     request_deserializer=control__pb2.LogLevelRequest.FromString,
                     response_serializer=control__pb2.LogLevelReply.SerializeToString,
+            ),
+            'Adopt': grpc.unary_stream_rpc_method_handler(
+                    servicer.Adopt,
+                    request_deserializer=control__pb2.AdoptRequest.FromString,
+                    response_serializer=control__pb2.Progress.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -465,6 +481,33 @@ class Admin:
             '/ckptfs.control.Admin/LogLevel',
             control__pb2.LogLevelRequest.SerializeToString,
             control__pb2.LogLevelReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Adopt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ckptfs.control.Admin/Adopt',
+            control__pb2.AdoptRequest.SerializeToString,
+            control__pb2.Progress.FromString,
             options,
             channel_credentials,
             insecure,

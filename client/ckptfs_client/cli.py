@@ -37,7 +37,9 @@ app = typer.Typer(
 )  # fmt: skip
 keys_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Issue and revoke the certificates of a cluster's nodes.")
 app.add_typer(commands.app, name="lab")
+cluster_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Repair what the nodes of a cluster share.")
 app.add_typer(keys_app, name="keys")
+app.add_typer(cluster_app, name="cluster")
 
 
 def main() -> None:
@@ -472,6 +474,30 @@ def show_help(
     """Explain ckptfs or one of its commands."""
     whole: Any = context.find_root().command
     whole.main([*(words or []), "--help"], prog_name="ckptfs")
+
+
+# --- cluster ----------------------------------------------------------------------------------------------------------
+
+
+@cluster_app.command()
+def adopt(
+    directory: Directory = None,
+    last: Annotated[bool, typer.Option("--last", help="No other node will adopt: those that have not are gone for good.")] = False,
+    json: JsonLines = False,
+) -> None:
+    """Take an etcd that lost its data for that of the cluster.
+
+    The node puts all that it knows of the shared tree into etcd. Run it on one node after the other, first on the one that wrote last.
+    Until all nodes have adopted, or one was told --last, nothing is written back to the PFS.
+    """
+    from ckptfs_client import mounts
+    from ckptfs_client.client import Client
+    from ckptfs_client.progress_bar import follow_progress
+
+    with Client(mounts.choose(directory)) as client:
+        point = client.mount.mountpoint
+        done = f"{point}: etcd knows all that this node knows; go on with the next node"
+        follow_progress(client.adopt(is_last=last), f"adopting the store of {point}", done, json=json)
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------

@@ -112,6 +112,10 @@ class Client:
         """Compare a directory with the PFS again. Raises NotInTime."""
         self._call(self._build_admin_stub().Refresh, pb.RefreshRequest(inode=inode, recursive=recursive), timeout_s or REFRESH_TIMEOUT_S)
 
+    def adopt(self, *, is_last: bool = False) -> Iterator[pb.Progress]:
+        """Have the mount adopt a store that lost its data, and yield progress until it is done."""
+        return self._stream_until_done(lambda: self._build_admin_stub().Adopt, pb.AdoptRequest(last=is_last), None)
+
     def get_or_set_log_level(self, level: str = "") -> str:
         """Set the log level of all processes of the daemon, if given, and return it. Raises NotPermitted, UsageError, NotInTime."""
         answer: pb.LogLevelReply = self._call(self._build_admin_stub().LogLevel, pb.LogLevelRequest(level=level), self._answer_s)

@@ -74,10 +74,10 @@ def test_rows_keep_their_meaning(release: str, tmp_path: Path) -> None:
     after = read_rows(path)
     renamed = {
         "want": "mover_request", "answer": "reply_cache", "published": "pfs_file", "visiting": "scan", "touched": "scan_dirty_name",
-        "touched_key": "dirty_key", "seen_key": "cached_key", "lost_key": "resend_key", "pfs_times": "pfs_stale_times",
+        "touched_key": "dirty_key", "seen_key": "cached_key", "pfs_times": "pfs_stale_times",
     }  # fmt: skip
     for table, rows in before.items():
-        if table not in ("want", "sqlite_sequence"):
+        if table not in ("want", "sqlite_sequence", "lost_key", "resend_key"):
             now = after[renamed.get(table, table)]
             width = min(len(rows[0]), len(now[0])) if rows else 0  # Columns were added at the end, and dropped there.
             assert [row[:width] for row in now] == [row[:width] for row in rows], table

@@ -166,7 +166,7 @@ class WriteBack:
             self._is_waiting = False
             return self._coordination is not None and self._coordination.requeue_left_out()
         if self._coordination is not None:
-            store_loss.require_rebuilt(self._db)
+            store_loss.require_adopted(self._db)
         tree.reopen_root(self._db)
         self._record_pfs()
         self._has_checked = True

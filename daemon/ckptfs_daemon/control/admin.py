@@ -9,6 +9,7 @@ client. The results of a verification stand in the catalog as far as it came.
 """
 
 import errno
+import json
 import os
 import threading
 import time
@@ -21,6 +22,7 @@ import grpc
 from ckptfs import limits
 from ckptfs.catalog import contents, copies, mover_requests, namespace, peer_copies, summary
 from ckptfs.catalog.database import Database
+from ckptfs.coherence import key_state, store_loss
 from ckptfs.config import Config
 from ckptfs.config.schema import LOG_LEVELS
 from ckptfs.errors import Busy, CkptfsError, InvalidArgument, TimedOut, posix_error
@@ -249,6 +251,26 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
             threading.Event().wait(POLL_S)
         what, remedy = self._figures.get_first_trouble()
         raise TimedOut(f"the PFS was not compared in time{f': {what}' if what else ''}", remedy=remedy or "it continues in the background")
+
+    @translate_stream_errors
+    def Adopt(self, request: pb.AdoptRequest, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
+        """Have the mount process put all that this node knows into a store that lost its data."""
+        losses = summary.list_reports(self._db, store_loss.LOSS_REPORT)
+        if not losses and not store_loss.is_adopting(self._db):
+            raise InvalidArgument(
+                "nothing to adopt: this node knows of no loss of etcd's data", remedy="`ckptfs status` says so when it notices one"
+            )
+        store_loss.order_adoption(self._db, is_last=request.last)
+        while context.is_active():
+            is_done = store_loss.get_adoption_step(self._db) is None and not (request.last and store_loss.is_adopting(self._db))
+            found = summary.list_reports(self._db, store_loss.LOSS_REPORT)
+            if is_done and found:
+                trouble = json.loads(found[0][1])
+                raise InvalidArgument(f"not adopted: {trouble['what']}", remedy=trouble["remedy"])
+            yield pb.Progress(done=is_done, changes_left=0 if is_done else key_state.count_dirty(self._db))
+            if is_done:
+                return
+            threading.Event().wait(PROGRESS_INTERVAL_S)
 
     @translate_errors
     def LogLevel(self, request: pb.LogLevelRequest, context: grpc.ServicerContext) -> pb.LogLevelReply:

@@ -1,31 +1,32 @@
 """Exceptional states of the cluster, as the mount process handles them: lost store data, reintegration, a dead mover.
 
-`ensure_epoch` and `rebuild_if_lost` make sure that this catalog and the store know each other, and start a rebuild if the store has lost
-its data. `ReintegrationReader` reads what the resolver of a refused transaction needs. `StandbyLease` keeps the node's lease alive while
-the mover restarts (P8): it renews the lease only if the mover has been silent for `STANDBY_AFTER_S`, and for a limited time, because a node
-without a mover serves no copies.
+`ensure_epoch` and `is_known_or_adopted` make sure that this catalog and the store know each other. If the store has lost its data, the node
+stays an island until a person orders the adoption: `merge_store`, publishing as after a disconnection, `check_adoption`.
+`ReintegrationReader` reads what the resolver of a refused transaction needs. `StandbyLease` keeps the node's lease alive while the mover
+restarts (P8): it renews the lease only if the mover has been silent for `STANDBY_AFTER_S`, and for a limited time, because a node without a
+mover serves no copies.
 
-Crash safety: a rebuild is recorded after all keys are marked dirty; until then the next process starts it again, which changes nothing in
-the store. Without either process the lease expires.
+Crash safety: the step of an adoption is in the catalog, and the next process goes on with it; a step that is repeated changes nothing.
+Without either process the lease expires.
 """
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 
 import trio
 
 from ckptfs import limits
-from ckptfs.catalog import identity, summary
+from ckptfs.catalog import identity, peer_copies, summary
 from ckptfs.catalog.database import Database
 from ckptfs.clique import membership
-from ckptfs.coherence import read, rebuild, reintegrate, store_loss
+from ckptfs.coherence import adopt, read, reintegrate, store_loss
 from ckptfs.coherence.commit import StoreTransaction
 from ckptfs.coherence.keys import SharedKey
 from ckptfs.coherence.read import StoreValue
-from ckptfs.coherence.store_loss import EpochCheckedStore
+from ckptfs.coherence.store_loss import AdoptionStep, EpochCheckedStore
 from ckptfs.errors import CkptfsError, StoreLost, StoreUnreachable
 from ckptfs.store.kv import Get, Outcome, Store, prefix_end
 
@@ -48,45 +49,115 @@ async def wait_outcome(future: "Future[Outcome]") -> Outcome:
 
 
 log = logging.getLogger(__name__)
-STORE_LOST_KEY = "trouble:store"
 STRAY_MEMBER_KEY = "trouble:etcd"
+ADOPTION_KEY = "trouble:adoption"
+ADOPT_REMEDY = "see why; then run `ckptfs cluster adopt` on one node after the other, first on the one that wrote last"
+_GET_TAKEN = Get(membership.TAKEN_PREFIX, prefix_end(membership.TAKEN_PREFIX))
+_GET_ADOPTED = Get(membership.ADOPTED_PREFIX, prefix_end(membership.ADOPTED_PREFIX))
+REST_REMEDY = "run `ckptfs cluster adopt` there; if they are gone for good: `ckptfs cluster adopt --last` on this node"
 
 
 async def ensure_epoch(db: Database, store: EpochCheckedStore) -> None:
     """Load the epoch of the store if this catalog does not know it yet. Raises StoreUnreachable."""
     if store_loss.get_epoch(db) is None:
-        store_loss.record_epoch(db, *await _load_or_create_epoch(store, None))
+        store_loss.record_epoch(db, await _load_or_create_epoch(store, None))
 
 
-async def rebuild_if_lost(db: Database, store: EpochCheckedStore, name: str) -> bool:
-    """Mark all rows dirty if the store has really lost its data. Returns False if it has not. Raises StoreUnreachable.
+async def is_known_or_adopted(db: Database, store: EpochCheckedStore, name: str) -> bool:
+    """Return True if the store has the data that this catalog knows, or a person wants this node to adopt it.
 
-    The sign of a loss may be outdated. An etcd member that was started alone by mistake has no data either, so most members must confirm
-    the loss, and none may deny it.
+    False: it has lost them, and this node stays an island. The sign of a loss may be outdated. An etcd member that was started alone by
+    mistake has no data either, so most members must confirm the loss, and none may deny it. Raises StoreUnreachable.
     """
     store_loss.record_revision(db, *store.epoch_and_revision)
     with contextlib.suppress(StoreLost):
         await wait_outcome(store.read_soon([]))
+        summary.set_report(db, store_loss.LOSS_REPORT, None)
+        return True
+    is_ordered = store_loss.get_adoption_step(db) is AdoptionStep.ORDERED
+    if not is_ordered and summary.list_reports(db, store_loss.LOSS_REPORT):
         return False
     if await _has_member_with_data(db, store):
+        return True
+    if not is_ordered:
+        _report_loss(db, "etcd has lost its data, or was set back: this node goes on as an island with all that it knows", ADOPT_REMEDY)
         return False
-    value, first = await _load_or_create_epoch(store, store_loss.get_epoch(db))
-    await _reserve_numbers(db, store, name)
+    return await _begin_adoption(db, store, name)
+
+
+def _report_loss(db: Database, what: str, remedy: str) -> None:
+    summary.set_report(db, store_loss.LOSS_REPORT, {"what": what, "path": "", "remedy": remedy})
+    log.warning("the store of the cluster: %s (%s)", what, remedy)
+
+
+async def _begin_adoption(db: Database, store: EpochCheckedStore, name: str) -> bool:
+    """Take the store for that of the cluster. Returns False if this node's number is another node's in it."""
+    (taken,) = (await wait_outcome(store.inner.read_soon([_GET_TAKEN]))).results
+    number = identity.get_node_number(db)
+    if other := membership.find_usurper(name, number, taken):
+        store_loss.set_adoption_step(db, None)
+        _report_loss(db, other, "stop that node, give it an empty state directory, empty etcd, and run `ckptfs cluster adopt` again")
+        return False
+    epoch = await _load_or_create_epoch(store, store_loss.get_epoch(db))
+    registration = membership.build_reregistration(name, identity.get_catalog_id(db), number, store_loss.list_node_numbers(db), taken)
+    for puts in [*registration, *membership.split_changes(adopt.build_intents(db))]:
+        await wait_outcome(store.inner.commit_soon([store_loss.build_epoch_compare(epoch)], puts))
     # Takes seconds for a large catalog.
-    await trio.to_thread.run_sync(store_loss.begin_rebuild, db, value, first)
-    what = "etcd has lost data: the nodes tell it again what they know, and what was deleted shortly before may be there again"
-    summary.set_report(
-        db, STORE_LOST_KEY, {"what": what, "path": "", "remedy": "see why, and look through the files; this is shown for an hour"}
-    )
-    log.warning("etcd has lost its data, or was set back to an older state: this node tells it everything that is known here")
+    await trio.to_thread.run_sync(adopt.begin, db, epoch)
+    summary.set_report(db, store_loss.LOSS_REPORT, None)
+    log.warning("etcd had lost its data: this node adopts it, and tells it everything that is known here")
     return True
 
 
+async def merge_store(db: Database, store: Store) -> None:
+    """Compare this catalog with what other nodes have told a store that is being adopted. Raises StoreUnreachable."""
+
+    async def load(wanted: list[SharedKey]) -> dict[SharedKey, StoreValue]:
+        return read.parse_outcome(wanted, await wait_outcome(store.read_soon(read.build_gets(wanted)))) if wanted else {}
+
+    after = 0
+    while inodes := adopt.list_inodes(db, after):
+        values = await load(adopt.list_keys(db, inodes))
+        values |= await load(adopt.list_names_in_store(values))
+        for directory in adopt.list_parents_to_read(db, values):
+            page: bytes | None = b""
+            while page is not None:
+                outcome = await wait_outcome(store.read_soon([read.build_page_get(directory, page, limits.ETCD_PAGE_ITEMS)]))
+                found, page = read.parse_page(db, directory, page, limits.ETCD_PAGE_ITEMS, outcome)
+                values |= found
+        adopt.AdoptionBatch(db, values).apply(inodes)
+        after = inodes[-1]
+    store_loss.set_adoption_step(db, AdoptionStep.PUBLISHING)
+
+
+async def check_adoption(db: Database, store: Store) -> None:
+    """Tell the others that this node knows the store, and find out whether all do. Raises StoreUnreachable.
+
+    While the node is connected, the store knows everything that is known here.
+    """
+    if store_loss.get_adoption_step(db) is AdoptionStep.ORDERED:
+        store_loss.set_adoption_step(db, None)  # There is nothing to adopt any more.
+    epoch, number = store_loss.get_epoch(db) or b"", identity.get_node_number(db)
+    taken, adopted = (await wait_outcome(store.read_soon([_GET_TAKEN, _GET_ADOPTED]))).results
+    missing = membership.list_awaited(taken, adopted, epoch)
+    ready = missing if store_loss.is_last_ordered(db) else [one for one in missing if one == number]
+    for puts in membership.build_adopted(ready, epoch):
+        await wait_outcome(store.commit_soon([], puts))
+    missing = [one for one in missing if one not in ready]
+    if not missing:
+        store_loss.record_adopted(db)
+        summary.set_report(db, ADOPTION_KEY, None)
+        return
+    known = peer_copies.list_node_names(db)
+    names = ", ".join(known.get(one, f"number {one}") for one in missing[: limits.NODES_NAMED_MAX])
+    what = f"not adopted by {len(missing)} nodes yet ({names}); until then nothing is written back to the PFS or imported from it"
+    if what not in str(summary.list_reports(db, ADOPTION_KEY)):
+        summary.set_report(db, ADOPTION_KEY, {"what": what, "path": "", "remedy": REST_REMEDY})
+
+
 def record_store_progress(db: Database, store: EpochCheckedStore) -> None:
-    """Record the revision of the store, and clear an old report of a loss."""
+    """Record the revision of the store."""
     store_loss.record_revision(db, *store.epoch_and_revision)
-    if limits.STORE_LOST_SHOWN_S < store_loss.get_loss_age_s(db) < float("inf"):
-        summary.set_report(db, STORE_LOST_KEY, None)
 
 
 async def _has_member_with_data(db: Database, store: EpochCheckedStore) -> bool:
@@ -120,27 +191,15 @@ async def _has_cluster_data(member: EpochCheckedStore) -> bool | None:
     return True
 
 
-async def _load_or_create_epoch(store: EpochCheckedStore, known_epoch: bytes | None) -> tuple[bytes, int]:
-    """Return (epoch, revision) of the store; create an epoch if the store has none other than `known_epoch`."""
+async def _load_or_create_epoch(store: EpochCheckedStore, known_epoch: bytes | None) -> bytes:
+    """Return the epoch of the store; create one if the store has none other than `known_epoch`."""
     while True:
         (found,) = (await wait_outcome(store.inner.read_soon([Get(store_loss.EPOCH_KEY)]))).results
         begun = store_loss.build_new_epoch(found, known_epoch)
         if begun is None:
-            return found[0].value, found[0].mod_revision
-        reply = await wait_outcome(store.inner.commit_soon([begun[0]], [begun[1]]))
-        if reply.succeeded:
-            return begun[1].value, reply.revision
-
-
-async def _reserve_numbers(db: Database, store: EpochCheckedStore, name: str) -> None:
-    """Reserve the numbers of all known nodes, so that no new node gets one."""
-    (taken,) = (
-        await wait_outcome(store.inner.read_soon([Get(membership.TAKEN_PREFIX, prefix_end(membership.TAKEN_PREFIX), keys_only=True)]))
-    ).results
-    for puts in membership.build_reregistration(
-        name, identity.get_catalog_id(db), identity.get_node_number(db), store_loss.list_node_numbers(db), taken
-    ):
-        await wait_outcome(store.inner.commit_soon([], puts))
+            return found[0].value
+        if (await wait_outcome(store.inner.commit_soon([begun[0]], [begun[1]]))).succeeded:
+            return begun[1].value
 
 
 class ReintegrationReader:
@@ -152,21 +211,7 @@ class ReintegrationReader:
     async def load_missing(self, transaction: StoreTransaction, reply: Outcome) -> dict[SharedKey, StoreValue]:
         """Read the keys that the outcome of a transaction refers to without their values."""
         values = read.parse_outcome(transaction.list_conflict_keys(), reply)
-        more = await self._read(reintegrate.list_needed_keys(self._db, values))
-        if store_loss.is_rebuilding(self._db):
-            more |= await self._load_published_names(values)
-        return more
-
-    async def _load_published_names(self, values: Mapping[SharedKey, StoreValue]) -> dict[SharedKey, StoreValue]:
-        """Read the names under which the store has what this node publishes again."""
-        more = await self._read(rebuild.list_stored_names(values))
-        for directory in rebuild.list_unnamed_parents(self._db, values):
-            after: bytes | None = b""
-            while after is not None:
-                page = await self._read_store([read.build_page_get(directory, after, limits.ETCD_PAGE_ITEMS)])
-                found, after = read.parse_page(self._db, directory, after, limits.ETCD_PAGE_ITEMS, page)
-                more |= found
-        return more
+        return await self._read(reintegrate.list_needed_keys(self._db, values))
 
     async def _read(self, keys: list[SharedKey]) -> dict[SharedKey, StoreValue]:
         return read.parse_outcome(keys, await self._read_store(read.build_gets(keys))) if keys else {}

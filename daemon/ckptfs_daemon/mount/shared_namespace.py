@@ -8,6 +8,7 @@ the store are completed by its own threads.
 Crash safety: unpublished changes are dirty in the catalog, and the next process publishes them first.
 """
 
+import contextlib
 import errno
 import functools
 import logging
@@ -24,11 +25,11 @@ from ckptfs import limits
 from ckptfs.catalog import identity, peer_copies, summary
 from ckptfs.catalog.database import Database
 from ckptfs.clique import locations
-from ckptfs.coherence import chain, commit, conflict, key_state, read, rebuild, reintegrate, store_loss, value_checks
+from ckptfs.coherence import chain, commit, conflict, key_state, read, reintegrate, store_loss, value_checks
 from ckptfs.coherence.conflict import CommitResult, ConflictResolver
 from ckptfs.coherence.keys import NAME, SharedKey, describe_path
 from ckptfs.coherence.read import RecentDeletes, StoreValue
-from ckptfs.coherence.store_loss import EpochCheckedStore
+from ckptfs.coherence.store_loss import AdoptionStep, EpochCheckedStore
 from ckptfs.errors import CkptfsError, StoreLost, StoreUnreachable, TransactionInvalid, posix_error
 from ckptfs.store.kv import Get, Outcome, Store
 from ckptfs_daemon.mount import cluster_recovery
@@ -353,13 +354,21 @@ class SharedNamespace:
         reported: dict[str, int] = {}
         after = 0
         while True:
-            cluster_recovery.record_store_progress(self.db, self._store)
+            await self.report_store()
             figures = self.get_figures()
             if figures != reported:
                 summary.set_report(self.db, "sharing", figures)
                 reported = figures
             after = read.delete_unneeded(self.db, after) if not self.is_disconnected and read.is_cache_full(self.db) else 0
             await trio.sleep(limits.SHARED_REPORT_S if after else limits.FORGET_INTERVAL_S)
+
+    async def report_store(self) -> None:
+        """Record how far the store has come, and whether all nodes have adopted it."""
+        cluster_recovery.record_store_progress(self.db, self._store)
+        is_open = store_loss.is_adopting(self.db) or store_loss.get_adoption_step(self.db) is not None
+        if is_open and not self.is_disconnected:
+            with contextlib.suppress(StoreUnreachable):
+                await cluster_recovery.check_adoption(self.db, self._store)
 
     def get_figures(self) -> dict[str, int]:
         """Return the figures of `status`: round trips by kind, start of the disconnection (ns, 0: connected), dirty keys."""
@@ -418,9 +427,12 @@ class SharedNamespace:
         """Return the resolver for changes that applications made while disconnected, after reading what it needs."""
         reader = cluster_recovery.ReintegrationReader(self.db, self._store)
         more = await reader.load_missing(transaction, reply)
-        resolver_class = rebuild.RebuildResolver if store_loss.is_rebuilding(self.db) else reintegrate.ReintegrationResolver
         return functools.partial(
-            resolver_class, more=more, label=self._label, again=self._duplicate_content, is_written=self._is_open_for_writing
+            reintegrate.ReintegrationResolver,
+            more=more,
+            label=self._label,
+            again=self._duplicate_content,
+            is_written=self._is_open_for_writing,
         )
 
     def _record_result(self, result: CommitResult) -> None:
@@ -437,7 +449,7 @@ class SharedNamespace:
         if isinstance(failure, StoreLost):
             self._is_store_lost = True
             if not self.is_disconnected:
-                self._enter_disconnected()  # Applications go on until the store has everything again.
+                self._enter_disconnected()  # Applications go on, until a person has this node adopt the store.
         elif not self.is_disconnected:
             self._enter_disconnected()
             is_silent = type(failure) is StoreUnreachable
@@ -461,9 +473,7 @@ class SharedNamespace:
         away_s = (time.time_ns() - self.disconnected_ns) / 1e9
         await trio.sleep(min(max(limits.STORE_PROBE_S, away_s / 8), limits.STORE_PROBE_S_MAX) * random.uniform(0.5, 1.0))
         await self._commit_rounds.wait_idle()
-        if self._is_store_lost and not await self._rebuild_store():
-            return
-        if not await self._confirm_last_commit():
+        if not await self._meet_store() or not await self._confirm_last_commit():
             return
         key_state.delete_older_marks(self.db)
         while key_state.get_last_change(self.db) and await self._commit_batch():
@@ -472,19 +482,23 @@ class SharedNamespace:
             log.info("the store of the cluster answers again, and knows what was changed here meanwhile")
             self.disconnected_ns = 0
             key_state.mark_reintegrated(self.db, time.time_ns())
+            if store_loss.get_adoption_step(self.db) is AdoptionStep.PUBLISHING:
+                store_loss.set_adoption_step(self.db, None)
             summary.set_report(self.db, TROUBLE_KEY, None)
-            store_loss.end_rebuild(self.db)
 
-    async def _rebuild_store(self) -> bool:
-        """Rebuild the store if it has lost its data. Returns False if it does not answer."""
+    async def _meet_store(self) -> bool:
+        """Return False if the store does not answer, or has lost its data and nobody has ordered to adopt it."""
         try:
-            begun = await cluster_recovery.rebuild_if_lost(self.db, self._store, self._label)
+            if self._is_store_lost:
+                if not await cluster_recovery.is_known_or_adopted(self.db, self._store, self._label):
+                    return False
+                self._is_store_lost = False
+            if store_loss.get_adoption_step(self.db) is AdoptionStep.MERGING:
+                self._recent_deletes, self._unconfirmed = RecentDeletes(), None
+                await cluster_recovery.merge_store(self.db, self._store)
         except CkptfsError as failure:
             self._handle_failure(failure)
             return False
-        self._is_store_lost = False
-        if begun:
-            self._recent_deletes, self._unconfirmed = RecentDeletes(), None
         return True
 
     async def _confirm_last_commit(self) -> bool:
