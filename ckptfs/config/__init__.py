@@ -26,6 +26,7 @@ from typing import Any
 from ckptfs import limits, procfs
 from ckptfs.config.schema import (
     CLUSTER_SETTINGS,
+    MOUNT_FLAGS_DEFAULT,
     RAM_BYTES_MIN,
     SETTINGS,
     SETTINGS_BY_NAME,
@@ -113,7 +114,7 @@ def load(name: str, mountpoint: Path | None, options: Mapping[str, str]) -> Conf
         raise ConfigError(f"{name!r} cannot name a mount; accepted: up to 64 letters, digits, '.', '_' and '-', a letter or digit first")
     rest = dict(options)
     values = _load_file(parse_path(rest.pop("config"))) if "config" in rest else {}
-    flags = 0
+    flags = MOUNT_FLAGS_DEFAULT
     for option, text in rest.items():
         if option in MOUNT_FLAGS and not text:
             to_set, to_clear = MOUNT_FLAGS[option]
@@ -288,9 +289,19 @@ def _check_etcd_keys(config: Config) -> None:
         raise ConfigError("etcd_cert and etcd_key need one another", remedy="give both, or neither")
     if config.etcd_cert is not None and config.etcd_ca is None:
         raise ConfigError("etcd_cert was given without etcd_ca", remedy="give etcd_ca=FILE, the certificate of etcd's authority")
+    if config.etcd_insecure and config.etcd_ca is not None:
+        raise ConfigError("etcd_ca and etcd_insecure exclude one another", remedy="leave out etcd_insecure")
+    remote = [address for address in config.etcd if not is_loopback(address)]
+    if remote and config.etcd_ca is None and not config.etcd_insecure:
+        raise ConfigError(
+            f"etcd at {remote[0]} would be spoken to without TLS, so that anybody on the network can change the cluster's files",
+            remedy="give etcd_ca=FILE, and etcd_cert= and etcd_key= if etcd demands them; etcd_insecure is for networks that you trust",
+        )
     for key, path in (("etcd_ca", config.etcd_ca), ("etcd_cert", config.etcd_cert), ("etcd_key", config.etcd_key)):
         if path is not None:
             _check_files(key, path)
+    if config.etcd_key is not None and os.stat(config.etcd_key).st_mode & 0o077:
+        raise ConfigError(f"etcd_key: {config.etcd_key} is open to others", remedy=f"chmod 600 {config.etcd_key}")
 
 
 def _check_files(key: str, *paths: Path, remedy: str = "") -> None:

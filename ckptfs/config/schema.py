@@ -182,6 +182,10 @@ def _is_ip(host: str) -> bool:
     return True
 
 
+MOUNT_FLAGS_DEFAULT = 2 | 4
+"""nosuid and nodev, from <linux/mount.h>: other nodes and the PFS say which files are set-id programs and devices."""
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """The configuration of one mount: absolute paths without symlinks, sizes in bytes, times in seconds."""
@@ -226,7 +230,8 @@ class Config:
     etcd_ca: Path | None = None
     etcd_cert: Path | None = None
     etcd_key: Path | None = None
-    mount_flags: int = 0
+    etcd_insecure: bool = False
+    mount_flags: int = MOUNT_FLAGS_DEFAULT
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +335,8 @@ SETTINGS: tuple[Setting, ...] = (
         "Client certificate, if etcd demands one.", '"/etc/ckptfs/etcd/client.pem"'),
     Setting("etcd_key", "etcd_key", parse_path, None,
         "Private key of the client certificate.", '"/etc/ckptfs/etcd/client.key"'),
+    Setting("etcd_insecure", "etcd_insecure", parse_bool, False,
+        "Speak to etcd without TLS. Whoever is on the network can then change every file's name, owner and mode."),
 )  # fmt: skip
 SETTINGS_BY_NAME = {setting.name: setting for setting in SETTINGS}
 CLUSTER_SETTINGS = SETTINGS[SETTINGS.index(SETTINGS_BY_NAME["cluster"]) + 1 :]

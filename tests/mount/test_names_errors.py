@@ -1,8 +1,10 @@
 """Names through a real mount: the errnos of ext4, the longest names and paths, names that are no text (P2, F4)."""
 
 import os
+import shutil
 import socket
 import stat
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -144,6 +146,19 @@ def test_fifos_sockets_and_devices(near: Path) -> None:
         writer.write(b"through")
         assert os.read(reader, 100) == b"through"
     os.close(reader)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="NOT ROOT: cannot make set-id files of root")
+def test_set_id_programs_and_devices_are_shown_and_not_honoured(here: Path) -> None:
+    """Another node may have made them: the mount is nosuid and nodev by default."""
+    program, device = here / "id", here / "null"
+    shutil.copy("/usr/bin/id", program)
+    program.chmod(0o4755)
+    os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    assert stat.S_IMODE(program.stat().st_mode) == 0o4755 and program.stat().st_uid == 0
+    shown = subprocess.run(["setpriv", "--reuid", "65534", "--clear-groups", program, "-u"], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "65534"
+    assert refusal(os.open, device, os.O_RDONLY) == "EACCES"
 
 
 def test_a_removed_working_directory_is_empty_and_takes_nothing(here: Path) -> None:

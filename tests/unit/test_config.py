@@ -132,7 +132,9 @@ def test_what_mount_passes_is_accepted(place: Path) -> None:
     options = config.parse_options(passed)
     found = config.load("job", place / "mnt", options | {"state": str(place / "state")})
     assert found.mount_flags == 2 | 4 | 1024
-    assert load(place, nosuid="", suid="").mount_flags == 0
+    assert load(place).mount_flags == 2 | 4, "nosuid, nodev"
+    assert load(place, suid="").mount_flags == 4 and load(place, suid="", dev="").mount_flags == 0
+    assert load(place, suid="", nosuid="").mount_flags == 2 | 4
 
 
 def test_options_keep_escaped_commas() -> None:
@@ -219,7 +221,7 @@ def keys(place: Path) -> Path:
     """A directory with the names of keys."""
     (place / "keys").mkdir()
     for name in ("ca.pem", "node.pem", "node.key"):
-        (place / "keys" / name).touch()
+        (place / "keys" / name).touch(0o600)
     return place / "keys"
 
 
@@ -242,9 +244,9 @@ def test_a_cluster_with_everything(place: Path, keys: Path) -> None:
 
 def test_a_node_is_named_after_its_machine(place: Path, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "host-1")
-    found = load(place, cluster="c", etcd="e:2379", keys=keys)
+    found = load(place, cluster="c", etcd="e:2379", keys=keys, etcd_insecure="")
     assert (found.node, found.failure_domain, found.address, found.rank) == ("host-1", "host-1", "host-1:7420", None)
-    found = load(place, cluster="c", etcd="e:2379", keys=keys, node="n", listen="10.0.0.1:7")
+    found = load(place, cluster="c", etcd="e:2379", keys=keys, etcd_insecure="", node="n", listen="10.0.0.1:7")
     assert (found.node, found.failure_domain, found.address) == ("n", "n", "10.0.0.1:7")
     monkeypatch.setattr(socket, "gethostname", lambda: "höst")
     assert "cannot name a node" in refusal(place, cluster="c", etcd="e:2379", keys=keys)
@@ -252,7 +254,7 @@ def test_a_node_is_named_after_its_machine(place: Path, keys: Path, monkeypatch:
 
 def test_servers_may_be_a_list_in_a_file(place: Path) -> None:
     file = place / "job.toml"
-    file.write_text('cluster = "c"\netcd = ["a:1", "b:2"]\nlisten = "127.0.0.1:7420"\ninsecure = true\n')
+    file.write_text('cluster = "c"\netcd = ["a:1", "b:2"]\netcd_insecure = true\nlisten = "127.0.0.1:7420"\ninsecure = true\n')
     assert load(place, config=file, node="n").etcd == ("a:1", "b:2")
     file.write_text('etcd = ["a:1", 2]\n')
     assert "not a value" in refusal(place, config=file)
@@ -297,6 +299,9 @@ TRIED = {"cluster": "c", "etcd": "127.0.0.1:2379", "node": "n", "listen": "127.0
         ({"etcd_cert": "/x"}, "need one another"),
         ({"etcd_cert": "/x", "etcd_key": "/y"}, "without etcd_ca"),
         ({"etcd_ca": "/no/ca.pem"}, "etcd_ca: /no/ca.pem cannot be read"),
+        ({"etcd": "127.0.0.1:2379+e2:2379"}, "etcd at e2:2379 would be spoken to without TLS"),
+        ({"etcd_ca": "/etc/hostname", "etcd_insecure": ""}, "etcd_ca and etcd_insecure exclude one another"),
+        ({"etcd_ca": "/etc/hostname", "etcd_cert": "/etc/hostname", "etcd_key": "/etc/hostname"}, "is open to others"),
     ],
 )
 def test_clusters_that_cannot_be_are_refused(place: Path, changes: dict[str, str | None], words: str) -> None:

@@ -124,7 +124,7 @@ class LabNode:
         pfs = {} if self.plan.pfs is None else {"pfs": str(self.plan.pfs)}
         return {
             **pfs, "state": str(self.state), "nvme": str(self.nvme), "cluster": self.plan.cluster,
-            "etcd": "+".join(f"{ETCD_ADDRESS}:{port}" for port in self.plan.etcd_ports),
+            "etcd": "+".join(f"{ETCD_ADDRESS}:{port}" for port in self.plan.etcd_ports), "etcd_insecure": "true",
             "node": self.name, "rank": str(self.number - 1), "keys": str(self.keys),
             "ram": RAM, "listen": f"{self.address}:{PEER_PORT}", "replication_factor": str(self.plan.factor), **self.plan.options,
         }  # fmt: skip
