@@ -273,6 +273,9 @@ PROBE_KEPT_S = 2.0
 # Published figures: how soon after a change they are published, and how often while they go on changing.
 FIGURES_INTERVAL_S = 5.0
 FIGURES_INTERVAL_S_MAX = 60.0
+# Answers of the store to questions that any user of the machine may ask are used again for so long.
+CLUSTER_FIGURES_FRESH_S = 2.0
+COPIES_FRESH_S = 1.0
 
 # --- cluster membership ----------------------------------------------------------------------------------------------
 NODE_LEASE_S = 10

@@ -58,6 +58,25 @@ def test_who_lives_and_where_copies_go(node: Node, store: MemoryStore) -> None:
     assert "2 of 3 nodes" in text
 
 
+def test_users_who_ask_in_a_loop_do_not_make_the_store_work(node: Node, store: MemoryStore) -> None:
+    """Any user of the machine may ask: for the cluster, with a ping or without, and for the copies of a thousand files at once."""
+    content = node.make(b"file", b"x" * 1000)
+    node.db.run("UPDATE content SET remote = 1 WHERE id = ?", content)
+    inode = node.row(content).inode
+    transport = TransportFigures(list, dict, dict, lambda node: PeerStats(None, None, None))
+    figures = ClusterFigures(node.config, node.db, store, transport)
+
+    def ask() -> int:
+        before = store.etcd.transactions
+        figures.build_cluster()
+        figures.build_probed_cluster()
+        figures.refresh_copies([inode])
+        return store.etcd.transactions - before
+
+    assert ask() > 2
+    assert sum(ask() for _ in range(20)) <= 4, "within seconds the answers are used again"
+
+
 def test_figures_are_those_of_the_catalog(node: Node, store: MemoryStore) -> None:
     """N4: what still waits for its copies."""
     content = node.make(b"file", b"x" * 1000)

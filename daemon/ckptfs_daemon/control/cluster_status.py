@@ -167,6 +167,11 @@ class ClusterFigures:
         self._probe = None if transport is None else NodeProbe(transport.ping)
         self._progress = CachedFigure(lambda: count_progress(db))
         self._short = CachedFigure(lambda: peer_copies.count_short(db))
+        # Any user of the machine may ask, in a loop: the store is asked for it seldom, and by one thread at a time.
+        self._stored = CachedFigure(self._load_stored, limits.CLUSTER_FIGURES_FRESH_S)
+        self._probed = CachedFigure(self._build_probed_cluster, limits.CLUSTER_FIGURES_FRESH_S)
+        self._refresh_lock = threading.Lock()
+        self._refreshed_s: dict[int, float] = {}
 
     def get_rejections(self) -> dict[str, dict[str, int]]:
         """Return {node: {reason: count}} of rejected calls."""
@@ -195,9 +200,13 @@ class ClusterFigures:
         """Read from the store who holds contents that other nodes wrote, which nobody announces to this one."""
         own_number = identity.get_node_number(self._db)
         contents = [number for inode in inodes if (number := peer_copies.find_remote_content(self._db, inode)) is not None]
-        with contextlib.suppress(CkptfsError):
+        with contextlib.suppress(CkptfsError), self._refresh_lock:
+            now_s = time.monotonic()
+            self._refreshed_s = {number: at_s for number, at_s in self._refreshed_s.items() if now_s < at_s + limits.COPIES_FRESH_S}
+            contents = [number for number in contents if number not in self._refreshed_s]
             for start in range(0, len(contents), locations.LOAD_CONTENTS_MAX):
                 locations.refresh(self._db, self._store, contents[start : start + locations.LOAD_CONTENTS_MAX], own_number)
+            self._refreshed_s |= dict.fromkeys(contents, now_s)
 
     def find_missing_domains(self) -> str:
         """Say why no file can reach the level clique now. Returns "" if enough failure domains have a live node."""
@@ -207,7 +216,10 @@ class ClusterFigures:
         return f"the level clique needs live nodes in {domains.required} failure domains, and there are some in {domains.alive}"
 
     def build_probed_cluster(self) -> pb.Cluster:
-        """Build the cluster, and ping its live nodes."""
+        """Build the cluster, and ping its live nodes. The answer is shared by those who ask at the same time."""
+        return self._probed.get()
+
+    def _build_probed_cluster(self) -> pb.Cluster:
         answer = self.build_cluster()
         if self._keys is not None:
             answer.keys = str(self._config.keys)
@@ -226,7 +238,7 @@ class ClusterFigures:
     def _list_nodes_or_cached(self) -> list[Node]:
         """Return every node's record, or the last known ones if the store does not answer."""
         try:
-            return self._list_nodes()
+            return self._stored.get()[0]
         except CkptfsError:
             return self._list_cached_nodes()
 
@@ -241,8 +253,7 @@ class ClusterFigures:
             replication_factor=config.replication_factor, island=key_state.get_disconnected_ns(self._db) != 0,
         )  # fmt: skip
         try:
-            nodes = self._list_nodes()
-            figures = dict(self._scan(FIGURES_PREFIX))
+            nodes, figures = self._stored.get()
         except CkptfsError:
             answer.island = True
             nodes, figures = self._list_cached_nodes(), {}
@@ -257,8 +268,10 @@ class ClusterFigures:
         )
         return answer
 
-    def _list_nodes(self) -> list[Node]:
-        return [node for _, value in self._scan(membership.NODES_PREFIX) if (node := membership.decode_node(value)) is not None]
+    def _load_stored(self) -> tuple[list[Node], dict[bytes, bytes]]:
+        """Return the records of all live nodes, and their figures."""
+        nodes = [node for _, value in self._scan(membership.NODES_PREFIX) if (node := membership.decode_node(value)) is not None]
+        return nodes, dict(self._scan(FIGURES_PREFIX))
 
     def _scan(self, prefix: bytes) -> list[tuple[bytes, bytes]]:
         return [(item.key, item.value) for _, item in iter_range(self._store, prefix, prefix_end(prefix))]

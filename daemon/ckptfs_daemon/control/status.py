@@ -32,20 +32,22 @@ ROLES = ("supervisor", "mount", "mover", "spare")
 
 
 class CachedFigure(Generic[Value]):
-    """A figure that is computed again only when it is old compared with its cost. Thread-safe."""
+    """A figure that is computed again only when it is old compared with its cost, and by one thread at a time. Thread-safe."""
 
-    def __init__(self, ask: Callable[[], Value]) -> None:
+    def __init__(self, ask: Callable[[], Value], fresh_s: float = 0.0) -> None:
+        """`fresh_s`: it is not computed again before this age, whoever asks."""
         self._ask = ask
+        self._fresh_s = fresh_s
         self._lock = threading.Lock()
         self._value: tuple[Value, float] | None = None
 
     def get(self) -> Value:
-        """Return the figure, at most `CACHE_RATIO` times as old as its computation took."""
+        """Return the figure, at most `CACHE_RATIO` times as old as its computation took, or `fresh_s`."""
         with self._lock:
             begun = time.monotonic()
             if self._value is None or begun > self._value[1]:
                 value = self._ask()
-                self._value = (value, time.monotonic() + CACHE_RATIO * (time.monotonic() - begun))
+                self._value = (value, time.monotonic() + max(self._fresh_s, CACHE_RATIO * (time.monotonic() - begun)))
             return self._value[0]
 
 
