@@ -120,6 +120,6 @@ def merge_content(ours: Value, theirs: Value) -> Value:
 
 
 def is_written_by_both(*values: Value | None) -> bool:
-    """Whether both nodes wrote a file: base, ours, theirs. Whenever one is written these two change."""
+    """Whether both nodes wrote a file: base, ours, theirs. Each write changes these two, and a node writes no other one's content."""
     base, ours, theirs = (value and (value.get("content"), value.get("generation")) for value in values)
-    return bool(base and ours and theirs) and base not in (ours, theirs)
+    return bool(base and ours and theirs and ours[0] != theirs[0]) and base not in (ours, theirs)

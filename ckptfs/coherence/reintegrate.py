@@ -9,7 +9,7 @@ Its applications saw success, so nothing that they wrote is lost. `ownership` bo
 - What this node removed, and others wrote or replaced, stays.
 - A directory that others moved, replaced or filled is theirs: what this node did to its name is undone.
 
-Crash safety: everything is one change of the catalog. A second file that was linked for a content has no row then and is swept.
+Crash safety: everything is one change of the catalog.
 """
 
 import stat
@@ -43,14 +43,9 @@ from ckptfs.model import ROOT
 
 
 def list_needed_keys(db: Database, store_values: Mapping[SharedKey, StoreValue]) -> list[SharedKey]:
-    """What else must be read before a refusal is settled: what the names lead to that others made, and who wrote what is known here."""
-    made = [
-        key
-        for key in read.list_missing_keys(db, {key: one for key, one in store_values.items() if key.kind == NAME})
-        if key.kind != CONTENT
-    ]
-    held = {SharedKey(CONTENT, (one.value.fields or {}).get("content") or 0) for key, one in store_values.items() if key.kind == INODE}
-    return made + [key for key in sorted(held) if key not in store_values and key_state.get_cached(db, key).revision]
+    """What else must be read before a refusal is settled: what the names lead to that others made."""
+    names = {key: one for key, one in store_values.items() if key.kind == NAME}
+    return [key for key in read.list_missing_keys(db, names) if key.kind != CONTENT]
 
 
 class ReintegrationResolver(ConflictResolver):
@@ -59,15 +54,12 @@ class ReintegrationResolver(ConflictResolver):
     def __init__(
         self, db: Database, transaction: StoreTransaction, store_values: dict[SharedKey, StoreValue], read_revision: int,
         recent_deletes: RecentDeletes, *,
-        more: Mapping[SharedKey, StoreValue], label: str, again: Callable[[int, int], bool], is_written: Callable[[int], bool],
+        more: Mapping[SharedKey, StoreValue], label: str, is_written: Callable[[int], bool],
     ) -> None:  # fmt: skip
-        """`more` is what `list_needed_keys` asked for; `label` names this node in names; `again(content, other)` gives its bytes here a
-        second id.
-        """
+        """`more` is what `list_needed_keys` asked for; `label` names this node in names."""
         super().__init__(db, transaction, store_values, read_revision, recent_deletes)
         self._extra_values = more
         self._node_label = label.encode()
-        self._link_content = again
         self._is_written = is_written
         self._conflicting_names: dict[SharedKey, CachedValue] = {}
 
@@ -288,53 +280,31 @@ class ReintegrationResolver(ConflictResolver):
 
     def _merge_key(self, key: SharedKey, now: CachedValue) -> None:
         base, ours, theirs = key_state.get_cached(self._db, key).fields, get_value(self._db, key), now.fields
-        wrote = merge.is_written_by_both(base, ours, theirs) and key.kind == INODE and not self._is_written(key.number)
         if (
-            wrote
-            and base
-            and ours
-            and theirs
-            and not self._is_written_here_only(base, ours, theirs)
+            key.kind == INODE
+            and base and ours and theirs
+            and merge.is_written_by_both(base, ours, theirs)
+            and not self._is_written(key.number)
+            # They show a former state, because they missed what this node wrote.
+            and not (merge.is_showing_previous(theirs) and merge.is_salvaged(theirs, base, ours))
             and self._split_file(key, ours, theirs)
-        ):
+        ):  # fmt: skip
             write_value(self._db, key, theirs)
             key_state.set_cached(self._db, key, now)
         else:
             super()._merge_key(key, now)
 
-    def _is_written_here_only(self, base: Value, ours: Value, theirs: Value) -> bool:
-        """Whether nobody else wrote the file: the others show a former state while they miss this node's, or one that it gave them."""
-        if merge.is_showing_previous(theirs) and merge.is_salvaged(theirs, base, ours):
-            return True
-        key = SharedKey(CONTENT, theirs["content"] or 0)
-        told = self._store_values.get(key) or self._extra_values.get(key)
-        content = None if told is None else told.value.fields
-        return theirs["content"] == ours["content"] and content is not None and content["node"] == identity.get_node_number(self._db)
-
     def _split_file(self, key: SharedKey, ours: Value, theirs: Value) -> bool:
         """Both wrote this file: what was written here becomes a file of its own. False: its bytes are not here."""
-        content = ours["content"]
-        made, kept = identity.allocate_id(self._db, "inode"), content
+        content, made = ours["content"], identity.allocate_id(self._db, "inode")
         if made is None or content is None or not self._has_copy(content):
             return False
-        if content == theirs["content"]:
-            kept = identity.allocate_id(self._db, "content")
-            if kept is None or not self._link_content(content, kept):
-                return False
-            self._db.run(
-                "INSERT INTO content (id, inode, generation, state, size, digest, blocks, change, closed_ns)"
-                " SELECT ?, ?, generation, state, size, digest, blocks, change + 1, closed_ns FROM content WHERE id = ?",
-                kept, made, content,
-            )  # fmt: skip
-            self._db.run("UPDATE copy SET content = ? WHERE content = ?", kept, content)
-            self._db.run("DELETE FROM content WHERE id = ?", content)
-        else:
-            self._db.run("UPDATE content SET inode = ? WHERE id = ?", made, content)
-        write_value(self._db, SharedKey(INODE, made), {**ours, "content": kept})
+        self._db.run("UPDATE content SET inode = ? WHERE id = ?", made, content)
+        write_value(self._db, SharedKey(INODE, made), ours)
         self._inodes_to_recount |= {made, key.number}
-        self._mark_unpublished([SharedKey(INODE, made), SharedKey(CONTENT, kept)])
+        self._mark_unpublished([SharedKey(INODE, made), SharedKey(CONTENT, content)])
         self._name_split_file(key.number, made, later=merge.get_write_order(ours) > merge.get_write_order(theirs))
-        self._append_content_row(made, kept)
+        self._append_content_row(made, content)
         return True
 
     def _name_split_file(self, theirs: int, ours: int, *, later: bool) -> None:

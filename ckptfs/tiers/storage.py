@@ -400,14 +400,6 @@ class Tiers(Mapping[Tier, TierStorage]):
         capacity = self.get_local_capacities()[tier]
         return capacity if taking is None or tier is not Tier.RAM else space.add_free(capacity, taking.size_bytes)
 
-    def link(self, content: int, other: int) -> bool:
-        """Give the files of `content` in RAM and NVMe the name of `other` too. Return False if there is none."""
-        is_linked = False
-        for tier in (Tier.RAM, Tier.NVME):
-            if tier in self:
-                is_linked = self[tier].link(content, other) or is_linked
-        return is_linked
-
     def list_next(self, tier: Tier) -> Iterator[Tier]:
         """Return the tiers below `tier`, in order."""
         order = space.ORDER

@@ -165,7 +165,7 @@ class Node:
         self.touching = touching = DirtyKeyTracker()
         self.db = Database(directory / "catalog.db", journalled=journalled, clustered=True, hooks=touching)
         identity.set_node_number(self.db, number)
-        self.sharing = SharedNamespace(self.db, store, f"n{number}", lambda _: False, lambda _content, _other: True)
+        self.sharing = SharedNamespace(self.db, store, f"n{number}", lambda _: False)
         touching.on_dirty = self.sharing.notify_dirty
 
     def cut(self, off: bool) -> None:

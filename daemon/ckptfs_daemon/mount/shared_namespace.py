@@ -106,15 +106,11 @@ class SharedNamespace:
         store: Store,
         label: str,
         is_open_for_writing: Callable[[int], bool],
-        duplicate_content: Callable[[int, int], bool],
     ) -> None:
-        """`label` marks this node in names of conflict copies. `duplicate_content(content, other)` gives the bytes of a content a second
-        id, and returns whether it could.
-        """
+        """`label` marks this node in names of conflict copies."""
         self.db = db
         self.number = identity.get_node_number(db)
         self._label = label
-        self._duplicate_content = duplicate_content
         self._is_open_for_writing = is_open_for_writing
         self.counts = {"reads": 0, "commits": 0, "conflicts": 0}
         self.disconnected_ns = key_state.get_disconnected_ns(db)
@@ -427,13 +423,7 @@ class SharedNamespace:
         """Return the resolver for changes that applications made while disconnected, after reading what it needs."""
         reader = cluster_recovery.ReintegrationReader(self.db, self._store)
         more = await reader.load_missing(transaction, reply)
-        return functools.partial(
-            reintegrate.ReintegrationResolver,
-            more=more,
-            label=self._label,
-            again=self._duplicate_content,
-            is_written=self._is_open_for_writing,
-        )
+        return functools.partial(reintegrate.ReintegrationResolver, more=more, label=self._label, is_written=self._is_open_for_writing)
 
     def _record_result(self, result: CommitResult) -> None:
         if result.reverted_names:
