@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import trio
 from ckptfs_daemon.fuse.request import Request
+from ckptfs_daemon.mount.open_acts import link_successor
 from ckptfs_daemon.mount.open_attempt import OpenAttempt
 from ckptfs_daemon.mount.open_file_table import OpenFileTable
 from ckptfs_daemon.mount.open_request import OpenRequest
@@ -137,6 +138,20 @@ def test_a_content_that_another_node_has_never_changes(tmp_path: Path, truncates
         return
     assert opener.node.files(Tier.RAM) == {shown} and opener.node.copies(opener.content) == {}
     assert opener.node.path(shown).stat().st_ino == before and opener.node.data(shown) == (b"" if truncates else b"sealed")
+
+
+def test_a_pfs_without_hard_links_lends_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Node(tmp_path).tiers[Tier.PFS]
+    os.close(storage.create(5))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, "no hard links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    link_successor(storage, 5, 6)
+    assert storage.exists(6) and not storage.exists(5)
+    with pytest.raises(FileNotFoundError):
+        link_successor(storage, 5, 7)
 
 
 def test_two_writers_begin_one_successor(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Crash safety: see `open_attempt`.
 """
 
 import contextlib
+import errno
 import os
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.open_file import run_on_pfs
+
+_NO_LINKS_ERRNOS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 class PfsFacts(NamedTuple):
@@ -52,7 +55,7 @@ async def begin_successor(context: MountContext, inode: int, content: int, stora
         successor = contents.insert_reserved_content(db, storage.tier)
     is_begun = False
     try:
-        await run(lambda: _link_successor(storage, content, successor))
+        await run(lambda: link_successor(storage, content, successor))
         with context.open_files.change() as db:
             is_begun = contents.record_successor(db, inode, content, successor)
             if is_begun:
@@ -71,10 +74,20 @@ async def begin_successor(context: MountContext, inode: int, content: int, stora
     return successor
 
 
-def _link_successor(storage: TierStorage, content: int, successor: int) -> None:
-    """Give the file of `content` the name of `successor` as well. Raises FileNotFoundError."""
+def link_successor(storage: TierStorage, content: int, successor: int) -> None:
+    """Give the file of `content` the name of `successor` as well. Raises FileNotFoundError.
+
+    On a PFS without hard links it loses its old name: if we die then, the content is still on other nodes.
+    """
     storage.remove(successor)
-    if not storage.link(content, successor):
+    try:
+        is_linked = storage.link(content, successor)
+    except OSError as failure:
+        if storage.tier is not Tier.PFS or failure.errno not in _NO_LINKS_ERRNOS:
+            raise
+        storage.rename(content, successor)
+        is_linked = True
+    if not is_linked:
         raise FileNotFoundError(content)
     if storage.tier is not Tier.RAM:
         storage.fsync_directory()
