@@ -62,6 +62,8 @@ def test_what_was_appended_dies_with_its_writer_and_nothing_else(lab: ClusterUnd
         file.flush()
         if closed:
             file.close()
+        else:
+            assert shows(paths[2], data, before.st_mtime_ns), "others read what was closed last"
         assert level(paths[0]) == "local"
         lab[0].wipe(nvme=True)
     lab[1].mend()
