@@ -1,5 +1,8 @@
 """One end of a bulk connection: TLS of the standard library, over which blocks travel.
 
+TLS works on memory here, and the socket is read and written in pieces of many TLS records: `SSLSocket` needs two system calls for each
+record of 16 KiB, which made a receiver a quarter slower (0.92 against 0.70 s of processor time for each GiB).
+
 Both sides know the length of the next message, so none is sent. A connection ends if nothing moves for `limits.PEER_STALL_S`, or if a
 message takes longer than `limits.PEER_PIECE_S`. TLS notices changed, omitted, repeated and moved bytes; the end of a stream of blocks is a
 message, so a connection that is cut off is noticed, too.
@@ -10,12 +13,13 @@ import socket
 import ssl
 import time
 from contextlib import suppress
+from typing import Any
 
 from ckptfs import limits
 from ckptfs.peers.messages import Rejection, RejectReason
 
-SEND_BYTES = 256 * limits.KIB
-"""What one call of TLS encrypts and sends; a timeout applies to each call."""
+PIECE_BYTES = 256 * limits.KIB
+"""What is sent, or received at most, at once."""
 
 
 class ConnectionEnded(Exception):
@@ -23,31 +27,63 @@ class ConnectionEnded(Exception):
 
 
 class BulkConnection:
-    """One end, after the handshake. One thread sends and receives; `shutdown` may come from another."""
+    """One end. One thread sends and receives; `shutdown` may come from another."""
 
-    def __init__(self, connected: ssl.SSLSocket) -> None:
-        connected.settimeout(limits.PEER_STALL_S)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(self, connected: socket.socket, context: ssl.SSLContext, server_name: str | None = None) -> None:
+        """`server_name`: the name that the certificate of the server must have; None for the server itself."""
         self._socket = connected
+        self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._received, self._to_send, server_side=server_name is None, server_hostname=server_name)
+        self._buffer = memoryview(bytearray(PIECE_BYTES))
+
+    def do_handshake(self) -> bytes:
+        """Return the certificate of the other side (DER). Raises ConnectionEnded, also after `limits.PEER_HANDSHAKE_S`."""
+        deadline = time.monotonic() + limits.PEER_HANDSHAKE_S
+        try:
+            while True:
+                self._socket.settimeout(max(0.01, deadline - time.monotonic()))
+                try:
+                    self._tls.do_handshake()
+                    break
+                except ssl.SSLWantReadError:
+                    self._flush()
+                    self._receive()
+                finally:
+                    self._flush()
+            self._socket.settimeout(limits.PEER_STALL_S)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError as failure:
+            raise ConnectionEnded(f"no TLS handshake: {failure}") from failure
+        return self._tls.getpeercert(binary_form=True) or b""
 
     def send(self, message: bytes | memoryview) -> None:
         """Send a message. Raises ConnectionEnded, Rejection (stalled)."""
         left, deadline = memoryview(message), time.monotonic() + limits.PEER_PIECE_S
-        while left:
-            left = left[self._transfer(deadline, self._socket.send, left[:SEND_BYTES]) :]
+        try:
+            while left:
+                left = left[self._tls.write(left[:PIECE_BYTES]) :]
+                self._flush()
+                _check_deadline(deadline)
+        except OSError as failure:
+            raise _translate(failure) from failure
 
     def receive_into(self, buffer: memoryview) -> None:
         """Receive a message that is exactly as long as `buffer`. Raises ConnectionEnded, Rejection (stalled)."""
-        left, deadline = buffer, time.monotonic() + limits.PEER_PIECE_S
-        while left:
-            count = self._transfer(deadline, self._socket.recv_into, left)
-            if not count:
-                raise ConnectionEnded("the connection was closed")
-            left = left[count:]
+        filled, size, deadline = 0, len(buffer), time.monotonic() + limits.PEER_PIECE_S
+        try:
+            while filled < size:
+                try:
+                    count: Any = self._tls.read(size - filled, buffer[filled:])
+                    filled += count
+                except ssl.SSLWantReadError:
+                    self._receive()
+                    _check_deadline(deadline)
+        except OSError as failure:
+            raise _translate(failure) from failure
 
     def has_input(self, timeout_s: float = 0.0) -> bool:
         """Return whether something (or the end) has arrived, now or within `timeout_s`."""
-        if self._socket.pending():
+        if self._received.pending or self._tls.pending():
             return True
         poll = select.poll()
         poll.register(self._socket.fileno(), select.POLLIN)
@@ -55,33 +91,38 @@ class BulkConnection:
 
     def shutdown(self) -> None:
         """End it for both sides; wakes the thread that uses it."""
-        shut_down(self._socket)
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def linger(self) -> None:
         """Send no more, and discard for a moment what still comes: else the last message may be lost on the way."""
         with suppress(OSError):
-            socket.socket.shutdown(self._socket, socket.SHUT_WR)
-            deadline, scratch = time.monotonic() + limits.PEER_SWEEP_S, bytearray(SEND_BYTES)
-            while time.monotonic() < deadline and self.has_input(limits.PEER_SWEEP_S) and socket.socket.recv_into(self._socket, scratch):
+            self._socket.shutdown(socket.SHUT_WR)
+            deadline = time.monotonic() + limits.PEER_SWEEP_S
+            self._socket.settimeout(limits.PEER_SWEEP_S)
+            while time.monotonic() < deadline and self._socket.recv_into(self._buffer):
                 pass
 
     def close(self) -> None:
         self._socket.close()
 
-    @staticmethod
-    def _transfer(deadline: float, call, piece: memoryview) -> int:  # type: ignore[no-untyped-def]
-        try:
-            count: int = call(piece)
-        except TimeoutError:
-            raise Rejection(RejectReason.STALLED, f"nothing moved for {limits.PEER_STALL_S:g} s") from None
-        except OSError as failure:
-            raise ConnectionEnded(str(failure)) from failure
-        if time.monotonic() > deadline:
-            raise Rejection(RejectReason.STALLED, f"a message took longer than {limits.PEER_PIECE_S:g} s")
-        return count
+    def _flush(self) -> None:
+        if self._to_send.pending:
+            self._socket.sendall(self._to_send.read())
+
+    def _receive(self) -> None:
+        count = self._socket.recv_into(self._buffer)
+        if not count:
+            raise ConnectionEnded("the connection was closed")
+        self._received.write(self._buffer[:count])
 
 
-def shut_down(connected: ssl.SSLSocket) -> None:
-    """End the connection below TLS. `SSLSocket.shutdown` would let another thread that sends go on without encryption."""
-    with suppress(OSError):
-        socket.socket.shutdown(connected, socket.SHUT_RDWR)
+def _check_deadline(deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise Rejection(RejectReason.STALLED, f"a message took longer than {limits.PEER_PIECE_S:g} s")
+
+
+def _translate(failure: OSError) -> Exception:
+    if isinstance(failure, TimeoutError):
+        return Rejection(RejectReason.STALLED, f"nothing moved for {limits.PEER_STALL_S:g} s")
+    return ConnectionEnded(str(failure))

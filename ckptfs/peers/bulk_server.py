@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from ckptfs import limits
 from ckptfs.clique.certificates import Identity
 from ckptfs.errors import CkptfsError
-from ckptfs.peers.bulk_connection import BulkConnection, ConnectionEnded, shut_down
+from ckptfs.peers.bulk_connection import BulkConnection, ConnectionEnded
 from ckptfs.peers.messages import (
     COMMAND,
     BlockReceiver,
@@ -63,8 +63,8 @@ class BulkServer:
         self._tls_context = build_tls_context(identity, server=True)
         self._socket = _create_listener(host, port)
         self.port: int = self._socket.getsockname()[1]
-        self._in_handshake: dict[ssl.SSLSocket, None] = {}
-        self._connections: dict[ssl.SSLSocket, _PeerConnection] = {}
+        self._in_handshake: dict[BulkConnection, None] = {}
+        self._connections: dict[BulkConnection, _PeerConnection] = {}
         self._lock = threading.Lock()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run_accept_loop, name="peer accept", daemon=True)
@@ -77,8 +77,8 @@ class BulkServer:
     def close_peer(self, peer: str) -> None:
         """End the connections of one peer, and those that may turn out to be its own."""
         with self._lock:
-            for connected in (*self._in_handshake, *(one for one, whose in self._connections.items() if whose.peer == peer)):
-                shut_down(connected)
+            for connection in (*self._in_handshake, *(one for one, whose in self._connections.items() if whose.peer == peer)):
+                connection.shutdown()
 
     def stop(self) -> None:
         """End all connections."""
@@ -88,37 +88,33 @@ class BulkServer:
         self._socket.close()
         self._thread.join(limits.PEER_HANDSHAKE_S)
         with self._lock:
-            for connected in (*self._in_handshake, *self._connections):
-                shut_down(connected)
+            for connection in (*self._in_handshake, *self._connections):
+                connection.shutdown()
 
     def _run_accept_loop(self) -> None:
         while not self._is_stopping:
             try:
-                accepted, _ = self._socket.accept()
+                connected, _ = self._socket.accept()
             except OSError:
                 if not self._is_stopping:
                     time.sleep(ACCEPT_RETRY_S)  # No descriptors left, most likely.
                 continue
-            try:
-                connected = self._tls_context.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False)
-            except OSError:
-                accepted.close()
-                continue
+            connection = BulkConnection(connected, self._tls_context)
             with self._lock:
                 if len(self._in_handshake) >= limits.PEER_HANDSHAKES_MAX:
-                    shut_down(oldest := next(iter(self._in_handshake)))
+                    oldest = next(iter(self._in_handshake))
+                    oldest.shutdown()
                     del self._in_handshake[oldest]
                     self._rejections.record(UNKNOWN, Rejection(RejectReason.TOO_MANY, "too many handshakes"))
-                self._in_handshake[connected] = None
-            threading.Thread(target=self._serve_connection, args=(connected,), name="peer bulk", daemon=True).start()
+                self._in_handshake[connection] = None
+            threading.Thread(target=self._serve_connection, args=(connection,), name="peer bulk", daemon=True).start()
 
-    def _serve_connection(self, connected: ssl.SSLSocket) -> None:
+    def _serve_connection(self, connection: BulkConnection) -> None:
         peer = UNKNOWN
         try:
-            peer = self._authenticate(connected)
-            connection = BulkConnection(connected)
+            peer = self._authenticate(connection)
             try:
-                self._serve_commands(connection, self._insert_connection(connected, peer))
+                self._serve_commands(connection, self._insert_connection(connection, peer))
             except Rejection as rejection:
                 self._send_rejection(connection, rejection)
                 raise
@@ -130,34 +126,32 @@ class BulkServer:
             log.exception("a bulk connection of %s ended", peer)
         finally:
             with self._lock:
-                self._in_handshake.pop(connected, None)
-                self._connections.pop(connected, None)
-                connected.close()
+                self._in_handshake.pop(connection, None)
+                self._connections.pop(connection, None)
+                connection.close()
 
-    def _authenticate(self, connected: ssl.SSLSocket) -> str:
-        """Return the name of the peer after the handshake. One deadline for all of it: a slow stranger holds nothing for long."""
-        connected.settimeout(limits.PEER_HANDSHAKE_S)
+    def _authenticate(self, connection: BulkConnection) -> str:
+        """Return the name of the peer after the handshake."""
         try:
-            connected.do_handshake()
-            certificate = connected.getpeercert(binary_form=True) or b""
-        except (OSError, ValueError) as failure:
+            certificate = connection.do_handshake()
+        except ConnectionEnded as failure:
             with self._lock:
-                if connected not in self._in_handshake:
-                    raise ConnectionEnded from failure  # It had to make room, or this server ends.
-            raise Rejection(RejectReason.STRANGER, f"no TLS handshake: {failure}") from failure
+                if connection not in self._in_handshake:
+                    raise  # It had to make room, or this server ends.
+            raise Rejection(RejectReason.STRANGER, str(failure)) from failure
         return self._authenticator.authenticate_certificate(ssl.DER_cert_to_PEM_cert(certificate).encode())
 
-    def _insert_connection(self, connected: ssl.SSLSocket, peer: str) -> _PeerConnection:
+    def _insert_connection(self, connection: BulkConnection, peer: str) -> _PeerConnection:
         """Move a connection from its handshake to the places of peers. Raises Rejection if there is none."""
         with self._lock:
-            if connected not in self._in_handshake:
+            if connection not in self._in_handshake:
                 raise ConnectionEnded
             if sum(one.peer == peer for one in self._connections.values()) >= limits.PEER_CONNECTIONS_PER_PEER_MAX:
                 raise Rejection(RejectReason.TOO_MANY, "too many connections of one peer")
             if len(self._connections) >= limits.PEER_CONNECTIONS_MAX:
                 self._evict_idle()
-            del self._in_handshake[connected]
-            entry = self._connections[connected] = _PeerConnection(peer, time.monotonic())
+            del self._in_handshake[connection]
+            entry = self._connections[connection] = _PeerConnection(peer, time.monotonic())
             return entry
 
     def _evict_idle(self) -> None:
@@ -165,7 +159,7 @@ class BulkServer:
         longest = min(idle, key=lambda one: idle[one], default=None)
         if longest is None or time.monotonic() - idle[longest] < EVICTED_IDLE_S:
             raise Rejection(RejectReason.TOO_MANY, "too many connections")
-        shut_down(longest)
+        longest.shutdown()
         del self._connections[longest]
 
     def _serve_commands(self, connection: BulkConnection, entry: _PeerConnection) -> None:

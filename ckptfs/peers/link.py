@@ -278,18 +278,19 @@ class Link:
         """Make a bulk connection; None if there is no bulk port, or if it cannot be reached."""
         if self._bulk_identity is None or time.monotonic() < self._no_bulk_until or not self._bulk_port:
             return None
-        connected: socket.socket | None = None
+        connection = None
         try:
             connected = socket.create_connection((parse_host(self.address), self._bulk_port), limits.PEER_HANDSHAKE_S)
-            context = build_tls_context(self._bulk_identity, server=False)
-            return BulkConnection(context.wrap_socket(connected, server_hostname=self._target_name))
-        except OSError as failure:
+            connection = BulkConnection(connected, build_tls_context(self._bulk_identity, server=False), self._target_name)
+            connection.do_handshake()
+        except (OSError, ConnectionEnded) as failure:
             log.debug("no bulk connection to %s: %s; using gRPC", self.name, failure)
             self._no_bulk_until = time.monotonic() + limits.PEER_SUSPECT_S
             self._bulk_port = None  # It may have another one when it is started again.
-            if connected is not None:
-                connected.close()
+            if connection is not None:
+                connection.close()
             return None
+        return connection
 
     def _take_idle(self) -> BulkConnection | None:
         with self._lock:

@@ -251,8 +251,8 @@ def test_a_stream_that_breaks_goes_on_where_it_was(tmp_path: Path, keyring: Keyr
     def wanted() -> bool:
         if next(asked) == 5:
             assert node.server.bulk is not None
-            for connected in list(node.server.bulk._connections):
-                bulk_server.shut_down(connected)
+            for connection in list(node.server.bulk._connections):
+                connection.shutdown()
         return True
 
     sent = world.send(node, 50, wanted=wanted)
