@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from ckptfs.peers.peer_client import PeerClient  # noqa: E402 - found by the lin
 CLUSTER = "bench"
 CONTENT = 1 << limits.ID_COUNTER_BITS
 """The id shows that node 1 wrote the content; the other node accepts it from no other."""
-WAYS = {"socket": (True, True), "gRPC": (True, False), "gRPC without TLS": (False, False)}
+WAYS = {"TLS": (True, True), "gRPC": (True, False), "gRPC without TLS": (False, False)}
 
 
 # --- the peer: a separate process -------------------------------------------------------------------------------------
@@ -209,26 +209,34 @@ def _in_turns(ours: Callable[[], None], raw: Callable[[], None], number: int) ->
     return timed(ours), theirs
 
 
-def measure(once: Callable[..., tuple[float, float]], *, size: int, rounds: int, way: str = "socket") -> list[tuple[float, float]]:
+def measure(once: Callable[..., tuple[float, float]], *, size: int, rounds: int) -> list[tuple[float, float]]:
     """Return `rounds` pairs of seconds (ours, raw), after one warm-up round."""
-    secure, bulk = WAYS[way]
+    return measure_ways(once, size=size, rounds=rounds, ways=["TLS"])["TLS"]
+
+
+def measure_ways(
+    once: Callable[..., tuple[float, float]], *, size: int, rounds: int, ways: Sequence[str]
+) -> dict[str, list[tuple[float, float]]]:
+    """Return the pairs of each way. The ways take turns in each round, so that they meet the same machine."""
     root = Path(tempfile.mkdtemp(prefix="ckptfs-bench-peers-", dir="/dev/shm"))
     try:
-        keyring = root / "keys" if secure else None
-        if keyring:
-            certificates.init(keyring, CLUSTER)
-            for name in ("node1", "node2"):
-                certificates.issue(keyring, name)
-        peers = PeerClient("node1", CLUSTER, certificates.load(keyring / "node1") if keyring else None, bulk=bulk)
+        keyring = root / "keys"
+        certificates.init(keyring, CLUSTER)
+        for name in ("node1", "node2"):
+            certificates.issue(keyring, name)
+        identity = certificates.load(keyring / "node1")
+        peers = {way: PeerClient("node1", CLUSTER, identity if secure else None, bulk=bulk) for way, (secure, bulk) in WAYS.items()}
         source = Source(root, size)
-        pairs = []
+        pairs: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
         for number in range(rounds + 1):
-            with start_peer(root, keyring) as peer:
-                peers.ping(peer)
-                pairs.append(once(peer, peers, source, root, number))
-        peers.close()
+            for way in ways:
+                with start_peer(root, keyring if WAYS[way][0] else None) as peer:
+                    peers[way].ping(peer)
+                    pairs[way].append(once(peer, peers[way], source, root, number))
+        for one in peers.values():
+            one.close()
         os.close(source.fd)
-        return pairs[1:]
+        return {way: found[1:] for way, found in pairs.items()}
     finally:
         shutil.rmtree(root)
 
@@ -261,9 +269,9 @@ def main() -> None:
         return
     size = int(arguments.gib * limits.GIB) // limits.BLOCK_BYTES * limits.BLOCK_BYTES
     for name, once in MEASURES.items():
-        for way in WAYS:
-            if arguments.only in f"{name} {way}":
-                pairs = measure(once, size=size, rounds=arguments.rounds, way=way)
+        ways = [way for way in WAYS if arguments.only in f"{name} {way}"]
+        if ways:
+            for way, pairs in measure_ways(once, size=size, rounds=arguments.rounds, ways=ways).items():
                 print(f"{name:10} {way:18} time {ratio(pairs):5.2f} of the raw socket's  {detail(pairs, size)}", flush=True)
 
 
