@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 import trio
 from memory_store import MemoryEtcd
-from shared_catalogs import Node, Slow, replayed, running, settled, stored, stored_tree
+from shared_catalogs import Node, Slow, replayed, running, settled, start_on, stored, stored_tree
 
 from ckptfs.catalog import namespace
 from ckptfs.coherence.keys import SharedKey, Value
 from ckptfs.model import Inode
 
 NODES = 3
+CLOCKS_OFF_S = (0.0, 3600.0, -86_400.0)
 WORKERS = 2
 BAD = (210, 253, 272, 324, 363, 410, 455, 504, 711)
 """These found something once."""
@@ -91,18 +92,22 @@ class World:
                     node.cut(node.store.reachable)
 
 
-def simulate(directory: Path, seed: int, steps: int, islands: float, late: float = 0.0) -> tuple[dict[SharedKey, Value], int]:
+def simulate(
+    directory: Path, seed: int, steps: int, islands: float, late: float = 0.0, skewed: bool = False
+) -> tuple[dict[SharedKey, Value], int]:
     """What the store has in the end, and its revision."""
     etcd, world = MemoryEtcd(), World(seed, islands)
 
     async def main() -> None:
         stores = [Slow(etcd, random.Random(seed + number), loss=0.02, late=late) for number in range(NODES)]
         nodes = [Node(directory / str(number), number + 1, store) for number, store in enumerate(stores)]
+        for node, off_s in zip(nodes, CLOCKS_OFF_S, strict=True) if skewed else ():
+            node.clock_off_s = off_s
 
         async def act() -> None:
             async with trio.open_nursery() as nursery:
                 for node in nodes * WORKERS:
-                    nursery.start_soon(world.work, node, steps)
+                    start_on(nursery, node, world.work, node, steps)
             for node in nodes:
                 node.cut(False)
                 node.store.late = 0.0
@@ -132,7 +137,8 @@ def test_with_islands(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(200, 210))
 def test_with_late_commits(tmp_path: Path, seed: int) -> None:
-    simulate(tmp_path, seed, steps=60, islands=0.02, late=0.03)
+    """Half of the seeds have clocks that are an hour and a day off."""
+    simulate(tmp_path, seed, steps=60, islands=0.02, late=0.03, skewed=seed % 2 == 1)
 
 
 def test_nodes_that_make_directories_in_one_do_not_contend(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import stat
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +39,8 @@ Tree = dict[bytes, tuple[int, int, int, int]]
 """Path -> (inode, type and mode, links, size)."""
 Act = Callable[..., Awaitable[None]]
 EPOCH_NS = 10**18
+CLOCK_OFF_NS: ContextVar[int] = ContextVar("clock_off_ns", default=0)
+"""How far the clock is off of the node to which a task belongs."""
 
 
 def in_virtual_time(act: Callable[[], Awaitable[None]]) -> None:
@@ -90,8 +93,11 @@ def replayed(seed: int, act: Callable[[], Awaitable[T]], limit_s: float = 150.0)
     ticks = itertools.count()
 
     async def main() -> T:
-        with trio.fail_after(limit_s), mock.patch("time.time_ns", lambda: EPOCH_NS + int(trio.current_time() * 10**9) + next(ticks)):
+        with trio.fail_after(limit_s), mock.patch("time.time_ns", read_clock):
             return await act()
+
+    def read_clock() -> int:
+        return EPOCH_NS + int(trio.current_time() * 10**9) + next(ticks) + CLOCK_OFF_NS.get()
 
     return run_seeded(seed, main, clock=trio.testing.MockClock(autojump_threshold=0))
 
@@ -157,6 +163,8 @@ class Slow(MemoryStore):
 
 class Node:
     """One node: its catalog and its side of the shared tree."""
+
+    clock_off_s = 0.0
 
     def __init__(self, directory: Path, number: int, store: MemoryStore, *, journalled: bool = False) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -321,11 +329,18 @@ def stored_tree(etcd: MemoryEtcd) -> Tree:
     return found
 
 
+def start_on(nursery: trio.Nursery, node: Node, act: Callable[..., Awaitable[None]], *arguments: object) -> None:
+    """Start a task that has the clock of a node."""
+    before = CLOCK_OFF_NS.set(int(node.clock_off_s * 1e9))
+    nursery.start_soon(act, *arguments)
+    CLOCK_OFF_NS.reset(before)
+
+
 async def running(nodes: Sequence[Node], act: Callable[[], Awaitable[T]]) -> T:
     """Do `act` while the nodes tell what they change."""
     async with trio.open_nursery() as nursery:
         for node in nodes:
-            nursery.start_soon(node.sharing.run)
+            start_on(nursery, node, node.sharing.run)
         result = await act()
         nursery.cancel_scope.cancel()
     return result
