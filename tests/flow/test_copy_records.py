@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from clique_world import LocalCluster, Node, bring, cluster_of, level, make_cluster, replicate, replicated
 from local_node import run_until_idle
-from memory_store import MemoryEtcd, MemoryStore
+from memory_store import MemoryStore
 from salvage_world import NEW, OLD, file_of, make_replicated, overwrite, publish, send
 
 from ckptfs import limits
@@ -99,12 +99,9 @@ def tell(node: Node, *, begin: bool = False) -> None:
 
 
 class LateStore(MemoryStore):
-    """A way to the store that loses the next commits; `land` applies them."""
+    """A way to the store on which the next commits fail, and are applied when the test says so."""
 
-    def __init__(self, etcd: MemoryEtcd) -> None:
-        super().__init__(etcd)
-        self.losing = 0
-        self._late: list[tuple[Sequence[Compare], Sequence[Operation]]] = []
+    losing = 0
 
     def commit(
         self, compares: Sequence[Compare], changes: Sequence[Operation], otherwise: Sequence[Get] = (), *, timeout_s: float = 3.0
@@ -112,11 +109,8 @@ class LateStore(MemoryStore):
         if not self.losing:
             return super().commit(compares, changes, otherwise, timeout_s=timeout_s)
         self.losing -= 1
-        self._late.append((compares, changes))
+        self.etcd.postpone(10**6, compares, changes)
         raise StoreUnreachable("no answer in time")
-
-    def land(self) -> list[bool]:
-        return [super(LateStore, self).commit(compares, changes).succeeded for compares, changes in self._late]
 
 
 @pytest.mark.parametrize("was_present", [True, False])
@@ -135,7 +129,7 @@ def test_a_late_word_changes_nothing(tmp_path: Path, was_present: bool) -> None:
     remote_contents.mark_unannounced(two.db, content)
     flow.step()
     assert hear(one, content) == ([1] if was_present else [1, 2])
-    late.land()
+    cluster.etcd.apply_late(all_of_them=True)
     assert hear(one, content) == ([1] if was_present else [1, 2])
 
 
@@ -148,7 +142,8 @@ def test_what_landed_late_before_the_next_word_is_corrected_by_it(tmp_path: Path
     late.losing = 1
     with pytest.raises(StoreUnreachable):
         records.announce([(two.row(content), True)])
-    assert late.land() == [True] and hear(one, content) == [1, 2]
+    cluster.etcd.apply_late(all_of_them=True)
+    assert hear(one, content) == [1, 2]
     records.announce([(two.row(content), False)])
     assert hear(one, content) == [1]
 

@@ -17,6 +17,7 @@ import contextlib
 import errno
 import logging
 import os
+import random
 import time
 from collections.abc import Iterator
 
@@ -63,6 +64,7 @@ PLANS_MAX = 8
 WAITING_POLL_S = 0.25
 # In a cluster write-back mostly waits for rows that are being published to the store.
 PUBLISHED_POLL_S = 0.05
+PUBLISHED_POLL_S_MAX = 1.0
 # An open file that took t seconds to copy after an fsync is not copied again for PAUSE_RATIO times t.
 PAUSE_RATIO = 4.0
 PROGRESS_EVERY_S = 0.25
@@ -88,6 +90,7 @@ class WriteBack:
         self._poll_s = WAITING_POLL_S if self._coordination is None else PUBLISHED_POLL_S
         self._fence: int | None = None
         self._is_waiting = False
+        self._waits = 0
         self._has_checked = False
         self._has_retried_walk = False
         self._missing_directory: DirectoryPath | None = None
@@ -111,6 +114,7 @@ class WriteBack:
         if self._tree is None:
             return False
         tree = self._tree
+        self._waits = self._waits + 1 if self._is_waiting else 0
         try:
             more = self._write_batch(tree)
             self._has_retried_walk, self._missing_directory, self._gone_directory = False, None, None
@@ -144,11 +148,17 @@ class WriteBack:
         """Return the seconds until a waiting content or a deferred file is due; None if there is none."""
         waits = [
             self._pacing.next_due_s() if self._pacing.deferred else None,
-            self._poll_s if self._is_waiting else None,
+            self._build_poll_s() if self._is_waiting else None,
             self._deferred.next_due_s(),
             None if self._coordination is None else self._coordination.next_due_s(),
         ]
         return min((wait for wait in waits if wait is not None), default=None)
+
+    def _build_poll_s(self) -> float:
+        """Return the next pause of a wait: longer each time in a cluster, where each look asks the store."""
+        if self._coordination is None:
+            return self._poll_s
+        return min(self._poll_s * 1.5 ** min(self._waits, 10), PUBLISHED_POLL_S_MAX) * random.uniform(0.75, 1.25)
 
     def retry_now(self) -> None:
         """Try everything that was deferred in the next step, for `ckptfs drain`."""
