@@ -50,6 +50,7 @@ from ckptfs.flow.seal import Seal
 from ckptfs.flow.take_over import TakeOver
 from ckptfs.flow.write_back import WriteBack
 from ckptfs.model import ROOT, Tier
+from ckptfs.peers.transfer_table import TransferTable
 from ckptfs.tiers.storage import Tiers
 
 FILES = 2
@@ -87,6 +88,7 @@ class SimulatedMover:
         )
         node.member = self.membership.node_lease.node
         node.hold = Host(db, tiers, 0.5, self, self.cluster)
+        node.table = TransferTable(node.hold)
         self._recover = Recover(db, tiers, config, self)
         announce, fetch = AnnounceCopies(db, self.cluster), Fetch(db, tiers, config, self, self.cluster)
         flows: list[tuple[str, Flow]] = [
@@ -137,6 +139,7 @@ class SimulatedNode(Station):
     store: SimulatedStore
     member: Node
     hold: Host
+    table: TransferTable
 
     def __init__(self, cluster: "SimulatedCluster", number: int) -> None:
         name = f"n{number:05}"
@@ -381,16 +384,30 @@ async def _run_phases(cluster: SimulatedCluster, dice: random.Random, checkpoint
     return costs
 
 
+class ErrorsOnly(logging.Handler):
+    """Keeps what is logged as an error: a step that failed unexpectedly would otherwise only look cheap."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(self.format(record))
+
+
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Room for the files of hundreds of catalogs, and no log of what hundreds of nodes do."""
+def _quiet(errors: ErrorsOnly) -> Iterator[None]:
+    """Room for the files of hundreds of catalogs, and no log of what hundreds of nodes do, but for errors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    level = logging.getLogger().manager.disable
+    root = logging.getLogger()
+    level = root.manager.disable
     logging.disable(logging.WARNING)
+    root.addHandler(errors)
     try:
         yield
     finally:
+        root.removeHandler(errors)
         logging.disable(level)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -401,6 +418,7 @@ def run_simulated(
     """Do `act` with a cluster that has no nodes yet."""
 
     found: list[Costs] = []
+    errors = ErrorsOnly()
 
     async def main() -> None:
         random.seed(seed)
@@ -415,9 +433,10 @@ def run_simulated(
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, place, ignore_errors=True)
         stack.callback(lambda: [node.db.close() for node in cluster.nodes.values()])
-        stack.enter_context(_quiet())
+        stack.enter_context(_quiet(errors))
         stack.enter_context(cluster.time.in_force())
         run_seeded(seed, main, clock=trio.testing.MockClock(autojump_threshold=0))
+        found[0].problems += errors.found
         return found[0]
 
 
