@@ -399,6 +399,8 @@ STORE_POLL_S = 5.0
 CACHED_KEYS_MAX = 400_000
 CACHED_KEYS_DROPPED = 2000
 FORGET_INTERVAL_S = 5.0
+# A directory on the PFS with so many names is named in the log: 100,000 names take some 100 MB of etcd's quota, with their history.
+SHARED_NAMES_MAX = 100_000
 # Recently deleted names: an older reply must not restore them.
 RECENT_KEYS_MAX = 10_000
 

@@ -163,6 +163,11 @@ def list_names(db: Database, inode: int) -> list[tuple[int, bytes]]:
     return [(row[0], bytes(row[1])) for row in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)]
 
 
+def count_names(db: Database, directory: int, at_most: int) -> int:
+    """Return how many names the PFS shows in a directory, at most `at_most`."""
+    return int(db.value("SELECT count(*) FROM (SELECT 1 FROM pfs_entry WHERE parent = ? LIMIT ?)", directory, at_most))
+
+
 def is_directory(db: Database, inode: int | None) -> bool:
     return stat.S_ISDIR(int(db.value("SELECT mode FROM inode WHERE id = ?", inode) or 0))
 

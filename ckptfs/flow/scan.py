@@ -67,6 +67,7 @@ class Scan:
         self._next_refresh_s = 0.0
         self._progress_s = 0.0
         self._request_id = 0
+        self._large_directories: set[int] = set()
 
     def prepare(self) -> None:
         """Forget unfinished scans. Call once before the mover is ready; does not access the PFS."""
@@ -206,7 +207,23 @@ class Scan:
         finally:
             os.close(root_fd)
         disk.act("scan:end", scans.record_scan_end, self._db, directory, whole=True)
+        if self._cluster is not None:
+            self._warn_if_large(directory)
         self._wait_published()
+
+    def _warn_if_large(self, directory: int) -> None:
+        """Warn once of a directory that may fill the store: every name there has four keys, so that all nodes agree on its inode."""
+        if (
+            directory in self._large_directories
+            or scans.count_names(self._db, directory, limits.SHARED_NAMES_MAX) < limits.SHARED_NAMES_MAX
+        ):
+            return
+        self._large_directories.add(directory)
+        remedy = "raise etcd's quota, or give pfs= a directory with fewer files"
+        path = os.fsdecode(namespace.get_path(self._db, directory)) or "the top directory"
+        log.warning(
+            "%s: %d names or more: each takes 4 keys in etcd, whose quota may not hold them (%s)", path, limits.SHARED_NAMES_MAX, remedy
+        )
 
     def _is_gone(self, inode: int) -> bool:
         """Return True if the store has no such file. False until all nodes have adopted a new store."""

@@ -10,6 +10,9 @@ import pytest
 import simulated_cluster
 from simulated_cluster import EVENTS, Costs, fit_slope
 
+from ckptfs import limits
+from ckptfs.flow import scan
+
 COUNTS = tuple(map(int, os.environ.get("CKPTFS_SIMULATED_NODES", "3,10,30,90").split(",")))
 GROWTH = 0.25
 """By how much more a checkpoint may cost a node of the largest cluster than one of a small cluster."""
@@ -60,6 +63,18 @@ def test_readers_that_wait_for_another_one_ask_seldom() -> None:
     found = simulated_cluster.measure_readers(6)
     assert found.problems == []
     assert found.phases["readers"].total / 5 / 20 < READER_RATE_MAX
+
+
+def test_a_directory_of_the_pfs_that_may_fill_the_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every name there has keys in the store, opened or not."""
+    monkeypatch.setattr(limits, "SHARED_NAMES_MAX", 3)
+    warned: list[str] = []
+    monkeypatch.setattr(scan.log, "warning", lambda text, *arguments: warned.append(text % arguments))
+    simulated_cluster.measure_readers(2, reading_s=1.0)
+    assert warned == []
+    monkeypatch.setattr(limits, "SHARED_NAMES_MAX", 1)
+    simulated_cluster.measure_readers(2, reading_s=1.0)
+    assert len(warned) == 2 and "the top directory: 1 names or more: each takes 4 keys in etcd" in warned[0]
 
 
 def test_the_same_seed_gives_the_same_figures() -> None:
