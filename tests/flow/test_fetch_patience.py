@@ -142,9 +142,12 @@ def test_a_file_that_lost_its_name_is_not_waited_for_long(tmp_path: Path, monkey
     assert answer(two, want) == (mover_requests.FAILED, errno.ESTALE)
 
 
-@pytest.mark.parametrize("sealed", [True, False])
-def test_a_file_that_is_deleted_after_its_lookup_is_fetched_all_the_same(tmp_path: Path, sealed: bool) -> None:
-    """P7: the store knows nothing of it any more, and its writer keeps the bytes for a while, sealed or not."""
+@pytest.mark.parametrize(("sealed", "known"), [(True, True), (False, True), (False, False)])
+def test_a_file_that_is_deleted_after_its_lookup_is_fetched_all_the_same(tmp_path: Path, sealed: bool, known: bool) -> None:
+    """P7: the store knows nothing of it any more, and its writer keeps the bytes for a while, sealed or not.
+
+    `known`: the reader has learned of its content; it may have been deleted between the reads of the inode and of the content.
+    """
     cluster, one, two = make_cluster(tmp_path, 2)
     content = one.make(b"a", b"hello")
     if sealed:
@@ -152,6 +155,8 @@ def test_a_file_that_is_deleted_after_its_lookup_is_fetched_all_the_same(tmp_pat
     one.publish_shared(content)
     inode = one.inode(content)
     delete_everywhere(cluster, content)
+    if not known:
+        two.db.run("DELETE FROM content WHERE id = ?", content)
     assert bring(two, inode).result == mover_requests.FETCHED
     assert two.data(content) == b"hello"
 

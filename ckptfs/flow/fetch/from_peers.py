@@ -64,12 +64,13 @@ class PeerFetcher:
         shared = self._refresh_locations(state.content_id)
         contents.mark_found(self._db, state.content_id)
         fresh = copies.load_fetch_state(self._db, state.inode)
-        if fresh is None or fresh.has_local_copy or fresh.content is None or not fresh.content.is_remote:
+        if fresh is None or fresh.has_local_copy or not (fresh.content is None or fresh.content.is_remote):
             return fresh
         if shared is not None and shared.state is None:
             progress()
-            self._record_deleted(fresh.content, shared)
-        elif fresh.content.state is ContentState.CLOSED:
+            # Its row is unknown if it was deleted between the reads of the inode and of the content.
+            self._record_deleted(fresh.content or Content(state.content_id, state.inode, 0, ContentState.OPEN, 0, None, None, 0), shared)
+        elif fresh.content is not None and fresh.content.state is ContentState.CLOSED:
             progress()
             self._record_sealed(fresh.content, shared)
         return copies.load_fetch_state(self._db, state.inode)
