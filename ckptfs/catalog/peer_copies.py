@@ -309,12 +309,13 @@ def find_remote_content(db: Database, inode: int) -> int | None:
 
 
 def list_unneeded(db: Database, at_most: int, excluded: Iterable[int] = ()) -> list[PeerCopy]:
-    """Return copies on other nodes, except `excluded`, of contents that are gone here.
+    """Return copies on other nodes, except `excluded`, of contents that are doomed or gone here.
 
     The store has learned that.
     """
     rows = db.rows(
-        "SELECT content, node, generation, digest FROM peer_copy WHERE NOT EXISTS (SELECT 1 FROM content k WHERE k.id = peer_copy.content)"
+        "SELECT content, node, generation, digest FROM peer_copy"
+        " WHERE NOT EXISTS (SELECT 1 FROM content k WHERE k.id = peer_copy.content AND k.state <> 3)"
         " AND node NOT IN (SELECT value FROM json_each(?))"
         " AND NOT EXISTS (SELECT 1 FROM dirty_key t WHERE t.kind = 'c' AND t.number = peer_copy.content) LIMIT ?",
         json.dumps([*excluded]),

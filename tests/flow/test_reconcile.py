@@ -264,7 +264,6 @@ def test_the_writer_passes_a_deletion_on_to_its_holders(tmp_path: Path) -> None:
             pass
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}", f"p/{content:016x}/00000002")
     contents.set_state(three.db, content, ContentState.DOOMED)
-    copies.delete_doomed(three.db, [(content, None)])
     peer_copies.insert_unneeded_copy(three.db, content, 1)
     replicate_of(three).step()
     assert one.hold.reported_unneeded == {content}
