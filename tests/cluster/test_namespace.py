@@ -87,6 +87,27 @@ def test_of_those_who_create_exclusively_one_wins(places: list[Path]) -> None:
 
 
 @on_one_data_path
+def test_of_those_who_create_all_open_the_same_file(places: list[Path]) -> None:
+    """Also if the name comes and goes meanwhile: the kernel asks to create what another node has just created."""
+
+    def open_or_create(place: Path, number: int) -> int:
+        fd = os.open(place / f"log{number}", os.O_CREAT | os.O_RDONLY)
+        try:
+            return os.fstat(fd).st_ino
+        finally:
+            os.close(fd)
+
+    with ThreadPoolExecutor(len(places)) as threads:
+        for number in range(20):
+            assert len(set(threads.map(lambda place, number=number: open_or_create(place, number), places))) == 1  # type: ignore[misc]
+        coming = threads.submit(lambda: [open_or_create(places[0], 0) for _ in range(100)])
+        while not coming.done():
+            (places[1] / "log0").unlink(missing_ok=True)
+            open_or_create(places[2], 0)
+        assert len(coming.result()) == 100
+
+
+@on_one_data_path
 def test_directories_are_made_once(places: list[Path]) -> None:
     def make(place: Path) -> bool:
         with contextlib.suppress(FileExistsError):
