@@ -17,7 +17,7 @@ Make = Callable[..., DaemonUnderTest]
 
 
 @pytest.fixture
-def nvme(tmp_path: Path, data_path: str) -> Iterator[Path]:
+def nvme(tmp_path: Path) -> Iterator[Path]:
     """An XFS of its own on a loop device."""
     need("mkfs.xfs")
     need("xfs_io")
@@ -101,8 +101,8 @@ def test_with_a_pfs_nothing_is_lost(make_daemon: Make, data_path: str, nvme: Pat
     assert (daemon.pfs / "moved").read_bytes() == data + b"!"
 
 
-def test_without_a_pfs_its_files_alone_fail_and_are_back_with_it(make_daemon: Make, data_path: str, nvme: Path, tmp_path: Path) -> None:
-    daemon = make_daemon(data_path, ram="32M", nvme=nvme, pfs=None)
+def test_without_a_pfs_its_files_alone_fail_and_are_back_with_it(make_daemon: Make, nvme: Path, tmp_path: Path) -> None:
+    daemon = make_daemon("auto", ram="32M", nvme=nvme, pfs=None)
     daemon.expect_warning("nvme|disk|only|content|cannot be sealed|removed")
     data = fill(daemon.path / "only-there")
     daemon.settle()
