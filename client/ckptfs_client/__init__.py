@@ -1,1 +1,1 @@
-"""The command `ckptfs`, the helpers of mount(8) and umount(8), and `ckptfs_client.client`: a small library over the control socket."""
+"""The command `ckptfs`, the helpers of mount(8) and umount(8), and the library `ckptfs_client.client`."""

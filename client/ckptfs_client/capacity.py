@@ -66,7 +66,7 @@ class PeerCapacity:
 
 @dataclass(frozen=True, slots=True)
 class FitResult:
-    """The tiers that the checkpoints take (none if they do not fit), and a sentence with a remedy if one is needed."""
+    """The tiers that the checkpoints take (none: they do not fit), and a sentence with a remedy if needed."""
 
     tier_names: tuple[str, ...]
     sentence: str
@@ -118,7 +118,7 @@ def ask(client: "Client") -> tuple["pb.Capacity", "pb.Cluster | None"]:
 
 
 def build_report(found: "pb.Capacity", cluster: "pb.Cluster | None", size_bytes: int | None, kept_count: int) -> CapacityReport:
-    """Build the report of one mount. `size_bytes`: what the ranks of a node write of each checkpoint, if that is to be checked."""
+    """Build the report of one mount. `size_bytes`: what a node writes of each checkpoint, if given."""
     verdict = need = None
     if size_bytes is not None:
         need = CapacityNeed(size_bytes, kept_count, max(0, found.replication_factor - 1))

@@ -1,4 +1,4 @@
-"""A library over the control sockets: `Client(mount)` queries one daemon, and returns the messages of control.proto.
+"""A library over the control sockets: `Client(mount)` queries one daemon; answers as in control.proto.
 
 If the mover restarts, calls wait for it and streams are resumed, so callers notice a pause and no error. Raises the errors of
 `ckptfs_client.errors`.
@@ -72,7 +72,7 @@ class Client:
         return answer
 
     def get_cluster(self, *, probe: bool = False) -> pb.Cluster:
-        """Return all nodes of the mount's cluster; with `probe` the daemon pings them. Raises UsageError without a cluster."""
+        """Return all nodes of the cluster; with `probe` the daemon pings them. Raises UsageError without one."""
         answer: pb.Cluster = self._call(
             self._build_query_stub().GetCluster, pb.ClusterRequest(probe=probe), PROBE_TIMEOUT_S if probe else None
         )
@@ -84,7 +84,7 @@ class Client:
         return answer
 
     def list_records(self, inodes: Iterable[int], *, trees: bool = False) -> list[pb.Record]:
-        """Return the record of each inode, in the same order; with `trees` that of a directory sums up the files below."""
+        """Return the record of each inode, in order; with `trees` that of a directory sums up the files below."""
         numbers = list(inodes)
         found: list[pb.Record] = []
         for start in range(0, len(numbers), limits.CONTROL_LIST_MAX):
@@ -117,7 +117,7 @@ class Client:
         return self._stream_until_done(lambda: self._build_admin_stub().Adopt, pb.AdoptRequest(last=is_last), None)
 
     def get_or_set_log_level(self, level: str = "") -> str:
-        """Set the log level of all processes of the daemon, if given, and return it. Raises NotPermitted, UsageError, NotInTime."""
+        """Set the log level of the daemon, if given; return it. Raises NotPermitted, UsageError, NotInTime."""
         answer: pb.LogLevelReply = self._call(self._build_admin_stub().LogLevel, pb.LogLevelRequest(level=level), self._answer_s)
         return answer.level
 
@@ -149,7 +149,7 @@ class Client:
                     raise self._translate_error(failure, waited=timeout_s is not None) from failure
 
     def _stream_until_done(self, method: Callable[[], Any], request: Any, timeout_s: float | None) -> Iterator[Any]:
-        """Yield the messages of a stream up to the one with `done`. Calls again if a restart of the daemon cut the stream."""
+        """Yield the messages of a stream up to the one with `done`; call again if a restart cut the stream."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         silent_until = time.monotonic() + self._answer_s
         while True:
@@ -216,7 +216,7 @@ def build_unanswered_error(mount: Mount) -> NoMount:
 
 
 def open_client(path: str | os.PathLike[str]) -> tuple[Client, int]:
-    """Return a client of the mount in which `path` lies, and the inode number of `path`. Raises NoMount, CommandFailed."""
+    """Return a client of the mount of `path`, and its inode number. Raises NoMount, CommandFailed."""
     mount = find(Path(path))
     try:
         found = os.lstat(path)

@@ -1,4 +1,4 @@
-"""What `ckptfs doctor` checks: kernel, FUSE, permissions, leases, memory, space, clock, mounts, and their clusters. Changes nothing.
+"""The checks of `ckptfs doctor`: kernel, FUSE, rights, leases, memory, space, clock, mounts, clusters.
 
 A check is a function that yields findings. A check that cannot be made yields a note; the others go on. The checks of a cluster judge what
 the daemon reported, and query nothing.
@@ -102,7 +102,7 @@ def _check_request_timeout() -> Iterator[Finding]:
 
 
 def _read_kernel_setting(name: str, release: str) -> str | None:
-    """Return a build setting of the running kernel: "" if it is off, None if the configuration cannot be read."""
+    """Return a build setting of the running kernel: "" if it is off, None if it cannot be read."""
     for path in (Path("/proc/config.gz"), Path(f"/boot/config-{release}"), Path(f"/lib/modules/{release}/config")):
         with contextlib.suppress(OSError):
             text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()

@@ -1,4 +1,4 @@
-"""The errors of the commands, each with its exit code. `cli.main` prints them as one sentence on stderr."""
+"""The errors of the commands, with their exit codes. `cli.main` prints them as a sentence on stderr."""
 
 EXIT_CODES = {
     0: "done",

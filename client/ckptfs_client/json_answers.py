@@ -1,4 +1,4 @@
-"""The keys of what `--json` prints beside the messages of control.proto, each with its meaning. Types only.
+"""The keys of what `--json` prints beside the messages of control.proto, and their meanings.
 
 The reference (docs/reference.md) lists them from this module, and mypy holds the commands to it.
 """

@@ -18,7 +18,7 @@ DIGEST_XATTR = "user.ckptfs.digest"
 
 
 def list_rows(path: Path, *, itself: bool) -> list[dict[str, Any]]:
-    """Return one row for `path`, or for each entry of a directory, sorted by name. Raises CommandFailed, NoMount."""
+    """Return one row for `path` or for each entry of it, sorted by name. Raises CommandFailed, NoMount."""
     client, inode = open_client(path)
     with client:
         if itself or not path.is_dir() or path.is_symlink():

@@ -73,7 +73,7 @@ def mount_main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _undo_expansion(name: str) -> str:
-    """Return the name as it was typed. mount(8) turns a name into a path if a file of that name is in the working directory."""
+    """Return the name as it was typed: mount(8) makes a path of it if there is such a file here."""
     path = Path(name)
     return path.name if path.is_absolute() and path.parent == Path(os.path.realpath(os.curdir)) and os.path.lexists(path) else name
 
@@ -102,7 +102,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _wait_for_previous_daemon(configured: Config) -> None:
-    """Wait while an unmounted daemon of this state directory drains. A mounted one is refused by the new daemon."""
+    """Wait while an unmounted daemon of this state directory drains. The new one refuses a mounted one."""
     until = time.monotonic() + DAEMON_READY_WAIT_S
     while time.monotonic() < until and _is_locked(configured.state / "lock"):
         mountpoints = {configured.mountpoint, _get_last_mountpoint(configured.state)}
@@ -297,7 +297,7 @@ def _get_status(client: "Client") -> "pb.Status | None":
 
 
 def _drain_attached(client: "Client", status: "pb.Status") -> None:
-    """Have the daemon write back while the mount serves, for as long as it gives itself. Prints what blocks it as soon as that is known."""
+    """Have the daemon write back while the mount serves, until its own deadline. Prints what blocks it."""
     from ckptfs_client.progress_bar import ProgressBar, describe_progress
 
     named, began_s = "", time.monotonic()
@@ -313,7 +313,7 @@ def _drain_attached(client: "Client", status: "pb.Status") -> None:
 
 
 def _wait_until_drained(client: "Client", status: "pb.Status") -> None:
-    """Wait until the daemon has ended, which it does after its drain or its deadline, and print what is left."""
+    """Wait until the daemon has ended, after its drain or its deadline, and print what is left."""
     from ckptfs_client.progress_bar import ProgressBar, describe_write_back
 
     pid = next((process.pid for process in status.processes if process.role == "supervisor"), 0)

@@ -54,14 +54,14 @@ def list_mounts(table: str | Path = procfs.MOUNT_TABLE) -> list[Mount]:
 
 
 def list_mountpoints_below(directory: Path) -> list[Path]:
-    """Return the mountpoints of any kind below a directory, deepest and latest first; stacked mounts repeat theirs."""
+    """Return all mountpoints below a directory, deepest and latest first; stacked mounts repeat theirs."""
     points = [entry.mountpoint for entry in reversed(procfs.list_mount_entries())]
     found = [point for point in points if point.is_relative_to(directory) and point != directory]
     return sorted(found, key=lambda point: len(point.parts), reverse=True)
 
 
 def find(path: Path) -> Mount:
-    """Return the mount in which `path` lies. Resolves symlinks only if the text of the path does not suffice. Raises NoMount."""
+    """Return the mount in which `path` lies; resolve symlinks only if they matter. Raises NoMount."""
     found = list_mounts()
     holding = _list_containing(found, Path(os.path.abspath(path))) or _list_containing(found, Path(os.path.realpath(path)))
     if holding:
@@ -72,7 +72,7 @@ def find(path: Path) -> Mount:
 
 
 def _list_containing(found: list[Mount], path: Path) -> list[Mount]:
-    """Return the mounts that contain `path`. The last one is visible: the deepest, and the latest of stacked ones."""
+    """Return the mounts that contain `path`. The last is visible: the deepest, the latest of stacked ones."""
     holding = [mount for mount in found if path.is_relative_to(mount.mountpoint)]
     return sorted(holding, key=lambda mount: len(mount.mountpoint.parts))
 

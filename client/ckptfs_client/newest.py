@@ -131,7 +131,7 @@ def _find_series_inside(where: Path) -> NamedSeries:
 
 
 def _suggest(where: Path) -> str:
-    """Return a remedy for a directory without series: the series in its subdirectories, or the one to which it belongs itself."""
+    """Return a remedy for a directory without series: those below it, or the one it belongs to."""
     below = [where / os.fsdecode(name) for name in sorted(_list_names(where))]
     inside = [NamedSeries(one, found) for one in below[:SEARCHED_MAX] if one.is_dir() for found in series.list_series(_list_names(one))]
     own = series.find_series(os.fsencode(where.name), _list_names(where.parent)) if where.name else None
@@ -180,7 +180,7 @@ class PathReader:
         return Listing(files, directories)
 
     async def inspect(self, entry: bytes, name: bytes, file: MemberFile) -> FileFormat:
-        """Ask the daemon what a file shows of itself: it reads the beginning and the end, wherever the bytes are."""
+        """Ask the daemon what a file shows of itself: it reads both ends, wherever the bytes are."""
         return FileFormat.decode(os.getxattr(entry, FORMAT_XATTR, follow_symlinks=False))
 
     async def examine(self, entry: bytes, file: MemberFile, act: Callable[[int, ReadRange], T]) -> T:

@@ -1,4 +1,4 @@
-"""Progress of long operations: a bar if stderr is a terminal, else nothing; and the repeated figures of `status --watch`."""
+"""Progress of long operations: a bar if stderr is a terminal; and the figures of `status --watch`."""
 
 import sys
 import time
@@ -18,7 +18,7 @@ WATCH_EVERY_S = 1.0
 
 
 def list_statuses(chosen: Sequence[Mount]) -> list["pb.Status"]:
-    """Return the status of each mount. One that does not answer is down; its error goes to stderr. Raises NoMount if none answers."""
+    """Return the status of each mount; errors go to stderr. Raises NoMount if none answers."""
     found = ask_all(chosen, lambda client: client.get_status())
     failures = [answer for _, answer in found if isinstance(answer, ClientError)]
     if len(failures) == len(found):
@@ -62,7 +62,7 @@ def watch_status(chosen: list[Mount], *, json: bool) -> None:
 
 
 def follow_progress(messages: Iterator["pb.Progress"], what: str, done: str, *, json: bool = False) -> None:
-    """Follow a wait or a drain to its end, and print the sentence `done`. Raises NotInTime with what is left and what blocks it."""
+    """Follow a wait or a drain to its end, and print `done`. Raises NotInTime with what is left and why."""
     last: pb.Progress | None = None
     began_s = time.monotonic()
     if json:

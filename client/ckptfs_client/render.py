@@ -29,7 +29,7 @@ STYLES = {
 
 
 def message_to_dict(message: Any) -> Any:
-    """Convert a message of control.proto to dicts and lists, with every field. Numbers stay numbers; an absent message is None."""
+    """Convert a message of control.proto to dicts and lists, with every field; absent messages are None."""
     values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
@@ -51,7 +51,7 @@ def print_json(value: Any, *, lines: bool = False) -> None:
 
 
 def build_console() -> "Console":
-    """Build the console for tables. If stdout is no terminal, it is so wide that nothing is cut or wrapped."""
+    """Build the console for tables, so wide that nothing is wrapped if stdout is no terminal."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 4096, highlight=False)

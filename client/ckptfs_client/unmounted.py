@@ -1,4 +1,4 @@
-"""The names of this machine that have no daemon: what they still hold, how to mount them again, and how to delete them.
+"""Names that have no daemon: what they still hold, how to mount them again, and how to delete them.
 
 A name is found by its state directory: below the default root, or where the registry of the runtime directory says. What it holds was
 counted when its daemon ended (`MountRecord`). The lock of the state directory tells whether a daemon runs.
@@ -29,7 +29,7 @@ OURS = (CATALOG, "catalog.db-wal", "catalog.db-shm", "processes.json", "ckptfsd.
 
 @dataclass(frozen=True, slots=True)
 class UnmountedName:
-    """A name without a daemon. `record` is None if its daemon was of an older version, which recorded nothing."""
+    """A name without a daemon. `record` is None if its daemon was of a version that recorded nothing."""
 
     name: str
     state: Path

@@ -19,8 +19,8 @@ SHORT_LINES = 10
 SUMMARY_COLUMNS_MAX = 100
 # Where the first line of every docstring is short.
 SHORT_SUMMARIES = (
-    "ckptfs/config", "ckptfs/protocol", "client/ckptfs_client/lab", "daemon/ckptfs_daemon", "daemon/ckptfs_daemon/control",
-    "daemon/ckptfs_daemon/fuse", "daemon/ckptfs_daemon/mover", "daemon/ckptfs_daemon/supervisor",
+    "ckptfs/config", "ckptfs/protocol", "client/ckptfs_client", "client/ckptfs_client/lab", "daemon/ckptfs_daemon",
+    "daemon/ckptfs_daemon/control", "daemon/ckptfs_daemon/fuse", "daemon/ckptfs_daemon/mover", "daemon/ckptfs_daemon/supervisor",
 )  # fmt: skip
 FORBIDDEN_MODULES = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
 # Verbs of the catalog beside those of queries and mutations: POSIX's own, and those of the journal, attributes and held copies.

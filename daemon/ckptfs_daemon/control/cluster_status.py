@@ -98,7 +98,7 @@ def count_progress(db: Database) -> dict[str, int]:
 
 
 async def publish_figures(db: Database, store: Store, number: int, lease: Callable[[], int]) -> None:
-    """Keep this node's figures in the store until cancelled, under the lease of its record (0: it has none now).
+    """Keep this node's figures in the store until cancelled, under the lease of its record (0: none).
 
     Seldom does anyone read them, so while they go on changing they are published less and less often.
     """
@@ -209,7 +209,7 @@ class ClusterFigures:
             self._refreshed_s |= dict.fromkeys(contents, now_s)
 
     def find_missing_domains(self) -> str:
-        """Say why no file can reach the level clique now. Returns "" if enough failure domains have a live node."""
+        """Say why no file can reach the level clique now; "" if enough failure domains have a live node."""
         domains = peer_copies.count_domains(self._db)
         if domains.are_enough:
             return ""
