@@ -6,7 +6,6 @@ import os
 import shutil
 import stat
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,6 @@ def run(*command: str | Path, cwd: Path | None = None, timeout: float = PROGRAM_
     )  # fmt: skip
     assert result.returncode == code, f"{' '.join(map(str, command))}: exit {result.returncode}\n{result.stdout[-4000:]}"
     return result.stdout
-
-
-def python(code: str, *arguments: str | Path, cwd: Path | None = None, timeout: float = PROGRAM_S) -> str:
-    return run(sys.executable, "-c", code, *arguments, cwd=cwd, timeout=timeout)
 
 
 def with_mounts_of_its_own() -> list[str]:

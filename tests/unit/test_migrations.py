@@ -20,7 +20,6 @@ from ckptfs.model import Tier
 DATA = Path(__file__).resolve().parents[1] / "data"
 DUMPS = {"0.2.0": DATA / "catalog-v1.sql", "0.1.0": DATA / "catalog-v1-of-0.1.0.sql", "version 2": DATA / "catalog-v2.sql"}
 DIGEST, BLOCKS = bytes(range(16)), bytes(range(32))
-STATEMENTS = migrations._VERSION_2.count(";\n")
 Schema = dict[str, str]
 
 
