@@ -160,7 +160,7 @@ class SharedPlanner(Planner):
     def _shared_exchange(self, row: JournalRow) -> bool:
         name, new = list_row_names(row)
         other = self._snapshot.get_child(name)
-        if self._shows(new, row.inode):
+        if self._shows(new, row.inode) and not self._shows(name, row.inode):
             return other is None or self._align(other)
         one, two = self.view.get_entry(*name), self.view.get_entry(*new)
         if (
