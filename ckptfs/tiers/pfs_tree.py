@@ -222,6 +222,10 @@ class PfsTree:
         """Set the inode numbers (st_ino) that these directories must have."""
         self._expected = inodes
 
+    def expect_any(self, names: DirectoryPath) -> None:
+        """Let this directory have any inode number: the batch in hand replaces it."""
+        self._expected.pop(names, None)
+
     def reopen_root(self, db: Database) -> None:
         """Reopen the root, before each batch. Raises as `open_adopted_root` does."""
         fd = open_adopted_root(db, self.root)

@@ -162,6 +162,42 @@ def test_a_file_that_left_a_removed_directory_before_it_appeared_is_there(tmp_pa
     assert set(cluster.shared()) == {b"d", b"d/f"}
 
 
+def test_a_directory_that_is_emptied_removed_and_made_again_is_there(tmp_path: Path) -> None:
+    """P6: all in one batch, which is then in a directory that was another one before."""
+
+    async def act(cluster: WriterCluster) -> None:
+        one, _ = cluster.nodes
+        await one.mkdir("d")
+        await one.put("d/f", b"1")
+        await cluster.settle()
+        await one.rename("d/f", "f")
+        await one.rmdir("d")
+        await one.mkdir("d")
+
+    cluster = run(tmp_path, 0, act)
+    assert set(cluster.shared()) == {b"d", b"f"}
+
+
+def test_a_name_that_an_exchange_gave_away_goes(tmp_path: Path) -> None:
+    """P6: the other node has shown the file under its new name already, with newer bytes, and its old name leads nowhere by now."""
+
+    async def act(cluster: WriterCluster) -> None:
+        one, two = cluster.nodes
+        await one.mkdir("d")
+        await one.put("a", b"1")
+        await one.put("b", b"2")
+        await cluster.settle()
+        await two.exchange("a", "b")
+        await one.rename("a", "d/b")
+        await one.put("b", b"3")
+        for node in (one, two):
+            while await cluster.step(node):
+                pass
+
+    cluster = run(tmp_path, 0, act)
+    assert set(cluster.shared()) == {b"d", b"d/b", b"b"}
+
+
 @pytest.mark.parametrize("deep", [False, True])
 def test_a_directory_that_another_node_is_just_moving_is_not_gone(tmp_path: Path, deep: bool) -> None:
     """P6: between the move on the PFS and the word of it nobody finds it under either name; what is in it was nobody else's doing."""

@@ -82,6 +82,9 @@ class Applier:
     def run(self) -> dict[tuple[int, bytes], ObservedStat | None]:
         """Make all changes. Return the stat of every name of the batch, None if it shows another inode."""
         for action in self._batch.actions:
+            if action.act in {"rmdir", "remove"}:  # The batch may have made another directory under this name already.
+                self._tree.expect_any((*action.location.path, action.location.name))
+        for action in self._batch.actions:
             self.current_action = action
             try:
                 self._do(action)
