@@ -342,7 +342,7 @@ def _build_unchanged_compare(snapshot: StoreSnapshot, key: SharedKey) -> Compare
 
 def _build_intent(db: Database, batch: PfsBatch, key: SharedKey) -> Value:
     show = next(show for show in batch.expected_entries if (show.location.parent, show.location.name) == (key.number, key.name))
-    value = get_value(db, key) or {"inode": 0}
+    value = (get_value(db, key) or {"inode": 0}) | {"temporary": _list_temporaries(batch, key)}
     if show.inode is not None:
         value |= {"next": show.inode, "ino": show.fingerprint.ino}
         row = next((row for row in batch.published_rows if row.inode == show.inode), None)
@@ -350,6 +350,12 @@ def _build_intent(db: Database, batch: PfsBatch, key: SharedKey) -> Value:
             digest = None if row.digest is None else row.digest.hex()
             value["published"] = [row.generation, row.is_complete, row.size, row.mtime_ns, row.pfs_inode, digest]
     return value
+
+
+def _list_temporaries(batch: PfsBatch, key: SharedKey) -> list[str]:
+    """The temporary names from which the batch renames to this name: without them no rename of it can land late."""
+    targets = [(action, action.new_location or action.location) for action in batch.actions if action.act in {"put", "link", "move"}]
+    return [action.temporary.decode("latin-1") for action, to in targets if (to.parent, to.name) == (key.number, key.name)]
 
 
 def find_intents(store: Transactions, batch: PfsBatch, number: int, instance: str) -> dict[SharedKey, CachedValue] | None:

@@ -45,6 +45,7 @@ FORMAT_VERSION = 2
 
 Check = Callable[[object], bool]
 _INT_MAX = 2**63 - 1
+_TEMPORARY = re.compile(r"\.ckptfs\.[0-9a-f]{8}\.[0-9a-f]+\Z")
 _HEX_DIGEST = re.compile(r"[0-9a-f]{32}\Z")
 _KINDS_OF_FILES = {stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFBLK, stat.S_IFCHR}
 
@@ -87,6 +88,11 @@ def _is_text(value: object) -> bool:
 
 def _is_digest(value: object) -> bool:
     return isinstance(value, str) and _HEX_DIGEST.match(value) is not None
+
+
+def _is_temporary(value: object) -> bool:
+    """Return True for a temporary name of write-back, which any node may remove after the death of its node."""
+    return isinstance(value, str) and _TEMPORARY.match(value) is not None
 
 
 def _is_mode(value: object) -> bool:
@@ -163,7 +169,7 @@ OPTIONAL: Mapping[str, Mapping[str, Check]] = {
     TIMES: {},
     CONTENT: {"former_ns": _is_int, "before": _is_list_of(_is_count, _or_none(_is_int))},
     LAST_COMMIT: {"sequence": _is_count, "fence": _is_count},
-    PFS_NAME: {**_INTENT, "next": _is_count, "ino": _is_ino, "published": _PUBLISHED},
+    PFS_NAME: {**_INTENT, "next": _is_count, "ino": _is_ino, "published": _PUBLISHED, "temporary": _is_each(_is_temporary)},
     PFS_STATE: {
         **_INTENT, "seen": _is_list_of(_or_none(_is_ino), *3 * [_or_none(_is_int)]), "published": _PUBLISHED, "is_checked": _is_flag,
     },

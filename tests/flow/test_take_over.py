@@ -183,7 +183,7 @@ async def test_who_dies_before_a_newer_state_appears_has_not_written_it_back(clu
     cluster.exact()
 
 
-@pytest.mark.parametrize("label", ["write_back:intent_announced", "write_back:written_down"])
+@pytest.mark.parametrize("label", ["write_back:intent_announced", "write_back:written_down", "write_back:put"])
 @in_cluster
 async def test_who_stood_still_for_long_touches_nothing_any_more(cluster: WriterCluster, label: str) -> None:
     """P6, P9: stopped in the middle of a batch until its lease had run out, while others finished it and went on."""
@@ -212,3 +212,35 @@ async def test_who_stood_still_for_long_touches_nothing_any_more(cluster: Writer
     await cluster.settle()
     cluster.exact()
     assert set(cluster.shared()) == {b"f"}
+
+
+@pytest.mark.parametrize("label", ["write_back:link", "write_back:move", "write_back:unlink", "write_back:swap"])
+@in_cluster
+async def test_a_call_that_lands_late_harms_nothing_newer(cluster: WriterCluster, label: str) -> None:
+    """P6, P9: it hangs in the kernel until the lease has run out, while others finish the batch and go on; then it happens after all."""
+    one, _, still = cluster.nodes
+    for name in ("a", "b", "g", "h", "i"):
+        await one.put(name, b"old " + name.encode())
+    await cluster.settle()
+    if label == "write_back:swap":
+        await still.exchange("h", "i")
+    else:
+        await still.rename("a", "b")
+        await still.unlink("g")
+    await settled(cluster.nodes)
+
+    async def others_go_on() -> None:
+        still.die()
+        await cluster.settle()
+        for name in ("a", "b", "g", "h", "i"):
+            await one.put(name, b"new " + name.encode())
+        await cluster.settle()
+
+    cluster.meanwhile[label] = others_go_on
+    while cluster.meanwhile:
+        await cluster.step(still)
+    shown = {path.name: path.read_bytes() for path in cluster.pfs.iterdir() if not path.name.startswith(".")}
+    assert shown == {name: b"new " + name.encode() for name in ("a", "b", "g", "h", "i")}
+    still.live()
+    await cluster.settle()
+    cluster.exact()

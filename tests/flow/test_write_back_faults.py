@@ -90,7 +90,7 @@ def test_the_scenario_comes_to_every_operation(seen: list[str]) -> None:
     never = {
         "write_back:double:read", "write_back:double:write", "write_back:double:truncate", "write_back:discard", "write_back:aside",
         "write_back:check:read", "write_back:resume", "write_back:intent_announced", "write_back:intent_settled", "write_back:copy",
-        "write_back:probe",
+        "write_back:probe", "write_back:late",
     }  # fmt: skip
     wanted = {label for label in disk.LABELS if label.startswith("write_back:")} - never
     assert wanted | {"pfs:walk", "pfs:chown", "pfs:chmod", "pfs:xattr", "pfs:utime", "pfs:exchange"} <= set(seen)

@@ -5,6 +5,11 @@ Leaves: its changes on the PFS, in order and on disk there, and the stat of ever
 If we die here: the next mover applies the same batch again. Each change first checks whether it was done: then the inode that it moves
 is not under its old name any more (the st_ino of all files in the batch are known), or its temporary file is gone.
 
+In a cluster a call may hang in the kernel until the node's lease has ended, and land after other nodes went on. No such call reaches what
+is newer: a file gets its name by a rename from a temporary name, which the node that resolves the intent removes first; a file loses its
+name by a rename to one, and gets it back if it is another file than was meant. Of a directory, and after an exchange, a look afterwards
+finds out and undoes it.
+
 A name that shows an unknown inode was changed externally. The mount's version wins; the external one is kept in the same directory as
 NAME.ckptfs-conflict-N. Entries that turn out to be missing at the end go to the journal again.
 """
@@ -24,6 +29,7 @@ from ckptfs.catalog.pfs_batch import ObservedStat, PfsAction, PfsBatch, PfsLocat
 from ckptfs.catalog.pfs_state import Fingerprint
 from ckptfs.errors import Busy
 from ckptfs.flow.write_back.plan import format_path
+from ckptfs.flow.write_back.stage import drop_taken
 from ckptfs.model import Inode
 from ckptfs.tiers import pfs_ownership, transfer
 from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree, exchange, find_stat
@@ -32,7 +38,7 @@ log = logging.getLogger(__name__)
 
 transfer.declare_labels("write_back:double")
 disk.declare_labels(
-    "write_back:put", "write_back:link", "write_back:move", "write_back:swap", "write_back:unlink", "write_back:rmdir", "write_back:aside",
+    "write_back:put", "write_back:link", "write_back:move", "write_back:swap", "write_back:rmdir", "write_back:aside",
     "write_back:attributes", "write_back:directory", "write_back:look", "write_back:copy",
 )  # fmt: skip
 
@@ -180,6 +186,8 @@ class Applier:
 
     def _move(self, action: PfsAction) -> None:
         assert action.new_location is not None
+        if self._is_shared:
+            drop_taken(self._fd(action.location), action)
         source = find_stat(self._fd(action.location), action.location.name)
         if source is None or not self._matches(source, action.fingerprint):
             return
@@ -187,17 +195,17 @@ class Applier:
         if target is not None and target.st_ino == source.st_ino and not stat.S_ISDIR(source.st_mode):
             # rename(2) would leave both names. A batch that is done again may already show a later link under the old one.
             if self._final_inodes.get((action.location.parent, action.location.name)) != action.inode:
-                self._remove("write_back:unlink", action.location, action.location.name, source)
+                self._take_name("write_back:unlink", action, source)
             return
         if target is not None and self._is_copied(action, source, target):
             self._copied_inodes[source.st_ino] = target.st_ino
-            self._remove("write_back:unlink", action.location, action.location.name, source)  # The former mover died after the copy.
+            self._take_name("write_back:unlink", action, source)  # The former mover died after the copy.
             return
         if self._shows_later_change(target, action.replaced_fingerprint):
             return
         self._preserve_external(action.new_location, action.fingerprint, action.replaced_fingerprint)
         try:
-            self._rename("write_back:move", action.location, action.location.name, action.new_location)
+            self._rename_entry(action, source)
         except OSError as failure:
             if failure.errno == errno.EXDEV and not stat.S_ISDIR(source.st_mode):
                 self._move_across(action, source)
@@ -205,9 +213,59 @@ class Applier:
             if failure.errno not in _NAME_TAKEN_ERRNOS:
                 raise
             self._free_name(action.new_location, action.replaced_fingerprint)
-            self._rename("write_back:move", action.location, action.location.name, action.new_location)
+            self._rename_entry(action, source)
         if stat.S_ISDIR(source.st_mode):
             self._tree.clear_cache()
+
+    def _rename_entry(self, action: PfsAction, source: os.stat_result) -> None:
+        """Rename an entry; in a cluster so that nothing newer is replaced or moved if the call lands late."""
+        assert action.new_location is not None
+        new = action.new_location
+        if self._is_shared and not stat.S_ISDIR(source.st_mode) and self._link_aside(action):
+            self._rename("write_back:move", new, action.temporary, new)
+            self._take_name("write_back:unlink", action, source)
+            return
+        self._rename("write_back:move", action.location, action.location.name, new)
+        if self._is_late(self._fd(new), new.name, source):
+            old_fd, new_fd = self._fd(action.location), self._fd(new)
+            disk.rename("write_back:late", new.name, action.location.name, old_fd=new_fd, new_fd=old_fd)
+
+    def _link_aside(self, action: PfsAction) -> bool:
+        """Link a file under its temporary name beside its new name. Return False if the PFS cannot link it."""
+        assert action.new_location is not None
+        source, target = self._fd(action.location), self._fd(action.new_location)
+        name, temporary = action.location.name, action.temporary
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=target)
+
+        def link() -> None:
+            disk.act("write_back:link", os.link, name, temporary, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
+
+        try:
+            self._run_as_owner(source, name, link)
+        except OSError as failure:
+            if failure.errno not in _NO_LINKS:
+                raise
+            return False
+        return True
+
+    def _take_name(self, label: str, action: PfsAction, found: os.stat_result) -> None:
+        """Remove the name of a file, of which `found` was the last stat."""
+        if not self._is_shared:
+            self._remove(label, action.location, action.location.name, found)
+            return
+        directory, name = self._fd(action.location), action.location.name
+        self._run_as_owner(directory, name, lambda: disk.rename(label, name, action.temporary, old_fd=directory, new_fd=directory))
+        drop_taken(directory, action, found.st_ino)
+
+    def _is_late(self, directory: int, name: bytes, moved: os.stat_result | None) -> bool:
+        """Return True if a call landed after other nodes went on, and gave this name to another entry than `moved`."""
+        try:
+            self._require_lease()
+        except Busy:
+            found = find_stat(directory, name)
+            return found is not None and moved is not None and found.st_ino != moved.st_ino
+        return False
 
     def _is_copied(self, action: PfsAction, source: os.stat_result, target: os.stat_result) -> bool:
         """Return True if `_move_across` has put the copy into place already, and the source is left."""
@@ -269,15 +327,15 @@ class Applier:
     def _exchange(self, action: PfsAction) -> None:
         assert action.new_location is not None and action.replaced_fingerprint is not None
         directory, new_directory = self._fd(action.location), self._fd(action.new_location)
-        other = find_stat(new_directory, action.new_location.name)
+        one, other = find_stat(directory, action.location.name), find_stat(new_directory, action.new_location.name)
         if self._matches(find_stat(directory, action.temporary), action.fingerprint):
             self._finish_exchange(action, other)
-        elif self._matches(find_stat(directory, action.location.name), action.fingerprint) and self._matches(
-            other, action.replaced_fingerprint
-        ):
+        elif self._matches(one, action.fingerprint) and self._matches(other, action.replaced_fingerprint):
             try:
                 name, new = action.location.name, action.new_location.name
                 self._run_as_owner(directory, name, lambda: disk.act("write_back:swap", exchange, directory, name, new_directory, new))
+                if self._is_late(new_directory, new, one):
+                    disk.act("write_back:late", exchange, directory, name, new_directory, new)
             except OSError as failure:
                 if failure.errno not in _NO_EXCHANGE:
                     raise
@@ -310,6 +368,8 @@ class Applier:
         self._rename("write_back:move", action.location, action.temporary, action.new_location)
 
     def _unlink(self, action: PfsAction) -> None:
+        if self._is_shared:
+            drop_taken(self._fd(action.location), action)
         found = find_stat(self._fd(action.location), action.location.name)
         if found is None or stat.S_ISDIR(found.st_mode):
             return
@@ -317,7 +377,7 @@ class Applier:
             if found.st_ino not in self._batch_inodes:
                 log.warning("%s: removed in the mount, but replaced externally on the PFS; it stays there", format_path(action.location))
             return
-        self._remove("write_back:unlink", action.location, action.location.name, found)
+        self._take_name("write_back:unlink", action, found)
 
     def _remove_entry(self, action: PfsAction) -> None:
         found = find_stat(self._fd(action.location), action.location.name)

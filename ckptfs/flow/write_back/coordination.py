@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 
 from ckptfs import disk, limits
@@ -28,6 +28,7 @@ from ckptfs.coherence.pfs_coordination import StoreSnapshot, build_row_key, list
 from ckptfs.errors import Busy, StoreUnreachable
 from ckptfs.flow.write_back.plan_facts import Facts
 from ckptfs.flow.write_back.plan_shared import SharedPlanner
+from ckptfs.flow.write_back.stage import remove_temporary
 from ckptfs.model import ROOT
 from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree, find_stat
 
@@ -232,15 +233,21 @@ class ClusterWriteBack:
         live = membership.list_live(self._store, sorted({number for _, number in intended} - {self._cluster.node_number}))
         gone = [key for key, number in intended if number not in live]
         for key in gone:
-            found = self._find_pfs_inode((key.number, key.name)) if key.kind == PFS_NAME else None
+            temporaries = (self._snapshot.get_value(key) or {}).get("temporary", ())
+            found = self._find_pfs_inode((key.number, key.name), temporaries) if key.kind == PFS_NAME else None
             pfs_coordination.resolve_abandoned_intent(self._store, key, self._snapshot.store_values[key].value, found)
         return bool(gone)
 
-    def _find_pfs_inode(self, name: PfsName) -> int | None:
-        """Return st_ino of the entry that the PFS shows under a name."""
+    def _find_pfs_inode(self, name: PfsName, temporaries: Iterable[str]) -> int | None:
+        """Return st_ino of the entry that the PFS shows under a name, after the temporary names of an intent are gone.
+
+        A rename of the dead node that still hangs in the kernel then finds no source, and cannot land any more.
+        """
         path = PfsView(self._db).get_path(name[0])
         if path is None:
             return None
+        for temporary in temporaries:
+            remove_temporary(self._tree, PfsLocation(*name, path), temporary.encode("latin-1"))
         try:
             found = find_stat(self._tree.get_directory(path), name[1])
         except DirectoryMissing:

@@ -178,7 +178,8 @@ class Planner:
     def _plan_removal(self, name: PfsName, location: PfsLocation, act: str = "unlink") -> None:
         shown = self.view.get_entry(*name)
         assert shown is not None
-        self.actions.append(PfsAction(act, self._next_key(), shown.inode, location, self._find_fingerprint(name) or Fingerprint()))
+        key, fingerprint = self._next_key(), self._find_fingerprint(name) or Fingerprint()
+        self.actions.append(PfsAction(act, key, shown.inode, location, fingerprint, temporary=self._temporary(key)))
         self.view.delete_entry(*name)
 
     def _plan_attributes(self, inode: int, name: PfsName) -> None:

@@ -40,9 +40,11 @@ transfer.declare_labels("write_back")
 
 disk.declare_labels(
     "write_back:source", "write_back:create", "write_back:resume", "write_back:make", "write_back:discard", "write_back:check:read",
+    "write_back:late", "write_back:unlink",
 )  # fmt: skip
 
 STABLE_ATTEMPTS = 3
+_TAKES_A_NAME = {"move", "unlink", "remove"}
 _NO_SUCH_KIND = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
@@ -107,10 +109,13 @@ class Stager:
         """Remove the temporary files of these actions, as far as they exist."""
         self.close()
         for action in actions:
+            if action.temporary and action.act in _TAKES_A_NAME:
+                with contextlib.suppress(FileNotFoundError):
+                    drop_taken(self.tree.get_directory(action.location.path), action)
             for location in (action.location, action.new_location):
                 # The temporary name of an exchange may hold one of its two files.
                 if action.act in {"put", "link", "move"} and action.temporary and location is not None:
-                    self._remove(location, action.temporary)
+                    remove_temporary(self.tree, location, action.temporary)
 
     def remove_leftovers(self, planned: Iterable[PfsAction]) -> None:
         """Remove temporary files of an interrupted batch that are not `planned` again.
@@ -143,7 +148,7 @@ class Stager:
             return self._stage_special(directory, action.temporary, wanted)
         except BaseException:
             with contextlib.suppress(OSError):
-                self._remove(action.location, action.temporary)
+                remove_temporary(self.tree, action.location, action.temporary)
             raise
 
     def _open_resumable(self, directory: int, action: PfsAction, planned: PlannedFile, wanted: Inode) -> int | None:
@@ -156,7 +161,7 @@ class Stager:
         is_ours = stat.S_ISREG(there.st_mode) and not there.st_mode & 0o7022 and there.st_nlink == 1 and there.st_uid in owners
         if is_ours and planned.content is not None and there.st_size >= limits.BLOCK_BYTES:
             return disk.open_file("write_back:resume", action.temporary, os.O_RDWR | os.O_NOFOLLOW, dir_fd=directory)
-        self._remove(action.location, action.temporary)
+        remove_temporary(self.tree, action.location, action.temporary)
         return None
 
     def _stage_file(self, directory: int, action: PfsAction, planned: PlannedFile, wanted: Inode, resumed_fd: int | None) -> Staged:
@@ -327,16 +332,38 @@ class Stager:
         above = os.fstat(self.tree.get_directory(location.path))
         return [(wanted.uid, wanted.gid), (above.st_uid, above.st_gid)]
 
-    def _remove(self, location: PfsLocation, name: bytes) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            directory = self.tree.get_directory(location.path)
-            found = os.stat(name, dir_fd=directory, follow_symlinks=False)
-            call = os.rmdir if stat.S_ISDIR(found.st_mode) else os.unlink
-            above = os.fstat(directory)
-            pfs_ownership.retry_as_owner(
-                lambda: disk.act("write_back:discard", call, name, dir_fd=directory),
-                lambda: [(found.st_uid, found.st_gid), (above.st_uid, above.st_gid)],
-            )
+
+def remove_temporary(tree: PfsTree, location: PfsLocation, name: bytes) -> None:
+    """Remove the temporary file or directory `name` in the directory of a location, if it exists."""
+    with contextlib.suppress(FileNotFoundError):
+        directory = tree.get_directory(location.path)
+        found = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        call = os.rmdir if stat.S_ISDIR(found.st_mode) else os.unlink
+        above = os.fstat(directory)
+        pfs_ownership.retry_as_owner(
+            lambda: disk.act("write_back:discard", call, name, dir_fd=directory),
+            lambda: [(found.st_uid, found.st_gid), (above.st_uid, above.st_gid)],
+        )
+
+
+def drop_taken(directory: int, action: PfsAction, ino: int = 0) -> None:
+    """Remove the file whose name an action has taken away.
+
+    If the call landed late and took another file than that of st_ino `ino` (0: the file of the action), that one gets its name back,
+    unless the name is in use again.
+    """
+    taken, meant = find_stat(directory, action.temporary), ino or action.fingerprint.ino
+    if taken is None or stat.S_ISDIR(taken.st_mode):
+        return
+    above = os.fstat(directory)
+
+    def drop() -> None:
+        if meant not in (0, taken.st_ino) and find_stat(directory, action.location.name) is None:
+            disk.rename("write_back:late", action.temporary, action.location.name, old_fd=directory, new_fd=directory)
+        else:
+            disk.unlink("write_back:unlink", action.temporary, dir_fd=directory)
+
+    pfs_ownership.retry_as_owner(drop, lambda: [(taken.st_uid, taken.st_gid), (above.st_uid, above.st_gid)])
 
 
 def build_batch(planner: Planner, staged: dict[int, Staged]) -> PfsBatch:
