@@ -15,6 +15,7 @@ import errno
 import itertools
 import logging
 import os
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -25,10 +26,10 @@ from ckptfs.catalog import mover_requests, namespace, pfs_state, scans, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.scans import PendingChanges, ScanVerdict
 from ckptfs.clique import locations
-from ckptfs.clique.cluster import Cluster
+from ckptfs.clique.cluster import Cluster, ClusterLock
 from ckptfs.coherence import key_state, pfs_coordination, store_loss
 from ckptfs.config import Config
-from ckptfs.errors import CkptfsError, TierUnavailable
+from ckptfs.errors import CkptfsError, StoreRefused, StoreUnreachable, TierUnavailable
 from ckptfs.model import ROOT, Notifier, PfsEntryStat
 from ckptfs.store.kv import Get
 from ckptfs.tiers import health, pfs_ownership, pfs_tree
@@ -40,6 +41,8 @@ disk.declare_labels("scan:begin", "scan:end", "scan:import", "scan:vanish", "sca
 
 # A refresh that took t seconds is followed by a pause of PAUSE_RATIO times t, so that refreshing never loads the PFS.
 PAUSE_RATIO = 9
+# Of a cluster each node refreshes one directory in about this time at most.
+CLUSTER_PAUSE_S = 1.0
 BUSY_TRIES = 5
 PUBLISHED_POLL_S = 0.005
 LISTED_BATCH = 256
@@ -65,6 +68,7 @@ class Scan:
         self._notify = notify
         self._tree_queues: dict[int, deque[int]] = {}
         self._next_refresh_s = 0.0
+        self._turns: dict[ClusterLock, float] = {}
         self._progress_s = 0.0
         self._request_id = 0
         self._large_directories: set[int] = set()
@@ -146,16 +150,11 @@ class Scan:
         self._notify.notify_replies()
 
     def _refresh_next(self) -> bool:
-        """Scan the directory whose refresh is due. In a cluster the node with the lowest number does it.
+        """Scan the directory whose refresh is due, of those that this node knows.
 
         Always returns False, so that the pause after a refresh is kept.
         """
         if time.monotonic() < self._next_refresh_s:
-            return False
-        if self._cluster is not None and self._cluster.node_number != min(
-            self._cluster.view().by_number, default=self._cluster.node_number
-        ):
-            self._next_refresh_s = time.monotonic() + limits.DUE_POLL_S
             return False
         started_s = time.monotonic()
         found = scans.find_due_directory(self._db, time.time_ns() - int(self._config.refresh_interval_s * 1e9))
@@ -163,15 +162,34 @@ class Scan:
             self._next_refresh_s = started_s + min(self._config.refresh_interval_s, limits.DUE_POLL_S)
             return False
         try:
-            self._scan(found)
+            if self._take_turn(found):
+                self._scan(found)
+            else:
+                scans.record_postponed(self._db, found)
         except Exception as failure:
             scans.record_postponed(self._db, found)
             if not _is_directory_error(failure):
                 raise
         finally:
             ended_s = time.monotonic()
-            self._next_refresh_s = ended_s + PAUSE_RATIO * (ended_s - started_s)
+            pause_s = 0.0 if self._cluster is None else random.uniform(0.5, 1.5) * CLUSTER_PAUSE_S
+            self._next_refresh_s = ended_s + max(pause_s, PAUSE_RATIO * (ended_s - started_s))
         return False
+
+    def _take_turn(self, directory: int) -> bool:
+        """Return True if no other node refreshes the directory in this interval: the node that does holds its lock as long."""
+        locks, now_s = None if self._cluster is None else self._cluster.claims, time.monotonic()
+        if locks is None:
+            return True
+        mine = None
+        with contextlib.suppress(StoreUnreachable, StoreRefused):
+            for lock in [lock for lock, until_s in self._turns.items() if until_s <= now_s]:
+                del self._turns[lock]
+                locks.release(lock)
+            mine = locks.try_acquire(f"refresh/{directory:016x}")
+        if mine is not None:
+            self._turns[mine] = now_s + self._config.refresh_interval_s
+        return mine is not None
 
     def _scan_when_undisturbed(self, directory: int) -> None:
         """Scan a directory; try again if write-back is just renaming a directory on its path."""
