@@ -139,6 +139,9 @@ PARKED_KEEP_S = 3600.0
 # After a rejoin, a node scans this long, and this often, for files that others could not write back or took for lost.
 SKIPPED_SCAN_S = 60.0
 SKIPPED_SCAN_INTERVAL_S = 10.0
+# An island of this age copies its files to its own directory on the PFS. It looks for new ones, and for its return, this often.
+ISLAND_KEEP_AFTER_S = 60.0
+ISLAND_LOOK_S = 10.0
 
 # --- fetch -----------------------------------------------------------------------------------------------------------
 # In a cluster more fetches run at once: a long one over a slow link must not delay small files.

@@ -80,6 +80,18 @@ def get_published(db: Database, inode: int) -> PublishedRow | None:
     return None if row is None else PublishedRow(row[0], row[1], bool(row[2]), *row[3:])
 
 
+def find_unpublished(db: Database, after: int) -> tuple[int, int] | None:
+    """Return (inode, content) of the first sealed content after `after` that this node wrote and has, and that the PFS does not show."""
+    row = db.row(
+        "SELECT c.inode, c.id FROM content c JOIN inode i ON i.id = c.inode AND i.content = c.id AND i.nlink > 0"
+        " WHERE c.id > ? AND c.remote = 0 AND c.state = 2 AND EXISTS (SELECT 1 FROM copy WHERE content = c.id AND copy.state = 1)"
+        " AND NOT EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = c.inode AND p.generation = c.generation AND p.complete = 1)"
+        " ORDER BY c.id LIMIT 1",
+        after,
+    )
+    return None if row is None else (row[0], row[1])
+
+
 def find_inode(db: Database, names: tuple[bytes, ...]) -> int | None:
     """Return the inode that the PFS shows under a path from its root, as far as known. May be None."""
     inode = ROOT

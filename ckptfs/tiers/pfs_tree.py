@@ -41,7 +41,7 @@ CACHED_S = 1.0
 HIDDEN_PREFIX = b".ckptfs."
 _TEMPORARY = re.compile(rb"\.ckptfs\.[0-9a-f]{8}\.[0-9a-f]+\Z")
 _PARKED = re.compile(rb"\.ckptfs\.parked\.([0-9a-f]{1,16})\Z")
-_IN_WORK_AREA = re.compile(rb"(tier-id(\.[0-9a-f]+)?|contents(-[0-9a-f]+)?)\Z")
+_IN_WORK_AREA = re.compile(rb"(tier-id(\.[0-9a-f]+)?|contents(-[0-9a-f]+)?|island-[^/]+)\Z")
 OUR_XATTRS = "user.ckptfs."
 _RENAME_EXCHANGE = 2
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -26,6 +26,7 @@ from ckptfs.errors import CkptfsError
 from ckptfs.flow.copy_records import AnnounceCopies, DropDeadRecords
 from ckptfs.flow.host import Host
 from ckptfs.flow.inspect_file import InspectFile
+from ckptfs.flow.keep_island import KeepIsland
 from ckptfs.flow.reconcile import Reconcile
 from ckptfs.flow.repair import Repair
 from ckptfs.flow.replicate import Replicate
@@ -76,6 +77,7 @@ class ClusterServices:
         self._announce = AnnounceCopies(db, self.cluster)
         self._repair = Repair(db, notify, self.cluster)
         self._take_over = TakeOver(db, notify, self.cluster)
+        self._keep_island = KeepIsland(db, tiers, config)
         self._salvage = Salvage(db, tiers, notify, self.cluster)
         self._inspect_file = InspectFile(db, notify, self.cluster)
         self._reconcile = Reconcile(db, tiers, notify, self.cluster, self._host.reported_unneeded)
@@ -91,7 +93,7 @@ class ClusterServices:
             ("salvage", self._salvage), ("inspect", self._inspect_file), ("host", self._host),
             ("early copies", self._early_replication), ("copy open files", self._periodic_replication),
             ("dead records", self._drop_dead_records),
-            *([("take over", self._take_over)] if self._config.pfs is not None else ()),
+            *([("take over", self._take_over), ("island copies", self._keep_island)] if self._config.pfs is not None else ()),
             *((f"fsync copies {number}", self._fsync_replication) for number in range(1, limits.FSYNC_REPLICATIONS_MAX + 1)),
         ]  # fmt: skip
 
