@@ -23,18 +23,22 @@ def run(root: Path, seed: int, act: Callable[[WriterCluster], Any], count: int =
         async def body() -> None:
             await act(cluster)
             cluster.disturbance = cluster.killing = 0.0
+            for node in cluster.nodes:
+                node.store.late = 0.0
             await cluster.settle()
 
         await cluster.run(body)
 
     run_seeded(seed, main)
+    cluster.etcd.apply_late(all_of_them=True)
+    assert not [key for key, value in stored(cluster.etcd).items() if "by" in value], "a live node is at this for ever"
     cluster.exact()
     return cluster
 
 
-def do_anything(root: Path, seed: int, disturbance: float, *, cutting: float = 0.0, killing: float = 0.0) -> None:
-    """Two or three nodes do what they like while their write-backs are at any point; some are cut off, or their movers die, with these
-    probabilities.
+def do_anything(root: Path, seed: int, disturbance: float, *, cutting: float = 0.0, killing: float = 0.0, late: float = 0.0) -> None:
+    """Two or three nodes do what they like while their write-backs are at any point; some are cut off, or their movers die, or a commit
+    fails and is applied later, with these probabilities.
     """
 
     async def act(cluster: WriterCluster) -> None:
@@ -42,6 +46,8 @@ def do_anything(root: Path, seed: int, disturbance: float, *, cutting: float = 0
         cluster.disturbance, cluster.cutting, cluster.killing = disturbance, cutting, killing
         for name in ("d", "e", "d/f"):
             await cluster.nodes[0].mkdir(name)
+        for node in cluster.nodes:
+            node.store.late = late
         for _ in range(60):
             await cluster.act_somewhere()
         for node in cluster.nodes:
@@ -121,6 +127,12 @@ def test_seeds_that_ended_otherwise_once_end_as_what_is_shared(tmp_path: Path, s
 def test_with_islands_it_ends_as_what_is_shared_too(tmp_path: Path, seed: int) -> None:
     """P1, P6: what an island has put beside others' files, and what it had to take back, are on the PFS as well."""
     do_anything(tmp_path, seed, 0.06, cutting=0.08)
+
+
+@pytest.mark.parametrize("seed", [3, 4, 5])
+def test_with_late_commits_it_ends_as_what_is_shared_too(tmp_path: Path, seed: int) -> None:
+    """P6: an announcement that comes late holds nothing up, and what is complete is known to be."""
+    do_anything(tmp_path, seed, 0.06, late=0.1)
 
 
 def test_what_is_announced_is_not_taken_back_by_an_older_mark(tmp_path: Path) -> None:
