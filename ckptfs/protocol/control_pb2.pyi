@@ -378,7 +378,7 @@ class ClusterRequest(_message.Message):
     def __init__(self, probe: _Optional[bool] = ...) -> None: ...
 
 class Cluster(_message.Message):
-    __slots__ = ("name", "node", "number", "etcd", "island", "replication_factor", "members", "keys", "keys_expire_s", "etcd_trouble")
+    __slots__ = ("name", "node", "number", "etcd", "island", "replication_factor", "members", "keys", "keys_expire_s", "etcd_trouble", "etcd_health")
     NAME_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -389,6 +389,7 @@ class Cluster(_message.Message):
     KEYS_FIELD_NUMBER: _ClassVar[int]
     KEYS_EXPIRE_S_FIELD_NUMBER: _ClassVar[int]
     ETCD_TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    ETCD_HEALTH_FIELD_NUMBER: _ClassVar[int]
     name: str
     node: str
     number: int
@@ -399,7 +400,28 @@ class Cluster(_message.Message):
     keys: str
     keys_expire_s: float
     etcd_trouble: str
-    def __init__(self, name: _Optional[str] = ..., node: _Optional[str] = ..., number: _Optional[int] = ..., etcd: _Optional[str] = ..., island: _Optional[bool] = ..., replication_factor: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., keys: _Optional[str] = ..., keys_expire_s: _Optional[float] = ..., etcd_trouble: _Optional[str] = ...) -> None: ...
+    etcd_health: EtcdHealth
+    def __init__(self, name: _Optional[str] = ..., node: _Optional[str] = ..., number: _Optional[int] = ..., etcd: _Optional[str] = ..., island: _Optional[bool] = ..., replication_factor: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., keys: _Optional[str] = ..., keys_expire_s: _Optional[float] = ..., etcd_trouble: _Optional[str] = ..., etcd_health: _Optional[_Union[EtcdHealth, _Mapping]] = ...) -> None: ...
+
+class EtcdHealth(_message.Message):
+    __slots__ = ("size_bytes", "quota_bytes", "alarms", "revision", "compacted", "tls", "open", "remote")
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ALARMS_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    COMPACTED_FIELD_NUMBER: _ClassVar[int]
+    TLS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_FIELD_NUMBER: _ClassVar[int]
+    size_bytes: int
+    quota_bytes: int
+    alarms: _containers.RepeatedScalarFieldContainer[str]
+    revision: int
+    compacted: bool
+    tls: bool
+    open: bool
+    remote: bool
+    def __init__(self, size_bytes: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., alarms: _Optional[_Iterable[str]] = ..., revision: _Optional[int] = ..., compacted: _Optional[bool] = ..., tls: _Optional[bool] = ..., open: _Optional[bool] = ..., remote: _Optional[bool] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("name", "number", "alive", "address", "rank", "domain", "capacity_bytes", "peers", "has_figures", "under_replicated_files", "under_replicated_bytes", "lag_s", "held_files", "held_bytes", "copies_wanted", "copies_present", "rebuild_files", "rebuild_bytes", "repair_files", "repair_bytes", "probed", "probe_error", "rtt_s", "clock_offset_s")

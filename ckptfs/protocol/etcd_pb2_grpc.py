@@ -342,12 +342,23 @@ class MaintenanceStub:
                 request_serializer=etcd__pb2.StatusRequest.SerializeToString,
                 response_deserializer=etcd__pb2.StatusResponse.FromString,
                 _registered_method=True)
+        self.Alarm = channel.unary_unary(
+                '/etcdserverpb.Maintenance/Alarm',
+                request_serializer=etcd__pb2.AlarmRequest.SerializeToString,
+                response_deserializer=etcd__pb2.AlarmResponse.FromString,
+                _registered_method=True)
 
 
 class MaintenanceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Status(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Alarm(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -360,6 +371,11 @@ def add_MaintenanceServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=etcd__pb2.StatusRequest.FromString,
                     response_serializer=etcd__pb2.StatusResponse.SerializeToString,
+            ),
+            'Alarm': grpc.unary_unary_rpc_method_handler(
+                    servicer.Alarm,
+                    request_deserializer=etcd__pb2.AlarmRequest.FromString,
+                    response_serializer=etcd__pb2.AlarmResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -389,6 +405,33 @@ class Maintenance:
             '/etcdserverpb.Maintenance/Status',
             etcd__pb2.StatusRequest.SerializeToString,
             etcd__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Alarm(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etcdserverpb.Maintenance/Alarm',
+            etcd__pb2.AlarmRequest.SerializeToString,
+            etcd__pb2.AlarmResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -103,6 +103,8 @@ class MemberStatus:
     version: str
     size_bytes: int
     has_leader: bool
+    quota_bytes: int
+    """0 if this version does not tell it."""
 
 
 class EtcdStore:
@@ -148,6 +150,11 @@ class EtcdStore:
     def get_member_status(self, *, timeout_s: float = WAIT_S) -> MemberStatus:
         return self._endpoints.call("status", pb.StatusRequest(), self._build_member_status, timeout_s).result()
 
+    def list_alarms(self, *, timeout_s: float = WAIT_S) -> list[str]:
+        """Return the alarms of all members: NOSPACE, CORRUPT."""
+        reply = self._endpoints.call("alarm", pb.AlarmRequest(), lambda found: found, timeout_s).result()
+        return sorted({pb.AlarmType.Name(one.alarm) for one in reply.alarms})
+
     def members(self) -> "list[EtcdStore]":
         ca, cert, key = self._keys
         return [EtcdStore([address], self._cluster, ca=ca, cert=cert, key=key) for address in self._addresses]
@@ -159,7 +166,7 @@ class EtcdStore:
         self._endpoints.close()
 
     def _build_member_status(self, status: pb.StatusResponse) -> MemberStatus:
-        return MemberStatus(self._endpoints.get_current().address, status.version, status.dbSize, status.leader != 0)
+        return MemberStatus(self._endpoints.get_current().address, status.version, status.dbSize, status.leader != 0, status.dbSizeQuota)
 
 
 class _PagedRead:
@@ -324,14 +331,15 @@ class Endpoint:
         self._channel = (
             grpc.secure_channel(address, credentials, options=options) if credentials else grpc.insecure_channel(address, options=options)
         )
-        lease = rpc.LeaseStub(self._channel)
+        lease, maintenance = rpc.LeaseStub(self._channel), rpc.MaintenanceStub(self._channel)
         self.watch: Any = rpc.WatchStub(self._channel).Watch
         self.calls: dict[str, Any] = {
             "transaction": rpc.KVStub(self._channel).Txn,
             "grant": lease.LeaseGrant,
             "keep_alive": lease.LeaseKeepAlive,
             "revoke": lease.LeaseRevoke,
-            "status": rpc.MaintenanceStub(self._channel).Status,
+            "status": maintenance.Status,
+            "alarm": maintenance.Alarm,
         }
         self._idle_stream: Any = None
 

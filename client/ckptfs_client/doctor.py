@@ -40,6 +40,10 @@ HALT_POLL = Path("/sys/module/haltpoll/parameters/guest_halt_poll_ns")
 HALT_POLL_NS = 200_000
 CLOCK_OFFSET_S_MAX = 1.0
 EXPIRES_SOON_DAYS = 30
+ETCD_QUOTA_BYTES = 2 * limits.GIB
+"""What etcd has unless it is told otherwise."""
+ETCD_FULL_RATIO = 0.8
+ETCD_REVISIONS_MAX = 1_000_000
 NAMED_MAX = 5
 DAY_S = 86400
 
@@ -273,6 +277,8 @@ def check_service_memory(name: str, memory: "pb.ServiceMemory") -> Finding:
 def check_cluster(name: str, cluster: "pb.Cluster") -> Iterator[Finding]:
     """Yield the findings of a mount's cluster under `name`. Pure."""
     yield _check_etcd(name, cluster)
+    if cluster.HasField("etcd_health"):
+        yield from _check_etcd_health(name, cluster.etcd_health)
     living = [member for member in cluster.members if member.alive]
     yield _check_nodes(name, cluster, living)
     yield from _check_node_clocks(name, living)
@@ -288,6 +294,26 @@ def _check_etcd(name: str, cluster: "pb.Cluster") -> Finding:
     if cluster.island:
         return Finding(name, NOTE, "etcd answers; some changes of this node are not published yet", "wait a moment")
     return Finding(name, GOOD, f"etcd at {cluster.etcd} answers")
+
+
+def _check_etcd_health(name: str, health: "pb.EtcdHealth") -> Iterator[Finding]:
+    """Yield what etcd's operator should know: who may change it, and when it fills."""
+    if health.alarms:
+        remedy = "free space (compact, then etcdctl defrag), then `etcdctl alarm disarm`"
+        yield Finding(name, BAD, f"etcd has raised {', '.join(health.alarms)}: it may accept no changes", remedy)
+    quota = health.quota_bytes or ETCD_QUOTA_BYTES
+    if health.size_bytes > ETCD_FULL_RATIO * quota:
+        words = f"etcd has {format_size(health.size_bytes)} of a quota of {format_size(quota)}"
+        yield Finding(name, NOTE, words, "compact it and run `etcdctl defrag`, or raise --quota-backend-bytes")
+    if not health.compacted and health.revision > ETCD_REVISIONS_MAX:
+        remedy = "start etcd with --auto-compaction-mode=periodic --auto-compaction-retention=1h"
+        yield Finding(name, NOTE, f"etcd keeps all {health.revision} revisions since its start, which fills its quota in time", remedy)
+    if health.remote and not health.tls:
+        words = "etcd is spoken to without TLS (etcd_insecure): anybody on the network can change the files"
+        yield Finding(name, NOTE, words, "give etcd_ca=FILE")
+    elif health.remote and health.open:
+        remedy = "start etcd with --client-cert-auth, and give etcd_cert= and etcd_key="
+        yield Finding(name, BAD, "etcd asks nobody who they are: whoever reaches it can change the files", remedy)
 
 
 def _check_nodes(name: str, cluster: "pb.Cluster", living: list["pb.Member"]) -> Finding:

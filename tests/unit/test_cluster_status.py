@@ -3,6 +3,7 @@
 import datetime
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ckptfs_client import doctor, render
@@ -138,6 +139,30 @@ def test_current_work_is_published_and_shown(node: Node, store: MemoryStore) -> 
     store.commit([], [Put(cluster_status.figures_key(1), cluster_status.encode_figures(node.db))])
     member = figures.build_cluster().members[0]
     assert (member.rebuild_files, member.repair_bytes, member.copies_wanted) == (1, 1000, 4)
+
+
+HEALTHY = {"size_bytes": 1000, "revision": 5, "compacted": True, "tls": True, "remote": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "words"),
+    [
+        ({}, None, ""),
+        ({"open": True, "remote": False, "tls": False}, None, ""),
+        ({"alarms": ["NOSPACE"]}, doctor.BAD, "raised NOSPACE"),
+        ({"size_bytes": 1_900_000_000}, doctor.NOTE, "of a quota of 2.0 GiB"),
+        ({"size_bytes": 1_900_000_000, "quota_bytes": 8_000_000_000}, None, ""),
+        ({"compacted": False, "revision": 2_000_000}, doctor.NOTE, "keeps all 2000000 revisions"),
+        ({"compacted": False}, None, ""),
+        ({"tls": False}, doctor.NOTE, "without TLS"),
+        ({"open": True}, doctor.BAD, "asks nobody who they are"),
+    ],
+)
+def test_doctor_judges_how_etcd_is_run(changes: dict[str, Any], verdict: str | None, words: str) -> None:
+    cluster = pb.Cluster(name="c", node="n", etcd="e:1", etcd_health=pb.EtcdHealth(**(HEALTHY | changes)))
+    found = [one for one in doctor.check_cluster("m", cluster) if one.what.startswith("etcd") and "answers" not in one.what]
+    assert [one.verdict for one in found] == ([] if verdict is None else [verdict])
+    assert all(words in one.what and one.remedy for one in found)
 
 
 def examined(

@@ -31,6 +31,7 @@ from ckptfs.config import Config
 from ckptfs.errors import CkptfsError
 from ckptfs.flow.replicate.peer_queues import PeerLoad
 from ckptfs.protocol import control_pb2 as pb
+from ckptfs.store.etcd_health import EtcdHealth
 from ckptfs.store.kv import Put, Store, iter_range, prefix_end
 from ckptfs_daemon.control.status import CACHE_RATIO, CachedFigure
 
@@ -152,13 +153,22 @@ def _build_links(loads: list[PeerLoad], link_figures: dict[str, dict[str, float 
     return links
 
 
+def _build_etcd_health(found: EtcdHealth) -> pb.EtcdHealth:
+    return pb.EtcdHealth(
+        size_bytes=found.size_bytes, quota_bytes=found.quota_bytes, alarms=found.alarms, revision=found.revision,
+        compacted=found.is_compacted, tls=found.has_tls, open=found.is_open, remote=found.is_remote,
+    )  # fmt: skip
+
+
 class ClusterFigures:
     """Builds a Cluster. Thread-safe."""
 
     def __init__(
-        self, config: Config, db: Database, store: Store, transport: TransportFigures | None = None, identity: Identity | None = None
-    ) -> None:
-        """`identity`: the keys of this node."""
+        self, config: Config, db: Database, store: Store, transport: TransportFigures | None = None, identity: Identity | None = None,
+        examine_store: Callable[[], EtcdHealth] | None = None,
+    ) -> None:  # fmt: skip
+        """`identity`: the keys of this node. `examine_store` asks etcd how it is. Raises StoreUnreachable."""
+        self._examine_store = examine_store
         self._config = config
         self._db = db
         self._store = store
@@ -226,6 +236,8 @@ class ClusterFigures:
             answer.keys_expire_s = (self._keys.expires - datetime.datetime.now(datetime.UTC)).total_seconds()
         try:
             self._scan(membership.node_key(answer.number))
+            if self._examine_store is not None:
+                answer.etcd_health.CopyFrom(_build_etcd_health(self._examine_store()))
         except CkptfsError as failure:
             answer.etcd_trouble = str(failure)
         known = {node.number: node for node in self._list_nodes_or_cached()}

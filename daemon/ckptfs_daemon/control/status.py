@@ -32,7 +32,7 @@ ROLES = ("supervisor", "mount", "mover", "spare")
 
 
 class CachedFigure(Generic[Value]):
-    """A figure that is computed again only when it is old compared with its cost, and by one thread at a time. Thread-safe."""
+    """A figure that is computed again when it is old compared with its cost. One thread computes it."""
 
     def __init__(self, ask: Callable[[], Value], fresh_s: float = 0.0) -> None:
         """`fresh_s`: it is not computed again before this age, whoever asks."""

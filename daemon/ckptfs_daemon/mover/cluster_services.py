@@ -37,6 +37,7 @@ from ckptfs.flow.take_over import TakeOver
 from ckptfs.model import Bulk, Notifier, Tier
 from ckptfs.peers.grpc_server import PeerServer
 from ckptfs.peers.peer_client import PeerClient
+from ckptfs.store import etcd_health
 from ckptfs.store.etcd import open_store
 from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon.control import cluster_status
@@ -73,7 +74,7 @@ class ClusterServices:
         self._host = Host(db, tiers, config.peer_share, notify, self.cluster)
         self._replicate = Replicate(db, tiers, notify, self.cluster)
         transport = TransportFigures(self._replicate.list_loads, self._peers.get_figures, self._get_server_figures, self._peers.ping)
-        self.figures = ClusterFigures(config, db, self._store, transport, self._identity)
+        self.figures = ClusterFigures(config, db, self._store, transport, self._identity, lambda: etcd_health.examine(config))
         self._announce = AnnounceCopies(db, self.cluster)
         self._repair = Repair(db, notify, self.cluster)
         self._take_over = TakeOver(db, notify, self.cluster)
