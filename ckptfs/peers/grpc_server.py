@@ -28,7 +28,6 @@ from ckptfs import limits, server_limits
 from ckptfs.clique.certificates import Identity, RevocationList
 from ckptfs.clique.peer_api import ContentHost, Offer, OpenCopy
 from ckptfs.config import parse_host
-from ckptfs.digest import hash_block
 from ckptfs.errors import CkptfsError
 from ckptfs.peers.bulk_server import BulkServer
 from ckptfs.peers.messages import (
@@ -47,6 +46,7 @@ from ckptfs.peers.messages import (
     parse_offer,
     parse_offers,
     parse_seal_timeout_s,
+    require,
 )
 from ckptfs.peers.security import UNKNOWN, PeerAuthenticator, require_version, server_credentials
 from ckptfs.peers.transfer_table import BlockStreams, ConcurrencyLimit, TransferTable
@@ -201,10 +201,7 @@ class UnaryCalls(rpc.PeerServicer):  # type: ignore[misc]
     def Offer(self, request: pb.OfferRequest, context: grpc.ServicerContext) -> pb.OfferReply:
         with self._guard.guard_call(context) as peer:
             offer = parse_offer(request)
-            if request.whole or not offer.size:
-                require_digest(request, offer.blocks)
-            if request.whole:
-                return pb.OfferReply(verified=self._table.receive_whole(peer, offer, request.whole))
+            require(not request.whole, "a content travels inside an offer only with OfferMany")
             number, missing_blocks = self._table.begin_transfer(peer, offer)
             return pb.OfferReply(transfer=number, lacking=encode_bitmap(missing_blocks, count_blocks(offer.size)))
         raise AssertionError
@@ -280,12 +277,6 @@ def receive_one(table: TransferTable, guard: RpcGuard, peer: str, offer: Offer, 
     except (Rejection, CkptfsError, OSError) as failure:
         rejection = guard.record_rejection(peer, build_rejection(failure))
         return pb.Verdict(code=rejection.reason, why=str(rejection))
-
-
-def require_digest(request: pb.OfferRequest, blocks: bytes) -> None:
-    """Check the digest of a content that travels inside its offer."""
-    if request.whole and hash_block(request.whole) != blocks:
-        raise Rejection(RejectReason.WRONG_DIGEST, "the bytes are not those of the digest")
 
 
 def build_manifest(copy: OpenCopy, number: int) -> pb.Record:

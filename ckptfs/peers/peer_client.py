@@ -56,15 +56,17 @@ class PeerClient:
         link = self._get_link(node)
         if count_blocks(offer.size) > limits.PEER_BLOCKS_MAX:
             raise InvalidArgument(f"{offer.size} bytes are more than peers hold of one content")
-        request = _build_offer_request(offer)
         if not offer.is_early and 0 < offer.size <= limits.PEER_INLINE_BYTES_MAX:
-            return _send_in_offer(link, request, source_fd)
+            (result,) = self.send_many(node, [(offer, source_fd)])
+            if isinstance(result, PeerFailed):
+                raise result
+            return result
         with link.reserve_content(offer.content, wanted):
-            return self._send_missing(link, offer, request, source_fd, wanted)
+            return self._send_missing(link, offer, source_fd, wanted)
 
-    def _send_missing(self, link: Link, offer: Offer, request: Any, source_fd: int, wanted: Callable[[], bool]) -> SendResult:
+    def _send_missing(self, link: Link, offer: Offer, source_fd: int, wanted: Callable[[], bool]) -> SendResult:
         """Offer a content and send the blocks that the peer asks for."""
-        reply = link.call(link.stub.Offer, request, limits.PEER_DISK_S)
+        reply = link.call(link.stub.Offer, _build_offer_request(offer), limits.PEER_DISK_S)
         missing_blocks = _decode_missing(link, offer, reply.lacking)
         try:
             moved = self._send_blocks(link, offer, source_fd, reply.transfer, missing_blocks, wanted)
@@ -258,14 +260,6 @@ def _interpret_verdict(link: Link, offer: Offer, verdict: Any) -> SendResult | P
     if verdict.code:
         return link.translate_rejection(verdict.code, verdict.why)
     return PeerCorrupt(f"{link.name} found that what it has is not what was offered")
-
-
-def _send_in_offer(link: Link, request: Any, fd: int) -> SendResult:
-    """A small content travels inside its offer."""
-    reply = link.call(link.stub.Offer, _embed_content(request, fd), limits.PEER_DISK_S)
-    if not reply.verified:
-        raise PeerCorrupt(f"{link.name} found that what it has is not what was offered")
-    return SendResult(1, request.size, True)
 
 
 def _decode_missing(link: Link, offer: Offer, bits: bytes) -> list[int]:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\npeer.proto\x12\x0b\x63kptfs.peer\"\x7f\n\x0cOfferRequest\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x04\x12\r\n\x05inode\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0c\n\x04size\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x0c\x12\r\n\x05whole\x18\x07 \x01(\x0c\"A\n\nOfferReply\x12\x10\n\x08transfer\x18\x01 \x01(\x04\x12\x0f\n\x07lacking\x18\x02 \x01(\x0c\x12\x10\n\x08verified\x18\x03 \x01(\x08\":\n\rOffersRequest\x12)\n\x06offers\x18\x01 \x03(\x0b\x32\x19.ckptfs.peer.OfferRequest\"6\n\x07Verdict\x12\x10\n\x08verified\x18\x01 \x01(\x08\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0b\n\x03why\x18\x03 \x01(\t\"5\n\x0bOffersReply\x12&\n\x08verdicts\x18\x01 \x03(\x0b\x32\x14.ckptfs.peer.Verdict\"#\n\x0fTransferRequest\x12\x10\n\x08transfer\x18\x01 \x01(\x04\" \n\rProgressReply\x12\x0f\n\x07lacking\x18\x01 \x01(\x0c\"\x1f\n\x0b\x46inishReply\x12\x10\n\x08verified\x18\x01 \x01(\x08\"P\n\rRecordRequest\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x0e\n\x06\x62orrow\x18\x03 \x01(\x08\x12\x0e\n\x06queued\x18\x04 \x01(\x08\"x\n\x06Record\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x04\x12\r\n\x05inode\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0c\n\x04size\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x0c\x12\x0c\n\x04loan\x18\x07 \x01(\x04\"\x1d\n\rReturnRequest\x12\x0c\n\x04loan\x18\x01 \x01(\x04\"2\n\x0bSealRequest\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x04\x12\x12\n\ntimeout_ms\x18\x02 \x01(\r\"0\n\tSealReply\x12#\n\x06record\x18\x01 \x01(\x0b\x32\x13.ckptfs.peer.Record\"!\n\rForgetRequest\x12\x10\n\x08\x63ontents\x18\x01 \x03(\x04\"\t\n\x07Nothing\")\n\tPingReply\x12\x0c\n\x04room\x18\x01 \x01(\x04\x12\x0e\n\x06now_ns\x18\x02 \x01(\x04\"0\n\nHelloReply\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\tbulk_port\x18\x02 \x01(\r2\xaf\x05\n\x04Peer\x12;\n\x05Offer\x12\x19.ckptfs.peer.OfferRequest\x1a\x17.ckptfs.peer.OfferReply\x12\x41\n\tOfferMany\x12\x1a.ckptfs.peer.OffersRequest\x1a\x18.ckptfs.peer.OffersReply\x12\x44\n\x08Progress\x12\x1c.ckptfs.peer.TransferRequest\x1a\x1a.ckptfs.peer.ProgressReply\x12@\n\x06\x46inish\x12\x1c.ckptfs.peer.TransferRequest\x1a\x18.ckptfs.peer.FinishReply\x12=\n\x07\x41\x62\x61ndon\x12\x1c.ckptfs.peer.TransferRequest\x1a\x14.ckptfs.peer.Nothing\x12<\n\tGetRecord\x12\x1a.ckptfs.peer.RecordRequest\x1a\x13.ckptfs.peer.Record\x12:\n\x06Return\x12\x1a.ckptfs.peer.ReturnRequest\x1a\x14.ckptfs.peer.Nothing\x12<\n\x08SealSoon\x12\x18.ckptfs.peer.SealRequest\x1a\x16.ckptfs.peer.SealReply\x12:\n\x06\x46orget\x12\x1a.ckptfs.peer.ForgetRequest\x1a\x14.ckptfs.peer.Nothing\x12\x34\n\x04Ping\x12\x14.ckptfs.peer.Nothing\x1a\x16.ckptfs.peer.PingReply\x12\x36\n\x05Hello\x12\x14.ckptfs.peer.Nothing\x1a\x17.ckptfs.peer.HelloReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\npeer.proto\x12\x0b\x63kptfs.peer\"\x7f\n\x0cOfferRequest\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x04\x12\r\n\x05inode\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0c\n\x04size\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x0c\x12\r\n\x05whole\x18\x07 \x01(\x0c\"/\n\nOfferReply\x12\x10\n\x08transfer\x18\x01 \x01(\x04\x12\x0f\n\x07lacking\x18\x02 \x01(\x0c\":\n\rOffersRequest\x12)\n\x06offers\x18\x01 \x03(\x0b\x32\x19.ckptfs.peer.OfferRequest\"6\n\x07Verdict\x12\x10\n\x08verified\x18\x01 \x01(\x08\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0b\n\x03why\x18\x03 \x01(\t\"5\n\x0bOffersReply\x12&\n\x08verdicts\x18\x01 \x03(\x0b\x32\x14.ckptfs.peer.Verdict\"#\n\x0fTransferRequest\x12\x10\n\x08transfer\x18\x01 \x01(\x04\" \n\rProgressReply\x12\x0f\n\x07lacking\x18\x01 \x01(\x0c\"\x1f\n\x0b\x46inishReply\x12\x10\n\x08verified\x18\x01 \x01(\x08\"P\n\rRecordRequest\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x0e\n\x06\x62orrow\x18\x03 \x01(\x08\x12\x0e\n\x06queued\x18\x04 \x01(\x08\"x\n\x06Record\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x04\x12\r\n\x05inode\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0c\n\x04size\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x0c\x12\x0c\n\x04loan\x18\x07 \x01(\x04\"\x1d\n\rReturnRequest\x12\x0c\n\x04loan\x18\x01 \x01(\x04\"2\n\x0bSealRequest\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x04\x12\x12\n\ntimeout_ms\x18\x02 \x01(\r\"0\n\tSealReply\x12#\n\x06record\x18\x01 \x01(\x0b\x32\x13.ckptfs.peer.Record\"!\n\rForgetRequest\x12\x10\n\x08\x63ontents\x18\x01 \x03(\x04\"\t\n\x07Nothing\")\n\tPingReply\x12\x0c\n\x04room\x18\x01 \x01(\x04\x12\x0e\n\x06now_ns\x18\x02 \x01(\x04\"0\n\nHelloReply\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\tbulk_port\x18\x02 \x01(\r2\xaf\x05\n\x04Peer\x12;\n\x05Offer\x12\x19.ckptfs.peer.OfferRequest\x1a\x17.ckptfs.peer.OfferReply\x12\x41\n\tOfferMany\x12\x1a.ckptfs.peer.OffersRequest\x1a\x18.ckptfs.peer.OffersReply\x12\x44\n\x08Progress\x12\x1c.ckptfs.peer.TransferRequest\x1a\x1a.ckptfs.peer.ProgressReply\x12@\n\x06\x46inish\x12\x1c.ckptfs.peer.TransferRequest\x1a\x18.ckptfs.peer.FinishReply\x12=\n\x07\x41\x62\x61ndon\x12\x1c.ckptfs.peer.TransferRequest\x1a\x14.ckptfs.peer.Nothing\x12<\n\tGetRecord\x12\x1a.ckptfs.peer.RecordRequest\x1a\x13.ckptfs.peer.Record\x12:\n\x06Return\x12\x1a.ckptfs.peer.ReturnRequest\x1a\x14.ckptfs.peer.Nothing\x12<\n\x08SealSoon\x12\x18.ckptfs.peer.SealRequest\x1a\x16.ckptfs.peer.SealReply\x12:\n\x06\x46orget\x12\x1a.ckptfs.peer.ForgetRequest\x1a\x14.ckptfs.peer.Nothing\x12\x34\n\x04Ping\x12\x14.ckptfs.peer.Nothing\x1a\x16.ckptfs.peer.PingReply\x12\x36\n\x05Hello\x12\x14.ckptfs.peer.Nothing\x1a\x17.ckptfs.peer.HelloReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,37 +34,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OFFERREQUEST']._serialized_start=27
   _globals['_OFFERREQUEST']._serialized_end=154
   _globals['_OFFERREPLY']._serialized_start=156
-  _globals['_OFFERREPLY']._serialized_end=221
-  _globals['_OFFERSREQUEST']._serialized_start=223
-  _globals['_OFFERSREQUEST']._serialized_end=281
-  _globals['_VERDICT']._serialized_start=283
-  _globals['_VERDICT']._serialized_end=337
-  _globals['_OFFERSREPLY']._serialized_start=339
-  _globals['_OFFERSREPLY']._serialized_end=392
-  _globals['_TRANSFERREQUEST']._serialized_start=394
-  _globals['_TRANSFERREQUEST']._serialized_end=429
-  _globals['_PROGRESSREPLY']._serialized_start=431
-  _globals['_PROGRESSREPLY']._serialized_end=463
-  _globals['_FINISHREPLY']._serialized_start=465
-  _globals['_FINISHREPLY']._serialized_end=496
-  _globals['_RECORDREQUEST']._serialized_start=498
-  _globals['_RECORDREQUEST']._serialized_end=578
-  _globals['_RECORD']._serialized_start=580
-  _globals['_RECORD']._serialized_end=700
-  _globals['_RETURNREQUEST']._serialized_start=702
-  _globals['_RETURNREQUEST']._serialized_end=731
-  _globals['_SEALREQUEST']._serialized_start=733
-  _globals['_SEALREQUEST']._serialized_end=783
-  _globals['_SEALREPLY']._serialized_start=785
-  _globals['_SEALREPLY']._serialized_end=833
-  _globals['_FORGETREQUEST']._serialized_start=835
-  _globals['_FORGETREQUEST']._serialized_end=868
-  _globals['_NOTHING']._serialized_start=870
-  _globals['_NOTHING']._serialized_end=879
-  _globals['_PINGREPLY']._serialized_start=881
-  _globals['_PINGREPLY']._serialized_end=922
-  _globals['_HELLOREPLY']._serialized_start=924
-  _globals['_HELLOREPLY']._serialized_end=972
-  _globals['_PEER']._serialized_start=975
-  _globals['_PEER']._serialized_end=1662
+  _globals['_OFFERREPLY']._serialized_end=203
+  _globals['_OFFERSREQUEST']._serialized_start=205
+  _globals['_OFFERSREQUEST']._serialized_end=263
+  _globals['_VERDICT']._serialized_start=265
+  _globals['_VERDICT']._serialized_end=319
+  _globals['_OFFERSREPLY']._serialized_start=321
+  _globals['_OFFERSREPLY']._serialized_end=374
+  _globals['_TRANSFERREQUEST']._serialized_start=376
+  _globals['_TRANSFERREQUEST']._serialized_end=411
+  _globals['_PROGRESSREPLY']._serialized_start=413
+  _globals['_PROGRESSREPLY']._serialized_end=445
+  _globals['_FINISHREPLY']._serialized_start=447
+  _globals['_FINISHREPLY']._serialized_end=478
+  _globals['_RECORDREQUEST']._serialized_start=480
+  _globals['_RECORDREQUEST']._serialized_end=560
+  _globals['_RECORD']._serialized_start=562
+  _globals['_RECORD']._serialized_end=682
+  _globals['_RETURNREQUEST']._serialized_start=684
+  _globals['_RETURNREQUEST']._serialized_end=713
+  _globals['_SEALREQUEST']._serialized_start=715
+  _globals['_SEALREQUEST']._serialized_end=765
+  _globals['_SEALREPLY']._serialized_start=767
+  _globals['_SEALREPLY']._serialized_end=815
+  _globals['_FORGETREQUEST']._serialized_start=817
+  _globals['_FORGETREQUEST']._serialized_end=850
+  _globals['_NOTHING']._serialized_start=852
+  _globals['_NOTHING']._serialized_end=861
+  _globals['_PINGREPLY']._serialized_start=863
+  _globals['_PINGREPLY']._serialized_end=904
+  _globals['_HELLOREPLY']._serialized_start=906
+  _globals['_HELLOREPLY']._serialized_end=954
+  _globals['_PEER']._serialized_start=957
+  _globals['_PEER']._serialized_end=1644
 # @@protoc_insertion_point(module_scope)

@@ -25,14 +25,12 @@ class OfferRequest(_message.Message):
     def __init__(self, content: _Optional[int] = ..., inode: _Optional[int] = ..., generation: _Optional[int] = ..., size: _Optional[int] = ..., digest: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., whole: _Optional[bytes] = ...) -> None: ...
 
 class OfferReply(_message.Message):
-    __slots__ = ("transfer", "lacking", "verified")
+    __slots__ = ("transfer", "lacking")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     LACKING_FIELD_NUMBER: _ClassVar[int]
-    VERIFIED_FIELD_NUMBER: _ClassVar[int]
     transfer: int
     lacking: bytes
-    verified: bool
-    def __init__(self, transfer: _Optional[int] = ..., lacking: _Optional[bytes] = ..., verified: _Optional[bool] = ...) -> None: ...
+    def __init__(self, transfer: _Optional[int] = ..., lacking: _Optional[bytes] = ...) -> None: ...
 
 class OffersRequest(_message.Message):
     __slots__ = ("offers",)
