@@ -9,6 +9,8 @@ from typing import Any, cast
 import pytest
 import trio
 from ckptfs_daemon.fuse.request import Request
+from ckptfs_daemon.mount import file_handlers
+from ckptfs_daemon.mount.file_handlers import FileHandlers
 from ckptfs_daemon.mount.open_acts import link_successor
 from ckptfs_daemon.mount.open_attempt import OpenAttempt
 from ckptfs_daemon.mount.open_file_table import OpenFileTable
@@ -16,11 +18,11 @@ from ckptfs_daemon.mount.open_request import OpenRequest
 from local_node import Node
 
 from ckptfs import limits
-from ckptfs.catalog import contents, handles, mover_requests, peer_copies
+from ckptfs.catalog import contents, handles, inodes, mover_requests, peer_copies
 from ckptfs.errors import ContentLost, TimedOut
 from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.seal import Seal
-from ckptfs.model import ContentState, DataPath, Tier
+from ckptfs.model import ROOT, ContentState, DataPath, Tier
 from ckptfs.tiers.storage import TierStorage
 
 
@@ -260,3 +262,39 @@ def test_what_is_lost_here_is_looked_for_elsewhere_once(tmp_path: Path, code: in
         return 0
 
     assert trio.run(scenario) == ends and mover.asked == [mover_requests.FETCH]
+
+
+@pytest.mark.parametrize(
+    ("uid", "mode", "flags", "expected"),
+    [
+        (0, 0o000, os.O_RDWR, 0), (7, 0o600, os.O_RDWR, 0), (7, 0o400, os.O_RDONLY, 0), (7, 0o400, os.O_WRONLY, errno.ESTALE),
+        (8, 0o666, os.O_RDONLY, errno.ESTALE), (0, 0o600, os.O_RDWR | os.O_EXCL, errno.EEXIST),
+    ],
+)  # fmt: skip
+def test_a_create_that_meets_the_file_of_another_node_opens_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uid: int, mode: int, flags: int, expected: int
+) -> None:
+    """P2: at ESTALE the kernel looks the name up once more, checks permissions and opens the file; a second one reaches the program."""
+    opener = Opener(tmp_path)
+    opener.node.db.run("UPDATE inode SET uid = 7, mode = ? WHERE id = ?", 0o100000 | mode, opener.inode)
+
+    async def met(*_: object, **__: object) -> None:
+        raise FileExistsError(errno.EEXIST, "another node made it")
+
+    async def nothing(_: Request) -> None:
+        return None
+
+    context = SimpleNamespace(
+        **vars(opener.context), build_reply=lambda inode: inode, get_inode=lambda number: inodes.get(opener.node.db, number)
+    )
+    monkeypatch.setattr(file_handlers, "get_current_request", lambda: Request(9, False, False))
+    names = FileHandlers(cast(Any, context), cast(Any, SimpleNamespace(commit_shared=met, get_replayed_reply=nothing)))
+
+    async def create() -> int:
+        try:
+            opened, found = await names.create(ROOT, b"file", 0o644, os.O_CREAT | flags, cast(Any, SimpleNamespace(uid=uid, gid=0, pid=1)))
+        except OSError as failure:
+            return failure.errno or 0
+        return 0 if found.id == opener.inode and opened.fh in opener.files.by_handle else -1
+
+    assert trio.run(create) == expected
