@@ -46,10 +46,10 @@ class BulkConnection:
                     self._tls.do_handshake()
                     break
                 except ssl.SSLWantReadError:
-                    self._flush()
+                    self._send_pending()
                     self._receive()
                 finally:
-                    self._flush()
+                    self._send_pending()
             self._socket.settimeout(limits.PEER_STALL_S)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as failure:
@@ -62,7 +62,7 @@ class BulkConnection:
         try:
             while left:
                 left = left[self._tls.write(left[:PIECE_BYTES]) :]
-                self._flush()
+                self._send_pending()
                 _check_deadline(deadline)
         except OSError as failure:
             raise _translate(failure) from failure
@@ -106,7 +106,7 @@ class BulkConnection:
     def close(self) -> None:
         self._socket.close()
 
-    def _flush(self) -> None:
+    def _send_pending(self) -> None:
         if self._to_send.pending:
             self._socket.sendall(self._to_send.read())
 
