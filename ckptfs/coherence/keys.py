@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckptfs import limits
-from ckptfs.catalog import identity, journal, namespace, remote_contents
+from ckptfs.catalog import identity, inodes, journal, remote_contents
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.remote_contents import RemoteState
 from ckptfs.model import ContentState
@@ -415,9 +415,9 @@ def describe_path(db: Database, keys: Iterable[SharedKey]) -> str:
     """Return the path of the first of these keys that has one."""
     for key in keys:
         if key.kind == NAME:
-            return os.fsdecode(namespace.get_path(db, key.number) + b"/" + key.name)
+            return os.path.join(inodes.get_shown_path(db, key.number), os.fsdecode(key.name))
         if key.kind in (INODE, TIMES) and db.value("SELECT 1 FROM entry WHERE child = ?", key.number):
-            return os.fsdecode(namespace.get_path(db, key.number))
+            return inodes.get_shown_path(db, key.number)
     return ""
 
 
