@@ -78,6 +78,10 @@ class StoreLost(StoreUnreachable):
     """The store lost its data or was set back: it is not the one that this catalog knows. It counts as not answering."""
 
 
+class StoreUnreadable(StoreUnreachable):
+    """The store holds something under a key of the cluster that ckptfs never writes there."""
+
+
 class StoreTooNew(StoreUnreachable):
     """A newer ckptfs wrote the values of the store. This node takes no part until it has that release."""
 

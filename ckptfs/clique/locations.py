@@ -18,7 +18,7 @@ from ckptfs.catalog import peer_copies, remote_contents
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.peer_copies import PeerCopy
 from ckptfs.catalog.remote_contents import RemoteState
-from ckptfs.coherence import keys
+from ckptfs.coherence import keys, value_checks
 from ckptfs.coherence.keys import CONTENT, INODE, PFS_NAME, PFS_STATE, SharedKey
 from ckptfs.model import Content, ContentState
 from ckptfs.store.kv import Compare, CompareTarget, Delete, Get, Item, Operation, Outcome, Put, Store, prefix_end
@@ -137,7 +137,7 @@ def load_files(store: Store, inodes: Sequence[int]) -> dict[int, SharedFile]:
     for inode, items in zip(inodes, results, strict=True):
         if items:
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                value = json.loads(items[0].value)
+                value = json.loads(value_checks.parse_value(SharedKey(INODE, inode), items[0]))
                 found[inode] = SharedFile(value["content"], value, items[0])
     return found
 

@@ -17,6 +17,7 @@ import contextlib
 import json
 import logging
 import random
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
@@ -235,15 +236,19 @@ def _find_binding(store: Store, name: str) -> tuple[Item | None, NodeBinding | N
     found = store.read([Get(name_key(name))]).results[0]
     if not found:
         return None, None
-    number, catalog = json.loads(found[0].value)
-    return found[0], NodeBinding(int(number), str(catalog))
+    try:
+        number, catalog = json.loads(found[0].value)
+        return found[0], NodeBinding(int(number), str(catalog))
+    except (ValueError, TypeError) as failure:
+        raise InvalidArgument(f"the key number/{name} of etcd is not readable", remedy="delete it in etcd") from failure
 
 
 def find_usurper(name: str, number: int, taken: Iterable[Item]) -> str:
     """Return who has the number of this node in a store that it is to adopt; empty if nobody has."""
     for item in taken:
         if item.key == taken_key(number) and item.value not in (b"", name.encode()):
-            return f"the number {number} of node {name} was given to node {item.value.decode()}, which joined after etcd had lost its data"
+            other = item.value.decode(errors="replace")
+            return f"the number {number} of node {name} was given to node {other}, which joined after etcd had lost its data"
     return ""
 
 
@@ -262,7 +267,8 @@ def build_adopted(numbers: Iterable[int], epoch: bytes) -> list[list[Operation]]
 def list_awaited(taken: Iterable[Item], adopted: Iterable[Item], epoch: bytes) -> list[int]:
     """Return the numbers of the nodes that have not adopted the store of this epoch yet."""
     known = {item.key[len(ADOPTED_PREFIX) :] for item in adopted if item.value == epoch}
-    return [int(rest, 16) for item in taken if (rest := item.key[len(TAKEN_PREFIX) :]) not in known]
+    numbers = [rest for item in taken if (rest := item.key[len(TAKEN_PREFIX) :]) not in known]
+    return [int(rest, 16) for rest in numbers if re.fullmatch(rb"[0-9a-f]{8}", rest)]
 
 
 def split_changes(changes: Sequence[Operation]) -> list[list[Operation]]:

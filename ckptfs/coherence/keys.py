@@ -330,9 +330,10 @@ def _write_inode(db: Database, number: int, _: bytes, value: Value | None) -> No
         db.run("UPDATE inode SET nlink = 0 WHERE id = ?", number)
         return
     target = value["target"]
-    columns = {"missed": None, "closed_ns": 0, **value, "target": None if target is None else target.encode("latin-1")}
-    columns = {_INODE_COLUMN_BY_FIELD.get(name, name): field for name, field in columns.items() if name != "xattrs"}
-    names = columns.pop("names", None)
+    known = {name: value[name] for name in INODE_FIELDS if name in value}
+    columns = {"missed": None, "closed_ns": 0, **known, "target": None if target is None else target.encode("latin-1")}
+    columns = {_INODE_COLUMN_BY_FIELD.get(name, name): field for name, field in columns.items()}
+    names = value.get("names")
     columns["nlink"] = DIRECTORY_LINKS if names is None else len(names)
     if db.row("SELECT 1 FROM inode WHERE id = ?", number):
         db.run(f"UPDATE inode SET {', '.join(f'{name} = ?' for name in columns)} WHERE id = ?", *columns.values(), number)

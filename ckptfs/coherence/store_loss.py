@@ -11,6 +11,7 @@ Crash safety: each step is one transaction of the catalog; the next process cont
 node's own key.
 """
 
+import contextlib
 import json
 import threading
 import uuid
@@ -21,7 +22,7 @@ from enum import StrEnum
 
 from ckptfs import limits
 from ckptfs.catalog.database import Database
-from ckptfs.errors import StoreLost, StoreUnreachable
+from ckptfs.errors import StoreLost, StoreUnreachable, StoreUnreadable
 from ckptfs.store.kv import WAIT_S, Compare, CompareTarget, Get, Item, Operation, Outcome, Put, Store, Watch
 
 EPOCH_KEY = b"epoch"
@@ -70,6 +71,14 @@ def build_new_epoch(found: Sequence[Item], before: bytes | None) -> tuple[Compar
     fields = {"id": uuid.uuid4().hex} if before is None else {"id": uuid.uuid4().hex, "after": json.loads(before)["id"]}
     value = json.dumps(fields, separators=(",", ":"), sort_keys=True).encode()
     return Compare(EPOCH_KEY, CompareTarget.MOD, "=", found[0].mod_revision if found else 0), Put(EPOCH_KEY, value)
+
+
+def require_epoch(value: bytes) -> bytes:
+    """Return the value of an epoch. Raises StoreUnreachable if it is none."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        if isinstance(json.loads(value)["id"], str):
+            return value
+    raise StoreUnreadable("the key epoch of etcd is not readable", remedy="see who wrote it; delete it, and have the nodes adopt etcd")
 
 
 def build_epoch_compare(value: bytes) -> Compare:

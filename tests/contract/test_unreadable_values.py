@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 from ckptfs_daemon.mount.shared_namespace import TROUBLE_KEY, UNSHARED_KEY
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, async_tests, in_virtual_time, reconnect, running, settled, stored_tree
 
 from ckptfs.catalog import summary
-from ckptfs.coherence import keys, value_checks
+from ckptfs.catalog.inodes import get
+from ckptfs.clique import locations, membership
+from ckptfs.coherence import key_state, keys, store_loss, value_checks
 from ckptfs.coherence.keys import INODE, NAME, SharedKey
-from ckptfs.errors import StoreTooNew
+from ckptfs.errors import InvalidArgument, StoreTooNew
 from ckptfs.limits import KIB
 from ckptfs.model import ROOT
-from ckptfs.store.kv import Get, Put
+from ckptfs.store.kv import Get, Item, Put
 
 
 def play(root: Path, act: Callable[[Node, Node], Awaitable[None]]) -> None:
@@ -61,6 +64,43 @@ def test_only_known_fields_of_their_types_are_a_value(fields: dict[str, Any]) ->
     key = SharedKey(INODE, 9)
     assert value_checks.find_fault(key, keys.encode_fields(FILE)) == ""
     assert value_checks.find_fault(key, keys.encode_fields({**FILE, **fields})) != ""
+
+
+def test_a_field_name_never_becomes_sql(tmp_path: Path) -> None:
+    """Nor what comes to the rows by another way than `parse_value`."""
+    node = Node(tmp_path, 1, MemoryStore(MemoryEtcd()))
+    put(node, SharedKey(INODE, 9), keys.encode_fields({**FILE, "uid = 7777, gid": 0}))
+    assert locations.load_files(node.store, [9]) == {}
+    with key_state.change_unmarked(node.db):
+        keys.write_value(node.db, SharedKey(INODE, 9), {**FILE, "uid = 7777, gid": 0})
+    assert get(node.db, 9).uid == 0
+
+
+@pytest.mark.parametrize("raw", [b"", b"\xff", b"[]", b'{"id":7}'])
+def test_an_epoch_that_is_none_makes_an_island_that_names_the_key(raw: bytes, tmp_path: Path) -> None:
+    etcd = MemoryEtcd()
+    MemoryStore(etcd).commit([], [Put(store_loss.EPOCH_KEY, raw), Put(b"taken/zz", b"\xff"), Put(b"taken/", b"")])
+
+    async def main() -> None:
+        node = Node(tmp_path, 1, MemoryStore(etcd))
+
+        async def wait_island() -> None:
+            while "the key epoch of etcd" not in str(summary.list_reports(node.db)):
+                await trio.sleep(1)
+
+        await running([node], wait_island)
+
+    in_virtual_time(main)
+
+
+def test_numbers_that_are_none_are_passed_over() -> None:
+    taken = [Item(b"taken/zz", b"\xff", 1, 1), Item(membership.taken_key(3), b"\xff", 1, 1)]
+    assert membership.list_awaited(taken, [], b"e") == [3]
+    assert "node \ufffd" in membership.find_usurper("n", 3, taken)
+    store = MemoryStore(MemoryEtcd())
+    store.commit([], [Put(membership.name_key("n"), b"\xff")])
+    with pytest.raises(InvalidArgument, match="number/n"):
+        membership.register(store, "n", "catalog")
 
 
 @pytest.mark.parametrize("name", FILE)

@@ -197,7 +197,7 @@ async def _load_or_create_epoch(store: EpochCheckedStore, known_epoch: bytes | N
         (found,) = (await wait_outcome(store.inner.read_soon([Get(store_loss.EPOCH_KEY)]))).results
         begun = store_loss.build_new_epoch(found, known_epoch)
         if begun is None:
-            return found[0].value
+            return store_loss.require_epoch(found[0].value)
         if (await wait_outcome(store.inner.commit_soon([begun[0]], [begun[1]]))).succeeded:
             return begun[1].value
 
