@@ -13,15 +13,16 @@ from simulated_cluster import EVENTS, Costs, fit_slope
 from ckptfs import limits
 from ckptfs.flow import scan
 
-COUNTS = tuple(map(int, os.environ.get("CKPTFS_SIMULATED_NODES", "3,10,30,90").split(",")))
-GROWTH = 0.25
+COUNTS = tuple(map(int, os.environ.get("CKPTFS_SIMULATED_NODES", "3,10,60").split(",")))
+GROWTH = 0.12
 """By how much more a checkpoint may cost a node of the largest cluster than one of a small cluster."""
 IDLE_RATE_MAX = 1.0
-AT_ONCE_SHARE = 0.5
+AT_ONCE_SHARE = 0.7
 """Which share of the nodes may act within one second of an event, in a cluster that is large enough to spread its work."""
 AT_ONCE_FREE = 30
 LATENCY_S_MAX = 0.05
 READER_RATE_MAX = 4.0
+PROBE_RATE_MAX = 0.5
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,15 @@ def test_readers_that_wait_for_another_one_ask_seldom() -> None:
     found = simulated_cluster.measure_readers(6)
     assert found.problems == []
     assert found.phases["readers"].total / 5 / 20 < READER_RATE_MAX
+
+
+def test_nodes_probe_an_etcd_that_is_away_seldom_and_not_in_step() -> None:
+    """P1: and all work as before when it is back."""
+    found = simulated_cluster.measure_outage(10)
+    assert found.problems == []
+    outage = found.phases["outage"]
+    assert outage.operations["names"] < PROBE_RATE_MAX * outage.seconds * found.nodes
+    assert found.phases["return"].nodes_in_a_second < found.nodes
 
 
 def test_a_directory_of_the_pfs_that_may_fill_the_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -304,6 +304,38 @@ class Costs:
         return self.phases["idle"].total / self.phases["idle"].seconds / self.nodes
 
 
+async def _run_outage(cluster: SimulatedCluster, dice: random.Random, away_s: float) -> Costs:
+    """No member of etcd answers for a while; before and after it the nodes write checkpoints."""
+    costs = Costs(cluster.count)
+    cluster.etcd = SimulatedEtcd(cluster.time)
+    async with trio.open_nursery() as nursery:
+        for number in range(1, cluster.count + 1):
+            await cluster.add(nursery, number)
+        await trio.sleep(SETTLE_S)
+        await cluster.each(SimulatedNode.visit_root, dice)
+        await cluster.write_checkpoint(0, dice)
+        await trio.sleep(SETTLE_S)
+        cluster.etcd.take_usage()
+        cluster.etcd.is_down = True
+        await trio.sleep(away_s)
+        costs.phases["outage"] = cluster.etcd.take_usage()
+        cluster.etcd.is_down = False
+        await trio.sleep(SETTLE_S)
+        costs.phases["return"] = cluster.etcd.take_usage()
+        costs.problems += [f"{node.name} is disconnected" for node in cluster.living if node.sharing.is_disconnected]
+        await cluster.write_checkpoint(1, dice)
+        await trio.sleep(SETTLE_S)
+        if short := cluster.count_copies_short():
+            costs.problems.append(f"{short} contents lack copies")
+        nursery.cancel_scope.cancel()
+    return costs
+
+
+def measure_outage(count: int, *, away_s: float = 45.0) -> Costs:
+    """Measure what nodes ask while etcd is away, and when it is back."""
+    return run_simulated(count, lambda cluster, dice: _run_outage(cluster, dice, away_s))
+
+
 EVENTS = ("death", "mover restart", "join")
 MODEL_BYTES = 2 * limits.FETCH_SHARED_BYTES_MIN
 
