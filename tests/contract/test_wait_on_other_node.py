@@ -11,6 +11,7 @@ from ckptfs_daemon.control.queries import LevelCheck
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, in_virtual_time, running
 
+from ckptfs import limits
 from ckptfs.catalog import contents, peer_copies, summary
 from ckptfs.catalog.peer_copies import KnownNode
 from ckptfs.clique import locations
@@ -39,8 +40,9 @@ def put(etcd: MemoryEtcd, key: str, value: object) -> None:
 
 @pytest.mark.parametrize("wanted", [Level.LOCAL, Level.CLIQUE, Level.PFS])
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_wait_elsewhere_ends(tmp_path: Path, wanted: Level, gone: bool) -> None:
+def test_a_wait_elsewhere_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: Level, gone: bool) -> None:
     """G1: also when the writer has gone since; a file that only it had is nowhere then."""
+    monkeypatch.setattr(limits, "COPIES_FRESH_S", 0.0)
 
     async def run() -> None:
         etcd = MemoryEtcd()
