@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 import trio
+from clique_world import cluster_of, make_cluster
+from local_node import run_until_idle
 from shared_catalogs import settled, stored
 from writers_together import Writer, WriterCluster
 
 from ckptfs import limits
+from ckptfs.catalog import peer_copies
 from ckptfs.coherence.keys import JOURNAL_ROW
+from ckptfs.flow import take_over
+from ckptfs.flow.take_over import TakeOver
 
 
 @pytest.fixture
@@ -51,6 +56,27 @@ async def left_behind(cluster: WriterCluster) -> None:
     one.hold(dead, content)
     assert rows(cluster, dead) == 7
     dead.die()
+
+
+def test_nodes_that_are_dead_for_ever_cost_one_request_and_in_the_end_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, one, _, *dead = make_cluster(tmp_path, 6)
+    for node in dead:
+        node.kill()
+    now_s = [1000.0]
+    monkeypatch.setattr(take_over.time, "monotonic", lambda: now_s[0])
+    flow = TakeOver(one.db, one.told, cluster_of(one))
+
+    def count_requests(seconds: float) -> int:
+        before = cluster.etcd.transactions
+        now_s[0] += seconds
+        run_until_idle(flow)
+        return int(cluster.etcd.transactions - before)
+
+    assert count_requests(0) == 1 and count_requests(1) == 0
+    assert sum(count_requests(30) for _ in range(120)) < 15, "an hour"
+    assert set(peer_copies.list_node_names(one.db)) == {1, 2, 3, 4, 5, 6}
+    count_requests(take_over.FORGET_S)
+    assert set(peer_copies.list_node_names(one.db)) == {1, 2}
 
 
 @in_cluster

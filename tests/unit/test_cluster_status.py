@@ -1,11 +1,14 @@
 """`ckptfs status --cluster`: the nodes as the shared store has them, and the report when the store does not answer."""
 
 import datetime
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
+import trio.testing
 from ckptfs_client import doctor, render
 from ckptfs_client.doctor import Finding
 from ckptfs_client.errors import UsageError
@@ -262,3 +265,30 @@ def test_figures_are_published_when_they_or_the_lease_change(node: Node, store: 
     assert store.read([Get(key)]).results[0][0].mod_revision == revision
     cluster_status._publish_if_changed(node.db, store, key, store.grant(10), told)
     assert store.read([Get(key)]).results[0][0].mod_revision > revision
+
+
+def test_figures_that_go_on_changing_are_published_less_often(node: Node, store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N1: nobody may be looking. What does not change any more is published soon."""
+    changes = itertools.chain((b"%d" % number for number in range(25)), itertools.repeat(b"last"))
+    monkeypatch.setattr(cluster_status, "encode_figures", lambda _: next(changes))
+    lease = store.grant(10_000)
+
+    async def run_inline(act: Callable[..., Any], *arguments: Any, **_: Any) -> Any:
+        await trio.lowlevel.checkpoint()
+        return act(*arguments)
+
+    async def publish() -> list[int]:
+        asked = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(cluster_status.publish_figures, node.db, store, 1, lambda: lease)
+            for _ in range(6):
+                before = store.etcd.revision
+                await trio.sleep(300)
+                asked.append(store.etcd.revision - before)
+            nursery.cancel_scope.cancel()
+        return asked
+
+    monkeypatch.setattr(trio.to_thread, "run_sync", run_inline)
+    asked = trio.run(publish, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert max(asked) < 12 and asked[-1] == 0
+    assert store.read([Get(cluster_status.figures_key(1))]).results[0][0].value == b"last"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from local_node import Node
 
-from ckptfs.catalog import contents, copies, namespace
+from ckptfs.catalog import contents, copies, namespace, peer_copies, remote_contents
 from ckptfs.flow.evict import Evict
 from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.recover import Recover
@@ -48,6 +48,10 @@ def run_steps(node: Node) -> None:
     with node.db.transaction():
         namespace.unlink(node.db, ROOT, b"closed")
     contents.list_closed(node.db, [Tier.RAM], 0, 64)
+    peer_copies.find_rebuildable(node.db, 0)
+    peer_copies.count_rebuildable(node.db)
+    remote_contents.list_hosted_with(node.db, 2, 0, 64)
+    remote_contents.list_only_stale(node.db, 0, 64)
 
 
 def test_no_step_reads_a_whole_table(tmp_path: Path) -> None:
