@@ -171,6 +171,7 @@ class FetchWorker:
         self.failure: PeerFailed | None = None
         self._job = job
         self._expected_blocks: deque[int] = deque()
+        self.awaits_end = False
         self._is_interrupted = False
         self._interrupt_wait: Callable[[], Any] = lambda: None
         self.thread = threading.Thread(target=self._run, name="peer fetch", daemon=True)
@@ -182,6 +183,8 @@ class FetchWorker:
         return self._job.manifest.blocks[number * BLOCK_DIGEST_BYTES : (number + 1) * BLOCK_DIGEST_BYTES]
 
     def write_block(self, number: int, data: memoryview) -> None:
+        # Before the write: it may complete the fetch, which then interrupts those that still owe blocks.
+        self.awaits_end = not self._expected_blocks
         self._job.write_block(number, data)
 
     def release_block(self, number: int) -> None:
@@ -215,7 +218,7 @@ class FetchWorker:
                 raise PeerCorrupt(f"{self.link.name} lends another content than the one asked for")
             while run := self._job.assign_run(self, self._choose_run_blocks()):
                 self.assigned_run, self._expected_blocks = run, deque(run)
-                self.progress_at = time.monotonic()
+                self.progress_at, self.awaits_end = time.monotonic(), False
                 try:
                     self._read_run(Command(CommandKind.READ, reply.loan, run[0], len(run), self.link.stats.should_compress))
                 except PeerFailed as failure:
@@ -284,7 +287,7 @@ class FetchWorker:
 
     def _record_progress(self) -> bool:
         self.progress_at = time.monotonic()
-        return not self._job.is_stopped
+        return self.awaits_end or not self._job.is_stopped
 
 
 def fetch_blocks(links: Sequence[Link], job: FetchJob, streams: int) -> int:
@@ -311,7 +314,8 @@ def fetch_blocks(links: Sequence[Link], job: FetchJob, streams: int) -> int:
     finally:
         job.stop()
         for worker in workers:
-            worker.interrupt()
+            if not worker.awaits_end:  # A connection with the end of its run on it can be used again.
+                worker.interrupt()
         job.wait_for_writers()
     if job.failure is not None:
         raise job.failure

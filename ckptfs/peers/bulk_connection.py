@@ -11,6 +11,7 @@ message, so a connection that is cut off is noticed, too.
 import select
 import socket
 import ssl
+import struct
 import time
 from contextlib import suppress
 from typing import Any
@@ -31,6 +32,7 @@ class BulkConnection:
 
     def __init__(self, connected: socket.socket, context: ssl.SSLContext, server_name: str | None = None) -> None:
         """`server_name`: the name that the certificate of the server must have; None for the server itself."""
+        self.is_shut_down = False
         self._socket = connected
         self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._received, self._to_send, server_side=server_name is None, server_hostname=server_name)
@@ -91,6 +93,7 @@ class BulkConnection:
 
     def shutdown(self) -> None:
         """End it for both sides; wakes the thread that uses it."""
+        self.is_shut_down = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -104,6 +107,10 @@ class BulkConnection:
                 pass
 
     def close(self) -> None:
+        """Close this end. After a shutdown, reset the connection: else the other side could go on sending until it times out."""
+        if self.is_shut_down:
+            with suppress(OSError):
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._socket.close()
 
     def _send_pending(self) -> None:

@@ -205,9 +205,10 @@ class Link:
             yield connection
         except BaseException as failure:
             if connection is not None:
+                is_broken = isinstance(failure, ConnectionEnded) and not connection.is_shut_down
                 connection.shutdown()
                 connection.close()
-                if isinstance(failure, ConnectionEnded):
+                if is_broken:
                     self._close_idle()
                     self._no_bulk_until = time.monotonic() + limits.PEER_SUSPECT_S * is_new
             raise

@@ -228,7 +228,8 @@ def test_loans_and_connections_are_given_back(fast: Pair, tmp_path: Path) -> Non
         for _ in range(limits.PEER_OPEN_COPIES_PER_PEER_MAX // 2 + 3):
             fast.peers.fetch([fast.node.there], record_of(offer), [0, 1], file.fileno())
     eventually(lambda: len(fast.node.server.table.reads) == 0, what="loans are returned")
-    assert fast.node.server.get_figures()["connections"], "blocks came over TLS, not over gRPC"
+    assert fast.peers._get_link(fast.node.there)._no_bulk_until == 0.0, "no connection counts as broken at the end of a fetch"
+    eventually(lambda: fast.node.server.get_figures()["connections"], what="blocks came over TLS, and the connection can be used again")
     fast.peers.close_except([])
     eventually(lambda: fast.node.server.get_figures()["connections"] == 0, what="connections are closed")
 
