@@ -188,7 +188,8 @@ class Reconcile:
             if not include_young and age_s < limits.RECONCILE_AGE_S:
                 continue
             if shared.state is None:
-                is_replaced = content.inode not in files or files[content.inode].content != content.id
+                file = files.get(content.inode)
+                is_replaced = file is None or (file.is_readable and file.content != content.id)
                 is_unneeded = is_replaced and self._is_unknown_everywhere(content, age_s)
                 unconfirmed += [content.id] if is_replaced and not is_unneeded else []
             else:

@@ -219,7 +219,7 @@ class Salvage:
         """
         store = self._cluster.store
         file, on_pfs = locations.load_files(store, [inode]).get(inode), locations.load_pfs_state(store, inode)
-        if file is None:
+        if file is None or not file.is_readable:
             return False
         if file.content is None or file.content != copies.get_content_id(self._db, inode):
             return on_pfs is not None and self._record_pfs_shown(inode, file, on_pfs)
@@ -301,6 +301,8 @@ class Salvage:
         for inode, raw in salvage_records.list_salvaged(self._db):
             salvaged = json.loads(raw)
             file = locations.load_files(self._cluster.store, [inode]).get(inode)
+            if file is not None and not file.is_readable:
+                continue
             if file is None or file.salvaged != salvaged:
                 if file is None:
                     salvage_records.delete_salvage_record(self._db, inode)

@@ -50,6 +50,17 @@ def test_needed_copies_stay(tmp_path: Path) -> None:
     assert [node.copies(content) for node in cluster.nodes] == [{Tier.RAM: CopyState.GOOD}] * 2 + [{}]
 
 
+def test_a_file_that_cannot_be_read_in_the_store_keeps_its_copies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """P5: what the store says of it is damaged; it exists all the same."""
+    cluster, content, *_ = make_replicated(tmp_path, 3)
+    cluster.put(f"i/{cluster.nodes[0].inode(content):016x}", {"content": content + 1})
+    delete(cluster, f"c/{content:016x}")
+    tidy(*cluster.nodes)
+    assert [node.copies(content) for node in cluster.nodes] == [{Tier.RAM: CopyState.GOOD}] * 2 + [{}]
+    assert "not readable" in caplog.text
+    caplog.clear()
+
+
 def test_a_file_that_another_node_deleted_is_removed(tmp_path: Path) -> None:
     cluster, content, one, two = make_replicated(tmp_path, 2)
     delete(cluster, f"i/{one.inode(content):016x}")
@@ -119,7 +130,7 @@ def test_a_file_that_another_node_rewrote_keeps_its_previous_content(tmp_path: P
     cluster, content, one, two, three = make_replicated(tmp_path, 3)
     inode = one.inode(content)
     newer = three.written(b"b", b"newer")
-    cluster.put(f"i/{inode:016x}", {"content": newer, "nlink": 1})
+    cluster.put_file(inode, newer)
     sealed = {"node": 3, "inode": inode, "generation": 9, "state": 2, "size": 5, "digest": "00" * 16, "closed_ns": 1}
     cluster.put(f"c/{newer:016x}", {**sealed, "digest": None})
     tidy(two)

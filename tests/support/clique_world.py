@@ -116,7 +116,7 @@ class Node(LocalNode):
         }  # fmt: skip
         self.cluster.put(f"c/{content:016x}", value)
         name = self.db.value("SELECT name FROM entry WHERE child = ?", row.inode)
-        self.cluster.put(f"i/{row.inode:016x}", {"content": content, "nlink": 1})
+        self.cluster.put_file(row.inode, content)
         for other in self.cluster.nodes:
             if other is not self and name is not None:
                 other.learn(row.inode, name, content, row.size)
@@ -178,6 +178,12 @@ class LocalCluster:
 
     def put(self, key: str, value: object) -> None:
         self.store.commit([], [Put(key.encode(), json.dumps(value).encode())])
+
+    def put_file(self, inode: int, content: int) -> None:
+        """Say that a file has this content."""
+        zero = dict.fromkeys(("uid", "gid", "rdev", "size", "generation", "atime_ns", "mtime_ns", "ctime_ns", "birth_ns", "complete"), 0)
+        file = {"mode": 0o100644, "target": None, "parent": 0, "names": [[ROOT, "file"]], "content": content}
+        self.put(f"i/{inode:016x}", {**zero, **file})
 
     def node(self, name: str) -> Node:
         return next(node for node in self.nodes if node.member.name == name)
