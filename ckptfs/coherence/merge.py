@@ -14,7 +14,7 @@ from ckptfs.catalog import identity
 from ckptfs.coherence.keys import CONTENT, INODE, PFS_NAME, PFS_STATE, Value
 
 CONTENT_FIELDS = ("content", "generation", "size", "mtime_ns", "closed_ns")
-LATEST_FIELDS = ("atime_ns", "ctime_ns", "mtime_ns")
+LATEST_FIELDS = ("atime_ns", "ctime_ns")
 
 
 def merge_values(kind: str, base: Value | None, ours: Value, theirs: Value, *, is_writing: bool = False) -> Value:
@@ -37,13 +37,13 @@ def merge_inode(base: Value | None, ours: Value, theirs: Value, *, is_writing: b
     # A time that was set here, or what was left of a lost tier, is no reason to hide what was written elsewhere.
     is_theirs = written == [False, True] or (not is_writing and _is_theirs_later(base, ours, theirs, have_both_written=all(written)))
     newer = theirs if is_theirs else ours
-    if any(newer.get(name) != base.get(name) for name in CONTENT_FIELDS):
+    if is_theirs or written[0]:
         merged.update({name: newer[name] for name in CONTENT_FIELDS if name in newer})
     if newer is ours and written[0] and is_salvaged(theirs, base, ours):
         del merged["missed"]
-    for name in LATEST_FIELDS:
-        if name in theirs and not (name == "mtime_ns" and merged["mtime_ns"] == ours["mtime_ns"]):
-            merged[name] = max(ours[name], theirs[name])
+    # A time that was set here, on what another node wrote meanwhile, counts if it is later.
+    latest_fields = (*LATEST_FIELDS, "mtime_ns") if is_theirs and ours.get("mtime_ns") != base.get("mtime_ns") else LATEST_FIELDS
+    merged.update({name: max(ours[name], theirs[name]) for name in latest_fields if name in theirs})
     xattrs = _merge_xattrs(base.get("xattrs", {}), ours.get("xattrs", {}), theirs.get("xattrs", {}))
     merged.pop("xattrs", None)
     if xattrs:

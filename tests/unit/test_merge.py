@@ -86,3 +86,9 @@ def test_a_node_that_returns_shows_again_what_the_others_miss() -> None:
     base = {**BASE, "content": 8, "generation": 5, "size": 50, "mtime_ns": 30}
     merged = merge.merge_inode(base, OURS, missing(ctime_ns=99))
     assert bytes_of(merged) == bytes_of(OURS) and "missed" not in merged
+
+
+def test_a_time_that_another_node_set_stays_when_this_one_records_its_close() -> None:
+    """P2: utime after the close of another node counts, also if that node records its close later."""
+    merged = merge.merge_inode({**BASE, "closed_ns": 0}, {**BASE, "closed_ns": 30}, {**BASE, "closed_ns": 0, "mtime_ns": 5, "ctime_ns": 40})
+    assert (merged["mtime_ns"], merged["closed_ns"], merged["ctime_ns"]) == (5, 30, 40)
