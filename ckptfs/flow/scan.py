@@ -43,6 +43,8 @@ disk.declare_labels("scan:begin", "scan:end", "scan:import", "scan:vanish", "sca
 PAUSE_RATIO = 9
 # Of a cluster each node refreshes one directory in about this time at most.
 CLUSTER_PAUSE_S = 1.0
+CLUSTER_AGE_MAX = 1.5
+"""By this factor a refresh in a cluster may come later."""
 BUSY_TRIES = 5
 PUBLISHED_POLL_S = 0.005
 LISTED_BATCH = 256
@@ -157,7 +159,9 @@ class Scan:
         if time.monotonic() < self._next_refresh_s:
             return False
         started_s = time.monotonic()
-        found = scans.find_due_directory(self._db, time.time_ns() - int(self._config.refresh_interval_s * 1e9))
+        # The nodes of a cluster learn of a directory at the same time, and ask the store about each refresh: they draw lots for each look.
+        age_s = self._config.refresh_interval_s * (1.0 if self._cluster is None else random.uniform(1.0, CLUSTER_AGE_MAX))
+        found = scans.find_due_directory(self._db, time.time_ns() - int(age_s * 1e9))
         if found is None:
             self._next_refresh_s = started_s + min(self._config.refresh_interval_s, limits.DUE_POLL_S)
             return False
