@@ -70,7 +70,7 @@ def test_a_field_name_never_becomes_sql(tmp_path: Path) -> None:
     """Nor what comes to the rows by another way than `parse_value`."""
     node = Node(tmp_path, 1, MemoryStore(MemoryEtcd()))
     put(node, SharedKey(INODE, 9), keys.encode_fields({**FILE, "uid = 7777, gid": 0}))
-    assert locations.load_files(node.store, [9]) == {}
+    assert not locations.load_files(node.store, [9])[9].is_readable
     with key_state.change_unmarked(node.db):
         keys.write_value(node.db, SharedKey(INODE, 9), {**FILE, "uid = 7777, gid": 0})
     assert get(node.db, 9).uid == 0
