@@ -24,6 +24,8 @@ WILDCARD = b"*"
 """Stands for each number in the name of a series."""
 PREVIOUS_SUFFIX = b"_prev"
 PAIRED_EXTENSION = b".cpt"
+_MDRUN_TEMPORARY = re.compile(rb"(.+)_step[0-9]+\.cpt", re.DOTALL)
+"""What GROMACS writes before it renames X to X_prev and this to X. With -cpnum it keeps these names, and there is no X."""
 _SHARD_EXTENSION = b".distcp"
 
 _TEMPORARY = re.compile(
@@ -140,6 +142,8 @@ def list_series(names: Iterable[bytes]) -> list[Series]:
     """
     names = {name for name in names if not is_temporary(name)}
     pairs = _list_pairs(names)
+    current_names = {one.name for one in pairs}
+    names = {name for name in names if not ((found := _MDRUN_TEMPORARY.fullmatch(name)) and found[1] + PAIRED_EXTENSION in current_names)}
     prefixes = _list_prefixes(names)
     files = {name for name in names if not _get_prefix(name, prefixes) and not any(one.parse_numbers(name) for one in pairs)}
     chosen = {name: one for name, one in _choose_series(files | prefixes).items() if not _SIDE_PRODUCT.fullmatch(name)}

@@ -41,6 +41,9 @@ def member(name: bytes, *siblings: bytes) -> bytes | None:
         ([b"state.cpt", b"state_prev.cpt", b"md.log"], b"state.cpt"),
         ([b"state.cpt"], b"state.cpt"),
         ([b"run1_prev.cpt"], b"run1.cpt"),
+        ([b"run_prev.cpt", b"run_step300.cpt"], b"run.cpt"),
+        ([b"run.cpt", b"run_prev.cpt", b"run_step300.cpt", b"run_step400.cpt"], b"run.cpt"),
+        ([b"run_step300.cpt", b"run_step400.cpt"], b"run_step*.cpt"),
         ([b"ckpt-1.index", b"ckpt-1.data-00000-of-00001", b"ckpt-2.index", b"checkpoint"], b"ckpt-*"),
     ],
 )
