@@ -7,7 +7,7 @@ from pathlib import Path
 from cluster_lab import ClusterUnderTest, wait_for
 from daemon_under_test import eventually
 
-EXPECTED = "etcd|does not answer|store of the cluster|island|has died"
+EXPECTED = "etcd|does not answer|store of the cluster|island|has died|have not adopted"
 
 
 def written(lab: ClusterUnderTest, name: str) -> dict[str, bytes | int | None]:

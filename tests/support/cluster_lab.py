@@ -310,7 +310,8 @@ def lab(shared_lab: ClusterUnderTest, request: pytest.FixtureRequest) -> Iterato
     known = set(shared_lab.complaints())
     with limited(shared_lab):
         yield shared_lab
-    assert [line for line in shared_lab.complaints() if line not in known] == []
+    complaints = [line for line in shared_lab.complaints() if line not in known]
+    assert not complaints, complaints
 
 
 @pytest.fixture
