@@ -143,7 +143,7 @@ def list_series(names: Iterable[bytes]) -> list[Series]:
     names = {name for name in names if not is_temporary(name)}
     pairs = _list_pairs(names)
     current_names = {one.name for one in pairs}
-    names = {name for name in names if not ((found := _MDRUN_TEMPORARY.fullmatch(name)) and found[1] + PAIRED_EXTENSION in current_names)}
+    names = {name for name in names if _MDRUN_TEMPORARY.sub(rb"\1.cpt", name) not in current_names or name in current_names}
     prefixes = _list_prefixes(names)
     files = {name for name in names if not _get_prefix(name, prefixes) and not any(one.parse_numbers(name) for one in pairs)}
     chosen = {name: one for name, one in _choose_series(files | prefixes).items() if not _SIDE_PRODUCT.fullmatch(name)}
