@@ -21,7 +21,7 @@ from ckptfs.catalog.remote_contents import RemoteState
 from ckptfs.coherence import keys, value_checks
 from ckptfs.coherence.keys import CONTENT, INODE, PFS_NAME, PFS_STATE, SharedKey
 from ckptfs.model import Content, ContentState
-from ckptfs.store.kv import Compare, CompareTarget, Delete, Get, Item, Operation, Outcome, Put, Store, prefix_end
+from ckptfs.store.kv import Compare, CompareTarget, Delete, Get, Item, Operation, Outcome, Put, Store, prefix_end, split_changes
 
 LOAD_CONTENTS_MAX = limits.ETCD_OPERATIONS_MAX // 2
 
@@ -268,9 +268,8 @@ class CopyRecords:
         return self._commit(compares, [Delete(build_copy_key(content, self._node))])
 
     def _announce(self, changes: Sequence[Operation]) -> None:
-        at_most = limits.ETCD_OPERATIONS_MAX - 1
-        for start in range(0, len(changes), at_most):
-            self._commit([], changes[start : start + at_most])
+        for batch in split_changes(changes):
+            self._commit([], batch)
 
     def _commit(self, compares: Sequence[Compare], changes: Sequence[Operation]) -> bool:
         """Commit after the transactions before; those whose fate is unknown are applied by then, or never."""

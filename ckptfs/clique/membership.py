@@ -30,7 +30,7 @@ from ckptfs.coherence.store_loss import EpochCheckedStore
 from ckptfs.config import Config
 from ckptfs.errors import InvalidArgument, StoreUnreachable
 from ckptfs.store import etcd
-from ckptfs.store.kv import Compare, CompareTarget, Get, Item, Operation, Put, Store, Transactions, prefix_end
+from ckptfs.store.kv import Compare, CompareTarget, Get, Item, Operation, Put, Store, Transactions, prefix_end, split_changes
 
 log = logging.getLogger(__name__)
 NODES_PREFIX = b"n/"
@@ -269,12 +269,6 @@ def list_awaited(taken: Iterable[Item], adopted: Iterable[Item], epoch: bytes) -
     known = {item.key[len(ADOPTED_PREFIX) :] for item in adopted if item.value == epoch}
     numbers = [rest for item in taken if (rest := item.key[len(TAKEN_PREFIX) :]) not in known]
     return [int(rest, 16) for rest in numbers if re.fullmatch(rb"[0-9a-f]{8}", rest)]
-
-
-def split_changes(changes: Sequence[Operation]) -> list[list[Operation]]:
-    """Return the changes in transactions, each with room for one condition."""
-    size = limits.ETCD_OPERATIONS_MAX - 1
-    return [list(changes[start : start + size]) for start in range(0, len(changes), size)]
 
 
 def _find_other_owner(store: Store, number: int, catalog: str) -> str:

@@ -198,6 +198,12 @@ class Store(Transactions, Protocol):
         """Close connections. Watches end; waiting calls raise StoreUnreachable."""
 
 
+def split_changes(changes: Sequence[Operation]) -> list[list[Operation]]:
+    """Return the changes in transactions, each with room for one more operation."""
+    size = limits.ETCD_OPERATIONS_MAX - 1
+    return [list(changes[start : start + size]) for start in range(0, len(changes), size)]
+
+
 def iter_range(
     store: Transactions, key: bytes, end: bytes, *, keys_only: bool = False, timeout_s: float = WAIT_S
 ) -> Iterator[tuple[int, Item]]:

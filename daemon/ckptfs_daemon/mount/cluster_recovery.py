@@ -28,7 +28,7 @@ from ckptfs.coherence.keys import SharedKey
 from ckptfs.coherence.read import StoreValue
 from ckptfs.coherence.store_loss import AdoptionStep, EpochCheckedStore
 from ckptfs.errors import CkptfsError, StoreLost, StoreUnreachable
-from ckptfs.store.kv import Get, Outcome, Store, prefix_end
+from ckptfs.store.kv import Get, Outcome, Store, prefix_end, split_changes
 
 
 async def wait_outcome(future: "Future[Outcome]") -> Outcome:
@@ -100,7 +100,7 @@ async def _begin_adoption(db: Database, store: EpochCheckedStore, name: str) -> 
         return False
     epoch = await _load_or_create_epoch(store, store_loss.get_epoch(db))
     registration = membership.build_reregistration(name, identity.get_catalog_id(db), number, store_loss.list_node_numbers(db), taken)
-    for puts in [*registration, *membership.split_changes(adopt.build_intents(db))]:
+    for puts in [*registration, *split_changes(adopt.build_intents(db))]:
         await wait_outcome(store.inner.commit_soon([store_loss.build_epoch_compare(epoch)], puts))
     # Takes seconds for a large catalog.
     await trio.to_thread.run_sync(adopt.begin, db, epoch)
