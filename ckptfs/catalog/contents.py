@@ -180,14 +180,13 @@ def mark_lost(db: Database, seen: Content) -> bool:
         return True
 
 
+_HAS_HOLDERS = f"EXISTS (SELECT 1 FROM {peer_copies.HOLDERS.format('content')})"
+
+
 def mark_found(db: Database, content: int) -> None:
     """Seal an own LOST content again if a live node has exactly that generation."""
     with db.transaction():
-        db.run(
-            "UPDATE content SET state = 2, change = change + 1 WHERE id = ? AND state = 4 AND remote = 0"
-            f" AND EXISTS (SELECT 1 FROM {peer_copies.HOLDERS.format('content')})",
-            content,
-        )  # fmt: skip
+        db.run(f"UPDATE content SET state = 2, change = change + 1 WHERE id = ? AND state = 4 AND remote = 0 AND {_HAS_HOLDERS}", content)
 
 
 def set_state(db: Database, content: int, state: ContentState) -> None:
@@ -195,12 +194,6 @@ def set_state(db: Database, content: int, state: ContentState) -> None:
     with db.transaction():
         db.run("UPDATE content SET state = ?, change = change + 1 WHERE id = ?", state, content)
 
-
-_HAS_HOLDERS = f"EXISTS (SELECT 1 FROM {peer_copies.HOLDERS.format('content')})"
-
-_IS_KNOWN_ELSEWHERE = (
-    "EXISTS (SELECT 1 FROM peer_copy o WHERE o.content = {0}.id AND o.generation = {0}.generation AND o.digest = {0}.digest)"
-)
 
 CAN_DELETE = (
     "(superseded_mtime_ns IS NULL OR CASE remote WHEN 0 THEN superseded_mtime_ns > 0"
@@ -317,7 +310,7 @@ def get_file_content(db: Database, inode: int) -> FileContent | None:
     """
     rows = db.rows(
         "SELECT k.id, k.state, c.tier, p.inode, k.remote, k.generation,"
-        f" k.state = 2 AND (k.remote = 1 OR {_IS_KNOWN_ELSEWHERE.format('k')}), {INODE_COLUMNS_JOINED} FROM inode"
+        f" k.state = 2 AND (k.remote = 1 OR {peer_copies.IS_KNOWN_ELSEWHERE.format('k')}), {INODE_COLUMNS_JOINED} FROM inode"
         " LEFT JOIN content k ON k.id = inode.content LEFT JOIN copy c ON c.content = k.id AND c.state = 1"
         " LEFT JOIN pfs_file p ON p.inode = inode.id WHERE inode.id = ?",
         inode,

@@ -27,6 +27,10 @@ HOLDERS = (
     " AND n.alive = 1 AND n.is_self = 0"
 )
 """SQL behind a FROM, to be formatted with the alias of a row of `content`: its verified copies on other live nodes."""
+IS_KNOWN_ELSEWHERE = (
+    "EXISTS (SELECT 1 FROM peer_copy o WHERE o.content = {0}.id AND o.generation = {0}.generation AND o.digest = {0}.digest)"
+)
+"""SQL, to be formatted in the same way: whether another node, dead or alive, has verified a copy of it."""
 _HAS_UNCOMMITTED_NAME = (
     "EXISTS (SELECT 1 FROM entry e JOIN dirty_key t ON t.kind = 'e' AND t.number = e.parent AND t.name = e.name WHERE e.child = {1})"
 )

@@ -441,8 +441,7 @@ def list_recent_blocks(db: Database, size_min: int, at_most: int) -> list[tuple[
 
 
 _IS_ABSENT = (
-    f"(content.remote = 0 AND content.state = 2 AND NOT {HAS_GOOD_COPY} AND EXISTS (SELECT 1 FROM peer_copy o WHERE o.content = content.id"
-    " AND o.generation = content.generation AND o.digest = content.digest)"
+    f"(content.remote = 0 AND content.state = 2 AND NOT {HAS_GOOD_COPY} AND {peer_copies.IS_KNOWN_ELSEWHERE.format('content')}"
     f" AND NOT {IS_ON_PFS.format('content')})"
 )
 """SQL about a row of `content`: this node wrote it and has lost it, other nodes have it, and the PFS does not."""
