@@ -99,8 +99,11 @@ class SharedFile:
     content: int | None
     value: dict[str, Any]
     item: Item
-    is_readable: bool = True
-    """False if the value of the store is none: the file exists, and nothing else is known of it."""
+
+    @property
+    def is_readable(self) -> bool:
+        """Return False if the value of the store is none: the file exists, and nothing else is known of it."""
+        return bool(self.value)
 
     @property
     def salvaged(self) -> dict[str, Any] | None:
@@ -138,8 +141,8 @@ def load_files(store: Store, inodes: Sequence[int]) -> dict[int, SharedFile]:
     found: dict[int, SharedFile] = {}
     for inode, items in zip(inodes, results, strict=True):
         if items:
-            value = json.loads(value_checks.parse_value(SharedKey(INODE, inode), items[0])) or {}
-            found[inode] = SharedFile(value.get("content"), value, items[0], is_readable=bool(value))
+            value = keys.decode_value(value_checks.parse_value(SharedKey(INODE, inode), items[0])) or {}
+            found[inode] = SharedFile(value.get("content"), value, items[0])
     return found
 
 
