@@ -25,7 +25,7 @@ WILDCARD = b"*"
 PREVIOUS_SUFFIX = b"_prev"
 PAIRED_EXTENSION = b".cpt"
 _MDRUN_TEMPORARY = re.compile(rb"(.+)_step[0-9]+\.cpt", re.DOTALL)
-"""What GROMACS writes before it renames X to X_prev and this to X. With -cpnum it keeps these names, and there is no X."""
+"""GROMACS saves under this name, renames X to X_prev, and then this to X. With -cpnum it keeps the name, and there is no X."""
 _SHARD_EXTENSION = b".distcp"
 
 _TEMPORARY = re.compile(
@@ -142,8 +142,7 @@ def list_series(names: Iterable[bytes]) -> list[Series]:
     """
     names = {name for name in names if not is_temporary(name)}
     pairs = _list_pairs(names)
-    current_names = {one.name for one in pairs}
-    names = {name for name in names if _MDRUN_TEMPORARY.sub(rb"\1.cpt", name) not in current_names or name in current_names}
+    names -= _list_mdrun_temporaries(names, pairs)
     prefixes = _list_prefixes(names)
     files = {name for name in names if not _get_prefix(name, prefixes) and not any(one.parse_numbers(name) for one in pairs)}
     chosen = {name: one for name, one in _choose_series(files | prefixes).items() if not _SIDE_PRODUCT.fullmatch(name)}
@@ -337,6 +336,13 @@ def _list_pairs(names: Iterable[bytes]) -> list[Series]:
             previous = current.removesuffix(extension) + PREVIOUS_SUFFIX + extension
             found[current] = Series((current,), previous)
     return list(found.values())
+
+
+def _list_mdrun_temporaries(names: Iterable[bytes], pairs: Iterable[Series]) -> set[bytes]:
+    """Return the files of pairs that a killed mdrun did not rename."""
+    current_names = {one.name for one in pairs}
+    found = {name: _MDRUN_TEMPORARY.fullmatch(name) for name in names}
+    return {name for name, parts in found.items() if parts is not None and parts[1] + PAIRED_EXTENSION in current_names}
 
 
 def _list_prefixes(names: Iterable[bytes]) -> set[bytes]:
