@@ -41,8 +41,9 @@ def merge_inode(base: Value | None, ours: Value, theirs: Value, *, is_writing: b
         merged.update({name: newer[name] for name in CONTENT_FIELDS if name in newer})
     if newer is ours and written[0] and is_salvaged(theirs, base, ours):
         del merged["missed"]
-    # A time that was set here, on what another node wrote meanwhile, counts if it is later.
-    latest_fields = (*LATEST_FIELDS, "mtime_ns") if is_theirs and ours.get("mtime_ns") != base.get("mtime_ns") else LATEST_FIELDS
+    # If another node wrote the file while a time was set on this one, the later time counts.
+    is_time_set_here = is_theirs and ours.get("mtime_ns") != base.get("mtime_ns")
+    latest_fields = (*LATEST_FIELDS, "mtime_ns") if is_time_set_here else LATEST_FIELDS
     merged.update({name: max(ours[name], theirs[name]) for name in latest_fields if name in theirs})
     xattrs = _merge_xattrs(base.get("xattrs", {}), ours.get("xattrs", {}), theirs.get("xattrs", {}))
     merged.pop("xattrs", None)

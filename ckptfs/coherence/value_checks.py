@@ -205,8 +205,9 @@ def find_fault(key: SharedKey, raw: bytes) -> str:
 
 
 def _find_inode_fault(value: Mapping[str, int]) -> str:
-    needed = () if stat.S_ISDIR(value["mode"]) else _OF_FILES
-    return next((f"the field {name} is missing" for name in needed if name not in value), "")
+    if stat.S_ISDIR(value["mode"]):
+        return ""
+    return next((f"the field {name} is missing" for name in _OF_FILES if name not in value), "")
 
 
 def parse_value(key: SharedKey, item: Item) -> bytes:

@@ -162,7 +162,7 @@ class Scan:
         if self._cluster is not None and store_loss.is_adopting(self._db):
             self._next_refresh_s = started_s + limits.DUE_POLL_S
             return False
-        # The nodes of a cluster learn of a directory at the same time, and ask the store about each refresh: they draw lots for each look.
+        # All nodes of a cluster learn of a directory at the same time. A random age spreads their refreshes, each of which asks the store.
         age_s = self._config.refresh_interval_s * (1.0 if self._cluster is None else random.uniform(1.0, CLUSTER_AGE_MAX))
         found = scans.find_due_directory(self._db, time.time_ns() - int(age_s * 1e9))
         if found is None:
