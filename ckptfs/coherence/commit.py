@@ -47,10 +47,12 @@ _DELETED_INODE_RANK, _DELETED_NAME_RANK = 6, 5
 
 @dataclass(slots=True)
 class StoreTransaction:
-    """`changed` are the keys that are put (value) or deleted (None); `same` those that are as the store has them; all up to change `up_to`.
+    """One transaction, as far as it is built.
 
-    `compared` are keys that must be of a revision, `parents` directories that must be there, `emptied` such that must be empty. `going` are
-    inodes that go later, and are told as they are until then.
+    `new_values`: keys to put (a value) or to delete (None). `unchanged_keys`: dirty keys that equal the store already. Both
+    hold all changes up to `change_last`. `expected_revisions`: keys that must still have this revision. `required_directories`
+    must exist, `required_empty` must have no entries. `deleted_later`: inodes that a later transaction deletes; until then they
+    keep the value that the store has.
     """
 
     link: ChainLink
@@ -67,7 +69,7 @@ class StoreTransaction:
     is_complete: bool = True
 
     def build_compares(self) -> list[Compare]:
-        """What must hold."""
+        """Return what must hold for the transaction to pass."""
         revisions = [Compare(encode_key(key), CompareTarget.MOD, "=", revision) for key, revision in self.expected_revisions.items()]
         there = [Compare(encode_key(SharedKey(INODE, number)), CompareTarget.VERSION, ">", 0) for number in self.required_directories]
         empty = [
@@ -76,7 +78,7 @@ class StoreTransaction:
         return [self.link.build_compare(), *revisions, *there, *empty]
 
     def build_changes(self) -> list[Operation]:
-        """What is done then."""
+        """Return what the transaction changes if it passes."""
         done: list[Operation] = []
         for key, value in self.new_values.items():
             raw = encode_key(key)
@@ -89,22 +91,22 @@ class StoreTransaction:
         ]
 
     def build_link_put(self) -> Put:
-        """How the transaction takes its link."""
+        """Return the change by which the transaction takes its link of the chain."""
         return self.link.build_put(key for key, value in self.new_values.items() if value is None)
 
     def build_conflict_gets(self) -> list[Get]:
-        """What is read when it does not hold: everything that was compared, and the chain first."""
+        """Return what to read after a refusal: the chain first, then everything that was compared."""
         return [Get(encode_key(key)) for key in self.list_conflict_keys()] + [
             Get(names, prefix_end(names), limit=1) for names in map(_build_names_prefix, self.required_empty)
         ]
 
     def list_conflict_keys(self) -> list[SharedKey]:
-        """The keys of `otherwise`, without the ranges."""
+        """Return the single keys of `build_conflict_gets`, in its order."""
         return [self.link.key, *self.expected_revisions, *(SharedKey(INODE, number) for number in self.required_directories)]
 
     @property
     def operation_count(self) -> int:
-        """Of which there may be limits.ETCD_OPERATIONS_MAX."""
+        """The number of its operations; `limits.ETCD_OPERATIONS_MAX` bounds it."""
         return max(
             len(self.new_values) + len(self.extra_deletes) + 1,
             len(self.expected_revisions) + len(self.required_directories) + len(self.required_empty) + 1,
@@ -112,13 +114,13 @@ class StoreTransaction:
 
 
 def build_transaction(db: Database, changes_max: int = limits.ETCD_OPERATIONS_MAX) -> StoreTransaction | None:
-    """The next transaction of this node, of at most so many changes; None when nothing is touched."""
+    """Return the next transaction, with at most so many changes. Returns None if no key is dirty."""
     with db.read_transaction():
         return _TransactionBuilder(db).build(changes_max)
 
 
 class _TransactionBuilder:
-    """One batch in the making."""
+    """A transaction that is being built."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
@@ -145,7 +147,7 @@ class _TransactionBuilder:
         return self._transaction
 
     def _load_value(self, key: SharedKey) -> tuple[CachedValue, bytes | None]:
-        """(what the store has, what the rows say)."""
+        """Return (what the store has, what the rows say)."""
         if key not in self._values:
             known = key_state.get_cached(self._db, key)
             others = key.kind == CONTENT and self._db.value("SELECT remote FROM content WHERE id = ?", key.number) == 1
@@ -154,18 +156,24 @@ class _TransactionBuilder:
         return self._values[key]
 
     def _get_remote_value(self, key: SharedKey, known: CachedValue) -> bytes | None:
-        """What another node wrote is told by that one, and by who renamed over it what it was before."""
+        """Return the value of a content that another node wrote.
+
+        Its writer publishes it. This node changes it only if it renamed another file over the content.
+        """
         before = encode_value(get_value(self._db, key))
         return known.raw if before is None else before
 
     def _get_rank(self, key: SharedKey) -> int:
-        """Inodes before the names that lead to them; what goes, afterwards."""
+        """Return the place of a key in its change: inodes before names that lead to them, deletions last."""
         if self._load_value(key)[1] is not None or key.kind not in (NAME, INODE):
             return _RANKS.get(key.kind, 3)
         return _DELETED_NAME_RANK if key.kind == NAME else _DELETED_INODE_RANK
 
     def _add_change(self, keys: list[SharedKey]) -> bool:
-        """Take one change along. False: it does not fit any more; a change that is too large for any transaction goes in parts."""
+        """Add one change. Returns False if it does not fit any more.
+
+        A change that is too large for any transaction goes in parts.
+        """
         before = _copy_transaction(self._transaction)
         new = self._keys_of_change = [
             key for key in keys if key not in self._transaction.new_values or key in self._transaction.deleted_later
@@ -200,10 +208,10 @@ class _TransactionBuilder:
     def _add_key(self, key: SharedKey) -> None:
         known, value = self._load_value(key)
         if key.kind in (PFS_NAME, PFS_STATE) and "by" in (known.fields or {}):
-            value = known.raw  # A write-back is at it, and will say what became of it: until then nobody else may.
+            value = known.raw  # A write-back changes it now and publishes the result; no one else may change it meanwhile.
         transaction = self._transaction
         transaction.deleted_later.discard(key)
-        # A value of revision 0 is what a store had that lost its data.
+        # A value of revision 0 comes from a store that lost its data.
         if value == known.raw and (known.revision or value is None):
             transaction.unchanged_keys.append(key)
             return
@@ -220,21 +228,26 @@ class _TransactionBuilder:
             self._add_inode_conditions(key, known, value)
 
     def _defer_inode_delete(self, key: SharedKey) -> None:
-        """What is gone here loses something now, and goes with a change that comes later: somebody may bring it back until then."""
+        """Keep an inode that this node deleted until a later transaction deletes it.
+
+        This transaction takes a name from it. Another node may still give it a new one.
+        """
         value = self._load_value(key)[0].raw
         if value is not None:
             self._include_inode(key, value)
             self._transaction.deleted_later.add(key)
 
     def _include_inode(self, key: SharedKey, value: bytes) -> None:
-        """Tell an inode as `value`, and nothing of what else that may mean."""
+        """Put an inode with this value, without the changes that usually follow from it."""
         self._transaction.new_values[key] = value
         self._transaction.size_bytes += len(value) + 100
         self._transaction.expected_revisions[key] = self._load_value(key)[0].revision
 
     def _include_named_inodes(self, before: bytes | None, now: bytes | None) -> None:
-        """What gets or loses a name is told with it, and what loses one to another with its other names here. A directory that gets one
-        loses the one that it had: nobody may see it under two.
+        """Add the inodes that gain or lose a name.
+
+        An inode that loses its name to another one goes with its other names. A directory that gains a name loses its previous
+        one in the same transaction, so no node ever sees it under two names.
         """
         for entry in (before, now):
             key = SharedKey(INODE, _get_child(entry))
@@ -254,7 +267,7 @@ class _TransactionBuilder:
                     self._add_key(name)
 
     def _set_file_names(self) -> None:
-        """Publish a file with its names as of this transaction; other names may still be undone."""
+        """Give each file the names that it has after this transaction; other new names may still be undone."""
         given: dict[int, set[tuple[int, str]]] = {}
         taken: dict[int, set[tuple[int, str]]] = {}
         for key, value in self._transaction.new_values.items():
@@ -288,13 +301,19 @@ class _TransactionBuilder:
             self._include_one_name(key.number)
 
     def _include_one_name(self, inode: int) -> None:
-        """What the store has not is told with a name: what it says of names that go later may become wrong until then."""
+        """Add one name of a new inode.
+
+        Without a name, the inode would list names that later transactions may never publish.
+        """
         names = list_local_names(self._db, inode)
         if not any(name in self._keys_of_change or name in self._transaction.new_values for name in names):
             self._include_names(*[name for name in names if key_state.is_dirty(self._db, name)][:1])
 
     def _delete_content(self, inode: int, content: int) -> None:
-        """The file's last name goes: with it what its bytes were, and who has copies of them, unless they are what its heir held before."""
+        """Delete the content of a file that loses its last name, and the records of its copies.
+
+        Keep it if it is the previous content of the file that replaced this one.
+        """
         if self._db.value("SELECT 1 FROM content WHERE id = ? AND inode <> ? AND superseded_mtime_ns IS NOT NULL", content, inode):
             return
         copies = encode_key(SharedKey(CONTENT, content)).replace(b"c/", b"p/", 1) + b"/"
@@ -304,14 +323,14 @@ class _TransactionBuilder:
             self._transaction.extra_deletes.append(Delete(encode_key(key)))
 
     def _require_ancestors(self, moved: Value) -> None:
-        """The names of all directories above must stay what they are."""
+        """Require that no directory above a moved directory moves."""
         directory, passed = moved["parent"], set()
         while directory not in (ROOT, 0) and directory not in passed:
             passed.add(directory)
             row = self._db.row(
                 "SELECT e.parent, e.name FROM entry e JOIN inode i ON i.id = e.child AND i.parent = e.parent WHERE e.child = ?", directory
             )
-            # Where its name is not known here, the directory itself says where it lies.
+            # If its name is unknown, the directory itself says where it is.
             key = SharedKey(INODE, directory) if row is None else SharedKey(NAME, row[0], bytes(row[1]))
             self._transaction.expected_revisions.setdefault(key, key_state.get_cached(self._db, key).revision)
             directory = row[0] if row is not None else self._db.value("SELECT parent FROM inode WHERE id = ?", directory) or 0
@@ -327,13 +346,13 @@ class _TransactionBuilder:
                 waiting[key] = others
         rest = {*self._transaction.new_values, *self._transaction.unchanged_keys} - {*waiting} - self._transaction.deleted_later
         if waiting and not any(key_state.is_dirty(self._db, key) for key in rest):
-            self._include_names(*waiting.popitem()[1])  # What comes next may wait for this.
+            self._include_names(*waiting.popitem()[1])  # The next changes may depend on this one.
         for key in waiting:
             del self._transaction.new_values[key]
             self._transaction.expected_revisions.pop(key)
 
     def _include_names(self, *names: SharedKey) -> None:
-        """Take names along, and where the store has not the directory of one, that too."""
+        """Add names, with the directories that the store does not have yet."""
         for name in names:
             self._add_key(name)
             directory = SharedKey(INODE, name.number)
@@ -344,12 +363,12 @@ class _TransactionBuilder:
 
 
 def _get_child(entry: bytes | None) -> int:
-    """What a name leads to; 0: nowhere."""
+    """Return the inode that a name leads to; 0 for none."""
     return int((decode_value(entry) or {"child": 0})["child"])
 
 
 def _is_directory(entry: bytes | None) -> int:
-    """Whether a name leads to one; it is asked of each, so without unpacking."""
+    """Return whether a name leads to a directory, without decoding the value: each name is asked."""
     return int(entry is not None and _DIRECTORY_TYPE_JSON in entry)
 
 

@@ -24,7 +24,10 @@ from ckptfs.store.kv import Outcome
 
 @dataclass(slots=True)
 class CommitResult:
-    """`told`: the batch passed. `reverted` are names whose changes were taken back; `nameless` inodes that have no name any more."""
+    """The outcome of a transaction for this node.
+
+    Names in `reverted_names` had their changes undone. Inodes in `unlinked_inodes` have no name any more.
+    """
 
     is_committed: bool
     reverted_names: set[SharedKey] = field(default_factory=set)
@@ -32,7 +35,7 @@ class CommitResult:
 
 
 class ConflictResolver:
-    """One refused batch on its way. Inside `touching.applying`."""
+    """The resolution of one refused transaction. Runs inside `key_state.change_unmarked`."""
 
     def __init__(
         self,
@@ -59,11 +62,11 @@ class ConflictResolver:
         self._contested_names |= self._list_names_of(directory)
 
     def resolve(self) -> CommitResult:
-        """Inodes first: what became of them decides about their names and contents."""
+        """Resolve all conflicts; inodes first, because they decide about names and contents."""
         own = self._transaction.link.own_revision
         for key, one in sorted(self._store_values.items(), key=lambda pair: pair[0].kind != INODE):
             if one.value.revision == own and own:
-                # Put by a process of this node that died before it could note that.
+                # A process of this node put this value and died before it recorded that.
                 key_state.set_cached(self._db, key, one.value)
             elif key in self._transaction.expected_revisions and one.value.revision != self._transaction.expected_revisions[key]:
                 self._handle_difference(key, one)
@@ -88,7 +91,10 @@ class ConflictResolver:
             self._values_to_merge.append((key, store_value.value))
 
     def _handle_ancestor_change(self, key: SharedKey, store_value: StoreValue) -> None:
-        """The name of a directory above one that moves is another one there. What was made under it here since is told by itself."""
+        """Handle a changed name of a directory above a moved one.
+
+        Changes that this node made below it are published on their own.
+        """
         if not key_state.is_dirty(self._db, key):
             read.apply_value(self._db, key, store_value.value, self._read_revision, self._recent_deletes)
         self._contested_names |= self._list_moved_names()
@@ -106,7 +112,7 @@ class ConflictResolver:
                 ]
             keys.write_value(self._db, key, merged)
             if merged.get("names") == []:
-                # Each of two nodes took a name away, and these were all.
+                # Two nodes removed one name each, and these were the last two.
                 self._result.unlinked_inodes.append(key.number)
         elif theirs is not None and key.kind == INODE:
             self._keep_if_named(key, base, theirs)
@@ -115,16 +121,22 @@ class ConflictResolver:
         key_state.set_cached(self._db, key, now)
 
     def _is_deleted_here(self, key: SharedKey, theirs: Value) -> bool:
-        """Whether it is a content of this node's own that is gone here, whatever others made of it meanwhile: then it goes there, too."""
+        """Return whether this node deleted a content of its own.
+
+        Then the content is deleted in the store too, even if another node changed it meanwhile.
+        """
         own = key.kind == CONTENT and theirs["node"] == self._transaction.link.key.number
         return own and self._db.value("SELECT 1 FROM content WHERE id = ?", key.number) is None
 
     def _is_name_removed_here(self, inode: int, name: SharedKey) -> bool:
-        """Whether an inode lost this name here, which will be told: it may be one that another node had given it, as was seen here."""
+        """Return whether this node removed the name from the inode and has not published that yet.
+
+        Another node may have made the name; this node saw it in the store.
+        """
         return self._get_store_child(name) == inode != self._get_local_child(name)
 
     def _keep_if_named(self, key: SharedKey, base: Value | None, theirs: Value) -> None:
-        """It lost its last name here, and has changed there: where it has other names now, it lives on."""
+        """Keep an inode that lost its last name on this node, if it has other names in the store."""
         if base is not None and "names" in theirs and (names := merge.merge_names(base, None, theirs)):
             keys.write_value(self._db, key, {**theirs, "names": names})
 
@@ -137,11 +149,11 @@ class ConflictResolver:
         self._contested_names |= {key for key in key_state.list_dirty_names(self._db) if key.number == inode}
 
     def _list_names_of(self, inode: int) -> set[SharedKey]:
-        """The touched names that lead or led to an inode."""
+        """Return the dirty names that lead or led to an inode."""
         return {key for key in key_state.list_dirty_names(self._db) if inode in (self._get_local_child(key), self._get_store_child(key))}
 
     def _list_moved_names(self) -> set[SharedKey]:
-        """The touched names of directories that this batch moves."""
+        """Return the dirty names of directories that this transaction moves."""
         found: set[SharedKey] = set()
         for key in self._transaction.new_values:
             before = key_state.get_cached(self._db, key).fields if key.kind == INODE else None
@@ -155,15 +167,18 @@ class ConflictResolver:
         return int(self._db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", key.number, key.name) or 0)
 
     def _get_store_child(self, key: SharedKey) -> int:
-        """What it led to in the store, when that was seen."""
+        """Return the inode of a name in the store, as last seen; 0 for none."""
         return int((key_state.get_cached(self._db, key).fields or {"child": 0})["child"])
 
-    # --- taking back --------------------------------------------------------------------------------------------------
+    # --- undoing ------------------------------------------------------------------------------------------------------
 
     def _revert_contested(self) -> None:
-        """Undo the contested names, and every other touched name of the same inodes: they are one change, or build on one another."""
+        """Undo the contested names, and all dirty names of the same inodes.
+
+        These belong to the same change, or build on it.
+        """
         touched = key_state.list_dirty_names(self._db)
-        # What comes back keeps the names that it has here, and does not get those again that it had there.
+        # A restored inode keeps its names on this node and does not get back those of the store.
         touched = [key for key in touched if (self._get_local_child(key) or self._get_store_child(key)) not in self._restored_inodes]
         reverting = {key for key in self._contested_names if key in touched}
         while True:
@@ -187,7 +202,7 @@ class ConflictResolver:
         self._result.reverted_names = reverting | self._contested_names
 
     def _list_new_inodes(self, children: set[int]) -> set[int]:
-        """Those that the store has never had."""
+        """Return those inodes that the store has never had."""
         return {child for child in children if not key_state.get_cached(self._db, SharedKey(INODE, child)).revision}
 
     def _restore_inodes(self, key: SharedKey) -> None:
@@ -208,11 +223,11 @@ class ConflictResolver:
             key_state.mark_dirty(self._db, SharedKey(INODE, there))
 
     def _get_type(self, inode: int) -> int:
-        """What kind of thing it is; 0: there is no row of it."""
+        """Return the type bits of an inode; 0 without a row."""
         return int(self._db.value("SELECT mode & 61440 FROM inode WHERE id = ?", inode) or 0)
 
     def _set_link_counts(self) -> None:
-        """The links of files are their names; those of directories nobody counts."""
+        """Set the link counts of files to the number of their names; those of directories are not shared."""
         for inode in self._inodes_to_recount - self._deleted_inodes:
             row = self._db.row("SELECT mode & 61440, nlink FROM inode WHERE id = ?", inode)
             if row is None:
@@ -225,7 +240,7 @@ class ConflictResolver:
                 self._result.unlinked_inodes.append(inode)
 
     def _set_name(self, key: SharedKey) -> None:
-        """The name leads where the store says."""
+        """Let a name lead where the store says."""
         known = self._store_values.get(key)
         now = key_state.get_cached(self._db, key) if known is None else known.value
         child = (now.fields or {"child": 0})["child"]
@@ -239,7 +254,10 @@ class ConflictResolver:
 def record_commit(
     db: Database, transaction: StoreTransaction, revision: int, recent_deletes: RecentDeletes, *, recount_links: bool = False
 ) -> CommitResult:
-    """The store has taken the batch, at this revision; 0: there was nothing that it had to take. `recount`: links may be wrong here."""
+    """Record that the store applied the transaction at `revision`; 0 if there was nothing to apply.
+
+    `recount_links`: the link counts on this node may be wrong.
+    """
     with key_state.change_unmarked(db):
         key_state.set_cached_each(db, ((key, CachedValue(revision, value)) for key, value in transaction.new_values.items()))
         for key, value in transaction.new_values.items():
@@ -263,7 +281,7 @@ def record_commit(
 
 
 def _get_writer(db: Database, content: SharedKey) -> int:
-    """Return the last known writer."""
+    """Return the last known writer of a content."""
     told = key_state.get_cached(db, content).fields or {}
     return int(told.get("node", identity.get_origin_node(content.number)))
 
@@ -271,10 +289,10 @@ def _get_writer(db: Database, content: SharedKey) -> int:
 def record_fence(
     db: Database, link: ChainLink, found: CachedValue, sent: StoreTransaction | None, recent_deletes: RecentDeletes
 ) -> CommitResult:
-    """Record what the chain shows after a fence: whether the transaction `sent` has passed; if not, it never will.
+    """Record what the chain shows after a fence: whether `sent` has passed; if not, it never will.
 
-    Without `sent`, of one that another process of this node sent before it died: all that it changed is taken for untold, but for what it
-    deleted, which would look as if somebody else had.
+    Without `sent`, the transaction was of a process of this node that died. Its changes count as unpublished, except its
+    deletions: their keys are gone, and must not look as if another node had deleted them.
     """
     if sent is not None and sent.link.is_taken(found):
         return record_commit(db, sent, found.revision, recent_deletes)
@@ -304,12 +322,12 @@ def resolve_conflict(
     recent_deletes: RecentDeletes,
     resolver_class: Callable[..., ConflictResolver] = ConflictResolver,
 ) -> CommitResult:
-    """Some of what the batch compared was not so. `settling`: who settles it."""
+    """Handle a refused transaction: record it if it had passed after all, else resolve its conflicts."""
     keys = transaction.list_conflict_keys()
     told = read.parse_outcome(keys, outcome)
     found = told.pop(transaction.link.key).value
     if transaction.link.is_taken(found):
-        # The batch had passed, that answer was lost, and the store was asked once more.
+        # The transaction had passed, but the answer was lost and the request was sent again.
         return record_commit(db, transaction, found.revision, recent_deletes)
     with key_state.change_unmarked(db):
         key_state.set_cached(db, transaction.link.key, found)

@@ -28,7 +28,7 @@ _CONTENT_COLUMNS = "inode, generation, state, size, digest, remote, superseded_m
 
 
 def _build_trigger(name: str, event: str, when: str, *keys: tuple[str, str, str]) -> str:
-    """One TEMP trigger that marks `keys`: (kind, number, name) as SQL."""
+    """Return a TEMP trigger that marks `keys`: (kind, number, name) as SQL."""
     marks = "".join(
         f"INSERT OR IGNORE INTO dirty_key (change, kind, number, name) VALUES (touching(), '{kind}', {number}, {what});"
         for kind, number, what in keys
@@ -91,13 +91,13 @@ _TRIGGERS = [
 
 
 class DirtyTrackingConnection(sqlite3.Connection):
-    """A connection that knows the number of its current change, which is found when that touches its first key."""
+    """A connection that knows the number of its current change: that of the first key that it marks."""
 
     change_number = 0
     is_muted = False
 
     def assign_change_number(self) -> int:
-        """The number for marks; -1: none shall be made."""
+        """Return the number for the marks of this change; -1 if none shall be made."""
         if self.is_muted:
             return -1
         if not self.change_number or not self.in_transaction:
@@ -107,12 +107,12 @@ class DirtyTrackingConnection(sqlite3.Connection):
 
 
 class DirtyKeyTracker:
-    """What a Database of a node in a cluster does with its connections."""
+    """The hooks of a clustered `Database`: triggers that mark keys, and a call after such commits."""
 
     connection_class = DirtyTrackingConnection
 
     def __init__(self, on_dirty: Callable[[], None] = lambda: None) -> None:
-        """`on_touched` is called in whatever thread has just committed something that others must learn."""
+        """Call `on_dirty` after each commit that marked keys, in the thread of that commit."""
         self.on_dirty = on_dirty
 
     def on_open(self, connection: sqlite3.Connection) -> None:
@@ -139,7 +139,7 @@ class DirtyKeyTracker:
 
 @contextlib.contextmanager
 def change_unmarked(db: Database) -> Iterator[None]:
-    """One change in which nothing is marked: what is written comes from the store."""
+    """Run one change that marks no key, because it writes what the store has."""
     with db.transaction():
         connection = db.connection
         if not isinstance(connection, DirtyTrackingConnection):
@@ -168,13 +168,13 @@ def is_dirty(db: Database, key: SharedKey) -> bool:
 
 
 def list_dirty(db: Database, at_most: int) -> list[tuple[int, SharedKey]]:
-    """(change, key) of what waits, in order."""
+    """Return the unpublished (change, key), in order."""
     rows = db.rows("SELECT change, kind, number, name FROM dirty_key ORDER BY change LIMIT ?", at_most)
     return [(row[0], SharedKey(row[1], row[2], bytes(row[3]))) for row in rows]
 
 
 def count_dirty(db: Database) -> int:
-    """How many changes of keys wait."""
+    """Return the number of unpublished changes of keys."""
     return int(db.value("SELECT count(*) FROM dirty_key"))
 
 
@@ -184,7 +184,7 @@ def mark_dirty(db: Database, key: SharedKey) -> None:
 
 
 def mark_clean(db: Database, keys: Iterable[SharedKey], up_to: int) -> None:
-    """These keys are in the store as they were after that change."""
+    """Record that the store has these keys as they were after the change `up_to`."""
     db.run_each("DELETE FROM dirty_key WHERE kind = ? AND number = ? AND name = ? AND change <= ?", [(*key, up_to) for key in keys])
 
 
@@ -210,14 +210,14 @@ def list_dirty_names(db: Database) -> list[SharedKey]:
 
 
 class CachedValue(NamedTuple):
-    """What the store had: revision 0 and no value for a key that did not exist."""
+    """A value of the store as last seen; revision 0 and no value for a missing key."""
 
     revision: int
     raw: bytes | None
 
     @property
     def fields(self) -> Value | None:
-        """The value, unpacked."""
+        """The value, decoded."""
         return decode_value(self.raw)
 
 
@@ -225,13 +225,13 @@ ABSENT = CachedValue(0, None)
 
 
 def get_cached(db: Database, key: SharedKey) -> CachedValue:
-    """What was seen last."""
+    """Return the value of a key as last seen."""
     row = db.row("SELECT revision, value FROM cached_key WHERE kind = ? AND number = ? AND name = ?", *key)
     return ABSENT if row is None else CachedValue(row[0], bytes(row[1]))
 
 
 def set_cached(db: Database, key: SharedKey, cached: CachedValue) -> None:
-    """The store has this now."""
+    """Record that the store has this value."""
     if cached.raw is None:
         db.run("DELETE FROM cached_key WHERE kind = ? AND number = ? AND name = ?", *key)
     else:
@@ -239,7 +239,7 @@ def set_cached(db: Database, key: SharedKey, cached: CachedValue) -> None:
 
 
 def set_cached_each(db: Database, cached: Iterable[tuple[SharedKey, CachedValue]]) -> None:
-    """The store has these now."""
+    """Record that the store has these values."""
     rows, absent = [], []
     for key, one in cached:
         if one.raw is None:
@@ -251,7 +251,7 @@ def set_cached_each(db: Database, cached: Iterable[tuple[SharedKey, CachedValue]
 
 
 def list_cached_names(db: Database, directory: int, after: bytes, up_to: bytes | None) -> list[bytes]:
-    """The seen names of a directory after one and up to another (None: the last), in order."""
+    """Return the cached names of a directory between `after` and `up_to` (None: the last), in order."""
     rows = db.rows(
         "SELECT name FROM cached_key WHERE kind = 'e' AND number = ?1 AND name > ?2 AND (?3 IS NULL OR name <= ?3)", directory, after, up_to
     )
@@ -259,7 +259,7 @@ def list_cached_names(db: Database, directory: int, after: bytes, up_to: bytes |
 
 
 def get_disconnected_ns(db: Database) -> int:
-    """Since when this node is an island, as it last knew; 0: it is none."""
+    """Return when this node was disconnected, as it last recorded; 0 if it is connected."""
     return int(db.value("SELECT value FROM meta WHERE key = 'island'") or 0)
 
 
@@ -275,5 +275,5 @@ def mark_reintegrated(db: Database, now_ns: int) -> None:
 
 
 def get_reintegrated_ns(db: Database) -> int:
-    """When this node was an island for the last time; 0: never."""
+    """Return when this node was reconnected for the last time; 0 for never."""
     return int(db.value("SELECT value FROM meta WHERE key = 'returned'") or 0)

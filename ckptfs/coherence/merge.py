@@ -23,18 +23,18 @@ def merge_values(kind: str, base: Value | None, ours: Value, theirs: Value, *, i
         return merge_inode(base, ours, theirs, is_writing=is_writing)
     if kind == CONTENT:
         return merge_content(ours, theirs)
-    return theirs if kind in (PFS_STATE, PFS_NAME) else ours  # Who changed what the PFS shows said so before.
+    return theirs if kind in (PFS_STATE, PFS_NAME) else ours  # A node that changes what the PFS shows has announced that before.
 
 
 def merge_inode(base: Value | None, ours: Value, theirs: Value, *, is_writing: bool = False) -> Value:
-    """Without a base (the root, which both had before they met) it is theirs."""
+    """Merge two values of an inode. Without a base (the root, made by both) it is theirs."""
     if base is None:
         return merge_both(ours, theirs) if "names" in theirs else theirs
     merged: Value = {name: _merge_field(name, base, ours, theirs) for name in theirs}
     if "names" in theirs:
         merged["names"] = merge_names(base, ours, theirs)
     written = [value.get("generation") != base.get("generation") for value in (ours, theirs)]
-    # A time that was set here, or what was left of a lost tier, is no reason to hide what was written elsewhere.
+    # Neither a time set on this node nor the rest of a lost tier may hide what another node wrote.
     is_theirs = written == [False, True] or (not is_writing and _is_theirs_later(base, ours, theirs, have_both_written=all(written)))
     newer = theirs if is_theirs else ours
     if is_theirs or written[0]:
@@ -53,8 +53,10 @@ def merge_inode(base: Value | None, ours: Value, theirs: Value, *, is_writing: b
 
 
 def _is_theirs_later(base: Value, ours: Value, theirs: Value, *, have_both_written: bool) -> bool:
-    """Whether the others wrote a file after this node did. What they show because they miss ours is older, what they wrote upon that is
-    not, whatever its generation. `both`: there are later generations on both sides.
+    """Return whether the other nodes wrote a file after this node did.
+
+    If they show a previous content because they miss ours, theirs is older. What they wrote on top of it is not older, whatever its
+    generation. `both`: both sides have later generations.
     """
     if is_salvaged(theirs, base, ours):
         return not is_showing_previous(theirs)
@@ -62,7 +64,7 @@ def _is_theirs_later(base: Value, ours: Value, theirs: Value, *, have_both_writt
 
 
 def is_salvaged(theirs: Value, *ours: Value) -> bool:
-    """Whether the others took one of these states for lost, and show a former one (`inode.missed`, see falling_back.py)."""
+    """Return whether the others took one of these states for lost, and show a previous one."""
     return "missed" in theirs and json.loads(theirs["missed"])["content"] in [value.get("content") for value in ours]
 
 
@@ -73,7 +75,7 @@ def is_showing_previous(value: Value) -> bool:
 
 
 def merge_both(ours: Value, theirs: Value) -> Value:
-    """What two nodes tell of one inode, and neither is older: all names and xattrs, and the later bytes."""
+    """Merge two values of one inode of which neither is older: all names and xattrs, and the later bytes."""
     merged = merge_later_content(dict(theirs), ours)
     if "names" in theirs:
         merged["names"] = [list(name) for name in sorted({tuple(name) for value in (ours, theirs) for name in value["names"]})]
@@ -82,14 +84,14 @@ def merge_both(ours: Value, theirs: Value) -> Value:
 
 
 def merge_later_content(newer: Value, other: Value) -> Value:
-    """`newer` with the later bytes of both: who changed it last may have known only what was before them."""
+    """Return `newer` with the later bytes of both: its last writer may not have known those."""
     if "generation" not in newer or get_write_order(newer) >= get_write_order(other):
         return newer
     return {**newer, **{name: other[name] for name in CONTENT_FIELDS if name in other}}
 
 
 def get_write_order(value: Value) -> tuple[int, int, int]:
-    """Return what orders two states of one file: generation, close time, and the node that made the content."""
+    """Return the order of two states of one file: generation, close time, node that made the content."""
     return int(value.get("generation") or 0), int(value.get("closed_ns") or 0), identity.get_origin_node(value.get("content") or 0)
 
 
@@ -115,12 +117,15 @@ def _merge_xattrs(base: Mapping[str, str], ours: Mapping[str, str], theirs: Mapp
 
 
 def merge_content(ours: Value, theirs: Value) -> Value:
-    """The later generation; of two of the same number, the one that was closed last."""
+    """Return the later generation; of two with the same number, the one that was closed last."""
     later = (theirs["generation"], theirs["closed_ns"]) > (ours["generation"], ours["closed_ns"])
     return theirs if later and theirs["node"] != ours["node"] else ours
 
 
 def is_written_by_both(*values: Value | None) -> bool:
-    """Whether both nodes wrote a file: base, ours, theirs. Each write changes these two, and a node writes no other one's content."""
+    """Return whether both nodes wrote a file since `base`.
+
+    Each write changes generation and content, and no node writes a content of another one.
+    """
     base, ours, theirs = (value and (value.get("content"), value.get("generation")) for value in values)
     return bool(base and ours and theirs and ours[0] != theirs[0]) and base not in (ours, theirs)

@@ -22,34 +22,37 @@ from ckptfs.store.kv import Get, Outcome, prefix_end
 
 
 class StoreValue(NamedTuple):
-    """What the store said of a key, when it was at `asked`."""
+    """A value of the store, and the revision at which it was read."""
 
     read_revision: int
     value: CachedValue
 
 
 class RecentDeletes:
-    """Keys that are gone, and since which revision: an answer that was under way then must not bring them back."""
+    """Keys that were deleted lately, by the revision of their deletion.
+
+    An answer that was under way at that time must not bring them back.
+    """
 
     def __init__(self) -> None:
         self._deleted: OrderedDict[SharedKey, int] = OrderedDict()
 
     def record_deleted(self, key: SharedKey, revision: int) -> None:
-        """It is not there from this revision on."""
+        """Record that a key does not exist from this revision on."""
         self._deleted.pop(key, None)
         self._deleted[key] = revision
         if len(self._deleted) > limits.RECENT_KEYS_MAX:
             self._deleted.popitem(last=False)
 
     def is_outdated(self, key: SharedKey, store_value: StoreValue) -> bool:
-        """Whether this answer is older than what is known."""
+        """Return whether an answer is older than what is known."""
         return store_value.read_revision < self._deleted.get(key, 0)
 
 
 def list_new_values(
     db: Database, store_values: Mapping[SharedKey, StoreValue], recent_deletes: RecentDeletes
 ) -> dict[SharedKey, StoreValue]:
-    """What of it is not known yet and may be taken over."""
+    """Return the values that are new and may replace what the rows say."""
     return {key: one for key, one in store_values.items() if _is_new(db, key, one, recent_deletes)}
 
 
@@ -64,9 +67,9 @@ def _is_new(db: Database, key: SharedKey, store_value: StoreValue, recent_delete
 def apply_values(
     db: Database, store_values: Mapping[SharedKey, StoreValue], recent_deletes: RecentDeletes, open_inodes: Container[int] = ()
 ) -> list[int]:
-    """Make the rows say what the store says; `written` are inodes that are open for writing here. Inodes that have no name any more.
+    """Apply values of the store to the rows. Return the inodes that have no name any more.
 
-    Names come last, so that none leads to an inode that is not there.
+    Inodes in `written` are open for writing on this node. Names come last, so none leads to an inode without a row.
     """
     if not (found := list_new_values(db, store_values, recent_deletes)):
         return []
@@ -82,7 +85,7 @@ def apply_values(
 def apply_value(
     db: Database, key: SharedKey, now: CachedValue, read_revision: int, recent_deletes: RecentDeletes, open_inodes: Container[int] = ()
 ) -> None:
-    """One key, without asking anything."""
+    """Apply one value without any check."""
     value = now.fields
     if value is None:
         recent_deletes.record_deleted(key, read_revision)
@@ -94,11 +97,11 @@ def apply_value(
         if ours is not None:
             value = {**value, **{name: ours[name] for name in merge.CONTENT_FIELDS if name in ours}}
     if key.kind == NAME and value is not None and db.value("SELECT 1 FROM inode WHERE id = ?", value["child"]) is None:
-        return  # It leads to what is not known here: whoever asks for it asks for both.
+        return  # Its inode is unknown on this node. The next lookup asks for both.
     keys.write_value(db, key, value)
     key_state.set_cached(db, key, now)
     if key.kind == TIMES and value is not None and keys.get_value(db, key) not in (None, value):
-        key_state.mark_dirty(db, key)  # It is put without comparing: somebody who knew only older times was the last one.
+        key_state.mark_dirty(db, key)  # Times are put without a compare: a node that knew older ones wrote last.
 
 
 def apply_inode_deleted(db: Database, inode: int, read_revision: int, recent_deletes: RecentDeletes) -> None:
@@ -120,7 +123,10 @@ FILE_TYPE = 0o100000
 
 
 def list_inode_keys(db: Database, inode: int) -> list[SharedKey]:
-    """What stat and open depend on: attributes; a directory's times; a file's content, and what the PFS shows of it."""
+    """Return the keys on which stat and open depend.
+
+    These are the attributes, a directory's times, a file's content, and what the PFS shows of it.
+    """
     row = db.row("SELECT mode & 61440, content FROM inode WHERE id = ?", inode)
     if row is None:
         return [SharedKey(INODE, inode), SharedKey(TIMES, inode)]
@@ -145,14 +151,14 @@ def find_directory(db: Database, parent: int, name: bytes) -> int | None:
 
 
 def load_directory_location(db: Database, inode: int) -> tuple[list[SharedKey], int]:
-    """What the place of a directory depends on, and its parent as far as it is known here."""
+    """Return the keys that say where a directory is, and its parent if known."""
     row = db.row("SELECT parent, name FROM entry WHERE child = ?", inode)
     parent: int = db.value("SELECT parent FROM inode WHERE id = ?", inode) or 0
     return [*list_inode_keys(db, inode), *([] if row is None else [SharedKey(NAME, row[0], bytes(row[1]))])], parent
 
 
 def list_missing_keys(db: Database, store_values: dict[SharedKey, StoreValue]) -> list[SharedKey]:
-    """What these answers lead to and do not tell: inodes of names, contents of inodes."""
+    """Return the keys that these answers lead to and do not contain: inodes of names, contents of inodes."""
     wanted: list[SharedKey] = []
     for key, one in store_values.items():
         value = one.value.fields
@@ -171,8 +177,9 @@ def list_missing_keys(db: Database, store_values: dict[SharedKey, StoreValue]) -
 
 
 def list_overtaken_names(store_values: dict[SharedKey, StoreValue]) -> list[SharedKey]:
-    """Names that lead to what was gone when it was asked for a moment later: another file may have had its place at every moment. One that
-    is overtaken again was changed again within a round trip.
+    """Return the names whose inode was gone when it was asked for a moment later.
+
+    Another file may have taken the place at any moment. A name that is overtaken again was changed again within one round trip.
     """
     found = []
     for key, one in store_values.items():
@@ -184,17 +191,17 @@ def list_overtaken_names(store_values: dict[SharedKey, StoreValue]) -> list[Shar
 
 
 def list_uncached(db: Database, keys: Iterable[SharedKey]) -> list[SharedKey]:
-    """Return those without a cached value."""
+    """Return those keys that have no cached value."""
     return [key for key in keys if not key_state.get_cached(db, key).revision]
 
 
 def build_gets(keys: Iterable[SharedKey]) -> list[Get]:
-    """How they are read."""
+    """Return the reads of these keys."""
     return [Get(encode_key(key)) for key in keys]
 
 
 def parse_outcome(keys: list[SharedKey], outcome: Outcome) -> dict[SharedKey, StoreValue]:
-    """What came of `gets(keys)`."""
+    """Return the values that the reads of `build_gets` found."""
     found: dict[SharedKey, StoreValue] = {}
     for key, items in zip(keys, outcome.results, strict=False):
         value = CachedValue(items[0].mod_revision, parse_value(key, items[0])) if items else key_state.ABSENT
@@ -216,7 +223,7 @@ def require_readable(store_values: Mapping[SharedKey, StoreValue], keys: Iterabl
 
 
 def build_page_get(directory: int, after: bytes, at_most: int) -> Get:
-    """The names of a directory after one of them (empty: from the first)."""
+    """Return the read of one page of a directory, after the name `after` (empty: from the first)."""
     names = encode_key(SharedKey(NAME, directory, after))
     return Get(names + b"\0" if after else names, prefix_end(build_names_prefix(directory)), limit=at_most)
 
@@ -224,7 +231,10 @@ def build_page_get(directory: int, after: bytes, at_most: int) -> Get:
 def parse_page(
     db: Database, directory: int, after: bytes, at_most: int, outcome: Outcome
 ) -> tuple[dict[SharedKey, StoreValue], bytes | None]:
-    """What a page says, of names that are gone too; and the name after which the next one begins, None: there is none."""
+    """Return the values of a page, with the names that are gone, and where the next page begins.
+
+    That is the name after which it begins; None on the last page.
+    """
     items = outcome.results[0]
     found = {
         key: StoreValue(outcome.revision, CachedValue(item.mod_revision, parse_value(key, item)))
@@ -251,12 +261,12 @@ _SELECT_UNNEEDED = (
 
 
 def is_cache_full(db: Database, keys_max: int = limits.CACHED_KEYS_MAX) -> bool:
-    """Whether more is remembered than should be."""
+    """Return whether the cache holds more than its bound."""
     return int(db.value("SELECT count(*) FROM cached_key")) > keys_max
 
 
 def delete_unneeded(db: Database, after: int, at_most: int = limits.CACHED_KEYS_DROPPED) -> int:
-    """Forget some inodes of other nodes after the one with the id `after`; the last one, 0 at the end."""
+    """Forget some inodes of other nodes with ids above `after`. Return the last id, 0 at the end."""
     with key_state.change_unmarked(db):
         inodes = [row[0] for row in db.rows(_SELECT_UNNEEDED, after, identity.get_node_number(db), at_most)]
         for inode in inodes:

@@ -43,20 +43,20 @@ from ckptfs.model import ROOT
 
 
 def list_needed_keys(db: Database, store_values: Mapping[SharedKey, StoreValue]) -> list[SharedKey]:
-    """What else must be read before a refusal is settled: what the names lead to that others made."""
+    """Return the keys to read before a refusal is resolved: the inodes of names that others made."""
     names = {key: one for key, one in store_values.items() if key.kind == NAME}
     return [key for key in read.list_missing_keys(db, names) if key.kind != CONTENT]
 
 
 class ReintegrationResolver(ConflictResolver):
-    """A refused batch of a node that returns."""
+    """The resolution of a refused transaction of a node that returns."""
 
     def __init__(
         self, db: Database, transaction: StoreTransaction, store_values: dict[SharedKey, StoreValue], read_revision: int,
         recent_deletes: RecentDeletes, *,
         more: Mapping[SharedKey, StoreValue], label: str, is_written: Callable[[int], bool],
     ) -> None:  # fmt: skip
-        """`more` is what `list_needed_keys` asked for; `label` names this node in names."""
+        """Take the refused transaction and the values of `list_needed_keys`."""
         super().__init__(db, transaction, store_values, read_revision, recent_deletes)
         self._extra_values = more
         self._node_label = label.encode()
@@ -64,7 +64,7 @@ class ReintegrationResolver(ConflictResolver):
         self._conflicting_names: dict[SharedKey, CachedValue] = {}
 
     def resolve(self) -> CommitResult:
-        """Names that are taken back first, those that stay side by side afterwards."""
+        """Resolve all conflicts; names that are undone first, conflict names last."""
         for key, one in self._extra_values.items():
             if one.value.raw is not None and not key_state.is_dirty(self._db, key) and not self._is_cached(key):
                 read.apply_value(self._db, key, one.value, one.read_revision, self._recent_deletes)
@@ -114,7 +114,7 @@ class ReintegrationResolver(ConflictResolver):
     # --- names --------------------------------------------------------------------------------------------------------
 
     def _resolve_name(self, key: SharedKey, now: CachedValue) -> None:
-        """Both changed what this name leads to."""
+        """Resolve a name that both sides changed."""
         here, before, there = self._get_local_child(key), self._get_store_child(key), int((now.fields or {"child": 0})["child"])
         self._inodes_to_recount |= {key.number, here, before, there} - {0}
         if not here:
@@ -122,7 +122,7 @@ class ReintegrationResolver(ConflictResolver):
             return
         if there not in (0, here):
             if not self._has_row(there):
-                return  # It went meanwhile: the next batch finds out.
+                return  # It was deleted meanwhile. The next transaction finds out.
             self._resolve_both_named(key, here, there, now)
         key_state.set_cached(self._db, key, now)
 
@@ -194,13 +194,13 @@ class ReintegrationResolver(ConflictResolver):
         return int(self._db.value("SELECT mode FROM inode WHERE id = ?", inode) or 0)
 
     def _get_last_write(self, inode: int) -> tuple[int, int]:
-        """Return what orders two files of one name: the last close (of what was never closed, its birth), and the node that made it."""
+        """Return the order of two files of one name: the last close, else the birth; then the node."""
         return int(self._db.value("SELECT max(closed_ns, birth_ns) FROM inode WHERE id = ?", inode) or 0), identity.get_origin_node(inode)
 
     # --- what others removed ------------------------------------------------------------------------------------------
 
     def _handle_inode_deleted(self, inode: int) -> None:
-        """It was deleted there. What was made in it or written into it here makes it new again."""
+        """Handle an inode that others deleted: what this node made or wrote in it makes it new again."""
         is_directory = stat.S_ISDIR(self._get_mode(inode))
         if self._has_changed_names(inode) if is_directory else self._is_worth_restoring(inode):
             self._restore_deleted(inode, is_directory=is_directory)
@@ -212,7 +212,7 @@ class ReintegrationResolver(ConflictResolver):
         return any((parent == directory and child) or child == directory for parent, child in names)
 
     def _is_worth_restoring(self, inode: int) -> bool:
-        """Whether a file was written or given a name here, and its bytes are here."""
+        """Return whether this node wrote or named a file and has its bytes."""
         content, nlink = self._db.row("SELECT content, nlink FROM inode WHERE id = ?", inode) or (None, 0)
         if not nlink or (content is not None and not self._has_copy(content)):
             return False
@@ -226,7 +226,7 @@ class ReintegrationResolver(ConflictResolver):
         return self._db.value("SELECT 1 FROM copy WHERE content = ? AND state = 1", content) is not None
 
     def _restore_deleted(self, inode: int, *, is_directory: bool) -> None:
-        """Publish it again as if it were new, under the names that it has here."""
+        """Publish an inode again, as if it were new, under the names that it has on this node."""
         self._restored_inodes.add(inode)
         content = self._db.value("SELECT content FROM inode WHERE id = ?", inode)
         more = [SharedKey(TIMES, inode)] if is_directory else [] if content is None else [SharedKey(CONTENT, content)]
@@ -244,7 +244,7 @@ class ReintegrationResolver(ConflictResolver):
         self._inodes_to_recount |= {inode, *(key.number for key in names)}
 
     def _delete_clean_names(self, inode: int) -> None:
-        """Who deleted the directory had emptied it."""
+        """Delete the names in a directory that another node emptied and deleted."""
         for (name,) in self._db.rows("SELECT name FROM entry WHERE parent = ?", inode):
             key = SharedKey(NAME, inode, bytes(name))
             if not key_state.is_dirty(self._db, key):
@@ -252,7 +252,10 @@ class ReintegrationResolver(ConflictResolver):
             key_state.set_cached(self._db, key, ABSENT)
 
     def _delete_stale_names(self, directory: int) -> None:
-        """A name from which others had moved it was known here beside the one that it had: nobody had asked for that again."""
+        """Delete a name from which others have moved this directory.
+
+        The name was still cached, because nothing on this node had asked for it since.
+        """
         names = list_local_names(self._db, directory)
         names.sort(key=lambda key: (key_state.is_dirty(self._db, key), key_state.get_cached(self._db, key).revision))
         for key in names[:-1]:
@@ -261,13 +264,16 @@ class ReintegrationResolver(ConflictResolver):
             self._inodes_to_recount.add(key.number)
 
     def _mark_unpublished(self, keys: Iterable[SharedKey]) -> None:
-        """The store has these no more, and shall."""
+        """Mark keys as missing in the store, so that they are published again."""
         for key in keys:
             key_state.set_cached(self._db, key, ABSENT)
             key_state.mark_dirty(self._db, key)
 
     def _append_content_row(self, inode: int, content: int) -> None:
-        """What the journal says so far of these bytes is about another file, or about one that went from the PFS."""
+        """Append a journal row for the bytes of a restored file.
+
+        Earlier rows of the journal are about another file, or about one that is gone from the PFS.
+        """
         self._append_journal_row("content", inode, content=content)
 
     def _append_journal_row(self, op: str, inode: int, **what: Any) -> None:
@@ -295,7 +301,7 @@ class ReintegrationResolver(ConflictResolver):
             super()._merge_key(key, now)
 
     def _split_file(self, key: SharedKey, ours: Value, theirs: Value) -> bool:
-        """Both wrote this file: what was written here becomes a file of its own. False: its bytes are not here."""
+        """Make what this node wrote a file of its own. Returns False if the bytes are not on this node."""
         content, made = ours["content"], identity.allocate_id(self._db, "inode")
         if made is None or content is None or not self._has_copy(content):
             return False
@@ -308,7 +314,7 @@ class ReintegrationResolver(ConflictResolver):
         return True
 
     def _name_split_file(self, theirs: int, ours: int, *, later: bool) -> None:
-        """The later of the two has the name, the other one beside it."""
+        """Give the name to the later of two files, and a conflict name to the other one."""
         row = self._db.row("SELECT parent, name FROM entry WHERE child = ?", theirs)
         if row is None:
             return
