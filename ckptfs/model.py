@@ -7,6 +7,8 @@ from typing import Protocol
 
 ROOT = 1
 """The inode of the root directory, fixed by FUSE."""
+HISTORY_NAME = b".ckptfs.history"
+"""The entry of the root that holds the history of checkpoint sets. No application sees it under this name."""
 
 
 def file_name(content: int) -> str:
@@ -94,6 +96,8 @@ class Inode:
     generation: int
     parent: int
     is_imported: bool
+    history: int = 0
+    """Of a file: how many of its names are in the history of sets. Of a directory: 1 if it is in the history."""
     allocated_blocks: int | None = None
     """Allocated 512-byte units (st_blocks) of the backing file; None: derived from the size."""
 
@@ -104,6 +108,11 @@ class Inode:
     @property
     def is_file(self) -> bool:
         return stat.S_ISREG(self.mode)
+
+    @property
+    def shown_nlink(self) -> int:
+        """The names that applications see: those in the history do not count."""
+        return self.nlink if self.is_directory else self.nlink - self.history
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,15 +41,24 @@ def set_node_number(db: Database, new_number: int) -> None:
             db.run("INSERT INTO meta (key, value) VALUES (?, ?)", f"last {table}", new_number << limits.ID_COUNTER_BITS)
 
 
-def allocate_id(db: Database, table: str) -> int | None:
-    """Return the id for a new row of `table`. Returns None if SQLite chooses it.
+HISTORY_BIT = 1 << (limits.ID_COUNTER_BITS - 1)
+"""Set in the ids of directories of the history in a cluster: every node knows them in the names of a file, also unread ones."""
+
+
+def allocate_id(db: Database, table: str, *, in_history: bool = False) -> int | None:
+    """Return the id for a new row of `table`. Returns None if SQLite chooses it. `in_history`: of a directory of the history.
 
     Joins the caller's transaction.
     """
     if not db.is_clustered:
         return None
-    given: int | None = db.value("UPDATE meta SET value = value + 1 WHERE key = ? RETURNING value", f"last {table}")
-    return given
+    given: int = db.value("UPDATE meta SET value = value + 1 WHERE key = ? RETURNING value", f"last {table}")
+    return given | HISTORY_BIT if in_history else given
+
+
+def is_history_directory(inode: int) -> bool:
+    """Return True if this is the id of a directory of the history in a cluster."""
+    return bool(inode & HISTORY_BIT)
 
 
 def get_origin_node(identity: int) -> int:

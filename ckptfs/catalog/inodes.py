@@ -18,7 +18,7 @@ from ckptfs.model import ROOT, Inode
 
 _COLUMN_NAMES = (
     "id", "mode", "uid", "gid", "rdev", "nlink", "size", "atime_ns", "mtime_ns", "ctime_ns", "target", "content", "generation", "parent",
-    "imported",
+    "imported", "history",
 )  # fmt: skip
 INODE_COLUMNS = ", ".join(_COLUMN_NAMES)
 INODE_COLUMNS_JOINED = ", ".join(f"inode.{name}" for name in _COLUMN_NAMES)
@@ -26,7 +26,7 @@ INODE_COLUMNS_JOINED = ", ".join(f"inode.{name}" for name in _COLUMN_NAMES)
 
 def build_inode(row: tuple[Any, ...]) -> Inode:
     """Return the inode in a row of `INODE_COLUMNS`."""
-    return Inode(*(*row[:14], row[14] == 1))
+    return Inode(*(*row[:14], row[14] == 1, row[15]))
 
 
 _SELECT = f"SELECT {INODE_COLUMNS} FROM inode WHERE id=?"
@@ -39,6 +39,9 @@ def get(db: Database, inode: int) -> Inode:
         raise posix_error(errno.ENOENT)
     return build_inode(row)
 
+
+INTERNAL_XATTR_PREFIX = b"ckptfs."
+"""Attributes of ckptfs itself, see `history`. No application reads, lists or changes them, and they do not go to the PFS."""
 
 XATTR_CREATE = 1
 XATTR_REPLACE = 2
@@ -88,8 +91,8 @@ def get_xattr(db: Database, inode: int, name: bytes) -> bytes:
 
 
 def list_xattrs(db: Database, inode: int) -> list[bytes]:
-    """Return the names of all extended attributes, in order."""
-    return [row[0] for row in db.rows("SELECT name FROM xattr WHERE inode=?", inode)]
+    """Return the names of all extended attributes that others may see, in order."""
+    return [name for (name,) in db.rows("SELECT name FROM xattr WHERE inode=?", inode) if not name.startswith(INTERNAL_XATTR_PREFIX)]
 
 
 def set_xattr(db: Database, inode: int, name: bytes, value: bytes, flags: int = 0) -> None:

@@ -105,12 +105,15 @@ BEGIN INSERT OR IGNORE INTO scan_dirty_name SELECT parent, name FROM pfs_entry W
 
 _VERSION_3 = """
 ALTER TABLE inode ADD COLUMN closed_ns INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE inode ADD COLUMN history INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE content DROP COLUMN replicated_generation;
 ALTER TABLE content DROP COLUMN replicated_mtime_ns;
 CREATE INDEX copy_used ON copy (tier, used_ns) WHERE state = 1;
 CREATE INDEX copy_bad ON copy (state, tier, used_ns) WHERE state <> 1;
 CREATE INDEX content_absent ON content (id) WHERE remote = 0 AND announce_state > 0;
 DROP TABLE resend_key;
+CREATE INDEX xattr_series ON xattr (inode) WHERE name = x'636b707466732e736572696573';
+CREATE TABLE set_candidate (directory INTEGER PRIMARY KEY, at_ns INTEGER NOT NULL);
 """
 
 

@@ -9,6 +9,8 @@ Invariants:
 - The nlink of a directory is 2 plus its subdirectories. In a cluster no node counts what others made: it is 2 or more.
 - An inode with nlink 0 has no entry and waits for `delete_forgotten`.
 - `parent` of a directory is where its entry is.
+- `history` of a directory is 1 below `HISTORY_NAME`, and 0 elsewhere; that of anything else counts its names there. Applications see
+  neither that name nor these links, whose changes leave ctime alone.
 - A cookie belongs to an entry as long as its name exists: a reader of a directory sees a name that exists all the time exactly once.
 """
 
@@ -25,7 +27,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import INODE_COLUMNS_JOINED, build_inode, get
 from ckptfs.catalog.inodes import get_path as get_path
 from ckptfs.errors import CkptfsError, posix_error
-from ckptfs.model import ROOT, ContentState, Entry, Inode
+from ckptfs.model import HISTORY_NAME, ROOT, ContentState, Entry, Inode
 
 _SELECT_ENTRIES = (
     f"SELECT entry.cookie, entry.name, {INODE_COLUMNS_JOINED} FROM entry INDEXED BY entry_order JOIN inode ON inode.id = entry.child"
@@ -45,9 +47,11 @@ class NotImported(CkptfsError):
 
 
 def iterate_entries(db: Database, directory: int, after: int = 0) -> Iterator[tuple[Entry, Inode]]:
-    """Yield entries with cookies above `after`, and their inodes, in order. Do not await in between."""
+    """Yield entries with cookies above `after`, and their inodes, in order, without the history. Do not await in between."""
     with contextlib.closing(db.connection.execute(_SELECT_ENTRIES, (directory, after))) as rows:
         for row in rows:
+            if directory == ROOT and row[1] == HISTORY_NAME:
+                continue
             inode = build_inode(row[2:])
             yield Entry(row[0], directory, row[1], inode.id), inode
 
@@ -95,8 +99,8 @@ _SELECT_LOOKUP = (
 )
 
 _INSERT_INODE = (
-    "INSERT INTO inode (id, mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns, birth_ns, target, parent)"
-    " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)"
+    "INSERT INTO inode (id, mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns, birth_ns, target, parent, history)"
+    " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)"
 )
 
 
@@ -112,7 +116,7 @@ def find_child(db: Database, parent: int, name: bytes) -> Inode | None:
 def lookup(db: Database, parent: int, name: bytes) -> Inode:
     """Return the inode under `name` in `parent`. Raises ENOENT, ENOTDIR, ENAMETOOLONG or NotImported."""
     row = db.row(_SELECT_LOOKUP, parent, check_name_length(name))
-    if row is None:
+    if row is None or (parent == ROOT and name == HISTORY_NAME):
         raise posix_error(errno.ENOENT)
     if row[2] is not None:
         return build_inode(row[2:])
@@ -153,7 +157,7 @@ def create(
     Entries of a setgid directory inherit its group.
     """
     now = time.time_ns()
-    parent_mode, parent_gid, is_imported, parent_links = _get_directory(db, parent, name)
+    parent_mode, parent_gid, is_imported, parent_links, history = _get_directory(db, parent, name)
     if not (is_imported or allow_unimported) and find_child(db, parent, name) is None:
         raise NotImported(parent)
     if parent_links == 0:
@@ -163,18 +167,30 @@ def create(
         gid = parent_gid
         mode |= stat.S_ISGID if directory else 0
     links, size, home = (2, 0, parent) if directory else (1, len(target or b""), 0)
-    made = db.insert(_INSERT_INODE, identity.allocate_id(db, "inode"), mode, uid, gid, rdev, links, size, now, now, now, now, target, home)
+    number = identity.allocate_id(db, "inode", in_history=directory and history > 0)
+    made = db.insert(_INSERT_INODE, number, mode, uid, gid, rdev, links, size, now, now, now, now, target, home, history)
     _insert_entry(db, parent, name, made)
     _record_directory_change(db, parent, now, 1 if directory else 0)
     journal.append(db, "make", made, parent=parent, name=name)
-    return Inode(made, mode, uid, gid, rdev, links, size, now, now, now, target, None, 0, home, True)
+    return Inode(made, mode, uid, gid, rdev, links, size, now, now, now, target, None, 0, home, True, history)
+
+
+def create_history_root(db: Database, mode: int) -> int:
+    """Create the directory of the history, and return it. Times and links of the root stay: nobody sees the new entry."""
+    now = time.time_ns()
+    root = get(db, ROOT)
+    number = identity.allocate_id(db, "inode", in_history=True)
+    made = db.insert(_INSERT_INODE, number, mode, root.uid, root.gid, 0, 2, 0, now, now, now, now, None, ROOT, 1)
+    _insert_entry(db, ROOT, HISTORY_NAME, made)
+    journal.append(db, "make", made, parent=ROOT, name=HISTORY_NAME)
+    return made
 
 
 def link(db: Database, inode: int, parent: int, name: bytes, *, allow_unimported: bool = False) -> Inode:
-    """Give a file another name. Raises EPERM for directories, EMLINK and EEXIST."""
+    """Give a file another name. Raises EPERM for directories, EMLINK and EEXIST. A name in the history does not change its ctime."""
     now = time.time_ns()
     row = inodes.get(db, inode)
-    _, _, is_imported, parent_links = _get_directory(db, parent, name)
+    _, _, is_imported, parent_links, history = _get_directory(db, parent, name)
     if find_child(db, parent, name) is not None:
         raise posix_error(errno.EEXIST)
     if row.is_directory:
@@ -186,7 +202,7 @@ def link(db: Database, inode: int, parent: int, name: bytes, *, allow_unimported
     if row.nlink >= limits.LINKS_MAX:
         raise posix_error(errno.EMLINK)
     _insert_entry(db, parent, name, inode)
-    db.run("UPDATE inode SET nlink=nlink+1, ctime_ns=? WHERE id=?", now, inode)
+    db.run("UPDATE inode SET nlink=nlink+1, history=history+?, ctime_ns=? WHERE id=?", history, row.ctime_ns if history else now, inode)
     _record_directory_change(db, parent, now)
     journal.append(db, "link", inode, parent=parent, name=name)
     return inodes.get(db, inode)
@@ -202,7 +218,10 @@ def unlink(db: Database, parent: int, name: bytes) -> Inode:
     if inode.is_directory:
         raise posix_error(errno.EISDIR)
     _delete_entry(db, parent, name)
-    decrement_nlink(db, inode, now)
+    if get(db, parent).history:
+        db.run("UPDATE inode SET nlink=nlink-1, history=history-1 WHERE id=?", inode.id)
+    else:
+        decrement_nlink(db, inode, now)
     _record_directory_change(db, parent, now)
     journal.append(db, "unlink", inode.id, parent=parent, name=name)
     return inodes.get(db, inode.id)
@@ -253,18 +272,18 @@ def _delete_inode(db: Database, inode: int) -> list[int]:
     return doomed
 
 
-def _get_directory(db: Database, parent: int, name: bytes) -> tuple[int, int, bool, int]:
-    """Return (mode, gid, imported, nlink) of the directory for a new `name`.
+def _get_directory(db: Database, parent: int, name: bytes) -> tuple[int, int, bool, int, int]:
+    """Return (mode, gid, imported, nlink, history) of the directory for a new `name`.
 
     Raises ENOENT, ENOTDIR, ENAMETOOLONG or EPERM.
     """
     require_allowed_name(parent, check_name_length(name))
-    row = db.row("SELECT mode, gid, imported, nlink FROM inode WHERE id=?", parent)
+    row = db.row("SELECT mode, gid, imported, nlink, history FROM inode WHERE id=?", parent)
     if row is None:
         raise posix_error(errno.ENOENT)
     if not stat.S_ISDIR(row[0]):
         raise posix_error(errno.ENOTDIR)
-    return row[0], row[1], bool(row[2]), row[3]
+    return row[0], row[1], bool(row[2]), row[3], row[4]
 
 
 def _insert_entry(db: Database, parent: int, name: bytes, child: int) -> None:

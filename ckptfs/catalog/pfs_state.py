@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.inodes import INTERNAL_XATTR_PREFIX
 from ckptfs.model import ROOT
 
 PfsName = tuple[int, bytes]
@@ -109,8 +110,9 @@ def delete_entries(db: Database, inode: int) -> None:
 
 
 def get_xattrs(db: Database, inode: int) -> dict[bytes, bytes]:
-    """Return the extended attributes of an inode."""
-    return {bytes(row[0]): bytes(row[1]) for row in db.rows("SELECT name, value FROM xattr WHERE inode = ?", inode)}
+    """Return the extended attributes of an inode that go to the PFS."""
+    rows = db.rows("SELECT name, value FROM xattr WHERE inode = ?", inode)
+    return {bytes(name): bytes(value) for name, value in rows if not name.startswith(INTERNAL_XATTR_PREFIX)}
 
 
 class PfsView:

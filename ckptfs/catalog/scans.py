@@ -21,7 +21,7 @@ from enum import Enum, auto
 from ckptfs.catalog import handles, identity
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import is_same_file
-from ckptfs.model import ROOT, PfsEntryStat
+from ckptfs.model import HISTORY_NAME, ROOT, PfsEntryStat
 
 _ADOPTED = -1
 """`scanned_ns` of a local directory that turned out to be on the PFS too: the kernel may have cached absent names in it."""
@@ -302,7 +302,7 @@ def _import_new(db: Database, directory: int, observed: PfsEntryStat) -> int:
     if inode is None:
         inode = _insert_inode(db, directory, observed)
     else:
-        db.run("UPDATE inode SET nlink = nlink + 1 WHERE id = ?", inode)
+        db.run("UPDATE inode SET nlink = nlink + 1, history = history + ? WHERE id = ?", _is_in_history(db, directory), inode)
     db.run("INSERT INTO entry (parent, name, child) VALUES (?,?,?)", directory, observed.name, inode)
     _record_expected(db, directory, observed, inode)
     return inode
@@ -310,20 +310,25 @@ def _import_new(db: Database, directory: int, observed: PfsEntryStat) -> int:
 
 def _insert_inode(db: Database, directory: int, observed: PfsEntryStat) -> int:
     links, home, size = (2, directory, 0) if observed.is_directory else (1, 0, observed.size)
+    in_history = _is_in_history(db, directory) or (directory, observed.name) == (ROOT, HISTORY_NAME)
     inode = db.insert(
-        "INSERT INTO inode (id, mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns, birth_ns, target, parent, imported)"
-        " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
-        identity.allocate_id(db, "inode"),
+        "INSERT INTO inode (id, mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns, birth_ns, target, parent, imported,"
+        " history) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+        identity.allocate_id(db, "inode", in_history=in_history and observed.is_directory),
         observed.mode, observed.uid, observed.gid, observed.rdev, links, size, observed.atime_ns, observed.mtime_ns,
-        observed.ctime_ns, observed.ctime_ns, observed.target, home, not observed.is_directory,
+        observed.ctime_ns, observed.ctime_ns, observed.target, home, not observed.is_directory, in_history,
     )  # fmt: skip
     for name, value in observed.xattrs:
         db.run("INSERT INTO xattr (inode, name, value) VALUES (?,?,?)", inode, name, value)
-    if observed.is_directory:
+    if observed.is_directory and observed.name != HISTORY_NAME:
         db.run("UPDATE inode SET nlink = nlink + 1 WHERE id = ?", directory)
     if observed.is_file:
         _record_published(db, inode, 0, observed)
     return inode
+
+
+def _is_in_history(db: Database, directory: int) -> bool:
+    return bool(db.value("SELECT history FROM inode WHERE id = ?", directory))
 
 
 def _find_linked_inode(db: Database, observed: PfsEntryStat) -> int | None:
@@ -430,10 +435,11 @@ def _delete_name(db: Database, directory: int, name: bytes, inode: int) -> None:
     db.run("DELETE FROM pfs_entry WHERE parent = ? AND name = ?", directory, name)
     row = db.row("SELECT mode, nlink FROM inode WHERE id = ?", inode)
     assert row is not None
-    if stat.S_ISDIR(row[0]):
+    if stat.S_ISDIR(row[0]) and name != HISTORY_NAME:
         db.run("UPDATE inode SET nlink = nlink - 1 WHERE id = ?", directory)
     left = 0 if stat.S_ISDIR(row[0]) else row[1] - 1
-    db.run("UPDATE inode SET nlink = ?, ctime_ns = ? WHERE id = ?", left, time.time_ns(), inode)
+    gone = _is_in_history(db, directory)
+    db.run("UPDATE inode SET nlink = ?, history = max(history - ?, 0), ctime_ns = ? WHERE id = ?", left, gone, time.time_ns(), inode)
     if left == 0:
         db.run("UPDATE content SET state = 3 WHERE inode = ? AND state <> 3", inode)
         db.run("DELETE FROM pfs_file WHERE inode = ?", inode)

@@ -25,7 +25,8 @@ CREATE TABLE inode (
     imported INTEGER NOT NULL DEFAULT 1, -- directories: 0 while it is on the PFS and its names are not in the catalog yet
     scanned_ns INTEGER NOT NULL DEFAULT 0, -- directories: when the PFS was last compared with it
     salvaged TEXT,                       -- files that show a previous content because a dead node alone had the newer: coherence/salvage_records.py
-    closed_ns INTEGER NOT NULL DEFAULT 0 -- files: when a writer closed or synced it last, on whatever node; no application can set it
+    closed_ns INTEGER NOT NULL DEFAULT 0, -- files: when a writer closed or synced it last, on whatever node; no application can set it
+    history INTEGER NOT NULL DEFAULT 0   -- files: how many of the names are in the history of sets; directories: 1 in the history; see history.py
 );
 CREATE INDEX inode_salvaged ON inode (id) WHERE salvaged IS NOT NULL;
 CREATE INDEX inode_unlinked ON inode (id) WHERE nlink = 0;
@@ -42,8 +43,16 @@ CREATE UNIQUE INDEX entry_name ON entry (parent, name);
 CREATE INDEX entry_order ON entry (parent); -- and, as every index, the cookie: readdir
 CREATE INDEX entry_child ON entry (child);
 
--- Extended attributes that were set through the mount or imported: user.*, and others that root may set.
+-- Extended attributes that were set through the mount or imported: user.*, and others that root may set. Those of ckptfs itself, ckptfs.*,
+-- are facts about sets and series of the history: nobody else sees them, and they are not on the PFS.
 CREATE TABLE xattr (inode INTEGER NOT NULL, name BLOB NOT NULL, value BLOB NOT NULL, PRIMARY KEY (inode, name)) WITHOUT ROWID;
+CREATE INDEX xattr_series ON xattr (inode) WHERE name = x'636b707466732e736572696573'; -- ckptfs.series
+
+-- Directories of applications in which a checkpoint set may have become complete: the tracker of sets looks at them.
+CREATE TABLE set_candidate (
+    directory INTEGER PRIMARY KEY,       -- which one
+    at_ns INTEGER NOT NULL               -- when the last change happened
+);
 
 -- The bytes of one generation of a file. In a tier it is the file contents-*/<id in 16 hex digits>.
 CREATE TABLE content (

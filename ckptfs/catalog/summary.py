@@ -8,7 +8,7 @@ import json
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -187,29 +187,63 @@ def _count_levels(db: Database, condition: str, *values: int) -> tuple[Counter[L
     """
     by_level: Counter[Level] = Counter()
     lost = 0
+    for _, level, count, is_lost in _list_level_groups(db, "inode i", condition, *values):
+        if level is not None:
+            by_level[level] += count
+            lost += count if is_lost else 0
+    return by_level, lost
+
+
+def list_lowest_levels(db: Database, directories: str, *values: int) -> dict[int, Level]:
+    """Return the lowest level of the files below each of several directories, which an SQL query yields.
+
+    Files whose copies this node does not know count as NONE. Directories without files are left out.
+    """
+    tree = (
+        f"WITH RECURSIVE tree(top, id) AS (SELECT d.id, d.id FROM (SELECT 0 AS id WHERE 0 UNION ALL {directories}) d"
+        " UNION ALL SELECT tree.top, e.child FROM tree JOIN entry e ON e.parent = tree.id JOIN inode s ON s.id = e.child"
+        " AND s.mode & 61440 = 16384) "
+    )
+    files = "tree JOIN entry e ON e.parent = tree.id JOIN inode i ON i.id = e.child"
+    lowest: dict[int, Level] = {}
+    for top, level, _, _ in _list_level_groups(db, files, "1", *values, top="tree.top", tables=tree):
+        lowest[top] = min(lowest.get(top, Level.PFS), level or Level.NONE, key=_LEVELS.index)
+    return lowest
+
+
+_LEVELS = tuple(Level)
+
+
+def _list_level_groups(
+    db: Database, source: str, condition: str, *values: int, top: str = "0", tables: str = ""
+) -> Iterator[tuple[int, Level | None, int, bool]]:
+    """Yield (`top`, level, number of files, whether they are lost) of those inodes `i` of `source` for which an SQL condition holds.
+
+    The level is None if only other nodes know the copies.
+    """
     with db.read_transaction():
         clique = peer_copies.load_clique_copies(db, None)
         domains, uncommitted = (
             ("0", "0") if clique is None else (peer_copies.COUNT_OTHER_DOMAINS, peer_copies.IS_UNCOMMITTED.format("c.id", "i.id"))
         )
         groups = db.rows(
-            "SELECT c.state, EXISTS (SELECT 1 FROM copy WHERE content = c.id AND state = 1), p.inode IS NOT NULL,"
+            f"{tables}SELECT {top}, c.state,"
+            " EXISTS (SELECT 1 FROM copy WHERE content = c.id AND state = 1), p.inode IS NOT NULL,"
             " coalesce(p.complete AND p.generation = c.generation AND c.digest IS NOT NULL AND p.digest = c.digest, 0),"
             f" coalesce(c.remote, 0), {domains}, {uncommitted}, count(*)"
-            " FROM inode i LEFT JOIN content c ON c.id = i.content LEFT JOIN pfs_file p ON p.inode = i.id"
-            f" WHERE {_REGULAR} AND i.nlink > 0 AND {condition} GROUP BY 1, 2, 3, 4, 5, 6, 7",
+            f" FROM {source} LEFT JOIN content c ON c.id = i.content LEFT JOIN pfs_file p ON p.inode = i.id"
+            f" WHERE {_REGULAR} AND i.nlink > 0 AND {condition} GROUP BY 1, 2, 3, 4, 5, 6, 7, 8",
             *values,
         )
-    for state, has_copy, is_published, is_current, peer, others, is_uncommitted, count in groups:
+    for group, state, has_copy, is_published, is_current, peer, others, is_uncommitted, count in groups:
         typical = _build_typical_record(state, has_copy, is_published, is_current, bool(peer))
         if clique is not None:
             elsewhere = tuple(("", f"/{number}") for number in range(others))
             typical = replace(typical, clique=replace(clique, holders=elsewhere, is_committed=not is_uncommitted))
             if peer and not (has_copy or elsewhere or is_current):
-                continue  # Who has what another node wrote is asked for one by one.
-        by_level[lifecycle.level(typical)] += count
-        lost += count if state == ContentState.LOST and not is_current else 0
-    return by_level, lost
+                yield group, None, count, False  # Who has what another node wrote is asked for one by one.
+                continue
+        yield group, lifecycle.level(typical), count, state == ContentState.LOST and not is_current
 
 
 def _build_typical_record(state: int | None, has_copy: bool, is_published: bool, is_current: bool, is_remote: bool) -> FileRecord:

@@ -232,9 +232,11 @@ class ConflictResolver:
             row = self._db.row("SELECT mode & 61440, nlink FROM inode WHERE id = ?", inode)
             if row is None:
                 continue
-            links = row[1] if row[0] == read.DIRECTORY_TYPE else len(keys.list_shared_names(self._db, inode))
+            names = [] if row[0] == read.DIRECTORY_TYPE else keys.list_shared_names(self._db, inode)
+            links = row[1] if row[0] == read.DIRECTORY_TYPE else len(names)
             if links != row[1]:
-                self._db.run("UPDATE inode SET nlink = ? WHERE id = ?", links, inode)
+                counts = (links, keys.count_in_history(names))
+                self._db.run("UPDATE inode SET nlink = ?, history = ? WHERE id = ?", *counts, inode)
                 key_state.mark_dirty(self._db, SharedKey(INODE, inode))
             if links == 0:
                 self._result.unlinked_inodes.append(inode)

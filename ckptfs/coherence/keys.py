@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -267,15 +267,20 @@ def list_shared_names(db: Database, inode: int) -> list[list[Any]]:
     return [list(name) for name in sorted((there - changed) | (here & changed))]
 
 
+def count_in_history(names: Iterable[Sequence[Any]]) -> int:
+    """Return how many of these names are in the history, also in directories that this node has never read."""
+    return sum(identity.is_history_directory(name[0]) for name in names)
+
+
 def set_link_count(db: Database, key: SharedKey) -> None:
     """The links of a file are its names; what was removed stays so."""
     if key.kind != INODE:
         return
     row = db.row("SELECT mode & 61440, nlink FROM inode WHERE id = ?", key.number)
     if row is not None and row[0] != stat.S_IFDIR and row[1]:
-        links = len(list_shared_names(db, key.number))
-        if links != row[1]:
-            db.run("UPDATE inode SET nlink = ? WHERE id = ?", links, key.number)
+        names = list_shared_names(db, key.number)
+        if len(names) != row[1]:
+            db.run("UPDATE inode SET nlink = ?, history = ? WHERE id = ?", len(names), count_in_history(names), key.number)
 
 
 def _is_name_changed(db: Database, parent: int, name: str) -> bool:
@@ -335,6 +340,7 @@ def _write_inode(db: Database, number: int, _: bytes, value: Value | None) -> No
     columns = {_INODE_COLUMN_BY_FIELD.get(name, name): field for name, field in columns.items()}
     names = value.get("names")
     columns["nlink"] = DIRECTORY_LINKS if names is None else len(names)
+    columns["history"] = int(identity.is_history_directory(number)) if names is None else count_in_history(names)
     if db.row("SELECT 1 FROM inode WHERE id = ?", number):
         db.run(f"UPDATE inode SET {', '.join(f'{name} = ?' for name in columns)} WHERE id = ?", *columns.values(), number)
     else:

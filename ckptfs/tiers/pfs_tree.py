@@ -3,8 +3,8 @@
 Directories are opened one by one from a descriptor of the root; paths are never joined and symlinks never followed. A directory that root
 may not search is opened as its owner. `PfsTree` caches descriptors of directories for a short time, until `clear_cache`.
 
-Hidden names are `.ckptfs` in the root (the work area) and names that begin with `.ckptfs.` (temporary names of write-back). Hidden
-entries that are external, or were left by a dead node, are reported to the caller of a listing.
+Hidden names are `.ckptfs` in the root (the work area) and names that begin with `.ckptfs.` (temporary names of write-back), but not
+that of the history in the root. Hidden entries that are external, or were left by a dead node, are reported to the caller of a listing.
 
 Every call may hang as long as the PFS does.
 """
@@ -27,7 +27,7 @@ from ckptfs.catalog.copies import FetchState, PublishedFile
 from ckptfs.catalog.database import Database
 from ckptfs.errors import posix_error
 from ckptfs.lifecycle import is_same_file
-from ckptfs.model import PfsEntryStat
+from ckptfs.model import HISTORY_NAME, PfsEntryStat
 from ckptfs.tiers import pfs_identity, pfs_ownership
 from ckptfs.tiers.pfs_identity import WORK_DIRECTORY
 
@@ -106,7 +106,7 @@ def list_entries(directory_fd: int, *, is_root: bool, on_external: Callable[[byt
                 for external in _list_external_in_work_area(directory_fd):
                     on_external(external)
                 continue
-            if name.startswith(HIDDEN_PREFIX):
+            if name.startswith(HIDDEN_PREFIX) and not (is_root and name == HISTORY_NAME):
                 if not _TEMPORARY.match(name) and (parse_parked_name(name) is None or _is_abandoned(directory_fd, name)):
                     on_external(name)
                 continue

@@ -82,7 +82,7 @@ def build_attributes(inode: Inode, blksize: int = BLOCK_BYTES) -> EntryAttribute
     entry.entry_timeout = limits.ENTRY_TIMEOUT_S
     entry.attr_timeout = limits.ATTRIBUTE_TIMEOUT_S
     entry.st_mode = inode.mode
-    entry.st_nlink = inode.nlink
+    entry.st_nlink = inode.shown_nlink
     entry.st_uid = inode.uid
     entry.st_gid = inode.gid
     entry.st_rdev = inode.rdev
@@ -135,5 +135,5 @@ def _packed(inode: Inode, blksize: int) -> tuple[int, ...]:
     ctime_s, ctime_ns = divmod(inode.ctime_ns, NANO)
     return (
         inode.id, inode.size, count_blocks(inode), atime_s & _U64, mtime_s & _U64, ctime_s & _U64, atime_ns, mtime_ns, ctime_ns,
-        inode.mode, inode.nlink, inode.uid, inode.gid, inode.rdev, blksize if inode.is_file else BLOCK_BYTES, 0,
+        inode.mode, inode.shown_nlink, inode.uid, inode.gid, inode.rdev, blksize if inode.is_file else BLOCK_BYTES, 0,
     )  # fmt: skip

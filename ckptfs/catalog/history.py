@@ -1,0 +1,391 @@
+"""The history of checkpoint sets: directories below the hidden entry `HISTORY_NAME` of the root, in which files have second names.
+
+`<directories of the application>/<series>/<set>/<files>`: a series is a directory such as `step_*`, a set one such as `step_100@17` (its
+name and its number in the series). The files of a set are hard links, so all that keeps a file keeps them: they share inode, content and
+copies with the application's names while those exist. What is known of a series or a set is an internal attribute of its directory (see
+`inodes.INTERNAL_XATTR_PREFIX`), which other nodes get with the directory. Names that begin with `.` are sets that are being made or
+removed: they do not exist for readers.
+
+Functions that change rows join the caller's transaction and write journal rows as `namespace` does. They raise `NotImported` if the
+history is on the PFS and was not imported yet.
+
+Invariants:
+- A `SetRecord` never changes. A number is never used twice in a series.
+- A file that is open for writing gets no name in the history.
+- Directories have the owner of the application's directory and its mode, without write bits for others.
+
+Crash safety: a set appears with one rename. `list_unfinished` finds what was being made or removed.
+"""
+
+import json
+import stat
+from collections.abc import Iterator
+from dataclasses import asdict, astuple, dataclass
+
+from ckptfs import limits
+from ckptfs.catalog import namespace, summary
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.inodes import get, get_path
+from ckptfs.errors import Busy
+from ckptfs.model import HISTORY_NAME, ROOT, Inode, Level
+
+NAME = HISTORY_NAME
+SET_XATTR = b"ckptfs.set"
+SERIES_XATTR = b"ckptfs.series"
+PIN_XATTR = b"ckptfs.pin"
+NOTE_XATTR = b"ckptfs.note"
+ROLLBACK_XATTR = b"ckptfs.rollback"
+_IS_SERIES = f"x.name = x'{SERIES_XATTR.hex()}'"
+_NEW, _OLD = b".new-", b".old-"
+_RECORD_BYTES_MAX = limits.XATTR_VALUE_BYTES_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class Producer:
+    """A process that wrote files of a set. Texts are empty and numbers 0 where they are not known."""
+
+    host: str
+    pid: int
+    command: str = ""
+    job: str = ""
+    rank: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SetRecord:
+    """What is fixed about a complete set. `size` in bytes. `numbers`: as in the name, the deciding one first.
+
+    `is_group`: a single file or several; the directory of the set holds them under their own names.
+    """
+
+    number: int
+    name: bytes
+    numbers: tuple[int, ...]
+    files: int
+    size: int
+    completed_ns: int
+    producers: tuple[Producer, ...] = ()
+    is_group: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSet:
+    """A set in the history. `directory` is the inode of its directory."""
+
+    directory: int
+    record: SetRecord
+    is_pinned: bool = False
+    note: str = ""
+
+    @property
+    def name(self) -> bytes:
+        """The name of its directory."""
+        return _build_set_name(self.record)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """The set that counts as the newest, until a newer one completes after `at_ns`."""
+
+    number: int
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesRecord:
+    """A series with a history. `origin`: the application's directory. `path`: b"run1/step_*", below the history, for people."""
+
+    directory: int
+    origin: int
+    path: bytes
+    pattern: bytes
+    rollback: Rollback | None = None
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def find_root(db: Database) -> int | None:
+    """Return the directory of the history. Returns None if there is none yet."""
+    found = namespace.find_child(db, ROOT, NAME)
+    return None if found is None else found.id
+
+
+def is_history(db: Database, inode: int) -> bool:
+    """Return True for a directory of the history, and for a file that has a name there."""
+    return bool(db.value("SELECT history FROM inode WHERE id = ?", inode))
+
+
+_SELECT_SERIES = (
+    "SELECT x.inode, x.value, r.value FROM xattr x JOIN inode i ON i.id = x.inode AND i.nlink > 0"
+    f" LEFT JOIN xattr r ON r.inode = x.inode AND r.name = ? WHERE {_IS_SERIES}"
+)
+
+
+def list_series(db: Database) -> list[SeriesRecord]:
+    """Return all series with a history, in order of their paths."""
+    found = [_build_series(db, *row) for row in db.rows(_SELECT_SERIES, ROLLBACK_XATTR)]
+    return sorted(found, key=lambda one: one.path)
+
+
+def get_series(db: Database, series: int) -> SeriesRecord | None:
+    """Return a series by its directory. Returns None if that is none."""
+    row = db.row(f"{_SELECT_SERIES} AND x.inode = ?", ROLLBACK_XATTR, series)
+    return None if row is None else _build_series(db, *row)
+
+
+def find_series(db: Database, origin: int, pattern: bytes) -> SeriesRecord | None:
+    """Return the series of a pattern in a directory of the application. Returns None if it has no history."""
+    is_wanted = "json_extract(CAST(x.value AS TEXT), '$.origin') = ? AND json_extract(CAST(x.value AS TEXT), '$.pattern') = ?"
+    row = db.row(f"{_SELECT_SERIES} AND {is_wanted}", ROLLBACK_XATTR, origin, _to_text(pattern))
+    return None if row is None else _build_series(db, *row)
+
+
+def _build_series(db: Database, directory: int, value: bytes, rollback: bytes | None) -> SeriesRecord:
+    known = json.loads(value)
+    path = get_path(db, directory).removeprefix(NAME + b"/")
+    target = None if rollback is None else Rollback(**json.loads(rollback))
+    return SeriesRecord(directory, known["origin"], path, _to_bytes(known["pattern"]), target)
+
+
+_SELECT_SETS = (
+    "SELECT s.inode, s.value, p.value, n.value FROM {} JOIN xattr s ON s.inode = {} AND s.name = ?"
+    " LEFT JOIN xattr p ON p.inode = s.inode AND p.name = ? LEFT JOIN xattr n ON n.inode = s.inode AND n.name = ?"
+)
+_SET_XATTRS = (SET_XATTR, PIN_XATTR, NOTE_XATTR)
+
+
+def list_sets(db: Database, series: int) -> list[CheckpointSet]:
+    """Return the sets of a series, the newest first."""
+    query = _SELECT_SETS.format("entry e", "e.child") + " WHERE e.parent = ? AND substr(e.name, 1, 1) <> x'2e'"
+    found = [_build_set(*row) for row in db.rows(query, *_SET_XATTRS, series)]
+    return sorted(found, key=lambda one: -one.record.number)
+
+
+def get_set(db: Database, set_directory: int) -> CheckpointSet | None:
+    """Return a set by its directory, also an unfinished one. Returns None if that is none."""
+    row = db.row(_SELECT_SETS.format("inode i", "i.id") + " WHERE i.id = ? AND i.nlink > 0", *_SET_XATTRS, set_directory)
+    return None if row is None else _build_set(*row)
+
+
+def list_unfinished(db: Database, series: int) -> list[int]:
+    """Return the directories of sets that are being made or removed."""
+    return [row[0] for row in db.rows("SELECT child FROM entry WHERE parent = ? AND substr(name, 1, 1) = x'2e' ORDER BY cookie", series)]
+
+
+def list_files(db: Database, set_directory: int) -> Iterator[tuple[bytes, Inode]]:
+    """Yield (path in the set, inode) of all that is no directory. Do not await in between."""
+    todo = [(b"", set_directory)]
+    while todo:
+        path, directory = todo.pop()
+        for entry, inode in namespace.iterate_entries(db, directory):
+            if inode.is_directory:
+                todo.append((path + entry.name + b"/", inode.id))
+            else:
+                yield path + entry.name, inode
+
+
+def list_levels(db: Database, series: int) -> dict[int, Level]:
+    """Return the lowest level of the files of each set. Of what another node wrote, only known copies count."""
+    return summary.list_lowest_levels(db, "SELECT child FROM entry WHERE parent = ? AND substr(name, 1, 1) <> x'2e'", series)
+
+
+def get_level(db: Database, set_directory: int) -> Level:
+    """Return the lowest level of the files of a set; NONE if it has none."""
+    return summary.list_lowest_levels(db, "SELECT ?", set_directory).get(set_directory, Level.NONE)
+
+
+# --- making a set -----------------------------------------------------------------------------------------------------
+
+
+def insert_series(db: Database, origin: int, pattern: bytes) -> SeriesRecord:
+    """Return the series of a pattern in a directory of the application, and make its directories where they are missing.
+
+    The history of a directory that is gone goes on in the one that has its path now.
+    """
+    known = find_series(db, origin, pattern)
+    if known is not None:
+        return known
+    parent = _insert_root(db)
+    for directory, name in _list_ancestors(db, origin):
+        parent = _find_or_insert_directory(db, parent, name, directory)
+    like = get(db, origin)
+    for count in range(1, limits.LINKS_MAX):
+        name = pattern if count == 1 else pattern + b"~%d" % count
+        series = _find_or_insert_directory(db, parent, name, like)
+        former = get_series(db, series)
+        if former is None or (former.pattern == pattern and not _is_living(db, former.origin)):
+            break
+    fields = {"origin": origin, "pattern": _to_text(pattern), "next": get_next_number(db, series)}
+    _set_attribute(db, series, SERIES_XATTR, json.dumps(fields).encode())
+    found = get_series(db, series)
+    assert found is not None
+    return found
+
+
+def _insert_root(db: Database) -> int:
+    """Return the directory of the history; make it if there is none. The times and links of the root stay, since nobody sees it."""
+    found = find_root(db)
+    if found is not None:
+        return found
+    return namespace.create_history_root(db, _get_shown_mode(get(db, ROOT)))
+
+
+def _find_or_insert_directory(db: Database, parent: int, name: bytes, like: Inode) -> int:
+    found = namespace.find_child(db, parent, name)
+    return found.id if found is not None and found.is_directory else insert_directory(db, parent, name, like)
+
+
+def _list_ancestors(db: Database, directory: int) -> list[tuple[Inode, bytes]]:
+    """Return the directories below the root that lead to this one, itself included, and their names."""
+    found: list[tuple[Inode, bytes]] = []
+    while directory != ROOT:
+        parent, name = db.row("SELECT parent, name FROM entry WHERE child = ?", directory) or (ROOT, b"%016x" % directory)
+        found.append((get(db, directory), bytes(name)))
+        directory = parent
+    return found[::-1]
+
+
+def _is_living(db: Database, inode: int) -> bool:
+    return bool(db.value("SELECT nlink FROM inode WHERE id = ?", inode))
+
+
+def get_next_number(db: Database, series: int) -> int:
+    """Return the number of the next set of a series: greater than all that were used."""
+    value = db.value("SELECT value FROM xattr WHERE inode = ? AND name = ?", series, SERIES_XATTR)
+    names = [bytes(row[0]).rpartition(b"@")[2] for row in db.rows("SELECT name FROM entry WHERE parent = ?", series)] if not value else []
+    return int(json.loads(value)["next"]) if value else 1 + max((int(name) for name in names if name.isdigit()), default=0)
+
+
+def begin_set(db: Database, series: int, record: SetRecord, like: Inode | None = None) -> int:
+    """Make the directory of a set under a hidden name, and return it. Raises EEXIST if this node or another one makes it.
+
+    `like`: the application's directory of the set, from which it has mode and owner; None: those of the series.
+    """
+    directory = insert_directory(db, series, _NEW + b"%d" % record.number, like or get(db, series))
+    _set_attribute(db, directory, SET_XATTR, _encode_record(record))
+    fields = json.loads(db.value("SELECT value FROM xattr WHERE inode = ? AND name = ?", series, SERIES_XATTR))
+    fields["next"] = max(fields["next"], record.number + 1)
+    _set_attribute(db, series, SERIES_XATTR, json.dumps(fields).encode())
+    return directory
+
+
+def insert_directory(db: Database, parent: int, name: bytes, like: Inode) -> int:
+    """Make a directory of the history with owner and mode of another one. Raises EEXIST."""
+    return namespace.create(db, parent, name, _get_shown_mode(like), uid=like.uid, gid=like.gid).id
+
+
+def insert_link(db: Database, inode: int, parent: int, name: bytes) -> None:
+    """Give a file a name in the history. Raises EMLINK, EEXIST, ENOENT if the file is gone, and Busy if a program writes it."""
+    if db.value("SELECT 1 FROM inode i JOIN content k ON k.id = i.content AND k.state = 0 WHERE i.id = ?", inode) is not None:
+        raise Busy("a file that is open for writing belongs to no complete set")
+    namespace.link(db, inode, parent, name)
+
+
+def insert_symlink(db: Database, parent: int, name: bytes, like: Inode) -> int:
+    """Make a symlink in the history as another one is. Raises EEXIST."""
+    return namespace.create(db, parent, name, like.mode, uid=like.uid, gid=like.gid, target=like.target).id
+
+
+def finish_set(db: Database, set_directory: int) -> None:
+    """Give a set its name: from now on it exists. Raises EEXIST."""
+    found = get_set(db, set_directory)
+    parent, name = _get_place(db, set_directory)
+    assert found is not None
+    namespace.rename(db, parent, name, parent, found.name, namespace.NOREPLACE)
+
+
+def _build_set_name(record: SetRecord) -> bytes:
+    end = b"@%d" % record.number
+    return record.name[: limits.NAME_BYTES_MAX - len(end)] + end
+
+
+def _get_place(db: Database, directory: int) -> tuple[int, bytes]:
+    row = db.row("SELECT parent, name FROM entry WHERE child = ?", directory)
+    assert row is not None
+    return row[0], bytes(row[1])
+
+
+def _get_shown_mode(like: Inode) -> int:
+    return stat.S_IFDIR | like.mode & 0o755
+
+
+# --- changing and removing a set --------------------------------------------------------------------------------------
+
+
+def set_pin(db: Database, set_directory: int, pinned: bool) -> None:
+    """Pin a set: no rule deletes it. Or unpin it."""
+    _set_attribute(db, set_directory, PIN_XATTR, b"1" if pinned else None)
+
+
+def set_note(db: Database, set_directory: int, note: str) -> None:
+    """Set the note of a set; an empty one deletes it."""
+    _set_attribute(db, set_directory, NOTE_XATTR, note.encode() or None)
+
+
+def set_rollback(db: Database, series: int, rollback: Rollback | None) -> None:
+    """Set which set of a series counts as the newest; None: the newest one."""
+    _set_attribute(db, series, ROLLBACK_XATTR, None if rollback is None else json.dumps(asdict(rollback)).encode())
+
+
+def delete_set(db: Database, set_directory: int, at_most: int) -> bool:
+    """Remove up to `at_most` names of a set. Return True if it is gone.
+
+    A set that needs several calls gets a hidden name first: nobody ever sees a part of it.
+    """
+    parent, name = _get_place(db, set_directory)
+    names = _list_names_below(db, set_directory, at_most)
+    if len(names) > at_most and not name.startswith(b"."):
+        hidden = _OLD + name.rpartition(b"@")[2]
+        namespace.rename(db, parent, name, parent, hidden, namespace.NOREPLACE)
+    for directory, child, is_directory in names[:at_most]:
+        (namespace.rmdir if is_directory else namespace.unlink)(db, directory, child)
+    if len(names) > at_most:
+        return False
+    namespace.rmdir(db, parent, name)
+    return True
+
+
+def _list_names_below(db: Database, directory: int, at_most: int) -> list[tuple[int, bytes, bool]]:
+    """Return (directory, name, whether it is a directory) of what is below, what is deeper first, and one more than `at_most` of them."""
+    found: list[tuple[int, bytes, bool]] = []
+    for entry, inode in namespace.iterate_entries(db, directory):
+        if inode.is_directory:
+            found += _list_names_below(db, inode.id, at_most - len(found))
+        if len(found) > at_most:
+            break
+        found.append((directory, entry.name, inode.is_directory))
+    return found
+
+
+# --- attributes -------------------------------------------------------------------------------------------------------
+
+
+def _set_attribute(db: Database, inode: int, name: bytes, value: bytes | None) -> None:
+    if value is None:
+        db.run("DELETE FROM xattr WHERE inode = ? AND name = ?", inode, name)
+    else:
+        db.run("INSERT OR REPLACE INTO xattr (inode, name, value) VALUES (?,?,?)", inode, name, value)
+
+
+def _encode_record(record: SetRecord) -> bytes:
+    """Encode a record in JSON. If it has too many producers, the first ones stand for all; the manifest names each."""
+    fields = {**asdict(record), "name": _to_text(record.name), "producers": [astuple(one) for one in record.producers]}
+    while len(encoded := json.dumps(fields, separators=(",", ":")).encode()) > _RECORD_BYTES_MAX:
+        fields["producers"] = fields["producers"][: len(fields["producers"]) // 2]
+    return encoded
+
+
+def _build_set(directory: int, value: bytes, pin: bytes | None, note: bytes | None) -> CheckpointSet:
+    fields = json.loads(value)
+    fields["name"], fields["numbers"] = _to_bytes(fields["name"]), tuple(fields["numbers"])
+    fields["producers"] = tuple(Producer(*one) for one in fields["producers"])
+    return CheckpointSet(directory, SetRecord(**fields), pin is not None, (note or b"").decode())
+
+
+def _to_text(name: bytes) -> str:
+    return name.decode("latin-1")
+
+
+def _to_bytes(text: str) -> bytes:
+    return text.encode("latin-1")

@@ -1,0 +1,249 @@
+"""The history of checkpoint sets in the catalog: sets as hard links that applications do not see (T6)."""
+
+import itertools
+import json
+import os
+import stat
+
+import pytest
+
+from ckptfs.catalog import history, inodes, namespace, pfs_state
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.history import CheckpointSet, Producer, Rollback, SeriesRecord, SetRecord
+from ckptfs.errors import Busy
+from ckptfs.model import ROOT, Inode, Level
+
+FILE, DIRECTORY = stat.S_IFREG | 0o664, stat.S_IFDIR | 0o2770
+PRODUCER = Producer("node1", 17, "python train.py", "123", "0")
+
+
+def make_series(db: Database, path: bytes = b"run1", pattern: bytes = b"step_*") -> SeriesRecord:
+    with db.transaction():
+        found = namespace.find_child(db, ROOT, path)
+        directory = found or namespace.create(db, ROOT, path, DIRECTORY, uid=1000, gid=100)
+        return history.insert_series(db, directory.id, pattern)
+
+
+def write_file(db: Database, parent: int, name: bytes, state: int = 2) -> Inode:
+    """A file with one copy in RAM."""
+    with db.transaction():
+        made = namespace.create(db, parent, name, FILE, uid=1000, gid=100)
+        content = db.insert("INSERT INTO content (inode, generation, state, size, digest) VALUES (?, 1, ?, 3, x'01')", made.id, state)
+        db.run("INSERT INTO copy (content, tier, state) VALUES (?, 'ram', 1)", content)
+        db.run("UPDATE inode SET content = ?, generation = 1, size = 3 WHERE id = ?", content, made.id)
+        return inodes.get(db, made.id)
+
+
+def make_set(db: Database, series: SeriesRecord, number: int, files: list[Inode]) -> int:
+    with db.transaction():
+        record = SetRecord(number, b"step_%d" % number, (number,), len(files), 3 * len(files), 5, (PRODUCER,))
+        directory = history.begin_set(db, series.directory, record)
+        for index, file in enumerate(files):
+            history.insert_link(db, file.id, directory, b"f%d" % index)
+        history.finish_set(db, directory)
+        return directory
+
+
+def test_a_series_mirrors_the_directories_of_the_application(db: Database) -> None:
+    with db.transaction():
+        above = namespace.create(db, ROOT, b"a", DIRECTORY, uid=1, gid=2)
+        below = namespace.create(db, above.id, b"b", stat.S_IFDIR | 0o700, uid=3, gid=4)
+        series = history.insert_series(db, below.id, b"step_*")
+        assert history.insert_series(db, below.id, b"step_*") == series
+    assert series == SeriesRecord(series.directory, below.id, b"a/b/step_*", b"step_*")
+    assert history.list_series(db) == [series] == [history.find_series(db, below.id, b"step_*")]
+    assert history.find_series(db, below.id, b"other_*") is None
+    made = inodes.get(db, series.directory)
+    parent = inodes.get(db, made.parent)
+    assert [(one.uid, one.gid, stat.S_IMODE(one.mode), one.history) for one in (made, parent)] == [(3, 2, 0o700, 1)] * 2
+    assert stat.S_IMODE(inodes.get(db, parent.parent).mode) == 0o750 and inodes.get(db, parent.parent).uid == 1
+
+
+def test_the_history_is_hidden_in_the_root(db: Database) -> None:
+    before = inodes.get(db, ROOT)
+    with db.transaction():
+        history.insert_series(db, ROOT, b"state*.pt")
+    assert inodes.get(db, ROOT) == before
+    assert list(namespace.iterate_entries(db, ROOT)) == []
+    for refused in (namespace.lookup, namespace.unlink, namespace.rmdir):
+        with pytest.raises(FileNotFoundError):
+            refused(db, ROOT, history.NAME)
+    with pytest.raises(FileNotFoundError):
+        namespace.rename(db, ROOT, history.NAME, ROOT, b"mine")
+    with pytest.raises(PermissionError):
+        namespace.create(db, ROOT, history.NAME, DIRECTORY, uid=0, gid=0)
+
+
+def test_a_set_has_second_names_that_no_application_sees(db: Database) -> None:
+    series = make_series(db)
+    file = write_file(db, series.origin, b"step_1")
+    directory = make_set(db, series, 1, [file])
+    linked = inodes.get(db, file.id)
+    assert (linked.nlink, linked.history, linked.shown_nlink, linked.ctime_ns) == (2, 1, 1, file.ctime_ns)
+    assert history.is_history(db, file.id) and history.is_history(db, directory) and not history.is_history(db, series.origin)
+    with db.transaction():
+        namespace.link(db, file.id, series.origin, b"other")
+        namespace.unlink(db, series.origin, b"step_1")
+        gone = namespace.unlink(db, series.origin, b"other")
+    assert (gone.nlink, gone.history, gone.shown_nlink) == (1, 1, 0)
+    assert [(path, inode.id) for path, inode in history.list_files(db, directory)] == [(b"f0", file.id)]
+    assert namespace.list_orphans(db) == set()
+
+
+def test_a_file_that_is_being_written_belongs_to_no_set(db: Database) -> None:
+    series = make_series(db)
+    file = write_file(db, series.origin, b"step_1", state=0)
+    with pytest.raises(Busy):
+        history.insert_link(db, file.id, series.directory, b"f")
+
+
+def test_a_set_appears_with_all_its_files_and_its_record(db: Database) -> None:
+    series = make_series(db)
+    file = write_file(db, series.origin, b"step_1")
+    record = SetRecord(1, b"step_1", (1, 2), 1, 3, 99, (PRODUCER,), is_group=True)
+    with db.transaction():
+        directory = history.begin_set(db, series.directory, record, like=inodes.get(db, series.origin))
+        inside = history.insert_directory(db, directory, b"sub", inodes.get(db, series.origin))
+        history.insert_link(db, file.id, inside, b"f")
+        target = namespace.create(db, series.origin, b"s", stat.S_IFLNK | 0o777, uid=7, gid=8, target=b"f")
+        history.insert_symlink(db, inside, b"l", target)
+    assert history.list_sets(db, series.directory) == [] and history.list_unfinished(db, series.directory) == [directory]
+    with pytest.raises(FileExistsError):
+        history.begin_set(db, series.directory, record)
+    with db.transaction():
+        history.finish_set(db, directory)
+    assert history.list_sets(db, series.directory) == [CheckpointSet(directory, record)] == [history.get_set(db, directory)]
+    assert inodes.get_path(db, directory) == b".ckptfs.history/run1/step_*/step_1@1"
+    assert sorted(path for path, _ in history.list_files(db, directory)) == [b"sub/f", b"sub/l"]
+    assert history.get_next_number(db, series.directory) == 2
+
+
+def test_sets_are_listed_the_newest_first(db: Database) -> None:
+    series = make_series(db)
+    made = [make_set(db, series, number, [write_file(db, series.origin, b"f%d" % number)]) for number in (9, 10, 11)]
+    with db.transaction():
+        history.set_pin(db, made[0], True)
+        history.set_note(db, made[1], "gut")
+        history.set_rollback(db, series.directory, Rollback(10, 5))
+    found = history.list_sets(db, series.directory)
+    assert [(one.record.number, one.is_pinned, one.note) for one in found] == [(11, False, ""), (10, False, "gut"), (9, True, "")]
+    rolled = history.get_series(db, series.directory)
+    assert rolled is not None and rolled.rollback == Rollback(10, 5)
+    with db.transaction():
+        history.set_pin(db, made[0], False)
+        history.set_note(db, made[1], "")
+        history.set_rollback(db, series.directory, None)
+    assert history.list_series(db) == [series] and not any(one.is_pinned or one.note for one in history.list_sets(db, series.directory))
+
+
+def test_facts_about_sets_are_nobody_elses_attributes(db: Database) -> None:
+    series = make_series(db)
+    directory = make_set(db, series, 1, [write_file(db, series.origin, b"f")])
+    with db.transaction():
+        inodes.set_xattr(db, directory, b"user.x", b"1")
+    assert inodes.list_xattrs(db, directory) == [b"user.x"]
+    assert pfs_state.get_xattrs(db, directory) == {b"user.x": b"1"}
+
+
+def test_a_record_with_very_many_producers_is_cut_and_readable(db: Database) -> None:
+    series = make_series(db)
+    record = SetRecord(1, b"n" * 255, (1,), 0, 0, 5, tuple(Producer(f"node{n}", n, "python " * 20) for n in range(2000)))
+    with db.transaction():
+        directory = history.begin_set(db, series.directory, record)
+        history.finish_set(db, directory)
+    found = history.get_set(db, directory)
+    assert found is not None and 100 < len(found.record.producers) < 2000 and len(found.name) == 255
+
+
+def test_the_level_of_a_set_is_that_of_its_weakest_file(db: Database) -> None:
+    series = make_series(db)
+    weak, strong, lost = (write_file(db, series.origin, name) for name in (b"weak", b"strong", b"lost"))
+    with db.transaction():
+        db.run("INSERT INTO pfs_file VALUES (?, 1, 1, 3, 1, 77, x'01', NULL, 0)", strong.id)
+        db.run("DELETE FROM copy WHERE content = ?", lost.content)
+    sets = [make_set(db, series, number, files) for number, files in enumerate(([strong], [strong, weak], [weak, lost], []), 1)]
+    expected = {sets[0]: Level.PFS, sets[1]: Level.LOCAL, sets[2]: Level.NONE}
+    assert history.list_levels(db, series.directory) == expected
+    assert [history.get_level(db, one) for one in sets] == [Level.PFS, Level.LOCAL, Level.NONE, Level.NONE]
+
+
+@pytest.mark.parametrize("at_most", [1, 2, 3, 4, 5, 100])
+def test_a_set_goes_in_batches_and_nobody_sees_a_part(db: Database, at_most: int) -> None:
+    series = make_series(db)
+    kept = write_file(db, series.origin, b"kept")
+    with db.transaction():
+        directory = history.begin_set(db, series.directory, SetRecord(1, b"step_1", (1,), 4, 12, 5))
+        inside = history.insert_directory(db, directory, b"d", inodes.get(db, series.origin))
+        for parent, name in itertools.product((directory, inside), (b"a", b"z")):
+            history.insert_link(db, kept.id, parent, name)
+        history.finish_set(db, directory)
+    calls = 1
+    while True:
+        with db.transaction():
+            if history.delete_set(db, directory, at_most):
+                break
+        calls += 1
+        assert history.list_sets(db, series.directory) == [] and history.list_unfinished(db, series.directory) == [directory]
+    assert calls == 1 + (5 - 1) // at_most if at_most < 5 else calls == 1
+    assert history.list_unfinished(db, series.directory) == [] and history.get_set(db, directory) is None
+    assert inodes.get(db, kept.id) == kept and history.get_next_number(db, series.directory) == 2
+
+
+def test_the_last_name_in_the_history_frees_the_file(db: Database) -> None:
+    series = make_series(db)
+    file = write_file(db, series.origin, b"f")
+    directory = make_set(db, series, 1, [file])
+    with db.transaction():
+        namespace.unlink(db, series.origin, b"f")
+        assert history.delete_set(db, directory, 100)
+    assert file.id in namespace.list_orphans(db)
+
+
+def test_a_directory_that_is_made_anew_goes_on_with_its_history(db: Database) -> None:
+    series = make_series(db)
+    make_set(db, series, 1, [])
+    with db.transaction():
+        namespace.rmdir(db, ROOT, b"run1")
+    again = make_series(db)
+    assert again.directory == series.directory and again.origin != series.origin
+    assert history.get_next_number(db, again.directory) == 2 and len(history.list_sets(db, again.directory)) == 1
+
+
+def test_a_directory_that_was_renamed_keeps_its_history_beside_a_new_one(db: Database) -> None:
+    series = make_series(db)
+    with db.transaction():
+        namespace.rename(db, ROOT, b"run1", ROOT, b"run2")
+    other = make_series(db)
+    assert history.find_series(db, series.origin, b"step_*") == series
+    assert other.directory != series.directory and other.path == b"run1/step_*~2"
+
+
+def test_sets_are_listed_by_a_few_statements_that_read_no_whole_table(db: Database) -> None:
+    """As many statements for 20 sets as for one."""
+    series = make_series(db)
+    files = [write_file(db, series.origin, b"f%d" % number) for number in range(3)]
+    counts = []
+    for numbers in ((1,), range(2, 21)):
+        for number in numbers:
+            make_set(db, series, number, files)
+        statements: list[str] = []
+        db.connection.set_trace_callback(statements.append)
+        assert len(history.list_sets(db, series.directory)) == len(history.list_levels(db, series.directory))
+        history.find_series(db, series.origin, b"step_*")
+        db.connection.set_trace_callback(None)
+        counts.append(len(statements))
+        plans = [row[3] for sql in statements if "SELECT" in sql for row in db.connection.execute(f"EXPLAIN QUERY PLAN {sql}")]
+        assert {step.split()[1] for step in plans if step.startswith("SCAN")} <= {"tree", "d", "CONSTANT", "x", "peer"}
+        assert any("x USING INDEX xattr_series" in step for step in plans)
+    assert counts[0] == counts[1]
+
+
+def test_journal_rows_lead_the_pfs_to_the_same(db: Database) -> None:
+    series = make_series(db)
+    make_set(db, series, 1, [write_file(db, series.origin, b"f")])
+    rows = db.rows("SELECT op, coalesce(new_name, name) FROM journal WHERE op <> 'content' ORDER BY seq")
+    assert [(op, os.fsdecode(name)) for op, name in rows] == [
+        ("make", "run1"), ("make", ".ckptfs.history"), ("make", "run1"), ("make", "step_*"), ("make", "f"), ("make", ".new-1"),
+        ("link", "f0"), ("rename", "step_1@1"),
+    ]  # fmt: skip
+    assert json.loads(db.value("SELECT value FROM xattr WHERE name = ?", history.SERIES_XATTR))["next"] == 2
