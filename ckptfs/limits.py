@@ -247,6 +247,16 @@ PREPARED_TRIM_BYTES_MAX = 32 * MIB
 # A prepared file with more holes than this shows its allocated pages in stat until it is sealed.
 PREPARED_EXTENTS_MAX = 256
 
+# --- retention -------------------------------------------------------------------------------------------------------
+# Share of RAM and NVMe for bytes that only the history holds.
+HISTORY_SHARE = 0.50
+RETENTION_RULES_MAX = 256
+RETENTION_SETS_MAX = 1_000_000
+# A content that was fetched again stays in RAM and NVMe for so long after it was opened last, whatever the rules say.
+SURPLUS_REST_S = 600.0
+# Names of an expired set that are deleted in one change.
+EXPIRED_NAMES_MAX = 512
+
 # --- processes -------------------------------------------------------------------------------------------------------
 RESTART_FIRST_S = 0.05
 RESTART_LAST_S = 5.0

@@ -31,7 +31,7 @@ import ckptfs_client
 import ckptfs_daemon
 from ckptfs.catalog.summary import VIRTUAL_XATTR_PREFIX, VIRTUAL_XATTRS
 from ckptfs.config import (
-    IGNORED_OPTIONS, MOUNT_FLAGS, REFUSED_OPTIONS, SETTINGS, build_sample, is_known_option, parse_options,
+    IGNORED_OPTIONS, MOUNT_FLAGS, REFUSED_OPTIONS, RULE_SETTINGS, SETTINGS, Setting, build_sample, is_known_option, parse_options,
 )  # fmt: skip
 from ckptfs.errors import ConfigError
 from ckptfs.protocol import control_pb2 as pb
@@ -142,6 +142,11 @@ OPTIONS_BESIDE: dict[str, str] = {
 PRODUCT = "ckptfs keeps checkpoints in memory and on local disks, copies them to other nodes and writes them back to a parallel filesystem."
 XATTRS = "Any program can read these attributes of a regular file in a mount. listxattr(2) does not name them. They cannot be set."
 TOML = "This file holds the settings of one mount. The sample /etc/ckptfs/ckptfs.toml.sample has all keys; it begins with:"
+RETENTION = (
+    "Each table [[retention]] of the TOML file says what is kept of the series that it names. Without a rule nothing expires. What is"
+    " pinned, what a rollback made the latest, and the newest set of each level never expire; an older set goes only after those that"
+    " replace it are as safe."
+)
 ON_THE_PFS = "pfs=/lustre/project/ckpt"
 LOCAL = f"{ON_THE_PFS},nvme=/nvme/ckptfs,ram=64G"
 CLUSTER = f"{ON_THE_PFS},cluster=run1,etcd=e1:2379+e2:2379+e3:2379,keys=/etc/ckptfs/keys"
@@ -517,16 +522,18 @@ def format_settings() -> list[str]:
         "The sample of that file, `/etc/ckptfs/ckptfs.toml.sample`, begins with:", "",
         *(f"> {escape_md(line)}" for line in read_sample_head()), "",
     ]  # fmt: skip
-    rows = (
+    rows = [
         (
             format_code(key.name),
             format_code(format_default(key.default)),
             escape_md(describe_accepted(key.parse)),
             escape_md(" ".join(key.description.split())),
         )
-        for key in SETTINGS
-    )
-    lines += format_table(("key", "default", "accepted", "meaning"), rows)
+        for key in (*SETTINGS, *RULE_SETTINGS)
+    ]
+    lines += format_table(("key", "default", "accepted", "meaning"), rows[: len(SETTINGS)])
+    lines += ["### Retention rules", "", escape_md(RETENTION), ""]
+    lines += format_table(("key", "accepted", "meaning"), (row[:1] + row[2:] for row in rows[len(SETTINGS) :]))
     return [*lines, "### Other mount options", "", *format_entries("option", list_other_options())]
 
 
@@ -669,12 +676,13 @@ def format_synopsis(one: Program) -> list[str]:
     return [f"{format_bold(one.name)} {escape_dashes(escape_roff(one.usage))}".rstrip()]
 
 
-def list_setting_entries(*, toml: bool) -> list[Entry]:
-    """The settings as `KEY=VALUE`, or as lines of a TOML file."""
+def list_setting_entries(settings: Iterable[Setting], *, toml: bool) -> list[Entry]:
+    """Settings as `KEY=VALUE`, or as lines of a TOML file. A rule says itself what holds without one of its keys."""
     found = []
-    for key in SETTINGS:
+    for key in settings:
         written = key.example if key.default is None else json.dumps(key.default)
-        text = f"{' '.join(key.description.split())} Default: {format_default(key.default)}. Accepted: {describe_accepted(key.parse)}."
+        default = "" if key in RULE_SETTINGS else f" Default: {format_default(key.default)}."
+        text = f"{' '.join(key.description.split())}{default} Accepted: {describe_accepted(key.parse)}."
         found.append(Entry(f"{key.name} = {written}" if toml else f"{key.name}=VALUE", text))
     return found
 
@@ -715,7 +723,7 @@ def make_man_mount() -> str:
             [*one.about, PRODUCT, "The settings after `-o` are described below; ckptfs.toml(5) has them as a file."]
         ),
         "OPTIONS": format_tagged(one.entries),
-        "MOUNT OPTIONS": [*format_tagged(list_setting_entries(toml=False)), *format_tagged(list_other_options())],
+        "MOUNT OPTIONS": [*format_tagged(list_setting_entries(SETTINGS, toml=False)), *format_tagged(list_other_options())],
         "EXIT STATUS": format_man_codes("mount.ckptfs"),
         "FILES": format_tagged(list_files()),
         "EXAMPLES": format_man_examples("mount.ckptfs"),
@@ -757,7 +765,8 @@ def make_man_toml() -> str:
     parts = {
         "SYNOPSIS": [format_bold("/etc/ckptfs/NAME.toml")],
         "DESCRIPTION": format_paragraphs([TOML, " ".join(read_sample_head())]),
-        "KEYS": format_tagged(list_setting_entries(toml=True)),
+        "KEYS": format_tagged(list_setting_entries(SETTINGS, toml=True)),
+        "RETENTION RULES": [*fill(RETENTION), *format_tagged(list_setting_entries(RULE_SETTINGS, toml=True))],
         "FILES": format_tagged(list_files()[:2]),
         "EXAMPLES": format_man_examples("ckptfs.toml"),
         "SEE ALSO": format_references("ckptfs(1)", "ckptfsd(8)", "mount.ckptfs(8)"),

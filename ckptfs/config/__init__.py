@@ -24,13 +24,17 @@ from pathlib import Path
 from typing import Any
 
 from ckptfs import limits, procfs
+from ckptfs.config.retention_rules import check_rules, find_directory_rule, find_rule, parse_rules
 from ckptfs.config.schema import (
     CLUSTER_SETTINGS,
     MOUNT_FLAGS_DEFAULT,
     RAM_BYTES_MIN,
+    RULE_SETTINGS,
     SETTINGS,
     SETTINGS_BY_NAME,
     Config,
+    RetentionRule,
+    Setting,
     is_loopback,
     is_wildcard,
     parse_addresses,
@@ -46,9 +50,13 @@ from ckptfs.model import Bulk, CliqueLost, DataPath, Level
 
 __all__ = [
     "RAM_BYTES_MIN",
+    "RULE_SETTINGS",
     "SETTINGS",
     "Config",
+    "RetentionRule",
     "build_sample",
+    "find_directory_rule",
+    "find_rule",
     "from_json",
     "is_known_option",
     "is_loopback",
@@ -60,6 +68,8 @@ __all__ = [
     "to_json",
 ]  # fmt: skip
 
+RULES = "retention"
+"""The key of the tables of rules, and the field of Config."""
 KEY_FILES = ("ca.pem", "node.pem", "node.key")
 
 # Options of mount(8) that the kernel implements: name -> (bits to set, bits to clear), from <linux/mount.h>.
@@ -141,7 +151,7 @@ def _load_file(path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in found.items():
         try:
-            values.update(_parse_setting(key, value, "key"))
+            values.update({key: parse_rules(value, _parse_value)} if key == RULES else _parse_setting(key, value, "key"))
         except ConfigError as failure:
             raise ConfigError(f"{path}: {failure}", remedy=failure.remedy) from failure
     return values
@@ -159,14 +169,19 @@ def _parse_setting(name: str, text: Any, kind: str) -> dict[str, Any]:
         near = difflib.get_close_matches(name, [*SETTINGS_BY_NAME, *(MOUNT_FLAGS if kind == "option" else ())], n=1)
         remedy = remedy or (f"did you mean {near[0]}?" if near else "")
         raise ConfigError(f"unknown {kind} {name!r}; accepted: {', '.join(SETTINGS_BY_NAME)}{also}", remedy=remedy)
+    return _parse_value(key, text)
+
+
+def _parse_value(key: Setting, text: Any) -> dict[str, Any]:
+    """Return {field: value} of one setting."""
     if key.parse is parse_addresses and isinstance(text, list) and all(isinstance(word, str) for word in text):
         text = "+".join(text)
     if isinstance(text, (dict, list)) or (isinstance(text, bool) and key.parse is not parse_bool):
-        raise ConfigError(f"{name}: {text!r} is not a value of this setting")
+        raise ConfigError(f"{key.name}: {text!r} is not a value of this setting")
     try:
         return {key.field: key.parse(text if isinstance(text, bool) else str(text))}
     except ConfigError as failure:
-        raise ConfigError(f"{name}: {failure}", remedy=failure.remedy) from failure
+        raise ConfigError(f"{key.name}: {failure}", remedy=failure.remedy) from failure
 
 
 def get_default_state(name: str) -> Path:
@@ -189,7 +204,8 @@ def from_json(text: str) -> Config:
             values[key.field] = Path(values[key.field])
     words = {"fsync": Level(values["fsync"]), "data_path": DataPath(values["data_path"]), "clique_lost": CliqueLost(values["clique_lost"]),
              "bulk": Bulk(values["bulk"])}  # fmt: skip
-    return Config(**(values | words | {"etcd": tuple(values["etcd"])}))
+    rules = tuple(RetentionRule(**rule) for rule in values[RULES])
+    return Config(**(values | words | {"etcd": tuple(values["etcd"]), RULES: rules}))
 
 
 def build_sample() -> str:
@@ -203,7 +219,18 @@ def build_sample() -> str:
         words = "".join(f"# {line}\n" for line in key.description.split("\n"))
         value = key.example if key.default is None else json.dumps(key.default)
         parts.append(f"{words}# {key.name} = {value}\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, _build_sample_rule()])
+
+
+def _build_sample_rule() -> str:
+    """Return a retention rule for the sample file: every key with its description and, commented out, an example."""
+    lines = [
+        "# Retention: what is kept of which series of checkpoints. Each rule is a table of its own; without one nothing expires.",
+        "# [[retention]]",
+    ]
+    for key in RULE_SETTINGS:
+        lines += [*(f"#   {line}" for line in key.description.split("\n")), f"# {key.name} = {key.example}"]
+    return "\n".join(lines) + "\n"
 
 
 def resolve_config(config: Config) -> Config:
@@ -217,6 +244,7 @@ def resolve_config(config: Config) -> Config:
         raise ConfigError("fsync=pfs needs a PFS", remedy="give pfs=DIRECTORY, or fsync=local")
     if config.nvme_bytes is not None and config.nvme is None:
         raise ConfigError("nvme_size was given without nvme", remedy="give nvme=DIRECTORY")
+    check_rules(config)
     config = _resolve_cluster(config) if config.cluster is not None else _check_standalone(config)
     # After a crash the mountpoint itself fails with ENOTCONN, so only its parent is resolved.
     mountpoint = Path(os.path.realpath(config.mountpoint.parent)) / config.mountpoint.name

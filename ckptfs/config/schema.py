@@ -186,6 +186,41 @@ MOUNT_FLAGS_DEFAULT = 2 | 4
 """nosuid and nodev, from <linux/mount.h>: other nodes and the PFS say which files are set-id programs and devices."""
 
 
+def parse_series_glob(text: str) -> str:
+    """Return a glob of paths of series, relative to the mount. Raises ConfigError."""
+    names = text.split("/")
+    if "\0" in text or any(name in ("", ".", "..") for name in names):
+        raise ConfigError(f"{text!r} is not a path of series; accepted: names below the mount with *, ? and **, as in run*/step_*")
+    return text
+
+
+def parse_positive_seconds(text: str | float) -> float:
+    """Return the seconds of a duration above 0. Raises ConfigError."""
+    seconds = parse_seconds(text)
+    if not seconds:
+        raise ConfigError(f"{text!r} is not above 0; accepted: a number with ms, s, m, h or d, as in 60s or 5m")
+    return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionRule:
+    """What is kept of the series that `path` matches. None: no bound, or for `pfs_*`: every set goes to the PFS."""
+
+    path: str
+    keep: int | None = None
+    keep_every: int | None = None
+    keep_local: int | None = None
+    keep_pfs: int | None = None
+    pfs_every: int | None = None
+    pfs_interval_s: float | None = None
+    incomplete_after_s: float | None = None
+
+    @property
+    def selects_for_pfs(self) -> bool:
+        """Whether only some sets go to the PFS."""
+        return self.pfs_every is not None or self.pfs_interval_s is not None
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """The configuration of one mount: absolute paths without symlinks, sizes in bytes, times in seconds."""
@@ -209,6 +244,9 @@ class Config:
     pfs_verify: bool = True
     drain_deadline_s: float | None = None
     """None: it follows from what is dirty and from the speed of the PFS."""
+    history_size: float = limits.HISTORY_SHARE
+    """A share of RAM and NVMe (a float), or bytes (an int)."""
+    retention: tuple[RetentionRule, ...] = ()
     log_level: str = "info"
     allow_other: bool = True
     cluster: str | None = None
@@ -290,6 +328,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("drain_deadline", "drain_deadline_s", parse_optional_seconds, "auto",
         "How long unmount and stop wait for the write-back; the mount serves meanwhile. auto: as long as the write-back moves, at most\n"
         "6 h; if nothing moves for 60 s, they go on. What is left stays on this node, and the next mount continues."),
+    Setting("history_size", "history_size", parse_size_or_share, "50%",
+        "How many bytes may be kept in .ckptfs/history that the application has deleted or replaced: a size, or a percentage of RAM and\n"
+        "NVMe. Beyond it the oldest sets go first. What is pinned, and the newest set of each series, stays."),
     Setting("log_level", "log_level", build_choice_parser(LOG_LEVELS), "info",
         "Log level: debug, info, warning or error."),
     Setting("allow_other", "allow_other", parse_bool, True,
@@ -340,3 +381,27 @@ SETTINGS: tuple[Setting, ...] = (
 )  # fmt: skip
 SETTINGS_BY_NAME = {setting.name: setting for setting in SETTINGS}
 CLUSTER_SETTINGS = SETTINGS[SETTINGS.index(SETTINGS_BY_NAME["cluster"]) + 1 :]
+
+RULE_SETTINGS: tuple[Setting, ...] = (
+    Setting("path", "path", parse_series_glob, None,
+        "The series that the rule is for, by their paths below the mount, as `ckptfs list` shows them. * and ? stand for characters of\n"
+        "one name, ** for any directories. The first rule that matches a series counts.", '"run*/step_*"'),
+    Setting("keep", "keep", build_integer_parser(1, limits.RETENTION_SETS_MAX), None,
+        "How many sets are kept, the newest ones. Older ones expire: they are deleted from the history and from the directories of the\n"
+        "application, on this node, its peers and the PFS. Default: no set expires.", "10"),
+    Setting("keep_every", "keep_every", build_integer_parser(1, limits.RETENTION_SETS_MAX), None,
+        "Every Kth set of the series is kept for good, by the number behind @ in its name.", "100"),
+    Setting("keep_local", "keep_local", build_integer_parser(1, limits.RETENTION_SETS_MAX), None,
+        "How many sets stay in RAM and NVMe, the newest ones. Older ones leave them once they are on the PFS. Default: they leave them\n"
+        "when the room is needed.", "2"),
+    Setting("pfs_every", "pfs_every", build_integer_parser(1, limits.RETENTION_SETS_MAX), None,
+        "Only every Nth set goes to the PFS, by its number. The others stay in RAM and NVMe until they expire.", "10"),
+    Setting("pfs_interval", "pfs_interval_s", parse_positive_seconds, None,
+        "Only one set in this time goes to the PFS.", '"30m"'),
+    Setting("keep_pfs", "keep_pfs", build_integer_parser(1, limits.RETENTION_SETS_MAX), None,
+        "How many sets stay on the PFS, the newest ones. An older one expires once as many newer ones were verified there.", "5"),
+    Setting("incomplete_after", "incomplete_after_s", parse_positive_seconds, None,
+        "When an incomplete checkpoint is deleted: if nothing of it has changed for this time, no process has it open, and the series\n"
+        "has a newer complete set. Default: never.", '"1d"'),
+)  # fmt: skip
+"""The keys of a table `[[retention]]`."""

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfs import config, limits
-from ckptfs.config import Config
+from ckptfs.config import Config, RetentionRule
 from ckptfs.errors import ConfigError
 from ckptfs.model import CliqueLost, DataPath, Level
 
@@ -206,7 +206,7 @@ def test_the_sample_says_the_truth(place: Path) -> None:
 
 
 def test_every_field_has_a_key() -> None:
-    assert {key.field for key in config.SETTINGS} == {field.name for field in fields(Config)} - {"name", "mount_flags"}
+    assert {key.field for key in config.SETTINGS} == {field.name for field in fields(Config)} - {"name", "mount_flags", "retention"}
 
 
 @given(st.text())
@@ -324,3 +324,89 @@ def test_a_mistyped_option_is_answered_with_the_nearest_one(option: str, near: s
     with pytest.raises(ConfigError) as refused:
         config.load("n", Path("/"), {option: "1"})
     assert refused.value.remedy == (f"did you mean {near}?" if near else "")
+
+
+RULES = """
+[[retention]]
+path = "run*/step_*"
+keep = 5
+keep_every = 100
+keep_local = 2
+incomplete_after = "1d"
+
+[[retention]]
+path = "**/ckpt-*"
+keep_local = 2
+keep_pfs = 3
+pfs_every = 10
+
+[[retention]]
+path = "*"
+keep = 1
+pfs_interval = "30m"
+"""
+
+
+def load_rules(place: Path, text: str, **options: object) -> Config:
+    file = place / "job.toml"
+    file.write_text(text)
+    return load(place, config=file, **options)
+
+
+def test_retention_rules(place: Path) -> None:
+    """D5, D7, D8, H6: one table for each rule; child processes get them, too."""
+    found = load_rules(place, RULES, pfs=place / "pfs", history_size="1G")
+    assert found.history_size == limits.GIB
+    assert found.retention == (
+        RetentionRule("run*/step_*", keep=5, keep_every=100, keep_local=2, incomplete_after_s=86400.0),
+        RetentionRule("**/ckpt-*", keep_local=2, keep_pfs=3, pfs_every=10),
+        RetentionRule("*", keep=1, pfs_interval_s=1800.0),
+    )
+    assert config.from_json(config.to_json(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("path", "number"),
+    [(b"run1/step_*", 0), (b"run1/a/step_*", None), (b"ckpt-*", 1), (b"run1/a/ckpt-*", 1), (b"step_*", 2), (b"run\xff/step_*", 0)],
+)
+def test_the_first_rule_that_matches_a_series_counts(place: Path, path: bytes, number: int | None) -> None:
+    rules = load_rules(place, RULES, pfs=place / "pfs").retention
+    assert config.find_rule(rules, path) == (None if number is None else rules[number])
+
+
+def test_the_rule_of_a_directory(place: Path) -> None:
+    rules = load_rules(place, RULES, pfs=place / "pfs").retention
+    assert [config.find_directory_rule(rules, path) for path in (b"run1", b"run1/a", b"")] == [rules[0], rules[1], rules[1]]
+    assert config.find_directory_rule(rules[:1], b"other") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("retention = 3", "this is no list of tables"),
+        ("[retention]\nkeep = 3", "this is no list of tables"),
+        ("[[retention]]\nkeep = 3", "retention rule 1: no path was given"),
+        ('[[retention]]\npath = "a/step_*"', "it says nothing"),
+        ('[[retention]]\npath = "/a/step_*"\nkeep = 3', "path: '/a/step_*' is not a path of series"),
+        ('[[retention]]\npath = "step_*"\nkeep = 0', "keep: '0' cannot be used; accepted: a whole number from 1"),
+        ('[[retention]]\npath = "step_*"\nkeep = true', "keep: True is not a value"),
+        ('[[retention]]\npath = "step_*"\nkeeps = 3', "unknown key 'keeps'; accepted: path, keep, "),
+        ('[[retention]]\npath = "step_*"\nincomplete_after = 0', "incomplete_after: '0' is not above 0"),
+        ('[[retention]]\npath = "step_*"\nkeep = 3\nkeep_local = 4', "keep_local (4) is more than keep (3)"),
+        ('[[retention]]\npath = "step_*"\nkeep = 3\nkeep_pfs = 4', "keep and keep_pfs exclude one another"),
+        ('[[retention]]\npath = "step_*"\npfs_every = 3', "would fill RAM and NVMe"),
+        ('[[retention]]\npath = "step_*"\nkeep = 3\npfs_every = 3\npfs_interval = 3', "exclude one another"),
+        ('[[retention]]\npath = "step_*"\nkeep_local = 7\nkeep_pfs = 2\npfs_every = 3', "reach further back"),
+        ('fsync = "pfs"\n[[retention]]\npath = "step_*"\nkeep = 3\npfs_every = 3', "fsync=pfs waits for the PFS"),
+    ],
+)
+def test_a_rule_that_cannot_be_kept_is_refused(place: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_rules(place, text, pfs=place / "pfs")
+    assert words in str(refused.value)
+    assert "job.toml" in str(refused.value) or "retention rule for step_*" in str(refused.value)
+
+
+def test_a_rule_about_the_pfs_needs_one(place: Path) -> None:
+    with pytest.raises(ConfigError, match="keep_local, keep_pfs needs a PFS"):
+        load_rules(place, '[[retention]]\npath = "step_*"\nkeep_local = 2\nkeep_pfs = 3')
