@@ -223,7 +223,7 @@ def build_sample() -> str:
 
 
 def _build_sample_rule() -> str:
-    """Return a retention rule for the sample file: every key with its description and, commented out, an example."""
+    """Return the sample of a retention rule: every key with its description and an example."""
     lines = [
         "# Retention: what is kept of which series of checkpoints. Each rule is a table of its own; without one nothing expires.",
         "# [[retention]]",

@@ -1,4 +1,4 @@
-"""The tables `[[retention]]` of the configuration: parsing, refusals (P11), and the rule of a series. Pure.
+"""The tables `[[retention]]`: parsing, refusals (P11), and the rule of a series. Pure.
 
 Rules that contradict themselves or the mount are refused when it starts, so that what a rule says can always be done.
 """
@@ -81,7 +81,7 @@ def find_rule(rules: Iterable[RetentionRule], path: bytes) -> RetentionRule | No
 
 
 def find_directory_rule(rules: Iterable[RetentionRule], path: bytes) -> RetentionRule | None:
-    """Return the first rule for series in the directory `path`, b"" for the root. Returns None if there is none."""
+    """Return the first rule for series in the directory `path`; b"" is the root. Returns None without one."""
     for rule in rules:
         above = rule.path.rpartition("/")[0]
         if _compile(above).fullmatch(path) if above else not path:

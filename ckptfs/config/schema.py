@@ -204,7 +204,7 @@ def parse_positive_seconds(text: str | float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RetentionRule:
-    """What is kept of the series that `path` matches. None: no bound, or for `pfs_*`: every set goes to the PFS."""
+    """What is kept of the series that `path` matches. None: no bound; for `pfs_*`: every set."""
 
     path: str
     keep: int | None = None
