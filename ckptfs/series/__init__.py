@@ -4,10 +4,10 @@ from ckptfs.series.completeness import Completeness, find_incomplete_reason
 from ckptfs.series.patterns import (
     Series,
     find_series,
-    get_file_patterns,
     get_place,
     is_temporary,
     list_members,
+    list_patterns,
     list_series,
     parse,
     suggest_series,
@@ -16,7 +16,21 @@ from ckptfs.series.search import LatestMember, Listing, MemberReader, SearchResu
 from ckptfs.series.set_kinds import MemberFile
 
 __all__ = [
-    "Completeness", "LatestMember", "Listing", "MemberFile", "MemberReader", "SearchResult", "Series", "find_incomplete_reason",
-    "find_newest", "find_series", "get_file_patterns", "get_place", "is_temporary", "list_members", "list_series", "parse",
+    "Completeness",
+    "LatestMember",
+    "Listing",
+    "MemberFile",
+    "MemberReader",
+    "SearchResult",
+    "Series",
+    "find_incomplete_reason",
+    "find_newest",
+    "find_series",
+    "get_place",
+    "is_temporary",
+    "list_members",
+    "list_patterns",
+    "list_series",
+    "parse",
     "suggest_series",
 ]  # fmt: skip

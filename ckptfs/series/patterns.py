@@ -7,18 +7,22 @@ A name is cut into text and numbers. The word before a number says what it means
 - a *label* (`run`, `exp`, `rep`, ...) tells experiments apart: they are never one series, unless a user writes that pattern;
 - a *metric* ends with `=`, as in `loss=0.25`: it varies, and the counter decides the order.
 
-Of other numbers, the one that differs among siblings counts. `X.cpt` and `X_prev.cpt` are a series of two. Files of TensorFlow
-(`ckpt-2.index`, `ckpt-2.data-00000-of-00001`) are one member under their prefix, from which TensorFlow restores. Temporary names are none.
+Of other numbers, the one that differs among siblings counts. `X.cpt` and `X_prev.cpt` are a series of two. Files that a program restarts
+from under another name (`file_groups`) are one member of that name. Lightning's `X-v1.ckpt` comes after `X.ckpt`. Temporary names are none.
+
+Invariant: every function takes time in proportion to the number of names, also if each of them is a series.
 """
 
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
 from typing import NamedTuple
+
+from ckptfs.series.file_groups import find_groups, replace_group
 
 WILDCARD = b"*"
 """Stands for each number in the name of a series."""
@@ -27,16 +31,19 @@ PAIRED_EXTENSION = b".cpt"
 _MDRUN_TEMPORARY = re.compile(rb"(.+)_step[0-9]+\.cpt", re.DOTALL)
 """GROMACS saves under this name, renames X to X_prev, and then this to X. With -cpnum it keeps the name, and there is no X."""
 _SHARD_EXTENSION = b".distcp"
+_LOCAL_SUFFIX = b"_local."
+"""NVIDIA's local checkpoints: `iter_0000010_3_local.pt` is the part of rank 3."""
+_LIGHTNING_EXTENSION = b".ckpt"
+_VERSION = re.compile(rb"-v([0-9]+)(?=\.ckpt$)")
+"""Lightning adds it if a file of the name exists, as after a restart."""
 
 _TEMPORARY = re.compile(
-    rb"\.?tmp[-_.].*|.*[-_.]te?mp|.*\.tmp[-_.\d].*|.*\.orbax-checkpoint-tmp.*|.*\.(part|partial|incomplete|inprogress|crdownload|swp|bak)"
-    rb"|.*~|#.*|.*\.ckptfs-.*",
-    re.IGNORECASE | re.DOTALL,
+    rb"^\.?tmp[-_.]|[-_.]te?mp$|\.tmp[-_.\d]|\.tempstate\d|\.orbax-checkpoint-tmp|\.dirty(\.|$)|\.bak(-\d+)?$"
+    rb"|\.(part|partial|incomplete|inprogress|crdownload|swp)$|~$|^#|\.ckptfs-",
+    re.IGNORECASE,
 )
-_SIDE_PRODUCT = re.compile(rb".*\.(py|sh|log|out|err|csv|md|distcp)|.*tfevents.*", re.IGNORECASE | re.DOTALL)
+_SIDE_PRODUCT = re.compile(rb"\.(py|sh|log|out|err|csv|md|distcp)$|tfevents", re.IGNORECASE)
 """Numbered files that are no checkpoints; a pattern may still name them."""
-_TENSORFLOW = re.compile(rb"(.+)\.(?:index|meta|data-[0-9]+-of-[0-9]+)", re.DOTALL)
-_TENSORFLOW_DATA = re.compile(rb"(.+)\.data-[0-9]+-of-[0-9]+", re.DOTALL)
 _NUMBER = re.compile(rb"[0-9]+")
 _EXTENSION = re.compile(rb"\.(h5|hdf5|he5|nc4|bz2|lz4|7z|pt2|fp16|fp32|bf16)$", re.IGNORECASE)
 """Their digits are no numbers."""
@@ -74,7 +81,10 @@ class SplitName(NamedTuple):
 
 @dataclass(frozen=True)
 class Series:
-    """All names that consist of these texts with a number between each two; or, with `previous`, that name and the one text."""
+    """All names that consist of these texts with a number between each two.
+
+    One text is a name that is written again and again; then `previous` is the name that the former file gets, empty if there is none.
+    """
 
     texts: tuple[bytes, ...]
     previous: bytes = b""
@@ -87,18 +97,33 @@ class Series:
     @property
     def is_step_count(self) -> bool:
         """Whether the word before a number says that it counts steps; the number in "run*" may count runs."""
-        return bool(self.previous) or NumberRole.COUNTER in get_roles(self.texts)
+        return len(self.texts) == 1 or NumberRole.COUNTER in get_roles(self.texts)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether each name is one part of a checkpoint, such as the file of one rank."""
+        return NumberRole.PART in split(self.name.replace(WILDCARD, b"0")).roles
 
     def parse_numbers(self, name: bytes) -> tuple[int, ...] | None:
         """Return the numbers of a member, the one that decides the order first. Returns None for any other name."""
-        if self.previous:
-            return {self.texts[0]: (1,), self.previous: (0,)}.get(name)
+        if len(self.texts) == 1:
+            return (1,) if name == self.texts[0] else (0,) if self.previous and name == self.previous else None
         found = self._regex.fullmatch(name)
-        return None if found is None else tuple(int(found[position + 1]) for position in self._order)
+        if found is None:
+            return None
+        numbers = tuple(int(found[position + 1]) for position in self._order)
+        return (*numbers, int(found["version"])) if self._has_versions and found["version"] else numbers
+
+    @property
+    def _has_versions(self) -> bool:
+        return self.texts[-1].endswith(_LIGHTNING_EXTENSION)
 
     @cached_property
     def _regex(self) -> re.Pattern[bytes]:
-        return re.compile(rb"([0-9]+)".join(map(re.escape, self.texts)), re.DOTALL)
+        pattern = rb"([0-9]+)".join(map(re.escape, self.texts))
+        if self._has_versions:
+            pattern = pattern.removesuffix(re.escape(_LIGHTNING_EXTENSION)) + rb"(?:-v(?P<version>[0-9]+))?\.ckpt"
+        return re.compile(pattern, re.DOTALL)
 
     @cached_property
     def _order(self) -> list[int]:
@@ -116,7 +141,7 @@ class Member(NamedTuple):
 
 def is_temporary(name: bytes) -> bool:
     """Return whether programs use such names for what they have not finished."""
-    return _TEMPORARY.fullmatch(name) is not None
+    return _TEMPORARY.search(name) is not None
 
 
 def parse(name: bytes) -> Series | None:
@@ -126,53 +151,71 @@ def parse(name: bytes) -> Series | None:
 
 
 def find_series(name: bytes, siblings: Iterable[bytes]) -> Series | None:
-    """Return the series to which a name with a number belongs among its siblings."""
-    names = [*siblings, name]
+    """Return the series to which a name with a number belongs among its siblings. The file of a group belongs to that of the group."""
+    names = {*siblings, name}
+    groups = find_groups(names)
     for pair in _list_pairs(names):
         if pair.parse_numbers(name) is not None:
             return pair
-    return _choose_series([one for one in set(names) if _is_similar(one, name)]).get(name)
+    entry = groups.get(name, name)
+    if entry in groups.values() and not split(entry).numbers:
+        return Series((entry,))
+    texts = split(entry).texts
+    return _choose_series({one for one in (names - groups.keys()) | {*groups.values()} if split(one).texts == texts}).of.get(entry)
 
 
 def list_series(names: Iterable[bytes]) -> list[Series]:
     """Return the series in a directory, sorted by name.
 
     A name without siblings counts if its number is a counter, or if there is no other series. Names of parts of one checkpoint,
-    of experiments and of side products never count.
+    of experiments and of side products never count. Of series that differ in a part only, the lowest part counts.
     """
     names = {name for name in names if not is_temporary(name)}
-    pairs = _list_pairs(names)
-    names -= _list_mdrun_temporaries(names, pairs)
-    prefixes = _list_prefixes(names)
-    files = {name for name in names if not _get_prefix(name, prefixes) and not any(one.parse_numbers(name) for one in pairs)}
-    chosen = {name: one for name, one in _choose_series(files | prefixes).items() if not _SIDE_PRODUCT.fullmatch(name)}
-    found = {one for one in chosen.values() if not _is_part_or_label(one)}
-    large = {one for one in found if one.is_step_count or _has_two(one, chosen)} | set(pairs)
-    return sorted(large or found, key=lambda one: one.name)
+    groups = find_groups(names)
+    fixed = [*_list_pairs(names), *(Series((name,)) for name in {*groups.values()} if not split(name).numbers)]
+    names -= _list_mdrun_temporaries(names, fixed) | groups.keys() | {name for one in fixed for name in (one.name, one.previous)}
+    chosen = _choose_series(names | {*groups.values()})
+    found = {one for name, one in chosen.of.items() if not _SIDE_PRODUCT.search(name)}
+    found = {one for one in found if not _is_part_or_label(one)}
+    large = {one for one in found if one.is_step_count or chosen.sizes[one] > 1} | {*fixed}
+    return sorted(_leave_out_parts(large or found), key=lambda one: one.name)
 
 
-def _has_two(series: Series, names: Iterable[bytes]) -> bool:
-    return len(list(itertools.islice(filter(series.parse_numbers, names), 2))) == 2
+def _leave_out_parts(found: Iterable[Series]) -> Iterable[Series]:
+    """Leave out series that differ from another one in a part only: their members are the same files."""
+    lowest: dict[bytes, Series] = {}
+    for one in sorted(found, key=lambda one: one.name):
+        lowest.setdefault(_mask_parts(one.name.replace(WILDCARD, b"0")), one)
+    return lowest.values()
 
 
-def list_members(series: Series, names: Collection[bytes]) -> list[Member]:
+def list_members(series: Series, names: Iterable[bytes]) -> list[Member]:
     """Return the members of a series among the names of a directory, newest first.
 
     If two have the same number ("1" and "01"), the shorter name counts as newer.
     """
-    prefixes = _list_prefixes(names)
-    together: dict[bytes, list[bytes]] = defaultdict(list)
+    names = {name for name in names if not is_temporary(name)}
+    groups = find_groups(names)
+    files: dict[bytes, list[bytes]] = defaultdict(list)
+    for name, group in groups.items():
+        files[group].append(name)
+    numbers = {entry: one for entry in (*names, *files) if (one := series.parse_numbers(entry)) is not None}
+    parts = _group_parts(names, numbers) if series.has_parts else {}
+    members = []
+    for entry, deciding in numbers.items():
+        name = groups.get(entry, entry)
+        members.append(Member(deciding, name, entry, tuple(sorted(files.get(name) or parts.get(_mask_parts(entry)) or [entry]))))
+    return sorted(members, key=lambda one: (one.numbers, -len(one.entry), one.entry), reverse=True)
+
+
+def _group_parts(names: Iterable[bytes], entries: Iterable[bytes]) -> dict[bytes, list[bytes]]:
+    """Return the names that differ from these entries in parts only, by what they have in common."""
+    texts = {split(entry).texts for entry in entries}
+    found: dict[bytes, list[bytes]] = defaultdict(list)
     for name in names:
-        if not is_temporary(name):
-            together[_get_prefix(name, prefixes) or _mask_parts(name)].append(name)
-    found = []
-    for name in {*names, *prefixes}:
-        numbers = None if is_temporary(name) else series.parse_numbers(name)
-        if numbers is not None:
-            prefix = _get_prefix(name, prefixes) or (name if name in prefixes and name not in names else b"")
-            files = tuple(sorted(together[prefix or _mask_parts(name)]))
-            found.append(Member(numbers, prefix or name, name, files))
-    return sorted(found, key=lambda one: (one.numbers, -len(one.entry), one.entry), reverse=True)
+        if split(name).texts in texts:
+            found[_mask_parts(name)].append(name)
+    return found
 
 
 def suggest_series(pattern: bytes, names: Iterable[bytes]) -> list[Series]:
@@ -204,6 +247,7 @@ def _get_place_of_name(name: SplitName, has_counter: bool) -> bytes:
 @lru_cache(maxsize=65536)
 def split(name: bytes) -> SplitName:
     """Cut a name at its numbers."""
+    name = _VERSION.sub(b"", name)
     extension = _EXTENSION.search(name)
     end = len(name) if extension is None else extension.start()
     found = list(_NUMBER.finditer(name, 0, end))
@@ -225,6 +269,8 @@ def get_roles(texts: tuple[bytes, ...]) -> tuple[NumberRole, ...]:
 def _get_role(text: bytes, after: bytes) -> NumberRole:
     word = _get_word(text)
     if re.match(rb"[-_]of[-_]$", after, re.IGNORECASE) or re.search(rb"[-_]of[-_]$", text, re.IGNORECASE):
+        return NumberRole.PART
+    if after.startswith(_LOCAL_SUFFIX):
         return NumberRole.PART
     if _get_counter_class(text) < len(_COUNTERS):
         return NumberRole.COUNTER
@@ -249,7 +295,7 @@ def _get_counter_class(text: bytes) -> int:
 
 
 def _mask_parts(name: bytes) -> bytes:
-    """Return the name without the numbers of its parts: it is the same for all files of one checkpoint."""
+    """Return a key that is the same for names that differ in the numbers of their parts only."""
     texts, numbers = split(name)
     masked = (b"#" if role is NumberRole.PART else number for role, number in zip(get_roles(texts), numbers, strict=True))
     return _join(texts, tuple(masked))
@@ -268,21 +314,25 @@ def _is_part_or_label(series: Series) -> bool:
 # --- the series of each name ------------------------------------------------------------------------------------------
 
 
-def _is_similar(one: bytes, other: bytes) -> bool:
-    return split(one).texts == split(other).texts
+class Chosen(NamedTuple):
+    """The series of each name that has a number, and to how many names each series fits."""
+
+    of: dict[bytes, Series]
+    sizes: Counter[Series]
 
 
-def _choose_series(names: Iterable[bytes]) -> dict[bytes, Series]:
-    """Return the series of each name that has a number."""
+def _choose_series(names: Iterable[bytes]) -> Chosen:
     groups: dict[tuple[bytes, ...], list[bytes]] = defaultdict(list)
     for name in names:
         if split(name).numbers:
             groups[split(name).texts].append(name)
-    singles = [name for texts, group in groups.items() for name in group if not _choose_wildcards(texts, group)]
-    found = _choose_single_numbers(singles)
-    for texts, group in groups.items():
-        if positions := _choose_wildcards(texts, group):
-            found |= {name: _build_series(name, positions) for name in group}
+    wildcards = {texts: _choose_wildcards(texts, group) for texts, group in groups.items()}
+    found = _choose_single_numbers([name for texts, group in groups.items() if not wildcards[texts] for name in group])
+    for texts, positions in wildcards.items():
+        if positions:
+            of = {name: _build_series(name, positions) for name in groups[texts]}
+            found.of.update(of)
+            found.sizes.update(of.values())
     return found
 
 
@@ -305,11 +355,11 @@ def _choose_wildcards(texts: tuple[bytes, ...], group: list[bytes]) -> list[int]
     return differing or able[-1:] if len(differing) < 2 else []
 
 
-def _choose_single_numbers(names: list[bytes]) -> dict[bytes, Series]:
+def _choose_single_numbers(names: list[bytes]) -> Chosen:
     """Return for each name the series of one number to which most siblings belong; among equals, that of the last number."""
     readings = {name: [_build_series(name, [position]) for position in range(len(split(name).numbers))] for name in names}
     sizes = Counter(one for found in readings.values() for one in found)
-    return {name: max(found, key=lambda one: (sizes[one], len(one.texts[0]))) for name, found in readings.items()}
+    return Chosen({name: max(found, key=lambda one: (sizes[one], len(one.texts[0]))) for name, found in readings.items()}, sizes)
 
 
 def _build_series(name: bytes, wildcards: Collection[int]) -> Series:
@@ -345,21 +395,14 @@ def _list_mdrun_temporaries(names: Iterable[bytes], pairs: Iterable[Series]) -> 
     return {name for name, parts in found.items() if parts is not None and parts[1] + PAIRED_EXTENSION in current_names}
 
 
-def _list_prefixes(names: Iterable[bytes]) -> set[bytes]:
-    """Return the prefixes of TensorFlow's checkpoints. One series of names holds them if any member has data."""
-    with_data = {split(found[1]).texts for name in names if (found := _TENSORFLOW_DATA.fullmatch(name))}
-    prefixes = {found[1] for name in names if (found := _TENSORFLOW.fullmatch(name)) and not is_temporary(name)}
-    return {prefix for prefix in prefixes if split(prefix).texts in with_data}
-
-
-def _get_prefix(name: bytes, prefixes: Collection[bytes]) -> bytes:
-    """Return the prefix of a file of TensorFlow; empty for any other name."""
-    found = _TENSORFLOW.fullmatch(name)
-    return found[1] if found is not None and found[1] in prefixes else b""
-
-
-def get_file_patterns(series: Series, names: Collection[bytes]) -> list[bytes]:
-    """Return the patterns under which a series' entries can be opened: those of the files, if members are prefixes of TensorFlow."""
-    newest: Mapping[bytes, Member] = {one.name: one for one in list_members(series, names)[:1]}
-    suffixes = [file.removeprefix(name) for name, one in newest.items() if one.entry not in names for file in one.files]
-    return [series.name + suffix for suffix in suffixes] or [series.name]
+def list_patterns(names: Iterable[bytes]) -> list[bytes]:
+    """Return the name of each series in a directory; of groups, the patterns of the newest group's files, because they can be opened."""
+    names = {name for name in names if not is_temporary(name)}
+    groups = find_groups(names)
+    of = _choose_series({*groups.values()}).of
+    newest: dict[Series, tuple[tuple[int, ...], bytes]] = {}
+    for group, one in of.items():
+        newest[one] = max(newest.get(one, ((), b"")), (one.parse_numbers(group) or (), group))
+    files = [(file, group, of[group]) for file, group in groups.items() if group in of and newest[of[group]][1] == group]
+    own = {one.name for one in list_series(names) if one not in newest}
+    return sorted(own | {replace_group(one.name, group, file) for file, group, one in files})

@@ -170,7 +170,7 @@ class LatestTree:
         found = await self._reader.list_directory(entry.directory)
         names = [name for name, inode in found.items() if inode.is_directory or inode.is_file]
         shown = {name: VirtualEntry(inode.id) for name, inode in found.items() if inode.is_directory}
-        patterns = [pattern for one in series.list_series(names) for pattern in series.get_file_patterns(one, names)]
+        patterns = series.list_patterns(names)
         return sorted((shown | {pattern: VirtualEntry(entry.directory, pattern) for pattern in patterns}).items())
 
     # --- the newest member --------------------------------------------------------------------------------------------
