@@ -36,7 +36,7 @@ FETCH_POLL_S = 0.25
 
 
 class FetchJob:
-    """What is wanted and what has come. Its lock guards everything but the writing itself."""
+    """The blocks that are wanted and those that have come. Its lock guards all but the writing."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class FetchJob:
         return not self._missing
 
     def assign_run(self, worker: object, at_most: int = limits.PEER_RUN_BLOCKS_MAX) -> list[int]:
-        """The next blocks for `worker`, one after the other in the file; empty when all is over."""
+        """Return the next blocks for `worker`, adjacent in the file; empty when nothing is left."""
         with self.condition:
             while not self.is_stopped and not self.is_complete:
                 urgent = [number for number in self._urgent_blocks() if number in self._missing]
@@ -87,7 +87,7 @@ class FetchJob:
             return []
 
     def return_blocks(self, worker: object, numbers: Sequence[int]) -> None:
-        """`worker` will not bring these (soon): they are the next to be asked for."""
+        """Take back blocks that `worker` will not bring soon; they are asked for next."""
         with self.condition:
             left = [number for number in numbers if number in self._missing and worker in self._assigned.get(number, ())]
             for number in left:
@@ -118,19 +118,19 @@ class FetchJob:
                 self.condition.notify_all()
 
     def stop(self, failure: Exception | None = None) -> None:
-        """Nothing more is written once this has returned from the last writer."""
+        """Stop: once the writers have ended, nothing more is written."""
         with self.condition:
             self.is_stopped = True
             self.failure = self.failure or failure
             self.condition.notify_all()
 
     def wait_for_writers(self) -> None:
-        """Wait until nobody writes."""
+        """Wait until no block is being written."""
         with self.condition:
             self.condition.wait_for(lambda: not self._writer_count)
 
     def _take_next_run(self, urgent: Sequence[int], at_most: int) -> list[int]:
-        """From what somebody waits for on, if nobody brings that yet."""
+        """Take the next run, from a block on that a reader waits for, if no worker brings it yet."""
         for number in urgent:
             if not self._assigned.get(number) and number in self._pending:
                 self._pending.rotate(-self._pending.index(number))
@@ -144,7 +144,7 @@ class FetchJob:
         return found
 
     def _find_overdue(self, worker: object, urgent: Sequence[int]) -> list[int]:
-        """A block that somebody waits for, and that one other worker owes for long."""
+        """Return a block that a reader waits for and that another worker alone has owed for long."""
         late_s = time.monotonic() - limits.PEER_HEDGE_S
         for number in urgent:
             owing = self._assigned.get(number, ())
@@ -153,7 +153,7 @@ class FetchJob:
         return []
 
     def _find_assigned_to_other(self, worker: object) -> list[int]:
-        """A block that one other worker still owes, the one he would come to last."""
+        """Return a block that another worker alone owes: the one that it would reach last."""
         for number in reversed(self._assigned):
             if number in self._missing and len(self._assigned[number]) == 1 and worker not in self._assigned[number]:
                 return [number]
@@ -188,7 +188,7 @@ class FetchWorker:
         self._job.write_block(number, data)
 
     def release_block(self, number: int) -> None:
-        """It is given back with the rest of the run."""
+        """Do nothing: the block is returned with the rest of its run."""
 
     def interrupt(self) -> None:
         """Wake the thread wherever it waits, and end it."""
@@ -291,9 +291,10 @@ class FetchWorker:
 
 
 def fetch_blocks(links: Sequence[Link], job: FetchJob, streams: int) -> int:
-    """Fetch until all is there; the bytes that came. Raises PeerBusy if a source was busy, else the last failure, when no source is left.
+    """Fetch until all blocks are here. Return the number of bytes that came.
 
-    The first `limits.PEER_SOURCES_MAX` sources work at once, the others take the places of those that fail.
+    The first `limits.PEER_SOURCES_MAX` sources work at once; the others replace those that fail. Raises PeerBusy if no source is
+    left and one was busy, else the last failure.
     """
     waiting = deque(links)
     workers: list[FetchWorker] = []
@@ -330,7 +331,10 @@ def _start_workers(link: Link, job: FetchJob, streams: int) -> list[FetchWorker]
 
 
 def _end_if_stalled(worker: FetchWorker, job: FetchJob, workers: int) -> bool:
-    """Whether nothing moves at this source: others take its blocks at once where there are others, else it is left in the end."""
+    """Return whether to leave a source at which nothing moves.
+
+    Other sources take its blocks at once. Without others it is given more time.
+    """
     still = time.monotonic() - worker.progress_at
     if workers > 1 and worker.assigned_run and still > limits.PEER_PATIENCE_S:
         job.return_blocks(worker, worker.assigned_run)
@@ -343,7 +347,7 @@ def _end_if_stalled(worker: FetchWorker, job: FetchJob, workers: int) -> bool:
 
 @dataclass(slots=True)
 class SendJob:
-    """What is to be sent, from where, and how much of it went. Shared by the streams of one try."""
+    """The blocks to send, their source, and how much was sent. The streams of one attempt share it."""
 
     fd: int
     size: int
@@ -356,7 +360,7 @@ class SendJob:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take_blocks(self, taken: list[int]) -> Iterator[int]:
-        """Blocks for one stream, one at a time; noted in `taken`."""
+        """Yield blocks for one stream, one at a time, and record them in `taken`."""
         while self.wanted():
             with self.lock:
                 if not self.pending_blocks:
@@ -366,7 +370,7 @@ class SendJob:
         raise NoLongerWanted("it is no longer wanted")
 
     def encode_messages(self) -> Iterator[bytes | memoryview]:
-        """The raw messages of one stream. Raises PeerFailed, PeerLied, OSError."""
+        """Yield the raw messages of one stream. Raises PeerFailed, PeerCorrupt, OSError."""
         yield Command(CommandKind.SEND, self.transfer).pack()
         taken: list[int] = []
         try:
@@ -382,7 +386,7 @@ class SendJob:
 
 
 def send_stream(link: Link, job: SendJob) -> None:
-    """One stream, until there is nothing left to send. Raises PeerFailed."""
+    """Send on one stream until no block is left. Raises PeerFailed."""
     with hold_slot(link.send_slots, job.wanted), translate_errors(link), link.use_connection() as connection:
         if connection is None:
             _send_over_grpc(link, job)
@@ -426,7 +430,7 @@ def _send_over_grpc(link: Link, job: SendJob) -> None:
 
 
 class _MessageSource:
-    """The messages of a gRPC stream, which gRPC takes in a thread of its own; what fails there is kept for the caller."""
+    """The messages of a gRPC stream. gRPC reads them in its own thread; a failure there is kept."""
 
     def __init__(self, job: SendJob) -> None:
         self._job = job
@@ -444,7 +448,10 @@ class _MessageSource:
 
 
 def send_blocks(link: Link, job: SendJob, count: int) -> None:
-    """Send all of `work` with `count` streams at once; the first failure of any, after all have ended. Raises PeerFailed."""
+    """Send all blocks of `work` with `count` streams at once.
+
+    Raises PeerFailed: the first failure of a stream, after all have ended.
+    """
     failures: list[PeerFailed] = []
 
     def one() -> None:

@@ -39,7 +39,10 @@ class BulkConnection:
         self._buffer = memoryview(bytearray(PIECE_BYTES))
 
     def do_handshake(self) -> bytes:
-        """Return the certificate of the other side (DER). Raises ConnectionEnded, also after `limits.PEER_HANDSHAKE_S`."""
+        """Return the certificate of the other side (DER).
+
+        Raises ConnectionEnded, also after `limits.PEER_HANDSHAKE_S`.
+        """
         deadline = time.monotonic() + limits.PEER_HANDSHAKE_S
         try:
             while True:
@@ -98,7 +101,7 @@ class BulkConnection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def linger(self) -> None:
-        """Send no more, and discard for a moment what still comes: else the last message may be lost on the way."""
+        """Send no more and discard what still comes for a moment, so that the last message is not lost."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
             deadline = time.monotonic() + limits.PEER_SWEEP_S
@@ -107,7 +110,10 @@ class BulkConnection:
                 pass
 
     def close(self) -> None:
-        """Close this end. After a shutdown, reset the connection: else the other side could go on sending until it times out."""
+        """Close this end.
+
+        After a shutdown, reset the connection: otherwise the other side could go on sending until it times out.
+        """
         if self.is_shut_down:
             with suppress(OSError):
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -177,7 +177,7 @@ class BulkServer:
     def _receive_blocks(self, connection: BulkConnection, peer: str, command: Command) -> None:
         with self._streams.open_incoming(peer, command) as receiver:
             receive_blocks(connection, receiver)
-        # Not before the stream has left its transfer, which the peer finishes when it hears this.
+        # Only after the stream has left its transfer: the peer then finishes it.
         connection.send(encode_end(receiver.block_count))
 
     def _send_blocks(self, connection: BulkConnection, peer: str, command: Command) -> None:

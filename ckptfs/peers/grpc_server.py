@@ -81,7 +81,10 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
 
 
 class RpcGuard:
-    """The entry of each call: authenticates the peer, compares versions, turns errors into statuses, counts rejections."""
+    """The entry of each call.
+
+    It authenticates the peer, compares versions, turns errors into statuses and counts rejections.
+    """
 
     def __init__(self, authenticator: PeerAuthenticator, rejections: PeerRejections) -> None:
         self._authenticator = authenticator
@@ -115,10 +118,11 @@ class RpcGuard:
 
 
 class PeerMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
-    """All methods by name. Messages arrive as bytes and are parsed here, so that malformed messages and unknown methods are counted too.
+    """All methods by name. Messages arrive as bytes and are parsed here.
 
-    On the wire, a call has one message. The server awaits it as the first one of a stream: after the peer was authenticated, in a bounded
-    number of calls per peer, and no longer than `limits.PEER_PIECE_S`.
+    So malformed messages and unknown methods are counted too. On the wire, a call has one message. The server awaits it as the
+    first one of a stream: after the peer was authenticated, in a bounded number of calls per peer, and no longer than
+    `limits.PEER_PIECE_S`.
     """
 
     def __init__(self, calls: Any, send: RpcHandler, read: RpcHandler, guard: RpcGuard, watchdog: CallWatchdog) -> None:

@@ -64,7 +64,7 @@ ERRNO_OF_STATUS = {
 
 
 class LinkStats:
-    """Exponentially averaged figures of one peer. `wire` is what the link carried, which zstd makes less than the content."""
+    """Exponential averages of one peer. `wire` counts bytes on the link, after compression."""
 
     def __init__(self) -> None:
         self.rtt_s: float | None = None
@@ -78,7 +78,7 @@ class LinkStats:
         self.rtt_s = _average(self.rtt_s, seconds)
 
     def record_transfer(self, content_bytes: int, wire_bytes: int, seconds: float) -> None:
-        """A stream that moved so much; short ones say nothing."""
+        """Record a stream that moved so many bytes. Short streams are ignored."""
         if content_bytes >= limits.PEER_SPEED_SAMPLE_BYTES_MIN and seconds > 0:
             self.bytes_per_s = _average(self.bytes_per_s, content_bytes / seconds)
             self.wire_bytes_per_s = _average(self.wire_bytes_per_s, wire_bytes / seconds)
@@ -88,12 +88,12 @@ class LinkStats:
 
     @property
     def has_failed_recently(self) -> bool:
-        """Whether it failed lately."""
+        """Return whether the peer failed lately."""
         return time.monotonic() - self.failed_at < limits.PEER_SUSPECT_S
 
     @property
     def should_compress(self) -> bool:
-        """Whether the link is known to be slower than zstd is here."""
+        """Return whether the link is known to be slower than zstd on this node."""
         return self.wire_bytes_per_s is not None and self.wire_bytes_per_s < limits.PEER_COMPRESS_BYTES_PER_S
 
     def get_peer_stats(self) -> PeerStats:
@@ -116,7 +116,7 @@ EXPECTED_REASONS = {
 
 
 class NoLongerWanted(PeerFailed):
-    """What was on its way is wanted no more: no fault of the peer."""
+    """The transfer is not wanted any more. The peer has not failed."""
 
 
 class Link:
@@ -148,7 +148,7 @@ class Link:
         self._closed = False
 
     def call(self, call: Callable[..., Any], request: Any, timeout_s: float = limits.PEER_CALL_S) -> Any:
-        """A short call. Raises PeerFailed, PeerRefused."""
+        """Make a short call. Raises PeerFailed, PeerRefused."""
         if self._bulk_port is None:
             self._say_hello(timeout_s)
         return self._call(call, request, timeout_s)
@@ -176,26 +176,26 @@ class Link:
             raise PeerFailed(f"{self.name} has left") from failure
 
     def notify(self, call: Callable[..., Any], request: Any) -> None:
-        """A call of which nobody needs to know whether it came to anything: the peer would find out by itself."""
+        """Make a call whose outcome does not matter: the peer would find out by itself."""
         with contextlib.suppress(grpc.RpcError, ValueError):
             pending = call.future(request, timeout=limits.PEER_CALL_S, metadata=self._metadata)  # type: ignore[attr-defined]
-            self._pending_notifications.add(pending)  # A future that nobody holds is cancelled.
+            self._pending_notifications.add(pending)  # A future without a reference is cancelled.
             pending.add_done_callback(self._pending_notifications.discard)
 
     def open_send_stream(self, messages: Iterator[bytes]) -> Any:
-        """The gRPC way of sending raw messages; the call, of which `result()` waits for the end."""
+        """Begin to send raw messages by gRPC. Return the call; its `result()` waits for the end."""
         return self._channel.stream_unary("/ckptfs.peer.Peer/Send", bytes, bytes).future(messages, metadata=self._metadata)
 
     def open_read_stream(self, command: bytes) -> Any:
-        """The gRPC way of reading raw messages: the call, which is iterated."""
+        """Begin to read raw messages by gRPC. Return the call, an iterator."""
         return self._channel.unary_stream("/ckptfs.peer.Peer/Read", bytes, bytes)(command, metadata=self._metadata)
 
     @contextmanager
     def use_connection(self) -> Iterator[BulkConnection | None]:
-        """A bulk connection; None where gRPC must do. It is kept for the next transfer unless something was raised.
+        """Yield a bulk connection, or None if gRPC must do. Keep it unless an error is raised.
 
-        If an idle connection has ended meanwhile, so have the others, and the next transfer makes a new one. If a new one ends, gRPC must
-        do for a while.
+        If an idle connection has ended meanwhile, so have the others, and the next transfer makes a new one. If a new one ends, gRPC
+        is used for a while.
         """
         connection = self._take_idle()
         is_new = connection is None
@@ -217,8 +217,9 @@ class Link:
 
     @contextmanager
     def reserve_content(self, number: int, wanted: Callable[[], bool]) -> Iterator[None]:
-        """One transfer of a content at a time: what goes ahead of its seal is not broken off by the rest that follows. Raises PeerFailed
-        when it is not wanted any more.
+        """Allow one transfer of a content at a time, so that an early one is not cut off by the rest.
+
+        Raises PeerFailed if the transfer is not wanted any more.
         """
         with self._contents_changed:
             while number in self._contents:
@@ -256,7 +257,7 @@ class Link:
         return PeerFailed(f"{self.name} broke off: {failure or type(failure).__name__}")
 
     def translate_rpc_error(self, failure: grpc.RpcError) -> PeerFailed:
-        """gRPC's error in our words."""
+        """Return our error for an error of gRPC."""
         code, details = failure.code(), failure.details() or ""
         name, _, text = details.partition(": ")
         number = getattr(errno, name, None) if name.isidentifier() and name.startswith("E") else ERRNO_OF_STATUS.get(code)
@@ -268,7 +269,7 @@ class Link:
         return PeerFailed(f"{self.name} does not answer: {describe_connection_fault(details)}")
 
     def translate_rejection(self, number: int, text: str) -> PeerFailed:
-        """A peer's no, as it concerns us."""
+        """Return our error for a rejection by a peer."""
         if number == RejectReason.WRONG_DIGEST:
             return PeerCorrupt(f"{self.name}: {text}")
         if number == RejectReason.TOO_MANY:
@@ -276,7 +277,7 @@ class Link:
         return PeerRefused(f"{self.name} refuses: {text}", number)
 
     def _connect(self) -> BulkConnection | None:
-        """Make a bulk connection; None if there is no bulk port, or if it cannot be reached."""
+        """Make a bulk connection. Returns None without a bulk port, or if it cannot be reached."""
         if self._bulk_identity is None or time.monotonic() < self._no_bulk_until or not self._bulk_port:
             return None
         connection = None
@@ -316,7 +317,10 @@ class Link:
 
 
 class _QuietChannel:
-    """A channel as the generated stub uses it: an answer that is no message fails its call, and leaves no traceback in the log."""
+    """A channel for the generated stub.
+
+    An answer that is no message fails its call, without a traceback in the log.
+    """
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._channel = channel
@@ -341,7 +345,7 @@ def _open_channel(identity: Identity | None, name: str, address: str) -> grpc.Ch
 
 @contextmanager
 def translate_errors(link: Link) -> Iterator[None]:
-    """Failures of a stream become PeerFailed."""
+    """Turn failures of a stream into PeerFailed."""
     try:
         yield
     except (PeerFailed, Rejection, ConnectionEnded, grpc.RpcError) as failure:
@@ -350,7 +354,10 @@ def translate_errors(link: Link) -> Iterator[None]:
 
 @contextmanager
 def hold_slot(slots: threading.BoundedSemaphore, wanted: Callable[[], bool]) -> Iterator[None]:
-    """Wait for one of the streams that a link may have; each ends when nothing moves. Raises PeerFailed when not wanted."""
+    """Wait for one of the streams of a link; each ends if nothing moves.
+
+    Raises PeerFailed if the transfer is not wanted any more.
+    """
     while not slots.acquire(timeout=SLOT_POLL_S):
         if not wanted():
             raise NoLongerWanted("it is no longer wanted")

@@ -56,7 +56,7 @@ class RejectReason(IntEnum):
 
 
 class Rejection(Exception):
-    """A request is rejected, with the reason and a sentence for the peer. It contains only numbers and names of messages."""
+    """A rejected request: the reason, and a sentence of numbers and message names for the peer."""
 
     def __init__(self, reason: RejectReason, message: str) -> None:
         super().__init__(message)
@@ -86,7 +86,7 @@ class PeerRejections:
             self._counts.setdefault(name, Counter())[rejection.reason.name.lower()] += 1
 
     def get_counts(self) -> dict[str, dict[str, int]]:
-        """{peer: {reason: count}}; a snapshot."""
+        """Return a snapshot {peer: {reason: count}}."""
         with self._lock:
             return {peer: dict(counts) for peer, counts in self._counts.items()}
 
@@ -117,7 +117,7 @@ class Encoding(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """SEND: blocks of transfer `id` follow. READ: `count` blocks of loan `id` from block `first` on; `squeeze`: zstd is welcome."""
+    """SEND: blocks of transfer `id` follow. READ: `count` blocks of open copy `id` from `first` on."""
 
     kind: CommandKind
     id: int
@@ -140,28 +140,28 @@ class Command:
 
 
 def encode_end(count: int) -> bytes:
-    """The header after the last block."""
+    """Return the header after the last block."""
     return HEADER.pack(count, 0, Encoding.END)
 
 
 def encode_rejection(rejection: Rejection) -> tuple[bytes, bytes]:
-    """(header, text) that end a connection with a reason."""
+    """Return (header, text), which end a connection with a reason."""
     text = str(rejection).encode()[:256]
     return HEADER.pack(rejection.reason, len(text), Encoding.FAILED), text
 
 
 def count_blocks(size: int) -> int:
-    """How many blocks a content of `size` bytes has."""
+    """Return the number of blocks of a content of `size` bytes."""
     return -(-size // limits.BLOCK_BYTES)
 
 
 def block_bytes(size: int, number: int) -> int:
-    """How long block `number` is."""
+    """Return the length of block `number`."""
     return min(limits.BLOCK_BYTES, size - number * limits.BLOCK_BYTES)
 
 
 def encode_bitmap(numbers: Iterable[int], count: int) -> bytes:
-    """A bit for each of `count` blocks, lowest first."""
+    """Return a bit for each of `count` blocks, lowest first."""
     bits = bytearray(-(-count // 8))
     for number in numbers:
         bits[number >> 3] |= 1 << (number & 7)
@@ -169,7 +169,7 @@ def encode_bitmap(numbers: Iterable[int], count: int) -> bytes:
 
 
 def decode_bitmap(bits: bytes, count: int) -> list[int]:
-    """The numbers below `count` whose bits are set. Raises Refusal when the map has another length."""
+    """Return the numbers below `count` whose bits are set. Raises Rejection for another length."""
     if len(bits) != -(-count // 8):
         raise Rejection(RejectReason.MALFORMED, f"a map of {count} blocks has {-(-count // 8)} bytes, not {len(bits)}")
     return [number for number in range(count) if bits[number >> 3] >> (number & 7) & 1]
@@ -182,17 +182,23 @@ class BlockSink(Protocol):
     def size(self) -> int: ...
 
     def claim_block(self, number: int) -> bytes:
-        """Block `number` begins: the digest that it must have. Refused when it was not asked for, or is arriving already."""
+        """Begin block `number` and return the digest that it must have.
+
+        Raises Rejection if it was not asked for or is already arriving.
+        """
 
     def write_block(self, number: int, data: memoryview) -> None:
-        """The block is here and right: write it."""
+        """Write a block whose digest was checked."""
 
     def release_block(self, number: int) -> None:
-        """The block that began will not come."""
+        """Give up a block that was claimed."""
 
 
 class BlockReceiver:
-    """One stream of blocks: `place()` is where the next message goes, exactly as long as it must be; `filled()` says that it is there."""
+    """One stream of blocks.
+
+    `next_buffer` returns the room for the next message, exactly as long as it; `accept_buffer` takes the message.
+    """
 
     def __init__(self, sink: BlockSink) -> None:
         self._sink = sink
@@ -212,7 +218,7 @@ class BlockReceiver:
         self.has_ended = False
 
     def next_buffer(self) -> memoryview:
-        """Room for the next message."""
+        """Return the room for the next message."""
         if self._text is not None:
             return self._text
         if self._number is None:
@@ -220,7 +226,7 @@ class BlockReceiver:
         return self._body[self._filled_bytes : self._filled_bytes + limits.PEER_PIECE_BYTES]
 
     def accept_buffer(self) -> None:
-        """The next message is in its place. Raises Refusal."""
+        """Take the message in its room. Raises Rejection."""
         if self._text is not None:
             raise Rejection(RejectReason(self._code), bytes(self._text).decode(errors="replace"))
         if self._number is None:
@@ -235,7 +241,7 @@ class BlockReceiver:
             self._finish_block()
 
     def accept_message(self, message: bytes) -> None:
-        """The same for a message that is in memory already."""
+        """Take a message that is in memory. Raises Rejection."""
         buffer = self.next_buffer()
         if len(message) != len(buffer):
             raise Rejection(RejectReason.OUT_OF_ORDER, f"a message of {len(buffer)} bytes was due, not one of {len(message)}")
@@ -243,7 +249,7 @@ class BlockReceiver:
         self.accept_buffer()
 
     def close(self) -> None:
-        """The stream is over, whichever way."""
+        """End the stream, however it went."""
         if self._number is not None:
             number, self._number = self._number, None
             self._sink.release_block(number)
@@ -289,7 +295,7 @@ class BlockReceiver:
 
 
 def _decompress_block(body: memoryview, length: int) -> memoryview:
-    """The block that `body` was squeezed from; never more than `length` bytes, whatever it says."""
+    """Return the block in `body`. It is never longer than `length`, whatever `body` says."""
     try:
         if zstandard.frame_content_size(body) != length:
             raise Rejection(RejectReason.MALFORMED, "a squeezed block announces another length")
@@ -302,13 +308,13 @@ def _decompress_block(body: memoryview, length: int) -> memoryview:
 
 
 def is_compressible(block: memoryview) -> bool:
-    """Whether zstd makes a sample of the block enough smaller to be worth its time on a slow link."""
+    """Return whether zstd shrinks a sample of the block enough to pay on a slow link."""
     sample = block[len(block) // 2 :][:SAMPLE_BYTES]
     return len(zstandard.ZstdCompressor(ZSTD_LEVEL).compress(sample)) < SAMPLE_RATIO_MAX * len(sample)
 
 
 def never_compress(_block: memoryview) -> bool:
-    """For links that are faster than zstd."""
+    """Return False: for links that are faster than zstd."""
     return False
 
 
@@ -317,9 +323,10 @@ class SourceChanged(Exception):
 
 
 def encode_blocks(fd: int, size: int, numbers: Iterable[int], should_compress: Callable[[memoryview], bool]) -> Iterator[memoryview]:
-    """The messages of these blocks, without the end. Each is good until the next is asked for. Raises OSError, SourceChanged.
+    """Yield the messages of these blocks, without the end; each is valid until the next one.
 
-    `squeezes(block)`, `pays` or `never`, decides whether zstd is tried; a block travels raw where that does not make it smaller.
+    A function of the block (`is_compressible`, `never_compress`) decides whether zstd is tried. A block that does not shrink is
+    sent raw. Raises OSError, SourceChanged.
     """
     piece = memoryview(bytearray(min(limits.PEER_PIECE_BYTES, max(size, 1))))
     for number in numbers:
@@ -339,7 +346,7 @@ def encode_blocks(fd: int, size: int, numbers: Iterable[int], should_compress: C
 
 
 def _compress_block(fd: int, start: int, length: int, should_compress: Callable[[memoryview], bool]) -> memoryview | None:
-    """The block as zstd makes it, where that is wanted and smaller."""
+    """Return the compressed block if that is wanted and smaller."""
     if should_compress is never_compress:
         return None
     block = memoryview(bytearray(length))
@@ -373,13 +380,13 @@ def parse_content_id(number: int) -> int:
 
 
 def parse_digest(value: bytes) -> bytes | None:
-    """A digest, or None where there is none."""
+    """Return the digest, or None without one."""
     require(len(value) in (0, digest.BLOCK_DIGEST_BYTES), f"a digest has {digest.BLOCK_DIGEST_BYTES} bytes, not {len(value)}")
     return value or None
 
 
 def parse_offer(request: pb.OfferRequest) -> Offer:
-    """What a peer offers. Its digest is over its blocks' digests, or it is refused here."""
+    """Return the offer of a peer. Raises Rejection unless its digest is that of its block digests."""
     parse_content_id(request.content)
     require(0 < request.inode <= ID_MAX, f"{request.inode} is no inode")
     require(request.generation <= limits.GENERATION_MAX, f"{request.generation} is no generation")
@@ -396,7 +403,10 @@ def parse_offer(request: pb.OfferRequest) -> Offer:
 
 
 def parse_offers(request: pb.OffersRequest) -> list[Offer]:
-    """What a peer offers in one message: small contents, sealed and whole, each once, and their bytes are those of their digests."""
+    """Return the offers in one message: small contents, sealed and whole, each once.
+
+    Raises Rejection unless their bytes have the digests.
+    """
     require(
         0 < len(request.offers) <= limits.PEER_BATCH_MAX, f"{len(request.offers)} contents are not between 1 and {limits.PEER_BATCH_MAX}"
     )
@@ -413,30 +423,30 @@ def parse_offers(request: pb.OffersRequest) -> list[Offer]:
 
 
 def get_block_digest(offer: Offer, number: int) -> bytes:
-    """The digest that block `number` must have."""
+    """Return the digest that block `number` must have."""
     return offer.blocks[number * digest.BLOCK_DIGEST_BYTES : (number + 1) * digest.BLOCK_DIGEST_BYTES]
 
 
 def are_valid_missing_blocks(offer: Offer, numbers: list[int]) -> bool:
-    """Whether what a receiver says it lacks can be lacking: in order, in range, and offered."""
+    """Return whether a list of missing blocks is ascending, in range, and was offered."""
     count = count_blocks(offer.size)
     return all(0 <= number < count and get_block_digest(offer, number) != UNKNOWN_BLOCK for number in numbers)
 
 
 def parse_block_range(command: Command, size: int) -> range:
-    """The blocks that a READ asks for."""
+    """Return the blocks that a READ asks for."""
     require(0 < command.count <= limits.PEER_RUN_BLOCKS_MAX, f"{command.count} blocks are not between 1 and {limits.PEER_RUN_BLOCKS_MAX}")
     require(command.first + command.count <= count_blocks(size), f"there are only {count_blocks(size)} blocks")
     return range(command.first, command.first + command.count)
 
 
 def parse_seal_timeout_s(request: pb.SealRequest) -> float:
-    """Seconds to wait at most."""
+    """Return the time to wait at most, in seconds."""
     require(request.timeout_ms <= limits.PEER_SEAL_WAIT_S_MAX * 1000, f"waits are at most {limits.PEER_SEAL_WAIT_S_MAX:g} s")
     return request.timeout_ms / 1000
 
 
 def parse_forgotten_contents(request: pb.ForgetRequest) -> list[int]:
-    """The contents to forget."""
+    """Return the contents to forget."""
     require(len(request.contents) <= limits.PEER_FORGET_MAX, f"more than {limits.PEER_FORGET_MAX} contents at once")
     return [parse_content_id(number) for number in request.contents]

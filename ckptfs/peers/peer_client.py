@@ -96,7 +96,10 @@ class PeerClient:
         return [found[index] for index in range(len(offers))]
 
     def _send_blocks(self, link: Link, offer: Offer, fd: int, transfer: int, missing_blocks: list[int], wanted: Callable[[], bool]) -> int:
-        """Send until nothing is lacking. A try that brought something forward is followed by another. The bytes on the wire."""
+        """Send until no block is missing. Return the bytes on the wire.
+
+        An attempt that made progress is followed by another one.
+        """
         moved, failures = 0, 0
         while missing_blocks:
             job = block_client.SendJob(fd, offer.size, transfer, missing_blocks[::-1], wanted, link.stats.should_compress)
@@ -174,7 +177,7 @@ class PeerClient:
         took_s = time.monotonic() - begun
         link.stats.free_bytes = reply.room
         link.stats.record_rtt(took_s)
-        # Half of the way there it was read.
+        # The peer read its clock half a round trip ago.
         link.stats.clock_offset_s = (reply.now_ns - begun_ns) / 1e9 - took_s / 2 if reply.now_ns else None
         return link.stats.get_peer_stats()
 
@@ -196,7 +199,7 @@ class PeerClient:
         return sorted(nodes, key=order)
 
     def get_figures(self) -> dict[str, dict[str, float | None]]:
-        """{node: what was measured}, for status."""
+        """Return {node: figures} for the status."""
         with self._lock:
             links = list(self._links.values())
         return {
@@ -216,7 +219,10 @@ class PeerClient:
         self.close_except(())
 
     def _get_link(self, node: PeerAddress) -> Link:
-        """The link to a node; a new one when it has another address now, or its keys were revoked."""
+        """Return the link to a node.
+
+        It is a new one if the node has another address now, or if its keys were revoked.
+        """
         old: list[Link] = []
         revocations = self._revoked.get_count(node.name)
         with self._lock:
@@ -246,7 +252,7 @@ def _build_offer_request(offer: Offer) -> Any:
 
 
 def _embed_content(request: Any, fd: int) -> Any:
-    """An offer with the content itself inside. Raises PeerLied when that is not what its digest says."""
+    """Return an offer that contains the content. Raises PeerCorrupt if the digest does not match."""
     request.whole = os.pread(fd, request.size, 0)
     if len(request.whole) != request.size or (request.size and digest.hash_block(request.whole) != request.blocks):
         raise PeerCorrupt("the file is not what its digest says")
@@ -254,7 +260,7 @@ def _embed_content(request: Any, fd: int) -> Any:
 
 
 def _interpret_verdict(link: Link, offer: Offer, verdict: Any) -> SendResult | PeerFailed:
-    """What a peer says of one of several contents."""
+    """Return what a peer says of one of several contents."""
     if verdict.verified:
         return SendResult(min(1, offer.size), offer.size, True)
     if verdict.code:
@@ -273,7 +279,10 @@ def _decode_missing(link: Link, offer: Offer, bits: bytes) -> list[int]:
 
 
 def _check_manifest(link: Link, reply: Any, content: int, wanted: bytes | None) -> ContentManifest:
-    """What a peer says, checked: its blocks' digests are those of its digest, which is the one that was asked for."""
+    """Check the manifest of a peer.
+
+    Its block digests must make the digest that was asked for.
+    """
     whole = (
         reply.size <= limits.PEER_BLOCKS_MAX * limits.BLOCK_BYTES
         and len(reply.blocks) == count_blocks(reply.size) * digest.BLOCK_DIGEST_BYTES

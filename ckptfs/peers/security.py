@@ -43,7 +43,7 @@ class PeerAuthenticator:
         return self._check_node(said.get(NODE_METADATA, "")[:64], said.get(CLUSTER_METADATA, ""))
 
     def authenticate_certificate(self, certificate: bytes) -> str:
-        """Return the name of the node in a certificate (PEM), whose signature TLS has checked. Raises Rejection for strangers."""
+        """Return the node name in a certificate (PEM) that TLS has checked. Raises Rejection for others."""
         if not certificate:
             raise Rejection(RejectReason.STRANGER, "no certificate")
         if not is_current(certificate, self._revoked.get_counts()):
@@ -73,12 +73,12 @@ def _get_metadata(context: grpc.ServicerContext) -> dict[str, str]:
 
 
 def server_credentials(identity: Identity) -> grpc.ServerCredentials:
-    """TLS that demands a certificate of our CA."""
+    """Return TLS credentials that demand a certificate of our CA."""
     return grpc.ssl_server_credentials([(identity.key, identity.certificate)], identity.ca, require_client_auth=True)
 
 
 def channel_credentials(identity: Identity) -> grpc.ChannelCredentials:
-    """TLS that shows our certificate and trusts our CA only."""
+    """Return TLS credentials that show our certificate and trust our CA only."""
     return grpc.ssl_channel_credentials(identity.ca, identity.key, identity.certificate)
 
 

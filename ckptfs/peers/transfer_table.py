@@ -40,7 +40,7 @@ class PeerResource:
 
     @contextmanager
     def hold_stream(self) -> Iterator[None]:
-        """A stream uses it. Refused after its end."""
+        """Use the item on one stream. Raises Rejection after its end."""
         with self.lock:
             self._require_active()
             self._stream_count += 1
@@ -62,7 +62,7 @@ class PeerResource:
         return not self._stream_count and self._clock() - self._used_at > limits.PEER_IDLE_S
 
     def end_if_unused(self) -> None:
-        """No stream may use it any more; Refused (busy) while one does."""
+        """End the item for new streams. Raises Rejection (busy) while a stream uses it."""
         with self.lock:
             self._require_active()
             if self._stream_count:
@@ -70,7 +70,7 @@ class PeerResource:
             self.has_ended = True
 
     def end(self, on_unused: Callable[[], None]) -> None:
-        """No stream may begin any more; `last` is called when none is left, which may be now."""
+        """Let no stream begin any more. `last` is called when none is left, perhaps at once."""
         with self.lock:
             self._require_active()
             self.has_ended, self._on_unused = True, on_unused
@@ -120,7 +120,7 @@ class IncomingTransfer(PeerResource):
             self._incoming_blocks.discard(number)
 
     def list_missing_blocks(self) -> list[int]:
-        """The blocks that have not come yet, in order."""
+        """Return the blocks that have not come yet, ascending."""
         with self.lock:
             return sorted(self._missing_blocks)
 
@@ -156,7 +156,10 @@ class PeerResourceTable(Generic[Item]):
 
     @contextmanager
     def reserve_slot(self, peer: str) -> Iterator[Callable[[Item], int]]:
-        """A place for one more, refused where there are too many; the function that fills it gives the id."""
+        """Reserve a slot and return the function that fills it and gives the id.
+
+        Raises Rejection if there are too many.
+        """
         with self._lock:
             mine = sum(item.peer == peer for item in self._items.values())
             if mine >= self._peer_max or len(self._items) + self._reserved_count >= self._total_max:
@@ -186,7 +189,7 @@ class PeerResourceTable(Generic[Item]):
             self._items.pop(number, None)
 
     def all(self) -> Sequence[tuple[int, Item]]:
-        """A snapshot of (id, item)."""
+        """Return a snapshot of (id, item)."""
         with self._lock:
             return list(self._items.items())
 
@@ -207,7 +210,10 @@ class TransferTable:
         self._lock = threading.Lock()
 
     def begin_transfer(self, peer: str, offer: Offer) -> tuple[int, list[int]]:
-        """Begin a transfer: (its id, the blocks that are lacking). One that this peer had left for the same content ends."""
+        """Begin a transfer. Return its id and the missing blocks.
+
+        A transfer of the same content that this peer had left open ends.
+        """
         for number, transfer in self.transfers.all():
             if transfer.peer == peer and transfer.offer.content == offer.content:
                 self.abandon(peer, number)
@@ -216,11 +222,14 @@ class TransferTable:
             return insert(IncomingTransfer(peer, offer, reception, self._clock)), list(reception.missing_blocks)
 
     def receive_whole(self, peer: str, offer: Offer, data: bytes) -> bool:
-        """A content of at most one block that came with its offer, and whose digest was compared; whether it counts now."""
+        """Receive a content of at most one block that came with its offer; its digest was compared.
+
+        Return whether the copy counts now.
+        """
         number, missing_blocks = self.begin_transfer(peer, offer)
         try:
             transfer = self.transfers.get(peer, number)
-            with transfer.hold_stream():  # Whoever offers the same content meanwhile waits for its end: the descriptor is ours until then.
+            with transfer.hold_stream():  # A peer that offers the same content waits for the end: the descriptor is in use until then.
                 for block_number in missing_blocks:
                     transfer.claim_block(block_number)
                     transfer.write_block(block_number, memoryview(data))
@@ -230,7 +239,7 @@ class TransferTable:
         return self.finish(peer, number)
 
     def finish(self, peer: str, number: int) -> bool:
-        """All has come; whether it is right. A transfer that lacks blocks goes on."""
+        """Finish a transfer. Return whether the content is right. A transfer that lacks blocks goes on."""
         transfer = self.transfers.get(peer, number)
         if left := transfer.list_missing_blocks():
             raise Rejection(RejectReason.INCOMPLETE, f"{len(left)} blocks have not come, the first is {left[0]}")
@@ -239,13 +248,13 @@ class TransferTable:
         return self.content_host.finish_reception(transfer.token)
 
     def abandon(self, peer: str, number: int) -> None:
-        """The transfer ends; the shelf hears of it when no stream uses it any more."""
+        """End a transfer. The host learns of it when no stream uses it any more."""
         transfer = self.transfers.get(peer, number)
         self.transfers.remove(number)
         transfer.end(lambda: self.content_host.abort_reception(transfer.token, keep_blocks=transfer.has_received_blocks))
 
     def describe_copy(self, peer: str, content: int, digest: bytes | None, *, queued: bool = False) -> OpenCopy:
-        """A copy, whose descriptor is closed. `queued`: see `_take_reader_place`."""
+        """Describe a copy; its descriptor is closed. `queued`: see `_take_reader_place`."""
         copy = self.content_host.open_copy(content, digest)
         os.close(copy.fd)
         if queued:
@@ -253,7 +262,7 @@ class TransferTable:
         return copy
 
     def open_copy(self, peer: str, content: int, digest: bytes | None, *, queued: bool = False) -> tuple[int, OpenCopy]:
-        """Borrow a copy: (the loan's id, the loan). `queued`: see `_take_reader_place`."""
+        """Open a copy for a peer. Return (id, open copy). `queued`: see `_take_reader_place`."""
         with self.reads.reserve_slot(peer) as insert:
             copy = self.content_host.open_copy(content, digest)
             try:
@@ -265,7 +274,7 @@ class TransferTable:
             return insert(OutgoingRead(peer, copy, self._clock)), copy
 
     def close_copy(self, peer: str, number: int) -> None:
-        """The loan ends; its descriptor is closed when no stream uses it any more."""
+        """End an open copy. Its descriptor is closed when no stream uses it any more."""
         read = self.reads.get(peer, number)
         self.reads.remove(number)
         with self._lock:
@@ -273,9 +282,9 @@ class TransferTable:
         read.end(lambda: os.close(read.copy.fd))
 
     def _take_reader_place(self, peer: str, copy: OpenCopy) -> None:
-        """Reserve a place among those that fetch a large content, until its loans end. Raises Rejection if others have all of them.
+        """Reserve a place among the readers of a large content, until its open copies end.
 
-        So the first readers have it soon and serve the next ones.
+        The first readers thus finish soon and serve the next ones. Raises Rejection if all places are taken.
         """
         now = self._clock()
         if copy.size < limits.PEER_READERS_BYTES_MIN:
@@ -289,7 +298,7 @@ class TransferTable:
             self._reader_places[copy.content, peer] = now + limits.PEER_READER_S
 
     def end_all_of_peer(self, peer: str) -> None:
-        """All that this peer had begun ends, in use or not."""
+        """End all that this peer had begun, in use or not."""
         for number, transfer in self.transfers.all():
             if transfer.peer == peer:
                 _end_unless_used(self.abandon, peer, number)
@@ -298,7 +307,7 @@ class TransferTable:
                 _end_unless_used(self.close_copy, peer, number)
 
     def end_idle(self, everything: bool = False) -> None:
-        """End what nobody used for long, or `everything`."""
+        """End what was unused for long, or `everything`."""
         for number, transfer in self.transfers.all():
             if everything or transfer.is_idle():
                 _end_unless_used(self.abandon, transfer.peer, number)
@@ -311,11 +320,11 @@ def _end_unless_used(end: Callable[[str, int], None], peer: str, number: int) ->
     try:
         end(peer, number)
     except Rejection:
-        return  # Somebody uses it, or ended it just now.
+        return  # A stream uses it, or ended it just now.
 
 
 def pwrite_all(fd: int, data: memoryview, offset: int) -> None:
-    """pwrite(2) until all is written."""
+    """Write all bytes with pwrite(2)."""
     while data:
         count = os.pwrite(fd, data, offset)
         data, offset = data[count:], offset + count
@@ -353,7 +362,7 @@ class BlockStreams:
 
     @contextmanager
     def open_incoming(self, peer: str, command: Command) -> Iterator[BlockReceiver]:
-        """Blocks of a transfer come. Raises Refusal."""
+        """Receive blocks of a transfer. Raises Rejection."""
         _require_kind(command, CommandKind.SEND)
         transfer = self._table.transfers.get(peer, command.id)
         with self._slots.hold_slot(peer), transfer.hold_stream():
@@ -365,7 +374,7 @@ class BlockStreams:
 
     @contextmanager
     def open_outgoing(self, peer: str, command: Command) -> Iterator[Iterator[bytes | memoryview]]:
-        """Blocks of a loan go: the messages with their end. Raises Refusal, OSError."""
+        """Yield the messages of blocks of an open copy, with their end. Raises Rejection, OSError."""
         _require_kind(command, CommandKind.READ)
         read = self._table.reads.get(peer, command.id)
         numbers = messages.parse_block_range(command, read.copy.size)
