@@ -383,6 +383,18 @@ def record_successor(db: Database, inode: int, content: int, successor: int) -> 
     return True
 
 
+def record_duplicate(db: Database, content: int, inode: int, target: int) -> None:
+    """Let the reserved `content` be the content of the file `target`: its copy has the bytes of the closed content of `inode`."""
+    columns = "generation, state, size, digest, blocks, closed_ns"
+    db.run(
+        f"UPDATE content SET inode = ?1, ({columns}) = (SELECT {columns} FROM content WHERE id ="
+        " (SELECT content FROM inode WHERE id = ?2)),"
+        " change = change + 1, under_replicated = ?3 WHERE id = ?4",
+        target, inode, db.is_clustered, content,
+    )  # fmt: skip
+    db.run("UPDATE copy SET verified_ns = ? WHERE content = ?", time.time_ns(), content)
+
+
 def set_current(db: Database, inode: int, content: int) -> None:
     """Make a successor the content of the file on this node. In a cluster the store learns of it with the first size that is recorded."""
     db.run("UPDATE inode SET content = ? WHERE id = ?", content, inode)

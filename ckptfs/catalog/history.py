@@ -12,6 +12,7 @@ history is on the PFS and was not imported yet.
 Invariants:
 - A `SetRecord` never changes. A number is never used twice in a series.
 - A file that is open for writing gets no name in the history.
+  If a program opens a file of the history for writing, `separate` comes first: the history keeps the old bytes.
 - Directories have the owner of the application's directory and its mode, without write bits for others.
 
 Crash safety: a set appears with one rename. `list_unfinished` finds what was being made or removed.
@@ -23,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass
 
 from ckptfs import limits
-from ckptfs.catalog import namespace, summary
+from ckptfs.catalog import contents, identity, journal, namespace, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get, get_path
 from ckptfs.errors import Busy
@@ -308,6 +309,39 @@ def _get_place(db: Database, directory: int) -> tuple[int, bytes]:
 
 def _get_shown_mode(like: Inode) -> int:
     return stat.S_IFDIR | like.mode & 0o755
+
+
+# --- separation -------------------------------------------------------------------------------------------------------
+
+
+def separate(db: Database, inode: int, copied: int | None = None) -> int:
+    """Give the names of a file in the history to a new inode, and return that: the file is about to be written.
+
+    `copied`: a reserved content whose file is a copy of the file's content; it becomes the content of the new inode. None: the new inode
+    gets the content itself, and the file has none. On the PFS the new inode is a new file.
+    """
+    row = get(db, inode)
+    names = db.rows("SELECT e.parent, e.name FROM entry e JOIN inode d ON d.id = e.parent WHERE e.child = ? AND d.history = 1", inode)
+    columns = "mode, uid, gid, size, atime_ns, mtime_ns, ctime_ns, birth_ns, generation, closed_ns"
+    made = db.insert(
+        f"INSERT INTO inode (id, rdev, nlink, history, {columns}) SELECT ?1, 0, ?2, ?2, {columns} FROM inode WHERE id = ?3",
+        identity.allocate_id(db, "inode"), len(names), inode,
+    )  # fmt: skip
+    db.run("INSERT INTO xattr (inode, name, value) SELECT ?, name, value FROM xattr WHERE inode = ?", made, inode)
+    for index, (parent, name) in enumerate(names):
+        db.run("UPDATE entry SET child = ? WHERE parent = ? AND name = ?", made, parent, name)
+        journal.append(db, "link" if index else "make", made, parent=parent, name=bytes(name))
+    db.run("UPDATE inode SET nlink = nlink - ?1, history = history - ?1 WHERE id = ?2", len(names), inode)
+    content = row.content if copied is None else copied
+    if copied is not None:
+        contents.record_duplicate(db, copied, inode, made)
+    else:
+        db.run("UPDATE content SET inode = ? WHERE id = ?", made, content)
+        db.run("UPDATE inode SET content = NULL WHERE id = ?", inode)
+    db.run("UPDATE inode SET content = ? WHERE id = ?", content, made)
+    if content is not None:
+        journal.append(db, "content", made, content=content)
+    return made
 
 
 # --- changing and removing a set --------------------------------------------------------------------------------------

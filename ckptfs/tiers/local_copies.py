@@ -96,10 +96,11 @@ def _remove_unfinished(db: Database, tiers: Tiers, content: Content, target: Tie
             copies.delete_copy(db, content.id, target)
 
 
-def copy_open(source_fd: int, target: TierStorage, content: int) -> int:
+def copy_open(source_fd: int, target: TierStorage, content: int, expected: tuple[int, bytes] | None = None) -> int:
     """Copy an open content that nobody writes to `target`. Return a writable descriptor of the verified copy.
 
-    On a disk, bytes and name are durable: the source may have been fsynced. Raises OSError or DigestMismatch, and removes the copy.
+    `expected`: (size, digest) of a sealed content. On a disk, bytes and name are durable: the source may have been fsynced. Raises
+    OSError or DigestMismatch, and removes the copy.
     """
     target.remove(content)
     fd = disk.act("move:create", target.create, content)
@@ -107,6 +108,8 @@ def copy_open(source_fd: int, target: TierStorage, content: int) -> int:
         status = os.fstat(source_fd)
         target.reserve(fd, status.st_blocks * 512)
         written = transfer.copy(source_fd, fd, label="move:copy")
+        if expected is not None and (written[0], written[1]) != expected:
+            raise DigestMismatch(f"the source of content {content} does not have its digest")
         os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
         if target.tier is not Tier.RAM:
             disk.act("move:fsync", os.fsync, fd)

@@ -12,46 +12,15 @@ from ckptfs_daemon.fuse.request import Request
 from ckptfs_daemon.mount import file_handlers
 from ckptfs_daemon.mount.file_handlers import FileHandlers
 from ckptfs_daemon.mount.open_acts import link_successor
-from ckptfs_daemon.mount.open_attempt import OpenAttempt
-from ckptfs_daemon.mount.open_file_table import OpenFileTable
-from ckptfs_daemon.mount.open_request import OpenRequest
 from local_node import Node
+from opener import Opener
 
 from ckptfs import limits
-from ckptfs.catalog import contents, handles, inodes, mover_requests, peer_copies
+from ckptfs.catalog import contents, handles, inodes, mover_requests
 from ckptfs.errors import ContentLost, TimedOut
 from ckptfs.flow.reclaim import Reclaim
-from ckptfs.flow.seal import Seal
-from ckptfs.model import ROOT, ContentState, DataPath, Tier
+from ckptfs.model import ROOT, ContentState, Tier
 from ckptfs.tiers.storage import TierStorage
-
-
-class Opener:
-    """What an open needs of a mount process, without a mount."""
-
-    def __init__(self, root: Path) -> None:
-        self.node = Node(root)
-        bell = cast(Any, SimpleNamespace(notify=lambda message: None))
-        self.files = OpenFileTable(self.node.db, self.node.tiers, None, bell)
-        shared: dict[str, Any] = {"db": self.node.db, "tiers": self.node.tiers, "open_files": self.files, "wake_channel": bell}
-        self.context = cast(Any, SimpleNamespace(**shared, mover_client=None, data_path=DataPath.BUFFERED, shared_namespace=None))
-        self.content = self.node.make(b"file", b"sealed")
-        self.inode = self.node.inode(self.content)
-        self.seal()
-
-    def seal(self) -> None:
-        Seal(self.node.db, self.node.tiers, self.node.config, self.node.told).step()
-
-    def share(self) -> None:
-        """Another node has verified the content."""
-        row = self.node.row(self.content)
-        assert row.digest is not None
-        peer_copies.insert_peer_copy(self.node.db, peer_copies.PeerCopy(row.id, 2, row.generation, row.digest))
-
-    async def open(self, number: int, *, writer: bool, truncates: bool | None = None) -> int:
-        request = Request(number, False, False)
-        wanted = OpenRequest(self.inode, writer, writer if truncates is None else truncates, request)
-        return (await OpenAttempt(self.context, wanted).run()).handle
 
 
 def refuse_writers(monkeypatch: pytest.MonkeyPatch, meanwhile: Any = None) -> None:

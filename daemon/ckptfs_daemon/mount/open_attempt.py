@@ -30,6 +30,7 @@ from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon.fuse.request import Request
 from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.handle_ways import HandleWay, Reason, choose_way, get_limit_reason
+from ckptfs_daemon.mount.history_separation import separate_for_writer
 from ckptfs_daemon.mount.open_acts import PfsFacts, begin_successor, read_pfs_facts, reclose_unsealed, remove_quietly, truncate_content
 from ckptfs_daemon.mount.open_file import (
     NONBLOCKING_WRITE,
@@ -122,6 +123,8 @@ class OpenAttempt:
             raise posix_error(errno.EINVAL)
         if held.has_newer_generation and is_shared and trio.current_time() < self._announce_deadline_s:
             raise MustWait(self._wait_and_refresh)
+        if held.inode.history and self._open_request.is_writer:
+            return separate_for_writer(self._context, held, truncates=self._open_request.truncates, request_fetch=self._request_fetch)
         return held
 
     # --- act ----------------------------------------------------------------------------------------------------------

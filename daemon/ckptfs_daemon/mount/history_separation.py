@@ -1,0 +1,106 @@
+"""What comes first if a program opens a file of the history of sets for writing: the history keeps the old bytes (T6).
+
+The names in the history get an inode of their own (`history.separate`). If the writer truncates the file and no other program has it open,
+that inode takes the content, and nothing is copied. Otherwise it gets a verified copy, because open handles stay with the file that they
+have, which the writer will change.
+
+Crash safety: a copy is a reserved content until the transaction that separates the file. The next mount process dooms what is left over.
+"""
+
+import logging
+import os
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from ckptfs import disk
+from ckptfs.catalog import contents, copies, history, inodes
+from ckptfs.catalog.contents import FileContent
+from ckptfs.errors import DigestMismatch, NoSpace
+from ckptfs.flow import open
+from ckptfs.model import Content, ContentState, CopyState, Tier
+from ckptfs.tiers import health, local_copies
+from ckptfs.tiers.storage import TierStorage
+from ckptfs_daemon import ipc
+from ckptfs_daemon.mount.context import MountContext
+from ckptfs_daemon.mount.open_file import run_on_pfs
+from ckptfs_daemon.mount.open_request import MustWait
+from ckptfs_daemon.mount.space_wait import SpaceWait
+
+log = logging.getLogger(__name__)
+disk.declare_labels("history:copied", "history:separated")
+
+
+def separate_for_writer(
+    context: MountContext, held: FileContent, *, truncates: bool, request_fetch: Callable[[], Awaitable[None]]
+) -> FileContent:
+    """Separate a file from its history in the caller's transaction, and return what is known of it then.
+
+    Raises MustWait if the bytes must be fetched or copied first.
+    """
+    inode = held.inode.id
+    is_alone = inode not in context.open_files.by_inode
+    target = open.choose_write_target(held, truncate=False, shared=False)
+    if target is open.WriteTarget.NEW or (
+        truncates and is_alone and not held.is_remote and (target is not open.WriteTarget.FETCH or held.is_shared)
+    ):
+        history.separate(context.db, inode)
+        found = contents.get_file_content(context.db, inode)
+        assert found is not None
+        return found
+    if target is open.WriteTarget.FETCH:
+        raise MustWait(request_fetch)
+    content = contents.get_content(context.db, held.content or 0)
+    if target is open.WriteTarget.LOST or content is None or content.state is ContentState.OPEN:
+        return held
+    source, size = context.tiers[held.tiers[0]], held.inode.size
+    raise MustWait(lambda: _copy_to_history(context, content, source, size))
+
+
+async def _copy_to_history(context: MountContext, content: Content, source: TierStorage, size: int) -> None:
+    """Give the history a copy of a content. Raises NoSpace if no tier has room for it, and none is to be expected."""
+    space_wait, refusing = SpaceWait(context), set[Tier]()
+    while True:
+        try:
+            tier = context.tiers.choose_tier(size, context.open_files.get_reserved_bytes(), None, refusing)
+            await _copy_in_tier(context, content, source, context.tiers[tier])
+            return
+        except NoSpace:
+            refusing.clear()
+            if not await space_wait.wait(size):
+                raise
+        except OSError as failure:
+            if failure.errno not in health.FULL_ERRNOS and not health.is_tier_failure(failure):
+                raise
+            refusing.add(tier)
+
+
+async def _copy_in_tier(context: MountContext, content: Content, source: TierStorage, target: TierStorage) -> None:
+    run = run_on_pfs if Tier.PFS in (source.tier, target.tier) else trio.to_thread.run_sync
+    with context.db.transaction() as db:
+        copied = contents.insert_reserved_content(db, target.tier)
+    is_separated = False
+    try:
+        await run(lambda: _copy(source, target, content, copied))
+        disk.act("history:copied", lambda: None)
+        with context.open_files.change() as db:
+            if contents.is_current(db, content.inode, content.id) and contents.is_unchanged(db, content):
+                is_separated = bool(inodes.get(db, content.inode).history and history.separate(db, content.inode, copied))
+        disk.act("history:separated", lambda: None)
+    except DigestMismatch:
+        log.error("%s: its copy in %s does not have the digest of its seal", inodes.get_shown_path(context.db, content.inode), source.tier)
+        copies.set_copy_state(context.db, content.id, source.tier, CopyState.QUARANTINED)
+    finally:
+        if not is_separated:
+            with context.db.transaction() as db:
+                contents.mark_doomed(db, copied)
+    if is_separated and target.tier is not Tier.RAM:
+        # A power cut must not undo the rows and keep what the writer does to the bytes.
+        await trio.to_thread.run_sync(context.db.persist)
+    context.wake_channel.notify(ipc.WORK)
+
+
+def _copy(source: TierStorage, target: TierStorage, content: Content, copied: int) -> None:
+    expected = None if content.digest is None else (content.size, content.digest)
+    with disk.closing(source.open(content.id)) as fd:
+        os.close(local_copies.copy_open(fd, target, copied, expected))
