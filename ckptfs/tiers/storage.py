@@ -182,8 +182,12 @@ class TierStorage(TierRoot):
         return os.stat(name, dir_fd=directory, follow_symlinks=False)
 
     def contents(self) -> Iterator[int]:
-        """Yield the ids of contents with a file, in no order. Other files are skipped."""
-        with os.scandir(self.directory) as entries:
+        """Yield the ids of contents with a file, in no order. Other files are skipped.
+
+        Each listing has a descriptor of its own: they have a position, and on btrfs they do not see files made after they were opened.
+        """
+        own = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.directory)
+        with disk.closing(own), os.scandir(own) as entries:
             for entry in entries:
                 if len(entry.name) == 16 and entry.is_file(follow_symlinks=False):
                     with contextlib.suppress(ValueError):

@@ -13,6 +13,17 @@ from ckptfs.model import Tier
 from ckptfs.tiers.storage import Tiers
 
 
+def test_two_listings_at_the_same_time_are_both_whole(tmp_path: Path) -> None:
+    """The reclaim step takes the files of one for leftovers that the other one has not seen."""
+    storage = Node(tmp_path).tiers[Tier.NVME]
+    for content in range(1, 3001):
+        os.close(storage.create(content))
+    first = storage.contents()
+    found = {next(first)}
+    assert set(storage.contents()) == {*range(1, 3001)}
+    assert found | set(first) == {*range(1, 3001)}
+
+
 @pytest.mark.parametrize("tier", [Tier.NVME, Tier.PFS])
 def test_equal_ids_of_two_catalogs_are_two_files(tmp_path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [Node(tmp_path / name) for name in ("one", "two")]
