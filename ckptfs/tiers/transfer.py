@@ -1,6 +1,6 @@
 """Copies and digests of files: descriptor to descriptor, with holes preserved and every byte digested.
 
-- If both ends can share blocks (FICLONE), nothing is copied and the digest is read from the target. Otherwise bytes pass through one
+- If both ends can share blocks (`reflink`), nothing is copied and the digest is read from the target. Otherwise bytes pass through one
   small buffer that stays in the processor cache; copy_file_range would read them a second time for the digest.
 - `WriteBehind` writes a large file at the pace of the disk and keeps only a window of it in memory. The kernel alone would gather
   gigabytes first and keep them: memory that the job needs and that is slow to get (on a virtual machine 10 us for each page that the
@@ -25,13 +25,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ckptfs import digest, disk, limits
 from ckptfs.errors import Busy
+from ckptfs.tiers import reflink
 from ckptfs.tiers.prepared import is_prepared
 
 disk.declare_labels("behind:wait", "resume:persist", "resume:read")
 PIECE_BYTES = 512 * limits.KIB
 CLONE_BYTES_MIN = limits.MIB
-FICLONE = 0x40049409
-CANNOT_CLONE = {errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EPERM, errno.EBADF}
 NO_LEASE_ERRNOS = {errno.EINVAL, errno.EACCES, errno.EPERM, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 _WAIT, _WRITE, _WAIT_AFTER = 1, 2, 4
 _UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ESPIPE, errno.EOPNOTSUPP}
@@ -57,7 +56,7 @@ def copy(source_fd: int, target_fd: int, *, label: str, before_block: Callable[[
     not fsync.
     """
     size = os.fstat(source_fd).st_size
-    if size >= CLONE_BYTES_MIN and _clone(source_fd, target_fd):
+    if size >= CLONE_BYTES_MIN and reflink.clone(source_fd, target_fd):
         try:
             return read(target_fd, label=label, before_block=before_block)
         except SourceReadFailed as failure:
@@ -71,7 +70,7 @@ def copy(source_fd: int, target_fd: int, *, label: str, before_block: Callable[[
             disk.write_all(f"{label}:write", target_fd, piece, offset)
         write_behind.advance(end)
     if running.size or resumable:
-        disk.act(f"{label}:truncate", os.ftruncate, target_fd, running.size)
+        disk.act(f"{label}:truncate", _set_size, target_fd, running.size)
     return _finish_digests(running)
 
 
@@ -147,18 +146,14 @@ def _count_resumable(source_fd: int, size: int, target_fd: int) -> int:
     return resumable
 
 
+def _set_size(fd: int, size: int) -> None:
+    """Set the size of a file that may have it: truncating would write the last page, which may be shared."""
+    if os.fstat(fd).st_size != size:
+        os.ftruncate(fd, size)
+
+
 def _has_piece(target_fd: int, piece: memoryview, offset: int) -> bool:
     return digest.hash_block(disk.act("resume:read", os.pread, target_fd, len(piece), offset)) == digest.hash_block(piece)
-
-
-def _clone(source_fd: int, target_fd: int) -> bool:
-    try:
-        fcntl.ioctl(target_fd, FICLONE, source_fd)
-    except OSError as failure:
-        if failure.errno in CANNOT_CLONE:
-            return False
-        raise
-    return True
 
 
 def _read_pieces(

@@ -2,37 +2,21 @@
 leases, xattrs, times."""
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from daemon_under_test import DaemonUnderTest
-from programs import differences, need, run
+from loop_disk import NOT_SHARING, SHARING, mounted
+from programs import differences
 
 pytestmark = pytest.mark.apps
-IMAGE_BYTES = 400 << 20
 
 
-@pytest.fixture(params=["ext4", "xfs", "btrfs", "tmpfs"])
+@pytest.fixture(params=[*SHARING, *NOT_SHARING])
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    kind = request.param
-    place, image = tmp_path / "disk", tmp_path / "image"
-    place.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("NOT TESTED HERE: mounting needs root")
-    if kind == "tmpfs":
-        run("mount", "-t", "tmpfs", "none", place)
-    else:
-        need(f"mkfs.{kind}")
-        with open(image, "wb") as file:
-            file.truncate(IMAGE_BYTES)
-        run(f"mkfs.{kind}", "-q", image)
-        if shutil.which("losetup") is None or not Path("/dev/loop-control").exists():
-            pytest.skip("NOT TESTED HERE: no loop devices")
-        run("mount", "-o", "loop", image, place)
-    yield place
-    run("umount", place)
+    with mounted(request.param, tmp_path) as place:
+        yield place
 
 
 def keeps_xattrs(directory: Path) -> bool:
