@@ -53,7 +53,10 @@ ROUNDS_MAX = 64
 
 
 def list_published_rows(db: Database, instance: str, rows: list[JournalRow]) -> list[JournalRow]:
-    """The rows up to the first of which the other nodes were not told yet: what it says may still be taken back."""
+    """Return the rows before the first one that is not published.
+
+    What an unpublished row says may still be undone.
+    """
     for place, row in enumerate(rows):
         if key_state.is_dirty(db, build_row_key(db, instance, row)):
             return rows[:place]
@@ -61,12 +64,15 @@ def list_published_rows(db: Database, instance: str, rows: list[JournalRow]) -> 
 
 
 def build_row_key(db: Database, instance: str, row: JournalRow) -> SharedKey:
-    """Under which key the store has a row of this node's journal."""
+    """Return the key of a row of this node's journal."""
     return SharedKey(JOURNAL_ROW, identity.get_node_number(db), build_row_name(instance, row.seq))
 
 
 def load_inodes(db: Database, store: Transactions, *inodes: int) -> None:
-    """The catalog knows what the store says of these inodes, and of where the PFS shows them. Raises what `Truth.learn` raises."""
+    """Record what the store says of these inodes, and where the PFS shows them.
+
+    Raises what `StoreSnapshot.load` raises.
+    """
     StoreSnapshot(db, store).load(journal.get_instance_id(db), inodes=inodes)
 
 
@@ -79,7 +85,7 @@ class NotLoaded(Busy):
 
 
 class StoreSnapshot:
-    """What the store says. Read with `learn`; questions that need more than that raise Unread."""
+    """The state of the store. `load` reads it; a question beyond that raises NotLoaded."""
 
     def __init__(self, db: Database, store: Transactions) -> None:
         self._db = db
@@ -90,7 +96,10 @@ class StoreSnapshot:
         self._is_loading = False
 
     def load(self, instance: str, rows: Iterable[JournalRow] = (), inodes: Iterable[int] = ()) -> None:
-        """Read all that these rows and inodes lead to. Raises Unreachable, and Busy when that moves on all the time."""
+        """Read all that these rows and inodes lead to.
+
+        Raises StoreUnreachable, and Busy if it keeps changing.
+        """
         rows, inodes = list(rows), list(inodes)
         self._is_loading = True
         try:
@@ -110,7 +119,7 @@ class StoreSnapshot:
         raise Busy("what is to be written back moves about")
 
     def _require_published(self) -> None:
-        """What was changed here of what the PFS shows, and elsewhere too, is told before anything is built on it."""
+        """Raise Busy if this node has unpublished changes of PFS state that other nodes changed, too."""
         for key, one in self.store_values.items():
             is_unknown = key_state.get_cached(self._db, key).revision != one.value.revision and one.value.raw != UNREADABLE
             if key.kind in {PFS_STATE, PFS_NAME} and is_unknown:
@@ -132,7 +141,7 @@ class StoreSnapshot:
             names.update(list_row_names(row))
             if row.content is not None:
                 yield SharedKey(CONTENT, row.content)
-        for _ in range(2):  # What a name leads to, and where that belongs.
+        for _ in range(2):  # The inode of a name, and the directory that it belongs to.
             names.update(name for inode in subjects for name in (*self.list_names(inode), *self.list_pfs_names(inode)))
             subjects |= {inode for name in names for inode in (self.get_child(name), self.get_pfs_inode(name)) if inode}
             names.update(name for inode in subjects if self._is_deleted_directory_on_pfs(inode) for name in self.list_pfs_names_in(inode))
@@ -147,12 +156,12 @@ class StoreSnapshot:
         yield from self._list_ancestor_keys({parent for parent, _ in names})
 
     def _is_deleted_directory_on_pfs(self, inode: int) -> bool:
-        """Whether the PFS still shows a directory that is gone: what it shows in there has to go first."""
+        """Return whether the PFS still shows a deleted directory, whose entries there go first."""
         seen = (self.get_value(SharedKey(PFS_STATE, inode)) or {}).get("seen")
         return seen is not None and stat.S_ISDIR(seen[1]) and SharedKey(INODE, inode) in self.store_values and not self.is_alive(inode)
 
     def _list_ancestor_keys(self, directories: set[int]) -> Iterator[SharedKey]:
-        """Where directories are, in the tree and on the PFS, up to the root."""
+        """Return the keys that place directories in the tree and on the PFS, up to the root."""
         done: set[int] = set()
         while directories:
             directory = directories.pop()
@@ -167,7 +176,7 @@ class StoreSnapshot:
     # --- what it says -------------------------------------------------------------------------------------------------
 
     def list_pfs_names_in(self, directory: int) -> list[Name]:
-        """The names that the PFS shows in a directory, or is about to."""
+        """Return the names that the PFS shows in a directory, or is about to show."""
         if directory not in self._pfs_names:
             start = encode_key(SharedKey(PFS_NAME, directory))
             items = iter_range(self._store, start, prefix_end(start), keys_only=True)
@@ -176,52 +185,52 @@ class StoreSnapshot:
         return self._pfs_names[directory]
 
     def get_value(self, key: SharedKey) -> Value | None:
-        """What was read; None for what is not there, or was not read."""
+        """Return the value of a key. Returns None if it is missing or was not read."""
         one = self.store_values.get(key)
         if one is None and key.kind in {INODE, PFS_STATE} and not self._is_loading:
             raise NotLoaded(key.number)
         return None if one is None else one.value.fields
 
     def get_revision(self, key: SharedKey) -> int:
-        """The revision of what was read; 0 for what is not there."""
+        """Return the revision of a key; 0 if it is missing."""
         one = self.store_values.get(key)
         return 0 if one is None else one.value.revision
 
     def require_loaded(self, inode: int) -> None:
-        """All was read of an inode and its names. Raises Unread."""
+        """Raise NotLoaded unless an inode and its names were read."""
         if any(SharedKey(PFS_NAME, *name) not in self.store_values for name in (*self.list_names(inode), *self.list_pfs_names(inode))):
             raise NotLoaded(inode)
 
     def is_alive(self, inode: int) -> bool:
-        """Whether it has a name."""
+        """Return whether an inode has a name."""
         return inode == ROOT or self.get_value(SharedKey(INODE, inode)) is not None
 
     def get_child(self, name: Name) -> int | None:
-        """What a name leads to."""
+        """Return the inode that a name leads to."""
         value = self.get_value(SharedKey(NAME, *name))
         return None if value is None else int(value["child"])
 
     def get_pfs_inode(self, name: Name) -> int | None:
-        """What the PFS shows under a name."""
+        """Return the inode that the PFS shows under a name."""
         value = self.get_value(SharedKey(PFS_NAME, *name))
         return None if value is None else value["inode"] or None
 
     def get_intent(self, name: Name) -> Value | None:
-        """The intention of a node to change what the PFS shows under a name."""
+        """Return the intent of a node to change a name on the PFS."""
         value = self.get_value(SharedKey(PFS_NAME, *name))
         return value if value is not None and "by" in value else None
 
     def has_intent(self, inode: int) -> bool:
-        """Whether a node is about to change what the PFS shows of an inode."""
+        """Return whether a node is about to change what the PFS shows of an inode."""
         return "by" in (self.get_value(SharedKey(PFS_STATE, inode)) or {})
 
     def list_intents(self) -> list[tuple[SharedKey, int]]:
-        """All that were read: of which name or inode, by which node."""
+        """Return all intents that were read: (name or inode, node)."""
         values = [(key, one.value.fields or {}) for key, one in self.store_values.items() if key.kind in {PFS_NAME, PFS_STATE}]
         return [(key, int(value["by"])) for key, value in values if "by" in value]
 
     def list_names(self, inode: int) -> list[Name]:
-        """All names of an inode."""
+        """Return all names of an inode."""
         value = self.get_value(SharedKey(INODE, inode))
         if value is None or inode == ROOT:
             return []
@@ -231,22 +240,22 @@ class StoreSnapshot:
         return [] if name is None else [name]
 
     def list_pfs_names(self, inode: int) -> list[Name]:
-        """The names under which the PFS shows an inode."""
+        """Return the names under which the PFS shows an inode."""
         value = self.get_value(SharedKey(PFS_STATE, inode))
         return [] if value is None else [(parent, name.encode("latin-1")) for parent, name in value["names"]]
 
     def get_writer(self, content: int) -> int:
-        """The node that wrote a content last; 0 where the store knows none."""
+        """Return the node that wrote a content last; 0 if the store knows none."""
         value = self.get_value(SharedKey(CONTENT, content))
         return 0 if value is None else int(value["node"])
 
     def get_content_id(self, inode: int) -> int | None:
-        """The content that a file has now."""
+        """Return the content that a file has now."""
         value = self.get_value(SharedKey(INODE, inode))
         return None if value is None else value.get("content")
 
     def _get_directory_name(self, directory: int, parent: int) -> Name | None:
-        """A directory's value says in which one it is; its name there is remembered, or looked for."""
+        """Return a directory's name in its parent: the remembered one, or search for it."""
         if directory not in self._directory_names or (name := self._directory_names[directory]) is None or name[0] != parent:
             self._directory_names[directory] = self._find_directory_name(directory, parent)
         return self._directory_names[directory]
@@ -279,7 +288,7 @@ class _OpenForWriting(Container[int]):
 
 
 def list_row_names(row: JournalRow) -> list[Name]:
-    """The names that a row is about."""
+    """Return the names that a row is about."""
     found = [] if row.name is None else [(row.parent, row.name)]
     return found if row.new_name is None else [*found, (row.new_parent, row.new_name)]
 
@@ -288,17 +297,17 @@ FoundByName = dict[Name, ObservedStat | None]
 
 
 class _RolledBack(Exception):
-    """What was tried is taken back."""
+    """The attempt was rolled back."""
 
 
 def list_pfs_name_keys(batch: PfsBatch) -> list[SharedKey]:
-    """The names that a batch changes."""
+    """Return the names that a batch changes."""
     shows = [*batch.expected_entries, *batch.abandoned_entries]
     return list(dict.fromkeys(SharedKey(PFS_NAME, show.location.parent, show.location.name) for show in shows))
 
 
 def _list_subjects(db: Database, batch: PfsBatch) -> set[int]:
-    """Of what it changes what the PFS shows of them."""
+    """Return the inodes whose state on the PFS a batch changes."""
     now = (
         {show.inode for show in [*batch.expected_entries, *batch.abandoned_entries] if show.inode is not None}
         | {row.inode for row in batch.published_rows}
@@ -311,7 +320,10 @@ def _list_subjects(db: Database, batch: PfsBatch) -> set[int]:
 
 
 def publish_intents(db: Database, store: Transactions, snapshot: StoreSnapshot, batch: PfsBatch, instance: str) -> None:
-    """Say what is about to be done. Raises Busy when something that it was planned on is not so any more, and Unreachable."""
+    """Announce what a batch is about to do.
+
+    Raises Busy if something that the plan rests on has changed, and StoreUnreachable.
+    """
     keys = [*list_pfs_name_keys(batch), *(SharedKey(PFS_STATE, inode) for inode in sorted(_list_subjects(db, batch)))]
     compares = [_build_unchanged_compare(snapshot, key) for key in keys]
     for show in batch.expected_entries:
@@ -353,13 +365,19 @@ def _build_intent(db: Database, batch: PfsBatch, key: SharedKey) -> Value:
 
 
 def _list_temporaries(batch: PfsBatch, key: SharedKey) -> list[str]:
-    """The temporary names from which the batch renames to this name: without them no rename of it can land late."""
+    """Return the temporary names from which the batch renames to this name.
+
+    Once they are removed, no late rename can land.
+    """
     targets = [(action, action.new_location or action.location) for action in batch.actions if action.act in {"put", "link", "move"}]
     return [action.temporary.decode("latin-1") for action, to in targets if (to.parent, to.name) == (key.number, key.name)]
 
 
 def find_intents(store: Transactions, batch: PfsBatch, number: int, instance: str) -> dict[SharedKey, CachedValue] | None:
-    """The intentions of a batch that is in hand, if the store has them all; None: it never was announced, or was settled, or taken away."""
+    """Return the intents of a batch if the store has them all.
+
+    Returns None if it was never announced, or if another node has resolved it.
+    """
     keys = list_pfs_name_keys(batch)
     if not keys:
         return {}
@@ -372,8 +390,10 @@ def find_intents(store: Transactions, batch: PfsBatch, number: int, instance: st
 
 
 def complete_intents(db: Database, store: Transactions, batch: PfsBatch, found: FoundByName, snapshot: StoreSnapshot | None) -> list[int]:
-    """Say what the PFS shows now, here and in the store; inodes whose attributes have changed meanwhile. Raises Busy when another node
-    has settled it, taking this one for dead, and Unreachable.
+    """Record what the PFS shows now, in the catalog and in the store.
+
+    Return the inodes whose attributes have changed meanwhile. Raises Busy if another node took this one for dead and resolved
+    the batch, and StoreUnreachable.
     """
     subjects = _list_subjects(db, batch) | set(pfs_batch.list_unfinished(batch, found))
     keys = [*list_pfs_name_keys(batch), *(SharedKey(PFS_STATE, inode) for inode in sorted(subjects))]
@@ -403,7 +423,7 @@ def complete_intents(db: Database, store: Transactions, batch: PfsBatch, found: 
 
 
 def _build_final_values(db: Database, batch: PfsBatch, found: FoundByName, keys: Iterable[SharedKey]) -> dict[SharedKey, bytes | None]:
-    """What the rows will say when the batch is finished."""
+    """Return the values of these keys after the batch."""
     values: dict[SharedKey, bytes | None] = {}
     try:
         with db.transaction():
@@ -415,7 +435,7 @@ def _build_final_values(db: Database, batch: PfsBatch, found: FoundByName, keys:
 
 
 def resolve_abandoned_intent(store: Transactions, key: SharedKey, cached: CachedValue, found: int | None) -> None:
-    """Settle the intention of a node that is gone: the PFS shows a thing of the number `found` under that name, None for nothing."""
+    """Resolve the intent of a dead node. `found`: the st_ino under that name on the PFS, None for nothing."""
     value = cached.fields or {}
     if key.kind == PFS_STATE:
         _clear_pfs_state_intent(store, key, cached)
@@ -439,7 +459,7 @@ def resolve_abandoned_intent(store: Transactions, key: SharedKey, cached: Cached
 
 
 def _clear_pfs_state_intent(store: Transactions, key: SharedKey, cached: CachedValue) -> None:
-    """What the PFS shows of an inode was in the hands of a node that is gone; of its names each is decided by itself."""
+    """Clear the intent of a dead node on the PFS state of an inode. Its names are resolved one by one."""
     value, wire = _strip_intent(cached.fields or {"names": []}), encode_key(key)
     change: Operation = Put(wire, encode_fields(value)) if value["names"] else Delete(wire)
     store.commit([Compare(wire, CompareTarget.MOD, "=", cached.revision)], [change])
@@ -450,8 +470,9 @@ def _strip_intent(value: Value) -> Value:
 
 
 def refresh_names(db: Database, store: Transactions, directory: int, names: Sequence[bytes]) -> set[bytes]:
-    """The catalog knows what the store does of these names in a directory. Those of them that must be left alone: another node is at
-    them, or takes them away. Raises Unreachable.
+    """Record what the store says of these names of a directory. Return those that must be left alone.
+
+    Another node changes or removes these. Raises StoreUnreachable.
     """
     store_loss.require_adopted(db)
     left: set[bytes] = set()

@@ -19,7 +19,7 @@ from ckptfs.model import ROOT, Content, ContentState
 
 
 def build_content_value(content: Content, inode: int, node: int) -> Value:
-    """What `c/` shall say of a former content that is shown again: `node` answers for it."""
+    """Return the value of a previous content that is shown again; `node` answers for it."""
     assert content.digest is not None
     return {
         "node": node, "inode": inode, "generation": content.generation, "state": int(ContentState.SEALED), "size": content.size,
@@ -28,7 +28,10 @@ def build_content_value(content: Content, inode: int, node: int) -> Value:
 
 
 def record_previous_shown(db: Database, content: Content, inode: int, values: tuple[Value, Value], revision: int) -> None:
-    """The store was told that `inode` shows `content`, which lies here: (value of the file, value of the content)."""
+    """Record that the store shows `inode` with `content`, which is on this node.
+
+    `values`: (value of the file, value of the content).
+    """
     with db.transaction():
         db.run(
             "UPDATE content SET remote = 0, inode = ?, superseded_mtime_ns = NULL, under_replicated = 1, announce_state = 0,"
@@ -42,7 +45,7 @@ def record_previous_shown(db: Database, content: Content, inode: int, values: tu
 
 
 def apply_inode_value(db: Database, inode: int, value: Value, revision: int) -> None:
-    """The store says this of a file; what was changed here and not told stays."""
+    """Apply the value of a file, except fields with unpublished changes of this node."""
     _apply_value(db, SharedKey(INODE, inode), value, revision)
 
 
@@ -54,15 +57,19 @@ def _apply_value(db: Database, key: SharedKey, value: Value | None, revision: in
 
 
 def record_pfs_shown(db: Database, store_values: Iterable[tuple[SharedKey, Value | None, int]]) -> None:
-    """The store was told that a file shows what the PFS has of it: (key, value, revision) of all that says so, in this order."""
+    """Record that a file shows what the PFS has of it.
+
+    `store_values`: all values that say so, as (key, value, revision) in this order.
+    """
     with db.transaction():
         for key, value, revision in store_values:
             _apply_value(db, key, value, revision)
 
 
 def record_salvage_undone(db: Database, inode: int, value: Value, revision: int, node: int) -> None:
-    """The store was told that `inode` holds what was missed, which `node` has: that one may have taken it for superseded, so the PFS is
-    told of it from here.
+    """Record that `inode` holds its lost state again, which `node` has.
+
+    That node may have taken it for superseded, so this one writes it to the PFS.
     """
     with db.transaction():
         apply_inode_value(db, inode, value, revision)
@@ -72,18 +79,21 @@ def record_salvage_undone(db: Database, inode: int, value: Value, revision: int,
 
 
 def list_salvaged(db: Database) -> list[tuple[int, str]]:
-    """(inode, what it should hold) of the files that show a former content, as far as they are known here."""
+    """Return (inode, the state it should have) of the files that show a previous content."""
     return [(row[0], row[1]) for row in db.rows("SELECT id, salvaged FROM inode WHERE salvaged IS NOT NULL AND nlink > 0")]
 
 
 def delete_salvage_record(db: Database, inode: int) -> None:
-    """Nobody will bring what this file should hold."""
+    """Record that the lost state of a file will not come back."""
     with db.transaction():
         db.run("UPDATE inode SET salvaged = NULL WHERE id = ?", inode)
 
 
 def insert_conflict_copy(db: Database, content: Content, file: Value, node_label: str) -> bytes | None:
-    """What this node wrote, and others missed and wrote anew, becomes a file beside theirs; its name. None when it has moved on."""
+    """Insert a file for what this node wrote and others missed and wrote anew. Return its name.
+
+    Returns None if the content has changed since.
+    """
     parent, name = file["names"][0]
     if db.value("SELECT 1 FROM inode WHERE id = ? AND nlink > 0", parent) is None:
         parent = ROOT

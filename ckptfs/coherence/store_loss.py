@@ -39,33 +39,36 @@ class AdoptionStep(StrEnum):
 
 
 def get_epoch(db: Database) -> bytes | None:
-    """The value of the store's epoch, as this catalog knows it; None: it never met one."""
+    """Return the store's epoch as this catalog knows it. Returns None if it never met a store."""
     text = db.value("SELECT value FROM meta WHERE key = 'epoch'")
     return None if text is None else str(text).encode()
 
 
 def get_highest_revision(db: Database) -> int:
-    """The highest revision of that store that is remembered."""
+    """Return the highest revision of that store that was recorded."""
     own = db.value("SELECT max(revision) FROM cached_key WHERE kind = 'w'") or 0
     return max(int(db.value("SELECT value FROM meta WHERE key = 'epoch revision'") or 0), int(own))
 
 
 def record_revision(db: Database, value: bytes | None, revision_reached: int) -> None:
-    """Remember how far the store of the epoch `value` has come: nothing, where another one is known by now."""
+    """Record the revision of the store with this epoch. Ignored if the catalog knows another epoch."""
     if value is not None and revision_reached > get_highest_revision(db):
         same = "WHERE EXISTS (SELECT 1 FROM meta WHERE key = 'epoch' AND value = ?)"
         db.run(f"INSERT OR REPLACE INTO meta (key, value) SELECT 'epoch revision', ? {same}", revision_reached, value.decode())
 
 
 def record_epoch(db: Database, value: bytes) -> None:
-    """The store is this one from now on."""
+    """Record that the store has this epoch from now on."""
     with db.transaction():
         db.run("DELETE FROM meta WHERE key = 'epoch revision'")
         db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('epoch', ?)", value.decode())
 
 
 def build_new_epoch(found: Sequence[Item], before: bytes | None) -> tuple[Compare, Put] | None:
-    """How a new epoch begins in a store that has no other one than `before`; None: somebody was faster."""
+    """Return how a new epoch begins, if the store has no epoch other than `before`.
+
+    Returns None if another node was first.
+    """
     if found and found[0].value != before:
         return None
     fields = {"id": uuid.uuid4().hex} if before is None else {"id": uuid.uuid4().hex, "after": json.loads(before)["id"]}
@@ -136,7 +139,7 @@ def record_adopted(db: Database) -> None:
 
 
 def list_node_numbers(db: Database) -> set[int]:
-    """The numbers of all nodes of which anything is known here."""
+    """Return the numbers of all nodes that this catalog mentions."""
     shift = limits.ID_COUNTER_BITS
     rows = db.rows(f"SELECT id >> {shift} FROM inode UNION SELECT id >> {shift} FROM content UNION SELECT number FROM peer")
     return {row[0] for row in rows} - {0}
@@ -156,7 +159,7 @@ class EpochCheckedStore:
 
     @property
     def epoch_and_revision(self) -> tuple[bytes | None, int]:
-        """(the epoch that was known when something was asked last, the highest revision that was answered since it was met)."""
+        """(the epoch at the last request, the highest revision that was answered since it was met)"""
         return self._epoch_and_revision
 
     def read(self, gets: Sequence[Get], *, timeout_s: float = WAIT_S) -> Outcome:
@@ -200,10 +203,10 @@ class EpochCheckedStore:
     def close(self) -> None:
         self.inner.close()
 
-    # --- looking ------------------------------------------------------------------------------------------------------
+    # --- checks -------------------------------------------------------------------------------------------------------
 
     def _load_expected(self) -> tuple[bytes | None, int]:
-        """The epoch that the catalog knows, and the revision at which the store surely is."""
+        """Return the epoch that the catalog knows, and the lowest revision that the store can have."""
         value = get_epoch(self._db)
         with self._lock:
             if value != self._epoch_and_revision[0]:
@@ -228,7 +231,7 @@ class EpochCheckedStore:
         )
 
     def _check_outcome(self, outcome: Outcome, value: bytes, revision_min: int, *, has_epoch: bool) -> Outcome:
-        """The answer, without what was asked on top; `asked`: it begins with the epoch."""
+        """Return the answer without what was added to the question. `asked`: it begins with the epoch."""
         found: tuple[Item, ...] = outcome.results[0] if has_epoch else ()
         trouble = ""
         if has_epoch and not found:
@@ -247,7 +250,7 @@ class EpochCheckedStore:
 
 
 def _check_when_done(future: "Future[Outcome]", check: OutcomeCheck) -> "Future[Outcome]":
-    """A future of what `check` makes of the answer."""
+    """Return a future with what `check` makes of the answer."""
     checked: Future[Outcome] = Future()
     checked.set_running_or_notify_cancel()
 

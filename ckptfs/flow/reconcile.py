@@ -101,7 +101,7 @@ class Reconcile:
         return time.monotonic() >= self._next_batch_s and self._sweep()
 
     def _check_lease(self) -> None:
-        """Begin a sweep after the lease was lost: a node that counts as dead is told nothing by its peers."""
+        """Begin a sweep after the lease was lost: peers tell nothing to a node that counts as dead."""
         lease = self._cluster.lease()
         if lease and lease != self._lease:
             self._lease, self._was_dead = lease, True
@@ -114,7 +114,10 @@ class Reconcile:
         return max(0.0, min(due_s, self._recheck_s if self._unconfirmed else due_s) - time.monotonic())
 
     def _schedule_recheck(self, unconfirmed: list[int], reported: list[int]) -> None:
-        """Who deletes a file tells everybody at once: its writer may not have heard of it yet when it is asked."""
+        """Check again later.
+
+        A node that deletes a file announces that at once. Its writer may not know of it yet when it is asked.
+        """
         tries = {number: self._tries.pop(number, 0) + 1 for number in reported}
         again = {number: tries[number] for number in unconfirmed if tries[number] < limits.UNCONFIRMED_TRIES}
         if again:
@@ -178,7 +181,10 @@ class Reconcile:
     # --- what is held for others -------------------------------------------------------------------------------------
 
     def _check_hosted(self, batch: list[Content], *, include_young: bool = False) -> list[int]:
-        """Those of which the store says nothing any more while their writer says that it has them are returned."""
+        """Check hosted contents.
+
+        Return those that the store does not know although their writer says that it has them.
+        """
         batch, content_locations, files = self._load_store_records(batch)
         unconfirmed = []
         replaced = self._list_replaced(batch, content_locations, files)
@@ -201,12 +207,13 @@ class Reconcile:
             elif age_s > limits.SURPLUS_KEEP_S and self._is_surplus(content, shared):
                 self._release_surplus(content, shared)
             elif self._cluster.is_ours_to_copy(content, shared) and peer_copies.mark_under_replicated(self._db, [content.id]):
-                self._notify.wake_lanes()  # It was not known here that its writer, or another holder, had it.
+                self._notify.wake_lanes()  # This node did not know that the writer or another holder has it.
         return unconfirmed
 
     def _load_store_records(self, batch: list[Content]) -> tuple[list[Content], dict[int, ContentLocations], dict[int, SharedFile]]:
-        """The contents with the files to which they belong by now, and what the store says of both; the catalog learns of newer
-        generations by it.
+        """Load the contents, the files that they belong to now, and what the store says of both.
+
+        Newer generations are recorded in the catalog.
         """
         cluster = self._cluster
         content_locations = locations.refresh(self._db, cluster.store, [content.id for content in batch], cluster.node_number)
@@ -217,8 +224,9 @@ class Reconcile:
     def _list_replaced(
         self, batch: list[Content], content_locations: dict[int, ContentLocations], files: dict[int, SharedFile]
     ) -> set[int]:
-        """Contents whose files have another one now, which is sealed, and on other nodes where this one was: until then the former one
-        stays (P5). So does what a file should hold.
+        """List contents whose file has another content now that is sealed and on other nodes.
+
+        Until then the previous one stays (P5), and so does the state that a file should show.
         """
         current_files = {content.id: files[content.inode] for content in batch if content.inode in files}
         successors = {number: file.content for number, file in current_files.items() if file.content not in (None, number)}
@@ -239,7 +247,10 @@ class Reconcile:
         return any(node in self._cluster.view() for node in successor.holders if node != successor.writer)
 
     def _is_unknown_everywhere(self, content: Content, age_s: float) -> bool:
-        """The store never heard of a content: its writer may be an island. Whether that one is gone, or has it no more."""
+        """Return whether the writer of a content that the store never had is gone or lacks it.
+
+        The writer may be an island that has not published it.
+        """
         home = self._cluster.view().by_number.get(identity.get_origin_node(content.id))
         if home is None:
             return age_s > limits.UNPUBLISHED_KEEP_S
@@ -265,7 +276,7 @@ class Reconcile:
         view = cluster.view()
         if not self._is_own_copy_superfluous(view, shared.holders, shared.writer):
             return False
-        # What the store says may be older than the loss of a tier: nothing goes but for copies that are there (P5).
+        # The store may be older than the loss of a tier: drop a copy only if others exist (P5).
         confirmed = [node.number for node in cluster.list_live(shared.holders) if self._has_copy(node, content)]
         return self._is_own_copy_superfluous(view, [cluster.node_number, *confirmed], shared.writer)
 
@@ -290,7 +301,10 @@ class Reconcile:
             self._notify.wake_lanes()
 
     def _release_surplus(self, content: Content, shared: ContentLocations) -> None:
-        """Drop a copy that is one too many. The others' word for theirs must stand while ours is taken back: they may be at the same."""
+        """Drop a surplus copy.
+
+        The transaction compares the announcements of the other holders, which may be dropping theirs at the same time.
+        """
         mine = locations.build_copy_key(content.id, self._cluster.node_number)
         if not self._cluster.copy_records.withdraw(content.id, [item for item in shared.items if item.key != mine]):
             return
@@ -311,13 +325,13 @@ class Reconcile:
             if remote_contents.is_own_unpublished(self._db, content.id):
                 continue
             if shared.writer not in (None, self._cluster.node_number):
-                remote_contents.mark_remote(self._db, content)  # Another node finished what this one had begun.
+                remote_contents.mark_remote(self._db, content)  # Another node has completed the change that this one began.
             elif content.inode not in files and contents.is_awaiting_store_check(self._db, content.id):
                 if remote_contents.delete_unneeded(self._db, content, gone=True):
                     self._dropped += 1
                     self._notify.wake_lanes()
             elif shared.superseded_mtime_ns is None and not remote_contents.was_in_store(self._db, content.inode):
-                continue  # What the store does not know was not told yet.
+                continue  # The store does not have it yet.
             elif (file := files.get(content.inode)) is not None and (file.salvaged or {}).get("content") == content.id:
                 self._create_conflict_copy(content, file)
             elif (content.inode not in files or content.id in replaced) and remote_contents.delete_unneeded(self._db, content, gone=True):
@@ -327,7 +341,10 @@ class Reconcile:
                 self._recheck_unconfirmed_copies(content, shared)
 
     def _recheck_unconfirmed_copies(self, content: Content, shared: ContentLocations) -> None:
-        """Nodes that live and said once that they have a copy, and in the store say so no more: it went bad, or with its tier."""
+        """Check copies on living nodes that the store does not list any more.
+
+        Such a copy may have gone bad or gone with its tier.
+        """
         confirmed = {copy.node for copy in shared.copies if (copy.generation, copy.digest) == (content.generation, content.digest)}
         unconfirmed = [
             node.number for node in self._cluster.list_live(peer_copies.list_holders(self._db, content)) if node.number not in confirmed
@@ -337,7 +354,10 @@ class Reconcile:
             self._notify.wake_lanes()
 
     def _create_conflict_copy(self, content: Content, file: SharedFile) -> None:
-        """Others took what is here for lost, and show a former content. Where the file was written since, both stay."""
+        """Keep a content that others took for lost beside what they wrote since.
+
+        If the file was not written since, it shows the content again.
+        """
         salvaged = file.salvaged or {}
         if file.active_salvage is not None or (file.content, file.value["generation"]) == (content.id, content.generation):
             return
@@ -347,7 +367,7 @@ class Reconcile:
             log.info("what others missed and wrote anew is beside it, as %s", os.fsdecode(name))
 
     def _drop_stale(self) -> None:
-        """Former generations that lend their blocks to nobody, once what came after them is safe, as the store says."""
+        """Drop stale generations whose blocks nobody needs, once the store has a safe successor."""
         self._drop_replaced()
         before_ns = time.time_ns() - _to_ns(limits.SURPLUS_KEEP_S)
         for tier in LOCAL_TIERS:
@@ -358,7 +378,7 @@ class Reconcile:
                 local_copies.remove_unrecorded(self._db, self._tiers[tier], number)
 
     def _drop_replaced(self) -> None:
-        """What came after them may be elsewhere by now, or the file may be gone, or hold another content that is."""
+        """Drop contents whose successor is safe elsewhere, or whose file is gone or has another safe content."""
         after = 0
         while batch := remote_contents.list_only_stale(self._db, after, BATCH_CONTENTS):
             after = batch[-1].id

@@ -43,7 +43,11 @@ BATCH_CONTENTS = locations.LOAD_CONTENTS_MAX // 2
 
 
 class Salvage:
-    """Checks the previous contents on this node after each change of the view, and again while a decision is open. One batch a step."""
+    """The salvage lane.
+
+    It checks the previous contents on this node after each change of the view, and again while a decision is open. One batch a
+    step.
+    """
 
     def __init__(self, db: Database, tiers: Tiers, notify: Notifier, cluster: Cluster) -> None:
         self._db = db
@@ -90,7 +94,10 @@ class Salvage:
         return False
 
     def next_due_s(self) -> float | None:
-        """Until the next look at what is not decided; nothing is decided until all nodes have adopted a new store."""
+        """Return the seconds until the next check of what is undecided.
+
+        Until all nodes have adopted a new store, nothing is decided.
+        """
         if store_loss.is_adopting(self._db):
             return limits.SALVAGE_POLL_S
         waiting = self._undecided or self._writers_may_return or mover_requests.list_open(self._db, mover_requests.SALVAGE, at_most=1)
@@ -139,8 +146,10 @@ class Salvage:
                 self._undecided.add(number)
 
     def _is_safe(self, on_pfs: SharedPfsState | None, successor: ContentLocations, view: ClusterView, *, is_same_content: bool) -> bool:
-        """Whether a living node besides its writer, or the PFS, has what the file holds; or, of another content than the one that lies
-        here, a state of it. What an open file held last nobody can know, and its writer, while it lives, goes on.
+        """Return whether the newest state of a file is safe.
+
+        It is if a living node besides its writer, or the PFS, has it. For a content other than the one on this node, any state of
+        it counts. Nobody can know the last state of an open file; its writer goes on while it lives.
         """
         remote_state = successor.state
         if remote_state is None or (is_same_content and remote_state.is_open and not successor.is_lost and successor.writer in view):
@@ -151,7 +160,7 @@ class Salvage:
         return on_pfs is not None and on_pfs.generation >= remote_state.generation and (on_pfs.is_complete or not is_same_content)
 
     def _has_rivals(self, held_copy: HeldCopy, shared: ContentLocations, view: ClusterView) -> bool:
-        """Whether another node that lives has a newer generation of it."""
+        """Return whether another living node has a newer generation."""
         newest, _ = shared.get_newest([node.number for node in view.nodes if node.number != self._cluster.node_number])
         return newest > held_copy.generation
 
@@ -205,7 +214,7 @@ class Salvage:
     # --- falling back to the PFS --------------------------------------------------------------------------------------
 
     def _answer_all(self, view: ClusterView) -> None:
-        """Decide for those who wait for it; what cannot be decided yet stays to be asked."""
+        """Decide for the callers that wait. What cannot be decided yet remains open."""
         for request in mover_requests.list_open(self._db, mover_requests.SALVAGE, at_most=BATCH_CONTENTS):
             is_shown = self._try_show_pfs(request.inode, view)
             if is_shown is not None:
@@ -213,9 +222,10 @@ class Salvage:
                 self._notify.wake_lanes()
 
     def _try_show_pfs(self, inode: int, view: ClusterView) -> bool | None:
-        """Have the file show what the PFS has of it, when no node that lives has any newer state. None: that is not certain yet.
+        """Let a file show what the PFS has, if no living node has a newer state.
 
-        A node that has one, and did not say so in that time, shows it all the same when it comes to it: see `_may_be_left`.
+        Returns None while that is uncertain. A node that has one and did not say so in time still shows it later: see
+        `_may_be_left`.
         """
         store = self._cluster.store
         file, on_pfs = locations.load_files(store, [inode]).get(inode), locations.load_pfs_state(store, inode)
@@ -248,7 +258,10 @@ class Salvage:
         return True
 
     def _show_pfs(self, inode: int, file: SharedFile, on_pfs: SharedPfsState, successor: ContentLocations) -> bool:
-        """Let the file show what the PFS has of it, if the store agrees; what was fsynced of an open file is the whole of it now."""
+        """Let the file show what the PFS has, if the store agrees.
+
+        The fsynced state of an open file becomes the whole file.
+        """
         if on_pfs.in_hand:
             return False
         salvaged = _build_salvaged(file, successor, None, on_pfs.generation)
@@ -267,7 +280,7 @@ class Salvage:
         return True
 
     def _is_already_shown(self, held_copy: HeldCopy, shared: ContentLocations, file: SharedFile) -> bool:
-        """Whether the store was told that the file holds this, and this node died before it wrote that down."""
+        """Return whether this node committed the change and died before it recorded that."""
         return (
             held_copy.is_current
             and held_copy.content.is_remote
@@ -314,7 +327,10 @@ class Salvage:
         return is_undecided
 
     def _restore_from_writer(self, inode: int, file: SharedFile, salvaged: dict[str, Any], view: ClusterView) -> bool:
-        """Show again what was missed, when its writer has it and the file was not written since. False: later."""
+        """Show the lost state again if its writer has it and the file was not written since.
+
+        Returns False if it is too early.
+        """
         node = view.by_number[salvaged["node"]]
         value = {name: held for name, held in file.value.items() if name != "missed"}
         if file.active_salvage is None:
@@ -343,7 +359,7 @@ class Salvage:
 
 
 def _is_candidate(held_copy: HeldCopy, shared: ContentLocations, file: SharedFile | None) -> bool:
-    """Whether the file of a content that lies here holds another one by now, or a later generation of it."""
+    """Return whether the file of a content on this node has another content or a later generation now."""
     remote_state = shared.state
     if remote_state is None or file is None or (file.content is None and file.pfs_generation is None):
         return False
@@ -357,19 +373,22 @@ def _is_candidate(held_copy: HeldCopy, shared: ContentLocations, file: SharedFil
 
 
 def _build_salvaged(file: SharedFile, successor: ContentLocations, shows: int | None, shown: int) -> dict[str, Any]:
-    """What `inode.missed` shall say (catalog/sharing/falling_back.py)."""
+    """Return the value of the field `missed` (see `coherence.salvage_records`)."""
     return {"node": successor.writer, **file.expected_state, "shows": shows, "shown": shown}
 
 
 def _is_same_state(generation: int, digest: bytes, remote_state: RemoteState) -> bool:
-    """Whether this generation is what was heard of a content: of one that was closed and not sealed the digest is not known."""
+    """Return whether a generation is the recorded state.
+
+    The record of a content that was closed but not sealed has no digest.
+    """
     return generation == remote_state.generation and (
         remote_state.digest == digest if remote_state.digest is not None else not remote_state.is_open
     )
 
 
 def _get_mtime_ns(content: Content, shared: ContentLocations, file: SharedFile) -> int:
-    """The file's time of change when it held this, as far as that is known."""
+    """Return the mtime of the file with this content, if known."""
     remote_state = shared.state
     if shared.superseded_mtime_ns is not None and remote_state is not None and remote_state.generation == content.generation:
         return shared.superseded_mtime_ns
@@ -381,7 +400,10 @@ def _list_content_items(items: Sequence[Item]) -> list[Item]:
 
 
 def _commit_if_unchanged(store: Store, compared: Sequence[Item], puts: Sequence[tuple[bytes, dict[str, Any] | None]]) -> int:
-    """Put these, None: delete it, while all that was compared is as it was read; the revision, 0 when something has changed."""
+    """Put these values (None: delete) if all that was read is unchanged.
+
+    Return the revision, 0 if something has changed.
+    """
     compares = [Compare(item.key, CompareTarget.MOD, "=", item.mod_revision) for item in compared]
     changes: list[Operation] = [Delete(key) if value is None else Put(key, keys.encode_fields(value)) for key, value in puts]
     outcome = store.commit(compares, changes, [Get(item.key) for item in compared])

@@ -40,7 +40,10 @@ transfer.declare_labels("host:open")
 
 
 class OpenFileSnapshots:
-    """The most recently requested snapshots of open files, and of deleted files that were not sealed. Thread-safe."""
+    """The latest snapshots of open files, and of deleted files that were not sealed.
+
+    Thread-safe.
+    """
 
     def __init__(self, db: Database, tiers: Tiers) -> None:
         self._db = db
@@ -49,7 +52,10 @@ class OpenFileSnapshots:
         self._snapshots: OrderedDict[tuple[int, bytes], OpenCopy] = OrderedDict()
 
     def take_snapshot(self, content: int) -> OpenCopy | None:
-        """What an open or doomed content holds now; None when it is neither, or lies where nobody else may read."""
+        """Return the present state of an open or doomed content.
+
+        Returns None for other contents, and where no other process may read.
+        """
         storage = self._find_storage(content)
         if storage is None:
             return None
@@ -73,7 +79,7 @@ class OpenFileSnapshots:
         return opened
 
     def open_snapshot(self, content: int, wanted_digest: bytes | None) -> tuple[OpenCopy, TierStorage] | None:
-        """The state of an open content that has this digest; None: nobody asked for one."""
+        """Open the snapshot of an open content with this digest. Returns None if nobody asked for it."""
         with self._lock:
             snapshot = None if wanted_digest is None else self._snapshots.get((content, wanted_digest))
         storage = self._find_storage(content)
@@ -127,7 +133,7 @@ class Host:
         return False
 
     def next_due_s(self) -> float | None:
-        """Until the next look."""
+        """Return the seconds until the next check."""
         return limits.RECEPTION_KEEP_S if self._incoming else None
 
     # --- receiving ---------------------------------------------------------------------------------------------------
@@ -160,7 +166,7 @@ class Host:
             self._busy_tokens.pop(content, None)
 
     def _validate_generation(self, offer: Offer) -> None:
-        """Refuse what is older than what is known here, and what somebody writes here just now."""
+        """Refuse older generations, and contents that are being written on this node."""
         known = get_content(self._db, offer.content)
         ahead = offer.generation - (0 if known is None else known.generation)
         if ahead > limits.GENERATIONS_AHEAD_MAX:
@@ -177,7 +183,7 @@ class Host:
             raise InvalidArgument("this generation of the content has another digest here")
 
     def _prepare_incoming(self, offer: Offer) -> IncomingCopy:
-        """What arrived of this content before, or a new file with what blocks are here already."""
+        """Return what came of this content before, or a new file with the blocks that this node has."""
         with self._lock:
             incoming = self._incoming.pop(offer.content, None)
         if incoming is None:
@@ -197,7 +203,7 @@ class Host:
         return incoming
 
     def _open_verified_copy(self, offer: Offer) -> tuple[TierStorage, int] | None:
-        """(place, descriptor) of a verified copy of exactly this; None when there is none."""
+        """Return (storage, descriptor) of a verified copy of exactly this content. Returns None without one."""
         try:
             opened, storage = self._open_copy(offer.content, offer.digest)
         except CopyNotFound:
@@ -221,7 +227,7 @@ class Host:
         incoming.copy_local_blocks()
 
     def finish_reception(self, token: int) -> bool:
-        """Every lacking block was written, and its digest was right as it arrived."""
+        """Finish a reception: every missing block was written, and its digest was right."""
         arriving = self._find_incoming(token)
         offer = arriving.offer
         try:
@@ -249,17 +255,17 @@ class Host:
         return is_counted
 
     def _record_copy(self, incoming: IncomingCopy, offer: Offer) -> bool:
-        """Make what is all there a copy that counts, under the content's own name."""
+        """Make a complete file a copy that counts, under the content's name."""
         if not incoming.has_whole_offer() or not self._verify_on_disk(incoming.storage, incoming.fd, offer):
             log.error("what arrived of content %d does not have the digest that was offered; it was thrown away", offer.content)
             return False
         storage = incoming.storage
-        # What the file held so far must not count any more before it is another one. What was written here since does not give way.
+        # The old copy stops counting before its file changes. What this node has written since is never replaced.
         with self._db.transaction():
             self._require_replaceable(offer)
             disk.act("host:outdated", remote_contents.mark_copies_stale, self._db, offer.content)
         with self._db.transaction():
-            # Only one generation of a content can arrive at a time. Who fetches it just now finds this one in its place.
+            # One generation of a content arrives at a time. A fetch that runs now finds this one in its place.
             self._require_replaceable(offer)
             disk.act("host:rename", storage.rename, incoming.reserved_id, offer.content)
             if not remote_contents.record_hosted_copy(self._db, _build_remote_state(offer), incoming.reserved_id, storage.tier):
@@ -281,7 +287,7 @@ class Host:
             peer_copies.insert_peer_copy(self._db, PeerCopy(offer.content, sender, offer.generation, offer.digest))
 
     def _require_replaceable(self, offer: Offer) -> None:
-        """Refuse when what is known here does not give way to what is offered any more: somebody wrote here meanwhile, or deleted it."""
+        """Refuse if this node has written or deleted the content since the offer began."""
         known = get_content(self._db, offer.content)
         if known is None:
             return
@@ -292,7 +298,7 @@ class Host:
             raise Busy("the content moved on")
 
     def _verify_on_disk(self, storage: TierStorage, fd: int, offer: Offer) -> bool:
-        """On a disk the bytes are read back from where they lie; in RAM they were written a moment ago by the one who checked them."""
+        """Read the bytes back from a disk. In RAM the receiver has just checked them."""
         if storage.tier is Tier.RAM:
             return True
         disk.act("host:fsync", os.fsync, fd)
@@ -301,14 +307,14 @@ class Host:
         return transfer.read(fd, label="host:check") == (offer.size, offer.digest, offer.blocks)
 
     def _drop_stale_copies(self, content: int, tier: Tier) -> None:
-        """Copies of the former generation in other tiers."""
+        """Drop copies of the previous generation in other tiers."""
         for copy in copies.list_copies(self._db, content):
             if copy.tier is not tier and copy.state is CopyState.STALE and copy.tier is not Tier.PFS and copy.tier in self._tiers:
                 copies.delete_copy(self._db, content, copy.tier)
                 self._tiers[copy.tier].remove(content)
 
     def abort_reception(self, token: int, *, keep_blocks: bool = True) -> None:
-        """The transfer ended early: what came is looked at again when the rest is offered."""
+        """End a transfer early. What came is used when the rest is offered."""
         try:
             arriving = self._find_incoming(token)
         except InvalidArgument:
@@ -331,7 +337,7 @@ class Host:
         raise InvalidArgument("no such transfer is under way")
 
     def _drop_idle(self) -> None:
-        """What nobody went on sending goes, the oldest first where there are too many."""
+        """Drop incoming copies whose sender stopped, and the oldest ones if there are too many."""
         now_s = time.monotonic()
         with self._lock:
             idle = sorted((one.idle_s, content) for content, one in self._incoming.items() if content not in self._busy_tokens)
@@ -344,7 +350,7 @@ class Host:
     # --- lending -----------------------------------------------------------------------------------------------------
 
     def open_copy(self, content: int, digest: bytes | None) -> OpenCopy:
-        """A copy to read from. It stays readable when it is dropped meanwhile."""
+        """Open a copy for reading. It stays readable if it is dropped meanwhile."""
         return self._open_copy(content, digest)[0]
 
     def _open_copy(self, number: int, digest: bytes | None) -> tuple[OpenCopy, TierStorage]:
@@ -355,7 +361,7 @@ class Host:
             and (opened := self._open_snapshots.open_snapshot(number, digest)) is not None
         ):
             return opened
-        # Of a doomed content only the bytes that a reader knows: whoever asks whether it is here still must hear that it goes.
+        # A doomed content is opened for readers that know it; for others it does not exist any more.
         accepted = {ContentState.SEALED: (None, known.digest), ContentState.DOOMED: (known.digest,)} if known is not None else {}
         if known is None or known.digest is None or digest not in accepted.get(known.state, ()):
             raise _build_not_found(known, f"content {number} is not here, or not in that state")
@@ -374,7 +380,10 @@ class Host:
         raise _build_not_found(known, f"no copy of content {number} is here")
 
     def seal_and_open(self, content: int, timeout_s: float) -> OpenCopy | None:
-        """Wait until a content that is closed here is sealed. Of one that is still written, or was deleted: what it holds now."""
+        """Wait until a closed content is sealed, then open it.
+
+        For a content that is still written, or was deleted, open its present state.
+        """
         until_s = time.monotonic() + min(timeout_s, limits.SEAL_REQUEST_MAX_S)
         while True:
             known = get_content(self._db, content)
@@ -404,7 +413,7 @@ class Host:
     def release_copies(self, contents: Sequence[int]) -> None:
         """Note contents that a peer reports as unneeded. The reconcile step asks the store before it drops them."""
         with self._lock:
-            # What is too much is found by the next sweep.
+            # The next sweep finds the rest.
             self.reported_unneeded.update(contents[: max(0, limits.UNCONFIRMED_MAX - len(self.reported_unneeded))])
         self._notify.wake_lanes()
 
@@ -413,7 +422,7 @@ class Host:
         return self._quota.get_largest_free_bytes()
 
     def close(self) -> None:
-        """Give back what is arriving."""
+        """Give up what is arriving."""
         with self._lock:
             unfinished, self._incoming = list(self._incoming.values()), {}
         for incoming in unfinished:
@@ -437,7 +446,10 @@ def _validate_offer(offer: Offer) -> None:
 
 
 def _build_not_found(known: Content | None, message: str) -> CopyNotFound:
-    """What this node wrote itself is not gone because it cannot be lent."""
+    """Return the error for a missing copy.
+
+    A content that this node wrote is not gone because it cannot be opened for a peer.
+    """
     is_own = known is not None and not known.is_remote and known.state is not ContentState.DOOMED
     return CopyUnavailable(message) if is_own else CopyNotFound(message)
 
