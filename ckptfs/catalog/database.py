@@ -19,7 +19,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
@@ -79,16 +79,19 @@ class Database:
         defer_checkpoints: bool = False,
         clustered: bool = False,
         hooks: ConnectionHooks | None = None,
+        holds_back: Callable[[bytes, bytes], bool] | None = None,
     ) -> None:
         """Open `path`, which `create` made. Raises CatalogDamaged or CatalogTooNew without changing anything.
 
         `journalled`: changes are recorded for a PFS. `defer_checkpoints`: leave it to other processes to copy the log into the database,
         which waits for the disk, as long as they do so. `clustered`: sealed contents may need copies on other nodes. `hooks`: mark the
-        keys that this node shares with others.
+        keys that this node shares with others. `holds_back(directory, name)`: retention rules hold back from the PFS what is made there;
+        None if no rule does.
         """
         self.path = path
         self.is_journalled = journalled
         self.is_clustered = clustered
+        self.holds_back = holds_back
         self._hooks = hooks
         self._log_pages = limits.WAL_PAGES_MAX * (limits.WAL_MOUNT_FACTOR if defer_checkpoints else 1)
         self._local = threading.local()

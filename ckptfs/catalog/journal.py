@@ -59,12 +59,13 @@ def append(
     new_name: bytes | None = None,
     content: int | None = None,
 ) -> None:
-    """Record a change for the PFS in the change's own transaction. Without a PFS it does nothing."""
+    """Record a change for the PFS in the change's own transaction. Without a PFS, and for what is held back from it, it does nothing."""
     if not db.is_journalled:
         return
     db.run(
         "INSERT INTO journal (op, inode, parent, name, new_parent, new_name, content, at_ns, mode)"
-        " VALUES (?1,?2,?3,?4,?5,?6,?7,?8, coalesce((SELECT mode FROM inode WHERE id = ?2), 0))",
+        " SELECT ?1,?2,?3,?4,?5,?6,?7,?8, coalesce((SELECT mode FROM inode WHERE id = ?2), 0)"
+        " WHERE NOT EXISTS (SELECT 1 FROM pfs_hold WHERE inode = ?2)",
         op, inode, parent, name, new_parent, new_name, content, time.time_ns(),
     )  # fmt: skip
 
@@ -129,6 +130,7 @@ def insert_missing(db: Database, at_most: int) -> int:
             "SELECT c.inode, c.id FROM content c JOIN inode i ON i.id = c.inode AND i.content = c.id AND i.nlink > 0"
             " WHERE c.remote = 0 AND c.state = 2 AND EXISTS (SELECT 1 FROM copy WHERE content = c.id AND copy.state = 1)"
             " AND NOT EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = c.inode AND p.generation = c.generation AND p.complete = 1)"
+            " AND NOT EXISTS (SELECT 1 FROM pfs_hold WHERE inode = c.inode)"
             " AND NOT EXISTS (SELECT 1 FROM journal j WHERE j.inode = c.inode AND j.content = c.id) ORDER BY c.id LIMIT ?",
             at_most,
         )
@@ -275,7 +277,8 @@ def _has_unrecorded(db: Database) -> bool:
     """Return True if the journal and the PFS lack anything that was made while there was no PFS."""
     query = (
         "SELECT 1 FROM inode i WHERE i.id <> ? AND i.nlink > 0 AND NOT EXISTS (SELECT 1 FROM pfs_entry WHERE inode = i.id)"
-        " AND NOT EXISTS (SELECT 1 FROM journal WHERE inode = i.id AND op = 'make') LIMIT 1"
+        " AND NOT EXISTS (SELECT 1 FROM journal WHERE inode = i.id AND op = 'make')"
+        " AND NOT EXISTS (SELECT 1 FROM pfs_hold WHERE inode = i.id) LIMIT 1"
     )
     return db.value(query, ROOT) is not None
 

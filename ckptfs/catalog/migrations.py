@@ -114,6 +114,8 @@ CREATE INDEX content_absent ON content (id) WHERE remote = 0 AND announce_state 
 DROP TABLE resend_key;
 CREATE INDEX xattr_series ON xattr (inode) WHERE name = x'636b707466732e736572696573';
 CREATE TABLE set_candidate (directory INTEGER PRIMARY KEY, at_ns INTEGER NOT NULL);
+CREATE TABLE pfs_hold (inode INTEGER PRIMARY KEY);
+CREATE TABLE retired (content INTEGER PRIMARY KEY, at_ns INTEGER NOT NULL);
 """
 
 

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from ckptfs import limits
-from ckptfs.catalog import contents, identity, inodes, journal
+from ckptfs.catalog import contents, identity, inodes, journal, pfs_hold
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import INODE_COLUMNS_JOINED, build_inode, get
 from ckptfs.catalog.inodes import get_path as get_path
@@ -171,6 +171,7 @@ def create(
     made = db.insert(_INSERT_INODE, number, mode, uid, gid, rdev, links, size, now, now, now, now, target, home, history)
     _insert_entry(db, parent, name, made)
     _record_directory_change(db, parent, now, 1 if directory else 0)
+    pfs_hold.hold_new(db, made, parent, name)
     journal.append(db, "make", made, parent=parent, name=name)
     return Inode(made, mode, uid, gid, rdev, links, size, now, now, now, target, None, 0, home, True, history)
 
@@ -204,7 +205,7 @@ def link(db: Database, inode: int, parent: int, name: bytes, *, allow_unimported
     _insert_entry(db, parent, name, inode)
     db.run("UPDATE inode SET nlink=nlink+1, history=history+?, ctime_ns=? WHERE id=?", history, row.ctime_ns if history else now, inode)
     _record_directory_change(db, parent, now)
-    journal.append(db, "link", inode, parent=parent, name=name)
+    pfs_hold.record_link(db, inode, parent, name)
     return inodes.get(db, inode)
 
 
@@ -268,6 +269,7 @@ def _delete_inode(db: Database, inode: int) -> list[int]:
     if doomed:
         db.run(f"UPDATE content SET state=? WHERE {known}", ContentState.DOOMED, inode)
     db.run("DELETE FROM xattr WHERE inode=?", inode)
+    db.run("DELETE FROM pfs_hold WHERE inode=?", inode)
     db.run("DELETE FROM inode WHERE id=?", inode)
     return doomed
 
@@ -380,11 +382,12 @@ def _move_entry(db: Database, parent: int, name: bytes, source: Inode, new_paren
     replaced = 1 if target is not None and target.is_directory else 0
     _record_parent_changes(db, now, parent, -moved, new_parent, moved - replaced)
     _set_parent(db, now, source, new_parent)
-    journal.append(db, "rename", source.id, parent=parent, name=name, new_parent=new_parent, new_name=new_name)
+    pfs_hold.record_rename(db, source, parent, name, new_parent, new_name, target)
 
 
 def _exchange_entries(db: Database, parent: int, name: bytes, source: Inode, new_parent: int, new_name: bytes, target: Inode) -> None:
     now = time.time_ns()
+    pfs_hold.release_exchanged(db, source.id, new_parent, target.id, parent)
     db.run("UPDATE entry SET child=? WHERE parent=? AND name=?", target.id, parent, name)
     db.run("UPDATE entry SET child=? WHERE parent=? AND name=?", source.id, new_parent, new_name)
     more = int(target.is_directory) - int(source.is_directory)

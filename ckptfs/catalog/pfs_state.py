@@ -87,7 +87,7 @@ def find_unpublished(db: Database, after: int) -> tuple[int, int] | None:
         "SELECT c.inode, c.id FROM content c JOIN inode i ON i.id = c.inode AND i.content = c.id AND i.nlink > 0"
         " WHERE c.id > ? AND c.remote = 0 AND c.state = 2 AND EXISTS (SELECT 1 FROM copy WHERE content = c.id AND copy.state = 1)"
         " AND NOT EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = c.inode AND p.generation = c.generation AND p.complete = 1)"
-        " ORDER BY c.id LIMIT 1",
+        " AND NOT EXISTS (SELECT 1 FROM pfs_hold WHERE inode = c.inode) ORDER BY c.id LIMIT 1",
         after,
     )
     return None if row is None else (row[0], row[1])

@@ -214,6 +214,15 @@ CREATE TRIGGER pfs_file_updated AFTER UPDATE ON pfs_file WHEN EXISTS (SELECT 1 F
 BEGIN INSERT OR IGNORE INTO scan_dirty_name SELECT parent, name FROM pfs_entry WHERE inode = NEW.inode; END;
 CREATE INDEX pfs_file_pfs_inode ON pfs_file (pfs_inode); -- names of one file on the PFS become names of one inode
 
+-- What retention rules hold back from the PFS: its changes have no rows in the journal, see pfs_hold.py.
+CREATE TABLE pfs_hold (inode INTEGER PRIMARY KEY);
+
+-- Contents that retention rules keep on the PFS only: the evict step drops their copies on this node.
+CREATE TABLE retired (
+    content INTEGER PRIMARY KEY,         -- which one
+    at_ns INTEGER NOT NULL               -- since when
+);
+
 -- Requests of the mount and of commands to the mover. A wake-up of the mover is a hint; the row is the request.
 CREATE TABLE mover_request (
     id INTEGER PRIMARY KEY AUTOINCREMENT, -- the order of the requests

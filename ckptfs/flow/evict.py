@@ -3,7 +3,7 @@
 Takes: tiers above their high watermark, and a RAM tier in which the next content would not fit.
 Leaves: tiers below their low watermark, as far as P5 allows. Prepared files go first: they hold nothing. Then copies that are whole
 elsewhere are dropped, and others move from RAM to NVMe. A file on the PFS counts as whole after `check_pfs` has read it back, unless
-`pfs_verify=false`.
+`pfs_verify=false`. Contents that retention rules keep on the PFS only leave both tiers even if there is room.
 If we die here: a copy's row is deleted before its file, which is then a leftover. An unfinished move leaves a FILLING row. No copy is lost.
 
 The kernel writes to backing files without a notification. While writers are open, the free space is therefore polled: often while it
@@ -15,7 +15,7 @@ import os
 import time
 
 from ckptfs import cgroups, disk, lifecycle, limits, procfs
-from ckptfs.catalog import copies, remote_contents, summary
+from ckptfs.catalog import copies, remote_contents, retention_state, summary
 from ckptfs.catalog.contents import count_writers, get_file_record, get_largest_recent_size, is_unchanged, mark_lost
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get_shown_path
@@ -37,6 +37,7 @@ NVME_LOW = 0.90
 IDLE_S = 1.0
 POLL_FIRST_S = 0.25
 POLL_LAST_S = 5.0
+RETIRED_POLL_S = 60.0
 
 
 class Evict:
@@ -62,14 +63,16 @@ class Evict:
         """Make some room in each full tier. Return True if there is more to do at once."""
         self._raise_limit()
         self._demand = summary.get_space_demand(self._db)
-        more = [self._make_room(tier) for tier in self._watermarks if tier in self._tiers]
+        tiers = [tier for tier in self._watermarks if tier in self._tiers]
+        more = [self._drop_retired(self._tiers[tier]) for tier in tiers] + [self._make_room(tier) for tier in tiers]
         return any(more)
 
     def next_due_s(self) -> float | None:
         """Return the seconds until the next poll: short while free space shrinks. Without writers, until the first deferred tier."""
         if not count_writers(self._db) and not self._stuck:
             self._poll_s, self._last_free = POLL_FIRST_S, -1
-            return min((max(0.0, self._idle_until_s[tier] - time.monotonic()) for tier in self._deferred), default=None)
+            waits = [max(0.0, self._idle_until_s[tier] - time.monotonic()) for tier in self._deferred]
+            return min(waits, default=RETIRED_POLL_S if retention_state.has_retired(self._db) else None)
         free = self._tiers[Tier.RAM].get_capacity().free
         self._poll_s = min(2 * self._poll_s, POLL_LAST_S) if free == self._last_free else POLL_FIRST_S
         self._last_free = free
@@ -142,6 +145,11 @@ class Evict:
             copies.delete_copy(self._db, number, storage.tier)
             local_copies.remove_unrecorded(self._db, storage, number)
         return len(stale)
+
+    def _drop_retired(self, storage: TierStorage) -> bool:
+        """Drop copies that retention rules do not want in this tier. Return True if there may be more."""
+        found = retention_state.list_retired(self._db, storage.tier, at_most=BATCH_CONTENTS, pfs_verify=self._config.pfs_verify)
+        return bool(found) and self._drop(storage, found) == BATCH_CONTENTS
 
     def _drop_evictable(self, storage: TierStorage, excess: int) -> int:
         """Drop copies of contents that are whole elsewhere, up to `excess` bytes. Return their number."""

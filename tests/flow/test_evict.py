@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from local_node import MIB, Node, in_process
 
-from ckptfs import disk
-from ckptfs.catalog import copies
+from ckptfs import disk, limits
+from ckptfs.catalog import copies, retention_state
 from ckptfs.flow.evict import TROUBLE, Evict
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ContentState, CopyState, Tier
@@ -324,3 +324,39 @@ def test_a_tmpfs_is_really_enlarged_and_keeps_what_is_in_it(tmp_path: Path) -> N
 def test_an_enlargement_that_is_refused_is_an_error_with_words(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="cannot be enlarged"):
         space.resize_ram(tmp_path, 192 * MIB)
+
+
+# --- retention rules (D5) ---------------------------------------------------------------------------------------------
+
+
+def retire(node: Node, leaving: list[int], staying: list[int]) -> None:
+    inodes = [[node.inode(content) for content in contents] for contents in (leaving, staying)]
+    retention_state.record_retired(node.db, *inodes)
+
+
+@pytest.mark.parametrize("tier", [Tier.RAM, Tier.NVME])
+def test_what_rules_keep_on_the_pfs_only_leaves_though_there_is_room(node: Node, tier: Tier) -> None:
+    """P5: not before it is there."""
+    contents = filled(node, 6, tier=tier, room=100)
+    retire(node, contents[:4], contents[3:])
+    settle(evict(node))
+    assert node.files(tier) == set(contents), "nothing is on the PFS yet"
+    node.publish(*contents)
+    settle(evict(node))
+    assert node.files(tier) == set(contents[3:])
+
+
+def test_a_file_that_is_fetched_again_stays_while_it_is_used(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = filled(node, 2, room=100, published=True)
+    retire(node, contents, [])
+    handle = node.db.insert("INSERT INTO handle (inode, content, writer) VALUES (?, ?, 0)", node.inode(contents[0]), contents[0])
+    node.db.run("UPDATE copy SET used_ns = ? WHERE content = ?", time.time_ns() + 1000, contents[1])
+    step = evict(node)
+    settle(step)
+    assert node.files(Tier.RAM) == set(contents) and step.next_due_s() is not None
+    node.db.run("DELETE FROM handle WHERE id = ?", handle)
+    settle(step)
+    assert node.files(Tier.RAM) == {contents[1]}
+    monkeypatch.setattr(limits, "RETIRED_REST_S", -1.0)
+    settle(step)
+    assert node.files(Tier.RAM) == set()

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from write_back_world import CHANGES, Killed, Mount, Refusal, Tree, intercepted, killed_at, memory, pfs_tree, rest
 
-from ckptfs.catalog import namespace
+from ckptfs.catalog import namespace, pfs_hold
 from ckptfs.errors import TierUnavailable
 
 Step = tuple[Any, ...]
@@ -255,3 +255,47 @@ def test_the_end_is_exact_whatever_is_rewritten_and_killed(steps: list[Step]) ->
 )
 def test_the_rest_is_there_and_nothing_is_lost(steps: list[Step], refused: set[bytes], calls: set[str]) -> None:
     play(RefusedWorld(refused, calls), steps)
+
+
+# --- what retention rules hold back (D7) ------------------------------------------------------------------------------
+
+
+def is_held_place(directory: bytes, name: bytes) -> bool:
+    return name in (b"d", b"f") or (directory, name) == (b"e", b"a")
+
+
+def list_shown(mount: Mount) -> Tree:
+    """What the PFS should show: all but what is held."""
+    shown: Tree = {}
+    for path, entry in mount.tree().items():
+        inodes = [mount.number(path[:end]) for end in range(1, len(path) + 1) if path[end : end + 1] in (b"", b"/")]
+        if not any(pfs_hold.is_held(mount.db, inode) for inode in inodes):
+            shown[path] = entry
+        else:
+            assert pfs_hold.is_held(mount.db, inodes[-1]), f"{path!r} is not held, but something above it is"
+    return shown
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=no_health_checks)
+@given(st.lists(st.one_of(*changes, st.tuples(st.just("release"), names), st.just(("write back",))), max_size=25))
+def test_whatever_an_application_does_the_pfs_shows_all_but_what_is_held(steps: list[tuple[Any, ...]]) -> None:
+    world = Application(rewrite=True)
+    mount = world.mount
+    try:
+        mount.db.holds_back = is_held_place
+        for name, *values in steps:
+            if name == "write back":
+                mount.settle()
+            elif name == "release":
+                with contextlib.suppress(OSError), mount.db.transaction():
+                    pfs_hold.release_tree(mount.db, mount.number(values[0]))
+            else:
+                world.change(name, *values)
+        mount.settle()
+        assert mount.on_pfs() == list_shown(mount)
+        with mount.db.transaction():
+            mount.db.holds_back = None
+            pfs_hold.release_misplaced(mount.db)
+        mount.settle_exactly()
+    finally:
+        world.close()

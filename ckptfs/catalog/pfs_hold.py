@@ -1,0 +1,116 @@
+"""What is held back from the PFS (D7): table `pfs_hold`.
+
+If a retention rule sends only some sets of a series to the PFS, all that is made in the place of such a set is held. Changes of what is
+held append no journal rows, so the PFS does not know it, and write-back is not behind because of it. `release` appends the rows that make
+it on the PFS as it is then. A set is released when it is chosen, a file when it gets a name in another place.
+
+Functions that change rows join the caller's transaction.
+
+Invariants:
+- The PFS shows nothing that is held.
+- What lies in a directory that is held is held.
+"""
+
+import stat
+
+from ckptfs.catalog import journal
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.inodes import get_path
+from ckptfs.model import Inode
+
+
+def is_held(db: Database, inode: int) -> bool:
+    """Return True if the PFS is not to show an inode now."""
+    return db.value("SELECT 1 FROM pfs_hold WHERE inode = ?", inode) is not None
+
+
+def is_left_out(db: Database, inode: int) -> bool:
+    """Return True if something at or below a held inode belongs to a complete set: that was not chosen for the PFS."""
+    tree = "WITH RECURSIVE tree(id) AS (VALUES (?) UNION SELECT child FROM entry JOIN tree ON entry.parent = tree.id)"
+    held = f"{tree} SELECT 1 FROM tree JOIN pfs_hold h ON h.inode = tree.id JOIN inode i ON i.id = tree.id AND i.history > 0 LIMIT 1"
+    return db.value(held, inode) is not None
+
+
+def count_held(db: Database) -> tuple[int, int]:
+    """Return (number, bytes) of the files of applications that are held."""
+    count, size = db.row(
+        f"SELECT count(*), coalesce(sum(i.size), 0) FROM pfs_hold h JOIN inode i ON i.id = h.inode AND i.nlink > 0"
+        f" WHERE i.mode & {0o170000} = {stat.S_IFREG}"
+    ) or (0, 0)
+    return int(count), int(size)
+
+
+def hold_new(db: Database, inode: int, parent: int, name: bytes) -> None:
+    """Hold an inode that was just made under a name, if its place asks for that."""
+    if db.holds_back is not None and _is_place_held(db, parent, name):
+        db.run("INSERT OR IGNORE INTO pfs_hold (inode) VALUES (?)", inode)
+
+
+def hold_like(db: Database, inode: int, like: int) -> None:
+    """Hold an inode that takes over the names of another one, if that is held."""
+    db.run("INSERT OR IGNORE INTO pfs_hold (inode) SELECT ? FROM pfs_hold WHERE inode = ?", inode, like)
+
+
+def _is_place_held(db: Database, parent: int, name: bytes) -> bool:
+    return is_held(db, parent) or (db.holds_back is not None and db.holds_back(get_path(db, parent), name))
+
+
+def record_link(db: Database, inode: int, parent: int, name: bytes) -> None:
+    """Record a further name of an inode for the PFS. What has a name in a place that is not held is not held, and in no held directory."""
+    if db.holds_back is not None and is_held(db, inode):
+        if not _is_place_held(db, parent, name):
+            release(db, inode)
+        return
+    release(db, parent)
+    journal.append(db, "link", inode, parent=parent, name=name)
+
+
+def record_rename(db: Database, source: Inode, parent: int, name: bytes, new_parent: int, new_name: bytes, target: Inode | None) -> None:
+    """Record for the PFS that `source` was renamed and has replaced `target`."""
+    if db.holds_back is not None and is_held(db, source.id):
+        if not _is_place_held(db, new_parent, new_name):
+            release_tree(db, source.id)
+        elif target is not None:
+            journal.append(db, "rmdir" if target.is_directory else "unlink", target.id, parent=new_parent, name=new_name)
+        return
+    release(db, new_parent)
+    journal.append(db, "rename", source.id, parent=parent, name=name, new_parent=new_parent, new_name=new_name)
+
+
+def release_exchanged(db: Database, *inodes: int) -> None:
+    """Release the two inodes that are about to exchange their names, and the two directories: the journal orders what follows."""
+    for inode in inodes if db.holds_back is not None else ():
+        (release_tree if inode in inodes[::2] else release)(db, inode)
+
+
+def release_tree(db: Database, inode: int) -> None:
+    """Release an inode and all below it."""
+    release(db, inode)
+    for (child,) in db.rows("SELECT child FROM entry WHERE parent = ? ORDER BY cookie", inode):
+        release_tree(db, child)
+
+
+def release(db: Database, inode: int) -> None:
+    """Have the PFS show an inode as it is now, with the directories that lead to it."""
+    if not is_held(db, inode):
+        return
+    names = [(row[0], bytes(row[1])) for row in db.rows("SELECT parent, name FROM entry WHERE child = ? ORDER BY cookie", inode)]
+    for parent, _ in names:
+        release(db, parent)
+    db.run("DELETE FROM pfs_hold WHERE inode = ?", inode)
+    for parent, name in names:
+        journal.append(db, "make" if (parent, name) == names[0] else "link", inode, parent=parent, name=name)
+    content = db.value("SELECT k.id FROM inode i JOIN content k ON k.id = i.content WHERE i.id = ? AND k.state IN (1, 2)", inode)
+    if content is not None:
+        journal.append(db, "content", inode, content=content)
+
+
+def release_misplaced(db: Database) -> None:
+    """Release what the rules, which may have changed, do not hold back any more."""
+    tops = db.rows(
+        "SELECT h.inode, e.parent, e.name FROM pfs_hold h JOIN entry e ON e.child = h.inode"
+        " WHERE e.parent NOT IN (SELECT inode FROM pfs_hold)"
+    )
+    for inode, parent, name in tops:
+        if not _is_place_held(db, parent, bytes(name)):
+            release_tree(db, inode)

@@ -1,0 +1,120 @@
+"""What retention rules have decided and need to know: chosen and expiring sets, what was read back, and retired contents.
+
+A set that was chosen for the PFS, or whose names in the application's directories are being deleted, has an internal attribute.
+
+Retired contents (D5, table `retired`): a rule keeps the newest sets of a series in RAM and NVMe. The mount process marks the contents of
+the others, and the evict step drops their copies as soon as no promise needs them, even if there is room. A content that is fetched again
+stays until it was not opened for `RETIRED_REST_S`.
+
+Functions that change rows join the caller's transaction.
+"""
+
+import json
+import time
+from collections.abc import Iterable
+
+from ckptfs import limits
+from ckptfs.catalog import pfs_hold
+from ckptfs.catalog.content_rows import CONTENT_COLUMNS, build_content
+from ckptfs.catalog.copies import IS_SAFE_ELSEWHERE
+from ckptfs.catalog.database import Database
+from ckptfs.model import Content, Tier
+
+CHOSEN_XATTR = b"ckptfs.pfs"
+EXPIRING_XATTR = b"ckptfs.expiring"
+_TREE = "WITH RECURSIVE tree(top, id) AS ({} UNION ALL SELECT tree.top, e.child FROM tree JOIN entry e ON e.parent = tree.id)"
+_SETS = "SELECT value, value FROM json_each(?)"
+
+
+def _list_marked(db: Database, series: int, name: bytes) -> set[int]:
+    rows = db.rows("SELECT e.child FROM entry e JOIN xattr x ON x.inode = e.child AND x.name = ? WHERE e.parent = ?", name, series)
+    return {row[0] for row in rows}
+
+
+def _mark(db: Database, set_directory: int, name: bytes) -> None:
+    db.run("INSERT OR REPLACE INTO xattr (inode, name, value) VALUES (?, ?, ?)", set_directory, name, b"1")
+
+
+def list_chosen(db: Database, series: int) -> set[int]:
+    """Return the directories of the sets of a series that were chosen for the PFS."""
+    return _list_marked(db, series, CHOSEN_XATTR)
+
+
+def mark_chosen(db: Database, set_directory: int) -> None:
+    """Choose a set for the PFS: nothing of it is held back any more."""
+    _mark(db, set_directory, CHOSEN_XATTR)
+    pfs_hold.release_tree(db, set_directory)
+
+
+def list_expiring(db: Database, series: int) -> set[int]:
+    """Return the directories of the sets whose names in the application's directories are being deleted."""
+    return _list_marked(db, series, EXPIRING_XATTR)
+
+
+def mark_expiring(db: Database, set_directory: int) -> None:
+    """Record that deleting the names of a set in the application's directories has begun: it goes on after a crash."""
+    _mark(db, set_directory, EXPIRING_XATTR)
+
+
+def list_unchecked(db: Database, set_directories: Iterable[int]) -> set[int]:
+    """Return those sets of which a file that this node wrote back was not read back from the PFS yet."""
+    rows = db.rows(
+        f"{_TREE.format(_SETS)} SELECT DISTINCT tree.top FROM tree JOIN inode i ON i.id = tree.id JOIN content k ON k.id = i.content"
+        " AND k.remote = 0 JOIN pfs_file p ON p.inode = i.id AND p.checked_ns = 0"
+        " WHERE EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1 AND c.tier <> 'pfs')",
+        json.dumps([*set_directories]),
+    )  # fmt: skip
+    return {row[0] for row in rows}
+
+
+def is_in_use(db: Database, directories: Iterable[int]) -> bool:
+    """Return True if a process has anything at or below these inodes open."""
+    found = f"{_TREE.format(_SETS)} SELECT 1 FROM tree JOIN handle h ON h.inode = tree.id LIMIT 1"
+    return db.value(found, json.dumps([*directories])) is not None
+
+
+def get_changed_ns(db: Database, inodes: Iterable[int]) -> int:
+    """Return when something at or below these inodes was changed last."""
+    found = f"{_TREE.format(_SETS)} SELECT max(max(i.mtime_ns, i.ctime_ns)) FROM tree JOIN inode i ON i.id = tree.id"
+    return int(db.value(found, json.dumps([*inodes])) or 0)
+
+
+def list_names_below(db: Database, directory: int) -> list[tuple[int, bytes]]:
+    """Return (directory, name) of all that is below a directory; what is in a directory comes before it."""
+    found = []
+    for name, child, is_directory in db.rows(
+        f"SELECT e.name, e.child, i.mode & {0o170000} = {0o040000} FROM entry e JOIN inode i ON i.id = e.child WHERE e.parent = ?",
+        directory,
+    ):
+        found += list_names_below(db, child) if is_directory else []
+        found.append((directory, bytes(name)))
+    return found
+
+
+# --- retired contents -------------------------------------------------------------------------------------------------
+
+
+def record_retired(db: Database, leaving: Iterable[int], staying: Iterable[int]) -> None:
+    """Mark the contents of sets that are to leave RAM and NVMe, but for those that sets which stay have, too."""
+    files = f"{_TREE.format(_SETS)} SELECT i.content FROM tree JOIN inode i ON i.id = tree.id WHERE i.content IS NOT NULL"
+    with db.transaction():
+        db.run(f"INSERT OR IGNORE INTO retired (content, at_ns) SELECT content, {time.time_ns()} FROM ({files})", json.dumps([*leaving]))
+        db.run(f"DELETE FROM retired WHERE content IN ({files})", json.dumps([*staying]))
+        db.run("DELETE FROM retired WHERE content NOT IN (SELECT id FROM content)")
+
+
+def has_retired(db: Database) -> bool:
+    """Return True if any content is retired."""
+    return db.value("SELECT 1 FROM retired LIMIT 1") is not None
+
+
+def list_retired(db: Database, tier: Tier, *, at_most: int, pfs_verify: bool = True) -> list[Content]:
+    """Return retired contents with a copy in `tier` that no promise needs and no process has open."""
+    rows = db.rows(
+        f"SELECT {CONTENT_COLUMNS} FROM retired s JOIN copy c ON c.content = s.content AND c.tier = ? JOIN content k ON k.id = s.content"
+        " WHERE c.state = 1 AND k.state = 2 AND (c.used_ns <= s.at_ns OR c.used_ns < ?) AND k.inode NOT IN (SELECT inode FROM handle)"
+        f" AND NOT EXISTS (SELECT 1 FROM copy f WHERE f.content = k.id AND f.state = 0)"
+        f" AND {IS_SAFE_ELSEWHERE.format(pfs_verify=int(pfs_verify))} LIMIT ?",
+        tier, time.time_ns() - int(limits.RETIRED_REST_S * 1e9), at_most,
+    )  # fmt: skip
+    return [build_content(row) for row in rows]
