@@ -33,7 +33,7 @@ from ckptfs.clique.peer_api import ContentManifest, PeerBusy, PeerCorrupt, PeerF
 from ckptfs.errors import Busy, CkptfsError, DigestMismatch, StoreRefused, StoreUnreachable
 from ckptfs.flow.fetch.fetch_progress import BlockProgress, FetchProgress, choose_pause_s
 from ckptfs.model import Content, ContentState, CopyState, Tier
-from ckptfs.tiers import local_copies, transfer
+from ckptfs.tiers import local_copies, reflink, transfer
 from ckptfs.tiers.storage import Tiers, TierStorage
 
 log = logging.getLogger(__name__)
@@ -315,6 +315,7 @@ class _MissingBlocks:
     """The blocks that the file still lacks. Holes are not fetched."""
 
     def __init__(self, manifest: ContentManifest) -> None:
+        self._size = manifest.size
         self._digests = digest.split_digests(manifest.blocks)
         self.numbers = [number for number, wanted in enumerate(self._digests) if wanted != digest.ZERO_BLOCK]
 
@@ -331,10 +332,15 @@ class _MissingBlocks:
         self.numbers = remaining
 
     def _copy_block(self, source: int, target: int, number: int) -> bool:
-        data = os.pread(source, limits.BLOCK_BYTES, number * limits.BLOCK_BYTES)
+        """Put a block of the older file in place, if it is right. Files in the same tier share it, where they can."""
+        start = number * limits.BLOCK_BYTES
+        length = min(limits.BLOCK_BYTES, self._size - start)
+        is_shared = reflink.try_clone_range(source, start, target, start, length)
+        data = os.pread(target if is_shared else source, limits.BLOCK_BYTES, start)
         if digest.hash_block(data) != self._digests[number]:
             return False
-        disk.write_all("fetch:peer:write", target, data, number * limits.BLOCK_BYTES)
+        if not is_shared:
+            disk.write_all("fetch:peer:write", target, data, start)
         return True
 
 

@@ -24,7 +24,7 @@ from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.peer_api import UNKNOWN_BLOCK, Offer
 from ckptfs.errors import Busy, CkptfsError, NoSpace, StoreRefused, StoreUnreachable
 from ckptfs.model import Tier
-from ckptfs.tiers import space, transfer
+from ckptfs.tiers import reflink, space, transfer
 from ckptfs.tiers.space import Capacity
 from ckptfs.tiers.storage import Tiers, TierStorage
 
@@ -127,14 +127,23 @@ class IncomingCopy:
             if wanted:
                 with contextlib.suppress(FileNotFoundError), disk.closing(storage.open(content)) as fd:
                     for number in wanted:
-                        self._copy_block(buffer.read(fd, index[digests[number]]), number, digests[number])
+                        self._take_block(storage, fd, index[digests[number]], number, digests[number], buffer)
                 self._find_missing(digests)
 
-    def _copy_block(self, data: memoryview, number: int, wanted: bytes) -> None:
-        """Put a block of another file in place, if it is what it is said to be."""
-        if digest.hash_block(data) == wanted:
+    def _take_block(self, storage: TierStorage, source: int, there: int, number: int, wanted: bytes, buffer: "_BlockBuffer") -> None:
+        """Put a block of another file in place, if it is what it is said to be. In the same tier the files share it, where they can."""
+        is_shared = storage.tier is self.storage.tier is not Tier.RAM and self._share_block(source, there, number)
+        data = buffer.read(self.fd, number) if is_shared else buffer.read(source, there)
+        if digest.hash_block(data) != wanted:
+            return
+        if not is_shared:
             disk.write_all("host:write", self.fd, data, number * limits.BLOCK_BYTES)
-            self._present[number] = wanted
+        self._present[number] = wanted
+
+    def _share_block(self, source: int, there: int, number: int) -> bool:
+        start = number * limits.BLOCK_BYTES
+        length = min(limits.BLOCK_BYTES, self.offer.size - start)
+        return reflink.try_clone_range(source, there * limits.BLOCK_BYTES, self.fd, start, length)
 
     def mark_received(self) -> None:
         """All that was lacking is in place, and right."""

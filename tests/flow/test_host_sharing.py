@@ -1,0 +1,83 @@
+"""H5, P4: blocks of an incoming copy that this node has on NVMe already are stored once there, and are verified where they lie."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from clique_world import MIB, LocalCluster, Node, offer_of
+from loop_disk import SHARING, mounted
+from write_back_world import intercepted
+
+from ckptfs import disk, limits
+from ckptfs.model import CopyState, Tier
+from ckptfs.tiers import reflink
+
+pytestmark = pytest.mark.root
+BLOCK = limits.BLOCK_BYTES
+FROZEN = os.urandom(3 * BLOCK)
+TAIL = os.urandom(77)
+
+
+@pytest.fixture(scope="module", params=SHARING)
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with mounted(request.param, tmp_path_factory.mktemp("sharing")) as found:
+        yield found
+
+
+@pytest.fixture
+def two(place: Path) -> Iterator[LocalCluster]:
+    """The second node has no room in RAM, and has got step_10 already."""
+    cluster = LocalCluster(place / "cluster", 2, nvme=True)
+    other = cluster.nodes[1]
+    other.squeeze(Tier.RAM, MIB)
+    other.hold_anew()
+    yield cluster
+    shutil.rmtree(place / "cluster")
+
+
+def send(cluster: LocalCluster, name: bytes, data: bytes) -> tuple[int, int]:
+    """(content, bytes that moved)."""
+    one, other = cluster.nodes
+    content = one.written(name, data)
+    with disk.closing(one.tiers[Tier.RAM].open(content)) as fd:
+        return content, one.peers.send(other.member, offer_of(one, content), fd).bytes_moved
+
+
+def count_shared(node: Node, *contents: int) -> int:
+    descriptors = [node.tiers[Tier.NVME].open(content) for content in contents]
+    try:
+        return reflink.measure(descriptors).shared
+    finally:
+        for fd in descriptors:
+            os.close(fd)
+
+
+def test_blocks_that_are_here_are_neither_sent_nor_written(two: LocalCluster) -> None:
+    first, _ = send(two, b"step_10", FROZEN + os.urandom(BLOCK) + TAIL)
+    labels: list[str] = []
+    data = FROZEN + os.urandom(BLOCK) + TAIL
+    with intercepted(labels.append):
+        second, moved = send(two, b"step_20", data)
+    assert moved == BLOCK and "host:write" not in labels
+    other = two.nodes[1]
+    assert other.data(second, Tier.NVME) == data
+    assert other.copies(second) == {Tier.NVME: CopyState.GOOD}
+    assert count_shared(other, first, second) >= len(FROZEN) + len(TAIL)
+
+
+def test_a_block_that_went_bad_here_is_sent(two: LocalCluster) -> None:
+    """It was put in place and read back there; what the peer sends then takes a place of its own."""
+    data = FROZEN + TAIL
+    first, _ = send(two, b"step_10", data)
+    other = two.nodes[1]
+    path = other.path(first, Tier.NVME)
+    with open(path, "r+b") as file:
+        file.seek(BLOCK + 5)
+        file.write(bytes([data[BLOCK + 5] ^ 1]))
+    rotten = path.read_bytes()
+    second, moved = send(two, b"step_20", data)
+    assert moved == BLOCK
+    assert other.data(second, Tier.NVME) == data
+    assert path.read_bytes() == rotten, "nothing was written through into the other file"
