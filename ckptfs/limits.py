@@ -339,6 +339,9 @@ RECEPTION_KEEP_S = 300.0
 # Recent contents, and their blocks (256 GiB), that are searched for blocks of an incoming one.
 BLOCK_SOURCES_MAX = 256
 BLOCK_SOURCES_BLOCKS_MAX = 64 * KIB
+# Blocks (512 GiB) that are known as ones that others may share; smaller contents are not worth it.
+SHARED_BLOCKS_MAX = 128 * KIB
+SHARED_BYTES_MIN = 256 * KIB
 # A peer waits at most this long for a closed content to be sealed; SEAL_REQUEST_S is the wait that this node asks for.
 SEAL_REQUEST_MAX_S = 30.0
 SEAL_REQUEST_S = 10.0

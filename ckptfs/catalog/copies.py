@@ -137,6 +137,17 @@ def list_evictable(db: Database, tier: Tier, *, elsewhere: bool, at_most: int, p
     return [build_content(row) for row in rows]
 
 
+def list_verified_on_nvme(db: Database, after: tuple[int, int], at_most: int) -> list[tuple[int, int]]:
+    """Return (when it was verified, content) of the good copies on NVMe that come after such a pair."""
+    rows = db.rows(
+        "SELECT verified_ns, content FROM copy INDEXED BY copy_verified"
+        " WHERE tier = 'nvme' AND state = 1 AND (verified_ns, content) > (?, ?)"
+        " ORDER BY verified_ns, content LIMIT ?",
+        *after, at_most,
+    )  # fmt: skip
+    return [(row[0], row[1]) for row in rows]
+
+
 def has_unchecked(db: Database) -> bool:
     """Return True if the PFS shows a content of this node that was not read back."""
     return db.value(f"SELECT 1{_UNCHECKED} AND c.tier <> 'pfs' LIMIT 1") is not None

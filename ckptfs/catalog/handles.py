@@ -40,6 +40,11 @@ def list_all(db: Database) -> list[Handle]:
     return [Handle(row[0], row[1], row[2], bool(row[3]), row[4], row[5]) for row in db.rows(f"SELECT {_COLUMNS} FROM handle ORDER BY id")]
 
 
+def list_contents(db: Database) -> set[int]:
+    """Return the contents that processes on this node have open."""
+    return {row[0] for row in db.rows("SELECT DISTINCT content FROM handle WHERE content IS NOT NULL")}
+
+
 def is_open(db: Database, inode: int) -> bool:
     """Return True if a process on this node has the file open."""
     return db.value("SELECT 1 FROM handle WHERE inode = ? LIMIT 1", inode) is not None

@@ -5,11 +5,13 @@
 the PFS and its commit the PFS is ahead of the catalog: code that follows these names must compare what it reaches with the fingerprint.
 """
 
+import json
 import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptfs import digest, limits
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import INTERNAL_XATTR_PREFIX
 from ckptfs.model import ROOT
@@ -296,3 +298,34 @@ def delete_stale_times(db: Database, directories: Iterable[int]) -> None:
     with db.transaction():
         for directory in directories:
             db.run("DELETE FROM pfs_stale_times WHERE directory = ?", directory)
+
+
+def mark_sharing(db: Database, inodes: Iterable[int]) -> None:
+    """Record that these files share blocks with others on the PFS."""
+    with db.transaction():
+        db.run("UPDATE pfs_file SET sharing = 1 WHERE inode IN (SELECT value FROM json_each(?))", json.dumps([*inodes]))
+
+
+def count_sharing(db: Database) -> tuple[int, ...]:
+    """Return numbers that differ if files that share blocks came or went."""
+    return tuple(db.row("SELECT count(*), total(inode), total(generation) FROM pfs_file WHERE sharing = 1") or ())
+
+
+def count_shared_bytes(db: Database) -> int:
+    """Return how many bytes the PFS does not store because files that this node knows share blocks there."""
+    shared, seen = 0, {digest.ZERO_BLOCK}
+    for size, blocks in db.rows("SELECT size, blocks FROM pfs_file WHERE sharing = 1 AND blocks IS NOT NULL"):
+        numbers = {block: number for number, block in enumerate(digest.split_digests(blocks))}
+        shared += sum(
+            min(limits.BLOCK_BYTES, size - numbers[block] * limits.BLOCK_BYTES) for block in seen & numbers.keys() - {digest.ZERO_BLOCK}
+        )
+        seen |= numbers.keys()
+    return shared
+
+
+def list_recent_blocks(db: Database, size_min: int, at_most: int) -> list[tuple[int, bytes]]:
+    """Return (inode, block digests) of the newest files on the PFS of at least `size_min` bytes, the newest first."""
+    rows = db.rows(
+        "SELECT inode, blocks FROM pfs_file WHERE size >= ? AND length(blocks) > 0 ORDER BY mtime_ns DESC LIMIT ?", size_min, at_most
+    )
+    return [(row[0], row[1]) for row in rows]

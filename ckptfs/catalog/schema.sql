@@ -95,6 +95,7 @@ CREATE TABLE copy (
 ) WITHOUT ROWID;
 CREATE INDEX copy_stashed_for ON copy (stashed_for) WHERE stashed_for IS NOT NULL;
 CREATE INDEX copy_used ON copy (tier, used_ns) WHERE state = 1; -- eviction takes the least recently used
+CREATE INDEX copy_verified ON copy (verified_ns) WHERE tier = 'nvme' AND state = 1; -- sharing blocks takes the last verified
 CREATE INDEX copy_bad ON copy (state, tier, used_ns) WHERE state <> 1; -- for queries with the same condition
 
 -- Verified copies on other nodes, as far as this one knows: of contents that it sent or looked for. Empty without a cluster.
@@ -206,8 +207,10 @@ CREATE TABLE pfs_file (
     pfs_inode INTEGER NOT NULL,          -- st_ino on the PFS
     digest BLOB,                         -- xxh3-128 over the blocks' digests; NULL: imported and never read
     blocks BLOB,                         -- its blocks' digests, joined; NULL like digest
-    checked_ns INTEGER NOT NULL DEFAULT 0 -- when the file on the PFS was last read and found to have this digest
+    checked_ns INTEGER NOT NULL DEFAULT 0, -- when the file on the PFS was last read and found to have this digest
+    sharing INTEGER NOT NULL DEFAULT 0   -- 1: write-back let it share blocks with another file on the PFS
 );
+CREATE INDEX pfs_file_sharing ON pfs_file (generation) WHERE sharing = 1; -- whether a figure has to be counted again
 CREATE TRIGGER pfs_file_inserted AFTER INSERT ON pfs_file WHEN EXISTS (SELECT 1 FROM scan WHERE importing = 0)
 BEGIN INSERT OR IGNORE INTO scan_dirty_name SELECT parent, name FROM pfs_entry WHERE inode = NEW.inode; END;
 CREATE TRIGGER pfs_file_updated AFTER UPDATE ON pfs_file WHEN EXISTS (SELECT 1 FROM scan WHERE importing = 0)

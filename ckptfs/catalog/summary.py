@@ -376,6 +376,16 @@ def record_pfs_speed(db: Database, size_bytes: int, seconds: float) -> None:
         set_report(db, "pfs_speed", {"bytes_per_s": (before + speed) / 2 if before else speed})
 
 
+def set_shared_on_pfs(db: Database, size: int) -> None:
+    """Record how many bytes the PFS does not store because files share blocks there."""
+    set_report(db, "shared:pfs", {"bytes": size})
+
+
+def get_shared_on_pfs(db: Database) -> int:
+    """Return what `set_shared_on_pfs` recorded last; 0 if it did not."""
+    return next((int(json.loads(text)["bytes"]) for _, text, _ in list_reports(db, "shared:pfs")), 0)
+
+
 def set_report(db: Database, key: str, value: Mapping[str, Any] | None) -> None:
     """Set the report under `key`. It keeps its time until an error comes or goes. None deletes it."""
     with db.transaction():

@@ -32,10 +32,11 @@ from ckptfs.tiers.space import Capacity
 from ckptfs.tiers.tier_root import TierRoot
 
 log = logging.getLogger(__name__)
-disk.declare_labels("health:write", "place:create", "place:reserve", "place:open", "place:remove", "place:rename")
+disk.declare_labels("health:write", "place:create", "place:reserve", "place:open", "place:remove", "place:rename", "place:shared")
 PFS_WORK_DIRECTORY = ".ckptfs"
 GIVEN_UP = "given-up"
 """A file of this name in the NVMe directory confirms that the previous device will not come back."""
+_SHARED = "shared-bytes"
 _NO_RESERVATIONS: Mapping[Tier, int] = {}
 _PFS_CAPACITY = {Tier.PFS: Capacity(limits.FILE_BYTES_MAX, limits.FILE_BYTES_MAX)}
 _KEEP_SIZE = 0x01
@@ -193,6 +194,20 @@ class TierStorage(TierRoot):
                     with contextlib.suppress(ValueError):
                         yield int(entry.name, 16)
 
+    def record_shared_bytes(self, size: int) -> None:
+        """Record for all processes how many bytes the filesystem does not store because contents share blocks."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        with disk.closing(disk.open_file("place:shared", _SHARED, flags, dir_fd=self.directory)) as fd:
+            os.write(fd, b"%d" % size)
+
+    def get_shared_bytes(self) -> int:
+        """Return what `record_shared_bytes` recorded last; 0 if it did not."""
+        try:
+            with open(_SHARED, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, dir_fd=self.directory)) as file:
+                return int(file.read(limits.STATFS_UNIT_BYTES) or b"0")
+        except (OSError, ValueError):
+            return 0
+
     def fsync_directory(self) -> None:
         """Make the names of the files durable."""
         os.fsync(self.directory)
@@ -263,6 +278,8 @@ class TierStorage(TierRoot):
             for content in self.contents():
                 found = self.stat(content)
                 used += found.st_blocks * 512 if found else 0
+            if self.tier is Tier.NVME:
+                used = max(0, used - self.get_shared_bytes())  # A block that files share counts in each of them.
             self._measured_used = (time.monotonic(), used)
             self._measuring_s, self._grown_bytes = time.monotonic() - began_s, self._growing_bytes
         return used + self._grown_bytes

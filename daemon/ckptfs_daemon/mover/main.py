@@ -29,6 +29,7 @@ from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.recover import Recover
 from ckptfs.flow.scan import Scan
 from ckptfs.flow.seal import Seal
+from ckptfs.flow.share_blocks import ShareBlocks
 from ckptfs.flow.wait_level import WaitLevel
 from ckptfs.flow.write_back import WriteBack
 from ckptfs.model import Notifier, Tier
@@ -141,6 +142,7 @@ class _Flows:
             ("reclaim", Reclaim(db, tiers, config, notify, LOCAL_TIERS)),
             ("wait level", WaitLevel(db, tiers, config, notify)),
             ("prepare", self._prepare),
+            ("blocks", ShareBlocks(db, tiers)),
         ]
         if config.pfs is not None:
             self._lanes += [

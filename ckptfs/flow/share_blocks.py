@@ -1,0 +1,266 @@
+"""The share step: blocks that contents on NVMe have in common are stored once, and the bytes that this saves are counted.
+
+Takes: sealed contents with a verified copy on NVMe, in the order of their verification; the newest blocks of others, by digest.
+Leaves: the same files. Equal blocks lie in one place on the device, if its filesystem can share them (XFS, btrfs).
+If we die here: nothing is lost, and the next mover begins again. It recognises what is shared already by its place, without reading it.
+
+The kernel compares the bytes under its locks and shares only what is equal, so neither a wrong digest nor a writer does harm. What differs
+despite equal digests is wrong in one of the two copies: that copy is quarantined (P4). The pages of the older file are dropped before, so
+it is the device that is compared: the good blocks of a new content never give way to ones that have gone bad.
+
+This is the least urgent work of the mover. It takes at most half of one thread's time, gives way to seals for a while, and leaves alone
+what a process has open, because the kernel locks both files while it compares.
+"""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ckptfs import digest, disk, limits
+from ckptfs.catalog import contents, copies, handles, pfs_state, summary
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.inodes import get_shown_path
+from ckptfs.model import Content, ContentState, CopyState, Tier
+from ckptfs.tiers import reflink
+from ckptfs.tiers.block_index import BlockIndex
+from ckptfs.tiers.reflink import Sharing
+from ckptfs.tiers.storage import Tiers, TierStorage
+
+log = logging.getLogger(__name__)
+
+disk.declare_labels("share:read")
+
+BATCH_COPIES = 64
+PIECE_BLOCKS = 16
+"""Blocks between two looks at what is more urgent."""
+YIELD_S = 10.0
+"""How long seals go first. A content that cannot be sealed for days holds up nothing."""
+OPEN_RETRY_S = 30.0
+DEFERRED_MAX = 1024
+MEASURE_S = 5.0
+MEASURE_RATIO = 20
+"""Measuring takes at most this part of the time."""
+
+
+@dataclass(slots=True)
+class _Work:
+    """A content in hand. `left`: (block, file with an equal block, block in that file)."""
+
+    content: Content
+    left: list[tuple[int, int, int]]
+    has_skipped: bool = False
+
+
+@dataclass(slots=True)
+class _Measure:
+    """When and of what state a figure was taken."""
+
+    due_s: float = 0.0
+    state: tuple[int, ...] = ()
+    shared_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Queue:
+    """What is to be looked at: all after the cursor (when a copy was verified, its content), and what was open, with when to look again."""
+
+    cursor: tuple[int, int] = (0, limits.FILE_BYTES_MAX)
+    listed: list[int] = field(default_factory=list)
+    deferred: dict[int, float] = field(default_factory=dict)
+
+
+class ShareBlocks:
+    """Shares the blocks of contents on NVMe, and measures what is shared there and on the PFS."""
+
+    def __init__(self, db: Database, tiers: Tiers) -> None:
+        self._db = db
+        self._tiers = tiers
+        self._index = BlockIndex()
+        self._queue = _Queue()
+        self._work: _Work | None = None
+        self._can_share: bool | None = None
+        self._resume_s = 0.0
+        self._yields_until_s: float | None = None
+        self._is_pending = False
+        self._shared_blocks = 0
+        self._measured_nvme = _Measure()
+        self._measured_pfs = _Measure()
+
+    def step(self) -> bool:
+        """Look at one piece of one content, or measure. Return False: the pause after it is part of the step."""
+        began_s = time.monotonic()
+        if began_s < self._resume_s:
+            return False
+        self._measure_pfs(began_s)
+        storage = self._tiers.get(Tier.NVME)
+        if storage is None or self._must_yield(began_s):
+            return False
+        try:
+            self._is_pending = self._is_possible(storage) and self._share_piece(storage)
+            if self._can_share and not self._is_pending:
+                self._measure_nvme(storage, began_s)
+            self._resume_s = 2 * time.monotonic() - began_s
+        except OSError as failure:
+            storage.record_failure(failure)
+            log.info("%s: blocks are not shared: %s; trying the next content soon", storage.root, failure)
+            self._work, self._is_pending, self._resume_s = None, True, began_s + limits.TIER_RETRY_S
+        return False
+
+    def next_due_s(self) -> float | None:
+        """Return the seconds until the next piece, until a file that was open is looked at again, or until bytes are measured again."""
+        now_s = time.monotonic()
+        dues = [self._resume_s] if self._is_pending else list(self._queue.deferred.values())
+        if self._measured_nvme.shared_bytes:  # Deleted files wake no lane.
+            dues.append(max(self._measured_nvme.due_s, now_s + MEASURE_S))
+        return max(0.0, min(dues) - now_s) if dues else None
+
+    def _is_possible(self, storage: TierStorage) -> bool:
+        if self._can_share is None:
+            self._can_share = reflink.is_possible_in(storage.directory)
+            log.info("%s: %s", storage.root, "equal blocks are stored once" if self._can_share else "the filesystem cannot share blocks")
+        return self._can_share
+
+    def _must_yield(self, now_s: float) -> bool:
+        """Return True while contents wait for their seal, but for `YIELD_S` at most."""
+        if not summary.count_unsealed(self._db):
+            self._yields_until_s = None
+            return False
+        if self._yields_until_s is None:
+            self._yields_until_s = now_s + YIELD_S
+        if now_s >= self._yields_until_s:
+            return False
+        self._is_pending, self._resume_s = True, now_s + limits.RETRY_FIRST_S
+        return True
+
+    # --- what to look at ---------------------------------------------------------------------------------------------
+
+    def _share_piece(self, storage: TierStorage) -> bool:
+        """Share some blocks of the content in hand, or take the next content. Return False if there is none."""
+        if self._work is None:
+            self._work = self._take_next()
+            return self._work is not None
+        work = self._work
+        open_contents = handles.list_contents(self._db)
+        if work.content.id in open_contents:
+            self._defer(work.content.id)
+            self._work = None
+            return True
+        piece, work.left = work.left[:PIECE_BLOCKS], work.left[PIECE_BLOCKS:]
+        with contextlib.ExitStack() as stack:
+            try:
+                target = stack.enter_context(disk.closing(storage.open(work.content.id)))
+            except FileNotFoundError:
+                self._work = None
+                return True
+            for number, other, there in piece:
+                if other in open_contents:
+                    work.has_skipped = True
+                    continue
+                with contextlib.suppress(FileNotFoundError), disk.closing(storage.open(other)) as source:
+                    self._share_block(storage, work.content, target, number, source, (other, there))
+        if not work.left:
+            self._finish(work)
+        return True
+
+    def _take_next(self) -> _Work | None:
+        """Return the next content that has blocks of others; None if there is none."""
+        while self._queue.listed or self._list_next():
+            content = contents.get_content(self._db, self._queue.listed.pop(0))
+            if content is None or content.state is not ContentState.SEALED or content.size < limits.SHARED_BYTES_MIN:
+                continue
+            blocks = content.block_digests or b""
+            places = {number: place for number, place in self._index.find(blocks).items() if place[0] != content.id}
+            if places:
+                return _Work(content, [(number, *place) for number, place in sorted(places.items())])
+            self._index.add(content.id, blocks)
+        return None
+
+    def _list_next(self) -> bool:
+        """List contents that were not looked at yet, or were open. Return False if there are none."""
+        queue, now_s = self._queue, time.monotonic()
+        again = [number for number, due_s in queue.deferred.items() if due_s <= now_s]
+        for number in again:
+            del queue.deferred[number]
+        found = copies.list_verified_on_nvme(self._db, queue.cursor, BATCH_COPIES)
+        queue.cursor = found[-1] if found else queue.cursor
+        queue.listed = again + [number for _, number in found]
+        return bool(queue.listed)
+
+    def _defer(self, content: int) -> None:
+        if len(self._queue.deferred) < DEFERRED_MAX:
+            self._queue.deferred[content] = time.monotonic() + OPEN_RETRY_S
+
+    def _finish(self, work: _Work) -> None:
+        """Let others share with this content. If it needs blocks of files that were open, it is looked at again instead."""
+        self._work = None
+        if work.has_skipped:
+            self._defer(work.content.id)
+        else:
+            self._index.add(work.content.id, work.content.block_digests or b"")
+
+    # --- one block ---------------------------------------------------------------------------------------------------
+
+    def _share_block(self, storage: TierStorage, content: Content, target: int, number: int, source: int, place: tuple[int, int]) -> None:
+        start, there = number * limits.BLOCK_BYTES, place[1] * limits.BLOCK_BYTES
+        length = min(limits.BLOCK_BYTES, content.size - start)
+        if reflink.list_extents(source, there, length) == reflink.list_extents(target, start, length):
+            return
+        found = reflink.deduplicate(source, there, target, start, length)
+        if found is Sharing.SHARED:
+            self._shared_blocks += 1
+        elif found is Sharing.DIFFERENT:
+            self._quarantine_if_bad(storage, place[0], place[1])
+            self._quarantine_if_bad(storage, content.id, number)
+
+    def _quarantine_if_bad(self, storage: TierStorage, number: int, block: int) -> None:
+        """Quarantine a copy if a block of it, read from the device, has not its sealed digest."""
+        content = contents.get_content(self._db, number)
+        if content is None or content.state is not ContentState.SEALED:
+            return
+        with disk.closing(storage.open(number)) as fd:
+            os.posix_fadvise(fd, block * limits.BLOCK_BYTES, limits.BLOCK_BYTES, os.POSIX_FADV_DONTNEED)
+            data = disk.act("share:read", os.pread, fd, limits.BLOCK_BYTES, block * limits.BLOCK_BYTES)
+        expected = digest.split_digests(content.block_digests or b"")[block : block + 1]
+        if [digest.hash_block(data)] == expected or not contents.is_unchanged(self._db, content):
+            return
+        copies.set_copy_state(self._db, number, storage.tier, CopyState.QUARANTINED)
+        path = get_shown_path(self._db, content.inode)
+        log.error("%s: the copy in %s is quarantined: its digest differs in block %d", path, storage.tier, block)
+        if contents.mark_lost(self._db, content):
+            log.error("%s: lost: no copy has the sealed digest; reads fail with EIO", path)
+
+    # --- what is shared ----------------------------------------------------------------------------------------------
+
+    def _measure_nvme(self, storage: TierStorage, now_s: float) -> None:
+        """Measure what sharing saves on NVMe if files came or went. The filesystem tells, so deleted files never count."""
+        state = (os.fstat(storage.directory).st_mtime_ns, self._shared_blocks)
+        if state == self._measured_nvme.state or now_s < self._measured_nvme.due_s:
+            return
+        shared_bytes = reflink.measure(_open_all(storage)).shared
+        storage.record_shared_bytes(shared_bytes)
+        self._measured_nvme = _Measure(_get_next_s(now_s), state, shared_bytes)
+
+    def _measure_pfs(self, now_s: float) -> None:
+        """Count what sharing saves on the PFS if files that share blocks came or went. Does not touch the PFS."""
+        if now_s < self._measured_pfs.due_s:
+            return
+        state = pfs_state.count_sharing(self._db)
+        if state != self._measured_pfs.state:
+            summary.set_shared_on_pfs(self._db, pfs_state.count_shared_bytes(self._db))
+        self._measured_pfs = _Measure(_get_next_s(now_s), state)
+
+
+def _get_next_s(began_s: float) -> float:
+    """Return when to measure again."""
+    now_s = time.monotonic()
+    return now_s + max(MEASURE_S, MEASURE_RATIO * (now_s - began_s))
+
+
+def _open_all(storage: TierStorage) -> Iterator[int]:
+    """Yield a descriptor of each content, one at a time."""
+    for number in storage.contents():
+        with contextlib.suppress(FileNotFoundError), disk.closing(storage.open(number)) as fd:
+            yield fd
