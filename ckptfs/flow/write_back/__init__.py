@@ -46,6 +46,7 @@ from ckptfs.flow.write_back.deferred import (
 from ckptfs.flow.write_back.plan import Planner, format_path
 from ckptfs.flow.write_back.plan_facts import PlannedFile, SourceKind
 from ckptfs.flow.write_back.plan_shared import SetAside, SharedPlanner
+from ckptfs.flow.write_back.shared_blocks import PfsBlocks
 from ckptfs.flow.write_back.stage import Staged, Stager, Unfit, Unsealed, Unstable, build_batch
 from ckptfs.model import ROOT, Level, Notifier, Tier
 from ckptfs.tiers import pfs_identity, pfs_ownership
@@ -84,6 +85,7 @@ class WriteBack:
         self._tree = None if config.pfs is None else PfsTree(config.pfs)
         self._instance = journal.get_instance_id(db)
         self._coordination = None if cluster is None or self._tree is None else ClusterWriteBack(db, cluster, self._instance, self._tree)
+        self._pfs_blocks = PfsBlocks(db, config.pfs)
         self._pacing = CopyPacing(0.0 if config.fsync is Level.PFS else PAUSE_RATIO)
         self._deferred = DeferredFiles(lambda key, value: summary.set_report(db, key, value))
         self._facts = CatalogFacts(db, self._pacing, self._deferred)
@@ -311,7 +313,7 @@ class WriteBack:
             pfs_batch.delete_batch(self._db)
 
     def _build_stager(self, tree: PfsTree) -> Stager:
-        return Stager(self._db, self._tiers, tree, self._report_progress)
+        return Stager(self._db, self._tiers, tree, self._pfs_blocks, self._report_progress)
 
     def _stage_files(self, stager: Stager, planner: Planner) -> dict[int, Staged]:
         staged: dict[int, Staged] = {}
@@ -443,6 +445,7 @@ class WriteBack:
             with self._db.transaction():
                 pfs_batch.record_batch_done(self._db, batch, found)
                 disk.act("write_back:finish", lambda: None)
+        self._pfs_blocks.record(batch.published_rows)
         if batch.published_rows:
             self._db.persist()  # A file that is told to be on the PFS must not be lost with the last seconds of the catalog.
             self._notify.wake_lanes()

@@ -29,6 +29,7 @@ from ckptfs.errors import Busy
 from ckptfs.flow.write_back.deferred import SourceFailed
 from ckptfs.flow.write_back.plan import Planner
 from ckptfs.flow.write_back.plan_facts import PlannedFile, SourceKind
+from ckptfs.flow.write_back.shared_blocks import PfsBlocks
 from ckptfs.model import Content, ContentState, CopyState, Inode, Tier
 from ckptfs.tiers import pfs_ownership, pfs_sync, transfer
 from ckptfs.tiers.pfs_tree import PfsTree, find_stat
@@ -72,11 +73,14 @@ class Staged:
 class Stager:
     """Makes the temporary files of one plan."""
 
-    def __init__(self, db: Database, tiers: Tiers, tree: PfsTree, progress: Callable[[int, str, int, int], None]) -> None:
+    def __init__(
+        self, db: Database, tiers: Tiers, tree: PfsTree, pfs_blocks: PfsBlocks, progress: Callable[[int, str, int, int], None]
+    ) -> None:
         """`progress(inode, path, copied bytes, size in bytes)` is called every fourth block."""
         self._db = db
         self._tiers = tiers
         self.tree = tree
+        self._pfs_blocks = pfs_blocks
         self._progress = progress
         self._path = ""
         self._open: list[tuple[int, PfsAction, int]] = []
@@ -209,6 +213,7 @@ class Stager:
 
     def _fill_sealed(self, fd: int, content: Content) -> transfer.ContentDigests:
         """Copy from the first copy that has the digest; quarantine those that have not."""
+        self._pfs_blocks.clone_into(fd, content.inode, content.size, content.block_digests or b"")
         refusal: SourceFailed | None = None
         for tier in self._list_readable_tiers(content):
             try:
@@ -236,7 +241,12 @@ class Stager:
         raise Busy("no copy of the content is left")
 
     def _fill_early(self, fd: int, content: Content) -> transfer.ContentDigests:
-        """Copy while the seal lane reads the same content for its digest, then wait for the seal."""
+        """Copy while the seal lane reads the same content for its digest, then wait for the seal.
+
+        If the PFS may have some of its blocks, the digests come first.
+        """
+        if self._pfs_blocks.has_any(fd, content.size):
+            return self._fill_sealed(fd, self._wait_for_seal(content))
         tiers = self._list_readable_tiers(content)
         if not tiers:
             raise Unsealed("the content has no readable copy")
@@ -244,14 +254,20 @@ class Stager:
             copied = self._copy(fd, content, tiers[0])
         except _BadCopy as failure:
             raise Unsealed(str(failure.__cause__)) from failure
+        if self._wait_for_seal(content).digest != copied[1]:
+            raise Unsealed("the content was sealed with another digest")
+        return copied
+
+    def _wait_for_seal(self, content: Content) -> Content:
+        """Return the content as it was sealed. Raises Unsealed if that takes too long, or if it was deleted or opened for writing."""
         deadline_s = time.monotonic() + limits.EARLY_SEAL_WAIT_S
         while (now := contents.get_content(self._db, content.id)) == content:
             if time.monotonic() > deadline_s:
                 raise Unsealed("the seal takes too long")
             time.sleep(limits.EARLY_SEAL_POLL_S)
-        if now is None or now.change != content.change or (now.size, now.digest) != copied[:2]:
-            raise Unsealed("the content was sealed with another digest, deleted or opened for writing")
-        return copied
+        if now is None or now.change != content.change or now.digest is None:
+            raise Unsealed("the content was deleted or opened for writing")
+        return now
 
     def _list_readable_tiers(self, content: Content) -> list[Tier]:
         return [copy.tier for copy in list_copies(self._db, content.id) if copy.state is CopyState.GOOD and copy.tier in self._tiers]
