@@ -153,7 +153,7 @@ class Link(_message.Message):
     def __init__(self, node: _Optional[str] = ..., waiting_files: _Optional[int] = ..., waiting_bytes: _Optional[int] = ..., sending_files: _Optional[int] = ..., sending_bytes: _Optional[int] = ..., rtt_s: _Optional[float] = ..., bytes_per_s: _Optional[float] = ..., failed_recently: _Optional[bool] = ...) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("name", "path", "budget_bytes", "used_bytes", "free_bytes", "contents", "health", "prepared_bytes")
+    __slots__ = ("name", "path", "budget_bytes", "used_bytes", "free_bytes", "contents", "health", "prepared_bytes", "shared_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +162,7 @@ class TierStatus(_message.Message):
     CONTENTS_FIELD_NUMBER: _ClassVar[int]
     HEALTH_FIELD_NUMBER: _ClassVar[int]
     PREPARED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     path: str
     budget_bytes: int
@@ -170,7 +171,8 @@ class TierStatus(_message.Message):
     contents: int
     health: str
     prepared_bytes: int
-    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., budget_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., contents: _Optional[int] = ..., health: _Optional[str] = ..., prepared_bytes: _Optional[int] = ...) -> None: ...
+    shared_bytes: int
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., budget_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., contents: _Optional[int] = ..., health: _Optional[str] = ..., prepared_bytes: _Optional[int] = ..., shared_bytes: _Optional[int] = ...) -> None: ...
 
 class WriteBack(_message.Message):
     __slots__ = ("dirty_bytes", "dirty_files", "changes", "lag_s", "unsealed_files", "current_path", "current_copied_bytes", "current_size_bytes")
@@ -494,7 +496,7 @@ class Capacity(_message.Message):
     def __init__(self, tiers: _Optional[_Iterable[_Union[TierCapacity, _Mapping]]] = ..., clustered: _Optional[bool] = ..., replication_factor: _Optional[int] = ..., node: _Optional[str] = ..., memory: _Optional[_Union[ServiceMemory, _Mapping]] = ...) -> None: ...
 
 class TierCapacity(_message.Message):
-    __slots__ = ("name", "path", "total_bytes", "used_bytes", "free_bytes", "held_bytes", "share_bytes", "usable_bytes", "usable_for_peers_bytes", "prepared_bytes")
+    __slots__ = ("name", "path", "total_bytes", "used_bytes", "free_bytes", "held_bytes", "share_bytes", "usable_bytes", "usable_for_peers_bytes", "prepared_bytes", "shared_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -505,6 +507,7 @@ class TierCapacity(_message.Message):
     USABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
     USABLE_FOR_PEERS_BYTES_FIELD_NUMBER: _ClassVar[int]
     PREPARED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     path: str
     total_bytes: int
@@ -515,7 +518,8 @@ class TierCapacity(_message.Message):
     usable_bytes: int
     usable_for_peers_bytes: int
     prepared_bytes: int
-    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., total_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ..., share_bytes: _Optional[int] = ..., usable_bytes: _Optional[int] = ..., usable_for_peers_bytes: _Optional[int] = ..., prepared_bytes: _Optional[int] = ...) -> None: ...
+    shared_bytes: int
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., total_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ..., share_bytes: _Optional[int] = ..., usable_bytes: _Optional[int] = ..., usable_for_peers_bytes: _Optional[int] = ..., prepared_bytes: _Optional[int] = ..., shared_bytes: _Optional[int] = ...) -> None: ...
 
 class AdoptRequest(_message.Message):
     __slots__ = ("last",)

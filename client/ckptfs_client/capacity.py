@@ -174,10 +174,11 @@ def build_tier_table(capacity: "pb.Capacity") -> Any:
     """Build the table of this node's tiers."""
     from rich.markup import escape
 
-    grid = render.build_grid("tier", "total>", "used>", "prepared>", "free>", "held for peers>", "share of peers>", "where")
+    grid = render.build_grid("tier", "total>", "used>", "shared>", "prepared>", "free>", "held for peers>", "share of peers>", "where")
     for tier in capacity.tiers:
         known = tier.total_bytes > 0
         figures = [render.format_size(value) if known else "-" for value in (tier.total_bytes, tier.used_bytes)]
+        figures.append(render.format_size(tier.shared_bytes) if tier.shared_bytes else "-")
         figures.append(render.format_size(tier.prepared_bytes) if tier.name == RAM else "-")
         figures.append(render.format_size(tier.free_bytes) if known else "-")
         peers = [

@@ -157,6 +157,7 @@ class StatusFigures:
         answer = pb.TierStatus(name=tier.value, path=str(self._root(tier)), contents=count, health=str(health.get("state", "normal")))
         if tier is Tier.PFS:
             answer.budget_bytes, answer.free_bytes = int(health.get("total", 0)), int(health.get("free", 0))
+            answer.shared_bytes = summary.get_shared_on_pfs(self._db)
             if answer.health == "normal" and self._is_pfs_full():
                 answer.health = "full"  # A full tier answers well, and its figures are some seconds old.
             return answer
@@ -168,7 +169,9 @@ class StatusFigures:
                 capacity = space.add_free(storage.get_capacity(), doomed_bytes)
                 answer.budget_bytes, answer.free_bytes = capacity.total, capacity.free
                 answer.prepared_bytes = self._tiers.prepared.get_bytes() if tier is Tier.RAM else 0
-                used_bytes = _get_used_bytes(storage.root) if os.path.ismount(storage.root) else self._bytes.get()[tier]
+                answer.shared_bytes = storage.get_shared_bytes()
+                is_own_filesystem = os.path.ismount(storage.root)
+                used_bytes = _get_used_bytes(storage.root) if is_own_filesystem else self._bytes.get()[tier] - answer.shared_bytes
                 answer.used_bytes = max(0, used_bytes - doomed_bytes)
                 return answer
         answer.health = "down"
@@ -242,6 +245,7 @@ def _build_local_tier(config: Config, db: Database, tiers: Tiers, tier: Tier) ->
         name=tier.value, path=str(tiers[tier].root), total_bytes=capacity.total, used_bytes=capacity.used, free_bytes=capacity.free,
         held_bytes=remote_contents.count_hosted_bytes(db, tier),
         usable_bytes=max(0, min(capacity.free, limit - capacity.used) + leaving + prepared), prepared_bytes=prepared,
+        shared_bytes=tiers[tier].get_shared_bytes(),
     )  # fmt: skip
     if config.cluster is not None:
         answer.share_bytes = int(config.peer_share * capacity.total)
@@ -250,7 +254,7 @@ def _build_local_tier(config: Config, db: Database, tiers: Tiers, tier: Tier) ->
 
 
 def _build_pfs_tier(db: Database, root: Path) -> pb.TierCapacity:
-    answer = pb.TierCapacity(name=Tier.PFS.value, path=str(root))
+    answer = pb.TierCapacity(name=Tier.PFS.value, path=str(root), shared_bytes=summary.get_shared_on_pfs(db))
     for key, text, _ in summary.list_reports(db, "tier:"):
         if key == f"tier:{Tier.PFS.value}":
             with contextlib.suppress(ValueError, TypeError, AttributeError):
