@@ -328,6 +328,7 @@ def separate(db: Database, inode: int, copied: int | None = None) -> int:
         identity.allocate_id(db, "inode"), len(names), inode,
     )  # fmt: skip
     db.run("INSERT INTO xattr (inode, name, value) SELECT ?, name, value FROM xattr WHERE inode = ?", made, inode)
+    db.run("INSERT INTO pfs_hold (inode) SELECT ? FROM pfs_hold WHERE inode = ?", made, inode)
     for index, (parent, name) in enumerate(names):
         db.run("UPDATE entry SET child = ? WHERE parent = ? AND name = ?", made, parent, name)
         journal.append(db, "link" if index else "make", made, parent=parent, name=bytes(name))

@@ -38,6 +38,7 @@ kills = st.one_of(
     st.tuples(st.just("refuse"), st.sets(st.integers(0, 5), min_size=1), st.booleans()),
     st.tuples(st.just("write back"), st.sampled_from([0, 1, 2, 3, 5, 8, 13, 21, 34, 1000]), st.booleans()),
 )
+kept = st.tuples(st.sampled_from(["keep", "keep", "forget", "append"]), names)
 refusals = st.one_of(*changes, st.sampled_from([("rest",), ("rest",), ("restart",), ("retry",)]))
 no_health_checks = list(HealthCheck)
 
@@ -67,6 +68,8 @@ class Application:
             if found is not None and (found[0] != "file" or not self.rewrite):
                 return False
             values = (b"%d " % self.serial * (values[0] + 1),)
+        elif name == "append":
+            values = (b"more",)
         elif name in ("symlink", "mknod"):
             values = (b"%d" % self.serial if name == "symlink" else 0o100600,)
         try:
@@ -242,7 +245,7 @@ def test_every_state_on_the_pfs_was_one_of_the_mount(steps: list[Step]) -> None:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=no_health_checks)
-@given(st.lists(kills, max_size=50))
+@given(st.lists(st.one_of(kills, kept, kept), max_size=50))
 def test_the_end_is_exact_whatever_is_rewritten_and_killed(steps: list[Step]) -> None:
     play(World(rewrite=True), steps)
 

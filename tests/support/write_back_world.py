@@ -14,11 +14,12 @@ import pytest
 from local_node import Node
 
 from ckptfs import disk
-from ckptfs.catalog import contents, inodes, namespace, summary
+from ckptfs.catalog import contents, history, inodes, namespace, summary
 from ckptfs.digest import RunningDigest
 from ckptfs.errors import TierUnavailable
 from ckptfs.flow.write_back import WriteBack
 from ckptfs.model import ROOT, ContentState, Tier
+from ckptfs.tiers import local_copies
 
 Tree = dict[bytes, tuple[Any, ...]]
 CHANGES = ("put", "link", "move", "swap", "unlink", "rmdir", "aside")
@@ -65,6 +66,8 @@ class Mount(Node):
         with self.db.transaction():
             found = namespace.find_child(self.db, *self.at(path))
             inode = namespace.create(self.db, *self.at(path), 0o100644, uid=0, gid=0).id if found is None else found.id
+            if found is not None and found.history:
+                history.separate(self.db, inode)
             content = contents.insert_content(self.db, inode, tier)
             with os.fdopen(self.tiers[tier].create(content), "wb") as file:
                 file.write(data)
@@ -77,6 +80,10 @@ class Mount(Node):
         content = self.shown(self.number(path))
         assert content is not None
         with self.db.transaction():
+            if inodes.get(self.db, self.inode(content)).history:
+                copied = contents.insert_reserved_content(self.db, Tier.RAM)
+                os.close(local_copies.copy_open(self.tiers[Tier.RAM].open(content), self.tiers[Tier.RAM], copied))
+                history.separate(self.db, self.inode(content), copied)
             contents.mark_open(self.db, self.inode(content), content, Tier.RAM)
         with os.fdopen(self.tiers[Tier.RAM].open(content, os.O_RDWR), "r+b") as file:
             file.seek(0, os.SEEK_END)
@@ -143,6 +150,28 @@ class Mount(Node):
         with self.db.transaction():
             inodes.set_xattr(self.db, self.number(path), name, value)
 
+    def keep(self, path: bytes) -> None:
+        """Make a set of one file, as the tracker does. Raises EISDIR for anything else."""
+        (parent, name), file = self.at(path), inodes.get(self.db, self.number(path))
+        if not file.is_file:
+            raise IsADirectoryError(path)
+        with self.db.transaction():
+            series = history.insert_series(self.db, parent, name + b"*").directory
+            record = history.SetRecord(history.get_next_number(self.db, series), name, (1,), 1, file.size, 1, is_group=True)
+            directory = history.begin_set(self.db, series, record)
+            history.insert_link(self.db, file.id, directory, name)
+            history.finish_set(self.db, directory)
+
+    def forget(self, _: bytes) -> None:
+        """Delete the oldest set. Raises ENOENT without one."""
+        sets = [found.directory for one in history.list_series(self.db) for found in history.list_sets(self.db, one.directory)]
+        if not sets:
+            raise FileNotFoundError
+        with self.db.transaction():
+            assert history.delete_set(self.db, min(sets), 100)
+            for inode in namespace.list_orphans(self.db):
+                self._reap(inode)
+
     def _reap(self, inode: int | None) -> None:
         if inode is not None:
             for content in namespace.delete_forgotten(self.db, [inode]).get(inode, []):
@@ -182,7 +211,7 @@ class Mount(Node):
         return pfs_tree(self.pfs)
 
     def temporaries(self) -> list[str]:
-        return [str(path) for path in self.pfs.rglob(".ckptfs.*")]
+        return [str(path) for path in self.pfs.rglob(".ckptfs.*") if path.name != os.fsdecode(history.NAME)]
 
     def troubles(self) -> list[dict[str, str]]:
         """What `status` shows."""
@@ -231,7 +260,7 @@ def pfs_tree(root: Path) -> Tree:
         if base == top and b".ckptfs" in directories:
             directories.remove(b".ckptfs")
         for name in directories + files:
-            if name.startswith(b".ckptfs."):
+            if name.startswith(b".ckptfs.") and name != history.NAME:
                 continue
             path = os.path.join(base, name)
             here = os.path.relpath(path, top)

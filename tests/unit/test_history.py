@@ -159,7 +159,10 @@ def test_the_level_of_a_set_is_that_of_its_weakest_file(db: Database) -> None:
     series = make_series(db)
     weak, strong, lost = (write_file(db, series.origin, name) for name in (b"weak", b"strong", b"lost"))
     with db.transaction():
-        db.run("INSERT INTO pfs_file VALUES (?, 1, 1, 3, 1, 77, x'01', NULL, 0)", strong.id)
+        db.run(
+            "INSERT INTO pfs_file (inode, generation, complete, size, mtime_ns, pfs_inode, digest) VALUES (?, 1, 1, 3, 1, 77, x'01')",
+            strong.id,
+        )
         db.run("DELETE FROM copy WHERE content = ?", lost.content)
     sets = [make_set(db, series, number, files) for number, files in enumerate(([strong], [strong, weak], [weak, lost], []), 1)]
     expected = {sets[0]: Level.PFS, sets[1]: Level.LOCAL, sets[2]: Level.NONE}

@@ -44,6 +44,9 @@ class Facts:
     def get_published(self, inode: int) -> PublishedRow | None:
         return self.shows.get(inode)
 
+    def is_in_history(self, directory: int) -> bool:
+        return False
+
     def is_repeated(self, row: JournalRow) -> bool:
         return row.seq in self.repeats
 

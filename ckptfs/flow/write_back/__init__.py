@@ -406,7 +406,7 @@ class WriteBack:
         )
         self._build_stager(tree).discard(batch.abandoned)
         try:
-            found = applier.run() if batch.actions else {}
+            found = applier.run() if batch.actions or any(entry.inode is not None for entry in batch.expected_entries) else {}
         except OSError as failure:
             action = applier.current_action
             if action is None or isinstance(failure, DirectoryMissing):

@@ -28,7 +28,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from ckptfs.catalog import contents, journal, pfs_state
+from ckptfs.catalog import contents, history, journal, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
 from ckptfs.catalog.journal import JournalRow
@@ -275,6 +275,7 @@ class CatalogFacts:
         self.get_content = partial(contents.get_publishable, db)
         self.get_published = partial(pfs_state.get_published, db)
         self.is_repeated = partial(journal.is_repeated_later, db)
+        self.is_in_history = partial(history.is_history, db)
         self._pacing = pacing
         self.unfit_inodes: set[int] = set()
         self.unstable_contents: set[tuple[int, int]] = set()

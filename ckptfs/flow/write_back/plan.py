@@ -421,6 +421,8 @@ class Planner:
                 if not self._facts.has_refused_attributes(row.inode):
                     self._plan_attributes(row.inode, first)
                 self.renewed_rows.append(replace(published, generation=content.generation, key=self._key))
+        elif kind is SourceKind.SEALED and not shown and (adopted := self._adopt_entry(row, content, first)) is not None:
+            fingerprint = adopted
         else:
             if self._facts.is_deferred(row.inode):
                 self.kept_seqs.append(row.seq)
@@ -433,6 +435,20 @@ class Planner:
         for name in others:
             self._plan_link(row.inode, first, name, fingerprint)
         return True
+
+    def _adopt_entry(self, row: JournalRow, content: Content, name: PfsName) -> Fingerprint | None:
+        """Take over the file that the PFS shows under a name of the history, if it has exactly these bytes already.
+
+        That is so after the separation of a file that is overwritten. Returns None if it is not so.
+        """
+        shown = self.view.get_entry(*name)
+        published = None if shown is None or shown.inode in self._rewritten else self._facts.get_published(shown.inode)
+        if shown is None or published is None or not _is_on_pfs(published, content) or not self._facts.is_in_history(name[0]):
+            return None
+        self.view.delete_pending(*name)
+        self.view.set_entry(*name, PfsEntry(row.inode, shown.fingerprint))
+        self.renewed_rows.append(replace(published, inode=row.inode, generation=content.generation, key=self._key))
+        return shown.fingerprint
 
     # --- what the PFS refused before ----------------------------------------------------------------------------------
 

@@ -51,6 +51,9 @@ class Facts(Protocol):
     def get_published(self, inode: int) -> PublishedRow | None:
         """Return what the PFS shows of a file's bytes."""
 
+    def is_in_history(self, directory: int) -> bool:
+        """Return True for a directory of the history of sets."""
+
     def is_repeated(self, row: JournalRow) -> bool:
         """Return True if a later row makes this one redundant."""
 

@@ -62,7 +62,9 @@ async def _copy_to_history(context: MountContext, content: Content, source: Tier
     space_wait, refusing = SpaceWait(context), set[Tier]()
     while True:
         try:
-            tier = context.tiers.choose_tier(size, context.open_files.get_reserved_bytes(), None, refusing)
+            is_disk = source.tier is Tier.NVME and Tier.NVME not in refusing  # It may share the blocks.
+            reserved_bytes = context.open_files.get_reserved_bytes()
+            tier = Tier.NVME if is_disk else context.tiers.choose_tier(size, reserved_bytes, None, refusing)
             await _copy_in_tier(context, content, source, context.tiers[tier])
             return
         except NoSpace:
