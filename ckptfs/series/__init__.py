@@ -12,7 +12,7 @@ from ckptfs.series.patterns import (
     parse,
     suggest_series,
 )
-from ckptfs.series.search import LatestMember, Listing, MemberReader, SearchResult, find_newest
+from ckptfs.series.search import LatestMember, Listing, MemberReader, SearchResult, find_newest, judge
 from ckptfs.series.set_kinds import MemberFile
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "find_series",
     "get_place",
     "is_temporary",
+    "judge",
     "list_members",
     "list_patterns",
     "list_series",

@@ -143,9 +143,17 @@ def judge(member: MemberFacts, older: Sequence[OlderMember], age_s: float) -> Co
             quiet_s = 0.0
         else:
             reason = f"there is none before it to compare it with, and it was changed {max(0.0, age_s):.0f} s ago; accepted: {quiet_s:g} s"
-    reason = reason or _find_shortfall(member, older)
-    level = min((file.level for file in member.files.values()), key=_LEVELS.index, default=Level.NONE)
-    return Completeness(len(member.files), sum(file.size for file in member.files.values()), level, reason, quiet_s)
+    return _build_verdict(member.files, reason or _find_shortfall(member, older), quiet_s)
+
+
+def judge_committed(files: Mapping[bytes, MemberFile]) -> Completeness:
+    """Return the verdict on a member that a user calls complete: only what the catalog knows can contradict."""
+    return _build_verdict(files, find_reason(files))
+
+
+def _build_verdict(files: Mapping[bytes, MemberFile], reason: str, quiet_s: float = 0.0) -> Completeness:
+    level = min((file.level for file in files.values()), key=_LEVELS.index, default=Level.NONE)
+    return Completeness(len(files), sum(file.size for file in files.values()), level, reason, quiet_s)
 
 
 def is_comparable(member: MemberFacts) -> bool:

@@ -81,31 +81,51 @@ async def find_newest(series: Series, siblings: Mapping[bytes, Entry], reader: M
     return await _Search(members, siblings, reader).find_newest(wanted)
 
 
+async def judge(
+    series: Series, siblings: Mapping[bytes, Entry], reader: MemberReader[Entry], member: Member, *, is_committed: bool = False
+) -> Completeness:
+    """Return the verdict on one member as it is now. `is_committed`: a user says that nothing is still to come."""
+    members = await reader.compute(lambda: patterns.list_members(series, siblings.keys()))
+    search = _Search(members or [member], siblings, reader, waits=False)
+    if is_committed:
+        return await search.judge_committed(member)
+    return await search.judge(member, [one for one in members if one.numbers < member.numbers])
+
+
 class _Search(Generic[Entry]):
     """One search. Listings are kept: a member is judged, and then compared with the one after it."""
 
-    def __init__(self, members: Sequence[Member], siblings: Mapping[bytes, Entry], reader: MemberReader[Entry]) -> None:
-        self._members, self._siblings, self._reader = members, siblings, reader
+    def __init__(
+        self, members: Sequence[Member], siblings: Mapping[bytes, Entry], reader: MemberReader[Entry], *, waits: bool = True
+    ) -> None:
+        """`waits`: wait for the end of a short quiet period."""
+        self._members, self._siblings, self._reader, self._waits = members, siblings, reader, waits
         self._are_groups = any(len(member.files) > 1 for member in self._members)
         self._listed: dict[Member, dict[bytes, tuple[MemberFile, Entry]]] = {}
 
     async def find_newest(self, wanted: Level) -> SearchResult:
         rejected: list[LatestMember] = []
         for number, member in enumerate(self._members):
-            verdict = await self._judge(member, self._members[number + 1 :])
+            verdict = await self.judge(member, self._members[number + 1 :])
             found = LatestMember(member.numbers[0], member.name, member.entry, verdict)
             if verdict.has_level(wanted):
                 return SearchResult(found, rejected)
             rejected.append(found)
         return SearchResult(None, rejected)
 
-    async def _judge(self, member: Member, before: Sequence[Member]) -> Completeness:
+    async def judge_committed(self, member: Member) -> Completeness:
+        """Return the verdict on a member that a user calls complete: only the catalog can contradict."""
+        files = {path: file for path, (file, _) in (await self._list(member)).items()}
+        return completeness.judge_committed(files)
+
+    async def judge(self, member: Member, before: Sequence[Member]) -> Completeness:
+        """Return the verdict on a member. `before`: those before it, the newest first."""
         facts = await self._load(member)
         older = await self._load_older(before) if completeness.is_comparable(facts) else []
         verdict = await self._compute_verdict(facts, older, self._get_age_s(facts))
         if verdict.quiet_s and await self._is_tagged(member):
             return await self._compute_verdict(facts, older, verdict.quiet_s)
-        if 0 < verdict.quiet_s <= completeness.QUIET_S:
+        if self._waits and 0 < verdict.quiet_s <= completeness.QUIET_S:
             await self._reader.wait(verdict.quiet_s - max(0.0, min(self._get_age_s(facts), verdict.quiet_s)))
             self._listed.pop(member)
             again = await self._load(member)
