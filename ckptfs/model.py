@@ -206,5 +206,8 @@ class Notifier(Protocol):
     def notify_replies(self) -> None:
         """Announce answered mover requests."""
 
+    def notify_sealed(self) -> None:
+        """Announce contents that were sealed: a checkpoint set may be complete."""
+
     def wake_lanes(self, urgent_lane: str = "") -> None:
         """Wake the other lanes; `urgent_lane` runs without gathering."""

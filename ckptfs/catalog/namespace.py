@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from ckptfs import limits
-from ckptfs.catalog import contents, identity, inodes, journal, pfs_hold
+from ckptfs.catalog import contents, identity, inodes, journal, pfs_hold, set_candidates
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import INODE_COLUMNS_JOINED, build_inode, get
 from ckptfs.catalog.inodes import get_path as get_path
@@ -206,6 +206,8 @@ def link(db: Database, inode: int, parent: int, name: bytes, *, allow_unimported
     db.run("UPDATE inode SET nlink=nlink+1, history=history+?, ctime_ns=? WHERE id=?", history, row.ctime_ns if history else now, inode)
     _record_directory_change(db, parent, now)
     pfs_hold.record_link(db, inode, parent, name)
+    if not history:
+        set_candidates.insert_candidates(db, [inode])
     return inodes.get(db, inode)
 
 
@@ -245,6 +247,8 @@ def rmdir(db: Database, parent: int, name: bytes) -> Inode:
 def decrement_nlink(db: Database, inode: Inode, now: int) -> None:
     """Record that one name fewer leads to `inode`. A directory has no other."""
     db.run("UPDATE inode SET nlink=?, ctime_ns=? WHERE id=?", 0 if inode.is_directory else inode.nlink - 1, now, inode.id)
+    if inode.history and not inode.is_directory:
+        set_candidates.insert_candidates(db, [inode.id])
 
 
 def list_orphans(db: Database) -> set[int]:
@@ -383,6 +387,8 @@ def _move_entry(db: Database, parent: int, name: bytes, source: Inode, new_paren
     _record_parent_changes(db, now, parent, -moved, new_parent, moved - replaced)
     _set_parent(db, now, source, new_parent)
     pfs_hold.record_rename(db, source, parent, name, new_parent, new_name, target)
+    if not (source.is_directory and source.history):
+        set_candidates.insert_candidates(db, [source.id])
 
 
 def _exchange_entries(db: Database, parent: int, name: bytes, source: Inode, new_parent: int, new_name: bytes, target: Inode) -> None:
@@ -395,6 +401,7 @@ def _exchange_entries(db: Database, parent: int, name: bytes, source: Inode, new
     _set_parent(db, now, source, new_parent)
     _set_parent(db, now, target, parent)
     journal.append(db, "exchange", source.id, parent=parent, name=name, new_parent=new_parent, new_name=new_name)
+    set_candidates.insert_candidates(db, [source.id, target.id])
 
 
 def _record_parent_changes(db: Database, now: int, parent: int, links: int, new_parent: int, new_links: int) -> None:

@@ -29,6 +29,7 @@ CREATE TABLE inode (
     history INTEGER NOT NULL DEFAULT 0   -- files: how many of the names are in the history of sets; directories: 1 in the history; see history.py
 );
 CREATE INDEX inode_salvaged ON inode (id) WHERE salvaged IS NOT NULL;
+CREATE INDEX inode_history ON inode (id) WHERE history > 0;
 CREATE INDEX inode_unlinked ON inode (id) WHERE nlink = 0;
 CREATE INDEX inode_scanned ON inode (scanned_ns) WHERE mode & 61440 = 16384; -- directories, the one scanned longest ago first
 
@@ -48,9 +49,9 @@ CREATE INDEX entry_child ON entry (child);
 CREATE TABLE xattr (inode INTEGER NOT NULL, name BLOB NOT NULL, value BLOB NOT NULL, PRIMARY KEY (inode, name)) WITHOUT ROWID;
 CREATE INDEX xattr_series ON xattr (inode) WHERE name = x'636b707466732e736572696573'; -- ckptfs.series
 
--- Directories of applications in which a checkpoint set may have become complete: the tracker of sets looks at them.
+-- What was sealed, or got or lost a name: a checkpoint set may be complete or unprotected. The tracker of sets looks at it.
 CREATE TABLE set_candidate (
-    directory INTEGER PRIMARY KEY,       -- which one
+    inode INTEGER PRIMARY KEY,           -- which one
     at_ns INTEGER NOT NULL               -- when the last change happened
 );
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckptfs import disk, limits
-from ckptfs.catalog import contents, copies
+from ckptfs.catalog import contents, copies, set_candidates
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get_shown_path
 from ckptfs.config import Config
@@ -154,6 +154,7 @@ class Seal:
             return
         with self._db.transaction():
             done = contents.mark_sealed(self._db, seals)
+            set_candidates.insert_candidates(self._db, [one.inode for one in done])
             disk.act("seal:commit", lambda: None)
         if on_disk:
             disk.act("seal:persist", self._db.persist)
@@ -161,6 +162,7 @@ class Seal:
             log.debug("sealed %d contents, %d bytes", len(done), sum(one.size for one in done))
             large = any(one.size >= limits.LARGE_BYTES_MIN for one in done)
             self._notify.wake_lanes("replicate" if large else "")
+            self._notify.notify_sealed()
 
     def _defer_tier(self, seals: list[contents.SealResult], tier: Tier, failure: OSError) -> list[contents.SealResult]:
         """Defer the seals of a tier that fails. Return the others."""

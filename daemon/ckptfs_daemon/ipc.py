@@ -43,11 +43,12 @@ WRITER_OPENED = b"o"
 LARGE_FILE_CLOSED = b"l"
 
 # To the mount: requests were answered; the kernel must forget an inode's attributes and pages, or a name in a directory; rows must be
-# published to the other nodes; the mover renewed this node's lease.
+# published to the other nodes; contents were sealed, so that a checkpoint set may be complete; the mover renewed this node's lease.
 REPLIES = b"w"
 INVALIDATE_INODE = b"i"
 INVALIDATE_ENTRY = b"e"
 DIRTY_KEYS = b"p"
+SEALED = b"s"
 LEASE_RENEWED = b"k"
 WAKE_MESSAGE_BYTES_MAX = 512
 SEND_WAIT_S = 1.0
@@ -159,6 +160,9 @@ class MountNotify:
 
     def notify_replies(self) -> None:
         self._wake_channel.notify(REPLIES)
+
+    def notify_sealed(self) -> None:
+        self._wake_channel.notify(SEALED)
 
     def wake_lanes(self, urgent_lane: str = "") -> None:
         self._wake_lanes(urgent_lane)

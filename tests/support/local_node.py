@@ -40,6 +40,9 @@ class Told:
     def invalidate_inode(self, inode: int) -> None:
         self.inodes.append(inode)
 
+    def notify_sealed(self) -> None:
+        """No mount waits for sets."""
+
     def notify_replies(self) -> None:
         """Not used here."""
 

@@ -127,6 +127,9 @@ class SimulatedMover:
         self._node.replied.set()
         self._node.replied = trio.Event()
 
+    def notify_sealed(self) -> None:
+        self._node.on_sealed()
+
     def wake_lanes(self, urgent_lane: str = "") -> None:
         self.lanes.wake()
         if urgent_lane:
@@ -156,6 +159,7 @@ class SimulatedNode(Station):
         self.peers = LocalPeers(cluster, self)  # type: ignore[arg-type]
         self.alive = True
         self.replied = trio.Event()
+        self.on_sealed: Callable[[], None] = lambda: None
         self._mover_life = trio.CancelScope()
         self._life = trio.CancelScope()
 
