@@ -451,6 +451,26 @@ INSPECTED_BLOCKS_MAX = 16
 INSPECT_WAIT_S = 5.0
 INSPECT_REST_S = 10.0
 
+# --- checkpoint sets -------------------------------------------------------------------------------------------------
+
+# Hints are gathered for SET_GATHER_S before the tracker looks; without any it looks every SET_POLL_S.
+SET_GATHER_S = 0.05
+SET_POLL_S = 1.0
+# Candidates of one look, and files of one set: a directory with more is no set.
+SET_CANDIDATES_MAX = 512
+SET_FILES_MAX = 100_000
+# A change that makes or removes a set ends after SET_CHANGE_S or SET_NAMES_PER_CHANGE names: requests of applications come in between.
+SET_CHANGE_S = 0.004
+SET_NAMES_PER_CHANGE = 32
+# The newest member of a series, if it is incomplete, is looked at again after SET_RETRY_S, then less and less often.
+SET_RETRY_S = 1.0
+SET_RETRY_MAX_S = 60.0
+# How often a series is asked what it keeps while an older set waits until a newer one is as safe.
+SET_REVIEW_S = 2.0
+# If reading the names of a directory takes longer than SET_SEARCH_S, it is left alone for SET_SEARCH_REST times as long.
+SET_SEARCH_S = 0.05
+SET_SEARCH_REST = 10
+
 # --- peers: messages -------------------------------------------------------------------------------------------------
 PEER_LISTEN = "0.0.0.0:7420"
 # Block digests of one message: 4 TiB of content. Larger contents stay on their node and the PFS.

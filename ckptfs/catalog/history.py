@@ -263,12 +263,17 @@ def begin_set(db: Database, series: int, record: SetRecord, like: Inode | None =
 
     `like`: the application's directory of the set, from which it has mode and owner; None: those of the series.
     """
-    directory = insert_directory(db, series, _NEW + b"%d" % record.number, like or get(db, series))
+    directory = insert_directory(db, series, build_hidden_name(record), like or get(db, series))
     _set_attribute(db, directory, SET_XATTR, _encode_record(record))
     fields = json.loads(db.value("SELECT value FROM xattr WHERE inode = ? AND name = ?", series, SERIES_XATTR))
     fields["next"] = max(fields["next"], record.number + 1)
     _set_attribute(db, series, SERIES_XATTR, json.dumps(fields).encode())
     return directory
+
+
+def build_hidden_name(record: SetRecord) -> bytes:
+    """Return the name of a set while it is being made."""
+    return _NEW + b"%d" % record.number
 
 
 def insert_directory(db: Database, parent: int, name: bytes, like: Inode) -> int:

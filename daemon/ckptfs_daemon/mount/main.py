@@ -39,6 +39,7 @@ from ckptfs_daemon.mount.namespace_handlers import DirectoryHandlers, NamespaceH
 from ckptfs_daemon.mount.open_file import resume_fetches
 from ckptfs_daemon.mount.open_file_table import OpenFileTable
 from ckptfs_daemon.mount.operations import Operations
+from ckptfs_daemon.mount.set_tracker import SetTracker
 from ckptfs_daemon.mount.shared_namespace import SharedNamespace
 from ckptfs_daemon.mount.shim_handlers import ShimHandlers
 
@@ -50,8 +51,9 @@ def run(setup: ChildSetup) -> int:
     server_limits.raise_descriptor_limit()
     context = _build_context(setup)
     changes, orphans = ChangeRunner(context), OrphanTracker(context)
-    names, directories = NamespaceHandlers(context, changes, orphans), DirectoryHandlers(context, changes)
     reader = MountMemberReader(context, changes)
+    tracker = SetTracker(context, changes, reader, orphans.add_unlinked)
+    names, directories = NamespaceHandlers(context, changes, orphans, tracker.wake), DirectoryHandlers(context, changes)
     files, latest = FileHandlers(context, changes), LatestTree(context, reader)
     shim = ShimHandlers(context, files, latest)
     if context.shared_namespace is not None:
@@ -59,7 +61,7 @@ def run(setup: ChildSetup) -> int:
     shim.register()
     attributes = AttributeHandlers(context, changes, files, reader)
     session.open_session(Operations(names, directories, attributes, files, orphans, latest), setup)
-    trio.run(_serve, setup, context, shim, orphans)
+    trio.run(_serve, setup, context, shim, orphans, tracker)
     session.close_session()
     return 0
 
@@ -98,7 +100,7 @@ def _build_context(setup: ChildSetup) -> MountContext:
     )
 
 
-async def _serve(setup: ChildSetup, context: MountContext, shim: ShimHandlers, orphans: OrphanTracker) -> None:
+async def _serve(setup: ChildSetup, context: MountContext, shim: ShimHandlers, orphans: OrphanTracker, tracker: SetTracker) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ipc.send_heartbeats, setup.link, name="heartbeats")
         nursery.start_soon(_stop_on_request, setup.link, name="link")
@@ -114,8 +116,9 @@ async def _serve(setup: ChildSetup, context: MountContext, shim: ShimHandlers, o
         if context.standby_lease is not None:
             nursery.start_soon(context.standby_lease.run, name="standby lease")
         shim.start_tasks(nursery)
-        nursery.start_soon(_route_messages, context, name="messages")
+        nursery.start_soon(_route_messages, context, tracker, name="messages")
         nursery.start_soon(orphans.run_deletion, name="orphans")
+        nursery.start_soon(tracker.run, name="checkpoint sets")
         nursery.start_soon(run_reports, context.db, context.open_files.list_ways, name="report of handles")
         setup.link.send(READY)
         await session.serve()
@@ -128,7 +131,7 @@ async def _serve(setup: ChildSetup, context: MountContext, shim: ShimHandlers, o
         nursery.cancel_scope.cancel()
 
 
-async def _route_messages(context: MountContext) -> None:
+async def _route_messages(context: MountContext, tracker: SetTracker) -> None:
     """Route the mover's messages: replies to the waiting handlers, invalidations to the kernel.
 
     Invalidations run in order in their own thread: the kernel may hold a lock that a request needs which waits for this process.
@@ -140,6 +143,8 @@ async def _route_messages(context: MountContext) -> None:
             async for message in context.wake_channel.receive_messages():
                 if message == ipc.REPLIES:
                     context.mover_client.wake_waiters()
+                elif message == ipc.SEALED:
+                    tracker.wake()
                 elif message == ipc.DIRTY_KEYS:
                     if context.shared_namespace is not None:
                         context.shared_namespace.notify_dirty()

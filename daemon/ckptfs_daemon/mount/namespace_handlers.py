@@ -54,8 +54,11 @@ INODE_ID_BYTES = 8
 class NamespaceHandlers:
     """Handlers of names: lookup, create without opening, link, unlink, rename."""
 
-    def __init__(self, context: MountContext, changes: ChangeRunner, orphans: "OrphanTracker") -> None:
-        self._context, self._changes, self._orphans = context, changes, orphans
+    def __init__(
+        self, context: MountContext, changes: ChangeRunner, orphans: "OrphanTracker", on_changed: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_changed` is called after names were removed or given to what exists."""
+        self._context, self._changes, self._orphans, self._on_changed = context, changes, orphans, on_changed
 
     async def lookup(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> EntryAttributes:
         """Return the inode of a name, or a negative entry, which the kernel caches too."""
@@ -162,7 +165,9 @@ class NamespaceHandlers:
             handles.record_reply(db, request.number)
             return change(db, blind)
 
-        return await self._changes.commit_shared(lambda: self._changes.run_change(act, creates=creates), names, inodes, is_own=is_own)
+        changed = await self._changes.commit_shared(lambda: self._changes.run_change(act, creates=creates), names, inodes, is_own=is_own)
+        self._on_changed()
+        return changed
 
 
 async def _is_creating(pid: int, name: bytes) -> bool:

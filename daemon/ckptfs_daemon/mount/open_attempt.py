@@ -96,7 +96,8 @@ class OpenAttempt:
                 file = self._act(file, held, undo)
                 opened = self._record(file, held)
             undo.pop_all()
-        self._files.add_handle(file, opened.handle, self._open_request.is_writer, self._find_way(file, opened.direct))
+        is_writer, pid = self._open_request.is_writer, self._open_request.pid
+        self._files.add_handle(file, opened.handle, is_writer, self._find_way(file, opened.direct), pid)
         return opened
 
     # --- load ---------------------------------------------------------------------------------------------------------

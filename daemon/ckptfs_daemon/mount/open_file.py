@@ -57,7 +57,7 @@ class OpenFile:
     allocated before its first write. `direct`: reads and writes pass through this process although there is a backing id.
     `buffered_reason`: why there is no backing id. `handles`: handle -> whether it writes; `ways`: handle -> its way. `generation`: that of
     the file when it was first opened. `fetch_waiter`: set while blocks are still being fetched; size and times of the backing file mean
-    nothing then. `last_status`: what the backing file showed last.
+    nothing then. `last_status`: what the backing file showed last. `writer_pid`: the thread that opened it for writing last.
     """
 
     inode: int
@@ -83,6 +83,7 @@ class OpenFile:
     ways: dict[int, HandleWay] = field(default_factory=dict)
     move_done: trio.Event | None = None
     active_count: int = 0
+    writer_pid: int = 0
     idle: trio.Event = field(default_factory=trio.Event)
 
     @property

@@ -35,6 +35,7 @@ from ckptfs_daemon.ipc import WakeChannel
 from ckptfs_daemon.mount.expected_sizes import ExpectedSizes
 from ckptfs_daemon.mount.handle_ways import HandleWay, Reason, Way
 from ckptfs_daemon.mount.open_file import NONBLOCKING_WRITE, STAT_BLOCK_BYTES, OpenFile, get_allocated_bytes, open_for_writing, run_on_pfs
+from ckptfs_daemon.mount.producers import ProducerNotes
 from ckptfs_daemon.mount.slow_calls import SlowCalls
 from ckptfs_daemon.mount.top_up import TopUpThread
 
@@ -61,6 +62,7 @@ class OpenFileTable:
         self.by_inode: dict[int, OpenFile] = {}
         self.by_handle: dict[int, OpenFile] = {}
         self.top_up = TopUpThread()
+        self.producers = ProducerNotes()
         self._passthrough = passthrough
         self._wake_channel = wake_channel
         self._releasing: dict[OpenFile, None] = {}
@@ -206,8 +208,11 @@ class OpenFileTable:
         self._last_internal_handle -= 1
         return self._last_internal_handle
 
-    def add_handle(self, file: OpenFile, handle: int, is_writer: bool, way: HandleWay) -> None:
-        """Add a handle that was committed."""
+    def add_handle(self, file: OpenFile, handle: int, is_writer: bool, way: HandleWay, pid: int = 0) -> None:
+        """Add a handle that was committed. `pid`: the thread that opened it; 0 if it is not known."""
+        if is_writer and pid:
+            file.writer_pid = pid
+            self.producers.note_writer(pid)
         self.by_inode[file.inode] = file
         self.by_handle[handle] = file
         file.handles[handle] = is_writer
@@ -350,6 +355,8 @@ class OpenFileTable:
         is_closed = file.is_closing
         size = file.last_status.st_size if file.last_status is not None else 0
         then: Callable[[], None] | None = None
+        if is_closed and file.writer_pid:
+            self.producers.note_closed(file.inode, file.writer_pid)
         if is_closed or doomed:
             message = ipc.LARGE_FILE_CLOSED if is_closed and size >= limits.LARGE_BYTES_MIN else ipc.WORK
             then = functools.partial(self._wake_channel.notify, message)

@@ -1,0 +1,165 @@
+"""What the tracker of checkpoint sets asks of the catalog: where an inode belongs, the files of a member, what the history has of them.
+
+Functions that change rows join the caller's transaction.
+"""
+
+import json
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ckptfs.catalog import inodes, namespace
+from ckptfs.catalog.database import Database
+from ckptfs.model import ContentState, Inode
+
+PRODUCER_XATTR = b"ckptfs.producer"
+COMMIT_XATTR = b"ckptfs.commit"
+_SERIES_XATTR = b"ckptfs.series"
+MANIFEST_NAMES = (b"MANIFEST.json", b"MANIFEST.xxh128")
+"""Files that the tracker adds to a set."""
+_TYPE_BITS, _FILE, _DIRECTORY = 0o170000, stat.S_IFREG, stat.S_IFDIR
+
+
+# --- where a candidate belongs ----------------------------------------------------------------------------------------
+
+
+def list_places(db: Database, inode: int) -> list[tuple[int, bytes]]:
+    """Return (directory, name) of all names of an inode in directories of the application."""
+    query = "SELECT e.parent, e.name FROM entry e JOIN inode d ON d.id = e.parent AND d.history = 0 WHERE e.child = ?"
+    return [(row[0], bytes(row[1])) for row in db.rows(query, inode)]
+
+
+def list_possible_members(db: Database, directory: int) -> dict[bytes, tuple[int, bool]]:
+    """Return (inode, whether it is a directory) of the files and directories in a directory of the application, by name."""
+    query = (
+        f"SELECT e.name, e.child, i.mode & {_TYPE_BITS} = {_DIRECTORY} FROM entry e JOIN inode i ON i.id = e.child WHERE e.parent = ?"
+        f" AND (i.mode & {_TYPE_BITS} = {_FILE} OR (i.mode & {_TYPE_BITS} = {_DIRECTORY} AND i.history = 0))"
+    )
+    return {bytes(name): (child, bool(is_directory)) for name, child, is_directory in db.rows(query, directory)}
+
+
+def list_series_of_file(db: Database, inode: int) -> list[int]:
+    """Return the directories of the series in whose sets a file has names."""
+    query = (
+        "WITH RECURSIVE up(id) AS (SELECT d.id FROM entry e JOIN inode d ON d.id = e.parent AND d.history = 1 WHERE e.child = ?"
+        " UNION SELECT inode.parent FROM inode JOIN up ON inode.id = up.id WHERE inode.parent > 1)"
+        " SELECT up.id FROM up JOIN xattr x ON x.inode = up.id AND x.name = ?"
+    )
+    return [row[0] for row in db.rows(query, inode, _SERIES_XATTR)]
+
+
+# --- the files of a member --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SetFile:
+    """A sealed file of a member. Two are equal if nothing was written in between. `digest` is None if it is not known."""
+
+    inode: int
+    generation: int
+    size: int
+    mtime_ns: int
+    digest: bytes | None = field(compare=False)
+    producer: str = field(compare=False)
+    """JSON of the process that wrote it, "" where it is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetTree:
+    """What belongs to a member, by path: directories, each after those above it; files; and symlinks."""
+
+    directories: dict[bytes, Inode]
+    files: dict[bytes, SetFile]
+    symlinks: dict[bytes, Inode]
+
+
+def find_set_file(db: Database, inode: int) -> SetFile | None:
+    """Return a file of a member. Returns None if it is gone, open, or not sealed yet."""
+    row = db.row(
+        "SELECT i.generation, i.size, i.mtime_ns, k.state, k.digest, p.digest, x.value FROM inode i"
+        " LEFT JOIN content k ON k.id = i.content LEFT JOIN pfs_file p ON p.inode = i.id"
+        " LEFT JOIN xattr x ON x.inode = i.id AND x.name = ? WHERE i.id = ? AND i.nlink > 0",
+        PRODUCER_XATTR, inode,
+    )  # fmt: skip
+    if row is None or row[3] in (ContentState.OPEN, ContentState.CLOSED):
+        return None
+    digest = row[5] if row[3] is None else row[4]
+    return SetFile(inode, row[0], row[1], row[2], digest, "" if row[6] is None else bytes(row[6]).decode())
+
+
+def load_set_tree(db: Database, members: Iterable[tuple[bytes, int]], files_max: int) -> SetTree | None:
+    """Return what belongs to a member of these paths and inodes, as one snapshot.
+
+    Returns None if a file is open or not sealed, or if there is no file, or more than `files_max`.
+    """
+    tree = SetTree({}, {}, {})
+    with db.read_transaction():
+        todo = [(path, inodes.get(db, inode)) for path, inode in members]
+        while todo:
+            path, inode = todo.pop()
+            if inode.is_directory:
+                if path:
+                    tree.directories[path] = inode
+                todo += [(path + b"/" + entry.name if path else entry.name, one) for entry, one in namespace.iterate_entries(db, inode.id)]
+            elif inode.target is not None:
+                tree.symlinks[path] = inode
+            elif inode.is_file:
+                file = find_set_file(db, inode.id)
+                if file is None or len(tree.files) == files_max:
+                    return None
+                tree.files[path] = file
+    return tree if tree.files else None
+
+
+def has_set_of(db: Database, series: int, files: Iterable[int]) -> bool:
+    """Return True if one set of a series has all these files. What is written again has another inode in the history."""
+    query = (
+        "WITH RECURSIVE up(file, id) AS (SELECT e.child, d.id FROM json_each(?2) j JOIN entry e ON e.child = j.value"
+        " JOIN inode d ON d.id = e.parent AND d.history = 1 UNION"
+        " SELECT up.file, i.parent FROM up JOIN inode i ON i.id = up.id WHERE i.parent > 1)"
+        " SELECT 1 FROM entry s JOIN up ON up.id = s.child WHERE s.parent = ?1 AND substr(s.name, 1, 1) <> x'2e'"
+        " GROUP BY s.child HAVING count(DISTINCT up.file) = json_array_length(?2) LIMIT 1"
+    )
+    return db.value(query, series, json.dumps(sorted(set(files)))) is not None
+
+
+def list_sets_in_place(db: Database, series: int) -> set[int]:
+    """Return the sets of a series of which the application still has all files, by their directories."""
+    manifests = ", ".join(f"x'{name.hex()}'" for name in MANIFEST_NAMES)
+    query = (
+        "WITH RECURSIVE below(top, id) AS (SELECT child, child FROM entry WHERE parent = ? UNION ALL SELECT below.top, e.child"
+        f" FROM below JOIN entry e ON e.parent = below.id JOIN inode i ON i.id = e.child WHERE i.mode & {_TYPE_BITS} = {_DIRECTORY})"
+        " SELECT below.top FROM below JOIN entry e ON e.parent = below.id JOIN inode f ON f.id = e.child"
+        f" WHERE f.mode & {_TYPE_BITS} = {_FILE} AND NOT (e.parent = below.top AND e.name IN ({manifests}))"
+        " GROUP BY below.top HAVING min(f.nlink > f.history)"
+    )
+    return {row[0] for row in db.rows(query, series)}
+
+
+def count_history_bytes(db: Database) -> int:
+    """Return the bytes of the files that only the history holds."""
+    query = f"SELECT coalesce(sum(size), 0) FROM inode WHERE history > 0 AND nlink = history AND mode & {_TYPE_BITS} = {_FILE}"
+    return int(db.value(query))
+
+
+# --- what is noted on a member ----------------------------------------------------------------------------------------
+
+
+def set_producers(db: Database, producers: Mapping[int, str]) -> None:
+    """Note which processes wrote files; an empty text forgets it."""
+    for inode, producer in producers.items():
+        if producer:
+            db.run("INSERT OR REPLACE INTO xattr (inode, name, value) VALUES (?, ?, ?)", inode, PRODUCER_XATTR, producer.encode())
+        else:
+            db.run("DELETE FROM xattr WHERE inode = ? AND name = ?", inode, PRODUCER_XATTR)
+
+
+def is_committed(db: Database, members: Iterable[int]) -> bool:
+    """Return True if a user said of one of these inodes that the member is complete."""
+    query = "SELECT 1 FROM json_each(?) j JOIN xattr x ON x.inode = j.value AND x.name = ? LIMIT 1"
+    return db.value(query, json.dumps(list(members)), COMMIT_XATTR) is not None
+
+
+def delete_commit(db: Database, members: Iterable[int]) -> None:
+    """Forget what `is_committed` told."""
+    db.run("DELETE FROM xattr WHERE name = ? AND inode IN (SELECT value FROM json_each(?))", COMMIT_XATTR, json.dumps(list(members)))

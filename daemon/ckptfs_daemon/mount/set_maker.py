@@ -1,0 +1,284 @@
+"""Making and removing the sets of the history: hard links, a manifest, one rename (D1, X3).
+
+A set gets its links below a hidden name, in changes that are short enough for the requests between them. Each file is compared with what
+was judged before it gets its link; from then on no writer changes it. A set of which a file has changed meanwhile is given up.
+
+Crash safety: a hidden set that a mount process leaves is removed by the next one. The candidate of the set is still there.
+"""
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import trio
+
+from ckptfs import disk, limits
+from ckptfs.catalog import contents, history, identity, inodes, namespace, peer_copies, set_members
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.history import CheckpointSet, Producer, SetRecord
+from ckptfs.catalog.set_members import MANIFEST_NAMES, SetFile, SetTree
+from ckptfs.errors import Busy, CkptfsError, NoSpace
+from ckptfs.model import ROOT, Inode, Tier
+from ckptfs.series import Series, manifest
+from ckptfs.series.manifest import ManifestFile
+from ckptfs.series.patterns import Member
+from ckptfs.tiers.storage import TierStorage
+from ckptfs_daemon import ipc
+from ckptfs_daemon.mount.context import ChangeRunner, MountContext
+from ckptfs_daemon.mount.open_acts import remove_quietly
+
+log = logging.getLogger(__name__)
+disk.declare_labels("manifest:write")
+_FILE_MODE = stat.S_IFREG | 0o444
+
+
+@dataclass(frozen=True)
+class FoundMember:
+    """A member of a series in a directory of the application.
+
+    `siblings`: what is in the directory, by name. `source`: the directory that is the member; None for a file or several.
+    """
+
+    directory: int
+    series: Series
+    member: Member
+    siblings: dict[bytes, int]
+    source: int | None
+    is_newest: bool
+
+    @property
+    def key(self) -> tuple[int, bytes]:
+        """What all candidates of this member share."""
+        return self.directory, self.member.name
+
+    @property
+    def inodes(self) -> list[int]:
+        return [self.siblings[name] for name in self.member.files if name in self.siblings]
+
+    def load_tree(self, db: Database) -> SetTree | None:
+        """Return the files of the member if all are sealed."""
+        members = [(name, self.siblings[name]) for name in self.member.files if name in self.siblings]
+        return set_members.load_set_tree(db, members if self.source is None else [(b"", self.source)], limits.SET_FILES_MAX)
+
+
+class SetMaker:
+    """Makes and removes sets, one at a time. Belongs to the trio thread."""
+
+    def __init__(self, context: MountContext, changes: ChangeRunner, on_unlinked: Callable[[Iterable[int]], None]) -> None:
+        """`on_unlinked` is called with inodes that have no name any more."""
+        self._context, self._changes, self._on_unlinked = context, changes, on_unlinked
+
+    async def make(self, found: FoundMember, tree: SetTree) -> tuple[int, CheckpointSet | None]:
+        """Make the set of a complete member. Return its series, and None if there is such a set already.
+
+        Raises Busy if another node makes a set of the series, or a file has changed meanwhile.
+        """
+        db, files = self._context.db, [file.inode for file in tree.files.values()]
+        series = await self._open_series(found)
+        if await trio.to_thread.run_sync(set_members.has_set_of, db, series, files):
+            return series, None
+        await self._remove_leftovers(series)
+        made = await self._begin(found, tree, series)
+        try:
+            await self._fill(made.directory, tree)
+            await self._confirm(tree)
+            await self._write_manifest(made, tree)
+            await self._finish(found, series, made)
+        except (OSError, CkptfsError):
+            with contextlib.suppress(OSError, CkptfsError):
+                await self.remove(made.directory)
+            raise
+        return series, made
+
+    async def remove(self, directory: int) -> None:
+        """Remove a set from the history."""
+        while not await self._changes.run_change(lambda db, _: history.delete_set(db, directory, limits.SET_NAMES_PER_CHANGE)):
+            await trio.lowlevel.checkpoint()
+        self._on_unlinked(namespace.list_orphans(self._context.db))
+
+    # --- the series ---------------------------------------------------------------------------------------------------
+
+    async def _open_series(self, found: FoundMember) -> int:
+        """Return the directory of the series in the history; make it if there is none."""
+        db, shared_namespace = self._context.db, self._context.shared_namespace
+        for _ in range(limits.SHARED_TRIES_MAX):
+            await self._refresh_series(found)
+            record = history.find_series(db, found.directory, found.series.name)
+            if record is not None:
+                return record.directory
+            await self._changes.run_change(lambda db, _: history.insert_series(db, found.directory, found.series.name))
+            if shared_namespace is not None:
+                await shared_namespace.wait_published()
+        raise Busy("other nodes change the history of the series")
+
+    async def _refresh_series(self, found: FoundMember) -> None:
+        """Load what other nodes made of the series."""
+        shared_namespace = self._context.shared_namespace
+        if shared_namespace is None:
+            return
+        directory, path = ROOT, inodes.get_path(self._context.db, found.directory)
+        for name in (history.NAME, *filter(None, path.split(b"/")), found.series.name):
+            await shared_namespace.refresh_name(directory, name)
+            child = namespace.find_child(self._context.db, directory, name)
+            if child is None:
+                return
+            directory = child.id
+        await shared_namespace.refresh_directory(directory)
+
+    async def _remove_leftovers(self, series: int) -> None:
+        """Remove unfinished sets of this node, and of nodes that are gone. Raises Busy if another node is making one."""
+        for directory in history.list_unfinished(self._context.db, series):
+            if not self.is_leftover(directory):
+                raise Busy("another node makes a set of this series")
+            await self.remove(directory)
+
+    def is_leftover(self, directory: int) -> bool:
+        """Return True if nobody works on an unfinished set. Must not be called while this node makes one."""
+        maker = identity.get_origin_node(directory)
+        return maker in (0, identity.get_node_number(self._context.db)) or maker not in peer_copies.list_live_nodes(self._context.db)
+
+    # --- one set ------------------------------------------------------------------------------------------------------
+
+    async def _begin(self, found: FoundMember, tree: SetTree, series: int) -> CheckpointSet:
+        db, member = self._context.db, found.member
+        number = history.get_next_number(db, series)
+        producers = tuple(Producer(**json.loads(text)) for text in _list_producers(tree))
+        size = sum(file.size for file in tree.files.values())
+        record = SetRecord(
+            number, member.name, member.numbers, len(tree.files), size, time.time_ns(), producers, is_group=found.source is None
+        )
+
+        def act(db: Database, _: bool) -> CheckpointSet:
+            if history.get_next_number(db, series) != number:
+                raise Busy("another node has made a set of this series")
+            like = inodes.get(db, found.directory if found.source is None else found.source)
+            return CheckpointSet(history.begin_set(db, series, record, like), record)
+
+        names = [(series, history.build_hidden_name(record))]
+        return await self._changes.commit_shared(lambda: self._changes.run_change(act), names)
+
+    async def _fill(self, directory: int, tree: SetTree) -> None:
+        """Make the directories, symlinks and links of a set, each change for a short time. Raises Busy if a file has changed."""
+        made = {b"": directory}
+        todo: list[tuple[bytes, Inode | SetFile]] = [*tree.directories.items(), *tree.symlinks.items(), *tree.files.items()]
+
+        def act(db: Database, _: bool) -> int:
+            until_s = time.monotonic() + limits.SET_CHANGE_S
+            for count, (path, source) in enumerate(todo[done:], 1):
+                _insert(db, made, path, source)
+                if time.monotonic() > until_s:
+                    return done + count
+            return len(todo)
+
+        done = 0
+        while done < len(todo):
+            done = await self._changes.run_change(act)
+            await trio.lowlevel.checkpoint()
+
+    async def _confirm(self, tree: SetTree) -> None:
+        """In a cluster, wait until other nodes know the links, and see that none of them wrote a file before. Raises Busy."""
+        shared_namespace = self._context.shared_namespace
+        if shared_namespace is None:
+            return
+        await shared_namespace.wait_published()
+        files = list(tree.files.values())
+        for start in range(0, len(files), limits.ETCD_OPERATIONS_MAX):
+            part = files[start : start + limits.ETCD_OPERATIONS_MAX]
+            async with trio.open_nursery() as nursery:
+                for file in part:
+                    nursery.start_soon(shared_namespace.refresh_inode, file.inode)
+            if any(set_members.find_set_file(self._context.db, file.inode) != file for file in part):
+                raise Busy("another node has changed a file of the set")
+
+    async def _finish(self, found: FoundMember, series: int, made: CheckpointSet) -> None:
+        def act(db: Database, _: bool) -> None:
+            history.finish_set(db, made.directory)
+            set_members.delete_commit(db, found.inodes)
+
+        names = [(series, history.build_hidden_name(made.record)), (series, made.name)]
+        await self._changes.commit_shared(lambda: self._changes.run_change(act), names)
+
+    # --- the manifest -------------------------------------------------------------------------------------------------
+
+    async def _write_manifest(self, made: CheckpointSet, tree: SetTree) -> None:
+        """Write the manifest into the set. A set whose own files have these names has none, and so has one for which there is no room."""
+        if any(name in tree.files for name in MANIFEST_NAMES):
+            return
+        path = inodes.get_path(self._context.db, inodes.get(self._context.db, made.directory).parent)
+        build = functools.partial(_build_manifest, made, path.removeprefix(history.NAME + b"/"), tree)
+        for name, data in zip(MANIFEST_NAMES, await trio.to_thread.run_sync(build), strict=True):
+            try:
+                await self._write_file(made.directory, name, data)
+            except (OSError, NoSpace) as failure:
+                log.warning("%s: has no manifest: it cannot be written: %s", os.fsdecode(path + b"/" + made.name), failure)
+                return
+
+    async def _write_file(self, directory: int, name: bytes, data: bytes) -> None:
+        """Make a closed file: bytes in a tier of this node, then rows. What follows is as for any file."""
+        context = self._context
+        tier = context.tiers.choose_tier(len(data), context.open_files.get_reserved_bytes(), excluded={Tier.PFS})
+        storage = context.tiers[tier]
+        with context.db.transaction() as db:
+            content = contents.insert_reserved_content(db, tier)
+        is_written = False
+        try:
+            await trio.to_thread.run_sync(_write_content, storage, content, data)
+            await self._changes.run_change(lambda db, _: _insert_file(db, directory, name, content, tier, len(data)))
+            is_written = True
+        finally:
+            if not is_written:
+                with context.db.transaction() as db:
+                    contents.mark_doomed(db, content)
+                remove_quietly(storage, content)
+        context.wake_channel.notify(ipc.WORK)
+
+
+def _insert(db: Database, made: dict[bytes, int], path: bytes, source: Inode | SetFile) -> None:
+    """Insert one path of a set. `made`: the directories of the set that are there, by path. Raises Busy if the file has changed."""
+    above, _, name = path.rpartition(b"/")
+    if isinstance(source, SetFile):
+        if set_members.find_set_file(db, source.inode) != source:
+            raise Busy("a file of the set has changed")
+        history.insert_link(db, source.inode, made[above], name)
+    elif source.is_directory:
+        made[path] = history.insert_directory(db, made[above], name, source)
+    else:
+        history.insert_symlink(db, made[above], name, source)
+
+
+def _list_producers(tree: SetTree) -> list[str]:
+    return sorted({file.producer for file in tree.files.values()} - {""})
+
+
+def _build_manifest(made: CheckpointSet, series: bytes, tree: SetTree) -> tuple[bytes, bytes]:
+    """Return the contents of both files."""
+    record, producers = made.record, _list_producers(tree)
+    numbers = {text: number for number, text in enumerate(producers)}
+    files = {path: ManifestFile(file.size, file.mtime_ns, file.digest, numbers.get(file.producer)) for path, file in tree.files.items()}
+    set_fields: dict[str, Any] = {
+        "series": os.fsdecode(series), "set": os.fsdecode(made.name), "number": record.number, "numbers": list(record.numbers),
+        "completed_ns": record.completed_ns, "size": record.size,
+    }  # fmt: skip
+    return manifest.build_manifest(set_fields, [json.loads(text) for text in producers], files), manifest.build_checksums(files)
+
+
+def _write_content(storage: TierStorage, content: int, data: bytes) -> None:
+    with disk.closing(storage.create(content)) as fd:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[disk.act("manifest:write", os.write, fd, rest) :]
+
+
+def _insert_file(db: Database, directory: int, name: bytes, content: int, tier: Tier, size: int) -> None:
+    like, now_ns = inodes.get(db, directory), time.time_ns()
+    mode = _FILE_MODE & (like.mode | ~0o777)
+    made = namespace.create(db, directory, name, mode, uid=like.uid, gid=like.gid)
+    contents.insert_content(db, made.id, tier, reserved_content=content)
+    contents.mark_closed(db, made.id, content, size, now_ns, now_ns)

@@ -1,0 +1,329 @@
+"""The task that finds complete checkpoint sets, keeps them in the history, and lets go of those that nothing protects (D1, X3, T6).
+
+Rows of `set_candidate` say where to look. For each, the tracker finds the members of series of which the inode is a part: among its
+siblings, and in the directories above. It judges a member as `latest` does, and links what is complete into the history. A candidate stays
+while its member may become complete without a change that would make a new one: until a quiet period is over, or while it is the newest.
+
+After a set was made, and when a file that the history names lost a name, the tracker asks `retention` what stays, and removes the rest. It
+asks again while an older set only waits until a newer one is as safe.
+
+Invariants:
+- Only series whose numbers count checkpoints are tracked: others are data sets, experiments or users.
+- A directory whose names take long to read is left alone for a multiple of that time.
+
+Crash safety: candidates are rows, and a set appears with one rename. Unfinished sets are removed at the start.
+"""
+
+import functools
+import logging
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import trio
+
+from ckptfs import limits, series
+from ckptfs.catalog import history, set_candidates, set_members, summary
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.history import CheckpointSet
+from ckptfs.errors import Busy, CkptfsError
+from ckptfs.model import ROOT, Level
+from ckptfs.series import Series, patterns, retention, set_kinds
+from ckptfs.series.patterns import Member
+from ckptfs.series.retention import KeepReason, SetFacts
+from ckptfs.series.set_kinds import DirectoryFacts
+from ckptfs_daemon.mount.context import ChangeRunner, MountContext
+from ckptfs_daemon.mount.member_reader import MountMemberReader
+from ckptfs_daemon.mount.set_maker import FoundMember, SetMaker
+
+log = logging.getLogger(__name__)
+Row = tuple[int, int]
+"""A candidate: (inode, when it was noted)."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A candidate whose member is not complete. `due_s`: when to look again; `delay_s`: how long that is after the last look."""
+
+    row: Row
+    due_s: float
+    delay_s: float
+
+
+class _MemberSearch:
+    """The search for the members of which some inodes are a part. Runs in a worker thread; each directory is read once."""
+
+    def __init__(self, db: Database, resting: frozenset[int]) -> None:
+        """`resting`: directories that must not be read now."""
+        self._db, self._resting = db, resting
+        self._directories: dict[int, tuple[dict[bytes, tuple[int, bool]], dict[bytes, list[tuple[Series, Member, bool]]]]] = {}
+        self.rests_s: dict[int, float] = {}
+        """For how long to leave alone directories whose names took long to read."""
+
+    def find(self, inode: int) -> list[FoundMember] | None:
+        """Return the members, the innermost first. Returns None if a directory on the way rests."""
+        found: list[FoundMember] = []
+        todo = set_members.list_places(self._db, inode)
+        while todo:
+            directory, name = todo.pop(0)
+            if directory in self._resting:
+                return None
+            found += self._match(directory, name)
+            if directory != ROOT:
+                todo += set_members.list_places(self._db, directory)
+        return found or self._find_committed(inode)
+
+    def _match(self, directory: int, name: bytes) -> list[FoundMember]:
+        names, members = self._load(directory)
+        siblings = {sibling: inode for sibling, (inode, _) in names.items()}
+        found = []
+        for one, member, is_newest in members.get(name, ()):
+            inode, is_directory = names[name]
+            source = inode if is_directory and member.files == (name,) else None
+            if one.is_step_count or (source is not None and self._has_kind(source)):
+                found.append(FoundMember(directory, one, member, siblings, source, is_newest))
+        return found
+
+    def _load(self, directory: int) -> tuple[dict[bytes, tuple[int, bool]], dict[bytes, list[tuple[Series, Member, bool]]]]:
+        """Return what is in a directory, and the members that each name belongs to, with whether it is the newest of its series."""
+        if directory not in self._directories:
+            began_s = time.monotonic()
+            names = set_members.list_possible_members(self._db, directory)
+            members: dict[bytes, list[tuple[Series, Member, bool]]] = defaultdict(list)
+            for one in series.list_series(names):
+                for number, member in enumerate(patterns.list_members(one, names)):
+                    for file in member.files:
+                        members[file].append((one, member, number == 0))
+            self._directories[directory] = names, members
+            took_s = time.monotonic() - began_s
+            if took_s > limits.SET_SEARCH_S:
+                self.rests_s[directory] = took_s * limits.SET_SEARCH_REST
+        return self._directories[directory]
+
+    def _has_kind(self, directory: int) -> bool:
+        names = set_members.list_possible_members(self._db, directory)
+        files = {name: set_kinds.MemberFile(0, Level.NONE) for name, (_, is_directory) in names.items() if not is_directory}
+        return bool(set_kinds.list_kinds(DirectoryFacts(files, frozenset(names.keys() - files.keys()))))
+
+    def _find_committed(self, inode: int) -> list[FoundMember]:
+        """Return a file or directory outside any series of which a user said that it is complete: a series of its own."""
+        if not set_members.is_committed(self._db, [inode]):
+            return []
+        found = []
+        for directory, name in set_members.list_places(self._db, inode):
+            is_directory = set_members.list_possible_members(self._db, directory)[name][1]
+            member = Member((0,), name, name, (name,))
+            found.append(FoundMember(directory, Series((name,)), member, {name: inode}, inode if is_directory else None, True))
+        return found
+
+
+class SetTracker:
+    """The task, and what it has in hand. Belongs to the trio thread."""
+
+    def __init__(
+        self,
+        context: MountContext,
+        changes: ChangeRunner,
+        reader: MountMemberReader,
+        on_unlinked: Callable[[Iterable[int]], None],
+    ) -> None:
+        self._context, self._reader = context, reader
+        self._changes = changes
+        self._maker = SetMaker(context, changes, on_unlinked)
+        self._woken = trio.Event()
+        self._after = 0
+        self._waiting: dict[tuple[int, bytes], _Waiting] = {}
+        self._reviews: dict[int, float] = {}
+        """When to ask next what a series keeps."""
+        self._noted: dict[tuple[int, bytes], set[str]] = {}
+        self._rests: dict[int, float] = {}
+        self._has_changed = True
+
+    def wake(self) -> None:
+        """Look soon: there may be candidates. A hint."""
+        self._woken.set()
+
+    async def remove_set(self, directory: int) -> None:
+        """Remove a set from the history, whatever protects it."""
+        await self._maker.remove(directory)
+
+    async def run(self) -> None:
+        """Track until cancelled. A task."""
+        self._reviews = {one.directory: 0.0 for one in history.list_series(self._context.db)}
+        delay_s = limits.SET_GATHER_S
+        while True:
+            try:
+                await self._remove_leftovers()
+                while True:
+                    more = await self._look()
+                    await self._review_due()
+                    await self._report()
+                    delay_s = limits.SET_GATHER_S
+                    await self._wait(0.0 if more else limits.SET_POLL_S)
+            except (OSError, CkptfsError) as failure:
+                log.warning("checkpoint sets: cannot be kept: %s; trying again in %.0f s", failure, delay_s)
+            except Exception:
+                log.exception("checkpoint sets: cannot be kept; trying again in %.0f s", delay_s)
+            delay_s = min(max(2 * delay_s, limits.RETRY_FIRST_S), limits.RETRY_LAST_S)
+            await trio.sleep(delay_s)
+
+    async def _wait(self, seconds: float) -> None:
+        with trio.move_on_after(seconds):
+            await self._woken.wait()
+        await trio.sleep(limits.SET_GATHER_S)
+        self._woken = trio.Event()
+
+    async def _remove_leftovers(self) -> None:
+        """Remove unfinished sets of this node, and of nodes that are gone."""
+        for one in history.list_series(self._context.db):
+            for directory in history.list_unfinished(self._context.db, one.directory):
+                if self._maker.is_leftover(directory):
+                    await self._maker.remove(directory)
+
+    # --- candidates ---------------------------------------------------------------------------------------------------
+
+    async def _look(self) -> bool:
+        """Look at some candidates. Return True if there are more."""
+        rows = set_candidates.list_candidates(self._context.db, self._after, limits.SET_CANDIDATES_MAX)
+        self._after = rows[-1][0] if len(rows) == limits.SET_CANDIDATES_MAX else 0
+        due_s = {one.row: one.due_s for one in self._waiting.values()}
+        fresh = [row for row in rows if due_s.get(row, 0.0) <= trio.current_time()]
+        if fresh:
+            found = await self._find(fresh)
+            await self._note_producers(found)
+            done = set(found)
+            for place in {one.key: one for members in found.values() for one in members}.values():
+                parts = [row for row, members in found.items() if any(one.key == place.key for one in members)]
+                done |= await self._look_at(place, parts)
+            set_candidates.delete_candidates(self._context.db, done - {one.row for one in self._waiting.values()})
+        return bool(self._after)
+
+    async def _find(self, rows: list[Row]) -> dict[Row, list[FoundMember]]:
+        """Return the members of which each candidate is a part. Candidates in directories that rest are left out."""
+        await self._refresh(rows)
+        now_s = trio.current_time()
+        for inode, _ in rows:
+            for directory in set_members.list_series_of_file(self._context.db, inode):
+                self._reviews[directory] = now_s
+        self._rests = {directory: until_s for directory, until_s in self._rests.items() if until_s > now_s}
+        search = _MemberSearch(self._context.db, frozenset(self._rests))
+        found = await trio.to_thread.run_sync(lambda: {row: search.find(row[0]) for row in rows})
+        self._rests |= {directory: trio.current_time() + seconds for directory, seconds in search.rests_s.items()}
+        return {row: members for row, members in found.items() if members is not None}
+
+    async def _refresh(self, rows: list[Row]) -> None:
+        """In a cluster, load the names in all directories above the candidates."""
+        shared_namespace, seen = self._context.shared_namespace, {ROOT}
+        for inode, _ in rows if shared_namespace is not None else ():
+            assert shared_namespace is not None
+            for directory in [parent for parent, _ in set_members.list_places(self._context.db, inode)]:
+                while directory and directory not in seen:
+                    seen.add(directory)
+                    await shared_namespace.refresh_inode(directory)
+                    await shared_namespace.refresh_directory(directory)
+                    directory = self._context.get_inode(directory).parent
+
+    async def _note_producers(self, found: dict[Row, list[FoundMember]]) -> None:
+        """Note on one file of each member by which process it was written; forget what an earlier writer left on the others."""
+        notes: dict[int, str] = {}
+        for (inode, _), members in found.items():
+            producer = self._context.open_files.producers.take(inode)
+            if producer is not None and members:
+                known = self._noted.setdefault(members[0].key, set())
+                notes[inode] = "" if producer in known else producer
+                known.add(producer)
+        if notes:
+            await self._changes.run_change(lambda db, _: set_members.set_producers(db, notes))
+
+    # --- members ------------------------------------------------------------------------------------------------------
+
+    async def _look_at(self, found: FoundMember, rows: list[Row]) -> set[Row]:
+        """Judge a member, and make its set if it is complete. Return candidates that nothing waits for any more."""
+        former = self._waiting.pop(found.key, None)
+        try:
+            delay_s = await self._judge(found)
+        except (Busy, FileNotFoundError) as reason:
+            log.debug("%s: no set is made now: %s", os.fsdecode(found.member.name), reason)
+            delay_s = limits.SET_RETRY_S
+        if delay_s is None:
+            self._noted.pop(found.key, None)
+        else:
+            if former is not None and former.row in rows:
+                delay_s = max(delay_s, min(2 * former.delay_s, limits.SET_RETRY_MAX_S))
+            self._waiting[found.key] = _Waiting(rows[0], trio.current_time() + delay_s, delay_s)
+        return set() if former is None else {former.row}
+
+    async def _judge(self, found: FoundMember) -> float | None:
+        """Make the set of a member if it is complete. Return in how many seconds to look again; None: when something changes."""
+        load = functools.partial(found.load_tree, self._context.db)
+        before = await trio.to_thread.run_sync(load)
+        is_committed = set_members.is_committed(self._context.db, found.inodes)
+        verdict = await series.judge(found.series, found.siblings, self._reader, found.member, is_committed=is_committed)
+        if verdict.incomplete_reason or before is None:
+            log.debug("%s: no set yet: %s", os.fsdecode(found.member.name), verdict.incomplete_reason)
+            waits_s = verdict.quiet_s or (limits.SET_RETRY_S if found.is_newest else 0.0)
+            return min(waits_s, limits.SET_RETRY_MAX_S) or None
+        if await trio.to_thread.run_sync(load) != before:
+            raise Busy("it changes")
+        directory, made = await self._maker.make(found, before)
+        if made is not None:
+            self._reviews[directory] = trio.current_time()
+            log.info("%s: complete: %d files, %d bytes", os.fsdecode(made.name), made.record.files, made.record.size)
+        return None
+
+    # --- what stays ---------------------------------------------------------------------------------------------------
+
+    async def _review_due(self) -> None:
+        for directory, due_s in list(self._reviews.items()):
+            if due_s <= trio.current_time():
+                del self._reviews[directory]
+                await self._review(directory)
+                self._has_changed = True
+
+    async def _review(self, directory: int) -> None:
+        """Remove the sets of a series that nothing protects."""
+        db, shared_namespace = self._context.db, self._context.shared_namespace
+        if shared_namespace is not None:
+            await shared_namespace.refresh_inode(directory)
+            await shared_namespace.refresh_directory(directory)
+        known = history.get_series(db, directory)
+        if known is None:
+            return
+        sets = {one.record.number: one for one in await trio.to_thread.run_sync(history.list_sets, db, directory)}
+        facts = await trio.to_thread.run_sync(load_facts, db, directory, list(sets.values()))
+        reasons = retention.find_reasons(facts, None if known.rollback is None else known.rollback.number)
+        for number in [number for number, why in reasons.items() if not why]:
+            await self._maker.remove(sets[number].directory)
+            log.info("%s: removed from the history: nothing protects it", os.fsdecode(sets[number].name))
+        if any(why == {KeepReason.NEWEST} and number != max(sets) for number, why in reasons.items()):
+            self._reviews[directory] = trio.current_time() + limits.SET_REVIEW_S
+
+    async def _report(self) -> None:
+        """Record the figures of `status`, if they have changed."""
+        if not self._has_changed:
+            return
+        self._has_changed = False
+        figures = await trio.to_thread.run_sync(load_figures, self._context.db)
+        summary.set_report(self._context.db, "sets", figures)
+
+
+def load_facts(db: Database, directory: int, sets: Iterable[CheckpointSet]) -> list[SetFacts]:
+    """Return what retention must know of the sets of a series, newest first. An older set of the same name is not in its place."""
+    with db.read_transaction():
+        levels, in_place = history.list_levels(db, directory), set_members.list_sets_in_place(db, directory)
+    found, names = [], set()
+    for one in sets:
+        if one.directory in levels:
+            is_in_place = one.directory in in_place and one.record.name not in names
+            found.append(SetFacts(one.record.number, levels[one.directory], is_in_place, one.is_pinned))
+            names.add(one.record.name)
+    return found
+
+
+def load_figures(db: Database) -> dict[str, int]:
+    """Return how many series and sets there are, and the bytes that only the history holds."""
+    directories = [one.directory for one in history.list_series(db)]
+    sets = sum(len(history.list_sets(db, directory)) for directory in directories)
+    return {"series": len(directories), "sets": sets, "bytes": set_members.count_history_bytes(db)}
