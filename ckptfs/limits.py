@@ -13,6 +13,8 @@ PATH_BYTES_MAX = 4095
 LINKS_MAX = 65_000
 XATTR_VALUE_BYTES_MAX = 64 * KIB
 XATTR_LIST_BYTES_MAX = 64 * KIB
+# A note of a user on a checkpoint set.
+NOTE_BYTES_MAX = 4 * KIB
 # All xattrs of one inode in a cluster: they travel to etcd in one request, and two nodes may add this much concurrently.
 XATTR_SHARED_BYTES_MAX = 256 * KIB
 
@@ -86,9 +88,12 @@ CHANGE_ROWS_MAX = 512
 # An id is the number of its node, followed by a counter of that node; together 63 bits.
 ID_COUNTER_BITS = 40
 NODE_NUMBER_BITS = 23
-NODE_NUMBER_MAX = (1 << NODE_NUMBER_BITS) - 2
-# The last number belongs to no node: it marks ids of virtual entries, which are in no catalog.
+# No node has a number of the upper half: `.ckptfs` shows all that is in it under such inode numbers. The last one marks entries that are in
+# no catalog, the one before it names in the history; directories of the history have HISTORY_BIT beside their own number.
+NODE_NUMBER_MAX = (1 << NODE_NUMBER_BITS - 1) - 3
 VIRTUAL_NODE = (1 << NODE_NUMBER_BITS) - 1
+HISTORY_NAMES_NODE = VIRTUAL_NODE - 1
+HISTORY_BIT = 1 << ID_COUNTER_BITS + NODE_NUMBER_BITS - 1
 VIRTUAL_NAMES_MAX = 4096
 
 # --- mover: requests and lanes ---------------------------------------------------------------------------------------

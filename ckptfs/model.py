@@ -162,6 +162,8 @@ class Handle:
     is_writer: bool
     backing_id: int
     generation: int = 0
+    shown: int = 0
+    """The number under which the history shows the inode to the kernel; 0: its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ import ckptfs
 import ckptfs_client
 import ckptfs_daemon
 from ckptfs.catalog.summary import VIRTUAL_XATTR_PREFIX, VIRTUAL_XATTRS
+from ckptfs.catalog.user_settings import USER_SETTINGS
 from ckptfs.config import (
     IGNORED_OPTIONS, MOUNT_FLAGS, REFUSED_OPTIONS, RULE_SETTINGS, SETTINGS, Setting, build_sample, is_known_option, parse_options,
 )  # fmt: skip
@@ -323,7 +324,9 @@ def list_other_options() -> list[Entry]:
 
 def list_attributes() -> list[Entry]:
     """The extended attributes that ckptfs makes up."""
-    return [Entry((VIRTUAL_XATTR_PREFIX + name).decode(), text) for name, (_, text) in VIRTUAL_XATTRS.items()]
+    shown = [Entry((VIRTUAL_XATTR_PREFIX + name).decode(), text) for name, (_, text) in VIRTUAL_XATTRS.items()]
+    set_by_users = [(name, f"{one.meaning} Accepted: {one.accepted}.") for name, one in USER_SETTINGS.items()]
+    return shown + [Entry((VIRTUAL_XATTR_PREFIX + name).decode(), text) for name, text in set_by_users]
 
 
 def list_environment() -> list[Entry]:

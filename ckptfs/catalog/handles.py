@@ -15,19 +15,15 @@ from ckptfs import limits
 from ckptfs.catalog.database import Database
 from ckptfs.model import Handle
 
-_COLUMNS = "id, inode, content, writer, backing, generation"
+_COLUMNS = "id, inode, content, writer, backing, generation, shown"
 
 
-def insert(db: Database, inode: int, content: int | None, *, is_writer: bool, backing_id: int, generation: int = 0) -> int:
+def insert(db: Database, inode: int, content: int | None, *, is_writer: bool, backing_id: int, generation: int = 0, shown: int = 0) -> int:
     """Record that a file was opened. Return the id of the handle."""
     return db.insert(
-        "INSERT INTO handle (inode, content, writer, backing, generation) VALUES (?,?,?,?,?)",
-        inode,
-        content,
-        is_writer,
-        backing_id,
-        generation,
-    )
+        "INSERT INTO handle (inode, content, writer, backing, generation, shown) VALUES (?,?,?,?,?,?)",
+        inode, content, is_writer, backing_id, generation, shown,
+    )  # fmt: skip
 
 
 def delete(db: Database, handle: int) -> bool:
@@ -37,7 +33,8 @@ def delete(db: Database, handle: int) -> bool:
 
 def list_all(db: Database) -> list[Handle]:
     """Return all open handles in the order in which they were opened."""
-    return [Handle(row[0], row[1], row[2], bool(row[3]), row[4], row[5]) for row in db.rows(f"SELECT {_COLUMNS} FROM handle ORDER BY id")]
+    rows = db.rows(f"SELECT {_COLUMNS} FROM handle ORDER BY id")
+    return [Handle(row[0], row[1], row[2], bool(row[3]), row[4], row[5], row[6]) for row in rows]
 
 
 def list_contents(db: Database) -> set[int]:
@@ -56,8 +53,13 @@ def has_writer(db: Database, inode: int) -> bool:
 
 
 def set_content(db: Database, inode: int, content: int) -> None:
-    """Point all handles of `inode` to `content`."""
-    db.run("UPDATE handle SET content=? WHERE inode=?", content, inode)
+    """Point all handles of `inode` to `content`, but for those of its names in the history."""
+    db.run("UPDATE handle SET content=? WHERE inode=? AND shown=0", content, inode)
+
+
+def move_shown(db: Database, inode: int, new_inode: int, content: int | None) -> None:
+    """Point the handles of the names of `inode` in the history to the inode to which these names lead now."""
+    db.run("UPDATE handle SET inode=?, content=? WHERE inode=? AND shown<>0", new_inode, content, inode)
 
 
 def delete_all(db: Database) -> int:

@@ -120,6 +120,7 @@ CREATE TABLE set_candidate (inode INTEGER PRIMARY KEY, at_ns INTEGER NOT NULL);
 CREATE INDEX inode_history ON inode (id) WHERE history > 0;
 CREATE TABLE pfs_hold (inode INTEGER PRIMARY KEY);
 CREATE TABLE retired (content INTEGER PRIMARY KEY, at_ns INTEGER NOT NULL);
+ALTER TABLE handle ADD COLUMN shown INTEGER NOT NULL DEFAULT 0;
 """
 
 

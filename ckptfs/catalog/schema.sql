@@ -127,7 +127,8 @@ CREATE TABLE handle (
     content INTEGER,                     -- the content it reads or writes; NULL: none (an empty file that was never written)
     writer INTEGER NOT NULL,             -- 1: opened for writing
     backing INTEGER NOT NULL DEFAULT 0,  -- the kernel's backing id, 0 on the buffered path
-    generation INTEGER NOT NULL DEFAULT 0 -- the file's, when the first of its present handles was opened
+    generation INTEGER NOT NULL DEFAULT 0, -- the file's, when the first of its present handles was opened
+    shown INTEGER NOT NULL DEFAULT 0     -- the number under which the history shows it to the kernel; 0: outside of the history
 );
 
 -- The first reply to every change, kept for requests that the kernel sends again after a crash. A ring: slot = (request/2) % REPLIES_KEPT.

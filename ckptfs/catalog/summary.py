@@ -116,8 +116,11 @@ def _format_copies(db: Database, inode: int) -> bytes:
 
 VIRTUAL_XATTR_PREFIX = b"user.ckptfs."
 FORMAT_XATTR = b"format"
+SET_XATTR = b"set"
+SETS_XATTR_PREFIX = b"sets."
+"""Before the name of a series: what `ckptfs latest` asks a directory for."""
 # The extended attributes of a regular file: the name behind the prefix, the function for the value (None: not known yet), and the meaning.
-# `format` is read from the file itself, so the mount process has its own function for it.
+# The mount process has its own functions for `format`, which is read from the file itself, and for `set`.
 VIRTUAL_XATTRS: dict[bytes, tuple[Callable[[Database, int], bytes | None], str]] = {
     b"level": (_format_level, f"The level that the file has now: {', '.join(Level)}."),
     b"digest": (_format_digest, "Its digest in hexadecimal: xxh3-128 over its blocks' digests and its size. ENODATA until it is sealed."),
@@ -126,6 +129,7 @@ VIRTUAL_XATTRS: dict[bytes, tuple[Callable[[Database, int], bytes | None], str]]
         "The format that its bytes show (zip, safetensors, HDF5, ..., or unknown), and behind a colon what is wrong with it."
         " ENODATA until it is sealed.",
     ),
+    SET_XATTR: (lambda db, inode: None, "SERIES/SET: the newest checkpoint set in the history to which it belongs. ENODATA without one."),
     b"copies": (_format_copies, "TIER:STATE of each copy, separated by blanks; copies on other nodes are NODE:STATE."),
 }
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import grpc
 
 from ckptfs import limits
-from ckptfs.catalog import contents, copies, mover_requests, namespace, peer_copies, summary
+from ckptfs.catalog import contents, copies, history_names, mover_requests, namespace, peer_copies, summary
 from ckptfs.catalog.database import Database
 from ckptfs.coherence import key_state, store_loss
 from ckptfs.config import Config
@@ -210,9 +210,10 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
     @translate_stream_errors
     def Verify(self, request: pb.VerifyRequest, context: grpc.ServicerContext) -> Iterator[pb.VerifyProgress]:
         """Read every copy of a file, or of all files below a directory."""
-        if summary.get_listed_file(self._db, require_inode_number(request.inode)) is None:
+        top = history_names.get_known_number(self._db, require_inode_number(request.inode))
+        if summary.get_listed_file(self._db, top) is None:
             raise posix_error(errno.ENOENT)
-        files = namespace.list_files_below(self._db, request.inode)
+        files = namespace.list_files_below(self._db, top)
         verification = FileVerifier(self._config, self._db, self._tiers, self._retry_now, self._refresh_pfs_path)
         progress, last_sent_at = pb.VerifyProgress(files_total=len(files)), time.monotonic()
         for inode in files:

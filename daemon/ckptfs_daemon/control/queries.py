@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from ckptfs import limits
-from ckptfs.catalog import journal, namespace, summary
+from ckptfs.catalog import history_names, journal, namespace, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.summary import ListedFile
 from ckptfs.config import Config
@@ -170,11 +170,12 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
         return pb.ListReply(records=[self._build_record(inode, under_way, trees=request.trees) for inode in request.inodes])
 
     def _build_record(self, inode: int, under_way: dict[str, Any], *, trees: bool) -> pb.Record:
+        asked, inode = inode, history_names.get_known_number(self._db, inode)
         found = summary.get_listed_file(self._db, inode) if is_inode_number(inode) else None
         if found is None:
-            return pb.Record(inode=inode, known=False)
+            return pb.Record(inode=asked, known=False)
         answer = pb.Record(
-            inode=inode,
+            inode=asked,
             known=True,
             kind=_get_kind_name(found.mode),
             size=found.size,
@@ -209,7 +210,8 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
         if not self._waits.acquire(blocking=False):
             raise OSError(errno.EUSERS, f"{limits.CONTROL_WAITS_MAX} waits are under way already; try again later")
         try:
-            yield from stream_changes(self._check_level(require_inode_number(request.inode), wanted), context)
+            inode = history_names.get_known_number(self._db, require_inode_number(request.inode))
+            yield from stream_changes(self._check_level(inode, wanted), context)
         finally:
             self._waits.release()
 

@@ -2,8 +2,8 @@
 
 `FileHandlers.resize` changes the length of a file; every other attribute is a row of the catalog. `user.*` and `trusted.*` are stored; the
 kernel has checked the permission. ACLs, file capabilities and security labels are not supported, as on any filesystem without them: a write
-must drop a capability, and on the passthrough path this process sees no writes. `user.ckptfs.*` shows what ckptfs knows about a file. These
-names are not listed, so programs that copy all attributes do not try to set them.
+must drop a capability, and on the passthrough path this process sees no writes. `user.ckptfs.*` shows what ckptfs knows about a file, and
+takes what users say (`user_settings`). These names are not listed, so programs that copy all attributes do not try to set them.
 
 Crash safety: see `context`. A change of length without a reply is made again.
 """
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ckptfs.catalog import handles, inodes, summary
+from ckptfs.catalog import handles, history_names, inodes, summary, user_settings
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.namespace import get_path
 from ckptfs.errors import posix_error
@@ -119,9 +119,12 @@ class AttributeHandlers:
         raise posix_error(errno.EOPNOTSUPP)
 
     def _get_virtual_xattr(self, inode: int, name: bytes) -> bytes:
-        if not self._context.get_inode(inode).is_file or name not in summary.VIRTUAL_XATTRS:
-            raise posix_error(errno.ENODATA)
-        value = summary.VIRTUAL_XATTRS[name][0](self._context.db, inode)
+        db, row = self._context.db, self._context.get_inode(inode)
+        virtual = summary.VIRTUAL_XATTRS.get(name) if row.is_file else None
+        if name == summary.SET_XATTR:
+            value = history_names.find_set_path(db, row)
+        else:
+            value = user_settings.get_setting(db, row, name) if virtual is None else virtual[0](db, inode)
         if value is None:
             raise posix_error(errno.ENODATA)
         return value
@@ -138,22 +141,33 @@ class AttributeHandlers:
         names = inodes.list_xattrs(self._context.db, inode)
         return names if ctx.uid == 0 else [name for name in names if not name.startswith(b"trusted.")]
 
-    async def setxattr(self, inode: int, name: bytes, value: bytes) -> None:
+    async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: "RequestContext") -> None:
         """Set an attribute. pyfuse3 has checked XATTR_CREATE and XATTR_REPLACE by reading the value first."""
-        await self._change_xattr(inode, name, lambda db: inodes.set_xattr(db, inode, name, value))
+        if name.startswith(summary.VIRTUAL_XATTR_PREFIX):
+            await self._change_setting(inode, name, value, ctx.uid)
+        else:
+            await self._change_xattr(inode, name, lambda db: inodes.set_xattr(db, inode, name, value))
 
-    async def removexattr(self, inode: int, name: bytes) -> None:
+    async def removexattr(self, inode: int, name: bytes, ctx: "RequestContext") -> None:
         """Remove an attribute."""
-        await self._change_xattr(inode, name, lambda db: inodes.remove_xattr(db, inode, name))
+        if name.startswith(summary.VIRTUAL_XATTR_PREFIX):
+            await self._change_setting(inode, name, None, ctx.uid)
+        else:
+            await self._change_xattr(inode, name, lambda db: inodes.remove_xattr(db, inode, name))
+
+    async def _change_setting(self, inode: int, name: bytes, value: bytes | None, uid: int) -> None:
+        name = name.removeprefix(summary.VIRTUAL_XATTR_PREFIX)
+        await self._commit_change(inode, lambda db: user_settings.set_setting(db, inodes.get(db, inode), name, value, uid))
 
     async def _change_xattr(self, inode: int, name: bytes, change: Callable[[Database], None]) -> None:
-        if name.startswith(summary.VIRTUAL_XATTR_PREFIX):
-            raise posix_error(errno.EPERM)
         if name in STORED_PREFIXES:
             # A bare prefix is not a name, as on local filesystems.
             raise posix_error(errno.EINVAL)
         if not name.startswith(STORED_PREFIXES):
             raise posix_error(errno.EOPNOTSUPP)
+        await self._commit_change(inode, change)
+
+    async def _commit_change(self, inode: int, change: Callable[[Database], None]) -> None:
         request = get_current_request()
         if await self._changes.get_replayed_reply(request) is not None:
             return

@@ -97,20 +97,20 @@ class FileHandlers:
         attempt.blind = True
         return await attempt.run()
 
-    async def open(self, inode: int, flags: int, ctx: "RequestContext") -> FileInfo:
-        """Open an existing file."""
+    async def open(self, inode: int, flags: int, ctx: "RequestContext", shown: int = 0) -> FileInfo:
+        """Open an existing file. `shown`: its number in the history."""
         request = get_current_request()
         body = await self._changes.get_replayed_reply(request)
         if body is not None:
             return self._build_file_info(OpenResult.unpack(body))
         await self._changes.refresh_inode(inode, ctx.pid)
-        return await self._open(request, inode, flags, ctx)
+        return await self._open(request, inode, flags, ctx, shown)
 
-    async def _open(self, request: Request, inode: int, flags: int, ctx: "RequestContext") -> FileInfo:
+    async def _open(self, request: Request, inode: int, flags: int, ctx: "RequestContext", shown: int = 0) -> FileInfo:
         truncates = bool(flags & os.O_TRUNC)
         is_writer = truncates or flags & os.O_ACCMODE != os.O_RDONLY
         is_root, nonblocking = ctx.uid == 0, bool(flags & os.O_NONBLOCK)
-        open_request = OpenRequest(inode, is_writer, truncates, request, is_root=is_root, nonblocking=nonblocking, pid=ctx.pid)
+        open_request = OpenRequest(inode, is_writer, truncates, request, is_root=is_root, nonblocking=nonblocking, pid=ctx.pid, shown=shown)
         return self._build_file_info(await OpenAttempt(self._context, open_request).run())
 
     def _build_file_info(self, opened: OpenResult) -> FileInfo:

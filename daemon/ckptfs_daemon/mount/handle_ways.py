@@ -39,6 +39,7 @@ class Reason(StrEnum):
     REFUSED = "the kernel refuses passthrough to this filesystem"
     FETCHED = "the file is still being fetched"
     SHARED = "another handle of the file needs it"
+    HISTORY = "the file is in the history, and may be written under its other name"
     RESTARTED = "opened before the mount process was restarted"
 
 

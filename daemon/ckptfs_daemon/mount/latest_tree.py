@@ -15,7 +15,7 @@ import stat
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
@@ -26,6 +26,7 @@ from ckptfs.model import ROOT, Level
 from ckptfs.series import Series
 from ckptfs_daemon.fuse import request
 from ckptfs_daemon.mount.context import MountContext
+from ckptfs_daemon.mount.history_tree import HISTORY, HistoryTree, ReadOnlyTree
 from ckptfs_daemon.mount.member_reader import MountMemberReader
 
 # After fuse.session, which loads the shim before pyfuse3.
@@ -80,11 +81,11 @@ class VirtualInodes:
 LATEST = b"latest"
 
 
-class LatestTree:
+class LatestTree(ReadOnlyTree):
     """Handlers for the inodes of this tree. Every change fails with EROFS."""
 
-    def __init__(self, context: MountContext, reader: MountMemberReader) -> None:
-        self._context, self._reader = context, reader
+    def __init__(self, context: MountContext, reader: MountMemberReader, history: HistoryTree) -> None:
+        self._context, self._reader, self._history = context, reader, history
         self._inodes = VirtualInodes()
 
     def owns(self, inode: int) -> bool:
@@ -95,17 +96,16 @@ class LatestTree:
         """Return True if these handlers look `name` up."""
         return is_virtual(parent_inode) or (parent_inode == ROOT and name == namespace.RESERVED_NAME)
 
-    async def refuse_change(self, *_: object) -> NoReturn:
-        """Raise EROFS."""
-        raise posix_error(errno.EROFS)
-
-    create = mkdir = mknod = symlink = link = unlink = rmdir = rename = setattr = setxattr = removexattr = refuse_change
+    setxattr = removexattr = open = ReadOnlyTree.refuse_change
 
     async def lookup(self, parent_inode: int, name: bytes, _: "RequestContext") -> EntryAttributes:
         """Look up a name."""
         if parent_inode == ROOT:
             return self._build_entry_attributes(TOP)
-        entry = await self._find_child(self._get_entry(parent_inode), name)
+        parent = self._get_entry(parent_inode)
+        if parent == TOP and name == HISTORY:
+            return await self._history.find_top() or request.build_negative_entry(0)
+        entry = await self._find_child(parent, name)
         return request.build_negative_entry(0) if entry is None else self._build_entry_attributes(entry)
 
     async def getattr(self, inode: int, _: "RequestContext") -> EntryAttributes:
@@ -127,9 +127,13 @@ class LatestTree:
     async def readdir(self, fh: int, start_id: int, token: "ReaddirToken") -> None:
         """Fill the reply with entries after the offset `start_id`."""
         directory = self._get_entry(fh)
-        found = [(b".", directory), (b"..", directory), *await self._list_entries(directory)]
+        found: list[tuple[bytes, VirtualEntry | EntryAttributes]] = [(b".", directory), (b"..", directory)]
+        found += await self._list_entries(directory)
+        if directory == TOP and (history := await self._history.find_top()) is not None:
+            found.append((HISTORY, history))
         for offset, (name, one) in enumerate(found[start_id:], start_id + 1):
-            if not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(name), self._build_entry_attributes(one), offset):
+            attributes = self._build_entry_attributes(one) if isinstance(one, VirtualEntry) else one
+            if not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(name), attributes, offset):
                 return
 
     # --- entries ------------------------------------------------------------------------------------------------------

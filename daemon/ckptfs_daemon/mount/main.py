@@ -31,6 +31,7 @@ from ckptfs_daemon.mount.cluster_recovery import StandbyLease
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.file_handlers import FileHandlers
 from ckptfs_daemon.mount.handle_ways import run_reports
+from ckptfs_daemon.mount.history_tree import HistoryTree
 from ckptfs_daemon.mount.latest_tree import LatestTree
 from ckptfs_daemon.mount.lookups import LookupPrefetch
 from ckptfs_daemon.mount.member_reader import MountMemberReader
@@ -52,15 +53,17 @@ def run(setup: ChildSetup) -> int:
     context = _build_context(setup)
     changes, orphans = ChangeRunner(context), OrphanTracker(context)
     reader = MountMemberReader(context, changes)
+    files = FileHandlers(context, changes)
+    attributes = AttributeHandlers(context, changes, files, reader)
     tracker = SetTracker(context, changes, reader, orphans.add_unlinked)
     names, directories = NamespaceHandlers(context, changes, orphans, tracker.wake), DirectoryHandlers(context, changes)
-    files, latest = FileHandlers(context, changes), LatestTree(context, reader)
+    history = HistoryTree(context, changes, files, attributes)
+    latest = LatestTree(context, reader, history)
     shim = ShimHandlers(context, files, latest)
     if context.shared_namespace is not None:
         context.shared_namespace.set_nameless_callback(orphans.add_unlinked)
     shim.register()
-    attributes = AttributeHandlers(context, changes, files, reader)
-    session.open_session(Operations(names, directories, attributes, files, orphans, latest), setup)
+    session.open_session(Operations(names, directories, attributes, files, orphans, latest, history), setup)
     trio.run(_serve, setup, context, shim, orphans, tracker)
     session.close_session()
     return 0

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import trio
 
 from ckptfs import limits
-from ckptfs.catalog import copies, handles, namespace
+from ckptfs.catalog import copies, handles, history_names, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.namespace import NotImported
 from ckptfs.coherence import ownership
@@ -292,7 +292,9 @@ class OrphanTracker:
 
     def forget(self, inode_list: Iterable[tuple[int, int]]) -> None:
         """Record that the kernel dropped these (inode, lookup count). Never raises."""
-        forgotten = self._orphans.intersection(inode for inode, _ in inode_list)
+        numbers = {inode for inode, _ in inode_list}
+        # A file of the history has another number, and if its name is gone, nothing tells which file it was.
+        forgotten = set(self._orphans) if any(map(history_names.is_shown, numbers)) else self._orphans & numbers
         if forgotten:
             self._forgotten |= forgotten
             self._wake.set()

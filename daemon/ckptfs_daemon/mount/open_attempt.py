@@ -104,10 +104,11 @@ class OpenAttempt:
 
     def _find_open_file(self) -> OpenFile | None:
         """Return the inode's open file if it has one that a handle can join now."""
-        file = self._files.by_inode.get(self._open_request.inode)
+        number = self._open_request.shown or self._open_request.inode
+        file = self._files.by_inode.get(number)
         if file is not None and file.ended_handles:
             self._files.commit_releases()
-            file = self._files.by_inode.get(self._open_request.inode)
+            file = self._files.by_inode.get(number)
         if file is not None and file.move_done is not None:
             raise MustWait(file.wait_moved)
         if file is not None and file.fetch_waiter is not None and self._open_request.is_writer:
@@ -285,8 +286,8 @@ class OpenAttempt:
         undo.callback(os.close, fd)
         generation = held.inode.generation
         return OpenFile(
-            held.inode.id, content.id, storage, fd, atime_ns=held.inode.atime_ns, generation=generation, fetch_waiter=waiter,
-            buffered_reason=Reason.FETCHED,
+            held.inode.id, content.id, storage, fd, self._open_request.shown, atime_ns=held.inode.atime_ns, generation=generation,
+            fetch_waiter=waiter, buffered_reason=Reason.FETCHED,
         )  # fmt: skip
 
     def _open_pfs_file(self, held: FileContent, undo: UndoLog) -> OpenFile:
@@ -310,7 +311,9 @@ class OpenAttempt:
     ) -> OpenFile:
         """Build the open file. `reason`: why its bytes must pass through this process; NONE registers it with the kernel."""
         row = held.inode
-        file = OpenFile(row.id, content, storage, fd, atime_ns=row.atime_ns, generation=row.generation)
+        file = OpenFile(row.id, content, storage, fd, self._open_request.shown, atime_ns=row.atime_ns, generation=row.generation)
+        if not reason and file.shown and self._may_be_written(row):
+            reason = Reason.HISTORY
         file.buffered_reason = reason
         if file.tier is Tier.PFS and self._pfs_facts is not None:
             file.last_status = self._pfs_facts.status
@@ -327,6 +330,13 @@ class OpenAttempt:
             self._swap_fd(file, self._open_or_wait(storage, content, NONBLOCKING_WRITE))
             file.is_writable = True
         return file
+
+    def _may_be_written(self, row: Inode) -> bool:
+        """Return True if a program could write a file of the history by another name: the kernel must not read its backing file then.
+
+        The write takes that backing file, and this process goes on reading from a copy.
+        """
+        return row.nlink > row.history or row.id in self._files.by_inode
 
     # --- act on a file that is open -----------------------------------------------------------------------------------
 
@@ -396,7 +406,9 @@ class OpenAttempt:
         if open_request.truncates and open_request.fuse_request.kills_set_id and has_set_id:
             inodes.set_attributes(self._db, inode, kill_set_id=True)
         is_writer = open_request.is_writer
-        handle = handles.insert(self._db, inode, file.content, is_writer=is_writer, backing_id=file.backing_id, generation=file.generation)
+        handle = handles.insert(
+            self._db, inode, file.content, is_writer=is_writer, backing_id=file.backing_id, generation=file.generation, shown=file.shown
+        )
         must_drop_set_id = is_writer and not open_request.is_root and has_set_id
         is_passed = file.direct or must_drop_set_id or self._passes_backing(file)
         opened = OpenResult(inode, handle, file.backing_id, is_passed if file.backing_id else self._is_uncached(file))

@@ -9,7 +9,7 @@ writers.
 it change to passthrough.
 
 Invariants:
-- All handles of an inode share one content and, on the passthrough path, one backing id.
+- All handles of an inode share one content and, on the passthrough path, one backing id. A name in the history is an inode of its own.
 - A read returns bytes only of the generation that was opened, and only of verified blocks, or it fails (P7). If the fetch ends early, the
   file is requested again, and the blocks that arrived stay readable.
 
@@ -53,7 +53,8 @@ NONBLOCKING_WRITE = os.O_RDWR | os.O_NONBLOCK
 class OpenFile:
     """State of one open inode. Belongs to the trio thread.
 
-    `content` and `storage` are None if the PFS's own file is open. `created_as`: the directory and name of a new file. `prepared_bytes`:
+    `shown`: the number under which the history shows it to the kernel; 0: `inode`. `content` and `storage` are None if
+    the PFS's own file is open. `created_as`: the directory and name of a new file. `prepared_bytes`:
     allocated before its first write. `direct`: reads and writes pass through this process although there is a backing id.
     `buffered_reason`: why there is no backing id. `handles`: handle -> whether it writes; `ways`: handle -> its way. `generation`: that of
     the file when it was first opened. `fetch_waiter`: set while blocks are still being fetched; size and times of the backing file mean
@@ -64,6 +65,7 @@ class OpenFile:
     content: int | None
     storage: TierStorage | None
     fd: int
+    shown: int = 0
     backing_id: int = 0
     is_writable: bool = False
     direct: bool = False
@@ -85,6 +87,11 @@ class OpenFile:
     active_count: int = 0
     writer_pid: int = 0
     idle: trio.Event = field(default_factory=trio.Event)
+
+    @property
+    def number(self) -> int:
+        """The inode number that the kernel knows. No two open files have the same."""
+        return self.shown or self.inode
 
     @property
     def tier(self) -> Tier | None:
@@ -377,7 +384,7 @@ class FetchWaiter:
             await self._switch_descriptor(file, storage, fd)
             self._fetch_map = fetch_map
         else:
-            self._request_fetch()
+            self._request_fetch(known.inode)
 
     async def _switch_to_copy(self, file: OpenFile, storage: TierStorage) -> None:
         try:
@@ -401,7 +408,7 @@ class FetchWaiter:
         if former >= 0:
             os.close(former)  # It was in RAM or NVMe.
 
-    def _request_fetch(self) -> None:
+    def _request_fetch(self, inode: int) -> None:
         """Request a fetch into a tier of this node. Raises OSError if the mover has answered that it cannot."""
         row = mover_requests.get(self._db, self._request_id) if self._request_id else None
         if row is not None and row.state == mover_requests.FAILED:
@@ -409,7 +416,7 @@ class FetchWaiter:
             raise posix_error(row.error or errno.EIO)
         if row is None or row.state == mover_requests.DONE or not mover_requests.is_open(self._db, self._request_id):
             self._request_id = mover_requests.insert_request(
-                self._db, mover_requests.FETCH, self.content.inode, mover_requests.FOR_WRITING, wait_s=limits.FETCH_STALL_S
+                self._db, mover_requests.FETCH, inode, mover_requests.FOR_WRITING, wait_s=limits.FETCH_STALL_S
             )
         self._mover_client.wake_mover(mover_requests.FETCH)
 

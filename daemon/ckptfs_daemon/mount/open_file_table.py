@@ -213,7 +213,7 @@ class OpenFileTable:
         if is_writer and pid:
             file.writer_pid = pid
             self.producers.note_writer(pid)
-        self.by_inode[file.inode] = file
+        self.by_inode[file.number] = file
         self.by_handle[handle] = file
         file.handles[handle] = is_writer
         file.ways[handle] = way
@@ -320,7 +320,7 @@ class OpenFileTable:
         if not file.is_closing and file.handles:
             return []
         if not contents.has_name(self.db, file.inode):
-            return [] if file.handles else contents.mark_all_doomed(self.db, file.inode)
+            return [] if handles.is_open(self.db, file.inode) else contents.mark_all_doomed(self.db, file.inode)
         if file.content is not None and (file.fd >= 0 or file.tier is Tier.PFS):
             self._record_stats(file, file.content)
         return []
@@ -364,7 +364,7 @@ class OpenFileTable:
         file.has_ended_writer = False
         del self._releasing[file]
         if not file.handles:
-            del self.by_inode[file.inode]
+            del self.by_inode[file.number]
             self._close(file, size, then)
             self.delete_ram_files(doomed)
             return
@@ -440,10 +440,10 @@ class OpenFileTable:
 
     async def _reopen_handle(self, row: Handle) -> None:
         """Reopen a handle of the previous process. If its file cannot be opened, the handle exists all the same and its reads fail."""
-        file = self.by_inode.get(row.inode)
+        file = self.by_inode.get(row.shown or row.inode)
         if file is None:
             storage = self._find_storage(row.content)
-            file = OpenFile(row.inode, row.content, storage, -1, backing_id=row.backing_id, generation=row.generation)
+            file = OpenFile(row.inode, row.content, storage, -1, row.shown, backing_id=row.backing_id, generation=row.generation)
             if storage is not None and row.content is not None and storage.tier is not Tier.PFS:
                 self._reopen_file(file, storage, row.content)
         if row.is_writer and not file.backing_id and not file.is_writable and file.fd >= 0 and file.storage and row.content:

@@ -49,7 +49,8 @@ class OpenRequest:
     """What to open, and how.
 
     `fuse_request` is None for an internal open, whose handle is not recorded. `is_root`: writes keep set-id bits. `nonblocking`: the
-    kernel passes O_NONBLOCK on to the backing file, so the open must not meet a lease of the mover. `pid`: the calling thread.
+    kernel passes O_NONBLOCK on to the backing file, so the open must not meet a lease of the mover. `pid`: the calling thread. `shown`: the
+    number under which the history shows the file; 0 outside of it.
     """
 
     inode: int
@@ -59,6 +60,7 @@ class OpenRequest:
     is_root: bool = True
     nonblocking: bool = False
     pid: int = 0
+    shown: int = 0
 
 
 @dataclass(frozen=True, slots=True)

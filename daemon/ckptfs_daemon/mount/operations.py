@@ -1,6 +1,6 @@
 """The handlers that pyfuse3 calls by name. Each one delegates to the handler class that owns the subject.
 
-`LatestTree` serves the inodes below `.ckptfs`, which are in no catalog.
+`HistoryTree` and `LatestTree` serve the inodes below `.ckptfs`.
 
 Invariants:
 - Only FUSEError leaves a handler: any other exception would end the mount.
@@ -10,9 +10,11 @@ import functools
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from ckptfs import limits
 from ckptfs_daemon.fuse.request import get_errno
 from ckptfs_daemon.mount.attribute_handlers import AttributeHandlers
 from ckptfs_daemon.mount.file_handlers import FileHandlers
+from ckptfs_daemon.mount.history_tree import HistoryTree
 from ckptfs_daemon.mount.latest_tree import LatestTree
 from ckptfs_daemon.mount.namespace_handlers import DirectoryHandlers, NamespaceHandlers, OrphanTracker
 
@@ -52,21 +54,25 @@ class Operations(pyfuse3.Operations):
         files: FileHandlers,
         orphans: OrphanTracker,
         latest: LatestTree,
+        history: HistoryTree,
     ) -> None:
         super().__init__()
         self._names, self._directories, self._attributes, self._files = names, directories, attributes, files
-        self._orphans, self._latest = orphans, latest
+        self._orphans, self._latest, self._history = orphans, latest, history
 
-    def _choose(self, handlers: T, *inodes: int) -> T | LatestTree:
-        """Return `handlers`, or `LatestTree` if one of `inodes` is its own."""
-        return self._latest if any(map(self._latest.owns, inodes)) else handlers
+    def _choose(self, handlers: T, *inodes: int) -> T | LatestTree | HistoryTree:
+        """Return `handlers`, or the tree below `.ckptfs` to which one of `inodes` belongs."""
+        if max(inodes) < limits.HISTORY_BIT:
+            return handlers
+        return self._latest if any(map(self._latest.owns, inodes)) else self._history
 
     # --- names --------------------------------------------------------------------------------------------------------
 
     @translate_errors
     async def lookup(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> "EntryAttributes":
-        handlers = self._latest if self._latest.owns_name(parent_inode, name) else self._names
-        return await handlers.lookup(parent_inode, name, ctx)
+        if self._latest.owns_name(parent_inode, name):
+            return await self._latest.lookup(parent_inode, name, ctx)
+        return await self._choose(self._names, parent_inode).lookup(parent_inode, name, ctx)
 
     async def forget(self, inode_list: Iterable[tuple[int, int]]) -> None:
         self._orphans.forget(inode_list)
@@ -154,11 +160,11 @@ class Operations(pyfuse3.Operations):
 
     @translate_errors
     async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: "RequestContext") -> None:
-        await self._choose(self._attributes, inode).setxattr(inode, name, value)
+        await self._choose(self._attributes, inode).setxattr(inode, name, value, ctx)
 
     @translate_errors
     async def removexattr(self, inode: int, name: bytes, ctx: "RequestContext") -> None:
-        await self._choose(self._attributes, inode).removexattr(inode, name)
+        await self._choose(self._attributes, inode).removexattr(inode, name, ctx)
 
     # --- files --------------------------------------------------------------------------------------------------------
 
@@ -170,7 +176,7 @@ class Operations(pyfuse3.Operations):
 
     @translate_errors
     async def open(self, inode: int, flags: int, ctx: "RequestContext") -> "FileInfo":
-        return await self._files.open(inode, flags, ctx)
+        return await self._choose(self._files, inode).open(inode, flags, ctx)
 
     @translate_errors
     async def read(self, fh: int, off: int, size: int) -> bytes:

@@ -143,7 +143,7 @@ class ShimHandlers:
 
     def _fast_lookup(self, req: int, parent: int, name: bytes, pid: int) -> bool:
         prefetch = self._context.prefetch
-        if self._latest.owns_name(parent, name):
+        if parent >= limits.HISTORY_BIT or self._latest.owns_name(parent, name):
             return False
         if prefetch is not None and not prefetch.consume_fresh_name(pid, parent, name):
             return False
@@ -174,7 +174,7 @@ class ShimHandlers:
 
     def _fast_create(self, req: int, parent: int, name: bytes, mode: int, uid: int, gid: int, pid: int) -> bool:
         request = get_current_request()
-        if self._context.prefetch is not None or request.is_repeated or self._latest.owns(parent):
+        if self._context.prefetch is not None or request.is_repeated or parent >= limits.HISTORY_BIT:
             return False
         attempt = CreateAttempt(self._context, request, parent, name, mode, (uid, gid), pid)
         opened = attempt.try_nonblocking()

@@ -1,0 +1,120 @@
+"""The inode numbers under which `.ckptfs/history` shows the history, and what they lead to.
+
+A file has two sides: under its own number the application writes it, under a number of the history nobody does. If the application writes
+it, the names in the history lead to another inode from then on, with the bytes as they were (`history`). So what is not a directory has the
+number of its *name* there: the cookie of the entry, which never leads to other bytes. Two names are two files there.
+
+No state: the next process finds the same numbers, and a number whose name is gone leads to nothing.
+"""
+
+from typing import NamedTuple
+
+from ckptfs import limits
+from ckptfs.catalog import history, inodes, namespace
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.inodes import INODE_COLUMNS_JOINED, build_inode
+from ckptfs.model import Inode
+
+_FIRST_NAME = limits.HISTORY_NAMES_NODE << limits.ID_COUNTER_BITS
+_FIRST_VIRTUAL = limits.VIRTUAL_NODE << limits.ID_COUNTER_BITS
+_SELECT = f"SELECT entry.cookie, {INODE_COLUMNS_JOINED} FROM entry JOIN inode ON inode.id = entry.child WHERE inode.history > 0 AND "
+
+
+_SELECT_SETS = (
+    "SELECT e.name, e.child, json_extract(t.text, '$.is_group'), json_extract(t.text, '$.completed_ns') FROM entry e"
+    " JOIN (SELECT inode, CAST(value AS TEXT) text FROM xattr WHERE name = ?1) t ON t.inode = e.child"
+    " WHERE e.parent = ?2 AND substr(e.name, 1, 1) <> x'2e'"
+)
+
+
+class SetName(NamedTuple):
+    """A set in short: the member's name as its directory has it, its number in the series, and the directory."""
+
+    member: bytes
+    number: int
+    directory: int
+    is_group: bool
+    completed_ns: int
+
+
+def is_shown(number: int) -> bool:
+    """Return True if this is the number of something in the history."""
+    return limits.HISTORY_BIT <= number < _FIRST_VIRTUAL
+
+
+def get_shown_number(inode: Inode, cookie: int) -> int:
+    """Return the number under which an entry of the history is shown."""
+    return inode.id | limits.HISTORY_BIT if inode.is_directory else _FIRST_NAME | cookie
+
+
+def get_directory_number(number: int) -> int:
+    """Return the directory that is shown under a number."""
+    return number & ~limits.HISTORY_BIT
+
+
+def find_shown(db: Database, number: int) -> Inode | None:
+    """Return what is shown under a number. Returns None if its name is gone."""
+    if number >= _FIRST_NAME:
+        row = db.row(_SELECT + "entry.cookie = ?", number - _FIRST_NAME)
+        return None if row is None else build_inode(row[1:])
+    try:
+        found = inodes.get(db, get_directory_number(number))
+    except FileNotFoundError:
+        return None
+    return found if found.is_directory and found.history else None
+
+
+def find_number(db: Database, directory: int, name: bytes) -> int | None:
+    """Return the number under which a name in a directory of the history is shown. Returns None if there is none."""
+    row = db.row(_SELECT + "entry.parent = ? AND entry.name = ?", directory, namespace.check_name_length(name))
+    return None if row is None else get_shown_number(build_inode(row[1:]), row[0])
+
+
+def get_known_number(db: Database, number: int) -> int:
+    """Return the inode number of the catalog for any number that stat(2) shows: what people ask about may be in the history."""
+    found = find_shown(db, number) if is_shown(number) else None
+    return number if found is None else found.id
+
+
+# --- sets -------------------------------------------------------------------------------------------------------------
+
+
+def is_series(db: Database, directory: int) -> bool:
+    """Return True if the sets of a series are in this directory of the history. Hidden names are only there."""
+    return db.value("SELECT 1 FROM xattr WHERE inode = ? AND name = ?", directory, history.SERIES_XATTR) is not None
+
+
+def list_set_names(db: Database, series: int) -> list[SetName]:
+    """Return the sets of a series in short, which is much faster than `history.list_sets`."""
+    found = []
+    for name, directory, is_group, completed_ns in db.rows(_SELECT_SETS, history.SET_XATTR, series):
+        member, _, number = bytes(name).rpartition(b"@")
+        found.append(SetName(member, int(number), directory, bool(is_group), completed_ns))
+    return found
+
+
+def find_set(db: Database, inode: int) -> int | None:
+    """Return the set to which a file belongs: of several, the one completed last. Returns None if it belongs to none."""
+    found = {_find_set_above(db, row[0]) for row in db.rows("SELECT parent FROM entry WHERE child = ?", inode)} - {0}
+    return max(found, key=lambda one: _get_completion(db, one), default=None)
+
+
+def _find_set_above(db: Database, directory: int) -> int:
+    """Return the set that holds a directory of the history; 0 if none does, or if it is being made or removed."""
+    while directory and (row := db.row("SELECT parent FROM inode WHERE id = ? AND history > 0", directory)) is not None:
+        if is_series(db, row[0]):
+            name = db.value("SELECT name FROM entry WHERE child = ?", directory)
+            return 0 if name is None or bytes(name).startswith(b".") else directory
+        directory = row[0]
+    return 0
+
+
+def _get_completion(db: Database, set_directory: int) -> tuple[int, int]:
+    found = history.get_set(db, set_directory)
+    return (0, 0) if found is None else (found.record.completed_ns, set_directory)
+
+
+def find_set_path(db: Database, inode: Inode) -> bytes | None:
+    """Return SERIES/SET of the set to which a file belongs, or that a directory is. Returns None if there is none."""
+    found = _find_set_above(db, inode.id) if inode.is_directory else find_set(db, inode.id) if inode.history else None
+    return inodes.get_path(db, found).removeprefix(history.NAME + b"/") if found else None

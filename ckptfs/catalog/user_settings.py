@@ -1,0 +1,167 @@
+"""What users say of checkpoint sets through extended attributes: `user.ckptfs.pin`, `note`, `remove`, `rollback` and `commit`.
+
+The kernel has checked that the caller may write the file or directory. Only its owner and root may set these attributes. They are shown to
+those who ask for them by name, and never listed. A removal and a commit are internal attributes themselves, which the tracker of sets acts
+on; a commit holds for a member as it was then.
+
+Functions that change rows join the caller's transaction.
+"""
+
+import errno
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ckptfs import limits
+from ckptfs.catalog import history, history_names, inodes
+from ckptfs.catalog.database import Database
+from ckptfs.errors import posix_error
+from ckptfs.model import Inode
+
+log = logging.getLogger(__name__)
+COMMIT_XATTR = b"ckptfs.commit"
+REMOVE_XATTR = b"ckptfs.remove"
+_YES, _NOW = b"1", b"now"
+_REMOVED = "SELECT x.inode FROM xattr x JOIN inode i ON i.id = x.inode WHERE x.name = ? AND i.nlink > 0"
+_SET_COMMIT_NS = "UPDATE xattr SET value = CAST((SELECT ctime_ns FROM inode WHERE id = ?1) AS BLOB) WHERE inode = ?1 AND name = ?2"
+
+
+class UserSetting(NamedTuple):
+    """One attribute: what can have it, its value (None: it has none), and how to change it (None: to remove it).
+
+    `change` raises ValueError for a value that is not `accepted`.
+    """
+
+    fits: Callable[[Database, Inode], bool]
+    get: Callable[[Database, int], bytes | None]
+    change: Callable[[Database, int, bytes | None], None]
+    accepted: str
+    meaning: str
+
+
+def get_setting(db: Database, inode: Inode, name: bytes) -> bytes | None:
+    """Return the value of an attribute without the prefix `user.ckptfs.`. Returns None if the inode has none."""
+    setting = USER_SETTINGS.get(name)
+    return setting.get(db, inode.id) if setting is not None and setting.fits(db, inode) else None
+
+
+def set_setting(db: Database, inode: Inode, name: bytes, value: bytes | None, uid: int) -> None:
+    """Change an attribute for a user; None removes it. Raises EPERM, EINVAL and ENODATA."""
+    setting = USER_SETTINGS.get(name)
+    if setting is None or not setting.fits(db, inode) or uid not in (0, inode.uid):
+        raise posix_error(errno.EPERM)
+    if value is None and setting.get(db, inode.id) is None:
+        raise posix_error(errno.ENODATA)
+    try:
+        setting.change(db, inode.id, value)
+    except ValueError as failure:
+        path = inodes.get_shown_path(db, inode.id)
+        log.debug("%s: user.ckptfs.%s is refused: %r is no value of it (accepted: %s)", path, name.decode(), value, setting.accepted)
+        raise posix_error(errno.EINVAL) from failure
+
+
+def get_commit_ns(db: Database, inode: int) -> int:
+    """Return when the owner said that a file or directory is complete; 0 if never. What changed later is not meant."""
+    value = db.value("SELECT value FROM xattr WHERE inode = ? AND name = ?", inode, COMMIT_XATTR)
+    return 0 if value is None else int(value)
+
+
+def list_removals(db: Database) -> list[int]:
+    """Return the directories of sets that their owners want removed."""
+    return [row[0] for row in db.rows(_REMOVED, REMOVE_XATTR)]
+
+
+def _is_set(db: Database, inode: Inode) -> bool:
+    return inode.is_directory and history_names.is_series(db, inode.parent)
+
+
+def _is_series(db: Database, inode: Inode) -> bool:
+    return inode.is_directory and history_names.is_series(db, inode.id)
+
+
+def _is_member(_: Database, inode: Inode) -> bool:
+    return inode.is_file or (inode.is_directory and not inode.history)
+
+
+def _get_pin(db: Database, inode: int) -> bytes | None:
+    found = history.get_set(db, inode)
+    return _YES if found is not None and found.is_pinned else None
+
+
+def _set_pin(db: Database, inode: int, value: bytes | None) -> None:
+    _require(value in (_YES, None))
+    history.set_pin(db, inode, value is not None)
+
+
+def _get_note(db: Database, inode: int) -> bytes | None:
+    found = history.get_set(db, inode)
+    return found.note.encode() if found is not None and found.note else None
+
+
+def _set_note(db: Database, inode: int, value: bytes | None) -> None:
+    note = (value or b"").decode()  # UnicodeDecodeError is a ValueError.
+    _require(len(value or b"") <= limits.NOTE_BYTES_MAX and all(char.isprintable() or char in "\n\t" for char in note))
+    history.set_note(db, inode, note)
+
+
+def _get_removal(db: Database, inode: int) -> bytes | None:
+    value: bytes | None = db.value("SELECT value FROM xattr WHERE inode = ? AND name = ?", inode, REMOVE_XATTR)
+    return value
+
+
+def _set_removal(db: Database, inode: int, value: bytes | None) -> None:
+    _require(value == _NOW)
+    inodes.set_xattr(db, inode, REMOVE_XATTR, _NOW)
+
+
+def _get_rollback(db: Database, inode: int) -> bytes | None:
+    found = history.get_series(db, inode)
+    return None if found is None or found.rollback is None else b"%d" % found.rollback.number
+
+
+def _set_rollback(db: Database, inode: int, value: bytes | None) -> None:
+    if value is None:
+        history.set_rollback(db, inode, None)
+        return
+    _require(any(b"%d" % one.number == value for one in history_names.list_set_names(db, inode)))
+    history.set_rollback(db, inode, history.Rollback(int(value), time.time_ns()))
+
+
+def _get_commit(db: Database, inode: int) -> bytes | None:
+    return b"%d" % said_ns if (said_ns := get_commit_ns(db, inode)) else None
+
+
+def _set_commit(db: Database, inode: int, value: bytes | None) -> None:
+    _require(value in (_YES, None))
+    if value is None:
+        inodes.remove_xattr(db, inode, COMMIT_XATTR)
+        return
+    inodes.set_xattr(db, inode, COMMIT_XATTR, b"0")
+    db.run(_SET_COMMIT_NS, inode, COMMIT_XATTR)  # This very change must not make the file newer than the commit.
+
+
+def _require(is_accepted: bool) -> None:
+    if not is_accepted:
+        raise ValueError
+
+
+USER_SETTINGS = {
+    b"pin": UserSetting(_is_set, _get_pin, _set_pin, "1", "On a set in the history: no rule deletes it. Remove the attribute to unpin it."),
+    b"note": UserSetting(
+        _is_set, _get_note, _set_note, f"printable UTF-8, up to {limits.NOTE_BYTES_MAX} bytes",
+        "On a set in the history: a note of the owner.",
+    ),
+    b"remove": UserSetting(
+        _is_set, _get_removal, _set_removal, "now", "On a set in the history: it goes from the history, whatever keeps it."
+    ),
+    b"rollback": UserSetting(
+        _is_series, _get_rollback, _set_rollback, "the number of a set of this series",
+        "On a series in the history: this set is the latest until a newer one completes. Remove the attribute to end that.",
+    ),
+    b"commit": UserSetting(
+        _is_member, _get_commit, _set_commit, "1",
+        "On a file or directory: it is a complete checkpoint as it is now, whatever it lacks. It shows when that was said, in ns.",
+    ),
+}  # fmt: skip
+"""By the name without the prefix `user.ckptfs.`."""

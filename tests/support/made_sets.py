@@ -1,0 +1,52 @@
+"""Sets in the history of a mounted daemon, made by a test instead of the tracker."""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from daemon_under_test import DaemonUnderTest
+
+from ckptfs.catalog import history, history_names, namespace
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.history import SetRecord
+
+
+def open_catalog(daemon: DaemonUnderTest) -> "contextlib.closing[Database]":
+    """Open the catalog of a daemon beside it, as its mover does."""
+    return contextlib.closing(Database(daemon.state / "catalog.db", journalled=daemon.options.get("pfs") is not None))
+
+
+def make_set(daemon: DaemonUnderTest, member: Path, pattern: str, *, numbers: tuple[int, ...] = (0,)) -> Path:
+    """Keep a file or directory of the mount in the history. Returns the directory of the set. `daemon` must have settled."""
+    inode = member.stat().st_ino
+    with open_catalog(daemon) as db:
+        with db.transaction():
+            series = history.insert_series(db, member.parent.stat().st_ino, os.fsencode(pattern))
+            number = history.get_next_number(db, series.directory)
+            files = namespace.list_files_below(db, inode)
+            record = SetRecord(number, os.fsencode(member.name), numbers, len(files), 0, time.time_ns(), is_group=member.is_file())
+            made = history.begin_set(db, series.directory, record, None if member.is_file() else namespace.get(db, inode))
+            if member.is_file():
+                history.insert_link(db, inode, made, os.fsencode(member.name))
+            else:
+                _link_below(db, inode, made)
+            history.finish_set(db, made)
+        return daemon.path / ".ckptfs" / "history" / os.fsdecode(series.path) / f"{member.name}@{number}"
+
+
+def _link_below(db: Database, directory: int, target: int) -> None:
+    for entry, inode in list(namespace.iterate_entries(db, directory)):
+        if inode.is_directory:
+            _link_below(db, inode.id, history.insert_directory(db, target, entry.name, inode))
+        elif inode.target is not None:
+            history.insert_symlink(db, target, entry.name, inode)
+        else:
+            history.insert_link(db, inode.id, target, entry.name)
+
+
+def delete_set(daemon: DaemonUnderTest, directory: Path, *, at_most: int = 10_000) -> bool:
+    """Delete a set from the history, or begin to. Returns whether it is gone."""
+    number = history_names.get_directory_number(directory.stat().st_ino)
+    with open_catalog(daemon) as db, db.transaction():
+        return history.delete_set(db, number, at_most)
