@@ -58,8 +58,19 @@ def set_content(db: Database, inode: int, content: int) -> None:
 
 
 def move_shown(db: Database, inode: int, new_inode: int, content: int | None) -> None:
-    """Point the handles of the names of `inode` in the history to the inode to which these names lead now."""
-    db.run("UPDATE handle SET inode=?, content=? WHERE inode=? AND shown<>0", new_inode, content, inode)
+    """Point the handles of the names of `inode` in the history to the inode to which these names lead now, and to `content`."""
+    db.run(
+        "UPDATE handle SET inode = ?, content = CASE WHEN content IS NULL THEN NULL ELSE ? END WHERE inode = ? AND shown <> 0",
+        new_inode, content, inode,
+    )  # fmt: skip
+
+
+def get_inode(db: Database, handle: int) -> int:
+    """Return the inode that a handle has open. Raises KeyError if there is no such handle."""
+    found = db.value("SELECT inode FROM handle WHERE id = ?", handle)
+    if found is None:
+        raise KeyError(handle)
+    return int(found)
 
 
 def delete_all(db: Database) -> int:

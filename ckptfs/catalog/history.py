@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass
 
 from ckptfs import limits
-from ckptfs.catalog import contents, identity, journal, namespace, summary
+from ckptfs.catalog import contents, handles, identity, journal, namespace, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get, get_path
 from ckptfs.errors import Busy
@@ -345,6 +345,7 @@ def separate(db: Database, inode: int, copied: int | None = None) -> int:
         db.run("UPDATE content SET inode = ? WHERE id = ?", made, content)
         db.run("UPDATE inode SET content = NULL WHERE id = ?", inode)
     db.run("UPDATE inode SET content = ? WHERE id = ?", content, made)
+    handles.move_shown(db, inode, made, content)
     if content is not None:
         journal.append(db, "content", made, content=content)
     return made

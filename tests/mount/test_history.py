@@ -1,6 +1,7 @@
 """X4 on a real mount: `.ckptfs/history` shows the sets that ckptfs keeps, to every program, and nobody can change them. P2, P7, P8, F4."""
 
 import contextlib
+import errno
 import mmap
 import os
 import stat
@@ -161,7 +162,7 @@ def test_an_open_file_outlives_the_mount_process(make_daemon: Callable[..., Daem
 
 
 def _read_across_a_kill(daemon: DaemonUnderTest, data_path: str, places: list[Path], stack: contextlib.ExitStack) -> None:
-    readers = [stack.enter_context((there / "a").open("rb")) for there in places]
+    readers = [stack.enter_context((there / "a").open("rb", buffering=0)) for there in places]
     backing = {bool(row[0]) for row in daemon.catalog("SELECT backing FROM handle WHERE shown > 0 ORDER BY id")}
     assert backing == ({False, True} if data_path == "passthrough" else {False}), "the kernel reads only what nobody can write"
     assert [one.read(100_000) for one in readers] == [DATA[:100_000]] * 3
@@ -250,3 +251,81 @@ def test_rights(mount: Area) -> None:
     member.chmod(0o700)
     private = make_set(mount.daemon, member, "one")
     assert as_user(lambda: os.listdir(private) and None) == "EACCES"
+
+
+# --- a file of the history is written ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("truncates", [True, False])
+def test_readers_of_the_history_keep_the_bytes(mount: Area, truncates: bool) -> None:
+    """T6, P7: those who have it open, have it mapped, or open it later; the application's own readers see what it writes."""
+    member = save(mount)
+    kept = make_set(mount.daemon, member, "one")
+    number = (kept / "a").stat().st_ino
+    with (
+        open(kept / "a", "rb", buffering=0) as reader,
+        open(kept / "a", "rb", buffering=0) as other,
+        open(member / "a", "rb", buffering=0) as own,
+    ):
+        mapped = mmap.mmap(other.fileno(), 0, prot=mmap.PROT_READ)
+        assert reader.read(1000) == DATA[:1000] == mapped[:1000] == own.read(1000)
+        with open(member / "a", "wb" if truncates else "r+b") as writer:
+            writer.write(b"x" * 200_000)
+        assert reader.read() == DATA[1000:] and mapped[:] == DATA
+        assert os.fstat(reader.fileno()).st_size == len(DATA) and os.fstat(reader.fileno()).st_ino == number
+        assert own.read(1000) == b"x" * 1000
+        assert (kept / "a").read_bytes() == DATA and (kept / "a").stat().st_ino == number
+        mapped.close()
+    assert (member / "a").read_bytes() == b"x" * 200_000 + (b"" if truncates else DATA[200_000:])
+    mount.settle()
+    assert (kept / "a").read_bytes() == DATA
+    again = make_set(mount.daemon, member, "one")
+    assert (again / "a").read_bytes() == (member / "a").read_bytes() and (kept / "a").read_bytes() == DATA
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("data_path", ["passthrough", "buffered"])
+def test_readers_of_a_written_file_outlive_the_mount_process(make_daemon: Callable[..., DaemonUnderTest], data_path: str) -> None:
+    """P8, T6: the row of a handle follows the name in the history."""
+    daemon = make_daemon(data_path)
+    member = save(Area(daemon, "run"))
+    kept = make_set(daemon, member, "one")
+    with open(kept / "a", "rb", buffering=0) as reader, open(kept / ".metadata", "rb", buffering=0) as truncated:
+        with open(member / "a", "r+b") as writer:
+            writer.write(b"x" * len(DATA))
+        (member / ".metadata").write_bytes(b"other")
+        daemon.kill("mount")
+        assert reader.read() == DATA and truncated.read() == b"m"
+        assert os.fstat(reader.fileno()).st_size == len(DATA)
+    daemon.settle()
+    assert (kept / "a").read_bytes() == DATA and (member / ".metadata").read_bytes() == b"other"
+
+
+def overwrite(path: str) -> bool:
+    """Write a file, unless it is busy."""
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except OSError as failure:
+        assert failure.errno == errno.EBUSY
+        return False
+    os.write(fd, b"x" * 1000)
+    os.close(fd)
+    return True
+
+
+def test_a_descriptor_from_before(make_daemon: Callable[..., DaemonUnderTest]) -> None:
+    """P7: it must not change what the kernel itself reads for others. The last resort is an error."""
+    daemon = make_daemon("passthrough")
+    member = save(Area(daemon, "run"))
+    kept = make_set(daemon, member, "one")
+    there = os.open(member / "a", os.O_PATH)
+    try:
+        (member / "a").unlink()
+        with open(kept / "a", "rb", buffering=0) as reader:
+            assert reader.read(1000) == DATA[:1000]
+            assert refusal(lambda: os.open(f"/proc/self/fd/{there}", os.O_RDWR)) == "EBUSY"
+            assert reader.read() == DATA[1000:]
+        eventually(lambda: overwrite(f"/proc/self/fd/{there}"), what="the file can be written")
+        assert (kept / "a").read_bytes() == DATA
+    finally:
+        os.close(there)

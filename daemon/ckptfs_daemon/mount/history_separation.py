@@ -16,14 +16,14 @@ import trio
 from ckptfs import disk
 from ckptfs.catalog import contents, copies, history, inodes
 from ckptfs.catalog.contents import FileContent
-from ckptfs.errors import DigestMismatch, NoSpace
+from ckptfs.errors import Busy, DigestMismatch, NoSpace
 from ckptfs.flow import open
 from ckptfs.model import Content, ContentState, CopyState, Tier
 from ckptfs.tiers import health, local_copies
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.mount.context import MountContext
-from ckptfs_daemon.mount.open_file import run_on_pfs
+from ckptfs_daemon.mount.open_file import OpenFile, run_on_pfs
 from ckptfs_daemon.mount.open_request import MustWait
 from ckptfs_daemon.mount.space_wait import SpaceWait
 
@@ -85,9 +85,14 @@ async def _copy_in_tier(context: MountContext, content: Content, source: TierSto
     try:
         await run(lambda: _copy(source, target, content, copied))
         disk.act("history:copied", lambda: None)
+        readers = await _switch_readers(context, content.inode, target, copied)
         with context.open_files.change() as db:
             if contents.is_current(db, content.inode, content.id) and contents.is_unchanged(db, content):
                 is_separated = bool(inodes.get(db, content.inode).history and history.separate(db, content.inode, copied))
+        if is_separated:
+            context.open_files.follow_history(content.inode)
+            for file in readers:
+                file.content, file.storage = copied, target
         disk.act("history:separated", lambda: None)
     except DigestMismatch:
         log.error("%s: its copy in %s does not have the digest of its seal", inodes.get_shown_path(context.db, content.inode), source.tier)
@@ -100,6 +105,29 @@ async def _copy_in_tier(context: MountContext, content: Content, source: TierSto
         # A power cut must not undo the rows and keep what the writer does to the bytes.
         await trio.to_thread.run_sync(context.db.persist)
     context.wake_channel.notify(ipc.WORK)
+
+
+async def _switch_readers(context: MountContext, inode: int, target: TierStorage, copied: int) -> list[OpenFile]:
+    """Let all readers of the history read the copy, before the other file changes. Returns them. Raises Busy if one cannot.
+
+    The kernel cannot be told to read another file. It reads a file of the history itself only if no program could write that when it was
+    opened, so a program would have to write it by a descriptor from before.
+    """
+    switched: list[OpenFile] = []
+    run = run_on_pfs if target.tier is Tier.PFS else trio.to_thread.run_sync
+    while left := [file for file in context.open_files.list_history_readers(inode) if file not in switched and file.content is not None]:
+        file = left[0]
+        if file.backing_id:
+            path = inodes.get_shown_path(context.db, inode)
+            raise Busy(f"{path}: a program reads its set in the history; try again when it is done")
+        fd, tier = await run(lambda: target.open(copied)), file.tier
+        if file in context.open_files.list_history_readers(inode):
+            file.fetch_waiter = None
+            fd = file.swap_fd(fd)
+            await file.wait_idle()
+            switched.append(file)
+        context.open_files.slow_calls.close(fd, tier)
+    return switched
 
 
 def _copy(source: TierStorage, target: TierStorage, content: Content, copied: int) -> None:

@@ -67,7 +67,7 @@ class OpenAttempt:
         self._unsealed_content: int | None = None
         self._limit_reason = self._find_limit_reason()
         self._leases_until_s = 0.0
-        self._has_begun_fetch = self._has_searched = False
+        self._has_begun_fetch = self._has_searched = self._separates = False
         self._announce_deadline_s = trio.current_time() + limits.PUBLISHED_WAIT_S
 
     async def run(self) -> OpenResult:
@@ -96,6 +96,8 @@ class OpenAttempt:
                 file = self._act(file, held, undo)
                 opened = self._record(file, held)
             undo.pop_all()
+        if self._separates:
+            self._files.follow_history(opened.inode)
         is_writer, pid = self._open_request.is_writer, self._open_request.pid
         self._files.add_handle(file, opened.handle, is_writer, self._find_way(file, opened.direct), pid)
         return opened
@@ -104,11 +106,10 @@ class OpenAttempt:
 
     def _find_open_file(self) -> OpenFile | None:
         """Return the inode's open file if it has one that a handle can join now."""
-        number = self._open_request.shown or self._open_request.inode
-        file = self._files.by_inode.get(number)
+        file = self._files.by_inode.get(self._open_request.number)
         if file is not None and file.ended_handles:
             self._files.commit_releases()
-            file = self._files.by_inode.get(number)
+            file = self._files.by_inode.get(self._open_request.number)
         if file is not None and file.move_done is not None:
             raise MustWait(file.wait_moved)
         if file is not None and file.fetch_waiter is not None and self._open_request.is_writer:
@@ -125,7 +126,8 @@ class OpenAttempt:
             raise posix_error(errno.EINVAL)
         if held.has_newer_generation and is_shared and trio.current_time() < self._announce_deadline_s:
             raise MustWait(self._wait_and_refresh)
-        if held.inode.history and self._open_request.is_writer:
+        self._separates = bool(held.inode.history) and self._open_request.is_writer
+        if self._separates:
             return separate_for_writer(self._context, held, truncates=self._open_request.truncates, request_fetch=self._request_fetch)
         return held
 
@@ -300,21 +302,12 @@ class OpenAttempt:
         return self._build_open_file(held, None, None, fd, undo, reason=reason)
 
     def _build_open_file(
-        self,
-        held: FileContent,
-        content: int | None,
-        storage: TierStorage | None,
-        fd: int,
-        undo: UndoLog,
-        *,
-        reason: Reason,
+        self, held: FileContent, content: int | None, storage: TierStorage | None, fd: int, undo: UndoLog, *, reason: Reason
     ) -> OpenFile:
         """Build the open file. `reason`: why its bytes must pass through this process; NONE registers it with the kernel."""
         row = held.inode
         file = OpenFile(row.id, content, storage, fd, self._open_request.shown, atime_ns=row.atime_ns, generation=row.generation)
-        if not reason and file.shown and self._may_be_written(row):
-            reason = Reason.HISTORY
-        file.buffered_reason = reason
+        file.buffered_reason = reason = reason or self._files.find_history_reason(file.shown, row)
         if file.tier is Tier.PFS and self._pfs_facts is not None:
             file.last_status = self._pfs_facts.status
         if reason:
@@ -330,13 +323,6 @@ class OpenAttempt:
             self._swap_fd(file, self._open_or_wait(storage, content, NONBLOCKING_WRITE))
             file.is_writable = True
         return file
-
-    def _may_be_written(self, row: Inode) -> bool:
-        """Return True if a program could write a file of the history by another name: the kernel must not read its backing file then.
-
-        The write takes that backing file, and this process goes on reading from a copy.
-        """
-        return row.nlink > row.history or row.id in self._files.by_inode
 
     # --- act on a file that is open -----------------------------------------------------------------------------------
 

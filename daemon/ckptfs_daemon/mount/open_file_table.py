@@ -136,6 +136,22 @@ class OpenFileTable:
     def _record_pfs_answer(self, _: object) -> None:
         self._is_pfs_silent = False
 
+    def list_history_readers(self, inode: int) -> list[OpenFile]:
+        """Return the open files of an inode's names in the history."""
+        return [file for file in self.by_inode.values() if file.shown and file.inode == inode]
+
+    def find_history_reason(self, shown: int, row: Inode) -> Reason:
+        """Return why the kernel must not read the backing file of a file of the history; NONE if it may, and outside of the history.
+
+        A program may write it by another name. It then gets this backing file, and readers of the history a copy.
+        """
+        return Reason.HISTORY if shown and (row.nlink > row.history or row.id in self.by_inode) else Reason.NONE
+
+    def follow_history(self, inode: int) -> None:
+        """Let open files of the history follow their names, which another inode got in a change that was committed."""
+        for file in self.list_history_readers(inode):
+            file.inode = handles.get_inode(self.db, next(iter((*file.handles, *file.ended_handles))))
+
     def is_open_for_writing(self, inode: int) -> bool:
         """Return True if an open handle of `inode` writes."""
         file = self.by_inode.get(inode)

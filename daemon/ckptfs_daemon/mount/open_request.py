@@ -62,6 +62,11 @@ class OpenRequest:
     pid: int = 0
     shown: int = 0
 
+    @property
+    def number(self) -> int:
+        """The number under which the kernel knows the file."""
+        return self.shown or self.inode
+
 
 @dataclass(frozen=True, slots=True)
 class OpenResult:
