@@ -12,7 +12,7 @@ Rather late than wrongly. A member is complete if nothing speaks against it:
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ckptfs import lifecycle
@@ -143,17 +143,14 @@ def judge(member: MemberFacts, older: Sequence[OlderMember], age_s: float) -> Co
             quiet_s = 0.0
         else:
             reason = f"there is none before it to compare it with, and it was changed {max(0.0, age_s):.0f} s ago; accepted: {quiet_s:g} s"
-    return _build_verdict(member.files, reason or _find_shortfall(member, older), quiet_s)
+    reason = reason or _find_shortfall(member, older)
+    return replace(judge_set(member.files), incomplete_reason=reason, quiet_s=quiet_s)
 
 
-def judge_committed(files: Mapping[bytes, MemberFile]) -> Completeness:
-    """Return the verdict on a member that a user calls complete: only what the catalog knows can contradict."""
-    return _build_verdict(files, find_reason(files))
-
-
-def _build_verdict(files: Mapping[bytes, MemberFile], reason: str, quiet_s: float = 0.0) -> Completeness:
+def judge_set(files: Mapping[bytes, MemberFile]) -> Completeness:
+    """Return the verdict on files that are a set: it was complete once, or a user says so. Only the catalog contradicts."""
     level = min((file.level for file in files.values()), key=_LEVELS.index, default=Level.NONE)
-    return Completeness(len(files), sum(file.size for file in files.values()), level, reason, quiet_s)
+    return Completeness(len(files), sum(file.size for file in files.values()), level, find_reason(files))
 
 
 def is_comparable(member: MemberFacts) -> bool:

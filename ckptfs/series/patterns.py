@@ -406,3 +406,10 @@ def list_patterns(names: Iterable[bytes]) -> list[bytes]:
     files = [(file, group, of[group]) for file, group in groups.items() if group in of and newest[of[group]][1] == group]
     own = {one.name for one in list_series(names) if one not in newest}
     return sorted(own | {replace_group(one.name, group, file) for file, group, one in files})
+
+
+def build_series(name: bytes) -> Series:
+    """Return the series that has this name: a pattern, or the first name of a pair."""
+    stem, dot, extension = name.rpartition(b".")
+    previous = stem + PREVIOUS_SUFFIX + dot + extension if stem else name + PREVIOUS_SUFFIX
+    return parse(name) or Series((name,), previous)

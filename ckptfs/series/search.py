@@ -1,10 +1,16 @@
 """The search for the newest complete member of a series (N2, D4). `ckptfs latest` and `.ckptfs/latest` both call it.
 
 It reads through `MemberReader`, each caller with its own way. Members are judged newest first, and only as many as it takes.
+
+A set in the history is complete; only its files may have become unreadable. A member whose files are those of a set needs no other verdict,
+and a set whose files are not all in their place any more is named by its path in the history. So while a member is overwritten, the set
+with the bytes before is the answer. After a rollback, only sets count that were made later, and then its target.
 """
 
+import heapq
+import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ckptfs.model import Level
@@ -22,6 +28,8 @@ TAGS = (b"latest", b"latest_checkpointed_iteration.txt", b"checkpoint")
 Entry = TypeVar("Entry")
 """How a caller identifies a file or directory: by path, or by inode number."""
 Result = TypeVar("Result")
+MANIFESTS = (b"MANIFEST.json", b"MANIFEST.xxh128")
+"""What ckptfs itself writes into a set of the history."""
 
 
 class Listing(NamedTuple, Generic[Entry]):
@@ -29,6 +37,58 @@ class Listing(NamedTuple, Generic[Entry]):
 
     files: dict[bytes, tuple[MemberFile, Entry]]
     directories: dict[bytes, Entry]
+
+
+class KnownSet(NamedTuple, Generic[Entry]):
+    """A set in the history: numbers and name of the member that it was, its number in the series, and its directory.
+
+    `is_group`: the directory holds a file, or several, under their own names.
+    """
+
+    numbers: tuple[int, ...]
+    name: bytes
+    number: int
+    is_group: bool
+    entry: Entry
+
+
+class KnownSets(NamedTuple, Generic[Entry]):
+    """What the history has of a series: the sets that count, and the path of the series below the history.
+
+    After a rollback, `sets` are those made since, and `target` is what counts without them.
+    """
+
+    sets: Sequence[KnownSet[Entry]] = ()
+    target: KnownSet[Entry] | None = None
+    path: bytes = b""
+
+    def build_path(self, one: KnownSet[Entry]) -> bytes:
+        """Return the path below the history that a program is given for a set."""
+        return b"%s/%s@%d" % (self.path, one.name, one.number) + (b"/" + one.name if one.is_group else b"")
+
+    def get(self, path: bytes) -> KnownSet[Entry] | None:
+        """Return the set with this path. Returns None if it does not count."""
+        return next((one for one in (*self.sets, self.target) if one is not None and self.build_path(one) == path), None)
+
+    def encode(self, bytes_max: int) -> bytes:
+        """Encode the sets for those who search through the mount; of very many, those made last."""
+        newest = [one[:-1] for one in sorted(self.sets, key=lambda one: one.number, reverse=True)]
+        fields = [self.path, newest, self.target and self.target[:-1]]
+        while len(text := json.dumps(fields, default=os.fsdecode, separators=(",", ":")).encode()) > bytes_max:
+            del newest[len(newest) // 2 :]
+        return text
+
+    @classmethod
+    def decode(cls, text: bytes, top: bytes) -> "KnownSets[bytes]":
+        """Return what `encode` has encoded. Sets are identified by paths; `top`: that of the history."""
+        series, sets, target = json.loads(text)
+        path = os.fsencode(series)
+
+        def build(numbers: list[int], name: str, number: int, is_group: bool) -> KnownSet[bytes]:
+            member = os.fsencode(name)
+            return KnownSet(tuple(numbers), member, number, is_group, b"%s/%s/%s@%d" % (top, path, member, number))
+
+        return KnownSets([build(*one) for one in sets], build(*target) if target else None, path)
 
 
 class MemberReader(Protocol[Entry]):
@@ -43,6 +103,9 @@ class MemberReader(Protocol[Entry]):
     async def examine(self, entry: Entry, file: MemberFile, act: Callable[[int, ReadRange], Result]) -> Result:
         """Return `act(size, read)` of a file that is small or needed as a whole."""
 
+    async def is_in_place(self, files: Mapping[bytes, Entry], known: KnownSet[Entry]) -> bool:
+        """Return whether files of the application, by their paths in a set, are those of the set, all of them and no others."""
+
     async def compute(self, act: Callable[[], Result]) -> Result:
         """Return `act()`, which computes for as long as there are names."""
 
@@ -54,12 +117,16 @@ class MemberReader(Protocol[Entry]):
 
 
 class LatestMember(NamedTuple):
-    """A member and the verdict on it. `entry` is its name in the directory, `name` what a program is given."""
+    """A member and the verdict on it. `entry` is its name in the directory, `name` what a program is given.
+
+    `path`: below the history, if it is a set that is not in its place; otherwise empty.
+    """
 
     number: int
     name: bytes
     entry: bytes
     verdict: Completeness
+    path: bytes = b""
 
     def find_obstacle(self, wanted: Level) -> str:
         """Return why it is not the answer; empty if it is."""
@@ -75,10 +142,12 @@ class SearchResult(NamedTuple):
     rejected: list[LatestMember]
 
 
-async def find_newest(series: Series, siblings: Mapping[bytes, Entry], reader: MemberReader[Entry], wanted: Level) -> SearchResult:
-    """Return the newest complete member that has the level."""
+async def find_newest(
+    series: Series, siblings: Mapping[bytes, Entry], reader: MemberReader[Entry], wanted: Level, known: KnownSets[Entry] | None = None
+) -> SearchResult:
+    """Return the newest complete member that has the level, or the newest such set of the history. `known`: what the history has."""
     members = await reader.compute(lambda: patterns.list_members(series, siblings.keys()))
-    return await _Search(members, siblings, reader).find_newest(wanted)
+    return await _Search(members, siblings, reader, known or KnownSets()).find_newest(wanted)
 
 
 async def judge(
@@ -86,7 +155,7 @@ async def judge(
 ) -> Completeness:
     """Return the verdict on one member as it is now. `is_committed`: a user says that nothing is still to come."""
     members = await reader.compute(lambda: patterns.list_members(series, siblings.keys()))
-    search = _Search(members or [member], siblings, reader, waits=False)
+    search = _Search(members or [member], siblings, reader, KnownSets(), waits=False)
     if is_committed:
         return await search.judge_committed(member)
     return await search.judge(member, [one for one in members if one.numbers < member.numbers])
@@ -96,27 +165,72 @@ class _Search(Generic[Entry]):
     """One search. Listings are kept: a member is judged, and then compared with the one after it."""
 
     def __init__(
-        self, members: Sequence[Member], siblings: Mapping[bytes, Entry], reader: MemberReader[Entry], *, waits: bool = True
+        self,
+        members: Sequence[Member],
+        siblings: Mapping[bytes, Entry],
+        reader: MemberReader[Entry],
+        known: KnownSets[Entry],
+        *,
+        waits: bool = True,
     ) -> None:
         """`waits`: wait for the end of a short quiet period."""
-        self._members, self._siblings, self._reader, self._waits = members, siblings, reader, waits
-        self._are_groups = any(len(member.files) > 1 for member in self._members)
+        self._members, self._siblings, self._reader, self._known, self._waits = members, siblings, reader, known, waits
+        self._sets = sorted(known.sets, key=lambda one: (one.numbers, one.number), reverse=True)
+        self._set_by_name = {one.name: one for one in reversed(self._sets)}
+        self._member_by_name = {one.name: one for one in reversed(members)}
+        self._positions = {one: position for position, one in enumerate(members)}
+        self._judged_in_place: set[KnownSet[Entry]] = set()
+        self._are_groups = any(member.files != (member.entry,) for member in self._members)
         self._listed: dict[Member, dict[bytes, tuple[MemberFile, Entry]]] = {}
 
     async def find_newest(self, wanted: Level) -> SearchResult:
         rejected: list[LatestMember] = []
-        for number, member in enumerate(self._members):
-            verdict = await self.judge(member, self._members[number + 1 :])
-            found = LatestMember(member.numbers[0], member.name, member.entry, verdict)
-            if verdict.has_level(wanted):
+        for candidate in self._list_candidates():
+            found = await self._judge_candidate(candidate)
+            if found is not None and found.verdict.has_level(wanted):
                 return SearchResult(found, rejected)
-            rejected.append(found)
+            rejected += [found] if found is not None else []
         return SearchResult(None, rejected)
 
     async def judge_committed(self, member: Member) -> Completeness:
         """Return the verdict on a member that a user calls complete: only the catalog can contradict."""
-        files = {path: file for path, (file, _) in (await self._list(member)).items()}
-        return completeness.judge_committed(files)
+        return completeness.judge_set({path: file for path, (file, _) in (await self._list(member)).items()})
+
+    def _list_candidates(self) -> Iterable[Member | KnownSet[Entry]]:
+        """Return what may be the answer, newest first."""
+        if self._known.target is not None:
+            return (*self._sets, self._known.target)
+        return heapq.merge(self._members, self._sets, key=lambda one: (one.numbers, isinstance(one, Member)), reverse=True)
+
+    async def _judge_candidate(self, one: Member | KnownSet[Entry]) -> LatestMember | None:
+        """Return the verdict. Returns None for a set that was judged in its place."""
+        member, known = one if isinstance(one, Member) else self._member_by_name.get(one.name), self._set_by_name.get(one.name)
+        if isinstance(one, KnownSet):
+            known = one
+        if known in self._judged_in_place:
+            return None
+        verdict = await self._judge_in_place(member, known) if member is not None and known is not None else None
+        if verdict is None and known is one:
+            return LatestMember(known.numbers[0], known.name, known.name, await self._judge_set(known), self._known.build_path(known))
+        assert member is not None
+        verdict = verdict or await self.judge(member, self._members[self._positions[member] + 1 :][: completeness.COMPARED_MAX])
+        return LatestMember(member.numbers[0], member.name, member.entry, verdict)
+
+    async def _judge_in_place(self, member: Member, known: KnownSet[Entry]) -> Completeness | None:
+        """Return the verdict on a member whose files are those of a set. Returns None for any other."""
+        listed = await self._list(member)
+        files = {path: file for path, (file, _) in listed.items()}
+        if completeness.find_reason(files):
+            return None
+        entries = {path or member.entry: entry for path, (_, entry) in listed.items()}
+        if not await self._reader.is_in_place(entries, known):
+            return None
+        self._judged_in_place.add(known)
+        return completeness.judge_set(files)
+
+    async def _judge_set(self, known: KnownSet[Entry]) -> Completeness:
+        listed = await self._list_below([(b"", known.entry)])
+        return completeness.judge_set({path: file for path, (file, _) in listed.items() if path not in MANIFESTS})
 
     async def judge(self, member: Member, before: Sequence[Member]) -> Completeness:
         """Return the verdict on a member. `before`: those before it, the newest first."""
@@ -177,21 +291,24 @@ class _Search(Generic[Entry]):
     async def _list(self, member: Member) -> dict[bytes, tuple[MemberFile, Entry]]:
         """Return the regular files of a member by their paths below it, up to the directory with the first incomplete file."""
         if member not in self._listed:
-            found: dict[bytes, tuple[MemberFile, Entry]] = {}
-            todo = [(name if self._are_groups else b"", self._siblings[name]) for name in member.files]
-            while todo:
-                path, entry = todo.pop()
-                try:
-                    files, directories = await self._reader.list_files(entry)
-                except FileNotFoundError:
-                    found = {path: (MemberFile(0, Level.NONE, "was deleted just now"), entry)}
-                    break
-                found |= {_join(path, name): file for name, file in files.items()}
-                if any(file.incomplete_reason for file, _ in files.values()):
-                    break
-                todo += [(_join(path, name), child) for name, child in directories.items()]
-            self._listed[member] = found
+            self._listed[member] = await self._list_below(
+                [(name if self._are_groups else b"", self._siblings[name]) for name in member.files]
+            )
         return self._listed[member]
+
+    async def _list_below(self, todo: list[tuple[bytes, Entry]]) -> dict[bytes, tuple[MemberFile, Entry]]:
+        found: dict[bytes, tuple[MemberFile, Entry]] = {}
+        while todo:
+            path, entry = todo.pop()
+            try:
+                files, directories = await self._reader.list_files(entry)
+            except FileNotFoundError:
+                return {path: (MemberFile(0, Level.NONE, "was deleted just now"), entry)}
+            found |= {_join(path, name): file for name, file in files.items()}
+            if any(file.incomplete_reason for file, _ in files.values()):
+                break
+            todo += [(_join(path, name), child) for name, child in directories.items()]
+        return found
 
     async def _is_tagged(self, member: Member) -> bool:
         """Return whether a file beside the members says that this one is the newest."""

@@ -296,11 +296,11 @@ def latest(
     if json:
         answer: LatestJson = {}
         if rejected:
-            answer["rejected"] = [{"path": str(found.build_path(one.name)), "reason": one.find_obstacle(wanted)} for one in rejected]
+            answer["rejected"] = [{"path": str(found.build_path(one)), "reason": one.find_obstacle(wanted)} for one in rejected]
         if member is not None:
             verdict = member.verdict
             answer |= {
-                "number": member.number, "path": str(found.build_path(member.name)), "level": verdict.level.value, "size": verdict.size,
+                "number": member.number, "path": str(found.build_path(member)), "level": verdict.level.value, "size": verdict.size,
                 "files": verdict.files,
             }  # fmt: skip
         render.print_json(answer)
@@ -308,12 +308,12 @@ def latest(
         raise newest.build_failure(found, wanted)
     if not json:
         for one in rejected[: newest.NOTES_MAX]:
-            print(f"ckptfs: {found.build_path(one.name)} was passed over: {one.find_obstacle(wanted)}", file=sys.stderr)
+            print(f"ckptfs: {found.build_path(one)} was passed over: {one.find_obstacle(wanted)}", file=sys.stderr)
         if len(rejected) > newest.NOTES_MAX:
             print(f"ckptfs: {len(rejected) - newest.NOTES_MAX} more were passed over; --json lists them", file=sys.stderr)
         # A program reads this: the bytes of the name, whatever they are.
         sys.stdout.flush()
-        sys.stdout.buffer.write(os.fsencode(found.build_path(member.name)) + b"\n")
+        sys.stdout.buffer.write(os.fsencode(found.build_path(member)) + b"\n")
 
 
 @app.command(epilog=EPILOG)

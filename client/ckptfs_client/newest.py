@@ -6,22 +6,26 @@ kernel checks the caller's permissions. In a cluster, lstat also refreshes the n
 A directory that is given is searched inside, always. So the answer is never in another directory than the one that was named.
 """
 
+import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ckptfs import series
 from ckptfs.model import Level
-from ckptfs.series import Listing, MemberFile, SearchResult, Series
+from ckptfs.series import MANIFESTS, KnownSet, KnownSets, LatestMember, Listing, MemberFile, SearchResult, Series
 from ckptfs.series.file_formats import FileFormat
 from ckptfs.series.pickle_scan import ReadRange
 from ckptfs_client.client import Client, build_path_error, open_client
 from ckptfs_client.errors import CommandFailed, UsageError
 
 FORMAT_XATTR = "user.ckptfs.format"
+SET_XATTR = "user.ckptfs.set"
+SETS_XATTR_PREFIX = b"user.ckptfs.sets."
+HISTORY = b"/.ckptfs/history"
 CHOICES_MAX = 4
 NOTES_MAX = 4
 SEARCHED_MAX = 64
@@ -43,14 +47,16 @@ class NamedSeries(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The answer of a search: what was searched, and the outcome."""
+    """The answer of a search: what was searched, the outcome, and the path of the history."""
 
     searched: NamedSeries
     result: SearchResult
+    history: bytes
 
-    def build_path(self, name: bytes) -> Path:
-        """Return the path of a member."""
-        return self.searched.directory / os.fsdecode(name)
+    def build_path(self, found: LatestMember) -> Path:
+        """Return the path of a member, or of a set in the history."""
+        place = (self.history, found.path) if found.path else (os.fsencode(self.searched.directory), found.name)
+        return Path(os.fsdecode(os.path.join(*place)))
 
 
 def find_newest(named: Sequence[Path], wanted: Level) -> Found:
@@ -64,7 +70,9 @@ def find_newest(named: Sequence[Path], wanted: Level) -> Found:
     top = os.fsencode(searched.directory)
     with client:
         members = {name: os.path.join(top, name) for name in _list_names(searched.directory)}
-        return Found(searched, _run(series.find_newest(searched.series, members, PathReader(client), wanted)))
+        history = os.fsencode(client.mount.mountpoint) + HISTORY
+        known = KnownSets.decode(os.getxattr(top, SETS_XATTR_PREFIX + searched.series.name), history)
+        return Found(searched, _run(series.find_newest(searched.series, members, PathReader(client), wanted, known)), history)
 
 
 def build_failure(found: Found, wanted: Level) -> CommandFailed:
@@ -191,6 +199,12 @@ class PathReader:
         finally:
             os.close(fd)
 
+    async def is_in_place(self, files: Mapping[bytes, bytes], known: KnownSet[bytes]) -> bool:
+        """Ask the daemon to which set each file belongs."""
+        in_set = {os.path.relpath(os.path.join(top, name), known.entry) for top, _, names in os.walk(known.entry) for name in names}
+        own = known.entry.partition(HISTORY + b"/")[2]
+        return in_set - {*MANIFESTS} == files.keys() and all(_get_attribute(path, SET_XATTR) == own for path in files.values())
+
     async def compute(self, act: Callable[[], T]) -> T:
         """Return `act()`."""
         return act()
@@ -202,6 +216,16 @@ class PathReader:
     def get_now_ns(self) -> int:
         """Return the time by the clock of this node."""
         return time.time_ns()
+
+
+def _get_attribute(path: bytes, name: str) -> bytes:
+    """Return an extended attribute; empty if there is none."""
+    try:
+        return os.getxattr(path, name, follow_symlinks=False)
+    except OSError as failure:
+        if failure.errno != errno.ENODATA:
+            raise
+        return b""
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:

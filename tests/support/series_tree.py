@@ -1,18 +1,21 @@
 """A tree of files in memory that a search for the newest checkpoint reads: made by hand, or taken from a real directory."""
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 from ckptfs.model import Level
-from ckptfs.series import Listing, MemberFile, SearchResult, file_formats, find_newest, parse
+from ckptfs.series import MANIFESTS, KnownSet, KnownSets, Listing, MemberFile, SearchResult, file_formats, find_newest, parse
 from ckptfs.series.file_formats import FileFormat
 from ckptfs.series.patterns import Series
 from ckptfs.series.pickle_scan import ReadRange
 
 Result = TypeVar("Result")
+HISTORY = b"@history/"
+"""Where sets are: no member has such a name."""
 OLD_NS = 1_000_000_000_000_000_000
 """When files were written, unless a test says otherwise."""
 
@@ -35,6 +38,7 @@ class SeriesTree:
     files: dict[bytes, TreeFile] = field(default_factory=dict)
     age_s: float = 3600.0
     """How long ago OLD_NS is."""
+    known: KnownSets[bytes] = field(default_factory=KnownSets)
     read_bytes: int = 0
     waited_s: float = 0.0
     while_waiting: Callable[["SeriesTree"], None] = lambda tree: None
@@ -60,13 +64,27 @@ class SeriesTree:
 
     @property
     def siblings(self) -> dict[bytes, bytes]:
-        return {path.partition(b"/")[0]: path.partition(b"/")[0] for path in self.files}
+        return {path.partition(b"/")[0]: path.partition(b"/")[0] for path in self.files if not path.startswith(HISTORY)}
+
+    def with_set(self, name: str, number: int = 1, *, is_group: bool = False) -> "SeriesTree":
+        """Keep a member in the history, as it is now: its files get a second name there."""
+        member = os.fsencode(name)
+        one = KnownSet(tuple(map(int, re.findall(r"[0-9]+", name))), member, number, is_group, HISTORY + b"%s@%d" % (member, number))
+        own = {path: file for path, file in self.files.items() if path == member or path.startswith(member + (b"." if is_group else b"/"))}
+        linked = {one.entry + b"/" + (path if is_group else path.removeprefix(member + b"/")): file for path, file in own.items()}
+        manifest = {one.entry + b"/MANIFEST.json": TreeFile(b"{}", level=Level.NONE)}
+        return replace(self, files=self.files | linked | manifest, known=KnownSets([*self.known.sets, one], None, b"run/step_*"))
+
+    def rolled_back_to(self, number: int) -> "SeriesTree":
+        """Make a set the newest, before any other set is made."""
+        target = next(one for one in self.known.sets if one.number == number)
+        return replace(self, known=KnownSets([], target, self.known.path))
 
     def search(self, pattern: "str | Series", wanted: Level = Level.LOCAL) -> SearchResult:
         """Search, as the command does."""
         one = pattern if isinstance(pattern, Series) else parse(os.fsencode(pattern))
         assert one is not None
-        coroutine = find_newest(one, self.siblings, self, wanted)
+        coroutine = find_newest(one, self.siblings, self, wanted, self.known)
         try:
             coroutine.send(None)
         except StopIteration as end:
@@ -75,9 +93,9 @@ class SeriesTree:
         raise AssertionError("it waits")
 
     def find(self, pattern: "str | Series") -> str:
-        """The name that is found; empty if there is none."""
+        """The name that is found, or the path below the history; empty if there is none."""
         newest = self.search(pattern).newest
-        return "" if newest is None else os.fsdecode(newest.name)
+        return "" if newest is None else os.fsdecode(newest.path or newest.name)
 
     def find_reasons(self, pattern: "str | Series") -> dict[str, str]:
         """Why members were rejected."""
@@ -112,6 +130,12 @@ class SeriesTree:
             return found
 
         return act(len(one.data), read)
+
+    async def is_in_place(self, files: Mapping[bytes, bytes], known: KnownSet[bytes]) -> bool:
+        top = known.entry + b"/"
+        in_set = {path.removeprefix(top): id(file) for path, file in self.files.items() if path.startswith(top)}
+        in_place = {path: id(self.files[entry]) for path, entry in files.items()}
+        return in_place == {path: file for path, file in in_set.items() if path not in MANIFESTS}
 
     async def compute(self, act: Callable[[], Result]) -> Result:
         return act()

@@ -10,6 +10,7 @@ import json
 import pickle
 import zipfile
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ from series_tree import OLD_NS, SeriesTree, TreeFile
 from ckptfs import series
 from ckptfs.lifecycle import CliqueCopies, FileRecord, PublishedState
 from ckptfs.model import Content, ContentState, Copy, CopyState, Level, Tier
-from ckptfs.series import MemberFile
+from ckptfs.series import KnownSet, KnownSets, MemberFile
 from ckptfs.series.completeness import MemberFacts, is_plausible_size, judge
 from ckptfs.series.patterns import Series
 
@@ -271,6 +272,94 @@ def test_temporary_files_inside() -> None:
     tree = series_of(OPEN["three files"], 100, 200).with_files({"step_200/more.bin.tmp": X})
     assert "temporary name" in tree.find_reasons("step_*")["step_200"]
     assert series_of(MARKED["DCP"], 100).with_files({"step_100/.metadata.tmp": b""}).find("step_*") == "step_100"
+
+
+# --- sets in the history ------------------------------------------------------------------------------------------------
+
+
+def test_a_set_in_its_place_is_named_by_its_place() -> None:
+    """N2, D1: and it is not judged again: nothing of it is read."""
+    tree = series_of(MARKED["DCP"], 100, 200).with_set("step_100", 1).with_set("step_200", 2)
+    assert tree.find("step_*") == "step_200" and tree.read_bytes == 0
+    other = tree.with_files({"step_200/more": X})
+    assert other.find("step_*") == "step_200" and other.read_bytes, "it is another member now, and complete"
+
+
+def test_a_set_that_is_overwritten_is_named_in_the_history() -> None:
+    """T6, D6: until the new one is complete; then the new one."""
+    tree = series_of(MARKED["DCP"], 100).with_set("step_100", 17)
+    for reason in ("is not sealed yet", ""):
+        changed = tree.with_files({"step_100/__0_0.distcp": TreeFile(X, NEWER + 1, reason=reason)})
+        assert changed.find("step_*") == "run/step_*/step_100@17"
+        assert list(changed.find_reasons("step_*")) == ["step_100"]
+    again = changed.with_files({"step_100/.metadata": TreeFile(metadata("__0_0.distcp", "__1_0.distcp"), NEWER + 2)})
+    assert again.find("step_*") == "step_100"
+    cut = again.with_set("step_100", 18).without("step_100/__1_0.distcp")
+    assert cut.find("step_*") == "run/step_*/step_100@18", "of two, the later one"
+
+
+def test_a_set_that_was_deleted_is_named_in_the_history() -> None:
+    """X3: some files of it, all, or the whole series; the newest by its number, not by its place."""
+    tree = series_of(OPEN["ranks"], 100, 200).with_set("step_100", 1).with_set("step_200", 2)
+    gone = tree.without("step_200/rank1.pt")
+    assert gone.find("step_*") == gone.without("step_200/rank0.pt").find("step_*") == "run/step_*/step_200@2"
+    nothing = tree.without(*(f"step_{number}/rank{rank}.pt" for number in (100, 200) for rank in (0, 1)))
+    assert nothing.siblings == {} and nothing.find("step_*") == "run/step_*/step_200@2"
+    newer = gone.with_files(below("step_300", OPEN["ranks"]))
+    assert newer.find("step_*") == "step_300"
+
+
+def test_a_set_with_a_file_that_cannot_be_read() -> None:
+    """D3: it is never the answer, in its place or in the history."""
+    tree = series_of(OPEN["ranks"], 100, 200).with_set("step_100", 1)
+    tree = tree.with_files({"step_200/rank0.pt": TreeFile(X, reason="has no copy that could be read")}).with_set("step_200", 2)
+    assert tree.find("step_*") == "step_100"
+    away = tree.without("step_200/rank0.pt", "step_200/rank1.pt")
+    assert away.find("step_*") == "step_100" and away.find_reasons("step_*") == {"step_200": "rank0.pt has no copy that could be read"}
+
+
+def test_single_files_and_groups_in_the_history() -> None:
+    """H4: the path that a program is given."""
+    tree = SeriesTree.of({"step_1.pt": archive(), "ckpt-2.index": X, "ckpt-2.data-00000-of-00001": X})
+    tree = tree.with_set("step_1.pt", 1, is_group=True)
+    assert tree.find("step_*.pt") == "step_1.pt" and tree.read_bytes == 0
+    assert tree.without("step_1.pt").find("step_*.pt") == "run/step_*/step_1.pt@1/step_1.pt"
+    group = tree.without("step_1.pt").with_set("ckpt-2", 3, is_group=True)
+    assert group.find("ckpt-*.index") == group.find("ckpt-*") == "ckpt-2" and group.read_bytes == 0
+    assert group.without("ckpt-2.index").find("ckpt-*") == "run/step_*/ckpt-2@3/ckpt-2"
+
+
+def test_a_level_that_only_an_older_set_has() -> None:
+    safe = {name: TreeFile(X, level=Level.PFS) for name in ("rank0.pt", "rank1.pt")}
+    tree = series_of(safe, 100).with_set("step_100", 1).with_files(below("step_200", OPEN["ranks"])).with_set("step_200", 2)
+    found = tree.search("step_*", Level.PFS)
+    assert found.newest is not None and found.newest.name == b"step_100"
+    assert [(one.name, one.find_obstacle(Level.PFS)) for one in found.rejected] == [(b"step_200", "has the level local only")]
+
+
+def test_a_rollback() -> None:
+    """D2: the target, wherever it is, until a set is made that is newer than the rollback; what was rolled back stays."""
+    tree = series_of(OPEN["ranks"], 100, 200, 300).with_set("step_100", 1).with_set("step_200", 2).with_set("step_300", 3)
+    back = tree.rolled_back_to(1)
+    assert back.find("step_*") == "step_100"
+    assert back.without("step_100/rank0.pt").find("step_*") == "run/step_*/step_100@1"
+    again = back.with_files(below("step_150", OPEN["ranks"]))
+    assert again.find("step_*") == "step_100", "the set of step_150 is not made yet"
+    made = replace(again, known=KnownSets([], None, b"run/step_*")).with_set("step_150", 4)
+    assert replace(made, known=made.known._replace(target=back.known.target)).find("step_*") == "step_150"
+
+
+def test_sets_travel_as_an_attribute() -> None:
+    """D4, N2: with any name; of very many those made last."""
+    names = [b"step_1", b"caf\xe9_2", "größe_3".encode(), b"4 *\n"]
+    sets = [KnownSet((number, 7), name, number, number % 2 == 0, b"") for number, name in enumerate(names)]
+    known = KnownSets(sets, sets[2], b"run \xff/*_*")
+    found = KnownSets.decode(known.encode(10_000), b"/mnt/.ckptfs/history")
+    assert [one[:-1] for one in found.sets] == [one[:-1] for one in sets[::-1]] and found.path == known.path
+    assert found.target is not None and found.target.entry == b"/mnt/.ckptfs/history/run \xff/*_*/" + names[2] + b"@2"
+    many = KnownSets([KnownSet((number,), b"step_%d" % number, number, False, b"") for number in range(1000)], None, b"s")
+    few = KnownSets.decode(many.encode(2000), b"")
+    assert len(many.encode(2000)) <= 2000 and few.sets[0].number == 999 and few.target is None and 10 < len(few.sets) < 1000
 
 
 # --- files --------------------------------------------------------------------------------------------------------------

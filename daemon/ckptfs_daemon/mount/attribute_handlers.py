@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from ckptfs import limits
 from ckptfs.catalog import handles, history_names, inodes, summary, user_settings
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.namespace import get_path
@@ -111,6 +112,9 @@ class AttributeHandlers:
             if self._context.shared_namespace is not None:
                 await self._context.shared_namespace.refresh_copies(inode)
             name = name.removeprefix(summary.VIRTUAL_XATTR_PREFIX)
+            if name.startswith(summary.SETS_XATTR_PREFIX):
+                known = await self._reader.load_known_sets(inode, name.removeprefix(summary.SETS_XATTR_PREFIX))
+                return known.encode(limits.XATTR_VALUE_BYTES_MAX)
             return await self._get_format(inode) if name == summary.FORMAT_XATTR else self._get_virtual_xattr(inode, name)
         if name in STORED_PREFIXES:
             raise posix_error(errno.EINVAL)

@@ -186,10 +186,13 @@ class LatestTree(ReadOnlyTree):
         if one is None:
             raise posix_error(errno.ENOENT if entry.series else errno.EINVAL)
         members = {name: inode.id for name, inode in found.items() if inode.is_directory or inode.is_file}
-        newest = (await series.find_newest(one, members, self._reader, Level.LOCAL)).newest
+        known = await self._reader.load_known_sets(entry.directory, one.name)
+        newest = (await series.find_newest(one, members, self._reader, Level.LOCAL, known)).newest
         if newest is None:
             raise posix_error(errno.ENOENT)
         parts = [part for part in namespace.get_path(self._context.db, entry.directory).split(b"/") if part]
+        if newest.path:
+            return b"../" * (len(parts) + 1) + HISTORY + b"/" + self._reader.find_path(known, newest, one.name)
         return b"../" * (len(parts) + 2) + b"/".join([*parts, newest.entry])
 
 

@@ -6,21 +6,35 @@ time, because the PFS may be gone. A PFS that does not answer is left alone for 
 """
 
 import errno
+import functools
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import trio
 
 from ckptfs import lifecycle, limits
-from ckptfs.catalog import copies, mover_requests, namespace, summary
+from ckptfs.catalog import contents, copies, history, history_names, mover_requests, namespace, summary
 from ckptfs.catalog.copies import FetchState
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.history import SeriesRecord
 from ckptfs.catalog.namespace import NotImported
 from ckptfs.errors import CkptfsError, posix_error
-from ckptfs.model import ContentState, CopyState, Inode, Tier
-from ckptfs.series import Listing, MemberFile, file_formats, find_incomplete_reason
+from ckptfs.model import ROOT, ContentState, CopyState, Inode, Tier
+from ckptfs.series import (
+    MANIFESTS,
+    KnownSet,
+    KnownSets,
+    LatestMember,
+    Listing,
+    MemberFile,
+    build_series,
+    file_formats,
+    find_incomplete_reason,
+    replace_group,
+)
 from ckptfs.series.file_formats import FileFormat
 from ckptfs.series.pickle_scan import ReadRange
 from ckptfs.tiers import pfs_tree
@@ -94,6 +108,67 @@ class MountMemberReader:
     def get_now_ns(self) -> int:
         """Return the time by the clock of this node."""
         return time.time_ns()
+
+    # --- the history --------------------------------------------------------------------------------------------------
+
+    async def load_known_sets(self, directory: int, series_name: bytes) -> KnownSets[int]:
+        """Return what the history has of a series in a directory of the application."""
+        record = await self._find_series_record(directory, series_name) or self._find_group_series(directory, series_name)
+        if record is None:
+            return KnownSets()
+        if self._context.shared_namespace is not None:
+            await self._context.shared_namespace.refresh_directory(record.directory)
+        return await self.compute(functools.partial(_load_known_sets, self._context.db, record))
+
+    def _find_group_series(self, directory: int, series_name: bytes) -> SeriesRecord | None:
+        """Return the series of groups of which this is the pattern of one file."""
+        own = [one for one in history.list_series(self._context.db) if one.origin == directory]
+        return next((one for one in own if series_name in self.list_patterns(one)), None)
+
+    def list_patterns(self, record: SeriesRecord) -> list[bytes]:
+        """Return the patterns under which a series can be opened: its own name, or those of the files of its newest group."""
+        newest = max(history_names.list_set_names(self._context.db, record.directory), key=lambda one: one.number, default=None)
+        if newest is None or not newest.is_group:
+            return [record.pattern] if newest is not None else []
+        names = [entry.name for entry, _ in namespace.iterate_entries(self._context.db, newest.directory)]
+        return [replace_group(record.pattern, newest.member, name) for name in names if name not in MANIFESTS]
+
+    def find_path(self, known: KnownSets[int], found: LatestMember, series_name: bytes) -> bytes:
+        """Return the path below the history of a set; of a group, that of the file to which a pattern belongs."""
+        one = known.get(found.path)
+        series = known.path.rpartition(b"/")[2]
+        if one is None or not one.is_group or series_name == series:
+            return found.path
+        names = [entry.name for entry, _ in namespace.iterate_entries(self._context.db, one.entry)]
+        own = next((name for name in names if replace_group(series, one.name, name) == series_name), one.name)
+        return found.path.removesuffix(one.name) + own
+
+    async def _find_series_record(self, directory: int, pattern: bytes) -> SeriesRecord | None:
+        """Return the series with this pattern: that of the directory, or of one that is gone and had the same path."""
+        db, series = self._context.db, ROOT
+        own = history.find_series(db, directory, pattern)
+        for name in (history.NAME, *filter(None, namespace.get_path(db, directory).split(b"/")), pattern):
+            if self._context.shared_namespace is not None:
+                await self._context.shared_namespace.refresh_name(series, name)
+            child = namespace.find_child(db, series, name)
+            if child is None:
+                return own
+            series = child.id
+        found = history.get_series(db, series)
+        return own or (found if found is not None and not contents.has_name(db, found.origin) else None)
+
+    async def is_in_place(self, files: Mapping[bytes, int], known: KnownSet[int]) -> bool:
+        """Return whether these files are those of a set: names of the application and of the history then lead to the same inodes."""
+        found: dict[bytes, int] = {}
+        todo = [(b"", known.entry)]
+        while todo:
+            path, directory = todo.pop()
+            for name, inode in (await self.list_directory(directory)).items():
+                if inode.is_directory:
+                    todo.append((path + name + b"/", inode.id))
+                elif inode.is_file and path + name not in MANIFESTS:
+                    found[path + name] = inode.id
+        return found == files
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 
@@ -174,6 +249,22 @@ class MountMemberReader:
             self._pfs_silent_until_s = trio.current_time() + limits.INSPECT_REST_S
             raise posix_error(errno.ETIMEDOUT)
         return cast(Result, found)
+
+
+def _load_known_sets(db: Database, record: SeriesRecord) -> KnownSets[int]:
+    series, rollback = build_series(record.pattern), record.rollback
+    sets: list[KnownSet[int]] = []
+    target = None
+    for one in history_names.list_set_names(db, record.directory):
+        numbers = series.parse_numbers(one.member)
+        if numbers is None:
+            continue
+        known = KnownSet(numbers, one.member, one.number, one.is_group, one.directory)
+        if rollback is not None and one.number == rollback.number:
+            target = known
+        elif rollback is None or one.completed_ns > rollback.at_ns:
+            sets.append(known)
+    return KnownSets(sets, target, record.path)
 
 
 def _run_on(fd: int, act: Callable[[int, ReadRange], Result]) -> Result:
