@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from ckptfs import lifecycle, limits
@@ -239,15 +240,22 @@ def _list_level_groups(
             f" WHERE {_REGULAR} AND i.nlink > 0 AND {condition} GROUP BY 1, 2, 3, 4, 5, 6, 7, 8",
             *values,
         )
-    for group, state, has_copy, is_published, is_current, peer, others, is_uncommitted, count in groups:
+
+    @cache
+    def judge(
+        state: int | None, has_copy: bool, is_published: bool, is_current: bool, peer: int, others: int, is_uncommitted: bool
+    ) -> Level | None:
         typical = _build_typical_record(state, has_copy, is_published, is_current, bool(peer))
         if clique is not None:
+            if peer and not (has_copy or others or is_current):
+                return None  # Who has what another node wrote is asked for one by one.
             elsewhere = tuple(("", f"/{number}") for number in range(others))
             typical = replace(typical, clique=replace(clique, holders=elsewhere, is_committed=not is_uncommitted))
-            if peer and not (has_copy or elsewhere or is_current):
-                yield group, None, count, False  # Who has what another node wrote is asked for one by one.
-                continue
-        yield group, lifecycle.level(typical), count, state == ContentState.LOST and not is_current
+        return lifecycle.level(typical)
+
+    for group, *facts, count in groups:
+        level = judge(*facts)
+        yield group, level, count, level is not None and facts[0] == ContentState.LOST and not facts[3]
 
 
 def _build_typical_record(state: int | None, has_copy: bool, is_published: bool, is_current: bool, is_remote: bool) -> FileRecord:

@@ -260,7 +260,7 @@ class ListReply(_message.Message):
     def __init__(self, records: _Optional[_Iterable[_Union[Record, _Mapping]]] = ...) -> None: ...
 
 class Record(_message.Message):
-    __slots__ = ("inode", "known", "kind", "size", "level", "state", "generation", "copies", "progress", "pfs_pending", "incomplete_reason")
+    __slots__ = ("inode", "known", "kind", "size", "level", "state", "generation", "copies", "progress", "pfs_pending", "incomplete_reason", "mode")
     INODE_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -272,6 +272,7 @@ class Record(_message.Message):
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     PFS_PENDING_FIELD_NUMBER: _ClassVar[int]
     INCOMPLETE_REASON_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
     inode: int
     known: bool
     kind: str
@@ -283,7 +284,8 @@ class Record(_message.Message):
     progress: float
     pfs_pending: bool
     incomplete_reason: str
-    def __init__(self, inode: _Optional[int] = ..., known: _Optional[bool] = ..., kind: _Optional[str] = ..., size: _Optional[int] = ..., level: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[CopyInfo, _Mapping]]] = ..., progress: _Optional[float] = ..., pfs_pending: _Optional[bool] = ..., incomplete_reason: _Optional[str] = ...) -> None: ...
+    mode: int
+    def __init__(self, inode: _Optional[int] = ..., known: _Optional[bool] = ..., kind: _Optional[str] = ..., size: _Optional[int] = ..., level: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[CopyInfo, _Mapping]]] = ..., progress: _Optional[float] = ..., pfs_pending: _Optional[bool] = ..., incomplete_reason: _Optional[str] = ..., mode: _Optional[int] = ...) -> None: ...
 
 class CopyInfo(_message.Message):
     __slots__ = ("tier", "state", "verified_age_s")
@@ -538,3 +540,81 @@ class LogLevelReply(_message.Message):
     LEVEL_FIELD_NUMBER: _ClassVar[int]
     level: str
     def __init__(self, level: _Optional[str] = ...) -> None: ...
+
+class ListSeriesRequest(_message.Message):
+    __slots__ = ("figures",)
+    FIGURES_FIELD_NUMBER: _ClassVar[int]
+    figures: bool
+    def __init__(self, figures: _Optional[bool] = ...) -> None: ...
+
+class ListSeriesReply(_message.Message):
+    __slots__ = ("series", "shared")
+    SERIES_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
+    series: _containers.RepeatedCompositeFieldContainer[SeriesInfo]
+    shared: bool
+    def __init__(self, series: _Optional[_Iterable[_Union[SeriesInfo, _Mapping]]] = ..., shared: _Optional[bool] = ...) -> None: ...
+
+class SeriesInfo(_message.Message):
+    __slots__ = ("directory", "origin", "path", "pattern", "rollback", "sets", "size", "newest")
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    PATTERN_FIELD_NUMBER: _ClassVar[int]
+    ROLLBACK_FIELD_NUMBER: _ClassVar[int]
+    SETS_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
+    directory: int
+    origin: int
+    path: bytes
+    pattern: bytes
+    rollback: int
+    sets: int
+    size: int
+    newest: SetInfo
+    def __init__(self, directory: _Optional[int] = ..., origin: _Optional[int] = ..., path: _Optional[bytes] = ..., pattern: _Optional[bytes] = ..., rollback: _Optional[int] = ..., sets: _Optional[int] = ..., size: _Optional[int] = ..., newest: _Optional[_Union[SetInfo, _Mapping]] = ...) -> None: ...
+
+class ListSetsRequest(_message.Message):
+    __slots__ = ("directory",)
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    directory: int
+    def __init__(self, directory: _Optional[int] = ...) -> None: ...
+
+class SetList(_message.Message):
+    __slots__ = ("done", "sets")
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    SETS_FIELD_NUMBER: _ClassVar[int]
+    done: bool
+    sets: _containers.RepeatedCompositeFieldContainer[SetInfo]
+    def __init__(self, done: _Optional[bool] = ..., sets: _Optional[_Iterable[_Union[SetInfo, _Mapping]]] = ...) -> None: ...
+
+class SetInfo(_message.Message):
+    __slots__ = ("number", "directory", "name", "files", "size", "completed_ns", "level", "in_place", "pinned", "noted", "note", "group", "step")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    COMPLETED_NS_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    IN_PLACE_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    NOTED_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    directory: int
+    name: bytes
+    files: int
+    size: int
+    completed_ns: int
+    level: str
+    in_place: bool
+    pinned: bool
+    noted: bool
+    note: str
+    group: bool
+    step: str
+    def __init__(self, number: _Optional[int] = ..., directory: _Optional[int] = ..., name: _Optional[bytes] = ..., files: _Optional[int] = ..., size: _Optional[int] = ..., completed_ns: _Optional[int] = ..., level: _Optional[str] = ..., in_place: _Optional[bool] = ..., pinned: _Optional[bool] = ..., noted: _Optional[bool] = ..., note: _Optional[str] = ..., group: _Optional[bool] = ..., step: _Optional[str] = ...) -> None: ...

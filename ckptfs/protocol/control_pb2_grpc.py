@@ -60,6 +60,16 @@ class QueriesStub:
                 request_serializer=control__pb2.WaitRequest.SerializeToString,
                 response_deserializer=control__pb2.Progress.FromString,
                 _registered_method=True)
+        self.ListSeries = channel.unary_unary(
+                '/ckptfs.control.Queries/ListSeries',
+                request_serializer=control__pb2.ListSeriesRequest.SerializeToString,
+                response_deserializer=control__pb2.ListSeriesReply.FromString,
+                _registered_method=True)
+        self.ListSets = channel.unary_stream(
+                '/ckptfs.control.Queries/ListSets',
+                request_serializer=control__pb2.ListSetsRequest.SerializeToString,
+                response_deserializer=control__pb2.SetList.FromString,
+                _registered_method=True)
 
 
 class QueriesServicer:
@@ -96,6 +106,18 @@ class QueriesServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSeries(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSets(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_QueriesServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -123,6 +145,16 @@ def add_QueriesServicer_to_server(servicer, server):
                     servicer.Wait,
                     request_deserializer=control__pb2.WaitRequest.FromString,
                     response_serializer=control__pb2.Progress.SerializeToString,
+            ),
+            'ListSeries': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSeries,
+                    request_deserializer=control__pb2.ListSeriesRequest.FromString,
+                    response_serializer=control__pb2.ListSeriesReply.SerializeToString,
+            ),
+            'ListSets': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListSets,
+                    request_deserializer=control__pb2.ListSetsRequest.FromString,
+                    response_serializer=control__pb2.SetList.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -261,6 +293,60 @@ class Queries:
             '/ckptfs.control.Queries/Wait',
             control__pb2.WaitRequest.SerializeToString,
             control__pb2.Progress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSeries(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ckptfs.control.Queries/ListSeries',
+            control__pb2.ListSeriesRequest.SerializeToString,
+            control__pb2.ListSeriesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSets(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/ckptfs.control.Queries/ListSets',
+            control__pb2.ListSetsRequest.SerializeToString,
+            control__pb2.SetList.FromString,
             options,
             channel_credentials,
             insecure,

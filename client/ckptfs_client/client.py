@@ -96,6 +96,19 @@ class Client:
         """Yield progress until the inode, or everything below it, has the level. Raises NotInTime."""
         return self._stream_until_done(lambda: self._build_query_stub().Wait, pb.WaitRequest(inode=inode, level=level), timeout_s)
 
+    def list_series(self, *, figures: bool = False) -> pb.ListSeriesReply:
+        """Return the series that have complete sets. Names are only told of those that all users may list."""
+        answer: pb.ListSeriesReply = self._call(self._build_query_stub().ListSeries, pb.ListSeriesRequest(figures=figures))
+        return answer
+
+    def list_sets(self, directory: int) -> list[pb.SetInfo]:
+        """Return the sets of a series, the newest first. Raises UsageError if there is no such series."""
+        found: dict[int, pb.SetInfo] = {}
+        messages = self._stream_until_done(lambda: self._build_query_stub().ListSets, pb.ListSetsRequest(directory=directory), None)
+        for message in messages:
+            found |= {one.number: one for one in message.sets}
+        return list(found.values())
+
     # --- admin --------------------------------------------------------------------------------------------------------
 
     def drain(self, deadline_s: float | None = None) -> Iterator[pb.Progress]:

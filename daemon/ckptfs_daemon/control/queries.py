@@ -29,6 +29,7 @@ from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
 from ckptfs.series import find_incomplete_reason
 from ckptfs.tiers.storage import Tiers
+from ckptfs_daemon.control import set_queries
 from ckptfs_daemon.control.cluster_status import ClusterFigures
 from ckptfs_daemon.control.methods import (
     RefusedCalls,
@@ -178,6 +179,7 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
             inode=asked,
             known=True,
             kind=_get_kind_name(found.mode),
+            mode=found.mode,
             size=found.size,
             generation=found.generation,
             pfs_pending=found.has_pending_changes,
@@ -202,6 +204,17 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
         if self._config.pfs is not None:
             return is_on_pfs(found.record)
         return found.record.content is None or found.record.content.state is ContentState.SEALED
+
+    @translate_errors
+    def ListSeries(self, request: pb.ListSeriesRequest, context: grpc.ServicerContext) -> pb.ListSeriesReply:
+        """Return the series that have checkpoint sets."""
+        return set_queries.list_series(self._db, with_figures=request.figures)
+
+    @translate_stream_errors
+    def ListSets(self, request: pb.ListSetsRequest, context: grpc.ServicerContext) -> Iterator[pb.SetList]:
+        """Stream the checkpoint sets of a series."""
+        refresh_copies = self._cluster.refresh_copies if self._cluster is not None else lambda inodes: None
+        yield from set_queries.list_sets(self._db, require_inode_number(request.directory), refresh_copies)
 
     @translate_stream_errors
     def Wait(self, request: pb.WaitRequest, context: grpc.ServicerContext) -> Iterator[pb.Progress]:

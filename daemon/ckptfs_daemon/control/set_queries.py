@@ -1,0 +1,71 @@
+"""Replies to questions about checkpoint sets: figures for anyone, and names that all users may list.
+
+Any user may ask about any series. Names and notes are in a reply only if every user may list the directory of the series and all those
+above it. Of other series the caller reads them through the mount, where the kernel checks its rights.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+
+from ckptfs import limits
+from ckptfs.catalog import history, inodes, set_figures, set_members
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.set_figures import SetFigures
+from ckptfs.errors import InvalidArgument
+from ckptfs.model import ROOT, Level
+from ckptfs.protocol import control_pb2 as pb
+
+SETS_AT_ONCE = 1000
+MAY_LIST = 0o005
+
+
+def list_series(db: Database, *, with_figures: bool) -> pb.ListSeriesReply:
+    """Return all series that have a history."""
+    reply = pb.ListSeriesReply(shared=db.is_clustered)
+    for one in history.list_series(db):
+        rollback = one.rollback.number if one.rollback is not None else 0
+        found = reply.series.add(directory=one.directory, origin=one.origin, rollback=rollback)
+        shows_names = _may_all_list(db, one.directory)
+        if shows_names:
+            found.path, found.pattern = one.path, one.pattern
+        if with_figures:
+            found.sets, found.size, newest = set_figures.load_series_figures(db, one.directory)
+            if newest is not None:
+                found.newest.CopyFrom(_build_set(newest, history.get_level(db, newest.directory), False, shows_names))
+    return reply
+
+
+def list_sets(db: Database, series: int, refresh_copies: Callable[[list[int]], None]) -> Iterator[pb.SetList]:
+    """Yield the sets of a series in several messages, the newest first.
+
+    Raises InvalidArgument if there is no such series. `refresh_copies` reads from the store of a cluster where the copies of files are.
+    """
+    if history.get_series(db, series) is None:
+        raise InvalidArgument(f"{series} is no series of checkpoints", remedy="`ckptfs list` shows all")
+    sets = set_figures.list_set_figures(db, series)
+    if db.is_clustered:
+        files = (inode.id for one in sets for _, inode in history.list_files(db, one.directory))
+        refresh_copies(list(itertools.islice(files, limits.CONTROL_LIST_MAX)))
+    levels, in_place = history.list_levels(db, series), set_members.list_sets_in_place(db, series)
+    shows_names = _may_all_list(db, series)
+    found = [_build_set(one, levels.get(one.directory, Level.NONE), one.directory in in_place, shows_names) for one in sets]
+    for start in range(0, len(found), SETS_AT_ONCE):
+        yield pb.SetList(sets=found[start : start + SETS_AT_ONCE])
+    yield pb.SetList(done=True)
+
+
+def _build_set(one: SetFigures, level: Level, is_in_place: bool, shows_names: bool) -> pb.SetInfo:
+    return pb.SetInfo(
+        number=one.number, directory=one.directory, name=one.name.rpartition(b"@")[0] if shows_names else b"", files=one.files,
+        size=one.size, completed_ns=one.completed_ns, level=level.value, in_place=is_in_place, pinned=one.is_pinned,
+        noted=bool(one.note), note=one.note if shows_names else "", group=one.is_group, step=one.step,
+    )  # fmt: skip
+
+
+def _may_all_list(db: Database, directory: int) -> bool:
+    """Return True if every user may list a directory and all those above it."""
+    while inodes.get(db, directory).mode & MAY_LIST == MAY_LIST:
+        if directory == ROOT:
+            return True
+        directory = inodes.get(db, directory).parent
+    return False

@@ -1,0 +1,83 @@
+"""Questions about series and sets, answered from the catalog: D1, D12, F6."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ckptfs_client.errors import UsageError
+from control_served import Served, serving
+from local_node import Node
+
+from ckptfs.catalog import history, namespace
+from ckptfs.catalog.history import Rollback, SetRecord
+from ckptfs.model import ROOT
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path / "run"))
+    with serving(Node(tmp_path)) as served:
+        yield served
+
+
+def add_series(served: Served, directory: bytes, pattern: bytes, mode: int = 0o755) -> int:
+    """Make a directory of the application and a series in it; the series' directory."""
+    db = served.node.db
+    with db.transaction():
+        made = namespace.create(db, ROOT, directory, 0o040000 | mode, uid=7, gid=7, allow_unimported=True).id
+        return history.insert_series(db, made, pattern).directory
+
+
+def add_set(served: Served, series: int, number: int, name: bytes, file: int | None = None) -> int:
+    """Make a set of one file; its directory."""
+    db = served.node.db
+    with db.transaction():
+        made = history.begin_set(db, series, SetRecord(number, name, (number,), 1, 1234, 5000 + number))
+        if file is not None:
+            history.insert_link(db, file, made, b"a.pt")
+        history.finish_set(db, made)
+    return made
+
+
+def test_series_and_sets(served: Served) -> None:
+    db = served.node.db
+    file = served.node.inode(served.node.make_sealed(b"a.pt", b"x" * 100))
+    series = add_series(served, b"run1", b"step_*")
+    add_set(served, series, 1, b"step_10")
+    last = add_set(served, series, 2, b"step_2\xff0", file)
+    with db.transaction():
+        history.set_pin(db, last, True)
+        history.set_note(db, last, "größer")
+        history.set_rollback(db, series, Rollback(1, 17))
+    (one,) = served.client.list_series().series
+    assert (one.directory, one.path, one.pattern, one.rollback) == (series, b"run1/step_*", b"step_*", 1)
+    newest, first = served.client.list_sets(series)
+    assert (newest.number, newest.name, newest.size, newest.completed_ns, newest.note) == (2, b"step_2\xff0", 1234, 5002, "größer")
+    assert (newest.level, newest.in_place, newest.pinned, newest.noted) == ("local", True, True, True)
+    assert (first.number, first.level, first.in_place, first.pinned, first.noted) == (1, "none", False, False, False)
+    with db.transaction():
+        namespace.unlink(db, ROOT, b"a.pt")
+    assert not served.client.list_sets(series)[0].in_place
+    with pytest.raises(UsageError, match="is no series of checkpoints"):
+        served.client.list_sets(ROOT)
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o750, 0o711])
+def test_names_of_a_private_directory_are_not_told(served: Served, mode: int) -> None:
+    """F6: any user may ask about any number, and gets figures only."""
+    series = add_series(served, b"run1", b"step_*", mode)
+    with served.node.db.transaction():
+        history.set_note(served.node.db, add_set(served, series, 1, b"step_10"), "secret")
+    (one,) = served.client.list_series().series
+    assert (one.directory, one.path, one.pattern) == (series, b"", b"")
+    (only,) = served.client.list_sets(series)
+    assert (only.number, only.name, only.note, only.noted) == (1, b"", "", True)
+
+
+def test_more_sets_than_one_message_holds(served: Served) -> None:
+    series = add_series(served, b"run1", b"step_*")
+    db = served.node.db
+    with db.transaction():
+        for number in range(1, 2502):
+            add_set(served, series, number, b"step_%d" % number)
+    assert [(one.number, one.step) for one in served.client.list_sets(series)] == [(one, str(one)) for one in range(2501, 0, -1)]
