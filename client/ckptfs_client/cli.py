@@ -15,18 +15,15 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from ckptfs.config.schema import LOG_LEVELS
-from ckptfs.model import Level
+from ckptfs_client import set_commands
 from ckptfs_client.errors import EPILOG, INTERRUPTED, PIPE_CLOSED, ClientError, CommandFailed, NoMount, UsageError
-from ckptfs_client.json_answers import CheckJson, LatestJson, LogLevelJson, VerifyJson, VersionJson
+from ckptfs_client.json_answers import CheckJson, LogLevelJson, VersionJson
 from ckptfs_client.lab import commands
+from ckptfs_client.options import LEVELS, Json, Paths
 
 T = TypeVar("T")
-LEVELS = [Level.LOCAL.value, Level.CLIQUE.value, Level.PFS.value]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JsonLines = Annotated[bool, typer.Option("--json", help="Print the progress as JSON, one line per change.")]
 Directory = Annotated[Path | None, typer.Argument(metavar="DIR", help="A path in the mount. Optional if only one ckptfs is mounted.")]
-Paths = Annotated[list[Path], typer.Argument(metavar="PATH", help="Files or directories in a mount.")]
 KeysDirectory = Annotated[Path, typer.Argument(metavar="DIR", help="The CA's directory. Keep ca.key secret: it can sign any node.")]
 KeysNode = Annotated[str, typer.Argument(metavar="NODE", help="The node's name: its node= option, or else its host name.")]
 
@@ -36,6 +33,7 @@ app = typer.Typer(
     help="Inspect and control ckptfs mounts: what is stored where, and how safe it is.",
 )  # fmt: skip
 keys_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Issue and revoke the certificates of a cluster's nodes.")
+app.add_typer(set_commands.app)
 app.add_typer(commands.app, name="lab")
 cluster_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Repair what the nodes of a cluster share.")
 app.add_typer(keys_app, name="keys")
@@ -215,13 +213,19 @@ def drain(
         follow_progress(client.drain(_parse(config.parse_seconds, deadline)), f"draining {point}", done, json=json)
 
 
+def _get_log_levels() -> tuple[str, ...]:
+    from ckptfs.config.schema import LOG_LEVELS
+
+    return tuple(LOG_LEVELS)
+
+
 @app.command("log-level", epilog=EPILOG)
 def log_level(
     words: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[DIR] [debug|info|warning|error]",
-            autocompletion=lambda: list(LOG_LEVELS),
+            autocompletion=lambda: list(_get_log_levels()),
             help="A path in the mount, and the new level.",
         ),
     ] = None,
@@ -236,10 +240,10 @@ def log_level(
     from ckptfs_client import mounts
     from ckptfs_client.client import Client
 
-    given = list(words or [])
-    level = given.pop() if given and given[-1] in LOG_LEVELS else ""
+    given, levels = list(words or []), _get_log_levels()
+    level = given.pop() if given and given[-1] in levels else ""
     if len(given) > 1 or (given and "/" not in given[0] and not os.path.lexists(given[0])):
-        raise UsageError(f"{given[-1]!r} is not a log level; accepted: {', '.join(LOG_LEVELS)}")
+        raise UsageError(f"{given[-1]!r} is not a log level; accepted: {', '.join(levels)}")
     with Client(mounts.choose(Path(given[0]) if given else None)) as client:
         found = client.get_or_set_log_level(level)
     answer: LogLevelJson = {"level": found}
@@ -267,53 +271,6 @@ def list_files(
         render.print_json(found)
     elif found:
         render.print_renderable(render.build_listing(found))
-
-
-@app.command(epilog=EPILOG)
-def latest(
-    series: Annotated[
-        list[Path], typer.Argument(metavar="SERIES", help="A pattern such as 'run1/step_*', the directory that holds it, or a file of it.")
-    ],
-    level: Annotated[
-        str, typer.Option(metavar="LEVEL", help="The lowest level to accept: local, clique, pfs.", autocompletion=lambda: LEVELS)
-    ] = "local",
-    json: Json = False,
-) -> None:
-    """Print the path of the newest complete checkpoint.
-
-    A checkpoint is complete if every file is sealed and readable and was written to its end, and if no file is missing: by the marks of its
-    kind, or compared with the one before it. What was rejected is said on standard error. The exit code is 1 if there is none.
-
-    Example: ckptfs latest '/ckpt/run1/step_*' --level clique
-    """
-    from ckptfs_client import newest, render
-
-    if level not in LEVELS:
-        raise UsageError(f"{level!r} is not a level; accepted: {', '.join(LEVELS)}")
-    wanted = Level(level)
-    found = newest.find_newest(series, wanted)
-    member, rejected = found.result
-    if json:
-        answer: LatestJson = {}
-        if rejected:
-            answer["rejected"] = [{"path": str(found.build_path(one)), "reason": one.find_obstacle(wanted)} for one in rejected]
-        if member is not None:
-            verdict = member.verdict
-            answer |= {
-                "number": member.number, "path": str(found.build_path(member)), "level": verdict.level.value, "size": verdict.size,
-                "files": verdict.files,
-            }  # fmt: skip
-        render.print_json(answer)
-    if member is None:
-        raise newest.build_failure(found, wanted)
-    if not json:
-        for one in rejected[: newest.NOTES_MAX]:
-            print(f"ckptfs: {found.build_path(one)} was passed over: {one.find_obstacle(wanted)}", file=sys.stderr)
-        if len(rejected) > newest.NOTES_MAX:
-            print(f"ckptfs: {len(rejected) - newest.NOTES_MAX} more were passed over; --json lists them", file=sys.stderr)
-        # A program reads this: the bytes of the name, whatever they are.
-        sys.stdout.flush()
-        sys.stdout.buffer.write(os.fsencode(found.build_path(member)) + b"\n")
 
 
 @app.command(epilog=EPILOG)
@@ -347,38 +304,6 @@ def wait(
         with client:
             left = None if end is None else max(0.001, end - time.monotonic())
             follow_progress(client.wait(inode, level, left), f"{path} to {level}", f"{path} has the level {level}", json=json)
-
-
-@app.command(epilog=EPILOG)
-def verify(paths: Paths, json: Json = False) -> None:
-    """Read every copy of files or whole directories; check digests.
-
-    The exit code is 1 if a copy is bad. A bad copy is quarantined and remade from a good one.
-    """
-    from ckptfs_client import render
-    from ckptfs_client.client import open_client
-    from ckptfs_client.progress_bar import follow_verification
-
-    total: VerifyJson = {"files": 0, "bytes": 0, "findings": []}
-    for path in paths:
-        client, inode = open_client(path)
-        with client:
-            result = follow_verification(client.verify(inode), str(path))
-        total["files"] += result["files"]
-        total["bytes"] += result["bytes"]
-        total["findings"] += result["findings"]
-    bad = [finding for finding in total["findings"] if finding["verdict"] in ("bad", "unreadable")]
-    unknown = [finding for finding in total["findings"] if finding["verdict"] == "unknown"]
-    if json:
-        render.print_json(total)
-    else:
-        if bad:
-            render.print_renderable(render.build_findings(bad))
-        verdict = f"bad: {render.format_count(len(bad), 'copy', 'copies')}" if bad else "no bad copy"
-        unchecked = f"; {len(unknown)} could not be compared: not sealed yet, or written by others" if unknown else ""
-        print(f"{render.format_count(total['files'], 'file')}, {render.format_size(total['bytes'])} read: {verdict}{unchecked}")
-    if bad:
-        raise typer.Exit(1)
 
 
 @app.command(epilog=EPILOG)

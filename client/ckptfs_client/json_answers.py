@@ -50,12 +50,97 @@ class LatestJson(TypedDict):
     rejected: NotRequired[Annotated[list[RejectedJson], "the newer members, newest first, if there are any"]]
 
 
+class SeriesJson(TypedDict):
+    """A series of `ckptfs list`."""
+
+    series: Annotated[str, "its pattern, with the directory in which the application writes"]
+    sets: Annotated[int, "how many sets it has"]
+    size: Annotated[int, "bytes of all its sets"]
+    newest: Annotated[str, "the newest set; other commands take this name"]
+    level: Annotated[str, "the level of the newest set"]
+    completed_ns: Annotated[int, "when the newest set was completed, in ns since the epoch"]
+    rollback: Annotated[int | None, "the number of the set that a rollback made the latest; null: none"]
+
+
+class SetJson(TypedDict):
+    """A set of `ckptfs list`, or the newest member of a series that is not complete."""
+
+    series: Annotated[str, "the series, as other commands take it"]
+    set: Annotated[str, "NAME@NUMBER; of a member that is not complete only the name"]
+    number: Annotated[int | None, "its number in the series, from 1; null: not complete"]
+    step: Annotated[int | None, "the number in its name; if it has several, the one that counts steps; null: its name has none"]
+    files: Annotated[int, "how many files it has"]
+    size: Annotated[int, "bytes in all of its files"]
+    level: Annotated[str, "the lowest level of its files"]
+    completed_ns: Annotated[int | None, "when it was completed, in ns since the epoch; null: not complete"]
+    pinned: Annotated[bool, "whether it is pinned"]
+    rollback: Annotated[bool, "whether a rollback made it the latest"]
+    note: Annotated[str, "its note; empty: none"]
+    state: Annotated[str, "complete (also under its own name), in history only, or incomplete"]
+    reason: Annotated[str, "why it is not complete; empty if it is"]
+    path: Annotated[str, "where its files can be read: its own place, or its directory in the history"]
+
+
+class ProducerJson(TypedDict):
+    """A process that wrote files of a set. Texts are empty and numbers 0 where they are not known."""
+
+    host: Annotated[str, "its host"]
+    pid: Annotated[int, "its process id"]
+    command: Annotated[str, "its command line"]
+    job: Annotated[str, "the id of its job"]
+    rank: Annotated[str, "its rank in the job"]
+
+
+class SetFileJson(TypedDict):
+    """A file of a set."""
+
+    path: Annotated[str, "its path in the set"]
+    size: Annotated[int, "its bytes"]
+    mtime_ns: Annotated[int, "when it was changed last, in ns since the epoch"]
+    level: Annotated[str, "its level now"]
+    digest: Annotated[str, "as in the manifest"]
+
+
+class ShowJson(SetJson):
+    """The keys that `ckptfs show` adds."""
+
+    manifest: Annotated[str, "the path of its manifest"]
+    history: Annotated[str, "its directory in the history"]
+    producers: Annotated[list[ProducerJson], "the processes that wrote its files"]
+    members: Annotated[list[SetFileJson], "its files"]
+
+
+class SetChangeJson(TypedDict):
+    """What a command changed of a series or a set."""
+
+    set: Annotated[str, "the set, or the path that was committed"]
+    done: Annotated[str, "what was done, as a sentence"]
+
+
+class RestoreJson(TypedDict):
+    """What `ckptfs restore` did."""
+
+    set: Annotated[str, "the set"]
+    path: Annotated[str, "where its files are now: a directory, or that of its files"]
+    files: Annotated[int, "how many files were copied; 0: they were in their place"]
+    bytes: Annotated[int, "how many bytes were copied and compared with their digests"]
+
+
+class FormatJson(TypedDict):
+    """What a file shows of itself."""
+
+    path: Annotated[str, "the file"]
+    format: Annotated[str, "its format; empty: not known"]
+    flaw: Annotated[str, "what is wrong with it; empty: nothing"]
+
+
 class VerifyJson(TypedDict):
     """What `ckptfs verify` found."""
 
     files: Annotated[int, "files that were looked at"]
     bytes: Annotated[int, "bytes that were read"]
     findings: Annotated[Messages, "Finding", "what was found of each copy"]
+    formats: Annotated[list[FormatJson], "what each file of a known format shows of itself, and each set as a whole"]
 
 
 class MountJson(TypedDict):

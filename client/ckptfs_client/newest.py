@@ -72,7 +72,7 @@ def find_newest(named: Sequence[Path], wanted: Level) -> Found:
         members = {name: os.path.join(top, name) for name in _list_names(searched.directory)}
         history = os.fsencode(client.mount.mountpoint) + HISTORY
         known = KnownSets.decode(os.getxattr(top, SETS_XATTR_PREFIX + searched.series.name), history)
-        return Found(searched, _run(series.find_newest(searched.series, members, PathReader(client), wanted, known)), history)
+        return Found(searched, run_reader(series.find_newest(searched.series, members, PathReader(client), wanted, known)), history)
 
 
 def build_failure(found: Found, wanted: Level) -> CommandFailed:
@@ -228,7 +228,7 @@ def _get_attribute(path: bytes, name: str) -> bytes:
         return b""
 
 
-def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+def run_reader(coroutine: Coroutine[Any, Any, T]) -> T:
     """Return the result of a coroutine that never waits for another one."""
     try:
         coroutine.send(None)

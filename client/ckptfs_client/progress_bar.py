@@ -96,7 +96,7 @@ def follow_verification(messages: Iterator["pb.VerifyProgress"], what: str) -> V
             findings.extend(render.message_to_dict(finding) for finding in last.findings)
             words = f"{last.files} of {render.format_count(last.files_total, 'file')}, {render.format_size(last.bytes)}"
             bar.update(max(0, last.files_total - last.files), words)
-    return {"files": last.files if last else 0, "bytes": last.bytes if last else 0, "findings": findings}
+    return {"files": last.files if last else 0, "bytes": last.bytes if last else 0, "findings": findings, "formats": []}
 
 
 def describe_write_back(status: "pb.Status") -> str:

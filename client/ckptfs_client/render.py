@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptfs.quantities import format_count, format_duration, format_size
@@ -65,8 +66,24 @@ def print_renderable(what: "RenderableType") -> None:
     print("\n".join(line.rstrip() for line in captured.get().splitlines()), flush=True)
 
 
+def format_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format a table as text, quickly for thousands of rows.
+
+    A column whose name ends with ">" is right-aligned. A column without any value is left out.
+    """
+    aligned = []
+    for name, cells in zip(head, zip(*rows, strict=True), strict=True):
+        if any(cells):
+            column = (name.rstrip(">"), *cells)
+            width = max(map(len, column))
+            aligned.append([one.rjust(width) if name.endswith(">") else one.ljust(width) for one in column])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*aligned, strict=True))
+
+
 def escape_unprintable(name: str) -> str:
     """Return a name as one printable line; bytes that are no text and control characters become escapes."""
+    if name.isascii() and name.isprintable():
+        return name
     text = os.fsencode(name).decode(errors="backslashreplace")
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 

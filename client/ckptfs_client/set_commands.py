@@ -1,0 +1,326 @@
+"""The commands about series and checkpoint sets. Everything heavy is imported where it is used."""
+
+import os
+import sys
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckptfs.model import Level
+from ckptfs_client.errors import EPILOG, UsageError
+from ckptfs_client.json_answers import LatestJson, SetChangeJson, VerifyJson
+from ckptfs_client.options import LEVELS, Json
+
+if TYPE_CHECKING:
+    from ckptfs_client.set_history import FoundSet, SetHistory
+
+SET_FORMS = "RUN/step_100, RUN/step_100@NUMBER, 'RUN/step_*@NUMBER', or a path in .ckptfs/history."
+SetArgument = Annotated[Path, typer.Argument(metavar="SET", help=SET_FORMS)]
+SeriesArgument = Annotated[Path, typer.Argument(metavar="SERIES", help="A pattern such as 'run1/step_*', or the directory that holds it.")]
+app = typer.Typer()
+
+
+def parse_level(level: str) -> Level:
+    """Return the level of an option. Raises UsageError."""
+    if level not in LEVELS:
+        raise UsageError(f"{level!r} is not a level; accepted: {', '.join(LEVELS)}")
+    return Level(level)
+
+
+@app.command("list", epilog=EPILOG)
+def list_sets(
+    where: Annotated[
+        Path | None, typer.Argument(metavar="[SERIES|DIR]", help="A pattern such as 'run1/step_*', a directory, or a member.")
+    ] = None,
+    level: Annotated[
+        str | None, typer.Option(metavar="LEVEL", help="Only sets that have this level: local, clique, pfs.", autocompletion=lambda: LEVELS)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """List series of checkpoints, or the sets of a series.
+
+    Without an argument, or for a directory with several series: one line for each series; with --level the sets of all of them that have
+    the level. A set whose files the application has deleted or overwritten is in the history only. The newest checkpoint that is not
+    complete is listed with the reason.
+
+    Example: ckptfs list '/ckpt/run1/step_*' --level pfs
+    """
+    from ckptfs_client import mounts, render, set_listing
+    from ckptfs_client.set_history import SetHistory
+
+    wanted = Level.NONE if level is None else parse_level(level)
+    with SetHistory(mounts.choose(where), figures=level is None and (where is None or "*" not in str(where))) as history:
+        found = history.series if where is None else history.find_series(where)
+        if where is not None and len(found) < 2:
+            rows = set_listing.list_set_rows(history, found[0], wanted) if found else []
+            unfinished = (
+                set_listing.find_unfinished(where, found[0] if found else None, rows[0] if rows else None) if level is None else None
+            )
+            rows = ([unfinished] if unfinished is not None else []) + rows
+        elif level is not None:
+            rows = [row for one in found for row in set_listing.list_set_rows(history, one, wanted)]
+        else:
+            series_rows = [set_listing.build_series_row(one) for one in found]
+            if json:
+                render.print_json(series_rows)
+            elif series_rows:
+                print(set_listing.format_series(series_rows))
+            return
+    if json:
+        render.print_json(rows)
+    elif rows:
+        print(set_listing.format_sets(rows))
+
+
+@app.command(epilog=EPILOG)
+def show(named: SetArgument, json: Json = False) -> None:
+    """Show all that is known of a checkpoint set.
+
+    Its files with sizes, levels and digests, the processes that wrote them, its note, and the path of its manifest.
+
+    Example: ckptfs show /ckpt/run1/step_100
+    """
+    from ckptfs_client import render, set_listing
+
+    with _open_history(named) as history:
+        found = history.find_set(named)
+        shown = set_listing.describe_set(history, found)
+    if json:
+        render.print_json(shown)
+    else:
+        print(set_listing.format_set(shown, found.shown))
+
+
+@app.command(epilog=EPILOG)
+def latest(
+    series: Annotated[
+        list[Path], typer.Argument(metavar="SERIES", help="A pattern such as 'run1/step_*', the directory that holds it, or a file of it.")
+    ],
+    level: Annotated[
+        str, typer.Option(metavar="LEVEL", help="The lowest level to accept: local, clique, pfs.", autocompletion=lambda: LEVELS)
+    ] = "local",
+    json: Json = False,
+) -> None:
+    """Print the path of the newest complete checkpoint.
+
+    A checkpoint is complete if every file is sealed and readable and was written to its end, and if no file is missing: by the marks of its
+    kind, or compared with the one before it. What was rejected is said on standard error. The exit code is 1 if there is none.
+
+    Example: ckptfs latest '/ckpt/run1/step_*' --level clique
+    """
+    from ckptfs_client import newest, render
+
+    wanted = parse_level(level)
+    found = newest.find_newest(series, wanted)
+    member, rejected = found.result
+    if json:
+        answer: LatestJson = {}
+        if rejected:
+            answer["rejected"] = [{"path": str(found.build_path(one)), "reason": one.find_obstacle(wanted)} for one in rejected]
+        if member is not None:
+            verdict = member.verdict
+            answer |= {
+                "number": member.number, "path": str(found.build_path(member)), "level": verdict.level.value, "size": verdict.size,
+                "files": verdict.files,
+            }  # fmt: skip
+        render.print_json(answer)
+    if member is None:
+        raise newest.build_failure(found, wanted)
+    if not json:
+        for one in rejected[: newest.NOTES_MAX]:
+            print(f"ckptfs: {found.build_path(one)} was passed over: {one.find_obstacle(wanted)}", file=sys.stderr)
+        if len(rejected) > newest.NOTES_MAX:
+            print(f"ckptfs: {len(rejected) - newest.NOTES_MAX} more were passed over; --json lists them", file=sys.stderr)
+        # A program reads this: the bytes of the name, whatever they are.
+        sys.stdout.flush()
+        sys.stdout.buffer.write(os.fsencode(found.build_path(member)) + b"\n")
+
+
+@app.command(epilog=EPILOG)
+def verify(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH", help=f"Files or directories in a mount, series, or sets: {SET_FORMS}")],
+    json: Json = False,
+) -> None:
+    """Read every copy of files, directories or checkpoint sets; check digests and formats.
+
+    Of zip archives (torch.save), safetensors, HDF5 and others, headers and ends are compared with the size; of a set, the files with its
+    manifest and with what its kind asks for. The exit code is 1 if something is bad. A bad copy is quarantined and remade from a good one.
+
+    Example: ckptfs verify '/ckpt/run1/step_*@17'
+    """
+    from ckptfs_client import render, set_structure
+
+    total: VerifyJson = {"files": 0, "bytes": 0, "findings": [], "formats": []}
+    for path in paths:
+        set_structure.verify(path, total)
+    bad = [finding for finding in total["findings"] if finding["verdict"] in ("bad", "unreadable")]
+    unknown = [finding for finding in total["findings"] if finding["verdict"] == "unknown"]
+    flawed = [one for one in total["formats"] if one["flaw"]]
+    if json:
+        render.print_json(total)
+    else:
+        if bad or flawed:
+            rows = [{"verdict": "bad", "tier": "", "path": one["path"], "what": f"{one['format']}: {one['flaw']}"} for one in flawed]
+            render.print_renderable(render.build_findings(bad + rows))
+        verdict = f"bad: {render.format_count(len(bad), 'copy', 'copies')}" if bad else "no bad copy"
+        unchecked = f"; {len(unknown)} could not be compared: not sealed yet, or written by others" if unknown else ""
+        formats = (
+            f"; {len(total['formats']) - len(flawed)} of {len(total['formats'])} known formats and sets are whole"
+            if total["formats"]
+            else ""
+        )
+        print(f"{render.format_count(total['files'], 'file')}, {render.format_size(total['bytes'])} read: {verdict}{unchecked}{formats}")
+    if bad or flawed:
+        raise typer.Exit(1)
+
+
+@app.command(epilog=EPILOG)
+def restore(
+    named: SetArgument,
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="Where it shall appear under its own name, also outside the mount.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace what lies there, also if the set does not have it.")] = False,
+    json: Json = False,
+) -> None:
+    """Bring a checkpoint set back to its place, or copy it to another directory.
+
+    The set appears as a whole or not at all, and every file is compared with its digest. Files that the set does not have are never
+    replaced without --force.
+
+    Example: ckptfs restore '/ckpt/run1/step_*@17' /scratch
+    """
+    from ckptfs_client import render
+    from ckptfs_client.set_restore import Restore
+
+    with _open_history(named) as history:
+        found = history.find_set(named)
+        answer = Restore(history, found, Path(os.path.abspath(directory)) if directory is not None else found.series.place).run(force=force)
+    if json:
+        render.print_json(answer)
+    elif answer["files"]:
+        amount = f"{render.format_count(answer['files'], 'file')}, {render.format_size(answer['bytes'])}"
+        print(f"{answer['set']} is restored to {answer['path']}: {amount}, all digests are right")
+    else:
+        print(f"{answer['set']} is in its place already: {answer['path']}; nothing was copied")
+
+
+@app.command(epilog=EPILOG)
+def rollback(
+    series: SeriesArgument,
+    to: Annotated[
+        str | None, typer.Argument(metavar="SET", help="Its name, its number, or both: step_100@17. Default: before the newest.")
+    ] = None,
+    undo: Annotated[bool, typer.Option("--undo", help="End a rollback: the newest set is the latest again.")] = False,
+    json: Json = False,
+) -> None:
+    """Make an older complete set the latest of its series.
+
+    No data moves, and nothing newer is destroyed. A set that is completed afterwards is the latest again.
+
+    Example: ckptfs rollback '/ckpt/run1/step_*' step_90
+    """
+    from ckptfs_client import set_changes
+
+    if undo and to is not None:
+        raise UsageError("--undo takes no SET")
+    with _open_history(series) as history:
+        one = history.find_one_series(series)
+        if undo:
+            _print_change(one.shown, set_changes.undo_rollback(one), json=json)
+        else:
+            target = set_changes.choose_rollback(history, one, to)
+            _print_change(target.shown, set_changes.roll_back(target), json=json)
+
+
+@app.command(epilog=EPILOG)
+def pin(named: SetArgument, json: Json = False) -> None:
+    """Pin a checkpoint set: no rule deletes it.
+
+    Example: ckptfs pin /ckpt/run1/step_100
+    """
+    from ckptfs_client import set_changes
+
+    found = _find_set(named)
+    _print_change(found.shown, set_changes.set_pin(found, pinned=True), json=json)
+
+
+@app.command(epilog=EPILOG)
+def unpin(named: SetArgument, json: Json = False) -> None:
+    """Let rules delete a checkpoint set again.
+
+    Example: ckptfs unpin '/ckpt/run1/step_*@17'
+    """
+    from ckptfs_client import set_changes
+
+    found = _find_set(named)
+    _print_change(found.shown, set_changes.set_pin(found, pinned=False), json=json)
+
+
+@app.command(epilog=EPILOG)
+def annotate(
+    named: SetArgument,
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="The note; an empty one deletes it.")],
+    json: Json = False,
+) -> None:
+    """Give a checkpoint set a note.
+
+    Example: ckptfs annotate /ckpt/run1/step_100 'before the new learning rate'
+    """
+    from ckptfs_client import set_changes
+
+    found = _find_set(named)
+    _print_change(found.shown, set_changes.annotate(found, text), json=json)
+
+
+@app.command(epilog=EPILOG)
+def commit(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A file or directory of a series.")],
+    json: Json = False,
+) -> None:
+    """Say that a checkpoint is complete, where nothing else tells.
+
+    Example: ckptfs commit /ckpt/run1/step_100
+    """
+    from ckptfs_client import mounts, set_changes
+
+    mounts.find(path)
+    _print_change(str(path), set_changes.commit(path), json=json)
+
+
+@app.command(epilog=EPILOG)
+def rm(
+    named: SetArgument,
+    now: Annotated[bool, typer.Option("--now", help="Delete it from the history, too, even if it is the last verified one.")] = False,
+    json: Json = False,
+) -> None:
+    """Remove a checkpoint set.
+
+    The names of the application go, as far as they still lead to files of the set. Without --now, the history keeps the set while it is
+    pinned, while no newer set is as safe, and while a rule says so.
+
+    Example: ckptfs rm /ckpt/run1/step_100
+    """
+    from ckptfs_client import set_changes
+
+    with _open_history(named) as history:
+        found = history.find_set(named)
+        _print_change(found.shown, set_changes.remove(history, found, now=now), json=json)
+
+
+def _open_history(path: Path) -> "SetHistory":
+    from ckptfs_client.set_history import SetHistory
+
+    return SetHistory.of(path)
+
+
+def _find_set(path: Path) -> "FoundSet":
+    with _open_history(path) as history:
+        return history.find_set(path)
+
+
+def _print_change(name: str, done: str, *, json: bool) -> None:
+    answer: SetChangeJson = {"set": name, "done": done}
+    print(dumps(answer) if json else done)

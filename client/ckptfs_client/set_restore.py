@@ -1,0 +1,200 @@
+"""What `ckptfs restore` does: copy a set from the history to its own place or any directory (D12).
+
+The files are read through the mount and written into a temporary directory beside their place. Each is compared with its digest in the
+manifest. Renames then give them their names. So a set is restored as a whole, and what fails leaves nothing. Owners (for root), modes,
+times and extended attributes of users are kept.
+
+What lies at that place is replaced only if the set has it, too, or by --force.
+
+Crash safety: a temporary directory `.NAME.ckptfs-restore-*` is left, which no program takes for a checkpoint.
+"""
+
+import contextlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptfs import limits
+from ckptfs.digest import RunningDigest
+from ckptfs.quantities import format_size
+from ckptfs.series import set_kinds
+from ckptfs_client.client import build_path_error
+from ckptfs_client.errors import CommandFailed, UsageError
+from ckptfs_client.json_answers import RestoreJson
+from ckptfs_client.listing import DIGEST_XATTR
+from ckptfs_client.progress_bar import ProgressBar
+from ckptfs_client.set_changes import is_same_file
+from ckptfs_client.set_history import FoundSet, SetHistory
+from ckptfs_client.set_listing import FileOfSet, get_digests, list_set_files, load_manifest
+
+PIECE_BYTES = limits.BLOCK_BYTES
+NEW, REPLACED = "new", "replaced"
+"""The directories in the temporary one: what is copied, and what it replaces."""
+
+
+class Restore(NamedTuple):
+    """A set and the directory into which it goes."""
+
+    history: SetHistory
+    found: FoundSet
+    directory: Path
+
+    @property
+    def target(self) -> Path:
+        """The directory that gets the files."""
+        return self.directory if self.found.set.is_group else self.directory / self.found.set.name
+
+    def run(self, *, force: bool) -> RestoreJson:
+        """Restore the set. Raises CommandFailed, UsageError."""
+        files = list_set_files(self.history, self.found)
+        if not files:
+            raise CommandFailed(f"{self.found.shown}: the set has no file now", remedy=f"ckptfs list '{self.found.series.shown}'")
+        if all(map(self._is_own, files)):
+            return {"set": self.found.shown, "path": str(self.shown_path), "files": 0, "bytes": 0}
+        if not force:
+            self._require_nothing_lost(files)
+        try:
+            with self._made_directory(), self._temporary_directory() as made:
+                size = self._copy(files, made / NEW)
+                self._publish(made / NEW, made / REPLACED)
+        except OSError as failure:
+            raise build_path_error(failure.filename or self.target, failure) from failure
+        return {"set": self.found.shown, "path": str(self.shown_path), "files": len(files), "bytes": size}
+
+    @property
+    def shown_path(self) -> Path:
+        """What a program is given to read the set."""
+        return self.directory / self.found.set.name
+
+    # --- what is there ------------------------------------------------------------------------------------------------
+
+    def _is_own(self, file: FileOfSet) -> bool:
+        """Return True if the file is in its place already."""
+        return is_same_file(self.found, file, os.path.join(os.fsencode(self.target), file.path))
+
+    def _require_nothing_lost(self, files: list[FileOfSet]) -> None:
+        """Raise CommandFailed if something lies at the place that the set does not have."""
+        known = {file.path: file for file in files}
+        for path in self._list_present(files):
+            if path not in known or not self._is_own(known[path]):
+                remedy = f"--force replaces it, or name another directory: ckptfs restore '{self.found.shown}' DIR"
+                raise CommandFailed(f"{self.target / os.fsdecode(path)} is no file of {self.found.shown}, and would be lost", remedy=remedy)
+
+    def _list_present(self, files: list[FileOfSet]) -> Iterator[bytes]:
+        """Yield the paths, below the place, of files that a restore would replace."""
+        top = os.fsencode(self.target)
+        if self.found.set.is_group:
+            yield from (file.path for file in files if os.path.lexists(os.path.join(top, file.path)))
+        elif os.path.lexists(top) and not (os.path.isdir(top) and not os.path.islink(top)):
+            yield b""
+        else:
+            for directory, _, names in os.walk(top):
+                yield from (os.path.relpath(os.path.join(directory, name), top) for name in names)
+
+    # --- copying ------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _made_directory(self) -> Iterator[None]:
+        """Make the directory and those above it, with the attributes that the history remembers."""
+        missing = [one for one in (self.directory, *self.directory.parents) if not one.exists()]
+        for one in reversed(missing):
+            one.mkdir()
+            like = self.history.mount.mountpoint / ".ckptfs" / "history"
+            if one.is_relative_to(self.history.mount.mountpoint):
+                like = like / one.relative_to(self.history.mount.mountpoint)
+                with contextlib.suppress(FileNotFoundError):
+                    _copy_attributes(like, one)
+        if not self.directory.is_dir():
+            raise UsageError(f"{self.directory} is no directory")
+        try:
+            yield
+        except BaseException:
+            for one in missing:
+                with contextlib.suppress(OSError):
+                    one.rmdir()
+            raise
+
+    @contextlib.contextmanager
+    def _temporary_directory(self) -> Iterator[Path]:
+        made = Path(tempfile.mkdtemp(prefix=f".{self.found.set.name[:128]}.ckptfs-restore-", dir=self.directory))
+        try:
+            yield made
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+    def _copy(self, files: list[FileOfSet], new: Path) -> int:
+        """Copy all files and their directories. Returns bytes. Raises CommandFailed if a digest differs."""
+        digests = get_digests(load_manifest(self.found))
+        if missing := digests.keys() - {file.path for file in files}:
+            raise CommandFailed(f"{self.found.history / os.fsdecode(min(missing))} is missing, which the manifest names")
+        total, copied = sum(file.status.st_size for file in files if not file.is_symlink), 0
+        with ProgressBar(f"restoring {self.found.shown}") as bar:
+            for file in files:
+                source, copy = (top / os.fsdecode(file.path) for top in (self.found.history, new))
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                if file.is_symlink:
+                    copy.symlink_to(os.readlink(source))
+                    _copy_attributes(source, copy)
+                    continue
+                digest = RunningDigest()
+                for count in self._copy_file(source, copy, digest):
+                    copied += count
+                    bar.update(total - copied, f"{format_size(copied)} of {format_size(total)}")
+                if digest.finish()[0].hex() != (digests.get(file.path) or _read_digest(source)):
+                    raise CommandFailed(f"{source} differs from its digest", remedy=f"ckptfs verify '{self.found.shown}'")
+                _copy_attributes(source, copy)
+                copy.chmod(stat.S_IMODE(file.record.mode))
+        for directory, _, _ in os.walk(new, topdown=False):
+            _copy_attributes(self.found.history / os.path.relpath(directory, new), Path(directory))
+        return copied
+
+    def _copy_file(self, source: Path, copy: Path, digest: RunningDigest) -> Iterator[int]:
+        """Copy a file, and add it to a digest. Yields the bytes of each piece."""
+        with open(source, "rb", buffering=0) as reader, open(copy, "xb", buffering=0) as writer:
+            while piece := reader.read(PIECE_BYTES):
+                digest.update(piece)
+                view = memoryview(piece)
+                while view:
+                    view = view[writer.write(view) :]
+                yield len(piece)
+            if os.fstat(writer.fileno()).st_dev != self.history.mount.device:
+                os.fsync(writer.fileno())
+
+    def _publish(self, new: Path, replaced: Path) -> None:
+        """Give the copies their names. The file that tells that a set is complete comes last."""
+        if self.found.set.is_group:
+            for name in sorted(os.listdir(new), key=lambda name: (_is_last(os.fsencode(name)), name)):
+                os.replace(new / name, self.target / name)
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.target, replaced)
+        try:
+            os.rename(new, self.target)
+        except OSError:
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(replaced, self.target)
+            raise
+
+
+def _is_last(name: bytes) -> bool:
+    return any(kind.last.fullmatch(name) for kind in set_kinds.KINDS)
+
+
+def _read_digest(source: Path) -> str:
+    """Return the digest that the daemon knows of a file. Raises CommandFailed."""
+    try:
+        return os.getxattr(source, DIGEST_XATTR).decode()
+    except OSError as failure:
+        raise CommandFailed(f"{source}: its digest is not known, so a copy cannot be verified") from failure
+
+
+def _copy_attributes(source: Path, copy: Path) -> None:
+    """Copy owner (root only), mode, times and extended attributes of users."""
+    if os.geteuid() == 0:
+        status = os.lstat(source)
+        os.chown(copy, status.st_uid, status.st_gid, follow_symlinks=False)
+    shutil.copystat(source, copy, follow_symlinks=False)
