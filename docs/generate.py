@@ -99,6 +99,13 @@ PRINTED: dict[str, Printed] = {
     "status --cluster": Printed("One object.", pb.Cluster),
     "df": Printed("One object for one mount, a list for several.", pb.Capacity, json_answers.DfJson),
     "ls": Printed("A list with one object for each name.", pb.Record, json_answers.LsJson, ("known",)),
+    "list": Printed(
+        "Without SERIES, or for a directory with several: a list with one object for each series.", more=json_answers.SeriesJson
+    ),
+    "list --level LEVEL": Printed("A list with one object for each set. Likewise for a single series.", more=json_answers.SetJson),
+    "show": Printed("One object.", more=json_answers.ShowJson),
+    "restore": Printed("One object.", more=json_answers.RestoreJson),
+    **dict.fromkeys(("rollback", "pin", "unpin", "annotate", "commit", "rm"), Printed("One object.", more=json_answers.SetChangeJson)),
     "latest": Printed("One object.", more=json_answers.LatestJson),
     "wait": Printed("One line for each change, each one object. The last one has `done`: true.", pb.Progress),
     "drain": Printed("One line for each change, each one object. The last one has `done`: true.", pb.Progress),
@@ -156,6 +163,8 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "Show all mounts of this machine": "ckptfs status",
         "Wait until a checkpoint is on the PFS, for at most five minutes": "ckptfs wait /ckpt/step_100.pt --level pfs --timeout 5m",
         "Find the newest complete checkpoint": "ckptfs latest '/ckpt/step_*'",
+        "List the checkpoints that survive the end of the job": "ckptfs list '/ckpt/step_*' --level pfs",
+        "Bring back one that was deleted": "ckptfs restore /ckpt/step_100",
         "Ask before a run whether three checkpoints of 40 GiB fit": "ckptfs df /ckpt --checkpoint 40G --keep 2",
         "Make the keys of a cluster and of one node": "ckptfs keys init keys --cluster run1\nckptfs keys issue keys node7",
         "Try a cluster on one machine": "ckptfs lab start --nodes 3\nckptfs lab status\nckptfs lab stop",
@@ -424,6 +433,8 @@ def describe_hint_kind(hint: Any) -> str:
     """The JSON type of a type hint."""
     if get_origin(hint) is list:
         return f"list of {describe_hint_kind(get_args(hint)[0])}"
+    if type(None) in get_args(hint):
+        return f"{describe_hint_kind(get_args(hint)[0])} or null"
     if is_typeddict(hint):
         return format_link(hint.__name__.removesuffix("Json"))
     return {str: "string", int: "integer", bool: "boolean", float: "number"}[hint]

@@ -40,7 +40,7 @@ UNTESTED = "no test names it"
 ONLY_READ = {f"{step}:{act}" for step in ("duplicate:check", "fetch:check", "seal", "verify") for act in ("write", "truncate")}
 COMMANDS = ("setup", "demo", "test", "lint", "bench", "install", "uninstall")
 # Programs of others that the documents call.
-OTHERS = {"cp", "mkdir", "python", "systemctl", "umount"}
+OTHERS = {"cp", "mkdir", "python", "rm", "systemctl", "umount"}
 CHANGES = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security", "Known limits"}
 PATH = re.compile(r"`((?:tests|bench|demo|deploy|ckptfs|daemon|client)/[\w./-]+)`")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
