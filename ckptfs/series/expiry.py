@@ -5,9 +5,9 @@ as safe as it will ever be. So nothing goes before what replaces it is verified 
 just what the rule says is left. Pins, the target of a rollback and the unlink shield stand above every rule (`retention`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from ckptfs.config import RetentionRule, find_directory_rule, find_rule
 from ckptfs.model import HISTORY_NAME, Level
@@ -15,7 +15,6 @@ from ckptfs.series.patterns import is_temporary, list_series
 from ckptfs.series.retention import KeepReason, SetFacts, find_reasons
 
 _LEVELS = list(Level)
-_SHIELD = {KeepReason.PINNED, KeepReason.ROLLBACK, KeepReason.NEWEST}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +35,12 @@ class Ruling:
 class RuledSeries:
     """The sets of a series, all that its rule needs to know of them, and the level that a set reaches without the PFS.
 
-    `chosen`: the sets that were chosen for the PFS before. `rollback`: the number of the target of a rollback.
+    `order`: of two sets, the newer one has the greater value. `completed_ns`: when they were completed. `chosen`: those that were chosen
+    for the PFS before. `rollback`: the target of a rollback. All by the numbers of the sets.
     """
 
     sets: tuple[SetFacts, ...]
+    order: Mapping[int, tuple[Any, ...]]
     completed_ns: Mapping[int, int]
     chosen: frozenset[int] = frozenset()
     rollback: int | None = None
@@ -49,16 +50,34 @@ class RuledSeries:
 
 def apply_rule(rule: RetentionRule, series: RuledSeries) -> Ruling:
     """Return what `rule` says of the sets of a series."""
-    newest_first = sorted(series.sets, key=lambda one: one.number, reverse=True)
+    newest_first = sorted(series.sets, key=lambda one: series.order.get(one.number, ()), reverse=True)
     for_good = {one.number for one in newest_first if rule.keep_every is not None and one.number % rule.keep_every == 0}
     for_good |= {one.number for one in newest_first if one.is_pinned or one.number == series.rollback}
     for_pfs = for_good | _choose_for_pfs(rule, series) if series.has_pfs else set()
     newer = {one.number: count for one, count in _count_newer(newest_first, for_pfs, series.base_level)}
     kept = for_good | {number for number, count in newer.items() if _is_kept(rule, count, number in for_pfs)}
+    # What goes to the PFS next stays until it is there.
+    kept |= set([one.number for one in newest_first if one.number in for_pfs][:1] if rule.selects_for_pfs else ())
     bounded = {number for number, count in newer.items() if _is_bounded(rule, count, number in for_pfs)}
-    shield = {number for number, reasons in find_reasons(series.sets, series.rollback).items() if reasons & _SHIELD}
     beyond = {one.number for one in newest_first[rule.keep_local :]} if rule.keep_local is not None else set()
-    return Ruling(frozenset(kept), frozenset(bounded - kept - shield), frozenset(for_pfs), frozenset(beyond & for_pfs))
+    return Ruling(
+        frozenset(kept), frozenset(bounded - kept - _list_shielded(newest_first)), frozenset(for_pfs), frozenset(beyond & for_pfs)
+    )
+
+
+def _list_shielded(newest_first: Sequence[SetFacts]) -> set[int]:
+    """Return the sets that no newer one is as safe as."""
+    ranked = [replace(one, number=-rank) for rank, one in enumerate(newest_first)]
+    return {newest_first[-rank].number for rank, reasons in find_reasons(ranked).items() if KeepReason.NEWEST in reasons}
+
+
+def assume_final(series: RuledSeries, ruling: Ruling) -> RuledSeries:
+    """Return the series as it will be when each set is as safe as it will ever be."""
+    sets = (
+        replace(one, level=max(one.level, Level.PFS if one.number in ruling.for_pfs else series.base_level, key=_LEVELS.index))
+        for one in series.sets
+    )
+    return replace(series, sets=tuple(sets), chosen=series.chosen | ruling.for_pfs)
 
 
 def _choose_for_pfs(rule: RetentionRule, series: RuledSeries) -> set[int]:
@@ -112,16 +131,17 @@ def _is_bounded(rule: RetentionRule, newer: _Newer, is_for_pfs: bool) -> bool:
     return rule.keep is not None or (rule.keep_local is not None and newer.sets >= rule.keep_local)
 
 
-def list_over_bound(sets: Iterable[tuple[int, int]], bound: int) -> list[int]:
-    """Return which sets go because the history holds too many bytes; the oldest go first.
+def list_beyond(sets: Iterable[tuple[int, int, int]], excess: int) -> list[int]:
+    """Return which sets go because the history holds `excess` bytes too many; the oldest go first.
 
-    `sets`: (key, bytes that only the history holds) of those that only a rule keeps, the newest first.
+    `sets`: (key, when it was completed, its bytes) of those that nothing but a rule keeps.
     """
-    found, total = [], 0
-    for key, size in sets:
-        total += size
-        if total > bound:
-            found.append(key)
+    found = []
+    for key, _, size in sorted(sets, key=lambda one: one[1]):
+        if excess <= 0:
+            break
+        found.append(key)
+        excess -= size
     return found
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ckptfs.config import RetentionRule
 from ckptfs.model import Level
-from ckptfs.series.expiry import RuledSeries, Ruling, apply_rule, build_hold_check, list_over_bound
+from ckptfs.series.expiry import RuledSeries, Ruling, apply_rule, assume_final, build_hold_check, list_beyond
 from ckptfs.series.retention import SetFacts
 
 STEPS = 1000
@@ -86,7 +86,8 @@ class Run:
         if rng is not None:
             rng.shuffle(known)
         at_ns = {number: number * 1_000_000_000 for number in self.sets}
-        ruling = apply_rule(self.rule, RuledSeries(tuple(known), at_ns, self.chosen, self.rollback))
+        order = {number: (number,) for number in self.sets}
+        ruling = apply_rule(self.rule, RuledSeries(tuple(known), order, at_ns, self.chosen, self.rollback))
         before = max(LEVELS.index(one.level) for one in known)
         self.chosen |= ruling.for_pfs
         for number in ruling.expired:
@@ -95,6 +96,10 @@ class Run:
         assert max(LEVELS.index(one.level) for one in self.sets.values()) == before
         assert max(one.number for one in known) in self.sets
         return ruling
+
+
+def build_series(*sets: SetFacts) -> RuledSeries:
+    return RuledSeries(sets, {one.number: (one.number,) for one in sets}, {one.number: one.number * 10**9 for one in sets})
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -170,9 +175,42 @@ def test_the_oldest_goes_only_after_the_newest_is_on_the_pfs() -> None:
     assert run.apply().expired == {1}
 
 
+def test_a_late_set_of_an_early_step_is_not_the_newest() -> None:
+    """Sets are numbered as they were completed, and expire by their steps."""
+    sets = [SetFacts(number, Level.PFS) for number in range(1, 5)]
+    series = replace(build_series(*sets), order={1: (20,), 2: (30,), 3: (10,), 4: (40,)})
+    assert apply_rule(RetentionRule("*", keep=2), series).expired == {1, 3}
+    assert apply_rule(RetentionRule("*", keep_local=1), series).not_local == {1, 2, 3}
+
+
+def test_what_goes_to_the_pfs_next_stays_until_it_is_there() -> None:
+    """D7: a slow PFS gets its sets, too, though many newer ones are complete by then, and the application has deleted them."""
+    run = Run(RetentionRule("*", keep=2, pfs_every=10))
+    for number in range(1, 20):
+        run.complete(number)
+        assert 10 not in run.apply().expired and (number < 10 or 10 in run.apply().kept)
+    assert set(run.sets) == {10, 18, 19}
+    run.rise(10)
+    run.apply()
+    run.complete(20)
+    run.apply()
+    assert set(run.sets) == {10, 19, 20}
+    run.rise(20)
+    run.apply()
+    assert set(run.sets) == {19, 20}
+
+
+def test_what_only_waits_for_a_level_is_known() -> None:
+    sets = tuple(SetFacts(number, Level.PFS if number < 5 else Level.LOCAL) for number in range(1, 7))
+    series, rule = build_series(*sets), RetentionRule("*", keep=2)
+    ruling = apply_rule(rule, series)
+    assert ruling.expired == {1, 2}
+    assert apply_rule(rule, assume_final(series, ruling)).expired == {1, 2, 3, 4}
+
+
 def test_what_the_rule_reaches_stays_though_the_application_deletes_it() -> None:
     sets = tuple(SetFacts(number, Level.PFS) for number in range(1, 11))
-    series = RuledSeries(sets, dict.fromkeys(range(1, 11), 0))
+    series = build_series(*sets)
     assert apply_rule(RetentionRule("*", keep=3, keep_every=4), series).kept == {4, 8, 9, 10}
     assert apply_rule(RetentionRule("*", keep_local=3), series).kept == frozenset()
     assert apply_rule(RetentionRule("*", keep_pfs=2), series).kept == {9, 10}
@@ -181,15 +219,13 @@ def test_what_the_rule_reaches_stays_though_the_application_deletes_it() -> None
 def test_without_a_pfs_nothing_is_for_it() -> None:
     """G2: and a set is as safe as it will ever be without it."""
     sets = tuple(SetFacts(number, Level.LOCAL) for number in range(1, 6))
-    ruling = apply_rule(RetentionRule("*", keep=2), RuledSeries(sets, dict.fromkeys(range(1, 6), 0), has_pfs=False))
+    ruling = apply_rule(RetentionRule("*", keep=2), replace(build_series(*sets), has_pfs=False))
     assert (ruling.for_pfs, ruling.expired) == (frozenset(), {1, 2, 3})
 
 
 def test_the_oldest_go_beyond_the_bound_of_the_history() -> None:
-    sets = [(9, 5), (8, 0), (7, 5), (6, 1), (5, 0)]
-    assert list_over_bound(sets, 11) == []
-    assert list_over_bound(sets, 10) == [6, 5]
-    assert list_over_bound(sets, 4) == [9, 8, 7, 6, 5]
+    sets = [(9, 90, 5), (6, 60, 1), (7, 70, 5)]
+    assert [list_beyond(sets, excess) for excess in (0, 1, 2, 6, 7, 100)] == [[], [6], [6, 7], [6, 7], [6, 7, 9], [6, 7, 9]]
 
 
 HELD_RULES = (
