@@ -5,7 +5,8 @@ import os
 import pytest
 from write_back_world import Mount
 
-from ckptfs.catalog import pfs_hold, summary
+from ckptfs.catalog import history, pfs_hold, retention_state, summary
+from ckptfs.catalog.history import SetRecord
 from ckptfs.config import RetentionRule
 from ckptfs.model import Level
 from ckptfs.series.expiry import build_hold_check
@@ -134,3 +135,38 @@ def test_deleted_files_leave_nothing(held: Mount) -> None:
     held.unlink(b"run/step_1")
     assert held.db.rows("SELECT * FROM pfs_hold") == []
     held.settle_exactly()
+
+
+def make_set(mount: Mount, path: bytes, number: int) -> int:
+    """Link a file of the application into the history as a set of its own. Return the directory of the set."""
+    directory, name = mount.at(path)
+    with mount.db.transaction():
+        series = history.insert_series(mount.db, directory, b"step_*")
+        made = history.begin_set(mount.db, series.directory, SetRecord(number, name, (number,), 1, 7, 1, is_group=True))
+        history.insert_link(mount.db, mount.number(path), made, name)
+        history.finish_set(mount.db, made)
+    return made
+
+
+def test_a_set_in_the_history_is_held_with_its_files(held: Mount) -> None:
+    """Also when the application writes to a file of it again, and when it deletes all."""
+    for number in range(1, 5):
+        held.put(b"run/step_%d" % number, b"weights")
+    sets = {number: make_set(held, b"run/step_%d" % number, number) for number in range(1, 5)}
+    with held.db.transaction():
+        history.separate(held.db, held.number(b"run/step_1"))
+    held.unlink(b"run/step_2")
+    held.settle()
+    shown = {path for path in pfs_names(held) if not path.startswith(b".ckptfs")}
+    assert shown == {b"run"} and os.listdir(held.pfs / ".ckptfs.history" / "run") == []
+    with held.db.transaction():
+        for number in (1, 2, 3):
+            retention_state.mark_chosen(held.db, sets[number])
+    held.settle()
+    kept = held.pfs / ".ckptfs.history" / "run" / "step_*"
+    assert {path.name: (path / path.name.partition("@")[0]).read_bytes() for path in kept.iterdir()} == {
+        f"step_{number}@{number}": b"weights" for number in (1, 2, 3)
+    }
+    assert os.listdir(held.pfs / "run") == ["step_3"], "what is written again waits for its own set"
+    series = held.db.value("SELECT parent FROM entry WHERE child = ?", sets[1])
+    assert retention_state.list_chosen(held.db, series) == {sets[1], sets[2], sets[3]}
