@@ -132,6 +132,17 @@ DRAIN_LAST_S = 2.0
 DRAIN_RECENT_S = 60.0
 # A drain that is blocked for this long names its obstacle.
 DRAIN_SILENCE_S = 2.0
+# A drain with a deadline looks this often what is urgent. Its order has so many files, and so many rows of the journal are looked at.
+URGENT_INTERVAL_S = 1.0
+URGENT_FILES_MAX = 20_000
+AHEAD_ROWS_MAX = 100_000
+# Preemption notices: how often a metadata server is asked, its time and its bytes for an answer, and how much of that is shown.
+PREEMPTION_POLL_S = 2.0
+PREEMPTION_ANSWER_S = 2.0
+PREEMPTION_ANSWER_BYTES_MAX = 256 * KIB
+PREEMPTION_WORDS_MAX = 200
+PREEMPTION_DEADLINE_S = 25.0
+PREEMPTION_URL = "http://169.254.169.254"
 # A PFS copy that is complete before its content is sealed waits this long for the seal.
 EARLY_SEAL_WAIT_S = 10.0
 EARLY_SEAL_POLL_S = 0.005

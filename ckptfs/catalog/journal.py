@@ -92,6 +92,18 @@ def list_oldest(db: Database, at_most: int, after: int = 0) -> list[JournalRow]:
     return [JournalRow(*row) for row in db.rows(f"SELECT {_COLUMNS} FROM journal WHERE seq > ? ORDER BY seq LIMIT ?", after, at_most)]
 
 
+def list_by_seq(db: Database, seqs: Iterable[int]) -> list[JournalRow]:
+    """Return these rows, as far as they are left, in order."""
+    found = f"SELECT {_COLUMNS} FROM journal WHERE seq IN (SELECT value FROM json_each(?)) ORDER BY seq"
+    return [JournalRow(*row) for row in db.rows(found, json.dumps([*seqs]))]
+
+
+def list_other_seqs(db: Database, after: int, up_to: int, seqs: Iterable[int]) -> list[int]:
+    """Return the rows after `after` up to `up_to` that are not among `seqs`."""
+    others = "SELECT seq FROM journal WHERE seq > ? AND seq <= ? AND seq NOT IN (SELECT value FROM json_each(?))"
+    return [row[0] for row in db.rows(others, after, up_to, json.dumps([*seqs]))]
+
+
 def get(db: Database, seq: int) -> JournalRow | None:
     """Return one row. Returns None if it is gone."""
     row = db.row(f"SELECT {_COLUMNS} FROM journal WHERE seq = ?", seq)

@@ -342,6 +342,19 @@ def list_under_replicated(db: Database, after: int, at_most: int) -> list[tuple[
     return [(build_content(row), Tier(row[9])) for row in rows]
 
 
+def list_under_replicated_of(db: Database, inodes: Sequence[int], at_most: int) -> list[tuple[Content, Tier]]:
+    """Return the same for the present contents of these inodes, in their order."""
+    if not inodes:
+        return []
+    rows = db.rows(
+        f"SELECT {CONTENT_COLUMNS}, max(c.tier) FROM json_each(?) u CROSS JOIN inode i ON i.id = u.value"
+        " CROSS JOIN content k ON k.id = i.content AND k.under_replicated = 1 AND k.state = 2"
+        " JOIN copy c ON c.content = k.id AND c.state = 1 AND c.tier <> 'pfs' GROUP BY u.key, k.id ORDER BY u.key LIMIT ?",
+        json.dumps([*inodes]), at_most,
+    )  # fmt: skip
+    return [(build_content(row), Tier(row[9])) for row in rows]
+
+
 def mark_under_replicated(db: Database, contents: Iterable[int]) -> int:
     """Mark contents that may need copies on other nodes. Return how many were not marked before."""
     with db.transaction():

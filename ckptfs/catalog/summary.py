@@ -8,7 +8,7 @@ import json
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -162,18 +162,27 @@ def load_write_back_figures(db: Database) -> WriteBackFigures:
     return WriteBackFigures(int(dirty_bytes), int(dirty_files), int(changes), lag_s, int(unsealed))
 
 
-def load_tree_figures(db: Database, directory: int) -> tuple[int, Level | None]:
-    """Return (bytes of the files below a directory, the lowest level of them; None if there are none or it is not known here)."""
-    tree = "WITH RECURSIVE tree(id) AS (VALUES (?) UNION SELECT child FROM entry JOIN tree ON entry.parent = tree.id)"
-    below = f"i.id IN ({tree} SELECT id FROM tree)"
+@dataclass(frozen=True, slots=True)
+class TreeFigures:
+    """The regular files in some trees. `level`: the lowest of them; None if there are none or it is not known here."""
+
+    files: int
+    size: int
+    level: Level | None
+
+
+def load_tree_figures(db: Database, roots: Iterable[int]) -> TreeFigures:
+    """Return the figures of the regular files at and below these inodes."""
+    tree = "WITH RECURSIVE tree(id) AS (SELECT value FROM json_each(?) UNION SELECT child FROM entry JOIN tree ON entry.parent = tree.id)"
+    below, seeds = f"i.id IN ({tree} SELECT id FROM tree)", json.dumps([*roots])
     with db.read_transaction():
-        size = db.value(
-            "SELECT coalesce(sum(CASE WHEN c.state = 2 THEN c.size ELSE i.size END), 0)"
+        files, size = db.row(
+            "SELECT count(*), coalesce(sum(CASE WHEN c.state = 2 THEN c.size ELSE i.size END), 0)"
             f" FROM inode i LEFT JOIN content c ON c.id = i.content WHERE {_REGULAR} AND i.nlink > 0 AND {below}",
-            directory,
-        )
-        by_level, _ = _count_levels(db, below, directory)
-    return int(size), min(by_level, key=list(Level).index, default=None)
+            seeds,
+        ) or (0, 0)
+        by_level, _ = _count_levels(db, below, seeds)
+    return TreeFigures(int(files), int(size), min(by_level, key=list(Level).index, default=None))
 
 
 def load_counts(db: Database) -> FileCounts:
@@ -185,7 +194,7 @@ def load_counts(db: Database) -> FileCounts:
     return FileCounts(sum(by_level.values()), int(directories), dict(by_level), lost, int(handles), int(writers))
 
 
-def _count_levels(db: Database, condition: str, *values: int) -> tuple[Counter[Level], int]:
+def _count_levels(db: Database, condition: str, *values: str | int) -> tuple[Counter[Level], int]:
     """Return (files by level, lost files) of those inodes `i` for which an SQL condition holds.
 
     Files are grouped by the values that decide their level, and each group is judged once.
@@ -220,7 +229,7 @@ _LEVELS = tuple(Level)
 
 
 def _list_level_groups(
-    db: Database, source: str, condition: str, *values: int, top: str = "0", tables: str = ""
+    db: Database, source: str, condition: str, *values: str | int, top: str = "0", tables: str = ""
 ) -> Iterator[tuple[int, Level | None, int, bool]]:
     """Yield (`top`, level, number of files, whether they are lost) of those inodes `i` of `source` for which an SQL condition holds.
 
@@ -291,6 +300,12 @@ def count_journal_left(db: Database, up_to: int) -> tuple[int, int, int]:
 
 HANDLES_REPORT = "handles"
 """The key of the mount process's report of open handles by their way."""
+
+
+URGENT_REPORT = "urgent"
+"""The key of the order of a drain with a deadline, see `exposure`."""
+NOTICE_REPORT = "preemption"
+"""The key of the notice that this node is about to be taken away."""
 
 
 def list_reports(db: Database, prefix: str = "") -> list[tuple[str, str, int]]:
@@ -414,4 +429,4 @@ def set_report(db: Database, key: str, value: Mapping[str, Any] | None) -> None:
 def delete_reports(db: Database) -> None:
     """Delete the reports of an earlier mover, which may be wrong by now."""
     with db.transaction():
-        db.run("DELETE FROM report WHERE key LIKE 'trouble:%' OR key LIKE 'tier:%'")
+        db.run("DELETE FROM report WHERE key LIKE 'trouble:%' OR key LIKE 'tier:%' OR key IN (?, ?)", URGENT_REPORT, NOTICE_REPORT)

@@ -10,7 +10,8 @@ from clique_world import MIB, LocalCluster, Node, cluster_of, level, make_cluste
 from local_node import inject_fault, run_until_idle
 
 from ckptfs import disk, limits
-from ckptfs.catalog import contents, copies, peer_copies
+from ckptfs.catalog import contents, copies, exposure, peer_copies
+from ckptfs.catalog.exposure import UrgentOrder
 from ckptfs.clique import locations
 from ckptfs.clique.peer_api import PeerCorrupt, PeerFailed
 from ckptfs.flow.copy_records import AnnounceCopies
@@ -338,3 +339,29 @@ def test_what_nobody_foresaw_is_not_tried_for_ever_at_once(tmp_path: Path, caplo
     assert len(tried) == 1 and "failed unexpectedly" in caplog.text
     flow.retry_now()
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+
+
+@pytest.mark.parametrize("newest", [300, 100])
+def test_the_most_urgent_contents_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newest: int) -> None:
+    """G1: an order of urgency comes while others are queued already. What is being sent goes on."""
+    monkeypatch.setattr(limits, "PEER_SENDS_MAX", 1)
+    _, one, _ = make_cluster(tmp_path, 2)
+    contents_of = {step: [one.written(b"%d-%d" % (step, part), b"x" * 2 * MIB) for part in range(3)] for step in (100, 200, 300)}
+    began, go_on = threading.Event(), threading.Event()
+
+    def hold_up(act: str, name: str) -> None:
+        began.set()
+        assert go_on.wait(60)
+
+    one.peers.fault = hold_up
+    flow = replicate_of(one)
+    flow.step()
+    assert began.wait(60)
+    order = UrgentOrder((tuple(one.inode(content) for content in contents_of[newest]),), token="t")
+    exposure.set_order(one.db, order, 60.0)
+    flow.step()
+    go_on.set()
+    until(lambda: len(one.peers.sent) == 9, flow.step)
+    first, *others = [content for _, content, _ in one.peers.sent]
+    left = [content for content in contents_of[newest] if content != first]
+    assert first == contents_of[100][0] and others[: len(left)] == left

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from write_back_world import CHANGES, Killed, Mount, Refusal, Tree, intercepted, killed_at, memory, pfs_tree, rest
 
-from ckptfs.catalog import namespace, pfs_hold
+from ckptfs.catalog import exposure, namespace, pfs_hold
+from ckptfs.catalog.exposure import UrgentOrder
 from ckptfs.errors import TierUnavailable
 
 Step = tuple[Any, ...]
@@ -31,12 +32,15 @@ changes = [
     st.tuples(st.just("rmdir"), names),
     st.tuples(st.just("chmod"), names, st.sampled_from([0o600, 0o755])),
 ]
+hurries = st.tuples(st.just("hurry"), st.lists(st.lists(names, min_size=1, max_size=3), min_size=1, max_size=3))
+writes = st.tuples(st.just("write back"), st.sampled_from([0, 1, 2, 3, 5, 8, 13, 21, 34, 1000]), st.booleans())
 kills = st.one_of(
     *changes,
     st.tuples(st.just("mknod"), names),
     st.tuples(st.just("do twice")),
     st.tuples(st.just("refuse"), st.sets(st.integers(0, 5), min_size=1), st.booleans()),
-    st.tuples(st.just("write back"), st.sampled_from([0, 1, 2, 3, 5, 8, 13, 21, 34, 1000]), st.booleans()),
+    hurries,
+    writes,
 )
 kept = st.tuples(st.sampled_from(["keep", "keep", "forget", "append"]), names)
 refusals = st.one_of(*changes, st.sampled_from([("rest",), ("rest",), ("restart",), ("retry",)]))
@@ -86,10 +90,11 @@ class World(Application):
         super().__init__(rewrite=rewrite)
         self.history: list[Tree] = [{}]
         self.place = 0
+        self.is_hurried = False
 
     def do(self, step: Step) -> None:
         name, *values = step
-        if name in ("write back", "refuse", "do twice"):
+        if name in ("write back", "refuse", "do twice", "hurry"):
             getattr(self, name.replace(" ", "_"))(*values)
         elif self.change(name, *values):
             self.history.append(_without_modes(self.mount.tree()))
@@ -98,6 +103,13 @@ class World(Application):
         """Let the mover come as far as its so-manieth disk operation."""
         with contextlib.suppress(Killed), self.watched(), killed_at(operations, after=after):
             self.mount.settle()
+
+    def hurry(self, groups: list[list[bytes]]) -> None:
+        """A drain without enough time names files that are urgent. From now on new ones may be on the PFS ahead of their turn."""
+        self.is_hurried = True
+        tree = self.mount.tree()
+        numbers = tuple(tuple(self.mount.number(path) for path in group if path in tree) for group in groups)
+        exposure.set_order(self.mount.db, UrgentOrder(numbers, is_ahead=True, token="t"), 3600.0)
 
     def do_twice(self) -> None:
         """The mover dies when its batch is on the PFS, but not in the catalog."""
@@ -155,7 +167,15 @@ class World(Application):
         missing = {path for path in state if path not in shown}
         if any(state[path] not in gone for path in missing):
             return False
-        return all(state.get(path) == value or (path in state and state[path] in gone) for path, value in shown.items())
+        return all(
+            state.get(path) == value or (state[path] in gone if path in state else self.is_ahead(path, value, place))
+            for path, value in shown.items()
+        )
+
+    def is_ahead(self, path: bytes, value: tuple[Any, ...], place: int) -> bool:
+        """G1: something that a later state has; of those before it none had anything there."""
+        later = [tree.get(path) for tree in self.history[place + 1 :]]
+        return self.is_hurried and value in later
 
 
 def _without_modes(tree: Tree) -> Tree:
@@ -242,6 +262,16 @@ def test_a_batch_that_is_done_again_keeps_a_later_link() -> None:
 @given(st.lists(kills, max_size=40))
 def test_every_state_on_the_pfs_was_one_of_the_mount(steps: list[Step]) -> None:
     play(World(rewrite=False), steps)
+
+
+some_changes = st.lists(st.one_of(*changes), min_size=4, max_size=15)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=no_health_checks)
+@given(some_changes, some_changes, hurries, st.lists(st.one_of(writes, writes, hurries, *changes), max_size=10))
+def test_only_new_files_are_ahead_of_a_state_of_the_mount(shown: list[Step], pending: list[Step], hurry: Step, rest: list[Step]) -> None:
+    """G1: a drain without enough time takes urgent files first, and the PFS loses nothing by it."""
+    play(World(rewrite=False), [*shown, ("write back", 1000, True), *pending, hurry, *rest])
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=no_health_checks)

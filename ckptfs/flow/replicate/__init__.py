@@ -6,6 +6,9 @@ If we die here: only copies that a peer has reported as verified count. The cont
 
 Each peer has its own queue and threads, so a slow or dead peer delays no other. Contents that a peer does not take go to the next node in
 placement order. A content that is written again meanwhile is skipped: its next generation is replicated separately.
+
+During a drain with a deadline the catalog has an order of urgency. When it comes or changes, the queues are filled anew in that order; only
+what is being sent goes on.
 """
 
 import contextlib
@@ -14,8 +17,8 @@ import os
 import threading
 from collections.abc import Sequence
 
-from ckptfs import disk
-from ckptfs.catalog import namespace, peer_copies
+from ckptfs import disk, limits
+from ckptfs.catalog import exposure, namespace, peer_copies
 from ckptfs.catalog.contents import expire_previous, is_unchanged, mark_lost
 from ckptfs.catalog.copies import set_copy_state
 from ckptfs.catalog.database import Database
@@ -53,6 +56,7 @@ class Replicate:
         self._verified: list[PeerCopy] = []
         self._commit_lock = threading.Lock()
         self._after = 0
+        self._urgent_groups: tuple[tuple[int, ...], ...] = ()
         self._reduced_view: tuple[ClusterView | None, frozenset[int], ClusterView] = (None, frozenset(), ClusterView())
 
     def step(self) -> bool:
@@ -92,6 +96,8 @@ class Replicate:
             return False
         # If this step fails, the next one begins with the first content.
         after, self._after = self._after, 0
+        if self._plan_urgent(view):
+            return False  # Those that are left are planned when a queue has room.
         batch = peer_copies.list_under_replicated(self._db, after, BATCH_CONTENTS)
         for content, tier in batch:
             if tier in self._tiers:  # Else it waits until its tier returns.
@@ -100,6 +106,19 @@ class Replicate:
         if more:
             self._after = batch[-1][0].id
         return more
+
+    def _plan_urgent(self, view: ClusterView) -> bool:
+        """Queue the urgent contents in their order. Return True if they fill the queues."""
+        order = exposure.load_order(self._db)
+        groups = () if order is None else order.groups
+        if groups != self._urgent_groups:
+            self._urgent_groups = groups
+            self._queues.clear_waiting()
+        urgent = peer_copies.list_under_replicated_of(self._db, [inode for group in groups for inode in group], limits.PEER_QUEUE_MAX)
+        for content, tier in urgent:
+            if tier in self._tiers:
+                self._plan(content, tier, view)
+        return len(urgent) == limits.PEER_QUEUE_MAX
 
     def _plan(self, content: Content, tier: Tier, view: ClusterView) -> None:
         """Queue a content for its new holders. If no candidate is left, it has all copies that it can get."""

@@ -74,6 +74,14 @@ class PeerQueues:
                 threading.Thread(target=self._run, args=(queue,), name=f"replicate {node.name}", daemon=True).start()
             return True
 
+    def clear_waiting(self) -> None:
+        """Drop the jobs that wait, so that they can be queued in another order. What is being sent goes on."""
+        with self._lock:
+            for queue in self._queues.values():
+                for content, _ in queue.waiting:
+                    self._forget(queue, content)
+                queue.waiting.clear()
+
     def list_nodes_for(self, content: int) -> set[int]:
         """Return the peers for which a content is queued or being sent."""
         with self._lock:
@@ -129,10 +137,13 @@ class PeerQueues:
         with self._lock:
             for content, _ in jobs:
                 queue.sending.pop(content.id, None)
-                nodes = self._in_flight.get(content.id, {})
-                nodes.pop(queue.node.number, None)
-                if not nodes:
-                    self._in_flight.pop(content.id, None)
+                self._forget(queue, content)
+
+    def _forget(self, queue: _PeerQueue, content: Content) -> None:
+        nodes = self._in_flight.get(content.id, {})
+        nodes.pop(queue.node.number, None)
+        if not nodes:
+            self._in_flight.pop(content.id, None)
 
     def _take_next(self, queue: _PeerQueue) -> list[Job]:
         """Take the next content, or small ones that travel together. Return an empty list, which ends the thread, if there is none."""

@@ -10,6 +10,8 @@ A step writes one batch:
 2. Act: `stage` makes temporary files, the batch is stored in the catalog, `apply` renames the files into place.
 3. Record: one transaction stores the new state of the PFS and deletes the batch and its journal rows.
 
+While a drain has too little time, `ahead` chooses rows that are planned before all others.
+
 In a cluster `coordination` publishes the batch to the store before `apply` and completes it afterwards.
 """
 
@@ -33,6 +35,7 @@ from ckptfs.coherence import store_loss
 from ckptfs.coherence.pfs_coordination import NotLoaded
 from ckptfs.config import Config
 from ckptfs.errors import Busy, StoreUnreachable
+from ckptfs.flow.write_back.ahead import RowsAhead
 from ckptfs.flow.write_back.apply import Applier, set_directory_times
 from ckptfs.flow.write_back.coordination import ClusterWriteBack
 from ckptfs.flow.write_back.deferred import (
@@ -88,6 +91,7 @@ class WriteBack:
         self._pfs_blocks = PfsBlocks(db, config.pfs)
         self._pacing = CopyPacing(0.0 if config.fsync is Level.PFS else PAUSE_RATIO)
         self._deferred = DeferredFiles(lambda key, value: summary.set_report(db, key, value))
+        self._ahead = RowsAhead(db)
         self._facts = CatalogFacts(db, self._pacing, self._deferred)
         self._poll_s = WAITING_POLL_S if self._coordination is None else PUBLISHED_POLL_S
         self._fence: int | None = None
@@ -188,14 +192,17 @@ class WriteBack:
             return True
         self._deferred.start_batch()
         after = self._deferred.after_seq
-        rows = journal.list_oldest(self._db, BATCH_ROWS, after) if self._coordination is None else self._coordination.list_rows(after)
+        urgent = self._ahead.list_next(after, BATCH_ROWS)
+        rows = urgent or journal.list_oldest(self._db, BATCH_ROWS, after)
+        if self._coordination is not None:
+            rows = self._coordination.choose_rows(rows)
         if not rows:
             self._is_waiting = self._coordination is not None and bool(journal.list_oldest(self._db, 1, after))
             self._deferred.finish_journal()
             self._build_stager(tree).remove_leftovers([])
             requeued = not self._is_waiting and self._coordination is not None and self._coordination.requeue_left_out()
             return requeued or self._set_times(tree)
-        return self._write_rows(tree, rows)
+        return self._write_rows(tree, rows, is_ahead=bool(urgent))
 
     def _record_pfs(self) -> None:
         """Record the PFS that was opened. A new PFS gets everything that exists: it is recorded in the journal."""
@@ -204,8 +211,8 @@ class WriteBack:
         if journal.set_pfs(self._db, identity if pfs_identity.is_mark(identity) else journal.UNIDENTIFIED):
             log.info("%s: new PFS for this catalog; all files are written back to it", self._config.pfs)
 
-    def _write_rows(self, tree: PfsTree, rows: list[JournalRow]) -> bool:
-        """Plan, stage and apply rows; plan again if a content changes meanwhile."""
+    def _write_rows(self, tree: PfsTree, rows: list[JournalRow], *, is_ahead: bool) -> bool:
+        """Plan, stage and apply rows; plan again if a content changes meanwhile. `is_ahead`: older rows stay behind."""
         for _ in range(PLANS_MAX):
             planner = self._plan(rows)
             self._is_waiting = planner.waiting_for is not None
@@ -213,6 +220,9 @@ class WriteBack:
                 self._wait_for_missing(planner)
             if planner.last_seq == 0 and not planner.actions:
                 return False
+            if is_ahead:
+                seqs = [row.seq for row in rows]
+                planner.kept_seqs += journal.list_other_seqs(self._db, self._deferred.after_seq, planner.last_seq, seqs)
             try:
                 batch = self._stage(tree, planner)
             except Busy as reason:
@@ -221,7 +231,10 @@ class WriteBack:
                     return True
                 continue
             applied = self._apply(tree, batch)
-            self._deferred.after_seq = max(self._deferred.after_seq, applied.last_seq)
+            if is_ahead:
+                self._ahead.drop_planned(applied.last_seq)
+            else:
+                self._deferred.after_seq = max(self._deferred.after_seq, applied.last_seq)
             if planner.moved_pending and applied is batch:
                 self._deferred.release(planner.moved_pending)
             if self._fence is not None and applied.last_seq >= self._fence:

@@ -58,9 +58,9 @@ class ClusterWriteBack:
 
     # --- before a batch -----------------------------------------------------------------------------------------------
 
-    def list_rows(self, after: int) -> list[JournalRow]:
-        """Return the next rows that the store has and that no other node took over. Raises StoreUnreachable."""
-        rows = list_published_rows(self._db, self._instance, journal.list_oldest(self._db, BATCH_ROWS, after))
+    def choose_rows(self, rows: list[JournalRow]) -> list[JournalRow]:
+        """Return those of the next rows that the store has and that no other node took over. Raises StoreUnreachable."""
+        rows = list_published_rows(self._db, self._instance, rows[:BATCH_ROWS])
         if not rows:
             return rows
         self._take_lease()

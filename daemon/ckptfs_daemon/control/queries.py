@@ -185,7 +185,8 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
             pfs_pending=found.has_pending_changes,
         )
         if trees and stat.S_ISDIR(found.mode):
-            answer.size, lowest = summary.load_tree_figures(self._db, inode)
+            figures = summary.load_tree_figures(self._db, [inode])
+            answer.size, lowest = figures.size, figures.level
             answer.level = lowest or ""
         if stat.S_ISREG(found.mode):
             answer.level = found.level.value

@@ -1,0 +1,135 @@
+"""Files that have not reached a level yet, and the order in which a drain with a deadline brings them there.
+
+The order is one row of the table `report`. Replication and write-back read it and take the files in it first. A row whose time has passed
+counts as none, and the next mover deletes it: so it ends with its drain, or with the daemon.
+"""
+
+import json
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ckptfs.catalog import peer_copies, summary
+from ckptfs.catalog.content_rows import IS_ON_PFS
+from ckptfs.catalog.database import Database
+from ckptfs.model import ROOT, ContentState, Level
+
+
+@dataclass(frozen=True, slots=True)
+class ExposedFile:
+    """A file of this node that has not the level. `path`: (directory, name in it) of each step from the root to it."""
+
+    inode: int
+    content: int
+    size: int
+    is_open: bool
+    closed_ns: int
+    path: tuple[tuple[int, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UrgentOrder:
+    """Files in the order of their urgency, in groups that are safe only together.
+
+    `is_ahead`: write-back may put new files of a group on the PFS ahead of older changes. `token` tells one drain from another.
+    """
+
+    groups: tuple[tuple[int, ...], ...] = ()
+    is_ahead: bool = False
+    token: str = ""
+
+    @property
+    def inodes(self) -> list[int]:
+        """Return all inodes in order."""
+        return [inode for group in self.groups for inode in group]
+
+
+def list_exposed(db: Database, level: Level) -> list[ExposedFile]:
+    """Return the files that this node wrote and that have not reached `level` (clique or pfs), in the order of their closes.
+
+    What is held back from the PFS has no level to reach there.
+    """
+    with db.read_transaction():
+        rows = db.rows(
+            "SELECT k.inode, k.id, CASE k.state WHEN 0 THEN i.size ELSE k.size END, k.state, k.closed_ns FROM content k"
+            " JOIN inode i ON i.id = k.inode AND i.content = k.id AND i.nlink > 0"
+            f" WHERE k.remote = 0 AND k.state IN (0, 1, 2) AND NOT {IS_ON_PFS.format('k')} AND {_build_condition(db, level)}"
+            " ORDER BY k.closed_ns, k.id"
+        )
+        paths: dict[int, tuple[tuple[int, bytes], ...]] = {ROOT: ()}
+        return [
+            ExposedFile(inode, content, size, state == ContentState.OPEN, closed_ns, _load_path(db, inode, paths))
+            for inode, content, size, state, closed_ns in rows
+        ]
+
+
+def _build_condition(db: Database, level: Level) -> str:
+    """Return the SQL condition that the content `k` of the inode `i`, which is not on the PFS, should have the level and has not."""
+    if level is not Level.CLIQUE:
+        return "NOT EXISTS (SELECT 1 FROM pfs_hold h WHERE h.inode = i.id)"
+    others = peer_copies.COUNT_OTHER_DOMAINS.replace("c.", "k.")
+    own = "EXISTS (SELECT 1 FROM copy g WHERE g.content = k.id AND g.state = 1 AND g.verified_ns > 0 AND g.tier <> 'pfs')"
+    required = peer_copies.count_domains(db).required
+    return f"(k.state <> 2 OR {own} + {others} < {required} OR {peer_copies.IS_UNCOMMITTED.format('k.id', 'i.id')})"
+
+
+def _load_path(db: Database, inode: int, known: dict[int, tuple[tuple[int, bytes], ...]]) -> tuple[tuple[int, bytes], ...]:
+    """Return the path of `inode` by its oldest name outside of the history, if it has one. `known` keeps those of directories."""
+    steps: list[tuple[int, int, bytes]] = []
+    while inode not in known and len(steps) < 4096:
+        named = (
+            "SELECT e.parent, e.name FROM entry e JOIN inode p ON p.id = e.parent WHERE e.child = ? ORDER BY p.history, e.cookie LIMIT 1"
+        )
+        row = db.row(named, inode)
+        if row is None:
+            break
+        steps.append((inode, row[0], bytes(row[1])))
+        inode = row[0]
+    path = known.get(inode, ())
+    for child, parent, name in reversed(steps):
+        path = (*path, (parent, name))
+        known[child] = path
+    return path
+
+
+def list_names(db: Database, directory: int) -> list[bytes]:
+    """Return the names in a directory."""
+    return [bytes(row[0]) for row in db.rows("SELECT name FROM entry WHERE parent = ?", directory)]
+
+
+def list_children(db: Database, directory: int, names: Iterable[bytes]) -> list[int]:
+    """Return what these names in a directory lead to, as far as they exist."""
+    found = (db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", directory, name) for name in names)
+    return [child for child in found if child is not None]
+
+
+# --- the order ---------------------------------------------------------------------------------------------------------
+
+
+def build_token() -> str:
+    """Return a token for a new drain."""
+    return secrets.token_hex(8)
+
+
+def set_order(db: Database, order: UrgentOrder, valid_s: float) -> None:
+    """Publish the order for the next `valid_s` seconds. It replaces that of any other drain."""
+    value = {"groups": order.groups, "is_ahead": order.is_ahead, "token": order.token, "until_s": time.time() + valid_s}
+    summary.set_report(db, summary.URGENT_REPORT, value)
+
+
+def delete_order(db: Database, token: str) -> None:
+    """Delete the order of a drain, unless another drain has replaced it."""
+    with db.transaction():
+        db.run("DELETE FROM report WHERE key = ? AND json_extract(value, '$.token') = ?", summary.URGENT_REPORT, token)
+
+
+def load_order(db: Database) -> UrgentOrder | None:
+    """Return the order that holds now. Returns None without a drain that has one."""
+    text = db.value("SELECT value FROM report WHERE key = ?", summary.URGENT_REPORT)
+    if text is None:
+        return None
+    value = json.loads(text)
+    if value["until_s"] < time.time():
+        return None
+    return UrgentOrder(tuple(tuple(group) for group in value["groups"]), bool(value["is_ahead"]), str(value["token"]))

@@ -1,0 +1,129 @@
+"""New files that go to the PFS ahead of older changes, while a drain has too little time for all of them.
+
+Takes: the order of urgency in the catalog, and the journal.
+Leaves: for each group of urgent files the rows of the journal that make them, which write-back then plans before all others.
+If we die here: nothing of this is persistent. The next drain chooses again.
+
+The exception to P6: the PFS shows a state that the mount has passed through, and beside it whole new files of a later state. Nothing is
+replaced, moved or removed ahead of its turn, so whatever the PFS had in order it still has.
+
+A group goes ahead with all rows of its files; of the directories that the PFS does not show yet; and of all inodes that had one of their
+names before. These rows keep their order. The PFS must show none of these inodes and nothing under these names, and no directory above
+them may have yet to move on the PFS. Then the rows commute with every older row that stays behind: no such row is about one of these
+inodes or names, or makes or moves a directory above them. A group of which this does not hold waits for its turn.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from ckptfs import limits
+from ckptfs.catalog import exposure, journal
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.journal import JournalRow
+from ckptfs.catalog.pfs_state import PfsName, PfsView
+from ckptfs.coherence.pfs_coordination import list_row_names
+from ckptfs.model import ROOT
+
+_COMMUTING_OPS = {"make", "link", "unlink", "rename", "content", "synced", "attributes"}
+
+
+class RowsAhead:
+    """The rows that are planned before all others, group by group. Empty without a drain that is short of time."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+        self._groups: tuple[tuple[int, ...], ...] = ()
+        self._begun: list[int] = []
+        self._waiting: list[list[int]] = []
+
+    def list_next(self, after: int, at_most: int) -> list[JournalRow]:
+        """Return the next rows of the most urgent group, of those after the row `after`; none if none goes ahead.
+
+        A group that has begun goes on first, whatever the order is now: its files may have temporary names as yet.
+        """
+        order = exposure.load_order(self._db)
+        groups = order.groups if order is not None and order.is_ahead else ()
+        if groups != self._groups:
+            self._groups = groups
+            rows = journal.list_oldest(self._db, limits.AHEAD_ROWS_MAX, after) if groups else []
+            self._waiting = choose_rows_ahead(rows, groups, PfsView(self._db))
+        while self._begun or self._waiting:
+            self._begun = self._begun or self._waiting.pop(0)
+            if found := journal.list_by_seq(self._db, self._begun[:at_most]):
+                return found
+            del self._begun[:at_most]
+        return []
+
+    def drop_planned(self, up_to: int) -> None:
+        """Forget the rows of the present group up to the row `up_to`. Those that the PFS refused wait for their turn."""
+        self._begun = [seq for seq in self._begun if seq > up_to]
+
+
+def choose_rows_ahead(rows: Sequence[JournalRow], groups: Iterable[Sequence[int]], view: PfsView) -> list[list[int]]:
+    """Return for each group that can go ahead the numbers of its rows, in their order."""
+    chooser = _Chooser(rows, view)
+    found: list[list[int]] = []
+    taken: set[int] = set()
+    for group in groups:
+        inodes = chooser.close_over(group) or set()
+        seqs = sorted(row.seq for inode in inodes - taken for row in chooser.rows_of[inode])
+        taken |= inodes
+        found += [seqs] if seqs else []
+    return found
+
+
+class _Chooser:
+    """The rows of a journal by inode and by name."""
+
+    def __init__(self, rows: Iterable[JournalRow], view: PfsView) -> None:
+        self.rows_of: dict[int, list[JournalRow]] = defaultdict(list)
+        self._inodes_of: dict[PfsName, set[int]] = defaultdict(set)
+        self._moved: set[int] = set()
+        self._view = view
+        for row in rows:
+            self.rows_of[row.inode].append(row)
+            for name in list_row_names(row):
+                self._inodes_of[name].add(row.inode)
+                if row.op in {"rename", "exchange"}:
+                    shown = view.get_entry(*name)
+                    self._moved |= {row.inode} if shown is None else {row.inode, shown.inode}
+
+    def close_over(self, group: Iterable[int]) -> set[int] | None:
+        """Return the inodes whose rows go ahead together with a group. Returns None if it has to wait for its turn."""
+        found: set[int] = set()
+        todo = [inode for inode in group if inode in self.rows_of]
+        while todo:
+            inode = todo.pop()
+            if inode in found:
+                continue
+            needed = self._list_needed(inode)
+            if needed is None:
+                return None
+            found.add(inode)
+            todo += needed
+        return found
+
+    def _list_needed(self, inode: int) -> set[int] | None:
+        """Return the inodes that have to go ahead with this one. Returns None if it cannot."""
+        rows, view = self.rows_of[inode], self._view
+        if view.list_names(inode) or not all(row.op in _COMMUTING_OPS for row in rows):
+            return None
+        needed: set[int] = set()
+        for name in {*view.list_pending_names(inode), *(name for row in rows for name in list_row_names(row))}:
+            if view.get_entry(*name) is not None or self._is_below_moved(name[0]):
+                return None
+            pending = view.get_pending(*name)
+            needed |= self._inodes_of[name] | ({pending} if pending else set())
+            if name[0] != ROOT and not view.list_names(name[0]):
+                needed.add(name[0])
+        return needed
+
+    def _is_below_moved(self, directory: int) -> bool:
+        """Return whether a directory that the PFS shows, or one above it, has yet to be moved there."""
+        seen: set[int] = set()
+        while directory != ROOT and directory not in seen and (names := self._view.list_names(directory)):
+            if directory in self._moved:
+                return True
+            seen.add(directory)
+            directory = names[0][0]
+        return False
