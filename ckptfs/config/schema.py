@@ -16,6 +16,7 @@ from ckptfs import limits
 from ckptfs.errors import ConfigError
 from ckptfs.model import Bulk, CliqueLost, DataPath, Level
 
+DRAIN_LEVELS = (Level.CLIQUE.value, Level.PFS.value)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 RAM_BYTES_MIN = 16 * limits.MIB
 SIZE_UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4, "P": 1024**5}

@@ -11,7 +11,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("name", "mountpoint", "state", "version", "health", "data_path", "data_path_reason", "fsync", "pfs", "drain_deadline_s", "tiers", "write_back", "counts", "processes", "troubles", "refused", "clique", "handles", "memory", "survives_kill", "survives_supervisor_kill", "request_timeout_s")
+    __slots__ = ("name", "mountpoint", "state", "version", "health", "data_path", "data_path_reason", "fsync", "pfs", "drain_deadline_s", "tiers", "write_back", "counts", "processes", "troubles", "refused", "clique", "handles", "memory", "survives_kill", "survives_supervisor_kill", "notice", "request_timeout_s")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MOUNTPOINT_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class Status(_message.Message):
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     SURVIVES_KILL_FIELD_NUMBER: _ClassVar[int]
     SURVIVES_SUPERVISOR_KILL_FIELD_NUMBER: _ClassVar[int]
+    NOTICE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     name: str
     mountpoint: str
@@ -55,8 +56,23 @@ class Status(_message.Message):
     memory: ServiceMemory
     survives_kill: bool
     survives_supervisor_kill: bool
+    notice: Notice
     request_timeout_s: int
-    def __init__(self, name: _Optional[str] = ..., mountpoint: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[str] = ..., health: _Optional[str] = ..., data_path: _Optional[str] = ..., data_path_reason: _Optional[str] = ..., fsync: _Optional[str] = ..., pfs: _Optional[str] = ..., drain_deadline_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., write_back: _Optional[_Union[WriteBack, _Mapping]] = ..., counts: _Optional[_Union[Counts, _Mapping]] = ..., processes: _Optional[_Iterable[_Union[Process, _Mapping]]] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., clique: _Optional[_Union[Clique, _Mapping]] = ..., handles: _Optional[_Iterable[_Union[HandleCount, _Mapping]]] = ..., memory: _Optional[_Union[ServiceMemory, _Mapping]] = ..., survives_kill: _Optional[bool] = ..., survives_supervisor_kill: _Optional[bool] = ..., request_timeout_s: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., mountpoint: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[str] = ..., health: _Optional[str] = ..., data_path: _Optional[str] = ..., data_path_reason: _Optional[str] = ..., fsync: _Optional[str] = ..., pfs: _Optional[str] = ..., drain_deadline_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., write_back: _Optional[_Union[WriteBack, _Mapping]] = ..., counts: _Optional[_Union[Counts, _Mapping]] = ..., processes: _Optional[_Iterable[_Union[Process, _Mapping]]] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., clique: _Optional[_Union[Clique, _Mapping]] = ..., handles: _Optional[_Iterable[_Union[HandleCount, _Mapping]]] = ..., memory: _Optional[_Union[ServiceMemory, _Mapping]] = ..., survives_kill: _Optional[bool] = ..., survives_supervisor_kill: _Optional[bool] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ..., request_timeout_s: _Optional[int] = ...) -> None: ...
+
+class Notice(_message.Message):
+    __slots__ = ("source", "what", "age_s", "deadline_s", "drain")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    what: str
+    age_s: float
+    deadline_s: float
+    drain: str
+    def __init__(self, source: _Optional[str] = ..., what: _Optional[str] = ..., age_s: _Optional[float] = ..., deadline_s: _Optional[float] = ..., drain: _Optional[str] = ...) -> None: ...
 
 class HandleCount(_message.Message):
     __slots__ = ("way", "tier", "reason", "count")
@@ -306,26 +322,72 @@ class WaitRequest(_message.Message):
     def __init__(self, inode: _Optional[int] = ..., level: _Optional[str] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("deadline_s",)
+    __slots__ = ("deadline_s", "level")
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
     deadline_s: float
-    def __init__(self, deadline_s: _Optional[float] = ...) -> None: ...
+    level: str
+    def __init__(self, deadline_s: _Optional[float] = ..., level: _Optional[str] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("done", "files_left", "bytes_left", "changes_left", "blocked_by", "remedy")
+    __slots__ = ("done", "files_left", "bytes_left", "changes_left", "blocked_by", "remedy", "safety")
     DONE_FIELD_NUMBER: _ClassVar[int]
     FILES_LEFT_FIELD_NUMBER: _ClassVar[int]
     BYTES_LEFT_FIELD_NUMBER: _ClassVar[int]
     CHANGES_LEFT_FIELD_NUMBER: _ClassVar[int]
     BLOCKED_BY_FIELD_NUMBER: _ClassVar[int]
     REMEDY_FIELD_NUMBER: _ClassVar[int]
+    SAFETY_FIELD_NUMBER: _ClassVar[int]
     done: bool
     files_left: int
     bytes_left: int
     changes_left: int
     blocked_by: str
     remedy: str
-    def __init__(self, done: _Optional[bool] = ..., files_left: _Optional[int] = ..., bytes_left: _Optional[int] = ..., changes_left: _Optional[int] = ..., blocked_by: _Optional[str] = ..., remedy: _Optional[str] = ...) -> None: ...
+    safety: Safety
+    def __init__(self, done: _Optional[bool] = ..., files_left: _Optional[int] = ..., bytes_left: _Optional[int] = ..., changes_left: _Optional[int] = ..., blocked_by: _Optional[str] = ..., remedy: _Optional[str] = ..., safety: _Optional[_Union[Safety, _Mapping]] = ...) -> None: ...
+
+class Safety(_message.Message):
+    __slots__ = ("level", "series", "other_files", "other_bytes", "open_files", "secured_files")
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    SERIES_FIELD_NUMBER: _ClassVar[int]
+    OTHER_FILES_FIELD_NUMBER: _ClassVar[int]
+    OTHER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FILES_FIELD_NUMBER: _ClassVar[int]
+    SECURED_FILES_FIELD_NUMBER: _ClassVar[int]
+    level: str
+    series: _containers.RepeatedCompositeFieldContainer[SeriesSafety]
+    other_files: int
+    other_bytes: int
+    open_files: int
+    secured_files: int
+    def __init__(self, level: _Optional[str] = ..., series: _Optional[_Iterable[_Union[SeriesSafety, _Mapping]]] = ..., other_files: _Optional[int] = ..., other_bytes: _Optional[int] = ..., open_files: _Optional[int] = ..., secured_files: _Optional[int] = ...) -> None: ...
+
+class SeriesSafety(_message.Message):
+    __slots__ = ("series", "name", "level", "safe", "files", "bytes", "missing_files", "missing_bytes", "open_files", "safe_name", "safe_level")
+    SERIES_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    SAFE_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FILES_FIELD_NUMBER: _ClassVar[int]
+    MISSING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FILES_FIELD_NUMBER: _ClassVar[int]
+    SAFE_NAME_FIELD_NUMBER: _ClassVar[int]
+    SAFE_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    series: str
+    name: str
+    level: str
+    safe: bool
+    files: int
+    bytes: int
+    missing_files: int
+    missing_bytes: int
+    open_files: int
+    safe_name: str
+    safe_level: str
+    def __init__(self, series: _Optional[str] = ..., name: _Optional[str] = ..., level: _Optional[str] = ..., safe: _Optional[bool] = ..., files: _Optional[int] = ..., bytes: _Optional[int] = ..., missing_files: _Optional[int] = ..., missing_bytes: _Optional[int] = ..., open_files: _Optional[int] = ..., safe_name: _Optional[str] = ..., safe_level: _Optional[str] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
     __slots__ = ("inode",)

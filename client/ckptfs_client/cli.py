@@ -197,20 +197,34 @@ def _parse(parse: Callable[[str], T], text: str | None) -> T | None:
 def drain(
     directory: Directory = None,
     deadline: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Stop waiting (exit code 4) after this time, such as 25s. The drain goes on.")
+        str | None,
+        typer.Option(metavar="TIME", help="End after this time, such as 25s. The most urgent checkpoints come first until then."),
+    ] = None,
+    level: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LEVEL", help="Drain to this level, clique or pfs; default: the highest.", autocompletion=lambda: LEVELS[1:]
+        ),
     ] = None,
     json: JsonLines = False,
 ) -> None:
-    """Bring every closed file up to its highest level now."""
+    """Bring every closed file up to its highest level now.
+
+    With --deadline or --level, the newest checkpoint of each series comes first, the one with the fewest bytes missing before the others;
+    open files are secured on other nodes and not waited for; and the end says which checkpoints are safe. Exit code 4: some closed files
+    have not the level. The daemon goes on with them. Example: ckptfs drain /ckpt --deadline 25s --level clique
+    """
     from ckptfs import config
     from ckptfs_client import mounts
     from ckptfs_client.client import Client
     from ckptfs_client.progress_bar import follow_progress
 
+    if level is not None and level not in LEVELS[1:]:
+        raise UsageError(f"{level[:20]!r} is not a level to drain to; accepted: {', '.join(LEVELS[1:])}")
     with Client(mounts.choose(directory)) as client:
         point = client.mount.mountpoint
-        done = f"{point} is drained: every closed file has its highest level"
-        follow_progress(client.drain(_parse(config.parse_seconds, deadline)), f"draining {point}", done, json=json)
+        done = f"{point} is drained: every closed file has " + (f"the level {level}" if level else "its highest level")
+        follow_progress(client.drain(_parse(config.parse_seconds, deadline), level or ""), f"draining {point}", done, json=json)
 
 
 def _get_log_levels() -> tuple[str, ...]:

@@ -111,9 +111,9 @@ class Client:
 
     # --- admin --------------------------------------------------------------------------------------------------------
 
-    def drain(self, deadline_s: float | None = None) -> Iterator[pb.Progress]:
-        """Start a drain, and yield progress until it is done. Raises NotInTime."""
-        request = pb.DrainRequest(deadline_s=deadline_s or 0.0)
+    def drain(self, deadline_s: float | None = None, level: str = "") -> Iterator[pb.Progress]:
+        """Start a drain, and yield progress until it is done. Raises NotInTime, UsageError."""
+        request = pb.DrainRequest(deadline_s=deadline_s or 0.0, level=level)
         # The daemon ends it at the deadline; this client waits a little longer for its words.
         return self._stream_until_done(lambda: self._build_admin_stub().Drain, request, deadline_s and deadline_s + DRAIN_GRACE_S)
 

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ckptfs_client import render
 from ckptfs_client.client import ask_all
@@ -72,12 +72,25 @@ def follow_progress(messages: Iterator["pb.Progress"], what: str, done: str, *, 
             for last in messages:
                 bar.update(last.bytes_left, describe_progress(last))
     except NotInTime as failure:
+        if not json:
+            _print_safety(last)
         left = f"; left: {describe_progress(last)}" if last is not None else ""
         raise NotInTime(f"{what}: {failure.args[0]}{left}", remedy=failure.remedy or (last.remedy if last is not None else "")) from None
     except ClientError as failure:
         raise type(failure)(f"{what}: {failure.args[0]}", remedy=failure.remedy) from None
     if not json:
+        _print_safety(last)
         print(f"{render.escape_unprintable(done)} (after {render.format_duration(time.monotonic() - began_s)})")
+
+
+def _print_safety(last: "pb.Progress | None") -> None:
+    """Print which checkpoints are safe, if the daemon has said it."""
+    if last is None or not last.HasField("safety"):
+        return
+    from ckptfs.series.urgency import list_safety_lines
+
+    for line in list_safety_lines(cast(Any, last.safety)):
+        print(render.escape_unprintable(line))
 
 
 def _print_each(messages: Iterator["pb.Progress"]) -> Iterator["pb.Progress"]:

@@ -1,5 +1,7 @@
 """The drain: every closed file is brought to its highest level, until a deadline.
 
+The most urgent files come first, and at its end the log says which checkpoints are safe (`rescue`).
+
 It runs twice at the end of a mount: while the mount is attached and serves, and again after the unmount for what was closed meanwhile. If
 the first one missed its deadline, the second one is short, because the obstacle is known.
 
@@ -21,7 +23,9 @@ import trio
 from ckptfs import limits
 from ckptfs.catalog import peer_copies, summary
 from ckptfs.catalog.database import Database
+from ckptfs.config import Config
 from ckptfs.quantities import format_count, format_size
+from ckptfs_daemon.rescue import Rescue, get_highest_level, get_needed_s
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +64,7 @@ def get_deadline_s(configured_s: float | None, pending: Pending, bytes_per_s: fl
     """Return how long a drain of `pending` may take. `bytes_per_s`: the speed of the PFS, 0 if unknown."""
     if configured_s is not None:
         return configured_s
-    needed_s = pending.size_bytes / (bytes_per_s or limits.PFS_BYTES_PER_S_ASSUMED)
-    needed_s += (pending.files + pending.changes) * limits.DRAIN_FILE_S
+    needed_s = get_needed_s(pending.size_bytes, pending.files + pending.changes, bytes_per_s)
     return min(limits.DRAIN_DEADLINE_S_MAX, limits.DRAIN_DEADLINE_S_MIN + limits.DRAIN_MARGIN * needed_s)
 
 
@@ -111,10 +114,11 @@ def find_obstacle(db: Database) -> tuple[str, str]:
 class Drain:
     """The drains of one mover."""
 
-    def __init__(self, db: Database, configured_s: float | None, retry_now: Callable[[], None]) -> None:
-        """`retry_now` runs all lanes at once."""
+    def __init__(self, db: Database, config: Config, retry_now: Callable[[], None]) -> None:
+        """`retry_now` runs all lanes at once, and belongs to the trio thread."""
         self._db = db
-        self._configured_s = configured_s
+        self._configured_s = config.drain_deadline_s
+        self._level = get_highest_level(config)
         self._retry_now = retry_now
         self._missed_s = -math.inf
 
@@ -146,8 +150,22 @@ class Drain:
             message = "drained until the deadline: the PFS lacks %d changes, %d files are not sealed%s; the next start continues"
             log.warning(message, left.files + left.changes, left.unsealed, unsafe)
 
+    async def drain_noticed(self, deadline_s: float) -> bool:
+        """Drain because this node is about to be taken away. Returns False at the deadline."""
+        return await self._drain(deadline_s, lambda seconds, text: None)
+
     async def _drain(self, configured_s: float | None, report: Callable[[float, str], None]) -> bool:
-        """Drain what was closed before now. Returns False at the deadline."""
+        """Drain what was closed before now, the most urgent first. Returns False at the deadline."""
+        if self._level is None:
+            return await self._drain_in_order(configured_s, report, None)
+        rescue = Rescue(self._db, self._level, configured_s)
+        try:
+            return await self._drain_in_order(configured_s, report, rescue)
+        finally:
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(rescue.end)
+
+    async def _drain_in_order(self, configured_s: float | None, report: Callable[[float, str], None], rescue: Rescue | None) -> bool:
         end = summary.get_journal_end(self._db)
         pending = load_pending(self._db, end)
         clock = start_clock(configured_s, pending, summary.get_pfs_speed(self._db), time.monotonic())
@@ -161,6 +179,8 @@ class Drain:
             if obstacle and obstacle != named:
                 log.info("drain: blocked: %s; %s (%s left, for up to %.0f s)", obstacle, remedy or "waiting", pending.describe(), left_s)
                 named = obstacle
+            if rescue is not None:
+                await trio.to_thread.run_sync(rescue.refresh_if_due)
             self._retry_now()
             await self._wait_for_change(end, pending, left_s)
             pending = load_pending(self._db, end)

@@ -94,6 +94,26 @@ def test_drain_in_time_and_not(served: Served, run: Run, tmp_path: Path) -> None
     assert err == f"ckptfs: draining {tmp_path}/mnt: not done in time; left: 1 file (2.0 KiB), 1 other change\n"
 
 
+def test_drain_says_which_checkpoints_are_safe(served: Served, run: Run, tmp_path: Path) -> None:
+    """G1."""
+    served.node.make_sealed(b"step_1.pt", b"x" * 2048)
+    code, out, err = run("drain", "--deadline", "300ms", "--level", "pfs")
+    assert code == 4 and err.startswith(f"ckptfs: draining {tmp_path}/mnt: not done in time; left: 1 file")
+    assert out == "step_*.pt: step_1.pt is NOT safe (local): 1 of 1 file missing (2.0 KiB of 2.0 KiB); no older one is safe\n"
+    code, out, _ = run("drain", "--deadline", "300ms", "--json")
+    assert code == 4 and json.loads(out.splitlines()[-1])["safety"]["series"][0]["missing_bytes"] == 2048
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [(["--level", "ram"], "'ram' is not a level to drain to; accepted: clique, pfs"), (["--deadline", "soon"], "is not a duration")],
+)
+def test_drain_refuses_what_it_does_not_know(served: Served, run: Run, options: list[str], what: str) -> None:
+    """P11."""
+    code, _, err = run("drain", *options)
+    assert code == 2 and what in err
+
+
 def test_outside_of_a_mount(served: Served, run: Run, tmp_path: Path) -> None:
     for command in (["ls", "/"], ["wait", "/", "--level", "local"], ["verify", "/"], ["drain", "/"], ["status", "/"], ["refresh", "/"]):
         code, out, err = run(*command)

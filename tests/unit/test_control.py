@@ -18,11 +18,12 @@ from ckptfs_daemon.control import server
 from ckptfs_daemon.mover import lanes
 from control_served import Served, serving
 from daemon_under_test import eventually
-from local_node import Node
+from local_node import Node, run_until_idle
 
 from ckptfs import limits, runtime_dir
-from ckptfs.catalog import contents, copies, mover_requests, summary
+from ckptfs.catalog import contents, copies, exposure, mover_requests, summary
 from ckptfs.errors import TierUnavailable
+from ckptfs.flow.write_back import WriteBack
 from ckptfs.flow.write_back.deferred import build_unavailable_error
 from ckptfs.model import ROOT, ContentState, CopyState, Tier
 from ckptfs.protocol import control_pb2 as pb
@@ -234,6 +235,48 @@ def test_drain_hurries_the_lanes_and_ends_with_the_journal(served: Served) -> No
     served.seal()
     served.node.db.run("DELETE FROM journal")
     assert list(messages)[-1].done
+
+
+def test_a_drain_with_a_deadline_says_what_is_safe(served: Served) -> None:
+    """G1: the order of urgency holds as long as the drain, and its last message is the report."""
+    served.node.make_sealed(b"step_1.pt", b"x" * 100)
+    served.node.make_sealed(b"notes", b"x" * 10)
+    messages = []
+    with pytest.raises(NotInTime):
+        for message in served.client.drain(0.3):
+            messages.append(message)
+            order = exposure.load_order(served.node.db)
+            if not message.HasField("safety"):
+                assert order is not None and [len(group) for group in order.groups] == [1, 1]
+    eventually(lambda: exposure.load_order(served.node.db) is None, what="the order ends with its drain")
+    assert [message.HasField("safety") for message in messages] == [False] * (len(messages) - 1) + [True]
+    safety = messages[-1].safety
+    (one,) = safety.series
+    assert (one.series, one.name, one.level, one.safe, one.missing_files) == ("step_*.pt", "step_1.pt", "local", False, 1)
+    assert (safety.level, safety.other_files, safety.other_bytes) == ("pfs", 1, 10)
+
+
+def test_a_drain_to_a_level_ends_when_it_is_reached(served: Served) -> None:
+    """G1."""
+    node = served.node
+    node.make_sealed(b"step_1.pt", b"x" * 100)
+    messages = served.client.drain(60.0, "pfs")
+    assert not next(messages).done
+    run_until_idle(WriteBack(node.db, node.tiers, node.config, node.told))
+    *_, last = messages
+    assert last.done and [(one.name, one.safe, one.level) for one in last.safety.series] == [("step_1.pt", True, "pfs")]
+
+
+@pytest.mark.parametrize(("level", "what"), [("nvme", "accepted: clique, pfs"), ("clique", "belongs to no cluster"), ("pfs", "has no PFS")])
+def test_a_drain_to_a_level_that_is_out_of_reach_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str, what: str) -> None:
+    """P11."""
+    monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path / "run"))
+    node = Node(tmp_path)
+    node.configure(pfs=None)
+    with serving(node) as served:
+        with pytest.raises(UsageError, match=what):
+            list(served.client.drain(5.0, level))
+        assert list(served.client.drain(5.0))[-1].done, "without a level there is nothing to do"
 
 
 def test_a_wait_goes_on_over_a_restart_of_the_mover(served: Served) -> None:

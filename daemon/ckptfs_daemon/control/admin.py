@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import grpc
@@ -28,14 +28,16 @@ from ckptfs.config.schema import LOG_LEVELS
 from ckptfs.errors import Busy, CkptfsError, InvalidArgument, TimedOut, posix_error
 from ckptfs.flow import verify
 from ckptfs.lifecycle import FileRecord, is_on_pfs
-from ckptfs.model import Content, ContentState
+from ckptfs.model import Content, ContentState, Level
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
+from ckptfs.series.urgency import Safety
 from ckptfs.tiers import pfs_tree, transfer
 from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon import logs
 from ckptfs_daemon.control.methods import RefusedCalls, require_inode_number, stream_changes, translate_errors, translate_stream_errors
 from ckptfs_daemon.control.status import StatusFigures
+from ckptfs_daemon.rescue import Rescue, parse_drain_level
 
 FETCH_POLL_S = 0.02
 GOOD, BAD, UNREADABLE, UNKNOWN = "good", "bad", "unreadable", "unknown"
@@ -153,6 +155,14 @@ def _build_finding(checked: verify.CheckResult) -> pb.Finding:
     return pb.Finding(tier=checked.tier.value, verdict=GOOD if checked.ok else BAD, what=what)
 
 
+def _build_last(progress: pb.Progress, safety: Safety) -> pb.Progress:
+    """Build the last message of a drain, which says what is safe."""
+    series = [pb.SeriesSafety(**asdict(one)) for one in safety.series]
+    last = pb.Progress(safety=pb.Safety(**{**asdict(safety), "series": series}))
+    last.MergeFrom(progress)
+    return last
+
+
 class AdminService(rpc.AdminServicer):  # type: ignore[misc]
     """The gRPC service `Admin`. `retry_now` runs all lanes at once; any thread but trio's may call it."""
 
@@ -173,10 +183,18 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
 
     @translate_stream_errors
     def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
-        """Bring every file closed before now to its highest level."""
-        yield from stream_changes(self._drain(request.deadline_s), context)
+        """Bring every file closed before now to its highest level, or to the one that is asked for."""
+        level = parse_drain_level(self._config, request.level)
+        if not level or not (request.deadline_s or request.level):
+            yield from stream_changes(self._drain(request.deadline_s, self._build_progress), context)
+            return
+        rescue = Rescue(self._db, level, request.deadline_s or None, self._retry_now)
+        try:
+            yield from stream_changes(self._rescue(rescue, level, request.deadline_s), context)
+        finally:
+            rescue.end()
 
-    def _drain(self, deadline_s: float) -> Iterator[pb.Progress]:
+    def _drain(self, deadline_s: float, build_progress: Callable[[int], pb.Progress]) -> Iterator[pb.Progress]:
         end = summary.get_journal_end(self._db)
         until = time.monotonic() + (deadline_s or float("inf"))
         retried_at = 0.0
@@ -185,7 +203,7 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
                 self._retry_now()
                 retried_at = time.monotonic()
             begun = time.monotonic()
-            progress = self._build_progress(end)
+            progress = build_progress(end)
             count_s = time.monotonic() - begun
             yield progress
             if time.monotonic() > until:
@@ -195,6 +213,27 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
             # With a large backlog, counting takes long. It must not slow down the flows.
             threading.Event().wait(max(POLL_S, REST_RATIO * count_s))
 
+    def _rescue(self, rescue: Rescue, level: Level, deadline_s: float) -> Iterator[pb.Progress]:
+        """Drain with an order of urgency. The last message says what is safe."""
+
+        def build_progress(end: int) -> pb.Progress:
+            rescue.refresh_if_due()
+            if level is Level.PFS:
+                return self._build_progress(end)
+            files, size = rescue.count_left()
+            return self._add_obstacle(pb.Progress(done=not files, files_left=files, bytes_left=size))
+
+        last = pb.Progress()
+        try:
+            for last in self._drain(deadline_s, build_progress):
+                if last.done:
+                    break
+                yield last
+        except TimedOut:
+            yield _build_last(last, rescue.build_safety())
+            raise
+        yield _build_last(last, rescue.build_safety())
+
     def _build_progress(self, end: int) -> pb.Progress:
         files, size, changes = summary.count_journal_left(self._db, end)
         unsealed, copied = summary.count_unsealed(self._db), sum(self._figures.get_copied_bytes().values())
@@ -203,6 +242,9 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
         progress = pb.Progress(
             done=not pending, files_left=max(files, unsealed, unsafe), bytes_left=max(0, size - copied), changes_left=changes
         )
+        return self._add_obstacle(progress)
+
+    def _add_obstacle(self, progress: pb.Progress) -> pb.Progress:
         if not progress.done:
             progress.blocked_by, progress.remedy = self._figures.get_first_trouble()
         return progress

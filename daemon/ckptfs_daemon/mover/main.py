@@ -81,7 +81,7 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
     flows = _Flows(db, tiers, config, notify, cluster_services)
     lanes = Lanes([Lane(name, flow, lambda key, value: summary.set_report(db, key, value)) for name, flow in flows.list_flows()])
     await trio.to_thread.run_sync(flows.prepare)
-    drain = Drain(db, config.drain_deadline_s, lanes.retry_now)
+    drain = Drain(db, config, lanes.retry_now)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ipc.send_heartbeats, setup.link, name="heartbeats")
         nursery.start_soon(_handle_wake_ups, wake_channel, lanes, name="wake-ups")
