@@ -17,6 +17,7 @@ from ckptfs.errors import ConfigError
 from ckptfs.model import Bulk, CliqueLost, DataPath, Level
 
 DRAIN_LEVELS = (Level.CLIQUE.value, Level.PFS.value)
+PREEMPTION_SOURCES = ("gce", "aws", "azure")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 RAM_BYTES_MIN = 16 * limits.MIB
 SIZE_UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4, "P": 1024**5}
@@ -183,6 +184,20 @@ def _is_ip(host: str) -> bool:
     return True
 
 
+def parse_preemption(text: str) -> str:
+    """Return the source of preemption notices: a cloud, or an absolute path. Raises ConfigError."""
+    if text in PREEMPTION_SOURCES or (text.startswith("/") and "\0" not in text):
+        return text
+    raise ConfigError(f"{text!r} tells of no preemption; accepted: {', '.join(PREEMPTION_SOURCES)}, or the absolute path of an executable")
+
+
+def parse_http_url(text: str) -> str:
+    """Return an address like http://HOST:PORT. Raises ConfigError."""
+    if re.fullmatch(r"http://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\])(:[0-9]{1,5})?/?", text) is None:
+        raise ConfigError(f"{text!r} is not the address of a metadata server; accepted: http://HOST or http://HOST:PORT")
+    return text.rstrip("/")
+
+
 MOUNT_FLAGS_DEFAULT = 2 | 4
 """nosuid and nodev, from <linux/mount.h>: other nodes and the PFS say which files are set-id programs and devices."""
 
@@ -245,6 +260,10 @@ class Config:
     pfs_verify: bool = True
     drain_deadline_s: float | None = None
     """None: it follows from what is dirty and from the speed of the PFS."""
+    preemption: str | None = None
+    """A cloud, or the path of a hook. None: nothing is watched."""
+    preemption_url: str = limits.PREEMPTION_URL
+    preemption_deadline_s: float = limits.PREEMPTION_DEADLINE_S
     history_size: float = limits.HISTORY_SHARE
     """A share of RAM and NVMe (a float), or bytes (an int)."""
     retention: tuple[RetentionRule, ...] = ()
@@ -329,6 +348,14 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("drain_deadline", "drain_deadline_s", parse_optional_seconds, "auto",
         "How long unmount and stop wait for the write-back; the mount serves meanwhile. auto: as long as the write-back moves, at most\n"
         "6 h; if nothing moves for 60 s, they go on. What is left stays on this node, and the next mount continues."),
+    Setting("preemption", "preemption", parse_preemption, None,
+        "Who tells that this node is about to be taken away: gce, aws or azure (their metadata servers), or the absolute path of an\n"
+        "executable that runs until it knows, and exits with 0 then. The daemon then drains, the most urgent checkpoints first.\n"
+        "Default: nobody is asked.", '"gce"'),
+    Setting("preemption_url", "preemption_url", parse_http_url, limits.PREEMPTION_URL,
+        "Where the metadata server is."),
+    Setting("preemption_deadline", "preemption_deadline_s", parse_seconds, "25s",
+        "How long the drain after such a notice may take."),
     Setting("history_size", "history_size", parse_size_or_share, "50%",
         "How many bytes may be kept in .ckptfs/history that the application has deleted or replaced: a size, or a percentage of RAM and\n"
         "NVMe. Beyond it the oldest sets go first. What is pinned, and the newest set of each series, stays."),

@@ -114,6 +114,7 @@ def build_status(answer: "pb.Status") -> "RenderableType":
     lines = [
         f"[bold]{escape(answer.name)}[/] on {escape(answer.mountpoint)}: {_style_word(answer.health)}   (ckptfs {answer.version})",
         *map(_describe_trouble, answer.troubles),
+        *_describe_notice(answer),
         f"  data path   {answer.data_path or 'unknown'}: {escape(answer.data_path_reason)}",
         f"  kill -9     {describe_survival(answer)}",
         f"  fsync       returns at the level {answer.fsync}",
@@ -130,6 +131,19 @@ def build_status(answer: "pb.Status") -> "RenderableType":
         tables.insert(1, _build_link_table(answer.clique))
     padded = [Padding(table, (0 if number else 1, 2, 1, 2), expand=False) for number, table in enumerate(tables)]
     return Group("\n".join(lines), *padded)
+
+
+def _describe_notice(answer: "pb.Status") -> list[str]:
+    """Describe the notice that this node is about to be taken away."""
+    from rich.markup import escape
+
+    if not answer.HasField("notice"):
+        return []
+    one = answer.notice
+    drain = {"done": "all that was closed is drained", "missed": "the drain did not end in time; the log says what is safe"}
+    words = drain.get(one.drain, f"draining for up to {format_duration(one.deadline_s)}")
+    text = f"notice from {one.source} {format_duration(one.age_s)} ago: {escape_unprintable(one.what)}; {words}"
+    return [f"  preemption  {escape(text)}"]
 
 
 def _describe_handles(answer: "pb.Status") -> list[str]:

@@ -76,9 +76,19 @@ class StatusFigures:
             survives_supervisor_kill=bool(processes.get("is_kept_by_systemd")),
             request_timeout_s=int(processes.get("request_timeout_s") or 0),
         )  # fmt: skip
+        if (notice := self._load_notice()) is not None:
+            status.notice.CopyFrom(notice)
         has_bad_tier = any(tier.health not in ("", "normal") for tier in status.tiers)
         status.health = "degraded" if has_bad_tier or status.troubles or status.counts.lost else "ok"
         return status
+
+    def _load_notice(self) -> pb.Notice | None:
+        """Return the notice that this node is about to be taken away. Returns None if there was none."""
+        for _, text, _ in summary.list_reports(self._db, summary.NOTICE_REPORT):
+            found = _parse_json_object(text)
+            age_s = max(0.0, time.time() - found.pop("at_s"))
+            return pb.Notice(age_s=age_s, **found)
+        return None
 
     def get_drain_deadline_s(self) -> float:
         """Return how long an unmount that begins now waits for the write-back."""
