@@ -202,9 +202,7 @@ def drain(
     ] = None,
     level: Annotated[
         str | None,
-        typer.Option(
-            metavar="LEVEL", help="Drain to this level, clique or pfs; default: the highest.", autocompletion=lambda: LEVELS[1:]
-        ),
+        typer.Option(metavar="LEVEL", help="Drain to this level, clique or pfs; default: the highest.", autocompletion=lambda: LEVELS[1:]),
     ] = None,
     json: JsonLines = False,
 ) -> None:
