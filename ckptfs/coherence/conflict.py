@@ -88,7 +88,23 @@ class ConflictResolver:
         elif key.kind == NAME:
             self._contested_names.add(key)
         else:
+            self._contested_names |= self._list_outdated_links(key, store_value.value)
             self._values_to_merge.append((key, store_value.value))
+
+    def _list_outdated_links(self, key: SharedKey, now: CachedValue) -> set[SharedKey]:
+        """Return the names in the history that this node gave to a file which another node has written: the set is not what it was."""
+        base, theirs = key_state.get_cached(self._db, key).fields, now.fields
+        if key.kind != INODE or not base or not theirs or all(base.get(name) == theirs.get(name) for name in ("content", "generation")):
+            return set()
+        found: set[SharedKey] = set()
+        for name in self._list_names_of(key.number):
+            if identity.is_history_directory(name.number) and self._get_local_child(name) == key.number:
+                found.add(name)
+                directory = name.number
+                while directory and not key_state.get_cached(self._db, SharedKey(INODE, directory)).revision:
+                    found |= self._list_names_of(directory)  # The set goes as a whole.
+                    directory = int(self._db.value("SELECT parent FROM inode WHERE id = ?", directory) or 0)
+        return found
 
     def _handle_ancestor_change(self, key: SharedKey, store_value: StoreValue) -> None:
         """Handle a changed name of a directory above a moved one.

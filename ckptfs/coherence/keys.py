@@ -272,6 +272,12 @@ def count_in_history(names: Iterable[Sequence[Any]]) -> int:
     return sum(identity.is_history_directory(name[0]) for name in names)
 
 
+def list_unread_history(db: Database, inode: int) -> list[tuple[int, bytes]]:
+    """(directory, name) of the names of a file in the history that this node has not read yet."""
+    names = [(name[0], name[1].encode("latin-1")) for name in list_shared_names(db, inode) if identity.is_history_directory(name[0])]
+    return [name for name in names if db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", *name) is None]
+
+
 def set_link_count(db: Database, key: SharedKey) -> None:
     """The links of a file are its names; what was removed stays so."""
     if key.kind != INODE:

@@ -31,7 +31,7 @@ from ckptfs.coherence import keys, ownership
 from ckptfs.coherence.key_state import DirtyKeyTracker
 from ckptfs.coherence.keys import INODE, NAME
 from ckptfs.errors import StoreUnreachable
-from ckptfs.model import ROOT, Inode
+from ckptfs.model import HISTORY_NAME, ROOT, Inode
 from ckptfs.store.kv import Compare, Get, Operation, Outcome
 
 T = TypeVar("T")
@@ -326,7 +326,8 @@ def stored_tree(etcd: MemoryEtcd) -> Tree:
                 known = [[key.number, key.name.decode("latin-1")] for key, other in names.items() if other == child]
                 assert value["names"] == sorted(known), f"names of {path + b'/' + name!r}"
     assert {number for number, value in inodes.items() if stat.S_ISDIR(value["mode"])} == passed, "a directory is out of reach"
-    return found
+    hidden = b"/" + HISTORY_NAME
+    return {path: entry for path, entry in found.items() if path != hidden and not path.startswith(hidden + b"/")}
 
 
 def start_on(nursery: trio.Nursery, node: Node, act: Callable[..., Awaitable[None]], *arguments: object) -> None:

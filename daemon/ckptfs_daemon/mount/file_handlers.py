@@ -111,7 +111,11 @@ class FileHandlers:
         is_writer = truncates or flags & os.O_ACCMODE != os.O_RDONLY
         is_root, nonblocking = ctx.uid == 0, bool(flags & os.O_NONBLOCK)
         open_request = OpenRequest(inode, is_writer, truncates, request, is_root=is_root, nonblocking=nonblocking, pid=ctx.pid, shown=shown)
-        return self._build_file_info(await OpenAttempt(self._context, open_request).run())
+        attempt = OpenAttempt(self._context, open_request)
+        opened = await attempt.run()
+        if attempt.separates and self._context.shared_namespace is not None:
+            await self._context.shared_namespace.wait_published()
+        return self._build_file_info(opened)
 
     def _build_file_info(self, opened: OpenResult) -> FileInfo:
         """Build the reply. The caller must return it without another await."""

@@ -16,6 +16,7 @@ import trio
 from ckptfs import disk
 from ckptfs.catalog import contents, copies, history, inodes
 from ckptfs.catalog.contents import FileContent
+from ckptfs.coherence import keys
 from ckptfs.errors import Busy, DigestMismatch, NoSpace
 from ckptfs.flow import open
 from ckptfs.model import Content, ContentState, CopyState, Tier
@@ -25,6 +26,7 @@ from ckptfs_daemon import ipc
 from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.open_file import OpenFile, run_on_pfs
 from ckptfs_daemon.mount.open_request import MustWait
+from ckptfs_daemon.mount.shared_namespace import SharedNamespace
 from ckptfs_daemon.mount.space_wait import SpaceWait
 
 log = logging.getLogger(__name__)
@@ -36,9 +38,12 @@ def separate_for_writer(
 ) -> FileContent:
     """Separate a file from its history in the caller's transaction, and return what is known of it then.
 
-    Raises MustWait if the bytes must be fetched or copied first.
+    Raises MustWait if the bytes must be fetched or copied first. In a cluster the program waits until other nodes know of the separation:
+    none of them then takes the file for a part of another set.
     """
-    inode = held.inode.id
+    inode, shared_namespace = held.inode.id, context.shared_namespace
+    if shared_namespace is not None and not shared_namespace.is_disconnected and (unread := keys.list_unread_history(context.db, inode)):
+        raise MustWait(lambda: _read_history(shared_namespace, inode, unread))
     is_alone = inode not in context.open_files.by_inode
     target = open.choose_write_target(held, truncate=False, shared=False)
     if target is open.WriteTarget.NEW or (
@@ -55,6 +60,12 @@ def separate_for_writer(
         return held
     source, size = context.tiers[held.tiers[0]], held.inode.size
     raise MustWait(lambda: _copy_to_history(context, content, source, size))
+
+
+async def _read_history(shared_namespace: SharedNamespace, inode: int, names: list[tuple[int, bytes]]) -> None:
+    """Read names of a file in the history that this node has not read yet."""
+    await shared_namespace.refresh_inode(inode)
+    await shared_namespace.refresh_change(names)
 
 
 async def _copy_to_history(context: MountContext, content: Content, source: TierStorage, size: int) -> None:
@@ -104,6 +115,8 @@ async def _copy_in_tier(context: MountContext, content: Content, source: TierSto
     if is_separated and target.tier is not Tier.RAM:
         # A power cut must not undo the rows and keep what the writer does to the bytes.
         await trio.to_thread.run_sync(context.db.persist)
+    if is_separated and context.shared_namespace is not None:
+        await context.shared_namespace.wait_published()
     context.wake_channel.notify(ipc.WORK)
 
 

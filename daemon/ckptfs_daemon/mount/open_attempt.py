@@ -67,7 +67,7 @@ class OpenAttempt:
         self._unsealed_content: int | None = None
         self._limit_reason = self._find_limit_reason()
         self._leases_until_s = 0.0
-        self._has_begun_fetch = self._has_searched = self._separates = False
+        self._has_begun_fetch = self._has_searched = self.separates = False
         self._announce_deadline_s = trio.current_time() + limits.PUBLISHED_WAIT_S
 
     async def run(self) -> OpenResult:
@@ -96,7 +96,7 @@ class OpenAttempt:
                 file = self._act(file, held, undo)
                 opened = self._record(file, held)
             undo.pop_all()
-        if self._separates:
+        if self.separates:
             self._files.follow_history(opened.inode)
         is_writer, pid = self._open_request.is_writer, self._open_request.pid
         self._files.add_handle(file, opened.handle, is_writer, self._find_way(file, opened.direct), pid)
@@ -126,8 +126,8 @@ class OpenAttempt:
             raise posix_error(errno.EINVAL)
         if held.has_newer_generation and is_shared and trio.current_time() < self._announce_deadline_s:
             raise MustWait(self._wait_and_refresh)
-        self._separates = bool(held.inode.history) and self._open_request.is_writer
-        if self._separates:
+        self.separates = bool(held.inode.history) and self._open_request.is_writer
+        if self.separates:
             return separate_for_writer(self._context, held, truncates=self._open_request.truncates, request_fetch=self._request_fetch)
         return held
 

@@ -1,0 +1,163 @@
+"""The history of sets on catalogs that share one store: names, links and separations of several nodes at once (T6, N1)."""
+
+import pytest
+import trio
+from shared_catalogs import Node, async_tests, play_on_two_nodes, settled
+
+from ckptfs.catalog import history, inodes, namespace
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.history import SetRecord
+from ckptfs.coherence import keys
+from ckptfs.model import ROOT, Inode
+
+two_nodes = async_tests(play_on_two_nodes)
+
+
+async def read_history(node: Node) -> dict[bytes, int]:
+    """Path -> inode of all files of the history, after a look at the store."""
+    await node.sharing.refresh_name(ROOT, history.NAME)
+    found: dict[bytes, int] = {}
+    todo = [(b"", root)] if (root := history.find_root(node.db)) is not None else []
+    while todo:
+        path, directory = todo.pop()
+        await node.sharing.refresh_directory(directory)
+        for entry, _ in list(namespace.iterate_entries(node.db, directory)):
+            await node.sharing.refresh_inode(entry.child)
+            if inodes.get(node.db, entry.child).is_directory:
+                todo.append((path + entry.name + b"/", entry.child))
+            else:
+                found[path + entry.name] = entry.child
+    return found
+
+
+async def keep(node: Node, *files: str, number: int = 1) -> None:
+    """Make a set of files in the root, as the tracker does."""
+    found = [await node.stat(file) for file in files]
+    await read_history(node)
+
+    def make(db: Database) -> None:
+        series = history.insert_series(db, ROOT, b"f*").directory
+        directory = history.begin_set(db, series, SetRecord(number, b"f", (number,), len(files), 0, 5, is_group=True))
+        for name, file in zip(files, found, strict=True):
+            history.insert_link(db, file.id, directory, name.encode())
+        history.finish_set(db, directory)
+
+    await node._agreed(make, (), [file.id for file in found])
+
+
+async def separate(node: Node, file: str) -> Inode:
+    """What an open for writing does."""
+    inode = await node.stat(file)
+    await node.sharing.refresh_change(keys.list_unread_history(node.db, inode.id))
+    await node._agreed(lambda db: history.separate(db, inode.id), (), [inode.id])
+    return inodes.get(node.db, inode.id)
+
+
+@two_nodes
+async def test_a_set_of_one_node_is_seen_by_the_other(a: Node, b: Node) -> None:
+    file = await a.make("f1")
+    await keep(a, "f1")
+    assert await read_history(b) == {b"f*/f@1/f1": file.id}
+    seen = await b.stat("f1")
+    assert (seen.nlink, seen.history, seen.shown_nlink) == (2, 1, 1) and await b.names() == [b"f1"]
+    (series,) = history.list_series(b.db)
+    assert [one.record.name for one in history.list_sets(b.db, series.directory)] == [b"f"]
+    with a.db.transaction():
+        history.set_pin(a.db, history.list_sets(a.db, series.directory)[0].directory, True)
+    await settled([a])
+    await read_history(b)
+    for one in history.list_sets(b.db, series.directory):
+        await b.sharing.refresh_inode(one.directory)
+    assert history.list_sets(b.db, series.directory)[0].is_pinned
+
+
+@two_nodes
+async def test_a_file_whose_history_was_never_read_is_known_to_be_in_it(a: Node, b: Node) -> None:
+    await a.make("f1")
+    await keep(a, "f1")
+    seen = await b.stat("f1")
+    assert (seen.nlink, seen.history) == (2, 1)
+    await b.unlink("f1")
+    assert inodes.get(b.db, seen.id).shown_nlink == 0 and list((await read_history(a)).values()) == [seen.id]
+
+
+@two_nodes
+@pytest.mark.parametrize("has_read", [True, False])
+async def test_another_node_separates_a_file(a: Node, b: Node, has_read: bool) -> None:
+    file = await a.make("f1")
+    await keep(a, "f1")
+    if has_read:
+        await read_history(b)
+    after = await separate(b, "f1")
+    assert (after.id, after.nlink, after.history) == (file.id, 1, 0)
+    for node in (a, b):
+        ((path, kept),) = (await read_history(node)).items()
+        assert path == b"f*/f@1/f1" and kept != file.id
+        assert (inodes.get(node.db, kept).nlink, inodes.get(node.db, kept).history) == (1, 1)
+        assert (await node.stat("f1")).id == file.id
+
+
+@two_nodes
+async def test_two_nodes_separate_one_file_at_once(a: Node, b: Node) -> None:
+    file = await a.make("f1")
+    await keep(a, "f1")
+    await read_history(b)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(separate, a, "f1")
+        nursery.start_soon(separate, b, "f1")
+    await settled([a, b])
+    kept = [await read_history(node) for node in (a, b)]
+    assert kept[0] == kept[1] and len(kept[0]) == 1 and file.id not in kept[0].values()
+    assert [(await node.stat("f1")).history for node in (a, b)] == [0, 0]
+
+
+@two_nodes
+async def test_two_nodes_make_the_same_set_and_one_gives_up(a: Node, b: Node) -> None:
+    await a.make("f1")
+    codes = []
+
+    async def make(node: Node) -> None:
+        try:
+            await keep(node, "f1")
+        except OSError as failure:
+            codes.append(failure.errno)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(make, a)
+        nursery.start_soon(make, b)
+    kept = [await read_history(node) for node in (a, b)]
+    assert kept[0] == kept[1] and len(kept[0]) == 1 and len(codes) == 1
+    assert (await a.stat("f1")).history == 1
+
+
+async def write_file(node: Node, file: str) -> None:
+    """What a writer tells when it opens with O_TRUNC: the file has a new content."""
+    inode = (await node.stat(file)).id
+    query = "UPDATE inode SET content = ?, generation = generation + 1 WHERE id = ?"
+    await node._agreed(lambda db: db.run(query, (node.number << 40) + 99, inode), (), [inode])
+
+
+@two_nodes
+async def test_a_set_of_a_file_that_another_node_writes_meanwhile_is_not_made(a: Node, b: Node) -> None:
+    """P7: never a mixture of two saves."""
+    for name in ("f1", "f2"):
+        await a.make(name)
+    await keep(a, "f1")
+    found = [await b.stat(file) for file in ("f1", "f2")]
+    await read_history(b)
+    await write_file(a, "f2")
+    series = history.list_series(b.db)[0].directory
+
+    def make(db: Database) -> None:
+        directory = history.begin_set(db, series, SetRecord(2, b"f", (2,), 2, 0, 5, is_group=True))
+        for name, file in zip((b"f1", b"f2"), found, strict=True):
+            history.insert_link(db, file.id, directory, name)
+        history.finish_set(db, directory)
+
+    with b.db.transaction() as db:
+        make(db)
+    assert not await b.sharing.wait_published([(series, b"f@2")])
+    await settled([b])
+    for node in (a, b):
+        assert list(await read_history(node)) == [b"f*/f@1/f1"]
+        assert [(await node.stat(name)).history for name in ("f1", "f2")] == [1, 0]
