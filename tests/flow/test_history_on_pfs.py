@@ -1,11 +1,12 @@
 """The history of sets on the PFS: hard links below .ckptfs.history, and what becomes of them (T6, P5)."""
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from write_back_world import Mount, intercepted
+from write_back_world import Mount, Refusal, intercepted
 
 SET = ".ckptfs.history/a*/a@1/a"
 
@@ -61,3 +62,65 @@ def test_the_tree_on_the_pfs_is_the_mounts_after_a_set_was_overwritten_twice(mou
     mount.settle_exactly()
     kept = sorted((mount.pfs / ".ckptfs.history" / "a*").rglob("a"))
     assert [path.read_bytes() for path in kept] == [b"old", b"0", b"1"]
+
+
+@pytest.fixture(params=[errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV])
+def unlinkable(mount: Mount, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mount:
+    """The PFS has no hard links."""
+    Refusal(monkeypatch, "link", lambda _: True, request.param)
+    return mount
+
+
+def gone(mount: Mount, way: str) -> None:
+    """The application's name of the file goes."""
+    if way == "unlink":
+        mount.unlink(b"a")
+    else:
+        mount.put(b"tmp", b"new")
+        mount.rename(b"tmp", b"a")
+
+
+@pytest.mark.parametrize("way", ["unlink", "rename"])
+@pytest.mark.parametrize("is_at_once", [False, True])
+def test_without_hard_links_a_file_moves_into_the_history_when_its_last_name_goes(unlinkable: Mount, way: str, is_at_once: bool) -> None:
+    mount, before = unlinkable, (unlinkable.pfs / "a").stat().st_ino
+    flow, labels = mount.write_back(), list[str]()
+    mount.keep(b"a")
+    with intercepted(labels.append):
+        if not is_at_once:
+            mount.settle(flow)
+            assert not (mount.pfs / SET).exists() and (mount.pfs / "a").read_bytes() == b"old" and mount.troubles() == []
+        gone(mount, way)
+        mount.settle_exactly(flow)
+    assert (mount.pfs / SET).read_bytes() == b"old" and (mount.pfs / SET).stat().st_ino == before
+    assert "write_back:double:read" not in labels, "no bytes are copied"
+
+
+def test_without_hard_links_a_file_of_two_sets_moves_on_when_the_first_set_goes(unlinkable: Mount) -> None:
+    mount, flow = unlinkable, unlinkable.write_back()
+    for _ in range(2):
+        mount.keep(b"a")
+    mount.unlink(b"a")
+    mount.settle(flow)
+    mount.forget(b"")
+    mount.settle_exactly(flow)
+    assert [path.read_bytes() for path in (mount.pfs / ".ckptfs.history").rglob("a")] == [b"old"]
+
+
+@pytest.mark.parametrize("way", ["put", "append"])
+def test_without_hard_links_an_overwritten_file_of_a_set_is_kept(unlinkable: Mount, way: str) -> None:
+    mount, flow = unlinkable, unlinkable.write_back()
+    mount.keep(b"a")
+    mount.settle(flow)
+    getattr(mount, way)(b"a", b"new")
+    mount.settle_exactly(flow)
+    assert (mount.pfs / SET).read_bytes() == b"old"
+
+
+def test_a_set_that_goes_before_its_files_leaves_nothing_pending(unlinkable: Mount) -> None:
+    mount, flow = unlinkable, unlinkable.write_back()
+    mount.keep(b"a")
+    mount.settle(flow)
+    mount.forget(b"")
+    mount.settle_exactly(flow)
+    assert (mount.pfs / "a").read_bytes() == b"old"

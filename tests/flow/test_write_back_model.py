@@ -290,6 +290,34 @@ def test_the_rest_is_there_and_nothing_is_lost(steps: list[Step], refused: set[b
     play(RefusedWorld(refused, calls), steps)
 
 
+unlinked = st.one_of(*(change for change in changes if change is not changes[3]), kept, kept, kept, st.just(("write back",)))
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=no_health_checks)
+@given(st.lists(unlinked, max_size=40))
+def test_a_pfs_without_hard_links_has_all_files_and_keeps_what_only_the_history_names(steps: list[Step]) -> None:
+    world = Application(rewrite=True)
+    mount, flow = world.mount, world.mount.write_back()
+    with contextlib.closing(world), pytest.MonkeyPatch.context() as patch:
+        Refusal(patch, "link", lambda _: True, errno.EPERM)
+        for name, *values in steps:
+            if name != "write back":
+                world.change(name, *values)
+                continue
+            mount.settle(flow)
+            tree, pfs = mount.tree(), mount.on_pfs()
+            assert pfs.items() <= tree.items()
+            shown = {mount.number(path) for path in pfs}
+            missing = {path for path in tree if path not in pfs}
+            assert all(path.startswith(b".ckptfs.history/") and mount.number(path) in shown for path in missing)
+        for path in sorted(mount.tree(), reverse=True):
+            if not path.startswith(b".ckptfs.history"):
+                (mount.rmdir if mount.tree()[path][0] == "directory" else mount.unlink)(path)
+        mount.settle(flow)
+        tree, pfs = mount.tree(), mount.on_pfs()
+        assert pfs.items() <= tree.items() and {mount.number(path) for path in pfs} == {mount.number(path) for path in tree}
+
+
 # --- what retention rules hold back (D7) ------------------------------------------------------------------------------
 
 

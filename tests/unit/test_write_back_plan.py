@@ -28,6 +28,7 @@ class Facts:
         self.refused: set[int] = set()
         self.held: set[int] = set()
         self.late = False
+        self.can_link_history = True
         self.earliness = False
         self.changing = False
         self.pausing = False

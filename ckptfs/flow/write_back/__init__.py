@@ -424,6 +424,10 @@ class WriteBack:
             action = applier.current_action
             if action is None or isinstance(failure, DirectoryMissing):
                 raise
+            if applier.is_history_link(action, failure):
+                log.info("the PFS cannot link: %s; a file goes to the history of sets when it loses all other names", failure.strerror)
+                self._facts.can_link_history = False
+                return self._apply_before(tree, batch, action)
             if not applier.is_half_done and self._defer_action(tree, action, failure):
                 return self._apply_before(tree, batch, action)
             raise OSError(failure.errno, failure.strerror, format_path(action.location)) from failure

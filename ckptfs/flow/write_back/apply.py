@@ -22,7 +22,7 @@ import stat
 from collections.abc import Callable, Iterable
 
 from ckptfs import disk, limits
-from ckptfs.catalog import pfs_state
+from ckptfs.catalog import history, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
 from ckptfs.catalog.pfs_batch import ObservedStat, PfsAction, PfsBatch, PfsLocation
@@ -80,6 +80,8 @@ class Applier:
             if fingerprint is not None and fingerprint.ino
         }
         self._final_inodes = {(show.location.parent, show.location.name): show.inode for show in batch.expected_entries}
+        links = [(action.key, action.new_location) for action in batch.actions if action.act == "link"]
+        self._history_links = {key for key, new in links if new is not None and history.is_history(db, new.parent)}
         self._copied_inodes: dict[int, int] = {}
         self._directories: dict[tuple[bytes, ...], None] = {}
         self.current_action: PfsAction | None = None
@@ -165,10 +167,14 @@ class Applier:
             return
         except OSError as failure:
             found = find_stat(source, action.location.name)
-            if failure.errno not in _NO_LINKS or found is None or not stat.S_ISREG(found.st_mode):
+            if self.is_history_link(action, failure) or failure.errno not in _NO_LINKS or found is None or not stat.S_ISREG(found.st_mode):
                 raise
             log.warning("%s: the PFS cannot link: %s; a copy is made instead", format_path(action.new_location), failure.strerror)
         self._copy(action)
+
+    def is_history_link(self, action: PfsAction, failure: OSError) -> bool:
+        """Return True if the PFS cannot link a file into the history of sets. No copy is made: see `Planner._find_refuge`."""
+        return action.key in self._history_links and failure.errno in _NO_LINKS
 
     def _copy(self, action: PfsAction) -> None:
         assert action.new_location is not None

@@ -276,6 +276,7 @@ class CatalogFacts:
         self.get_published = partial(pfs_state.get_published, db)
         self.is_repeated = partial(journal.is_repeated_later, db)
         self.is_in_history = partial(history.is_history, db)
+        self.can_link_history = True
         self._pacing = pacing
         self.unfit_inodes: set[int] = set()
         self.unstable_contents: set[tuple[int, int]] = set()

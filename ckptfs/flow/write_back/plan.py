@@ -66,12 +66,8 @@ class Planner:
 
     def plan_row(self, row: JournalRow) -> bool:
         """Plan one row. Return False if it has to wait for another batch; then nothing of it is planned."""
-        if (
-            self._is_full
-            or len(self.actions) >= self.actions_max
-            or len(self.puts) >= self.puts_max
-            or self.planned_bytes >= BATCH_BYTES_MAX
-        ):
+        is_full = self._is_full or len(self.actions) >= self.actions_max or len(self.puts) >= self.puts_max
+        if is_full or self.planned_bytes >= BATCH_BYTES_MAX or self._must_wait_for_refuge(row):
             return False
         self._key = self.view.key = row.seq * KEYS_PER_ROW
         is_planned = self._plan_row(row)
@@ -114,6 +110,36 @@ class Planner:
     def _is_directory_pending(self, name: PfsName) -> bool:
         """Return True if the directory of a name is missing on the PFS, and will appear later."""
         return self._find_location(name) is None and bool(self.view.list_pending_names(name[0]))
+
+    def _list_linkable(self, names: list[PfsName], shown: list[PfsName]) -> list[PfsName]:
+        """Return those of `names` that the PFS can show beside `shown`. Without links the history gets a file when it has no other name."""
+        if self._facts.can_link_history:
+            return names
+        others = [name for name in names if not self._facts.is_in_history(name[0])]
+        return others if others or shown else names[:1]
+
+    def _find_refuge(self, name: PfsName, inode: int = NO_INODE) -> PfsName | None:
+        """Return the name in the history to which the file under `name` moves before `name` goes, or shows `inode`.
+
+        Returns None if the PFS shows the file under another name as well, or is not to show it.
+        """
+        shown = self.view.get_entry(*name)
+        if shown is None or shown.inode == inode or any(other != name for other in self._list_shown_names(shown.inode)):
+            return None
+        wanted = [other for other in self.view.list_pending_names(shown.inode) if other != name and self._facts.is_in_history(other[0])]
+        return next((other for other in wanted if self._find_location(other)), None)
+
+    def _must_wait_for_refuge(self, row: JournalRow) -> bool:
+        """Return True if a file must move into a directory that this batch makes."""
+        names = list_row_names(row) if row.op in ("unlink", "rename") and self._made_directories else []
+        refuges = [self._find_refuge(name, row.inode if row.op == "rename" else NO_INODE) for name in names]
+        return any(name is not None and name[0] in self._made_directories for name in refuges)
+
+    def _move_to_refuge(self, name: PfsName, new: PfsName) -> None:
+        shown, at, to = self.view.get_entry(*name), self._find_location(name), self._find_location(new)
+        assert shown is not None and at is not None and to is not None
+        self._plan_move(shown, name, at, new, to)
+        self.view.delete_pending(*new)
 
     def _is_stranded(self, inode: int) -> bool:
         """Return True if the PFS shows an inode under stale names only, and is to show it under others."""
@@ -216,7 +242,7 @@ class Planner:
         (name,) = list_row_names(row)
         shown = self._list_shown_names(row.inode)
         is_refused = self._facts.is_held(row.inode) or self._is_guarded(name, row.inode) or self._is_directory_pending(name)
-        if not shown or is_refused or self._find_location(name) is None:
+        if not shown or is_refused or self._find_location(name) is None or not self._list_linkable([name], shown):
             self.view.set_pending(*name, row.inode)
             if is_refused or self._list_stale_names(row.inode):
                 self._settle_later(row.inode, row)
@@ -245,6 +271,8 @@ class Planner:
             self.view.delete_entry(*name)
         elif self._facts.is_held(shown.inode) or self._is_guarded(name) or self._is_full_directory(shown.inode):
             self._set_wanted(name, NO_INODE, row)
+        elif (refuge := self._find_refuge(name)) is not None:
+            self._move_to_refuge(name, refuge)
         else:
             self._plan_removal(name, location, "remove" if self.view.was_directory(*name) and act == "unlink" else act)
 
@@ -268,6 +296,8 @@ class Planner:
             self.view.delete_entry(*name)
             self.view.set_pending(*new, row.inode)
             return True
+        if (refuge := self._find_refuge(new, row.inode)) is not None:
+            self._move_to_refuge(new, refuge)
         self._plan_move(shown, name, at, new, to)
         return True
 
@@ -388,7 +418,7 @@ class Planner:
         """Plan that all names of a file show this content."""
         inode = self._facts.get_inode(row.inode)
         shown = self._list_shown_names(row.inode)
-        pending = self.view.list_pending_names(row.inode)
+        pending = self._list_linkable(self.view.list_pending_names(row.inode), shown)
         is_held = self._facts.is_held(row.inode)
         waiting = [] if is_held else [name for name in pending if self._find_location(name) and not self._is_guarded(name, row.inode)]
         if inode is None or inode.nlink == 0:
@@ -456,7 +486,7 @@ class Planner:
         """Bring the names of an inode on the PFS in line with the journal, as far as possible now. Else the row stays."""
         if self._facts.is_repeated(row):
             return True
-        wanted = self.view.list_pending_names(row.inode)
+        wanted = self._list_linkable(self.view.list_pending_names(row.inode), self._list_shown_names(row.inode))
         stale = self._list_stale_names(row.inode)
         if self._facts.is_held(row.inode) or any(self._is_directory_pending(name) for name in wanted):
             self.kept_seqs.append(row.seq)

@@ -51,6 +51,9 @@ class Facts(Protocol):
     def get_published(self, inode: int) -> PublishedRow | None:
         """Return what the PFS shows of a file's bytes."""
 
+    can_link_history: bool
+    """False: the PFS refused a hard link into the history of sets."""
+
     def is_in_history(self, directory: int) -> bool:
         """Return True for a directory of the history of sets."""
 

@@ -231,7 +231,8 @@ class SharedPlanner(Planner):
         shown = self.view.list_names(inode)
         if any(self._snapshot.get_intent(name) for name in {*shared_names, *shown}):
             return self._block()
-        for name in [name for name in shared_names if name not in shown]:
+        missing = [name for name in shared_names if name not in shown]
+        for name in self._list_linkable(missing, [name for name in shown if name in shared_names]):
             if not self._ensure_directory(name[0]) or not self._vacate(name, inode):
                 return False
             known = self._facts.get_inode(inode)
