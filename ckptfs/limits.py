@@ -486,6 +486,8 @@ SET_REVIEW_S = 2.0
 # If reading the names of a directory takes longer than SET_SEARCH_S, it is left alone for SET_SEARCH_REST times as long.
 SET_SEARCH_S = 0.05
 SET_SEARCH_REST = 10
+# In a cluster, nodes look at what changed within SET_SPREAD_S for each of them, so that not all judge the same set.
+SET_SPREAD_S = 0.1
 
 # --- peers: messages -------------------------------------------------------------------------------------------------
 PEER_LISTEN = "0.0.0.0:7420"

@@ -15,6 +15,7 @@ from ckptfs.model import ContentState, Inode
 PRODUCER_XATTR = b"ckptfs.producer"
 COMMIT_XATTR = b"ckptfs.commit"
 _SERIES_XATTR = b"ckptfs.series"
+_SET_XATTR = b"ckptfs.set"
 MANIFEST_NAMES = (b"MANIFEST.json", b"MANIFEST.xxh128")
 """Files that the tracker adds to a set."""
 _TYPE_BITS, _FILE, _DIRECTORY = 0o170000, stat.S_IFREG, stat.S_IFDIR
@@ -38,14 +39,24 @@ def list_possible_members(db: Database, directory: int) -> dict[bytes, tuple[int
     return {bytes(name): (child, bool(is_directory)) for name, child, is_directory in db.rows(query, directory)}
 
 
-def list_series_of_file(db: Database, inode: int) -> list[int]:
-    """Return the directories of the series in whose sets a file has names."""
+def list_sets_of_file(db: Database, inode: int) -> list[tuple[int, int]]:
+    """Return (series, set) of all directories of sets in which a file has a name."""
     query = (
-        "WITH RECURSIVE up(id) AS (SELECT d.id FROM entry e JOIN inode d ON d.id = e.parent AND d.history = 1 WHERE e.child = ?"
-        " UNION SELECT inode.parent FROM inode JOIN up ON inode.id = up.id WHERE inode.parent > 1)"
-        " SELECT up.id FROM up JOIN xattr x ON x.inode = up.id AND x.name = ?"
+        "WITH RECURSIVE up(id, parent) AS (SELECT d.id, d.parent FROM entry e JOIN inode d ON d.id = e.parent AND d.history = 1"
+        " WHERE e.child = ? UNION SELECT inode.id, inode.parent FROM inode JOIN up ON inode.id = up.parent WHERE inode.parent > 1)"
+        " SELECT up.parent, up.id FROM up JOIN xattr x ON x.inode = up.parent AND x.name = ?"
     )
-    return [row[0] for row in db.rows(query, inode, _SERIES_XATTR)]
+    return [(row[0], row[1]) for row in db.rows(query, inode, _SERIES_XATTR)]
+
+
+def is_finished(db: Database, set_directory: int) -> bool:
+    """Return True if a set of the history is neither being made nor being removed."""
+    return db.value("SELECT 1 FROM entry WHERE child = ? AND substr(name, 1, 1) <> x'2e'", set_directory) is not None
+
+
+def get_parent(db: Database, directory: int) -> int:
+    """Return the directory above one; 0 if it is not known."""
+    return int(db.value("SELECT parent FROM inode WHERE id = ?", directory) or 0)
 
 
 # --- the files of a member --------------------------------------------------------------------------------------------
@@ -123,17 +134,22 @@ def has_set_of(db: Database, series: int, files: Iterable[int]) -> bool:
     return db.value(query, series, json.dumps(sorted(set(files)))) is not None
 
 
-def list_sets_in_place(db: Database, series: int) -> set[int]:
-    """Return the sets of a series of which the application still has all files, by their directories."""
-    manifests = ", ".join(f"x'{name.hex()}'" for name in MANIFEST_NAMES)
+def list_known_sets(db: Database, series: int) -> dict[int, bool]:
+    """Return the sets of a series of which all files are known, by directory, and whether the application still has all of them."""
     query = (
         "WITH RECURSIVE below(top, id) AS (SELECT child, child FROM entry WHERE parent = ? UNION ALL SELECT below.top, e.child"
-        f" FROM below JOIN entry e ON e.parent = below.id JOIN inode i ON i.id = e.child WHERE i.mode & {_TYPE_BITS} = {_DIRECTORY})"
-        " SELECT below.top FROM below JOIN entry e ON e.parent = below.id JOIN inode f ON f.id = e.child"
-        f" WHERE f.mode & {_TYPE_BITS} = {_FILE} AND NOT (e.parent = below.top AND e.name IN ({manifests}))"
-        " GROUP BY below.top HAVING min(f.nlink > f.history)"
+        f" FROM below JOIN entry e ON e.parent = below.id JOIN inode i ON i.id = e.child WHERE i.mode & {_TYPE_BITS} = {_DIRECTORY}),"
+        " figures(top, known, in_place) AS (SELECT below.top, count(*), sum(f.nlink > f.history) FROM below"
+        f" JOIN entry e ON e.parent = below.id JOIN inode f ON f.id = e.child WHERE f.mode & {_TYPE_BITS} = {_FILE} GROUP BY below.top),"
+        " counts(top, files) AS (SELECT inode, json_extract(CAST(value AS TEXT), '$.files') FROM xattr WHERE name = ?)"
+        " SELECT top, in_place >= files FROM figures JOIN counts USING (top) WHERE known >= files"
     )
-    return {row[0] for row in db.rows(query, series)}
+    return {row[0]: bool(row[1]) for row in db.rows(query, series, _SET_XATTR)}
+
+
+def list_sets_in_place(db: Database, series: int) -> set[int]:
+    """Return the sets of a series of which the application still has all files, by directory."""
+    return {directory for directory, is_in_place in list_known_sets(db, series).items() if is_in_place}
 
 
 def count_history_bytes(db: Database) -> int:

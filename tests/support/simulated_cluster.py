@@ -14,14 +14,21 @@ import os
 import random
 import resource
 import shutil
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import trio
 import trio.testing
+from ckptfs_daemon import ipc
 from ckptfs_daemon.control import cluster_status
+from ckptfs_daemon.mount.context import ChangeRunner, MountContext
+from ckptfs_daemon.mount.member_reader import MountMemberReader
+from ckptfs_daemon.mount.mover_client import MoverClient
+from ckptfs_daemon.mount.open_file_table import OpenFileTable
+from ckptfs_daemon.mount.set_tracker import SetTracker
 from ckptfs_daemon.mover.lanes import Flow, Lane, Lanes
 from ckptfs_daemon.mover.membership_service import MembershipService, build_node
 from clique_world import LocalPeers
@@ -31,7 +38,8 @@ from simulated_store import BACKGROUND, SimulatedEtcd, SimulatedStore, Simulated
 from write_back_world import memory
 
 from ckptfs import limits
-from ckptfs.catalog import contents, copies, identity, journal, mover_requests
+from ckptfs.catalog import contents, copies, identity, journal, mover_requests, namespace
+from ckptfs.cgroups import MemoryLimits
 from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.membership import NODES_END, NODES_PREFIX, Node, register
 from ckptfs.coherence.store_loss import EpochCheckedStore
@@ -39,6 +47,7 @@ from ckptfs.config import Config
 from ckptfs.flow.copy_records import AnnounceCopies, DropDeadRecords
 from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.host import Host
+from ckptfs.flow.inspect_file import InspectFile
 from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.reconcile import Reconcile
 from ckptfs.flow.recover import Recover
@@ -49,7 +58,7 @@ from ckptfs.flow.scan import Scan
 from ckptfs.flow.seal import Seal
 from ckptfs.flow.take_over import TakeOver
 from ckptfs.flow.write_back import WriteBack
-from ckptfs.model import ROOT, Tier
+from ckptfs.model import ROOT, DataPath, Tier
 from ckptfs.peers.transfer_table import TransferTable
 from ckptfs.tiers.storage import Tiers
 
@@ -95,7 +104,8 @@ class SimulatedMover:
             ("seal", Seal(db, tiers, config, self, (Tier.RAM,))), ("reclaim", Reclaim(db, tiers, config, self, (Tier.RAM,))),
             ("replicate", Replicate(db, tiers, self, self.cluster)), ("announce", announce), ("repair", Repair(db, self, self.cluster)),
             ("reconcile", Reconcile(db, tiers, self, self.cluster, node.hold.reported_unneeded)), ("fetch", fetch),
-            ("salvage", Salvage(db, tiers, self, self.cluster)), ("host", node.hold), ("dead records", DropDeadRecords(db, self.cluster)),
+            ("salvage", Salvage(db, tiers, self, self.cluster)), ("inspect", InspectFile(db, self, self.cluster)), ("host", node.hold),
+            ("dead records", DropDeadRecords(db, self.cluster)),
         ]  # fmt: skip
         self._prepare: list[Callable[[], object]] = [self._recover.step, announce.prepare, fetch.prepare]
         if config.pfs is not None:
@@ -502,3 +512,32 @@ def table(costs: list[Costs]) -> str:
 def breakdown(usage: Usage, nodes: int) -> str:
     """Operations of a node by cause."""
     return ", ".join(f"{cause} {count / nodes:.2f}" for cause, count in usage.operations.most_common() if cause not in BACKGROUND)
+
+
+class _MountWakes:
+    """The mount's end of the wake channel."""
+
+    def __init__(self, node: SimulatedNode) -> None:
+        self._node = node
+
+    def notify(self, message: bytes) -> None:
+        self._node.mover.wake_lanes(message[1:].decode() if message.startswith(ipc.URGENT_REQUEST) else "")
+
+
+def track_sets(node: SimulatedNode, nursery: trio.Nursery) -> SetTracker:
+    """Start the mount's tracker of checkpoint sets on a node."""
+    wakes: Any = _MountWakes(node)
+    mover_client, open_files = MoverClient(node.db, wakes), OpenFileTable(node.db, node.tiers, None, wakes)
+    context = MountContext(
+        node.config, DataPath.BUFFERED, node.db, node.tiers, wakes, mover_client, open_files, MemoryLimits(), node.sharing
+    )
+    changes = ChangeRunner(context)
+
+    def delete(unlinked: Iterable[int]) -> None:
+        with node.db.transaction():
+            namespace.delete_forgotten(node.db, unlinked)
+
+    tracker = SetTracker(context, changes, MountMemberReader(context, changes), delete)
+    node.on_sealed = tracker.wake
+    nursery.start_soon(tracker.run, name="checkpoint sets")
+    return tracker

@@ -33,6 +33,7 @@ from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.open_acts import remove_quietly
+from ckptfs_daemon.mount.set_refresh import SetRefresh
 
 log = logging.getLogger(__name__)
 disk.declare_labels("manifest:write")
@@ -71,9 +72,11 @@ class FoundMember:
 class SetMaker:
     """Makes and removes sets, one at a time. Belongs to the trio thread."""
 
-    def __init__(self, context: MountContext, changes: ChangeRunner, on_unlinked: Callable[[Iterable[int]], None]) -> None:
+    def __init__(
+        self, context: MountContext, changes: ChangeRunner, refresh: SetRefresh, on_unlinked: Callable[[Iterable[int]], None]
+    ) -> None:
         """`on_unlinked` is called with inodes that have no name any more."""
-        self._context, self._changes, self._on_unlinked = context, changes, on_unlinked
+        self._context, self._changes, self._refresh, self._on_unlinked = context, changes, refresh, on_unlinked
 
     async def make(self, found: FoundMember, tree: SetTree) -> tuple[int, CheckpointSet | None]:
         """Make the set of a complete member. Return its series, and None if there is such a set already.
@@ -82,6 +85,10 @@ class SetMaker:
         """
         db, files = self._context.db, [file.inode for file in tree.files.values()]
         series = await self._open_series(found)
+        if self._context.shared_namespace is not None:
+            sets = await trio.to_thread.run_sync(history.list_sets, db, series)
+            for former in [one for one in sets if one.record.name == found.member.name][:1]:
+                await self._refresh.refresh_set(former.directory)
         if await trio.to_thread.run_sync(set_members.has_set_of, db, series, files):
             return series, None
         await self._remove_leftovers(series)
@@ -99,6 +106,7 @@ class SetMaker:
 
     async def remove(self, directory: int) -> None:
         """Remove a set from the history."""
+        await self._refresh.refresh_set(directory)
         while not await self._changes.run_change(lambda db, _: history.delete_set(db, directory, limits.SET_NAMES_PER_CHANGE)):
             await trio.lowlevel.checkpoint()
         self._on_unlinked(namespace.list_orphans(self._context.db))

@@ -37,6 +37,7 @@ from ckptfs.series.set_kinds import DirectoryFacts
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.member_reader import MountMemberReader
 from ckptfs_daemon.mount.set_maker import FoundMember, SetMaker
+from ckptfs_daemon.mount.set_refresh import SetRefresh
 
 log = logging.getLogger(__name__)
 Row = tuple[int, int]
@@ -131,12 +132,17 @@ class SetTracker:
     ) -> None:
         self._context, self._reader = context, reader
         self._changes = changes
-        self._maker = SetMaker(context, changes, on_unlinked)
+        self._refresh = SetRefresh(context, reader)
+        self._maker = SetMaker(context, changes, self._refresh, on_unlinked)
         self._woken = trio.Event()
         self._after = 0
+        self._looks: dict[Row, float] = {}
+        """When to look at candidates that are not looked at at once."""
         self._waiting: dict[tuple[int, bytes], _Waiting] = {}
         self._reviews: dict[int, float] = {}
         """When to ask next what a series keeps."""
+        self._touched: dict[int, set[int]] = defaultdict(set)
+        """Sets by series of which a file lost a name."""
         self._noted: dict[tuple[int, bytes], set[str]] = {}
         self._rests: dict[int, float] = {}
         self._has_changed = True
@@ -188,8 +194,12 @@ class SetTracker:
         """Look at some candidates. Return True if there are more."""
         rows = set_candidates.list_candidates(self._context.db, self._after, limits.SET_CANDIDATES_MAX)
         self._after = rows[-1][0] if len(rows) == limits.SET_CANDIDATES_MAX else 0
-        due_s = {one.row: one.due_s for one in self._waiting.values()}
-        fresh = [row for row in rows if due_s.get(row, 0.0) <= trio.current_time()]
+        due_s = self._looks | {one.row: one.due_s for one in self._waiting.values()}
+        now_s = trio.current_time()
+        for row in rows:
+            if row not in due_s:
+                due_s[row] = self._looks[row] = now_s + self._refresh.choose_delay_s()
+        fresh = [row for row in rows if due_s[row] <= now_s]
         if fresh:
             found = await self._find(fresh)
             await self._note_producers(found)
@@ -198,32 +208,32 @@ class SetTracker:
                 parts = [row for row, members in found.items() if any(one.key == place.key for one in members)]
                 done |= await self._look_at(place, parts)
             set_candidates.delete_candidates(self._context.db, done - {one.row for one in self._waiting.values()})
+            self._looks = {row: due_s for row, due_s in self._looks.items() if row not in done}
         return bool(self._after)
 
     async def _find(self, rows: list[Row]) -> dict[Row, list[FoundMember]]:
         """Return the members of which each candidate is a part. Candidates in directories that rest are left out."""
-        await self._refresh(rows)
+        db = self._context.db
+        await self._refresh.refresh_above([inode for inode, _ in rows])
+        kept = {inode for inode, _ in rows if await self._note_sets_of(inode)}
         now_s = trio.current_time()
-        for inode, _ in rows:
-            for directory in set_members.list_series_of_file(self._context.db, inode):
-                self._reviews[directory] = now_s
         self._rests = {directory: until_s for directory, until_s in self._rests.items() if until_s > now_s}
-        search = _MemberSearch(self._context.db, frozenset(self._rests))
+        search = _MemberSearch(db, frozenset(self._rests))
         found = await trio.to_thread.run_sync(lambda: {row: search.find(row[0]) for row in rows})
         self._rests |= {directory: trio.current_time() + seconds for directory, seconds in search.rests_s.items()}
-        return {row: members for row, members in found.items() if members is not None}
+        # A file that is written gets another inode than its name in the history. So its one member needs no new set because of it.
+        return {row: [] if row[0] in kept and len(members) == 1 else members for row, members in found.items() if members is not None}
 
-    async def _refresh(self, rows: list[Row]) -> None:
-        """In a cluster, load the names in all directories above the candidates."""
-        shared_namespace, seen = self._context.shared_namespace, {ROOT}
-        for inode, _ in rows if shared_namespace is not None else ():
-            assert shared_namespace is not None
-            for directory in [parent for parent, _ in set_members.list_places(self._context.db, inode)]:
-                while directory and directory not in seen:
-                    seen.add(directory)
-                    await shared_namespace.refresh_inode(directory)
-                    await shared_namespace.refresh_directory(directory)
-                    directory = self._context.get_inode(directory).parent
+    async def _note_sets_of(self, inode: int) -> bool:
+        """Note that the series whose history has a file must be reviewed. Return whether a finished set has it."""
+        is_kept = False
+        for directory, one in await self._refresh.list_sets_of_file(inode):
+            if directory not in self._reviews:
+                await self._refresh.refresh_series(directory)
+                self._reviews[directory] = trio.current_time() + self._refresh.choose_delay_s()
+            self._touched[directory].add(one)
+            is_kept |= set_members.is_finished(self._context.db, one)
+        return is_kept
 
     async def _note_producers(self, found: dict[Row, list[FoundMember]]) -> None:
         """Note on one file of each member by which process it was written; forget what an earlier writer left on the others."""
@@ -252,7 +262,8 @@ class SetTracker:
         else:
             if former is not None and former.row in rows:
                 delay_s = max(delay_s, min(2 * former.delay_s, limits.SET_RETRY_MAX_S))
-            self._waiting[found.key] = _Waiting(rows[0], trio.current_time() + delay_s, delay_s)
+            due_s = trio.current_time() + delay_s + self._refresh.choose_delay_s()
+            self._waiting[found.key] = _Waiting(rows[0], due_s, delay_s)
         return set() if former is None else {former.row}
 
     async def _judge(self, found: FoundMember) -> float | None:
@@ -284,21 +295,23 @@ class SetTracker:
 
     async def _review(self, directory: int) -> None:
         """Remove the sets of a series that nothing protects."""
-        db, shared_namespace = self._context.db, self._context.shared_namespace
-        if shared_namespace is not None:
-            await shared_namespace.refresh_inode(directory)
-            await shared_namespace.refresh_directory(directory)
+        db, touched = self._context.db, self._touched.pop(directory, set())
+        await self._refresh.refresh_series(directory)
         known = history.get_series(db, directory)
         if known is None:
             return
-        sets = {one.record.number: one for one in await trio.to_thread.run_sync(history.list_sets, db, directory)}
-        facts = await trio.to_thread.run_sync(load_facts, db, directory, list(sets.values()))
+        sets = await trio.to_thread.run_sync(history.list_sets, db, directory)
+        for number, one in enumerate(sets):
+            if number < len(Level) or one.directory in touched:
+                await self._refresh.refresh_set(one.directory, with_copies=True)
+        facts = await trio.to_thread.run_sync(load_facts, db, directory, sets)
         reasons = retention.find_reasons(facts, None if known.rollback is None else known.rollback.number)
-        for number in [number for number, why in reasons.items() if not why]:
-            await self._maker.remove(sets[number].directory)
-            log.info("%s: removed from the history: nothing protects it", os.fsdecode(sets[number].name))
-        if any(why == {KeepReason.NEWEST} and number != max(sets) for number, why in reasons.items()):
-            self._reviews[directory] = trio.current_time() + limits.SET_REVIEW_S
+        for one in sets:
+            if reasons.get(one.record.number) == frozenset():
+                await self._maker.remove(one.directory)
+                log.info("%s: removed from the history: nothing protects it", os.fsdecode(one.name))
+        if any(reasons.get(one.record.number) == frozenset({KeepReason.NEWEST}) for one in sets[1:]):
+            self._reviews[directory] = trio.current_time() + limits.SET_REVIEW_S + self._refresh.choose_delay_s()
 
     async def _report(self) -> None:
         """Record the figures of `status`, if they have changed."""
@@ -310,15 +323,18 @@ class SetTracker:
 
 
 def load_facts(db: Database, directory: int, sets: Iterable[CheckpointSet]) -> list[SetFacts]:
-    """Return what retention must know of the sets of a series, newest first. An older set of the same name is not in its place."""
+    """Return what retention must know of the sets of a series, newest first; sets are left out of which not all files are known.
+
+    Of several sets of one name, only the newest may count as in its place.
+    """
     with db.read_transaction():
-        levels, in_place = history.list_levels(db, directory), set_members.list_sets_in_place(db, directory)
+        levels, known = history.list_levels(db, directory), set_members.list_known_sets(db, directory)
     found, names = [], set()
     for one in sets:
-        if one.directory in levels:
-            is_in_place = one.directory in in_place and one.record.name not in names
+        if one.directory in known and one.directory in levels:
+            is_in_place = known[one.directory] and one.record.name not in names
             found.append(SetFacts(one.record.number, levels[one.directory], is_in_place, one.is_pinned))
-            names.add(one.record.name)
+        names.add(one.record.name)
     return found
 
 

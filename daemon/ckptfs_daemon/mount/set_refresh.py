@@ -1,0 +1,75 @@
+"""What the tracker of sets must know of other nodes, and how the nodes share the work of looking.
+
+Each node looks for sets where it sealed, renamed or removed something. A set of a thousand nodes must not be judged a thousand times. So
+each look comes at a random time within a period that grows with the number of nodes: the first one that finds the set complete makes it,
+and the others then see from their own files that these are in the history. Outside a cluster nothing is loaded, and nothing waits.
+"""
+
+import random
+
+from ckptfs import limits
+from ckptfs.catalog import history, identity, peer_copies, set_members
+from ckptfs.coherence import keys
+from ckptfs.model import ROOT
+from ckptfs_daemon.mount.context import MountContext
+from ckptfs_daemon.mount.member_reader import MountMemberReader
+
+
+class SetRefresh:
+    """Loads rows of other nodes. Belongs to the trio thread."""
+
+    def __init__(self, context: MountContext, reader: MountMemberReader) -> None:
+        self._context, self._reader = context, reader
+
+    def choose_delay_s(self) -> float:
+        """Return after which time this node looks at what it has just changed."""
+        if self._context.shared_namespace is None:
+            return 0.0
+        return random.uniform(0.0, limits.SET_SPREAD_S * len(peer_copies.list_live_nodes(self._context.db)))
+
+    async def refresh_above(self, inodes: list[int]) -> None:
+        """Load these inodes and the names in all directories above them."""
+        shared_namespace, seen = self._context.shared_namespace, set[int]()
+        for inode in inodes if shared_namespace is not None else ():
+            assert shared_namespace is not None
+            await shared_namespace.refresh_inode(inode)
+            for directory, _ in set_members.list_places(self._context.db, inode):
+                while directory and directory not in seen:
+                    seen.add(directory)
+                    await shared_namespace.refresh_inode(directory)
+                    await shared_namespace.refresh_directory(directory)
+                    directory = 0 if directory == ROOT else self._context.get_inode(directory).parent
+
+    async def list_sets_of_file(self, inode: int) -> list[tuple[int, int]]:
+        """Return (series, set) of all directories of sets in which a file has a name, also of sets that this node has never read."""
+        db, shared_namespace = self._context.db, self._context.shared_namespace
+        if shared_namespace is None:
+            return set_members.list_sets_of_file(db, inode)
+        found = []
+        for directory in {name[0] for name in keys.list_shared_names(db, inode) if identity.is_history_directory(name[0])}:
+            below = directory
+            while directory > ROOT:
+                await shared_namespace.refresh_inode(directory)
+                if history.get_series(db, directory) is not None:
+                    found.append((directory, below))
+                    break
+                below, directory = directory, set_members.get_parent(db, directory)
+        return found
+
+    async def refresh_series(self, series: int) -> None:
+        """Load the sets of a series, and what users said of them."""
+        if self._context.shared_namespace is not None:
+            await self._context.shared_namespace.refresh_inode(series)
+            await self._context.shared_namespace.refresh_directory(series)
+
+    async def refresh_set(self, directory: int, *, with_copies: bool = False) -> None:
+        """Load what is in a set, and where the copies of its files are."""
+        shared_namespace = self._context.shared_namespace
+        todo = [directory] if shared_namespace is not None else []
+        while todo:
+            assert shared_namespace is not None
+            for inode in (await self._reader.list_directory(todo.pop())).values():
+                if inode.is_directory:
+                    todo.append(inode.id)
+                elif with_copies:
+                    await shared_namespace.refresh_copies(inode.id)
