@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from another_user import as_user
 from daemon_under_test import Area, DaemonUnderTest, environment
+from made_sets import make_set
 from programs import refusal
 
 pytestmark = pytest.mark.fuse
@@ -257,7 +258,7 @@ def test_directories_show_series_and_subdirectories(mount: Area) -> None:
     assert sorted(os.listdir(latest(mount, "run"))) == ["step_*", "step_1", "step_2"]
     assert os.listdir(latest(mount)) == ["run"] and os.listdir(latest(mount, "run", "step_1")) == []
     assert mount.path.name in os.listdir(mount.daemon.path / ".ckptfs" / "latest")
-    assert os.listdir(mount.daemon.path / ".ckptfs") == ["latest"] and ".ckptfs" not in os.listdir(mount.daemon.path)
+    assert {*os.listdir(mount.daemon.path / ".ckptfs")} - {"history"} == {"latest"} and ".ckptfs" not in os.listdir(mount.daemon.path)
     found = [entry.name for entry in os.scandir(latest(mount, "run")) if entry.is_symlink()]
     assert found == ["step_*"] and latest(mount, "run").is_dir()
     assert not latest(mount, "run", "notes").exists() and not latest(mount, "none").exists()
@@ -299,7 +300,7 @@ def test_its_own_name_is_not_given_away_and_tools_pass_through(mount: Area, tmp_
     for change in (lambda: mount.path.rename(ours), lambda: ours.rename(top / "mine"), ours.rmdir, ours.mkdir):
         with pytest.raises(OSError):
             change()
-    assert (mount.path / "run" / "step_1" / "a").exists() and os.listdir(ours) == ["latest"] and not (top / "mine").exists()
+    assert (mount.path / "run" / "step_1" / "a").exists() and "latest" in os.listdir(ours) and not (top / "mine").exists()
     for tool in (["find", "-P", latest(mount)], ["du", "-s", latest(mount)], ["cp", "-a", latest(mount), tmp_path / "copy"]):
         subprocess.run([*tool], check=True, capture_output=True, timeout=60)
     assert os.readlink(tmp_path / "copy" / "run" / "step_*").endswith("/run/step_1")
@@ -332,3 +333,75 @@ def test_the_name_outlives_the_mount_process(make_daemon: Callable[..., DaemonUn
     assert os.lstat(link).st_ino == inode and (link / "a").exists()
     assert os.readlink("step_*", dir_fd=there) == "../../../run/step_1"
     os.close(there)
+
+
+# --- sets in the history ------------------------------------------------------------------------------------------------
+
+
+def resolve(mount: Area, *parts: str) -> str:
+    """Where the name leads to, below the mount."""
+    return str(latest(mount, *parts).resolve().relative_to(mount.daemon.path))
+
+
+def test_a_set_that_is_overwritten_stays_the_latest(mount: Area) -> None:
+    """T6, D6: readers of `latest` never see a mixture: of the old bytes and the new ones they get the old until the new ones are whole."""
+    run = mount.path / "run"
+    save(run / "step_100", "rank0.pt", "rank1.pt")
+    mount.settle()
+    old = [(run / "step_100" / name).read_bytes() for name in ("rank0.pt", "rank1.pt")]
+    make_set(mount.daemon, run / "step_100", "step_*", numbers=(100,))
+    assert resolve(mount, "run", "step_*") == f"{mount.path.name}/run/step_100" and newest(mount, run) == str(run / "step_100")
+    with open(run / "step_100" / "rank0.pt", "wb") as file:
+        for _ in range(3):
+            file.write(os.urandom(1000))
+            file.flush()
+            assert resolve(mount, "run", "step_*").startswith(f".ckptfs/history/{mount.path.name}/run/step_*/step_100@")
+            assert [(latest(mount, "run", "step_*") / name).read_bytes() for name in ("rank0.pt", "rank1.pt")] == old
+        shown = Path(newest(mount, run))
+        assert [(shown / name).read_bytes() for name in ("rank0.pt", "rank1.pt")] == old
+        assert f"{run}/step_100 was passed over: rank0.pt is not sealed yet" in mount.command("latest", run).stderr
+    shutil.rmtree(run / "step_100")
+    assert [(latest(mount, "run", "step_*") / name).read_bytes() for name in ("rank0.pt", "rank1.pt")] == old
+    assert os.listdir(latest(mount, "run")) == ["step_*"], "the series is shown while the history has a set of it"
+    found = json.loads(mount.command("latest", run / "step_*", "--json").stdout)
+    assert (found["number"], found["files"], found["size"]) == (100, 2, 4000) and "/.ckptfs/history/" in found["path"]
+
+
+def test_files_and_groups_of_the_history(mount: Area) -> None:
+    """H4, X3: the symlink of each file leads to that file; the command prints what a program is given."""
+    write_archive(mount.path / "model_7.pt")
+    for name in ("index", "data-00000-of-00001"):
+        (mount.path / f"ckpt-2.{name}").write_bytes(name.encode())
+    mount.settle()
+    make_set(mount.daemon, mount.path / "model_7.pt", "model_*.pt", numbers=(7,))
+    make_set(mount.daemon, mount.path / "ckpt-2.index", "ckpt-*", name="ckpt-2", more=["ckpt-2.data-00000-of-00001"], numbers=(2,))
+    assert resolve(mount, "model_*.pt") == f"{mount.path.name}/model_7.pt" and resolve(mount, "ckpt-*.index").endswith("/ckpt-2.index")
+    for path in list(mount.path.iterdir()):
+        path.unlink()
+    assert sorted(os.listdir(latest(mount))) == ["ckpt-*.data-00000-of-00001", "ckpt-*.index", "model_*.pt"]
+    assert latest(mount, "ckpt-*.index").read_bytes() == b"index" and zipfile.is_zipfile(latest(mount, "model_*.pt"))
+    assert latest(mount, "ckpt-*.data-00000-of-00001").read_bytes() == b"data-00000-of-00001"
+    prefix = newest(mount, mount.path / "ckpt-*")
+    assert Path(prefix + ".index").read_bytes() == b"index" and zipfile.is_zipfile(newest(mount, mount.path / "model_*.pt"))
+
+
+def test_a_rollback_in_the_mount(mount: Area) -> None:
+    """D2: no data moves; the older one is the latest for every program until a set is made."""
+    run = mount.path / "run"
+    for number in (100, 200):
+        save(run / f"step_{number}", "a", "b")
+        mount.settle()
+        make_set(mount.daemon, run / f"step_{number}", "step_*", numbers=(number,))
+    series = mount.daemon.path / ".ckptfs" / "history" / mount.path.name / "run" / "step_*"
+    target = next(name.rpartition("@")[2] for name in os.listdir(series) if name.startswith("step_100@"))
+    assert resolve(mount, "run", "step_*").endswith("run/step_200")
+    os.setxattr(series, "user.ckptfs.rollback", target.encode())
+    assert resolve(mount, "run", "step_*") == f"{mount.path.name}/run/step_100" and newest(mount, run) == str(run / "step_100")
+    shutil.rmtree(run / "step_100")
+    assert resolve(mount, "run", "step_*") == f".ckptfs/history/{mount.path.name}/run/step_*/step_100@{target}"
+    save(run / "step_150", "a", "b")
+    mount.settle()
+    make_set(mount.daemon, run / "step_150", "step_*", numbers=(150,))
+    assert resolve(mount, "run", "step_*").endswith("run/step_150") and newest(mount, run) == str(run / "step_150")
+    os.removexattr(series, "user.ckptfs.rollback")
+    assert resolve(mount, "run", "step_*").endswith("run/step_200")

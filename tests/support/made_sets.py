@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from daemon_under_test import DaemonUnderTest
@@ -17,22 +18,24 @@ def open_catalog(daemon: DaemonUnderTest) -> "contextlib.closing[Database]":
     return contextlib.closing(Database(daemon.state / "catalog.db", journalled=daemon.options.get("pfs") is not None))
 
 
-def make_set(daemon: DaemonUnderTest, member: Path, pattern: str, *, numbers: tuple[int, ...] = (0,)) -> Path:
-    """Keep a file or directory of the mount in the history. Returns the directory of the set. `daemon` must have settled."""
-    inode = member.stat().st_ino
+def make_set(
+    daemon: DaemonUnderTest, member: Path, pattern: str, *, numbers: tuple[int, ...] = (0,), name: str = "", more: Sequence[str] = ()
+) -> Path:
+    """Keep a directory, or a file and `more` beside it, in the history. Returns the directory of the set. `daemon` must have settled."""
+    inode, directory, name = member.stat().st_ino, member.parent.stat().st_ino, name or member.name
+    files = {path.name: path.stat().st_ino for path in (member, *map(member.with_name, more))} if member.is_file() else {}
     with open_catalog(daemon) as db:
         with db.transaction():
-            series = history.insert_series(db, member.parent.stat().st_ino, os.fsencode(pattern))
-            number = history.get_next_number(db, series.directory)
-            files = namespace.list_files_below(db, inode)
-            record = SetRecord(number, os.fsencode(member.name), numbers, len(files), 0, time.time_ns(), is_group=member.is_file())
-            made = history.begin_set(db, series.directory, record, None if member.is_file() else namespace.get(db, inode))
-            if member.is_file():
-                history.insert_link(db, inode, made, os.fsencode(member.name))
-            else:
+            series = history.insert_series(db, directory, os.fsencode(pattern))
+            number, count = history.get_next_number(db, series.directory), len(namespace.list_files_below(db, inode))
+            record = SetRecord(number, os.fsencode(name), numbers, count, 0, time.time_ns(), is_group=bool(files))
+            made = history.begin_set(db, series.directory, record, None if files else namespace.get(db, inode))
+            for file, linked in files.items():
+                history.insert_link(db, linked, made, os.fsencode(file))
+            if not files:
                 _link_below(db, inode, made)
             history.finish_set(db, made)
-        return daemon.path / ".ckptfs" / "history" / os.fsdecode(series.path) / f"{member.name}@{number}"
+        return daemon.path / ".ckptfs" / "history" / os.fsdecode(series.path) / f"{name}@{number}"
 
 
 def _link_below(db: Database, directory: int, target: int) -> None:

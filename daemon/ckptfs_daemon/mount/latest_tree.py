@@ -174,7 +174,7 @@ class LatestTree(ReadOnlyTree):
         found = await self._reader.list_directory(entry.directory)
         names = [name for name, inode in found.items() if inode.is_directory or inode.is_file]
         shown = {name: VirtualEntry(inode.id) for name, inode in found.items() if inode.is_directory}
-        patterns = series.list_patterns(names)
+        patterns = {*series.list_patterns(names), *self._reader.list_history_patterns(entry.directory)}
         return sorted((shown | {pattern: VirtualEntry(entry.directory, pattern) for pattern in patterns}).items())
 
     # --- the newest member --------------------------------------------------------------------------------------------

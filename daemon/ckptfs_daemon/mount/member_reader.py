@@ -122,10 +122,16 @@ class MountMemberReader:
 
     def _find_group_series(self, directory: int, series_name: bytes) -> SeriesRecord | None:
         """Return the series of groups of which this is the pattern of one file."""
-        own = [one for one in history.list_series(self._context.db) if one.origin == directory]
-        return next((one for one in own if series_name in self.list_patterns(one)), None)
+        return next((one for one in self._list_series(directory) if series_name in self._list_patterns(one)), None)
 
-    def list_patterns(self, record: SeriesRecord) -> list[bytes]:
+    def list_history_patterns(self, directory: int) -> list[bytes]:
+        """Return the patterns of a directory's series that the history has."""
+        return [pattern for one in self._list_series(directory) for pattern in self._list_patterns(one)]
+
+    def _list_series(self, directory: int) -> list[SeriesRecord]:
+        return [one for one in history.list_series(self._context.db) if one.origin == directory]
+
+    def _list_patterns(self, record: SeriesRecord) -> list[bytes]:
         """Return the patterns under which a series can be opened: its own name, or those of the files of its newest group."""
         newest = max(history_names.list_set_names(self._context.db, record.directory), key=lambda one: one.number, default=None)
         if newest is None or not newest.is_group:
