@@ -1,8 +1,8 @@
 """What users say of checkpoint sets through extended attributes: `user.ckptfs.pin`, `note`, `remove`, `rollback` and `commit`.
 
 The kernel has checked that the caller may write the file or directory. Only its owner and root may set these attributes. They are shown to
-those who ask for them by name, and never listed. A removal and a commit are internal attributes themselves, which the tracker of sets acts
-on; a commit holds for a member as it was then.
+those who ask for them by name, and never listed. A removal and a commit are internal attributes themselves, on which the tracker of sets
+acts.
 
 Functions that change rows join the caller's transaction.
 """
@@ -14,17 +14,15 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ckptfs import limits
-from ckptfs.catalog import history, history_names, inodes
+from ckptfs.catalog import history, history_names, inodes, set_candidates, set_members
 from ckptfs.catalog.database import Database
 from ckptfs.errors import posix_error
 from ckptfs.model import Inode
 
 log = logging.getLogger(__name__)
-COMMIT_XATTR = b"ckptfs.commit"
 REMOVE_XATTR = b"ckptfs.remove"
 _YES, _NOW = b"1", b"now"
 _REMOVED = "SELECT x.inode FROM xattr x JOIN inode i ON i.id = x.inode WHERE x.name = ? AND i.nlink > 0"
-_SET_COMMIT_NS = "UPDATE xattr SET value = CAST((SELECT ctime_ns FROM inode WHERE id = ?1) AS BLOB) WHERE inode = ?1 AND name = ?2"
 
 
 class UserSetting(NamedTuple):
@@ -59,12 +57,6 @@ def set_setting(db: Database, inode: Inode, name: bytes, value: bytes | None, ui
         path = inodes.get_shown_path(db, inode.id)
         log.debug("%s: user.ckptfs.%s is refused: %r is no value of it (accepted: %s)", path, name.decode(), value, setting.accepted)
         raise posix_error(errno.EINVAL) from failure
-
-
-def get_commit_ns(db: Database, inode: int) -> int:
-    """Return when the owner said that a file or directory is complete; 0 if never. What changed later is not meant."""
-    value = db.value("SELECT value FROM xattr WHERE inode = ? AND name = ?", inode, COMMIT_XATTR)
-    return 0 if value is None else int(value)
 
 
 def list_removals(db: Database) -> list[int]:
@@ -129,16 +121,16 @@ def _set_rollback(db: Database, inode: int, value: bytes | None) -> None:
 
 
 def _get_commit(db: Database, inode: int) -> bytes | None:
-    return b"%d" % said_ns if (said_ns := get_commit_ns(db, inode)) else None
+    return _YES if set_members.is_committed(db, [inode]) else None
 
 
 def _set_commit(db: Database, inode: int, value: bytes | None) -> None:
     _require(value in (_YES, None))
     if value is None:
-        inodes.remove_xattr(db, inode, COMMIT_XATTR)
+        set_members.delete_commit(db, [inode])
         return
-    inodes.set_xattr(db, inode, COMMIT_XATTR, b"0")
-    db.run(_SET_COMMIT_NS, inode, COMMIT_XATTR)  # This very change must not make the file newer than the commit.
+    inodes.set_xattr(db, inode, set_members.COMMIT_XATTR, _YES)
+    set_candidates.insert_candidates(db, [inode])
 
 
 def _require(is_accepted: bool) -> None:
@@ -161,7 +153,7 @@ USER_SETTINGS = {
     ),
     b"commit": UserSetting(
         _is_member, _get_commit, _set_commit, "1",
-        "On a file or directory: it is a complete checkpoint as it is now, whatever it lacks. It shows when that was said, in ns.",
+        "On a file or directory: it is a complete checkpoint as it is now, whatever it lacks. The attribute goes when its set is made.",
     ),
 }  # fmt: skip
 """By the name without the prefix `user.ckptfs.`."""

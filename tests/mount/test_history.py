@@ -208,6 +208,26 @@ def test_pins_notes_and_removals(mount: Area) -> None:
     assert refusal(lambda path: os.setxattr(path, "user.ckptfs.pin", b"1"), kept.parent) == "EPERM", "of a set, not of a series"
 
 
+def test_a_removal(mount: Area) -> None:
+    """X3: `now`, by the owner, whatever keeps the set; the files in their place stay."""
+    member = save(mount)
+    kept = make_set(mount.daemon, member, "one")
+    os.setxattr(kept, "user.ckptfs.pin", b"1")
+    os.setxattr(kept, "user.ckptfs.remove", b"now")
+    eventually(lambda: not kept.exists(), what="the set is gone")
+    assert (member / "a").read_bytes() == DATA
+
+
+def test_a_commit(mount: Area) -> None:
+    """D15: what its owner calls complete becomes a set, though nothing tells that it is one."""
+    member = save(mount)
+    assert refusal(lambda path: os.setxattr(path, "user.ckptfs.commit", b"2"), member) == "EINVAL"
+    os.setxattr(member, "user.ckptfs.commit", b"1")
+    top = mount.daemon.path / ".ckptfs" / "history" / mount.path.name
+    eventually(lambda: top.exists() and [name for one in top.iterdir() for name in os.listdir(one)] == ["one@1"], what="it is a set")
+    assert (top / "one" / "one@1" / "a").read_bytes() == DATA
+
+
 def test_a_rollback_is_an_attribute_of_a_series(mount: Area) -> None:
     """D2, P11."""
     kept = make_set(mount.daemon, save(mount), "one")

@@ -37,8 +37,12 @@ SECURITY_PREFIX = b"security."
 class AttributeHandlers:
     """Handlers of what stat(2), readlink(2) and getxattr(2) show."""
 
-    def __init__(self, context: MountContext, changes: ChangeRunner, files: FileHandlers, reader: MountMemberReader) -> None:
+    def __init__(
+        self, context: MountContext, changes: ChangeRunner, files: FileHandlers, reader: MountMemberReader, on_setting: Callable[[], None]
+    ) -> None:
+        """`on_setting` is called after a change of what users say."""
         self._context, self._changes, self._files, self._reader = context, changes, files, reader
+        self._on_setting = on_setting
 
     async def getattr(self, inode: int, ctx: "RequestContext") -> EntryAttributes:
         """Return the attributes of an inode."""
@@ -162,6 +166,7 @@ class AttributeHandlers:
     async def _change_setting(self, inode: int, name: bytes, value: bytes | None, uid: int) -> None:
         name = name.removeprefix(summary.VIRTUAL_XATTR_PREFIX)
         await self._commit_change(inode, lambda db: user_settings.set_setting(db, inodes.get(db, inode), name, value, uid))
+        self._on_setting()
 
     async def _change_xattr(self, inode: int, name: bytes, change: Callable[[Database], None]) -> None:
         if name in STORED_PREFIXES:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import trio
 
 from ckptfs import limits, series
-from ckptfs.catalog import history, set_candidates, set_members, summary
+from ckptfs.catalog import history, set_candidates, set_members, summary, user_settings
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet
 from ckptfs.errors import Busy, CkptfsError
@@ -151,10 +151,6 @@ class SetTracker:
         """Look soon: there may be candidates. A hint."""
         self._woken.set()
 
-    async def remove_set(self, directory: int) -> None:
-        """Remove a set from the history, whatever protects it."""
-        await self._maker.remove(directory)
-
     async def run(self) -> None:
         """Track until cancelled. A task."""
         self._reviews = {one.directory: 0.0 for one in history.list_series(self._context.db)}
@@ -163,6 +159,8 @@ class SetTracker:
             try:
                 await self._remove_leftovers()
                 while True:
+                    for directory in user_settings.list_removals(self._context.db):
+                        await self._maker.remove(directory)
                     more = await self._look()
                     await self._review_due()
                     await self._report()
