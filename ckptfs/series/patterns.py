@@ -204,7 +204,8 @@ def list_members(series: Series, names: Iterable[bytes]) -> list[Member]:
     members = []
     for entry, deciding in numbers.items():
         name = groups.get(entry, entry)
-        members.append(Member(deciding, name, entry, tuple(sorted(files.get(name) or parts.get(_mask_parts(entry)) or [entry]))))
+        alike = files.get(name) or (parts.get(_mask_parts(entry)) if parts else None)
+        members.append(Member(deciding, name, entry, tuple(sorted(alike)) if alike else (entry,)))
     return sorted(members, key=lambda one: (one.numbers, -len(one.entry), one.entry), reverse=True)
 
 

@@ -11,6 +11,7 @@ import heapq
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ckptfs.model import Level
@@ -177,8 +178,6 @@ class _Search(Generic[Entry]):
         self._members, self._siblings, self._reader, self._known, self._waits = members, siblings, reader, known, waits
         self._sets = sorted(known.sets, key=lambda one: (one.numbers, one.number), reverse=True)
         self._set_by_name = {one.name: one for one in reversed(self._sets)}
-        self._member_by_name = {one.name: one for one in reversed(members)}
-        self._positions = {one: position for position, one in enumerate(members)}
         self._judged_in_place: set[KnownSet[Entry]] = set()
         self._are_groups = any(member.files != (member.entry,) for member in self._members)
         self._listed: dict[Member, dict[bytes, tuple[MemberFile, Entry]]] = {}
@@ -195,6 +194,14 @@ class _Search(Generic[Entry]):
     async def judge_committed(self, member: Member) -> Completeness:
         """Return the verdict on a member that a user calls complete: only the catalog can contradict."""
         return completeness.judge_set({path: file for path, (file, _) in (await self._list(member)).items()})
+
+    @cached_property
+    def _member_by_name(self) -> dict[bytes, Member]:
+        return {one.name: one for one in reversed(self._members)}
+
+    @cached_property
+    def _position_by_entry(self) -> dict[bytes, int]:
+        return {one.entry: position for position, one in enumerate(self._members)}
 
     def _list_candidates(self) -> Iterable[Member | KnownSet[Entry]]:
         """Return what may be the answer, newest first."""
@@ -213,7 +220,9 @@ class _Search(Generic[Entry]):
         if verdict is None and known is one:
             return LatestMember(known.numbers[0], known.name, known.name, await self._judge_set(known), self._known.build_path(known))
         assert member is not None
-        verdict = verdict or await self.judge(member, self._members[self._positions[member] + 1 :][: completeness.COMPARED_MAX])
+        verdict = verdict or await self.judge(
+            member, self._members[self._position_by_entry[member.entry] + 1 :][: completeness.COMPARED_MAX]
+        )
         return LatestMember(member.numbers[0], member.name, member.entry, verdict)
 
     async def _judge_in_place(self, member: Member, known: KnownSet[Entry]) -> Completeness | None:

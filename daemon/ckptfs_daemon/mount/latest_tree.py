@@ -132,6 +132,7 @@ class LatestTree(ReadOnlyTree):
         if directory == TOP and (history := await self._history.find_top()) is not None:
             found.append((HISTORY, history))
         for offset, (name, one) in enumerate(found[start_id:], start_id + 1):
+            self._inodes.assign_inode(directory)  # Its number stays known, however many entries it has.
             attributes = self._build_entry_attributes(one) if isinstance(one, VirtualEntry) else one
             if not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(name), attributes, offset):
                 return
@@ -165,27 +166,26 @@ class LatestTree(ReadOnlyTree):
             if child.is_directory:
                 return VirtualEntry(child.id)
         # A pair such as `state.cpt` and `state_prev.cpt` has the name of its first file, which may be away for a moment.
-        found = await self._reader.list_directory(entry.directory)
+        found = await self._reader.list_possible_members(entry.directory)
         return VirtualEntry(entry.directory, name) if _find_pair(name, found) is not None else None
 
     async def _list_entries(self, entry: VirtualEntry) -> list[tuple[bytes, VirtualEntry]]:
         if entry == TOP:
             return [(LATEST, VirtualEntry(ROOT))]
-        found = await self._reader.list_directory(entry.directory)
-        names = [name for name, inode in found.items() if inode.is_directory or inode.is_file]
-        shown = {name: VirtualEntry(inode.id) for name, inode in found.items() if inode.is_directory}
-        patterns = {*series.list_patterns(names), *self._reader.list_history_patterns(entry.directory)}
+        found = await self._reader.list_possible_members(entry.directory)
+        shown = {name: VirtualEntry(inode) for name, (inode, is_directory) in found.items() if is_directory}
+        patterns = {*await self._reader.compute(lambda: series.list_patterns(found)), *self._reader.list_history_patterns(entry.directory)}
         return sorted((shown | {pattern: VirtualEntry(entry.directory, pattern) for pattern in patterns}).items())
 
     # --- the newest member --------------------------------------------------------------------------------------------
 
     async def _get_newest_path(self, entry: VirtualEntry) -> bytes:
         """Return the relative path from a series' symlink to its newest complete member. Raises ENOENT."""
-        found = await self._reader.list_directory(entry.directory)
+        found = await self._reader.list_possible_members(entry.directory)
         one = series.parse(entry.series) or _find_pair(entry.series, found)
         if one is None:
             raise posix_error(errno.ENOENT if entry.series else errno.EINVAL)
-        members = {name: inode.id for name, inode in found.items() if inode.is_directory or inode.is_file}
+        members = {name: inode for name, (inode, _) in found.items()}
         known = await self._reader.load_known_sets(entry.directory, one.name)
         newest = (await series.find_newest(one, members, self._reader, Level.LOCAL, known)).newest
         if newest is None:

@@ -16,10 +16,11 @@ from typing import Any, TypeVar, cast
 import trio
 
 from ckptfs import lifecycle, limits
-from ckptfs.catalog import contents, copies, history, history_names, mover_requests, namespace, summary
+from ckptfs.catalog import contents, copies, history, history_names, mover_requests, namespace, set_members, summary
 from ckptfs.catalog.copies import FetchState
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import SeriesRecord
+from ckptfs.catalog.history_names import SetName
 from ckptfs.catalog.namespace import NotImported
 from ckptfs.errors import CkptfsError, posix_error
 from ckptfs.model import ROOT, ContentState, CopyState, Inode, Tier
@@ -30,6 +31,7 @@ from ckptfs.series import (
     LatestMember,
     Listing,
     MemberFile,
+    Series,
     build_series,
     file_formats,
     find_incomplete_reason,
@@ -56,13 +58,21 @@ class MountMemberReader:
 
     async def list_directory(self, directory: int) -> dict[bytes, Inode]:
         """Return the entries of a directory of the mount."""
+        await self._refresh_directory(directory)
+        return {entry.name: inode for entry, inode in namespace.iterate_entries(self._context.db, directory)}
+
+    async def list_possible_members(self, directory: int) -> dict[bytes, tuple[int, bool]]:
+        """Return (inode, whether it is a directory) of the files and directories in a directory, by name. Fast, however many there are."""
+        await self._refresh_directory(directory)
+        return await self.compute(functools.partial(set_members.list_possible_members, self._context.db, directory))
+
+    async def _refresh_directory(self, directory: int) -> None:
         shared_namespace = self._context.shared_namespace
         if shared_namespace is not None:
             await shared_namespace.refresh_inode(directory)
             await shared_namespace.refresh_directory(directory)
         if not self._context.get_inode(directory).is_imported:
             await self._changes.request_scan(directory, must_succeed=True)
-        return {entry.name: inode for entry, inode in namespace.iterate_entries(self._context.db, directory)}
 
     async def lookup_child(self, directory: int, name: bytes) -> Inode:
         """Return the inode of a name. Raises FileNotFoundError."""
@@ -258,19 +268,29 @@ class MountMemberReader:
 
 
 def _load_known_sets(db: Database, record: SeriesRecord) -> KnownSets[int]:
-    series, rollback = build_series(record.pattern), record.rollback
-    sets: list[KnownSet[int]] = []
+    series, names = build_series(record.pattern), history_names.list_set_names(db, record.directory)
     target = None
-    for one in history_names.list_set_names(db, record.directory):
-        numbers = series.parse_numbers(one.member)
-        if numbers is None:
-            continue
-        known = KnownSet(numbers, one.member, one.number, one.is_group, one.directory)
-        if rollback is not None and one.number == rollback.number:
-            target = known
-        elif rollback is None or one.completed_ns > rollback.at_ns:
-            sets.append(known)
-    return KnownSets(sets, target, record.path)
+    if record.rollback is not None:
+        target = next((one for one in names if one.number == record.rollback.number), None)
+        names = _list_newer(db, names, record.rollback.at_ns)
+    sets = [one for name in names if (one := _build_known_set(series, name)) is not None]
+    return KnownSets(sets, target and _build_known_set(series, target), record.path)
+
+
+def _list_newer(db: Database, names: list[SetName], at_ns: int) -> list[SetName]:
+    """Return the sets that were completed after a time. Sets are numbered in this order."""
+    found: list[SetName] = []
+    for one in sorted(names, key=lambda one: one.number, reverse=True):
+        known = history.get_set(db, one.directory)
+        if known is not None and known.record.completed_ns <= at_ns:
+            break
+        found.append(one)
+    return found
+
+
+def _build_known_set(series: Series, name: SetName) -> KnownSet[int] | None:
+    numbers = series.parse_numbers(name.member)
+    return None if numbers is None else KnownSet(numbers, name.member, name.number, name.is_group, name.directory)
 
 
 def _run_on(fd: int, act: Callable[[int, ReadRange], Result]) -> Result:
