@@ -36,14 +36,16 @@ def run(root: Path, seed: int, act: Callable[[WriterCluster], Any], count: int =
     return cluster
 
 
-def do_anything(root: Path, seed: int, disturbance: float, *, cutting: float = 0.0, killing: float = 0.0, late: float = 0.0) -> None:
+def do_anything(
+    root: Path, seed: int, disturbance: float, *, cutting: float = 0.0, killing: float = 0.0, late: float = 0.0, hurrying: float = 0.0
+) -> None:
     """Two or three nodes do what they like while their write-backs are at any point; some are cut off, or their movers die, or a commit
-    fails and is applied later, with these probabilities.
+    fails and is applied later, or some files of a node become urgent, with these probabilities.
     """
 
     async def act(cluster: WriterCluster) -> None:
         cluster.disturbing = cluster.act_somewhere
-        cluster.disturbance, cluster.cutting, cluster.killing = disturbance, cutting, killing
+        cluster.disturbance, cluster.cutting, cluster.killing, cluster.hurrying = disturbance, cutting, killing, hurrying
         for name in ("d", "e", "d/f"):
             await cluster.nodes[0].mkdir(name)
         for node in cluster.nodes:
@@ -115,6 +117,12 @@ def test_what_an_island_wrote_too_is_there_beside_the_other(tmp_path: Path, late
 def test_any_order_of_anything_ends_as_what_is_shared(tmp_path: Path, seed: int) -> None:
     """P6."""
     do_anything(tmp_path, seed, 0.06)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_with_urgent_files_it_ends_as_what_is_shared_too(tmp_path: Path, seed: int) -> None:
+    """G1, P6: what goes ahead of its turn leaves nothing behind that the older changes do not bring in order."""
+    do_anything(tmp_path, seed, 0.06, killing=0.01, hurrying=0.2)
 
 
 @pytest.mark.parametrize("seed", [165, 228])

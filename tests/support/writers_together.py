@@ -21,7 +21,8 @@ from shared_catalogs import Node, running, settled, stored, stored_tree
 from write_back_world import Killed, Tree, intercepted, pfs_tree
 
 from ckptfs import limits
-from ckptfs.catalog import contents, identity, namespace, peer_copies, remote_contents
+from ckptfs.catalog import contents, exposure, identity, namespace, peer_copies, remote_contents
+from ckptfs.catalog.exposure import UrgentOrder
 from ckptfs.catalog.remote_contents import RemoteState
 from ckptfs.clique import membership
 from ckptfs.clique.cluster import Cluster, ClusterLocks
@@ -138,6 +139,7 @@ class WriterCluster:
         self.disturbance = 0.0
         self.killing = 0.0
         self.cutting = 0.0
+        self.hurrying = 0.0
         self.deadly: set[str] = set()
         self.meanwhile: dict[str, Callable[[], Any]] = {}
         self.depth = 0
@@ -210,6 +212,9 @@ class WriterCluster:
             node.cut(node.store.reachable)
             self.log.append(f"n{node.number} {'is back' if node.store.reachable else 'is cut off'}")
             return
+        if self.hurrying and self.dice.random() < self.hurrying:
+            self.hurry(node)
+            return
         if self.dice.random() < 0.3:
             await self.step(node)
             return
@@ -235,6 +240,14 @@ class WriterCluster:
                 case "chmod":
                     await node.set(one, mode=self.dice.choice([0o600, 0o755, 0o640]))
             self.log.append(f"n{node.number} {kind} {one} {two if kind in ('rename', 'link', 'exchange') else ''}")
+
+    def hurry(self, node: Writer) -> None:
+        """A drain of a node is short of time: some of its files are urgent from now on."""
+        waiting = [row[0] for row in node.db.rows("SELECT DISTINCT inode FROM journal WHERE op = 'content' ORDER BY inode")]
+        self.dice.shuffle(waiting)
+        groups = (tuple(waiting[:1]), tuple(waiting[1:3]))
+        exposure.set_order(node.db, UrgentOrder(groups, is_ahead=True, token="t"), 3600.0)
+        self.log.append(f"n{node.number} hurries with {groups}")
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
