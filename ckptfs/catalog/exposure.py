@@ -104,6 +104,13 @@ def list_children(db: Database, directory: int, names: Iterable[bytes]) -> list[
     return [child for child in found if child is not None]
 
 
+def has_pending_names(db: Database, roots: Iterable[int]) -> bool:
+    """Return True if the PFS has yet to learn a name of these inodes, or of anything below them."""
+    tree = "WITH RECURSIVE tree(id) AS (SELECT value FROM json_each(?) UNION SELECT child FROM entry JOIN tree ON entry.parent = tree.id)"
+    pending = f"{tree} SELECT 1 FROM tree JOIN journal j ON j.inode = tree.id WHERE j.op IN ('make', 'link', 'rename', 'exchange') LIMIT 1"
+    return db.value(pending, json.dumps([*roots])) is not None
+
+
 # --- the order ---------------------------------------------------------------------------------------------------------
 
 

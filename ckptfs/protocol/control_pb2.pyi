@@ -364,7 +364,7 @@ class Safety(_message.Message):
     def __init__(self, level: _Optional[str] = ..., series: _Optional[_Iterable[_Union[SeriesSafety, _Mapping]]] = ..., other_files: _Optional[int] = ..., other_bytes: _Optional[int] = ..., open_files: _Optional[int] = ..., secured_files: _Optional[int] = ...) -> None: ...
 
 class SeriesSafety(_message.Message):
-    __slots__ = ("series", "name", "level", "safe", "files", "bytes", "missing_files", "missing_bytes", "open_files", "safe_name", "safe_level")
+    __slots__ = ("series", "name", "level", "safe", "files", "bytes", "missing_files", "missing_bytes", "open_files", "safe_name", "safe_level", "names_pending")
     SERIES_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     LEVEL_FIELD_NUMBER: _ClassVar[int]
@@ -376,6 +376,7 @@ class SeriesSafety(_message.Message):
     OPEN_FILES_FIELD_NUMBER: _ClassVar[int]
     SAFE_NAME_FIELD_NUMBER: _ClassVar[int]
     SAFE_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    NAMES_PENDING_FIELD_NUMBER: _ClassVar[int]
     series: str
     name: str
     level: str
@@ -387,7 +388,8 @@ class SeriesSafety(_message.Message):
     open_files: int
     safe_name: str
     safe_level: str
-    def __init__(self, series: _Optional[str] = ..., name: _Optional[str] = ..., level: _Optional[str] = ..., safe: _Optional[bool] = ..., files: _Optional[int] = ..., bytes: _Optional[int] = ..., missing_files: _Optional[int] = ..., missing_bytes: _Optional[int] = ..., open_files: _Optional[int] = ..., safe_name: _Optional[str] = ..., safe_level: _Optional[str] = ...) -> None: ...
+    names_pending: bool
+    def __init__(self, series: _Optional[str] = ..., name: _Optional[str] = ..., level: _Optional[str] = ..., safe: _Optional[bool] = ..., files: _Optional[int] = ..., bytes: _Optional[int] = ..., missing_files: _Optional[int] = ..., missing_bytes: _Optional[int] = ..., open_files: _Optional[int] = ..., safe_name: _Optional[str] = ..., safe_level: _Optional[str] = ..., names_pending: _Optional[bool] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
     __slots__ = ("inode",)

@@ -33,7 +33,7 @@ ORDER_VALID_S = 3600.0
 
 def get_highest_level(config: Config) -> Level | None:
     """Return the highest level that files of a mount can reach. Returns None if that is the level local."""
-    return Level.PFS if config.pfs is not None else Level.CLIQUE if config.cluster is not None else None
+    return Level.PFS if config.pfs is not None else Level.CLIQUE if _has_copies(config) else None
 
 
 def parse_drain_level(config: Config, text: str) -> Level | None:
@@ -46,7 +46,13 @@ def parse_drain_level(config: Config, text: str) -> Level | None:
         raise InvalidArgument("this mount has no PFS", remedy="drain to the level clique, or mount it with pfs=DIRECTORY")
     if text == Level.CLIQUE and config.cluster is None:
         raise InvalidArgument("this mount belongs to no cluster", remedy="drain to the level pfs, or mount it with cluster=NAME")
+    if text == Level.CLIQUE and not _has_copies(config):
+        raise InvalidArgument("this cluster keeps one copy of each file", remedy="drain to the level pfs, or raise replication_factor")
     return Level(text)
+
+
+def _has_copies(config: Config) -> bool:
+    return config.cluster is not None and config.replication_factor > 1
 
 
 def get_needed_s(size_bytes: int, changes: int, bytes_per_s: float) -> float:
@@ -169,7 +175,7 @@ class Rescue:
             if not self._count_files(directory, member):
                 continue
             newest = newest or member
-            if (directory, series.name, member.name) not in unsafe:
+            if (directory, series.name, member.name) not in unsafe and not self._has_pending_names(directory, member):
                 safe = member
                 break
         if newest is None or (safe is newest and history.is_history(self._db, directory)):
@@ -179,12 +185,17 @@ class Rescue:
         above = inodes.get_path(self._db, directory)
         path = b"/".join(part for part in (above, series.name) if part)
         return SeriesSafety(
-            series=_text(path), name=_text(newest.name), level=(figures.level or Level.NONE).value, safe=lacking is None,
+            series=_text(path), name=_text(newest.name), level=(figures.level or Level.NONE).value, safe=safe is newest,
             files=figures.files, bytes=figures.size,
             missing_files=len(lacking.inodes) if lacking else 0, missing_bytes=lacking.size if lacking else 0,
             open_files=lacking.open_files if lacking else 0, safe_name=_text(safe.name) if safe else "",
             safe_level=(self._load_figures(directory, safe).level or Level.NONE).value if safe else "",
+            names_pending=self._has_pending_names(directory, newest),
         )  # fmt: skip
+
+    def _has_pending_names(self, directory: int, member: Member) -> bool:
+        roots = exposure.list_children(self._db, directory, member.files)
+        return self._level is Level.PFS and exposure.has_pending_names(self._db, roots)
 
     def _build_index(self) -> SeriesIndex:
         return SeriesIndex(lambda directory: exposure.list_names(self._db, directory))

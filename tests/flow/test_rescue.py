@@ -163,3 +163,22 @@ def test_only_a_drain_that_is_short_of_time_leaves_the_order_of_the_journal(
     assert line.startswith(f"step_*: {expected}")
     rescue.end()
     mount.settle_exactly(flow)
+
+
+def test_a_checkpoint_without_its_name_on_the_pfs_is_not_safe_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes are there, but a rename of its directory is still to come."""
+    monkeypatch.setattr(plan.Planner, "puts_max", 1)
+    mount = Mount(tmp_path)
+    mount.mkdir(b"tmp-1")
+    mount.put(b"tmp-1/a.pt", b"x")
+    mount.put(b"between", b"x")
+    mount.rename(b"tmp-1", b"step_1")
+    flow, rescue = mount.write_back(), Rescue(mount.db, Level.PFS, 3600.0)
+    rescue.refresh_if_due()
+    while rescue.count_left()[0] > 1:
+        assert flow.step()
+    (line, _) = list_safety_lines(rescue.build_safety())
+    assert line == "step_*: step_1 is NOT safe (pfs): not all under their names on the PFS yet; no older one is safe"
+    mount.settle_exactly(flow)
+    (line,) = list_safety_lines(rescue.build_safety())
+    assert line == "step_*: step_1 is safe (pfs): 1 file, 1 B"

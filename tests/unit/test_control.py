@@ -7,6 +7,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,16 +17,18 @@ from ckptfs_client.errors import CommandFailed, NoMount, NotInTime, UsageError
 from ckptfs_client.mounts import Mount
 from ckptfs_daemon.control import server
 from ckptfs_daemon.mover import lanes
+from ckptfs_daemon.rescue import get_highest_level, parse_drain_level
 from control_served import Served, serving
 from daemon_under_test import eventually
 from local_node import Node, run_until_idle
 
 from ckptfs import limits, runtime_dir
 from ckptfs.catalog import contents, copies, exposure, mover_requests, summary
-from ckptfs.errors import TierUnavailable
+from ckptfs.config import Config
+from ckptfs.errors import InvalidArgument, TierUnavailable
 from ckptfs.flow.write_back import WriteBack
 from ckptfs.flow.write_back.deferred import build_unavailable_error
-from ckptfs.model import ROOT, ContentState, CopyState, Tier
+from ckptfs.model import ROOT, ContentState, CopyState, Level, Tier
 from ckptfs.protocol import control_pb2 as pb
 
 
@@ -277,6 +280,14 @@ def test_a_drain_to_a_level_that_is_out_of_reach_is_refused(tmp_path: Path, monk
         with pytest.raises(UsageError, match=what):
             list(served.client.drain(5.0, level))
         assert list(served.client.drain(5.0))[-1].done, "without a level there is nothing to do"
+
+
+def test_a_cluster_that_keeps_one_copy_has_no_level_clique() -> None:
+    """P11."""
+    alone = Config("test", Path("/mnt"), Path("/state"), cluster="c", replication_factor=1)
+    assert get_highest_level(alone) is None and get_highest_level(replace(alone, replication_factor=2)) is Level.CLIQUE
+    with pytest.raises(InvalidArgument, match="keeps one copy"):
+        parse_drain_level(alone, "clique")
 
 
 def test_a_wait_goes_on_over_a_restart_of_the_mover(served: Served) -> None:
