@@ -140,6 +140,17 @@ def test_names_that_were_used_before_go_ahead_together(mount: Mount) -> None:
     mount.settle_exactly()
 
 
+def test_a_directory_that_went_ahead_holds_up_no_later_group(mount: Mount) -> None:
+    mount.mkdir(b"new")
+    mount.rename(b"new", b"run")
+    mount.put(b"notes", b"x")
+    for step in STEPS:
+        save(mount, step)
+    hurry(mount, files_of(300), files_of(200))
+    assert shown_after(mount, 4) == set(files_of(300) + files_of(200))
+    mount.settle_exactly()
+
+
 def test_a_refused_file_does_not_hold_up_the_others(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
     mount.mkdir(b"run")
     for step in STEPS:

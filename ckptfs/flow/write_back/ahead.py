@@ -13,8 +13,8 @@ them may have yet to move on the PFS. Then the rows commute with every older row
 inodes or names, or makes or moves a directory above them. A group of which this does not hold waits for its turn.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable
 
 from ckptfs import limits
 from ckptfs.catalog import exposure, journal
@@ -32,9 +32,10 @@ class RowsAhead:
 
     def __init__(self, db: Database) -> None:
         self._db = db
-        self._groups: tuple[tuple[int, ...], ...] = ()
+        self._order: tuple[tuple[int, ...], ...] = ()
+        self._groups: deque[tuple[int, ...]] = deque()
+        self._chooser = _Chooser((), PfsView(db))
         self._begun: list[int] = []
-        self._waiting: list[list[int]] = []
 
     def list_next(self, after: int, at_most: int) -> list[JournalRow]:
         """Return the next rows of the most urgent group, of those after the row `after`; none if none goes ahead.
@@ -43,12 +44,12 @@ class RowsAhead:
         """
         order = exposure.load_order(self._db)
         groups = order.groups if order is not None and order.is_ahead else ()
-        if groups != self._groups:
-            self._groups = groups
+        if groups != self._order:
+            self._order, self._groups = groups, deque(groups)
             rows = journal.list_oldest(self._db, limits.AHEAD_ROWS_MAX, after) if groups else []
-            self._waiting = choose_rows_ahead(rows, groups, PfsView(self._db))
-        while self._begun or self._waiting:
-            self._begun = self._begun or self._waiting.pop(0)
+            self._chooser = _Chooser(rows, PfsView(self._db))
+        while self._begun or self._groups:
+            self._begun = self._begun or self._chooser.list_seqs(self._groups.popleft())
             if found := journal.list_by_seq(self._db, self._begun[:at_most]):
                 return found
             del self._begun[:at_most]
@@ -59,53 +60,48 @@ class RowsAhead:
         self._begun = [seq for seq in self._begun if seq > up_to]
 
 
-def choose_rows_ahead(rows: Sequence[JournalRow], groups: Iterable[Sequence[int]], view: PfsView) -> list[list[int]]:
-    """Return for each group that can go ahead the numbers of its rows, in their order."""
-    chooser = _Chooser(rows, view)
-    found: list[list[int]] = []
-    taken: set[int] = set()
-    for group in groups:
-        inodes = chooser.close_over(group) or set()
-        seqs = sorted(row.seq for inode in inodes - taken for row in chooser.rows_of[inode])
-        taken |= inodes
-        found += [seqs] if seqs else []
-    return found
-
-
 class _Chooser:
     """The rows of a journal by inode and by name."""
 
     def __init__(self, rows: Iterable[JournalRow], view: PfsView) -> None:
-        self.rows_of: dict[int, list[JournalRow]] = defaultdict(list)
+        self._rows_of: dict[int, list[JournalRow]] = defaultdict(list)
         self._inodes_of: dict[PfsName, set[int]] = defaultdict(set)
         self._moved: set[int] = set()
+        self._chosen: set[int] = set()
         self._view = view
         for row in rows:
-            self.rows_of[row.inode].append(row)
+            self._rows_of[row.inode].append(row)
             for name in list_row_names(row):
                 self._inodes_of[name].add(row.inode)
                 if row.op in {"rename", "exchange"}:
                     shown = view.get_entry(*name)
                     self._moved |= {row.inode} if shown is None else {row.inode, shown.inode}
 
-    def close_over(self, group: Iterable[int]) -> set[int] | None:
-        """Return the inodes whose rows go ahead together with a group. Returns None if it has to wait for its turn."""
+    def list_seqs(self, group: Iterable[int]) -> list[int]:
+        """Return the numbers of the rows that go ahead for a group, in order; none if it has to wait for its turn."""
+        inodes = self._close_over(group)
+        self._chosen |= inodes
+        self._moved -= inodes
+        return sorted(row.seq for inode in inodes for row in self._rows_of[inode])
+
+    def _close_over(self, group: Iterable[int]) -> set[int]:
+        """Return the inodes whose rows go ahead together with a group."""
         found: set[int] = set()
-        todo = [inode for inode in group if inode in self.rows_of]
+        todo = [inode for inode in group if inode in self._rows_of and inode not in self._chosen]
         while todo:
             inode = todo.pop()
             if inode in found:
                 continue
             needed = self._list_needed(inode)
             if needed is None:
-                return None
+                return set()
             found.add(inode)
             todo += needed
         return found
 
     def _list_needed(self, inode: int) -> set[int] | None:
         """Return the inodes that have to go ahead with this one. Returns None if it cannot."""
-        rows, view = self.rows_of[inode], self._view
+        rows, view = self._rows_of[inode], self._view
         if view.list_names(inode) or not all(row.op in _COMMUTING_OPS for row in rows):
             return None
         needed: set[int] = set()
@@ -116,7 +112,7 @@ class _Chooser:
             needed |= self._inodes_of[name] | ({pending} if pending else set())
             if name[0] != ROOT and not view.list_names(name[0]):
                 needed.add(name[0])
-        return needed
+        return needed - self._chosen
 
     def _is_below_moved(self, directory: int) -> bool:
         """Return whether a directory that the PFS shows, or one above it, has yet to be moved there."""
