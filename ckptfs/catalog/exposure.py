@@ -50,11 +50,20 @@ def list_exposed(db: Database, level: Level) -> list[ExposedFile]:
 
     What is held back from the PFS has no level to reach there.
     """
+    return _list_own_files(db, _build_condition(db, level))
+
+
+def list_held(db: Database) -> list[ExposedFile]:
+    """Return the files that this node wrote and that are held back from the PFS."""
+    return _list_own_files(db, _IS_HELD)
+
+
+def _list_own_files(db: Database, condition: str) -> list[ExposedFile]:
     with db.read_transaction():
         rows = db.rows(
             "SELECT k.inode, k.id, CASE k.state WHEN 0 THEN i.size ELSE k.size END, k.state, k.closed_ns FROM content k"
             " JOIN inode i ON i.id = k.inode AND i.content = k.id AND i.nlink > 0"
-            f" WHERE k.remote = 0 AND k.state IN (0, 1, 2) AND NOT {IS_ON_PFS.format('k')} AND {_build_condition(db, level)}"
+            f" WHERE k.remote = 0 AND k.state IN (0, 1, 2) AND NOT {IS_ON_PFS.format('k')} AND {condition}"
             " ORDER BY k.closed_ns, k.id"
         )
         paths: dict[int, tuple[tuple[int, bytes], ...]] = {ROOT: ()}
@@ -64,10 +73,13 @@ def list_exposed(db: Database, level: Level) -> list[ExposedFile]:
         ]
 
 
+_IS_HELD = "EXISTS (SELECT 1 FROM pfs_hold h WHERE h.inode = i.id)"
+
+
 def _build_condition(db: Database, level: Level) -> str:
     """Return the SQL condition that the content `k` of the inode `i`, which is not on the PFS, should have the level and has not."""
     if level is not Level.CLIQUE:
-        return "NOT EXISTS (SELECT 1 FROM pfs_hold h WHERE h.inode = i.id)"
+        return f"NOT {_IS_HELD}"
     others = peer_copies.COUNT_OTHER_DOMAINS.replace("c.", "k.")
     own = "EXISTS (SELECT 1 FROM copy g WHERE g.content = k.id AND g.state = 1 AND g.verified_ns > 0 AND g.tier <> 'pfs')"
     required = peer_copies.count_domains(db).required
@@ -104,10 +116,17 @@ def list_children(db: Database, directory: int, names: Iterable[bytes]) -> list[
     return [child for child in found if child is not None]
 
 
+_TREE = "WITH RECURSIVE tree(id) AS (SELECT value FROM json_each(?) UNION SELECT child FROM entry JOIN tree ON entry.parent = tree.id)"
+
+
+def has_held(db: Database, roots: Iterable[int]) -> bool:
+    """Return True if one of these inodes, or anything below them, is held back from the PFS."""
+    return db.value(f"{_TREE} SELECT 1 FROM tree JOIN pfs_hold h ON h.inode = tree.id LIMIT 1", json.dumps([*roots])) is not None
+
+
 def has_pending_names(db: Database, roots: Iterable[int]) -> bool:
     """Return True if the PFS has yet to learn a name of these inodes, or of anything below them."""
-    tree = "WITH RECURSIVE tree(id) AS (SELECT value FROM json_each(?) UNION SELECT child FROM entry JOIN tree ON entry.parent = tree.id)"
-    pending = f"{tree} SELECT 1 FROM tree JOIN journal j ON j.inode = tree.id WHERE j.op IN ('make', 'link', 'rename', 'exchange') LIMIT 1"
+    pending = f"{_TREE} SELECT 1 FROM tree JOIN journal j ON j.inode = tree.id WHERE j.op IN ('make', 'link', 'rename', 'exchange') LIMIT 1"
     return db.value(pending, json.dumps([*roots])) is not None
 
 

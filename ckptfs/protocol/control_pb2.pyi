@@ -364,7 +364,7 @@ class Safety(_message.Message):
     def __init__(self, level: _Optional[str] = ..., series: _Optional[_Iterable[_Union[SeriesSafety, _Mapping]]] = ..., other_files: _Optional[int] = ..., other_bytes: _Optional[int] = ..., open_files: _Optional[int] = ..., secured_files: _Optional[int] = ...) -> None: ...
 
 class SeriesSafety(_message.Message):
-    __slots__ = ("series", "name", "level", "safe", "files", "bytes", "missing_files", "missing_bytes", "open_files", "safe_name", "safe_level", "names_pending")
+    __slots__ = ("series", "name", "level", "safe", "files", "bytes", "missing_files", "missing_bytes", "open_files", "safe_name", "safe_level", "names_pending", "held")
     SERIES_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     LEVEL_FIELD_NUMBER: _ClassVar[int]
@@ -377,6 +377,7 @@ class SeriesSafety(_message.Message):
     SAFE_NAME_FIELD_NUMBER: _ClassVar[int]
     SAFE_LEVEL_FIELD_NUMBER: _ClassVar[int]
     NAMES_PENDING_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     series: str
     name: str
     level: str
@@ -389,7 +390,8 @@ class SeriesSafety(_message.Message):
     safe_name: str
     safe_level: str
     names_pending: bool
-    def __init__(self, series: _Optional[str] = ..., name: _Optional[str] = ..., level: _Optional[str] = ..., safe: _Optional[bool] = ..., files: _Optional[int] = ..., bytes: _Optional[int] = ..., missing_files: _Optional[int] = ..., missing_bytes: _Optional[int] = ..., open_files: _Optional[int] = ..., safe_name: _Optional[str] = ..., safe_level: _Optional[str] = ..., names_pending: _Optional[bool] = ...) -> None: ...
+    held: bool
+    def __init__(self, series: _Optional[str] = ..., name: _Optional[str] = ..., level: _Optional[str] = ..., safe: _Optional[bool] = ..., files: _Optional[int] = ..., bytes: _Optional[int] = ..., missing_files: _Optional[int] = ..., missing_bytes: _Optional[int] = ..., open_files: _Optional[int] = ..., safe_name: _Optional[str] = ..., safe_level: _Optional[str] = ..., names_pending: _Optional[bool] = ..., held: _Optional[bool] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
     __slots__ = ("inode",)

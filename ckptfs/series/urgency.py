@@ -153,7 +153,7 @@ def choose_order(
 class SeriesSafety:
     """How safe the newest member of a series is. `missing_*`: what has not the level. `safe_name`: the newest member that has it.
 
-    `names_pending`: the bytes are on the PFS, but not all under their names yet.
+    `names_pending`: the bytes are on the PFS, but not all under their names yet. `held`: a rule holds it back from the PFS.
     """
 
     series: str
@@ -168,6 +168,7 @@ class SeriesSafety:
     safe_name: str
     safe_level: str
     names_pending: bool = False
+    held: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,5 +201,6 @@ def _describe_series(one: SeriesSafety) -> str:
     missing = [f"{one.missing_files} of {format_count(one.files, 'file')} missing ({sizes})"] if one.missing_files else []
     missing += [f"{format_count(one.open_files, 'file')} still open"] if one.open_files else []
     missing += ["not all under their names on the PFS yet"] if one.names_pending and not missing else []
+    missing += ["a rule holds it back from the PFS"] if one.held and not missing else []
     older = f"the newest safe one is {one.safe_name} ({one.safe_level})" if one.safe_name else "no older one is safe"
     return f"{one.series}: {one.name} is NOT safe ({one.level}): {', '.join(missing)}; {older}"

@@ -152,14 +152,16 @@ class Drain:
 
     async def drain_noticed(self, deadline_s: float) -> bool:
         """Drain because this node is about to be taken away. Returns False at the deadline."""
-        return await self._drain(deadline_s, lambda seconds, text: None)
+        return await self._drain(deadline_s, lambda seconds, text: None, is_last=True)
 
-    async def _drain(self, configured_s: float | None, report: Callable[[float, str], None]) -> bool:
+    async def _drain(self, configured_s: float | None, report: Callable[[float, str], None], *, is_last: bool = False) -> bool:
         """Drain what was closed before now, the most urgent first. Returns False at the deadline."""
         if self._level is None:
             return await self._drain_in_order(configured_s, report, None)
-        rescue = Rescue(self._db, self._level, configured_s)
+        rescue = Rescue(self._db, self._level, configured_s, is_last=is_last)
         try:
+            if is_last:
+                await trio.to_thread.run_sync(rescue.refresh_if_due)  # What it releases is pending from then on.
             return await self._drain_in_order(configured_s, report, rescue)
         finally:
             with trio.CancelScope(shield=True):

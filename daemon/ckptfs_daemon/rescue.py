@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ckptfs import limits
-from ckptfs.catalog import exposure, history, inodes, mover_requests, peer_copies, summary
+from ckptfs.catalog import exposure, history, inodes, mover_requests, peer_copies, pfs_hold, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.exposure import ExposedFile, UrgentOrder
 from ckptfs.config import Config
@@ -63,10 +63,16 @@ def get_needed_s(size_bytes: int, changes: int, bytes_per_s: float) -> float:
 class Rescue:
     """One drain to a level. Not thread-safe: one thread at a time calls it."""
 
-    def __init__(self, db: Database, level: Level, deadline_s: float | None, retry_now: Callable[[], None] = lambda: None) -> None:
-        """`deadline_s` from now; None: there is time for everything. `retry_now` runs all lanes."""
+    def __init__(
+        self, db: Database, level: Level, deadline_s: float | None, retry_now: Callable[[], None] = lambda: None, *, is_last: bool = False
+    ) -> None:
+        """`deadline_s` from now; None: there is time for everything. `retry_now` runs all lanes.
+
+        `is_last`: the node may not come back, so the newest member of each series goes to the PFS even if a rule holds it back.
+        """
         self._db = db
         self._level = level
+        self._is_last = is_last and level is Level.PFS
         self._retry_now = retry_now
         self._began_ns = time.time_ns()
         self._began_s = time.monotonic()
@@ -83,7 +89,10 @@ class Rescue:
         cost_s = time.monotonic()
         if cost_s < self._refreshed_s:
             return
-        files, index = exposure.list_exposed(self._db, self._level), self._build_index()
+        index = self._build_index()
+        if self._is_last:
+            self._release_newest(index)
+        files = exposure.list_exposed(self._db, self._level)
         members, loose = urgency.list_unsafe_members(files, index)
         first, groups = urgency.choose_order(members, loose, lambda one: urgency.is_whole(one, index, self._count_files))
         self._had_files = self._had_files or bool(files)
@@ -146,6 +155,21 @@ class Rescue:
     def _get_left_s(self) -> float:
         return max(0.0, self._began_s + self._deadline_s - time.monotonic())
 
+    def _release_newest(self, index: SeriesIndex) -> None:
+        """Release the newest whole member of each series if it is held back from the PFS, and no newer one goes there."""
+        members, _ = urgency.list_unsafe_members(exposure.list_held(self._db), index)
+        held = {(one.place.directory, one.place.series.name, one.place.member.name): one for one in members}
+        for directory, series in {(one.place.directory, one.place.series) for one in members}:
+            for member in index.list_members(directory, series)[:MEMBERS_LOOKED_AT_MAX]:
+                found = held.get((directory, series.name, member.name))
+                if found is None and self._count_files(directory, member):
+                    break
+                if found is not None and urgency.is_whole(found, index, self._count_files):
+                    with self._db.transaction():
+                        for child in exposure.list_children(self._db, directory, member.files):
+                            pfs_hold.release_tree(self._db, child)
+                    break
+
     # --- open files ---------------------------------------------------------------------------------------------------
 
     def _secure_open_files(self, files: Sequence[ExposedFile]) -> None:
@@ -175,13 +199,14 @@ class Rescue:
             if not self._count_files(directory, member):
                 continue
             newest = newest or member
-            if (directory, series.name, member.name) not in unsafe and not self._has_pending_names(directory, member):
+            if (directory, series.name, member.name) not in unsafe and not any(self._find_pfs_obstacles(directory, member)):
                 safe = member
                 break
         if newest is None or (safe is newest and history.is_history(self._db, directory)):
             return None  # The application's own names tell the same.
         figures = self._load_figures(directory, newest)
         lacking = unsafe.get((directory, series.name, newest.name))
+        names_pending, held = self._find_pfs_obstacles(directory, newest)
         above = inodes.get_path(self._db, directory)
         path = b"/".join(part for part in (above, series.name) if part)
         return SeriesSafety(
@@ -190,12 +215,15 @@ class Rescue:
             missing_files=len(lacking.inodes) if lacking else 0, missing_bytes=lacking.size if lacking else 0,
             open_files=lacking.open_files if lacking else 0, safe_name=_text(safe.name) if safe else "",
             safe_level=(self._load_figures(directory, safe).level or Level.NONE).value if safe else "",
-            names_pending=self._has_pending_names(directory, newest),
+            names_pending=names_pending, held=held,
         )  # fmt: skip
 
-    def _has_pending_names(self, directory: int, member: Member) -> bool:
+    def _find_pfs_obstacles(self, directory: int, member: Member) -> tuple[bool, bool]:
+        """Return whether the PFS has yet to learn names of a member, and whether a rule holds it back from there."""
+        if self._level is not Level.PFS:
+            return False, False
         roots = exposure.list_children(self._db, directory, member.files)
-        return self._level is Level.PFS and exposure.has_pending_names(self._db, roots)
+        return exposure.has_pending_names(self._db, roots), exposure.has_held(self._db, roots)
 
     def _build_index(self) -> SeriesIndex:
         return SeriesIndex(lambda directory: exposure.list_names(self._db, directory))

@@ -13,10 +13,12 @@ from write_back_world import Mount
 from ckptfs import limits
 from ckptfs.catalog import exposure, mover_requests, summary
 from ckptfs.clique.peer_api import PeerFailed
+from ckptfs.config import RetentionRule
 from ckptfs.flow.replicate import Replicate
 from ckptfs.flow.replicate.open_files import FsyncReplication
 from ckptfs.flow.write_back import plan
 from ckptfs.model import Level
+from ckptfs.series.expiry import build_hold_check
 from ckptfs.series.urgency import list_safety_lines
 
 SIZE = 2 * MIB
@@ -182,3 +184,24 @@ def test_a_checkpoint_without_its_name_on_the_pfs_is_not_safe_there(tmp_path: Pa
     mount.settle_exactly(flow)
     (line,) = list_safety_lines(rescue.build_safety())
     assert line == "step_*: step_1 is safe (pfs): 1 file, 1 B"
+
+
+@pytest.mark.parametrize(("is_last", "shown"), [(True, {b"run/step_2/a.pt"}), (False, set())])
+def test_a_node_that_goes_away_leaves_its_newest_checkpoint_on_the_pfs(tmp_path: Path, is_last: bool, shown: set[bytes]) -> None:
+    """D7: rules hold back most of them. The newest is still written, so the one before it goes; and nothing else."""
+    mount = Mount(tmp_path)
+    mount.db.holds_back = build_hold_check([RetentionRule("run/step_*", keep=3, pfs_every=10)])
+    mount.mkdir(b"run")
+    for step in (1, 2, 3):
+        mount.mkdir(b"run/step_%d" % step)
+        mount.put(b"run/step_%d/a.pt" % step, b"x", closed=step < 3)
+    rescue = Rescue(mount.db, Level.PFS, 3600.0, is_last=is_last)
+    rescue.refresh_if_due()
+    flow = mount.write_back()
+    while flow.step():
+        pass
+    assert {path for path in mount.on_pfs() if path.endswith(b".pt")} == shown
+    assert rescue.count_left() == (0, 0), "what rules hold back is not waited for"
+    lines = list_safety_lines(rescue.build_safety())
+    held = "run/step_*: step_3 is NOT safe (local): a rule holds it back from the PFS; the newest safe one is step_2 (pfs)"
+    assert lines == ([held] if is_last else [])

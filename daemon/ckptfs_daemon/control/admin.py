@@ -188,8 +188,9 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
         if not level or not (request.deadline_s or request.level):
             yield from stream_changes(self._drain(request.deadline_s, self._build_progress), context)
             return
-        rescue = Rescue(self._db, level, request.deadline_s or None, self._retry_now)
+        rescue = Rescue(self._db, level, request.deadline_s or None, self._retry_now, is_last=bool(request.level))
         try:
+            rescue.refresh_if_due()
             yield from stream_changes(self._rescue(rescue, level, request.deadline_s), context)
         finally:
             rescue.end()
