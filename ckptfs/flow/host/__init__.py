@@ -225,6 +225,7 @@ class Host:
                     incoming.add_source(self._tiers[tier], content, blocks)
         incoming.is_unsearched = False
         incoming.copy_local_blocks()
+        incoming.allocate_missing()
 
     def finish_reception(self, token: int) -> bool:
         """Finish a reception: every missing block was written, and its digest was right."""

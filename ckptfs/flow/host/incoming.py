@@ -50,7 +50,6 @@ class IncomingCopy:
         self.idle_s = time.monotonic()
         self._present: dict[int, bytes] = {}
         self._unverified: set[int] = set()
-        self._allocated_bytes = 0
         self._sources: list[tuple[TierStorage, int, dict[bytes, int]]] = []
 
     @classmethod
@@ -77,7 +76,7 @@ class IncomingCopy:
         if self.is_complete:
             return
         digests = digest.split_digests(offer.blocks)
-        self._allocate(offer.size, digests)
+        os.ftruncate(self.fd, offer.size)
         self._present = {number: known for number, known in self._present.items() if number < len(digests)}
         buffer = _BlockBuffer()
         for number in sorted(self._unverified):
@@ -98,19 +97,16 @@ class IncomingCopy:
             number for number, wanted in enumerate(digests) if wanted != UNKNOWN_BLOCK and self._present.get(number) != wanted
         ]
 
-    def _allocate(self, size: int, digests: list[bytes]) -> None:
-        """The file's length, and room for all that is no hole."""
-        os.ftruncate(self.fd, size)
+    def allocate_missing(self) -> None:
+        """Reserve the room of all that has to come. Raises NoSpace."""
         try:
-            for start, end in _find_data_runs(digests):
-                first, last = max(start * limits.BLOCK_BYTES, self._allocated_bytes), min(end * limits.BLOCK_BYTES, size)
-                if first < last:
-                    disk.act("host:allocate", os.posix_fallocate, self.fd, first, last - first)
+            for first, end in _find_runs(self.missing_blocks):
+                start = first * limits.BLOCK_BYTES
+                disk.act("host:allocate", os.posix_fallocate, self.fd, start, min(end * limits.BLOCK_BYTES, self.offer.size) - start)
         except OSError as failure:
             if failure.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise NoSpace(f"{self.storage.tier} is full") from failure
-        self._allocated_bytes = size
 
     def add_source(self, storage: TierStorage, content: int, block_digests: bytes | None) -> None:
         """A file here that may have blocks of this one. `joined`: its digests; None: they are found out now."""
@@ -209,12 +205,10 @@ def _read_digests(storage: TierStorage, content: int) -> bytes:
         return transfer.read(fd, label="host")[2]
 
 
-def _find_data_runs(digests: list[bytes]) -> list[tuple[int, int]]:
-    """(first, end) of the blocks that are no holes, joined where they touch."""
+def _find_runs(numbers: list[int]) -> list[tuple[int, int]]:
+    """Return (first, end) of the numbers that follow one another. They ascend."""
     runs: list[tuple[int, int]] = []
-    for number, wanted in enumerate(digests):
-        if wanted == digest.ZERO_BLOCK:
-            continue
+    for number in numbers:
         if runs and runs[-1][1] == number:
             runs[-1] = (runs[-1][0], number + 1)
         else:
