@@ -8,6 +8,9 @@ The kernel compares the bytes under its locks and shares only what is equal, so 
 despite equal digests is wrong in one of the two copies: that copy is quarantined (P4). The pages of the older file are dropped before, so
 it is the device that is compared: the good blocks of a new content never give way to ones that have gone bad.
 
+btrfs frees an extent only when no file has any part of it, and a file that was written at once is one extent. So there the blocks of a file
+that are not shared move out: they are written to a file without a name, and shared with that one. The kernel compares again.
+
 This is the least urgent work of the mover. It takes at most half of one thread's time, gives way to seals for a while, and leaves alone
 what a process has open, because the kernel locks both files while it compares.
 """
@@ -19,7 +22,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ckptfs import digest, disk, limits
+from ckptfs import digest, disk, limits, procfs
 from ckptfs.catalog import contents, copies, handles, pfs_state, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get_shown_path
@@ -31,7 +34,7 @@ from ckptfs.tiers.storage import Tiers, TierStorage
 
 log = logging.getLogger(__name__)
 
-disk.declare_labels("share:read")
+disk.declare_labels("share:read", "share:write")
 
 BATCH_COPIES = 64
 PIECE_BLOCKS = 16
@@ -47,10 +50,12 @@ MEASURE_RATIO = 20
 
 @dataclass(slots=True)
 class _Work:
-    """A content in hand. `left`: (block, file with an equal block, block in that file)."""
+    """A content in hand. `left`: (block, file with an equal block, block in it). `own`: the other blocks, if they are to move out."""
 
     content: Content
     left: list[tuple[int, int, int]]
+    own: list[int]
+    has_shared: bool = False
     has_skipped: bool = False
 
 
@@ -82,6 +87,7 @@ class ShareBlocks:
         self._queue = _Queue()
         self._work: _Work | None = None
         self._can_share: bool | None = None
+        self._moves_own_blocks = False
         self._resume_s = 0.0
         self._yields_until_s: float | None = None
         self._is_pending = False
@@ -93,6 +99,7 @@ class ShareBlocks:
         """Look at one piece of one content, or measure. Return False: the pause after it is part of the step."""
         began_s = time.monotonic()
         if began_s < self._resume_s:
+            self._is_pending = True  # What woke the lane is looked at after the pause.
             return False
         self._measure_pfs(began_s)
         storage = self._tiers.get(Tier.NVME)
@@ -120,6 +127,7 @@ class ShareBlocks:
     def _is_possible(self, storage: TierStorage) -> bool:
         if self._can_share is None:
             self._can_share = reflink.is_possible_in(storage.directory)
+            self._moves_own_blocks = procfs.get_filesystem_type(storage.root) == "btrfs"
             log.info("%s: %s", storage.root, "equal blocks are stored once" if self._can_share else "the filesystem cannot share blocks")
         return self._can_share
 
@@ -148,20 +156,24 @@ class ShareBlocks:
             self._defer(work.content.id)
             self._work = None
             return True
-        piece, work.left = work.left[:PIECE_BLOCKS], work.left[PIECE_BLOCKS:]
-        with contextlib.ExitStack() as stack:
-            try:
-                target = stack.enter_context(disk.closing(storage.open(work.content.id)))
-            except FileNotFoundError:
-                self._work = None
-                return True
-            for number, other, there in piece:
-                if other in open_contents:
-                    work.has_skipped = True
-                    continue
-                with contextlib.suppress(FileNotFoundError), disk.closing(storage.open(other)) as source:
-                    self._share_block(storage, work.content, target, number, source, (other, there))
-        if not work.left:
+        try:
+            target = storage.open(work.content.id)
+        except FileNotFoundError:
+            self._work = None
+            return True
+        with disk.closing(target):
+            if work.left:
+                piece, work.left = work.left[:PIECE_BLOCKS], work.left[PIECE_BLOCKS:]
+                for number, other, there in piece:
+                    if other in open_contents:
+                        work.has_skipped = True
+                        continue
+                    with contextlib.suppress(FileNotFoundError), disk.closing(storage.open(other)) as source:
+                        work.has_shared |= self._share_block(storage, work.content, target, number, source, (other, there))
+            elif work.has_shared:
+                own, work.own = work.own[:PIECE_BLOCKS], work.own[PIECE_BLOCKS:]
+                _move_out(storage, work.content, target, own)
+        if not (work.left or (work.own and work.has_shared)):
             self._finish(work)
         return True
 
@@ -174,7 +186,12 @@ class ShareBlocks:
             blocks = content.block_digests or b""
             places = {number: place for number, place in self._index.find(blocks).items() if place[0] != content.id}
             if places:
-                return _Work(content, [(number, *place) for number, place in sorted(places.items())])
+                own = [
+                    number for number, one in enumerate(digest.split_digests(blocks)) if number not in places and one != digest.ZERO_BLOCK
+                ]
+                # Less would be saved than is written.
+                is_worth = self._moves_own_blocks and len(own) <= len(places)
+                return _Work(content, [(number, *place) for number, place in sorted(places.items())], own if is_worth else [])
             self._index.add(content.id, blocks)
         return None
 
@@ -203,17 +220,19 @@ class ShareBlocks:
 
     # --- one block ---------------------------------------------------------------------------------------------------
 
-    def _share_block(self, storage: TierStorage, content: Content, target: int, number: int, source: int, place: tuple[int, int]) -> None:
+    def _share_block(self, storage: TierStorage, content: Content, target: int, number: int, source: int, place: tuple[int, int]) -> bool:
+        """Share one block. Return True if that changed where it is."""
         start, there = number * limits.BLOCK_BYTES, place[1] * limits.BLOCK_BYTES
         length = min(limits.BLOCK_BYTES, content.size - start)
         if reflink.list_extents(source, there, length) == reflink.list_extents(target, start, length):
-            return
+            return False
         found = reflink.deduplicate(source, there, target, start, length)
         if found is Sharing.SHARED:
             self._shared_blocks += 1
         elif found is Sharing.DIFFERENT:
             self._quarantine_if_bad(storage, place[0], place[1])
             self._quarantine_if_bad(storage, content.id, number)
+        return found is Sharing.SHARED
 
     def _quarantine_if_bad(self, storage: TierStorage, number: int, block: int) -> None:
         """Quarantine a copy if a block of it, read from the device, has not its sealed digest."""
@@ -251,6 +270,19 @@ class ShareBlocks:
         if state != self._measured_pfs.state:
             summary.set_shared_on_pfs(self._db, pfs_state.count_shared_bytes(self._db))
         self._measured_pfs = _Measure(_get_next_s(now_s), state)
+
+
+def _move_out(storage: TierStorage, content: Content, target: int, numbers: list[int]) -> None:
+    """Give blocks of a content that no other file has a place of their own."""
+    flags = os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC
+    with disk.closing(os.open(".", flags, 0o600, dir_fd=storage.directory)) as own:
+        for position, number in enumerate(numbers):
+            data = disk.act("share:read", os.pread, target, limits.BLOCK_BYTES, number * limits.BLOCK_BYTES)
+            disk.write_all("share:write", own, data, position * limits.BLOCK_BYTES)
+        os.fsync(own)
+        for position, number in enumerate(numbers):
+            start = number * limits.BLOCK_BYTES
+            reflink.deduplicate(own, position * limits.BLOCK_BYTES, target, start, min(limits.BLOCK_BYTES, content.size - start))
 
 
 def _get_next_s(began_s: float) -> float:
