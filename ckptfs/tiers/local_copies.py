@@ -33,9 +33,7 @@ transfer.declare_labels("duplicate:check")
 transfer.declare_labels("fetch:peer:older")
 transfer.declare_labels("move:copy")
 transfer.declare_labels("move:check")
-transfer.declare_labels("whole")
 disk.declare_labels("move:create", "move:fsync", "move:directory", "move:recorded", "move:persist", "move:remove")
-disk.declare_labels("whole:fsync", "whole:directory")
 disk.declare_labels("duplicate:announced", "duplicate:fsync", "duplicate:directory", "duplicate:counted", "duplicate:persist")
 
 
@@ -129,28 +127,6 @@ def copy_open(source_fd: int, target: TierStorage, content: int, expected: tuple
             target.remove(content)
         raise
     return fd
-
-
-def copy_whole(storage: TierStorage, source: int, target: int) -> None:
-    """Give the id `target` a file with the bytes and times of the file of `source`. They share their blocks if the tier can.
-
-    Nobody writes to the source. On a disk the copy is durable. Raises OSError, and then there is no file of `target`.
-    """
-    storage.remove(target)
-    with disk.closing(storage.open(source)) as source_fd, disk.closing(storage.create(target)) as target_fd:
-        try:
-            status = os.fstat(source_fd)
-            if not reflink.clone(source_fd, target_fd):
-                storage.reserve(target_fd, status.st_blocks * 512)
-                transfer.copy(source_fd, target_fd, label="whole")
-            os.utime(target_fd, ns=(status.st_atime_ns, status.st_mtime_ns))
-            if storage.tier is not Tier.RAM:
-                disk.act("whole:fsync", os.fsync, target_fd)
-                disk.act("whole:directory", storage.fsync_directory)
-        except BaseException:
-            with suppress(OSError):
-                storage.remove(target)
-            raise
 
 
 def record_open_move(db: Database, content: int, source: TierStorage, target: Tier) -> None:

@@ -11,7 +11,7 @@ from loop_disk import NOT_SHARING, SHARING, mounted
 
 from ckptfs import disk, limits
 from ckptfs.model import Tier
-from ckptfs.tiers import local_copies, reflink
+from ckptfs.tiers import local_copies, reflink, transfer
 from ckptfs.tiers.reflink import Sharing
 
 pytestmark = pytest.mark.root
@@ -33,7 +33,7 @@ def not_sharing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 def write(path: Path, data: bytes) -> int:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-    disk.write_all("whole:write", fd, data, 0)
+    disk.write_all("share:write", fd, data, 0)
     os.fsync(fd)
     return fd
 
@@ -115,9 +115,10 @@ def test_it_is_found_out(sharing: Path) -> None:
     assert not list(sharing.glob("tmp*"))
 
 
-def check_copy_whole(node: Node, place: Path) -> reflink.StoredBytes:
-    """Copy a content with a hole; its new file has the same bytes and times, and a life of its own."""
+def check_copy(node: Node, place: Path) -> reflink.StoredBytes:
+    """Copy a sealed content with a hole; its new file has the same bytes and times, and a life of its own."""
     node.configure(nvme=place / f"nvme-{node.root.name}")
+    storage = node.tiers[Tier.NVME]
     data = os.urandom(2 * BLOCK) + bytes(2 * BLOCK) + os.urandom(TAIL)
     content = node.make(b"file", data[: 2 * BLOCK], tier=Tier.NVME)
     path, other = node.path(content, Tier.NVME), node.path(content + 1, Tier.NVME)
@@ -126,8 +127,9 @@ def check_copy_whole(node: Node, place: Path) -> reflink.StoredBytes:
         file.write(data[4 * BLOCK :])
         os.fsync(file.fileno())
     os.utime(path, ns=(5, 7))
-    other.write_bytes(b"a leftover")
-    local_copies.copy_whole(node.tiers[Tier.NVME], content, content + 1)
+    with disk.closing(storage.open(content)) as fd:
+        sealed = transfer.read(fd, label="seal")
+        os.close(local_copies.copy_open(fd, storage, content + 1, sealed[:2]))
     assert other.read_bytes() == data
     status = os.stat(other)
     assert (status.st_mtime_ns, status.st_mode & 0o777) == (7, 0o600)
@@ -139,24 +141,24 @@ def check_copy_whole(node: Node, place: Path) -> reflink.StoredBytes:
     return stored
 
 
-def test_a_whole_content_is_copied_by_sharing(node: Node, sharing: Path) -> None:
-    assert check_copy_whole(node, sharing).shared >= 2 * BLOCK + TAIL
+def test_a_sealed_content_is_copied_by_sharing(node: Node, sharing: Path) -> None:
+    """T6: as the history keeps what a program overwrites."""
+    assert check_copy(node, sharing).shared >= 2 * BLOCK + TAIL
 
 
-def test_a_whole_content_is_copied_where_nothing_is_shared(node: Node, not_sharing: Path) -> None:
+def test_a_sealed_content_is_copied_where_nothing_is_shared(node: Node, not_sharing: Path) -> None:
     """Also in RAM, where a tmpfs does not tell where a file is."""
     if not_sharing.name.endswith("tmpfs"):
         with pytest.raises(OSError) as refused:
-            check_copy_whole(node, not_sharing)
+            check_copy(node, not_sharing)
         assert refused.value.errno == errno.EOPNOTSUPP, "from the measuring"
     else:
-        assert check_copy_whole(node, not_sharing).shared == 0
+        assert check_copy(node, not_sharing).shared == 0
 
 
-@pytest.mark.parametrize("label", ["share:clone", *sorted(label for label in disk.LABELS if label.startswith("whole:"))])
-def test_a_copy_that_fails_leaves_nothing(node: Node, monkeypatch: pytest.MonkeyPatch, label: str) -> None:
+def test_a_clone_that_fails_leaves_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     content = node.make(b"file", b"bytes", tier=Tier.NVME)
-    inject_fault(monkeypatch, f"{label}=EIO")
-    with pytest.raises(OSError):
-        local_copies.copy_whole(node.tiers[Tier.NVME], content, content + 1)
+    inject_fault(monkeypatch, "share:clone=EIO")
+    with disk.closing(node.tiers[Tier.NVME].open(content)) as fd, pytest.raises(OSError):
+        local_copies.copy_open(fd, node.tiers[Tier.NVME], content + 1, (5, b"digest"))
     assert node.files(Tier.NVME) == {content}
