@@ -11,15 +11,17 @@ it is the device that is compared: the good blocks of a new content never give w
 btrfs frees an extent only when no file has any part of it, and a file that was written at once is one extent. So there the blocks of a file
 that are not shared move out: they are written to a file without a name, and shared with that one. The kernel compares again.
 
-This is the least urgent work of the mover. It takes at most half of one thread's time, gives way to seals for a while, and leaves alone
-what a process has open, because the kernel locks both files while it compares.
+This is the least urgent work of the mover. It takes at most half the time of a thread of the lowest priority, gives way to seals for a
+while, and leaves alone what a process has open, because the kernel locks both files while it compares.
 """
 
 import contextlib
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ckptfs import digest, disk, limits, procfs
@@ -36,6 +38,7 @@ log = logging.getLogger(__name__)
 
 disk.declare_labels("share:read", "share:write")
 
+LOWEST_PRIORITY = 19
 BATCH_COPIES = 64
 PIECE_BLOCKS = 16
 """Blocks between two looks at what is more urgent."""
@@ -83,53 +86,49 @@ class ShareBlocks:
     def __init__(self, db: Database, tiers: Tiers) -> None:
         self._db = db
         self._tiers = tiers
+        self._thread = ThreadPoolExecutor(1, "share blocks", initializer=_lower_priority)
         self._index = BlockIndex()
         self._queue = _Queue()
         self._work: _Work | None = None
-        self._can_share: bool | None = None
-        self._moves_own_blocks = False
         self._resume_s = 0.0
         self._yields_until_s: float | None = None
-        self._is_pending = False
+        self.is_pending = False
+        """Whether there may be more to share."""
         self._shared_blocks = 0
         self._measured_nvme = _Measure()
         self._measured_pfs = _Measure()
 
     def step(self) -> bool:
         """Look at one piece of one content, or measure. Return False: the pause after it is part of the step."""
+        self._thread.submit(self._run_step).result()
+        return False
+
+    def _run_step(self) -> None:
         began_s = time.monotonic()
         if began_s < self._resume_s:
-            self._is_pending = True  # What woke the lane is looked at after the pause.
-            return False
+            self.is_pending = True  # What woke the lane is looked at after the pause.
+            return
         self._measure_pfs(began_s)
         storage = self._tiers.get(Tier.NVME)
         if storage is None or self._must_yield(began_s):
-            return False
+            return
         try:
-            self._is_pending = self._is_possible(storage) and self._share_piece(storage)
-            if self._can_share and not self._is_pending:
+            self.is_pending = storage.can_share_blocks and self._share_piece(storage)
+            if storage.can_share_blocks and not self.is_pending:
                 self._measure_nvme(storage, began_s)
             self._resume_s = 2 * time.monotonic() - began_s
         except OSError as failure:
             storage.record_failure(failure)
             log.info("%s: blocks are not shared: %s; trying the next content soon", storage.root, failure)
-            self._work, self._is_pending, self._resume_s = None, True, began_s + limits.TIER_RETRY_S
-        return False
+            self._work, self.is_pending, self._resume_s = None, True, began_s + limits.TIER_RETRY_S
 
     def next_due_s(self) -> float | None:
         """Return the seconds until the next piece, until a file that was open is looked at again, or until bytes are measured again."""
         now_s = time.monotonic()
-        dues = [self._resume_s] if self._is_pending else list(self._queue.deferred.values())
+        dues = [self._resume_s] if self.is_pending else list(self._queue.deferred.values())
         if self._measured_nvme.shared_bytes:  # Deleted files wake no lane.
             dues.append(max(self._measured_nvme.due_s, now_s + MEASURE_S))
         return max(0.0, min(dues) - now_s) if dues else None
-
-    def _is_possible(self, storage: TierStorage) -> bool:
-        if self._can_share is None:
-            self._can_share = reflink.is_possible_in(storage.directory)
-            self._moves_own_blocks = procfs.get_filesystem_type(storage.root) == "btrfs"
-            log.info("%s: %s", storage.root, "equal blocks are stored once" if self._can_share else "the filesystem cannot share blocks")
-        return self._can_share
 
     def _must_yield(self, now_s: float) -> bool:
         """Return True while contents wait for their seal, but for `YIELD_S` at most."""
@@ -140,7 +139,7 @@ class ShareBlocks:
             self._yields_until_s = now_s + YIELD_S
         if now_s >= self._yields_until_s:
             return False
-        self._is_pending, self._resume_s = True, now_s + limits.RETRY_FIRST_S
+        self.is_pending, self._resume_s = True, now_s + limits.RETRY_FIRST_S
         return True
 
     # --- what to look at ---------------------------------------------------------------------------------------------
@@ -148,7 +147,7 @@ class ShareBlocks:
     def _share_piece(self, storage: TierStorage) -> bool:
         """Share some blocks of the content in hand, or take the next content. Return False if there is none."""
         if self._work is None:
-            self._work = self._take_next()
+            self._work = self._take_next(storage)
             return self._work is not None
         work = self._work
         open_contents = handles.list_contents(self._db)
@@ -177,7 +176,7 @@ class ShareBlocks:
             self._finish(work)
         return True
 
-    def _take_next(self) -> _Work | None:
+    def _take_next(self, storage: TierStorage) -> _Work | None:
         """Return the next content that has blocks of others; None if there is none."""
         while self._queue.listed or self._list_next():
             content = contents.get_content(self._db, self._queue.listed.pop(0))
@@ -190,7 +189,7 @@ class ShareBlocks:
                     number for number, one in enumerate(digest.split_digests(blocks)) if number not in places and one != digest.ZERO_BLOCK
                 ]
                 # Less would be saved than is written.
-                is_worth = self._moves_own_blocks and len(own) <= len(places)
+                is_worth = len(own) <= len(places) and procfs.get_filesystem_type(storage.root) == "btrfs"
                 return _Work(content, [(number, *place) for number, place in sorted(places.items())], own if is_worth else [])
             self._index.add(content.id, blocks)
         return None
@@ -270,6 +269,10 @@ class ShareBlocks:
         if state != self._measured_pfs.state:
             summary.set_shared_on_pfs(self._db, pfs_state.count_shared_bytes(self._db))
         self._measured_pfs = _Measure(_get_next_s(now_s), state)
+
+
+def _lower_priority() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
 
 
 def _move_out(storage: TierStorage, content: Content, target: int, numbers: list[int]) -> None:

@@ -37,7 +37,7 @@ _DIFFERS = 1
 _FIEMAP = struct.Struct("=QQIIII")  # start, length, flags, mapped extents, room for extents, reserved
 _EXTENT = struct.Struct("=QQQ2QI3I")  # logical, physical, length, reserved, flags, reserved
 _EXTENTS_MAX = 256
-_LAST = 0x1
+_LAST, _SHARED = 0x1, 0x2000
 _NO_PLACE = 0x2 | 0x4 | 0x200  # unknown, not allocated yet, inside metadata
 
 
@@ -137,15 +137,20 @@ def is_possible_in(directory_fd: int) -> bool:
 def list_extents(fd: int, start: int = 0, length: int = limits.FILE_BYTES_MAX) -> list[Extent]:
     """Return where a range of a file is. Parts that have no place of their own yet are left out. Raises OSError (`CANNOT_CLONE`)."""
     found = []
-    for logical, physical, size in _read_extents(fd, start, start + length):
+    for logical, physical, size, _ in _read_extents(fd, start, start + length):
         first, last = max(start, logical), min(start + length, logical + size)
         if first < last:
             found.append(Extent(first - start, physical + first - logical, last - first))
     return found
 
 
-def _read_extents(fd: int, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (logical, physical, length) of the extents that overlap a range."""
+def count_shared(fd: int) -> int:
+    """Return how many bytes of a file it shares with others: to write over them needs room. Raises OSError (`CANNOT_CLONE`)."""
+    return sum(size for _, _, size, is_shared in _read_extents(fd, 0, limits.FILE_BYTES_MAX) if is_shared)
+
+
+def _read_extents(fd: int, start: int, end: int) -> Iterator[tuple[int, int, int, bool]]:
+    """Yield (logical, physical, length, whether it is shared) of the extents that overlap a range."""
     buffer = bytearray(_FIEMAP.size + _EXTENTS_MAX * _EXTENT.size)
     while start < end:
         _FIEMAP.pack_into(buffer, 0, start, end - start, 0, 0, _EXTENTS_MAX, 0)
@@ -155,7 +160,7 @@ def _read_extents(fd: int, start: int, end: int) -> Iterator[tuple[int, int, int
         for number in range(count):
             logical, physical, size, _, _, flags, *_ = _EXTENT.unpack_from(buffer, _FIEMAP.size + number * _EXTENT.size)
             if not flags & _NO_PLACE:
-                yield logical, physical, size
+                yield logical, physical, size, bool(flags & _SHARED)
             start = logical + size
         if flags & _LAST:
             return

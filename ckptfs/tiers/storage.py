@@ -26,7 +26,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.errors import NoSpace
 from ckptfs.model import Tier, file_name
-from ckptfs.tiers import health, prepared, space
+from ckptfs.tiers import health, prepared, reflink, space
 from ckptfs.tiers.prepared import PreparedFile, PreparedFiles
 from ckptfs.tiers.space import Capacity
 from ckptfs.tiers.tier_root import TierRoot
@@ -60,6 +60,7 @@ class TierStorage(TierRoot):
         self._measuring_s = 0.0
         self._grown_bytes = self._growing_bytes = 0
         self._shares_filesystem = False
+        self._can_share_blocks: bool | None = None
 
     def probe(self) -> None:
         """Raise the error of a disk that fails. One that failed must take a file before it counts as working; may hang."""
@@ -193,6 +194,22 @@ class TierStorage(TierRoot):
                 if len(entry.name) == 16 and entry.is_file(follow_symlinks=False):
                     with contextlib.suppress(ValueError):
                         yield int(entry.name, 16)
+
+    @property
+    def can_share_blocks(self) -> bool:
+        """Whether contents here can share blocks. A tier that cannot be asked now is asked again."""
+        if self._can_share_blocks is None:
+            with contextlib.suppress(OSError):
+                self._can_share_blocks = reflink.is_possible_in(self.directory)
+                log.debug("%s: contents %s share blocks", self.root, "can" if self._can_share_blocks else "cannot")
+        return bool(self._can_share_blocks)
+
+    def get_shared_bytes_of(self, content: int) -> int:
+        """Return how many bytes of a content are stored once for it and others: to write over them needs room."""
+        if self.can_share_blocks:
+            with contextlib.suppress(OSError), disk.closing(self.open(content)) as fd:
+                return reflink.count_shared(fd)
+        return 0
 
     def record_shared_bytes(self, size: int) -> None:
         """Record for all processes how many bytes the filesystem does not store because contents share blocks."""

@@ -127,6 +127,7 @@ def check_copy(node: Node, place: Path) -> reflink.StoredBytes:
         file.write(data[4 * BLOCK :])
         os.fsync(file.fileno())
     os.utime(path, ns=(5, 7))
+    assert storage.get_shared_bytes_of(content) == 0
     with disk.closing(storage.open(content)) as fd:
         sealed = transfer.read(fd, label="seal")
         os.close(local_copies.copy_open(fd, storage, content + 1, sealed[:2]))
@@ -134,6 +135,7 @@ def check_copy(node: Node, place: Path) -> reflink.StoredBytes:
     status = os.stat(other)
     assert (status.st_mtime_ns, status.st_mode & 0o777) == (7, 0o600)
     assert status.st_blocks * 512 < len(data) - BLOCK, "the hole stays one"
+    assert (storage.get_shared_bytes_of(content) >= 2 * BLOCK + TAIL) == storage.can_share_blocks, "to write over these needs room"
     stored = measure(path, other)
     with open(path, "r+b") as file:
         file.write(b"changed")

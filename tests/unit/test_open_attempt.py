@@ -11,15 +11,19 @@ import trio
 from ckptfs_daemon.fuse.request import Request
 from ckptfs_daemon.mount import file_handlers
 from ckptfs_daemon.mount.file_handlers import FileHandlers
+from ckptfs_daemon.mount.handle_ways import Reason
 from ckptfs_daemon.mount.open_acts import link_successor
+from ckptfs_daemon.mount.open_attempt import OpenAttempt
 from local_node import Node
+from loop_disk import mounted
 from opener import Opener
 
-from ckptfs import limits
+from ckptfs import disk, limits
 from ckptfs.catalog import contents, handles, inodes, mover_requests
 from ckptfs.errors import ContentLost, TimedOut
 from ckptfs.flow.reclaim import Reclaim
 from ckptfs.model import ROOT, ContentState, Tier
+from ckptfs.tiers import local_copies, transfer
 from ckptfs.tiers.storage import TierStorage
 
 
@@ -267,3 +271,26 @@ def test_a_create_that_meets_the_file_of_another_node_opens_it(
         return 0 if found.id == opener.inode and opened.fh in opener.files.by_handle else -1
 
     assert trio.run(create) == expected
+
+
+@pytest.mark.root
+def test_old_bytes_that_are_shared_need_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P10: the kernel writes without asking. A write over a block that the history shares takes a new one."""
+    needed = []
+
+    def find_reason(_: OpenAttempt, storage: TierStorage, expected_bytes: int, *__: object) -> Reason:
+        needed.append(expected_bytes)
+        return Reason.DATA_PATH
+
+    monkeypatch.setattr(OpenAttempt, "_find_buffered_reason", find_reason)
+    with mounted("xfs", tmp_path) as place:
+        opener = Opener(tmp_path / "node")
+        node = Node(place / "node")
+        content = node.make(b"file", os.urandom(limits.MIB), tier=Tier.NVME)
+        opener.use(node)
+        opener.seal()
+        storage = node.tiers[Tier.NVME]
+        with disk.closing(storage.open(content)) as fd:
+            os.close(local_copies.copy_open(fd, storage, content + 1, transfer.read(fd, label="seal")[:2]))
+        trio.run(lambda: opener.open(4, writer=True, truncates=False))
+    assert needed == [limits.MIB]

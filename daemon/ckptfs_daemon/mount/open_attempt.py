@@ -261,7 +261,10 @@ class OpenAttempt:
         storage = self._get_storage(tier)
         if is_writer and held.is_shared:
             raise MustWait(lambda: self._begin_successor(held.inode.id, content, storage))
-        reason = self._find_buffered_reason(storage, 0, self._files.get_reserved_bytes()) if is_writer else Reason.NONE
+        reason = Reason.NONE
+        if is_writer:
+            needed = storage.get_shared_bytes_of(content) if tier is Tier.NVME else 0
+            reason = self._find_buffered_reason(storage, needed, self._files.get_reserved_bytes())
         try:
             fd = self._open_or_wait(storage, content, NONBLOCKING_WRITE if reason or (is_writer and tier is Tier.PFS) else os.O_RDONLY)
         except FileNotFoundError as failure:
