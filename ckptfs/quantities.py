@@ -16,6 +16,12 @@ def format_count(count: int, noun: str, plural: str = "") -> str:
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
+def format_ordinal(number: int) -> str:
+    """Format a place in an order: "1st", "10th", "112th"."""
+    last = "th" if 10 < number % 100 < 14 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{last}"
+
+
 def format_duration(seconds: float) -> str:
     """Format seconds: "3.2 s", "5 min", "2 h 10 min"."""
     if seconds < 60:

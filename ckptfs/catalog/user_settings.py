@@ -84,6 +84,7 @@ def _get_pin(db: Database, inode: int) -> bytes | None:
 def _set_pin(db: Database, inode: int, value: bytes | None) -> None:
     _require(value in (_YES, None))
     history.set_pin(db, inode, value is not None)
+    set_candidates.insert_candidates(db, [inode])
 
 
 def _get_note(db: Database, inode: int) -> bytes | None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptfs import limits, procfs
-from ckptfs.config.retention_rules import check_rules, find_directory_rule, find_rule, parse_rules
+from ckptfs.config.retention_rules import check_rules, describe_rule, find_directory_rule, find_rule, parse_rules
 from ckptfs.config.schema import (
     CLUSTER_SETTINGS,
     MOUNT_FLAGS_DEFAULT,
@@ -55,6 +55,7 @@ __all__ = [
     "Config",
     "RetentionRule",
     "build_sample",
+    "describe_rule",
     "find_directory_rule",
     "find_rule",
     "from_json",

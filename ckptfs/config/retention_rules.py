@@ -13,6 +13,7 @@ from ckptfs import limits
 from ckptfs.config.schema import RULE_SETTINGS, Config, RetentionRule, Setting
 from ckptfs.errors import ConfigError
 from ckptfs.model import Level
+from ckptfs.quantities import format_count, format_duration, format_ordinal
 
 ParseSetting = Callable[[Setting, Any], dict[str, Any]]
 
@@ -60,6 +61,8 @@ def _list_contradictions(rule: RetentionRule, config: Config) -> Iterable[tuple[
         (config.pfs is None and bool(for_pfs), f"{', '.join(for_pfs)} needs a PFS", "give pfs=DIRECTORY, or only keep and keep_every"),
         (config.fsync is Level.PFS and rule.selects_for_pfs,
          "fsync=pfs waits for the PFS, and the rule keeps files away from it", "give fsync=local or fsync=clique"),
+        (config.cluster is not None and rule.selects_for_pfs,
+         "pfs_every and pfs_interval are not available in a cluster yet", "leave them out; keep_local and keep_pfs are available"),
         (every is not None and rule.pfs_interval_s is not None, "pfs_every and pfs_interval exclude one another", "leave one out"),
         (rule.selects_for_pfs and keep is None and keep_local is None,
          "sets that do not go to the PFS would fill RAM and NVMe", "give keep_local or keep, after which they expire"),
@@ -70,6 +73,21 @@ def _list_contradictions(rule: RetentionRule, config: Config) -> Iterable[tuple[
         (keep_local is not None and keep_pfs is not None and keep_local > keep_pfs * (every or 1),
          f"keep_local ({keep_local}) sets reach further back than keep_pfs ({keep_pfs}) sets on the PFS", "raise keep_pfs"),
     )  # fmt: skip
+
+
+def describe_rule(rule: RetentionRule) -> str:
+    """Return what a rule says, as a sentence."""
+    every = format_ordinal(rule.keep_every or 0)
+    parts = (
+        (rule.keep, f"keeps {format_count(rule.keep or 0, 'set')}"),
+        (rule.keep_every, f"keeps every {every} set for good"),
+        (rule.pfs_every, f"every {format_ordinal(rule.pfs_every or 0)} set goes to the PFS"),
+        (rule.pfs_interval_s, f"one set in {format_duration(rule.pfs_interval_s or 0)} goes to the PFS"),
+        (rule.keep_local, f"{rule.keep_local} stay in RAM and NVMe"),
+        (rule.keep_pfs, f"{rule.keep_pfs} stay on the PFS"),
+        (rule.incomplete_after_s, f"incomplete ones go after {format_duration(rule.incomplete_after_s or 0)}"),
+    )
+    return f"{rule.path}: {', '.join(text for value, text in parts if value is not None)}"
 
 
 # --- the rule of a series -----------------------------------------------------------------------------------------------

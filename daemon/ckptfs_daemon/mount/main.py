@@ -13,12 +13,13 @@ import socket
 import trio
 
 from ckptfs import limits, server_limits
-from ckptfs.catalog import copies
+from ckptfs.catalog import copies, pfs_hold
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import get_instance_id
 from ckptfs.cgroups import MemoryLimits
 from ckptfs.coherence.key_state import DirtyKeyTracker
 from ckptfs.model import DataPath, Tier
+from ckptfs.series.expiry import build_hold_check
 from ckptfs.store import etcd
 from ckptfs.tiers import storage
 from ckptfs.tiers.storage import Tiers
@@ -74,10 +75,13 @@ def _build_context(setup: ChildSetup) -> MountContext:
     dirty_keys = None if config.cluster is None else DirtyKeyTracker()
     is_clustered = dirty_keys is not None
     db = Database(
-        config.state / "catalog.db", journalled=config.pfs is not None, defer_checkpoints=True, clustered=is_clustered, hooks=dirty_keys
-    )
+        config.state / "catalog.db", journalled=config.pfs is not None, defer_checkpoints=True, clustered=is_clustered, hooks=dirty_keys,
+        holds_back=build_hold_check(config.retention),
+    )  # fmt: skip
     tiers = Tiers.from_config(config, get_instance_id(db), lambda: copies.get_tier_uuid(db, Tier.PFS))
     storage.adopt_tiers(db, tiers)
+    with db.transaction():
+        pfs_hold.release_misplaced(db)
     wake_channel = WakeChannel(setup.wake_socket)
     passthrough = Passthrough(setup.fuse_fd) if setup.data_path is DataPath.PASSTHROUGH else None
     open_files = OpenFileTable(db, tiers, passthrough, wake_channel, kernel_owns_times=passthrough is None and not is_clustered)

@@ -31,11 +31,13 @@ from ckptfs.catalog.history import CheckpointSet
 from ckptfs.errors import Busy, CkptfsError
 from ckptfs.model import ROOT, Level
 from ckptfs.series import Series, patterns, retention, set_kinds
+from ckptfs.series.expiry import list_beyond
 from ckptfs.series.patterns import Member
 from ckptfs.series.retention import KeepReason, SetFacts
 from ckptfs.series.set_kinds import DirectoryFacts
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.member_reader import MountMemberReader
+from ckptfs_daemon.mount.set_expiry import SetExpiry
 from ckptfs_daemon.mount.set_maker import FoundMember, SetMaker
 from ckptfs_daemon.mount.set_refresh import SetRefresh
 
@@ -134,6 +136,9 @@ class SetTracker:
         self._changes = changes
         self._refresh = SetRefresh(context, reader)
         self._maker = SetMaker(context, changes, self._refresh, on_unlinked)
+        self._expiry = SetExpiry(context, changes, reader, on_unlinked)
+        self._ruled: dict[int, list[CheckpointSet]] = {}
+        """The sets of each series that nothing but a rule keeps."""
         self._woken = trio.Event()
         self._after = 0
         self._looks: dict[Row, float] = {}
@@ -277,8 +282,8 @@ class SetTracker:
         if await trio.to_thread.run_sync(load) != before:
             raise Busy("it changes")
         directory, made = await self._maker.make(found, before)
+        self._reviews[directory] = trio.current_time()
         if made is not None:
-            self._reviews[directory] = trio.current_time()
             log.info("%s: complete: %d files, %d bytes", os.fsdecode(made.name), made.record.files, made.record.size)
         return None
 
@@ -290,6 +295,18 @@ class SetTracker:
                 del self._reviews[directory]
                 await self._review(directory)
                 self._has_changed = True
+        if self._has_changed:
+            await self._keep_bound()
+
+    async def _keep_bound(self) -> None:
+        """Remove sets that nothing but a rule keeps while the history holds too many bytes, the oldest first."""
+        excess = await trio.to_thread.run_sync(set_members.count_history_bytes, self._context.db) - self._expiry.get_bound()
+        known = {one.directory: one for sets in self._ruled.values() for one in sets}
+        beyond = list_beyond([(one.directory, one.record.completed_ns, one.record.size) for one in known.values()], excess)
+        self._ruled = {series: [one for one in sets if one.directory not in beyond] for series, sets in self._ruled.items()}
+        for directory in beyond:
+            await self._maker.remove(directory)
+            log.info("%s: removed from the history: it holds more than history_size", os.fsdecode(known[directory].name))
 
     async def _review(self, directory: int) -> None:
         """Remove the sets of a series that nothing protects."""
@@ -297,19 +314,27 @@ class SetTracker:
         await self._refresh.refresh_series(directory)
         known = history.get_series(db, directory)
         if known is None:
+            self._ruled.pop(directory, None)
             return
-        sets = await trio.to_thread.run_sync(history.list_sets, db, directory)
-        for number, one in enumerate(sets):
+        listed = await trio.to_thread.run_sync(history.list_sets, db, directory)
+        for number, one in enumerate(listed):
             if number < len(Level) or one.directory in touched:
                 await self._refresh.refresh_set(one.directory, with_copies=True)
-        facts = await trio.to_thread.run_sync(load_facts, db, directory, sets)
+        facts = await trio.to_thread.run_sync(load_facts, db, directory, listed)
+        ruled = await self._expiry.review(known, listed, facts)
+        if ruled.has_deleted:
+            facts = await trio.to_thread.run_sync(load_facts, db, directory, listed)
+        if ruled.again_s is not None:
+            self._reviews[directory] = trio.current_time() + ruled.again_s
+        sets = {one.record.number: one for one in listed}
         reasons = retention.find_reasons(facts, None if known.rollback is None else known.rollback.number)
-        for one in sets:
-            if reasons.get(one.record.number) == frozenset():
-                await self._maker.remove(one.directory)
-                log.info("%s: removed from the history: nothing protects it", os.fsdecode(one.name))
-        if any(reasons.get(one.record.number) == frozenset({KeepReason.NEWEST}) for one in sets[1:]):
-            self._reviews[directory] = trio.current_time() + limits.SET_REVIEW_S + self._refresh.choose_delay_s()
+        self._ruled[directory] = [sets[number] for number, why in reasons.items() if not why and number in ruled.kept]
+        for number in [number for number, why in reasons.items() if not why and number not in ruled.kept]:
+            await self._maker.remove(sets[number].directory)
+            log.info("%s: removed from the history: nothing protects it", os.fsdecode(sets[number].name))
+        if any(why == {KeepReason.NEWEST} and number != max(sets) for number, why in reasons.items()):
+            due_s = trio.current_time() + limits.SET_REVIEW_S + self._refresh.choose_delay_s()
+            self._reviews[directory] = min(due_s, self._reviews.get(directory, due_s))
 
     async def _report(self) -> None:
         """Record the figures of `status`, if they have changed."""

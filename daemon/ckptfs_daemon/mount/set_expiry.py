@@ -1,0 +1,239 @@
+"""Retention rules carried out: sets are chosen for the PFS, leave RAM and NVMe, and expire; incomplete ones are reaped (D5, D7, D8, H6).
+
+`series.expiry` decides. The tracker of sets asks for a review after each change of a series. Of a set that expires the names in the
+application's directories go here. Its directory in the history is then without a reason to stay, and the tracker deletes it.
+
+Crash safety: choosing a set is one transaction. A set whose names do not all go in one is marked first, and the next process goes on.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import trio
+
+from ckptfs import config, limits
+from ckptfs.catalog import history, namespace, retention_state
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.history import CheckpointSet, SeriesRecord
+from ckptfs.catalog.set_members import MANIFEST_NAMES
+from ckptfs.config import RetentionRule
+from ckptfs.model import Inode, Level
+from ckptfs.series import Series, judge, patterns
+from ckptfs.series.expiry import RuledSeries, Ruling, apply_rule, assume_final
+from ckptfs.series.patterns import Member
+from ckptfs.series.retention import SetFacts
+from ckptfs.tiers import space
+from ckptfs_daemon import ipc
+from ckptfs_daemon.mount.context import ChangeRunner, MountContext
+from ckptfs_daemon.mount.member_reader import MountMemberReader
+
+import pyfuse3  # isort: skip
+
+log = logging.getLogger(__name__)
+
+Name = tuple[int, bytes]
+
+
+class Review(NamedTuple):
+    """What a review of a series found: sets that its rule keeps in the history, whether names were deleted, when to look again."""
+
+    kept: frozenset[int] = frozenset()
+    has_deleted: bool = False
+    again_s: float | None = None
+
+
+class SetExpiry:
+    """What the retention rules of a mount do to its sets. Belongs to the trio thread."""
+
+    def __init__(
+        self, context: MountContext, changes: ChangeRunner, reader: MountMemberReader, add_unlinked: Callable[[Iterable[int]], None]
+    ) -> None:
+        """`add_unlinked` gets the inodes that have lost their last name."""
+        self._context, self._changes, self._reader, self._add_unlinked = context, changes, reader, add_unlinked
+        self._checked: set[int] = set()
+        self._retired: set[int] = set()
+
+    def get_bound(self) -> int:
+        """Return how many bytes only the history may hold."""
+        return space.get_share_bytes(self._context.config.history_size, self._context.tiers.get_local_capacities().values())
+
+    def find_rule(self, series: SeriesRecord) -> RetentionRule | None:
+        """Return the rule of a series. Returns None if it has none."""
+        return config.find_rule(self._context.config.retention, series.path)
+
+    def _load(self, series: SeriesRecord, sets: Sequence[CheckpointSet], facts: Iterable[SetFacts]) -> RuledSeries | None:
+        rule = self.find_rule(series)
+        if rule is None:
+            return None
+        directories = {one.record.number: one.directory for one in sets}
+        chosen = retention_state.list_chosen(self._context.db, series.directory) if rule.selects_for_pfs else set()
+        has_copies = self._context.config.cluster is not None and self._context.config.replication_factor > 1
+        rollback_ns = 0 if series.rollback is None else series.rollback.at_ns
+        records = [one.record for one in sets]
+        return RuledSeries(
+            tuple(self._lower_unchecked(directories, facts)),
+            {one.number: (one.completed_ns > rollback_ns, one.numbers, one.number) for one in records},
+            {one.number: one.completed_ns for one in records},
+            frozenset(one.record.number for one in sets if one.directory in chosen),
+            None if series.rollback is None else series.rollback.number,
+            self._context.config.pfs is not None,
+            Level.CLIQUE if has_copies else Level.LOCAL,
+        )
+
+    def _lower_unchecked(self, directories: dict[int, int], facts: Iterable[SetFacts]) -> list[SetFacts]:
+        """Return the facts, with a lower level for sets that were not read back from the PFS: nothing goes because of them yet."""
+        found = list(facts)
+        if self._context.config.pfs_verify:
+            on_pfs = {directories[one.number] for one in found if one.level is Level.PFS and one.number in directories}
+            unchecked = retention_state.list_unchecked(self._context.db, on_pfs - self._checked)
+            self._checked |= on_pfs - unchecked
+            found = [replace(one, level=Level.LOCAL) if directories.get(one.number) in unchecked else one for one in found]
+        return found
+
+    async def review(self, series: SeriesRecord, sets: Sequence[CheckpointSet], facts: Sequence[SetFacts]) -> Review:
+        """Do what the rule of a series says of its sets, the newest first."""
+        ruled = self._load(series, sets, facts)
+        rule = self.find_rule(series)
+        if ruled is None or rule is None:
+            return Review()
+        ruling, db = apply_rule(rule, ruled), self._context.db
+        self._choose(series, rule, [one for one in sets if one.record.number in ruling.for_pfs])
+        self._retire(sets, ruling)
+        in_place = {one.number for one in facts if one.is_in_place}
+        expiring = retention_state.list_expiring(db, series.directory)
+        due = [one for one in sets if one.directory in expiring or one.record.number in ruling.expired & in_place]
+        deleted = [await self._delete_place(series, one) for one in reversed(due)]
+        again_s = await self._reap(series, rule, sets)
+        if None in deleted or apply_rule(rule, assume_final(ruled, ruling)).expired - ruling.expired:
+            again_s = min(limits.SET_REVIEW_S, again_s or limits.SET_REVIEW_S)
+        kept = ruling.kept | {one.record.number for one in sets if one.directory in expiring}
+        return Review(frozenset(kept), any(deleted), again_s)
+
+    def _choose(self, series: SeriesRecord, rule: RetentionRule, sets: Iterable[CheckpointSet]) -> None:
+        """Have sets written back that were held back."""
+        chosen = retention_state.list_chosen(self._context.db, series.directory) if rule.selects_for_pfs else None
+        for one in sets:
+            if chosen is not None and one.directory not in chosen:
+                with self._context.open_files.change() as db:
+                    retention_state.mark_chosen(db, one.directory)
+                self._context.wake_channel.notify(ipc.WORK)
+                log.info("%s: set %d goes to the PFS", _format(series), one.record.number)
+
+    def _retire(self, sets: Sequence[CheckpointSet], ruling: Ruling) -> None:
+        leaving = {one.directory for one in sets if one.record.number in ruling.not_local} - self._retired
+        if leaving:
+            newest = max(one.record.number for one in sets if one.record.number in ruling.not_local)
+            staying = [one.directory for one in sets if one.record.number > newest]
+            with self._context.db.transaction() as db:
+                retention_state.record_retired(db, leaving, staying)
+            self._retired |= leaving
+            self._context.wake_channel.notify(ipc.WORK)
+
+    # --- deleting what the application has ---------------------------------------------------------------------------
+
+    async def _delete_place(self, series: SeriesRecord, one: CheckpointSet) -> int | None:
+        """Delete the names of an expired set in the application's directories. Return their number; None if they are in use."""
+        db, name = self._context.db, one.record.name
+        files = {path: inode.id for path, inode in history.list_files(db, one.directory) if inode.is_file and path not in MANIFEST_NAMES}
+        if one.record.is_group:
+            tops = {path: inode for path, inode in files.items() if self._find_child(series.origin, path) == inode}
+        else:
+            place = self._find_child(series.origin, name)
+            tops = {name: place} if place is not None and set(files.values()) <= namespace.list_inodes_below(db, place) else {}
+        count = await self._delete_names(series.origin, tops, one.directory)
+        if count:
+            log.info("%s: set %d expired", _format(series), one.record.number)
+        return count
+
+    def _find_child(self, parent: int, name: bytes) -> int | None:
+        found = namespace.find_child(self._context.db, parent, name)
+        return None if found is None else found.id
+
+    async def _delete_names(self, parent: int, tops: dict[bytes, int], expiring: int | None = None) -> int | None:
+        """Delete names in a directory with all below them. Return their number; None if a process has something of it open.
+
+        `expiring`: the set whose names these are, which is marked if they do not go at once.
+        """
+        db = self._context.db
+        if retention_state.is_in_use(db, tops.values()):
+            return None
+        names = [name for inode in tops.values() for name in retention_state.list_names_below(db, inode)]
+        names += [(parent, name) for name in tops]
+        for start in range(0, len(names), limits.EXPIRED_NAMES_MAX):
+            batch = names[start : start + limits.EXPIRED_NAMES_MAX]
+            is_first_of_many = start == 0 and len(names) > len(batch)
+            await self._delete_batch(batch, expiring if is_first_of_many else None)
+        for name in tops:
+            with contextlib.suppress(OSError):
+                await trio.to_thread.run_sync(pyfuse3.invalidate_entry, parent, name)
+        return len(names)
+
+    async def _delete_batch(self, batch: list[Name], expiring: int | None) -> None:
+        def act(db: Database, _: bool) -> list[Inode]:
+            if expiring is not None:
+                retention_state.mark_expiring(db, expiring)
+            found = []
+            for parent, name in batch:
+                with contextlib.suppress(FileNotFoundError, OSError):
+                    inode = namespace.lookup(db, parent, name)
+                    found.append((namespace.rmdir if inode.is_directory else namespace.unlink)(db, parent, name))
+            return found
+
+        gone = await self._changes.commit_shared(lambda: self._changes.run_change(act), batch)
+        self._add_unlinked(inode.id for inode in gone if inode.nlink == 0)
+
+    # --- incomplete members ------------------------------------------------------------------------------------------
+
+    async def _reap(self, series: SeriesRecord, rule: RetentionRule, sets: Sequence[CheckpointSet]) -> float | None:
+        """Delete incomplete members that nobody will finish (H6). Return the seconds until the next may be due; None if there is none.
+
+        They are older than a complete set, no process has them open, and nothing of them has changed for the time of the rule.
+        """
+        pattern = patterns.parse(series.pattern)
+        if rule.incomplete_after_s is None or pattern is None or not sets:
+            return None
+        newest = max(one.record.numbers for one in sets)
+        complete = {one.record.name for one in sets}
+        entries = {entry.name: inode.id for entry, inode in namespace.iterate_entries(self._context.db, series.origin)}
+        waits = []
+        for member, names in _list_older(pattern, entries, newest):
+            if member is not None and member.name in complete:
+                continue
+            tops = {name: entries[name] for name in names}
+            age_s = (time.time_ns() - retention_state.get_changed_ns(self._context.db, tops.values())) / 1e9
+            if age_s < rule.incomplete_after_s:
+                waits.append(rule.incomplete_after_s - age_s)
+                continue
+            if member is not None and not (await judge(pattern, entries, self._reader, member)).incomplete_reason:
+                continue
+            count = await self._delete_names(series.origin, tops)
+            if count is None:
+                waits.append(limits.SET_REVIEW_S)
+            elif count:
+                log.info("%s: %s was never completed; it is deleted", _format(series), os.fsdecode(names[0]))
+        return min(waits, default=None)
+
+
+def _list_older(series: Series, names: Iterable[bytes], newest: tuple[int, ...]) -> list[tuple[Member | None, tuple[bytes, ...]]]:
+    """Return the members of a series before `newest` with their names; and temporary names of such members, without a member."""
+    known = list(names)
+    found: list[tuple[Member | None, tuple[bytes, ...]]] = [
+        (one, one.files) for one in patterns.list_members(series, known) if one.numbers < newest
+    ]
+    part = re.compile(rb"([0-9]+)".join(map(re.escape, series.texts)), re.DOTALL)
+    for name in known:
+        match = part.search(name) if patterns.is_temporary(name) else None
+        numbers = None if match is None else series.parse_numbers(match[0])
+        if numbers is not None and numbers < newest:
+            found.append((None, (name,)))
+    return found
+
+
+def _format(series: SeriesRecord) -> str:
+    return series.path.decode(errors="backslashreplace")
