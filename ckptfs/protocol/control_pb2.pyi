@@ -11,7 +11,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("name", "mountpoint", "state", "version", "health", "data_path", "data_path_reason", "fsync", "pfs", "drain_deadline_s", "tiers", "write_back", "counts", "processes", "troubles", "refused", "clique", "handles", "memory", "survives_kill", "survives_supervisor_kill", "notice", "request_timeout_s")
+    __slots__ = ("name", "mountpoint", "state", "version", "health", "data_path", "data_path_reason", "fsync", "pfs", "drain_deadline_s", "tiers", "write_back", "counts", "processes", "troubles", "refused", "clique", "handles", "memory", "survives_kill", "survives_supervisor_kill", "notice", "request_timeout_s", "history")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MOUNTPOINT_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class Status(_message.Message):
     SURVIVES_SUPERVISOR_KILL_FIELD_NUMBER: _ClassVar[int]
     NOTICE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
     name: str
     mountpoint: str
     state: str
@@ -58,7 +59,26 @@ class Status(_message.Message):
     survives_supervisor_kill: bool
     notice: Notice
     request_timeout_s: int
-    def __init__(self, name: _Optional[str] = ..., mountpoint: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[str] = ..., health: _Optional[str] = ..., data_path: _Optional[str] = ..., data_path_reason: _Optional[str] = ..., fsync: _Optional[str] = ..., pfs: _Optional[str] = ..., drain_deadline_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., write_back: _Optional[_Union[WriteBack, _Mapping]] = ..., counts: _Optional[_Union[Counts, _Mapping]] = ..., processes: _Optional[_Iterable[_Union[Process, _Mapping]]] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., clique: _Optional[_Union[Clique, _Mapping]] = ..., handles: _Optional[_Iterable[_Union[HandleCount, _Mapping]]] = ..., memory: _Optional[_Union[ServiceMemory, _Mapping]] = ..., survives_kill: _Optional[bool] = ..., survives_supervisor_kill: _Optional[bool] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ..., request_timeout_s: _Optional[int] = ...) -> None: ...
+    history: History
+    def __init__(self, name: _Optional[str] = ..., mountpoint: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[str] = ..., health: _Optional[str] = ..., data_path: _Optional[str] = ..., data_path_reason: _Optional[str] = ..., fsync: _Optional[str] = ..., pfs: _Optional[str] = ..., drain_deadline_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., write_back: _Optional[_Union[WriteBack, _Mapping]] = ..., counts: _Optional[_Union[Counts, _Mapping]] = ..., processes: _Optional[_Iterable[_Union[Process, _Mapping]]] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., clique: _Optional[_Union[Clique, _Mapping]] = ..., handles: _Optional[_Iterable[_Union[HandleCount, _Mapping]]] = ..., memory: _Optional[_Union[ServiceMemory, _Mapping]] = ..., survives_kill: _Optional[bool] = ..., survives_supervisor_kill: _Optional[bool] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ..., request_timeout_s: _Optional[int] = ..., history: _Optional[_Union[History, _Mapping]] = ...) -> None: ...
+
+class History(_message.Message):
+    __slots__ = ("series", "sets", "bytes", "bytes_max", "held_files", "held_bytes", "rules")
+    SERIES_FIELD_NUMBER: _ClassVar[int]
+    SETS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    HELD_FILES_FIELD_NUMBER: _ClassVar[int]
+    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RULES_FIELD_NUMBER: _ClassVar[int]
+    series: int
+    sets: int
+    bytes: int
+    bytes_max: int
+    held_files: int
+    held_bytes: int
+    rules: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, series: _Optional[int] = ..., sets: _Optional[int] = ..., bytes: _Optional[int] = ..., bytes_max: _Optional[int] = ..., held_files: _Optional[int] = ..., held_bytes: _Optional[int] = ..., rules: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Notice(_message.Message):
     __slots__ = ("source", "what", "age_s", "deadline_s", "drain")
@@ -550,18 +570,20 @@ class CapacityRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Capacity(_message.Message):
-    __slots__ = ("tiers", "clustered", "replication_factor", "node", "memory")
+    __slots__ = ("tiers", "clustered", "replication_factor", "node", "memory", "history")
     TIERS_FIELD_NUMBER: _ClassVar[int]
     CLUSTERED_FIELD_NUMBER: _ClassVar[int]
     REPLICATION_FACTOR_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
     tiers: _containers.RepeatedCompositeFieldContainer[TierCapacity]
     clustered: bool
     replication_factor: int
     node: str
     memory: ServiceMemory
-    def __init__(self, tiers: _Optional[_Iterable[_Union[TierCapacity, _Mapping]]] = ..., clustered: _Optional[bool] = ..., replication_factor: _Optional[int] = ..., node: _Optional[str] = ..., memory: _Optional[_Union[ServiceMemory, _Mapping]] = ...) -> None: ...
+    history: History
+    def __init__(self, tiers: _Optional[_Iterable[_Union[TierCapacity, _Mapping]]] = ..., clustered: _Optional[bool] = ..., replication_factor: _Optional[int] = ..., node: _Optional[str] = ..., memory: _Optional[_Union[ServiceMemory, _Mapping]] = ..., history: _Optional[_Union[History, _Mapping]] = ...) -> None: ...
 
 class TierCapacity(_message.Message):
     __slots__ = ("name", "path", "total_bytes", "used_bytes", "free_bytes", "held_bytes", "share_bytes", "usable_bytes", "usable_for_peers_bytes", "prepared_bytes", "shared_bytes")

@@ -142,6 +142,9 @@ def print_report(report: CapacityReport) -> None:
         print()
         render.print_renderable(build_clique_table(report.clique, report.capacity.node))
     print(f"memory: {render.describe_service_memory(report.capacity.memory)}")
+    history = report.capacity.history
+    size, bound = render.format_size(history.bytes), render.format_size(history.bytes_max)
+    print(f"history: {size} that only .ckptfs/history holds, of at most {bound}")
     if report.verdict is not None and report.need is not None:
         print(f"memory per checkpoint: {report.need.factor} times its size on each node")
         print(report.verdict.sentence)

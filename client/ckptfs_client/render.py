@@ -124,6 +124,7 @@ def build_status(answer: "pb.Status") -> "RenderableType":
     lines += _describe_handles(answer)
     lines.append(f"  memory      {escape(describe_service_memory(answer.memory))}")
     lines += _describe_write_back(answer)
+    lines += describe_history(answer.history)
     lines += _describe_clique(answer.clique) if answer.HasField("clique") else []
     lines += _describe_refused(answer)
     tables = [_build_tier_table(answer), _build_process_table(answer)]
@@ -153,6 +154,20 @@ def _describe_handles(answer: "pb.Status") -> list[str]:
         reason = f": {one.reason}" if one.reason else ""
         lines.append(f"  {'handles' if number == 0 else '':<11} {one.count} {one.way}, {one.tier}{reason}")
     return lines
+
+
+def describe_history(history: "pb.History") -> list[str]:
+    """Describe what ckptfs keeps of checkpoint sets, and what the retention rules say, a line each."""
+    from rich.markup import escape
+
+    series, sets = format_count(history.series, "series", "series"), format_count(history.sets, "set")
+    only = f"{format_size(history.bytes)} only there, of at most {format_size(history.bytes_max)}"
+    lines = [f"  history     {sets} of {series}; {only}"]
+    if history.held_files:
+        lines.append(
+            f"  held back   {format_count(history.held_files, 'file')} ({format_size(history.held_bytes)}) stay off the PFS by a rule"
+        )
+    return lines + [f"  {'' if number else 'retention':<11} {escape(rule)}" for number, rule in enumerate(history.rules)]
 
 
 def describe_survival(answer: "pb.Status") -> str:

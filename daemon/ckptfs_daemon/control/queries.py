@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from ckptfs import limits
-from ckptfs.catalog import history_names, journal, namespace, summary
+from ckptfs.catalog import history_names, journal, namespace, pfs_hold, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.summary import ListedFile
 from ckptfs.config import Config
@@ -51,7 +51,11 @@ REFRESH_INTERVAL_S = 2.0
 
 
 class LevelCheck:
-    """A file, or all below a directory, on its way to the level `wanted`. Raises ENOENT if it is missing."""
+    """A file, or all below a directory, on its way to the level `wanted`. Raises ENOENT if it is missing.
+
+    For the level pfs, what retention rules hold back below a directory does not count. If that is what the wait is for, it goes on while
+    the checkpoint may still be chosen; else InvalidArgument is raised.
+    """
 
     def __init__(self, db: Database, inode: int, wanted: Level) -> None:
         if summary.get_listed_file(db, inode) is None:
@@ -59,6 +63,7 @@ class LevelCheck:
         self._db = db
         self._wanted = wanted
         self._end = summary.get_journal_end(db)
+        self._held = inode if wanted is Level.PFS and pfs_hold.is_held(db, inode) else None
         self._remaining = deque(sorted(namespace.list_inodes_below(db, inode)))
         self._bytes: dict[int, int] = {}
         self._non_files: set[int] = set()
@@ -94,12 +99,14 @@ class LevelCheck:
         progress = pb.Progress(done=not self._remaining, files_left=files, bytes_left=size, changes_left=len(self._non_files))
         if self._has_writers:
             progress.blocked_by, progress.remedy = "a file is still open for writing", "close it"
+        elif self._held is not None and pfs_hold.is_held(self._db, self._held):
+            progress.blocked_by = "a retention rule sends only some sets to the PFS, and this one is not complete yet"
         return progress
 
     def _check_inode(self, inode: int) -> bool:
         """Return True if the inode has the level."""
         found = summary.get_listed_file(self._db, inode)
-        if found is None:
+        if found is None or (self._wanted is Level.PFS and self._is_left_out(inode)):
             return True
         if not stat.S_ISREG(found.mode):
             self._non_files.add(inode)
@@ -117,6 +124,16 @@ class LevelCheck:
             order = list(Level)
             return order.index(found.level) >= order.index(self._wanted)
         return found.level is Level.PFS and not journal.has_pending(self._db, inode, self._end)
+
+    def _is_left_out(self, inode: int) -> bool:
+        """Return True if a rule keeps an inode off the PFS. Raises InvalidArgument if the wait is for that."""
+        if self._held is None:
+            return pfs_hold.is_held(self._db, inode)
+        if pfs_hold.is_left_out(self._db, self._held):
+            path = namespace.get_path(self._db, self._held).decode(errors="backslashreplace")
+            remedy = "`ckptfs pin` its set, which then goes there; or wait for another level"
+            raise InvalidArgument(f"{path} does not go to the PFS: a retention rule sends only some sets there", remedy=remedy)
+        return False
 
 
 class QueryService(rpc.QueriesServicer):  # type: ignore[misc]

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ckptfs import __version__, cgroups, limits, procfs
-from ckptfs.catalog import copies, remote_contents, summary
+from ckptfs.catalog import copies, pfs_hold, remote_contents, summary
 from ckptfs.catalog.database import Database
-from ckptfs.config import Config
+from ckptfs.config import Config, describe_rule
 from ckptfs.errors import CkptfsError
 from ckptfs.flow.host.incoming import PeerQuota
 from ckptfs.model import Tier
@@ -74,7 +74,7 @@ class StatusFigures:
             processes=_build_processes(processes), troubles=self.list_troubles(), handles=self._build_handles(),
             memory=build_service_memory(config, self._tiers), survives_kill=bool(processes),
             survives_supervisor_kill=bool(processes.get("is_kept_by_systemd")),
-            request_timeout_s=int(processes.get("request_timeout_s") or 0),
+            request_timeout_s=int(processes.get("request_timeout_s") or 0), history=build_history(config, self._db, self._tiers),
         )  # fmt: skip
         if (notice := self._load_notice()) is not None:
             status.notice.CopyFrom(notice)
@@ -232,11 +232,23 @@ def build_service_memory(config: Config, tiers: Tiers) -> pb.ServiceMemory:
     return pb.ServiceMemory(needed_bytes=needed, limit_known=limit.is_known, limit_bytes=limit.limit_bytes or 0, group=limit.group)
 
 
+def build_history(config: Config, db: Database, tiers: Tiers) -> pb.History:
+    """Build the figures of the history of checkpoint sets. The mount process counts its sets when they change."""
+    found = next((_parse_json_object(text) for key, text, _ in summary.list_reports(db, "sets") if key == "sets"), {})
+    held_files, held_bytes = pfs_hold.count_held(db)
+    return pb.History(
+        series=int(found.get("series", 0)), sets=int(found.get("sets", 0)), bytes=int(found.get("bytes", 0)),
+        bytes_max=space.get_share_bytes(config.history_size, tiers.get_local_capacities().values()),
+        held_files=held_files, held_bytes=held_bytes, rules=[describe_rule(rule) for rule in config.retention],
+    )  # fmt: skip
+
+
 def build_capacity(config: Config, db: Database, tiers: Tiers) -> pb.Capacity:
     """Build the reply of `ckptfs df`: all tiers of this node."""
     clustered = config.cluster is not None
     answer = pb.Capacity(clustered=clustered, replication_factor=config.replication_factor if clustered else 1, node=config.node or "")
     answer.memory.CopyFrom(build_service_memory(config, tiers))
+    answer.history.CopyFrom(build_history(config, db, tiers))
     for tier in (Tier.RAM, Tier.NVME):
         if tier in tiers:
             with contextlib.suppress(OSError, CkptfsError):
