@@ -8,7 +8,7 @@ Invariants:
 
 import os
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,11 +35,6 @@ class Capacity:
     @property
     def used(self) -> int:
         return self.total - self.free if self.measured_used is None else self.measured_used
-
-
-def get_share_bytes(size: float, capacities: Iterable[Capacity]) -> int:
-    """Return the bytes that a setting means: an int are bytes, a float is a share of all capacities."""
-    return size if isinstance(size, int) else int(size * sum(capacity.total for capacity in capacities))
 
 
 def choose_tier(capacities: Mapping[Tier, Capacity], expected_bytes: int, high: float) -> Tier | None:

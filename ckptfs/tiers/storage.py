@@ -433,6 +433,10 @@ class Tiers(Mapping[Tier, TierStorage]):
             self._capacities = (now_s, capacities)
         return capacities
 
+    def get_share_bytes(self, size: float) -> int:
+        """Return the bytes that a setting means: an int are bytes, a float is a share of RAM and NVMe. Raises OSError if one fails."""
+        return size if isinstance(size, int) else int(size * sum(one.total for one in self.get_local_capacities().values()))
+
     def get_capacity(self, tier: Tier, taking: PreparedFile | None = None) -> Capacity:
         """Return the capacity of RAM or NVMe. For a content that is `taking` a prepared file, the bytes of that file are free."""
         capacity = self.get_local_capacities()[tier]

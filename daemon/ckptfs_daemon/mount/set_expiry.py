@@ -23,12 +23,12 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet, SeriesRecord
 from ckptfs.catalog.set_members import MANIFEST_NAMES
 from ckptfs.config import RetentionRule
+from ckptfs.errors import CkptfsError
 from ckptfs.model import Inode, Level
 from ckptfs.series import Series, judge, patterns
 from ckptfs.series.expiry import RuledSeries, Ruling, apply_rule, assume_final
 from ckptfs.series.patterns import Member
 from ckptfs.series.retention import SetFacts
-from ckptfs.tiers import space
 from ckptfs_daemon import ipc
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.member_reader import MountMemberReader
@@ -59,9 +59,11 @@ class SetExpiry:
         self._checked: set[int] = set()
         self._retired: set[int] = set()
 
-    def get_bound(self) -> int:
-        """Return how many bytes only the history may hold."""
-        return space.get_share_bytes(self._context.config.history_size, self._context.tiers.get_local_capacities().values())
+    def get_excess(self, held_bytes: int) -> int:
+        """Return how many of the bytes that only the history holds are too many: none while the size of a tier is not known."""
+        with contextlib.suppress(OSError, CkptfsError):
+            return max(0, held_bytes - self._context.tiers.get_share_bytes(self._context.config.history_size))
+        return 0
 
     def find_rule(self, series: SeriesRecord) -> RetentionRule | None:
         """Return the rule of a series. Returns None if it has none."""

@@ -300,7 +300,7 @@ class SetTracker:
 
     async def _keep_bound(self) -> None:
         """Remove sets that nothing but a rule keeps while the history holds too many bytes, the oldest first."""
-        excess = await trio.to_thread.run_sync(set_members.count_history_bytes, self._context.db) - self._expiry.get_bound()
+        excess = self._expiry.get_excess(await trio.to_thread.run_sync(set_members.count_history_bytes, self._context.db))
         known = {one.directory: one for sets in self._ruled.values() for one in sets}
         beyond = list_beyond([(one.directory, one.record.completed_ns, one.record.size) for one in known.values()], excess)
         self._ruled = {series: [one for one in sets if one.directory not in beyond] for series, sets in self._ruled.items()}
