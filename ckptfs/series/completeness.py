@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 from ckptfs import lifecycle
 from ckptfs.lifecycle import FileRecord
@@ -31,6 +32,7 @@ QUIET_RANKS_S = 30.0
 NEAR_SIZES = (9, 10)
 """Sizes of one file in several members vary by at most this ratio, or one of the files was cut."""
 
+T = TypeVar("T")
 _LEVELS = list(Level)
 _NUMBER = re.compile(rb"[0-9]+")
 _TEXT_FILE = re.compile(rb".*\.(txt|ya?ml|md|log|csv|cfg|ini|toml|py|sh|xml|jsonl)", re.IGNORECASE | re.DOTALL)
@@ -74,6 +76,7 @@ class MemberFacts:
     files: Mapping[bytes, MemberFile]
     formats: Mapping[bytes, FileFormat] = field(default_factory=dict)
     indexes: Mapping[bytes, SetIndex] = field(default_factory=dict)
+    name: bytes = b""
 
     @property
     def is_single_file(self) -> bool:
@@ -83,19 +86,12 @@ class MemberFacts:
     def directories(self) -> dict[bytes, DirectoryFacts]:
         """Every directory of the member, by its path; b"" is the member itself."""
         paths = {above for path in self.files for above in _list_directories(path)}
-        files: dict[bytes, dict[bytes, MemberFile]] = defaultdict(dict)
-        indexes: dict[bytes, dict[bytes, SetIndex]] = defaultdict(dict)
         directories: dict[bytes, set[bytes]] = defaultdict(set)
-        for path, file in self.files.items():
-            directory, _, name = path.rpartition(b"/")
-            files[directory][name] = file
-        for path, index in self.indexes.items():
-            directory, _, name = path.rpartition(b"/")
-            indexes[directory][name] = index
         for path in paths - {b""}:
             directory, _, name = path.rpartition(b"/")
             directories[directory].add(name)
-        return {path: DirectoryFacts(files[path], frozenset(directories[path]), indexes[path]) for path in sorted(paths)}
+        files, indexes, formats = _split_by_directory(self.files), _split_by_directory(self.indexes), _split_by_directory(self.formats)
+        return {path: DirectoryFacts(files[path], frozenset(directories[path]), indexes[path], formats[path]) for path in sorted(paths)}
 
     @cached_property
     def kinds(self) -> dict[bytes, list[SetKind]]:
@@ -103,18 +99,16 @@ class MemberFacts:
         return {path: set_kinds.list_kinds(directory) for path, directory in self.directories.items()}
 
     @cached_property
-    def closed_directories(self) -> dict[bytes, bool]:
-        """The directories in which a file says that all others are there, and whether their sizes are right, too."""
-        found = {}
-        for path, kinds in self.kinds.items():
-            if closing := [kind for kind in kinds if kind.is_closed(self.directories[path])]:
-                found[path] = any(kind.tells_sizes for kind in closing)
-        return found
+    def closed_directories(self) -> dict[bytes, list[SetKind]]:
+        """The directories in which a file says that all others are there, with the kinds of that file."""
+        closing = {path: [kind for kind in kinds if kind.is_closed(self.directories[path])] for path, kinds in self.kinds.items()}
+        return {path: kinds for path, kinds in closing.items() if kinds}
 
     def is_vouched_for(self, path: bytes) -> bool:
         """Return whether the marks of a kind tell that no such file is missing."""
         directories = _list_directories(path)
-        if any(directory in self.closed_directories for directory in directories):
+        closing = [kind for directory in directories for kind in self.closed_directories.get(directory, ())]
+        if any(kind.awaits_ranks for kind in closing) or (closing and not any(map(set_kinds.is_of_rank, path.split(b"/")))):
             return True
         name = path.rpartition(b"/")[2]
         return any(kind.covers.fullmatch(name) for kind in self.kinds.get(directories[0], ()))
@@ -122,7 +116,17 @@ class MemberFacts:
     def is_size_right(self, path: bytes) -> bool:
         """Return whether a file shows its end itself, or a kind tells the sizes."""
         is_whole = self.formats.get(path, FileFormat()).is_whole
-        return is_whole or any(self.closed_directories.get(directory, False) for directory in _list_directories(path))
+        directories = _list_directories(path)
+        return is_whole or any(kind.tells_sizes for one in directories for kind in self.closed_directories.get(one, ()))
+
+
+def _split_by_directory(found: Mapping[bytes, T]) -> dict[bytes, dict[bytes, T]]:
+    """Return what is known of paths by directory and name."""
+    split: dict[bytes, dict[bytes, T]] = defaultdict(dict)
+    for path, one in found.items():
+        directory, _, name = path.rpartition(b"/")
+        split[directory][name] = one
+    return split
 
 
 def _list_directories(path: bytes) -> list[bytes]:
@@ -139,11 +143,11 @@ def judge(member: MemberFacts, older: Sequence[OlderMember], age_s: float) -> Co
     quiet_s = 0.0
     if not reason and not older:
         quiet_s = _get_quiet_s(member)
-        if quiet_s <= age_s:
+        if quiet_s <= max(0.0, age_s):
             quiet_s = 0.0
         else:
             reason = f"there is none before it to compare it with, and it was changed {max(0.0, age_s):.0f} s ago; accepted: {quiet_s:g} s"
-    reason = reason or _find_shortfall(member, older)
+    reason = reason or _find_named_gap(member, older) or _find_shortfall(member, older)
     return replace(judge_set(member.files), incomplete_reason=reason, quiet_s=quiet_s)
 
 
@@ -155,7 +159,9 @@ def judge_set(files: Mapping[bytes, MemberFile]) -> Completeness:
 
 def is_comparable(member: MemberFacts) -> bool:
     """Return whether the verdict depends on the members before it."""
-    return not (member.is_size_right(b"") if member.is_single_file else member.closed_directories.get(b"", False))
+    if member.is_single_file:
+        return not member.is_size_right(b"")
+    return not any(kind.tells_sizes and kind.awaits_ranks for kind in member.closed_directories.get(b"", ()))
 
 
 def find_reason(files: Mapping[bytes, MemberFile]) -> str:
@@ -201,6 +207,13 @@ def _get_quiet_s(member: MemberFacts) -> float:
     return QUIET_RANKS_S if any(map(set_kinds.has_unknown_count, member.directories.values())) else QUIET_S
 
 
+def _find_named_gap(member: MemberFacts, older: Sequence[OlderMember]) -> str:
+    """Return what members of this name end with, unless two in a row before it have the same files without."""
+    if member.is_single_file or b"" in member.closed_directories or _is_usual(member, older):
+        return ""
+    return set_kinds.find_named_gap(member.name, member.directories[b""])
+
+
 # --- comparison with the members before -------------------------------------------------------------------------------
 
 
@@ -208,13 +221,16 @@ def _find_shortfall(member: MemberFacts, older: Sequence[OlderMember]) -> str:
     """Return what the member lacks of what those before it have."""
     if not older or not is_comparable(member):
         return ""
-    missing = [_find_missing(member, one) for one in older]
     # Fewer files than before are believed if two members in a row had just these: the job may run on fewer nodes.
-    is_usual = len(older) > 1 and not any(missing[:2]) and all(_has_no_more(member, one) for one in older[:2])
-    for one, path in zip(older, missing, strict=True):
-        if path and not is_usual:
+    for one in () if _is_usual(member, older) else older:
+        if path := _find_missing(member, one):
             return f"{text(path)} is missing, which {one.name} has"
     return _find_short_file(member, older)
+
+
+def _is_usual(member: MemberFacts, older: Sequence[OlderMember]) -> bool:
+    """Return whether the two members before have just the files of this one."""
+    return len(older) > 1 and all(not _find_missing(member, one) and _has_no_more(member, one) for one in older[:2])
 
 
 def _find_missing(member: MemberFacts, older: OlderMember) -> bytes:

@@ -21,6 +21,7 @@ from ckptfs.series.pickle_scan import DamagedPickle, ReadRange, TooLong
 HEADER_BYTES_MAX = 32 << 20
 """Longer headers are not believed; a header of 1 MiB describes 10,000 tensors."""
 JSON_BYTES_MAX = 16 << 20
+LAMMPS, LAMMPS_END = "LAMMPS", b"LammpS RestartT\0"
 _HEAD_BYTES = 512
 _ZIP_COMMENT_MAX = (1 << 16) - 1
 _ENDS_EARLY = "ends before its {}; its writer did not finish it"
@@ -80,6 +81,8 @@ def _inspect(extension: str, size: int, head: bytes, read: ReadRange) -> FileFor
         return FileFormat("safetensors", _find_safetensors_flaw(size, head, read))
     if extension == "json":
         return FileFormat("json", _find_json_flaw(size, head, read))
+    if read(size - min(size, len(LAMMPS_END)), len(LAMMPS_END)) == LAMMPS_END:
+        return FileFormat(LAMMPS)  # The part of a process: only its end tells.
     if extension in _BY_EXTENSION:
         return FileFormat(_BY_EXTENSION[extension], f"does not begin like a file of {_BY_EXTENSION[extension]}")
     return FileFormat()
@@ -124,6 +127,22 @@ def _find_zip_end(size: int, read: ReadRange) -> tuple[int, int, int] | None:
     if not record.startswith(b"PK\x06\x06"):
         return None
     return int.from_bytes(record[48:56], "little"), int.from_bytes(record[40:48], "little"), end_64
+
+
+def find_zip_member(size: int, read: ReadRange, suffix: bytes) -> tuple[int, int]:
+    """Return where the first member whose name ends like this begins and ends in the archive. Raises LookupError if it is compressed."""
+    directory_at, directory_bytes, _ = _find_zip_end(size, read) or (0, 0, 0)
+    directory, at = read(directory_at, min(directory_bytes, HEADER_BYTES_MAX)), 0
+    while directory[at : at + 4] == b"PK\x01\x02":
+        fields = directory[at : at + 46]
+        name_bytes, more = int.from_bytes(fields[28:30], "little"), sum(int.from_bytes(fields[one : one + 2], "little") for one in (30, 32))
+        method, member_bytes, start = (int.from_bytes(fields[a:b], "little") for a, b in ((10, 12), (20, 24), (42, 46)))
+        if not method and directory[at + 46 : at + 46 + name_bytes].endswith(suffix):
+            local = read(start, 30)
+            begin = start + 30 + sum(int.from_bytes(local[one : one + 2], "little") for one in (26, 28))
+            return begin, begin + member_bytes
+        at += 46 + name_bytes + more
+    raise LookupError(suffix)
 
 
 def _find_commented_end(tail: bytes) -> int:
@@ -271,7 +290,7 @@ _BY_MAGIC: tuple[tuple[str, bytes, FindFlaw], ...] = (
     ("numpy", b"\x93NUMPY", _find_npy_flaw),
     *(("pickle", b"\x80" + bytes([protocol]), _find_pickle_flaw) for protocol in (2, 3, 4, 5)),
     ("GROMACS", b"\x00\x02\x9f\x29", _ends_with(b"\x00\x02\x9f\x2b", "last mark")),
-    ("LAMMPS", b"LammpS RestartT\0", _ends_with(b"LammpS RestartT\0", "last mark")),
+    (LAMMPS, LAMMPS_END, _ends_with(LAMMPS_END, "last mark")),
     ("xz", b"\xfd7zXZ\0", _ends_with(b"YZ", "footer")),
 )
 _BY_EXTENSION = {"tar": "tar", "h5": "HDF5", "hdf5": "HDF5", "npz": "zip", "npy": "numpy", "zip": "zip", "keras": "zip"}

@@ -8,8 +8,9 @@ import re
 from collections.abc import Callable, Collection
 
 DMTCP_SCRIPT = b"dmtcp_restart_script.sh"
-DMTCP_FILE = re.compile(rb"ckpt_.+_[0-9a-f]+-[0-9]+-[0-9a-f]+(?:\.dmtcp|_files)|dmtcp_restart_script(?:_.+)?\.sh", re.DOTALL)
-TENSORFLOW_DATA = re.compile(rb"(.+)\.data-[0-9]+-of-[0-9]+", re.DOTALL)
+DMTCP_IMAGE = re.compile(rb"ckpt_.+_[0-9a-f]+-[0-9]+-[0-9a-f]+\.dmtcp", re.DOTALL)
+_DMTCP_FILE = re.compile(rb"ckpt_.+_[0-9a-f]+-[0-9]+-[0-9a-f]+(?:\.dmtcp|_files)|dmtcp_restart_script_.+\.sh", re.DOTALL)
+_TENSORFLOW_DATA = re.compile(rb"(.+)\.data-[0-9]+-of-[0-9]+", re.DOTALL)
 _TENSORFLOW_FILE = re.compile(rb"(.+)\.(?:index|meta|data-[0-9]+-of-[0-9]+)", re.DOTALL)
 _NUMBER = re.compile(rb"[0-9]+")
 _LAMMPS_BASE, _LAMMPS_PARTS = b"base", b"%"
@@ -26,7 +27,7 @@ def find_groups(names: Collection[bytes]) -> dict[bytes, bytes]:
 
 def _find_tensorflow(names: Collection[bytes]) -> dict[bytes, bytes]:
     """Return the prefixes. One series of names holds them if any member has data: of another, the index may be alone."""
-    with_data = {_mask(parts[1]) for name in names if (parts := TENSORFLOW_DATA.fullmatch(name))}
+    with_data = {_mask(parts[1]) for name in names if (parts := _TENSORFLOW_DATA.fullmatch(name))}
     parts_of = {name: parts for name in names if (parts := _TENSORFLOW_FILE.fullmatch(name))}
     return {name: parts[1] for name, parts in parts_of.items() if _mask(parts[1]) in with_data}
 
@@ -49,7 +50,7 @@ def _find_lammps(names: Collection[bytes]) -> dict[bytes, bytes]:
 
 def _find_dmtcp(names: Collection[bytes]) -> dict[bytes, bytes]:
     """Return the script that restarts all images, for them and for the scripts of each computation."""
-    return {name: DMTCP_SCRIPT for name in names if DMTCP_FILE.fullmatch(name) and name != DMTCP_SCRIPT}
+    return {name: DMTCP_SCRIPT for name in names if _DMTCP_FILE.fullmatch(name)}
 
 
 FAMILIES: tuple[tuple[bytes, Callable[[Collection[bytes]], dict[bytes, bytes]]], ...] = (

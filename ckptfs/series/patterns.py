@@ -38,7 +38,7 @@ _VERSION = re.compile(rb"-v([0-9]+)(?=\.ckpt$)")
 """Lightning adds it if a file of the name exists, as after a restart."""
 
 _TEMPORARY = re.compile(
-    rb"^\.?tmp[-_.]|[-_.]te?mp$|\.tmp[-_.\d]|\.tempstate\d|\.orbax-checkpoint-tmp|\.dirty(\.|$)|\.bak(-\d+)?$"
+    rb"^\.?tmp[-_.]|[-_.]te?mp$|\.tmp([-_.]|\w*$)|\.tempstate\d|\.orbax-checkpoint-tmp|\.dirty(\.|$)|\.bak(-\d+)?$"
     rb"|\.(part|partial|incomplete|inprogress|crdownload|swp)$|~$|^#|\.ckptfs-",
     re.IGNORECASE,
 )

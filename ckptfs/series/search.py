@@ -23,8 +23,11 @@ from ckptfs.series.pickle_scan import ReadRange
 from ckptfs.series.set_kinds import MemberFile, SetIndex, text
 
 TAG_BYTES_MAX = 4096
-TAGS = (b"latest", b"latest_checkpointed_iteration.txt", b"checkpoint")
-"""Files beside the members that name the newest one: of DeepSpeed, Megatron and TensorFlow."""
+TAGS = (b"latest_checkpointed_iteration.txt", b"checkpoint")
+"""Files beside the members that name the newest one when it is complete: of Megatron and TensorFlow.
+
+Not `latest` of DeepSpeed: rank 0 writes it while other ranks still write their files.
+"""
 
 Entry = TypeVar("Entry")
 """How a caller identifies a file or directory: by path, or by inode number."""
@@ -148,7 +151,7 @@ async def find_newest(
 ) -> SearchResult:
     """Return the newest complete member that has the level, or the newest such set of the history. `known`: what the history has."""
     members = await reader.compute(lambda: patterns.list_members(series, siblings.keys()))
-    return await _Search(members, siblings, reader, known or KnownSets()).find_newest(wanted)
+    return await _Search(series, members, siblings, reader, known or KnownSets()).find_newest(wanted)
 
 
 async def judge(
@@ -156,7 +159,7 @@ async def judge(
 ) -> Completeness:
     """Return the verdict on one member as it is now. `is_committed`: a user says that nothing is still to come."""
     members = await reader.compute(lambda: patterns.list_members(series, siblings.keys()))
-    search = _Search(members or [member], siblings, reader, KnownSets(), waits=False)
+    search = _Search(series, members or [member], siblings, reader, KnownSets(), waits=False)
     if is_committed:
         return await search.judge_committed(member)
     return await search.judge(member, [one for one in members if one.numbers < member.numbers])
@@ -167,6 +170,7 @@ class _Search(Generic[Entry]):
 
     def __init__(
         self,
+        series: Series,
         members: Sequence[Member],
         siblings: Mapping[bytes, Entry],
         reader: MemberReader[Entry],
@@ -179,7 +183,7 @@ class _Search(Generic[Entry]):
         self._sets = sorted(known.sets, key=lambda one: (one.numbers, one.number), reverse=True)
         self._set_by_name = {one.name: one for one in reversed(self._sets)}
         self._judged_in_place: set[KnownSet[Entry]] = set()
-        self._are_groups = any(member.files != (member.entry,) for member in self._members)
+        self._are_groups = series.has_parts or any(member.files != (member.entry,) for member in self._members)
         self._listed: dict[Member, dict[bytes, tuple[MemberFile, Entry]]] = {}
 
     async def find_newest(self, wanted: Level) -> SearchResult:
@@ -268,7 +272,7 @@ class _Search(Generic[Entry]):
         """Load what is known of a member. Files are read only if the catalog has nothing against any of them."""
         listed = await self._list(member)
         files = {path: file for path, (file, _) in listed.items()}
-        facts = MemberFacts(member.numbers, files)
+        facts = MemberFacts(member.numbers, files, name=member.name)
         if completeness.find_reason(files):
             return facts
         formats, indexes = {}, {}
@@ -284,7 +288,7 @@ class _Search(Generic[Entry]):
                 formats[path] = FileFormat("", f"cannot be read: {os.strerror(failure.errno or 0)}")
             if formats[path].flaw:
                 break
-        return MemberFacts(member.numbers, files, formats, indexes)
+        return MemberFacts(member.numbers, files, formats, indexes, member.name)
 
     async def _load_index(self, entry: Entry, name: bytes, file: MemberFile) -> SetIndex:
         return await self._reader.examine(entry, file, lambda size, read: set_kinds.load_index(name, size, read))

@@ -7,13 +7,14 @@ times and what its index files say.
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckptfs.model import Level
-from ckptfs.series import pickle_scan
-from ckptfs.series.file_formats import JSON_BYTES_MAX
+from ckptfs.series import file_formats, pickle_scan
+from ckptfs.series.file_formats import JSON_BYTES_MAX, LAMMPS, FileFormat
+from ckptfs.series.file_groups import DMTCP_IMAGE, DMTCP_SCRIPT
 from ckptfs.series.pickle_scan import DamagedPickle, ReadRange, TooLong
 
 PICKLE_BYTES_MAX = 64 << 20
@@ -32,6 +33,15 @@ class MemberFile:
 
 
 @dataclass(frozen=True, slots=True)
+class ZeroWorld:
+    """What a file of DeepSpeed says of its job: how many ranks share the optimizer, how many the model, and the stage of ZeRO."""
+
+    data_ranks: int
+    model_ranks: int
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
 class SetIndex:
     """What an index file says of its directory: the files that it names, with the bytes that each has at least, or what is wrong."""
 
@@ -39,6 +49,7 @@ class SetIndex:
     flaw: str = ""
     is_commit: bool = False
     """It says that nothing is still to come."""
+    world: "ZeroWorld | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +59,7 @@ class DirectoryFacts:
     files: Mapping[bytes, MemberFile]
     directories: frozenset[bytes] = frozenset()
     indexes: Mapping[bytes, SetIndex] = field(default_factory=dict)
+    formats: Mapping[bytes, FileFormat] = field(default_factory=dict)
 
     @property
     def names(self) -> list[bytes]:
@@ -60,7 +72,7 @@ class SetKind:
 
     `sign`: a directory with such a name is of this kind. `find_gap`: what it lacks; empty if nothing. `covers`: names that `find_gap`
     vouches for, so that they need not be those of the member before. `last`: the file that is written when all others are there.
-    `tells_sizes`: then their sizes are right, too.
+    `tells_sizes`: then their sizes are right, too. `awaits_ranks`: `last` is also written after the files of all other ranks.
     """
 
     name: str
@@ -69,6 +81,7 @@ class SetKind:
     covers: re.Pattern[bytes]
     last: re.Pattern[bytes]
     tells_sizes: bool = False
+    awaits_ranks: bool = True
 
     def is_kind_of(self, directory: DirectoryFacts) -> bool:
         """Return whether a directory is of this kind."""
@@ -104,6 +117,9 @@ def load_index(name: bytes, size: int, read: ReadRange) -> SetIndex:
 
 
 _SHARD = re.compile(rb"__[0-9]+_[0-9]+\.distcp")
+_TABLE_END = 0xDB4775248B80FB57.to_bytes(8, "little")
+"""The last bytes of a sorted table."""
+_DMTCP_SCRIPT = re.compile(re.escape(DMTCP_SCRIPT).replace(rb"\.sh", rb"(_.+)?\.sh"), re.DOTALL)
 
 
 def _load_dcp_metadata(size: int, read: ReadRange) -> SetIndex:
@@ -149,6 +165,41 @@ def _load_orbax_metadata(size: int, read: ReadRange) -> SetIndex:
     )
 
 
+def _load_deepspeed_state(size: int, read: ReadRange) -> SetIndex:
+    """`mp_rank_00_model_states.pt` of DeepSpeed: its pickle has the number of ranks, and the settings of ZeRO."""
+    found: dict[bytes, int] = {}
+    try:
+        begin, end = file_formats.find_zip_member(size, read, b"/data.pkl")
+        key: bytes | None = None
+        for step in pickle_scan.scan(read, end, begin):
+            if isinstance(step.value, int) and key is not None:
+                found[key] = step.value
+            if step.value is not None:
+                key = step.value if step.value in (b"dp_world_size", b"mp_world_size", b"stage") else None
+    except (LookupError, DamagedPickle, TooLong):
+        return SetIndex()
+    if not found.keys() >= {b"dp_world_size", b"mp_world_size"}:
+        return SetIndex()
+    return SetIndex(is_commit=True, world=ZeroWorld(found[b"dp_world_size"], found[b"mp_world_size"], found.get(b"stage", 0)))
+
+
+def _load_tensorflow_index(size: int, read: ReadRange) -> SetIndex:
+    is_whole = size >= len(_TABLE_END) and read(size - len(_TABLE_END), len(_TABLE_END)) == _TABLE_END
+    return SetIndex(flaw="" if is_whole else "ends before its last mark; its writer did not finish it")
+
+
+def _load_restart_script(size: int, read: ReadRange) -> SetIndex:
+    """`dmtcp_restart_script_ID.sh` names the images, wherever they were."""
+    if size > JSON_BYTES_MAX:
+        raise TooLong
+    script = read(0, size)
+    images = {name.rpartition(b"/")[2] for name in re.findall(rb"[^\s\"':]+\.dmtcp", script)}
+    processes = re.search(rb"processes in the computation = ([0-9]+)", script)
+    if processes and len(images) < int(processes[1]):
+        return SetIndex(flaw="does not name all images; its writer did not finish it")
+    return SetIndex({name: 1 for name in images if DMTCP_IMAGE.fullmatch(name)})
+
+
 def _load_json(size: int, read: ReadRange) -> dict[str, Any]:
     if size > JSON_BYTES_MAX:
         raise TooLong
@@ -160,6 +211,9 @@ _LOADERS: tuple[tuple[re.Pattern[bytes], Callable[[int, ReadRange], SetIndex]], 
     (re.compile(rb"\.metadata"), _load_dcp_metadata),
     (re.compile(rb".*\.index\.json"), _load_weight_map),
     (re.compile(rb"_CHECKPOINT_METADATA"), _load_orbax_metadata),
+    (re.compile(rb".*mp_rank_[0-9]+_model_states\.pt"), _load_deepspeed_state),
+    (re.compile(rb".+\.index", re.DOTALL), _load_tensorflow_index),
+    (_DMTCP_SCRIPT, _load_restart_script),
 )
 
 
@@ -176,8 +230,13 @@ def _find_dcp_gap(directory: DirectoryFacts) -> str:
         return ".metadata names no shard"
     if gap := _find_index_gap(directory, b".metadata"):
         return gap
-    newer = [name for name in index.files if name in directory.files and directory.files[name].mtime_ns > metadata.mtime_ns]
-    return f".metadata is older than {text(min(newer))}: it belongs to the save before" if newer else ""
+    return _find_newer(directory, b".metadata", (name for name in index.files if name in directory.files))
+
+
+def _find_newer(directory: DirectoryFacts, last: bytes, names: Iterable[bytes]) -> str:
+    """Return which of these files is newer than the one that is written last: it belongs to a save that did not end."""
+    newer = [name for name in names if directory.files[name].mtime_ns > directory.files[last].mtime_ns]
+    return f"{text(last)} is older than {text(min(newer))}: it belongs to the save before" if newer else ""
 
 
 def _find_weights_gap(directory: DirectoryFacts) -> str:
@@ -202,7 +261,11 @@ def _find_index_gap(directory: DirectoryFacts, name: bytes) -> str:
 
 _OF = re.compile(rb"(.*?)([0-9]+)([-_]of[-_])([0-9]+)(.*)", re.IGNORECASE | re.DOTALL)
 _WORLD = re.compile(rb"(.*world_?size_)([0-9]+)(_rank_)([0-9]+)(.*)", re.IGNORECASE | re.DOTALL)
-_RANK = re.compile(rb"(.*?(?:rank|shard|part|proc|process|worker|node)[-_.=]?)([0-9]+)(.*)", re.IGNORECASE | re.DOTALL)
+_RANK = re.compile(
+    rb"(.*?(?:rank|shard|part|proc|process|worker|node|rng_state|random_states)[-_.=]?)([0-9]+)(.*)", re.IGNORECASE | re.DOTALL
+)
+_LAMMPS_BASE = re.compile(rb"(.*?)base(.*)", re.DOTALL)
+_ZERO = re.compile(rb"(.*zero_pp_rank_)([0-9]+)(_mp_rank_)([0-9]+)(_.*)", re.DOTALL)
 
 
 def _find_of_gap(directory: DirectoryFacts) -> str:
@@ -251,19 +314,66 @@ def _find_missing(numbers: Container[int], first: int, end: int) -> int | None:
     return first if first < end else None
 
 
+def _find_lammps_gap(directory: DirectoryFacts) -> str:
+    """`melt.base.100` and `melt.0.100`, `melt.1.100`, ...: how many there must be, only a comparison tells."""
+    for before, after in _list_lammps_parts(directory):
+        parts = [name for name in directory.files if _is_lammps_part(name, before, after)]
+        if cut := [name for name in parts if directory.formats.get(name, FileFormat()).name != LAMMPS]:
+            return f"{text(min(cut))} ends before its last mark; its writer did not finish it"
+        numbers = {int(name[len(before) : len(name) - len(after)]) for name in parts}
+        if (missing := _find_missing(numbers, 0, max(numbers))) is not None:
+            return f"{text(before)}{missing}{text(after)} is missing"
+    return ""
+
+
+def _list_lammps_parts(directory: DirectoryFacts) -> list[tuple[bytes, bytes]]:
+    """Return what stands before and after the numbers of the parts; nothing if only a name looks like LAMMPS."""
+    bases = [(found[1], found[2]) for name in directory.files if (found := _LAMMPS_BASE.fullmatch(name))]
+    return [parts for parts in bases if any(_is_lammps_part(name, *parts) for name in directory.files)]
+
+
+def _is_lammps_part(name: bytes, before: bytes, after: bytes) -> bool:
+    return name.startswith(before) and name.endswith(after) and name[len(before) : len(name) - len(after)].isdigit()
+
+
 def _find_deepspeed_gap(directory: DirectoryFacts) -> str:
-    has_model = any(name.endswith(b"model_states.pt") for name in directory.names)
-    return "" if has_model else "no file of model_states is there yet"
+    """Files of the model, and with ZeRO those of each rank's optimizer: as many as the model's file says."""
+    if not any(name.endswith(b"model_states.pt") for name in directory.names):
+        return "no file of model_states is there yet"
+    worlds = [index.world for index in directory.indexes.values() if index.world is not None]
+    if not worlds:
+        return ""
+    world = worlds[0]
+    ranks: dict[tuple[bytes, bytes, bytes, bytes], set[int]] = defaultdict(set)
+    for name in directory.files:
+        if found := _ZERO.fullmatch(name):
+            ranks[found[1], found[3], found[4], found[5]].add(int(found[2]))
+    if world.stage and not any(after.endswith(b"_optim_states.pt") for *_, after in ranks):
+        return "no file of optim_states is there yet"
+    for (before, between, model_rank, after), numbers in sorted(ranks.items()):
+        if (missing := _find_missing(numbers, 0, world.data_ranks)) is not None:
+            return f"{text(before)}{missing}{text(between + model_rank + after)} is missing"
+    model_ranks = {int(found[1]) for name in directory.files if (found := _MODEL_RANK.fullmatch(name))}
+    missing = _find_missing(model_ranks, 0, world.model_ranks)
+    return "" if missing is None else f"a file of mp_rank_{missing:02} is missing"
 
 
 def _find_trainer_gap(directory: DirectoryFacts) -> str:
     return "" if b"trainer_state.json" in directory.files else "trainer_state.json is not there yet"
 
 
+def find_named_gap(name: bytes, directory: DirectoryFacts) -> str:
+    """Return what a member of this name lacks, as its program names them: an early kill leaves none of its marks."""
+    is_trainer = _TRAINER_NAME.fullmatch(name) and not any(map(_ACCELERATE.fullmatch, directory.names))
+    return _find_trainer_gap(directory) if is_trainer else ""
+
+
 def _find_tensorflow_gap(directory: DirectoryFacts) -> str:
     for prefix in sorted({name.rpartition(b".data-")[0] for name in directory.files if _TENSORFLOW_DATA.fullmatch(name)}):
         if prefix + b".index" not in directory.files:
             return f"{text(prefix)}.index is not there yet"
+        if flaw := directory.indexes.get(prefix + b".index", SetIndex()).flaw:
+            return f"{text(prefix)}.index {flaw}"
     return ""
 
 
@@ -271,14 +381,35 @@ def _find_orbax_gap(directory: DirectoryFacts) -> str:
     return _find_index_gap(directory, b"_CHECKPOINT_METADATA")
 
 
+def _find_dmtcp_gap(directory: DirectoryFacts) -> str:
+    """The coordinator writes the script when all images are there; each checkpoint replaces them."""
+    scripts = {name: file for name, file in directory.files.items() if _DMTCP_SCRIPT.fullmatch(name)}
+    if not scripts:
+        return f"{text(DMTCP_SCRIPT)} is not there yet"
+    newest = max(scripts, key=lambda name: (scripts[name].mtime_ns, name))
+    if gap := _find_index_gap(directory, newest):
+        return gap
+    if not directory.indexes.get(newest, SetIndex()).files:
+        return f"{text(newest)} names no image"
+    return _find_newer(directory, newest, (name for name in directory.files if DMTCP_IMAGE.fullmatch(name)))
+
+
+def _find_criu_gap(directory: DirectoryFacts) -> str:
+    return "" if b"inventory.img" in directory.files else "inventory.img is not there yet"
+
+
+_TRAINER_NAME = re.compile(rb"checkpoint-[0-9]+")
+_ACCELERATE = re.compile(rb"random_states_[0-9]+\.pkl")
+"""Without a Trainer, programs use the name and end with this file."""
 _TENSORFLOW_DATA = re.compile(rb".+\.data-[0-9]+-of-[0-9]+", re.DOTALL)
+_MODEL_RANK = re.compile(rb".*mp_rank_([0-9]+)_model_states\.pt", re.DOTALL)
 _NOTHING = re.compile(rb"(?!)")
 
 KINDS = (
     SetKind("torch.distributed.checkpoint", re.compile(rb"__[0-9]+_[0-9]+\.distcp|\.metadata"), _find_dcp_gap,
             re.compile(rb".*\.distcp|\.metadata", re.DOTALL), re.compile(rb"\.metadata"), tells_sizes=True),
     SetKind("Hugging Face Trainer", re.compile(rb"trainer_state\.json|training_args\.bin"), _find_trainer_gap,
-            _NOTHING, re.compile(rb"trainer_state\.json")),
+            _NOTHING, re.compile(rb"trainer_state\.json"), awaits_ranks=False),
     SetKind("index of weights", re.compile(rb".*\.index\.json", re.DOTALL), _find_weights_gap,
             re.compile(rb".*\.index\.json", re.DOTALL), _NOTHING),
     SetKind("parts N of M", _OF, _find_of_gap, _OF, _NOTHING),
@@ -289,6 +420,11 @@ KINDS = (
             re.compile(rb".+\.index", re.DOTALL)),
     SetKind("Orbax", re.compile(rb"_CHECKPOINT_METADATA|commit_success\.txt"), _find_orbax_gap,
             _NOTHING, re.compile(rb"commit_success\.txt"), tells_sizes=True),
+    SetKind("LAMMPS", _LAMMPS_BASE, _find_lammps_gap, _NOTHING, _NOTHING),
+    SetKind("DMTCP", re.compile(DMTCP_IMAGE.pattern + b"|" + _DMTCP_SCRIPT.pattern, re.DOTALL), _find_dmtcp_gap,
+            _NOTHING, _DMTCP_SCRIPT, tells_sizes=True),
+    SetKind("CRIU", re.compile(rb"(inventory|pstree|(core|mm|pagemap)-[0-9]+)\.img"), _find_criu_gap,
+            _NOTHING, re.compile(rb"stats-dump|inventory\.img"), tells_sizes=True),
 )  # fmt: skip
 
 
@@ -297,6 +433,11 @@ def list_kinds(directory: DirectoryFacts) -> list[SetKind]:
     return [kind for kind in KINDS if kind.is_kind_of(directory)]
 
 
+def is_of_rank(name: bytes) -> bool:
+    """Return whether a name counts ranks without saying how many there are."""
+    return bool(_RANK.fullmatch(name)) and not _OF.fullmatch(name) and not _WORLD.fullmatch(name)
+
+
 def has_unknown_count(directory: DirectoryFacts) -> bool:
     """Return whether names count ranks, and none says how many there are."""
-    return any(_RANK.fullmatch(name) and not _OF.fullmatch(name) and not _WORLD.fullmatch(name) for name in directory.names)
+    return any(map(is_of_rank, directory.names)) or bool(_list_lammps_parts(directory))

@@ -1,13 +1,16 @@
 """Directories that real programs wrote, judged whole, and with their writer killed anywhere: N2, N7, D6, T6, T7, H4."""
 
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from programs import PROGRAM_S
+from programs import PROGRAM_S, need, run
 from series_tree import SeriesTree, TreeFile, prefixes
+
+from ckptfs.series import list_series
 
 torch = pytest.importorskip("torch", reason="torch is not installed (./bootstrap.sh setup installs it)")
 pytestmark = pytest.mark.apps
@@ -122,3 +125,36 @@ def test_hdf5_and_numpy(tmp_path: Path) -> None:
         data = tree.files[second.encode()].data
         for length in prefixes(data, 200):
             assert tree.with_files({second: data[:length]}).find(pattern) == first
+
+
+MELT = """
+units lj
+atom_style atomic
+lattice fcc 0.8442
+region box block 0 4 0 4 0 4
+create_box 1 box
+create_atoms 1 box
+mass 1 1.0
+velocity all create 3.0 87287
+pair_style lj/cut 2.5
+pair_coeff 1 1 1.0 1.0 2.5
+fix 1 all nve
+restart 100 melt.%.*
+run 200
+"""
+
+
+def test_restart_files_of_each_process_of_lammps(tmp_path: Path) -> None:
+    """H4, D6: two processes where MPI is there, else one; any file missing or cut."""
+    need("lmp")
+    (tmp_path / "in.melt").write_text(MELT)
+    two = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"] if shutil.which("mpirun") else []
+    run(*two, "lmp", "-in", "in.melt", cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
+    tree = SeriesTree.of_directory(tmp_path)
+    assert b"melt.%.*" in [one.name for one in list_series(tree.siblings)]
+    assert tree.find("melt.%.*") == "melt.%.200" and tree.find_reasons("melt.%.*") == {}
+    for path in [path.decode() for path in tree.files if path.endswith(b".200")]:
+        assert tree.without(path).find("melt.%.*") == "melt.%.100"
+        data = tree.files[path.encode()].data
+        for length in prefixes(data, 100):
+            assert tree.with_files({path: data[:length]}).find("melt.%.*") == "melt.%.100", path

@@ -26,6 +26,8 @@ from ckptfs.series.patterns import Series
 
 DIGEST = b"d"
 X = b"x" * 100
+TABLE = b"x" * 92 + bytes.fromhex("57fb808b247547db")
+"""As the index of TensorFlow ends."""
 NEWER = OLD_NS + 1
 
 
@@ -68,7 +70,7 @@ MARKED: dict[str, dict[str, bytes | TreeFile]] = {
     "verl": {f"model_world_size_4_rank_{number}.pt": archive() for number in range(4)},
     "parts": {f"shard-{number:05}-of-00003.bin": X for number in range(3)},
     "index": {**{part: safetensors() for part in PARTS[:2]}, "model.safetensors.index.json": weights(*PARTS[:2])},
-    "TensorFlow": {"ckpt.index": X, "ckpt.data-00000-of-00002": X, "ckpt.data-00001-of-00002": X},
+    "TensorFlow": {"ckpt.index": TABLE, "ckpt.data-00000-of-00002": X, "ckpt.data-00001-of-00002": X},
 }  # fmt: skip
 MARKED["index"] = {name.replace("00004", "00002"): data for name, data in MARKED["index"].items()}
 MARKED["index"]["model.safetensors.index.json"] = weights(*(part.replace("00004", "00002") for part in PARTS[:2]))
@@ -228,18 +230,18 @@ def test_a_first_set_without_marks_must_be_left_alone() -> None:
 
 
 def test_a_first_set_of_ranks() -> None:
-    """D6: one rank of nobody knows how many is not named while others may still write. What DeepSpeed and Megatron write last tells."""
+    """D6: one rank of nobody knows how many is not named while others may still write. What Megatron writes last tells."""
     tree = series_of({"rank0.pt": X}, 100)
     tree.age_s = 10
     assert tree.find("step_*") == "" and tree.waited_s == 0
     assert "accepted: 30 s" in tree.find_reasons("step_*")["step_100"]
     tree.age_s = 31
     assert tree.find("step_*") == "step_100"
-    for tag, data in (("latest", b"step_100"), ("latest_checkpointed_iteration.txt", b"100\n")):
-        tagged = series_of(OPEN["DeepSpeed"], 100).with_files({tag: data})
-        tagged.age_s = 1
-        assert tagged.find("step_*") == "step_100"
-        assert tagged.with_files({tag: b"step_1000"}).find("step_*") == "", "it names another one"
+    tagged = series_of(OPEN["ranks"], 100).with_files({"latest_checkpointed_iteration.txt": b"100\n"})
+    tagged.age_s = 1
+    assert tagged.find("step_*") == "step_100"
+    assert tagged.with_files({"latest_checkpointed_iteration.txt": b"1000"}).find("step_*") == "", "it names another one"
+    assert tagged.without("latest_checkpointed_iteration.txt").with_files({"latest": b"step_100"}).find("step_*") == "", "of one rank"
     late = series_of(OPEN["DeepSpeed"], 100).with_files(
         {"latest": b"step_200", f"step_200/{RANKS[0]}": X, "step_200/mp_rank_00_model_states.pt": X}
     )
@@ -413,10 +415,91 @@ def test_parts_in_one_directory() -> None:
         assert tree.without(f"step200_rank{1 - rank}.pt").find(f"step*_rank{rank}.pt") == f"step100_rank{rank}.pt"
 
 
+def test_the_first_rank_in_one_directory() -> None:
+    """D6, T5: a file that counts ranks is never alone: others may come."""
+    tree = SeriesTree.of({"step100_rank0.pt": archive()}, age_s=10.0)
+    assert tree.find("step*_rank0.pt") == "" and tree.waited_s == 0
+    tree.age_s = 31.0
+    assert tree.find("step*_rank0.pt") == "step100_rank0.pt"
+
+
+def test_data_of_tensorflow_without_its_index() -> None:
+    """H4: the first checkpoint, killed between its two files."""
+    tree = SeriesTree.of({"ckpt-1.data-00000-of-00001": X})
+    assert tree.find_reasons("ckpt-*") == {"ckpt-1": "ckpt-1.index is not there yet"}
+    cut = tree.with_files({"ckpt-1.index": TABLE[:-1]})
+    assert cut.find_reasons("ckpt-*") == {"ckpt-1": "ckpt-1.index ends before its last mark; its writer did not finish it"}
+
+
+LAMMPS = b"\x2e\0\0\0" + X + b"LammpS RestartT\0"
+
+
+def test_a_file_for_each_process_of_lammps() -> None:
+    """H4: restarted from `melt.%.100`; sizes vary as atoms move from one process to another."""
+    parts = {f"melt.{part}.{step}": LAMMPS for step in (100, 200) for part in (0, 1)}
+    tree = SeriesTree.of({**parts, "melt.base.100": LAMMPS, "melt.base.200": LAMMPS, "melt.1.200": LAMMPS[20:]})
+    assert tree.find("melt.%.*") == "melt.%.200"
+    for part in (0, 1, "base"):
+        name = f"melt.{part}.200"
+        assert tree.without(name).find("melt.%.*") == "melt.%.100"
+        assert tree.with_files({name: LAMMPS[:-1]}).find("melt.%.*") == "melt.%.100"
+    first = tree.without("melt.base.200", "melt.0.200", "melt.1.200", "melt.1.100")
+    first.age_s = 10.0
+    assert first.find("melt.%.*") == "", "more processes may come"
+
+
+def test_images_of_dmtcp() -> None:
+    """H2: each checkpoint replaces the images, then the coordinator writes the script that names them."""
+    images = ["ckpt_a.out_e7ebb8f7-40000-2ea8705f82c.dmtcp", "ckpt_sh_e7ebb8f7-41000-2ea8705f900.dmtcp"]
+    script = "dmtcp_restart_script_e7ebb8f7-40000-2ea8705f7d0.sh"
+    names = "".join(f" /scratch/run/{name}" for name in images).encode()
+    text = (
+        b"#!/bin/bash\n# Number of processes in the computation = 2\ngiven_ckpt_files=\"%s\"\nworker_ckpts='\n :: node1 :bg:%s : ssh\n'\n"
+        % (names, names)
+    )
+    one = Series((b"dmtcp_restart_script.sh",))
+    tree = SeriesTree.of({**dict.fromkeys(images, X), script: TreeFile(text, NEWER), "a.out": X}, age_s=0.0)
+    assert series.list_series(tree.siblings) == [one] and tree.find(one) == "dmtcp_restart_script.sh"
+    for image in images:
+        assert tree.without(image).find(one) == ""
+        again = tree.with_files({image: TreeFile(X, NEWER + 1)})
+        assert again.find_reasons(one) == {"dmtcp_restart_script.sh": f"{script} is older than {image}: it belongs to the save before"}
+    assert tree.without(script).find_reasons(one) == {"dmtcp_restart_script.sh": "dmtcp_restart_script.sh is not there yet"}
+    assert tree.with_files({script: b""}).find(one) == "" and tree.with_files({f"{images[0]}.temp": X}).find(one)
+    cut = tree.with_files({script: text[: text.index(images[1].encode())]})
+    assert cut.find_reasons(one)["dmtcp_restart_script.sh"].startswith(f"{script} does not name all images")
+    ended = "dmtcp_restart_script_e7ebb8f7-40000-1ea8705f7d0.sh"
+    assert tree.with_files({ended: b'given_ckpt_files=" /x/ckpt_b_1-2-3.dmtcp"'}).find(one), "of a computation that is gone"
+
+
+def test_images_of_criu() -> None:
+    """H2: the inventory is written when all tasks are; sizes vary with the memory of the process."""
+    files = {"pstree.img": X, "core-17.img": X, "pages-1.img": X + X, "inventory.img": X, "stats-dump": X}
+    tree = series_of(files, 1).with_files(below("step_2", {**files, "pages-1.img": X}))
+    assert tree.find("step_*") == "step_2"
+    reasons = tree.without("step_2/inventory.img", "step_2/stats-dump").find_reasons("step_*")
+    assert reasons == {"step_2": "inventory.img is not there yet"}
+
+
+def test_a_clock_that_is_ahead() -> None:
+    """N2: a file with a time to come is judged like any other."""
+    assert SeriesTree.of({"step_1.pt": archive()}, age_s=-5.0).find("step_*.pt") == "step_1.pt"
+
+
+def test_a_trainer_that_was_killed_at_its_first_checkpoint() -> None:
+    """N7: nothing of it says yet who writes. Programs that use the name otherwise are believed at their third, or at their last file."""
+    files: dict[str, bytes | TreeFile] = {"config.json": b"{}", "model.safetensors": safetensors()}
+    tree = SeriesTree.of({f"checkpoint-{number}/{name}": data for number in (1, 2) for name, data in files.items()})
+    assert tree.find_reasons("checkpoint-*")["checkpoint-2"] == "trainer_state.json is not there yet"
+    assert tree.with_files(below("checkpoint-3", files)).find("checkpoint-*") == "checkpoint-3"
+    assert tree.with_files({"checkpoint-2/random_states_0.pkl": b"\x80\x04."}).find("checkpoint-*") == "checkpoint-2"
+    assert tree.with_files(below("checkpoint-2", MARKED["DCP"])).find("checkpoint-*") == "checkpoint-2"
+
+
 def test_tensorflow_in_one_directory() -> None:
     """H4: the prefix from which TensorFlow restores."""
     names = ["{}.index", "{}.data-00000-of-00002", "{}.data-00001-of-00002"]
-    files = {name.format(f"ckpt-{number}"): X for number in (1, 2) for name in names}
+    files = {name.format(f"ckpt-{number}"): TABLE for number in (1, 2) for name in names}
     tree = SeriesTree.of({**files, "checkpoint": b'model_checkpoint_path: "ckpt-2"'})
     for pattern in ("ckpt-*", "ckpt-*.index"):
         assert tree.find(pattern) == "ckpt-2"

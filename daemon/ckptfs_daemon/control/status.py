@@ -238,7 +238,7 @@ def build_history(config: Config, db: Database, tiers: Tiers) -> pb.History:
     held_files, held_bytes = pfs_hold.count_held(db)
     return pb.History(
         series=int(found.get("series", 0)), sets=int(found.get("sets", 0)), bytes=int(found.get("bytes", 0)),
-        bytes_max=space.get_share_bytes(config.history_size, tiers.get_local_capacities().values()),
+        bytes_max=tiers.get_share_bytes(config.history_size),
         held_files=held_files, held_bytes=held_bytes, rules=[describe_rule(rule) for rule in config.retention],
     )  # fmt: skip
 
