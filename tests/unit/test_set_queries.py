@@ -8,7 +8,8 @@ from ckptfs_client.errors import UsageError
 from control_served import Served, serving
 from local_node import Node
 
-from ckptfs.catalog import history, namespace
+from ckptfs import limits
+from ckptfs.catalog import history, history_names, namespace
 from ckptfs.catalog.history import Rollback, SetRecord
 from ckptfs.model import ROOT
 
@@ -72,6 +73,20 @@ def test_names_of_a_private_directory_are_not_told(served: Served, mode: int) ->
     assert (one.directory, one.path, one.pattern) == (series, b"", b"")
     (only,) = served.client.list_sets(series)
     assert (only.number, only.name, only.note, only.noted) == (1, b"", "", True)
+
+
+def test_a_number_of_the_history_is_understood(served: Served) -> None:
+    """Programs see what is in the history under other inode numbers."""
+    db = served.node.db
+    file = served.node.inode(served.node.make_sealed(b"a.pt", b"x" * 100))
+    made = add_set(served, add_series(served, b"run1", b"step_*"), 1, b"step_10", file)
+    shown = history_names.find_number(db, made, b"a.pt")
+    assert shown is not None and shown != file
+    known, directory = served.client.list_records([shown, made | limits.HISTORY_BIT], trees=True)
+    assert (known.inode, known.level, known.mode) == (file, "local", 0o100644)
+    assert (directory.inode, directory.kind, directory.size) == (made, "directory", 100)
+    assert next(served.client.wait(shown, "local", 5.0)).done
+    assert list(served.client.verify(made | limits.HISTORY_BIT))[-1].files == 1
 
 
 def test_more_sets_than_one_message_holds(served: Served) -> None:

@@ -193,7 +193,7 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
         if found is None:
             return pb.Record(inode=asked, known=False)
         answer = pb.Record(
-            inode=asked,
+            inode=inode,
             known=True,
             kind=_get_kind_name(found.mode),
             mode=found.mode,
