@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptfs.model import Level
-from ckptfs_client.errors import EPILOG, UsageError
-from ckptfs_client.json_answers import LatestJson, SetChangeJson, VerifyJson
+from ckptfs_client.errors import EPILOG, ClientError, NoMount, UsageError
+from ckptfs_client.json_answers import LatestJson, SeriesJson, SetChangeJson, SetJson, VerifyJson
 from ckptfs_client.options import LEVELS, Json
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def parse_level(level: str) -> Level:
 @app.command("list", epilog=EPILOG)
 def list_sets(
     where: Annotated[
-        Path | None, typer.Argument(metavar="[SERIES|DIR]", help="A pattern such as 'run1/step_*', a directory, or a member.")
+        Path | None, typer.Argument(metavar="SERIES|DIR", readable=False, help="A pattern such as 'run1/step_*', a directory, or a member.")
     ] = None,
     level: Annotated[
         str | None, typer.Option(metavar="LEVEL", help="Only sets that have this level: local, clique, pfs.", autocompletion=lambda: LEVELS)
@@ -41,8 +41,8 @@ def list_sets(
 ) -> None:
     """List series of checkpoints, or the sets of a series.
 
-    Without an argument, or for a directory with several series: one line for each series; with --level the sets of all of them that have
-    the level. A set whose files the application has deleted or overwritten is in the history only. The newest checkpoint that is not
+    Without an argument (all mounts), or for a directory with several series: one line for each series; with --level the sets of all of them
+    that have it. A set whose files the application has deleted or overwritten is in the history only. The newest checkpoint that is not
     complete is listed with the reason.
 
     Example: ckptfs list '/ckpt/run1/step_*' --level pfs
@@ -51,27 +51,31 @@ def list_sets(
     from ckptfs_client.set_history import SetHistory
 
     wanted = Level.NONE if level is None else parse_level(level)
-    with SetHistory(mounts.choose(where), figures=level is None and (where is None or "*" not in str(where))) as history:
-        found = history.series if where is None else history.find_series(where)
-        if where is not None and len(found) < 2:
-            rows = set_listing.list_set_rows(history, found[0], wanted) if found else []
-            unfinished = (
-                set_listing.find_unfinished(where, found[0] if found else None, rows[0] if rows else None) if level is None else None
-            )
-            rows = ([unfinished] if unfinished is not None else []) + rows
-        elif level is not None:
-            rows = [row for one in found for row in set_listing.list_set_rows(history, one, wanted)]
-        else:
-            series_rows = [set_listing.build_series_row(one) for one in found]
-            if json:
-                render.print_json(series_rows)
-            elif series_rows:
-                print(set_listing.format_series(series_rows))
-            return
+    series_rows: list[SeriesJson] = []
+    rows: list[SetJson] = []
+    chosen = [mounts.find(where)] if where is not None else mounts.list_mounts() or [mounts.choose(None)]
+    silent = False
+    for mount in chosen:
+        with SetHistory(mount, figures=level is None and (where is None or "*" not in str(where))) as history:
+            try:
+                found = history.series if where is None else history.find_series(where)
+                if level is not None:
+                    rows += [row for one in found for row in set_listing.list_set_rows(history, one, wanted)]
+                elif where is None or len(found) > 1:
+                    series_rows += map(set_listing.build_series_row, found)
+                else:
+                    rows = set_listing.list_all_rows(history, where, found[0] if found else None)
+            except ClientError as failure:
+                if len(chosen) == 1:
+                    raise
+                silent = True
+                print(f"ckptfs: {failure}", file=sys.stderr)
     if json:
-        render.print_json(rows)
-    elif rows:
-        print(set_listing.format_sets(rows))
+        render.print_json(series_rows or rows)
+    elif series_rows or rows:
+        print(set_listing.format_series(series_rows) if series_rows else set_listing.format_sets(rows))
+    if silent:
+        raise typer.Exit(NoMount.exit_code)
 
 
 @app.command(epilog=EPILOG)

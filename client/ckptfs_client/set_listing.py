@@ -58,6 +58,13 @@ def _build_set_rows(one: ListedSeries, sets: Iterable[ListedSet]) -> list[SetJso
     ]  # fmt: skip
 
 
+def list_all_rows(history: SetHistory, named: Path, one: ListedSeries | None) -> list[SetJson]:
+    """Return the rows of a series: the newest member if it is not complete, and all sets. Raises ClientError."""
+    rows = [] if one is None else list_set_rows(history, one)
+    unfinished = find_unfinished(named, one, rows[0] if rows else None)
+    return rows if unfinished is None else [unfinished, *rows]
+
+
 def find_unfinished(named: Path, one: ListedSeries | None, newest_row: SetJson | None) -> SetJson | None:
     """Return the row of the newest member, if it is not complete.
 
@@ -76,9 +83,9 @@ def find_unfinished(named: Path, one: ListedSeries | None, newest_row: SetJson |
         if one is None:
             raise
         return None  # The application's directory is gone; the history is not.
-    if not found.result.rejected:
+    rejected = next((one for one in found.result.rejected if not one.path), None)
+    if rejected is None:
         return None
-    rejected = found.result.rejected[0]
     return {
         "series": found.searched.pattern, "set": os.fsdecode(rejected.name), "number": None, "step": rejected.number,
         "files": rejected.verdict.files, "size": rejected.verdict.size, "level": rejected.verdict.level.value, "completed_ns": None,
