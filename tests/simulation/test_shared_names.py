@@ -15,9 +15,12 @@ import pytest
 import trio
 from memory_store import MemoryEtcd
 from shared_catalogs import Node, Slow, replayed, running, settled, start_on, stored, stored_tree
+from shared_sets import keep, read_history, separate
 
 from ckptfs.catalog import namespace
+from ckptfs.catalog.inodes import get
 from ckptfs.coherence.keys import SharedKey, Value
+from ckptfs.errors import CkptfsError
 from ckptfs.model import Inode
 
 NODES = 3
@@ -29,7 +32,8 @@ NAMES = {0.0: "abcd", 0.02: "abcdefgh", 0.04: "abcdefgh"}
 class World:
     """What was made, and what may have been deleted: with islands or links every removal counts, another node may remove the other name."""
 
-    def __init__(self, seed: int, islands: float) -> None:
+    def __init__(self, seed: int, islands: float, keeps: bool = False) -> None:
+        self.keeps = keeps
         self.dice = random.Random(seed)
         self.islands = islands
         self.made: set[int] = set()
@@ -51,7 +55,9 @@ class World:
             lambda: self._rename(node), lambda: self._link(node), lambda: self._change(node), lambda: self._list(node),
             lambda: self._rename(node, namespace.EXCHANGE),
         ]  # fmt: skip
-        with contextlib.suppress(OSError):
+        if self.keeps:
+            acts += [lambda: self._keep(node), lambda: self._keep(node), lambda: self._separate(node)]
+        with contextlib.suppress(OSError, CkptfsError):
             await self.dice.choice(acts)()
 
     async def _make(self, node: Node) -> None:
@@ -72,6 +78,14 @@ class World:
     async def _link(self, node: Node) -> None:
         self.linked.add((await node.link(self.path(), self.path())).id)
 
+    async def _keep(self, node: Node) -> None:
+        name = self.dice.choice("abcd")
+        self.linked.add((await node.stat(name)).id)
+        await keep(node, name, number=self.dice.randrange(1, 10))
+
+    async def _separate(self, node: Node) -> None:
+        await separate(node, self.path())
+
     async def _change(self, node: Node) -> None:
         if self.dice.random() < 0.5:
             await node.set(self.path(), mode=self.dice.choice([0o600, 0o644, 0o755]))
@@ -91,10 +105,10 @@ class World:
 
 
 def simulate(
-    directory: Path, seed: int, steps: int, islands: float, late: float = 0.0, skewed: bool = False
+    directory: Path, seed: int, steps: int, islands: float, late: float = 0.0, skewed: bool = False, keeps: bool = False
 ) -> tuple[dict[SharedKey, Value], int]:
     """What the store has in the end, and its revision."""
-    etcd, world = MemoryEtcd(), World(seed, islands)
+    etcd, world = MemoryEtcd(), World(seed, islands, keeps)
 
     async def main() -> None:
         stores = [Slow(etcd, random.Random(seed + number), loss=0.02, late=late) for number in range(NODES)]
@@ -114,6 +128,10 @@ def simulate(
             there = stored_tree(etcd)
             for node in nodes:
                 assert await node.tree() == there
+            kept = [await read_history(node) for node in nodes]
+            assert kept[0] == kept[1] == kept[2] and bool(kept[0]) == keeps
+            for node, number in ((node, entry[0]) for node in nodes for entry in there.values() if stat.S_ISREG(entry[1])):
+                assert get(node.db, number).history == list(kept[0].values()).count(number)
             files = {number for number, mode, _, _ in there.values() if not stat.S_ISDIR(mode)}
             assert world.made - world.removed <= files, "a file that nobody deleted is gone"
 
@@ -137,6 +155,12 @@ def test_with_islands(tmp_path: Path, seed: int) -> None:
 def test_with_late_commits(tmp_path: Path, seed: int) -> None:
     """Half of the seeds have clocks that are an hour and a day off."""
     simulate(tmp_path, seed, steps=60, islands=0.02, late=0.03, skewed=seed % 2 == 1)
+
+
+@pytest.mark.parametrize("seed", range(300, 306))
+def test_with_sets(tmp_path: Path, seed: int) -> None:
+    """T6: sets are made and separated meanwhile, by all nodes at once."""
+    simulate(tmp_path, seed, steps=60, islands=0.0 if seed % 2 else 0.02, keeps=True)
 
 
 def test_nodes_that_make_directories_in_one_do_not_contend(tmp_path: Path) -> None:
