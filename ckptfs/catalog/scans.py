@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from ckptfs.catalog import handles, identity
+from ckptfs.catalog import handles, identity, journal
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import is_same_file
 from ckptfs.model import HISTORY_NAME, ROOT, PfsEntryStat
@@ -271,6 +271,11 @@ def import_entry(db: Database, pending: PendingChanges, observed: PfsEntryStat) 
         return verdict, _import_new(db, directory, observed)
     inode = known.child
     assert inode is not None
+    if verdict is ScanVerdict.CONTENT and _is_in_history(db, inode):
+        if _is_in_history(db, directory) and journal.can_recreate(db, inode):
+            journal.insert_rows_for_tree(db, inode)  # A set never changes: the PFS gets its bytes again.
+            return ScanVerdict.LEAVE, inode
+        verdict = ScanVerdict.CONTENT if _is_in_history(db, directory) else ScanVerdict.REPLACED  # The history keeps the former bytes.
     if verdict is ScanVerdict.REPLACED:
         return _import_replacement(db, directory, observed, known, inode)
     if verdict in {ScanVerdict.CONTENT, ScanVerdict.FOUND} and not can_take_external_change(db, inode):

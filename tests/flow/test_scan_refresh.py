@@ -7,9 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from local_node import run_until_idle
 from pfs_world import ROOT, World
 
-from ckptfs.catalog import contents, copies, handles, mover_requests, namespace, scans
+from ckptfs.catalog import contents, copies, handles, history, mover_requests, namespace, scans
+from ckptfs.catalog.history import SetRecord
+from ckptfs.flow.scan import Scan
+from ckptfs.flow.write_back import WriteBack
 from ckptfs.model import Tier
 from ckptfs.tiers import pfs_tree
 
@@ -262,3 +266,31 @@ def test_evicted_files_are_dropped_like_others(world: World) -> None:
     world.look()
     found = copies.load_fetch_state(world.db, world.inode("file"))
     assert found is not None and found.content is None
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_the_history_keeps_the_bytes_of_a_file_that_is_changed_externally(world: World, in_place: bool) -> None:
+    """T6: in the mount the file is another one afterwards; on the PFS the set has its bytes again."""
+    world.bring("file")
+    file, content = world.inode("file"), world.column("file", "content")
+    with world.db.transaction() as db:
+        series = history.insert_series(db, ROOT, b"file*").directory
+        directory = history.begin_set(db, series, SetRecord(1, b"file", (1,), 1, 5, 5, is_group=True))
+        history.insert_link(db, file, directory, b"file")
+        history.finish_set(db, directory)
+    write_back = WriteBack(world.db, world.tiers, world.config, world.told)
+    run_until_idle(write_back)
+    kept = world.pfs / ".ckptfs.history" / "file*" / "file@1"
+    assert (kept / "file").stat().st_ino == (world.pfs / "file").stat().st_ino
+    if not in_place:
+        (world.pfs / "other").write_bytes(b"")
+        os.rename(world.pfs / "other", world.pfs / "file")
+    rewrite(world.pfs / "file", b"changed")
+    world.look()
+    assert world.inode("file") != file and world.column("file", "size") == 7
+    ((_, found),) = history.list_files(world.db, directory)
+    assert (found.id, found.content, found.nlink, found.history) == (file, content, 1, 1)
+    mover_requests.insert_request(world.db, mover_requests.SCAN, directory, mover_requests.COMPARE_AGAIN)
+    run_until_idle(Scan(world.db, world.tiers, world.config, world.told))
+    run_until_idle(write_back)
+    assert (kept / "file").read_bytes() == b"first" and (world.pfs / "file").read_bytes() == b"changed"
