@@ -177,7 +177,13 @@ def test_write_back_while_the_directory_is_listed(world: World, monkeypatch: pyt
             one = namespace.create(world.db, ROOT, b"published", stat.S_IFREG | 0o644, uid=0, gid=0).id
             world.db.run("DELETE FROM journal")
             world.db.run("INSERT INTO pfs_entry (parent, name, inode) VALUES (1, ?, ?)", b"published", one)
-            world.db.run("INSERT INTO pfs_file VALUES (?,1,1,?,?,?,NULL,NULL,0)", one, found.size, found.mtime_ns, found.ino)
+            world.db.run(
+                "INSERT INTO pfs_file (inode, generation, complete, size, mtime_ns, pfs_inode) VALUES (?,1,1,?,?,?)",
+                one,
+                found.size,
+                found.mtime_ns,
+                found.ino,
+            )
             changed = pfs_tree.stat_entry(fd, b"file")
             sql, inode = "UPDATE pfs_file SET size = ?, mtime_ns = ?, digest = x'00' WHERE inode = ?", world.inode("file")
             world.db.run(sql, changed.size, changed.mtime_ns, inode)
