@@ -116,6 +116,7 @@ ALTER TABLE pfs_file ADD COLUMN sharing INTEGER NOT NULL DEFAULT 0;
 CREATE INDEX pfs_file_sharing ON pfs_file (generation) WHERE sharing = 1;
 DROP TABLE resend_key;
 CREATE INDEX xattr_series ON xattr (inode) WHERE name = x'636b707466732e736572696573';
+CREATE INDEX xattr_remove ON xattr (inode) WHERE name = x'636b707466732e72656d6f7665';
 CREATE TABLE set_candidate (inode INTEGER PRIMARY KEY, at_ns INTEGER NOT NULL);
 CREATE INDEX inode_history ON inode (id) WHERE history > 0;
 CREATE TABLE pfs_hold (inode INTEGER PRIMARY KEY);

@@ -48,6 +48,7 @@ CREATE INDEX entry_child ON entry (child);
 -- are facts about sets and series of the history: nobody else sees them, and they are not on the PFS.
 CREATE TABLE xattr (inode INTEGER NOT NULL, name BLOB NOT NULL, value BLOB NOT NULL, PRIMARY KEY (inode, name)) WITHOUT ROWID;
 CREATE INDEX xattr_series ON xattr (inode) WHERE name = x'636b707466732e736572696573'; -- ckptfs.series
+CREATE INDEX xattr_remove ON xattr (inode) WHERE name = x'636b707466732e72656d6f7665'; -- ckptfs.remove
 
 -- What was sealed, or got or lost a name: a checkpoint set may be complete or unprotected. The tracker of sets looks at it.
 CREATE TABLE set_candidate (

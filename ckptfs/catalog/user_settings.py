@@ -22,7 +22,7 @@ from ckptfs.model import Inode
 log = logging.getLogger(__name__)
 REMOVE_XATTR = b"ckptfs.remove"
 _YES, _NOW = b"1", b"now"
-_REMOVED = "SELECT x.inode FROM xattr x JOIN inode i ON i.id = x.inode WHERE x.name = ? AND i.nlink > 0"
+_REMOVED = f"SELECT x.inode FROM xattr x JOIN inode i ON i.id = x.inode WHERE x.name = x'{REMOVE_XATTR.hex()}' AND i.nlink > 0"
 
 
 class UserSetting(NamedTuple):
@@ -61,7 +61,7 @@ def set_setting(db: Database, inode: Inode, name: bytes, value: bytes | None, ui
 
 def list_removals(db: Database) -> list[int]:
     """Return the directories of sets that their owners want removed."""
-    return [row[0] for row in db.rows(_REMOVED, REMOVE_XATTR)]
+    return [row[0] for row in db.rows(_REMOVED)]
 
 
 def _is_set(db: Database, inode: Inode) -> bool:

@@ -1,13 +1,18 @@
 """Which sets of a series stay in the history, and why (X3, P5). Pure.
 
 A set stays while at least one reason holds. A set without any goes from the history at once; files of the application never go here.
+
+A writer that is killed may leave a file whose format does not show that it was cut. So a set that is much smaller than the one before it
+does not take its place at once: the larger one stays until another set follows.
 """
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from ckptfs.model import Level
+from ckptfs.series.completeness import NEAR_SIZES
 
 
 class KeepReason(StrEnum):
@@ -30,6 +35,7 @@ class SetFacts:
     level: Level
     is_in_place: bool = False
     is_pinned: bool = False
+    size: int = 0
 
 
 def find_reasons(sets: Iterable[SetFacts], rollback: int | None = None) -> dict[int, frozenset[KeepReason]]:
@@ -39,18 +45,18 @@ def find_reasons(sets: Iterable[SetFacts], rollback: int | None = None) -> dict[
     return {one.number: frozenset(_list_reasons(one, newest, rollback)) for one in known}
 
 
-def _find_newest(sets: Iterable[SetFacts]) -> set[int]:
-    """Return for each level the newest set that has it or a higher one.
+def _find_newest(sets: Sequence[SetFacts]) -> set[int]:
+    """Return for each level the newest set that has it or a higher one, and the one before that if it is much larger.
 
     The newest of all belongs to them, even if it cannot be read now: the node that has its copies may return.
     """
     found: set[int] = set()
-    levels, wanted = list(Level), 0
-    for one in sorted(sets, key=lambda one: one.number, reverse=True):
-        reached = levels.index(one.level)
-        if reached >= wanted:
-            found.add(one.number)
-            wanted = reached + 1
+    levels, (part, whole) = list(Level), NEAR_SIZES
+    ordered = sorted(sets, key=lambda one: one.number, reverse=True)
+    for lowest in range(len(levels)):
+        newest = list(itertools.islice((one for one in ordered if levels.index(one.level) >= lowest), 2))
+        is_doubtful = len(newest) == 2 and newest[0].size * whole < newest[1].size * part
+        found |= {one.number for one in (newest if is_doubtful else newest[:1])}
     return found
 
 

@@ -32,6 +32,19 @@ def test_a_pin_a_rollback_and_the_place_each_keep_a_set() -> None:
     assert keep(*levels, pinned=5, in_place=5)[5] == {"pinned", "newest", "in place"}
 
 
+def test_a_much_smaller_set_does_not_replace_the_one_before_it() -> None:
+    """X3: a cut file of an unknown format may look complete. A second small set shows that the first one was right."""
+
+    def keep_sizes(*sizes: int) -> list[int]:
+        sets = [SetFacts(number, Level.LOCAL, size=size) for number, size in enumerate(sizes, 1)]
+        return [number for number, reasons in find_reasons(sets).items() if reasons]
+
+    assert keep_sizes(100, 100, 89) == [2, 3]
+    assert keep_sizes(100, 100, 90) == [3]
+    assert keep_sizes(100, 40, 100) == [3]
+    assert keep_sizes(100, 40, 40) == [3]
+
+
 def test_no_order_of_deletion_lowers_what_is_safe() -> None:
     """Sets are completed and become safer in any order; after each step the best level of all that ever was is kept."""
     rng, levels = random.Random(12), list(Level)

@@ -146,6 +146,8 @@ class SetTracker:
         self._waiting: dict[tuple[int, bytes], _Waiting] = {}
         self._reviews: dict[int, float] = {}
         """When to ask next what a series keeps."""
+        self._review_delays_s: dict[int, float] = {}
+        """How long the last wait was until a newer set is as safe."""
         self._touched: dict[int, set[int]] = defaultdict(set)
         """Sets by series of which a file lost a name."""
         self._noted: dict[tuple[int, bytes], set[str]] = {}
@@ -257,8 +259,14 @@ class SetTracker:
         former = self._waiting.pop(found.key, None)
         try:
             delay_s = await self._judge(found)
-        except (Busy, FileNotFoundError) as reason:
-            log.debug("%s: no set is made now: %s", os.fsdecode(found.member.name), reason)
+        except (OSError, CkptfsError) as reason:
+            is_usual = isinstance(reason, Busy | FileNotFoundError)
+            log.log(
+                logging.DEBUG if is_usual else logging.WARNING,
+                "%s: no set is made now: %s; trying again",
+                os.fsdecode(found.member.name),
+                reason,
+            )
             delay_s = limits.SET_RETRY_S
         if delay_s is None:
             self._noted.pop(found.key, None)
@@ -329,11 +337,14 @@ class SetTracker:
         sets = {one.record.number: one for one in listed}
         reasons = retention.find_reasons(facts, None if known.rollback is None else known.rollback.number)
         self._ruled[directory] = [sets[number] for number, why in reasons.items() if not why and number in ruled.kept]
-        for number in [number for number, why in reasons.items() if not why and number not in ruled.kept]:
+        unneeded = [number for number, why in reasons.items() if not why and number not in ruled.kept]
+        for number in unneeded:
             await self._maker.remove(sets[number].directory)
             log.info("%s: removed from the history: nothing protects it", os.fsdecode(sets[number].name))
+        former_s = 0.0 if unneeded or touched else self._review_delays_s.pop(directory, 0.0)
         if any(why == {KeepReason.NEWEST} and number != max(sets) for number, why in reasons.items()):
-            due_s = trio.current_time() + limits.SET_REVIEW_S + self._refresh.choose_delay_s()
+            self._review_delays_s[directory] = delay_s = min(max(2 * former_s, limits.SET_REVIEW_S), limits.SET_RETRY_MAX_S)
+            due_s = trio.current_time() + delay_s + self._refresh.choose_delay_s()
             self._reviews[directory] = min(due_s, self._reviews.get(directory, due_s))
 
     async def _report(self) -> None:
@@ -356,7 +367,7 @@ def load_facts(db: Database, directory: int, sets: Iterable[CheckpointSet]) -> l
     for one in sets:
         if one.directory in known and one.directory in levels:
             is_in_place = known[one.directory] and one.record.name not in names
-            found.append(SetFacts(one.record.number, levels[one.directory], is_in_place, one.is_pinned))
+            found.append(SetFacts(one.record.number, levels[one.directory], is_in_place, one.is_pinned, one.record.size))
         names.add(one.record.name)
     return found
 
