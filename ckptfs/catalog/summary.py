@@ -118,6 +118,8 @@ def _format_copies(db: Database, inode: int) -> bytes:
 VIRTUAL_XATTR_PREFIX = b"user.ckptfs."
 FORMAT_XATTR = b"format"
 SET_XATTR = b"set"
+MEMBER_XATTR = b"member"
+"""Size, level, and what speaks against a file: what `ckptfs latest` asks of each."""
 SETS_XATTR_PREFIX = b"sets."
 """Before the name of a series: what `ckptfs latest` asks a directory for."""
 # The extended attributes of a regular file: the name behind the prefix, the function for the value (None: not known yet), and the meaning.

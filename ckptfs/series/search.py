@@ -34,6 +34,8 @@ Entry = TypeVar("Entry")
 Result = TypeVar("Result")
 MANIFESTS = (b"MANIFEST.json", b"MANIFEST.xxh128")
 """What ckptfs itself writes into a set of the history."""
+_SET_BYTES_MIN = 16
+"""No set takes fewer bytes in `KnownSets.encode`."""
 
 
 class Listing(NamedTuple, Generic[Entry]):
@@ -76,7 +78,7 @@ class KnownSets(NamedTuple, Generic[Entry]):
 
     def encode(self, bytes_max: int) -> bytes:
         """Encode the sets for those who search through the mount; of very many, those made last."""
-        newest = [one[:-1] for one in sorted(self.sets, key=lambda one: one.number, reverse=True)]
+        newest = [one[:-1] for one in sorted(self.sets, key=lambda one: one.number, reverse=True)][: bytes_max // _SET_BYTES_MIN]
         fields = [self.path, newest, self.target and self.target[:-1]]
         while len(text := json.dumps(fields, default=os.fsdecode, separators=(",", ":")).encode()) > bytes_max:
             del newest[len(newest) // 2 :]

@@ -31,6 +31,15 @@ class MemberFile:
     mtime_ns: int = 0
     ctime_ns: int = 0
 
+    def encode(self) -> bytes:
+        """Encode all but the times, for those who search through the mount."""
+        return f"{self.size} {self.level} {self.incomplete_reason}".encode()
+
+    @classmethod
+    def decode(cls, encoded: bytes, mtime_ns: int, ctime_ns: int) -> "MemberFile":
+        size, level, reason = encoded.decode().split(" ", 2)
+        return cls(int(size), Level(level), reason, mtime_ns, ctime_ns)
+
 
 @dataclass(frozen=True, slots=True)
 class ZeroWorld:

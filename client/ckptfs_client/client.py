@@ -4,8 +4,6 @@ If the mover restarts, calls wait for it and streams are resumed, so callers not
 `ckptfs_client.errors`.
 """
 
-import contextlib
-import errno
 import os
 import threading
 import time
@@ -19,8 +17,9 @@ import grpc
 from ckptfs import limits
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
-from ckptfs_client.errors import ClientError, CommandFailed, NoMount, NotInTime, NotPermitted, UsageError
-from ckptfs_client.mounts import Mount, find
+from ckptfs_client.errors import ClientError, CommandFailed, NotInTime, NotPermitted, UsageError
+from ckptfs_client.mounts import Mount, build_unanswered_error, find_inode
+from ckptfs_client.mounts import build_path_error as build_path_error
 
 ANSWER_S = 15.0
 """After this silence a daemon counts as not answering."""
@@ -211,30 +210,7 @@ def ask_all(chosen: Sequence[Mount], question: Callable[[Client], Answer]) -> li
         return list(zip(chosen, threads.map(ask, chosen), strict=True))
 
 
-def build_path_error(path: str | os.PathLike[str], failure: OSError) -> ClientError:
-    """Return the error for a path that cannot be looked at. A dead mount gets the remedy of its mount."""
-    if failure.errno in (errno.ENOTCONN, errno.ECONNABORTED):
-        with contextlib.suppress(NoMount):
-            return build_unanswered_error(find(Path(path)))
-    return CommandFailed(f"{os.fspath(path)}: {os.strerror(failure.errno or 0)}")
-
-
-def build_unanswered_error(mount: Mount) -> NoMount:
-    """Return the error for a daemon that does not answer."""
-    if mount.has_ended:
-        remedy = f"mount {mount.name} again with the same options, which takes over the mountpoint, or umount -l {mount.mountpoint}"
-        return NoMount(f"the daemon of {mount.name} ({mount.mountpoint}) has ended", remedy=remedy)
-    remedy = "its log says why; `ckptfs doctor` may help"
-    return NoMount(f"the daemon of {mount.name} ({mount.mountpoint}) does not answer", remedy=remedy)
-
-
 def open_client(path: str | os.PathLike[str]) -> tuple[Client, int]:
     """Return a client of the mount of `path`, and its inode number. Raises NoMount, CommandFailed."""
-    mount = find(Path(path))
-    try:
-        found = os.lstat(path)
-    except OSError as failure:
-        raise build_path_error(path, failure) from failure
-    if found.st_dev != mount.device:
-        raise NoMount(f"{path} is in another filesystem, mounted below {mount.mountpoint}")
-    return Client(mount), found.st_ino
+    mount, inode = find_inode(path)
+    return Client(mount), inode

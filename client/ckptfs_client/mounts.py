@@ -3,6 +3,8 @@
 They are read from /proc/self/mountinfo, so a mount that hangs is found too.
 """
 
+import contextlib
+import errno
 import json
 import os
 import re
@@ -10,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptfs import procfs, runtime_dir
-from ckptfs_client.errors import NoMount
+from ckptfs_client.errors import ClientError, CommandFailed, NoMount
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +89,32 @@ def choose(directory: Path | None) -> Mount:
     if len(found) > 1:
         raise NoMount("several ckptfs are mounted", remedy="name one of " + ", ".join(str(mount.mountpoint) for mount in found))
     return found[0]
+
+
+def find_inode(path: str | os.PathLike[str]) -> tuple[Mount, int]:
+    """Return the mount of `path`, and its inode number. Raises NoMount, CommandFailed."""
+    mount = find(Path(path))
+    try:
+        found = os.lstat(path)
+    except OSError as failure:
+        raise build_path_error(path, failure) from failure
+    if found.st_dev != mount.device:
+        raise NoMount(f"{path} is in another filesystem, mounted below {mount.mountpoint}")
+    return mount, found.st_ino
+
+
+def build_path_error(path: str | os.PathLike[str], failure: OSError) -> ClientError:
+    """Return the error for a path that cannot be looked at. A dead mount gets the remedy of its mount."""
+    if failure.errno in (errno.ENOTCONN, errno.ECONNABORTED):
+        with contextlib.suppress(NoMount):
+            return build_unanswered_error(find(Path(path)))
+    return CommandFailed(f"{os.fspath(path)}: {os.strerror(failure.errno or 0)}")
+
+
+def build_unanswered_error(mount: Mount) -> NoMount:
+    """Return the error for a daemon that does not answer."""
+    if mount.has_ended:
+        remedy = f"mount {mount.name} again with the same options, which takes over the mountpoint, or umount -l {mount.mountpoint}"
+        return NoMount(f"the daemon of {mount.name} ({mount.mountpoint}) has ended", remedy=remedy)
+    remedy = "its log says why; `ckptfs doctor` may help"
+    return NoMount(f"the daemon of {mount.name} ({mount.mountpoint}) does not answer", remedy=remedy)

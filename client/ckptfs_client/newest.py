@@ -1,12 +1,13 @@
 """What `ckptfs latest` finds: which series is meant, and its newest complete member.
 
-Names and inodes are read through the mount with lstat(2) and readdir(3), formats with getxattr(2) and index files with read(2), so the
-kernel checks the caller's permissions. In a cluster, lstat also refreshes the name from the other nodes. Levels come from the daemon.
+All is read through the mount: names and times with readdir(3) and lstat(2), what the daemon knows with getxattr(2), and index files with
+read(2). So the kernel checks the caller's permissions, and in a cluster lstat refreshes the name from the other nodes.
 
 A directory that is given is searched inside, always. So the answer is never in another directory than the one that was named.
 """
 
 import errno
+import functools
 import os
 import stat
 import time
@@ -19,10 +20,11 @@ from ckptfs.model import Level
 from ckptfs.series import MANIFESTS, KnownSet, KnownSets, LatestMember, Listing, MemberFile, SearchResult, Series
 from ckptfs.series.file_formats import FileFormat
 from ckptfs.series.pickle_scan import ReadRange
-from ckptfs_client.client import Client, build_path_error, open_client
 from ckptfs_client.errors import CommandFailed, UsageError
+from ckptfs_client.mounts import build_path_error, find_inode
 
 FORMAT_XATTR = "user.ckptfs.format"
+MEMBER_XATTR = "user.ckptfs.member"
 SET_XATTR = "user.ckptfs.set"
 SETS_XATTR_PREFIX = b"user.ckptfs.sets."
 HISTORY = b"/.ckptfs/history"
@@ -64,15 +66,14 @@ def find_newest(named: Sequence[Path], wanted: Level) -> Found:
 
     Raises CommandFailed or UsageError if no series is meant, or several.
     """
+    _list_names.cache_clear()
     searched = _find_series(named)
     # Behind a symlink may be another filesystem, whose inode numbers say nothing here.
-    client, _ = open_client(os.path.realpath(searched.directory))
-    top = os.fsencode(searched.directory)
-    with client:
-        members = {name: os.path.join(top, name) for name in _list_names(searched.directory)}
-        history = os.fsencode(client.mount.mountpoint) + HISTORY
-        known = KnownSets.decode(os.getxattr(top, SETS_XATTR_PREFIX + searched.series.name), history)
-        return Found(searched, run_reader(series.find_newest(searched.series, members, PathReader(client), wanted, known)), history)
+    mount, _ = find_inode(os.path.realpath(searched.directory))
+    top, history = os.fsencode(searched.directory), os.fsencode(mount.mountpoint) + HISTORY
+    members = {name: os.path.join(top, name) for name in _list_names(searched.directory)}
+    known = KnownSets.decode(os.getxattr(top, SETS_XATTR_PREFIX + searched.series.name), history)
+    return Found(searched, run_reader(series.find_newest(searched.series, members, PathReader(), wanted, known)), history)
 
 
 def build_failure(found: Found, wanted: Level) -> CommandFailed:
@@ -104,7 +105,7 @@ def _find_series(named: Sequence[Path]) -> NamedSeries:
         return NamedSeries(where.parent, found)
     if where.is_dir():
         return _find_series_inside(where)
-    open_client(where)[0].close()
+    find_inode(where)
     own = series.find_series(os.fsencode(where.name), _list_names(where.parent))
     if own is None:
         raise CommandFailed(
@@ -127,7 +128,7 @@ def _find_series_of_names(named: Sequence[Path]) -> NamedSeries:
 
 def _find_series_inside(where: Path) -> NamedSeries:
     """Return the only series in a directory. Never one beside it."""
-    open_client(where)[0].close()
+    find_inode(where)
     found = [NamedSeries(where, one) for one in series.list_series(_list_names(where))]
     if not found:
         raise CommandFailed(
@@ -158,12 +159,9 @@ def _join_choices(found: Sequence[NamedSeries]) -> str:
 class PathReader:
     """`series.MemberReader` over paths. Its coroutines never wait for one another."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
-
     async def list_files(self, entry: bytes) -> Listing[bytes]:
-        """List a file or directory through the mount, with levels from the daemon."""
-        found: dict[bytes, os.stat_result] = {}
+        """List a file or directory through the mount."""
+        files: dict[bytes, tuple[MemberFile, bytes]] = {}
         directories: dict[bytes, bytes] = {}
         try:
             names = os.listdir(entry) if stat.S_ISDIR(os.lstat(entry).st_mode) else [b""]
@@ -171,20 +169,13 @@ class PathReader:
                 below = entry + b"/" + name if name else entry
                 status = os.lstat(below)
                 if stat.S_ISREG(status.st_mode):
-                    found[name] = status
+                    files[name] = _load_file(below, status), below
                 elif stat.S_ISDIR(status.st_mode):
                     directories[name] = below
         except FileNotFoundError:
             raise
         except OSError as failure:
             raise build_path_error(os.fsdecode(failure.filename or entry), failure) from failure
-        files = {}
-        for (name, status), record in zip(found.items(), self._client.list_records(one.st_ino for one in found.values()), strict=True):
-            if not record.known:
-                raise FileNotFoundError(entry)
-            level, reason = Level(record.level), record.incomplete_reason
-            file = MemberFile(record.size, level, reason, status.st_mtime_ns, status.st_ctime_ns)
-            files[name] = file, entry + b"/" + name if name else entry
         return Listing(files, directories)
 
     async def inspect(self, entry: bytes, name: bytes, file: MemberFile) -> FileFormat:
@@ -218,6 +209,16 @@ class PathReader:
         return time.time_ns()
 
 
+def _load_file(path: bytes, status: os.stat_result) -> MemberFile:
+    """Ask the daemon what it knows of a file. Raises FileNotFoundError."""
+    try:
+        return MemberFile.decode(os.getxattr(path, MEMBER_XATTR, follow_symlinks=False), status.st_mtime_ns, status.st_ctime_ns)
+    except OSError as failure:
+        if failure.errno in (errno.ENOENT, errno.ESTALE):
+            raise FileNotFoundError(path) from failure
+        return MemberFile(status.st_size, Level.NONE, f"cannot be read: {os.strerror(failure.errno or 0)}")
+
+
 def _get_attribute(path: bytes, name: str) -> bytes:
     """Return an extended attribute; empty if there is none."""
     try:
@@ -238,7 +239,9 @@ def run_reader(coroutine: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("the coroutine waits")
 
 
+@functools.lru_cache(maxsize=SEARCHED_MAX)
 def _list_names(directory: Path) -> list[bytes]:
+    """Return the names in a directory, which may have very many; one search lists it once."""
     try:
         return os.listdir(os.fsencode(directory))
     except OSError as failure:

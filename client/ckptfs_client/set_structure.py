@@ -14,7 +14,7 @@ from ckptfs import series
 from ckptfs.model import Level
 from ckptfs.series import Listing
 from ckptfs.series.file_formats import FileFormat
-from ckptfs_client.client import Client, open_client
+from ckptfs_client.client import open_client
 from ckptfs_client.errors import ClientError, CommandFailed
 from ckptfs_client.json_answers import FormatJson, VerifyJson
 from ckptfs_client.listing import DIGEST_XATTR
@@ -103,15 +103,14 @@ def _find_gap(history: SetHistory, found: FoundSet) -> str:
     top = os.fsencode(found.history)
     names = [name for name in os.listdir(top) if os.fsdecode(name) not in MANIFEST_FILES]
     members = {name: os.path.join(top, name) for name in names} if found.set.is_group else {os.fsencode(found.set.name): top}
-    result = run_reader(series.find_newest(one, members, SetReader(history.client, top), Level.NONE))
+    result = run_reader(series.find_newest(one, members, SetReader(top), Level.NONE))
     return result.rejected[0].find_obstacle(Level.NONE) if result.rejected else ""
 
 
 class SetReader(PathReader):
     """`PathReader` over one set: the manifest is none of its files."""
 
-    def __init__(self, client: Client, top: bytes) -> None:
-        super().__init__(client)
+    def __init__(self, top: bytes) -> None:
         self._top = top
 
     async def list_files(self, entry: bytes) -> Listing[bytes]:

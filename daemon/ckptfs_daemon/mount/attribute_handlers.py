@@ -119,7 +119,9 @@ class AttributeHandlers:
             if name.startswith(summary.SETS_XATTR_PREFIX):
                 known = await self._reader.load_known_sets(inode, name.removeprefix(summary.SETS_XATTR_PREFIX))
                 return known.encode(limits.XATTR_VALUE_BYTES_MAX)
-            return await self._get_format(inode) if name == summary.FORMAT_XATTR else self._get_virtual_xattr(inode, name)
+            if name in (summary.FORMAT_XATTR, summary.MEMBER_XATTR):
+                return await self._get_member_xattr(inode, name)
+            return self._get_virtual_xattr(inode, name)
         if name in STORED_PREFIXES:
             raise posix_error(errno.EINVAL)
         if name.startswith(STORED_PREFIXES):
@@ -137,8 +139,10 @@ class AttributeHandlers:
             raise posix_error(errno.ENODATA)
         return value
 
-    async def _get_format(self, inode: int) -> bytes:
+    async def _get_member_xattr(self, inode: int, name: bytes) -> bytes:
         found = (await self._reader.list_files(inode)).files.get(b"")
+        if found is not None and name == summary.MEMBER_XATTR:
+            return found[0].encode()
         if found is None or found[0].incomplete_reason:
             raise posix_error(errno.ENODATA)
         return (await self._reader.inspect(inode, get_path(self._context.db, inode).rpartition(b"/")[2], found[0])).encode()

@@ -87,6 +87,8 @@ class LatestTree(ReadOnlyTree):
     def __init__(self, context: MountContext, reader: MountMemberReader, history: HistoryTree) -> None:
         self._context, self._reader, self._history = context, reader, history
         self._inodes = VirtualInodes()
+        self._listed: tuple[VirtualEntry, list[tuple[bytes, VirtualEntry]]] = TOP, []
+        """The directory that was listed last, and its entries."""
 
     def owns(self, inode: int) -> bool:
         """Return True if these handlers serve `inode`."""
@@ -127,8 +129,10 @@ class LatestTree(ReadOnlyTree):
     async def readdir(self, fh: int, start_id: int, token: "ReaddirToken") -> None:
         """Fill the reply with entries after the offset `start_id`."""
         directory = self._get_entry(fh)
-        found: list[tuple[bytes, VirtualEntry | EntryAttributes]] = [(b".", directory), (b"..", directory)]
-        found += await self._list_entries(directory)
+        if start_id == 0 or self._listed[0] != directory:
+            # The kernel asks several times for a large directory.
+            self._listed = directory, await self._list_entries(directory)
+        found: list[tuple[bytes, VirtualEntry | EntryAttributes]] = [(b".", directory), (b"..", directory), *self._listed[1]]
         if directory == TOP and (history := await self._history.find_top()) is not None:
             found.append((HISTORY, history))
         for offset, (name, one) in enumerate(found[start_id:], start_id + 1):
