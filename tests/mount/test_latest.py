@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from another_user import as_user
-from daemon_under_test import Area, DaemonUnderTest, environment
+from daemon_under_test import Area, DaemonUnderTest, environment, eventually
 from made_sets import make_set
 from programs import refusal
 
@@ -29,6 +29,13 @@ def newest(mount: Area, *arguments: str | Path) -> str:
     return str(mount.command("latest", *arguments).stdout).removesuffix("\n")
 
 
+def wait_for_set(mount: Area, directory: str, series: str, member: str) -> Path:
+    """Return the newest set of a member in the history, as soon as there is one."""
+    where = mount.daemon.path / ".ckptfs" / "history" / mount.path.name / directory / series
+    found: list[Path] = eventually(lambda: sorted(where.glob(f"{member}@*")), what=f"a set of {member}")
+    return found[-1]
+
+
 def test_the_newest_that_is_complete(mount: Area) -> None:
     """N2, N7: by number; what somebody still writes is none."""
     run = mount.path / "run"
@@ -39,8 +46,9 @@ def test_the_newest_that_is_complete(mount: Area) -> None:
     # By its directory, its pattern, and what a shell makes of the pattern.
     for named in ([run], [run / "step_*"], sorted(run.glob("step_*"))):
         assert newest(mount, *named) == str(run / "step_1000")
+    kept = wait_for_set(mount, "run", "step_*", "step_1000")
     with open(run / "step_1000" / "rank1.pt", "ab") as file:
-        assert newest(mount, run) == str(run / "step_100")
+        assert newest(mount, run) == str(kept), "as it was before"
         assert f"{run}/step_1000 was passed over: rank1.pt is not sealed yet" in mount.command("latest", run).stderr
         file.write(b"more")
         result = mount.command("latest", run, "--json")
@@ -114,9 +122,10 @@ def test_shards_without_their_metadata(mount: Area) -> None:
     (run / "CHECKPOINT_DIR_step2" / ".metadata.tmp").rename(run / "CHECKPOINT_DIR_step2" / ".metadata")
     mount.settle()
     assert newest(mount, run) == str(run / "CHECKPOINT_DIR_step2")
+    kept = wait_for_set(mount, "dcp", "CHECKPOINT_DIR_step*", "CHECKPOINT_DIR_step2")
     (run / "CHECKPOINT_DIR_step2" / "__1_0.distcp").write_bytes(os.urandom(2000))
     mount.settle()
-    assert newest(mount, run) == str(run / "CHECKPOINT_DIR_step1"), "an old .metadata over a new shard"
+    assert newest(mount, run) == str(kept), "an old .metadata over a new shard"
 
 
 KILLED = """
@@ -164,8 +173,12 @@ def test_members_of_tensorflow_and_gromacs(mount: Area) -> None:
     assert latest(mount, "ckpt-*.index").resolve().name == "ckpt-2.index"
     assert newest(mount, mount.path / "rep1") == str(mount.path / "rep1" / "state.cpt")
     assert os.listdir(latest(mount, "rep1")) == ["state.cpt"] and latest(mount, "rep1", "state.cpt").resolve().name == "state.cpt"
+    kept = wait_for_set(mount, "rep1", "state.cpt", "state.cpt")
     (mount.path / "rep1" / "state.cpt").write_bytes(whole[:500])
     mount.settle()
+    assert newest(mount, mount.path / "rep1") == str(kept / "state.cpt"), "as it was before it was cut"
+    os.setxattr(kept, "user.ckptfs.remove", b"now")
+    eventually(lambda: not kept.exists(), what="its set is gone")
     assert newest(mount, mount.path / "rep1") == str(mount.path / "rep1" / "state_prev.cpt")
     (mount.path / "rep1" / "state.cpt").unlink()
     assert latest(mount, "rep1", "state.cpt").resolve().name == "state_prev.cpt"
@@ -240,8 +253,9 @@ def test_a_name_that_any_program_opens(mount: Area) -> None:
         mount.settle()
         assert os.readlink(link) == f"../../../../{mount.path.name}/run/step_{number}"
         assert (link / "a").read_bytes() == (mount.path / "run" / f"step_{number}" / "a").read_bytes()
+    kept = wait_for_set(mount, "run", "step_*", "step_10")
     with open(mount.path / "run" / "step_10" / "b", "ab"):
-        assert link.resolve().name == "step_9"
+        assert link.resolve() == kept
     (mount.path / "ckpt_1.pt").write_bytes(b"one")
     mount.settle()
     assert link.resolve().name == "step_10" and latest(mount, "ckpt_*.pt").read_bytes() == b"one"
