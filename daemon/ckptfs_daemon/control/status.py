@@ -233,14 +233,16 @@ def build_service_memory(config: Config, tiers: Tiers) -> pb.ServiceMemory:
 
 
 def build_history(config: Config, db: Database, tiers: Tiers) -> pb.History:
-    """Build the figures of the history of checkpoint sets. The mount process counts its sets when they change."""
+    """Build the figures of the history. The mount process counts its sets when they change."""
     found = next((_parse_json_object(text) for key, text, _ in summary.list_reports(db, "sets") if key == "sets"), {})
     held_files, held_bytes = pfs_hold.count_held(db)
-    return pb.History(
+    answer = pb.History(
         series=int(found.get("series", 0)), sets=int(found.get("sets", 0)), bytes=int(found.get("bytes", 0)),
-        bytes_max=tiers.get_share_bytes(config.history_size),
         held_files=held_files, held_bytes=held_bytes, rules=[describe_rule(rule) for rule in config.retention],
     )  # fmt: skip
+    with contextlib.suppress(OSError, CkptfsError):
+        answer.bytes_max = tiers.get_share_bytes(config.history_size)
+    return answer
 
 
 def build_capacity(config: Config, db: Database, tiers: Tiers) -> pb.Capacity:
