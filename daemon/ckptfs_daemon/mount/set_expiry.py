@@ -65,6 +65,20 @@ class SetExpiry:
             return max(0, held_bytes - self._context.tiers.get_share_bytes(self._context.config.history_size))
         return 0
 
+    async def refresh(self, series: SeriesRecord, sets: Iterable[CheckpointSet]) -> None:
+        """Load how safe other nodes have made the sets of a series with a rule, as far as they may be safer than this node knows."""
+        shared_namespace, db = self._context.shared_namespace, self._context.db
+        if shared_namespace is None or self.find_rule(series) is None:
+            return
+        levels = history.list_levels(db, series.directory)
+        highest = Level.CLIQUE if self._context.config.pfs is None else Level.PFS
+        for one in sets:
+            inodes = [] if levels.get(one.directory) is highest else [inode.id for _, inode in history.list_files(db, one.directory)]
+            async with trio.open_nursery() as nursery:
+                for inode in inodes:
+                    nursery.start_soon(shared_namespace.refresh_inode, inode)
+                    nursery.start_soon(shared_namespace.refresh_copies, inode)
+
     def find_rule(self, series: SeriesRecord) -> RetentionRule | None:
         """Return the rule of a series. Returns None if it has none."""
         return config.find_rule(self._context.config.retention, series.path)
@@ -104,6 +118,8 @@ class SetExpiry:
         rule = self.find_rule(series)
         if ruled is None or rule is None:
             return Review()
+        if self._context.shared_namespace is not None and self._context.shared_namespace.is_disconnected:
+            return Review(frozenset(one.record.number for one in sets), again_s=limits.SET_REVIEW_S)
         ruling, db = apply_rule(rule, ruled), self._context.db
         self._choose(series, rule, [one for one in sets if one.record.number in ruling.for_pfs])
         self._retire(sets, ruling)
@@ -130,8 +146,7 @@ class SetExpiry:
     def _retire(self, sets: Sequence[CheckpointSet], ruling: Ruling) -> None:
         leaving = {one.directory for one in sets if one.record.number in ruling.not_local} - self._retired
         if leaving:
-            newest = max(one.record.number for one in sets if one.record.number in ruling.not_local)
-            staying = [one.directory for one in sets if one.record.number > newest]
+            staying = [one.directory for one in sets if one.record.number not in ruling.not_local]
             with self._context.db.transaction() as db:
                 retention_state.record_retired(db, leaving, staying)
             self._retired |= leaving
@@ -148,10 +163,19 @@ class SetExpiry:
         else:
             place = self._find_child(series.origin, name)
             tops = {name: place} if place is not None and set(files.values()) <= namespace.list_inodes_below(db, place) else {}
+        await self._refresh_below(tops.values())
         count = await self._delete_names(series.origin, tops, one.directory)
         if count:
             log.info("%s: set %d expired", _format(series), one.record.number)
         return count
+
+    async def _refresh_below(self, tops: Iterable[int]) -> None:
+        """In a cluster, load the names that other nodes have made below these inodes."""
+        todo = list(tops) if self._context.shared_namespace is not None else []
+        while todo:
+            inode = self._context.get_inode(todo.pop())
+            if inode.is_directory:
+                todo += [child.id for child in (await self._reader.list_directory(inode.id)).values() if child.is_directory]
 
     def _find_child(self, parent: int, name: bytes) -> int | None:
         found = namespace.find_child(self._context.db, parent, name)
@@ -214,6 +238,7 @@ class SetExpiry:
                 continue
             if member is not None and not (await judge(pattern, entries, self._reader, member)).incomplete_reason:
                 continue
+            await self._refresh_below(tops.values())
             count = await self._delete_names(series.origin, tops)
             if count is None:
                 waits.append(limits.SET_REVIEW_S)

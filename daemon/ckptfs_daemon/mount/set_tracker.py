@@ -328,6 +328,7 @@ class SetTracker:
         for number, one in enumerate(listed):
             if number < len(Level) or one.directory in touched:
                 await self._refresh.refresh_set(one.directory, with_copies=True)
+        await self._expiry.refresh(known, listed)
         facts = await trio.to_thread.run_sync(load_facts, db, directory, listed)
         ruled = await self._expiry.review(known, listed, facts)
         if ruled.has_deleted:
