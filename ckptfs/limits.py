@@ -134,6 +134,8 @@ DRAIN_RECENT_S = 60.0
 DRAIN_SILENCE_S = 2.0
 # A drain with a deadline looks this often what is urgent. Its order has so many files, and so many rows of the journal are looked at.
 URGENT_INTERVAL_S = 1.0
+# A drain that has all closed files waits so long for copies of open ones.
+SECURE_WAIT_S = 5.0
 URGENT_FILES_MAX = 20_000
 AHEAD_ROWS_MAX = 100_000
 # Preemption notices: how often a metadata server is asked, its time and its bytes for an answer, and how much of that is shown.

@@ -172,7 +172,7 @@ class Drain:
         pending = load_pending(self._db, end)
         clock = start_clock(configured_s, pending, summary.get_pfs_speed(self._db), time.monotonic())
         named = ""
-        while not pending.is_nothing:
+        while not pending.is_nothing or (rescue is not None and rescue.is_last and rescue.is_securing()):
             left_s = clock.get_left_s(time.monotonic())
             if left_s <= 0:
                 return False

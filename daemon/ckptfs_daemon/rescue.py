@@ -72,7 +72,7 @@ class Rescue:
         """
         self._db = db
         self._level = level
-        self._is_last = is_last and level is Level.PFS
+        self.is_last = is_last
         self._retry_now = retry_now
         self._began_ns = time.time_ns()
         self._began_s = time.monotonic()
@@ -81,7 +81,7 @@ class Rescue:
         self._order = UrgentOrder(token=exposure.build_token())
         self._touched: dict[tuple[int, bytes], Series] = {}
         self._requests: dict[int, int] = {}
-        self._is_secured = False
+        self._secured_s: float | None = None
         self._had_files = False
 
     def refresh_if_due(self) -> None:
@@ -90,7 +90,7 @@ class Rescue:
         if cost_s < self._refreshed_s:
             return
         index = self._build_index()
-        if self._is_last:
+        if self.is_last and self._level is Level.PFS:
             self._release_newest(index)
         files = exposure.list_exposed(self._db, self._level)
         members, loose = urgency.list_unsafe_members(files, index)
@@ -99,10 +99,17 @@ class Rescue:
         self._touched |= {(one.place.directory, one.place.series.name): one.place.series for one in members}
         self._publish(files, groups)
         half_over = time.monotonic() - self._began_s > self._deadline_s / 2
-        if not self._is_secured and (half_over or not any(one.inodes for one in first)):
+        if self._secured_s is None and (half_over or not any(one.inodes for one in first)):
             self._secure_open_files(files)
         now_s = time.monotonic()
         self._refreshed_s = now_s + max(limits.URGENT_INTERVAL_S, 10 * (now_s - cost_s))
+
+    def is_securing(self) -> bool:
+        """Return whether copies of open files are still on their way. Call when all closed files are safe; waits end by themselves."""
+        if self._secured_s is None:
+            self._secure_open_files(exposure.list_exposed(self._db, self._level))
+        left_s = min(self._get_left_s(), (self._secured_s or 0.0) + limits.SECURE_WAIT_S - time.monotonic())
+        return left_s > 0 and self._count_secured() < len(self._requests)
 
     def count_left(self) -> tuple[int, int]:
         """Return (files, bytes) of what was closed before the drain began and has not the level."""
@@ -174,8 +181,8 @@ class Rescue:
 
     def _secure_open_files(self, files: Sequence[ExposedFile]) -> None:
         """Request copies of the present bytes of open files on other nodes."""
-        self._is_secured = True
-        if len(peer_copies.list_live_nodes(self._db)) < 2:
+        self._secured_s = time.monotonic()
+        if peer_copies.get_replication_factor(self._db) < 2 or not peer_copies.count_domains(self._db).are_enough:
             return
         wait_s = min(ORDER_VALID_S, self._get_left_s() + limits.STOP_WAIT_S)
         for file in files:

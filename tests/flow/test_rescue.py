@@ -115,7 +115,9 @@ def test_open_files_are_secured_after_the_most_urgent_checkpoints(clique: Clique
     rescue._refreshed_s = 0.0
     rescue.refresh_if_due()
     assert [one.inode for one in mover_requests.list_open(node.db, mover_requests.REPLICATE_NOW)] == [node.inode(log)]
+    assert rescue.is_securing()
     run_until_idle(FsyncReplication(node.db, node.tiers, node.told, clique.flow._cluster))
+    assert not rescue.is_securing()
     safety = rescue.build_safety()
     assert (safety.open_files, safety.secured_files) == (1, 1)
     assert rescue.count_left() == (0, 0), "open files are not waited for"

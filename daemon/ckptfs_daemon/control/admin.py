@@ -220,9 +220,12 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
         def build_progress(end: int) -> pb.Progress:
             rescue.refresh_if_due()
             if level is Level.PFS:
-                return self._build_progress(end)
-            files, size = rescue.count_left()
-            return self._add_obstacle(pb.Progress(done=not files, files_left=files, bytes_left=size))
+                progress = self._build_progress(end)
+            else:
+                files, size = rescue.count_left()
+                progress = self._add_obstacle(pb.Progress(done=not files, files_left=files, bytes_left=size))
+            progress.done = progress.done and not rescue.is_securing()
+            return progress
 
         last = pb.Progress()
         try:
