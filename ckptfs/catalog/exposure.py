@@ -1,4 +1,4 @@
-"""Files that have not reached a level yet, and the order in which a drain with a deadline brings them there.
+"""Files that have not reached a level yet, and the order in which a drain brings them there.
 
 The order is one row of the table `report`. Replication and write-back read it and take the files in it first. A row whose time has passed
 counts as none, and the next mover deletes it: so it ends with its drain, or with the daemon.
@@ -18,7 +18,10 @@ from ckptfs.model import ROOT, ContentState, Level
 
 @dataclass(frozen=True, slots=True)
 class ExposedFile:
-    """A file of this node that has not the level. `path`: (directory, name in it) of each step from the root to it."""
+    """A file of this node that has not the level.
+
+    `path`: (directory, name in it) of each step from the root to it.
+    """
 
     inode: int
     content: int
@@ -46,7 +49,7 @@ class UrgentOrder:
 
 
 def list_exposed(db: Database, level: Level) -> list[ExposedFile]:
-    """Return the files that this node wrote and that have not reached `level` (clique or pfs), in the order of their closes.
+    """Return the files of this node that have not reached `level` (clique or pfs), the oldest first.
 
     What is held back from the PFS has no level to reach there.
     """
@@ -77,7 +80,7 @@ _IS_HELD = "EXISTS (SELECT 1 FROM pfs_hold h WHERE h.inode = i.id)"
 
 
 def _build_condition(db: Database, level: Level) -> str:
-    """Return the SQL condition that the content `k` of the inode `i`, which is not on the PFS, should have the level and has not."""
+    """Return the SQL condition that a content `k` of `i`, which is not on the PFS, lacks the level."""
     if level is not Level.CLIQUE:
         return f"NOT {_IS_HELD}"
     others = peer_copies.COUNT_OTHER_DOMAINS.replace("c.", "k.")
@@ -87,7 +90,7 @@ def _build_condition(db: Database, level: Level) -> str:
 
 
 def _load_path(db: Database, inode: int, known: dict[int, tuple[tuple[int, bytes], ...]]) -> tuple[tuple[int, bytes], ...]:
-    """Return the path of `inode` by its oldest name outside of the history, if it has one. `known` keeps those of directories."""
+    """Return the path of `inode` by its oldest name outside of the history. `known` keeps directories."""
     steps: list[tuple[int, int, bytes]] = []
     while inode not in known and len(steps) < 4096:
         named = (

@@ -51,7 +51,7 @@ class UnsafeFile(Protocol):
 
 @dataclass(slots=True)
 class UnsafeMember:
-    """What a member lacks: its closed files in their order, their bytes, and how many of its files are still written."""
+    """What a member lacks: closed files in their order, their bytes, and the number of open files."""
 
     place: Place
     inodes: list[int] = field(default_factory=list)
@@ -151,8 +151,9 @@ def choose_order(
 
 @dataclass(frozen=True, slots=True)
 class SeriesSafety:
-    """How safe the newest member of a series is. `missing_*`: what has not the level. `safe_name`: the newest member that has it.
+    """How safe the newest member of a series is.
 
+    `missing_*`: what has not the level. `safe_name`: the newest member that has it.
     `names_pending`: the bytes are on the PFS, but not all under their names yet. `held`: a rule holds it back from the PFS.
     """
 
@@ -173,7 +174,10 @@ class SeriesSafety:
 
 @dataclass(frozen=True, slots=True)
 class Safety:
-    """What is safe at the end. `other_*`: closed files of no series without the level. `open_*`: files that are still written."""
+    """What is safe at the end.
+
+    `other_*`: closed files of no series without the level. `open_files` are still written.
+    """
 
     level: str
     series: tuple[SeriesSafety, ...]

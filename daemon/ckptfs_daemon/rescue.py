@@ -86,8 +86,8 @@ class Rescue:
 
     def refresh_if_due(self) -> None:
         """Look again what is urgent, unless that was done a moment ago."""
-        cost_s = time.monotonic()
-        if cost_s < self._refreshed_s:
+        begun_s = time.monotonic()
+        if begun_s < self._refreshed_s:
             return
         index = self._build_index()
         if self.is_last and self._level is Level.PFS:
@@ -102,10 +102,13 @@ class Rescue:
         if self._secured_s is None and (half_over or not any(one.inodes for one in first)):
             self._secure_open_files(files)
         now_s = time.monotonic()
-        self._refreshed_s = now_s + max(limits.URGENT_INTERVAL_S, 10 * (now_s - cost_s))
+        self._refreshed_s = now_s + max(limits.URGENT_INTERVAL_S, 10 * (now_s - begun_s))
 
     def is_securing(self) -> bool:
-        """Return whether copies of open files are still on their way. Call when all closed files are safe; waits end by themselves."""
+        """Return whether copies of open files are still on their way, for a bounded time.
+
+        Call when all closed files are safe.
+        """
         if self._secured_s is None:
             self._secure_open_files(exposure.list_exposed(self._db, self._level))
         left_s = min(self._get_left_s(), (self._secured_s or 0.0) + limits.SECURE_WAIT_S - time.monotonic())
@@ -163,7 +166,7 @@ class Rescue:
         return max(0.0, self._began_s + self._deadline_s - time.monotonic())
 
     def _release_newest(self, index: SeriesIndex) -> None:
-        """Release the newest whole member of each series if it is held back from the PFS, and no newer one goes there."""
+        """Release the newest whole member of each series, unless a newer one goes to the PFS."""
         members, _ = urgency.list_unsafe_members(exposure.list_held(self._db), index)
         held = {(one.place.directory, one.place.series.name, one.place.member.name): one for one in members}
         for directory, series in {(one.place.directory, one.place.series) for one in members}:
@@ -226,7 +229,7 @@ class Rescue:
         )  # fmt: skip
 
     def _find_pfs_obstacles(self, directory: int, member: Member) -> tuple[bool, bool]:
-        """Return whether the PFS has yet to learn names of a member, and whether a rule holds it back from there."""
+        """Return whether the PFS has yet to learn names of a member, and whether a rule holds it back."""
         if self._level is not Level.PFS:
             return False, False
         roots = exposure.list_children(self._db, directory, member.files)

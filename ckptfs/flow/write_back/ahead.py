@@ -1,4 +1,4 @@
-"""New files that go to the PFS ahead of older changes, while a drain has too little time for all of them.
+"""New files that go to the PFS ahead of older changes, while a drain is short of time.
 
 Takes: the order of urgency in the catalog, and the journal.
 Leaves: for each group of urgent files the rows of the journal that make them, which write-back then plans before all others.
@@ -28,7 +28,7 @@ _COMMUTING_OPS = {"make", "link", "unlink", "rename", "content", "synced", "attr
 
 
 class RowsAhead:
-    """The rows that are planned before all others, group by group. Empty without a drain that is short of time."""
+    """The rows that are planned before all others, group by group. None, unless a drain is short of time."""
 
     def __init__(self, db: Database) -> None:
         self._db = db
@@ -38,7 +38,7 @@ class RowsAhead:
         self._begun: list[int] = []
 
     def list_next(self, after: int, at_most: int) -> list[JournalRow]:
-        """Return the next rows of the most urgent group, of those after the row `after`; none if none goes ahead.
+        """Return the next rows of the most urgent group, of those after the row `after`.
 
         A group that has begun goes on first, whatever the order is now: its files may have temporary names as yet.
         """
@@ -56,7 +56,7 @@ class RowsAhead:
         return []
 
     def drop_planned(self, up_to: int) -> None:
-        """Forget the rows of the present group up to the row `up_to`. Those that the PFS refused wait for their turn."""
+        """Forget the rows of the group up to the row `up_to`: what the PFS refused waits for its turn."""
         self._begun = [seq for seq in self._begun if seq > up_to]
 
 
@@ -78,7 +78,7 @@ class _Chooser:
                     self._moved |= {row.inode} if shown is None else {row.inode, shown.inode}
 
     def list_seqs(self, group: Iterable[int]) -> list[int]:
-        """Return the numbers of the rows that go ahead for a group, in order; none if it has to wait for its turn."""
+        """Return the rows that go ahead for a group, in order; none if it has to wait for its turn."""
         inodes = self._close_over(group)
         self._chosen |= inodes
         self._moved -= inodes
