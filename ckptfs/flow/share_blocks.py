@@ -64,11 +64,16 @@ class _Work:
 
 @dataclass(slots=True)
 class _Measure:
-    """When and of what state a figure was taken."""
+    """Of what state a figure was taken, and when the next one may be. `is_stale`: the state is another one now."""
 
     due_s: float = 0.0
     state: tuple[int, ...] = ()
     shared_bytes: int = 0
+    is_stale: bool = False
+
+    def is_due(self, state: tuple[int, ...], now_s: float) -> bool:
+        self.is_stale = state != self.state
+        return self.is_stale and now_s >= self.due_s
 
 
 @dataclass(slots=True)
@@ -126,6 +131,7 @@ class ShareBlocks:
         """Return the seconds until the next piece, until a file that was open is looked at again, or until bytes are measured again."""
         now_s = time.monotonic()
         dues = [self._resume_s] if self.is_pending else list(self._queue.deferred.values())
+        dues += [measured.due_s for measured in (self._measured_nvme, self._measured_pfs) if measured.is_stale]
         if self._measured_nvme.shared_bytes:  # Deleted files wake no lane.
             dues.append(max(self._measured_nvme.due_s, now_s + MEASURE_S))
         return max(0.0, min(dues) - now_s) if dues else None
@@ -255,20 +261,17 @@ class ShareBlocks:
     def _measure_nvme(self, storage: TierStorage, now_s: float) -> None:
         """Measure what sharing saves on NVMe if files came or went. The filesystem tells, so deleted files never count."""
         state = (os.fstat(storage.directory).st_mtime_ns, self._shared_blocks)
-        if state == self._measured_nvme.state or now_s < self._measured_nvme.due_s:
-            return
-        shared_bytes = reflink.measure(_open_all(storage)).shared
-        storage.record_shared_bytes(shared_bytes)
-        self._measured_nvme = _Measure(_get_next_s(now_s), state, shared_bytes)
+        if self._measured_nvme.is_due(state, now_s):
+            shared_bytes = reflink.measure(_open_all(storage)).shared
+            storage.record_shared_bytes(shared_bytes)
+            self._measured_nvme = _Measure(_get_next_s(now_s), state, shared_bytes)
 
     def _measure_pfs(self, now_s: float) -> None:
         """Count what sharing saves on the PFS if files that share blocks came or went. Does not touch the PFS."""
-        if now_s < self._measured_pfs.due_s:
-            return
         state = pfs_state.count_sharing(self._db)
-        if state != self._measured_pfs.state:
+        if self._measured_pfs.is_due(state, now_s):
             summary.set_shared_on_pfs(self._db, pfs_state.count_shared_bytes(self._db))
-        self._measured_pfs = _Measure(_get_next_s(now_s), state)
+            self._measured_pfs = _Measure(_get_next_s(now_s), state)
 
 
 def _lower_priority() -> None:
