@@ -1,14 +1,17 @@
 """D10: any mounted filesystem can be the PFS, and the NVMe tier: ext4, xfs, btrfs and tmpfs. What they can do differs: sharing blocks,
 leases, xattrs, times."""
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from daemon_under_test import DaemonUnderTest
+from daemon_under_test import DaemonUnderTest, eventually
 from loop_disk import NOT_SHARING, SHARING, mounted
 from programs import differences
+
+from ckptfs.limits import BLOCK_BYTES
 
 pytestmark = pytest.mark.apps
 
@@ -58,3 +61,23 @@ def test_it_holds_what_is_written_back_and_what_ram_cannot(make_daemon: Callable
     assert (daemon.path / "small").read_bytes() == small
     assert (daemon.path / "large").read_bytes() == large[: 5 << 20] + b"changed" + large[(5 << 20) + 7 :]
     daemon.unmount()
+
+
+def test_what_did_not_change_is_stored_once_and_shown(make_daemon: Callable[..., DaemonUnderTest], tmp_path: Path) -> None:
+    """H5: two sets of which a block differs, on NVMe and on the PFS. `status` and `df` show what that saves."""
+    with mounted("xfs", tmp_path) as nvme, mounted("btrfs", tmp_path) as pfs:
+        daemon = make_daemon("auto", ram="32M", nvme=nvme, pfs=pfs)
+        frozen = os.urandom(9 * BLOCK_BYTES)
+        for number in range(2):
+            (daemon.path / f"step_{number}.pt").write_bytes(frozen + os.urandom(BLOCK_BYTES))
+            daemon.settle()
+
+        def is_shown(command: str) -> bool:
+            tiers = json.loads(daemon.command(command, daemon.path, "--json").stdout)["tiers"]
+            return all(tier["shared_bytes"] >= len(frozen) for tier in tiers if tier["name"] != "ram")
+
+        for command in ("status", "df"):
+            eventually(lambda command=command: is_shown(command), what=command)
+        for name in ("step_0.pt", "step_1.pt"):
+            assert (daemon.path / name).read_bytes() == (pfs / name).read_bytes()
+        daemon.unmount()
