@@ -269,6 +269,7 @@ PREPARED_EXTENTS_MAX = 256
 # Share of RAM and NVMe for bytes that only the history holds.
 HISTORY_SHARE = 0.50
 RETENTION_RULES_MAX = 256
+SERIES_RULES_MAX = 64
 RETENTION_SETS_MAX = 1_000_000
 # A content that was fetched again stays in RAM and NVMe for so long after it was opened last, whatever the rules say.
 RETIRED_REST_S = 600.0

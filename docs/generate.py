@@ -32,7 +32,8 @@ import ckptfs_daemon
 from ckptfs.catalog.summary import VIRTUAL_XATTR_PREFIX, VIRTUAL_XATTRS
 from ckptfs.catalog.user_settings import USER_SETTINGS
 from ckptfs.config import (
-    IGNORED_OPTIONS, MOUNT_FLAGS, REFUSED_OPTIONS, RULE_SETTINGS, SETTINGS, Setting, build_sample, is_known_option, parse_options,
+    IGNORED_OPTIONS, MOUNT_FLAGS, REFUSED_OPTIONS, RULE_SETTINGS, SERIES_SETTINGS, SETTINGS, Setting, build_sample, is_known_option,
+    parse_options,
 )  # fmt: skip
 from ckptfs.errors import ConfigError
 from ckptfs.protocol import control_pb2 as pb
@@ -154,6 +155,10 @@ RETENTION = (
     "Each table [[retention]] of the TOML file says what is kept of the series that it names. Without a rule nothing expires. What is"
     " pinned, what a rollback made the latest, and the newest set of each level never expire; an older set goes only after those that"
     " replace it are as safe."
+)
+SERIES = (
+    "Each table [[series]] of the TOML file names checkpoints that ckptfs does not know by their names, or says when they are complete."
+    " It counts in every directory of the mount. What is not sealed, and a file that shows that it ends early, is never complete."
 )
 ON_THE_PFS = "pfs=/lustre/project/ckpt"
 LOCAL = f"{ON_THE_PFS},nvme=/nvme/ckptfs,ram=64G"
@@ -781,6 +786,7 @@ def make_man_toml() -> str:
         "DESCRIPTION": format_paragraphs([TOML, " ".join(read_sample_head())]),
         "KEYS": format_tagged(list_setting_entries(SETTINGS, toml=True)),
         "RETENTION RULES": [*fill(RETENTION), *format_tagged(list_setting_entries(RULE_SETTINGS, toml=True))],
+        "SERIES RULES": [*fill(SERIES), *format_tagged(list_setting_entries(SERIES_SETTINGS, toml=True))],
         "FILES": format_tagged(list_files()[:2]),
         "EXAMPLES": format_man_examples("ckptfs.toml"),
         "SEE ALSO": format_references("ckptfs(1)", "ckptfsd(8)", "mount.ckptfs(8)"),

@@ -122,6 +122,8 @@ MEMBER_XATTR = b"member"
 """Size, level, and what speaks against a file: what `ckptfs latest` asks of each."""
 SETS_XATTR_PREFIX = b"sets."
 """Before the name of a series: what `ckptfs latest` asks a directory for."""
+RULES_XATTR = b"rules"
+"""The rules of the configuration for series, which `ckptfs latest` needs as well. Any directory answers."""
 # The extended attributes of a regular file: the name behind the prefix, the function for the value (None: not known yet), and the meaning.
 # The mount process has its own functions for `format`, which is read from the file itself, and for `set`.
 VIRTUAL_XATTRS: dict[bytes, tuple[Callable[[Database, int], bytes | None], str]] = {

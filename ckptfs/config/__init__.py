@@ -18,7 +18,7 @@ import socket
 import stat
 import threading
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from ckptfs.config.schema import (
     SETTINGS_BY_NAME,
     Config,
     RetentionRule,
+    SeriesRule,
     Setting,
     is_loopback,
     is_wildcard,
@@ -45,15 +46,18 @@ from ckptfs.config.schema import (
     parse_seconds,
     parse_size,
 )
+from ckptfs.config.series_rules import SERIES_SETTINGS, parse_series_rules
 from ckptfs.errors import ConfigError
 from ckptfs.model import Bulk, CliqueLost, DataPath, Level
 
 __all__ = [
     "RAM_BYTES_MIN",
     "RULE_SETTINGS",
+    "SERIES_SETTINGS",
     "SETTINGS",
     "Config",
     "RetentionRule",
+    "SeriesRule",
     "build_sample",
     "describe_rule",
     "find_directory_rule",
@@ -69,8 +73,8 @@ __all__ = [
     "to_json",
 ]  # fmt: skip
 
-RULES = "retention"
-"""The key of the tables of rules, and the field of Config."""
+RULES, SERIES = "retention", "series"
+"""The keys of the tables of rules, and the fields of Config."""
 KEY_FILES = ("ca.pem", "node.pem", "node.key")
 
 # Options of mount(8) that the kernel implements: name -> (bits to set, bits to clear), from <linux/mount.h>.
@@ -152,7 +156,7 @@ def _load_file(path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in found.items():
         try:
-            values.update({key: parse_rules(value, _parse_value)} if key == RULES else _parse_setting(key, value, "key"))
+            values.update(_TABLES[key](value) if key in _TABLES else _parse_setting(key, value, "key"))
         except ConfigError as failure:
             raise ConfigError(f"{path}: {failure}", remedy=failure.remedy) from failure
     return values
@@ -185,6 +189,12 @@ def _parse_value(key: Setting, text: Any) -> dict[str, Any]:
         raise ConfigError(f"{key.name}: {failure}", remedy=failure.remedy) from failure
 
 
+_TABLES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    RULES: lambda tables: {RULES: parse_rules(tables, _parse_value)},
+    SERIES: lambda tables: {SERIES: parse_series_rules(tables)},
+}
+
+
 def get_default_state(name: str) -> Path:
     """Return the state directory of a mount that names none."""
     if os.geteuid() == 0:
@@ -205,8 +215,8 @@ def from_json(text: str) -> Config:
             values[key.field] = Path(values[key.field])
     words = {"fsync": Level(values["fsync"]), "data_path": DataPath(values["data_path"]), "clique_lost": CliqueLost(values["clique_lost"]),
              "bulk": Bulk(values["bulk"])}  # fmt: skip
-    rules = tuple(RetentionRule(**rule) for rule in values[RULES])
-    return Config(**(values | words | {"etcd": tuple(values["etcd"]), RULES: rules}))
+    rules = {RULES: tuple(RetentionRule(**rule) for rule in values[RULES]), SERIES: tuple(SeriesRule(**rule) for rule in values[SERIES])}
+    return Config(**(values | words | rules | {"etcd": tuple(values["etcd"])}))
 
 
 def build_sample() -> str:
@@ -220,16 +230,15 @@ def build_sample() -> str:
         words = "".join(f"# {line}\n" for line in key.description.split("\n"))
         value = key.example if key.default is None else json.dumps(key.default)
         parts.append(f"{words}# {key.name} = {value}\n")
-    return "\n".join([*parts, _build_sample_rule()])
+    retention = "what is kept of which series of checkpoints. Each rule is a table of its own; without one nothing expires."
+    series = "names that are checkpoints and that ckptfs does not know as such, and when one is complete."
+    return "\n".join([*parts, _build_sample_rule(RULES, retention, RULE_SETTINGS), _build_sample_rule(SERIES, series, SERIES_SETTINGS)])
 
 
-def _build_sample_rule() -> str:
-    """Return the sample of a retention rule: every key with its description and an example."""
-    lines = [
-        "# Retention: what is kept of which series of checkpoints. Each rule is a table of its own; without one nothing expires.",
-        "# [[retention]]",
-    ]
-    for key in RULE_SETTINGS:
+def _build_sample_rule(table: str, words: str, settings: Iterable[Setting]) -> str:
+    """Return the sample of a rule: every key with its description and an example."""
+    lines = [f"# {table.capitalize()}: {words}", f"# [[{table}]]"]
+    for key in settings:
         lines += [*(f"#   {line}" for line in key.description.split("\n")), f"# {key.name} = {key.example}"]
     return "\n".join(lines) + "\n"
 

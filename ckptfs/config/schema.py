@@ -238,6 +238,25 @@ class RetentionRule:
 
 
 @dataclass(frozen=True, slots=True)
+class SeriesRule:
+    """Names that are a series, and when a member is complete: at most one of the last three is set.
+
+    `last`: the file that is written last, in the member; with a `*` for each number, beside it. `files`: so many files. `quiet_s`: nothing
+    of it changed for so long.
+    """
+
+    pattern: str
+    last: str = ""
+    files: int = 0
+    quiet_s: float = 0.0
+
+    @property
+    def says_complete(self) -> bool:
+        """Whether it says when a member is complete."""
+        return bool(self.last or self.files or self.quiet_s)
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """The configuration of one mount: absolute paths without symlinks, sizes in bytes, times in seconds."""
 
@@ -267,6 +286,7 @@ class Config:
     history_size: float = limits.HISTORY_SHARE
     """A share of RAM and NVMe (a float), or bytes (an int)."""
     retention: tuple[RetentionRule, ...] = ()
+    series: tuple[SeriesRule, ...] = ()
     log_level: str = "info"
     allow_other: bool = True
     cluster: str | None = None

@@ -14,11 +14,12 @@ from ckptfs.series.patterns import (
     parse,
     suggest_series,
 )
+from ckptfs.series.rules import decode_rules, encode_rules, install_rules
 from ckptfs.series.search import MANIFESTS, KnownSet, KnownSets, LatestMember, Listing, MemberReader, SearchResult, find_newest, judge
 from ckptfs.series.set_kinds import MemberFile
 
 __all__ = [
     "MANIFESTS", "Completeness", "KnownSet", "KnownSets", "LatestMember", "Listing", "MemberFile", "MemberReader", "SearchResult", "Series",
-    "build_series", "find_incomplete_reason", "find_newest", "find_series", "get_place", "is_temporary", "judge", "list_members",
-    "list_patterns", "list_series", "parse", "replace_group", "suggest_series",
+    "build_series", "decode_rules", "encode_rules", "find_incomplete_reason", "find_newest", "find_series", "get_place", "install_rules",
+    "is_temporary", "judge", "list_members", "list_patterns", "list_series", "parse", "replace_group", "suggest_series",
 ]  # fmt: skip

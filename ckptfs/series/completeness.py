@@ -9,6 +9,7 @@ Rather late than wrongly. A member is complete if nothing speaks against it:
    the sizes. A member without any before it must be left alone for a while instead.
 """
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,10 @@ from functools import cached_property
 from typing import TypeVar
 
 from ckptfs import lifecycle
+from ckptfs.config import SeriesRule
 from ckptfs.lifecycle import FileRecord
 from ckptfs.model import ContentState, Level
-from ckptfs.series import patterns, set_kinds
+from ckptfs.series import patterns, rules, set_kinds
 from ckptfs.series.file_formats import FileFormat
 from ckptfs.series.set_kinds import DirectoryFacts, MemberFile, SetIndex, SetKind, text
 
@@ -77,6 +79,9 @@ class MemberFacts:
     formats: Mapping[bytes, FileFormat] = field(default_factory=dict)
     indexes: Mapping[bytes, SetIndex] = field(default_factory=dict)
     name: bytes = b""
+    rule: SeriesRule | None = None
+    mark: MemberFile | None = None
+    """The file beside it that the rule says is written last."""
 
     @property
     def is_single_file(self) -> bool:
@@ -139,8 +144,12 @@ def _list_directories(path: bytes) -> list[bytes]:
 
 def judge(member: MemberFacts, older: Sequence[OlderMember], age_s: float) -> Completeness:
     """Return the verdict on a member. `older`: those before it, the newest first. `age_s`: the time since its last change."""
-    reason = find_reason(member.files) or _find_flaw(member) or _find_gap(member)
-    quiet_s = 0.0
+    reason, quiet_s = find_reason(member.files) or _find_flaw(member), 0.0
+    if member.rule is not None and member.rule.says_complete:
+        reason = reason or _find_rule_gap(member, member.rule, age_s)
+        quiet_s = member.rule.quiet_s if reason and member.rule.quiet_s > age_s else 0.0
+        return replace(judge_set(member.files), incomplete_reason=reason, quiet_s=quiet_s)
+    reason = reason or _find_gap(member)
     if not reason and not older:
         quiet_s = _get_quiet_s(member)
         if quiet_s <= max(0.0, age_s):
@@ -159,6 +168,8 @@ def judge_set(files: Mapping[bytes, MemberFile]) -> Completeness:
 
 def is_comparable(member: MemberFacts) -> bool:
     """Return whether the verdict depends on the members before it."""
+    if member.rule is not None and member.rule.says_complete:
+        return False
     if member.is_single_file:
         return not member.is_size_right(b"")
     return not any(kind.tells_sizes and kind.awaits_ranks for kind in member.closed_directories.get(b"", ()))
@@ -186,7 +197,8 @@ def _find_flaw(member: MemberFacts) -> str:
 
 def is_left_over(member: MemberFacts, path: bytes) -> bool:
     """Return whether a file of a temporary name lies in a directory that is complete without it."""
-    is_closed = any(directory in member.closed_directories for directory in _list_directories(path))
+    is_ended = member.mark is not None or (member.rule is not None and os.fsencode(member.rule.last) in member.files)
+    is_closed = is_ended or any(directory in member.closed_directories for directory in _list_directories(path))
     return is_closed and patterns.is_temporary(path.rpartition(b"/")[2])
 
 
@@ -205,6 +217,13 @@ def _get_quiet_s(member: MemberFacts) -> float:
     if member.is_single_file or all(map(member.is_vouched_for, member.files)):
         return 0.0
     return QUIET_RANKS_S if any(map(set_kinds.has_unknown_count, member.directories.values())) else QUIET_S
+
+
+def _find_rule_gap(member: MemberFacts, rule: SeriesRule, age_s: float) -> str:
+    if member.mark is not None and member.mark.incomplete_reason:
+        return f"{rule.last} {member.mark.incomplete_reason}"
+    mark_ns = member.mark.mtime_ns if member.mark is not None else None
+    return rules.find_gap(rule, {path: file.mtime_ns for path, file in member.files.items()}, mark_ns, age_s)
 
 
 def _find_named_gap(member: MemberFacts, older: Sequence[OlderMember]) -> str:

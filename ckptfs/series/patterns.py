@@ -22,10 +22,11 @@ from enum import Enum
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from ckptfs.config import SeriesRule
+from ckptfs.series import rules
 from ckptfs.series.file_groups import find_groups, replace_group
+from ckptfs.series.rules import WILDCARD
 
-WILDCARD = b"*"
-"""Stands for each number in the name of a series."""
 PREVIOUS_SUFFIX = b"_prev"
 PAIRED_EXTENSION = b".cpt"
 _MDRUN_TEMPORARY = re.compile(rb"(.+)_step[0-9]+\.cpt", re.DOTALL)
@@ -97,12 +98,17 @@ class Series:
     @property
     def is_step_count(self) -> bool:
         """Whether the word before a number says that it counts steps; the number in "run*" may count runs."""
-        return len(self.texts) == 1 or NumberRole.COUNTER in get_roles(self.texts)
+        return len(self.texts) == 1 or self.rule is not None or NumberRole.COUNTER in get_roles(self.texts)
+
+    @property
+    def rule(self) -> SeriesRule | None:
+        """What the configuration says of it."""
+        return rules.get_rule(self.name)
 
     @property
     def has_parts(self) -> bool:
         """Whether each name is one part of a checkpoint, such as the file of one rank."""
-        return NumberRole.PART in split(self.name.replace(WILDCARD, b"0")).roles
+        return self.rule is None and NumberRole.PART in split(self.name.replace(WILDCARD, b"0")).roles
 
     def parse_numbers(self, name: bytes) -> tuple[int, ...] | None:
         """Return the numbers of a member, the one that decides the order first. Returns None for any other name."""
@@ -145,18 +151,22 @@ def is_temporary(name: bytes) -> bool:
 
 
 def parse(name: bytes) -> Series | None:
-    """Return the series of a pattern with a `*` for each number. Returns None for any other name."""
+    """Return the series of a pattern with a `*` for each number, or of a name with a rule. Returns None for any other name."""
     texts = tuple(name.split(WILDCARD))
-    return Series(texts) if len(texts) > 1 and all(texts[1:-1]) else None
+    return Series(texts) if (len(texts) > 1 and all(texts[1:-1])) or rules.get_rule(name) is not None else None
+
+
+def _list_ruled() -> list[Series]:
+    return [one for pattern in rules.list_ruled_patterns() if (one := parse(pattern)) is not None]
 
 
 def find_series(name: bytes, siblings: Iterable[bytes]) -> Series | None:
     """Return the series to which a name with a number belongs among its siblings. The file of a group belongs to that of the group."""
     names = {*siblings, name}
     groups = find_groups(names)
-    for pair in _list_pairs(names):
-        if pair.parse_numbers(name) is not None:
-            return pair
+    for one in (*_list_ruled(), *_list_pairs(names)):
+        if one.parse_numbers(name) is not None:
+            return one
     entry = groups.get(name, name)
     if entry in groups.values() and not split(entry).numbers:
         return Series((entry,))
@@ -171,13 +181,15 @@ def list_series(names: Iterable[bytes]) -> list[Series]:
     of experiments and of side products never count. Of series that differ in a part only, the lowest part counts.
     """
     names = {name for name in names if not is_temporary(name)}
+    ruled = {one: {name for name in names if one.parse_numbers(name) is not None} for one in _list_ruled()}
+    names -= {name for members in ruled.values() for name in members} | {*rules.find_marks(names).values()}
     groups = find_groups(names)
     fixed = [*_list_pairs(names), *(Series((name,)) for name in {*groups.values()} if not split(name).numbers)]
     names -= _list_mdrun_temporaries(names, fixed) | groups.keys() | {name for one in fixed for name in (one.name, one.previous)}
     chosen = _choose_series(names | {*groups.values()})
     found = {one for name, one in chosen.of.items() if not _SIDE_PRODUCT.search(name)}
     found = {one for one in found if not _is_part_or_label(one)}
-    large = {one for one in found if one.is_step_count or chosen.sizes[one] > 1} | {*fixed}
+    large = {one for one in found if one.is_step_count or chosen.sizes[one] > 1} | {*fixed} | {one for one in ruled if ruled[one]}
     return sorted(_leave_out_parts(large or found), key=lambda one: one.name)
 
 

@@ -7,15 +7,17 @@ and a set whose files are not all in their place any more is named by its path i
 with the bytes before is the answer. After a rollback, only sets count that were made later, and then its target.
 """
 
+import contextlib
 import heapq
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ckptfs.model import Level
-from ckptfs.series import completeness, patterns, set_kinds
+from ckptfs.series import completeness, patterns, rules, set_kinds
 from ckptfs.series.completeness import Completeness, MemberFacts, OlderMember
 from ckptfs.series.file_formats import FileFormat
 from ckptfs.series.patterns import Member, Series
@@ -185,6 +187,7 @@ class _Search(Generic[Entry]):
         self._sets = sorted(known.sets, key=lambda one: (one.numbers, one.number), reverse=True)
         self._set_by_name = {one.name: one for one in reversed(self._sets)}
         self._judged_in_place: set[KnownSet[Entry]] = set()
+        self._rule, self._marks = series.rule, rules.find_marks(siblings) if series.rule is not None else {}
         self._are_groups = series.has_parts or any(member.files != (member.entry,) for member in self._members)
         self._listed: dict[Member, dict[bytes, tuple[MemberFile, Entry]]] = {}
 
@@ -274,7 +277,7 @@ class _Search(Generic[Entry]):
         """Load what is known of a member. Files are read only if the catalog has nothing against any of them."""
         listed = await self._list(member)
         files = {path: file for path, (file, _) in listed.items()}
-        facts = MemberFacts(member.numbers, files, name=member.name)
+        facts = MemberFacts(member.numbers, files, name=member.name, rule=self._rule, mark=await self._load_mark(member))
         if completeness.find_reason(files):
             return facts
         formats, indexes = {}, {}
@@ -290,7 +293,16 @@ class _Search(Generic[Entry]):
                 formats[path] = FileFormat("", f"cannot be read: {os.strerror(failure.errno or 0)}")
             if formats[path].flaw:
                 break
-        return MemberFacts(member.numbers, files, formats, indexes, member.name)
+        return replace(facts, formats=formats, indexes=indexes)
+
+    async def _load_mark(self, member: Member) -> MemberFile | None:
+        """Return the file beside a member that its rule says is written last. Returns None if it is not there."""
+        if member.entry not in self._marks:
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            listing = await self._reader.list_files(self._siblings[self._marks[member.entry]])
+            return next((file for file, _ in listing.files.values()), None)
+        return None
 
     async def _load_index(self, entry: Entry, name: bytes, file: MemberFile) -> SetIndex:
         return await self._reader.examine(entry, file, lambda size, read: set_kinds.load_index(name, size, read))

@@ -6,6 +6,7 @@ read(2). So the kernel checks the caller's permissions, and in a cluster lstat r
 A directory that is given is searched inside, always. So the answer is never in another directory than the one that was named.
 """
 
+import contextlib
 import errno
 import functools
 import os
@@ -27,6 +28,7 @@ FORMAT_XATTR = "user.ckptfs.format"
 MEMBER_XATTR = "user.ckptfs.member"
 SET_XATTR = "user.ckptfs.set"
 SETS_XATTR_PREFIX = b"user.ckptfs.sets."
+RULES_XATTR = "user.ckptfs.rules"
 HISTORY = b"/.ckptfs/history"
 CHOICES_MAX = 4
 NOTES_MAX = 4
@@ -67,6 +69,7 @@ def find_newest(named: Sequence[Path], wanted: Level) -> Found:
     Raises CommandFailed or UsageError if no series is meant, or several.
     """
     _list_names.cache_clear()
+    _install_rules(named[0])
     searched = _find_series(named)
     # Behind a symlink may be another filesystem, whose inode numbers say nothing here.
     mount, _ = find_inode(os.path.realpath(searched.directory))
@@ -87,6 +90,14 @@ def build_failure(found: Found, wanted: Level) -> CommandFailed:
     more = f", nor is any of the {len(found.result.rejected) - 1} before it complete" if len(found.result.rejected) > 1 else ""
     why = f"of {os.fsdecode(newest.name)}, {newest.find_obstacle(wanted)}{more}"
     return CommandFailed(what + why, remedy=SEAL_REMEDY if "not sealed" in why or "holds no file" in why else "")
+
+
+def _install_rules(named: Path) -> None:
+    """Ask the mount for the rules of its configuration. What is in no mount is refused later."""
+    for directory in (named, named.parent):
+        with contextlib.suppress(OSError):
+            series.install_rules(series.decode_rules(os.getxattr(directory, RULES_XATTR)))
+            return
 
 
 # --- which series -----------------------------------------------------------------------------------------------------

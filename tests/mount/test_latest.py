@@ -184,6 +184,28 @@ def test_members_of_tensorflow_and_gromacs(mount: Area) -> None:
     assert latest(mount, "rep1", "state.cpt").resolve().name == "state_prev.cpt"
 
 
+def test_rules_of_the_configuration(make_daemon: Callable[..., DaemonUnderTest], tmp_path: Path) -> None:
+    """T5, D6: the command, the name in the mount and the history follow them."""
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[series]]\npattern = "trial*"\ncomplete = "DONE"\n[[series]]\npattern = "state.bin"\n')
+    daemon = make_daemon(config=rules)
+    for number in (1, 2):
+        save(daemon.path / f"trial{number}", "a")
+    (daemon.path / "state.bin").write_bytes(b"x")
+    (daemon.path / "trial1" / "DONE").touch()
+    daemon.settle()
+    latest = daemon.path / ".ckptfs" / "latest"
+    assert daemon.command("latest", daemon.path / "trial*").stdout == f"{daemon.path}/trial1\n"
+    assert daemon.command("latest", daemon.path / "state.bin").stdout == f"{daemon.path}/state.bin\n"
+    assert {"state.bin", "trial*"} <= set(os.listdir(latest))
+    assert (latest / "trial*").resolve().name == "trial1" and (latest / "state.bin").resolve().name == "state.bin"
+    history = daemon.path / ".ckptfs" / "history"
+    eventually((history / "trial*" / "trial1@1").exists, what="the set is in the history")
+    (daemon.path / "trial2" / "DONE").touch()
+    eventually((history / "trial*" / "trial2@2").exists, what="the second, once it has its mark")
+    assert daemon.command("latest", daemon.path / "trial*").stdout == f"{daemon.path}/trial2\n"
+
+
 def test_what_only_a_lost_pfs_has(make_daemon: Callable[..., DaemonUnderTest]) -> None:
     """D3, N2: a file whose only copy is on a PFS that is gone cannot be read, so it is no checkpoint now."""
     daemon = make_daemon()

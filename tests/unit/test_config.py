@@ -206,7 +206,12 @@ def test_the_sample_says_the_truth(place: Path) -> None:
 
 
 def test_every_field_has_a_key() -> None:
-    assert {key.field for key in config.SETTINGS} == {field.name for field in fields(Config)} - {"name", "mount_flags", "retention"}
+    assert {key.field for key in config.SETTINGS} == {field.name for field in fields(Config)} - {
+        "name",
+        "mount_flags",
+        "retention",
+        "series",
+    }
 
 
 @given(st.text())

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ckptfs import limits
+from ckptfs import limits, series
 from ckptfs.catalog import handles, history_names, inodes, summary, user_settings
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.namespace import get_path
@@ -119,6 +119,8 @@ class AttributeHandlers:
             if name.startswith(summary.SETS_XATTR_PREFIX):
                 known = await self._reader.load_known_sets(inode, name.removeprefix(summary.SETS_XATTR_PREFIX))
                 return known.encode(limits.XATTR_VALUE_BYTES_MAX)
+            if name == summary.RULES_XATTR:
+                return series.encode_rules(self._context.config.series)
             if name in (summary.FORMAT_XATTR, summary.MEMBER_XATTR):
                 return await self._get_member_xattr(inode, name)
             return self._get_virtual_xattr(inode, name)

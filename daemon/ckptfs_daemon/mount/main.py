@@ -12,7 +12,7 @@ import socket
 
 import trio
 
-from ckptfs import limits, server_limits
+from ckptfs import limits, series, server_limits
 from ckptfs.catalog import copies, pfs_hold
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import get_instance_id
@@ -51,6 +51,7 @@ import pyfuse3  # isort: skip
 def run(setup: ChildSetup) -> int:
     """Serve the connection until it is unmounted. Returns 0."""
     server_limits.raise_descriptor_limit()
+    series.install_rules(setup.config.series)
     context = _build_context(setup)
     changes, orphans = ChangeRunner(context), OrphanTracker(context)
     reader = MountMemberReader(context, changes)
