@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from clique_world import MIB, LocalCluster, Node, offer_of
+from clique_world import MIB, LocalCluster, Node, bring, offer_of
 from loop_disk import SHARING, mounted
 from write_back_world import intercepted
 
@@ -81,3 +81,17 @@ def test_a_block_that_went_bad_here_is_sent(two: LocalCluster) -> None:
     assert moved == BLOCK
     assert other.data(second, Tier.NVME) == data
     assert path.read_bytes() == rotten, "nothing was written through into the other file"
+
+
+def test_a_fetch_clones_what_the_former_state_has(two: LocalCluster) -> None:
+    """The former state goes when the new one is whole, and takes nothing with it."""
+    content, _ = send(two, b"file", FROZEN + TAIL)
+    one, other = two.nodes
+    content = one.rewrite(content, lambda data: data.__setitem__(BLOCK, data[BLOCK] ^ 1))
+    assert other.copies(content) == {Tier.NVME: CopyState.STALE}
+    labels: list[str] = []
+    with intercepted(labels.append):
+        bring(other, one.inode(content))
+    assert labels.count("share:range") == 3 and "fetch:peer:write" not in labels
+    assert other.data(content, Tier.NVME) == one.data(content)
+    assert other.copies(content) == {Tier.NVME: CopyState.GOOD}
