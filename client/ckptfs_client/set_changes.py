@@ -9,6 +9,7 @@ import errno
 import os
 from pathlib import Path
 
+from ckptfs import limits
 from ckptfs.model import Level
 from ckptfs.quantities import format_count
 from ckptfs.series import retention
@@ -22,7 +23,6 @@ PIN_XATTR = "user.ckptfs.pin"
 REMOVE_XATTR = "user.ckptfs.remove"
 ROLLBACK_XATTR = "user.ckptfs.rollback"
 COMMIT_XATTR = "user.ckptfs.commit"
-NOTE_BYTES_MAX = 4096
 WHY_KEPT = {
     KeepReason.PINNED: "it is pinned",
     KeepReason.ROLLBACK: "a rollback made it the latest",
@@ -63,8 +63,10 @@ def set_pin(found: FoundSet, *, pinned: bool) -> str:
 
 def annotate(found: FoundSet, note: str) -> str:
     """Set the note of a set, or delete it if it is empty. Return what was done."""
-    if len(os.fsencode(note)) > NOTE_BYTES_MAX:
-        raise UsageError(f"the note has {len(os.fsencode(note))} bytes; accepted: up to {NOTE_BYTES_MAX}")
+    size = len(os.fsencode(note))
+    if size > limits.NOTE_BYTES_MAX or not all(char.isprintable() or char in "\n\t" for char in note):
+        accepted = f"printable text of up to {limits.NOTE_BYTES_MAX} bytes"
+        raise UsageError(f"the note has {size} bytes, or characters that cannot be printed; accepted: {accepted}")
     set_attribute(found.history, NOTE_XATTR, note or None)
     return f"{found.shown} has a new note" if note else f"{found.shown} has no note"
 

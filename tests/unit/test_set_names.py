@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from ckptfs_client.errors import ClientError, CommandFailed, UsageError
+from ckptfs_client.set_changes import annotate
 from ckptfs_client.set_history import HISTORY, split_number
 from ckptfs_client.set_listing import (
     build_series_row,
@@ -197,3 +198,11 @@ def test_all_that_is_known_of_a_set(tree: HistoryDirectory) -> None:
     (found.history / "MANIFEST.json").write_text("{")
     with pytest.raises(CommandFailed, match="is no manifest"):
         describe_set(history, found)
+
+
+@pytest.mark.parametrize("note", ["x" * 4097, "a\x1b[31m", "ü" * 2049])
+def test_a_note_that_is_not_accepted(tree: HistoryDirectory, note: str) -> None:
+    """P11."""
+    found = tree.open().find_set(tree.root / "run1" / "step_100@1")
+    with pytest.raises(UsageError, match="accepted: printable text of up to 4096 bytes"):
+        annotate(found, note)
