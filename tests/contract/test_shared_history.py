@@ -5,9 +5,10 @@ import trio
 from shared_catalogs import Node, async_tests, play_on_two_nodes, settled
 from shared_sets import keep, read_history, separate
 
-from ckptfs.catalog import history, inodes
+from ckptfs.catalog import contents, history, inodes
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import SetRecord
+from ckptfs.model import ContentState, Tier
 
 two_nodes = async_tests(play_on_two_nodes)
 
@@ -120,3 +121,29 @@ async def test_a_set_of_a_file_that_another_node_writes_meanwhile_is_not_made(a:
     for node in (a, b):
         assert list(await read_history(node)) == [b"f*/f@1/f1"]
         assert [(await node.stat(name)).history for name in ("f1", "f2")] == [1, 0]
+
+
+@two_nodes
+async def test_the_content_of_a_set_belongs_to_it_on_all_nodes_after_the_separation(a: Node, b: Node) -> None:
+    """P5: what another node holds of the set is not taken for an old state of the file."""
+    file = await a.make("f1")
+    with a.db.transaction() as db:
+        content = contents.insert_content(db, file.id, Tier.RAM)
+        contents.mark_closed(db, file.id, content, 3, 1, 2)
+    row = contents.get_content(a.db, content)
+    assert row is not None
+    contents.mark_sealed(a.db, [contents.SealResult(content, file.id, row.change, Tier.RAM, 3, b"d" * 16, b"d" * 16)])
+    await keep(a, "f1")
+    await read_history(b)
+    await b.stat("f1")
+
+    def overwrite(db: Database) -> None:
+        history.separate(db, file.id)
+        contents.insert_content(db, file.id, Tier.RAM)
+
+    await a._agreed(overwrite, (), [file.id])
+    for node in (a, b):
+        ((_, kept),) = (await read_history(node)).items()
+        found = contents.get_content(node.db, content)
+        assert found is not None and (found.inode, found.state, found.is_remote) == (kept, ContentState.SEALED, node is b)
+        assert inodes.get(node.db, kept).content == content != (await node.stat("f1")).content
