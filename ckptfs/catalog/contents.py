@@ -384,10 +384,14 @@ def record_successor(db: Database, inode: int, content: int, successor: int) -> 
 
 
 def record_duplicate(db: Database, content: int, inode: int, target: int) -> None:
-    """Let the reserved `content` be the content of the file `target`: its copy has the bytes of the closed content of `inode`."""
+    """Let the reserved `content` be the content of the file `target`: its copy has the bytes of the closed content of `inode`.
+
+    If this node does not know the digests of all blocks, the content awaits a seal of its own.
+    """
     columns = "generation, state, size, digest, blocks, closed_ns"
+    values = columns.replace("state", "CASE WHEN blocks IS NULL THEN 1 ELSE state END")
     db.run(
-        f"UPDATE content SET inode = ?1, ({columns}) = (SELECT {columns} FROM content WHERE id ="
+        f"UPDATE content SET inode = ?1, ({columns}) = (SELECT {values} FROM content WHERE id ="
         " (SELECT content FROM inode WHERE id = ?2)),"
         " change = change + 1, under_replicated = ?3 WHERE id = ?4",
         target, inode, db.is_clustered, content,
