@@ -486,8 +486,7 @@ SET_RETRY_S = 1.0
 SET_RETRY_MAX_S = 60.0
 # How often a series is asked what it keeps while an older set waits until a newer one is as safe.
 SET_REVIEW_S = 2.0
-# If reading the names of a directory takes longer than SET_SEARCH_S, it is left alone for SET_SEARCH_REST times as long.
-SET_SEARCH_S = 0.05
+# After its names were read, a directory is left alone for SET_SEARCH_REST times as long as that took.
 SET_SEARCH_REST = 10
 # In a cluster, nodes look at what changed within SET_SPREAD_S for each of them, so that not all judge the same set.
 SET_SPREAD_S = 0.1

@@ -9,7 +9,7 @@ asks again while an older set only waits until a newer one is as safe.
 
 Invariants:
 - Only series whose numbers count checkpoints are tracked: others are data sets, experiments or users.
-- A directory whose names take long to read is left alone for a multiple of that time.
+- After its names were read, a directory is left alone for a multiple of the time that this took.
 
 Crash safety: candidates are rows, and a set appears with one rename. Unfinished sets are removed at the start.
 """
@@ -21,6 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import trio
 
@@ -55,15 +56,23 @@ class _Waiting:
     delay_s: float
 
 
+class _Names(NamedTuple):
+    """What is in a directory: inodes by name, the directories, and the members that each name belongs to, with whether it is the newest."""
+
+    siblings: dict[bytes, int]
+    directories: set[bytes]
+    members: dict[bytes, list[tuple[Series, Member, bool]]]
+
+
 class _MemberSearch:
     """The search for the members of which some inodes are a part. Runs in a worker thread; each directory is read once."""
 
     def __init__(self, db: Database, resting: frozenset[int]) -> None:
         """`resting`: directories that must not be read now."""
         self._db, self._resting = db, resting
-        self._directories: dict[int, tuple[dict[bytes, tuple[int, bool]], dict[bytes, list[tuple[Series, Member, bool]]]]] = {}
+        self._directories: dict[int, _Names] = {}
         self.rests_s: dict[int, float] = {}
-        """For how long to leave alone directories whose names took long to read."""
+        """For how long to leave each directory alone: a multiple of the time that it took to read."""
 
     def find(self, inode: int) -> list[FoundMember] | None:
         """Return the members, the innermost first. Returns None if a directory on the way rests."""
@@ -79,18 +88,16 @@ class _MemberSearch:
         return found or self._find_committed(inode)
 
     def _match(self, directory: int, name: bytes) -> list[FoundMember]:
-        names, members = self._load(directory)
-        siblings = {sibling: inode for sibling, (inode, _) in names.items()}
+        siblings, directories, members = self._load(directory)
         found = []
         for one, member, is_newest in members.get(name, ()):
-            inode, is_directory = names[name]
-            source = inode if is_directory and member.files == (name,) else None
+            source = siblings[name] if name in directories and member.files == (name,) else None
             if one.is_step_count or (source is not None and self._has_kind(source)):
                 found.append(FoundMember(directory, one, member, siblings, source, is_newest))
         return found
 
-    def _load(self, directory: int) -> tuple[dict[bytes, tuple[int, bool]], dict[bytes, list[tuple[Series, Member, bool]]]]:
-        """Return what is in a directory, and the members that each name belongs to, with whether it is the newest of its series."""
+    def _load(self, directory: int) -> _Names:
+        """Return what is in a directory. Reading it takes as long as there are names."""
         if directory not in self._directories:
             began_s = time.monotonic()
             names = set_members.list_possible_members(self._db, directory)
@@ -99,10 +106,10 @@ class _MemberSearch:
                 for number, member in enumerate(patterns.list_members(one, names)):
                     for file in member.files:
                         members[file].append((one, member, number == 0))
-            self._directories[directory] = names, members
-            took_s = time.monotonic() - began_s
-            if took_s > limits.SET_SEARCH_S:
-                self.rests_s[directory] = took_s * limits.SET_SEARCH_REST
+            siblings = {name: inode for name, (inode, _) in names.items()}
+            directories = {name for name, (_, is_directory) in names.items() if is_directory}
+            self._directories[directory] = _Names(siblings, directories, members)
+            self.rests_s[directory] = (time.monotonic() - began_s) * limits.SET_SEARCH_REST
         return self._directories[directory]
 
     def _has_kind(self, directory: int) -> bool:
@@ -226,12 +233,16 @@ class SetTracker:
         search = _MemberSearch(db, frozenset(self._rests))
         found = await trio.to_thread.run_sync(lambda: {row: search.find(row[0]) for row in rows})
         self._rests |= {directory: trio.current_time() + seconds for directory, seconds in search.rests_s.items()}
+        self._looks |= {row: max(self._rests.values()) for row, members in found.items() if members is None}
         # A file that is written gets another inode than its name in the history. So its one member needs no new set because of it.
         return {row: [] if row[0] in kept and len(members) == 1 else members for row, members in found.items() if members is not None}
 
     async def _note_sets_of(self, inode: int) -> bool:
         """Note that the series whose history has a file must be reviewed. Return whether a finished set has it."""
         is_kept = False
+        await trio.lowlevel.checkpoint()
+        if not history.is_history(self._context.db, inode):
+            return False
         for directory, one in await self._refresh.list_sets_of_file(inode):
             if directory not in self._reviews:
                 await self._refresh.refresh_series(directory)
