@@ -97,18 +97,14 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_nothing_can_be_changed(mount: Area, change: str) -> None:
+def test_nothing_can_be_changed(mount: Area) -> None:
     """P11, D1."""
     member = save(mount)
     kept = make_set(mount.daemon, member, "one")
-    assert refusal(CHANGES[change], kept) == "EROFS"
-    assert (kept / "a").read_bytes() == DATA == (member / "a").read_bytes() and sorted(os.listdir(kept)) == [
-        ".metadata",
-        "a",
-        "link",
-        "sub",
-    ]
+    refused = {name: refusal(change, kept) for name, change in CHANGES.items()}
+    assert {name: reason for name, reason in refused.items() if reason != "EROFS"} == {}
+    assert sorted(os.listdir(kept)) == [".metadata", "a", "link", "sub"]
+    assert (kept / "a").read_bytes() == DATA == (member / "a").read_bytes()
 
 
 def test_a_set_outlives_what_the_application_has(mount: Area) -> None:
@@ -132,12 +128,13 @@ def test_an_open_file_of_a_deleted_set(mount: Area) -> None:
     kept = make_set(mount.daemon, member, "one")
     with open(kept / "a", "rb") as reader, open(member / "a", "rb") as own:
         subprocess.run(["rm", "-rf", member], check=True, timeout=60)
-        delete_set(mount.daemon, kept)
-        assert not kept.exists() and refusal(lambda path: path.stat(), kept / "a") == "ENOENT"
+        os.setxattr(kept, "user.ckptfs.remove", b"now")
+        eventually(lambda: not kept.exists(), what="the set is gone")
+        assert refusal(lambda path: path.stat(), kept / "a") == "ENOENT"
         assert reader.read() == DATA and os.fstat(reader.fileno()).st_size == len(DATA)
         reader.close()
         assert own.read() == DATA
-    eventually(lambda: not mount.catalog("SELECT 1 FROM inode WHERE id = ?", number), 180, what="the inode is gone")
+    eventually(lambda: not mount.catalog("SELECT 1 FROM inode WHERE id = ?", number), 60, what="the inode is gone")
 
 
 def test_names_of_unfinished_sets_are_hidden(mount: Area) -> None:
