@@ -5,6 +5,7 @@ each look comes at a random time within a period that grows with the number of n
 and the others then see from their own files that these are in the history. Outside a cluster nothing is loaded, and nothing waits.
 """
 
+import contextlib
 import random
 
 from ckptfs import limits
@@ -45,6 +46,9 @@ class SetRefresh:
         db, shared_namespace = self._context.db, self._context.shared_namespace
         if shared_namespace is None:
             return set_members.list_sets_of_file(db, inode)
+        with contextlib.suppress(FileNotFoundError):
+            if self._context.get_inode(inode).is_directory:
+                return []  # A candidate may be a directory that was renamed.
         found = []
         for directory in {name[0] for name in keys.list_shared_names(db, inode) if identity.is_history_directory(name[0])}:
             below = directory
