@@ -28,6 +28,8 @@ LATEST = ".ckptfs/latest"
 SET_XATTR = "user.ckptfs.set"
 NOTE_XATTR = "user.ckptfs.note"
 CHOICES_MAX = 4
+REFRESHED_MAX = 256
+"""Of how many sets of a series a command in a cluster asks what other nodes say: each takes a question to etcd."""
 FORMS = "a path such as RUN/step_100, RUN/step_100@NUMBER, 'RUN/step_*@NUMBER', or a path in .ckptfs/history"
 
 
@@ -135,6 +137,7 @@ class SetHistory:
         self.mount = mount
         self.client = client or Client(mount)
         self._figures = figures
+        self._is_shared = False
 
     def __enter__(self) -> "SetHistory":
         return self
@@ -151,6 +154,7 @@ class SetHistory:
     def series(self) -> list[ListedSeries]:
         """All series whose directory the caller may list, by path."""
         reply = self.client.list_series(figures=self._figures)
+        self._is_shared = reply.shared
         paths: dict[int, str] = {}
         if reply.shared or not all(one.path for one in reply.series):
             paths = self._list_paths()
@@ -186,8 +190,17 @@ class SetHistory:
 
     def list_sets(self, one: ListedSeries) -> list[ListedSet]:
         """Return the sets of a series, the newest first."""
+        if self._is_shared:
+            self._refresh_sets(one)
         told = list(map(_build_listed, self.client.list_sets(one.directory)))
         return told if all(each.name for each in told) else self._add_names(one, told)
+
+    def _refresh_sets(self, one: ListedSeries) -> None:
+        """Look at the newest sets through the mount: so this node learns what other nodes say of them."""
+        with contextlib.suppress(OSError):
+            names = sorted(os.listdir(one.history), key=lambda name: split_number(name)[1] or 0, reverse=True)
+            for name in names[:REFRESHED_MAX]:
+                os.lstat(one.history / name)
 
     def _add_names(self, one: ListedSeries, told: list[ListedSet]) -> list[ListedSet]:
         """Add names and notes that the caller may read through the mount. Sets without names are left out."""
