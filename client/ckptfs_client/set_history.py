@@ -214,6 +214,7 @@ class SetHistory:
 
     def find_series(self, path: Path) -> list[ListedSeries]:
         """Return the series that a path means: itself, those below it, or those of a member."""
+        path = Path(os.path.abspath(path))
         where, is_history = self._locate(path)
         exact = [one for one in self.series if one.path == where or (not is_history and self._get_own_path(one) == where)]
         if exact:
@@ -250,6 +251,7 @@ class SetHistory:
 
     def find_set(self, path: Path) -> FoundSet:
         """Return the set that a path means. Raises CommandFailed, UsageError."""
+        path = Path(os.path.abspath(path))
         where, is_history = self._locate(path)
         exists = os.path.lexists(path)
         if is_history:

@@ -66,6 +66,16 @@ def test_each_form_names_a_set(tree: HistoryDirectory, text: str, expected: str,
     assert found.shown == str(tree.root / os.path.dirname(found.series.path) / expected)
 
 
+def test_paths_that_begin_here(tree: HistoryDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tree.root / "run1")
+    assert (
+        tree.open().find_set(Path("step_200")).history.name == tree.open().find_set(Path("../run1/step_*@2")).history.name == "step_200@2"
+    )
+    assert [one.path for one in tree.open().find_series(Path("."))] == [STEP, "run1/step_*.pt"]
+    with pytest.raises(UsageError, match="run1 is no set, but holds series"):
+        tree.open().find_set(Path("."))
+
+
 def test_a_member_that_was_deleted(tree: HistoryDirectory) -> None:
     for path in (tree.root / "run1" / "step_200").iterdir():
         path.unlink()
