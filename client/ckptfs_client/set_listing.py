@@ -59,7 +59,7 @@ def _build_set_rows(one: ListedSeries, sets: Iterable[ListedSet]) -> list[SetJso
 
 
 def list_all_rows(history: SetHistory, named: Path, one: ListedSeries | None) -> list[SetJson]:
-    """Return the rows of a series: the newest member if it is not complete, and all sets. Raises ClientError."""
+    """Return the rows of a series: all sets, and before them the newest member if it is not complete."""
     rows = [] if one is None else list_set_rows(history, one)
     unfinished = find_unfinished(named, one, rows[0] if rows else None)
     return rows if unfinished is None else [unfinished, *rows]
