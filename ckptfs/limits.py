@@ -271,10 +271,8 @@ HISTORY_SHARE = 0.50
 RETENTION_RULES_MAX = 256
 SERIES_RULES_MAX = 64
 RETENTION_SETS_MAX = 1_000_000
-# A content that was fetched again stays in RAM and NVMe for so long after it was opened last, whatever the rules say.
-RETIRED_REST_S = 600.0
 # Names of an expired set that are deleted in one change.
-EXPIRED_NAMES_MAX = 512
+EXPIRED_NAMES_MAX = 256
 
 # --- processes -------------------------------------------------------------------------------------------------------
 RESTART_FIRST_S = 0.05

@@ -120,7 +120,7 @@ CREATE INDEX xattr_remove ON xattr (inode) WHERE name = x'636b707466732e72656d6f
 CREATE TABLE set_candidate (inode INTEGER PRIMARY KEY, at_ns INTEGER NOT NULL);
 CREATE INDEX inode_history ON inode (id) WHERE history > 0;
 CREATE TABLE pfs_hold (inode INTEGER PRIMARY KEY);
-CREATE TABLE retired (content INTEGER PRIMARY KEY, at_ns INTEGER NOT NULL);
+CREATE TABLE retired (content INTEGER PRIMARY KEY);
 ALTER TABLE handle ADD COLUMN shown INTEGER NOT NULL DEFAULT 0;
 """
 

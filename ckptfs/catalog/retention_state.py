@@ -3,17 +3,15 @@
 A set that was chosen for the PFS, or whose names in the application's directories are being deleted, has an internal attribute.
 
 Retired contents (D5, table `retired`): a rule keeps the newest sets of a series in RAM and NVMe. The mount process marks the contents of
-the others, and the evict step drops their copies as soon as no promise needs them, even if there is room. A content that is fetched again
-stays until it was not opened for `RETIRED_REST_S`.
+the others, and the evict step drops their copies as soon as no promise needs them, even if there is room. What is fetched again later
+stays until the room is needed.
 
 Functions that change rows join the caller's transaction.
 """
 
 import json
-import time
 from collections.abc import Iterable
 
-from ckptfs import limits
 from ckptfs.catalog import pfs_hold
 from ckptfs.catalog.content_rows import CONTENT_COLUMNS, build_content
 from ckptfs.catalog.copies import IS_SAFE_ELSEWHERE
@@ -23,6 +21,7 @@ from ckptfs.model import Content, Tier
 CHOSEN_XATTR = b"ckptfs.pfs"
 EXPIRING_XATTR = b"ckptfs.expiring"
 _TREE = "WITH RECURSIVE tree(top, id) AS ({} UNION ALL SELECT tree.top, e.child FROM tree JOIN entry e ON e.parent = tree.id)"
+_IS_LOCAL = "c.state = 1 AND c.tier <> 'pfs'"
 _SETS = "SELECT value, value FROM json_each(?)"
 
 
@@ -61,7 +60,7 @@ def list_unchecked(db: Database, set_directories: Iterable[int]) -> set[int]:
     rows = db.rows(
         f"{_TREE.format(_SETS)} SELECT DISTINCT tree.top FROM tree JOIN inode i ON i.id = tree.id JOIN content k ON k.id = i.content"
         " AND k.remote = 0 JOIN pfs_file p ON p.inode = i.id AND p.checked_ns = 0"
-        " WHERE EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1 AND c.tier <> 'pfs')",
+        f" WHERE EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND {_IS_LOCAL})",
         json.dumps([*set_directories]),
     )  # fmt: skip
     return {row[0] for row in rows}
@@ -98,23 +97,31 @@ def record_retired(db: Database, leaving: Iterable[int], staying: Iterable[int])
     """Mark the contents of sets that are to leave RAM and NVMe, but for those that sets which stay have, too."""
     files = f"{_TREE.format(_SETS)} SELECT i.content FROM tree JOIN inode i ON i.id = tree.id WHERE i.content IS NOT NULL"
     with db.transaction():
-        db.run(f"INSERT OR IGNORE INTO retired (content, at_ns) SELECT content, {time.time_ns()} FROM ({files})", json.dumps([*leaving]))
+        db.run(
+            f"INSERT OR IGNORE INTO retired (content) SELECT c.content FROM copy c WHERE {_IS_LOCAL} AND c.content IN ({files})",
+            json.dumps([*leaving]),
+        )
         db.run(f"DELETE FROM retired WHERE content IN ({files})", json.dumps([*staying]))
-        db.run("DELETE FROM retired WHERE content NOT IN (SELECT id FROM content)")
+        delete_retired(db)
 
 
 def has_retired(db: Database) -> bool:
-    """Return True if any content is retired."""
+    """Return True if a content is to leave RAM or NVMe."""
     return db.value("SELECT 1 FROM retired LIMIT 1") is not None
 
 
 def list_retired(db: Database, tier: Tier, *, at_most: int, pfs_verify: bool = True) -> list[Content]:
     """Return retired contents with a copy in `tier` that no promise needs and no process has open."""
     rows = db.rows(
-        f"SELECT {CONTENT_COLUMNS} FROM retired s JOIN copy c ON c.content = s.content AND c.tier = ? JOIN content k ON k.id = s.content"
-        " WHERE c.state = 1 AND k.state = 2 AND (c.used_ns <= s.at_ns OR c.used_ns < ?) AND k.inode NOT IN (SELECT inode FROM handle)"
-        f" AND NOT EXISTS (SELECT 1 FROM copy f WHERE f.content = k.id AND f.state = 0)"
+        f"SELECT {CONTENT_COLUMNS} FROM retired r CROSS JOIN copy c ON c.content = r.content AND c.tier = ?"
+        " JOIN content k ON k.id = r.content WHERE c.state = 1 AND k.state = 2 AND k.inode NOT IN (SELECT inode FROM handle)"
+        " AND NOT EXISTS (SELECT 1 FROM copy f WHERE f.content = k.id AND f.state = 0)"
         f" AND {IS_SAFE_ELSEWHERE.format(pfs_verify=int(pfs_verify))} LIMIT ?",
-        tier, time.time_ns() - int(limits.RETIRED_REST_S * 1e9), at_most,
+        tier, at_most,
     )  # fmt: skip
     return [build_content(row) for row in rows]
+
+
+def delete_retired(db: Database) -> None:
+    """Forget retired contents that have left RAM and NVMe, or are gone."""
+    db.run(f"DELETE FROM retired WHERE NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = retired.content AND {_IS_LOCAL})")

@@ -224,10 +224,7 @@ CREATE INDEX pfs_file_pfs_inode ON pfs_file (pfs_inode); -- names of one file on
 CREATE TABLE pfs_hold (inode INTEGER PRIMARY KEY);
 
 -- Contents that retention rules keep on the PFS only: the evict step drops their copies on this node.
-CREATE TABLE retired (
-    content INTEGER PRIMARY KEY,         -- which one
-    at_ns INTEGER NOT NULL               -- since when
-);
+CREATE TABLE retired (content INTEGER PRIMARY KEY);
 
 -- Requests of the mount and of commands to the mover. A wake-up of the mover is a hint; the row is the request.
 CREATE TABLE mover_request (

@@ -149,7 +149,10 @@ class Evict:
     def _drop_retired(self, storage: TierStorage) -> bool:
         """Drop copies that retention rules do not want in this tier. Return True if there may be more."""
         found = retention_state.list_retired(self._db, storage.tier, at_most=BATCH_CONTENTS, pfs_verify=self._config.pfs_verify)
-        return bool(found) and self._drop(storage, found) == BATCH_CONTENTS
+        count = self._drop(storage, found) if found else 0
+        if count:
+            retention_state.delete_retired(self._db)
+        return count == BATCH_CONTENTS
 
     def _drop_evictable(self, storage: TierStorage, excess: int) -> int:
         """Drop copies of contents that are whole elsewhere, up to `excess` bytes. Return their number."""

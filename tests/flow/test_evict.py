@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from local_node import MIB, Node, in_process
 
-from ckptfs import disk, limits
+from ckptfs import disk
 from ckptfs.catalog import copies, retention_state
 from ckptfs.flow.evict import TROUBLE, Evict
 from ckptfs.flow.seal import Seal
@@ -346,17 +346,16 @@ def test_what_rules_keep_on_the_pfs_only_leaves_though_there_is_room(node: Node,
     assert node.files(tier) == set(contents[3:])
 
 
-def test_a_file_that_is_fetched_again_stays_while_it_is_used(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_open_file_leaves_later_and_what_is_fetched_again_stays(node: Node) -> None:
     contents = filled(node, 2, room=100, published=True)
     retire(node, contents, [])
     handle = node.db.insert("INSERT INTO handle (inode, content, writer) VALUES (?, ?, 0)", node.inode(contents[0]), contents[0])
-    node.db.run("UPDATE copy SET used_ns = ? WHERE content = ?", time.time_ns() + 1000, contents[1])
     step = evict(node)
     settle(step)
-    assert node.files(Tier.RAM) == set(contents) and step.next_due_s() is not None
+    assert node.files(Tier.RAM) == {contents[0]} and step.next_due_s() is not None
     node.db.run("DELETE FROM handle WHERE id = ?", handle)
     settle(step)
-    assert node.files(Tier.RAM) == {contents[1]}
-    monkeypatch.setattr(limits, "RETIRED_REST_S", -1.0)
-    settle(step)
-    assert node.files(Tier.RAM) == set()
+    assert node.files(Tier.RAM) == set() and step.next_due_s() is None
+    assert copies.insert_filling_copy(node.db, node.row(contents[0]), Tier.RAM)
+    assert copies.mark_copy_good(node.db, node.row(contents[0]), Tier.RAM)
+    assert retention_state.list_retired(node.db, Tier.RAM, at_most=1) == []

@@ -9,6 +9,8 @@ import pytest
 from daemon_under_test import DaemonUnderTest, eventually
 from set_history import list_sets, write_archive
 
+from ckptfs import limits
+
 pytestmark = pytest.mark.fuse
 
 STEPS = 60
@@ -185,6 +187,24 @@ def test_incomplete_checkpoints_are_reaped(ruled: DaemonUnderTest) -> None:
     eventually(lambda: set(os.listdir(series)) == {"step_3.pt", "step_5.pt", "step_9.pt", "notes.tmp"}, 60)
     ruled.settle()
     assert set(os.listdir(ruled.pfs / "reaped")) == set(os.listdir(series))
+
+
+def test_a_large_set_expires_though_the_mount_is_killed(ruled: DaemonUnderTest) -> None:
+    """P8: its names go in several changes, and the next process goes on with them."""
+    series = ruled.path / "keep"
+    for step in range(1, 5):
+        (series / f"step_{step}").mkdir(parents=True)
+        for number in range(3 * limits.EXPIRED_NAMES_MAX if step == 1 else 1):
+            (series / f"step_{step}" / f"{number}.bin").write_bytes(b"weights")
+        os.setxattr(series / f"step_{step}", "user.ckptfs.commit", b"1")
+        eventually(lambda step=step: count_steps(ruled, step), 120, what=f"step {step} is complete")
+    expiring = "SELECT 1 FROM xattr WHERE name = CAST('ckptfs.expiring' AS BLOB)"
+    eventually(lambda: ruled.catalog(expiring), 120, what="the first set begins to expire")
+    ruled.kill("mount")
+    eventually(lambda: set(os.listdir(series)) == {"step_2", "step_3", "step_4"}, 120)
+    eventually(lambda: len(list_sets(ruled, hidden=True)) == 3, 120)
+    ruled.settle()
+    assert set(os.listdir(ruled.pfs / "keep")) == {"step_2", "step_3", "step_4"}
 
 
 def test_the_bound_of_the_history(make_daemon: Callable[..., DaemonUnderTest], tmp_path: Path) -> None:

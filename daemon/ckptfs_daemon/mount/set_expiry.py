@@ -120,18 +120,19 @@ class SetExpiry:
             return Review()
         if self._context.shared_namespace is not None and self._context.shared_namespace.is_disconnected:
             return Review(frozenset(one.record.number for one in sets), again_s=limits.SET_REVIEW_S)
-        ruling, db = apply_rule(rule, ruled), self._context.db
+        db, ruling = self._context.db, await trio.to_thread.run_sync(apply_rule, rule, ruled)
+        final = await trio.to_thread.run_sync(lambda: apply_rule(rule, assume_final(ruled, ruling)))
         self._choose(series, rule, [one for one in sets if one.record.number in ruling.for_pfs])
         self._retire(sets, ruling)
         in_place = {one.number for one in facts if one.is_in_place}
         expiring = retention_state.list_expiring(db, series.directory)
         due = [one for one in sets if one.directory in expiring or one.record.number in ruling.expired & in_place]
-        deleted = [await self._delete_place(series, one) for one in reversed(due)]
+        deleted = {one.record.number: await self._delete_place(series, one, has_begun=one.directory in expiring) for one in reversed(due)}
+        in_use = {number for number, count in deleted.items() if count is None}
         again_s = await self._reap(series, rule, sets)
-        if None in deleted or apply_rule(rule, assume_final(ruled, ruling)).expired - ruling.expired:
+        if in_use or final.expired - ruling.expired:
             again_s = min(limits.SET_REVIEW_S, again_s or limits.SET_REVIEW_S)
-        kept = ruling.kept | {one.record.number for one in sets if one.directory in expiring}
-        return Review(frozenset(kept), any(deleted), again_s)
+        return Review(ruling.kept | in_use, any(deleted.values()), again_s)
 
     def _choose(self, series: SeriesRecord, rule: RetentionRule, sets: Iterable[CheckpointSet]) -> None:
         """Have sets written back that were held back."""
@@ -154,16 +155,20 @@ class SetExpiry:
 
     # --- deleting what the application has ---------------------------------------------------------------------------
 
-    async def _delete_place(self, series: SeriesRecord, one: CheckpointSet) -> int | None:
-        """Delete the names of an expired set in the application's directories. Return their number; None if they are in use."""
+    async def _delete_place(self, series: SeriesRecord, one: CheckpointSet, *, has_begun: bool) -> int | None:
+        """Delete the names of an expired set in the application's directories. Return their number; None if they are in use.
+
+        A directory goes if all files of the set are in it; if its deletion has begun, unless all its files are others by now.
+        """
         db, name = self._context.db, one.record.name
         files = {path: inode.id for path, inode in history.list_files(db, one.directory) if inode.is_file and path not in MANIFEST_NAMES}
+        place, tops = self._find_child(series.origin, name), {}
         if one.record.is_group:
             tops = {path: inode for path, inode in files.items() if self._find_child(series.origin, path) == inode}
-        else:
-            place = self._find_child(series.origin, name)
-            tops = {name: place} if place is not None and set(files.values()) <= namespace.list_inodes_below(db, place) else {}
-        await self._refresh_below(tops.values())
+        elif place is not None:
+            await self._refresh_below([place])
+            found, wanted = set(namespace.list_files_below(db, place)), set(files.values())
+            tops = {name: place} if wanted <= found or (has_begun and (wanted & found or not found)) else {}
         count = await self._delete_names(series.origin, tops, one.directory)
         if count:
             log.info("%s: set %d expired", _format(series), one.record.number)
