@@ -213,3 +213,22 @@ class Notifier(Protocol):
 
     def wake_lanes(self, urgent_lane: str = "") -> None:
         """Wake the other lanes; `urgent_lane` runs without gathering."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesRule:
+    """Names that are a series, and when a member is complete: at most one of the last three is set.
+
+    `last`: the file that is written last, in the member; with a `*` for each number, beside it. `files`: so many files. `quiet_s`: nothing
+    of it changed for so long.
+    """
+
+    pattern: str
+    last: str = ""
+    files: int = 0
+    quiet_s: float = 0.0
+
+    @property
+    def says_complete(self) -> bool:
+        """Whether it says when a member is complete."""
+        return bool(self.last or self.files or self.quiet_s)

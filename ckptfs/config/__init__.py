@@ -34,7 +34,6 @@ from ckptfs.config.schema import (
     SETTINGS_BY_NAME,
     Config,
     RetentionRule,
-    SeriesRule,
     Setting,
     is_loopback,
     is_wildcard,
@@ -48,7 +47,7 @@ from ckptfs.config.schema import (
 )
 from ckptfs.config.series_rules import SERIES_SETTINGS, parse_series_rules
 from ckptfs.errors import ConfigError
-from ckptfs.model import Bulk, CliqueLost, DataPath, Level
+from ckptfs.model import Bulk, CliqueLost, DataPath, Level, SeriesRule
 
 __all__ = [
     "RAM_BYTES_MIN",
@@ -57,7 +56,6 @@ __all__ = [
     "SETTINGS",
     "Config",
     "RetentionRule",
-    "SeriesRule",
     "build_sample",
     "describe_rule",
     "find_directory_rule",

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptfs import limits
 from ckptfs.errors import ConfigError
-from ckptfs.model import Bulk, CliqueLost, DataPath, Level
+from ckptfs.model import Bulk, CliqueLost, DataPath, Level, SeriesRule
 
 DRAIN_LEVELS = (Level.CLIQUE.value, Level.PFS.value)
 PREEMPTION_SOURCES = ("gce", "aws", "azure")
@@ -235,25 +235,6 @@ class RetentionRule:
     def selects_for_pfs(self) -> bool:
         """Whether only some sets go to the PFS."""
         return self.pfs_every is not None or self.pfs_interval_s is not None
-
-
-@dataclass(frozen=True, slots=True)
-class SeriesRule:
-    """Names that are a series, and when a member is complete: at most one of the last three is set.
-
-    `last`: the file that is written last, in the member; with a `*` for each number, beside it. `files`: so many files. `quiet_s`: nothing
-    of it changed for so long.
-    """
-
-    pattern: str
-    last: str = ""
-    files: int = 0
-    quiet_s: float = 0.0
-
-    @property
-    def says_complete(self) -> bool:
-        """Whether it says when a member is complete."""
-        return bool(self.last or self.files or self.quiet_s)
 
 
 @dataclass(frozen=True, slots=True)

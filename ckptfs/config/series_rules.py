@@ -5,8 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ckptfs import limits
-from ckptfs.config.schema import SeriesRule, Setting, parse_seconds
+from ckptfs.config.schema import Setting, parse_seconds
 from ckptfs.errors import ConfigError
+from ckptfs.model import SeriesRule
 
 NAME_BYTES_MAX = 255
 FILES_MAX = 1_000_000

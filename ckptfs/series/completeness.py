@@ -18,9 +18,8 @@ from functools import cached_property
 from typing import TypeVar
 
 from ckptfs import lifecycle
-from ckptfs.config import SeriesRule
 from ckptfs.lifecycle import FileRecord
-from ckptfs.model import ContentState, Level
+from ckptfs.model import ContentState, Level, SeriesRule
 from ckptfs.series import patterns, rules, set_kinds
 from ckptfs.series.file_formats import FileFormat
 from ckptfs.series.set_kinds import DirectoryFacts, MemberFile, SetIndex, SetKind, text

@@ -22,7 +22,7 @@ from enum import Enum
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from ckptfs.config import SeriesRule
+from ckptfs.model import SeriesRule
 from ckptfs.series import rules
 from ckptfs.series.file_groups import find_groups, replace_group
 from ckptfs.series.rules import WILDCARD

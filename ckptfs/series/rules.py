@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
-from ckptfs.config import SeriesRule
+from ckptfs.model import SeriesRule
 
 WILDCARD = b"*"
 _NUMBER = rb"([0-9]+)"

@@ -184,7 +184,8 @@ def test_version_is_quick() -> None:
     program = (
         "import sys; sys.argv = ['ckptfs', 'version']\n"
         "from ckptfs_client import cli\ntry: cli.main()\nexcept SystemExit: pass\n"
-        "assert not {'grpc', 'rich', 'google.protobuf', 'trio'} & set(sys.modules), sys.modules.keys()"
+        "assert not {'grpc', 'rich', 'google.protobuf', 'trio'} & set(sys.modules), sys.modules.keys()\n"
+        "import ckptfs_client.newest\nassert not {'grpc', 'ckptfs.config'} & set(sys.modules), 'for latest'"
     )
     done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and done.stdout.startswith("ckptfs "), done.stderr

@@ -7,8 +7,8 @@ import pytest
 from series_tree import OLD_NS, SeriesTree, TreeFile
 
 from ckptfs import config, series
-from ckptfs.config import SeriesRule
 from ckptfs.errors import ConfigError
+from ckptfs.model import SeriesRule
 
 X = b"x" * 100
 NEWER = OLD_NS + 1
