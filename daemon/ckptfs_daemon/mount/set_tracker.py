@@ -26,9 +26,10 @@ from typing import NamedTuple
 import trio
 
 from ckptfs import limits, series
-from ckptfs.catalog import history, set_candidates, set_members, summary, user_settings
+from ckptfs.catalog import history, history_names, set_candidates, set_members, summary, user_settings
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet
+from ckptfs.catalog.set_members import SetTree
 from ckptfs.errors import Busy, CkptfsError
 from ckptfs.model import ROOT, Level
 from ckptfs.series import Series, patterns, retention, set_kinds
@@ -36,6 +37,7 @@ from ckptfs.series.expiry import list_beyond
 from ckptfs.series.patterns import Member
 from ckptfs.series.retention import KeepReason, SetFacts
 from ckptfs.series.set_kinds import DirectoryFacts
+from ckptfs.series.unchanged import is_unchanged
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.member_reader import MountMemberReader
 from ckptfs_daemon.mount.set_expiry import SetExpiry
@@ -304,6 +306,7 @@ class SetTracker:
         self._reviews[directory] = trio.current_time()
         if made is not None:
             log.info("%s: complete: %d files, %d bytes", os.fsdecode(made.name), made.record.files, made.record.size)
+            await trio.to_thread.run_sync(_report_unchanged, self._context.db, directory, made, before)
         return None
 
     # --- what stays ---------------------------------------------------------------------------------------------------
@@ -389,3 +392,15 @@ def load_figures(db: Database) -> dict[str, int]:
     directories = [one.directory for one in history.list_series(db)]
     sets = sum(len(history.list_sets(db, directory)) for directory in directories)
     return {"series": len(directories), "sets": sets, "bytes": set_members.count_history_bytes(db)}
+
+
+def _report_unchanged(db: Database, series_directory: int, made: CheckpointSet, tree: SetTree) -> None:
+    """Log an event if a set has the bytes of the one before it."""
+    before = [one for one in history_names.list_set_names(db, series_directory) if one.number < made.record.number]
+    former = max(before, key=lambda one: one.number, default=None)
+    old = None if former is None else set_members.load_set_tree(db, [(b"", former.directory)], limits.SET_FILES_MAX)
+    if former is None or old is None:
+        return
+    if is_unchanged(*([(file.size, file.digest) for file in one.files.values()] for one in (tree, old))):
+        words = "%s: has the same bytes as %s@%d: training may not progress"
+        log.info(words, os.fsdecode(made.name), os.fsdecode(former.member), former.number)
