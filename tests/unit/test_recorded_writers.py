@@ -22,7 +22,7 @@ NEWEST = {
     "transformers": "checkpoint-4", "transformers-2-ranks": "checkpoint-4", "lightning": "epoch=0-step=4-v1.ckpt", "orbax": "300",
     "tensorflow": "ckpt-3", "deepspeed-zero-1": "global_step2", "deepspeed-zero-3": "global_step2",
 }  # fmt: skip
-CUTS = 12
+CUTS = 6
 Event = list[str]
 Files = dict[bytes, TreeFile]
 

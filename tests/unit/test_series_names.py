@@ -270,4 +270,4 @@ def test_ten_thousand_names(build: Callable[[int], bytes]) -> None:
     assert series.list_series(names) and list_patterns(names)
     one = series.find_series(names[-1], names)
     assert one is not None and list_members(one, names)
-    assert time.process_time() - begun < 5, "0.3 s here; the square takes minutes"
+    assert time.process_time() - begun < 10, "half a second on an idle machine; the square takes minutes"
