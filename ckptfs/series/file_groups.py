@@ -13,7 +13,10 @@ _DMTCP_FILE = re.compile(rb"ckpt_.+_[0-9a-f]+-[0-9]+-[0-9a-f]+(?:\.dmtcp|_files)
 _TENSORFLOW_DATA = re.compile(rb"(.+)\.data-[0-9]+-of-[0-9]+", re.DOTALL)
 _TENSORFLOW_FILE = re.compile(rb"(.+)\.(?:index|meta|data-[0-9]+-of-[0-9]+)", re.DOTALL)
 _NUMBER = re.compile(rb"[0-9]+")
-_LAMMPS_BASE, _LAMMPS_PARTS = b"base", b"%"
+_LAMMPS_BASE, _LAMMPS_PARTS, _LAMMPS_FIRST = b"base", b"%", b"0"
+_NO_PARTS = re.compile(rb"(step|iter|iteration|epoch|batch)[-_.=]?$", re.IGNORECASE)
+"""Before a number that counts checkpoints: `step_base.pt` beside `step_0.pt` is another model."""
+_NO_LAMMPS = re.compile(rb"\.(pth?|ckpt|safetensors|h5|hdf5|np[yz]|pkl|json|keras|zip|tar)$", re.IGNORECASE)
 
 
 def find_groups(names: Collection[bytes]) -> dict[bytes, bytes]:
@@ -43,7 +46,8 @@ def _find_lammps(names: Collection[bytes]) -> dict[bytes, bytes]:
     for name in known:
         for number in _NUMBER.finditer(name):
             before, after = name[: number.start()], name[number.end() :]
-            if before + _LAMMPS_BASE + after in known:
+            is_part = before + _LAMMPS_BASE + after in known and before + _LAMMPS_FIRST + after in known
+            if is_part and not _NO_PARTS.search(before) and not _NO_LAMMPS.search(name):
                 found[name] = found[before + _LAMMPS_BASE + after] = before + _LAMMPS_PARTS + after
     return found
 

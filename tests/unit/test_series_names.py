@@ -74,6 +74,8 @@ def test_the_series_of_a_directory(names: list[bytes], name: bytes) -> None:
         ([b"a1", b"a2", b"b1", b"b2"], [b"a*", b"b*"]),
         ([b"a1", b"b1"], [b"a*", b"b*"]),
         ([b"x1y1", b"x1y2", b"x2y1"], [b"x*y1", b"x1y*"]),
+        ([b"step_base", b"step_0", b"step_100"], [b"step_*"]),
+        ([b"ckpt_base.pt", b"ckpt_0.pt", b"ckpt_1.pt"], [b"ckpt_*.pt"]),
         # Experiments and replicas are told apart, not ordered.
         ([b"exp1", b"exp2"], []),
         ([b"rep1", b"rep2", b"run_3", b"seed42"], []),
