@@ -5,6 +5,7 @@ counts as none, and the next mover deletes it: so it ends with its drain, or wit
 """
 
 import json
+import re
 import secrets
 import time
 from collections.abc import Iterable
@@ -13,7 +14,11 @@ from dataclasses import dataclass
 from ckptfs.catalog import peer_copies, summary
 from ckptfs.catalog.content_rows import IS_ON_PFS
 from ckptfs.catalog.database import Database
-from ckptfs.model import ROOT, ContentState, Level
+from ckptfs.catalog.set_members import MANIFEST_NAMES
+from ckptfs.model import HISTORY_NAME, ROOT, ContentState, Level
+
+Path = tuple[tuple[int, bytes], ...]
+_SET_NAME = re.compile(rb".+@[0-9]+", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,7 @@ class ExposedFile:
     size: int
     is_open: bool
     closed_ns: int
-    path: tuple[tuple[int, bytes], ...]
+    path: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +46,6 @@ class UrgentOrder:
     groups: tuple[tuple[int, ...], ...] = ()
     is_ahead: bool = False
     token: str = ""
-
-    @property
-    def inodes(self) -> list[int]:
-        """Return all inodes in order."""
-        return [inode for group in self.groups for inode in group]
 
 
 def list_exposed(db: Database, level: Level) -> list[ExposedFile]:
@@ -69,11 +69,22 @@ def _list_own_files(db: Database, condition: str) -> list[ExposedFile]:
             f" WHERE k.remote = 0 AND k.state IN (0, 1, 2) AND NOT {IS_ON_PFS.format('k')} AND {condition}"
             " ORDER BY k.closed_ns, k.id"
         )
-        paths: dict[int, tuple[tuple[int, bytes], ...]] = {ROOT: ()}
-        return [
-            ExposedFile(inode, content, size, state == ContentState.OPEN, closed_ns, _load_path(db, inode, paths))
-            for inode, content, size, state, closed_ns in rows
-        ]
+        paths: dict[int, Path] = {ROOT: ()}
+        found = []
+        for inode, content, size, state, closed_ns in rows:
+            path = _load_path(db, inode, paths)
+            if path[:1] == ((ROOT, HISTORY_NAME),):
+                if path[-1][1] in MANIFEST_NAMES:
+                    continue  # A set is safe without its manifest.
+                path = _cut_below_set(path)
+            found.append(ExposedFile(inode, content, size, state == ContentState.OPEN, closed_ns, path))
+    return found
+
+
+def _cut_below_set(path: Path) -> Path:
+    """Return the path of the set in the history to which a file belongs: it is safe as a whole."""
+    depth = next((depth for depth, (_, name) in enumerate(path, 1) if _SET_NAME.fullmatch(name)), len(path))
+    return path[:depth]
 
 
 _IS_HELD = "EXISTS (SELECT 1 FROM pfs_hold h WHERE h.inode = i.id)"
@@ -89,7 +100,7 @@ def _build_condition(db: Database, level: Level) -> str:
     return f"(k.state <> 2 OR {own} + {others} < {required} OR {peer_copies.IS_UNCOMMITTED.format('k.id', 'i.id')})"
 
 
-def _load_path(db: Database, inode: int, known: dict[int, tuple[tuple[int, bytes], ...]]) -> tuple[tuple[int, bytes], ...]:
+def _load_path(db: Database, inode: int, known: dict[int, Path]) -> Path:
     """Return the path of `inode` by its oldest name outside of the history. `known` keeps directories."""
     steps: list[tuple[int, int, bytes]] = []
     while inode not in known and len(steps) < 4096:

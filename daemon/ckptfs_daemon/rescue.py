@@ -27,6 +27,7 @@ from ckptfs.series.urgency import Safety, SeriesIndex, SeriesSafety, UnsafeMembe
 log = logging.getLogger(__name__)
 
 MEMBERS_LOOKED_AT_MAX = 100
+SHOWN_HISTORY = b".ckptfs/history"
 LOGGED_SERIES_MAX = 100
 ORDER_VALID_S = 3600.0
 
@@ -218,7 +219,7 @@ class Rescue:
         lacking = unsafe.get((directory, series.name, newest.name))
         names_pending, held = self._find_pfs_obstacles(directory, newest)
         above = inodes.get_path(self._db, directory)
-        path = b"/".join(part for part in (above, series.name) if part)
+        path = b"/".join(part for part in (above, series.name) if part).replace(history.NAME, SHOWN_HISTORY, 1)
         return SeriesSafety(
             series=_text(path), name=_text(newest.name), level=(figures.level or Level.NONE).value, safe=safe is newest,
             files=figures.files, bytes=figures.size,

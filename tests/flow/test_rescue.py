@@ -11,13 +11,14 @@ from local_node import run_until_idle
 from write_back_world import Mount
 
 from ckptfs import limits
-from ckptfs.catalog import exposure, mover_requests, summary
+from ckptfs.catalog import exposure, history, mover_requests, summary
+from ckptfs.catalog.history import SetRecord
 from ckptfs.clique.peer_api import PeerFailed
 from ckptfs.config import RetentionRule
 from ckptfs.flow.replicate import Replicate
 from ckptfs.flow.replicate.open_files import FsyncReplication
 from ckptfs.flow.write_back import plan
-from ckptfs.model import Level
+from ckptfs.model import ROOT, Level
 from ckptfs.series.expiry import build_hold_check
 from ckptfs.series.urgency import list_safety_lines
 
@@ -207,3 +208,22 @@ def test_a_node_that_goes_away_leaves_its_newest_checkpoint_on_the_pfs(tmp_path:
     lines = list_safety_lines(rescue.build_safety())
     held = "run/step_*: step_3 is NOT safe (local): a rule holds it back from the PFS; the newest safe one is step_2 (pfs)"
     assert lines == ([held] if is_last else [])
+
+
+@pytest.mark.parametrize(("is_deleted", "series"), [(False, "step_*.pt"), (True, ".ckptfs/history/step_*.pt/step_*.pt@1")])
+def test_a_set_in_the_history_is_named_once(tmp_path: Path, is_deleted: bool, series: str) -> None:
+    """X3: by the application's names as long as they exist. Its manifest is not waited for."""
+    mount = Mount(tmp_path)
+    mount.put(b"step_7.pt", b"x")
+    with mount.db.transaction():
+        made = history.insert_series(mount.db, ROOT, b"step_*.pt")
+        held = history.begin_set(mount.db, made.directory, SetRecord(1, b"step_7.pt", (7,), 1, 1, 1, is_group=True))
+        history.insert_link(mount.db, mount.number(b"step_7.pt"), held, b"step_7.pt")
+        history.finish_set(mount.db, held)
+    mount.put(b".ckptfs.history/step_*.pt/step_7.pt@1/MANIFEST.json", b"{}")
+    if is_deleted:
+        mount.unlink(b"step_7.pt")
+    rescue = Rescue(mount.db, Level.PFS, 3600.0)
+    rescue.refresh_if_due()
+    assert rescue.count_left() == (1, 1)
+    assert [one.series for one in rescue.build_safety().series] == [series]

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from write_back_world import Mount
 
-from ckptfs.catalog import exposure, journal
+from ckptfs.catalog import exposure, history, journal
 from ckptfs.catalog.exposure import UrgentOrder
+from ckptfs.catalog.history import SetRecord
 from ckptfs.flow.write_back import WriteBack, plan
 
 STEPS = (100, 200, 300)
@@ -149,6 +150,26 @@ def test_a_directory_that_went_ahead_holds_up_no_later_group(mount: Mount) -> No
     hurry(mount, files_of(300), files_of(200))
     assert shown_after(mount, 4) == set(files_of(300) + files_of(200))
     mount.settle_exactly()
+
+
+def test_sets_that_the_history_names_go_ahead_with_their_names_there(mount: Mount) -> None:
+    mount.mkdir(b"run")
+    for number, step in enumerate(STEPS, 1):
+        save(mount, step)
+        with mount.db.transaction():
+            series = history.insert_series(mount.db, mount.number(b"run"), b"step_*")
+            made = history.begin_set(mount.db, series.directory, SetRecord(number, b"step_%d" % step, (step,), 2, 6, 1))
+            for path in files_of(step):
+                history.insert_link(mount.db, mount.number(path), made, path.rpartition(b"/")[2])
+            history.finish_set(mount.db, made)
+    hurry(mount, files_of(300), files_of(200))
+    flow = mount.write_back()
+    for step, number, files in ((300, 3, 4), (200, 2, 8)):
+        while b".ckptfs.history/run/step_*/step_%d@%d" % (step, number) not in mount.on_pfs():
+            assert flow.step()
+        assert len([path for path in mount.on_pfs() if path.endswith(b".pt")]) == files and files_of(step)[0] in mount.on_pfs()
+    assert files_of(100)[0] not in mount.on_pfs()
+    mount.settle_exactly(flow)
 
 
 def test_a_refused_file_does_not_hold_up_the_others(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
