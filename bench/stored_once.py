@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -184,7 +185,7 @@ def measure_pfs(place: Path, directory: Path, sets: list[bytes]) -> tuple[float,
 
 
 def get_used_bytes(place: Path) -> int:
-    os.sync()
+    subprocess.run(["sync", "-f", place], check=True)
     found = os.statvfs(place)
     return (found.f_blocks - found.f_bfree) * found.f_frsize
 
