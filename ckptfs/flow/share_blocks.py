@@ -117,14 +117,16 @@ class ShareBlocks:
         storage = self._tiers.get(Tier.NVME)
         if storage is None or self._must_yield(began_s):
             return
+        if storage.failure:
+            self.is_pending, self._resume_s = True, began_s + limits.TIER_RETRY_S
+            return
         try:
             self.is_pending = storage.can_share_blocks and self._share_piece(storage)
             if storage.can_share_blocks and not self.is_pending:
                 self._measure_nvme(storage, began_s)
             self._resume_s = 2 * time.monotonic() - began_s
         except OSError as failure:
-            storage.record_failure(failure)
-            log.info("%s: blocks are not shared: %s; trying the next content soon", storage.root, failure)
+            log.info("%s: blocks of a content are not shared: %s; going on with the next one", storage.root, failure)
             self._work, self.is_pending, self._resume_s = None, True, began_s + limits.TIER_RETRY_S
 
     def next_due_s(self) -> float | None:

@@ -1,5 +1,6 @@
 """H5: contents on NVMe store equal blocks once, where the filesystem can. P4, P5: no byte is ever at risk for that."""
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -307,6 +308,23 @@ def test_an_error_delays_it(xfs_node: Node, clock: Clock, monkeypatch: pytest.Mo
     assert shared(node) >= SAVED
 
 
+def test_a_tier_that_fails_is_waited_for(xfs_node: Node, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    node = xfs_node
+    make_pair(node)
+    storage = node.tiers[Tier.NVME]
+    storage.record_failure(OSError(errno.EIO, "injected"))
+    share = ShareBlocks(node.db, node.tiers)
+    caplog.clear()
+    for _ in range(5):
+        share.step()
+        assert share.next_due_s() == limits.TIER_RETRY_S
+        clock.now += limits.TIER_RETRY_S
+    assert share._shared_blocks == 0 and not caplog.records
+    storage.record_success()
+    run(share, clock)
+    assert shared(node) >= SAVED
+
+
 def test_a_filesystem_that_cannot_share_is_left_alone(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     with mounted("ext4", tmp_path) as place:
         node = Node(place / "node")
@@ -320,7 +338,7 @@ def test_a_filesystem_that_cannot_share_is_left_alone(tmp_path: Path, clock: Clo
 def damage(node: Node, content: int, offset: int, *, drops_pages: bool = True) -> None:
     """Change a byte on the device, behind the back of the filesystem, which keeps what it has in memory if it may."""
     path = node.path(content, Tier.NVME)
-    os.sync()
+    run_program("sync", "-f", path)
     with disk.closing(os.open(path, os.O_RDONLY)) as fd:
         place = reflink.list_extents(fd, offset, 4096)[0].physical
     mount = next(parent for parent in path.parents if parent.is_mount())
