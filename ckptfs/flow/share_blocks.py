@@ -64,16 +64,21 @@ class _Work:
 
 @dataclass(slots=True)
 class _Measure:
-    """Of what state a figure was taken, and when the next one may be. `is_stale`: the state is another one now."""
+    """Of what state a figure was taken, and when the next one may be. `is_stale`: the state may be another one now."""
 
     due_s: float = 0.0
     state: tuple[int, ...] = ()
     shared_bytes: int = 0
     is_stale: bool = False
 
-    def is_due(self, state: tuple[int, ...], now_s: float) -> bool:
-        self.is_stale = state != self.state
-        return self.is_stale and now_s >= self.due_s
+    def is_due(self, now_s: float) -> bool:
+        self.is_stale = now_s < self.due_s
+        return not self.is_stale
+
+    def renew(self, began_s: float, state: tuple[int, ...]) -> None:
+        """Note that the figure is that of `state`."""
+        now_s = time.monotonic()
+        self.due_s, self.state = now_s + max(MEASURE_S, MEASURE_RATIO * (now_s - began_s)), state
 
 
 @dataclass(slots=True)
@@ -115,14 +120,11 @@ class ShareBlocks:
             return
         self._measure_pfs(began_s)
         storage = self._tiers.get(Tier.NVME)
-        if storage is None or self._must_yield(began_s):
-            return
-        if storage.failure:
-            self.is_pending, self._resume_s = True, began_s + limits.TIER_RETRY_S
+        if storage is None or self._must_wait(storage, began_s):
             return
         try:
-            self.is_pending = storage.can_share_blocks and self._share_piece(storage)
-            if storage.can_share_blocks and not self.is_pending:
+            self.is_pending = self._share_piece(storage)
+            if not self.is_pending:
                 self._measure_nvme(storage, began_s)
             self._resume_s = 2 * time.monotonic() - began_s
         except OSError as failure:
@@ -136,10 +138,16 @@ class ShareBlocks:
         dues += [measured.due_s for measured in (self._measured_nvme, self._measured_pfs) if measured.is_stale]
         if self._measured_nvme.shared_bytes:  # Deleted files wake no lane.
             dues.append(max(self._measured_nvme.due_s, now_s + MEASURE_S))
-        return max(0.0, min(dues) - now_s) if dues else None
+        return max(0.0, max(min(dues), self._resume_s) - now_s) if dues else None
 
-    def _must_yield(self, now_s: float) -> bool:
-        """Return True while contents wait for their seal, but for `YIELD_S` at most."""
+    def _must_wait(self, storage: TierStorage, now_s: float) -> bool:
+        """Return True if the tier cannot share blocks, while it fails, and while contents wait for their seal: for `YIELD_S` at most."""
+        if storage.failure:
+            self.is_pending, self._resume_s = True, now_s + limits.TIER_RETRY_S
+            return True
+        if not storage.can_share_blocks:
+            self.is_pending = False
+            return True
         if not summary.count_unsealed(self._db):
             self._yields_until_s = None
             return False
@@ -262,18 +270,21 @@ class ShareBlocks:
 
     def _measure_nvme(self, storage: TierStorage, now_s: float) -> None:
         """Measure what sharing saves on NVMe if files came or went. The filesystem tells, so deleted files never count."""
-        state = (os.fstat(storage.directory).st_mtime_ns, self._shared_blocks)
-        if self._measured_nvme.is_due(state, now_s):
-            shared_bytes = reflink.measure(_open_all(storage)).shared
-            storage.record_shared_bytes(shared_bytes)
-            self._measured_nvme = _Measure(_get_next_s(now_s), state, shared_bytes)
+        measured = self._measured_nvme
+        if measured.is_due(now_s):
+            state = (os.fstat(storage.directory).st_mtime_ns, self._shared_blocks)
+            if state != measured.state:
+                measured.shared_bytes = reflink.measure(_open_all(storage)).shared
+                storage.record_shared_bytes(measured.shared_bytes)
+            measured.renew(now_s, state)
 
     def _measure_pfs(self, now_s: float) -> None:
         """Count what sharing saves on the PFS if files that share blocks came or went. Does not touch the PFS."""
-        state = pfs_state.count_sharing(self._db)
-        if self._measured_pfs.is_due(state, now_s):
-            summary.set_shared_on_pfs(self._db, pfs_state.count_shared_bytes(self._db))
-            self._measured_pfs = _Measure(_get_next_s(now_s), state)
+        if self._measured_pfs.is_due(now_s):
+            state = pfs_state.count_sharing(self._db)
+            if state != self._measured_pfs.state:
+                summary.set_shared_on_pfs(self._db, pfs_state.count_shared_bytes(self._db))
+            self._measured_pfs.renew(now_s, state)
 
 
 def _lower_priority() -> None:
@@ -291,12 +302,6 @@ def _move_out(storage: TierStorage, content: Content, target: int, numbers: list
         for position, number in enumerate(numbers):
             start = number * limits.BLOCK_BYTES
             reflink.deduplicate(own, position * limits.BLOCK_BYTES, target, start, min(limits.BLOCK_BYTES, content.size - start))
-
-
-def _get_next_s(began_s: float) -> float:
-    """Return when to measure again."""
-    now_s = time.monotonic()
-    return now_s + max(MEASURE_S, MEASURE_RATIO * (now_s - began_s))
 
 
 def _open_all(storage: TierStorage) -> Iterator[int]:
