@@ -11,17 +11,16 @@ it is the device that is compared: the good blocks of a new content never give w
 btrfs frees an extent only when no file has any part of it, and a file that was written at once is one extent. So there the blocks of a file
 that are not shared move out: they are written to a file without a name, and shared with that one. The kernel compares again.
 
-This is the least urgent work of the mover. It takes at most half the time of a thread of the lowest priority, gives way to seals for a
-while, and leaves alone what a process has open, because the kernel locks both files while it compares.
+This is the least urgent work of the mover. It takes at most half of a thread's time, gives way to seals for a while, and leaves alone what
+a process has open, because the kernel locks both files while it compares. With a lower priority than that of the mover, a program that
+opens such a file meanwhile could wait for a thread that gets no processor.
 """
 
 import contextlib
 import logging
 import os
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ckptfs import digest, disk, limits, procfs
@@ -38,7 +37,6 @@ log = logging.getLogger(__name__)
 
 disk.declare_labels("share:read", "share:write")
 
-LOWEST_PRIORITY = 19
 BATCH_COPIES = 64
 PIECE_BLOCKS = 16
 """Blocks between two looks at what is more urgent."""
@@ -96,7 +94,6 @@ class ShareBlocks:
     def __init__(self, db: Database, tiers: Tiers) -> None:
         self._db = db
         self._tiers = tiers
-        self._thread = ThreadPoolExecutor(1, "share blocks", initializer=_lower_priority)
         self._index = BlockIndex()
         self._queue = _Queue()
         self._work: _Work | None = None
@@ -110,18 +107,14 @@ class ShareBlocks:
 
     def step(self) -> bool:
         """Look at one piece of one content, or measure. Return False: the pause after it is part of the step."""
-        self._thread.submit(self._run_step).result()
-        return False
-
-    def _run_step(self) -> None:
         began_s = time.monotonic()
         if began_s < self._resume_s:
             self.is_pending = True  # What woke the lane is looked at after the pause.
-            return
+            return False
         self._measure_pfs(began_s)
         storage = self._tiers.get(Tier.NVME)
         if storage is None or self._must_wait(storage, began_s):
-            return
+            return False
         try:
             self.is_pending = self._share_piece(storage)
             if not self.is_pending:
@@ -130,6 +123,7 @@ class ShareBlocks:
         except OSError as failure:
             log.info("%s: blocks of a content are not shared: %s; going on with the next one", storage.root, failure)
             self._work, self.is_pending, self._resume_s = None, True, began_s + limits.TIER_RETRY_S
+        return False
 
     def next_due_s(self) -> float | None:
         """Return the seconds until the next piece, until a file that was open is looked at again, or until bytes are measured again."""
@@ -285,10 +279,6 @@ class ShareBlocks:
             if state != self._measured_pfs.state:
                 summary.set_shared_on_pfs(self._db, pfs_state.count_shared_bytes(self._db))
             self._measured_pfs.renew(now_s, state)
-
-
-def _lower_priority() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
 
 
 def _move_out(storage: TierStorage, content: Content, target: int, numbers: list[int]) -> None:
