@@ -124,3 +124,38 @@ def test_a_set_that_goes_before_its_files_leaves_nothing_pending(unlinkable: Mou
     mount.forget(b"")
     mount.settle_exactly(flow)
     assert (mount.pfs / "a").read_bytes() == b"old"
+
+
+def _write_unsealed(mount: Mount) -> None:
+    mount.seal_at_once = False
+    content = mount.put(b"a", b"newer", closed=False)
+    mount.settle()
+    mount.utime(b"a", 5_000_000_000)
+    mount.settle()
+    mount.close(content, 5)
+    mount.seal(content)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda mount: (mount.utime(b"a", 1), mount.put(b"a", b"newer")),
+        lambda mount: (mount.put(b"a", b"newer"), mount.utime(b"a", 1)),
+        lambda mount: (mount.utime(b"a", 1), mount.put(b"a", b"newer"), mount.utime(b"a", 2), mount.chmod(b"a", 0o600)),
+        _write_unsealed,
+    ],
+    ids=["before", "after", "both", "while it is written"],
+)
+def test_times_of_an_overwritten_file_leave_its_set_alone(
+    mount: Mount, change: Callable[[Mount], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    mount.keep(b"a")
+    mount.settle()
+    before = (mount.pfs / SET).stat().st_mtime_ns
+    change(mount)
+    mount.settle_exactly()
+    assert (mount.pfs / SET).read_bytes() == b"old" and (mount.pfs / "a").read_bytes() == b"newer"
+    assert (mount.pfs / SET).stat().st_mtime_ns in (before, 1)
+    mount.forget(b"")
+    mount.settle_exactly()
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []

@@ -31,6 +31,7 @@ changes = [
     st.tuples(st.just("unlink"), names),
     st.tuples(st.just("rmdir"), names),
     st.tuples(st.just("chmod"), names, st.sampled_from([0o600, 0o755])),
+    st.tuples(st.just("utime"), names, st.sampled_from([1, 2_000_000_000])),
 ]
 hurries = st.tuples(st.just("hurry"), st.lists(st.lists(names, min_size=1, max_size=3), min_size=1, max_size=3))
 writes = st.tuples(st.just("write back"), st.sampled_from([0, 1, 2, 3, 5, 8, 13, 21, 34, 1000]), st.booleans())
