@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from write_back_world import Mount, Refusal, intercepted
 
+from ckptfs.catalog import history
+
 SET = ".ckptfs.history/a*/a@1/a"
 
 
@@ -50,6 +52,24 @@ def test_an_overwritten_file_of_a_set_is_not_copied_on_the_pfs(mount: Mount, way
     if is_written_back:
         assert (mount.pfs / SET).stat().st_ino == before, "the PFS keeps the file that it has"
         assert labels.count("write_back:create") == 1
+
+
+@pytest.mark.parametrize("is_written_back", [True, False])
+def test_times_of_a_file_that_is_being_overwritten_are_no_external_change_of_its_set(mount: Mount, is_written_back: bool) -> None:
+    """The PFS shows one file under both names until the new bytes are there."""
+    mount.keep(b"a")
+    if is_written_back:
+        mount.settle()
+    content = mount.put(b"a", b"new", closed=False)
+    mount.utime(b"a", 2 * 10**18)
+    mount.settle()
+    ((_, kept),) = history.list_files(mount.db, history.list_sets(mount.db, history.list_series(mount.db)[0].directory)[0].directory)
+    found = (mount.pfs / SET).stat()
+    known = mount.db.row("SELECT pfs_inode, size, mtime_ns FROM pfs_file WHERE inode = ?", kept.id)
+    assert known == (found.st_ino, found.st_size, found.st_mtime_ns)
+    mount.close(content, 3)
+    mount.settle_exactly()
+    assert (mount.pfs / SET).read_bytes() == b"old" and (mount.pfs / "a").read_bytes() == b"new"
 
 
 def test_the_tree_on_the_pfs_is_the_mounts_after_a_set_was_overwritten_twice(mount: Mount) -> None:

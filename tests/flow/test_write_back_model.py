@@ -74,6 +74,9 @@ class Application:
                 return False
             values = (b"%d " % self.serial * (values[0] + 1),)
         elif name == "append":
+            found = self.mount.tree().get(path)
+            if found is None or found[0] != "file" or not found[1]:
+                return False
             values = (b"more",)
         elif name in ("symlink", "mknod"):
             values = (b"%d" % self.serial if name == "symlink" else 0o100600,)

@@ -132,7 +132,7 @@ class Planner:
     def _must_wait_for_refuge(self, row: JournalRow) -> bool:
         """Return True if a file must move into a directory that this batch makes."""
         names = list_row_names(row) if row.op in ("unlink", "rename") and self._made_directories else []
-        refuges = [self._find_refuge(name, row.inode if row.op == "rename" else NO_INODE) for name in names]
+        refuges = (self._find_refuge(name, row.inode if row.op == "rename" else NO_INODE) for name in names)
         return any(name is not None and name[0] in self._made_directories for name in refuges)
 
     def _move_to_refuge(self, name: PfsName, new: PfsName) -> None:
@@ -467,14 +467,14 @@ class Planner:
         return True
 
     def _adopt_entry(self, row: JournalRow, content: Content, name: PfsName) -> Fingerprint | None:
-        """Take over the file that the PFS shows under a name of the history, if it has exactly these bytes already.
-
-        That is so after the separation of a file that is overwritten. Returns None if it is not so.
-        """
+        """Take over the file that the PFS shows for a separated one, if it has these bytes."""
         shown = self.view.get_entry(*name)
         published = None if shown is None or shown.inode in self._rewritten else self._facts.get_published(shown.inode)
         if shown is None or published is None or not _is_on_pfs(published, content) or not self._facts.is_in_history(name[0]):
             return None
+        for other in self._list_shown_names(shown.inode):
+            self.view.set_entry(*other, PfsEntry(row.inode, shown.fingerprint))
+            self.view.set_pending(*other, shown.inode)
         self.view.delete_pending(*name)
         self.view.set_entry(*name, PfsEntry(row.inode, shown.fingerprint))
         self.renewed_rows.append(replace(published, inode=row.inode, generation=content.generation, key=self._key))
