@@ -467,7 +467,10 @@ class Planner:
         return True
 
     def _adopt_entry(self, row: JournalRow, content: Content, name: PfsName) -> Fingerprint | None:
-        """Take over the file that the PFS shows for a separated one, if it has these bytes."""
+        """Take over the file that the PFS shows for a separated one, if it has these bytes.
+
+        Its other names show the set's file until the new bytes come, so no attributes of these reach it. Returns None if it has others.
+        """
         shown = self.view.get_entry(*name)
         published = None if shown is None or shown.inode in self._rewritten else self._facts.get_published(shown.inode)
         if shown is None or published is None or not _is_on_pfs(published, content) or not self._facts.is_in_history(name[0]):
@@ -478,6 +481,7 @@ class Planner:
         self.view.delete_pending(*name)
         self.view.set_entry(*name, PfsEntry(row.inode, shown.fingerprint))
         self.renewed_rows.append(replace(published, inode=row.inode, generation=content.generation, key=self._key))
+        self._plan_attributes(row.inode, name)  # Those of the application's file may have been set since.
         return shown.fingerprint
 
     # --- what the PFS refused before ----------------------------------------------------------------------------------
