@@ -1,4 +1,7 @@
-"""The tables `[[series]]` of the configuration: parsing, and refusals (P11). What they mean is in `ckptfs.series`. Pure."""
+"""The tables `[[series]]` of the configuration: parsing, and refusals (P11). Pure.
+
+What they mean is in `ckptfs.series.rules`.
+"""
 
 import re
 from collections.abc import Callable

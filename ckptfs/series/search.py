@@ -305,7 +305,13 @@ class _Search(Generic[Entry]):
         return None
 
     async def _load_index(self, entry: Entry, name: bytes, file: MemberFile) -> SetIndex:
-        return await self._reader.examine(entry, file, lambda size, read: set_kinds.load_index(name, size, read))
+        try:
+            return await self._reader.examine(entry, file, lambda size, read: set_kinds.load_index(name, size, read))
+        except OSError:
+            # A large file of other nodes is not fetched for this.
+            if set_kinds.is_index_needed(name):
+                raise
+            return SetIndex()
 
     async def _load_older(self, before: Sequence[Member]) -> list[OlderMember]:
         found = []

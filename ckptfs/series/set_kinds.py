@@ -82,6 +82,7 @@ class SetKind:
     `sign`: a directory with such a name is of this kind. `find_gap`: what it lacks; empty if nothing. `covers`: names that `find_gap`
     vouches for, so that they need not be those of the member before. `last`: the file that is written when all others are there.
     `tells_sizes`: then their sizes are right, too. `awaits_ranks`: `last` is also written after the files of all other ranks.
+    `applies`: what else must hold of a directory that has the sign.
     """
 
     name: str
@@ -91,10 +92,11 @@ class SetKind:
     last: re.Pattern[bytes]
     tells_sizes: bool = False
     awaits_ranks: bool = True
+    applies: Callable[[DirectoryFacts], bool] = lambda directory: True
 
     def is_kind_of(self, directory: DirectoryFacts) -> bool:
         """Return whether a directory is of this kind."""
-        return any(map(self.sign.fullmatch, directory.names))
+        return any(map(self.sign.fullmatch, directory.names)) and self.applies(directory)
 
     def is_closed(self, directory: DirectoryFacts) -> bool:
         """Return whether the file that is written last is there."""
@@ -112,6 +114,11 @@ def text(name: bytes) -> str:
 def is_index(name: bytes) -> bool:
     """Return whether `load_index` can read files of this name."""
     return any(pattern.fullmatch(name) for pattern, _ in _LOADERS)
+
+
+def is_index_needed(name: bytes) -> bool:
+    """Return whether a set whose index cannot be read now cannot be judged. A file of DeepSpeed's model only adds to what names tell."""
+    return not _MODEL_RANK.fullmatch(name)
 
 
 def load_index(name: bytes, size: int, read: ReadRange) -> SetIndex:
@@ -429,7 +436,7 @@ KINDS = (
             re.compile(rb".+\.index", re.DOTALL)),
     SetKind("Orbax", re.compile(rb"_CHECKPOINT_METADATA|commit_success\.txt"), _find_orbax_gap,
             _NOTHING, re.compile(rb"commit_success\.txt"), tells_sizes=True),
-    SetKind("LAMMPS", _LAMMPS_BASE, _find_lammps_gap, _NOTHING, _NOTHING),
+    SetKind("LAMMPS", _LAMMPS_BASE, _find_lammps_gap, _NOTHING, _NOTHING, applies=lambda directory: bool(_list_lammps_parts(directory))),
     SetKind("DMTCP", re.compile(DMTCP_IMAGE.pattern + b"|" + _DMTCP_SCRIPT.pattern, re.DOTALL), _find_dmtcp_gap,
             _NOTHING, _DMTCP_SCRIPT, tells_sizes=True),
     SetKind("CRIU", re.compile(rb"(inventory|pstree|(core|mm|pagemap)-[0-9]+)\.img"), _find_criu_gap,

@@ -16,7 +16,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from ckptfs import series
+from ckptfs import limits, series
+from ckptfs.errors import posix_error
 from ckptfs.model import Level
 from ckptfs.series import MANIFESTS, KnownSet, KnownSets, LatestMember, Listing, MemberFile, SearchResult, Series
 from ckptfs.series.file_formats import FileFormat
@@ -29,6 +30,7 @@ MEMBER_XATTR = "user.ckptfs.member"
 SET_XATTR = "user.ckptfs.set"
 SETS_XATTR_PREFIX = b"user.ckptfs.sets."
 RULES_XATTR = "user.ckptfs.rules"
+COPIES_XATTR = "user.ckptfs.copies"
 HISTORY = b"/.ckptfs/history"
 CHOICES_MAX = 4
 NOTES_MAX = 4
@@ -194,7 +196,12 @@ class PathReader:
         return FileFormat.decode(os.getxattr(entry, FORMAT_XATTR, follow_symlinks=False))
 
     async def examine(self, entry: bytes, file: MemberFile, act: Callable[[int, ReadRange], T]) -> T:
-        """Run `act` on an index file."""
+        """Run `act` on an index file.
+
+        Raises OSError if it is large and this node has no copy: opening it would fetch all of it.
+        """
+        if file.size > limits.FETCH_WHOLE_BYTES and not {b"ram:good", b"nvme:good"} & set(os.getxattr(entry, COPIES_XATTR).split()):
+            raise posix_error(errno.ENODATA)
         fd = os.open(entry, DESCRIPTORS)
         try:
             return act(os.fstat(fd).st_size, lambda offset, length: os.pread(fd, length, offset))

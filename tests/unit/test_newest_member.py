@@ -20,9 +20,10 @@ from series_tree import OLD_NS, SeriesTree, TreeFile
 from ckptfs import series
 from ckptfs.lifecycle import CliqueCopies, FileRecord, PublishedState
 from ckptfs.model import Content, ContentState, Copy, CopyState, Level, Tier
-from ckptfs.series import KnownSet, KnownSets, MemberFile
+from ckptfs.series import KnownSet, KnownSets, MemberFile, set_kinds
 from ckptfs.series.completeness import MemberFacts, is_plausible_size, judge
 from ckptfs.series.patterns import Series
+from ckptfs.series.set_kinds import DirectoryFacts
 
 DIGEST = b"d"
 X = b"x" * 100
@@ -443,6 +444,7 @@ def test_a_file_for_each_process_of_lammps() -> None:
         name = f"melt.{part}.200"
         assert tree.without(name).find("melt.%.*") == "melt.%.100"
         assert tree.with_files({name: LAMMPS[:-1]}).find("melt.%.*") == "melt.%.100"
+    assert not set_kinds.list_kinds(DirectoryFacts({b"database.bin": MemberFile(1, Level.LOCAL)})), "only a name"
     first = tree.without("melt.base.200", "melt.0.200", "melt.1.200", "melt.1.100")
     first.age_s = 10.0
     assert first.find("melt.%.*") == "", "more processes may come"

@@ -4,14 +4,19 @@
 """
 
 import base64
+import errno
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from series_tree import OLD_NS, SeriesTree, TreeFile
+from series_tree import OLD_NS, Result, SeriesTree, TreeFile
+
+from ckptfs.series import MemberFile
+from ckptfs.series.file_formats import FileFormat
+from ckptfs.series.pickle_scan import ReadRange
 
 WRITERS = Path(__file__).parents[1] / "data" / "writers"
 PATTERNS = {
@@ -125,3 +130,18 @@ def test_a_rank_that_is_late_or_missing(name: str) -> None:
             assert not found or whole.is_whole(files, found), f"{what}, after {age_s:.0f} s: {found}"
     assert whole.find(whole.states[-1], 60.0) == NEWEST[name]
     assert missing.find(missing.states[-1], 60.0) == NEWEST[name].replace("4", "2").replace("step2", "step1")
+
+
+def test_a_large_file_of_another_node_is_not_needed() -> None:
+    """N2: the file of DeepSpeed's model tells the number of ranks, but only where it is; then names and members before must do."""
+    states = Replay.of("deepspeed-zero-1", load("deepspeed-zero-1")).states
+
+    class Elsewhere(SeriesTree):
+        async def inspect(self, entry: bytes, name: bytes, file: MemberFile) -> FileFormat:
+            return FileFormat("zip")
+
+        async def examine(self, entry: bytes, file: MemberFile, act: Callable[[int, ReadRange], Result]) -> Result:
+            raise OSError(errno.ENODATA, "elsewhere")
+
+    assert Elsewhere(states[-1], 60.0).find("global_step*") == "global_step2"
+    assert Elsewhere(states[-2], 60.0).find("global_step*") == "global_step1", "the second rank is missing"
