@@ -8,6 +8,7 @@ Functions that change rows join the caller's transaction.
 """
 
 import errno
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -84,7 +85,8 @@ def _get_pin(db: Database, inode: int) -> bytes | None:
 def _set_pin(db: Database, inode: int, value: bytes | None) -> None:
     _require(value in (_YES, None))
     history.set_pin(db, inode, value is not None)
-    set_candidates.insert_candidates(db, [inode])
+    # A file of the set leads the tracker to its series, whose rule may say something else now.
+    set_candidates.insert_candidates(db, [file.id for _, file in itertools.islice(history.list_files(db, inode), 1)])
 
 
 def _get_note(db: Database, inode: int) -> bytes | None:
