@@ -114,7 +114,7 @@ def list_retired(db: Database, tier: Tier, *, at_most: int, pfs_verify: bool = T
     """Return retired contents with a copy in `tier` that no promise needs and no process has open."""
     rows = db.rows(
         f"SELECT {CONTENT_COLUMNS} FROM retired r CROSS JOIN copy c ON c.content = r.content AND c.tier = ?"
-        " JOIN content k ON k.id = r.content WHERE c.state = 1 AND k.state = 2 AND k.inode NOT IN (SELECT inode FROM handle)"
+        " CROSS JOIN content k ON k.id = r.content WHERE c.state = 1 AND k.state = 2 AND k.inode NOT IN (SELECT inode FROM handle)"
         " AND NOT EXISTS (SELECT 1 FROM copy f WHERE f.content = k.id AND f.state = 0)"
         f" AND {IS_SAFE_ELSEWHERE.format(pfs_verify=int(pfs_verify))} LIMIT ?",
         tier, at_most,

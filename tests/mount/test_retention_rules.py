@@ -1,4 +1,4 @@
-"""D5, D7, D8, D14, H6: after 60 steps under each rule, and kills in between, each place has exactly what the rule says."""
+"""D5, D7, D8, D14, G3, H6: after 60 steps under each rule, and kills in between, each place has exactly what the rule says."""
 
 import json
 import os
