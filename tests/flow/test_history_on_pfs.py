@@ -84,6 +84,18 @@ def test_the_tree_on_the_pfs_is_the_mounts_after_a_set_was_overwritten_twice(mou
     assert [path.read_bytes() for path in kept] == [b"old", b"0", b"1"]
 
 
+@pytest.mark.parametrize("is_kept_again", [True, False])
+def test_a_set_that_is_overwritten_and_forgotten_before_write_back_looks(mount: Mount, is_kept_again: bool) -> None:
+    mount.keep(b"a")
+    mount.settle_exactly()
+    mount.put(b"a", b"new")
+    if is_kept_again:
+        mount.keep(b"a")
+    mount.forget(b"")
+    mount.settle_exactly()
+    assert sorted(os.listdir(mount.pfs / ".ckptfs.history" / "a*")) == (["a@2"] if is_kept_again else [])
+
+
 @pytest.fixture(params=[errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV])
 def unlinkable(mount: Mount, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mount:
     """The PFS has no hard links."""

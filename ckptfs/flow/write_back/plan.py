@@ -27,8 +27,8 @@ from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, PfsAction, PfsLocation
 from ckptfs.catalog.pfs_state import NO_INODE, Fingerprint, PfsEntry, PfsName, PfsView, PublishedRow
 from ckptfs.coherence.pfs_coordination import list_row_names
-from ckptfs.flow.write_back.plan_facts import Facts, PlannedFile, SourceKind
-from ckptfs.model import ROOT, Content, ContentState, Inode
+from ckptfs.flow.write_back.plan_facts import Facts, PlannedFile, SourceKind, can_be_made
+from ckptfs.model import ROOT, Content, ContentState
 
 PUTS_MAX = 64
 ACTIONS_MAX = 256
@@ -228,7 +228,7 @@ class Planner:
         if self._facts.is_held(row.inode) or self._is_guarded(name, row.inode) or self._is_directory_pending(name):
             self._set_wanted(name, row.inode, row)
             return True
-        if location is None or self._facts.is_unfit(row.inode) or not _can_be_made(row, inode):
+        if location is None or self._facts.is_unfit(row.inode) or not can_be_made(row, inode):
             self.view.set_pending(*name, row.inode)
             return True
         if row.parent in self._made_directories:
@@ -461,10 +461,18 @@ class Planner:
                 return False
             location = self._find_location(first)
             assert location is not None
+            self._remove_forgotten(row.inode)
             fingerprint = self._plan_file(kind, row.inode, content, row.mode, first, location)
         for name in others:
             self._plan_link(row.inode, first, name, fingerprint)
         return True
+
+    def _remove_forgotten(self, inode: int) -> None:
+        """Plan the removal of names that files of the history have taken over that are gone again: they must not count as new bytes."""
+        for name in self._list_stale_names(inode):
+            taker, location = self.view.get_pending(*name), self._find_location(name)
+            if taker and location is not None and self._facts.get_inode(taker) is None and not self._facts.is_held(inode):
+                self._plan_removal(name, location)
 
     def _adopt_entry(self, row: JournalRow, content: Content, name: PfsName) -> Fingerprint | None:
         """Take over the file that the PFS shows for a separated one, if it has these bytes.
@@ -511,7 +519,7 @@ class Planner:
     def _settle_missing(self, row: JournalRow, wanted: list[PfsName]) -> bool:
         """Plan that an inode appears that the PFS does not show. A file with bytes appears with its content."""
         inode, name = self._facts.get_inode(row.inode), wanted[0]
-        if inode is None or not _can_be_made(replace(row, mode=inode.mode), inode):
+        if inode is None or not can_be_made(replace(row, mode=inode.mode), inode):
             return True
         if self._is_guarded(name, row.inode):
             self.kept_seqs.append(row.seq)
@@ -583,18 +591,6 @@ def _get_wanted(shown: PfsEntry | None, pending: int | None) -> int:
 def _is_on_pfs(published: PublishedRow, content: Content) -> bool:
     """Return True if the PFS shows exactly these bytes, of this or of an earlier generation."""
     return published.is_complete and content.digest is not None and (published.size, published.digest) == (content.size, content.digest)
-
-
-def _can_be_made(row: JournalRow, inode: Inode | None) -> bool:
-    """Return True if the inode of this row can be made before any content is sealed.
-
-    That holds for directories, and, as long as the catalog knows them, for other inodes that have no bytes.
-    """
-    if stat.S_ISDIR(row.mode):
-        return True
-    if inode is None or inode.nlink == 0:
-        return False
-    return not stat.S_ISREG(inode.mode) or inode.content is None
 
 
 def format_path(location: PfsLocation) -> str:

@@ -3,6 +3,7 @@
 Values and an interface only. Nothing here outlives the plan: if we die, the next mover plans again.
 """
 
+import stat
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
@@ -83,3 +84,15 @@ class Facts(Protocol):
 
     def has_refused_attributes(self, inode: int) -> bool:
         """Return True if the PFS refuses the attributes of this inode for now; their row stays in the journal."""
+
+
+def can_be_made(row: JournalRow, inode: Inode | None) -> bool:
+    """Return True if the inode of this row can be made before any content is sealed.
+
+    That holds for directories, and, as long as the catalog knows them, for other inodes that have no bytes.
+    """
+    if stat.S_ISDIR(row.mode):
+        return True
+    if inode is None or inode.nlink == 0:
+        return False
+    return not stat.S_ISREG(inode.mode) or inode.content is None
