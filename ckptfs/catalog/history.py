@@ -20,13 +20,13 @@ Crash safety: a set appears with one rename. `list_unfinished` finds what was be
 
 import json
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, astuple, dataclass
 
 from ckptfs import limits
 from ckptfs.catalog import contents, handles, identity, journal, namespace, pfs_hold, summary
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.inodes import get, get_path
+from ckptfs.catalog.inodes import get, get_path, set_attributes
 from ckptfs.errors import Busy
 from ckptfs.model import HISTORY_NAME, ROOT, Inode, Level
 
@@ -314,6 +314,41 @@ def _get_place(db: Database, directory: int) -> tuple[int, bytes]:
 
 def _get_shown_mode(like: Inode) -> int:
     return stat.S_IFDIR | like.mode & 0o755
+
+
+def copy_rights(db: Database, directory: int) -> None:
+    """Give the directories of the history that stand for one of the application its owner and mode, which have changed (F6)."""
+    like = get(db, directory)
+    for one in _list_counterparts(db, directory):
+        set_attributes(db, one, mode=stat.S_IMODE(_get_shown_mode(like)), uid=like.uid, gid=like.gid)
+
+
+def _list_counterparts(db: Database, directory: int) -> Iterator[int]:
+    """Yield the directories of the history for a directory of the application: on the way to series, of series, and in sets."""
+    root = find_root(db)
+    if root is None:
+        return
+    above = _list_ancestors(db, directory)
+    origins = [ROOT, *(inode.id for inode, _ in above)]
+    names = [name for _, name in above]
+    yield from _walk(db, root, names)
+    for series in [one for one in list_series(db) if one.origin in origins]:
+        name, *below = names[origins.index(series.origin) :] or [b""]
+        if not name:
+            yield series.directory
+        for made in list_sets(db, series.directory) if name else ():
+            if made.record.name == name and not made.record.is_group:
+                yield from _walk(db, made.directory, below)
+
+
+def _walk(db: Database, directory: int, names: Iterable[bytes]) -> Iterator[int]:
+    """Yield the directory that a path leads to, if there is one."""
+    for name in names:
+        found = namespace.find_child(db, directory, name)
+        if found is None or not found.is_directory:
+            return
+        directory = found.id
+    yield directory
 
 
 # --- separation -------------------------------------------------------------------------------------------------------

@@ -270,6 +270,24 @@ def test_rights(mount: Area) -> None:
     assert as_user(lambda: os.listdir(private) and None) == "EACCES"
 
 
+@pytest.mark.parametrize("which", ["", "member", "member/below"])
+def test_what_becomes_private_is_private_in_the_history_too(mount: Area, which: str) -> None:
+    """F6: so are sets that were made before, and the directories on the PFS."""
+    member = save(mount)
+    (member / "below").mkdir()
+    (member / "below" / "c").write_bytes(b"c")
+    for directory in (mount.path, member, member / "below"):
+        directory.chmod(0o755)
+    kept = make_set(mount.daemon, member, "one")
+    mount.settle()
+    assert as_user(lambda: (kept / "below" / "c").read_bytes() and None) == "ok"
+    (mount.path / which.replace("member", member.name)).chmod(0o700)
+    assert as_user(lambda: (kept / "below" / "c").read_bytes() and None) == "EACCES"
+    mount.settle()
+    on_pfs = mount.daemon.pfs / ".ckptfs.history" / kept.relative_to(mount.daemon.path / ".ckptfs" / "history")
+    assert as_user(lambda: (on_pfs / "below" / "c").read_bytes() and None) == "EACCES"
+
+
 # --- a file of the history is written ---------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ FORBIDDEN_MODULES = {"utils", "util", "common", "helpers", "helper", "manager", 
 # Verbs of the catalog beside those of queries and mutations: POSIX's own, and those of the journal, attributes and held copies.
 CATALOG_VERBS = (
     "create_", "lookup_", "link_", "unlink_", "rmdir_", "rename_", "decrement_", "allocate_", "append_", "strip_", "remove_", "stash_",
-    "yield_", "was_", "reset_", "import_", "begin_", "finish_", "separate_", "hold_", "release_",
+    "yield_", "was_", "reset_", "import_", "begin_", "finish_", "separate_", "hold_", "release_", "copy_",
 )  # fmt: skip
 # The only code that may import a library, or a package of ours; a move edits one line here.
 LIBRARY_HOMES: dict[str, tuple[str, ...]] = {

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ckptfs import limits, series
-from ckptfs.catalog import handles, history_names, inodes, summary, user_settings
+from ckptfs.catalog import handles, history, history_names, inodes, summary, user_settings
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.namespace import get_path
 from ckptfs.errors import posix_error
@@ -84,7 +84,7 @@ class AttributeHandlers:
 
         def act(db: Database, _: bool) -> Inode:
             handles.record_reply(db, request.number)
-            return inodes.set_attributes(
+            changed = inodes.set_attributes(
                 db,
                 inode,
                 mode=attr.st_mode if fields.update_mode else None,
@@ -95,6 +95,9 @@ class AttributeHandlers:
                 ctime_ns=attr.st_ctime_ns if fields.update_ctime else None,
                 kill_set_id=kill_set_id,
             )
+            if changed.is_directory and (sets_owner or fields.update_mode):
+                history.copy_rights(db, inode)
+            return changed
 
         if atime_ns is not None or mtime_ns is not None:
             await open_files.set_times(inode, atime_ns, mtime_ns)
