@@ -23,7 +23,7 @@ from ckptfs.series import MANIFESTS, KnownSet, KnownSets, LatestMember, Listing,
 from ckptfs.series.file_formats import FileFormat
 from ckptfs.series.pickle_scan import ReadRange
 from ckptfs_client.errors import CommandFailed, UsageError
-from ckptfs_client.mounts import build_path_error, find_inode
+from ckptfs_client.mounts import build_path_error, find, find_inode
 
 FORMAT_XATTR = "user.ckptfs.format"
 MEMBER_XATTR = "user.ckptfs.member"
@@ -115,7 +115,9 @@ def _find_series(named: Sequence[Path]) -> NamedSeries:
         if found is None or "*" in str(where.parent):
             words = "one * is accepted, in the last part of the path, for each number in the name"
             raise UsageError(f"{where}: {words}", remedy="such as 'run1/step_*'")
+        _require_directory(where.parent, where)
         return NamedSeries(where.parent, found)
+    _require_directory(where.parent, where)
     if where.is_dir():
         return _find_series_inside(where)
     find_inode(where)
@@ -125,6 +127,12 @@ def _find_series(named: Sequence[Path]) -> NamedSeries:
             f"{where}: there is no series: its name has no number", remedy="name the directory, or a pattern: 'run1/step_*'"
         )
     return NamedSeries(where.parent, own)
+
+
+def _require_directory(directory: Path, where: Path) -> None:
+    """Raise CommandFailed if the directory of a series is gone. Its sets may be in the history."""
+    if not directory.exists() and _find_in_history(directory) is not None:
+        raise CommandFailed(f"{directory}: No such file or directory", remedy=f"the history has its sets: ckptfs list '{where}'")
 
 
 def _find_series_of_names(named: Sequence[Path]) -> NamedSeries:
@@ -142,7 +150,7 @@ def _find_series_of_names(named: Sequence[Path]) -> NamedSeries:
 def _find_series_inside(where: Path) -> NamedSeries:
     """Return the only series in a directory. Never one beside it."""
     find_inode(where)
-    found = [NamedSeries(where, one) for one in series.list_series(_list_names(where))]
+    found = [NamedSeries(where, one) for one in series.list_series(_list_names(where)) or _list_kept_series(where)]
     if not found:
         raise CommandFailed(
             f"{where}: there is no series in it: no name there has a number that counts checkpoints", remedy=_suggest(where)
@@ -150,6 +158,21 @@ def _find_series_inside(where: Path) -> NamedSeries:
     if len(found) > 1:
         raise UsageError(f"{where} may mean several series", remedy=f"say which, in quotes: {_join_choices(found)}")
     return found[0]
+
+
+def _list_kept_series(where: Path) -> list[Series]:
+    """Return the series of a directory of which the history has sets."""
+    place = _find_in_history(where)
+    names = [] if place is None else sorted(os.listdir(place))
+    return [found for name in names if "*" in name and (found := series.parse(os.fsencode(name))) is not None]
+
+
+def _find_in_history(where: Path) -> Path | None:
+    """Return the place in the history of a directory of the application. Returns None if there is none."""
+    path = Path(os.path.abspath(where))
+    mountpoint = find(path).mountpoint
+    place = Path(mountpoint, HISTORY.decode()[1:], path.relative_to(mountpoint)) if path.is_relative_to(mountpoint) else None
+    return place if place is not None and place.is_dir() else None
 
 
 def _suggest(where: Path) -> str:
