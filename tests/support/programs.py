@@ -52,8 +52,8 @@ def tree(root: Path) -> dict[str, tuple[Any, ...]]:
     """Everything below `root` that the PFS must show as the mount does: by path its type, mode, owner, mtime and bytes (or target)."""
     found: dict[str, tuple[Any, ...]] = {}
     for directory, directories, files in os.walk(root):
-        if Path(directory) == root and ".ckptfs" in directories:
-            directories.remove(".ckptfs")
+        if Path(directory) == root:
+            directories[:] = [name for name in directories if name not in (".ckptfs", ".ckptfs.history")]
         for name in directories + files:
             path = os.path.join(directory, name)
             found[os.path.relpath(path, root)] = _described(path)
