@@ -25,7 +25,10 @@ _V2_LIMITS = ("memory.max", "memory.high")
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """The lowest memory limit of a process: None if there is none, 0 if it is unknown. `group`: the group that sets it."""
+    """The lowest memory limit of a process: None if there is none, 0 if it is unknown.
+
+    `group`: the group that sets it.
+    """
 
     limit_bytes: int | None
     group: str = ""
@@ -36,7 +39,7 @@ class MemoryLimit:
 
     @property
     def is_limited(self) -> bool:
-        """Whether the process may be killed for memory that others do not need."""
+        """Return True if the process may be killed for memory that others do not need."""
         return self.limit_bytes is not None
 
 
@@ -46,7 +49,10 @@ UNKNOWN = MemoryLimit(0)
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """Where a cgroup filesystem with memory groups is mounted. `root`: the group at the mountpoint, as /proc/PID/cgroup names it."""
+    """The mountpoint of a cgroup filesystem with memory groups.
+
+    `root`: the group at the mountpoint, as /proc/PID/cgroup names it.
+    """
 
     version: int
     mountpoint: Path
@@ -64,12 +70,18 @@ class Hierarchy:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the group at the mountpoint has no ancestors: it lacks the files that every other group of version 2 has."""
+        """Return True if the group at the mountpoint has no ancestors.
+
+        Such a group lacks the files that every other group of version 2 has.
+        """
         return self.version == 1 or not (self.mountpoint / "cgroup.type").exists()
 
 
 def find_hierarchies(table: str | Path = procfs.MOUNT_TABLE) -> list[Hierarchy]:
-    """Return the mounted hierarchies that may limit memory. That of version 1 comes first: its controller is then not in version 2."""
+    """Return the mounted hierarchies that may limit memory, that of version 1 first.
+
+    If version 1 has the memory controller, version 2 lacks it.
+    """
     found = []
     for entry in procfs.list_mount_entries(table):
         if entry.fstype == "cgroup" and "memory" in entry.options.split(","):
@@ -156,7 +168,10 @@ class MemoryLimits:
 
 
 def find_own_limit() -> MemoryLimit:
-    """Return the lowest limit of this process. The RAM tier is charged to the daemon, unless an unlimited program writes it."""
+    """Return the lowest limit of this process.
+
+    The RAM tier is charged to the daemon, unless an unlimited program writes it.
+    """
     return MemoryLimits().find("self")
 
 

@@ -1,4 +1,6 @@
-"""Digests: xxh3-128 of each 4 MiB block, and one of a content: all block digests in order and the size.
+"""Digests: xxh3-128 of each 4 MiB block, and one of a content.
+
+The digest of a content covers all block digests in order and the size.
 
 A file may be sparse and huge: `truncate -s 1P` makes 250 million empty blocks. Runs of zeros cost almost nothing, and block digests of a
 file with more than `limits.BLOCK_DIGESTS_MAX` blocks are not kept.

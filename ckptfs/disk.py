@@ -79,27 +79,27 @@ def _get_action(label: str) -> str:
 
 
 def open_file(label: str, path: str | bytes, flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
-    """openat(2) with O_CLOEXEC."""
+    """Call openat(2) with O_CLOEXEC."""
     return act(label, os.open, path, flags | os.O_CLOEXEC, mode, dir_fd=dir_fd)
 
 
 def rename(label: str, old: str | bytes, new: str | bytes, *, old_fd: int | None = None, new_fd: int | None = None) -> None:
-    """renameat2(2): atomic; replaces an existing target."""
+    """Call renameat2(2). It is atomic and replaces an existing target."""
     act(label, os.rename, old, new, src_dir_fd=old_fd, dst_dir_fd=new_fd)
 
 
 def unlink(label: str, path: str | bytes, *, dir_fd: int | None = None) -> None:
-    """unlinkat(2)."""
+    """Call unlinkat(2)."""
     act(label, os.unlink, path, dir_fd=dir_fd)
 
 
 def fsync(label: str, fd: int) -> None:
-    """fsync(2)."""
+    """Call fsync(2)."""
     act(label, os.fsync, fd)
 
 
 def write_all(label: str, fd: int, data: bytes | memoryview, offset: int) -> None:
-    """pwrite(2) until every byte is written."""
+    """Call pwrite(2) until every byte is written."""
     view = memoryview(data)
     while view:
         count = act(label, os.pwrite, fd, view, offset)

@@ -1,4 +1,4 @@
-"""Durability of a file: the level that it has reached, and whether a copy may be dropped. Defines P3 and P5.
+"""Durability of a file: its level, and the rule that allows to drop a copy. Defines P3 and P5.
 
 Pure functions over a frozen record. The catalog builds the record; flows ask before they act.
 """
@@ -13,7 +13,10 @@ _TIME_STEPS = (100, 1_000, 1_000_000, 1_000_000_000)
 
 @dataclass(frozen=True, slots=True)
 class PublishedState:
-    """What the PFS shows of a file. `is_complete`: it is exactly the sealed generation `generation`. `is_checked`: it was read back."""
+    """What the PFS shows of a file.
+
+    `is_complete`: it is exactly the sealed generation `generation`. `is_checked`: it was read back.
+    """
 
     generation: int
     is_complete: bool
@@ -41,7 +44,10 @@ class CliqueCopies:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """All facts about one regular file. `content` None: this node has no content of it. `clique` None: no cluster."""
+    """All facts about one regular file.
+
+    `content` None: this node has no content of it. `clique` None: no cluster.
+    """
 
     content: Content | None
     copies: tuple[Copy, ...] = ()
@@ -145,5 +151,8 @@ def is_same_file(known: tuple[int, int, int], observed: tuple[int, int, int]) ->
 
 
 def count_required_domains(factor: int, domains: int) -> int:
-    """Return how many failure domains must have a copy: `factor`, or all of the cluster, dead ones included, but at least two."""
+    """Return the number of failure domains that must have a copy.
+
+    This is `factor`, or all domains of the cluster, dead ones included, but at least two.
+    """
     return max(2, min(factor, domains))

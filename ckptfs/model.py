@@ -56,7 +56,10 @@ class Tier(StrEnum):
 
 
 class ContentState(IntEnum):
-    """OPEN has writers, CLOSED awaits its seal, SEALED never changes, DOOMED awaits deletion, LOST has no good copy."""
+    """The state of a content.
+
+    OPEN has writers, CLOSED awaits its seal, SEALED never changes, DOOMED awaits deletion, LOST has no good copy.
+    """
 
     OPEN = 0
     CLOSED = 1
@@ -111,7 +114,7 @@ class Inode:
 
     @property
     def shown_nlink(self) -> int:
-        """The names that applications see: those in the history do not count."""
+        """Return the number of names that applications see, without those in the history."""
         return self.nlink if self.is_directory else self.nlink - self.history
 
 
@@ -197,7 +200,10 @@ class PfsEntryStat:
 
 
 class Notifier(Protocol):
-    """Notifications of a flow to other lanes and processes, after its commit. They are hints: they may be lost and never wait."""
+    """Notifications of a flow to other lanes and processes, after its commit.
+
+    They are hints: they may be lost and never wait.
+    """
 
     def invalidate_entry(self, parent: int, name: bytes) -> None:
         """Invalidate a name in the kernel's dentry cache, also a negative one."""
@@ -230,5 +236,5 @@ class SeriesRule:
 
     @property
     def says_complete(self) -> bool:
-        """Whether it says when a member is complete."""
+        """Return True if the rule says when a member is complete."""
         return bool(self.last or self.files or self.quiet_s)

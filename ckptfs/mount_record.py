@@ -1,4 +1,4 @@
-"""What a state directory says about its mount for the time without a daemon: STATE/mount.json.
+"""The record of a mount for the time without a daemon: STATE/mount.json.
 
 It holds how the mount was made, so that an error message and `ckptfs mounts` can name the command that goes on; the guard of the
 mountpoint; and, after an end in order, what the daemon left behind. The file is renamed into place.
@@ -22,7 +22,10 @@ FILE_NAME = "mount.json"
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """What lies on this node only. `ram_*` count what lies in RAM and nowhere else; `obstacle` is what blocks the write-back."""
+    """The data that lies only on this node.
+
+    `ram_*` count data that lies in RAM and nowhere else; `obstacle` is what blocks the write-back.
+    """
 
     files: int = 0
     size_bytes: int = 0
@@ -39,7 +42,10 @@ class Leftovers:
 
 @dataclass(frozen=True, slots=True)
 class MountRecord:
-    """How a mount was made, its guard, and what it left. `unit` is the systemd unit that started it, or empty."""
+    """The way in which a mount was made, its guard, and its leftovers.
+
+    `unit` is the systemd unit that started it, or empty.
+    """
 
     name: str
     mountpoint: Path
@@ -54,14 +60,17 @@ class MountRecord:
 
     @property
     def mount_command(self) -> str:
-        """The command that mounts it again and goes on."""
+        """Return the command that mounts the filesystem again and continues."""
         if self.unit:
             return f"systemctl start {self.unit}"
         options = f" -o {shlex.quote(self.options)}" if self.options else ""
         return f"mount -t ckptfs{options} {shlex.quote(self.name)} {shlex.quote(str(self.mountpoint))}"
 
     def describe_leftovers(self) -> str:
-        """Describe in one sentence what was left, where it lies and what a reboot loses; empty if nothing was left."""
+        """Describe in one sentence what was left, its place, and what a reboot loses.
+
+        Returns an empty string if nothing was left.
+        """
         left = self.leftovers
         if left is None or left.is_nothing:
             return ""

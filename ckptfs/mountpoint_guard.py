@@ -32,7 +32,10 @@ MODE_BITS = 0o555
 
 
 class GuardKind(StrEnum):
-    """How a mountpoint is guarded. NONE: it refuses writes anyway (immutable before, or on a read-only filesystem)."""
+    """The kinds of guards of a mountpoint.
+
+    NONE: it refuses writes anyway (immutable before, or on a read-only filesystem).
+    """
 
     NONE = "none"
     IMMUTABLE = "immutable"
@@ -42,7 +45,10 @@ class GuardKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """The guard of the directory `device`:`inode` at `path`. `mode` is its own mode, which `MODE` replaces."""
+    """The guard of the directory `device`:`inode` at `path`.
+
+    `mode` is its own mode, which `MODE` replaces.
+    """
 
     path: Path
     device: int
@@ -52,7 +58,10 @@ class Guard:
 
 
 def choose(path: Path) -> Guard:
-    """Return the guard that suits the directory `path`, on which nothing is mounted. Changes nothing. Raises OSError."""
+    """Return the guard that suits the directory `path`, on which nothing is mounted.
+
+    Changes nothing. Raises OSError.
+    """
     found = os.stat(path)
     return Guard(path, found.st_dev, found.st_ino, _choose_kind(path), found.st_mode & 0o7777)
 
@@ -92,7 +101,10 @@ def open_directory(guard: Guard) -> int:
 
 
 def set_on(guard: Guard, fd: int) -> None:
-    """Set the guard on the directory `fd`. `COVER` is set by `cover` when the daemon leaves. Raises OSError."""
+    """Set the guard on the directory `fd`.
+
+    `COVER` is set by `cover` when the daemon leaves. Raises OSError.
+    """
     if guard.kind is GuardKind.IMMUTABLE:
         flags = _get_flags(fd) or 0
         fcntl.ioctl(fd, FS_IOC_SETFLAGS, struct.pack("i", flags | FS_IMMUTABLE_FL))
@@ -101,7 +113,10 @@ def set_on(guard: Guard, fd: int) -> None:
 
 
 def cover(guard: Guard) -> None:
-    """Mount an empty read-only filesystem over an unmounted directory whose guard is `COVER`. Raises OSError."""
+    """Mount an empty read-only filesystem over an unmounted directory whose guard is `COVER`.
+
+    Raises OSError.
+    """
     if guard.kind is not GuardKind.COVER or _find_cover(guard.path):
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -111,7 +126,10 @@ def cover(guard: Guard) -> None:
 
 
 def clear(guard: Guard) -> bool:
-    """Take the guard away from a directory on which ckptfs is not mounted. Returns False if it is another directory. Raises OSError."""
+    """Take the guard away from a directory on which ckptfs is not mounted.
+
+    Returns False if it is another directory. Raises OSError.
+    """
     if guard.kind is GuardKind.COVER:
         return uncover(guard.path)
     try:

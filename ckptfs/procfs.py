@@ -1,4 +1,4 @@
-"""What the kernel says in /proc: mounts, memory, processes and their capabilities. Reads only.
+"""Statements of the kernel in /proc: mounts, memory, processes and their capabilities. Reads only.
 
 The list of mounts is read without touching them, so a mount that hangs cannot hang the reader.
 """
@@ -46,14 +46,17 @@ def _parse_mount(line: bytes) -> MountEntry:
 
 
 def get_filesystem_type(path: Path, table: str | Path = MOUNT_TABLE) -> str:
-    """Return the type of the filesystem that an absolute path without symlinks lies on. Touches no filesystem."""
+    """Return the type of the filesystem that an absolute path without symlinks lies on.
+
+    Touches no filesystem.
+    """
     entries = [entry for entry in list_mount_entries(table) if path.is_relative_to(entry.mountpoint)]
     # Of two mounts on one mountpoint, the later one is visible.
     return max(reversed(entries), key=lambda entry: len(entry.mountpoint.parts)).fstype if entries else ""
 
 
 def find_mount_of(fd: int) -> MountEntry | None:
-    """Return the mount that an open file lies on. Returns None if that mount is not in this namespace any more."""
+    """Return the mount of an open file. Returns None if that mount has left this namespace."""
     number = re.search(rb"^mnt_id:\s*(\d+)$", Path(f"/proc/thread-self/fdinfo/{fd}").read_bytes(), re.MULTILINE)
     # A node may have thousands of mounts, so only one line is parsed.
     line = number and re.search(rb"^%s .*$" % number[1], MOUNT_TABLE.read_bytes(), re.MULTILINE)
@@ -98,7 +101,10 @@ def get_fuse_timeouts(directory: Path = FUSE_SETTINGS) -> FuseTimeouts:
 
 
 def get_memory_pressure(table: str | Path = MEMORY_PRESSURE) -> float:
-    """Return the share of the last 10 s in which a process waited for memory, in percent; 0 if the kernel does not tell (PSI)."""
+    """Return the percentage of the last 10 s in which a process waited for memory.
+
+    Returns 0 if the kernel does not report it (PSI).
+    """
     try:
         found = re.search(rb"^some avg10=([0-9.]+)", Path(table).read_bytes(), re.MULTILINE)
     except OSError:
@@ -107,7 +113,10 @@ def get_memory_pressure(table: str | Path = MEMORY_PRESSURE) -> float:
 
 
 def is_virtual_machine(table: str | Path = "/proc/cpuinfo") -> bool:
-    """Return True if the processors say that a hypervisor runs this machine (x86), or if the kernel names one."""
+    """Return True if a hypervisor runs this machine.
+
+    The processor flags (x86) or the kernel say so.
+    """
     try:
         flags = re.search(rb"^flags\s*:.*$", Path(table).read_bytes(), re.MULTILINE)
     except OSError:
@@ -121,7 +130,9 @@ def is_running(pid: int) -> bool:
 
 
 def is_dying(pid: int) -> bool:
-    """Return True if the process was killed, though threads of it may still hang in system calls. None of them runs a program again.
+    """Return True if the process was killed, though threads of it may still hang in system calls.
+
+    None of them runs a program again.
 
     Its descriptors stay open until the last thread ends. The main thread is a zombie by then, or has SIGKILL pending.
     """
@@ -135,7 +146,10 @@ def is_dying(pid: int) -> bool:
 
 
 def get_start_ticks(pid: int) -> int:
-    """Return the start of a process in clock ticks since boot, 0 if it is gone. Pid and start together identify a process."""
+    """Return the start of a process in clock ticks since boot, 0 if it is gone.
+
+    Pid and start together identify a process.
+    """
     return int(_get_stat(pid)[19])
 
 
@@ -145,7 +159,10 @@ def get_resident_bytes(pid: int) -> int:
 
 
 def _get_stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on (field 3 of proc(5)); an empty state and zeros if the process is gone."""
+    """Return the fields of /proc/PID/stat from the state on (field 3 of proc(5)).
+
+    Returns an empty state and zeros if the process is gone.
+    """
     try:
         # The name of the program, in parentheses, may hold blanks and parentheses.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

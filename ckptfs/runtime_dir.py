@@ -1,4 +1,4 @@
-"""The runtime directory of a user, where daemons and their clients meet, with three files for each mount.
+"""The runtime directory of a user: three files for each mount, by which clients find its daemons.
 
 `NAME.json` registers the mount, `NAME.sock` answers queries of any user, `NAME.admin.sock` accepts orders of the owner of the mount.
 

@@ -1,6 +1,8 @@
-"""Bounds of our gRPC servers: calls in which nothing moves are cancelled, and callers do not exhaust descriptors.
+"""Bounds of our gRPC servers for stalled calls and for descriptors.
 
-gRPC assigns a thread to a call when its headers arrive. A client that sends nothing more would hold that thread forever.
+They cancel calls in which nothing moves, and keep callers from exhausting descriptors.
+
+gRPC assigns a thread to a call when its headers arrive. A client that sends nothing more would hold that thread for ever.
 """
 
 import contextlib
@@ -63,7 +65,10 @@ class CallWatchdog:
             self._cancelled.discard(context)
 
     def read_message(self, messages: Iterator[bytes], context: Call, patience_s: float) -> bytes:
-        """Return the one message of a call, awaited as the first of a stream. Raises TimedOut or MalformedCall."""
+        """Return the one message of a call, awaited as the first of a stream.
+
+        Raises TimedOut or MalformedCall.
+        """
         with self.watch_call(context, patience_s):
             for message in messages:
                 return message
