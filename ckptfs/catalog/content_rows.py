@@ -1,4 +1,7 @@
-"""Rows of the table `content` as values: the columns and their order, in one place, below all modules that own a part of the row."""
+"""Rows of the table `content` as values: the columns and their order.
+
+All modules that own a part of the row import this one.
+"""
 
 from typing import Any
 

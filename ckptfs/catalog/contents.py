@@ -1,4 +1,6 @@
-"""A content from its first byte to its seal, and the previous contents of a file that are kept (tables `content` and `copy`).
+"""A content from its first byte to its seal, and the previous contents of a file.
+
+The tables are `content` and `copy`.
 
 The mount begins, opens and closes contents; the mover seals them (copies.py has its other changes of copies). A content that other nodes
 have verified becomes a *previous* one if its file is written, or if another file takes its file's name; then it belongs to that
@@ -53,7 +55,10 @@ def get_file_record(db: Database, content: int) -> FileRecord:
 
 
 def get_publishable(db: Database, content: int) -> Content | None:
-    """Return a content for write-back. Returns None for a previous one whose file its successor has: that one is written back."""
+    """Return a content for write-back.
+
+    Returns None for a previous one whose file its successor has: that one is written back.
+    """
     has_copy = "EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
     if db.value(f"SELECT 1 FROM content k WHERE k.id = ? AND (k.superseded_mtime_ns IS NULL OR {has_copy})", content) is None:
         return None
@@ -362,7 +367,9 @@ def insert_reserved_content(db: Database, tier: Tier) -> int:
 
 
 def record_successor(db: Database, inode: int, content: int, successor: int) -> bool:
-    """Let the reserved content `successor` go on with the bytes of the sealed `content`, which other nodes have. Return whether it does.
+    """Let the reserved content `successor` continue the sealed `content`. Return whether it does.
+
+    Other nodes have `content`.
 
     The file of `content` in the tier of `successor` has both names. What other nodes hold is the previous content from now on.
     """
@@ -375,7 +382,7 @@ def record_successor(db: Database, inode: int, content: int, successor: int) -> 
         return False
     mark_superseded(db, inode)
     db.run("UPDATE OR REPLACE copy SET content = ? WHERE content = ? AND tier = ?", successor, content, tier)
-    bump_change(db, content)  # Whoever reads its bytes there has to stop.
+    bump_change(db, content)  # A reader of its bytes in this tier has to stop.
     copies.mark_unannounced_if_gone(db, content)
     generation = "(SELECT max(k.generation, i.generation) + 1 FROM content k, inode i WHERE k.id = ?3 AND i.id = ?2)"
     db.run(f"UPDATE content SET inode = ?2, generation = {generation} WHERE id = ?1", successor, inode, content)
@@ -384,7 +391,9 @@ def record_successor(db: Database, inode: int, content: int, successor: int) -> 
 
 
 def record_duplicate(db: Database, content: int, inode: int, target: int) -> None:
-    """Let the reserved `content` be the content of the file `target`: its copy has the bytes of the closed content of `inode`.
+    """Make the reserved `content` the content of the file `target`.
+
+    Its copy has the bytes of the closed content of `inode`.
 
     If this node does not know the digests of all blocks, the content awaits a seal of its own.
     """
@@ -400,7 +409,10 @@ def record_duplicate(db: Database, content: int, inode: int, target: int) -> Non
 
 
 def set_current(db: Database, inode: int, content: int) -> None:
-    """Make a successor the content of the file on this node. In a cluster the store learns of it with the first size that is recorded."""
+    """Make a successor the content of the file on this node.
+
+    In a cluster the store learns of it with the first size that is recorded.
+    """
     db.run("UPDATE inode SET content = ? WHERE id = ?", content, inode)
 
 

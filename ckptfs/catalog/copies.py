@@ -1,4 +1,6 @@
-"""Copies of contents on this node, as the mover changes them: added, moved, dropped, fetched and stashed (tables `copy` and `tier`).
+"""Copies of contents on this node as the mover changes them (tables `copy` and `tier`).
+
+The mover adds, moves, drops, fetches and stashes copies.
 
 The mover reads or writes bytes first, and records the result in a transaction that compares the state and `change` of the content with
 what it saw before; if a writer came in between, nothing is recorded. Functions that change rows join the caller's transaction.
@@ -154,7 +156,10 @@ def has_unchecked(db: Database) -> bool:
 
 
 def find_unchecked(db: Database, tier: Tier, excluded: Iterable[int]) -> int | None:
-    """Return the file whose copy in `tier` eviction would take next if it were read back on the PFS. Returns None if there is none."""
+    """Return the file whose copy in `tier` eviction would take next if it were read back on the PFS.
+
+    Returns None if there is none.
+    """
     found: int | None = db.value(
         f"SELECT k.inode{_UNCHECKED} AND c.tier = ? AND k.inode NOT IN (SELECT value FROM json_each(?))"
         " ORDER BY k.remote DESC, c.used_ns, k.id LIMIT 1",
@@ -211,7 +216,10 @@ def list_doomed(db: Database, tiers: Iterable[Tier], after: int, at_most: int) -
 
 
 def count_doomed_bytes(db: Database, tier: Tier) -> int:
-    """Return the bytes in `tier` of doomed contents that no process has open: their space comes back. Alone they go at once."""
+    """Return the bytes in `tier` of doomed contents that no process has open: their space comes back.
+
+    Alone they go at once.
+    """
     if not db.is_clustered:
         return 0
     return int(
@@ -297,7 +305,10 @@ class PublishedFile:
 
 @dataclass(frozen=True, slots=True)
 class FetchState:
-    """A file as a fetch begins. Two states are equal if nothing changed on which the result of a fetch depends."""
+    """A file as a fetch begins.
+
+    Two states are equal if nothing changed on which the result of a fetch depends.
+    """
 
     inode: int
     content: Content | None
@@ -436,7 +447,9 @@ def record_pfs_verified(db: Database, expected: FetchState, digest: bytes, block
 
 
 def record_pfs_damaged(db: Database, expected: FetchState) -> bool:
-    """Record that the file on the PFS has other bytes than the sealed ones, and append a journal row that writes it back again.
+    """Record that the file on the PFS differs from the sealed bytes.
+
+    A journal row lets write-back write it again.
 
     Return False if the file has changed since `expected`, or has a newer content than the PFS.
     """

@@ -1,4 +1,6 @@
-"""The SQLite file of the catalog: creating, checking, migrating and opening it, and transactions. Other modules hold the queries.
+"""The SQLite file of the catalog: creating, checking, migrating and opening it, and transactions.
+
+Other modules hold the queries.
 
 The file is in WAL mode with synchronous=NORMAL. Each thread has its own connection. A change is one BEGIN IMMEDIATE transaction: it waits
 for its turn, then happens as a whole or not at all.
@@ -42,7 +44,10 @@ _REMEDY = "nothing was changed; move {} away to start with an empty catalog, or 
 
 
 class _ThreadConnection:
-    """The connection of one thread. It is closed when the thread ends, without waiting for a garbage collection."""
+    """The connection of one thread.
+
+    It is closed when the thread ends, without waiting for a garbage collection.
+    """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.connection = connection
@@ -56,20 +61,23 @@ class ConnectionHooks(Protocol):
 
     @property
     def connection_class(self) -> type[sqlite3.Connection]:
-        """The class of the connections to create."""
+        """Return the class of the connections to create."""
 
     def on_open(self, connection: sqlite3.Connection) -> None:
-        """The connection was opened."""
+        """Act on a new connection."""
 
     def on_begin(self, connection: sqlite3.Connection) -> None:
-        """A change began."""
+        """Act on the begin of a change."""
 
     def on_commit(self, connection: sqlite3.Connection) -> None:
-        """A change was committed."""
+        """Act on the commit of a change."""
 
 
 class Database:
-    """One catalog file. Methods may be called from any thread; a transaction stays in the thread that began it."""
+    """One catalog file.
+
+    Methods may be called from any thread; a transaction stays in the thread that began it.
+    """
 
     def __init__(
         self,
@@ -102,7 +110,7 @@ class Database:
 
     @property
     def connection(self) -> sqlite3.Connection:
-        """This thread's connection."""
+        """Return this thread's connection."""
         connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if connection is None:
             connection = self._local.connection = _connect(self.path, self._log_pages, self._hooks)
@@ -230,7 +238,10 @@ def delete_clean_start(db: Database) -> bool:
 
 
 def create(path: Path) -> None:
-    """Create a catalog at `path` that holds only the root directory, unless the file exists. The file appears whole or not at all."""
+    """Create a catalog at `path` that holds only the root directory, unless the file exists.
+
+    The file appears whole or not at all.
+    """
     if path.exists():
         return
     temporary = path.with_name(path.name + ".new")
@@ -270,7 +281,10 @@ def check_file(path: Path) -> bool:
 
 
 def migrate_file(path: Path) -> None:
-    """Migrate a catalog from an older version. Raises CatalogDamaged or CatalogTooNew without changing anything."""
+    """Migrate a catalog from an older version.
+
+    Raises CatalogDamaged or CatalogTooNew without changing anything.
+    """
     with _open_known(path) as connection:
         version = migrations.get_version(connection)
         try:

@@ -58,7 +58,10 @@ def set_content(db: Database, inode: int, content: int) -> None:
 
 
 def move_shown(db: Database, inode: int, new_inode: int, content: int | None) -> None:
-    """Point the handles of the names of `inode` in the history to the inode to which these names lead now, and to `content`."""
+    """Point the handles of names in the history to `new_inode` and `content`.
+
+    The names led to `inode` and lead to `new_inode` now.
+    """
     db.run(
         "UPDATE handle SET inode = ?, content = CASE WHEN content IS NULL THEN NULL ELSE ? END WHERE inode = ? AND shown <> 0",
         new_inode, content, inode,

@@ -1,4 +1,6 @@
-"""The history of checkpoint sets: directories below the hidden entry `HISTORY_NAME` of the root, in which files have second names.
+"""The history of checkpoint sets: second names of files below the hidden entry `HISTORY_NAME`.
+
+`HISTORY_NAME` is an entry of the root.
 
 `<directories of the application>/<series>/<set>/<files>`: a series is a directory such as `step_*`, a set one such as `step_100@17` (its
 name and its number in the series). The files of a set are hard links, so all that keeps a file keeps them: they share inode, content and
@@ -54,7 +56,9 @@ class Producer:
 
 @dataclass(frozen=True, slots=True)
 class SetRecord:
-    """What is fixed about a complete set. `size` in bytes. `numbers`: as in the name, the deciding one first.
+    """What is fixed about a complete set.
+
+    `size` in bytes. `numbers`: as in the name, the deciding one first.
 
     `is_group`: a single file or several; the directory of the set holds them under their own names.
     """
@@ -80,7 +84,7 @@ class CheckpointSet:
 
     @property
     def name(self) -> bytes:
-        """The name of its directory."""
+        """Return the name of the directory of the set."""
         return _build_set_name(self.record)
 
 
@@ -94,7 +98,10 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class SeriesRecord:
-    """A series with a history. `origin`: the application's directory. `path`: b"run1/step_*", below the history, for people."""
+    """A series with a history.
+
+    `origin`: the application's directory. `path`: b"run1/step_*", below the history, for people.
+    """
 
     directory: int
     origin: int
@@ -187,7 +194,10 @@ def list_files(db: Database, set_directory: int) -> Iterator[tuple[bytes, Inode]
 
 
 def list_levels(db: Database, series: int) -> dict[int, Level]:
-    """Return the lowest level of the files of each set. Of what another node wrote, only known copies count."""
+    """Return the lowest level of the files of each set.
+
+    Of what another node wrote, only known copies count.
+    """
     return summary.list_lowest_levels(db, "SELECT child FROM entry WHERE parent = ? AND substr(name, 1, 1) <> x'2e'", series)
 
 
@@ -200,7 +210,9 @@ def get_level(db: Database, set_directory: int) -> Level:
 
 
 def insert_series(db: Database, origin: int, pattern: bytes) -> SeriesRecord:
-    """Return the series of a pattern in a directory of the application, and make its directories where they are missing.
+    """Return the series of a pattern in a directory of the application.
+
+    It makes the directories of the series that are missing.
 
     The history of a directory that is gone goes on in the one that has its path now.
     """
@@ -225,7 +237,10 @@ def insert_series(db: Database, origin: int, pattern: bytes) -> SeriesRecord:
 
 
 def _insert_root(db: Database) -> int:
-    """Return the directory of the history; make it if there is none. The times and links of the root stay, since nobody sees it."""
+    """Return the directory of the history, and make it if it is missing.
+
+    The times and links of the root stay, since applications do not see the new entry.
+    """
     found = find_root(db)
     if found is not None:
         return found
@@ -259,7 +274,9 @@ def get_next_number(db: Database, series: int) -> int:
 
 
 def begin_set(db: Database, series: int, record: SetRecord, like: Inode | None = None) -> int:
-    """Make the directory of a set under a hidden name, and return it. Raises EEXIST if this node or another one makes it.
+    """Make the directory of a set under a hidden name, and return it.
+
+    Raises EEXIST if this node or another one makes it.
 
     `like`: the application's directory of the set, from which it has mode and owner; None: those of the series.
     """
@@ -282,7 +299,10 @@ def insert_directory(db: Database, parent: int, name: bytes, like: Inode) -> int
 
 
 def insert_link(db: Database, inode: int, parent: int, name: bytes) -> None:
-    """Give a file a name in the history. Raises EMLINK, EEXIST, ENOENT if the file is gone, and Busy if a program writes it."""
+    """Give a file a name in the history.
+
+    Raises EMLINK, EEXIST, ENOENT if the file is gone, and Busy if a program writes it.
+    """
     if db.value("SELECT 1 FROM inode i JOIN content k ON k.id = i.content AND k.state = 0 WHERE i.id = ?", inode) is not None:
         raise Busy("a file that is open for writing belongs to no complete set")
     namespace.link(db, inode, parent, name)
@@ -317,14 +337,20 @@ def _get_shown_mode(like: Inode) -> int:
 
 
 def copy_rights(db: Database, directory: int) -> None:
-    """Give the directories of the history that stand for one of the application its owner and mode, which have changed (F6)."""
+    """Give directories of the history the owner and mode of the application directory (F6).
+
+    The owner or mode of `directory`, for which they stand, has changed.
+    """
     like = get(db, directory)
     for one in _list_counterparts(db, directory):
         set_attributes(db, one, mode=stat.S_IMODE(_get_shown_mode(like)), uid=like.uid, gid=like.gid)
 
 
 def _list_counterparts(db: Database, directory: int) -> Iterator[int]:
-    """Yield the directories of the history for a directory of the application: on the way to series, of series, and in sets."""
+    """Yield the directories of the history for a directory of the application.
+
+    They lead to series, belong to series, or are in sets.
+    """
     root = find_root(db)
     if root is None:
         return
@@ -355,7 +381,9 @@ def _walk(db: Database, directory: int, names: Iterable[bytes]) -> Iterator[int]
 
 
 def separate(db: Database, inode: int, copied: int | None = None) -> int:
-    """Give the names of a file in the history to a new inode, and return that: the file is about to be written.
+    """Give the names of a file in the history to a new inode, and return the inode.
+
+    The caller is about to write the file.
 
     `copied`: a reserved content whose file is a copy of the file's content; it becomes the content of the new inode. None: the new inode
     gets the content itself, and the file has none. On the PFS the new inode is a new file.
@@ -423,7 +451,10 @@ def delete_set(db: Database, set_directory: int, at_most: int) -> bool:
 
 
 def _list_names_below(db: Database, directory: int, at_most: int) -> list[tuple[int, bytes, bool]]:
-    """Return (directory, name, whether it is a directory) of what is below, what is deeper first, and one more than `at_most` of them."""
+    """Return (directory, name, whether it is a directory) of the entries below a directory.
+
+    Deeper entries come first. If there are more than `at_most`, one more is returned.
+    """
     found: list[tuple[int, bytes, bool]] = []
     for entry, inode in namespace.iterate_entries(db, directory):
         if inode.is_directory:
@@ -445,7 +476,10 @@ def _set_attribute(db: Database, inode: int, name: bytes, value: bytes | None) -
 
 
 def _encode_record(record: SetRecord) -> bytes:
-    """Encode a record in JSON. If it has too many producers, the first ones stand for all; the manifest names each."""
+    """Encode a record in JSON.
+
+    If it has too many producers, the first ones stand for all; the manifest names each.
+    """
     fields = {**asdict(record), "name": _to_text(record.name), "producers": [astuple(one) for one in record.producers]}
     while len(encoded := json.dumps(fields, separators=(",", ":")).encode()) > _RECORD_BYTES_MAX:
         fields["producers"] = fields["producers"][: len(fields["producers"]) // 2]

@@ -1,4 +1,4 @@
-"""The ids of this node, the cluster that the catalog belongs to, and the cluster's last known members (table `meta`).
+"""The ids of this node, the cluster of the catalog, and its last known members (table `meta`).
 
 Inodes and contents get ids that are unique in the cluster without asking any node: the upper bits are the number of the node. A node
 without a cluster uses SQLite's own counters. In a cluster the catalog also holds rows with greater ids of other nodes, so it counts in
@@ -46,7 +46,9 @@ HISTORY_BIT = 1 << (limits.ID_COUNTER_BITS - 1)
 
 
 def allocate_id(db: Database, table: str, *, in_history: bool = False) -> int | None:
-    """Return the id for a new row of `table`. Returns None if SQLite chooses it. `in_history`: of a directory of the history.
+    """Return the id for a new row of `table`.
+
+    Returns None if SQLite chooses it. `in_history`: of a directory of the history.
 
     Joins the caller's transaction.
     """

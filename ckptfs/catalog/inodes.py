@@ -1,4 +1,6 @@
-"""Attributes of inodes (columns of `inode`), extended attributes (table `xattr`), and the one place that turns an inode row into a value.
+"""Attributes of inodes (columns of `inode`) and extended attributes (table `xattr`).
+
+This module alone turns an inode row into a value.
 
 Set-id bits are cleared as on ext4: if a file that is not a directory changes its owner, and if a process without CAP_FSETID changes its
 length. Functions that change rows join the caller's transaction.
@@ -135,7 +137,10 @@ def _record_attribute_change(db: Database, inode: int) -> None:
 
 
 def get_path(db: Database, inode: int) -> bytes:
-    """Return a path of `inode` below the mount, for messages: of several names the oldest; b"?" without a name."""
+    """Return a path of `inode` below the mount, for messages; b"?" without a name.
+
+    Of several names it is the oldest one.
+    """
     names: list[bytes] = []
     length = 0
     while inode != ROOT:

@@ -1,4 +1,6 @@
-"""The changes that the PFS does not have yet, in their order (P6): table `journal`. A row is appended in the transaction of its change.
+"""The changes that the PFS does not have yet, in their order (P6): table `journal`.
+
+A row is appended in the transaction of its change.
 
 Ops: `make` (a directory, symlink, fifo, socket or device under parent/name; a regular file too, which appears on the PFS with its first
 content), `link` (another name), `unlink`, `rmdir`, `rename` (parent/name to new_parent/new_name, which is replaced if it exists),
@@ -59,7 +61,10 @@ def append(
     new_name: bytes | None = None,
     content: int | None = None,
 ) -> None:
-    """Record a change for the PFS in the change's own transaction. Without a PFS, and for what is held back from it, it does nothing."""
+    """Record a change for the PFS in the change's own transaction.
+
+    Without a PFS, and for what is held back from it, it does nothing.
+    """
     if not db.is_journalled:
         return
     db.run(
@@ -229,7 +234,10 @@ def get_instance_id(db: Database) -> str:
 
 
 def require_no_pfs(db: Database, state: Path, former: str = "") -> None:
-    """Refuse to go on without the PFS that this catalog belongs to, which was at `former`. Raises ConfigError."""
+    """Refuse to go on without the PFS that this catalog belongs to, which was at `former`.
+
+    Raises ConfigError.
+    """
     if db.value("SELECT 1 FROM meta WHERE key = 'pfs'") is not None:
         raise ConfigError(
             f"the files in {state} belong to a PFS, and none is configured",

@@ -157,7 +157,10 @@ def get_version(connection: sqlite3.Connection) -> int:
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Bring a catalog of a known version to `SCHEMA_VERSION`. The connection is in autocommit mode, without a transaction."""
+    """Bring a catalog of a known version to `SCHEMA_VERSION`.
+
+    The connection is in autocommit mode, without a transaction.
+    """
     while get_version(connection) < SCHEMA_VERSION:
         connection.execute("BEGIN IMMEDIATE")
         try:

@@ -1,4 +1,6 @@
-"""Names and what they lead to (tables `inode` and `entry`): create, link, unlink, rename and readdir, as on a local filesystem.
+"""Names and their inodes (tables `inode` and `entry`): create, link, unlink, rename and readdir.
+
+The calls behave as on a local filesystem.
 
 Functions that change rows join the caller's transaction, and append the journal row of the change. They raise OSError with the errno of
 ext4, or `NotImported` if the answer depends on a PFS directory that was not imported yet. With `allow_unimported` a new name does not wait
@@ -47,7 +49,10 @@ class NotImported(CkptfsError):
 
 
 def iterate_entries(db: Database, directory: int, after: int = 0) -> Iterator[tuple[Entry, Inode]]:
-    """Yield entries with cookies above `after`, and their inodes, in order, without the history. Do not await in between."""
+    """Yield entries with cookies above `after`, and their inodes, in order, without the history.
+
+    Do not await in between.
+    """
     with contextlib.closing(db.connection.execute(_SELECT_ENTRIES, (directory, after))) as rows:
         for row in rows:
             if directory == ROOT and row[1] == HISTORY_NAME:
@@ -177,7 +182,10 @@ def create(
 
 
 def create_history_root(db: Database, mode: int) -> int:
-    """Create the directory of the history, and return it. Times and links of the root stay: nobody sees the new entry."""
+    """Create the directory of the history, and return it.
+
+    The times and links of the root stay, since applications do not see the new entry.
+    """
     now = time.time_ns()
     root = get(db, ROOT)
     number = identity.allocate_id(db, "inode", in_history=True)
@@ -188,7 +196,10 @@ def create_history_root(db: Database, mode: int) -> int:
 
 
 def link(db: Database, inode: int, parent: int, name: bytes, *, allow_unimported: bool = False) -> Inode:
-    """Give a file another name. Raises EPERM for directories, EMLINK and EEXIST. A name in the history does not change its ctime."""
+    """Give a file another name.
+
+    Raises EPERM for directories, EMLINK and EEXIST. A name in the history does not change its ctime.
+    """
     now = time.time_ns()
     row = inodes.get(db, inode)
     _, _, is_imported, parent_links, history = _get_directory(db, parent, name)

@@ -1,4 +1,6 @@
-"""The other nodes as this one knows them (`peer`), their verified copies (`peer_copy`), and contents that need more (`under_replicated`).
+"""The other nodes as this one knows them, their copies, and contents that need more copies.
+
+The tables are `peer`, `peer_copy` (verified copies) and `under_replicated`.
 
 A copy counts for a level while its node is alive and the copy is of exactly the generation and digest of the content. Without a cluster
 these tables are empty. Functions that change rows join the caller's transaction.
@@ -122,12 +124,15 @@ class Domains(NamedTuple):
 
     @property
     def are_enough(self) -> bool:
-        """Whether new files can reach the level clique now."""
+        """Return True if new files can reach the level clique now."""
         return self.alive >= self.required
 
 
 def count_domains(db: Database) -> Domains:
-    """Count failure domains. The domain of a dead node counts as one of the cluster, unless the node has moved to another one."""
+    """Count failure domains.
+
+    The domain of a dead node counts as one of the cluster, unless the node has moved to another one.
+    """
     moved = "alive = 0 AND name IN (SELECT name FROM peer WHERE alive = 1)"
     counted = f"count(DISTINCT iif(alive, domain, NULL)), count(DISTINCT iif({moved}, NULL, domain))"
     alive, known = db.row(f"SELECT {counted} FROM peer") or (0, 0)
@@ -291,7 +296,10 @@ def count_wanted_copies(db: Database) -> tuple[int, int]:
 
 
 def count_short(db: Database) -> dict[int, int]:
-    """Return {missing copies: files} of this node's sealed files that have neither the level clique nor the level pfs."""
+    """Return {missing copies: files} of this node's sealed files that lack copies.
+
+    They have neither the level clique nor the level pfs.
+    """
     domains = count_domains(db)
     if get_replication_factor(db) < 2:
         return {}

@@ -1,4 +1,4 @@
-"""The batch of changes that write-back is applying to the PFS (table `pfs_batch`), and what it leaves in the catalog.
+"""The batch of changes that write-back applies to the PFS (table `pfs_batch`), and its record.
 
 A batch holds changes as they were decided, for the journal rows after `after_seq` up to `last_seq`. It is stored before the PFS is
 changed. `record_batch_done` records what the PFS shows then and deletes the rows and the batch, in the caller's transaction. If the PFS
@@ -53,7 +53,10 @@ class PfsAction:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedEntry:
-    """The state of a name on the PFS after the batch, or after its action `key`. `inode` None: nothing of ours."""
+    """The state of a name on the PFS after the batch, or after its action `key`.
+
+    `inode` None: nothing of ours.
+    """
 
     location: PfsLocation
     inode: int | None
@@ -130,7 +133,7 @@ def build_batch(view: PfsView, last: int) -> PfsBatch:
 
 
 def _set_final_state(batch: PfsBatch) -> None:
-    """The last change of each name is its final state."""
+    """Set the final state of each name: that after its last change."""
     entries: dict[PfsName, ExpectedEntry] = {}
     for change in batch.name_changes:
         entries[change.location.parent, change.location.name] = replace(change, key=0)
@@ -140,7 +143,10 @@ def _set_final_state(batch: PfsBatch) -> None:
 
 
 def build_batch_before(batch: PfsBatch, refused_key: int) -> PfsBatch:
-    """Return the batch that ends before a refused action. Of its row, only what the actions before it did counts."""
+    """Return the batch that ends before a refused action.
+
+    Of its row, only what the actions before it did counts.
+    """
     index = next(index for index, action in enumerate(batch.actions) if action.key == refused_key)
     seq = refused_key // KEYS_PER_ROW
     done_keys = {action.key for action in batch.actions[:index]}
@@ -210,7 +216,10 @@ def _name_fields(names: Iterable[str], item: list[Any]) -> dict[str, Any]:
 
 
 def _decode(text: str) -> PfsBatch:
-    """Return the batch of `_encode`, or of a mover with schema version 1. Raises CatalogTooNew if the version is unknown."""
+    """Return the batch of `_encode`, or of a mover with schema version 1.
+
+    Raises CatalogTooNew if the version is unknown.
+    """
     body = json.loads(text)
     if isinstance(body, list):
         body = _name_version_1(body)
@@ -415,7 +424,10 @@ def _record_set_attributes(db: Database, inode: int, observed: Iterable[Observed
 
 
 def _record_moved_files(db: Database, batch: PfsBatch, observed: dict[tuple[int, bytes], ObservedStat | None]) -> None:
-    """Record the new numbers of files that were copied, since they moved to another filesystem below the PFS."""
+    """Record the new inode numbers of files that write-back copied to another filesystem.
+
+    That filesystem is mounted below the PFS.
+    """
     moved = {action.inode for action in batch.actions if action.act in {"move", "exchange"}}
     for show in batch.expected_entries:
         seen = observed.get((show.location.parent, show.location.name))

@@ -1,4 +1,4 @@
-"""What is held back from the PFS (D7): table `pfs_hold`.
+"""Changes that are held back from the PFS (D7): table `pfs_hold`.
 
 If a retention rule sends only some sets of a series to the PFS, all that is made in the place of such a set is held. Changes of what is
 held append no journal rows, so the PFS does not know it, and write-back is not behind because of it. `release` appends the rows that make
@@ -25,7 +25,10 @@ def is_held(db: Database, inode: int) -> bool:
 
 
 def is_left_out(db: Database, inode: int) -> bool:
-    """Return True if something at or below a held inode belongs to a complete set: that was not chosen for the PFS."""
+    """Return True if an inode at or below a held one belongs to a complete set.
+
+    That set was not chosen for the PFS.
+    """
     tree = "WITH RECURSIVE tree(id) AS (VALUES (?) UNION SELECT child FROM entry JOIN tree ON entry.parent = tree.id)"
     held = f"{tree} SELECT 1 FROM tree JOIN pfs_hold h ON h.inode = tree.id JOIN inode i ON i.id = tree.id AND i.history > 0 LIMIT 1"
     return db.value(held, inode) is not None
@@ -56,7 +59,10 @@ def _is_place_held(db: Database, parent: int, name: bytes) -> bool:
 
 
 def record_link(db: Database, inode: int, parent: int, name: bytes) -> None:
-    """Record a further name of an inode for the PFS. What has a name in a place that is not held is not held, and in no held directory."""
+    """Record a further name of an inode for the PFS.
+
+    What has a name in a place that is not held is not held, and in no held directory.
+    """
     if db.holds_back is not None and is_held(db, inode):
         if not _is_place_held(db, parent, name):
             release(db, inode)
@@ -78,7 +84,10 @@ def record_rename(db: Database, source: Inode, parent: int, name: bytes, new_par
 
 
 def release_exchanged(db: Database, *inodes: int) -> None:
-    """Release the two inodes that are about to exchange their names, and the two directories: the journal orders what follows."""
+    """Release two inodes that are about to exchange their names, and the two directories.
+
+    The journal orders the changes that follow.
+    """
     for inode in inodes if db.holds_back is not None else ():
         (release_tree if inode in inodes[::2] else release)(db, inode)
 

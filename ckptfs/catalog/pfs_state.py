@@ -42,7 +42,10 @@ class PfsEntry:
 
 @dataclass(frozen=True, slots=True)
 class PublishedRow:
-    """A row of `pfs_file`: the bytes that the PFS shows of a file. `key`: the action of a batch that makes them."""
+    """A row of `pfs_file`: the bytes that the PFS shows of a file.
+
+    `key`: the action of a batch that makes them.
+    """
 
     inode: int
     generation: int
@@ -66,7 +69,10 @@ class PlannedName:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPending:
-    """A change of a plan: after the action `key` the name is to show `inode` later, `NO_INODE`, or what it shows now (None)."""
+    """A pending change of a plan.
+
+    After the action `key`, the name is to show `inode` later, `NO_INODE`, or the inode that it shows now (None).
+    """
 
     key: int
     name: PfsName
@@ -84,7 +90,10 @@ def get_published(db: Database, inode: int) -> PublishedRow | None:
 
 
 def find_unpublished(db: Database, after: int) -> tuple[int, int] | None:
-    """Return (inode, content) of the first sealed content after `after` that this node wrote and has, and that the PFS does not show."""
+    """Return (inode, content) of the first content after `after` to publish, or None.
+
+    This node wrote and has the sealed content, and the PFS does not show it.
+    """
     row = db.row(
         "SELECT c.inode, c.id FROM content c JOIN inode i ON i.id = c.inode AND i.content = c.id AND i.nlink > 0"
         " WHERE c.id > ? AND c.remote = 0 AND c.state = 2 AND EXISTS (SELECT 1 FROM copy WHERE content = c.id AND copy.state = 1)"
@@ -142,7 +151,10 @@ class PfsView:
         return None if row is None else PfsEntry(row[0], Fingerprint(*row[1:]))
 
     def get_pending(self, parent: int, name: bytes) -> int | None:
-        """Return the inode that is to appear under a name, or `NO_INODE`. Returns None if the name is as it should be."""
+        """Return the inode that is to appear under a name, or `NO_INODE`.
+
+        Returns None if the name is as it should be.
+        """
         if (parent, name) in self.pending_entries:
             return self.pending_entries[parent, name]
         found: int | None = self._db.value("SELECT inode FROM pfs_pending WHERE parent = ? AND name = ?", parent, name)
@@ -213,7 +225,10 @@ class PfsView:
         self._paths = {ROOT: ()}
 
     def set_pending(self, parent: int, name: bytes, inode: int) -> None:
-        """Plan that an inode, or nothing (`NO_INODE`), is to be under a name later. What the name shows already is not pending."""
+        """Plan that an inode, or nothing (`NO_INODE`), is to be under a name later.
+
+        What the name shows already is not pending.
+        """
         shown = self.get_entry(parent, name)
         if inode == (NO_INODE if shown is None else shown.inode):
             self.delete_pending(parent, name)
@@ -324,7 +339,10 @@ def count_shared_bytes(db: Database) -> int:
 
 
 def list_recent_blocks(db: Database, size_min: int, at_most: int) -> list[tuple[int, bytes]]:
-    """Return (inode, block digests) of the newest files on the PFS of at least `size_min` bytes, the newest first."""
+    """Return (inode, block digests) of files on the PFS of at least `size_min` bytes.
+
+    The newest come first.
+    """
     rows = db.rows(
         "SELECT inode, blocks FROM pfs_file WHERE size >= ? AND length(blocks) > 0 ORDER BY mtime_ns DESC LIMIT ?", size_min, at_most
     )

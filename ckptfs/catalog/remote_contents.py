@@ -1,4 +1,6 @@
-"""Contents that another node wrote last (`content.remote`), and what the store has to learn of this node's copies (`announce_state`).
+"""Contents that another node wrote last (`content.remote`), and announcements of this node's copies.
+
+`announce_state` has what the store has to learn of them.
 
 The row of a remote content is the newest state that this node learned; its GOOD copies are exactly of that generation and digest. Only a
 content that was open has several generations. When a newer one is learned, the copies become STALE: they are not read any more, but
@@ -174,7 +176,10 @@ def record_remote(db: Database, remote: RemoteState) -> bool:
 
 
 def restore_verified(db: Database, seen: Content, to: RemoteState) -> bool:
-    """Let a content that is open or was not sealed hold its last verified generation `to`. Return False if it has changed since `seen`."""
+    """Let a content that is open or was not sealed hold its last verified generation `to`.
+
+    Return False if it has changed since `seen`.
+    """
     with db.transaction():
         if not seen.is_remote or not is_unchanged(db, seen):
             return False
@@ -423,7 +428,10 @@ def count_hosted_bytes(db: Database, tier: Tier | None = None) -> int:
 
 
 def list_former_blocks(db: Database, inode: int, at_most: int) -> list[tuple[int, Tier, bytes | None]]:
-    """Return (content, tier, block digests) of what this node has of a file, the newest first. Those of a STALE copy are not known."""
+    """Return (content, tier, block digests) of what this node has of a file, the newest first.
+
+    Those of a STALE copy are not known.
+    """
     rows = db.rows(
         "SELECT k.id, c.tier, CASE c.state WHEN 1 THEN k.blocks END FROM content k JOIN copy c ON c.content = k.id AND c.tier <> 'pfs'"
         " WHERE k.inode = ? AND k.state IN (1, 2) AND c.state IN (1, 3) ORDER BY k.generation DESC, k.id DESC LIMIT ?",

@@ -1,4 +1,4 @@
-"""What retention rules have decided and need to know: chosen and expiring sets, what was read back, and retired contents.
+"""The state of retention rules: chosen and expiring sets, files that were read back, retired contents.
 
 A set that was chosen for the PFS, or whose names in the application's directories are being deleted, has an internal attribute.
 
@@ -51,7 +51,10 @@ def list_expiring(db: Database, series: int) -> set[int]:
 
 
 def mark_expiring(db: Database, set_directory: int) -> None:
-    """Record that deleting the names of a set in the application's directories has begun: it goes on after a crash."""
+    """Record that the deletion of a set's names in the application's directories has begun.
+
+    It continues after a crash.
+    """
     _mark(db, set_directory, EXPIRING_XATTR)
 
 
@@ -94,7 +97,10 @@ def list_names_below(db: Database, directory: int) -> list[tuple[int, bytes]]:
 
 
 def record_retired(db: Database, leaving: Iterable[int], staying: Iterable[int]) -> None:
-    """Mark the contents of sets that are to leave RAM and NVMe, but for those that sets which stay have, too."""
+    """Mark the contents of sets that are to leave RAM and NVMe.
+
+    Contents that sets which stay have, too, are not marked.
+    """
     files = f"{_TREE.format(_SETS)} SELECT i.content FROM tree JOIN inode i ON i.id = tree.id WHERE i.content IS NOT NULL"
     with db.transaction():
         db.run(

@@ -1,4 +1,4 @@
-"""What the tracker of checkpoint sets has to look at (table `set_candidate`).
+"""The inodes that the tracker of checkpoint sets has to look at (table `set_candidate`).
 
 A candidate is an inode that was sealed or got a name, so that a set may have become complete; or a file that the history names and that
 lost a name, or whose set was pinned or unpinned, so that sets may have lost their protection. Its row is written in the transaction of

@@ -1,4 +1,7 @@
-"""Figures of checkpoint sets for `ckptfs list`: thousands of them in one query, without their producers."""
+"""Figures of checkpoint sets for `ckptfs list`.
+
+One query reads thousands of sets, without their producers.
+"""
 
 from dataclasses import dataclass
 
@@ -17,7 +20,10 @@ _SELECT = (
 
 @dataclass(frozen=True, slots=True)
 class SetFigures:
-    """A set: the name of its directory, the number that decides the order of its series (in digits), and its size in bytes."""
+    """A set in the output of `ckptfs list`.
+
+    `name` is that of its directory. `step` is the number, in digits, that decides the order of its series. `size` is in bytes.
+    """
 
     name: bytes
     directory: int

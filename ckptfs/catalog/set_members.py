@@ -1,4 +1,6 @@
-"""What the tracker of checkpoint sets asks of the catalog: where an inode belongs, the files of a member, what the history has of them.
+"""The queries of the tracker of checkpoint sets.
+
+They return the place of an inode, the files of a member, and the part of them that the history has.
 
 Functions that change rows join the caller's transaction.
 """
@@ -31,7 +33,10 @@ def list_places(db: Database, inode: int) -> list[tuple[int, bytes]]:
 
 
 def list_possible_members(db: Database, directory: int) -> dict[bytes, tuple[int, bool]]:
-    """Return (inode, whether it is a directory) of the files and directories in a directory of the application, by name."""
+    """Return {name: (inode, whether it is a directory)} for a directory of the application.
+
+    Only regular files and directories count.
+    """
     query = (
         f"SELECT e.name, e.child, i.mode & {_TYPE_BITS} = {_DIRECTORY} FROM entry e JOIN inode i ON i.id = e.child WHERE e.parent = ?"
         f" AND (i.mode & {_TYPE_BITS} = {_FILE} OR (i.mode & {_TYPE_BITS} = {_DIRECTORY} AND i.history = 0))"
@@ -64,7 +69,10 @@ def get_parent(db: Database, directory: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SetFile:
-    """A sealed file of a member. Two are equal if nothing was written in between. `digest` is None if it is not known."""
+    """A sealed file of a member.
+
+    Two are equal if nothing was written in between. `digest` is None if it is not known.
+    """
 
     inode: int
     generation: int
@@ -123,7 +131,10 @@ def load_set_tree(db: Database, members: Iterable[tuple[bytes, int]], files_max:
 
 
 def has_set_of(db: Database, series: int, files: Iterable[int]) -> bool:
-    """Return True if one set of a series has all these files. What is written again has another inode in the history."""
+    """Return True if one set of a series has all these files.
+
+    What is written again has another inode in the history.
+    """
     query = (
         "WITH RECURSIVE up(file, id) AS (SELECT e.child, d.id FROM json_each(?2) j JOIN entry e ON e.child = j.value"
         " JOIN inode d ON d.id = e.parent AND d.history = 1 UNION"
@@ -135,7 +146,10 @@ def has_set_of(db: Database, series: int, files: Iterable[int]) -> bool:
 
 
 def list_known_sets(db: Database, series: int) -> dict[int, bool]:
-    """Return the sets of a series of which all files are known, by directory, and whether the application still has all of them."""
+    """Return {directory: whether the application has all files} of the known sets of a series.
+
+    A set is known if this node knows all its files.
+    """
     query = (
         "WITH RECURSIVE below(top, id) AS (SELECT child, child FROM entry WHERE parent = ? UNION ALL SELECT below.top, e.child"
         f" FROM below JOIN entry e ON e.parent = below.id JOIN inode i ON i.id = e.child WHERE i.mode & {_TYPE_BITS} = {_DIRECTORY}),"

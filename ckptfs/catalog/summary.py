@@ -1,4 +1,6 @@
-"""Answers for people: levels of files, places of copies, and the figures of `ckptfs status`. Reads only, but for the table `report`.
+"""Answers for people: levels of files, places of copies, and the figures of `ckptfs status`.
+
+Reads only, but for the table `report`.
 
 Levels are never stored: this module loads records, and `ckptfs.lifecycle` judges them. No function touches a tier, so all answer at once,
 also while the PFS hangs.
@@ -168,7 +170,10 @@ def load_write_back_figures(db: Database) -> WriteBackFigures:
 
 @dataclass(frozen=True, slots=True)
 class TreeFigures:
-    """The regular files in some trees. `level`: the lowest of them; None if there are none or it is not known here."""
+    """The regular files in some trees.
+
+    `level`: the lowest of them; None if there are none or it is not known here.
+    """
 
     files: int
     size: int
@@ -235,7 +240,9 @@ _LEVELS = tuple(Level)
 def _list_level_groups(
     db: Database, source: str, condition: str, *values: str | int, top: str = "0", tables: str = ""
 ) -> Iterator[tuple[int, Level | None, int, bool]]:
-    """Yield (`top`, level, number of files, whether they are lost) of those inodes `i` of `source` for which an SQL condition holds.
+    """Yield (`top`, level, number of files, whether they are lost) of inodes.
+
+    They are the inodes `i` of `source` for which an SQL condition holds.
 
     The level is None if only other nodes know the copies.
     """
@@ -329,7 +336,10 @@ def count_unsealed(db: Database) -> int:
 
 
 def count_only_in_ram(db: Database) -> tuple[int, int]:
-    """Return (number, bytes) of this node's own contents that a reboot loses: they are in RAM, and no live node has a copy."""
+    """Return (number, bytes) of this node's own contents that a reboot loses.
+
+    They are in RAM, and no live node has a copy.
+    """
     is_safe = copies.IS_SAFE_ELSEWHERE.format(pfs_verify=0)
     count, size = db.row(
         "SELECT count(*), coalesce(sum(k.size), 0) FROM copy c JOIN content k ON k.id = c.content WHERE c.tier = 'ram' AND k.state <> 3"
@@ -362,7 +372,10 @@ class SpaceOutlook:
 
 
 def load_space_outlook(db: Database) -> SpaceOutlook:
-    """Return whether space is to be expected: contents to seal, to write back or to delete, or copies that may be dropped."""
+    """Return whether space is expected to become free.
+
+    It is if there are contents to seal, to write back or to delete, or copies that may be dropped.
+    """
     with db.read_transaction():
         doomed, closed = db.row("SELECT coalesce(sum(state = 3), 0), coalesce(sum(state = 1 AND remote = 0), 0) FROM content") or (0, 0)
         journal_rows = db.value("SELECT count(*) FROM journal WHERE op = 'content'")

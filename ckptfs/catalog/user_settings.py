@@ -1,7 +1,9 @@
-"""What users say of checkpoint sets through extended attributes: `user.ckptfs.pin`, `note`, `remove`, `rollback` and `commit`.
+"""The attributes by which users control sets: `pin`, `note`, `remove`, `rollback`, `commit`.
+
+They are extended attributes with the prefix `user.ckptfs.`.
 
 The kernel has checked that the caller may write the file or directory. Only its owner and root may set these attributes. They are shown to
-those who ask for them by name, and never listed. A removal and a commit are internal attributes themselves, on which the tracker of sets
+callers that name them, and never listed. A removal and a commit are internal attributes themselves, on which the tracker of sets
 acts.
 
 Functions that change rows join the caller's transaction.
@@ -27,7 +29,7 @@ _REMOVED = f"SELECT x.inode FROM xattr x JOIN inode i ON i.id = x.inode WHERE x.
 
 
 class UserSetting(NamedTuple):
-    """One attribute: what can have it, its value (None: it has none), and how to change it (None: to remove it).
+    """One attribute: its owners, its value and its change. A value of None means that it has none.
 
     `change` raises ValueError for a value that is not `accepted`.
     """
@@ -40,7 +42,10 @@ class UserSetting(NamedTuple):
 
 
 def get_setting(db: Database, inode: Inode, name: bytes) -> bytes | None:
-    """Return the value of an attribute without the prefix `user.ckptfs.`. Returns None if the inode has none."""
+    """Return the value of an attribute without the prefix `user.ckptfs.`.
+
+    Returns None if the inode has none.
+    """
     setting = USER_SETTINGS.get(name)
     return setting.get(db, inode.id) if setting is not None and setting.fits(db, inode) else None
 
