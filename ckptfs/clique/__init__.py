@@ -1,1 +1,1 @@
-"""The nodes that hold copies for one another: who they are, who holds what, and what one may ask of another."""
+"""The nodes that hold copies for one another: membership, placement, locations, and their interface."""

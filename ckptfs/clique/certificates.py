@@ -227,7 +227,7 @@ class RevocationList:
     """The current list, read again when its file changes. Safe for several threads."""
 
     def __init__(self, directory: Path | None) -> None:
-        """`directory` has the keys of the node; None for a node without keys."""
+        """Watch `directory`, which has the keys of the node; None for a node without keys."""
         self._directory = directory
         self._lock = threading.Lock()
         self._checked_s = -limits.REVOKED_POLL_S

@@ -96,7 +96,10 @@ class LockProvider(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The number of this node, its replication settings, and access to the other nodes. `view` returns the newest view."""
+    """The number of this node, its replication settings, and access to the other nodes.
+
+    `view` returns the newest view.
+    """
 
     node_number: int
     factor: int
@@ -113,11 +116,17 @@ class Cluster:
         object.__setattr__(self, "copy_records", CopyRecords(self.store, self.node_number))
 
     def draw_delay_s(self, at_most_s: float = limits.SPREAD_S_MAX) -> float:
-        """Return a random delay for work that many nodes begin at the same event. It is none in a small cluster."""
+        """Return a random delay for work that many nodes begin at the same event.
+
+        It is none in a small cluster.
+        """
         return random.uniform(0.0, min(at_most_s, limits.SPREAD_NODE_S * max(0, len(self.view()) - limits.SPREAD_FREE_NODES)))
 
     def is_ours_to_copy(self, content: Content, shared: ContentLocations) -> bool:
-        """Return whether this node must replicate a hosted content: its writer is dead, and this is the first of the living holders."""
+        """Return whether this node must replicate a hosted content.
+
+        It must if the writer is dead and this node is the first of the living holders.
+        """
         view, remote_state = self.view(), shared.state
         if remote_state is None or shared.writer is None or shared.writer in view:
             return False

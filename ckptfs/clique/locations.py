@@ -1,4 +1,6 @@
-"""Locations of contents in the store: the last writer's row `c/<content>`, and a row `p/<content>/<node>` for each verified copy.
+"""Locations of contents in the store: one row for the last writer, one for each verified copy.
+
+The last writer's row is `c/<content>`, that of a copy `p/<content>/<node>`.
 
 The writer's own copy has no row under `p/`: `c/` implies it. If the writer lost that copy while others have theirs, it puts `away` under
 `p/` until its copy is back. A row under `p/` with another generation or digest than `c/` belongs to an older generation and does not count.
@@ -43,7 +45,7 @@ class ContentLocations:
 
     @property
     def holders(self) -> list[int]:
-        """The nodes with exactly the last written state, the writer first."""
+        """Return the nodes with exactly the last written state, the writer first."""
         state = self.state
         if state is None or self.writer is None or state.digest is None:
             return []
@@ -94,7 +96,10 @@ def load(store: Store, contents: Sequence[int]) -> dict[int, ContentLocations]:
 
 @dataclass(frozen=True, slots=True)
 class SharedFile:
-    """A file in the store. `content` None means empty; the field `missed` is described in `coherence/salvage_records`."""
+    """A file in the store.
+
+    `content` None means empty; the field `missed` is described in `coherence/salvage_records`.
+    """
 
     content: int | None
     value: dict[str, Any]
@@ -107,13 +112,13 @@ class SharedFile:
 
     @property
     def salvaged(self) -> dict[str, Any] | None:
-        """The state that the file should have and lost, if any."""
+        """Return the state that the file should have and lost, if any."""
         raw = self.value.get("missed")
         return None if raw is None else dict(json.loads(raw))
 
     @property
     def active_salvage(self) -> dict[str, Any] | None:
-        """`salvaged` while the file still shows the replacement: it was not written since.
+        """Return `salvaged` while the file shows the replacement and was not written since.
 
         A replacement from the PFS gets a content when it is fetched.
         """
@@ -124,13 +129,16 @@ class SharedFile:
 
     @property
     def pfs_generation(self) -> int | None:
-        """The generation that the file shows because only the PFS had one; None for other files."""
+        """Return the generation that the file shows because only the PFS had one; None for other files."""
         missed = self.active_salvage
         return None if missed is None or missed["shows"] is not None else int(missed["shown"])
 
     @property
     def expected_state(self) -> dict[str, Any]:
-        """`content`, `generation` and `mtime_ns` of the file; of the lost state if only the PFS had one."""
+        """Return `content`, `generation` and `mtime_ns` of the file.
+
+        If only the PFS had a state, they are those of the lost state.
+        """
         missed = self.active_salvage if self.pfs_generation is not None else None
         return missed or {name: self.value.get(name) for name in ("content", "generation", "mtime_ns")}
 
@@ -251,7 +259,9 @@ class CopyRecords:
         self._lock = threading.Lock()
 
     def announce(self, contents: Iterable[tuple[Content, bool]], *, is_own_away: bool = False) -> None:
-        """Announce for each content that this node has a copy (True) or has none (False). Raises StoreUnreachable.
+        """Announce for each content that this node has a copy (True) or has none (False).
+
+        Raises StoreUnreachable.
 
         `is_own_away`: it lacks the contents that it wrote (True), or has them.
         """

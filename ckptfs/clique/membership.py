@@ -1,4 +1,4 @@
-"""Membership of the cluster: node numbers, leases, records of live nodes, and this node's view of them.
+"""Membership of the cluster: node numbers, leases, records of live nodes, this node's view of them.
 
 - A node has one number for life. The number is in the upper bits of every id that the node makes, so it belongs to one catalog: a node that
   lost its catalog gets a new one. `number/<name>` binds a name to a number and a catalog; `taken/<number>` marks numbers in use;
@@ -253,14 +253,20 @@ def find_usurper(name: str, number: int, taken: Iterable[Item]) -> str:
 
 
 def build_reregistration(name: str, catalog: str, number: int, others: Iterable[int], taken: Iterable[Item]) -> list[list[Operation]]:
-    """Return transactions that bind this node's name in a store that lost its data, and mark the numbers of all known nodes as taken."""
+    """Return transactions that bind this node's name in a store that lost its data.
+
+    They also mark the numbers of all known nodes as taken.
+    """
     present = {item.key for item in taken}
     missing = [Put(taken_key(other), b"") for other in sorted({*others} - {number}) if taken_key(other) not in present]
     return split_changes([Put(name_key(name), NodeBinding(number, catalog).encode()), Put(taken_key(number), name.encode()), *missing])
 
 
 def build_adopted(numbers: Iterable[int], epoch: bytes) -> list[list[Operation]]:
-    """Return transactions that record that these nodes have adopted the store of this epoch, or that nobody awaits them."""
+    """Return transactions that record that these nodes have adopted the store of this epoch.
+
+    The record is also made for nodes that are not awaited any more.
+    """
     return split_changes([Put(ADOPTED_PREFIX + b"%08x" % number, epoch) for number in numbers])
 
 
@@ -324,7 +330,7 @@ class NodeLease:
 
     @property
     def lease_id(self) -> int:
-        """The lease while it certainly holds, else 0."""
+        """Return the lease while it certainly holds, else 0."""
         lease, until_s = self._lease
         return lease if self._clock() < until_s else 0
 
@@ -390,7 +396,7 @@ class MemberTable:
     """The nodes that count as alive. `now_s` is any clock that does not jump."""
 
     def __init__(self, own_node: Node, last_nodes: Iterable[Node] = ()) -> None:
-        """`last_nodes` were alive in the last view of the previous process."""
+        """Start with `last_nodes`, which were alive in the last view of the previous process."""
         self._own_node = own_node
         self._present = {node.number: node for node in last_nodes if node.number != own_node.number}
         self._absent: dict[int, tuple[Node, float]] = {}

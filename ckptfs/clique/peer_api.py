@@ -1,4 +1,4 @@
-"""The interfaces between nodes: `PeerApi`, what a node asks of its peers, and `ContentHost`, what it does for them.
+"""The interfaces between nodes: `PeerApi` for the caller, `ContentHost` for the node that is called.
 
 Values and Protocols only, so that flows need no gRPC. Peers name contents by id, never by path. Calls block; use worker threads. A call is
 bounded by progress, not by total time: a peer that moves nothing for `limits.PEER_STALL_S` has failed, a slow one has not. Descriptors
@@ -38,7 +38,9 @@ class CopyUnavailable(CopyNotFound):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A content that one node asks another to hold. `digest` is None while it is still being written (an *early* offer).
+    """A content that one node asks another to hold.
+
+    `digest` is None while it is still being written (an *early* offer).
 
     `blocks` are the digests of all `size` bytes, 16 bytes for each 4 MiB begun; in an early offer, a block that may still change is
     `UNKNOWN_BLOCK`. A later offer of the same content continues the earlier ones: equal blocks are not sent again. The receiver sets
@@ -60,7 +62,9 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Reception:
-    """An accepted offer. `fd` belongs to the host; it is open for reading and writing, and has its final size, allocated.
+    """An accepted offer.
+
+    `fd` belongs to the host; it is open for reading and writing, and has its final size, allocated.
 
     Blocks that this node already had, in an older generation or elsewhere, are in place. `missing_blocks` are the numbers of the others,
     ascending, without `UNKNOWN_BLOCK`. `fd` stays open until `finish_reception` or `abort_reception` returns.

@@ -1,4 +1,6 @@
-"""Placement: which nodes hold copies of which node's contents. Pure, and equal on every node with the same view.
+"""Placement: which nodes hold copies of which node's contents.
+
+Pure, and equal on every node with the same view.
 
 N1: cliques by `factor` and `jump` over the order of ranks, as in NVIDIA's CliqueReplicationStrategy, for any number of nodes. All nodes
 form one ring; the peers of a node are the next ones in it. So each node holds contents of as many nodes as hold its own, and when a node
