@@ -58,7 +58,10 @@ _FORGET_STORE = [
 
 
 def build_intents(db: Database) -> list[Operation]:
-    """Return how the intents of this node's batch on the PFS come into the store: it is in hand, and goes on after the adoption."""
+    """Return puts of the intents of this node's batch on the PFS.
+
+    The batch is in progress, and continues after the adoption.
+    """
     rows = db.rows(
         "SELECT kind, number, name, value FROM cached_key WHERE kind IN ('f', 'x') AND json_extract(CAST(value AS TEXT), '$.by') = ?",
         identity.get_node_number(db),
@@ -79,7 +82,10 @@ def begin(db: Database, epoch: bytes) -> None:
 
 
 def _delete_stale_names(db: Database) -> None:
-    """Delete names that lead to what has been renamed since: nobody has asked for them again, so they are still in the cache."""
+    """Delete names of inodes that have been renamed since.
+
+    No caller has asked for these names again, so they are still in the cache.
+    """
     rows = db.rows(
         "SELECT e.cookie, e.parent, e.name, i.value FROM entry e"
         " JOIN cached_key n ON n.kind = 'e' AND n.number = e.parent AND n.name = e.name"
@@ -114,7 +120,7 @@ def list_keys(db: Database, inodes: Iterable[int]) -> list[SharedKey]:
 
 
 def list_names_in_store(values: StoreValues) -> list[SharedKey]:
-    """Return the names that files have in the store, and those under which the PFS shows something, as it says."""
+    """Return the names that files have in the store, and those that the PFS shows by its records."""
     found: list[SharedKey] = []
     for key, one in values.items():
         kind = {INODE: NAME, PFS_STATE: PFS_NAME}.get(key.kind)
@@ -245,8 +251,9 @@ class AdoptionBatch:
             key_state.set_cached(self._db, key, known)
 
     def _merge_pfs_state(self, inode: int) -> None:
-        """Keep the later of two statements of what the PFS shows: by generation; then the one that agrees with the tree, as the PFS
-        follows it.
+        """Keep the later of two statements about the names that the PFS shows.
+
+        The generation decides; then the one that agrees with the tree, as the PFS follows it.
         """
         key = SharedKey(PFS_STATE, inode)
         theirs, ours = self._get(key), keys.get_value(self._db, key)

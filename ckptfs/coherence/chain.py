@@ -1,4 +1,4 @@
-"""The chain of the transactions of one process: the fate of each is known, also if its answer was lost.
+"""The chain of one process's transactions: the fate of each is known, even if its answer was lost.
 
 A commit that failed may be applied later: after commits that were sent later, and after reads that did not see it. So every transaction
 of a chain puts the key of the chain, and compares the revision of that key which this node saw last. Of two transactions for one link at
@@ -31,7 +31,10 @@ WRITE_BACK_CHAIN = b"write_back"
 
 @dataclass(frozen=True, slots=True)
 class ChainLink:
-    """The next link of a chain. `own_revision`: the revision of the last transaction of the chain that was no fence."""
+    """The next link of a chain.
+
+    `own_revision`: the revision of the last transaction of the chain that was no fence.
+    """
 
     key: SharedKey
     revision: int
@@ -74,7 +77,10 @@ def list_deleted(link_value: CachedValue) -> list[SharedKey]:
 
 
 def parse_link(link: ChainLink, outcome: Outcome, put: Put) -> CachedValue:
-    """Return the value of the chain's key after a transaction that puts `put`, or else reads the key first."""
+    """Return the value of the chain's key after a transaction.
+
+    The transaction puts `put`, or else reads the key first.
+    """
     if outcome.succeeded:
         return CachedValue(outcome.revision, put.value)
     items = outcome.results[0]
@@ -82,7 +88,10 @@ def parse_link(link: ChainLink, outcome: Outcome, put: Put) -> CachedValue:
 
 
 class ChainedStore:
-    """The way to the store of a process whose commits form one chain. A read sees what became of all commits before it."""
+    """The way to the store of a process whose commits form one chain.
+
+    A read sees what became of all commits before it.
+    """
 
     def __init__(self, store: Transactions, db: Database, chain: bytes) -> None:
         self._store, self._db, self._chain = store, db, chain
@@ -97,7 +106,10 @@ class ChainedStore:
     def commit(
         self, compares: Sequence[Compare], changes: Sequence[Operation], otherwise: Sequence[Get] = (), *, timeout_s: float = WAIT_S
     ) -> Outcome:
-        """Commit as the next link. A transaction that was applied although its answer was lost has succeeded, with no results."""
+        """Commit as the next link.
+
+        A transaction that was applied although its answer was lost has succeeded, with no results.
+        """
         with self._lock:
             self._settle(timeout_s)
             link = load_next_link(self._db, self._chain)

@@ -1,4 +1,6 @@
-"""One transaction of the store, built from dirty keys: compares, puts and deletes, and reads in case of a conflict.
+"""One transaction of the store, built from dirty keys: compares, puts, deletes, and reads.
+
+The reads are for the case of a conflict.
 
 Changes are sent whole and in order, as many as fit.
 
@@ -106,7 +108,7 @@ class StoreTransaction:
 
     @property
     def operation_count(self) -> int:
-        """The number of its operations; `limits.ETCD_OPERATIONS_MAX` bounds it."""
+        """Return the number of its operations; `limits.ETCD_OPERATIONS_MAX` bounds it."""
         return max(
             len(self.new_values) + len(self.extra_deletes) + 1,
             len(self.expected_revisions) + len(self.required_directories) + len(self.required_empty) + 1,

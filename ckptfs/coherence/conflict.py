@@ -1,4 +1,6 @@
-"""Outcomes of transactions: successes are recorded, conflicts resolved so that the next transaction can succeed.
+"""Outcomes of transactions: successes are recorded, and conflicts are resolved.
+
+After that the next transaction can succeed.
 
 If another node changed a name first, the changes of this node that involve the name are undone, with every dirty name of the same inodes.
 Attributes are merged. An inode that is gone in the store is deleted in the catalog. `chain` says whether a commit passed whose response was
@@ -58,7 +60,7 @@ class ConflictResolver:
         self._result = CommitResult(False)
 
     def mark_not_empty(self, directory: int) -> None:
-        """A directory that was removed on this node has entries in the store."""
+        """Mark as contested a directory that was removed on this node but has entries in the store."""
         self._contested_names |= self._list_names_of(directory)
 
     def resolve(self) -> CommitResult:
@@ -92,7 +94,10 @@ class ConflictResolver:
             self._values_to_merge.append((key, store_value.value))
 
     def _list_outdated_links(self, key: SharedKey, now: CachedValue) -> set[SharedKey]:
-        """Return the names in the history that this node gave to a file which another node has written: the set is not what it was."""
+        """Return the names in the history that this node gave to a file that another node has written.
+
+        The set does not have its former files any more.
+        """
         base, theirs = key_state.get_cached(self._db, key).fields, now.fields
         if key.kind != INODE or not base or not theirs or all(base.get(name) == theirs.get(name) for name in ("content", "generation")):
             return set()
@@ -157,7 +162,10 @@ class ConflictResolver:
             keys.write_value(self._db, key, {**theirs, "names": names})
 
     def _handle_inode_deleted(self, inode: int) -> None:
-        """The inode was deleted in the store. Undo names that this node made in it or for it."""
+        """Handle an inode that was deleted in the store.
+
+        Names that this node made in it or for it are undone.
+        """
         read.apply_inode_deleted(self._db, inode, self._read_revision, self._recent_deletes)
         self._deleted_inodes.add(inode)
         self._result.unlinked_inodes.append(inode)
@@ -322,7 +330,9 @@ def record_fence(
 
 
 def drop_change(db: Database, transaction: StoreTransaction) -> str:
-    """Keep the change that `transaction` publishes on this node only, since the store refuses it for ever. Return its path.
+    """Keep the change that `transaction` publishes on this node only, since the store refuses it for ever.
+
+    Return its path.
 
     It is tried again when the same file or name changes again.
     """

@@ -1,4 +1,4 @@
-"""The state of shared keys on this node: dirty keys, cached values, and whether the node is disconnected.
+"""The state of shared keys on this node: dirty keys, cached values, and the disconnection.
 
 - `dirty_key`: keys that changed and are not published, in order. TEMP triggers on each connection mark them in the transaction of the
   change; they are off while changes of other nodes are applied. A row is a key in one change. A key that changes again during its commit
@@ -217,7 +217,7 @@ class CachedValue(NamedTuple):
 
     @property
     def fields(self) -> Value | None:
-        """The value, decoded."""
+        """Return the decoded value."""
         return decode_value(self.raw)
 
 

@@ -28,12 +28,12 @@ _PUBLISHED_COLUMNS = ("generation", "complete", "size", "mtime_ns", "pfs_inode",
 
 
 def build_name_list(rows: list[tuple[Any, ...]]) -> list[list[Any]]:
-    """[directory, name] of rows, in order."""
+    """Return [directory, name] of rows, in order."""
     return sorted([row[0], bytes(row[1]).decode("latin-1")] for row in rows)
 
 
 def get_pfs_state_value(db: Database, inode: int, _: bytes) -> Value | None:
-    """What the PFS shows of an inode: under which names, as what it was seen there, and which bytes."""
+    """Return the state of an inode on the PFS: its names, its observed attributes, and its bytes."""
     rows = db.rows(
         "SELECT parent, name, seen_ino, seen_mode, seen_uid, seen_gid FROM pfs_entry WHERE inode = ? ORDER BY parent, name", inode
     )
@@ -83,7 +83,7 @@ def _write_published(db: Database, inode: int, published: list[Any] | None) -> N
 
 
 def get_pfs_name_value(db: Database, parent: int, name: bytes) -> Value | None:
-    """What the PFS shows under a name."""
+    """Return the entry that the PFS shows under a name."""
     inode = db.value("SELECT inode FROM pfs_entry WHERE parent = ? AND name = ?", parent, name)
     return None if inode is None else {"inode": inode}
 
@@ -98,12 +98,12 @@ def write_pfs_name(db: Database, parent: int, name: bytes, value: Value | None) 
 
 
 def build_row_name(instance: str, seq: int) -> bytes:
-    """How a row of the journal of the catalog `instance` is named in the store: in its order."""
+    """Return the name of a journal row of the catalog `instance` in the store. Names sort by row."""
     return f"{instance}-{seq:016x}".encode()
 
 
 def get_row_value(db: Database, node: int, name: bytes) -> Value | None:
-    """What this node still has to tell the PFS."""
+    """Return a change of this node that the PFS does not have yet."""
     if node != identity.get_node_number(db):
         return None
     row = journal.get(db, int(name.rpartition(b"-")[2], 16))
@@ -120,7 +120,7 @@ def get_row_value(db: Database, node: int, name: bytes) -> Value | None:
 
 
 def parse_row(value: Value, node: int) -> journal.JournalRow:
-    """The row of `row_value`, which `node` had to tell; it has no number here yet."""
+    """Return the journal row in a value of `get_row_value`, from `node`. It has no number in this catalog."""
     name, new = value.get("name"), value.get("new_name")
     return journal.JournalRow(
         0, value["op"], value["inode"], value.get("parent", 0), None if name is None else name.encode("latin-1"),
@@ -196,7 +196,7 @@ def decode_key(raw: bytes) -> SharedKey:
 
 
 def build_names_prefix(directory: int) -> bytes:
-    """What the keys of all names in a directory begin with."""
+    """Return the prefix of the keys of all names in a directory."""
     return encode_key(SharedKey(NAME, directory))
 
 
@@ -206,12 +206,15 @@ def encode_value(value: Value | None) -> bytes | None:
 
 
 def encode_fields(value: Value) -> bytes:
-    """The same of what there is."""
+    """Encode a value that exists, as `encode_value` does."""
     return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
 
 
 def decode_value(raw: bytes | None) -> Value | None:
-    """The value of `encode_value`; None of what is not readable, too (see `value_checks`)."""
+    """Return the value that `encode_value` encoded.
+
+    Returns None for a missing or unreadable value (see `value_checks`).
+    """
     value: Value | None = None if raw is None else json.loads(raw)
     if value is not None:
         value.pop(PRIOR_REVISION, None)
@@ -254,8 +257,10 @@ def list_local_names(db: Database, inode: int) -> list[SharedKey]:
 
 
 def list_shared_names(db: Database, inode: int) -> list[list[Any]]:
-    """[directory, name] of all names of what is no directory, in order: those that the store knows, as far as they were not taken away
-    here, and those that were given here. They are told by name and not counted, so that two nodes can take away the same one.
+    """Return [directory, name] of all names of an inode that is no directory, in order.
+
+    They are the names that the store knows, without those that this node removed, and the names that this node gave. Names are compared,
+    not counted, so that two nodes can remove the same one.
     """
     value = db.value("SELECT value FROM cached_key WHERE kind = 'i' AND number = ? AND name = x''", inode)
     here = {(row[0], bytes(row[1]).decode("latin-1")) for row in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)}
@@ -268,18 +273,21 @@ def list_shared_names(db: Database, inode: int) -> list[list[Any]]:
 
 
 def count_in_history(names: Iterable[Sequence[Any]]) -> int:
-    """Return how many of these names are in the history, also in directories that this node has never read."""
+    """Return how many of these names are in the history.
+
+    Directories that this node has never read count, too.
+    """
     return sum(identity.is_history_directory(name[0]) for name in names)
 
 
 def list_unread_history(db: Database, inode: int) -> list[tuple[int, bytes]]:
-    """(directory, name) of the names of a file in the history that this node has not read yet."""
+    """Return (directory, name) of names of a file in the history that this node has not read yet."""
     names = [(name[0], name[1].encode("latin-1")) for name in list_shared_names(db, inode) if identity.is_history_directory(name[0])]
     return [name for name in names if db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", *name) is None]
 
 
 def set_link_count(db: Database, key: SharedKey) -> None:
-    """The links of a file are its names; what was removed stays so."""
+    """Set the links of a file to the number of its names. A removed file stays removed."""
     if key.kind != INODE:
         return
     row = db.row("SELECT mode & 61440, nlink FROM inode WHERE id = ?", key.number)
@@ -290,7 +298,10 @@ def set_link_count(db: Database, key: SharedKey) -> None:
 
 
 def _is_name_changed(db: Database, parent: int, name: str) -> bool:
-    """Whether this name leads elsewhere than in the store because of this node: what was taken back is still marked, and is no change."""
+    """Return True if this node changed a name, so that the store has another inode under it.
+
+    A change that was taken back is still marked, and does not count.
+    """
     key = (parent, name.encode("latin-1"))
     if db.value("SELECT 1 FROM dirty_key WHERE kind = 'e' AND number = ? AND name = ? LIMIT 1", *key) is None:
         return False
@@ -317,7 +328,10 @@ def _get_content_value(db: Database, number: int, _: bytes) -> Value | None:
 
 
 def _get_inherited_value(db: Database, number: int) -> Value | None:
-    """What another node wrote, and a file of this node has replaced: see `former.inherit`. It says itself what it has."""
+    """Return the value of a content that another node wrote and a file of this node has replaced.
+
+    See `former.inherit`. The writer itself announces that it has the content.
+    """
     row = db.row(
         "SELECT k.inode, k.superseded_mtime_ns, s.value FROM content k JOIN inode i ON i.id = k.inode AND i.nlink > 0"
         " JOIN cached_key s ON s.kind = 'c' AND s.number = k.id WHERE k.id = ? AND k.remote = 1"
@@ -366,7 +380,7 @@ def _write_xattrs(db: Database, number: int, xattrs: Mapping[str, str]) -> None:
 
 
 def _write_times(db: Database, number: int, _: bytes, value: Value | None) -> None:
-    """The last change of the directory sets its times; older values do not override it."""
+    """Write the times of the last change of a directory. Older values do not override it."""
     if value is not None:
         db.run(
             "UPDATE inode SET mtime_ns = ?1, ctime_ns = ?2 WHERE id = ?3 AND mode & 61440 = 16384"
@@ -376,7 +390,9 @@ def _write_times(db: Database, number: int, _: bytes, value: Value | None) -> No
 
 
 def _write_content(db: Database, number: int, _: bytes, value: Value | None) -> None:
-    """What another node wrote last; what this node wrote itself it knows better.
+    """Write the state of a content that another node wrote last.
+
+    This node knows its own contents better.
 
     The content of a deleted file stays until the kernel forgets the inode: it may be about to open it.
     """
@@ -445,7 +461,7 @@ def write_value(db: Database, key: SharedKey, value: Value | None) -> None:
 
 
 def build_conflict_names(stem: bytes, conflict_mark: bytes, node_label: bytes) -> Iterator[bytes]:
-    """Names for what cannot have the name `stem`, one after the other until one is free."""
+    """Yield names for an entry that cannot have the name `stem`, one after the other until one is free."""
     for number in range(1, limits.LINKS_MAX):
         end = conflict_mark + node_label + b"-%d" % number
         yield stem[: limits.NAME_BYTES_MAX - len(end)] + end

@@ -1,4 +1,6 @@
-"""Merge of two changes of one value: pure. `base` is the common ancestor, `ours` this node's value, `theirs` the store's.
+"""Merge of two changes of one value: pure.
+
+`base` is the common ancestor, `ours` this node's value, `theirs` the store's.
 
 A field is ours if this node changed it, else theirs. Names merge as a set. Content, generation, size and times of a file
 stay together and belong to the last writer: the node that writes the file now, else the one with the later generation, then the later

@@ -1,4 +1,4 @@
-"""What a node may change while it is disconnected: what is its own.
+"""The changes that a node may make while it is disconnected: those of what is its own.
 
 Its own is what this node made, what it wrote last, and what no other node knows yet. It makes names, writes, closes and syncs whatever
 it can open, and renames and replaces its own. What others wrote last it reads, and removes: the removal is published on its return if
@@ -28,7 +28,10 @@ def is_own(db: Database, inode: Inode) -> bool:
 
 
 def can_rename(db: Database, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0) -> bool:
-    """Return True if a disconnected node may do this rename. What cannot be looked up is left to the rename."""
+    """Return True if a disconnected node may do this rename.
+
+    What cannot be looked up is left to the rename.
+    """
     source, target = namespace.find_child(db, parent, name), namespace.find_child(db, new_parent, new_name)
     shared = [inode for inode in (source, target) if inode is not None and is_shared(db, inode.id)]
     if flags == namespace.EXCHANGE and shared:

@@ -77,7 +77,7 @@ def load_inodes(db: Database, store: Transactions, *inodes: int) -> None:
 
 
 class NotLoaded(Busy):
-    """Of this inode nothing was read; it is to be read, too."""
+    """The rows of this inode were not read; they have to be read, too."""
 
     def __init__(self, inode: int) -> None:
         super().__init__(f"inode {inode} has to do with it")

@@ -1,4 +1,4 @@
-"""Reads of the store: which keys a question depends on, how results enter the catalog, and how the cache stays bounded.
+"""Reads of the store: the keys that an operation depends on, their results, the bound of the cache.
 
 Results never overwrite unpublished changes of this node or newer values. Eviction forgets rows of other nodes that are needed least; the
 store has them all. Rows stay if they are open, held, dirty or still to be written back to the PFS, and if this node made them. A

@@ -1,4 +1,6 @@
-"""Return of a node that could not reach the store: its changes are replayed, each on condition that others did not contradict it.
+"""Return of a node that could not reach the store: its changes are replayed.
+
+Each change is made only if other nodes did not contradict it.
 
 Its applications saw success, so nothing that they wrote is lost. `ownership` bounds what it may have changed.
 

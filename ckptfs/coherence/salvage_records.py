@@ -1,4 +1,4 @@
-"""Salvage records (`inode.salvaged`): files that show a previous generation because the newest one is lost.
+"""Salvage records (`inode.salvaged`): files that show a previous generation, as the newest is lost.
 
 The record is JSON: `content` and `generation` are what the file should hold, written by `node`, with the mtime `mtime_ns`. `shows` and
 `shown` are the content and generation that it shows instead; without a content the PFS shows it. Other writers of the file leave the

@@ -159,7 +159,7 @@ class EpochCheckedStore:
 
     @property
     def epoch_and_revision(self) -> tuple[bytes | None, int]:
-        """(the epoch at the last request, the highest revision that was answered since it was met)"""
+        """Return (epoch at the last request, highest revision answered since that epoch was met)."""
         return self._epoch_and_revision
 
     def read(self, gets: Sequence[Get], *, timeout_s: float = WAIT_S) -> Outcome:

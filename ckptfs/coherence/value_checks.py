@@ -1,4 +1,4 @@
-"""What a value of the store may be: one table of fields and types for each kind of key, and the version of all of them.
+"""The fields and types of values of the store, one table for each kind of key, and their version.
 
 The store is shared with other nodes, so its values are checked like a message of a peer: known fields only, each of its type and within its
 bounds. A value that fails is *unreadable*: it stays in the store, one log line names its key, and every read of it yields `UNREADABLE`. The
@@ -91,7 +91,10 @@ def _is_digest(value: object) -> bool:
 
 
 def _is_temporary(value: object) -> bool:
-    """Return True for a temporary name of write-back, which any node may remove after the death of its node."""
+    """Return True for a temporary name of write-back.
+
+    Any node may remove it after the death of its node.
+    """
     return isinstance(value, str) and _TEMPORARY.match(value) is not None
 
 
@@ -241,7 +244,9 @@ def _log_once(raw_key: bytes, revision: int, fault: str) -> None:
 
 
 def check_format(items: tuple[Item, ...], release: str) -> tuple[Compare, Put] | None:
-    """Return how to record the format of the values, given what `FORMAT_KEY` holds; None if there is nothing to do.
+    """Return the transaction that records the format of the values; None if there is nothing to do.
+
+    `items` is what `FORMAT_KEY` holds.
 
     Raises StoreTooNew if a newer ckptfs wrote them.
     """
