@@ -1,4 +1,6 @@
-"""Block transfers of a client: fetches blocks of a content from several peers at once into one file, and sends blocks that a peer lacks.
+"""Block transfers of a client, which fetches blocks from several peers at once and sends blocks.
+
+A fetch writes one content into one file. A send transfers the blocks that a peer lacks.
 
 Fetch: each source has a thread (a single source has several), which takes runs of blocks from one list. Blocks that a source does not
 deliver return to the list. A source that fails or sends wrong data is not used again. After `limits.PEER_PATIENCE_S` without progress,

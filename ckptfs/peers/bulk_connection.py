@@ -31,7 +31,10 @@ class BulkConnection:
     """One end. One thread sends and receives; `shutdown` may come from another."""
 
     def __init__(self, connected: socket.socket, context: ssl.SSLContext, server_name: str | None = None) -> None:
-        """`server_name`: the name that the certificate of the server must have; None for the server itself."""
+        """Start TLS over `connected`. `server_name` must be in the certificate of the server.
+
+        It is None for the server itself.
+        """
         self.is_shut_down = False
         self._socket = connected
         self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()

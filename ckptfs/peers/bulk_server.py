@@ -1,7 +1,9 @@
-"""The server of bulk connections: a port, a thread that accepts, and a bounded number of threads that serve one connection each.
+"""The server of bulk connections: a port, an accepting thread, a bounded number of serving threads.
+
+Each serving thread has one connection.
 
 A connection begins with a TLS handshake, in which both sides show their certificates. Connections before the end of their handshake have
-places of their own: if these are taken, the oldest one ends, so silent strangers never take the place of a peer. Commands follow, each with
+places of their own: if these are taken, the oldest one ends, so silent callers never take the place of a peer. Commands follow, each with
 its blocks, until the peer closes the connection or is silent for `limits.PEER_IDLE_S`. A rejected command is answered and ends the
 connection. If all places of peers are taken, the connection that is idle for longest ends; if none is idle, the new one is refused.
 

@@ -1,4 +1,6 @@
-"""The gRPC server for peers: authenticates, bounds and parses each call, and passes it to the content host.
+"""The gRPC server for peers, which authenticates, bounds and parses each call.
+
+The content host answers the calls.
 
 Calls run in a bounded number of threads. Send and Read occupy one while bytes move, other calls until their message has arrived. Each peer
 may use a share of the threads, and a watchdog cancels calls that stall. All other work is short, or bounded by the disk. A rejected call
@@ -305,7 +307,10 @@ class RawStreams:
         self._stream_slots = ConcurrencyLimit("stream", limits.PEER_STREAMS_MAX, limits.PEER_STREAMS_PER_PEER_MAX)
 
     def send(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        """Receive blocks of a transfer. A peer that opens streams and sends nothing occupies no more threads than another."""
+        """Receive blocks of a transfer.
+
+        A peer that opens streams and sends nothing occupies no more threads than another.
+        """
         with self._guard.guard_call(context) as peer, self._watch_call(context, peer), self._stream_slots.hold_slot(peer):
             command = Command.parse(next(messages, b""))
             with self._streams.open_incoming(peer, command) as receiver:

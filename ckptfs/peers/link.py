@@ -1,4 +1,4 @@
-"""The link to one other node: its gRPC channel, a few idle bulk connections for later transfers, and its measured speed.
+"""The link to one other node: its gRPC channel, idle bulk connections and its measured speed.
 
 A link begins with Hello: both sides state the version of the protocol, and the node names its bulk port. Errors of gRPC and sockets and
 rejections become `PeerFailed` and its subclasses. If no bulk connection can be made, or a new one breaks, blocks travel over gRPC for a
@@ -112,7 +112,7 @@ EXPECTED_REASONS = {
     RejectReason.ENDED,
     RejectReason.INCOMPLETE,
 }
-"""What a node in good order answers, too. What it sends wrong is refused with the other reasons, here."""
+"""Reasons that a node in good order gives, too. This node refuses wrong data with the other reasons."""
 
 
 class NoLongerWanted(PeerFailed):
@@ -125,7 +125,10 @@ class Link:
     def __init__(
         self, me: str, cluster: str, identity: Identity | None, name: str, address: str, *, bulk: bool, revocations: int = 0
     ) -> None:
-        """`revocations`: how often the keys of that node were revoked; older ones are refused."""
+        """Open the channel. `revocations`: how often the keys of that node were revoked.
+
+        Older keys are refused.
+        """
         self.name, self.address, self.revocations = name, address, revocations
         self.stats = LinkStats()
         self.used_at = time.monotonic()
@@ -241,7 +244,10 @@ class Link:
         self._channel.close()
 
     def record_failure(self, failure: Exception) -> PeerFailed:
-        """What a stream's failure means here. A node that answers no (it has not, or not any more, what was asked for) has not failed."""
+        """Return the error for the failure of a stream, and count it if the node failed.
+
+        A node that refuses a request in good order, as for a content that it does not have any more, has not failed.
+        """
         found = self._translate_failure(failure)
         if not (isinstance(found, NoLongerWanted) or (isinstance(found, PeerRefused) and found.code in EXPECTED_REASONS)):
             self.stats.record_failure()

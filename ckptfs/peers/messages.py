@@ -1,4 +1,6 @@
-"""The messages between nodes: raw block messages, checked values of gRPC messages, and reasons of rejections. No transport and no threads.
+"""The messages between nodes: block messages, checked values of gRPC messages, reasons of rejections.
+
+This module has no transport and no threads.
 
 Blocks travel in the same format over gRPC streams and bulk connections. A request is one *command*. Each block is a *header* (number, bytes
 on the wire, encoding) and its bytes in pieces of `limits.PEER_PIECE_BYTES`, the last one shorter. An END header ends the blocks. Both sides
@@ -130,7 +132,7 @@ class Command:
 
     @classmethod
     def parse(cls, message: bytes | memoryview) -> "Command":
-        """Raises Refusal."""
+        """Return the command in a message. Raises Rejection."""
         if len(message) != COMMAND.size:
             raise Rejection(RejectReason.MALFORMED, f"a command has {COMMAND.size} bytes, not {len(message)}")
         kind, compress, number, first, count = COMMAND.unpack(message)
@@ -176,7 +178,7 @@ def decode_bitmap(bits: bytes, count: int) -> list[int]:
 
 
 class BlockSink(Protocol):
-    """Where blocks arrive. All three may raise Refusal."""
+    """Where blocks arrive. All three may raise Rejection."""
 
     @property
     def size(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Authentication between nodes: credentials for gRPC, TLS contexts for bulk connections, and who a caller is.
+"""Authentication between nodes: gRPC credentials, TLS contexts for bulk connections, and callers.
 
 A caller is identified by the node name in its certificate, which must be from the CA of this cluster and not revoked. A client demands the
 unique DNS name of the node that it means. Without keys, a caller names itself, only loopback is allowed, and there are no bulk connections.

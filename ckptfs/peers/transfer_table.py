@@ -1,4 +1,4 @@
-"""What peers have begun on this node and not ended: transfers (blocks that arrive) and reads (open copies).
+"""The unfinished work of peers on this node: transfers (blocks that arrive) and reads (open copies).
 
 Each entry belongs to the peer that began it, has a random id, is bounded in number per peer and in total, and ends after
 `limits.PEER_IDLE_S` without use. A block of a transfer is accepted once: only if it was missing, and from one stream at a time.
@@ -58,7 +58,7 @@ class PeerResource:
         self._used_at = self._clock()
 
     def is_idle(self) -> bool:
-        """Whether nobody used it for too long."""
+        """Return True if no peer used it for too long."""
         return not self._stream_count and self._clock() - self._used_at > limits.PEER_IDLE_S
 
     def end_if_unused(self) -> None:
@@ -178,7 +178,7 @@ class PeerResourceTable(Generic[Item]):
         return number
 
     def get(self, peer: str, number: int) -> Item:
-        """Raises Refusal when this peer has none of that id."""
+        """Return the entry of this peer with an id. Raises Rejection if there is none."""
         item = self._items.get(number)
         if item is None or item.peer != peer:
             raise Rejection(RejectReason.UNKNOWN, f"no such {self._what}")
@@ -340,7 +340,7 @@ class ConcurrencyLimit:
 
     @contextmanager
     def hold_slot(self, peer: str) -> Iterator[None]:
-        """Hold one. Raises Refusal when there is none left."""
+        """Hold a place. Raises Rejection if none is left."""
         with self._lock:
             if self._used.total() >= self._total_max or self._used[peer] >= self._peer_max:
                 raise Rejection(RejectReason.TOO_MANY, f"too many {self._what}s at once")
