@@ -1,4 +1,4 @@
-"""Series of checkpoints: which names form one, which members are complete, and which complete member is the newest. Pure rules."""
+"""Series of checkpoints: their names, their complete members, and the newest of these. Pure rules."""
 
 from ckptfs.series.completeness import Completeness, find_incomplete_reason
 from ckptfs.series.file_groups import replace_group

@@ -41,7 +41,9 @@ _TEXT_FILE = re.compile(rb".*\.(txt|ya?ml|md|log|csv|cfg|ini|toml|py|sh|xml|json
 
 @dataclass(frozen=True, slots=True)
 class Completeness:
-    """The verdict on a member. `level` is the lowest of its files' levels; `incomplete_reason` is empty if it is complete.
+    """The verdict on a member.
+
+    `level` is the lowest of its files' levels; `incomplete_reason` is empty if it is complete.
 
     `quiet_s`: the only thing that is wrong is that it was changed less than this time ago, and it has no member before it.
     """
@@ -53,7 +55,7 @@ class Completeness:
     quiet_s: float = 0.0
 
     def has_level(self, wanted: Level) -> bool:
-        """Whether the member is complete and at least as safe as `wanted`."""
+        """Return True if the member is complete and at least as safe as `wanted`."""
         return not self.incomplete_reason and _LEVELS.index(self.level) >= _LEVELS.index(wanted)
 
 
@@ -88,7 +90,7 @@ class MemberFacts:
 
     @cached_property
     def directories(self) -> dict[bytes, DirectoryFacts]:
-        """Every directory of the member, by its path; b"" is the member itself."""
+        """Return every directory of the member by its path; b"" is the member itself."""
         paths = {above for path in self.files for above in _list_directories(path)}
         directories: dict[bytes, set[bytes]] = defaultdict(set)
         for path in paths - {b""}:
@@ -99,12 +101,15 @@ class MemberFacts:
 
     @cached_property
     def kinds(self) -> dict[bytes, list[SetKind]]:
-        """The kinds of each directory."""
+        """Return the kinds of each directory."""
         return {path: set_kinds.list_kinds(directory) for path, directory in self.directories.items()}
 
     @cached_property
     def closed_directories(self) -> dict[bytes, list[SetKind]]:
-        """The directories in which a file says that all others are there, with the kinds of that file."""
+        """Return the directories in which a file says that all others are present.
+
+        The values are the kinds of that file.
+        """
         closing = {path: [kind for kind in kinds if kind.is_closed(self.directories[path])] for path, kinds in self.kinds.items()}
         return {path: kinds for path, kinds in closing.items() if kinds}
 
@@ -142,7 +147,10 @@ def _list_directories(path: bytes) -> list[bytes]:
 
 
 def judge(member: MemberFacts, older: Sequence[OlderMember], age_s: float) -> Completeness:
-    """Return the verdict on a member. `older`: those before it, the newest first. `age_s`: the time since its last change."""
+    """Return the verdict on a member.
+
+    `older`: those before it, the newest first. `age_s`: the time since its last change.
+    """
     reason, quiet_s = find_reason(member.files) or _find_flaw(member), 0.0
     if member.rule is not None and member.rule.says_complete:
         reason = reason or _find_rule_gap(member, member.rule, age_s)
@@ -160,7 +168,10 @@ def judge(member: MemberFacts, older: Sequence[OlderMember], age_s: float) -> Co
 
 
 def judge_set(files: Mapping[bytes, MemberFile]) -> Completeness:
-    """Return the verdict on files that are a set: it was complete once, or a user says so. Only the catalog contradicts."""
+    """Return the verdict on files that are a set: it was complete once, or a user says so.
+
+    Only the catalog contradicts.
+    """
     level = min((file.level for file in files.values()), key=_LEVELS.index, default=Level.NONE)
     return Completeness(len(files), sum(file.size for file in files.values()), level, find_reason(files))
 
@@ -226,7 +237,10 @@ def _find_rule_gap(member: MemberFacts, rule: SeriesRule, age_s: float) -> str:
 
 
 def _find_named_gap(member: MemberFacts, older: Sequence[OlderMember]) -> str:
-    """Return what members of this name end with, unless two in a row before it have the same files without."""
+    """Return the gap that the name of the member shows; empty if there is none.
+
+    It counts unless two members in a row before it have the same files without this end.
+    """
     if member.is_single_file or b"" in member.closed_directories or _is_usual(member, older):
         return ""
     return set_kinds.find_named_gap(member.name, member.directories[b""])
@@ -264,7 +278,10 @@ def _has_no_more(member: MemberFacts, older: OlderMember) -> bool:
 
 
 def _find_same(member: MemberFacts, older: OlderMember, path: bytes) -> list[bytes]:
-    """Return the files of this member that are what `path` is in an older one: the same name, perhaps with the own number in it."""
+    """Return the files of this member that correspond to `path` in an older one.
+
+    They have the same name, perhaps with the own number in it.
+    """
     candidates = {path}
     positions = [found for found in _NUMBER.finditer(path) if int(found[0]) in older.numbers]
     if positions:
@@ -297,7 +314,10 @@ def _find_short_file(member: MemberFacts, older: Sequence[OlderMember]) -> str:
 
 
 def is_plausible_size(size: int, older: Sequence[int]) -> bool:
-    """Return whether a file may be whole, by its sizes in older members. If those vary, it may be smaller than they by as much."""
+    """Return whether a file may be whole, by its sizes in older members.
+
+    If those vary, it may be smaller than they by as much.
+    """
     part, whole = NEAR_SIZES
     near = [one for one in older if one * whole >= max(older) * part]
     if len(set(near)) > 1:
@@ -306,7 +326,10 @@ def is_plausible_size(size: int, older: Sequence[int]) -> bool:
 
 
 def find_incomplete_reason(record: FileRecord, size: int) -> str:
-    """Return why no checkpoint can rest on a regular file of `size` bytes; empty if it is sealed and has a living copy."""
+    """Return why no checkpoint can rest on a regular file of `size` bytes.
+
+    Returns an empty string if the file is sealed and has a living copy.
+    """
     content = record.content
     if lifecycle.is_on_pfs(record) or (content is None and size == 0):
         return ""

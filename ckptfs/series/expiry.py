@@ -1,4 +1,6 @@
-"""What a retention rule says of the sets of a series: which are kept, and where (D5, D7, D8, G3, P5). Pure.
+"""What a retention rule says of the sets of a series: which are kept, and where (D5, D7, D8, G3, P5).
+
+Pure.
 
 A set expires if the rule bounds the sets and enough newer ones count against it. A newer set counts if it is as safe as the older one, or
 as safe as it will ever be. So nothing goes before what replaces it is verified at the level that counts, and once all levels are reached,
@@ -33,7 +35,9 @@ class Ruling:
 
 @dataclass(frozen=True, slots=True)
 class RuledSeries:
-    """The sets of a series, all that its rule needs to know of them, and the level that a set reaches without the PFS.
+    """The sets of a series and all facts that its rule needs.
+
+    `base_level` is the level that a set reaches without the PFS.
 
     `order`: of two sets, the newer one has the greater value. `completed_ns`: when they were completed. `chosen`: those that were chosen
     for the PFS before. `rollback`: the target of a rollback. All by the numbers of the sets.
@@ -81,7 +85,10 @@ def assume_final(series: RuledSeries, ruling: Ruling) -> RuledSeries:
 
 
 def _choose_for_pfs(rule: RetentionRule, series: RuledSeries) -> set[int]:
-    """Return the sets that go to the PFS, by the rule alone. What was chosen once stays chosen, and nothing before it is chosen later."""
+    """Return the sets that go to the PFS, by the rule alone.
+
+    What was chosen once stays chosen, and nothing before it is chosen later.
+    """
     numbers = sorted(one.number for one in series.sets)
     if not rule.selects_for_pfs:
         return set(numbers)
@@ -149,7 +156,9 @@ def list_beyond(sets: Iterable[tuple[int, int, int]], excess: int) -> list[int]:
 
 
 def build_hold_check(rules: Iterable[RetentionRule]) -> Callable[[bytes, bytes], bool] | None:
-    """Return a function that tells whether the PFS has to wait for what is made under (directory, name). None if no rule asks for that.
+    """Return a function that tells whether the PFS has to wait for what is made under (directory, name).
+
+    None if no rule asks for that.
 
     That is what the rule's series has as members by their names, temporary names beside them, and the directories of their history. Other
     files in the same directory belong to no set, and go to the PFS at once (D14).

@@ -28,14 +28,17 @@ _ENDS_EARLY = "ends before its {}; its writer did not finish it"
 
 
 class FileFormat(NamedTuple):
-    """What a file shows of itself. `name` is empty if its format is not known, `flaw` if nothing speaks against it."""
+    """What a file shows of itself.
+
+    `name` is empty if its format is not known, `flaw` if nothing speaks against it.
+    """
 
     name: str = ""
     flaw: str = ""
 
     @property
     def is_whole(self) -> bool:
-        """Whether the file itself shows that it was written to its end."""
+        """Return True if the file itself shows that it was written to its end."""
         return bool(self.name) and not self.flaw
 
     def encode(self) -> bytes:
@@ -97,7 +100,7 @@ def _get_extension(name: bytes) -> str:
 
 
 def _find_zip_flaw(size: int, _: bytes, read: ReadRange) -> str:
-    """The directory is at the end, and the archive begins with the file."""
+    """Find the flaw of a zip archive, which begins with the file and ends with its directory."""
     found = _find_zip_end(size, read)
     if found is None:
         return _ENDS_EARLY.format("zip directory")
@@ -130,7 +133,10 @@ def _find_zip_end(size: int, read: ReadRange) -> tuple[int, int, int] | None:
 
 
 def find_zip_member(size: int, read: ReadRange, suffix: bytes) -> tuple[int, int]:
-    """Return where the first member whose name ends like this begins and ends in the archive. Raises LookupError if it is compressed."""
+    """Return where the first member whose name ends like this begins and ends in the archive.
+
+    Raises LookupError if it is compressed.
+    """
     directory_at, directory_bytes, _ = _find_zip_end(size, read) or (0, 0, 0)
     directory, at = read(directory_at, min(directory_bytes, HEADER_BYTES_MAX)), 0
     while directory[at : at + 4] == b"PK\x01\x02":
@@ -146,7 +152,10 @@ def find_zip_member(size: int, read: ReadRange, suffix: bytes) -> tuple[int, int
 
 
 def _find_commented_end(tail: bytes) -> int:
-    """Return where the end of the directory begins, if a comment up to the end of the file follows it; else -1."""
+    """Return the offset of the end of the directory; -1 if there is none.
+
+    A comment up to the end of the file must follow it.
+    """
     position = tail.rfind(b"PK\x05\x06")
     while position >= 0 and int.from_bytes(tail[position + 20 : position + 22], "little") != len(tail) - position - 22:
         position = tail.rfind(b"PK\x05\x06", 0, position)
@@ -165,7 +174,10 @@ def _has_safetensors_header(head: bytes) -> bool:
 
 
 def _find_safetensors_flaw(size: int, head: bytes, read: ReadRange) -> str:
-    """8 bytes with the length of the header, the header in JSON, and the tensors up to the end of the file."""
+    """Find the flaw of a safetensors file.
+
+    It has 8 bytes with the length of the header, the header in JSON, and the tensors up to the end of the file.
+    """
     length = int.from_bytes(head[:8], "little")
     if len(head) < 8 or 8 + length > size:
         return _ENDS_EARLY.format("safetensors header is complete")
@@ -199,7 +211,10 @@ def _find_npy_flaw(size: int, head: bytes, read: ReadRange) -> str:
 
 
 def _find_hdf5_flaw(size: int, head: bytes, _: ReadRange) -> str:
-    """The superblock says where the file ends; the library writes it when it closes the file."""
+    """Find the flaw of an HDF5 file by its superblock, which says where the file ends.
+
+    The library writes the superblock when it closes the file.
+    """
     version = head[8] if len(head) > 8 else 255
     at, flags = {0: (24, 0), 1: (28, 0), 2: (12, 0), 3: (12, 11)}.get(version, (0, 0))
     width = head[13 if version < 2 else 9] if at and len(head) > 13 else 0
@@ -223,7 +238,7 @@ _STORAGE_BYTES = {
 
 
 def _find_pickle_flaw(size: int, head: bytes, read: ReadRange) -> str:
-    """Pickles in a row, up to the end of the file."""
+    """Find the flaw of a file of pickles in a row, up to the end of the file."""
     if head.startswith(_LEGACY_TORCH):
         return _find_legacy_torch_flaw(size, read)
     end = 0
@@ -255,7 +270,10 @@ def _find_legacy_torch_flaw(size: int, read: ReadRange) -> str:
 
 
 def _get_storage_bytes(recent: list[pickle_scan.Value]) -> int | None:
-    """Return the bytes of a storage from the last values before its id: "storage", its type, its key, its place, its length."""
+    """Return the bytes of a storage from the last values before its id.
+
+    They are "storage", its type, its key, its place and its length.
+    """
     kind, length = (recent[1], recent[4]) if len(recent) == 5 and recent[0] == b"storage" else (None, None)
     if not isinstance(kind, bytes) or not isinstance(length, int):
         return None

@@ -29,7 +29,10 @@ def find_groups(names: Collection[bytes]) -> dict[bytes, bytes]:
 
 
 def _find_tensorflow(names: Collection[bytes]) -> dict[bytes, bytes]:
-    """Return the prefixes. One series of names holds them if any member has data: of another, the index may be alone."""
+    """Return the prefixes.
+
+    One series of names holds them if any member has data: of another, the index may be alone.
+    """
     with_data = {_mask(parts[1]) for name in names if (parts := _TENSORFLOW_DATA.fullmatch(name))}
     parts_of = {name: parts for name in names if (parts := _TENSORFLOW_FILE.fullmatch(name))}
     return {name: parts[1] for name, parts in parts_of.items() if _mask(parts[1]) in with_data}

@@ -16,7 +16,10 @@ DIGEST_RULE = "xxh3-128 of the xxh3-128 digests of all 4 MiB blocks, in order, a
 
 @dataclass(frozen=True, slots=True)
 class ManifestFile:
-    """A file of a set. `producer`: the number of the process that wrote it, in the list of producers; None: it is not known."""
+    """A file of a set.
+
+    `producer`: the number of the process that wrote it, in the list of producers; None: it is not known.
+    """
 
     size: int
     mtime_ns: int

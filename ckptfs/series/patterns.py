@@ -1,4 +1,4 @@
-"""Names: which siblings form a series of checkpoints, in which order, and which files together are one member (T5).
+"""Names: series of checkpoints among siblings, their order, and files that form one member (T5).
 
 A name is cut into text and numbers. The word before a number says what it means:
 
@@ -92,26 +92,32 @@ class Series:
 
     @property
     def name(self) -> bytes:
-        """The pattern that matches the members: "step_*"."""
+        """Return the pattern that matches the members: "step_*"."""
         return WILDCARD.join(self.texts)
 
     @property
     def is_step_count(self) -> bool:
-        """Whether the word before a number says that it counts steps; the number in "run*" may count runs."""
+        """Return True if the word before a number says that it counts steps.
+
+        The number in "run*" may count runs.
+        """
         return len(self.texts) == 1 or self.rule is not None or NumberRole.COUNTER in get_roles(self.texts)
 
     @property
     def rule(self) -> SeriesRule | None:
-        """What the configuration says of it."""
+        """Return the rule of the configuration for the series, if any."""
         return rules.get_rule(self.name)
 
     @property
     def has_parts(self) -> bool:
-        """Whether each name is one part of a checkpoint, such as the file of one rank."""
+        """Return True if each name is one part of a checkpoint, such as the file of one rank."""
         return self.rule is None and NumberRole.PART in split(self.name.replace(WILDCARD, b"0")).roles
 
     def parse_numbers(self, name: bytes) -> tuple[int, ...] | None:
-        """Return the numbers of a member, the one that decides the order first. Returns None for any other name."""
+        """Return the numbers of a member, the one that decides the order first.
+
+        Returns None for any other name.
+        """
         if len(self.texts) == 1:
             return (1,) if name == self.texts[0] else (0,) if self.previous and name == self.previous else None
         found = self._regex.fullmatch(name)
@@ -137,7 +143,10 @@ class Series:
 
 
 class Member(NamedTuple):
-    """One member of a series. `entry` is the name that the series matches; `name` is what a program is given; `files` belong to it."""
+    """One member of a series.
+
+    `entry` is the name that the series matches; `name` is what a program is given; `files` belong to it.
+    """
 
     numbers: tuple[int, ...]
     name: bytes
@@ -151,7 +160,10 @@ def is_temporary(name: bytes) -> bool:
 
 
 def parse(name: bytes) -> Series | None:
-    """Return the series of a pattern with a `*` for each number, or of a name with a rule. Returns None for any other name."""
+    """Return the series of a pattern with a `*` for each number, or of a name with a rule.
+
+    Returns None for any other name.
+    """
     texts = tuple(name.split(WILDCARD))
     return Series(texts) if (len(texts) > 1 and all(texts[1:-1])) or rules.get_rule(name) is not None else None
 
@@ -161,7 +173,10 @@ def _list_ruled() -> list[Series]:
 
 
 def find_series(name: bytes, siblings: Iterable[bytes]) -> Series | None:
-    """Return the series to which a name with a number belongs among its siblings. The file of a group belongs to that of the group."""
+    """Return the series to which a name with a number belongs among its siblings.
+
+    The file of a group belongs to that of the group.
+    """
     names = {*siblings, name}
     groups = find_groups(names)
     for one in (*_list_ruled(), *_list_pairs(names)):
@@ -232,14 +247,19 @@ def _group_parts(names: Iterable[bytes], entries: Iterable[bytes]) -> dict[bytes
 
 
 def suggest_series(pattern: bytes, names: Iterable[bytes]) -> list[Series]:
-    """Return the series that may be meant by a pattern that matches nothing: first those whose members a shell would match."""
+    """Return the series that may be meant by a pattern that matches nothing.
+
+    If a shell would match members of some series, only these are returned.
+    """
     found = list_series(names)
     glob = re.compile(b".*".join(map(re.escape, pattern.split(WILDCARD))) + b".*", re.DOTALL)
     return [one for one in found if glob.fullmatch(one.name)] or found
 
 
 def get_place(path: bytes) -> bytes:
-    """Return the path without the numbers that differ from one checkpoint to the next; numbers of parts stay.
+    """Return the path without the numbers that differ between checkpoints.
+
+    Numbers of parts stay.
 
     Those are the counters. In a path without any, all numbers go but those in names of parts.
     """
@@ -319,7 +339,10 @@ def _join(texts: tuple[bytes, ...], numbers: tuple[bytes, ...]) -> bytes:
 
 
 def _is_part_or_label(series: Series) -> bool:
-    """Return whether the only numbers count parts or experiments. "run-*.restart" does not: it has something behind the number."""
+    """Return whether the only numbers count parts or experiments.
+
+    Those of "run-*.restart" do not: the name goes on behind the number.
+    """
     roles = set(get_roles(series.texts)) if not series.previous else set()
     return bool(roles) and (roles <= {NumberRole.PART} or (roles <= {NumberRole.PART, NumberRole.LABEL} and not series.texts[-1]))
 
@@ -350,7 +373,9 @@ def _choose_series(names: Iterable[bytes]) -> Chosen:
 
 
 def _choose_wildcards(texts: tuple[bytes, ...], group: list[bytes]) -> list[int]:
-    """Return which numbers of these names, which have the same texts, are left out of the name of the series.
+    """Return the numbers that are left out of the name of the series.
+
+    The names of the group have the same texts.
 
     Returns none if only a comparison with each sibling can tell.
     """
@@ -369,7 +394,10 @@ def _choose_wildcards(texts: tuple[bytes, ...], group: list[bytes]) -> list[int]
 
 
 def _choose_single_numbers(names: list[bytes]) -> Chosen:
-    """Return for each name the series of one number to which most siblings belong; among equals, that of the last number."""
+    """Return for each name the series of one number to which most siblings belong.
+
+    Among equals it is that of the last number.
+    """
     readings = {name: [_build_series(name, [position]) for position in range(len(split(name).numbers))] for name in names}
     sizes = Counter(one for found in readings.values() for one in found)
     return Chosen({name: max(found, key=lambda one: (sizes[one], len(one.texts[0]))) for name, found in readings.items()}, sizes)
@@ -387,7 +415,10 @@ def _build_series(name: bytes, wildcards: Collection[int]) -> Series:
 
 
 def _list_pairs(names: Iterable[bytes]) -> list[Series]:
-    """Return the pairs X and X_prev. A lone X.cpt without a number is one whose second file is still to come."""
+    """Return the pairs X and X_prev.
+
+    A lone X.cpt without a number is one whose second file is still to come.
+    """
     names = set(names)
     found = {}
     for name in names:
@@ -409,7 +440,10 @@ def _list_mdrun_temporaries(names: Iterable[bytes], pairs: Iterable[Series]) -> 
 
 
 def list_patterns(names: Iterable[bytes]) -> list[bytes]:
-    """Return the name of each series in a directory; of groups, the patterns of the newest group's files, because they can be opened."""
+    """Return the name of each series in a directory.
+
+    Of groups, these are the patterns of the newest group's files, because they can be opened.
+    """
     names = {name for name in names if not is_temporary(name)}
     groups = find_groups(names)
     of = _choose_series({*groups.values()}).of

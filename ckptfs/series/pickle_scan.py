@@ -36,7 +36,10 @@ class TooLong(Exception):
 
 
 class Step(NamedTuple):
-    """One opcode. `value` is a short text, a global as b"module name", or an integer, also where it comes from the memo; `end`: its end."""
+    """One opcode.
+
+    `value` is a short text, a global as b"module name", or an integer, also where it comes from the memo; `end`: its end.
+    """
 
     name: str
     value: Value

@@ -29,7 +29,10 @@ class KeepReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SetFacts:
-    """What retention knows of one set. `level` is the lowest of its files; sets of a series are numbered as they were completed."""
+    """What retention knows of one set.
+
+    `level` is the lowest of its files; sets of a series are numbered as they were completed.
+    """
 
     number: int
     level: Level
@@ -39,14 +42,19 @@ class SetFacts:
 
 
 def find_reasons(sets: Iterable[SetFacts], rollback: int | None = None) -> dict[int, frozenset[KeepReason]]:
-    """Return why each set of a series stays, by its number; empty: nothing keeps it. `rollback`: the number of its target."""
+    """Return why each set of a series stays, by its number; empty: nothing keeps it.
+
+    `rollback`: the number of its target.
+    """
     known = list(sets)
     newest = _find_newest(known)
     return {one.number: frozenset(_list_reasons(one, newest, rollback)) for one in known}
 
 
 def _find_newest(sets: Sequence[SetFacts]) -> set[int]:
-    """Return for each level the newest set that has it or a higher one, and the one before that if it is much larger.
+    """Return for each level the newest set with that level or a higher one.
+
+    If the set before it is much larger, that one is returned, too.
 
     The newest of all belongs to them, even if it cannot be read now: the node that has its copies may return.
     """

@@ -1,4 +1,4 @@
-"""The rules of the configuration for names that ckptfs does not know, and for when such members are complete (P11).
+"""The rules of the configuration for unknown names, and for the completeness of such members (P11).
 
 A process serves one mount. It installs the rules of that mount once, before it asks anything of `ckptfs.series`; without rules all is as
 programs name and mark their checkpoints. A rule counts before everything that is known of names.

@@ -1,4 +1,6 @@
-"""The search for the newest complete member of a series (N2, D4). `ckptfs latest` and `.ckptfs/latest` both call it.
+"""The search for the newest complete member of a series (N2, D4).
+
+`ckptfs latest` and `.ckptfs/latest` both call it.
 
 It reads through `MemberReader`, each caller with its own way. Members are judged newest first, and only as many as it takes.
 
@@ -41,14 +43,19 @@ _SET_BYTES_MIN = 16
 
 
 class Listing(NamedTuple, Generic[Entry]):
-    """The regular files and the subdirectories of a directory by name; for a file, only itself under the name b""."""
+    """The regular files and the subdirectories of a directory by name.
+
+    Of a file, it has only the file itself under the name b"".
+    """
 
     files: dict[bytes, tuple[MemberFile, Entry]]
     directories: dict[bytes, Entry]
 
 
 class KnownSet(NamedTuple, Generic[Entry]):
-    """A set in the history: numbers and name of the member that it was, its number in the series, and its directory.
+    """A set in the history.
+
+    `numbers` and `name` are those of the member that it was, `number` is its number in the series, `entry` its directory.
 
     `is_group`: the directory holds a file, or several, under their own names.
     """
@@ -100,7 +107,10 @@ class KnownSets(NamedTuple, Generic[Entry]):
 
 
 class MemberReader(Protocol[Entry]):
-    """How a search reads. `inspect` and `examine` raise OSError if a file cannot be read, and never fetch a large one for that."""
+    """How a search reads.
+
+    `inspect` and `examine` raise OSError if a file cannot be read, and never fetch a large one for that.
+    """
 
     async def list_files(self, entry: Entry) -> Listing[Entry]:
         """List an entry; may leave out what follows the first incomplete file. Raises FileNotFoundError."""
@@ -112,7 +122,10 @@ class MemberReader(Protocol[Entry]):
         """Return `act(size, read)` of a file that is small or needed as a whole."""
 
     async def is_in_place(self, files: Mapping[bytes, Entry], known: KnownSet[Entry]) -> bool:
-        """Return whether files of the application, by their paths in a set, are those of the set, all of them and no others."""
+        """Return whether files of the application are exactly those of the set.
+
+        `files` has their paths in a set.
+        """
 
     async def compute(self, act: Callable[[], Result]) -> Result:
         """Return `act()`, which computes for as long as there are names."""
@@ -125,7 +138,9 @@ class MemberReader(Protocol[Entry]):
 
 
 class LatestMember(NamedTuple):
-    """A member and the verdict on it. `entry` is its name in the directory, `name` what a program is given.
+    """A member and the verdict on it.
+
+    `entry` is its name in the directory, `name` what a program is given.
 
     `path`: below the history, if it is a set that is not in its place; otherwise empty.
     """
@@ -153,7 +168,10 @@ class SearchResult(NamedTuple):
 async def find_newest(
     series: Series, siblings: Mapping[bytes, Entry], reader: MemberReader[Entry], wanted: Level, known: KnownSets[Entry] | None = None
 ) -> SearchResult:
-    """Return the newest complete member that has the level, or the newest such set of the history. `known`: what the history has."""
+    """Return the newest complete member that has the level, or the newest such set of the history.
+
+    `known`: what the history has.
+    """
     members = await reader.compute(lambda: patterns.list_members(series, siblings.keys()))
     return await _Search(series, members, siblings, reader, known or KnownSets()).find_newest(wanted)
 
@@ -161,7 +179,10 @@ async def find_newest(
 async def judge(
     series: Series, siblings: Mapping[bytes, Entry], reader: MemberReader[Entry], member: Member, *, is_committed: bool = False
 ) -> Completeness:
-    """Return the verdict on one member as it is now. `is_committed`: a user says that nothing is still to come."""
+    """Return the verdict on one member as it is now.
+
+    `is_committed`: a user says that nothing is still to come.
+    """
     members = await reader.compute(lambda: patterns.list_members(series, siblings.keys()))
     search = _Search(series, members or [member], siblings, reader, KnownSets(), waits=False)
     if is_committed:
@@ -322,7 +343,10 @@ class _Search(Generic[Entry]):
         return found
 
     async def _list(self, member: Member) -> dict[bytes, tuple[MemberFile, Entry]]:
-        """Return the regular files of a member by their paths below it, up to the directory with the first incomplete file."""
+        """Return the regular files of a member by their paths below it.
+
+        The list ends with the directory of the first incomplete file.
+        """
         if member not in self._listed:
             self._listed[member] = await self._list_below(
                 [(name if self._are_groups else b"", self._siblings[name]) for name in member.files]

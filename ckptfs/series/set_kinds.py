@@ -1,4 +1,4 @@
-"""Kinds of checkpoint sets: what marks a directory of each kind, and when its own marks say that it is complete (T6, H4).
+"""Kinds of checkpoint sets: the marks of each kind of directory, and their completeness (T6, H4).
 
 `KINDS` is the table. A directory may be of several kinds at once; then it must satisfy all of them. Functions are pure over names, sizes,
 times and what its index files say.
@@ -23,7 +23,10 @@ PICKLE_BYTES_MAX = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class MemberFile:
-    """A regular file of a member; `incomplete_reason` is empty if the catalog knows nothing that speaks against it."""
+    """A regular file of a member.
+
+    `incomplete_reason` is empty if the catalog knows nothing that speaks against the file.
+    """
 
     size: int
     level: Level
@@ -32,7 +35,7 @@ class MemberFile:
     ctime_ns: int = 0
 
     def encode(self) -> bytes:
-        """Encode all but the times, for those who search through the mount."""
+        """Encode all but the times, for programs that search through the mount."""
         return f"{self.size} {self.level} {self.incomplete_reason}".encode()
 
     @classmethod
@@ -43,7 +46,10 @@ class MemberFile:
 
 @dataclass(frozen=True, slots=True)
 class ZeroWorld:
-    """What a file of DeepSpeed says of its job: how many ranks share the optimizer, how many the model, and the stage of ZeRO."""
+    """The job as a file of DeepSpeed describes it.
+
+    `data_ranks` share the optimizer, `model_ranks` the model. `stage` is that of ZeRO.
+    """
 
     data_ranks: int
     model_ranks: int
@@ -52,7 +58,10 @@ class ZeroWorld:
 
 @dataclass(frozen=True, slots=True)
 class SetIndex:
-    """What an index file says of its directory: the files that it names, with the bytes that each has at least, or what is wrong."""
+    """The statement of an index file about its directory.
+
+    `files` has the named files with the bytes that each has at least. `flaw` is the fault of the index file.
+    """
 
     files: Mapping[bytes, int] = field(default_factory=dict)
     flaw: str = ""
@@ -117,7 +126,10 @@ def is_index(name: bytes) -> bool:
 
 
 def is_index_needed(name: bytes) -> bool:
-    """Return whether a set whose index cannot be read now cannot be judged. A file of DeepSpeed's model only adds to what names tell."""
+    """Return whether a set whose index cannot be read now cannot be judged.
+
+    A file of DeepSpeed's model only adds to what names tell.
+    """
     return not _MODEL_RANK.fullmatch(name)
 
 
@@ -139,7 +151,10 @@ _DMTCP_SCRIPT = re.compile(re.escape(DMTCP_SCRIPT).replace(rb"\.sh", rb"(_.+)?\.
 
 
 def _load_dcp_metadata(size: int, read: ReadRange) -> SetIndex:
-    """`.metadata` of torch.distributed.checkpoint: a pickle with a `_StorageInfo` (relative_path, offset, length) for each piece."""
+    """Load `.metadata` of torch.distributed.checkpoint.
+
+    It is a pickle with a `_StorageInfo` (relative_path, offset, length) for each piece.
+    """
     if size > PICKLE_BYTES_MAX:
         raise TooLong
     ends: dict[bytes, int] = {}
@@ -165,7 +180,7 @@ def _load_dcp_metadata(size: int, read: ReadRange) -> SetIndex:
 
 
 def _load_weight_map(size: int, read: ReadRange) -> SetIndex:
-    """`model.safetensors.index.json`: the file of each tensor."""
+    """Load `model.safetensors.index.json`: the file of each tensor."""
     found = _load_json(size, read)["weight_map"]
     return SetIndex({str(name).encode(): 1 for name in found.values()})
 
@@ -182,7 +197,10 @@ def _load_orbax_metadata(size: int, read: ReadRange) -> SetIndex:
 
 
 def _load_deepspeed_state(size: int, read: ReadRange) -> SetIndex:
-    """`mp_rank_00_model_states.pt` of DeepSpeed: its pickle has the number of ranks, and the settings of ZeRO."""
+    """Load `mp_rank_00_model_states.pt` of DeepSpeed.
+
+    Its pickle has the number of ranks and the settings of ZeRO.
+    """
     found: dict[bytes, int] = {}
     try:
         begin, end = file_formats.find_zip_member(size, read, b"/data.pkl")
@@ -205,7 +223,7 @@ def _load_tensorflow_index(size: int, read: ReadRange) -> SetIndex:
 
 
 def _load_restart_script(size: int, read: ReadRange) -> SetIndex:
-    """`dmtcp_restart_script_ID.sh` names the images, wherever they were."""
+    """Load `dmtcp_restart_script_ID.sh`, which names the images, wherever they were."""
     if size > JSON_BYTES_MAX:
         raise TooLong
     script = read(0, size)
@@ -237,7 +255,7 @@ _LOADERS: tuple[tuple[re.Pattern[bytes], Callable[[int, ReadRange], SetIndex]], 
 
 
 def _find_dcp_gap(directory: DirectoryFacts) -> str:
-    """`.metadata` is written after all shards, names them, and knows how long they are."""
+    """Find a gap by `.metadata`, which is written after all shards and has their names and lengths."""
     metadata = directory.files.get(b".metadata")
     if metadata is None:
         return ".metadata is not there yet"
@@ -250,7 +268,10 @@ def _find_dcp_gap(directory: DirectoryFacts) -> str:
 
 
 def _find_newer(directory: DirectoryFacts, last: bytes, names: Iterable[bytes]) -> str:
-    """Return which of these files is newer than the one that is written last: it belongs to a save that did not end."""
+    """Return which of these files is newer than the one that is written last.
+
+    Such a file belongs to a save that did not end.
+    """
     newer = [name for name in names if directory.files[name].mtime_ns > directory.files[last].mtime_ns]
     return f"{text(last)} is older than {text(min(newer))}: it belongs to the save before" if newer else ""
 
@@ -285,7 +306,7 @@ _ZERO = re.compile(rb"(.*zero_pp_rank_)([0-9]+)(_mp_rank_)([0-9]+)(_.*)", re.DOT
 
 
 def _find_of_gap(directory: DirectoryFacts) -> str:
-    """`00001-of-00004`: counted from 0 or from 1."""
+    """Find a missing file of `00001-of-00004`, counted from 0 or from 1."""
     groups: dict[tuple[bytes, ...], set[int]] = defaultdict(set)
     for name in directory.names:
         if found := _OF.fullmatch(name):
@@ -299,7 +320,7 @@ def _find_of_gap(directory: DirectoryFacts) -> str:
 
 
 def _find_world_gap(directory: DirectoryFacts) -> str:
-    """`world_size_4_rank_0`."""
+    """Find a missing file of `world_size_4_rank_0`."""
     groups: dict[tuple[bytes, ...], set[int]] = defaultdict(set)
     for name in directory.names:
         if found := _WORLD.fullmatch(name):
@@ -311,7 +332,10 @@ def _find_world_gap(directory: DirectoryFacts) -> str:
 
 
 def _find_rank_gap(directory: DirectoryFacts) -> str:
-    """`rank_0`, `rank_1`, ...: without a gap. Only a comparison tells how many there must be, and whether a single number counts ranks."""
+    """Find a gap in `rank_0`, `rank_1`, ...
+
+    Only a comparison with other members shows how many there must be, and whether a single number counts ranks.
+    """
     groups: dict[tuple[bytes, bytes], dict[int, bytes]] = defaultdict(dict)
     for name in directory.names:
         if (found := _RANK.fullmatch(name)) and not _OF.fullmatch(name):
@@ -331,7 +355,10 @@ def _find_missing(numbers: Container[int], first: int, end: int) -> int | None:
 
 
 def _find_lammps_gap(directory: DirectoryFacts) -> str:
-    """`melt.base.100` and `melt.0.100`, `melt.1.100`, ...: how many there must be, only a comparison tells."""
+    """Find a missing or cut file of `melt.base.100` and `melt.0.100`, `melt.1.100`, ...
+
+    Only a comparison with other members shows how many there must be.
+    """
     for before, after in _list_lammps_parts(directory):
         parts = [name for name in directory.files if _is_lammps_part(name, before, after)]
         if cut := [name for name in parts if directory.formats.get(name, FileFormat()).name != LAMMPS]:
@@ -343,7 +370,10 @@ def _find_lammps_gap(directory: DirectoryFacts) -> str:
 
 
 def _list_lammps_parts(directory: DirectoryFacts) -> list[tuple[bytes, bytes]]:
-    """Return what stands before and after the numbers of the parts; nothing if only a name looks like LAMMPS."""
+    """Return the texts before and after the numbers of the parts.
+
+    Returns nothing if only a name looks like LAMMPS.
+    """
     bases = [(found[1], found[2]) for name in directory.files if (found := _LAMMPS_BASE.fullmatch(name))]
     return [parts for parts in bases if any(_is_lammps_part(name, *parts) for name in directory.files)]
 
@@ -353,7 +383,10 @@ def _is_lammps_part(name: bytes, before: bytes, after: bytes) -> bool:
 
 
 def _find_deepspeed_gap(directory: DirectoryFacts) -> str:
-    """Files of the model, and with ZeRO those of each rank's optimizer: as many as the model's file says."""
+    """Find a missing file of the model, or with ZeRO of a rank's optimizer.
+
+    The model's file says how many there must be.
+    """
     if not any(name.endswith(b"model_states.pt") for name in directory.names):
         return "no file of model_states is there yet"
     worlds = [index.world for index in directory.indexes.values() if index.world is not None]
@@ -379,7 +412,10 @@ def _find_trainer_gap(directory: DirectoryFacts) -> str:
 
 
 def find_named_gap(name: bytes, directory: DirectoryFacts) -> str:
-    """Return what a member of this name lacks, as its program names them: an early kill leaves none of its marks."""
+    """Return what a directory lacks that has the name of a known program.
+
+    A program that is killed early leaves none of its marks, only the name.
+    """
     is_trainer = _TRAINER_NAME.fullmatch(name) and not any(map(_ACCELERATE.fullmatch, directory.names))
     return _find_trainer_gap(directory) if is_trainer else ""
 
@@ -398,7 +434,10 @@ def _find_orbax_gap(directory: DirectoryFacts) -> str:
 
 
 def _find_dmtcp_gap(directory: DirectoryFacts) -> str:
-    """The coordinator writes the script when all images are there; each checkpoint replaces them."""
+    """Find a gap by the script of DMTCP.
+
+    The coordinator writes the script after all images; each checkpoint replaces them.
+    """
     scripts = {name: file for name, file in directory.files.items() if _DMTCP_SCRIPT.fullmatch(name)}
     if not scripts:
         return f"{text(DMTCP_SCRIPT)} is not there yet"
