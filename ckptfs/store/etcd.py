@@ -170,7 +170,10 @@ class EtcdStore:
 
 
 class _PagedRead:
-    """A read in pages, if it does not fit one transaction or response; all pages have the revision of the first."""
+    """A read in pages, if it does not fit one transaction or response.
+
+    All pages have the revision of the first.
+    """
 
     def __init__(self, store: EtcdStore, gets: Sequence[Get], timeout_s: float) -> None:
         self.future: Future[Outcome] = Future()

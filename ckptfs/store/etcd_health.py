@@ -1,4 +1,4 @@
-"""What `ckptfs doctor` asks etcd: its size and quota, its alarms, whether it compacts, and whether it asks who is there.
+"""The state of etcd for `ckptfs doctor`: size, quota, alarms, compaction and authentication.
 
 Crash safety: nothing is changed.
 """
@@ -15,7 +15,10 @@ from ckptfs.store.kv import Get
 
 @dataclass(frozen=True, slots=True)
 class EtcdHealth:
-    """The answers of etcd. `quota_bytes` 0: not known. `is_open`: it answers whoever reaches it, without a certificate."""
+    """The answers of etcd.
+
+    `quota_bytes` 0: not known. `is_open`: it answers whoever reaches it, without a certificate.
+    """
 
     size_bytes: int
     quota_bytes: int

@@ -105,7 +105,9 @@ class Compare:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a transaction: the store's revision after it, and the items of each Get that was executed.
+    """The result of a transaction.
+
+    `revision` is that of the store after it; `results` are the items of each Get that was executed.
 
     `is_repeated`: the request was sent more than once. If it did not succeed, an earlier copy of it may still be applied.
     """
@@ -141,7 +143,10 @@ class Watch(Iterator[WatchEvents], Protocol):
 
 
 class Transactions(Protocol):
-    """The calls of a store that read and change keys. Each ends within `timeout_s`: a result, StoreUnreachable or StoreRefused."""
+    """The calls of a store that read and change keys.
+
+    Each ends within `timeout_s`: a result, StoreUnreachable or StoreRefused.
+    """
 
     def read(self, gets: Sequence[Get], *, timeout_s: float = WAIT_S) -> Outcome:
         """Read at the newest revision, in several transactions at that revision if one is not enough."""
@@ -164,7 +169,10 @@ class Store(Transactions, Protocol):
     """A store, safe for several threads."""
 
     def read_soon(self, gets: Sequence[Get], *, timeout_s: float = WAIT_S) -> Future[Outcome]:
-        """`read` without waiting. Callbacks of the future run in a thread of the store and must not block."""
+        """Start `read` without waiting. The callbacks of the future run in a thread of the store.
+
+        They must not block.
+        """
 
     def commit_soon(
         self,
@@ -174,7 +182,10 @@ class Store(Transactions, Protocol):
         *,
         timeout_s: float = WAIT_S,
     ) -> Future[Outcome]:
-        """`commit` without waiting. Callbacks of the future run in a thread of the store and must not block."""
+        """Start `commit` without waiting. The callbacks of the future run in a thread of the store.
+
+        They must not block.
+        """
 
     def grant(self, ttl_s: int, *, timeout_s: float = WAIT_S) -> int:
         """Create a lease that expires `ttl_s` after its last renewal."""
