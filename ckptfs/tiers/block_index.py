@@ -1,4 +1,4 @@
-"""Where the blocks of recent files are, by digest: the files that a new one may share blocks with.
+"""The places of blocks of recent files, by digest. A new file may share blocks with these files.
 
 The index is a hint in memory. A file that it names may be gone or changed, so who uses it compares bytes. It is bounded: the blocks that
 were added longest ago go first.
@@ -15,7 +15,10 @@ class BlockIndex:
         self._places: dict[bytes, tuple[int, int]] = {}
 
     def add(self, file: int, block_digests: bytes) -> None:
-        """Add the blocks of a file, from its joined digests. Of equal blocks the last one is found. Holes are left out."""
+        """Add the blocks of a file, from its joined digests.
+
+        Of equal blocks the last one is found. Holes are left out.
+        """
         for number, block_digest in enumerate(digest.split_digests(block_digests)):
             if block_digest != digest.ZERO_BLOCK:
                 self._places.pop(block_digest, None)
@@ -28,6 +31,9 @@ class BlockIndex:
         return not self._places
 
     def find(self, block_digests: bytes) -> dict[int, tuple[int, int]]:
-        """Return {number of a block of a new file: (file, number of the same block in it)}, from the joined digests of the new file."""
+        """Return {block number of a new file: (file, number of the same block in it)}.
+
+        `block_digests` has the joined digests of the new file.
+        """
         wanted = enumerate(digest.split_digests(block_digests))
         return {number: place for number, one in wanted if (place := self._places.get(one)) is not None}

@@ -1,4 +1,4 @@
-"""The map of a content that is being fetched: which blocks are present, and which ones readers wait for.
+"""The map of a content that is being fetched: present blocks, and blocks that readers wait for.
 
 A map is a small file in the root of the RAM tier, mapped by the mover and the mount process. The mover marks blocks that are in the
 target file and verified; readers mark blocks that they wait for.
@@ -103,7 +103,10 @@ class FetchMap:
 
     @property
     def is_published(self) -> bool:
-        """True while blocks may still arrive; False after the mover died and a new one started."""
+        """Return True while blocks may still arrive.
+
+        Returns False after the mover died and a new one started.
+        """
         if self.is_closed:
             return False
         try:
@@ -114,7 +117,7 @@ class FetchMap:
 
     @property
     def is_closed(self) -> bool:
-        """True once the target is complete or given up."""
+        """Return True once the target is complete or given up."""
         return bool(self._memory[_CLOSED_OFFSET])
 
     @property

@@ -52,7 +52,10 @@ class HealthState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The state since `since_s` (on the caller's clock), consecutive failures, the last error and its remedy."""
+    """The health of a tier since `since_s` (on the caller's clock).
+
+    `failures` counts consecutive failures; `error` is the last one.
+    """
 
     state: HealthState = HealthState.NORMAL
     since_s: float = 0.0

@@ -1,5 +1,6 @@
-"""Copies of contents in the tiers of this node: copy to another tier or within one, moves of open contents, removal of files, use of stale
-generations, stashes.
+"""Copies of contents in the tiers of this node: copies, moves, removal, stale generations, stashes.
+
+A copy goes to another tier or stays in its tier. Moves are those of open contents.
 
 - A copy is announced by a FILLING row, written, synced and read back; only then is it good (P4).
 - The file of a forgotten copy is removed in a transaction, so that a copy that was announced since keeps its file. The PFS must not be
@@ -97,7 +98,9 @@ def _remove_unfinished(db: Database, tiers: Tiers, content: Content, target: Tie
 
 
 def copy_open(source_fd: int, target: TierStorage, content: int, expected: tuple[int, bytes] | None = None) -> int:
-    """Copy an open content that nobody writes to `target`. Return a writable descriptor of the verified copy.
+    """Copy an open content that nobody writes to `target`.
+
+    Return a writable descriptor of the verified copy.
 
     `expected`: (size, digest) of a sealed content, with which the copy shares its blocks if the tier can. On a disk, bytes and name are
     durable: the source may have been fsynced. Raises OSError or DigestMismatch, and removes the copy.
@@ -130,7 +133,10 @@ def copy_open(source_fd: int, target: TierStorage, content: int, expected: tuple
 
 
 def record_open_move(db: Database, content: int, source: TierStorage, target: Tier) -> None:
-    """Record that an open content has moved to `target`. The row is durable before the source may go, if the source was (P5)."""
+    """Record that an open content has moved to `target`.
+
+    The row is durable before the source may go, if the source was (P5).
+    """
     with db.transaction():
         contents.record_move(db, content, source.tier, target)
     disk.act("move:recorded", lambda: None)
@@ -139,7 +145,10 @@ def record_open_move(db: Database, content: int, source: TierStorage, target: Ti
 
 
 def remove_moved(source: TierStorage, content: int) -> None:
-    """Remove the file that an open content has left. If the tier fails, the reclaim flow removes the file later."""
+    """Remove the file that an open content has left.
+
+    If the tier fails, the reclaim flow removes the file later.
+    """
     try:
         fd = disk.act("move:remove", source.detach, content)
     except OSError as failure:

@@ -1,4 +1,4 @@
-"""Whether the directory `pfs=` is the PFS of this catalog: a mark on it, or else a pin of what it is.
+"""The test that the directory `pfs=` is the PFS of this catalog: a mark on it, or else a pin.
 
 The mountpoint of a filesystem that is not mounted looks like an empty PFS. If it were believed, files would vanish from the mount, and new
 ones would be written below the mountpoint.
@@ -57,7 +57,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class PfsPin:
-    """What a directory is. `fsid` is that of statfs(2); `fsid` and `birth_ns` are 0 where the filesystem has none."""
+    """The identity of a directory without a mark.
+
+    `fsid` is that of statfs(2); `fsid` and `birth_ns` are 0 where the filesystem has none.
+    """
 
     fstype: str
     source: str
@@ -68,7 +71,10 @@ class PfsPin:
 
     @property
     def stable_fsid(self) -> int:
-        """The id of the filesystem if it survives another mount, else 0. XFS and others return the number of the device."""
+        """Return the id of the filesystem if it survives another mount, else 0.
+
+        XFS and others return the number of the device.
+        """
         return 0 if self.fsid == self.device else self.fsid
 
 
@@ -97,7 +103,10 @@ def read_pin(fd: int) -> PfsPin:
 
 
 def _get_birth_ns(fd: int) -> int:
-    """Return when an inode was created; 0 if the filesystem or the C library cannot tell. Python has no statx(2)."""
+    """Return when an inode was created; 0 if the filesystem or the C library cannot tell.
+
+    Python has no statx(2).
+    """
     buffer = ctypes.create_string_buffer(_STATX_BYTES)
     if not hasattr(_libc, "statx") or _libc.statx(fd, b"", _AT_EMPTY_PATH, _STATX_BTIME, buffer) != 0:
         return 0
@@ -123,7 +132,9 @@ def read_mark(root_fd: int) -> str:
 
 
 def make_mark(root_fd: int, text: str = "") -> str:
-    """Return the text of the mark, which is made if it is missing: `text`, or a new uuid. Concurrent callers get the same one.
+    """Return the text of the mark, which is made if it is missing: `text`, or a new uuid.
+
+    Concurrent callers get the same one.
 
     Raises OSError, and TierUnavailable if the work area belongs to a stranger.
     """
@@ -226,7 +237,10 @@ def _build_refusal(pfs: Path, difference: str, state: str) -> TierUnavailable:
 
 
 def find_difference_from_catalog(db: Database, pfs: Path) -> str:
-    """Return why the directory `pfs` is not the PFS of this catalog, or an empty string. Changes nothing. Raises OSError."""
+    """Return why the directory `pfs` is not the PFS of this catalog, or an empty string.
+
+    Changes nothing. Raises OSError.
+    """
     with disk.closing(open_directory("scan:root", pfs)) as root_fd:
         return _find_difference_from_known(db, root_fd, copies.get_tier_uuid(db, Tier.PFS))
 
@@ -236,7 +250,10 @@ def _find_difference_from_known(db: Database, root_fd: int, known: str | None) -
 
 
 def adopt(db: Database, root_fd: int, pfs: Path) -> str:
-    """Return the identity of the PFS, which is taken at the first contact. Raises OSError, and TierUnavailable if it is another one."""
+    """Return the identity of the PFS, which is taken at the first contact.
+
+    Raises OSError, and TierUnavailable if it is another one.
+    """
     known = copies.get_tier_uuid(db, Tier.PFS)
     confirmation = db.path.parent / ACCEPT_PFS
     difference = _find_difference_from_known(db, root_fd, known)
@@ -275,7 +292,9 @@ def _take_identity(root_fd: int, known: str | None) -> str:
 
 
 def _find_unexpected(db: Database, root_fd: int) -> str:
-    """Return why a directory cannot be the PFS of a catalog that does not know its identity, or an empty string.
+    """Return why a directory cannot be the PFS of a catalog, or an empty string.
+
+    The catalog does not know the identity of its PFS.
 
     If the catalog expects names there, one of them must be there.
     """

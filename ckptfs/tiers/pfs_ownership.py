@@ -58,7 +58,10 @@ def is_root() -> bool:
 
 @contextlib.contextmanager
 def as_owner(uid: int, gid: int) -> Iterator[None]:
-    """Act as this user on filesystems inside the block, in this thread. Raises PermissionError if the kernel refuses that."""
+    """Act as this user on filesystems inside the block, in this thread.
+
+    Raises PermissionError if the kernel refuses that.
+    """
     with contextlib.ExitStack() as undo:
         undo.callback(setattr, _thread, "acting", False)
         _thread.acting = True
@@ -107,7 +110,9 @@ def retry_as_owner(call: Callable[[], Result], owners: Callable[[], Iterable[Own
 
 
 def _set_id(call: Callable[[ctypes.c_uint32], int], kind: str, number: int) -> int:
-    """Call setfsuid(2) or setfsgid(2), and return the former id. Raises PermissionError if the kernel refused.
+    """Call setfsuid(2) or setfsgid(2), and return the former id.
+
+    Raises PermissionError if the kernel refused.
 
     Both calls return the former id also when they fail. With an id that no user has, they change nothing and return the present one.
     """

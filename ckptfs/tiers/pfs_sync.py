@@ -45,7 +45,10 @@ def persist_files(fds: Sequence[int]) -> None:
 
 
 def can_sync_filesystem(fd: int) -> bool:
-    """Return True if one syncfs makes all files durable and reports their errors: on local filesystems of a kernel that does so."""
+    """Return True if one syncfs makes all files durable and reports their errors.
+
+    This holds on local filesystems of a kernel that reports errors.
+    """
     buffer = ctypes.create_string_buffer(_STATFS_BYTES)
     if _libc.fstatfs(fd, buffer) != 0:
         raise posix_error(ctypes.get_errno())
@@ -59,7 +62,7 @@ def _get_kernel_version() -> tuple[int, ...]:
 
 
 def sync_filesystem(fd: int) -> None:
-    """syncfs(2). Raises OSError."""
+    """Call syncfs(2). Raises OSError."""
     if _libc.syncfs(fd) != 0:
         raise posix_error(ctypes.get_errno())
 

@@ -55,7 +55,10 @@ def open_root(pfs: Path, identity: str | None) -> int:
 
 
 def open_adopted_root(db: Database, pfs: Path) -> int:
-    """Open the root of the PFS of this catalog, which takes its identity at the first contact. Raises as `open_root` does."""
+    """Open the root of the PFS of this catalog, which takes its identity at the first contact.
+
+    Raises as `open_root` does.
+    """
     return _open_checked(pfs, lambda fd: pfs_identity.adopt(db, fd, pfs))
 
 
@@ -141,7 +144,10 @@ def _list_external_in_work_area(root_fd: int) -> list[bytes]:
 
 
 def stat_entry(directory_fd: int, name: bytes) -> PfsEntryStat:
-    """lstat a name; as the owner of the directory if root may not search it. Raises OSError."""
+    """Call lstat for a name. Raises OSError.
+
+    If root may not search the directory, the call is made as its owner.
+    """
 
     def call() -> os.stat_result:
         return disk.act("scan:stat", os.stat, name, dir_fd=directory_fd, follow_symlinks=False)
@@ -150,7 +156,7 @@ def stat_entry(directory_fd: int, name: bytes) -> PfsEntryStat:
 
 
 def stat_descriptor(fd: int, name: bytes = b"") -> PfsEntryStat:
-    """fstat an open file or directory."""
+    """Call fstat for an open file or directory."""
     return _build_stat(name, os.fstat(fd))
 
 
@@ -289,7 +295,10 @@ class PfsTree:
         self._cached[names] = (fd, time.monotonic())
 
     def _forget(self, names: DirectoryPath) -> None:
-        """Take a descriptor out of the cache. The action under way may still use it, so only long forgotten ones are closed."""
+        """Take a descriptor out of the cache.
+
+        The action under way may still use it, so only long forgotten ones are closed.
+        """
         self._forgotten.append(self._cached.pop(names)[0])
         self._close_forgotten(CACHED_MAX)
 
@@ -311,7 +320,10 @@ class PfsTree:
 
 
 def find_stat(directory: int, name: bytes) -> os.stat_result | None:
-    """lstat a name, as the owner of the directory if root may not search it; None if the name does not exist."""
+    """Call lstat for a name. Returns None if the name does not exist.
+
+    If root may not search the directory, the call is made as its owner.
+    """
 
     def call() -> os.stat_result | None:
         try:
@@ -323,7 +335,7 @@ def find_stat(directory: int, name: bytes) -> os.stat_result | None:
 
 
 def exchange(directory: int, name: bytes, new_directory: int, new_name: bytes) -> None:
-    """renameat2(RENAME_EXCHANGE). Raises EINVAL or ENOSYS if the filesystem cannot."""
+    """Call renameat2(RENAME_EXCHANGE). Raises EINVAL or ENOSYS if the filesystem cannot do it."""
     disk.act("pfs:exchange", _rename2, directory, name, new_directory, new_name, _RENAME_EXCHANGE)
 
 
@@ -348,7 +360,7 @@ def open_inode(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) ->
 
 
 def open_published(pfs: Path, known: FetchState, flags: int = os.O_RDONLY) -> int:
-    """The same for a file whose state was loaded. Needs no catalog."""
+    """Open the file on the PFS of a state that was loaded. Needs no catalog."""
     if known.published is None:
         raise posix_error(errno.ESTALE)
     fd = open_unchecked(pfs, known, flags)
@@ -362,7 +374,10 @@ def open_published(pfs: Path, known: FetchState, flags: int = os.O_RDONLY) -> in
 
 
 def open_unchecked(pfs: Path, known: FetchState, flags: int = os.O_RDONLY) -> int:
-    """Return a descriptor of the file that the PFS shows under the known path. Raises OSError and TierUnavailable."""
+    """Return a descriptor of the file that the PFS shows under the known path.
+
+    Raises OSError and TierUnavailable.
+    """
     if not known.pfs_names:
         raise posix_error(errno.ENOENT, "the file is not on the PFS")
     root_fd = open_root(pfs, known.pfs_identity)

@@ -77,7 +77,7 @@ class ContentDirectory(Protocol):
 
     @property
     def directory(self) -> int:
-        """A descriptor of the directory of contents."""
+        """Return a descriptor of the directory of contents."""
 
 
 def measure_bytes(root: Path) -> int:
@@ -93,7 +93,10 @@ def _parse_names(names: list[str]) -> list[PreparedFile]:
 
 
 class PreparedFiles:
-    """The prepared files and expected sizes in one RAM tier. Methods raise OSError of its filesystem. Any process and thread may call."""
+    """The prepared files and expected sizes in one RAM tier.
+
+    Methods raise OSError of its filesystem. Any process and thread may call.
+    """
 
     def __init__(self, storage: ContentDirectory) -> None:
         self._storage = storage
@@ -117,7 +120,10 @@ class PreparedFiles:
         return min((file for file in self.list_files() if expected_bytes <= file.size_bytes <= bytes_max), default=None)
 
     def take_file(self, file: PreparedFile, content: int) -> bool:
-        """Make `file` the file of `content`, in the place of a leftover of that name. Return False if another process has taken it."""
+        """Make `file` the file of `content`, in the place of a leftover of that name.
+
+        Return False if another process has taken it.
+        """
         try:
             disk.rename("prepare:take", file.name, file_name(content), old_fd=self._directory, new_fd=self._storage.directory)
         except FileNotFoundError:
@@ -127,7 +133,9 @@ class PreparedFiles:
     # --- preparing ----------------------------------------------------------------------------------------------------
 
     def add(self, size_bytes: int, before_piece: Callable[[int], None] = lambda _: None, *, touches: bool = False) -> PreparedFile:
-        """Prepare one file. `before_piece` gets the bytes still to be allocated and may raise to stop. A failure leaves nothing.
+        """Prepare one file.
+
+        `before_piece` gets the bytes still to be allocated and may raise to stop. A failure leaves nothing.
 
         `touches`: see `_touch_free_pages`.
         """
@@ -151,7 +159,9 @@ class PreparedFiles:
         return file
 
     def _touch_free_pages(self, size_bytes: int) -> None:
-        """Write `size_bytes` of zeros to a file without a name and free them: the kernel gives out next what was freed last.
+        """Write `size_bytes` of zeros to a file without a name and free them.
+
+        The kernel next gives out the pages that were freed last.
 
         The host of a virtual machine backs a page at its first use, and takes it back some seconds after it was freed. A page that was
         allocated but never written would cost its first writer that time: a prepared file would be no faster than a fresh one.
@@ -170,7 +180,10 @@ class PreparedFiles:
         return True
 
     def give_back(self, bytes_wanted: int) -> int:
-        """Remove files, the largest first, until `bytes_wanted` are free or none is left. Return the bytes that are free now."""
+        """Remove files, the largest first, until `bytes_wanted` are free or none is left.
+
+        Return the bytes that are free now.
+        """
         freed = 0
         for file in sorted(self.list_files(), reverse=True):
             if freed >= bytes_wanted:
@@ -198,7 +211,10 @@ class PreparedFiles:
             os.close(fd)
 
     def list_expected(self) -> list[ExpectedSize]:
-        """Return the remembered sizes, the newest first. Forget those beyond `limits.PREPARED_PLACES_MAX` or too old."""
+        """Return the remembered sizes, the newest first.
+
+        Forget those beyond `limits.PREPARED_PLACES_MAX` or too old.
+        """
         found = []
         with os.scandir(self._expected) as entries:
             for entry in entries:
@@ -264,7 +280,10 @@ def mark_allocated_by_application(fd: int) -> None:
 
 
 def needs_trim(fd: int) -> bool:
-    """Return True if a prepared file has pages that nobody wrote. Otherwise remove its mark; a read-only descriptor will do."""
+    """Return True if a prepared file has pages that nobody wrote.
+
+    Otherwise remove its mark; a read-only descriptor will do.
+    """
     status = os.fstat(fd)
     if not is_prepared(status):
         return False
@@ -276,7 +295,10 @@ def needs_trim(fd: int) -> bool:
 
 
 def trim_end(fd: int, *, bytes_max: int) -> None:
-    """Remove the prepared pages beyond the end of a file that nobody writes, if they are at most `bytes_max`. The mark stays."""
+    """Remove prepared pages beyond the end of a file, if they are at most `bytes_max`.
+
+    No process may write the file. The mark stays.
+    """
     status = os.fstat(fd)
     end = _round_to_page(status.st_size)
     if is_prepared(status) and 0 < status.st_blocks * _BLOCK_BYTES - end <= bytes_max:
@@ -285,7 +307,9 @@ def trim_end(fd: int, *, bytes_max: int) -> None:
 
 
 def trim(fd: int, *, holes: bool) -> bool:
-    """Remove a piece of the prepared pages of a file that nobody writes: beyond its end, and with `holes` also below it; then the mark.
+    """Remove a piece of the prepared pages of a file, and then the mark.
+
+    The pages lie beyond the end of the file, and with `holes` also below it. No process may write the file.
 
     Pages below the end may be written through a mapping. `holes` therefore needs a write lease on `fd`. Without it the mark stays if
     there are any. Returns True if there is more to remove. The times of the file stay.
@@ -308,7 +332,10 @@ def trim(fd: int, *, holes: bool) -> bool:
 
 
 def _trim_end(fd: int, end: int) -> bool:
-    """Punch the first piece beyond `end` that has pages, then all the rest. Return True if there is more to do."""
+    """Punch the first piece beyond `end` that has pages, then all the rest.
+
+    Return True if there is more to do.
+    """
     allocated = get_allocated_bytes(fd)
     for start in range(end, end + allocated, _TRIM_BYTES):
         _punch(fd, start, _TRIM_BYTES)
@@ -327,7 +354,10 @@ def _round_to_page(size: int) -> int:
 
 
 def get_data_bytes(fd: int, status: os.stat_result) -> int:
-    """Return the bytes of a prepared file that the application has written, in whole pages. Exact unless the file is fragmented."""
+    """Return the bytes of a prepared file that the application has written, in whole pages.
+
+    Exact unless the file is fragmented.
+    """
     end = _round_to_page(status.st_size)
     allocated = min(end, status.st_blocks * _BLOCK_BYTES)
     if status.st_mode & stat.S_IXGRP:

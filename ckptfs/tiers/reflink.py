@@ -1,4 +1,4 @@
-"""Blocks that files of one filesystem share: clones, comparison by the kernel, and how many bytes are shared.
+"""Blocks that files of one filesystem share: clones, comparison by the kernel, shared bytes.
 
 XFS and btrfs share blocks, and an NFS server on top of them may. tmpfs and ext4 do not: there each function reports that nothing was
 shared, and the caller copies. A write into a shared block gets a block of its own from the filesystem, so a file never changes through
@@ -59,7 +59,10 @@ class Extent:
 
 
 def clone(source_fd: int, target_fd: int) -> bool:
-    """Let the target have the blocks of the source. Return False, without a change, if the filesystem cannot."""
+    """Let the target have the blocks of the source.
+
+    Return False, without a change, if the filesystem cannot.
+    """
     try:
         disk.act("share:clone", fcntl.ioctl, target_fd, FICLONE, source_fd)
     except OSError as failure:
@@ -70,12 +73,15 @@ def clone(source_fd: int, target_fd: int) -> bool:
 
 
 def clone_range(source_fd: int, source_offset: int, target_fd: int, target_offset: int, length: int) -> None:
-    """Let a range of the target have the blocks of the source. The last one of a file may be short. Raises OSError (`CANNOT_CLONE`)."""
+    """Let a range of the target have the blocks of the source.
+
+    The last one of a file may be short. Raises OSError (`CANNOT_CLONE`).
+    """
     disk.act("share:range", fcntl.ioctl, target_fd, FICLONERANGE, _RANGE.pack(source_fd, source_offset, length, target_offset))
 
 
 def try_clone_range(source_fd: int, source_offset: int, target_fd: int, target_offset: int, length: int) -> bool:
-    """The same. Return False if these two files cannot share these ranges."""
+    """Clone a range as `clone_range` does. Return False if these two files cannot share these ranges."""
     try:
         clone_range(source_fd, source_offset, target_fd, target_offset, length)
     except OSError as failure:
@@ -86,7 +92,9 @@ def try_clone_range(source_fd: int, source_offset: int, target_fd: int, target_o
 
 
 def deduplicate(source_fd: int, source_offset: int, target_fd: int, target_offset: int, length: int) -> Sharing:
-    """Let a range of the target have the blocks of the source if the bytes are equal. Raises OSError if one cannot be read.
+    """Let a range of the target have the blocks of the source if the bytes are equal.
+
+    Raises OSError if one cannot be read.
 
     The pages of the source are dropped first, so the kernel compares what the device has. Both descriptors may be read-only.
     """
@@ -135,7 +143,10 @@ def is_possible_in(directory_fd: int) -> bool:
 
 
 def list_extents(fd: int, start: int = 0, length: int = limits.FILE_BYTES_MAX) -> list[Extent]:
-    """Return where a range of a file is. Parts that have no place of their own yet are left out. Raises OSError (`CANNOT_CLONE`)."""
+    """Return where a range of a file is.
+
+    Parts that have no place of their own yet are left out. Raises OSError (`CANNOT_CLONE`).
+    """
     found = []
     for logical, physical, size, _ in _read_extents(fd, start, start + length):
         first, last = max(start, logical), min(start + length, logical + size)
@@ -145,7 +156,10 @@ def list_extents(fd: int, start: int = 0, length: int = limits.FILE_BYTES_MAX) -
 
 
 def count_shared(fd: int) -> int:
-    """Return how many bytes of a file it shares with others: to write over them needs room. Raises OSError (`CANNOT_CLONE`)."""
+    """Return how many bytes of a file it shares with others: to write over them needs room.
+
+    Raises OSError (`CANNOT_CLONE`).
+    """
     return sum(size for _, _, size, is_shared in _read_extents(fd, 0, limits.FILE_BYTES_MAX) if is_shared)
 
 
@@ -168,14 +182,17 @@ def _read_extents(fd: int, start: int, end: int) -> Iterator[tuple[int, int, int
 
 @dataclass(frozen=True, slots=True)
 class StoredBytes:
-    """The bytes of the blocks of some files, and those that the filesystem stores: a block that several share is stored once."""
+    """The bytes of the blocks of some files, and the bytes that the filesystem stores for them.
+
+    A block that several files share is stored once.
+    """
 
     total: int
     stored: int
 
     @property
     def shared(self) -> int:
-        """What sharing saves."""
+        """Return the bytes that sharing saves."""
         return self.total - self.stored
 
 

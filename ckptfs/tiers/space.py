@@ -1,4 +1,4 @@
-"""Decisions about space: the tier of a new content, whether a writer may use passthrough, how much to evict, the size of the RAM tier.
+"""Decisions about space: tier of a new content, passthrough, eviction, size of the RAM tier.
 
 Decisions are pure. `resize_ram` only raises the size of the tmpfs, never above the configured size.
 
@@ -78,7 +78,10 @@ def needs_buffered_path(capacity: Capacity, expected_bytes: int | None) -> bool:
 
 
 def needs_buffered_path_in_last_tier(capacity: Capacity, expected_bytes: int | None) -> bool:
-    """The same for the last tier: a write that finds it full can only wait for deletes in progress."""
+    """Return True if the last tier is too full for passthrough.
+
+    A write that finds this tier full can only wait for deletes in progress.
+    """
     return capacity.free < max(limits.PASSTHROUGH_SPACE_LAST_BYTES_MIN, expected_bytes or 0)
 
 

@@ -1,4 +1,6 @@
-"""The files of contents in the tiers of this node: `contents-<catalog>/<id in 16 hex digits>` in the root of each tier.
+"""The files of contents in the tiers of this node: `contents-<catalog>/<id in 16 hex digits>`.
+
+That directory is in the root of each tier.
 
 A root also holds `tier-id`, a uuid. If it differs from the one in the catalog, the tier was replaced: a reboot replaces the RAM tier,
 and its copies are lost. NVMe with another uuid may only lack its device: while files depend on it, nothing is forgotten and the node
@@ -63,7 +65,10 @@ class TierStorage(TierRoot):
         self._can_share_blocks: bool | None = None
 
     def probe(self) -> None:
-        """Raise the error of a disk that fails. One that failed must take a file before it counts as working; may hang."""
+        """Raise the error of a disk that fails.
+
+        One that failed must take a file before it counts as working; may hang.
+        """
         if self._failure is None:
             try:
                 os.fstat(self.directory)  # XFS answers EIO after a shutdown.
@@ -197,7 +202,10 @@ class TierStorage(TierRoot):
 
     @property
     def can_share_blocks(self) -> bool:
-        """Whether contents here can share blocks. A tier that cannot be asked now is asked again."""
+        """Return True if contents in this tier can share blocks.
+
+        A tier that cannot answer now is asked again.
+        """
         if self._can_share_blocks is None:
             with contextlib.suppress(OSError):
                 self._can_share_blocks = reflink.is_possible_in(self.directory)
@@ -262,7 +270,10 @@ class TierStorage(TierRoot):
 
     @contextlib.contextmanager
     def growing(self, growth: int) -> Iterator[None]:
-        """Surround a write of this process that adds up to `growth` bytes. Raises ENOSPC if that exceeds the budget."""
+        """Surround a write of this process that adds up to `growth` bytes.
+
+        Raises ENOSPC if that exceeds the budget.
+        """
         if not self._shares_filesystem or self._budget_bytes is None or not growth:
             yield
             return
@@ -277,7 +288,10 @@ class TierStorage(TierRoot):
             self._growing_bytes -= growth
 
     def reserve(self, fd: int, size: int) -> None:
-        """Allocate the space of a file that is about to be copied here. A budget that nothing enforces is then kept by all processes."""
+        """Allocate the space of a file that is about to be copied here.
+
+        A budget that nothing enforces is then kept by all processes.
+        """
         if self._shares_filesystem and size:
             with contextlib.suppress(OSError):  # Not every filesystem can; ENOSPC comes from the copy.
                 disk.act("place:reserve", _libc.fallocate, fd, _KEEP_SIZE, 0, size)
@@ -382,7 +396,10 @@ class Tiers(Mapping[Tier, TierStorage]):
         return space.choose_tier(capacities, expected_bytes, self._ram_high)
 
     def give_back_prepared(self, is_enough: Callable[[Capacity], bool], reserved_bytes: int, taking: PreparedFile | None = None) -> bool:
-        """Give prepared files back, but for `taking`, until `is_enough` of the capacity of RAM. Return False if that cannot be reached."""
+        """Give prepared files back, but for `taking`, until `is_enough` of the capacity of RAM.
+
+        Return False if that cannot be reached.
+        """
         capacity = space.subtract_reserved(self.get_capacity(Tier.RAM, taking), reserved_bytes)
         others = sorted((file for file in self.prepared.list_files() if file != taking), reverse=True)
         if not others or not is_enough(space.add_free(capacity, sum(file.size_bytes for file in others))):
@@ -396,7 +413,9 @@ class Tiers(Mapping[Tier, TierStorage]):
         return is_enough(capacity)
 
     def choose_disk_tier(self, expected_bytes: int, reserved_bytes: Mapping[Tier, int] = _NO_RESERVATIONS) -> Tier | None:
-        """Return the tier on disk where a program below a memory limit may write by passthrough. Returns None if there is none.
+        """Return the tier on disk where a program below a memory limit may write by passthrough.
+
+        Returns None if there is none.
 
         The pages of such a file are charged to the program as well, but the kernel writes them out and reclaims them.
         """
@@ -434,11 +453,17 @@ class Tiers(Mapping[Tier, TierStorage]):
         return capacities
 
     def get_share_bytes(self, size: float) -> int:
-        """Return the bytes that a setting means: an int are bytes, a float is a share of RAM and NVMe. Raises OSError if one fails."""
+        """Return the bytes that a setting means: an int are bytes, a float is a share of RAM and NVMe.
+
+        Raises OSError if one fails.
+        """
         return size if isinstance(size, int) else int(size * sum(one.total for one in self.get_local_capacities().values()))
 
     def get_capacity(self, tier: Tier, taking: PreparedFile | None = None) -> Capacity:
-        """Return the capacity of RAM or NVMe. For a content that is `taking` a prepared file, the bytes of that file are free."""
+        """Return the capacity of RAM or NVMe.
+
+        For a content that is `taking` a prepared file, the bytes of that file are free.
+        """
         capacity = self.get_local_capacities()[tier]
         return capacity if taking is None or tier is not Tier.RAM else space.add_free(capacity, taking.size_bytes)
 
@@ -448,7 +473,9 @@ class Tiers(Mapping[Tier, TierStorage]):
         yield from (other for other in order[order.index(tier) + 1 :] if other in self._tiers)
 
     def list_move_targets(self, tier: Tier, size: int) -> list[Tier]:
-        """Return the tiers that a content of `size` bytes can move to when `tier` is full: those below, then those above.
+        """Return the tiers that a content of `size` bytes can move to when `tier` is full.
+
+        The tiers below come first, then those above.
 
         RAM and NVMe must have room for it; the PFS is asked in a thread that may hang.
         """
@@ -486,7 +513,10 @@ def adopt_tiers(db: Database, tiers: Tiers) -> None:
 
 
 def _expect_dead_tier(db: Database, storage: TierStorage) -> None:
-    """Go on with a tier that fails: it is used again when it has the uuid that the catalog knows. Raises its error if there is none."""
+    """Go on with a tier that fails: it is used again when it has the uuid that the catalog knows.
+
+    Raises its error if there is none.
+    """
     known = copies.get_tier_uuid(db, storage.tier)
     if known is None:
         _ = storage.uuid

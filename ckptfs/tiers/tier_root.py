@@ -1,4 +1,4 @@
-"""The root directory of a tier: its identity, the descriptor of its directory of contents, and what happens when it fails.
+"""The root directory of a tier: identity, descriptor of the directory of contents, failures.
 
 NVMe may die while it is in use. A call that fails with an error of the tier (`health.is_tier_failure`) makes it unusable for new files
 for `limits.TIER_RETRY_S`; then the next file tries it. If its root cannot be opened any more either, the descriptor of the dead filesystem
@@ -64,7 +64,7 @@ class TierRoot:
 
     @property
     def failure(self) -> str:
-        """The error of a tier that fails; empty if it works."""
+        """Return the error of a tier that fails; empty if it works."""
         return "" if self._failure is None else health.describe(self._failure)
 
     def record_failure(self, failure: OSError) -> None:
@@ -90,7 +90,9 @@ class TierRoot:
         self._uuid = uuid_
 
     def _reattach(self) -> None:
-        """Open the root again if it is the same one; else give up the dead filesystem. The number of the descriptor stays.
+        """Open the root again if it is the same one; else give up the dead filesystem.
+
+        The number of the descriptor stays.
 
         Other threads may use the number, so it is never closed.
         """
@@ -108,7 +110,10 @@ class TierRoot:
         os.close(fresh)
 
     def _open_known_root(self) -> int:
-        """Return a descriptor of the directory of contents. Creates nothing: the root may be a mountpoint without its device."""
+        """Return a descriptor of the directory of contents.
+
+        Creates nothing: the root may be a mountpoint without its device.
+        """
         root = os.open(self.root, _DIRECTORY)
         try:
             with open("tier-id", encoding="ascii", errors="replace", opener=lambda name, flags: os.open(name, flags, dir_fd=root)) as file:
@@ -119,7 +124,10 @@ class TierRoot:
             os.close(root)
 
     def _require_attached(self) -> None:
-        """Try to open a root that was given up, at most every `limits.TIER_RETRY_S`. Raises the last error of the tier."""
+        """Try to open a root that was given up, at most every `limits.TIER_RETRY_S`.
+
+        Raises the last error of the tier.
+        """
         with self._lock:
             if self._is_detached and self.is_usable:
                 self._failed_s = time.monotonic()
@@ -134,7 +142,7 @@ class TierRoot:
 
     @property
     def directory(self) -> int:
-        """A descriptor of the directory of contents.
+        """Return a descriptor of the directory of contents.
 
         On the PFS it exists only after `uuid` was read: the mountpoint of a PFS that is not mounted must not be filled.
         """
@@ -177,7 +185,10 @@ class TierRoot:
 
     @property
     def uuid(self) -> str:
-        """The identity of this root, created if missing. Concurrent callers get the same one."""
+        """Return the identity of this root, created if missing.
+
+        Concurrent callers get the same one.
+        """
         if self.tier is Tier.PFS:
             with disk.closing(pfs_identity.open_directory("place:root", self.root.parent)) as root_fd:
                 return pfs_identity.make_mark(root_fd)
@@ -213,7 +224,7 @@ class TierRoot:
 
 
 def _fsync_path(path: Path) -> None:
-    """fsync a file or directory, if its filesystem can."""
+    """Call fsync for a file or directory, if its filesystem can."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -83,7 +83,9 @@ def read(source_fd: int, *, label: str, before_block: Callable[[], None] = lambd
 
 
 def read_parallel(source_fd: int, *, label: str, before_block: Callable[[], None]) -> ContentDigests:
-    """As `read`, with several threads for a large file without holes. All threads call `before_block`.
+    """Read and digest a file as `read` does, with several threads for a large file without holes.
+
+    All threads call `before_block`.
 
     One thread digests more slowly than memory delivers.
     """
@@ -243,7 +245,7 @@ class WriteBehind:
 
 
 def _sync_range(fd: int, start: int, end: int, flags: int) -> None:
-    """sync_file_range(2), if it is supported."""
+    """Call sync_file_range(2), if it is supported."""
     if _libc.sync_file_range(fd, ctypes.c_int64(start), ctypes.c_int64(end - start), ctypes.c_uint(flags)) != 0:
         code = ctypes.get_errno()
         if code not in _UNSUPPORTED:
@@ -285,7 +287,10 @@ def hold_read_lease(fd: int, *, insist: bool = True) -> Iterator[Callable[[], No
 
 @contextlib.contextmanager
 def hold_write_lease(fd: int) -> Iterator[bool]:
-    """Hold a write lease on `fd` if that is possible. Yield True if no other process has the file open or mapped."""
+    """Hold a write lease on `fd` if that is possible.
+
+    Yield True if no other process has the file open or mapped.
+    """
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError:
