@@ -1,1 +1,4 @@
-"""The path of a file, one module per step. The modules never import each other; they meet in the catalog."""
+"""The path of a file, one module per step.
+
+The modules never import each other; they meet in the catalog.
+"""

@@ -67,7 +67,10 @@ class CheckPfs:
         return POLL_S if self._has_candidates else None
 
     def _is_filling(self, tier: Tier) -> bool:
-        """Return True if eviction is near: the tier is above its low watermark, or lacks room for the next content."""
+        """Return True if eviction is near.
+
+        The tier is above its low watermark, or lacks room for the next content.
+        """
         capacity = self._tiers[tier].get_capacity()
         low, high = self._config.ram_low, self._config.ram_high
         next_size = get_largest_recent_size(self._db, limits.RECENT_CONTENTS)
@@ -101,7 +104,10 @@ class CheckPfs:
                 self._notify.wake_lanes()
 
     def _read(self, state: FetchState) -> transfer.ContentDigests:
-        """Return the digests of the file as the PFS's server has it. Raises Busy if the file changed meanwhile."""
+        """Return the digests of the file as the PFS's server has it.
+
+        Raises Busy if the file changed meanwhile.
+        """
         assert self._config.pfs is not None
 
         def build_check() -> Callable[[], None]:
@@ -125,7 +131,7 @@ class CheckPfs:
             return found
 
     def _handle_failure(self, state: FetchState, failure: OSError | CkptfsError) -> None:
-        """A file that is another one on the PFS is compared by a scan; other errors are tried again later."""
+        """Request a scan for a file that is another one on the PFS; try again later after other errors."""
         log.debug("%s: cannot be read back from the PFS: %s", state.path, failure)
         if failure.errno in _STOPPED_ERRNOS:
             mover_requests.insert_request(self._db, mover_requests.SCAN, state.pfs_parent, mover_requests.COMPARE_AGAIN)

@@ -1,4 +1,6 @@
-"""The records of copies in the store: announcements of this node's copies, and removal of records that no live node maintains.
+"""The records of copies in the store: announcements, and removal of unmaintained records.
+
+Announcements are those of this node's copies. A record that no live node maintains is removed.
 
 Takes: copies that arrived or were dropped since the last announcement; records of dead writers whose contents no live node has.
 Leaves: keys `p/<content>/<this node>` that match the catalog, and no record of a content whose file is gone or

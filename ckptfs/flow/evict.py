@@ -68,7 +68,10 @@ class Evict:
         return any(more)
 
     def next_due_s(self) -> float | None:
-        """Return the seconds until the next poll: short while free space shrinks. Without writers, until the first deferred tier."""
+        """Return the seconds until the next poll: short while free space shrinks.
+
+        Without writers, until the first deferred tier.
+        """
         if not count_writers(self._db) and not self._stuck:
             self._poll_s, self._last_free = POLL_FIRST_S, -1
             waits = [max(0.0, self._idle_until_s[tier] - time.monotonic()) for tier in self._deferred]
@@ -127,7 +130,10 @@ class Evict:
         return excess
 
     def _get_desired_bytes(self, capacity: Capacity) -> int:
-        """Return the bytes to free in RAM for the next content. Checkpoints repeat at nearly the same size, and take prepared memory."""
+        """Return the bytes to free in RAM for the next content.
+
+        Checkpoints repeat at nearly the same size, and take prepared memory.
+        """
         high, low = self._watermarks[Tier.RAM]
         capacity = space.add_free(capacity, self._tiers.prepared.get_bytes())
         return space.get_excess_bytes_for(capacity, get_largest_recent_size(self._db, limits.RECENT_CONTENTS), high, low)
@@ -169,7 +175,10 @@ class Evict:
         return copies.list_evictable(self._db, tier, elsewhere=elsewhere, at_most=BATCH_CONTENTS, pfs_verify=verify)
 
     def _drop(self, storage: TierStorage, contents: list[Content]) -> int:
-        """Drop copies. The transaction that deletes their rows checks again, since a file may have been opened."""
+        """Drop copies.
+
+        The transaction that deletes their rows checks again, since a file may have been opened.
+        """
         with self._db.transaction():
             verify = self._config.pfs_verify
             gone = [one for one in contents if lifecycle.can_drop(get_file_record(self._db, one.id), storage.tier, pfs_verify=verify)]
@@ -203,7 +212,10 @@ class Evict:
     # --- moving from RAM to NVMe -------------------------------------------------------------------------------------
 
     def _demote_one(self) -> bool:
-        """Move the least recently used content to NVMe. Return False if there is none, or if NVMe is full or fails."""
+        """Move the least recently used content to NVMe.
+
+        Return False if there is none, or if NVMe is full or fails.
+        """
         nvme = self._tiers.get(Tier.NVME)
         if nvme is None or time.monotonic() < self._demote_at_s:
             return False
@@ -247,7 +259,10 @@ class Evict:
     # --- the limit of the tmpfs --------------------------------------------------------------------------------------
 
     def _raise_limit(self) -> None:
-        """Enlarge a nearly full RAM tier while writers are open, as far as the configuration and the memory allow."""
+        """Enlarge a nearly full RAM tier while writers are open.
+
+        The configuration and the memory bound it.
+        """
         root = self._tiers[Tier.RAM].root
         if os.geteuid() != 0 or not os.path.ismount(root) or not count_writers(self._db):
             return
@@ -261,6 +276,9 @@ class Evict:
 
 
 def _get_memory_shortage(capacity: Capacity) -> int:
-    """Return the bytes that RAM must give back because the machine runs out of memory, whatever its watermark."""
+    """Return the bytes that RAM must give back because the machine runs out of memory.
+
+    The watermark does not matter.
+    """
     headroom = min(limits.RAM_HEADROOM_BYTES_MIN, capacity.total // 10)
     return min(max(0, headroom - capacity.free), capacity.used)

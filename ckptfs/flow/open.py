@@ -18,7 +18,10 @@ _DIGITS = re.compile(rb"\d+")
 
 
 class WriteTarget(Enum):
-    """NEW: a new content. IN_PLACE: the local one. FETCH: the local one after a fetch. LOST: no bytes are left."""
+    """The content that a writer gets.
+
+    NEW: a new content. IN_PLACE: the local one. FETCH: the local one after a fetch. LOST: no bytes are left.
+    """
 
     NEW = "new"
     IN_PLACE = "in place"
@@ -46,7 +49,10 @@ def get_series_pattern(name: bytes) -> bytes:
 
 
 class ReadSource(Enum):
-    """HERE: a local tier. EMPTY: never written. FETCH: the answer of a fetch request. LOST: no bytes are left."""
+    """The source of a reader.
+
+    HERE: a local tier. EMPTY: never written. FETCH: the answer of a fetch request. LOST: no bytes are left.
+    """
 
     HERE = "here"
     EMPTY = "empty"
@@ -65,5 +71,8 @@ def choose_read_source(held: FileContent) -> ReadSource:
 
 
 def _was_just_unlinked(held: FileContent) -> bool:
-    """Return whether another node removed the last name since the lookup. The file can be opened as long as this node has its bytes."""
+    """Return whether another node removed the last name since the lookup.
+
+    The file can be opened as long as this node has its bytes.
+    """
     return held.inode.nlink == 0 and held.generation == held.inode.generation

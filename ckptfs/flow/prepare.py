@@ -46,7 +46,9 @@ class PreparedChanges:
 
 
 def choose_changes(files: Sequence[PreparedFile], expected: Sequence[ExpectedSize], bytes_max: int) -> PreparedChanges:
-    """Return how to get from `files` to one file for each of `expected`, newest first, as far as `bytes_max` allows.
+    """Return the changes from `files` to one file for each of `expected`, newest first.
+
+    `bytes_max` bounds them.
 
     A file serves a size that it exceeds by at most `limits.PREPARED_TOLERANCE`: sizes of a series vary a little.
     """
@@ -73,12 +75,18 @@ def _round_sizes(expected: Sequence[ExpectedSize]) -> list[int]:
 
 
 def get_bytes_max(setting: float, total: int) -> int:
-    """Return the bound of prepared bytes in a tier of `total` bytes; `setting` is a share (float) or bytes (int)."""
+    """Return the bound of prepared bytes in a tier of `total` bytes.
+
+    `setting` is a share (float) or bytes (int).
+    """
     return int(setting * total) if isinstance(setting, float) else setting
 
 
 def has_room(capacity: Capacity, size_bytes: int, high: float, reserve_bytes: int) -> bool:
-    """Return True if `size_bytes` can be prepared and leave the tier below `high`, with `reserve_bytes` free for other creates."""
+    """Return True if `size_bytes` can be prepared and leave the tier below `high`.
+
+    `reserve_bytes` must stay free for other creates.
+    """
     return capacity.free >= size_bytes + reserve_bytes and capacity.used + size_bytes < high * capacity.total
 
 
@@ -115,7 +123,10 @@ class Prepare:
         return added and len(changes.missing) > 1
 
     def next_due_s(self) -> float | None:
-        """Return the seconds until the next look at the pressure on memory. Without prepared files, only a hint starts a step."""
+        """Return the seconds until the next look at the pressure on memory.
+
+        Without prepared files, only a hint starts a step.
+        """
         return limits.PREPARED_POLL_S if self._is_waiting else None
 
     def stop(self) -> None:

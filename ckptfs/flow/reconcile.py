@@ -45,7 +45,10 @@ class Reconcile:
     """Sweeps through all contents, one batch a step: first the hosted ones, then this node's own."""
 
     def __init__(self, db: Database, tiers: Tiers, notify: Notifier, cluster: Cluster, reported_unneeded: set[int]) -> None:
-        """`reported_unneeded`: contents that a peer reported as unneeded or deleted. They are checked first, and leave the set."""
+        """`reported_unneeded`: contents that a peer reported as unneeded or deleted.
+
+        They are checked first, and leave the set.
+        """
         self._db = db
         self._tiers = tiers
         self._notify = notify
@@ -155,7 +158,9 @@ class Reconcile:
     # --- what nodes have announced -----------------------------------------------------------------------------------
 
     def _ask_holders(self, batch: list[Content]) -> None:
-        """Ask nodes that announced copies, if it is the turn of a content. A node without a copy withdraws its announcement.
+        """Ask nodes that announced copies, if it is the turn of a content.
+
+        A node without a copy withdraws its announcement.
 
         The node that made a content asks; while it is dead, those that hold copies do.
         """

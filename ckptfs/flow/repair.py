@@ -83,7 +83,10 @@ class Repair:
         self._notify.wake_lanes()
 
     def _note_dead_nodes(self, current: dict[int, KnownNode], previous: dict[int, KnownNode]) -> None:
-        """Note the nodes whose contents are to be checked: at the start all dead ones, then each that dies, after a delay."""
+        """Note the nodes whose contents are to be checked.
+
+        At the start these are all dead ones, then each that dies, after a delay.
+        """
         known = peer_copies.list_node_names(self._db) if self._last_view is None else previous
         delay_s = 0.0 if self._last_view is None else self._cluster.draw_delay_s(limits.SPREAD_URGENT_S_MAX)
         dead = {number: time.monotonic() + delay_s for number in known if number not in current}

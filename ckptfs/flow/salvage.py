@@ -105,7 +105,10 @@ class Salvage:
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _note_view(self, view: ClusterView) -> None:
-        """Begin a check of all contents if a node died or restarted. The nodes of a large cluster do not begin together."""
+        """Begin a check of all contents if a node died or restarted.
+
+        The nodes of a large cluster do not begin together.
+        """
         previous, self._last_view = self._last_view, view
         self._writers_may_return, self._view_since_s = True, time.monotonic()
         change = ViewChange(previous or ClusterView(), view)

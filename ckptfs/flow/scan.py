@@ -184,7 +184,10 @@ class Scan:
         return False
 
     def _take_turn(self, directory: int) -> bool:
-        """Return True if no other node refreshes the directory in this interval: the node that does holds its lock as long."""
+        """Return True if no other node refreshes the directory in this interval.
+
+        The node that refreshes it holds its lock for the interval.
+        """
         locks, now_s = None if self._cluster is None else self._cluster.claims, time.monotonic()
         if locks is None:
             return True
@@ -237,7 +240,10 @@ class Scan:
         self._wait_published()
 
     def _warn_if_large(self, directory: int) -> None:
-        """Warn once of a directory that may fill the store: every name there has four keys, so that all nodes agree on its inode."""
+        """Warn once of a directory that may fill the store.
+
+        Every name in it has four keys, so that all nodes agree on its inode.
+        """
         if (
             directory in self._large_directories
             or scans.count_names(self._db, directory, limits.SHARED_NAMES_MAX) < limits.SHARED_NAMES_MAX

@@ -1,4 +1,4 @@
-"""The share step: blocks that contents on NVMe have in common are stored once, and the bytes that this saves are counted.
+"""The share step: equal blocks of contents on NVMe are stored once, and the saved bytes are counted.
 
 Takes: sealed contents with a verified copy on NVMe, in the order of their verification; the newest blocks of others, by digest.
 Leaves: the same files. Equal blocks lie in one place on the device, if its filesystem can share them (XFS, btrfs).
@@ -51,7 +51,10 @@ MEASURE_RATIO = 20
 
 @dataclass(slots=True)
 class _Work:
-    """A content in hand. `left`: (block, file with an equal block, block in it). `own`: the other blocks, if they are to move out."""
+    """A content in hand.
+
+    `left`: (block, file with an equal block, block in it). `own`: the other blocks, if they are to move out.
+    """
 
     content: Content
     left: list[tuple[int, int, int]]
@@ -62,7 +65,10 @@ class _Work:
 
 @dataclass(slots=True)
 class _Measure:
-    """Of what state a figure was taken, and when the next one may be. `is_stale`: the state may be another one now."""
+    """The state of which a figure was taken, and the time of the next measurement.
+
+    `is_stale`: the state may be another one now.
+    """
 
     due_s: float = 0.0
     state: tuple[int, ...] = ()
@@ -81,7 +87,11 @@ class _Measure:
 
 @dataclass(slots=True)
 class _Queue:
-    """What is to be looked at: all after the cursor (when a copy was verified, its content), and what was open, with when to look again."""
+    """The contents to look at.
+
+    `cursor` is (time of verification of a copy, its content): all contents after it follow. `deferred` has contents that were open, with
+    the time to look again.
+    """
 
     cursor: tuple[int, int] = (0, limits.FILE_BYTES_MAX)
     listed: list[int] = field(default_factory=list)
@@ -126,7 +136,10 @@ class ShareBlocks:
         return False
 
     def next_due_s(self) -> float | None:
-        """Return the seconds until the next piece, until a file that was open is looked at again, or until bytes are measured again."""
+        """Return the seconds until the next piece, retry or measurement.
+
+        A retry looks again at a file that was open.
+        """
         now_s = time.monotonic()
         dues = [self._resume_s] if self.is_pending else list(self._queue.deferred.values())
         dues += [measured.due_s for measured in (self._measured_nvme, self._measured_pfs) if measured.is_stale]
@@ -135,7 +148,10 @@ class ShareBlocks:
         return max(0.0, max(min(dues), self._resume_s) - now_s) if dues else None
 
     def _must_wait(self, storage: TierStorage, now_s: float) -> bool:
-        """Return True if the tier cannot share blocks, while it fails, and while contents wait for their seal: for `YIELD_S` at most."""
+        """Return True if the tier cannot share blocks, fails, or contents wait for their seal.
+
+        The step waits at most `YIELD_S` for seals.
+        """
         if storage.failure:
             self.is_pending, self._resume_s = True, now_s + limits.TIER_RETRY_S
             return True
@@ -220,7 +236,10 @@ class ShareBlocks:
             self._queue.deferred[content] = time.monotonic() + OPEN_RETRY_S
 
     def _finish(self, work: _Work) -> None:
-        """Let others share with this content. If it needs blocks of files that were open, it is looked at again instead."""
+        """Let others share with this content.
+
+        If it needs blocks of files that were open, it is looked at again instead.
+        """
         self._work = None
         if work.has_skipped:
             self._defer(work.content.id)
@@ -263,7 +282,10 @@ class ShareBlocks:
     # --- what is shared ----------------------------------------------------------------------------------------------
 
     def _measure_nvme(self, storage: TierStorage, now_s: float) -> None:
-        """Measure what sharing saves on NVMe if files came or went. The filesystem tells, so deleted files never count."""
+        """Measure what sharing saves on NVMe if files came or went.
+
+        The filesystem tells, so deleted files never count.
+        """
         measured = self._measured_nvme
         if measured.is_due(now_s):
             state = (os.fstat(storage.directory).st_mtime_ns, self._shared_blocks)

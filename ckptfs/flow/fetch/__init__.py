@@ -103,7 +103,10 @@ class Fetch:
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _take_request(self) -> mover_requests.MoverRequest | None:
-        """Return the next request that no other thread works on, and reserve its file until the end of the step."""
+        """Return the next request that no other thread works on.
+
+        Its file is reserved until the end of the step.
+        """
         requests = mover_requests.list_open(self._db, mover_requests.FETCH)
         now_s = time.monotonic()
         if self._salvage_wait is not None:
@@ -141,7 +144,10 @@ class Fetch:
     # --- one attempt -----------------------------------------------------------------------------------------------------
 
     def _fetch(self, state: FetchState | None, progress: FetchProgress, *, is_required: bool) -> str:
-        """Fetch a file; return the result of its request. `is_required`: the PFS's own file will not do. Raises Busy to try again."""
+        """Fetch a file; return the result of its request.
+
+        `is_required`: the PFS's own file will not do. Raises Busy to try again.
+        """
         if self._peers is not None and state is not None and not state.has_local_copy:
             state = self._peers.refresh(state, progress)
         if state is None:
@@ -155,7 +161,9 @@ class Fetch:
             return self._pfs.fetch(state, tier, progress, is_required=is_required)
 
     def _fetch_from_peers(self, state: FetchState, sources: Sources, progress: FetchProgress, *, is_required: bool) -> bool:
-        """Fetch a file from other nodes. Return False if they did not deliver it but the PFS may. Raises Busy if nothing else may.
+        """Fetch a file from other nodes.
+
+        Return False if they did not deliver it but the PFS may. Raises Busy if nothing else may.
 
         Raises OthersFirst while enough other nodes fetch the file: soon they have it, too.
         """
@@ -177,7 +185,9 @@ class Fetch:
         return True
 
     def _choose_tier(self, size: int, *, is_required: bool, is_never_read: bool = False) -> Tier | None:
-        """Return the tier for a copy of `size` bytes; None if every local tier is too full and the PFS's own file will do.
+        """Return the tier for a copy of `size` bytes.
+
+        Returns None if every local tier is too full and the PFS's own file will do.
 
         A large file that was never read must leave more room. Raises NoSpace if a copy is required and no tier has room.
         """
@@ -248,7 +258,10 @@ class Fetch:
         return should_retry
 
     def _is_retry_pointless(self, waited_s: float) -> bool:
-        """Return True if the node is disconnected and has waited `ETCD_WAIT_S`. Each retry would time out on the store again."""
+        """Return True if the node is disconnected and has waited `ETCD_WAIT_S`.
+
+        Each retry would time out on the store again.
+        """
         return self._retry_policy is not None and not self._retry_policy.is_connected() and waited_s >= limits.ETCD_WAIT_S
 
     def _retry_soon(self, request: mover_requests.MoverRequest) -> None:
@@ -261,7 +274,10 @@ class Fetch:
 
 
 def _choose_sources(state: FetchState, live_nodes: Sequence[Node]) -> Sources | None:
-    """Return the sources of a file; None if nothing is to be fetched. Raises DigestMismatch or NoCopyLeft if there is no source."""
+    """Return the sources of a file; None if nothing is to be fetched.
+
+    Raises DigestMismatch or NoCopyLeft if there is no source.
+    """
     if state.content is None and state.published is None and state.content_id is not None:
         raise DigestMismatch("the cluster knows nothing of the content that the file should have")
     if state.has_local_copy or (state.content is None and state.published is None):
@@ -292,7 +308,9 @@ class RetryPolicy:
         return bool(self._cluster.lease())
 
     def should_retry(self, state: FetchState | None, since_s: float, *, is_denied: bool) -> bool:
-        """Return whether a file that was first tried at `since_s` may still arrive. `is_denied`: the nodes that were asked lack it.
+        """Return whether a file that was first tried at `since_s` may still arrive.
+
+        `is_denied`: the nodes that were asked lack it.
 
         An island cannot ask other nodes, and does not wait. If the file shows a previous content by now, this node learns of it, together
         with what the PFS shows.
@@ -327,7 +345,10 @@ class RetryPolicy:
         return any(node in view and node != self._cluster.node_number for node in candidates)
 
     def _may_be_salvaged(self) -> bool:
-        """Return whether the last change of the view is so recent that other nodes may not have decided yet what to show."""
+        """Return whether other nodes may not have decided yet what to show.
+
+        They may not if the last change of the view is recent.
+        """
         return self._cluster.factor > 1 and time.monotonic() - self._view_since[1] < _get_salvage_wait_s()
 
 
@@ -336,7 +357,9 @@ def _get_salvage_wait_s() -> float:
 
 
 class SalvageWait:
-    """The salvage requests of failed fetches: the PFS may have a previous state of the file, or that of a file which it replaced.
+    """The salvage requests of failed fetches.
+
+    The PFS may have a previous state of the file, or that of a file which it replaced.
 
     `ckptfs.flow.salvage` answers them. One for all fetches of a node; any thread.
     """
@@ -356,7 +379,9 @@ class SalvageWait:
             self._known_decisions = {fetch for fetch in self._known_decisions if fetch in open_requests}
 
     def should_retry(self, request: mover_requests.MoverRequest, state: FetchState | None) -> bool:
-        """Return whether salvage still decides on the file, or has just decided: a failed fetch is tried again then.
+        """Return whether salvage still decides on the file, or has just decided.
+
+        The failed fetch is tried again then.
 
         While the writer counts as alive, salvage can show nothing. It is then asked again after each attempt, and nothing else waits
         for it. An island cannot decide.

@@ -1,4 +1,6 @@
-"""Progress of a fetch: it keeps the request alive, says how long others may go first, and publishes which blocks may be read already.
+"""Progress of a fetch: heartbeat of the request, turns of other nodes, and published blocks.
+
+It keeps the request alive, bounds how long other nodes may go first, and publishes which blocks may be read already.
 
 If we die here: the request is still open. The next mover removes the published fetch map.
 """
@@ -22,7 +24,10 @@ log = logging.getLogger(__name__)
 
 
 class OthersFirst(Busy):
-    """Other nodes fetch the file just now, and this one may have it from them: look again soon. This does not count as a try."""
+    """Other nodes fetch the file just now, and this one may have it from them: look again soon.
+
+    This does not count as a try.
+    """
 
 
 def choose_pause_s(waited_s: float) -> float:
@@ -31,7 +36,10 @@ def choose_pause_s(waited_s: float) -> float:
 
 
 class FetchProgress:
-    """The progress of one request. Called before or after each block, by any thread; extends the wait of the applications."""
+    """The progress of one request.
+
+    Called before or after each block, by any thread; extends the wait of the applications.
+    """
 
     def __init__(self, db: Database, tiers: Tiers, notify: Notifier, request: mover_requests.MoverRequest, since_s: float) -> None:
         """`since_s`: when the request was first tried."""
@@ -53,7 +61,10 @@ class FetchProgress:
             self._lock.release()
 
     def can_wait(self, size: int) -> bool:
-        """Return whether other nodes may fetch a file of this size first. A node that waited long enough goes ahead."""
+        """Return whether other nodes may fetch a file of this size first.
+
+        A node that waited long enough goes ahead.
+        """
         return time.monotonic() - self._since_s < limits.FETCH_SHARED_WAIT_S + size / limits.FETCH_SHARED_BYTES_PER_S
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Reads of other nodes for fetches: which nodes have a content, the digests of its blocks, and the copy itself.
+"""Reads of other nodes for fetches: holders of a content, digests of its blocks, and the copy itself.
 
 The FILLING row is inserted under the content's own id before the file exists. `PeerApi.fetch` leaves sources that fail, stall or send
 wrong data in the middle of a file. If no source is left, the caller may still read the PFS.
@@ -58,7 +58,10 @@ class PeerFetcher:
     # --- loading -----------------------------------------------------------------------------------------------------
 
     def refresh(self, state: FetchState, progress: Callable[[], None]) -> FetchState | None:
-        """Return a file as the store and its writer know it. Raises Busy or NoCopyLeft if its last state is not sealed and cannot be."""
+        """Return a file as the store and its writer know it.
+
+        Raises Busy or NoCopyLeft if its last state is not sealed and cannot be.
+        """
         if state.content_id is None:
             return state
         shared = self._refresh_locations(state.content_id)
@@ -76,7 +79,10 @@ class PeerFetcher:
         return copies.load_fetch_state(self._db, state.inode)
 
     def _record_deleted(self, content: Content, shared: ContentLocations) -> None:
-        """Learn who still has a content that was deleted after its file was looked up. Raises NoCopyLeft if it was not sealed before."""
+        """Learn who still has a content that was deleted after its file was looked up.
+
+        Raises NoCopyLeft if it was not sealed before.
+        """
         with self._db.transaction():
             for copy in shared.copies:
                 peer_copies.insert_peer_copy(self._db, copy)
@@ -86,7 +92,10 @@ class PeerFetcher:
             raise NoCopyLeft("the file was deleted, and the node that wrote it does not have it any more")
 
     def _record_sealed(self, content: Content, shared: ContentLocations | None) -> None:
-        """Learn the sealed state of a content from its writer, or the last one that was fsynced. Raises Busy or NoCopyLeft without one."""
+        """Learn the sealed state of a content from its writer, or the last one that was fsynced.
+
+        Raises Busy or NoCopyLeft without one.
+        """
         if shared is None or shared.writer is None:
             raise Busy("the node that wrote the file is not known, and it was not sealed")
         writer = None if shared.is_lost else self._cluster.view().by_number.get(shared.writer)
@@ -122,7 +131,10 @@ class PeerFetcher:
         return file is None or not file.value.get("nlink", 1)
 
     def _request_seal(self, content: Content, writer: Node) -> bool:
-        """Have the writer seal the content, or describe what an open file holds now. Return False if it does not answer."""
+        """Have the writer seal the content, or describe what an open file holds now.
+
+        Return False if it does not answer.
+        """
         try:
             manifest = self._cluster.peers.request_seal(writer, content.id, limits.SEAL_REQUEST_S)
         except PeerFailed as failure:
@@ -166,7 +178,10 @@ class PeerFetcher:
         return [by_name[node.name] for node in self._cluster.peers.rank(nodes)]
 
     def fetch(self, state: FetchState, sources: Sequence[Node], tier: Tier, progress: FetchProgress) -> None:
-        """Make a good copy in `tier`. Raises PeerFailed if no source delivers, Busy if the content changed, OSError from the tier."""
+        """Make a good copy in `tier`.
+
+        Raises PeerFailed if no source delivers, Busy if the content changed, OSError from the tier.
+        """
         content, storage = state.content, self._tiers[tier]
         assert content is not None
         queued = progress.can_wait(content.size)
@@ -194,7 +209,9 @@ class PeerFetcher:
             self._db.persist()
 
     def _insert_copy(self, content: Content, storage: TierStorage) -> int | None:
-        """Insert the FILLING row and unlink the file of an older copy. One transaction, since a peer may send the same content.
+        """Insert the FILLING row and unlink the file of an older copy.
+
+        One transaction, since a peer may send the same content.
 
         A stale copy that may be all that is left of the file is stashed. Return its id.
         """
@@ -208,7 +225,10 @@ class PeerFetcher:
         return stash_id
 
     def _open_former(self, state: FetchState, storage: TierStorage) -> int:
-        """Return a descriptor of a bad or former copy of the file, whose good blocks can be reused; -1 without one."""
+        """Return a descriptor of a bad or former copy of the file; -1 without one.
+
+        Its good blocks can be reused.
+        """
         is_here = any(copy.tier is storage.tier and copy.state in (CopyState.STALE, CopyState.QUARANTINED) for copy in state.copies)
         assert state.content is not None
         found = [(state.content.id, storage.tier)] if is_here else []
@@ -332,7 +352,10 @@ class _MissingBlocks:
         self.numbers = remaining
 
     def _copy_block(self, source: int, target: int, number: int) -> bool:
-        """Put a block of the older file in place, if it is right. Files in the same tier share it, where they can."""
+        """Put a block of the older file in place, if it is right.
+
+        Files in the same tier share it, where they can.
+        """
         start = number * limits.BLOCK_BYTES
         length = min(limits.BLOCK_BYTES, self._size - start)
         is_shared = reflink.try_clone_range(source, start, target, start, length)

@@ -282,7 +282,10 @@ class Host:
         return True
 
     def _record_sender(self, offer: Offer) -> None:
-        """Record the copy of a node that did not make the content: after its death this node checks that there are enough."""
+        """Record the copy of a node that did not make the content.
+
+        After the death of that node, this one checks that there are enough copies.
+        """
         sender = next((node.number for node in self._cluster.view().nodes if node.name == offer.sender), 0)
         if sender and sender != identity.get_origin_node(offer.content) and offer.digest is not None:
             peer_copies.insert_peer_copy(self._db, PeerCopy(offer.content, sender, offer.generation, offer.digest))
@@ -412,7 +415,10 @@ class Host:
     # --- the rest ----------------------------------------------------------------------------------------------------
 
     def release_copies(self, contents: Sequence[int]) -> None:
-        """Note contents that a peer reports as unneeded. The reconcile step asks the store before it drops them."""
+        """Note contents that a peer reports as unneeded.
+
+        The reconcile step asks the store before it drops them.
+        """
         with self._lock:
             # The next sweep finds the rest.
             self.reported_unneeded.update(contents[: max(0, limits.UNCONFIRMED_MAX - len(self.reported_unneeded))])

@@ -1,4 +1,4 @@
-"""Incoming copies: the file of a content that a peer sends, the validation of its offer, and the quota of peers.
+"""Incoming copies: the file of a content from a peer, validation of its offer, quota of peers.
 
 An offer is accepted from the node that made the content, from its last writer as the store says, and from a node that offers what the store
 says. Other offers are deferred, since the store may not have the writer's news yet. An island accepts the offers of its peers.
@@ -54,7 +54,7 @@ class IncomingCopy:
 
     @classmethod
     def create(cls, db: Database, storage: TierStorage, offer: Offer) -> "IncomingCopy":
-        """A new file for an offer. Raises NoRoom."""
+        """Create a file for an offer. Raises NoRoom."""
         reserved_id = copies.insert_reserved_copy(db, storage.tier)
         try:
             storage.remove(reserved_id)
@@ -65,13 +65,13 @@ class IncomingCopy:
 
     @classmethod
     def from_local_copy(cls, offer: Offer, storage: TierStorage, fd: int) -> "IncomingCopy":
-        """What is here already."""
+        """Return the complete copy that this node has already."""
         incoming = cls(storage, 0, fd, offer)
         incoming.is_complete = True
         return incoming
 
     def set_offer(self, offer: Offer) -> None:
-        """From now on `offer` is what shall come; `lacking` is what it takes."""
+        """Make `offer` the expected content, and list its missing blocks in `missing_blocks`."""
         self.offer = offer
         if self.is_complete:
             return
@@ -109,7 +109,10 @@ class IncomingCopy:
             raise NoSpace(f"{self.storage.tier} is full") from failure
 
     def add_source(self, storage: TierStorage, content: int, block_digests: bytes | None) -> None:
-        """A file here that may have blocks of this one. `joined`: its digests; None: they are found out now."""
+        """Add a file on this node that may have blocks of this content.
+
+        `block_digests` are its joined digests. None: they are computed now.
+        """
         if block_digests is None:
             block_digests = _read_digests(storage, content)
         self._sources.append((storage, content, {known: number for number, known in enumerate(digest.split_digests(block_digests))}))
@@ -127,7 +130,10 @@ class IncomingCopy:
                 self._find_missing(digests)
 
     def _take_block(self, storage: TierStorage, source: int, there: int, number: int, wanted: bytes, buffer: "_BlockBuffer") -> None:
-        """Put a block of another file in place, if it is what it is said to be. In the same tier the files share it, where they can."""
+        """Put a block of another file in place, if it is what it is said to be.
+
+        In the same tier the files share it, where they can.
+        """
         is_shared = storage.tier is self.storage.tier is not Tier.RAM and self._share_block(source, there, number)
         data = buffer.read(self.fd, number) if is_shared else buffer.read(source, there)
         if digest.hash_block(data) != wanted:
@@ -142,7 +148,7 @@ class IncomingCopy:
         return reflink.try_clone_range(source, there * limits.BLOCK_BYTES, self.fd, start, length)
 
     def mark_received(self) -> None:
-        """All that was lacking is in place, and right."""
+        """Mark all missing blocks as present and verified."""
         digests = digest.split_digests(self.offer.blocks)
         for number in self.missing_blocks:
             self._present[number] = digests[number]
@@ -150,7 +156,7 @@ class IncomingCopy:
         self.missing_blocks = []
 
     def mark_unverified(self) -> None:
-        """Of what was lacking some may have come."""
+        """Mark the missing blocks as unverified: some of them may have arrived."""
         self.has_received = True
         self._unverified = set(self.missing_blocks)
         for number in self.missing_blocks:
@@ -158,7 +164,7 @@ class IncomingCopy:
         self.missing_blocks = []
 
     def has_whole_offer(self) -> bool:
-        """Whether every block of the offer is in place, and the file as long as it says."""
+        """Return True if every block of the offer is in place and the file has its length."""
         has_all_blocks = all(self._present.get(number) == wanted for number, wanted in enumerate(digest.split_digests(self.offer.blocks)))
         return has_all_blocks and os.fstat(self.fd).st_size == self.offer.size
 
@@ -188,7 +194,7 @@ class _BlockBuffer:
         self._bytes: memoryview | None = None
 
     def read(self, fd: int, number: int) -> memoryview:
-        """A block of a file, until the next is read."""
+        """Return a block of a file. It is valid until the next read."""
         if self._bytes is None:
             self._bytes = memoryview(bytearray(limits.BLOCK_BYTES))
         count = disk.act("host:read", os.preadv, fd, [self._bytes], number * limits.BLOCK_BYTES)
@@ -196,7 +202,7 @@ class _BlockBuffer:
 
 
 def _read_digests(storage: TierStorage, content: int) -> bytes:
-    """The digests of a file's blocks; none of a file that is gone."""
+    """Return the digests of the blocks of a file. Returns no digests if the file is gone."""
     try:
         fd = storage.open(content)
     except FileNotFoundError:
@@ -224,7 +230,10 @@ class OfferValidator:
         self._cluster = cluster
 
     def validate(self, offer: Offer) -> None:
-        """Raises Busy when nobody who may says that the content holds what is offered. An early offer changes nothing yet, and passes."""
+        """Raise Busy if no authorised node says that the content holds what is offered.
+
+        An early offer changes nothing yet, and passes.
+        """
         if offer.is_early or self._is_node(identity.get_origin_node(offer.content), offer.sender) or self._is_known(offer):
             return
         try:
@@ -260,7 +269,10 @@ class PeerQuota:
         self._share = share
 
     def choose_tier(self, size: int) -> Tier:
-        """Where `size` more bytes go: RAM while they fit, then NVMe. Prepared memory makes way. Raises NoSpace."""
+        """Return the tier for `size` more bytes: RAM while they fit, then NVMe. Raises NoSpace.
+
+        Prepared memory makes way.
+        """
         for tier in WATERMARKS:
             if tier in self._tiers and self._get_free_bytes(self._tiers.get_capacity(tier), tier) >= size:
                 return tier
@@ -269,11 +281,11 @@ class PeerQuota:
         raise NoSpace(f"the share of this node's tiers that is set aside for peers has no room for {size} bytes")
 
     def get_largest_free_bytes(self) -> int:
-        """The largest content that would be taken now."""
+        """Return the size of the largest content that would be accepted now."""
         return max(0, *(self.get_free_bytes_in(tier) for tier in WATERMARKS if tier in self._tiers), 0)
 
     def get_free_bytes_in(self, tier: Tier) -> int:
-        """How many bytes more may be held in a tier. Prepared memory counts as free: it makes way."""
+        """Return the bytes that a tier may still hold. Prepared memory counts as free: it makes way."""
         capacity = self._tiers.get_capacity(tier)
         return self._get_free_bytes(space.add_free(capacity, self._tiers.prepared.get_bytes()) if tier is Tier.RAM else capacity, tier)
 

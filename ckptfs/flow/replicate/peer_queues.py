@@ -49,7 +49,10 @@ class _PeerQueue:
 
 
 class PeerQueues:
-    """Thread-safe. `send` runs in the threads of the peers and must not raise; `on_batch_end` gets its result."""
+    """The queues of contents for the peers. Thread-safe.
+
+    `send` runs in the threads of the peers and must not raise; `on_batch_end` gets its result.
+    """
 
     def __init__(self, send: SendBatch, on_batch_end: OnBatchEnd) -> None:
         self._send = send
@@ -146,7 +149,10 @@ class PeerQueues:
             self._in_flight.pop(content.id, None)
 
     def _take_next(self, queue: _PeerQueue) -> list[Job]:
-        """Take the next content, or small ones that travel together. Return an empty list, which ends the thread, if there is none."""
+        """Take the next content, or small ones that travel together.
+
+        Return an empty list, which ends the thread, if there is none.
+        """
         with self._lock:
             jobs: list[Job] = []
             left = limits.PEER_BATCH_BYTES_MAX

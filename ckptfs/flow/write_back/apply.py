@@ -173,7 +173,10 @@ class Applier:
         self._copy(action)
 
     def is_history_link(self, action: PfsAction, failure: OSError) -> bool:
-        """Return True if the PFS cannot link a file into the history of sets. No copy is made: see `Planner._find_refuge`."""
+        """Return True if the PFS cannot link a file into the history of sets.
+
+        No copy is made: see `Planner._find_refuge`.
+        """
         return action.key in self._history_links and failure.errno in _NO_LINKS
 
     def _copy(self, action: PfsAction) -> None:
@@ -265,7 +268,10 @@ class Applier:
         drop_taken(directory, action, found.st_ino)
 
     def _is_late(self, directory: int, name: bytes, moved: os.stat_result | None) -> bool:
-        """Return True if a call landed after other nodes went on, and gave this name to another entry than `moved`."""
+        """Return True if a call took effect too late.
+
+        Other nodes have gone on by then, and gave this name to another entry than `moved`.
+        """
         try:
             self._require_lease()
         except Busy:
@@ -294,7 +300,10 @@ class Applier:
             return transfer.read(fd, label="write_back:double")
 
     def _move_across(self, action: PfsAction, source: os.stat_result) -> None:
-        """Move a file or a special file to another filesystem or quota project: copy it, rename the copy into place, remove the source."""
+        """Move a file or a special file to another filesystem or quota project.
+
+        The file is copied, the copy is renamed into place, and the source is removed.
+        """
         assert action.new_location is not None
         new, directory = action.new_location, self._fd(action.new_location)
         with contextlib.suppress(FileNotFoundError):

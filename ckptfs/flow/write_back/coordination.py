@@ -59,7 +59,10 @@ class ClusterWriteBack:
     # --- before a batch -----------------------------------------------------------------------------------------------
 
     def choose_rows(self, rows: list[JournalRow]) -> list[JournalRow]:
-        """Return those of the next rows that the store has and that no other node took over. Raises StoreUnreachable."""
+        """Return those of the next rows that the store has and that no other node took over.
+
+        Raises StoreUnreachable.
+        """
         rows = list_published_rows(self._db, self._instance, rows[:BATCH_ROWS])
         if not rows:
             return rows
@@ -239,7 +242,9 @@ class ClusterWriteBack:
         return bool(gone)
 
     def _find_pfs_inode(self, name: PfsName, temporaries: Iterable[str]) -> int | None:
-        """Return st_ino of the entry that the PFS shows under a name, after the temporary names of an intent are gone.
+        """Return st_ino of the entry that the PFS shows under a name.
+
+        The temporary names of an intent are removed first.
 
         A rename of the dead node that still hangs in the kernel then finds no source, and cannot land any more.
         """

@@ -112,14 +112,15 @@ class Planner:
         return self._find_location(name) is None and bool(self.view.list_pending_names(name[0]))
 
     def _list_linkable(self, names: list[PfsName], shown: list[PfsName]) -> list[PfsName]:
-        """Return those of `names` that the PFS can show beside `shown`. Without links the history gets a file when it has no other name."""
+        """Return those of `names` that the PFS can show beside `shown`."""
         if self._facts.can_link_history:
             return names
+        # Without links the history gets a file when it has no other name.
         others = [name for name in names if not self._facts.is_in_history(name[0])]
         return others if others or shown else names[:1]
 
     def _find_refuge(self, name: PfsName, inode: int = NO_INODE) -> PfsName | None:
-        """Return the name in the history to which the file under `name` moves before `name` goes, or shows `inode`.
+        """Return the name in the history to which a file moves before `name` goes, or shows `inode`.
 
         Returns None if the PFS shows the file under another name as well, or is not to show it.
         """
@@ -146,7 +147,7 @@ class Planner:
         return bool(self.view.list_pending_names(inode)) and not self._list_shown_names(inode)
 
     def _is_guarded(self, name: PfsName, inode: int = NO_INODE) -> bool:
-        """Return True if the entry under a name must not be replaced or removed now: it is stranded, or a directory with entries."""
+        """Return True if an entry must stay for now: it is stranded, or a directory with entries."""
         shown = self.view.get_entry(*name)
         if shown is None or shown.inode == inode:
             return False
@@ -156,7 +157,7 @@ class Planner:
         return self.view.has_entries(inode)
 
     def _set_wanted(self, name: PfsName, inode: int, row: JournalRow) -> None:
-        """Plan that a name is to show `inode`, or nothing (`NO_INODE`), as soon as the PFS lets it. Until then it shows what it did."""
+        """Plan that a name shows `inode`, or nothing (`NO_INODE`), only when the PFS lets it."""
         shown = self.view.get_entry(*name)
         self.view.set_pending(*name, inode)
         if inode != NO_INODE:
@@ -302,7 +303,7 @@ class Planner:
         return True
 
     def _rename_pending(self, row: JournalRow, name: PfsName, new: PfsName) -> None:
-        """Rename an inode that the PFS does not show under its name yet. The file that it replaced under the old name goes."""
+        """Rename an inode that is not under its name on the PFS yet; the file that it replaced goes."""
         has_pending = self.view.get_pending(*name) is not None
         was_refused = (
             stat.S_ISDIR(row.mode) or self._facts.is_held(row.inode) or self._facts.is_deferred(row.inode)
@@ -468,7 +469,7 @@ class Planner:
         return True
 
     def _remove_forgotten(self, inode: int) -> None:
-        """Plan the removal of names that files of the history have taken over that are gone again: they must not count as new bytes."""
+        """Plan the removal of names that deleted files of the history took over: they are not new bytes."""
         for name in self._list_stale_names(inode):
             taker, location = self.view.get_pending(*name), self._find_location(name)
             if taker and location is not None and self._facts.get_inode(taker) is None and not self._facts.is_held(inode):
@@ -495,7 +496,7 @@ class Planner:
     # --- what the PFS refused before ----------------------------------------------------------------------------------
 
     def _settle(self, row: JournalRow) -> bool:
-        """Bring the names of an inode on the PFS in line with the journal, as far as possible now. Else the row stays."""
+        """Bring the names of an inode on the PFS in line with the journal; if impossible now, keep the row."""
         if self._facts.is_repeated(row):
             return True
         wanted = self._list_linkable(self.view.list_pending_names(row.inode), self._list_shown_names(row.inode))
@@ -537,7 +538,7 @@ class Planner:
         return True
 
     def _settle_move(self, row: JournalRow, name: PfsName, new: PfsName) -> bool:
-        """Plan that an inode moves from a stale name to one that it should have, or changes places with another one that is stranded."""
+        """Plan that an inode moves to a right name, or changes places with another one that is stranded."""
         if self.actions:
             return False
         shown, other, at, to = self.view.get_entry(*name), self.view.get_entry(*new), self._find_location(name), self._find_location(new)

@@ -1,4 +1,4 @@
-"""What a plan of write-back is made from and consists of: the facts that the planner reads, and the temporary files that it asks for.
+"""The input and output of a plan: facts that the planner reads, temporary files that it needs.
 
 Values and an interface only. Nothing here outlives the plan: if we die, the next mover plans again.
 """

@@ -30,7 +30,10 @@ PARKED_PREFIX = b".ckptfs.parked."
 
 
 class SetAside(Exception):
-    """A row depends on an inode of which the PFS refuses a change of names. The planner is of no use any more."""
+    """A row depends on an inode of which the PFS refuses a change of names.
+
+    The planner is of no use any more.
+    """
 
 
 class SharedPlanner(Planner):

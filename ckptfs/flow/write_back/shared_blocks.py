@@ -1,7 +1,9 @@
-"""Blocks that files on the PFS share: what another file there has already is cloned into a temporary file instead of written.
+"""Blocks that files on the PFS share: they are cloned into a temporary file instead of written.
+
+Another file on the PFS has them already.
 
 A clone is made by the PFS itself. Nothing is believed of it: the copy that follows compares every piece with the content, as it does with
-what an interrupted copy left, and writes what differs. So the files on the PFS may be changed by anybody at any time (P4).
+what an interrupted copy left, and writes what differs. So the files on the PFS may be changed by other programs at any time (P4).
 
 If we die here: a temporary file with some right blocks, which the next mover resumes or removes.
 """
@@ -36,7 +38,9 @@ class PfsBlocks:
         self._sharing: set[int] = set()
 
     def has_any(self, fd: int, size: int) -> bool:
-        """Return whether the empty temporary file of a content may share blocks: then its digests are worth waiting for.
+        """Return whether the empty temporary file of a content may share blocks.
+
+        Its digests are then worth waiting for.
 
         The PFS is asked once whether it can. Raises OSError.
         """
@@ -48,7 +52,10 @@ class PfsBlocks:
         return self._can_share
 
     def clone_into(self, fd: int, inode: int, size: int, block_digests: bytes) -> None:
-        """Put what other files on the PFS have into an empty temporary file of `inode`. What fails is left to the copy."""
+        """Put what other files on the PFS have into an empty temporary file of `inode`.
+
+        What fails is left to the copy.
+        """
         if not self.has_any(fd, size):
             return
         by_file: dict[int, list[tuple[int, int]]] = {}

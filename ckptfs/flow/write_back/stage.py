@@ -1,4 +1,6 @@
-"""The temporary files of one plan: each is whole, verified against the sealed digest (P4), and on disk before the batch is applied.
+"""The temporary files of one plan: whole, verified (P4), and on disk before the batch is applied.
+
+They are verified against the sealed digest.
 
 Takes: the puts of a plan, and the copies of contents on this node.
 Leaves: temporary files in the directories where their names will appear, with their final attributes.
@@ -259,7 +261,10 @@ class Stager:
         return copied
 
     def _wait_for_seal(self, content: Content) -> Content:
-        """Return the content as it was sealed. Raises Unsealed if that takes too long, or if it was deleted or opened for writing."""
+        """Return the content as it was sealed.
+
+        Raises Unsealed if that takes too long, or if it was deleted or opened for writing.
+        """
         deadline_s = time.monotonic() + limits.EARLY_SEAL_WAIT_S
         while (now := contents.get_content(self._db, content.id)) == content:
             if time.monotonic() > deadline_s:
