@@ -1,4 +1,4 @@
-"""Exceptional states of the cluster, as the mount process handles them: lost store data, reintegration, a dead mover.
+"""Exceptional states of the cluster in the mount process: store loss, reintegration, a dead mover.
 
 `ensure_epoch` and `is_known_or_adopted` make sure that this catalog and the store know each other. If the store has lost its data, the node
 stays an island until a person orders the adoption: `merge_store`, publishing as after a disconnection, `check_adoption`.
@@ -64,7 +64,9 @@ async def ensure_epoch(db: Database, store: EpochCheckedStore) -> None:
 
 
 async def is_known_or_adopted(db: Database, store: EpochCheckedStore, name: str) -> bool:
-    """Return True if the store has the data that this catalog knows, or a person wants this node to adopt it.
+    """Return True if the store has the data that this catalog knows.
+
+    Returns True as well if a person ordered this node to adopt the store.
 
     False: it has lost them, and this node stays an island. The sign of a loss may be outdated. An etcd member that was started alone by
     mistake has no data either, so most members must confirm the loss, and none may deny it. Raises StoreUnreachable.
@@ -110,7 +112,10 @@ async def _begin_adoption(db: Database, store: EpochCheckedStore, name: str) -> 
 
 
 async def merge_store(db: Database, store: Store) -> None:
-    """Compare this catalog with what other nodes have told a store that is being adopted. Raises StoreUnreachable."""
+    """Compare this catalog with what other nodes have told a store that is being adopted.
+
+    Raises StoreUnreachable.
+    """
 
     async def load(wanted: list[SharedKey]) -> dict[SharedKey, StoreValue]:
         return read.parse_outcome(wanted, await wait_outcome(store.read_soon(read.build_gets(wanted)))) if wanted else {}
@@ -131,7 +136,9 @@ async def merge_store(db: Database, store: Store) -> None:
 
 
 async def check_adoption(db: Database, store: Store) -> None:
-    """Tell the others that this node knows the store, and find out whether all do. Raises StoreUnreachable.
+    """Tell the others that this node knows the store, and find out whether all do.
+
+    Raises StoreUnreachable.
 
     While the node is connected, the store knows everything that is known here.
     """
@@ -161,7 +168,10 @@ def record_store_progress(db: Database, store: EpochCheckedStore) -> None:
 
 
 async def _has_member_with_data(db: Database, store: EpochCheckedStore) -> bool:
-    """Return True if a member has the data that this catalog knows. Raises StoreUnreachable if too few answer to exclude it."""
+    """Return True if a member has the data that this catalog knows.
+
+    Raises StoreUnreachable if too few answer to exclude it.
+    """
     members = await trio.to_thread.run_sync(store.members)
     try:
         replies = [await _has_cluster_data(EpochCheckedStore(member, db)) for member in members]

@@ -1,4 +1,4 @@
-"""The services that all handlers of the mount process share, and the way in which a handler changes the catalog.
+"""The services that all handlers of the mount process share, and the changes of the catalog.
 
 A handler reads its request's number before the first await, commits its change together with its reply, then replies. If a request
 comes again after a crash, the handler returns the recorded reply.
@@ -42,7 +42,10 @@ SCANS_PER_REQUEST_MAX = 3
 
 @dataclass(frozen=True, slots=True)
 class MountContext:
-    """The services of a mount process. `shared_namespace`, `prefetch` and `standby_lease` are None outside a cluster."""
+    """The services of a mount process.
+
+    `shared_namespace`, `prefetch` and `standby_lease` are None outside a cluster.
+    """
 
     config: Config
     data_path: DataPath
@@ -83,14 +86,20 @@ class MountContext:
 
 
 class ChangeRunner:
-    """Changes of the catalog. A change waits for a scan of the PFS or for the shared store only if it must."""
+    """Changes of the catalog.
+
+    A change waits for a scan of the PFS or for the shared store only if it must.
+    """
 
     def __init__(self, context: MountContext) -> None:
         self._context = context
         self._is_scan_slow = False
 
     async def get_replayed_reply(self, request: Request) -> bytes | None:
-        """Return the reply that this request got before a crash. Returns None if it has none, or if its change was reverted since."""
+        """Return the reply that this request got before a crash.
+
+        Returns None if it has none, or if its change was reverted since.
+        """
         if not request.is_repeated:
             return None
         if self._context.shared_namespace is not None:
@@ -98,7 +107,10 @@ class ChangeRunner:
         return handles.get_reply(self._context.db, request.number)
 
     async def refresh_inode(self, inode: int, pid: int = 0) -> None:
-        """Load what other nodes did to an inode. `pid`: the calling thread, which may just have looked it up; 0 if unknown."""
+        """Load what other nodes did to an inode.
+
+        `pid`: the calling thread, which may just have looked it up; 0 if unknown.
+        """
         if self._context.prefetch is not None and pid:
             await self._context.prefetch.refresh_inode(pid, inode)
         elif self._context.shared_namespace is not None:
@@ -112,7 +124,9 @@ class ChangeRunner:
         undo: Callable[[T], None] = lambda _: None,
         is_own: Callable[[], bool] = lambda: True,
     ) -> T:
-        """Run `act`, a change of these names and inodes, and wait until other nodes see it; outside a cluster just run it.
+        """Run `act`, a change of these names and inodes, and wait until other nodes see it.
+
+        Outside a cluster it only runs `act`.
 
         If `act` fails on the rows of this node, or another node was faster, `act` runs again on fresh rows. `undo` gets the result of an
         `act` that was reverted. A disconnected node makes the change only if it `is_own`.
@@ -130,7 +144,9 @@ class ChangeRunner:
         return await shared_namespace.commit_shared(act, refresh, names, undo, is_own)
 
     async def run_change(self, act: Callable[[Database, bool], T], *, creates: bool = False) -> T:
-        """Run `act(db, blind)` as one change, together with the pending releases. Scan a directory that `act` needs, and try again.
+        """Run `act(db, blind)` as one change, together with the pending releases.
+
+        Scan a directory that `act` needs, and try again.
 
         `creates`: if a scan fails or takes too long, go on with the rows of the catalog (`blind`): creating never fails because of the PFS
         (P1). Otherwise the scan's error is raised.
@@ -150,7 +166,9 @@ class ChangeRunner:
         return result
 
     async def request_scan(self, directory: int, *, must_succeed: bool = False) -> bool:
-        """Have the mover import a directory of the PFS. Returns False if it cannot be imported now; with `must_succeed` raises the error.
+        """Have the mover import a directory of the PFS.
+
+        Returns False if it cannot be imported now; with `must_succeed` raises the error.
 
         An application waits for it: if the last scan took too long, the next ones get little time until one succeeds.
         """

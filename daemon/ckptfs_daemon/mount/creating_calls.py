@@ -1,4 +1,4 @@
-"""Whether the thread behind a lookup is about to create the name, as its system call shows.
+"""System calls that create: whether the thread behind a lookup is about to create the name.
 
 FUSE sends LOOKUP before CREATE, MKDIR and the like, and does not say why. While a directory of the PFS cannot be read, the reply "no such
 name" lets a create go on (P1). A program that reads would take it for the truth: a job that looks for its checkpoint begins at zero. So the
@@ -33,7 +33,10 @@ ReadMemory = Callable[[int, int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class CreatingCall:
-    """Where a system call that may create has its arguments: the new path, another path, and flags, or a struct that begins with flags."""
+    """The argument positions of a system call that may create a file.
+
+    `open_how` is a struct that begins with flags.
+    """
 
     path: int
     other_path: int | None = None
@@ -62,7 +65,10 @@ _CALLS: dict[str, dict[int, CreatingCall]] = {
 
 
 def is_creating(thread: int, name: bytes) -> bool:
-    """Return True if `thread`, which waits for the lookup of `name`, is certainly about to create it. May wait."""
+    """Return True if `thread`, which waits for the lookup of `name`, is certainly about to create it.
+
+    May wait.
+    """
     try:
         # Of another pid namespace, the numbers mean other processes.
         if thread <= 0 or os.readlink("/proc/self") != str(os.getpid()):

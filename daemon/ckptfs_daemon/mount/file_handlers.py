@@ -156,7 +156,9 @@ class FileHandlers:
     async def with_room(
         self, file: OpenFile, act: Callable[[int], T], *, long: bool = False, growth: int = 0, source: OpenFile | None = None
     ) -> T:
-        """Run `act(fd)` on a writable descriptor, and again on another tier if this one is full. `long`: always in a thread.
+        """Run `act(fd)` on a writable descriptor, and again on another tier if this one is full.
+
+        `long`: always in a thread.
 
         `growth`: the bytes by which the file may grow. `source`: a file that `act` reads; if it is on the PFS, `act` may hang.
 
@@ -192,7 +194,10 @@ class FileHandlers:
         return await (run_in_thread if long else _run_on_tier)(file, lambda: act(fd))
 
     async def ensure_open(self, file: OpenFile) -> None:
-        """Make sure that `file` has a descriptor: after a restart the first read opens a file on the PFS again."""
+        """Make sure that `file` has a descriptor.
+
+        After a restart, the first read opens a file on the PFS again.
+        """
         await file.wait_moved()
         if file.fd >= 0:
             return
@@ -250,7 +255,10 @@ class FileHandlers:
     # --- durability ---------------------------------------------------------------------------------------------------
 
     async def flush(self, fh: int) -> None:
-        """Publish size and times of a file at each close: the kernel has written its pages, and other nodes that open it see them."""
+        """Publish size and times of a file at each close.
+
+        The kernel has written its pages, and other nodes that open the file see them.
+        """
         shared_namespace, handle = self._context.shared_namespace, fh & HANDLE_MASK
         if shared_namespace is None:
             return
@@ -315,7 +323,10 @@ class FileHandlers:
             await self._context.mover_client.request(mover_requests.WAIT_LEVEL, inode, argument, timeout_s=limits.FSYNC_LEVEL_WAIT_S)
 
     async def _wait_clique_copies(self, inode: int) -> None:
-        """Wait until enough nodes have the current bytes. Without them fail with EIO, or go on if `clique_lost` is LOCAL."""
+        """Wait until enough nodes have the current bytes.
+
+        Without them fail with EIO, or go on if `clique_lost` is LOCAL.
+        """
         config, db, shared_namespace = self._context.config, self._context.db, self._context.shared_namespace
         if summary.get_level(db, inode) in (Level.CLIQUE, Level.PFS):
             return
@@ -339,7 +350,10 @@ class FileHandlers:
         mover_requests.insert_request(db, mover_requests.REPLICATE_LATER, inode, wait_s=limits.REQUEST_KEEP_S)
 
     async def fsyncdir(self, directory: int) -> None:
-        """Return when the names in a directory are as durable as the mount promises. Names are rows of the catalog."""
+        """Return when the names in a directory are as durable as the mount promises.
+
+        Names are rows of the catalog.
+        """
         await trio.to_thread.run_sync(self._context.db.persist)
         if self._context.config.fsync is Level.PFS:
             seq, inode = journal.find_last_in_directory(self._context.db, directory)
@@ -348,7 +362,10 @@ class FileHandlers:
             await self._wait_names_published(directory)
 
     async def _wait_names_published(self, directory: int) -> None:
-        """Wait until other nodes see the names in a directory. Otherwise fail with EIO, or go on if `clique_lost` is LOCAL."""
+        """Wait until other nodes see the names in a directory.
+
+        Otherwise fail with EIO, or go on if `clique_lost` is LOCAL.
+        """
         config, db, shared_namespace = self._context.config, self._context.db, self._context.shared_namespace
         degrades = config.clique_lost is CliqueLost.LOCAL
         if shared_namespace is None or (await shared_namespace.wait_published() and not shared_namespace.is_disconnected):

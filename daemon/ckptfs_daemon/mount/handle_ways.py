@@ -1,4 +1,4 @@
-"""How the bytes of an open handle move, and why: what `ckptfs status` shows of open files.
+"""The ways of the bytes of open handles, and their reasons, as `ckptfs status` shows them.
 
 The mount process alone knows the reasons. `run_reports` writes the totals into the catalog, where the mover finds them.
 
@@ -21,7 +21,10 @@ from ckptfs.model import Tier
 
 
 class Way(StrEnum):
-    """PASSTHROUGH: by the kernel. PREPARED: the same, into memory that is charged to the daemon. BUFFERED: through the mount process."""
+    """The way of the bytes of a handle.
+
+    PASSTHROUGH: by the kernel. PREPARED: the same, into memory that is charged to the daemon. BUFFERED: through the mount process.
+    """
 
     PASSTHROUGH = "passthrough"
     PREPARED = "prepared"
@@ -29,7 +32,10 @@ class Way(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why a handle does not use passthrough into RAM, the fastest way. NONE: it does, or RAM would not be faster."""
+    """The reason why a handle does not use passthrough into RAM, the fastest way.
+
+    NONE: it does, or RAM would not be faster.
+    """
 
     NONE = ""
     DATA_PATH = "the mount uses the buffered data path"
@@ -52,7 +58,10 @@ class HandleWay:
 
 
 def choose_way(tier: Tier | None, limit_reason: Reason, buffered_reason: Reason | None, *, is_prepared: bool) -> HandleWay:
-    """Return the way of a handle. `buffered_reason`: why its bytes pass through the mount process; None if they do not."""
+    """Return the way of a handle.
+
+    `buffered_reason`: why its bytes pass through the mount process; None if they do not.
+    """
     if buffered_reason is not None:
         return HandleWay(Way.BUFFERED, buffered_reason)
     if is_prepared:
@@ -68,7 +77,10 @@ def get_limit_reason(limit: MemoryLimit) -> Reason:
 
 
 def count_ways(handles: Iterable[tuple[HandleWay, Tier | None]]) -> list[dict[str, str | int]]:
-    """Return the totals, one row for each way, tier and reason. A handle without a tier reads the PFS's own file."""
+    """Return the totals, one row for each way, tier and reason.
+
+    A handle without a tier reads the PFS's own file.
+    """
     counts = Counter((way.way, tier or Tier.PFS, way.reason) for way, tier in handles)
     return [{"way": way, "tier": tier, "reason": reason, "count": count} for (way, tier, reason), count in sorted(counts.items())]
 

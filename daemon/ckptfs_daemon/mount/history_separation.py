@@ -1,4 +1,6 @@
-"""What comes first if a program opens a file of the history of sets for writing: the history keeps the old bytes (T6).
+"""Separation of a file of the history from its writer: the history keeps the old bytes (T6).
+
+It precedes each open for writing of such a file.
 
 The names in the history get an inode of their own (`history.separate`). If the writer truncates the file and no other program has it open,
 that inode takes the content, and nothing is copied. Otherwise it gets a verified copy, because open handles stay with the file that they
@@ -67,7 +69,10 @@ async def _read_history(shared_namespace: SharedNamespace, inode: int, names: li
 
 
 async def _copy_to_history(context: MountContext, content: Content, source: TierStorage, size: int) -> None:
-    """Give the history a copy of a content. Raises NoSpace if no tier has room for it, and none is to be expected."""
+    """Give the history a copy of a content.
+
+    Raises NoSpace if no tier has room for it, and none is to be expected.
+    """
     space_wait, refusing = SpaceWait(context), set[Tier]()
     while True:
         try:
@@ -119,7 +124,9 @@ async def _copy_in_tier(context: MountContext, content: Content, source: TierSto
 
 
 async def _switch_readers(context: MountContext, inode: int, target: TierStorage, copied: int) -> list[OpenFile]:
-    """Let all readers of the history read the copy, before the other file changes. Returns them. Raises Busy if one cannot.
+    """Let all readers of the history read the copy, before the other file changes.
+
+    Returns them. Raises Busy if one cannot.
 
     The kernel cannot be told to read another file. It reads a file of the history itself only if no program could write that when it was
     opened, so a program would have to write it by a descriptor from before.

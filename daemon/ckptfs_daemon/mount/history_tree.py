@@ -160,7 +160,10 @@ class HistoryTree(ReadOnlyTree):
         return self._build_attributes(number, self._get(number))
 
     def _build_attributes(self, number: int, inode: Inode) -> EntryAttributes:
-        """Build the attributes. Nobody may write a file. The owner may write a directory, so as to hear EROFS and to set attributes."""
+        """Build the attributes.
+
+        Nobody may write a file. The owner may write a directory, so as to hear EROFS and to set attributes.
+        """
         shown = self._context.open_files.get_attributes(inode)
         mode = shown.mode & ~(0o022 if shown.is_directory else 0o222 if shown.is_file else 0)
         nlink = shown.nlink if shown.is_directory else 1

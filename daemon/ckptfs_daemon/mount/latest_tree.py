@@ -1,4 +1,6 @@
-"""The read-only tree `.ckptfs/latest` at the root of the mount: a symlink to the newest complete checkpoint of each series (N2).
+"""The read-only tree `.ckptfs/latest`: a symlink to the newest complete member of each series (N2).
+
+It is at the root of the mount. Members are checkpoints.
 
 The tree shows the directories of the mount, and in each of them its series as symlinks: `.ckptfs/latest/run1/step_*` leads to
 `run1/step_100`. A checkpoint of TensorFlow has a symlink for each of its files. Each readlink(2) searches anew, with the rules of
@@ -41,7 +43,10 @@ _COUNT = 1 << 40
 
 
 class VirtualEntry(NamedTuple):
-    """A directory of the mount, or (`series` is not empty) one of its series. Directory 0 is `.ckptfs` itself."""
+    """A directory of the mount, or (`series` is not empty) one of its series.
+
+    Directory 0 is `.ckptfs` itself.
+    """
 
     directory: int
     series: bytes = b""
@@ -51,7 +56,7 @@ TOP = VirtualEntry(0)
 
 
 def is_virtual(inode: int) -> bool:
-    """Whether an inode belongs to this tree."""
+    """Return True if an inode belongs to this tree."""
     return inode >= FIRST_INODE
 
 
@@ -150,7 +155,10 @@ class LatestTree(ReadOnlyTree):
         return entry
 
     def _build_entry_attributes(self, virtual: VirtualEntry) -> EntryAttributes:
-        """Derive the attributes from the directory of the mount: a caller that may list it may also search the entry."""
+        """Derive the attributes from the directory of the mount.
+
+        A caller that may list the directory may also search the entry.
+        """
         shown = self._context.get_inode(virtual.directory or ROOT)
         searchable = (shown.mode & 0o444) >> 2 & shown.mode
         mode = stat.S_IFLNK | 0o777 if virtual.series else stat.S_IFDIR | (shown.mode & 0o444) | searchable

@@ -1,4 +1,4 @@
-"""What the mount infers from the thread behind a lookup: the names that it looks up next.
+"""Guesses about the names that a thread looks up next, from its lookups and system call.
 
 The kernel looks up one component of a path after the other, and each reply must be what the store says during the system call.
 The names that were looked up in a directory before, or their successors (f2 after f1), are read together with the directory, in one round
@@ -57,7 +57,10 @@ class LookupPattern:
 
 
 def read_syscall(thread: int) -> bytes:
-    """Return the system call of a thread: number, arguments, stack and instruction pointer. Returns b"" if it is unknown."""
+    """Return the system call of a thread: number, arguments, stack and instruction pointer.
+
+    Returns b"" if it is unknown.
+    """
     try:
         with disk.closing(os.open(f"/proc/{thread}/syscall", os.O_RDONLY)) as fd:
             said = os.read(fd, 512)

@@ -1,4 +1,6 @@
-"""The mount process: its services, its handlers and its tasks. `run`, `_build_context` and `_serve` are the table of contents.
+"""The mount process: its services, its handlers and its tasks.
+
+`run`, `_build_context` and `_serve` are the table of contents.
 
 Invariants:
 - READY is sent before the first request is read, so a child that died before READY has served nothing.
@@ -174,7 +176,10 @@ async def _run_invalidations(invalidations: "queue.SimpleQueue[bytes | None]") -
 
 
 def _invalidate(message: bytes) -> None:
-    """Invalidate what the mover changed in the kernel's caches; an inode or name that is not cached needs nothing."""
+    """Invalidate what the mover changed in the kernel's caches.
+
+    An inode or name that is not cached needs nothing.
+    """
     kind, number, name = ipc.parse_message(message)
     with contextlib.suppress(OSError):
         if kind == ipc.INVALIDATE_INODE:

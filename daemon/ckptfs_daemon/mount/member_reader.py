@@ -1,4 +1,4 @@
-"""How the mount process reads the members of a series: the catalog, and the beginnings and ends of files.
+"""Reads of the members of a series in the mount process: catalog, beginnings and ends of files.
 
 Bytes come from the copy in RAM or NVMe, else from the PFS, else through the mover from another node. All reads run in worker threads, and
 none fetches a large file. What a sealed generation shows never changes, so it is remembered; a file that only the PFS has is opened each
@@ -62,7 +62,10 @@ class MountMemberReader:
         return {entry.name: inode for entry, inode in namespace.iterate_entries(self._context.db, directory)}
 
     async def list_possible_members(self, directory: int) -> dict[bytes, tuple[int, bool]]:
-        """Return (inode, whether it is a directory) of the files and directories in a directory, by name. Fast, however many there are."""
+        """Return (inode, whether it is a directory) of the files and directories in a directory, by name.
+
+        Fast, however many there are.
+        """
         await self._refresh_directory(directory)
         return await self.compute(functools.partial(set_members.list_possible_members, self._context.db, directory))
 
@@ -142,7 +145,10 @@ class MountMemberReader:
         return [one for one in history.list_series(self._context.db) if one.origin == directory]
 
     def _list_patterns(self, record: SeriesRecord) -> list[bytes]:
-        """Return the patterns under which a series can be opened: its own name, or those of the files of its newest group."""
+        """Return the patterns under which a series can be opened.
+
+        They are its own name, or those of the files of its newest group.
+        """
         newest = max(history_names.list_set_names(self._context.db, record.directory), key=lambda one: one.number, default=None)
         if newest is None or not newest.is_group:
             return [record.pattern] if newest is not None else []
@@ -160,7 +166,10 @@ class MountMemberReader:
         return found.path.removesuffix(one.name) + own
 
     async def _find_series_record(self, directory: int, pattern: bytes) -> SeriesRecord | None:
-        """Return the series with this pattern: that of the directory, or of one that is gone and had the same path."""
+        """Return the series with this pattern.
+
+        It is that of the directory, or of one that is gone and had the same path.
+        """
         db, series = self._context.db, ROOT
         own = history.find_series(db, directory, pattern)
         for name in (history.NAME, *filter(None, namespace.get_path(db, directory).split(b"/")), pattern):
@@ -174,7 +183,10 @@ class MountMemberReader:
         return own or (found if found is not None and not contents.has_name(db, found.origin) else None)
 
     async def is_in_place(self, files: Mapping[bytes, int], known: KnownSet[int]) -> bool:
-        """Return whether these files are those of a set: names of the application and of the history then lead to the same inodes."""
+        """Return whether these files are those of a set.
+
+        Names of the application and of the history then lead to the same inodes.
+        """
         found: dict[bytes, int] = {}
         todo = [(b"", known.entry)]
         while todo:
@@ -220,7 +232,10 @@ class MountMemberReader:
         return FileFormat.decode(said.encode())
 
     async def examine(self, entry: int, file: MemberFile, act: Callable[[int, ReadRange], Result]) -> Result:
-        """Return `act(size, read)`. A file that only other nodes have is fetched. Raises OSError if it cannot be read."""
+        """Return `act(size, read)`.
+
+        A file that only other nodes have is fetched. Raises OSError if it cannot be read.
+        """
         state = copies.load_fetch_state(self._context.db, entry)
         if state is None:
             raise posix_error(errno.ENOENT)
@@ -239,7 +254,10 @@ class MountMemberReader:
             raise posix_error(failure.errno, str(failure)) from failure
 
     async def _read_here(self, state: FetchState, act: Callable[[int, ReadRange], Result]) -> Result:
-        """Run `act` on the copy in a tier of this node, or on the file of the PFS. Raises OSError if there is none."""
+        """Run `act` on the copy in a tier of this node, or on the file of the PFS.
+
+        Raises OSError if there is none.
+        """
         content, pfs = state.content, self._context.config.pfs
         tiers = [copy.tier for copy in state.copies if copy.state is CopyState.GOOD and copy.tier in self._context.tiers]
         if content is not None and tiers:
@@ -252,7 +270,10 @@ class MountMemberReader:
         raise posix_error(errno.ENODATA if state.holders else errno.EIO)
 
     async def _read_on_pfs(self, act: Callable[[], Result]) -> Result:
-        """Run `act` in a thread that may hang as long as the PFS does. Raises OSError, also if the PFS does not answer in time."""
+        """Run `act` in a thread that may hang as long as the PFS does.
+
+        Raises OSError, also if the PFS does not answer in time.
+        """
         if trio.current_time() < self._pfs_silent_until_s:
             raise posix_error(errno.ETIMEDOUT)
         found: Any = None

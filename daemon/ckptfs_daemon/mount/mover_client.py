@@ -1,4 +1,6 @@
-"""Requests of the mount process to the mover: insert a row in the catalog, wake the mover, read its reply from the catalog.
+"""Requests of the mount process to the mover.
+
+A request is a row in the catalog and a wake-up of the mover. The reply is in the catalog.
 
 A wake-up is a hint in both directions. A waiter checks its row and wakes the mover every `limits.REQUEST_POLL_S`, so neither a lost wake-up
 nor a new mover process costs more than that. Everything runs in the trio thread.

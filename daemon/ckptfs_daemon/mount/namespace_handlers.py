@@ -156,7 +156,10 @@ class NamespaceHandlers:
         creates: bool = False,
         is_own: Callable[[], bool] = lambda: True,
     ) -> Inode | None:
-        """Run `change` once for the current request. Returns its result, or None if the request was done before a crash."""
+        """Run `change` once for the current request.
+
+        Returns its result, or None if the request was done before a crash.
+        """
         request = get_current_request()
         if await self._changes.get_replayed_reply(request) is not None:
             return None
@@ -171,7 +174,10 @@ class NamespaceHandlers:
 
 
 async def _is_creating(pid: int, name: bytes) -> bool:
-    """Return True if a thread is certainly about to create `name`. Its memory may lie on a filesystem that hangs."""
+    """Return True if a thread is certainly about to create `name`.
+
+    Its memory may lie on a filesystem that hangs.
+    """
     with trio.move_on_after(limits.CREATING_CALL_WAIT_S):
         return await trio.to_thread.run_sync(creating_calls.is_creating, pid, name, abandon_on_cancel=True)
     return False
@@ -212,7 +218,10 @@ class DirectoryHandlers:
                 return
 
     def _reply_dot_entries(self, directory: Inode, start_id: int, token: "ReaddirToken") -> bool:
-        """Add '.' and '..': pyfuse3 does not require them, but programs do. Returns False if the reply is full."""
+        """Add '.' and '..': pyfuse3 does not require them, but programs do.
+
+        Returns False if the reply is full.
+        """
         context = self._context
         if start_id < DOT and not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(b"."), context.build_reply(directory), DOT):
             return False
@@ -222,10 +231,13 @@ class DirectoryHandlers:
         return True
 
     async def statfs(self) -> "StatvfsData":
-        """Return how much can still be written: the capacity of the PFS, or of RAM and NVMe if that is larger or there is no PFS."""
+        """Return how much can still be written.
+
+        It is the capacity of the PFS, or that of RAM and NVMe if that is larger or there is no PFS.
+        """
         capacities = self._context.tiers.get_local_capacities().values()
         total, free = sum(capacity.total for capacity in capacities), sum(capacity.free for capacity in capacities)
-        # These are given back when somebody writes.
+        # A write frees these.
         free += self._context.tiers.prepared.get_bytes()
         free += sum(copies.count_doomed_bytes(self._context.db, tier) for tier in self._context.tiers.get_local_capacities())
         if Tier.PFS in self._context.tiers:
@@ -240,7 +252,10 @@ class DirectoryHandlers:
         return figures
 
     async def _get_pfs_capacity(self) -> PfsCapacity:
-        """Return the cached capacity of the PFS. If it is old, refresh it first in a thread, of which at most one runs."""
+        """Return the cached capacity of the PFS.
+
+        If it is old, refresh it first in a thread, of which at most one runs.
+        """
         if time.monotonic() - self._pfs_capacity.checked_s > limits.CAPACITY_AGE_S and not self._is_statvfs_running:
             self._is_statvfs_running = True
             with trio.move_on_after(limits.STATFS_WAIT_S):
@@ -321,7 +336,10 @@ class OrphanTracker:
             await trio.lowlevel.checkpoint()
 
     def _delete_orphans(self, inodes: list[int]) -> None:
-        """Delete these inodes in one change, and their files in RAM at once. An inode that is still open stays an orphan."""
+        """Delete these inodes in one change, and their files in RAM at once.
+
+        An inode that is still open stays an orphan.
+        """
         with self._context.db.transaction() as db:
             deleted = namespace.delete_forgotten(db, inodes)
         self._orphans.difference_update(deleted)

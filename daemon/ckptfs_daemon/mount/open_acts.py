@@ -45,7 +45,9 @@ def remove_quietly(storage: TierStorage, content: int) -> None:
 
 
 async def begin_successor(context: MountContext, inode: int, content: int, storage: TierStorage) -> int | None:
-    """Give the file of a content that other nodes have to a new content of the inode: what they hold never changes.
+    """Give the file of a content that other nodes have to a new content of the inode.
+
+    The content that other nodes hold never changes.
 
     The file keeps both names until the rows are recorded. Other nodes read `content` until this node has recorded something of the new
     one. Returns None if the file changed meanwhile. Raises FileNotFoundError.
@@ -94,7 +96,10 @@ def link_successor(storage: TierStorage, content: int, successor: int) -> None:
 
 
 def _leave_name(db: Database, storage: TierStorage, content: int) -> None:
-    """Remove the name of a content whose file belongs to its successor. If the tier fails, the reclaim flow removes it later."""
+    """Remove the name of a content whose file belongs to its successor.
+
+    If the tier fails, the reclaim flow removes it later.
+    """
     if storage.tier is not Tier.RAM:
         db.persist()  # A power cut must not keep the removal and undo the rows.
     with contextlib.suppress(OSError):
@@ -102,7 +107,10 @@ def _leave_name(db: Database, storage: TierStorage, content: int) -> None:
 
 
 def reclose_unsealed(context: MountContext, content: int) -> None:
-    """Close a content that was unsealed for a writer that failed to open it; it would stay OPEN. Its seal finds its size."""
+    """Close a content that was unsealed for a writer that failed to open it; it would stay OPEN.
+
+    Its seal finds its size.
+    """
     with context.open_files.change() as db:
         known = contents.get_content(db, content)
         if known is None or known.state is not ContentState.OPEN:

@@ -49,7 +49,7 @@ SET_ID_BITS = stat.S_ISUID | stat.S_ISGID
 
 
 class OpenAttempt:
-    """The attempts at one open, and what they keep between them: a file or descriptor that was waited for, and deadlines."""
+    """The attempts at one open and their common state: a file or descriptor, and deadlines."""
 
     def __init__(self, context: MountContext, open_request: OpenRequest) -> None:
         self._context = context
@@ -164,7 +164,7 @@ class OpenAttempt:
         raise self._build_lost_error("no copy of its content is left")
 
     def _create_content(self, held: FileContent, undo: UndoLog, expected_bytes: int, *, is_new_file: bool = False) -> OpenFile:
-        """Start a new content of about `expected_bytes` (0: unknown). A prepared file that suits it becomes its file."""
+        """Start a content of about `expected_bytes` (0: unknown), in a prepared file that suits it if any."""
         reserved_bytes, tiers = self._files.get_reserved_bytes(), self._context.tiers
         taking = tiers.prepared.find(expected_bytes)
         disk_tier = None if self._may_fill(taking) else self._choose_disk_tier(expected_bytes, reserved_bytes)
@@ -188,7 +188,7 @@ class OpenAttempt:
     def _create_local(
         self, storage: TierStorage, content: int, flags: int, times: tuple[int, int], taking: PreparedFile | None, undo: UndoLog
     ) -> int:
-        """Create a file in RAM or NVMe. If the tier is full after all, or fails, the next attempt chooses another one (P10)."""
+        """Create a file in RAM or NVMe. If that fails, the next attempt chooses another tier (P10)."""
         try:
             undo.callback(remove_quietly, storage, content)
             fd = self._create_file(storage, content, flags, taking)
@@ -202,7 +202,7 @@ class OpenAttempt:
         return fd
 
     def _create_file(self, storage: TierStorage, content: int, flags: int, taking: PreparedFile | None) -> int:
-        """Return the descriptor of an empty file for `content`: a prepared one, unless another process took it meanwhile."""
+        """Return the descriptor of an empty file for `content`: prepared, unless another process took it."""
         if taking is not None and storage.tier is Tier.RAM:
             if self._context.tiers.prepared.take_file(taking, content):
                 return storage.open(content, flags)
@@ -211,7 +211,7 @@ class OpenAttempt:
         return storage.create(content, flags)
 
     def _find_limit_reason(self) -> Reason:
-        """Return why the caller must not fill fresh memory by passthrough. On the buffered path this process fills it."""
+        """Return why the caller must not fill fresh memory. On the buffered path this process fills it."""
         open_request, context = self._open_request, self._context
         if not open_request.is_writer or open_request.fuse_request is None or context.data_path is not DataPath.PASSTHROUGH:
             return Reason.NONE
@@ -238,7 +238,7 @@ class OpenAttempt:
         return Reason.FULL if is_full else Reason.NONE
 
     def _find_reason_on_pfs(self, expected_bytes: int | None) -> Reason:
-        """The same for a file on the PFS that was just opened for writing. If the PFS fills up, it moves on to RAM or NVMe."""
+        """Return why a new writer on the PFS must not use passthrough: a full PFS moves files on."""
         if self._context.data_path is not DataPath.PASSTHROUGH:
             return Reason.DATA_PATH
         is_full = self._pfs_facts is None or space.needs_buffered_path(self._pfs_facts.capacity, expected_bytes)
@@ -307,7 +307,7 @@ class OpenAttempt:
     def _build_open_file(
         self, held: FileContent, content: int | None, storage: TierStorage | None, fd: int, undo: UndoLog, *, reason: Reason
     ) -> OpenFile:
-        """Build the open file. `reason`: why its bytes must pass through this process; NONE registers it with the kernel."""
+        """Build the open file. `reason` for no passthrough; NONE registers it with the kernel."""
         row = held.inode
         file = OpenFile(row.id, content, storage, fd, self._open_request.shown, atime_ns=row.atime_ns, generation=row.generation)
         file.buffered_reason = reason = reason or self._files.find_history_reason(file.shown, row)
@@ -330,7 +330,7 @@ class OpenAttempt:
     # --- act on a file that is open -----------------------------------------------------------------------------------
 
     def _require_newest(self, file: OpenFile, held: FileContent) -> None:
-        """Raise Busy if another node has written the file since it was opened here: a write to the old generation would be lost."""
+        """Raise Busy if another node wrote the file since it was opened: a write to the old state gets lost."""
         if file.content is None or (file.content == held.content and not (held.is_remote and held.inode.generation != file.generation)):
             return
         raise Busy(f"{self._get_path()}: a program on this node has the previous generation open, and another node has written it since")
@@ -354,7 +354,7 @@ class OpenAttempt:
         self._mark_content_open(held, content, storage)
 
     def _replace_pfs_file(self, file: OpenFile, held: FileContent) -> None:
-        """Replace the PFS's own file, open for readers, by a writable copy. From now on reads pass through this process as well."""
+        """Replace the PFS's own file, open for readers, by a writable copy. Reads are buffered from now on."""
         if not held.tiers or held.content is None:
             raise MustWait(self._request_fetch)
         storage = self._get_storage(held.tiers[0])
@@ -363,7 +363,7 @@ class OpenAttempt:
         handles.set_content(self._db, file.inode, held.content)
 
     def _swap_fd(self, file: OpenFile, fd: int) -> None:
-        """Use another descriptor from now on. The former one is closed when no thread uses it any more; it may be on the PFS."""
+        """Use another descriptor from now on. The former one, perhaps on the PFS, is closed when unused."""
         tier = file.tier
         self._files.slow_calls.close(file.swap_fd(fd), tier, after=file.wait_idle)
 
@@ -405,12 +405,13 @@ class OpenAttempt:
         return opened
 
     def _passes_backing(self, file: OpenFile) -> bool:
-        """Return True if this writer must not use the backing file of `file`, which others use: its pages would be charged to it."""
+        """Return True if this writer must not use the backing file of others, whose pages it would pay for."""
         is_memory = file.storage is not None and file.storage.is_memory
         return is_memory and bool(self._limit_reason) and file.prepared_bytes < limits.TOP_UP_PREPARED_BYTES_MIN
 
     def _is_uncached(self, file: OpenFile) -> bool:
-        """Return True if the kernel should not keep pages of what this writer sends: on the passthrough path it would not gather them."""
+        """Return True if the kernel should not keep pages that this writer sends."""
+        # On the passthrough path the kernel would not gather such pages.
         return self._open_request.is_writer and not file.backing_id and self._context.data_path is DataPath.PASSTHROUGH
 
     def _find_way(self, file: OpenFile, direct: bool) -> HandleWay:
@@ -432,7 +433,7 @@ class OpenAttempt:
     # --- wait ---------------------------------------------------------------------------------------------------------
 
     def _open_or_wait(self, storage: TierStorage, content: int, flags: int) -> int:
-        """Return a descriptor. Raises MustWait if the mover holds a lease, and before any open on the PFS, which may hang."""
+        """Return a descriptor. Raises MustWait if the mover has a lease, and before each open on the PFS."""
         if storage.tier is Tier.PFS:
             if self._pfs_fd < 0:
                 raise MustWait(lambda: self._open_on_pfs(storage, content, flags))
@@ -452,7 +453,7 @@ class OpenAttempt:
             raise MustWait(lambda: self._give_up_copy(content, storage, error)) from failure
 
     async def _give_up_copy(self, content: int, storage: TierStorage, failure: OSError) -> None:
-        """Quarantine a copy on a tier that fails, if a reader can get the content elsewhere. Raises ContentLost if not."""
+        """Quarantine a copy on a failing tier. Raises ContentLost if readers cannot get the content elsewhere."""
         tier = storage.tier
         if not lifecycle.is_readable_elsewhere(contents.get_file_record(self._db, content), tier):
             raise self._build_lost_error(f"its only copy is in {tier}, which fails ({health.describe(failure)})") from failure
@@ -520,7 +521,7 @@ class OpenAttempt:
         copies.delete_copy(self._db, content, tier)
 
     async def _request_fetch(self) -> None:
-        """Request a fetch. A reader waits only for the beginning of the file, but at its second request for all of it."""
+        """Request a fetch. A reader waits for the beginning of the file, at its second request for all of it."""
         is_writer, inode = self._open_request.is_writer, self._open_request.inode
         result = await self._context.mover_client.request(
             mover_requests.FETCH,
@@ -534,7 +535,7 @@ class OpenAttempt:
             self._pfs_fd = await open_pfs_file(self._db, self._context.config.pfs, inode)
 
     async def _search_other_nodes(self) -> None:
-        """Ask for a copy that this node does not know: another node may have one, or may be about to restore the previous generation."""
+        """Ask other nodes for a copy: one may have it, or may be about to restore the previous generation."""
         self._has_searched = True
         try:
             await self._request_fetch()
@@ -561,7 +562,7 @@ class OpenAttempt:
 
 
 class CreateAttempt(OpenAttempt):
-    """The attempts at one create: a name, an inode, a content and a handle in one transaction, or none of them."""
+    """The attempts at one create: name, inode, content and handle in one transaction, or none of them."""
 
     def __init__(
         self, context: MountContext, request: Request, parent: int, name: bytes, mode: int, owner: tuple[int, int], pid: int
@@ -581,7 +582,7 @@ class CreateAttempt(OpenAttempt):
 
     @property
     def inode(self) -> Inode:
-        """The new inode, after success."""
+        """Return the new inode, after success."""
         assert self._inode is not None
         return self._inode
 

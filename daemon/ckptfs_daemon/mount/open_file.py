@@ -1,4 +1,4 @@
-"""One open inode: its content, tier, descriptor and handles; and how reads wait for a file that is still being fetched.
+"""One open inode: its content, tier, descriptor and handles; and reads of a file that is fetched.
 
 While an inode is open, its backing file is the truth about times and size, and setattr writes to both. On the passthrough path the
 descriptor is read-only, so the mover gets its lease as soon as the last writer closes. On the buffered path it is writable while there are
@@ -90,7 +90,7 @@ class OpenFile:
 
     @property
     def number(self) -> int:
-        """The inode number that the kernel knows. No two open files have the same."""
+        """Return the inode number that the kernel knows. No two open files have the same."""
         return self.shown or self.inode
 
     @property
@@ -108,17 +108,20 @@ class OpenFile:
 
     @property
     def is_closing(self) -> bool:
-        """Whether the release of the last writer waits for its commit."""
+        """Return True if the release of the last writer waits for its commit."""
         return self.has_ended_writer and self.content is not None and not self.writer_count
 
     @property
     def reserved_bytes(self) -> int:
-        """The bytes that the writer is still expected to write."""
+        """Return the bytes that the writer is still expected to write."""
         status = self.get_status()
         return 0 if status is None else max(0, self.expected_bytes - status.st_blocks * STAT_BLOCK_BYTES)
 
     def get_status(self) -> os.stat_result | None:
-        """Return the status of the backing file: the last known one on the PFS, which may hang, and on a tier that fails."""
+        """Return the status of the backing file.
+
+        On the PFS, which may hang, and on a tier that fails, it is the last known one.
+        """
         if self.fd >= 0 and self.storage is not None and self.storage.tier is not Tier.PFS:
             try:
                 self.last_status = os.fstat(self.fd)
@@ -194,12 +197,18 @@ class OpenFile:
             await run_in_thread(self, functools.partial(os.close, fd))
 
     def swap_fd(self, fd: int) -> int:
-        """Take another descriptor, and return the former one. The caller closes it in a thread, after `wait_idle`."""
+        """Take another descriptor, and return the former one.
+
+        The caller closes it in a thread, after `wait_idle`.
+        """
         former, self.fd = self.fd, fd
         return former
 
     def replace_fd(self, fd: int) -> None:
-        """Replace the descriptor under the same number, because a thread may be reading by that number. Neither may be on the PFS."""
+        """Replace the descriptor under the same number, because a thread may be reading by that number.
+
+        Neither may be on the PFS.
+        """
         if self.fd < 0:
             self.fd = fd
             return
@@ -264,12 +273,18 @@ async def run_in_thread(file: OpenFile, act: Callable[[], T]) -> T:
 
 
 async def run_on_pfs(act: Callable[[], T]) -> T:
-    """Run `act` in a thread that may hang as long as the PFS does. Their number is limited, so they never take all threads."""
+    """Run `act` in a thread that may hang as long as the PFS does.
+
+    Their number is limited, so they never take all threads.
+    """
     return await trio.to_thread.run_sync(act, abandon_on_cancel=True, limiter=_PFS_THREADS)
 
 
 async def open_pfs_file(db: Database, pfs: Path | None, inode: int) -> int:
-    """Return a descriptor of the PFS's own file; may hang as long as the PFS does. Raises ESTALE if the file was replaced."""
+    """Return a descriptor of the PFS's own file; may hang as long as the PFS does.
+
+    Raises ESTALE if the file was replaced.
+    """
     assert pfs is not None
     return await run_on_pfs(lambda: pfs_tree.open_inode(db, pfs, inode))
 
@@ -286,11 +301,14 @@ class FetchWaiter:
 
     @property
     def size(self) -> int:
-        """The size of the whole file in bytes."""
+        """Return the size of the whole file in bytes."""
         return self.content.size
 
     def open_partial(self) -> tuple[TierStorage, int] | None:
-        """Return (storage, descriptor) of the copy that is being filled, or None if no fetch of exactly this content is published."""
+        """Return (storage, descriptor) of the copy that is being filled, or None.
+
+        Returns None if no fetch of exactly this content is published.
+        """
         found = self._find_partial()
         if found is None:
             return None
@@ -314,7 +332,10 @@ class FetchWaiter:
         return fetch_map, storage, fd
 
     async def wait_range(self, file: OpenFile, offset: int, size: int) -> None:
-        """Wait until these bytes can be read by the file's descriptor. Raises ContentLost if they cannot be fetched."""
+        """Wait until these bytes can be read by the file's descriptor.
+
+        Raises ContentLost if they cannot be fetched.
+        """
         try:
             await self._wait_blocks(file, self._get_block_range(offset, size))
         except (OSError, CkptfsError) as failure:
@@ -371,7 +392,10 @@ class FetchWaiter:
         return 0 if self._fetch_map is None else self._fetch_map.present_count, row.progress_ns if row else 0
 
     async def _refresh_source(self, file: OpenFile) -> None:
-        """Switch to a finished copy or to the current fetch; without either, request a fetch. Raises ContentLost after a change."""
+        """Switch to a finished copy or to the current fetch; without either, request a fetch.
+
+        Raises ContentLost after a change.
+        """
         known = contents.get_content(self._db, self.content.id)
         if known is None or known.state is not ContentState.SEALED or known.digest != self.content.digest:
             raise ContentLost("the file was written again during the fetch")
@@ -401,7 +425,10 @@ class FetchWaiter:
             file.fetch_waiter = None
 
     async def _switch_descriptor(self, file: OpenFile, storage: TierStorage, fd: int) -> None:
-        """Read by `fd` from now on, after running reads by the old one: their blocks may not be behind `fd` yet."""
+        """Read by `fd` from now on, after running reads by the old one.
+
+        `fd` may not have the blocks of those reads yet.
+        """
         await file.wait_idle()
         former = file.swap_fd(fd)
         file.storage = storage
@@ -422,7 +449,10 @@ class FetchWaiter:
 
 
 def resume_fetches(files: Iterable[OpenFile], db: Database, tiers: Tiers, mover_client: MoverClient) -> None:
-    """Give reopened files their waiters after a restart, and close a file that was written again on another node."""
+    """Give reopened files their waiters after a restart.
+
+    A file that was written again on another node is closed.
+    """
     for file in files:
         if file.content is None or file.backing_id or file.writer_count:
             continue

@@ -52,7 +52,9 @@ class OpenFileTable:
     def __init__(
         self, db: Database, tiers: Tiers, passthrough: Passthrough | None, wake_channel: WakeChannel, *, kernel_owns_times: bool = False
     ) -> None:
-        """`passthrough` is None on the buffered path. `kernel_owns_times`: the kernel's writeback cache keeps the mtime of files.
+        """`passthrough` is None on the buffered path.
+
+        `kernel_owns_times`: the kernel's writeback cache keeps the mtime of files.
 
         The kernel then sets a new mtime by itself and writes its pages at any time, so the mtime of a backing file means nothing.
         """
@@ -86,7 +88,10 @@ class OpenFileTable:
     # --- attributes ---------------------------------------------------------------------------------------------------
 
     def get_attributes(self, row: Inode) -> Inode:
-        """Return `row` with the size, times and blocks of the backing file if it is open, else with its blocks."""
+        """Return `row` with the size, times and blocks of its file.
+
+        All three are those of the backing file if it is open; else only the blocks are.
+        """
         file = self.by_inode.get(row.id)
         if file is not None:
             return file.get_attributes(row)
@@ -141,14 +146,19 @@ class OpenFileTable:
         return [file for file in self.by_inode.values() if file.shown and file.inode == inode]
 
     def find_history_reason(self, shown: int, row: Inode) -> Reason:
-        """Return why the kernel must not read the backing file of a file of the history; NONE if it may, and outside of the history.
+        """Return why the kernel must not read the backing file of a file of the history.
+
+        Returns NONE if it may, and outside of the history.
 
         A program may write it by another name. It then gets this backing file, and readers of the history a copy.
         """
         return Reason.HISTORY if shown and (row.nlink > row.history or row.id in self.by_inode) else Reason.NONE
 
     def follow_history(self, inode: int) -> None:
-        """Let open files of the history follow their names, which another inode got in a change that was committed."""
+        """Let open files of the history follow their names.
+
+        Another inode got these names in a change that was committed.
+        """
         for file in self.list_history_readers(inode):
             file.inode = handles.get_inode(self.db, next(iter((*file.handles, *file.ended_handles))))
 
@@ -175,7 +185,10 @@ class OpenFileTable:
             self.top_up.add(file.inode, file.storage.open(file.content, NONBLOCKING_WRITE), file.prepared_bytes)
 
     def get_mtime_ns(self, status: os.stat_result) -> int | None:
-        """Return the mtime of a file from the status of its backing file. Returns None if the inode row has it."""
+        """Return the mtime of a file from the status of its backing file.
+
+        Returns None if the inode row has it.
+        """
         return None if self.kernel_owns_times else status.st_mtime_ns
 
     async def set_times(self, inode: int, atime_ns: int | None, mtime_ns: int | None) -> None:
@@ -200,7 +213,10 @@ class OpenFileTable:
     # --- opening ------------------------------------------------------------------------------------------------------
 
     def register_backing(self, fd: int, tier: Tier | None) -> int:
-        """Return a backing id for `fd`, or 0 if its bytes must pass through this process, which is logged once per tier."""
+        """Return a backing id for `fd`, or 0 if its bytes must pass through this process.
+
+        That is logged once per tier.
+        """
         if self._passthrough is None:
             return 0
         try:
@@ -360,14 +376,17 @@ class OpenFileTable:
         contents.record_use(self.db, (content,))
 
     def _trim_end(self, file: OpenFile, status: os.stat_result) -> None:
-        """Remove a small rest of prepared memory at once: nobody writes, and no open runs meanwhile. The seal removes what is left."""
+        """Remove a small rest of prepared memory at once: nobody writes, and no open runs meanwhile.
+
+        The seal removes what is left.
+        """
         if file.storage is None or file.content is None or not prepared.is_prepared(status):
             return
         with contextlib.suppress(OSError), disk.closing(file.storage.open(file.content, NONBLOCKING_WRITE)) as fd:
             prepared.trim_end(fd, bytes_max=limits.PREPARED_TRIM_BYTES_MAX)
 
     def _finish_release(self, file: OpenFile, doomed: list[int]) -> None:
-        """After the commit, give back the descriptor, the backing id and doomed contents."""
+        """Give back the descriptor, the backing id and doomed contents, after the commit."""
         is_closed = file.is_closing
         size = file.last_status.st_size if file.last_status is not None else 0
         then: Callable[[], None] | None = None
@@ -390,7 +409,10 @@ class OpenFileTable:
             then()
 
     def _close(self, file: OpenFile, size: int, then: Callable[[], None] | None) -> None:
-        """Give back descriptor and backing id, in a thread if that may take long; then call `then`: the mover gets its lease now."""
+        """Give back descriptor and backing id, in a thread if that may take long; then call `then`.
+
+        The mover gets its lease now.
+        """
         fd, backing, tier = file.take_fd(), file.backing_id, file.tier
 
         def close() -> None:
@@ -422,7 +444,9 @@ class OpenFileTable:
             log.error("content %d in %s: cannot be opened read-only: %s; the mover gets no lease", content, storage.tier, failure)
 
     def delete_ram_files(self, doomed: list[int]) -> None:
-        """Delete the files of doomed contents in RAM at once; the mover deletes the others, and all in a cluster (`flow.reclaim`).
+        """Delete the files of doomed contents in RAM at once.
+
+        The mover deletes the others, and all in a cluster (`flow.reclaim`).
 
         The open for writing breaks the lease of a mover thread that reads such a file: its space is free after the last close.
         """
@@ -455,7 +479,10 @@ class OpenFileTable:
                 self._close_abandoned(content, inode, self.tiers[tier])
 
     async def _reopen_handle(self, row: Handle) -> None:
-        """Reopen a handle of the previous process. If its file cannot be opened, the handle exists all the same and its reads fail."""
+        """Reopen a handle of the previous process.
+
+        If its file cannot be opened, the handle exists all the same and its reads fail.
+        """
         file = self.by_inode.get(row.shown or row.inode)
         if file is None:
             storage = self._find_storage(row.content)
@@ -468,7 +495,10 @@ class OpenFileTable:
 
     @staticmethod
     def _find_way(file: OpenFile, row: Handle) -> HandleWay:
-        """Return the way of a handle of the previous process. Whether its program has a memory limit is not known any more."""
+        """Return the way of a handle of the previous process.
+
+        Whether its program has a memory limit is not known any more.
+        """
         if not row.backing_id:
             return HandleWay(Way.BUFFERED, Reason.RESTARTED)
         if row.is_writer and file.fd >= 0 and file.tier is Tier.RAM and prepared.is_prepared(status := os.fstat(file.fd)):

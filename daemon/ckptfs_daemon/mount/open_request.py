@@ -1,4 +1,4 @@
-"""The values of one open: what is asked, what is answered, what must be waited for, and what a failed attempt undoes.
+"""The values of one open: request, result, reasons to wait, and the undo of a failed attempt.
 
 Crash safety: the reply cache keeps an `OpenResult` packed, so its layout must not change while a connection lives.
 """
@@ -22,7 +22,10 @@ class MustWait(Exception):
 
 
 class UndoLog:
-    """What a failed attempt must undo, last first. Most attempts succeed, so an ExitStack is made only for those that fail."""
+    """The acts that undo a failed attempt, last first.
+
+    Most attempts succeed, so an ExitStack is made only for those that fail.
+    """
 
     def __init__(self) -> None:
         self._acts: list[tuple[Callable[..., object], tuple[object, ...]]] = []
@@ -64,13 +67,15 @@ class OpenRequest:
 
     @property
     def number(self) -> int:
-        """The number under which the kernel knows the file."""
+        """Return the number under which the kernel knows the file."""
         return self.shown or self.inode
 
 
 @dataclass(frozen=True, slots=True)
 class OpenResult:
-    """A handle. `direct`: reads and writes pass through this process, and the kernel keeps no pages of them.
+    """A handle.
+
+    `direct`: reads and writes pass through this process, and the kernel keeps no pages of them.
 
     The reply cache keeps it packed.
     """
@@ -82,7 +87,7 @@ class OpenResult:
 
     @property
     def fh(self) -> int:
-        """FUSE's `fh`: the handle, with the backing id in the upper half."""
+        """Return FUSE's `fh`: the handle, with the backing id in the upper half."""
         return self.handle | self.backing_id << 32
 
     def pack(self) -> bytes:

@@ -1,4 +1,6 @@
-"""The handlers that pyfuse3 calls by name. Each one delegates to the handler class that owns the subject.
+"""The handlers that pyfuse3 calls by name.
+
+Each one delegates to the handler class that owns the subject.
 
 `HistoryTree` and `LatestTree` serve the inodes below `.ckptfs`.
 

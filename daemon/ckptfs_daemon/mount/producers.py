@@ -27,7 +27,10 @@ _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK
 
 
 def describe_process(pid: int, host: str) -> str:
-    """Return what /proc tells about a process, or the process of a thread, as JSON; "" if it is gone. May hang."""
+    """Return what /proc tells about a process, or the process of a thread, as JSON; "" if it is gone.
+
+    May hang.
+    """
     process = Path("/proc") / str(pid)
     try:
         group = re.search(r"^Tgid:\s*(\d+)$", (process / "status").read_text(errors="replace"), re.MULTILINE)
@@ -60,7 +63,7 @@ class ProducerNotes:
         self._thread: threading.Thread | None = None
 
     def note_writer(self, pid: int) -> None:
-        """A thread has opened a file for writing."""
+        """Note that a thread has opened a file for writing."""
         known = self._processes.get(pid)
         if not pid or (known is not None and time.monotonic() - known[0] < REREAD_S):
             return
@@ -73,14 +76,17 @@ class ProducerNotes:
             self._thread.start()
 
     def note_closed(self, inode: int, pid: int) -> None:
-        """The last writer of a file has closed it."""
+        """Note that the last writer of a file has closed it."""
         self._files[inode] = pid
         self._files.move_to_end(inode)
         if len(self._files) > FILES_MAX:
             self._files.popitem(last=False)
 
     def take(self, inode: int) -> str | None:
-        """Return the process that closed a file, as JSON, once. Returns None if nobody has closed it since, "" if it is not known."""
+        """Return the process that closed a file, as JSON, once.
+
+        Returns None if nobody has closed it since, "" if it is not known.
+        """
         pid = self._files.pop(inode, None)
         return None if pid is None else self._processes.get(pid, (0.0, ""))[1]
 

@@ -1,4 +1,6 @@
-"""Retention rules carried out: sets are chosen for the PFS, leave RAM and NVMe, and expire; incomplete ones are reaped (D5, D7, D8, H6).
+"""Retention rules carried out: sets go to the PFS, leave RAM and NVMe, and expire (D5, D7, D8, H6).
+
+Incomplete sets are reaped.
 
 `series.expiry` decides. The tracker of sets asks for a review after each change of a series. Of a set that expires the names in the
 application's directories go here. Its directory in the history is then without a reason to stay, and the tracker deletes it.
@@ -41,7 +43,10 @@ Name = tuple[int, bytes]
 
 
 class Review(NamedTuple):
-    """What a review of a series found: sets that its rule keeps in the history, whether names were deleted, when to look again."""
+    """The result of a review of a series.
+
+    `kept`: sets that its rule keeps in the history. `has_deleted`: whether names were deleted. `again_s`: when to look again.
+    """
 
     kept: frozenset[int] = frozenset()
     has_deleted: bool = False
@@ -60,13 +65,19 @@ class SetExpiry:
         self._retired: set[int] = set()
 
     def get_excess(self, held_bytes: int) -> int:
-        """Return how many of the bytes that only the history holds are too many: none while the size of a tier is not known."""
+        """Return how many bytes too many only the history holds.
+
+        Returns 0 while the size of a tier is not known.
+        """
         with contextlib.suppress(OSError, CkptfsError):
             return max(0, held_bytes - self._context.tiers.get_share_bytes(self._context.config.history_size))
         return 0
 
     async def refresh(self, series: SeriesRecord, sets: Iterable[CheckpointSet]) -> None:
-        """Load how safe other nodes have made the sets of a series with a rule, as far as they may be safer than this node knows."""
+        """Load how safe other nodes have made the sets of a series with a rule.
+
+        Only sets that may be safer than this node knows are loaded.
+        """
         shared_namespace, db = self._context.shared_namespace, self._context.db
         if shared_namespace is None or self.find_rule(series) is None:
             return
@@ -103,7 +114,10 @@ class SetExpiry:
         )
 
     def _lower_unchecked(self, directories: dict[int, int], facts: Iterable[SetFacts]) -> list[SetFacts]:
-        """Return the facts, with a lower level for sets that were not read back from the PFS: nothing goes because of them yet."""
+        """Return the facts, with a lower level for sets that were not read back from the PFS.
+
+        Nothing is dropped because of such sets yet.
+        """
         found = list(facts)
         if self._context.config.pfs_verify:
             on_pfs = {directories[one.number] for one in found if one.level is Level.PFS and one.number in directories}
@@ -156,7 +170,9 @@ class SetExpiry:
     # --- deleting what the application has ---------------------------------------------------------------------------
 
     async def _delete_place(self, series: SeriesRecord, one: CheckpointSet, *, has_begun: bool) -> int | None:
-        """Delete the names of an expired set in the application's directories. Return their number; None if they are in use.
+        """Delete the names of an expired set in the application's directories.
+
+        Return their number; None if they are in use.
 
         A directory goes if all files of the set are in it; if its deletion has begun, unless all its files are others by now.
         """
@@ -175,7 +191,7 @@ class SetExpiry:
         return count
 
     async def _refresh_below(self, tops: Iterable[int]) -> None:
-        """In a cluster, load the names that other nodes have made below these inodes."""
+        """Load the names that other nodes of the cluster have made below these inodes."""
         todo = list(tops) if self._context.shared_namespace is not None else []
         while todo:
             inode = self._context.get_inode(todo.pop())
@@ -187,7 +203,9 @@ class SetExpiry:
         return None if found is None else found.id
 
     async def _delete_names(self, parent: int, tops: dict[bytes, int], expiring: int | None = None) -> int | None:
-        """Delete names in a directory with all below them. Return their number; None if a process has something of it open.
+        """Delete names in a directory with all below them.
+
+        Return their number; None if a process has something of it open.
 
         `expiring`: the set whose names these are, which is marked if they do not go at once.
         """
@@ -222,7 +240,9 @@ class SetExpiry:
     # --- incomplete members ------------------------------------------------------------------------------------------
 
     async def _reap(self, series: SeriesRecord, rule: RetentionRule, sets: Sequence[CheckpointSet]) -> float | None:
-        """Delete incomplete members that nobody will finish (H6). Return the seconds until the next may be due; None if there is none.
+        """Delete incomplete members that nobody will finish (H6).
+
+        Return the seconds until the next may be due; None if there is none.
 
         They are older than a complete set, no process has them open, and nothing of them has changed for the time of the rule.
         """
@@ -253,7 +273,10 @@ class SetExpiry:
 
 
 def _list_older(series: Series, names: Iterable[bytes], newest: tuple[int, ...]) -> list[tuple[Member | None, tuple[bytes, ...]]]:
-    """Return the members of a series before `newest` with their names; and temporary names of such members, without a member."""
+    """Return the members of a series before `newest` with their names.
+
+    Temporary names of such members follow, without a member.
+    """
     known = list(names)
     found: list[tuple[Member | None, tuple[bytes, ...]]] = [
         (one, one.files) for one in patterns.list_members(series, known) if one.numbers < newest

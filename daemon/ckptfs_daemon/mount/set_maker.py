@@ -56,7 +56,7 @@ class FoundMember:
 
     @property
     def key(self) -> tuple[int, bytes]:
-        """What all candidates of this member share."""
+        """Return the key that all candidates of this member share."""
         return self.directory, self.member.name
 
     @property
@@ -141,7 +141,10 @@ class SetMaker:
         await shared_namespace.refresh_directory(directory)
 
     async def _remove_leftovers(self, series: int) -> None:
-        """Remove unfinished sets of this node, and of nodes that are gone. Raises Busy if another node is making one."""
+        """Remove unfinished sets of this node, and of nodes that are gone.
+
+        Raises Busy if another node is making one.
+        """
         for directory in history.list_unfinished(self._context.db, series):
             if not self.is_leftover(directory):
                 raise Busy("another node makes a set of this series")
@@ -173,7 +176,10 @@ class SetMaker:
         return await self._changes.commit_shared(lambda: self._changes.run_change(act), names)
 
     async def _fill(self, directory: int, tree: SetTree) -> None:
-        """Make the directories, symlinks and links of a set, each change for a short time. Raises Busy if a file has changed."""
+        """Make the directories, symlinks and links of a set, each change for a short time.
+
+        Raises Busy if a file has changed.
+        """
         made = {b"": directory}
         todo: list[tuple[bytes, Inode | SetFile]] = [*tree.directories.items(), *tree.symlinks.items(), *tree.files.items()]
 
@@ -191,7 +197,10 @@ class SetMaker:
             await trio.lowlevel.checkpoint()
 
     async def _confirm(self, tree: SetTree) -> None:
-        """In a cluster, wait until other nodes know the links, and see that none of them wrote a file before. Raises Busy."""
+        """Wait, in a cluster, until other nodes know the links. Raises Busy.
+
+        Busy: another node wrote a file before.
+        """
         shared_namespace = self._context.shared_namespace
         if shared_namespace is None:
             return
@@ -216,7 +225,10 @@ class SetMaker:
     # --- the manifest -------------------------------------------------------------------------------------------------
 
     async def _write_manifest(self, made: CheckpointSet, tree: SetTree) -> None:
-        """Write the manifest into the set. A set whose own files have these names has none, and so has one for which there is no room."""
+        """Write the manifest into the set.
+
+        A set whose own files have these names has none, and so has one for which there is no room.
+        """
         if any(name in tree.files for name in MANIFEST_NAMES):
             return
         path = inodes.get_path(self._context.db, inodes.get(self._context.db, made.directory).parent)
@@ -249,7 +261,10 @@ class SetMaker:
 
 
 def _insert(db: Database, made: dict[bytes, int], path: bytes, source: Inode | SetFile) -> None:
-    """Insert one path of a set. `made`: the directories of the set that are there, by path. Raises Busy if the file has changed."""
+    """Insert one path of a set.
+
+    `made`: the directories of the set that are there, by path. Raises Busy if the file has changed.
+    """
     above, _, name = path.rpartition(b"/")
     if isinstance(source, SetFile):
         if set_members.find_set_file(db, source.inode) != source:

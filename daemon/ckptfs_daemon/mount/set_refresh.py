@@ -1,4 +1,4 @@
-"""What the tracker of sets must know of other nodes, and how the nodes share the work of looking.
+"""Rows of other nodes for the tracker of sets, and the division of its work among the nodes.
 
 Each node looks for sets where it sealed, renamed or removed something. A set of a thousand nodes must not be judged a thousand times. So
 each look comes at a random time within a period that grows with the number of nodes: the first one that finds the set complete makes it,
@@ -42,7 +42,10 @@ class SetRefresh:
                     directory = 0 if directory == ROOT else self._context.get_inode(directory).parent
 
     async def list_sets_of_file(self, inode: int) -> list[tuple[int, int]]:
-        """Return (series, set) of all directories of sets in which a file has a name, also of sets that this node has never read."""
+        """Return (series, set) of all directories of sets in which a file has a name.
+
+        Sets that this node has never read count, too.
+        """
         db, shared_namespace = self._context.db, self._context.shared_namespace
         if shared_namespace is None:
             return set_members.list_sets_of_file(db, inode)

@@ -1,4 +1,6 @@
-"""The task that finds complete checkpoint sets, keeps them in the history, and lets go of those that nothing protects (D1, X3, T6).
+"""The task that finds complete checkpoint sets and keeps them in the history (D1, X3, T6).
+
+It removes sets that nothing protects.
 
 Rows of `set_candidate` say where to look. For each, the tracker finds the members of series of which the inode is a part: among its
 siblings, and in the directories above. It judges a member as `latest` does, and links what is complete into the history. A candidate stays
@@ -51,7 +53,10 @@ Row = tuple[int, int]
 
 @dataclass(slots=True)
 class _Waiting:
-    """A candidate whose member is not complete. `due_s`: when to look again; `delay_s`: how long that is after the last look."""
+    """A candidate whose member is not complete.
+
+    `due_s`: when to look again; `delay_s`: how long that is after the last look.
+    """
 
     row: Row
     due_s: float
@@ -59,7 +64,10 @@ class _Waiting:
 
 
 class _Names(NamedTuple):
-    """What is in a directory: inodes by name, the directories, and the members that each name belongs to, with whether it is the newest."""
+    """The entries of a directory.
+
+    `siblings`: inodes by name. `members`: the members that each name belongs to, with whether a member is the newest.
+    """
 
     siblings: dict[bytes, int]
     directories: set[bytes]
@@ -67,7 +75,10 @@ class _Names(NamedTuple):
 
 
 class _MemberSearch:
-    """The search for the members of which some inodes are a part. Runs in a worker thread; each directory is read once."""
+    """The search for the members of which some inodes are a part.
+
+    Runs in a worker thread; each directory is read once.
+    """
 
     def __init__(self, db: Database, resting: frozenset[int]) -> None:
         """`resting`: directories that must not be read now."""
@@ -120,7 +131,10 @@ class _MemberSearch:
         return bool(set_kinds.list_kinds(DirectoryFacts(files, frozenset(names.keys() - files.keys()))))
 
     def _find_committed(self, inode: int) -> list[FoundMember]:
-        """Return a file or directory outside any series of which a user said that it is complete: a series of its own."""
+        """Return a file or directory outside any series that a user committed as complete.
+
+        It is a series of its own.
+        """
         if not set_members.is_committed(self._db, [inode]):
             return []
         found = []
@@ -226,7 +240,10 @@ class SetTracker:
         return bool(self._after)
 
     async def _find(self, rows: list[Row]) -> dict[Row, list[FoundMember]]:
-        """Return the members of which each candidate is a part. Candidates in directories that rest are left out."""
+        """Return the members of which each candidate is a part.
+
+        Candidates in directories that rest are left out.
+        """
         db = self._context.db
         await self._refresh.refresh_above([inode for inode, _ in rows])
         kept = {inode for inode, _ in rows if await self._note_sets_of(inode)}
@@ -240,7 +257,10 @@ class SetTracker:
         return {row: [] if row[0] in kept and len(members) == 1 else members for row, members in found.items() if members is not None}
 
     async def _note_sets_of(self, inode: int) -> bool:
-        """Note that the series whose history has a file must be reviewed. Return whether a finished set has it."""
+        """Note that the series whose history has a file must be reviewed.
+
+        Return whether a finished set has it.
+        """
         is_kept = False
         await trio.lowlevel.checkpoint()
         if not history.is_history(self._context.db, inode):
@@ -254,7 +274,10 @@ class SetTracker:
         return is_kept
 
     async def _note_producers(self, found: dict[Row, list[FoundMember]]) -> None:
-        """Note on one file of each member by which process it was written; forget what an earlier writer left on the others."""
+        """Note on one file of each member by which process it was written.
+
+        The note of an earlier writer on the other files is deleted.
+        """
         notes: dict[int, str] = {}
         for (inode, _), members in found.items():
             producer = self._context.open_files.producers.take(inode)
@@ -268,7 +291,10 @@ class SetTracker:
     # --- members ------------------------------------------------------------------------------------------------------
 
     async def _look_at(self, found: FoundMember, rows: list[Row]) -> set[Row]:
-        """Judge a member, and make its set if it is complete. Return candidates that nothing waits for any more."""
+        """Judge a member, and make its set if it is complete.
+
+        Return candidates that nothing waits for any more.
+        """
         former = self._waiting.pop(found.key, None)
         try:
             delay_s = await self._judge(found)
@@ -291,7 +317,10 @@ class SetTracker:
         return set() if former is None else {former.row}
 
     async def _judge(self, found: FoundMember) -> float | None:
-        """Make the set of a member if it is complete. Return in how many seconds to look again; None: when something changes."""
+        """Make the set of a member if it is complete.
+
+        Return in how many seconds to look again; None: when something changes.
+        """
         load = functools.partial(found.load_tree, self._context.db)
         before = await trio.to_thread.run_sync(load)
         is_committed = set_members.is_committed(self._context.db, found.inodes)
@@ -372,7 +401,9 @@ class SetTracker:
 
 
 def load_facts(db: Database, directory: int, sets: Iterable[CheckpointSet]) -> list[SetFacts]:
-    """Return what retention must know of the sets of a series, newest first; sets are left out of which not all files are known.
+    """Return the facts for the retention of the sets of a series, newest first.
+
+    Sets of which not all files are known are left out.
 
     Of several sets of one name, only the newest may count as in its place.
     """

@@ -1,4 +1,4 @@
-"""The mount's traffic with the store of the cluster: fresh rows before a reply, published changes before a reply.
+"""The mount's traffic with the store: fresh rows and published changes before a reply.
 
 Concurrent reads share one transaction, and so do changes. One commit runs at a time; changes that gather meanwhile go with the next one,
 which one of the waiting handlers runs. If the store does not answer, the node is disconnected: handlers answer from the rows, changes stay
@@ -56,7 +56,10 @@ class InodesOpenForWriting(Container[int]):
 
 
 class CommitRounds:
-    """Runs one round at a time; callers that come meanwhile wait for it. The first round starts after the first `end_round`."""
+    """The rounds of commits: one runs at a time, and callers that come meanwhile wait for it.
+
+    The first round starts after the first `end_round`.
+    """
 
     def __init__(self) -> None:
         self._is_running = True
@@ -136,13 +139,16 @@ class SharedNamespace:
 
     @property
     def is_disconnected(self) -> bool:
-        """Whether the store does not answer."""
+        """Return True if the store does not answer."""
         return self.disconnected_ns != 0
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
     async def refresh_name(self, parent: int, name: bytes, *prefetch_names: Name) -> None:
-        """Make the rows of a name and of its inode fresh, and those of names that will probably be looked up next."""
+        """Make the rows of a name and of its inode fresh.
+
+        The rows of names that will probably be looked up next are refreshed with them.
+        """
         await self._refresh(read.list_name_keys(self.db, parent, name), prefetch_names)
 
     async def refresh_inode(self, inode: int, *prefetch_names: Name) -> None:
@@ -176,7 +182,10 @@ class SharedNamespace:
                 return
 
     async def refresh_change(self, names: Iterable[Name]) -> None:
-        """Make everything fresh that a change of these names depends on: the names, all directories above, whether a child is empty."""
+        """Make all rows fresh on which a change of these names depends.
+
+        These are the names, all directories above, and whether a child is empty.
+        """
         for parent, name in names:
             await self.refresh_ancestors(parent)
             await self.refresh_name(parent, name)
@@ -193,7 +202,10 @@ class SharedNamespace:
             inode = read.load_directory_location(self.db, inode)[1]
 
     async def _refresh(self, keys: list[SharedKey], prefetch_names: Iterable[Name] = ()) -> None:
-        """Make these keys fresh, and all that they lead to. Raises ValueUnreadable if one of them holds no value of ckptfs."""
+        """Make these keys fresh, and all that they lead to.
+
+        Raises ValueUnreadable if one of them holds no value of ckptfs.
+        """
         values = await self._load_values([*keys, *(key for at, what in prefetch_names for key in read.list_name_keys(self.db, at, what))])
         while values and (more := read.list_missing_keys(self.db, values) or read.list_overtaken_names(values)):
             found = await self._load_values(more)
@@ -277,7 +289,10 @@ class SharedNamespace:
         self._has_dirty.set()
 
     async def wait_published(self, names: Iterable[Name] = ()) -> bool:
-        """Wait until all changes are in the store or the node is disconnected. Returns False if one of `names` was reverted."""
+        """Wait until all changes are in the store or the node is disconnected.
+
+        Returns False if one of `names` was reverted.
+        """
         reverts = self._reverts
         last = key_state.get_last_change(self.db)
         while last and not self.is_disconnected and key_state.has_dirty(self.db, last):
@@ -292,7 +307,9 @@ class SharedNamespace:
         undo: Callable[[T], None] = lambda _: None,
         is_own: Callable[[], bool] = lambda: True,
     ) -> T:
-        """Run `act` and wait until it is published. Run it again after `refresh` if it failed on old rows, or another node was faster.
+        """Run `act` and wait until it is published.
+
+        Run it again after `refresh` if it failed on old rows, or another node was faster.
 
         `undo` gets the result of an `act` that was reverted. Raises EAGAIN after `limits.SHARED_TRIES_MAX` tries, and if this node is
         disconnected and the change is not `is_own`.
@@ -316,7 +333,10 @@ class SharedNamespace:
         raise posix_error(errno.EAGAIN)
 
     async def _wait_until_allowed(self, is_own: Callable[[], bool], names: Iterable[Name]) -> None:
-        """Wait for the store before a change that a disconnected node must not make. Raises EAGAIN if it does not come back in time."""
+        """Wait for the store before a change that a disconnected node must not make.
+
+        Raises EAGAIN if it does not come back in time.
+        """
         with trio.move_on_after(limits.DISCONNECTED_WAIT_S):
             while self.is_disconnected and not is_own():
                 await trio.sleep(limits.STORE_PROBE_S)
@@ -367,7 +387,10 @@ class SharedNamespace:
                 await cluster_recovery.check_adoption(self.db, self._store)
 
     def get_figures(self) -> dict[str, int]:
-        """Return the figures of `status`: round trips by kind, start of the disconnection (ns, 0: connected), dirty keys."""
+        """Return the figures of `status`: round trips by kind, start of the disconnection, dirty keys.
+
+        The start is in ns; 0: connected.
+        """
         return {**self.counts, "island_ns": self.disconnected_ns, "waiting": key_state.count_dirty(self.db)}
 
     async def _commit_batch(self) -> bool:
@@ -408,7 +431,10 @@ class SharedNamespace:
         return True
 
     def _handle_invalid(self, transaction: commit.StoreTransaction, refusal: TransactionInvalid) -> None:
-        """Find the change that the store refuses for ever, by smaller transactions; keep it on this node, and go on with the others."""
+        """Find the change that the store refuses for ever, by smaller transactions.
+
+        That change stays on this node, and the others go on.
+        """
         self._unconfirmed = None
         if transaction.change_count > 1:
             self._changes_max = transaction.change_count // 2
@@ -420,7 +446,10 @@ class SharedNamespace:
         log.error("%s: a change is not shared: %s; other nodes do not see it (%s)", path, refusal, remedy)
 
     async def _build_resolver(self, transaction: commit.StoreTransaction, reply: Outcome) -> Callable[..., ConflictResolver]:
-        """Return the resolver for changes that applications made while disconnected, after reading what it needs."""
+        """Return the resolver for changes that applications made while disconnected.
+
+        It reads what the resolver needs first.
+        """
         reader = cluster_recovery.ReintegrationReader(self.db, self._store)
         more = await reader.load_missing(transaction, reply)
         return functools.partial(reintegrate.ReintegrationResolver, more=more, label=self._label, is_written=self._is_open_for_writing)
@@ -492,7 +521,9 @@ class SharedNamespace:
         return True
 
     async def _confirm_last_commit(self) -> bool:
-        """Find out whether the last transaction without a reply passed; if not, it never will. Returns False if the store does not answer.
+        """Find out whether the last transaction without a reply passed; if not, it never will.
+
+        Returns False if the store does not answer.
 
         A read could overtake the transaction, a fence cannot.
         """

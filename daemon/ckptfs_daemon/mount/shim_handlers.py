@@ -198,7 +198,10 @@ def _copy_file_range(source: OpenFile, length: int, offset_in: int, offset_out: 
 
 
 def _fallocate_or_punch(fd: int, mode: int, offset: int, length: int) -> None:
-    """Call fallocate(2). If the filesystem of the backing file lacks ZERO_RANGE, punch a hole and allocate it."""
+    """Call fallocate(2).
+
+    If the filesystem of the backing file lacks ZERO_RANGE, punch a hole and allocate it.
+    """
     if not mode & PUNCH_HOLE:
         prepared.mark_allocated_by_application(fd)
     try:

@@ -1,4 +1,4 @@
-"""Calls on tiers that take long or hang and that no request waits for: they run in threads, one task for each.
+"""Calls on tiers that may hang and that no request waits for: one task in a thread for each.
 
 close(2) may write back or ask a server, and frees the pages of a file without a name (0.16 s for each GiB of a tmpfs). Reading the status
 of a file on the PFS hangs as long as the PFS does. None of them may run in the trio thread, which serves everything else.
@@ -7,7 +7,7 @@ Invariants:
 - Calls on the PFS have threads of their own, so that one that hangs holds up no other tier.
 - Without the task (before and after the service, and in tests) a call runs at once.
 
-Crash safety: the kernel closes the descriptors of a process that ends. Who depends on the result of a call has rows in the catalog.
+Crash safety: the kernel closes the descriptors of a process that ends. Code that depends on the result of a call has rows in the catalog.
 """
 
 import functools
@@ -53,7 +53,10 @@ class SlowCalls:
             self._send = None
 
     def start(self, act: Callable[[], T], tier: Tier | None, then: Callable[[T], None] | None = None, after: _Task | None = None) -> None:
-        """Run `act` on `tier` (None: the PFS's own file) in a thread, once `after` has returned; then `then` with its result."""
+        """Run `act` on `tier` in a thread, once `after` has returned; then `then` with its result.
+
+        `tier` is None for the PFS's own file.
+        """
 
         async def run() -> None:
             if after is not None:

@@ -1,4 +1,4 @@
-"""How long a request waits for space before it answers ENOSPC (P10).
+"""The time that a request waits for space before it answers ENOSPC (P10).
 
 Space comes while the mover seals, writes back, evicts or removes. The wait goes on while such work is pending and something changes; the
 mover learns how much is wanted, and drops copies that it would keep otherwise.

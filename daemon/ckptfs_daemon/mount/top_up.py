@@ -40,7 +40,10 @@ class GrowingFile:
 
 
 def choose_range(file: GrowingFile, size: int) -> tuple[int, int] | None:
-    """Return (offset, length) of the pages to allocate next for a file of `size` bytes, None if it has enough. Pure."""
+    """Return (offset, length) of the pages to allocate next for a file of `size` bytes.
+
+    Returns None if it has enough. Pure.
+    """
     end = max(file.ahead_end, size)
     if size + limits.TOP_UP_AHEAD_BYTES > end:
         return end, limits.TOP_UP_STEP_BYTES
@@ -85,7 +88,10 @@ class TopUpThread:
                 self._thread.start()
 
     def remove(self, inode: int) -> None:
-        """Forget a file that nobody writes any more. Returns at once; the thread closes the descriptor after its step."""
+        """Forget a file that nobody writes any more.
+
+        Returns at once; the thread closes the descriptor after its step.
+        """
         with self._lock:
             if (file := self._files.pop(inode, None)) is not None:
                 self._gone.append(file)
