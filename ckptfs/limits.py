@@ -125,7 +125,7 @@ DRAIN_STALL_S = 60.0
 PFS_BYTES_PER_S_ASSUMED = 50 * MIB
 # Batches below this size say nothing about the speed of the PFS.
 PFS_SPEED_BYTES_MIN = 8 * MIB
-# While the mount serves, files are closed behind the end of the drain: it begins anew this often before the mount is detached.
+# While the mount serves, files are closed behind the end of the drain: it begins again this often before the mount is detached.
 DRAIN_ROUNDS_MAX = 3
 # A drain that missed its deadline with the mount attached is not waited for again after the unmount, but for new files and their seals.
 DRAIN_LAST_S = 2.0

@@ -3,7 +3,7 @@
 It holds how the mount was made, so that an error message and `ckptfs mounts` can name the command that goes on; the guard of the
 mountpoint; and, after an end in order, what the daemon left behind. The file is renamed into place.
 
-Crash safety: after a crash `leftovers` is None: nobody counted. The catalog knows.
+Crash safety: after a crash `leftovers` is None: no daemon counted. The catalog knows.
 """
 
 import contextlib

@@ -79,7 +79,7 @@ def get_inode(db: Database, handle: int) -> int:
 def delete_all(db: Database) -> int:
     """Delete all handles for a new FUSE connection. Return how many there were.
 
-    Ids start anew, because the kernel keeps only 32 bits of them.
+    Ids start again at the beginning, because the kernel keeps only 32 bits of them.
     """
     db.run("DELETE FROM sqlite_sequence WHERE name = 'handle'")
     return db.run("DELETE FROM handle")
@@ -103,5 +103,5 @@ def get_reply(db: Database, request: int) -> bytes | None:
 
 
 def delete_replies(db: Database) -> None:
-    """Delete all replies for a new FUSE connection: its request numbers start anew."""
+    """Delete all replies for a new FUSE connection: its request numbers start again."""
     db.run("DELETE FROM reply_cache")

@@ -435,7 +435,7 @@ def set_rollback(db: Database, series: int, rollback: Rollback | None) -> None:
 def delete_set(db: Database, set_directory: int, at_most: int) -> bool:
     """Remove up to `at_most` names of a set. Return True if it is gone.
 
-    A set that needs several calls gets a hidden name first: nobody ever sees a part of it.
+    A set that needs several calls gets a hidden name first: no reader ever sees a part of it.
     """
     parent, name = _get_place(db, set_directory)
     names = _list_names_below(db, set_directory, at_most)

@@ -1,6 +1,6 @@
 """The inode numbers under which `.ckptfs/history` shows the history, and what they lead to.
 
-A file has two sides: under its own number the application writes it, under a number of the history nobody does. If the application writes
+A file has two sides: under its own number the application writes it, under one of the history no program does. If the application writes
 it, the names in the history lead to another inode from then on, with the bytes as they were (`history`). So what is not a directory has the
 number of its *name* there: the cookie of the entry, which never leads to other bytes. Two names are two files there.
 

@@ -12,7 +12,7 @@ Write-back takes rows from the head, and deletes them in the transaction that re
 refuses stay, and write-back goes on behind them. When a catalog gets its first PFS, everything that exists is recorded once, as if it had
 just been made. The uuid of the PFS tier is the meta key `pfs`. If files are only on another PFS, nothing is changed: they would look empty.
 
-Crash safety: a change and its row are committed together. An adoption that was interrupted begins anew.
+Crash safety: a change and its row are committed together. An adoption that was interrupted begins again.
 """
 
 import json
@@ -248,7 +248,7 @@ def require_no_pfs(db: Database, state: Path, former: str = "") -> None:
 def require_recorded(db: Database, cluster: str, state: Path) -> None:
     """Refuse a first PFS for the catalog of a node that has files of its cluster. Raises ConfigError.
 
-    A node on its own writes all of them back. In a cluster nobody would write back what was made before.
+    A node on its own writes all of them back. In a cluster no node would write back what was made before.
     """
     if db.value("SELECT 1 FROM meta WHERE key = 'pfs'") is None and _has_unrecorded(db):
         raise ConfigError(
@@ -258,7 +258,7 @@ def require_recorded(db: Database, cluster: str, state: Path) -> None:
 
 
 def set_pfs(db: Database, uuid: str) -> bool:
-    """Set the PFS of this catalog. Return True if everything was recorded anew.
+    """Set the PFS of this catalog. Return True if everything was recorded again.
 
     Raises ConfigError if files would be lost.
     """
@@ -304,7 +304,7 @@ def _has_unrecorded(db: Database) -> bool:
 
 
 def insert_rows_for_tree(db: Database, inode: int) -> int:
-    """Record `inode` and all below it anew, as they are now, and forget that the PFS showed them.
+    """Record `inode` and all below it again, as they are now, and forget that the PFS showed them.
 
     Return the number of rows.
     Files without bytes on this node stay as they are: there is nothing to write back, and a scan finds out their state.

@@ -214,7 +214,7 @@ def replace_peer_copies(db: Database, content: int, copies: Sequence[PeerCopy]) 
 
 
 def list_peer_copies(db: Database, content: int) -> list[PeerCopy]:
-    """Return every known copy on other nodes, of whatever generation."""
+    """Return every known copy on other nodes, of any generation."""
     return [PeerCopy(*row) for row in db.rows("SELECT content, node, generation, digest FROM peer_copy WHERE content = ?", content)]
 
 
@@ -285,7 +285,7 @@ _UNDER_REPLICATED = (
     "content k WHERE k.under_replicated = 1 AND k.state = 2 AND (EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
     " OR EXISTS (SELECT 1 FROM inode i WHERE i.id = k.inode AND i.content = k.id AND i.nlink > 0))"
 )
-"""Contents that need copies, without those that are gone on this node because another node has written their file anew."""
+"""Contents that need copies, without those that are gone on this node because another node has replaced their file."""
 
 
 def count_wanted_copies(db: Database) -> tuple[int, int]:

@@ -175,7 +175,7 @@ class PfsView:
         return kept + [name for name, other in self.pending_entries.items() if other == inode]
 
     def is_stale(self, parent: int, name: bytes) -> bool:
-        """Return True if the PFS shows an inode under a name that is another one's by now, or nobody's."""
+        """Return True if the PFS shows an inode under a name that belongs to another one by now, or to none."""
         shown, pending = self.get_entry(parent, name), self.get_pending(parent, name)
         return shown is not None and pending is not None and pending != shown.inode
 

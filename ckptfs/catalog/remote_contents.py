@@ -38,7 +38,7 @@ class RemoteState:
     digest: bytes | None
     block_digests: bytes | None = None
     is_open: bool = False
-    """Somebody writes it just now: what was closed before is still what everybody else reads."""
+    """A node writes it just now: all other nodes still read the state that was closed before."""
 
     @property
     def state(self) -> ContentState:

@@ -191,5 +191,5 @@ def is_committed(db: Database, members: Iterable[int]) -> bool:
 
 
 def delete_commit(db: Database, members: Iterable[int]) -> None:
-    """Forget what `is_committed` told."""
+    """Forget the mark that `is_committed` reads."""
     db.run("DELETE FROM xattr WHERE name = ? AND inode IN (SELECT value FROM json_each(?))", COMMIT_XATTR, json.dumps(list(members)))

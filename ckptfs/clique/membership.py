@@ -244,7 +244,7 @@ def _find_binding(store: Store, name: str) -> tuple[Item | None, NodeBinding | N
 
 
 def find_usurper(name: str, number: int, taken: Iterable[Item]) -> str:
-    """Return who has the number of this node in a store that it is to adopt; empty if nobody has."""
+    """Return the node with the number of this node in a store that it is to adopt; empty if there is none."""
     for item in taken:
         if item.key == taken_key(number) and item.value not in (b"", name.encode()):
             other = item.value.decode(errors="replace")

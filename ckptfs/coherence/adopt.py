@@ -29,7 +29,7 @@ from ckptfs.store.kv import Operation, Put
 BATCH_INODES = 64
 StoreValues = Mapping[SharedKey, StoreValue]
 
-# From the root downwards, so that a directory is told before what is in it; then what is not known to be below the root.
+# From the root downwards, so that a directory is published before its entries; then what is not known to be below the root.
 _WALK_STATEMENTS = [
     "CREATE TEMP TABLE IF NOT EXISTS walk (change INTEGER PRIMARY KEY, id INTEGER UNIQUE)",
     "DELETE FROM walk",
@@ -70,7 +70,7 @@ def build_intents(db: Database) -> list[Operation]:
 
 
 def begin(db: Database, epoch: bytes) -> None:
-    """Mark all that is known here as not yet told to the store of this epoch."""
+    """Mark all rows of this node as not yet published in the store of this epoch."""
     with key_state.change_unmarked(db):
         _delete_stale_names(db)
         for statement in (*_FORGET_STORE, *_WALK_STATEMENTS, *_MARK_ALL_DIRTY):

@@ -145,7 +145,7 @@ JOURNAL_ROW = "j"
 LAST_COMMIT = "w"
 """`w/<node>`: the chain of a node's transactions (see `chain`)."""
 PRIOR_REVISION = "was"
-"""A field that 0.2.0 gave to values when it told them again to a store that had lost its data. It means nothing now."""
+"""A field that 0.2.0 gave to values when it put them again into a store that had lost its data. It means nothing now."""
 CONFLICT_MARK = b".ckptfs-conflict-"
 
 ISLAND_MARK = b".ckptfs-island-"

@@ -57,7 +57,7 @@ def merge_inode(base: Value | None, ours: Value, theirs: Value, *, is_writing: b
 def _is_theirs_later(base: Value, ours: Value, theirs: Value, *, have_both_written: bool) -> bool:
     """Return whether the other nodes wrote a file after this node did.
 
-    If they show a previous content because they miss ours, theirs is older. What they wrote on top of it is not older, whatever its
+    If they show a previous content because they miss ours, theirs is older. What they wrote on top of it is not older, independent of its
     generation. `both`: both sides have later generations.
     """
     if is_salvaged(theirs, base, ours):

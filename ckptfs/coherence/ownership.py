@@ -1,8 +1,8 @@
 """The changes that a node may make while it is disconnected: those of what is its own.
 
-Its own is what this node made, what it wrote last, and what no other node knows yet. It makes names, writes, closes and syncs whatever
+Its own is what this node made, what it wrote last, and what no other node knows yet. It makes names, writes, closes and syncs all that
 it can open, and renames and replaces its own. What others wrote last it reads, and removes: the removal is published on its return if
-nobody changed it meanwhile. To rename or replace that, it waits for the store (`limits.DISCONNECTED_WAIT_S`), and answers EAGAIN. So its
+no node changed it meanwhile. To rename or replace that, it waits for the store (`limits.DISCONNECTED_WAIT_S`), and answers EAGAIN. So its
 return is a replay with conditions, and what others did meanwhile seldom contradicts it.
 
 A directory that others know stays in its directory meanwhile: so no two nodes move directories into each other.
@@ -21,7 +21,7 @@ def is_shared(db: Database, inode: int) -> bool:
 
 
 def is_own(db: Database, inode: Inode) -> bool:
-    """Return True if this node wrote an inode last, or made it and nobody wrote it."""
+    """Return True if this node wrote an inode last, or made it and no node wrote it."""
     if inode.is_file and inode.content is not None:
         return not db.value("SELECT remote FROM content WHERE id = ?", inode.content)
     return identity.get_origin_node(inode.id) == identity.get_node_number(db)

@@ -90,7 +90,7 @@ def delete_salvage_record(db: Database, inode: int) -> None:
 
 
 def insert_conflict_copy(db: Database, content: Content, file: Value, node_label: str) -> bytes | None:
-    """Insert a file for what this node wrote and others missed and wrote anew. Return its name.
+    """Insert a file for bytes of this node that others missed and overwrote. Return its name.
 
     Returns None if the content has changed since.
     """

@@ -1,6 +1,6 @@
 """The check step: files on the PFS read back, before an eviction rests on them.
 
-Takes: sealed contents with a copy in RAM or on NVMe that the PFS shows as well, and that nobody has read there since they were written.
+Takes: sealed contents with a copy in RAM or on NVMe that the PFS shows as well, and that no process has read there since they were written.
 Leaves: the time of the check, if the file has the sealed digest (P4). If not, a row of the journal: the file is written back again from the
 copy on this node, which eviction has kept (P5).
 If we die here: nothing was changed; the next mover reads again.

@@ -32,7 +32,7 @@ _TEMPORARY = b".ckptfs.copy"
 
 
 class KeepIsland:
-    """Copies one file a step while the node is an island, and tidies up afterwards."""
+    """Copies one file a step while the node is an island, and cleans its directory afterwards."""
 
     def __init__(self, db: Database, tiers: Tiers, config: Config) -> None:
         self._db = db

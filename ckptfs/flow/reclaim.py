@@ -1,9 +1,9 @@
 """The reclaim step: removal of files and requests that are not needed any more.
 
 Takes: DOOMED contents, quarantined copies whose content has a good copy, and leftovers (files without a row); mover requests for which
-nobody waits.
+no caller waits.
 Leaves: free space, and a short table of requests.
-If we die here: files are removed before their rows, so the rest is found again. `ReadGrace` begins anew.
+If we die here: files are removed before their rows, so the rest is found again. `ReadGrace` begins again.
 
 In a cluster, a doomed content stays for a while if its tier has room: another node may have looked up the file just before it was deleted
 or replaced, and opens it now. Its space counts as free.

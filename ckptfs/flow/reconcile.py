@@ -2,7 +2,7 @@
 
 Takes: contents on this node, and what the store says about them.
 Leaves: no copy of a content that was written again, deleted or replaced on another node, and no copy in excess.
-If we die here: each decision is one transaction on the state of the store; the next sweep begins anew.
+If we die here: each decision is one transaction on the state of the store; the next sweep begins again.
 
 A node that returns with old data checks all of it at once. Opens ask the store anyway, so old data is never served as new. Nothing is
 dropped while the store does not answer, nor because a peer alone says so (P5). Recent copies are skipped: their writer may not have
@@ -372,7 +372,7 @@ class Reconcile:
             log.info("what others missed and wrote anew is beside it, as %s", os.fsdecode(name))
 
     def _drop_stale(self) -> None:
-        """Drop stale generations whose blocks nobody needs, once the store has a safe successor."""
+        """Drop stale generations whose blocks no node needs, once the store has a safe successor."""
         self._drop_replaced()
         before_ns = time.time_ns() - _to_ns(limits.SURPLUS_KEEP_S)
         for tier in LOCAL_TIERS:

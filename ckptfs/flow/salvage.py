@@ -152,7 +152,7 @@ class Salvage:
         """Return whether the newest state of a file is safe.
 
         It is if a living node besides its writer, or the PFS, has it. For a content other than the one on this node, any state of
-        it counts. Nobody can know the last state of an open file; its writer goes on while it lives.
+        it counts. No other node can know the last state of an open file; its writer goes on while it lives.
         """
         remote_state = successor.state
         if remote_state is None or (is_same_content and remote_state.is_open and not successor.is_lost and successor.writer in view):

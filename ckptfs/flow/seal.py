@@ -123,7 +123,7 @@ class Seal:
         return contents.SealResult(content.id, content.inode, content.change, tier, size, digest, blocks)
 
     def _trim(self, content: Content, storage: TierStorage) -> None:
-        """Remove prepared pages that nobody wrote.
+        """Remove prepared pages that no process wrote.
 
         Each piece is a transaction, in which no writer can open the file.
         """

@@ -393,7 +393,7 @@ class PeerServer:
         }  # fmt: skip
 
     def end_all_of_node(self, node: str) -> None:
-        """End soon whatever a node has begun: it has died or was restarted."""
+        """End soon all that a node has begun: it has died or was restarted."""
         self._departed_nodes.put(node)
 
     def stop(self) -> None:
@@ -423,7 +423,7 @@ class PeerServer:
             self.table.end_all_of_peer(self._departed_nodes.get())
 
     def _end_revoked(self) -> None:
-        """End whatever nodes with newly revoked keys have begun."""
+        """End all that nodes with newly revoked keys have begun."""
         before, self._revoked_before = self._revoked_before, self._revoked.get_counts()
         for node, count in self._revoked_before.items():
             if count > before.get(node, 0):

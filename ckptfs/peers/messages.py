@@ -297,7 +297,7 @@ class BlockReceiver:
 
 
 def _decompress_block(body: memoryview, length: int) -> memoryview:
-    """Return the block in `body`. It is never longer than `length`, whatever `body` says."""
+    """Return the block in `body`. It is never longer than `length`, even if `body` says so."""
     try:
         if zstandard.frame_content_size(body) != length:
             raise Rejection(RejectReason.MALFORMED, "a squeezed block announces another length")

@@ -33,7 +33,7 @@ class PeerAuthenticator:
         self._has_keys = identity is not None
 
     def authenticate_call(self, context: grpc.ServicerContext) -> str:
-        """Return the name of the calling node. Raises Rejection for strangers."""
+        """Return the name of the calling node. Raises Rejection if the caller is no node of the cluster."""
         if self._has_keys:
             found = context.auth_context().get("x509_pem_cert")
             return self.authenticate_certificate(bytes(found[0]) if found else b"")

@@ -1,6 +1,6 @@
 """Formats of single files: does a file itself show that it was written to its end?
 
-A file is told by its first bytes, and by its name where it is too short or has lost them. What the format keeps at its beginning and at its
+A file is known by its first bytes, or its name where it is too short or has lost them. What the format keeps at its beginning and at its
 end must fit the size of the file: the directory of a zip archive (`torch.save`, Lightning, `numpy.savez`), the header of safetensors and
 of `.npy`, the end of file in the superblock of HDF5, the storages of an old `torch.save`, the end of a pickle, the mark that GROMACS and
 LAMMPS write last. Only headers and ends are read, so the check of a file of a terabyte takes a few reads.

@@ -86,7 +86,7 @@ class KnownSets(NamedTuple, Generic[Entry]):
         return next((one for one in (*self.sets, self.target) if one is not None and self.build_path(one) == path), None)
 
     def encode(self, bytes_max: int) -> bytes:
-        """Encode the sets for those who search through the mount; of very many, those made last."""
+        """Encode the sets for programs that search through the mount; of very many, those made last."""
         newest = [one[:-1] for one in sorted(self.sets, key=lambda one: one.number, reverse=True)][: bytes_max // _SET_BYTES_MIN]
         fields = [self.path, newest, self.target and self.target[:-1]]
         while len(text := json.dumps(fields, default=os.fsdecode, separators=(",", ":")).encode()) > bytes_max:

@@ -2,7 +2,7 @@
 
 Files that have not reached the level are put together as members of series; a member is safe only as a whole. The order:
 
-1. Of each series the newest member that is whole, i.e. nobody writes it any more and it has as many files as the one before it. The
+1. Of each series the newest member that is whole, i.e. no process writes it any more and it has as many files as the one before it. The
    member with the fewest bytes missing comes first, so that most are safe soonest.
 2. Of each series the newest member, if it is not whole: what is closed of it.
 3. All other members, newer ones first, and then all other files as they were closed.
@@ -114,7 +114,7 @@ def list_unsafe_members(files: Iterable[File], index: SeriesIndex) -> tuple[list
 
 
 def is_whole(member: UnsafeMember, index: SeriesIndex, count_files: Callable[[int, Member], int]) -> bool:
-    """Return whether nobody writes a member any more and it has as many files as the one before it.
+    """Return whether no process writes a member any more and it has as many files as the one before it.
 
     `count_files` returns how many files a member in a directory has.
     """

@@ -17,7 +17,7 @@ from ckptfs.store.kv import Get
 class EtcdHealth:
     """The answers of etcd.
 
-    `quota_bytes` 0: not known. `is_open`: it answers whoever reaches it, without a certificate.
+    `quota_bytes` 0: not known. `is_open`: it answers every caller, without a certificate.
     """
 
     size_bytes: int

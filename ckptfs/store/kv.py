@@ -5,7 +5,7 @@ cluster. Every change gets a revision, which grows over the whole store. An item
 transactions compare them.
 
 A commit whose response was lost is sent again and may conflict with itself. A commit that timed out may still be applied, even after
-later ones and after reads that did not see it. `ckptfs.coherence.chain` makes the fate of a commit known; whatever goes another way must
+later ones and after reads that did not see it. `ckptfs.coherence.chain` makes the fate of a commit known; code that goes another way must
 tolerate that.
 
 Crash safety: a transaction is applied or not; leases expire.

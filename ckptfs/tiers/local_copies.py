@@ -98,7 +98,7 @@ def _remove_unfinished(db: Database, tiers: Tiers, content: Content, target: Tie
 
 
 def copy_open(source_fd: int, target: TierStorage, content: int, expected: tuple[int, bytes] | None = None) -> int:
-    """Copy an open content that nobody writes to `target`.
+    """Copy an open content, which no process writes, to `target`.
 
     Return a writable descriptor of the verified copy.
 

@@ -3,10 +3,10 @@
 The mountpoint of a filesystem that is not mounted looks like an empty PFS. If it were believed, files would vanish from the mount, and new
 ones would be written below the mountpoint.
 
-The mark is the file `.ckptfs/tier-id` with a uuid. Root makes it; where the PFS squashes root, the owner of the directory does. Where
-nobody may make it (a directory of root with root squashed, a read-only or full PFS), the catalog keeps a pin: the type, source and id of
+The mark is the file `.ckptfs/tier-id` with a uuid. Root makes it; where the PFS squashes root, the owner of the directory does. If
+neither may make it (a directory of root with root squashed, a read-only or full PFS), the catalog keeps a pin: the type, source and id of
 the filesystem, and number and birth of the directory. Another mount of the same filesystem has the same pin, except for what the kernel
-numbers anew (devices). A pin becomes a mark as soon as one can be made.
+numbers again (devices). A pin becomes a mark as soon as one can be made.
 
 The catalog stores the identity as one string, the uuid of its tier `pfs`: the text of the mark, or `pin:` and JSON. It is taken at the
 first contact. A directory that shows no file that the catalog expects there is then refused. If the identity changed although the PFS is
@@ -136,7 +136,7 @@ def make_mark(root_fd: int, text: str = "") -> str:
 
     Concurrent callers get the same one.
 
-    Raises OSError, and TierUnavailable if the work area belongs to a stranger.
+    Raises OSError, and TierUnavailable if the work area belongs to another user.
     """
 
     def make() -> str:

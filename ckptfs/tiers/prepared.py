@@ -2,7 +2,7 @@
 
 A prepared file is an empty file with allocated pages beyond its end (fallocate with KEEP_SIZE), named `prepared/<bytes, hex>-<unique>`
 in the root of the RAM tier. `take_file` renames it to the file of a new content. Writes then find their pages: they are faster, and the
-memory cgroup of the process that allocated the pages pays, not that of the writer. The kernel returns zeros for a page that nobody has
+memory cgroup of the process that allocated the pages pays, not that of the writer. The kernel returns zeros for a page that no process has
 written, and SEEK_DATA skips it.
 
 The execute bit of the owner marks a file with prepared pages, until `trim` removes those. The bit of the group says that the application
@@ -255,7 +255,7 @@ class PreparedFiles:
 
 
 def is_prepared(status: os.stat_result) -> bool:
-    """Return True if the file may have prepared pages that nobody has written."""
+    """Return True if the file may have prepared pages that no process has written."""
     return bool(status.st_mode & stat.S_IXUSR)
 
 
@@ -280,7 +280,7 @@ def mark_allocated_by_application(fd: int) -> None:
 
 
 def needs_trim(fd: int) -> bool:
-    """Return True if a prepared file has pages that nobody wrote.
+    """Return True if a prepared file has pages that no process wrote.
 
     Otherwise remove its mark; a read-only descriptor will do.
     """

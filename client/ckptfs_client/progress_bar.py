@@ -41,7 +41,7 @@ def _build_silent_status(mount: Mount, failure: ClientError) -> "pb.Status":
 
 
 def watch_status(chosen: list[Mount], *, json: bool) -> None:
-    """Print the status every second until interrupted: anew on a terminal, else one after the other."""
+    """Print the status every second until interrupted: in place on a terminal, else one after the other."""
     while json:
         for status in list_statuses(chosen):
             render.print_json(render.message_to_dict(status), lines=True)

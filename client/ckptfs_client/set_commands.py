@@ -137,7 +137,7 @@ def latest(
             print(f"ckptfs: {found.build_path(one)} was passed over: {one.find_obstacle(wanted)}", file=sys.stderr)
         if len(rejected) > newest.NOTES_MAX:
             print(f"ckptfs: {len(rejected) - newest.NOTES_MAX} more were passed over; --json lists them", file=sys.stderr)
-        # A program reads this: the bytes of the name, whatever they are.
+        # A program reads this: the bytes of the name, unchanged.
         sys.stdout.flush()
         sys.stdout.buffer.write(os.fsencode(found.build_path(member)) + b"\n")
 

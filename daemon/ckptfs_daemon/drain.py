@@ -6,9 +6,9 @@ It runs twice at the end of a mount: while the mount is attached and serves, and
 the first one missed its deadline, the second one is short, because the obstacle is known.
 
 The deadline is `drain_deadline` of the configuration. Without one it follows from what is left and from the measured speed of the PFS. It
-is computed anew as long as something moves, and a standstill ends the drain. `DrainClock` decides; it is pure.
+is computed again as long as something moves, and a standstill ends the drain. `DrainClock` decides; it is pure.
 
-Crash safety: the drain keeps nothing. The next mover begins it anew.
+Crash safety: the drain keeps nothing. The next mover begins it again.
 """
 
 import json

@@ -79,7 +79,7 @@ class OpenFileSnapshots:
         return opened
 
     def open_snapshot(self, content: int, wanted_digest: bytes | None) -> tuple[OpenCopy, TierStorage] | None:
-        """Open the snapshot of an open content with this digest. Returns None if nobody asked for it."""
+        """Open the snapshot of an open content with this digest. Returns None if no peer asked for it."""
         with self._lock:
             snapshot = None if wanted_digest is None else self._snapshots.get((content, wanted_digest))
         storage = self._find_storage(content)
@@ -211,7 +211,7 @@ class Host:
         return storage, opened.fd
 
     def _copy_local_blocks(self, incoming: IncomingCopy) -> None:
-        """Copy blocks of former contents and generations of the file, or of whatever came last."""
+        """Copy blocks of former contents and generations of the file, or of the content that came last."""
         if incoming.is_unsearched and incoming.offer.size >= SEARCH_BYTES_MIN:
             former = set()
             for content, tier, blocks in remote_contents.list_former_blocks(self._db, incoming.offer.inode, limits.BLOCK_SOURCES_MAX):

@@ -7,7 +7,7 @@ If we die here: only copies that a peer has reported as verified count. The cont
 Each peer has its own queue and threads, so a slow or dead peer delays no other. Contents that a peer does not take go to the next node in
 placement order. A content that is written again meanwhile is skipped: its next generation is replicated separately.
 
-During a drain with a deadline the catalog has an order of urgency. When it comes or changes, the queues are filled anew in that order; only
+During a drain with a deadline the catalog has an order of urgency. When set or changed, the queues are filled again in that order; only
 what is being sent goes on.
 """
 
@@ -164,7 +164,7 @@ class Replicate:
             return self._try_send(node, jobs)
         except BaseException:
             for content, _ in jobs:
-                self._backoff.record_refusal(node.number, content.id, 0)  # Else it would be tried again at once, forever.
+                self._backoff.record_refusal(node.number, content.id, 0)  # Else it would be tried again at once, without end.
             raise
 
     def _try_send(self, node: Node, jobs: Sequence[Job]) -> bool:
@@ -294,7 +294,7 @@ class Replicate:
     def _release_unneeded(self, view: ClusterView) -> bool:
         """Tell peers which copies of deleted contents they may drop. Return True if there may be more.
 
-        A content that another node has written since is kept. Live peers that cannot be reached now are told later. A peer that was dead
+        A content that another node has written since is kept. Live peers out of reach now are notified later. A peer that was dead
         finds out by itself.
         """
         avoided = [number for number in self._backoff.list_avoided() if number in view]

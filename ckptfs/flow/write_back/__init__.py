@@ -398,7 +398,7 @@ class WriteBack:
         )
 
     def _takes_a_file(self, tree: PfsTree) -> bool:
-        """Return True if the PFS takes a small file. Then it is well, whatever it says about another one."""
+        """Return True if the PFS takes a small file. Then it is well, even if it refuses another one."""
         root, name = tree.get_directory(()), f".ckptfs.{self._instance}.0".encode()
         above = os.fstat(root)
         try:
@@ -473,7 +473,7 @@ class WriteBack:
                 disk.act("write_back:finish", lambda: None)
         self._pfs_blocks.record(batch.published_rows)
         if batch.published_rows:
-            self._db.persist()  # A file that is told to be on the PFS must not be lost with the last seconds of the catalog.
+            self._db.persist()  # A file that is reported to be on the PFS must not be lost with the last seconds of the catalog.
             self._notify.wake_lanes()
         self._request_scans(batch.lost_inodes)
 

@@ -5,7 +5,7 @@ Leaves: for each group of urgent files the rows of the journal that make them, w
 If we die here: nothing of this is persistent. The next drain chooses again.
 
 The exception to P6: the PFS shows a state that the mount has passed through, and beside it whole new files of a later state. Nothing is
-replaced, moved or removed ahead of its turn, so whatever the PFS had in order it still has.
+replaced, moved or removed ahead of its turn, so all that the PFS had in order it still has.
 
 A group goes ahead with all rows of its files; of the directories that the PFS does not show yet; and of all inodes that had one of their
 names before. These rows keep their order. The PFS must show none of these inodes and nothing under these names, and no directory above
@@ -40,7 +40,7 @@ class RowsAhead:
     def list_next(self, after: int, at_most: int) -> list[JournalRow]:
         """Return the next rows of the most urgent group, of those after the row `after`.
 
-        A group that has begun goes on first, whatever the order is now: its files may have temporary names as yet.
+        A group that has begun goes on first, even if the order has changed: its files may have temporary names as yet.
         """
         order = exposure.load_order(self._db)
         groups = order.groups if order is not None and order.is_ahead else ()

@@ -185,7 +185,7 @@ class DeferredFiles:
         return (inode, RefusedKind.ATTRIBUTES) in self._files
 
     def start_batch(self) -> None:
-        """Release the files that are due, and read the journal anew for them. Call before each batch."""
+        """Release the files that are due, and read the journal again for them. Call before each batch."""
         retries_all, self._retries_all = self._retries_all, False
         now = time.monotonic()
         due = [key for key, one in self._files.items() if retries_all or one.until_s <= now]
@@ -195,7 +195,7 @@ class DeferredFiles:
             self.after_seq = 0
 
     def release(self, inodes: Iterable[int]) -> None:
-        """Release inodes that were renamed or have appeared, and read the journal anew.
+        """Release inodes that were renamed or have appeared, and read the journal again.
 
         Rows that wait for them may be possible now.
         """

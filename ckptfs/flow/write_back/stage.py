@@ -7,7 +7,7 @@ Leaves: temporary files in the directories where their names will appear, with t
 If we die here: the batch in hand names its temporary files. The next mover resumes large ones and removes the rest.
 
 A sealed content is copied without a lock against writers: the digest decides. If the copied bytes match it they are that generation,
-whatever happened to the file since; if not, the content changed during the copy and is planned again. The same holds for a large
+even if the file changed since; if not, the content changed during the copy and is planned again. The same holds for a large
 content that is copied while the seal lane reads it: it is whole once the content is sealed with the digest of the copied bytes.
 """
 

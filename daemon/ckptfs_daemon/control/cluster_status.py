@@ -207,7 +207,7 @@ class ClusterFigures:
         self.refresh_copies(inodes)
 
     def refresh_copies(self, inodes: Iterable[int]) -> None:
-        """Read from the store who holds contents that other nodes wrote, which nobody announces to this one."""
+        """Read from the store which nodes hold contents of other writers. No node announces these."""
         own_number = identity.get_node_number(self._db)
         contents = [number for inode in inodes if (number := peer_copies.find_remote_content(self._db, inode)) is not None]
         with contextlib.suppress(CkptfsError), self._refresh_lock:
@@ -226,7 +226,7 @@ class ClusterFigures:
         return f"the level clique needs live nodes in {domains.required} failure domains, and there are some in {domains.alive}"
 
     def build_probed_cluster(self) -> pb.Cluster:
-        """Build the cluster, and ping its live nodes. The answer is shared by those who ask at the same time."""
+        """Build the cluster, and ping its live nodes. Concurrent callers share the answer."""
         return self._probed.get()
 
     def _build_probed_cluster(self) -> pb.Cluster:

@@ -3,7 +3,7 @@
 gRPC runs calls in its own threads, with database connections of their own. They touch the PFS only in admin calls that say so, so queries
 are answered while it hangs. The permissions of the sockets decide who may call: connecting needs the right to write.
 
-Crash safety: waiting clients see the connection end and call again; the next mover binds the sockets anew.
+Crash safety: waiting clients see the connection end and call again; the next mover binds the sockets again.
 """
 
 import logging

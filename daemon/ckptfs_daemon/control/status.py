@@ -35,7 +35,7 @@ class CachedFigure(Generic[Value]):
     """A figure that is computed again when it is old compared with its cost. One thread computes it."""
 
     def __init__(self, ask: Callable[[], Value], fresh_s: float = 0.0) -> None:
-        """`fresh_s`: it is not computed again before this age, whoever asks."""
+        """`fresh_s`: it is not computed again before this age, for any caller."""
         self._ask = ask
         self._fresh_s = fresh_s
         self._lock = threading.Lock()

@@ -112,7 +112,7 @@ async def _begin_adoption(db: Database, store: EpochCheckedStore, name: str) -> 
 
 
 async def merge_store(db: Database, store: Store) -> None:
-    """Compare this catalog with what other nodes have told a store that is being adopted.
+    """Compare this catalog with what other nodes have put into a store that is being adopted.
 
     Raises StoreUnreachable.
     """

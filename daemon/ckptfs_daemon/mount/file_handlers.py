@@ -288,7 +288,7 @@ class FileHandlers:
         elif context.config.fsync is Level.CLIQUE:
             await self._wait_clique_copies(file.inode)
         if context.config.fsync is not Level.CLIQUE and context.shared_namespace is not None and file.writer_count:
-            # Without a wake-up: nobody waits for it, and a file that is closed soon does not need it.
+            # Without a wake-up: no caller waits for it, and a file that is closed soon does not need it.
             mover_requests.insert_request(context.db, mover_requests.REPLICATE_LATER, file.inode, wait_s=limits.REQUEST_KEEP_S)
 
     def _fsync_local(self, file: OpenFile) -> None:

@@ -128,7 +128,7 @@ async def _switch_readers(context: MountContext, inode: int, target: TierStorage
 
     Returns them. Raises Busy if one cannot.
 
-    The kernel cannot be told to read another file. It reads a file of the history itself only if no program could write that when it was
+    The kernel cannot be made to read another file. It reads a file of the history itself only if no program could write that when it was
     opened, so a program would have to write it by a descriptor from before.
     """
     switched: list[OpenFile] = []

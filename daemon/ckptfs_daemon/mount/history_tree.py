@@ -6,7 +6,7 @@ its backing file while a program could write that (`OpenAttempt`). The kernel ca
 fails with EROFS, but for the attributes of `user_settings`.
 
 Crash safety: a number leads to the same entry in the next process. The row of a handle names the inode, so a set that was deleted stays
-readable for those who have it open.
+readable for programs that have it open.
 """
 
 import errno
@@ -162,7 +162,7 @@ class HistoryTree(ReadOnlyTree):
     def _build_attributes(self, number: int, inode: Inode) -> EntryAttributes:
         """Build the attributes.
 
-        Nobody may write a file. The owner may write a directory, so as to hear EROFS and to set attributes.
+        No user may write a file. The owner may write a directory, so as to get EROFS and to set attributes.
         """
         shown = self._context.open_files.get_attributes(inode)
         mode = shown.mode & ~(0o022 if shown.is_directory else 0o222 if shown.is_file else 0)

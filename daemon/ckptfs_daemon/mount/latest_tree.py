@@ -3,7 +3,7 @@
 It is at the root of the mount. Members are checkpoints.
 
 The tree shows the directories of the mount, and in each of them its series as symlinks: `.ckptfs/latest/run1/step_*` leads to
-`run1/step_100`. A checkpoint of TensorFlow has a symlink for each of its files. Each readlink(2) searches anew, with the rules of
+`run1/step_100`. A checkpoint of TensorFlow has a symlink for each of its files. Each readlink(2) searches again, with the rules of
 `ckptfs.series`; while no checkpoint is complete it fails with ENOENT. The kernel caches nothing of the
 tree, and the catalog has no rows for it. A caller that may list a directory may look up its series.
 

@@ -376,7 +376,7 @@ class OpenFileTable:
         contents.record_use(self.db, (content,))
 
     def _trim_end(self, file: OpenFile, status: os.stat_result) -> None:
-        """Remove a small rest of prepared memory at once: nobody writes, and no open runs meanwhile.
+        """Remove a small rest of prepared memory at once: no process writes, and no open runs meanwhile.
 
         The seal removes what is left.
         """
@@ -534,7 +534,7 @@ class OpenFileTable:
                 if not contents.is_current(self.db, inode, content) or (status is not None and not contents.has_name(self.db, inode)):
                     contents.mark_doomed(self.db, content)
                 elif status is not None:
-                    # Nobody closed it: another node may have written the file since the last write here.
+                    # No process closed it: another node may have written the file since the last write here.
                     contents.mark_closed(
                         self.db, inode, content, status.st_size, status.st_atime_ns, self.get_mtime_ns(status), closed_ns=status.st_mtime_ns
                     )
@@ -548,7 +548,7 @@ class OpenFileTable:
 
 
 def _read_status(storage: TierStorage, content: int) -> os.stat_result | None:
-    """Return the status of a content's file; None if it cannot be told."""
+    """Return the status of a content's file; None if it is not known."""
     try:
         return storage.stat(content)
     except (OSError, CkptfsError) as failure:

@@ -85,7 +85,7 @@ class ProducerNotes:
     def take(self, inode: int) -> str | None:
         """Return the process that closed a file, as JSON, once.
 
-        Returns None if nobody has closed it since, "" if it is not known.
+        Returns None if no process has closed it since, "" if it is not known.
         """
         pid = self._files.pop(inode, None)
         return None if pid is None else self._processes.get(pid, (0.0, ""))[1]

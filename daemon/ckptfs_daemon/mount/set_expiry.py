@@ -240,7 +240,7 @@ class SetExpiry:
     # --- incomplete members ------------------------------------------------------------------------------------------
 
     async def _reap(self, series: SeriesRecord, rule: RetentionRule, sets: Sequence[CheckpointSet]) -> float | None:
-        """Delete incomplete members that nobody will finish (H6).
+        """Delete incomplete members that no program will finish (H6).
 
         Return the seconds until the next may be due; None if there is none.
 

@@ -151,7 +151,7 @@ class SetMaker:
             await self.remove(directory)
 
     def is_leftover(self, directory: int) -> bool:
-        """Return True if nobody works on an unfinished set. Must not be called while this node makes one."""
+        """Return True if no node works on an unfinished set. Must not be called while this node makes one."""
         maker = identity.get_origin_node(directory)
         return maker in (0, identity.get_node_number(self._context.db)) or maker not in peer_copies.list_live_nodes(self._context.db)
 

@@ -2,7 +2,7 @@
 
 Concurrent reads share one transaction, and so do changes. One commit runs at a time; changes that gather meanwhile go with the next one,
 which one of the waiting handlers runs. If the store does not answer, the node is disconnected: handlers answer from the rows, changes stay
-dirty and nobody waits for them, until the store is back and has all of them. Everything belongs to the trio thread; only the futures of
+dirty and no request waits for them, until the store is back and has all of them. Everything belongs to the trio thread; only the futures of
 the store are completed by its own threads.
 
 Crash safety: unpublished changes are dirty in the catalog, and the next process publishes them first.
@@ -506,7 +506,7 @@ class SharedNamespace:
             summary.set_report(self.db, TROUBLE_KEY, None)
 
     async def _meet_store(self) -> bool:
-        """Return False if the store does not answer, or has lost its data and nobody has ordered to adopt it."""
+        """Return False if the store does not answer, or has lost its data and its adoption was not ordered."""
         try:
             if self._is_store_lost:
                 if not await cluster_recovery.is_known_or_adopted(self.db, self._store, self._label):

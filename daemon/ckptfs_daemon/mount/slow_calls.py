@@ -86,7 +86,7 @@ async def _run_logged(run: _Task) -> None:
 
 
 def _close(fd: int, tier: Tier | None) -> None:
-    """Close a descriptor. Its release is committed already, so an error has nobody to go to."""
+    """Close a descriptor. Its release is committed already, so an error can reach no caller."""
     if fd >= 0:
         try:
             os.close(fd)

@@ -10,7 +10,7 @@ Invariants:
 - Nothing is allocated when the tier has less than `limits.TOP_UP_RESERVE_BYTES` free.
 - The descriptor of a file is closed soon after `remove`, or the seal would not get its lease.
 
-Crash safety: pages that nobody wrote are trimmed at the seal. While no mount process runs, a program has what was allocated ahead of it.
+Crash safety: unwritten pages are trimmed at the seal. While no mount process runs, a program has what was allocated ahead of it.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ class TopUpThread:
                 self._thread.start()
 
     def remove(self, inode: int) -> None:
-        """Forget a file that nobody writes any more.
+        """Forget a file that no process writes any more.
 
         Returns at once; the thread closes the descriptor after its step.
         """

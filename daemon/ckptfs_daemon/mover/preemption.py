@@ -6,7 +6,7 @@ closed is drained with the deadline `preemption_deadline`.
 
 A source that fails is asked again, and said once. Nothing else waits for it.
 
-Crash safety: the next mover watches anew. A notice that is still there is found again, and drained again.
+Crash safety: the next mover watches again. A notice that still exists is found again, and drained again.
 """
 
 import http.client

@@ -207,7 +207,7 @@ def _resize_ram_tier(point: Path, size_bytes: int) -> None:
 
 
 def _prepare_shared_memory_dir(config: Config, point: Path) -> Path:
-    """Create the RAM tier of an ordinary user. Anybody may write to /dev/shm: check owner and mode."""
+    """Create the RAM tier of an ordinary user. Any user may write to /dev/shm: check owner and mode."""
     token = sha256(os.fsencode(config.state)).hexdigest()[:12]
     directory = SHARED_MEMORY / f"ckptfs-{os.geteuid()}-{token}"
     with contextlib.suppress(FileExistsError):

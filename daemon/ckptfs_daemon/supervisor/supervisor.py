@@ -326,7 +326,7 @@ class Supervisor:
             self._instruct_mover(mover)
 
     def _instruct_mover(self, mover: Child) -> None:
-        """Send the mover what the phase asks of it. One that was started during a drain begins it anew."""
+        """Send the mover what the phase asks of it. One that was started during a drain begins it again."""
         if self._phase is Phase.DRAINING:
             mover.drain()
         elif self._phase is Phase.FINISHING:
