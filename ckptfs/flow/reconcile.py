@@ -369,7 +369,7 @@ class Reconcile:
         label = self._cluster.view().by_number[self._cluster.node_number].name
         name = salvage_records.insert_conflict_copy(self._db, content, {**file.value, "missed_mtime_ns": salvaged["mtime_ns"]}, label)
         if name is not None:
-            log.info("what others missed and wrote anew is beside it, as %s", os.fsdecode(name))
+            log.info("%s: kept beside the file: other nodes missed this content and wrote the file again", os.fsdecode(name))
 
     def _drop_stale(self) -> None:
         """Drop stale generations whose blocks no node needs, once the store has a safe successor."""

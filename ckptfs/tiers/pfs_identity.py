@@ -265,7 +265,7 @@ def adopt(db: Database, root_fd: int, pfs: Path) -> str:
     now = _take_identity(root_fd, known)
     is_recorded = copies.set_pfs_identity(db, known, now, is_mark=is_mark(now))
     if is_recorded and not is_mark(now):
-        log.info("%s: nobody may mark the PFS, so it is recognised by its pin %s", pfs, now)
+        log.info("%s: cannot be marked as the PFS: it is recognised by its pin %s", pfs, now)
     if is_accepted:
         log.warning("%s: accepted as the PFS of this catalog, as %s asked, although %s", pfs, confirmation, difference)
         confirmation.unlink(missing_ok=True)
