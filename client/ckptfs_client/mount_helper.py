@@ -157,7 +157,7 @@ def _start_daemon(configured: Config, options: dict[str, str], *, verbose: bool)
 
 
 def _is_logging_to_journal() -> bool:
-    """Whether stderr is the journal stream that systemd named."""
+    """Return True if stderr is the journal stream that systemd named."""
     device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
     found = os.fstat(2)
     return (device, inode) == (str(found.st_dev), str(found.st_ino))

@@ -100,12 +100,12 @@ def wipe(node: LabNode, *, nvme: bool) -> None:
 
 
 def is_running(node: LabNode) -> bool:
-    """Whether the daemon runs and its mount exists."""
+    """Return True if the daemon runs and its mount exists."""
     return bool(list_processes_named(network.get_namespace_path(node.plan, node.name), DAEMON)) and is_mounted(node)
 
 
 def is_mounted(node: LabNode) -> bool:
-    """Whether the mount of a node exists."""
+    """Return True if the mount of a node exists."""
     return node.mountpoint in list_mountpoints_below(node.root)
 
 
@@ -201,7 +201,7 @@ def is_etcd_running(plan: Plan) -> bool:
 
 
 def is_etcd_healthy(plan: Plan) -> bool:
-    """Whether a member of etcd answers that most of them are healthy."""
+    """Return True if a member of etcd answers that most of them are healthy."""
     return is_etcd_running(plan) and any(_is_member_healthy(plan, port) for port in plan.etcd_ports)
 
 
