@@ -1,8 +1,10 @@
 """The budgets and habits that keep the tree readable; each failure names the place."""
 
 import ast
+import io
 import os
 import re
+import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +19,6 @@ MODULE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 60
 SHORT_LINES = 10
 SUMMARY_COLUMNS_MAX = 100
-# Where the first line of every docstring is short.
-SHORT_SUMMARIES = (
-    "ckptfs/config", "ckptfs/protocol", "client/ckptfs_client", "client/ckptfs_client/lab", "daemon/ckptfs_daemon",
-    "daemon/ckptfs_daemon/control", "daemon/ckptfs_daemon/fuse", "daemon/ckptfs_daemon/mover", "daemon/ckptfs_daemon/supervisor",
-)  # fmt: skip
 FORBIDDEN_MODULES = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
 # Verbs of the catalog beside those of queries and mutations: POSIX's own, and those of the journal, attributes and held copies.
 CATALOG_VERBS = (
@@ -42,6 +39,17 @@ LIBRARY_HOMES: dict[str, tuple[str, ...]] = {
 SQL_HOMES = ("ckptfs/catalog/", "ckptfs/coherence/")
 # Each has another word here, or none (DESIGN, section "Words").
 FORBIDDEN_WORDS = {"blob", "replica", "replicas", "backup", "heal", "finalize", "finalise", "flush"}
+# Words and constructions that leave the actor or the meaning open; name the node, process, program or user.
+BANNED_PROSE = re.compile(
+    r"\b(who|what)(so)?ever\b|\b(some|any|no|every)body\b|\bsomeone\b|\bthose\s+who\b|\bstrangers?\b|\bheirs?\b|\bbells?\b|\bwish(es|ed)?\b"
+    r"|\bhears?\b|\bheard\b|\btid(y|ies)\b|\banew\b|\bforever\b|\bin\s+vain\b|\bsuch\s+that\b",
+    re.IGNORECASE,
+)
+# First words of a sentence that is no order.
+NO_VERBS = {
+    "A", "An", "The", "This", "It", "Its", "All", "Every", "Each", "No", "Nothing", "Some", "One", "Names", "Whether", "What", "Which",
+    "Who", "When", "Where", "How", "Why", "If", "In", "Of", "On", "From", "Not", "True", "False", "None",
+}  # fmt: skip
 # The name that FUSE demands of a handler, and the command `ckptfs lab heal`.
 ALLOWED_NAMES = {"flush", "heal"}
 
@@ -75,13 +83,49 @@ def test_a_module_says_what_it_owns_and_is_short(path: Path) -> None:
     assert path.stem not in FORBIDDEN_MODULES
 
 
-def test_docstrings_begin_with_a_short_line() -> None:
-    found = []
-    for path, tree in trees([path for path in MODULES if short(path.parent) in SHORT_SUMMARIES]):
+def docstrings() -> Iterator[tuple[str, ast.AST, str]]:
+    """Every docstring of the product with its place and its node."""
+    for path, tree in trees(MODULES):
         for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                summary = (ast.get_docstring(node) or "").partition("\n")[0]
-                found += [f"{short(path)}: {summary}"] if len(summary) > SUMMARY_COLUMNS_MAX else []
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
+                yield f"{short(path)} {getattr(node, 'name', '')}", node, text
+
+
+def test_docstrings_begin_with_a_short_line() -> None:
+    summaries = [(place, text.partition("\n")[0]) for place, _, text in docstrings()]
+    assert [f"{place}: {summary}" for place, summary in summaries if len(summary) > SUMMARY_COLUMNS_MAX] == []
+
+
+def test_docstrings_of_functions_begin_with_a_verb() -> None:
+    """The verb is imperative. That of a constructor may describe its arguments, and that of a property its value."""
+    found = []
+    for place, node, text in docstrings():
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name != "__init__":
+            is_property = any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+            word = re.match(r"[A-Z][a-z]+\b", text)
+            is_verb = word is not None and word[0] not in NO_VERBS and not re.search(r"[^s]s$", word[0])
+            found += [] if is_verb or is_property else [f"{place}: {text.partition(chr(10))[0]}"]
+    assert found == []
+
+
+def prose(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """The docstrings, comments and log messages of a module with their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "log":
+            strings = [part for argument in node.args for part in ast.walk(argument) if isinstance(part, ast.Constant)]
+            yield from ((part.lineno, part.value) for part in strings if isinstance(part.value, str))
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def test_prose_names_the_actors() -> None:
+    found = []
+    for path, tree in trees(MODULES):
+        for line, text in prose(path, tree):
+            found += [f"{short(path)}:{line}: {match[0]}" for match in BANNED_PROSE.finditer(text)]
     assert found == []
 
 
