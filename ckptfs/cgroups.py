@@ -1,7 +1,7 @@
 """The memory limit of a process, as its control groups set it. Reads only.
 
 A page of a tmpfs is charged to the memory cgroup of the process that writes it first, and it cannot be reclaimed. A process below a limit
-is therefore killed for files that it writes into a tmpfs. The mount process asks here who may do that.
+is therefore killed for files that it writes into a tmpfs. The mount process asks this module which processes may do that.
 
 A process is below a limit if its group or any ancestor has one, in a hierarchy of version 1 or 2. A limit of at least the memory of the
 machine limits nothing. `memory.high` counts as a limit: beyond it the kernel slows the process down, because tmpfs pages stay.
@@ -156,7 +156,7 @@ class MemoryLimits:
             for name in names:
                 lowest = min(lowest, self._build_limit(_read_word(level / name), str(level)), key=_get_bound)
         if hierarchy.version == 1:
-            # It covers ancestors that are not mounted here.
+            # It covers ancestors that are not mounted in this namespace.
             lowest = min(lowest, self._build_limit(_read_hierarchical_limit(directory), str(directory)), key=_get_bound)
         return UNKNOWN if lowest == UNLIMITED and not hierarchy.is_whole else lowest
 

@@ -276,7 +276,7 @@ def expire_previous(db: Database, current: Content) -> None:
                     peer_copies.insert_unneeded_copy(db, content, identity.get_origin_node(content))
 
 
-# The generation of a successor becomes that of the file here: from now on other nodes learn of it.
+# The generation of a successor becomes that of the file on this node: from now on other nodes learn of it.
 _UPDATE_SIZE_AND_TIMES = (
     "UPDATE inode SET generation = max(generation, coalesce((SELECT k.generation FROM content k WHERE k.id = inode.content), 0)),"
     " size = ?1, ctime_ns = CASE WHEN mtime_ns = ?2 THEN ctime_ns ELSE max(ctime_ns, coalesce(?2, 0)) END,"

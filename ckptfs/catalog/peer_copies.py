@@ -181,7 +181,7 @@ def insert_peer_copy(db: Database, copy: PeerCopy) -> None:
 
 
 def insert_unneeded_copy(db: Database, content: int, node: int) -> None:
-    """Record that a node may delete its copy of a content that is deleted here. It is no copy that counts.
+    """Record that a node may delete its copy of a content that is deleted on this node. It is no copy that counts.
 
     The node wrote the content or holds it, and does not learn of the names that were deleted.
     """
@@ -321,7 +321,7 @@ def find_remote_content(db: Database, inode: int) -> int | None:
 
 
 def list_unneeded(db: Database, at_most: int, excluded: Iterable[int] = ()) -> list[PeerCopy]:
-    """Return copies on other nodes, except `excluded`, of contents that are doomed or gone here.
+    """Return copies on other nodes, except `excluded`, of contents that are doomed or gone on this node.
 
     The store has learned that.
     """

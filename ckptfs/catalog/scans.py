@@ -36,7 +36,7 @@ class ScanVerdict(Enum):
     ADOPT = auto()  # A directory that was made on this node before the PFS answered, and that the PFS has as well.
     ATTRIBUTES = auto()
     CONTENT = auto()
-    FOUND = auto()  # A file that was lost here, and that the PFS has: it was written back before a power cut.
+    FOUND = auto()  # A file that was lost on this node, and that the PFS has: it was written back before a power cut.
     REPLACED = auto()
     LEAVE = auto()  # The local state is newer, or of another type: write-back settles it.
 

@@ -172,7 +172,7 @@ def load_write_back_figures(db: Database) -> WriteBackFigures:
 class TreeFigures:
     """The regular files in some trees.
 
-    `level`: the lowest of them; None if there are none or it is not known here.
+    `level`: the lowest of them; None if there are none or this node does not know it.
     """
 
     files: int

@@ -130,7 +130,7 @@ def list_names_in_store(values: StoreValues) -> list[SharedKey]:
 
 
 def list_parents_to_read(db: Database, values: StoreValues) -> list[int]:
-    """Return the directories that hold, in the store, a directory which has another name here."""
+    """Return the directories that hold, in the store, a directory which has another name on this node."""
     found = []
     for key, one in values.items():
         fields = one.value.fields if key.kind == INODE else None
@@ -180,7 +180,7 @@ class AdoptionBatch:
     # --- what the store does not have ---------------------------------------------------------------------------------
 
     def _yield_names(self, inode: int) -> None:
-        """Give up names of a file that is only known here, where the store has another file."""
+        """Give up names of a file that only this node knows, where the store has another file."""
         if self._is_of_this_node(inode):
             return
         names = keys.list_local_names(self._db, inode)
@@ -193,7 +193,7 @@ class AdoptionBatch:
             self._mark_clean(SharedKey(INODE, inode), *(SharedKey(keys.CONTENT, content) for content in contents))
 
     def _is_of_this_node(self, inode: int) -> bool:
-        """Return True for directories, and for files that were made or written here, or whose bytes are here."""
+        """Return True for directories, and for files that this node made or wrote, or whose bytes it has."""
         if identity.get_origin_node(inode) == identity.get_node_number(self._db):
             return True
         held = "SELECT 1 FROM content k WHERE k.inode = ? AND (k.remote = 0 OR EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id))"
@@ -245,7 +245,7 @@ class AdoptionBatch:
                 keys.write_value(self._db, key, known.fields)
                 self._mark_clean(key)
             elif keys.get_value(self._db, key) is not None:
-                continue  # Another inode has this name here: the return settles that.
+                continue  # Another inode has this name on this node: the return settles that.
             else:
                 key_state.mark_dirty(self._db, key)
             key_state.set_cached(self._db, key, known)

@@ -293,7 +293,7 @@ class FetchWorker:
 
 
 def fetch_blocks(links: Sequence[Link], job: FetchJob, streams: int) -> int:
-    """Fetch until all blocks are here. Return the number of bytes that came.
+    """Fetch until all blocks have arrived. Return the number of bytes that came.
 
     The first `limits.PEER_SOURCES_MAX` sources work at once; the others replace those that fail. Raises PeerBusy if no source is
     left and one was busy, else the last failure.

@@ -1,6 +1,6 @@
 """The places of blocks of recent files, by digest. A new file may share blocks with these files.
 
-The index is a hint in memory. A file that it names may be gone or changed, so who uses it compares bytes. It is bounded: the blocks that
+The index is a hint in memory. A file that it names may be gone or changed, so its users compare bytes. It is bounded: the blocks that
 were added longest ago go first.
 """
 

@@ -71,7 +71,7 @@ class ExpectedSize:
 
 
 class ContentDirectory(Protocol):
-    """The part of `storage.TierStorage` that is used here."""
+    """The part of `storage.TierStorage` that this module uses."""
 
     root: Path
 

@@ -288,7 +288,7 @@ class TierStorage(TierRoot):
             self._growing_bytes -= growth
 
     def reserve(self, fd: int, size: int) -> None:
-        """Allocate the space of a file that is about to be copied here.
+        """Allocate the space of a file that is about to be copied into this tier.
 
         A budget that nothing enforces is then kept by all processes.
         """

@@ -59,7 +59,7 @@ class TierRoot:
 
     @property
     def is_usable(self) -> bool:
-        """Return False if a new file must not be placed here, because the tier failed a moment ago."""
+        """Return False if a new file must not go to this tier, because it failed a moment ago."""
         return self._failure is None or time.monotonic() - self._failed_s > limits.TIER_RETRY_S
 
     @property
@@ -80,7 +80,7 @@ class TierRoot:
             log.warning("%s: %s; new files go elsewhere (%s)", self.root, self.failure, remedy or "check the kernel log")
 
     def record_success(self) -> None:
-        """Note that a file was made here."""
+        """Note that a file was made in this tier."""
         if self._failure is not None:
             self._failure = None
             log.info("%s: works again", self.root)

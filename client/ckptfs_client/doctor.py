@@ -297,7 +297,7 @@ def _check_etcd(name: str, cluster: "pb.Cluster") -> Finding:
 
 
 def _check_etcd_health(name: str, health: "pb.EtcdHealth") -> Iterator[Finding]:
-    """Yield what etcd's operator should know: who may change it, and when it fills."""
+    """Yield findings for etcd's operator: alarms, quota, revisions, TLS, authentication of clients."""
     if health.alarms:
         remedy = "free space (compact, then etcdctl defrag), then `etcdctl alarm disarm`"
         yield Finding(name, BAD, f"etcd has raised {', '.join(health.alarms)}: it may accept no changes", remedy)

@@ -4,7 +4,7 @@ The FILLING row is inserted under the content's own id before the file exists. `
 wrong data in the middle of a file. If no source is left, the caller may still read the PFS.
 
 A large file is fetched from one holder by few nodes at a time; the others get PeerBusy before anything is begun, and look again. By then
-more nodes have the file. What was begun goes on as long as bytes arrive: the store is asked for other holders, and what is here stays.
+more nodes have the file. What was begun goes on as long as bytes arrive: the store is asked for other holders, and received blocks stay.
 
 Invariants:
 - Every block is verified before the copy counts.
@@ -79,7 +79,7 @@ class PeerFetcher:
         return copies.load_fetch_state(self._db, state.inode)
 
     def _record_deleted(self, content: Content, shared: ContentLocations) -> None:
-        """Learn who still has a content that was deleted after its file was looked up.
+        """Learn which nodes still have a content that was deleted after its file was looked up.
 
         Raises NoCopyLeft if it was not sealed before.
         """

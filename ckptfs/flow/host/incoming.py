@@ -42,7 +42,7 @@ class IncomingCopy:
         self.offer = offer
         self.missing_blocks: list[int] = []
         self.is_complete = False
-        """All of it was here before: there is nothing to receive, and nothing to make of it."""
+        """This node had all of it before: nothing is received, and nothing is made of it."""
         self.is_unsearched = True
         """Nothing was looked for on this node yet."""
         self.has_received = False

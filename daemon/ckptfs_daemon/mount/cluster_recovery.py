@@ -140,7 +140,7 @@ async def check_adoption(db: Database, store: Store) -> None:
 
     Raises StoreUnreachable.
 
-    While the node is connected, the store knows everything that is known here.
+    While the node is connected, the store knows everything that this node knows.
     """
     if store_loss.get_adoption_step(db) is AdoptionStep.ORDERED:
         store_loss.set_adoption_step(db, None)  # There is nothing to adopt any more.

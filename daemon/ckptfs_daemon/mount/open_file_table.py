@@ -534,7 +534,7 @@ class OpenFileTable:
                 if not contents.is_current(self.db, inode, content) or (status is not None and not contents.has_name(self.db, inode)):
                     contents.mark_doomed(self.db, content)
                 elif status is not None:
-                    # No process closed it: another node may have written the file since the last write here.
+                    # No process closed it: another node may have written the file since the last write on this node.
                     contents.mark_closed(
                         self.db, inode, content, status.st_size, status.st_atime_ns, self.get_mtime_ns(status), closed_ns=status.st_mtime_ns
                     )

@@ -3,7 +3,7 @@
 Incomplete sets are reaped.
 
 `series.expiry` decides. The tracker of sets asks for a review after each change of a series. Of a set that expires the names in the
-application's directories go here. Its directory in the history is then without a reason to stay, and the tracker deletes it.
+application's directories go. Its directory in the history is then without a reason to stay, and the tracker deletes it.
 
 Crash safety: choosing a set is one transaction. A set whose names do not all go in one is marked first, and the next process goes on.
 """

@@ -179,7 +179,7 @@ class Lanes:
                 lane.wake()
 
     def wake_now(self, kind: str = "") -> None:
-        """Wake who answers a want of this kind: the lane that is named after it, otherwise all lanes."""
+        """Wake the lane that is named after this kind of request, otherwise all lanes."""
         for lane in [lane for lane in self._lanes if kind and lane.name.startswith(kind)] or self._lanes:
             lane.wake_now()
 

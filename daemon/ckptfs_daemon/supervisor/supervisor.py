@@ -316,7 +316,7 @@ class Supervisor:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def _start_drain(self) -> None:
-        """Have the mover drain while the mount is attached: an application that saves now still saves here."""
+        """Have the mover drain while the mount is attached: an application that saves now still saves into it."""
         log.info("%s: asked to end; draining before the unmount", self._config.mountpoint)
         self._phase = Phase.DRAINING
         self._set_drain_deadline(limits.DRAIN_STALL_S if self._config.drain_deadline_s is None else self._config.drain_deadline_s)
