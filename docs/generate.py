@@ -99,6 +99,7 @@ PRINTED: dict[str, Printed] = {
     "status": Printed("One object for one mount, a list for several. With `--watch`, one line for each mount and second.", pb.Status),
     "status --cluster": Printed("One object.", pb.Cluster),
     "df": Printed("One object for one mount, a list for several.", pb.Capacity, json_answers.DfJson),
+    "health": Printed("One object for one mount, a list for several.", more=json_answers.HealthJson),
     "ls": Printed("A list with one object for each name.", pb.Record, json_answers.LsJson, ("known",)),
     "list": Printed(
         "Without SERIES, or for a directory with several: a list with one object for each series.", more=json_answers.SeriesJson

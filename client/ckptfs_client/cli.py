@@ -8,22 +8,19 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
-from ckptfs_client import set_commands
+from ckptfs_client import node_commands, set_commands
 from ckptfs_client.errors import EPILOG, INTERRUPTED, PIPE_CLOSED, ClientError, CommandFailed, NoMount, UsageError
 from ckptfs_client.json_answers import CheckJson, LogLevelJson, VersionJson
 from ckptfs_client.lab import commands
-from ckptfs_client.options import LEVELS, Json, Paths
+from ckptfs_client.options import LEVELS, Directory, Json, JsonLines, Paths, parse_option
 
-T = TypeVar("T")
-JsonLines = Annotated[bool, typer.Option("--json", help="Print the progress as JSON, one line per change.")]
-Directory = Annotated[Path | None, typer.Argument(metavar="DIR", help="A path in the mount. Optional if only one ckptfs is mounted.")]
 KeysDirectory = Annotated[Path, typer.Argument(metavar="DIR", help="The CA's directory. Keep ca.key secret: it can sign any node.")]
 KeysNode = Annotated[str, typer.Argument(metavar="NODE", help="The node's name: its node= option, or else its host name.")]
 
@@ -34,6 +31,7 @@ app = typer.Typer(
 )  # fmt: skip
 keys_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Issue and revoke the certificates of a cluster's nodes.")
 app.add_typer(set_commands.app)
+app.add_typer(node_commands.app)
 app.add_typer(commands.app, name="lab")
 cluster_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Repair what the nodes of a cluster share.")
 app.add_typer(keys_app, name="keys")
@@ -160,7 +158,7 @@ def df(
     from ckptfs_client import capacity, mounts, render
     from ckptfs_client.client import ask_all
 
-    size = _parse(config.parse_size, checkpoint)
+    size = parse_option(config.parse_size, checkpoint)
     asked = [mounts.choose(directory)] if directory is not None else mounts.list_mounts() or [mounts.choose(None)]
     reports, silent = [], 0
     for mount, answer in ask_all(asked, capacity.ask):
@@ -181,16 +179,6 @@ def df(
         raise typer.Exit(NoMount.exit_code)
     if any(report.verdict is not None and not report.verdict.tier_names for _, report in reports):
         raise typer.Exit(1)
-
-
-def _parse(parse: Callable[[str], T], text: str | None) -> T | None:
-    """Return the value of an option. Raises UsageError."""
-    from ckptfs.errors import ConfigError
-
-    try:
-        return None if text is None else parse(text)
-    except ConfigError as failure:
-        raise UsageError(str(failure)) from failure
 
 
 @app.command(epilog=EPILOG)
@@ -222,7 +210,7 @@ def drain(
     with Client(mounts.choose(directory)) as client:
         point = client.mount.mountpoint
         done = f"{point} is drained: every closed file has " + (f"the level {level}" if level else "its highest level")
-        follow_progress(client.drain(_parse(config.parse_seconds, deadline), level or ""), f"draining {point}", done, json=json)
+        follow_progress(client.drain(parse_option(config.parse_seconds, deadline), level or ""), f"draining {point}", done, json=json)
 
 
 def _get_log_levels() -> tuple[str, ...]:
@@ -309,7 +297,7 @@ def wait(
     from ckptfs_client.client import open_client
     from ckptfs_client.progress_bar import follow_progress
 
-    limit = _parse(config.parse_seconds, timeout)
+    limit = parse_option(config.parse_seconds, timeout)
     end = None if limit is None else time.monotonic() + limit
     for path in paths:
         client, inode = open_client(path)
@@ -331,7 +319,7 @@ def refresh(
     client, inode = open_client(path if path.is_dir() else path.parent)
     with client:
         try:
-            client.refresh(inode, recursive=recursive, timeout_s=_parse(config.parse_seconds, timeout))
+            client.refresh(inode, recursive=recursive, timeout_s=parse_option(config.parse_seconds, timeout))
         except CommandFailed as failure:
             remedy = failure.remedy or "`ckptfs status` says what is wrong with the PFS"
             raise CommandFailed(f"{path}: it could not be compared with the PFS: {failure.args[0]}", remedy=remedy) from None

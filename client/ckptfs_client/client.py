@@ -151,11 +151,11 @@ class Client:
         return self._channels[path]
 
     def _call(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
-        """Return the reply of one call. Waits while the daemon restarts."""
+        """Return the reply of one call. Waits while the daemon restarts, without `timeout_s` for at most `answer_s` in all."""
         until = time.monotonic() + self._answer_s
         while True:
             try:
-                return method(request, timeout=timeout_s or self._answer_s, wait_for_ready=True)
+                return method(request, timeout=timeout_s or max(RETRY_S, until - time.monotonic()), wait_for_ready=True)
             except grpc.RpcError as failure:
                 if failure.code() not in RETRYABLE_CODES or time.monotonic() > until:
                     raise self._translate_error(failure, waited=timeout_s is not None) from failure
@@ -193,14 +193,17 @@ class Client:
         return kinds.get(code, CommandFailed)(words, remedy=remedy)
 
 
-def ask_all(chosen: Sequence[Mount], question: Callable[[Client], Answer]) -> list[tuple[Mount, "Answer | ClientError"]]:
+def ask_all(
+    chosen: Sequence[Mount], question: Callable[[Client], Answer], answer_s: float | None = None
+) -> list[tuple[Mount, "Answer | ClientError"]]:
     """Ask several daemons at once. Returns the answer of each mount, or its error.
 
-    A single daemon may restart meanwhile; of several, none waits long for a silent one.
+    Without `answer_s`, a single daemon may restart meanwhile; of several, none waits long for a silent one.
     """
+    silence_s = answer_s or (ANSWER_S if len(chosen) == 1 else SEVERAL_ANSWER_S)
 
     def ask(mount: Mount) -> "Answer | ClientError":
-        with Client(mount, answer_s=ANSWER_S if len(chosen) == 1 else SEVERAL_ANSWER_S) as client:
+        with Client(mount, answer_s=silence_s) as client:
             try:
                 return question(client)
             except ClientError as failure:

@@ -25,6 +25,15 @@ class DfJson(TypedDict):
     checkpoint: NotRequired[Annotated[FitJson, "only with --checkpoint"]]
 
 
+class HealthJson(TypedDict):
+    """The answer of `ckptfs health` about a mount."""
+
+    name: Annotated[str, "the name of the mount"]
+    mountpoint: Annotated[str, "where it is mounted"]
+    health: Annotated[str, "ok, degraded, or down if the daemon does not answer in time"]
+    reasons: Annotated[list[str], "why it is not ok, a sentence each; empty if it is"]
+
+
 class LsJson(TypedDict):
     """The keys that `ckptfs ls` adds."""
 

@@ -1,12 +1,28 @@
 """Options and arguments that several commands share."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 from ckptfs.model import Level
+from ckptfs_client.errors import UsageError
+
+T = TypeVar("T")
 
 LEVELS = [Level.LOCAL.value, Level.CLIQUE.value, Level.PFS.value]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonLines = Annotated[bool, typer.Option("--json", help="Print the progress as JSON, one line per change.")]
 Paths = Annotated[list[Path], typer.Argument(metavar="PATH", help="Files or directories in a mount.")]
+Directory = Annotated[Path | None, typer.Argument(metavar="DIR", help="A path in the mount. Optional if only one ckptfs is mounted.")]
+
+
+def parse_option(parse: Callable[[str], T], text: str | None) -> T | None:
+    """Return the value of an option. Raises UsageError."""
+    from ckptfs.errors import ConfigError
+
+    try:
+        return None if text is None else parse(text)
+    except ConfigError as failure:
+        raise UsageError(str(failure)) from failure

@@ -1,4 +1,4 @@
-"""The command `ckptfs` with two mounts of which one is silent: it is named, the other is shown, and the exit code says so. F5."""
+"""The command `ckptfs` with two mounts of which one is silent: it is named, the other is shown, and the exit code says so. F5, X11."""
 
 import json
 import os
@@ -15,6 +15,8 @@ from ckptfs_client.errors import NoMount
 from ckptfs_client.mounts import Mount
 from control_served import Served, serving
 from local_node import Node
+
+from ckptfs.catalog import summary
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -54,6 +56,39 @@ def test_several_silent_mounts_cost_the_time_of_one(two: Served, monkeypatch: py
     chosen = [Mount(f"m{number}", Path("/"), 0, 0) for number in range(5)]
     found = client.ask_all(chosen, lambda _: everyone.wait(60))
     assert sorted(answer for _, answer in found if isinstance(answer, int)) == list(range(5))
+
+
+def test_health_is_a_line_and_an_exit_code(two: Served, run: Run, tmp_path: Path) -> None:
+    """X11: what a rendezvous or a health check of Slurm asks."""
+    point = tmp_path / "mnt"
+    assert run("health", point) == (0, f"ok: test on {point}\n", "")
+    db = two.node.db
+    summary.set_report(db, "tier:nvme", {"state": "down", "error": "EIO\nEIO", "remedy": "look"})
+    summary.set_report(db, "trouble:peers", {"what": "other nodes cannot reach this one", "path": "", "remedy": ""})
+    code, out, err = run("health", point)
+    assert (code, out, err) == (1, f"degraded: test on {point}: nvme: {point.parent}/nvme: EIO\\nEIO (and 1 more reason)\n", "")
+    code, out, _ = run("health", "--json", point)
+    found = json.loads(out)
+    assert code == 1 and found["health"] == "degraded" and found["reasons"][1:] == ["peers: other nodes cannot reach this one"]
+    assert run("health", "/")[0] == 3
+
+
+def test_a_node_that_will_be_taken_away_is_not_sound(two: Served, run: Run, tmp_path: Path) -> None:
+    """X11, G1: no rendezvous shall choose it."""
+    notice = {"source": "gce", "what": "TRUE", "at_s": time.time(), "deadline_s": 25.0, "drain": "running"}
+    summary.set_report(two.node.db, summary.NOTICE_REPORT, notice)
+    code, out, _ = run("health", tmp_path / "mnt")
+    assert code == 1 and out == f"degraded: test on {tmp_path}/mnt: this node is about to be taken away: gce: TRUE\n"
+
+
+def test_health_is_bounded(two: Served, run: Run, tmp_path: Path) -> None:
+    """X11: a daemon that says nothing is down, and the others are still asked. Without a DIR the worst mount decides."""
+    begun = time.monotonic()
+    code, out, _ = run("health", "--timeout", "300ms")
+    lines = out.splitlines()
+    assert code == 3 and time.monotonic() - begun < 10
+    assert lines[0].startswith(f"down: sick on {tmp_path}/silent: the daemon of sick") and lines[1:] == [f"ok: test on {tmp_path}/mnt"]
+    assert run("health", "--timeout", "0")[0] == run("health", "--timeout", "soon")[0] == 2
 
 
 def test_df_shows_all_mounts(two: Served, run: Run, tmp_path: Path) -> None:

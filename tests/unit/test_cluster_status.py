@@ -62,6 +62,23 @@ def test_who_lives_and_where_copies_go(node: Node, store: MemoryStore) -> None:
     assert "2 of 3 nodes" in text
 
 
+def test_too_few_live_nodes_are_a_trouble(node: Node, store: MemoryStore) -> None:
+    """X11, F5: the health of a node covers its peers."""
+
+    def ask() -> pb.Status:
+        figures = ClusterFigures(node.config, node.db, store)
+        return QueryService(node.config, node.db, node.tiers, figures).GetStatus(pb.StatusRequest(), None)
+
+    assert (ask().health, list(ask().troubles)) == ("ok", [])
+    members = [KnownNode(number, name, name) for number, name in enumerate(NAMES, 1)]
+    peer_copies.set_live_nodes(node.db, 1, 2, members[:1])
+    found = ask()
+    assert found.health == "degraded" and [one.where for one in found.troubles] == ["clique"]
+    assert "live nodes in 2 failure domains, and there are some in 1" in found.troubles[0].what and found.troubles[0].remedy
+    node.configure(replication_factor=1)
+    assert ask().health == "ok", "no level clique is wanted"
+
+
 def test_users_who_ask_in_a_loop_do_not_make_the_store_work(node: Node, store: MemoryStore) -> None:
     """Any user of the machine may ask: for the cluster, with a ping or without, and for the copies of a thousand files at once."""
     content = node.make(b"file", b"x" * 1000)

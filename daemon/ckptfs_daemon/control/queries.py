@@ -48,6 +48,7 @@ POLL_FIRST_S = 0.02
 POLL_LAST_S = 0.5
 REST_RATIO = 4
 REFRESH_INTERVAL_S = 2.0
+START_NODES = "start the nodes that are down, and see that they reach etcd"
 
 
 class LevelCheck:
@@ -160,6 +161,9 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
             status.refused.add(where="control", reason=reason, count=count)
         if self._cluster is not None:
             status.clique.CopyFrom(self._cluster.build_clique())
+            if self._config.replication_factor > 1 and (missing := self._cluster.find_missing_domains()):
+                status.troubles.add(where="clique", what=missing, remedy=START_NODES)
+                status.health = "degraded"
             for who, counts in sorted(self._cluster.get_rejections().items()):
                 for reason, count in sorted(counts.items()):
                     status.refused.add(where="peers", who=who, reason=reason, count=count)
@@ -281,7 +285,7 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
     def _find_obstacle(self, wanted: Level) -> tuple[str, str]:
         """Return (what blocks the wait, the remedy)."""
         if wanted is Level.CLIQUE and self._cluster is not None and (missing := self._cluster.find_missing_domains()):
-            return missing, "start the nodes that are down, and see that they reach etcd"
+            return missing, START_NODES
         return self._figures.get_first_trouble()
 
 

@@ -79,7 +79,8 @@ class StatusFigures:
         if (notice := self._load_notice()) is not None:
             status.notice.CopyFrom(notice)
         has_bad_tier = any(tier.health not in ("", "normal") for tier in status.tiers)
-        status.health = "degraded" if has_bad_tier or status.troubles or status.counts.lost else "ok"
+        is_sound = not (has_bad_tier or status.troubles or status.counts.lost or status.HasField("notice"))
+        status.health = "ok" if is_sound else "degraded"
         return status
 
     def _load_notice(self) -> pb.Notice | None:

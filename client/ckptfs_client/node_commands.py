@@ -1,0 +1,42 @@
+"""The commands about what a mount on this node is, and what goes on in it. Everything heavy is imported where it is used."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptfs_client.errors import EPILOG, UsageError
+from ckptfs_client.options import Json, parse_option
+
+app = typer.Typer()
+
+
+@app.command(epilog=EPILOG)
+def health(
+    directory: Annotated[Path | None, typer.Argument(metavar="DIR", help="A path in the mount. Without it: all mounts.")] = None,
+    timeout: Annotated[str, typer.Option(metavar="TIME", help="After this time without an answer the daemon counts as down.")] = "5s",
+    json: Json = False,
+) -> None:
+    """Say in one line whether the tiers and peers of this node are sound.
+
+    For health checks of Slurm and of rendezvous. The exit code is 0 only if all is well; 1 if a tier, a peer or a file is not, or if this
+    node is about to be taken away; 3 if there is no mount or no answer. Neither the PFS nor a file is touched. With --json: one object for
+    one mount, a list for several.
+
+    Example: ckptfs health /ckpt --timeout 2s
+    """
+    from ckptfs import config
+    from ckptfs_client import mounts, node_health, render
+
+    seconds = parse_option(config.parse_seconds, timeout)
+    if not seconds:
+        raise UsageError("--timeout 0 leaves no time for an answer; accepted: a time such as 2s")
+    chosen = [mounts.choose(directory)] if directory is not None else mounts.list_mounts() or [mounts.choose(None)]
+    found = node_health.ask(chosen, seconds)
+    if json:
+        render.print_json(found[0] if len(chosen) == 1 else found)
+    else:
+        for one in found:
+            print(node_health.format_line(one))
+    if code := max(map(node_health.get_exit_code, found)):
+        raise typer.Exit(code)
