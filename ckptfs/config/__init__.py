@@ -27,6 +27,7 @@ from ckptfs import limits, procfs
 from ckptfs.config.retention_rules import check_rules, describe_rule, find_directory_rule, find_rule, parse_rules
 from ckptfs.config.schema import (
     CLUSTER_SETTINGS,
+    COMMAND_LINE,
     MOUNT_FLAGS_DEFAULT,
     RAM_BYTES_MIN,
     RULE_SETTINGS,
@@ -126,21 +127,24 @@ def load(name: str, mountpoint: Path | None, options: Mapping[str, str]) -> Conf
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
         raise ConfigError(f"{name!r} cannot name a mount; accepted: up to 64 letters, digits, '.', '_' and '-', a letter or digit first")
     rest = dict(options)
-    values = _load_file(parse_path(rest.pop("config"))) if "config" in rest else {}
+    in_file = _load_file(parse_path(rest["config"])) if "config" in rest else {}
+    given: dict[str, Any] = {}
     flags = MOUNT_FLAGS_DEFAULT
     for option, text in rest.items():
         if option in MOUNT_FLAGS and not text:
             to_set, to_clear = MOUNT_FLAGS[option]
             flags = (flags | to_set) & ~to_clear
         elif option in SETTINGS_BY_NAME or not is_known_option(option):
-            values.update(_parse_setting(option, text, "option"))
+            given.update(_parse_setting(option, text, "option"))
     if mountpoint is not None:
-        values["mountpoint"] = parse_path(os.path.abspath(mountpoint))
+        given["mountpoint"] = parse_path(os.path.abspath(mountpoint))
+    values = in_file | given
+    origins = dict.fromkeys(in_file, rest.get("config", "")) | dict.fromkeys(given, COMMAND_LINE)
     if "mountpoint" not in values:
         raise ConfigError("no mountpoint was given", remedy="give it on the command line, or as mountpoint in the configuration file")
     values.setdefault("state", get_default_state(name))
     values.setdefault("allow_other", os.geteuid() == 0)
-    return resolve_config(Config(name=name, mount_flags=flags, **values))
+    return resolve_config(Config(name=name, mount_flags=flags, origins=tuple(origins.items()), **values))
 
 
 def _load_file(path: Path) -> dict[str, Any]:
@@ -214,7 +218,8 @@ def from_json(text: str) -> Config:
     words = {"fsync": Level(values["fsync"]), "data_path": DataPath(values["data_path"]), "clique_lost": CliqueLost(values["clique_lost"]),
              "bulk": Bulk(values["bulk"])}  # fmt: skip
     rules = {RULES: tuple(RetentionRule(**rule) for rule in values[RULES]), SERIES: tuple(SeriesRule(**rule) for rule in values[SERIES])}
-    return Config(**(values | words | rules | {"etcd": tuple(values["etcd"])}))
+    lists = {"etcd": tuple(values["etcd"]), "origins": tuple((field, origin) for field, origin in values["origins"])}
+    return Config(**(values | words | rules | lists))
 
 
 def build_sample() -> str:

@@ -8,7 +8,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +198,7 @@ def parse_http_url(text: str) -> str:
     return text.rstrip("/")
 
 
+COMMAND_LINE = "command line"
 MOUNT_FLAGS_DEFAULT = 2 | 4
 """nosuid and nodev, from <linux/mount.h>: other nodes and the PFS say which files are set-id programs and devices."""
 
@@ -291,6 +292,8 @@ class Config:
     etcd_key: Path | None = None
     etcd_insecure: bool = False
     mount_flags: int = MOUNT_FLAGS_DEFAULT
+    origins: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    """(field, where its value was given: `COMMAND_LINE`, or the path of the file). Fields that are not named have their defaults."""
 
 
 @dataclass(frozen=True, slots=True)

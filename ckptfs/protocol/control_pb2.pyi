@@ -706,3 +706,23 @@ class SetInfo(_message.Message):
     group: bool
     step: str
     def __init__(self, number: _Optional[int] = ..., directory: _Optional[int] = ..., name: _Optional[bytes] = ..., files: _Optional[int] = ..., size: _Optional[int] = ..., completed_ns: _Optional[int] = ..., level: _Optional[str] = ..., in_place: _Optional[bool] = ..., pinned: _Optional[bool] = ..., noted: _Optional[bool] = ..., note: _Optional[str] = ..., group: _Optional[bool] = ..., step: _Optional[str] = ...) -> None: ...
+
+class ConfigRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ConfigReply(_message.Message):
+    __slots__ = ("settings",)
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    settings: _containers.RepeatedCompositeFieldContainer[ConfigSetting]
+    def __init__(self, settings: _Optional[_Iterable[_Union[ConfigSetting, _Mapping]]] = ...) -> None: ...
+
+class ConfigSetting(_message.Message):
+    __slots__ = ("name", "value", "origin")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: str
+    origin: str
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ..., origin: _Optional[str] = ...) -> None: ...

@@ -70,6 +70,11 @@ class QueriesStub:
                 request_serializer=control__pb2.ListSetsRequest.SerializeToString,
                 response_deserializer=control__pb2.SetList.FromString,
                 _registered_method=True)
+        self.GetConfig = channel.unary_unary(
+                '/ckptfs.control.Queries/GetConfig',
+                request_serializer=control__pb2.ConfigRequest.SerializeToString,
+                response_deserializer=control__pb2.ConfigReply.FromString,
+                _registered_method=True)
 
 
 class QueriesServicer:
@@ -118,6 +123,12 @@ class QueriesServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetConfig(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_QueriesServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -155,6 +166,11 @@ def add_QueriesServicer_to_server(servicer, server):
                     servicer.ListSets,
                     request_deserializer=control__pb2.ListSetsRequest.FromString,
                     response_serializer=control__pb2.SetList.SerializeToString,
+            ),
+            'GetConfig': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetConfig,
+                    request_deserializer=control__pb2.ConfigRequest.FromString,
+                    response_serializer=control__pb2.ConfigReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -347,6 +363,33 @@ class Queries:
             '/ckptfs.control.Queries/ListSets',
             control__pb2.ListSetsRequest.SerializeToString,
             control__pb2.SetList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetConfig(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ckptfs.control.Queries/GetConfig',
+            control__pb2.ConfigRequest.SerializeToString,
+            control__pb2.ConfigReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -82,6 +82,11 @@ class Client:
         answer: pb.Capacity = self._call(self._build_query_stub().GetCapacity, pb.CapacityRequest())
         return answer
 
+    def get_config(self) -> pb.ConfigReply:
+        """Return the effective settings of the mount, and where each was given."""
+        answer: pb.ConfigReply = self._call(self._build_query_stub().GetConfig, pb.ConfigRequest())
+        return answer
+
     def list_records(self, inodes: Iterable[int], *, trees: bool = False) -> list[pb.Record]:
         """Return the record of each inode, in order; with `trees` that of a directory sums up the files below."""
         numbers = list(inodes)

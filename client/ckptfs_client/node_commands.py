@@ -6,9 +6,10 @@ from typing import Annotated
 import typer
 
 from ckptfs_client.errors import EPILOG, UsageError
-from ckptfs_client.options import Json, parse_option
+from ckptfs_client.options import Directory, Json, parse_option
 
 app = typer.Typer()
+CONFIG_WIDTH_MAX = 60
 
 
 @app.command(epilog=EPILOG)
@@ -40,3 +41,30 @@ def health(
             print(node_health.format_line(one))
     if code := max(map(node_health.get_exit_code, found)):
         raise typer.Exit(code)
+
+
+@app.command("config", epilog=EPILOG)
+def show_config(
+    directory: Directory = None,
+    given: Annotated[bool, typer.Option("--given", help="Only what was given, not the defaults.")] = False,
+    json: Json = False,
+) -> None:
+    """Show the effective options of a mount, and where each was given.
+
+    That is on the command line (mount -o, fstab, a unit), in the file of config=, or nowhere: a default. They are as the daemon has them
+    since its start; a file that was changed since then counts at the next mount. Of secrets the paths are shown, never what is in them.
+
+    Example: ckptfs config /ckpt --given
+    """
+    from ckptfs.config.effective import DEFAULT
+    from ckptfs_client import mounts, render
+    from ckptfs_client.client import Client
+
+    with Client(mounts.choose(directory)) as client:
+        found = [one for one in client.get_config().settings if not given or one.origin != DEFAULT]
+    if json:
+        render.print_json([render.message_to_dict(one) for one in found])
+        return
+    width = max((len(f"{one.name}={one.value}") for one in found), default=0)
+    for one in found:
+        print(render.escape_unprintable(f"{f'{one.name}={one.value}':{min(width, CONFIG_WIDTH_MAX)}}  {one.origin}"))

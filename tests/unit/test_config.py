@@ -209,6 +209,7 @@ def test_every_field_has_a_key() -> None:
     assert {key.field for key in config.SETTINGS} == {field.name for field in fields(Config)} - {
         "name",
         "mount_flags",
+        "origins",
         "retention",
         "series",
     }

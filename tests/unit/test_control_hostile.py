@@ -47,14 +47,14 @@ def counted(served: Served) -> dict[str, int]:
 
 
 def test_what_is_no_message_and_no_method_is_refused_and_counted(served: Served, caplog: pytest.LogCaptureFixture) -> None:
-    questions = ["GetStatus", "GetCluster", "GetCapacity", "List", "Wait"]
+    questions = ["GetStatus", "GetCluster", "GetCapacity", "GetConfig", "List", "Wait"]
     for method in questions:
         assert refused(served.mount.socket, f"Queries/{method}", b"\xff" * 100) is Status.INVALID_ARGUMENT
     for method in ("Drain", "Verify", "Refresh", "LogLevel"):
         assert refused(served.mount.admin_socket, f"Admin/{method}", b"\xff" * 100) is Status.INVALID_ARGUMENT
         assert refused(served.mount.socket, f"Admin/{method}", b"") is Status.UNIMPLEMENTED
     assert refused(served.mount.socket, "Queries/../GetStatus", b"") is Status.UNIMPLEMENTED
-    assert counted(served) == {"invalid_argument": 9, "unimplemented": 5}
+    assert counted(served) == {"invalid_argument": 10, "unimplemented": 5}
     assert caplog.records == []
 
 

@@ -22,6 +22,7 @@ from ckptfs.catalog import history_names, journal, namespace, pfs_hold, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.summary import ListedFile
 from ckptfs.config import Config
+from ckptfs.config.effective import list_effective
 from ckptfs.errors import ContentLost, InvalidArgument, posix_error
 from ckptfs.lifecycle import is_on_pfs
 from ckptfs.model import ContentState, Level
@@ -180,6 +181,12 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
     def GetCapacity(self, request: pb.CapacityRequest, context: grpc.ServicerContext) -> pb.Capacity:
         """Return the capacity of this node for the next checkpoint."""
         return build_capacity(self._config, self._db, self._tiers)
+
+    @translate_errors
+    def GetConfig(self, request: pb.ConfigRequest, context: grpc.ServicerContext) -> pb.ConfigReply:
+        """Return the effective settings, and where each was given."""
+        found = list_effective(self._config)
+        return pb.ConfigReply(settings=[pb.ConfigSetting(name=one.name, value=one.value, origin=one.origin) for one in found])
 
     @translate_errors
     def List(self, request: pb.ListRequest, context: grpc.ServicerContext) -> pb.ListReply:
