@@ -101,6 +101,7 @@ PRINTED: dict[str, Printed] = {
     "df": Printed("One object for one mount, a list for several.", pb.Capacity, json_answers.DfJson),
     "health": Printed("One object for one mount, a list for several.", more=json_answers.HealthJson),
     "config": Printed("A list with one object for each setting or rule.", pb.ConfigSetting),
+    "who": Printed("One object.", more=json_answers.WhoJson),
     "ls": Printed("A list with one object for each name.", pb.Record, json_answers.LsJson, ("known",)),
     "list": Printed(
         "Without SERIES, or for a directory with several: a list with one object for each series.", more=json_answers.SeriesJson

@@ -42,6 +42,11 @@ def list_contents(db: Database) -> set[int]:
     return {row[0] for row in db.rows("SELECT DISTINCT content FROM handle WHERE content IS NOT NULL")}
 
 
+def count_by_inode(db: Database) -> dict[int, int]:
+    """Return how many open handles each file has on this node."""
+    return dict(db.rows("SELECT inode, count(*) FROM handle GROUP BY inode"))
+
+
 def is_open(db: Database, inode: int) -> bool:
     """Return True if a process on this node has the file open."""
     return db.value("SELECT 1 FROM handle WHERE inode = ? LIMIT 1", inode) is not None

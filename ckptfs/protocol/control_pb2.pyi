@@ -296,7 +296,7 @@ class ListReply(_message.Message):
     def __init__(self, records: _Optional[_Iterable[_Union[Record, _Mapping]]] = ...) -> None: ...
 
 class Record(_message.Message):
-    __slots__ = ("inode", "known", "kind", "size", "level", "state", "generation", "copies", "progress", "pfs_pending", "incomplete_reason", "mode")
+    __slots__ = ("inode", "known", "kind", "size", "level", "state", "generation", "copies", "progress", "pfs_pending", "incomplete_reason", "mode", "open_handles")
     INODE_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -309,6 +309,7 @@ class Record(_message.Message):
     PFS_PENDING_FIELD_NUMBER: _ClassVar[int]
     INCOMPLETE_REASON_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
+    OPEN_HANDLES_FIELD_NUMBER: _ClassVar[int]
     inode: int
     known: bool
     kind: str
@@ -321,7 +322,8 @@ class Record(_message.Message):
     pfs_pending: bool
     incomplete_reason: str
     mode: int
-    def __init__(self, inode: _Optional[int] = ..., known: _Optional[bool] = ..., kind: _Optional[str] = ..., size: _Optional[int] = ..., level: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[CopyInfo, _Mapping]]] = ..., progress: _Optional[float] = ..., pfs_pending: _Optional[bool] = ..., incomplete_reason: _Optional[str] = ..., mode: _Optional[int] = ...) -> None: ...
+    open_handles: int
+    def __init__(self, inode: _Optional[int] = ..., known: _Optional[bool] = ..., kind: _Optional[str] = ..., size: _Optional[int] = ..., level: _Optional[str] = ..., state: _Optional[str] = ..., generation: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[CopyInfo, _Mapping]]] = ..., progress: _Optional[float] = ..., pfs_pending: _Optional[bool] = ..., incomplete_reason: _Optional[str] = ..., mode: _Optional[int] = ..., open_handles: _Optional[int] = ...) -> None: ...
 
 class CopyInfo(_message.Message):
     __slots__ = ("tier", "state", "verified_age_s")

@@ -34,6 +34,25 @@ class HealthJson(TypedDict):
     reasons: Annotated[list[str], "why it is not ok, a sentence each; empty if it is"]
 
 
+class FileUserJson(TypedDict):
+    """A process that uses a file, or something below a directory."""
+
+    pid: Annotated[int, "its process id"]
+    user: Annotated[str, "its user"]
+    command: Annotated[str, "the beginning of its command line"]
+    how: Annotated[list[str], "read, write (a descriptor that can), mapped, cwd (it works in the directory)"]
+    files: Annotated[list[str], "what it uses; a deleted file ends with ` (deleted)`"]
+
+
+class WhoJson(TypedDict):
+    """The answer of `ckptfs who`."""
+
+    path: Annotated[str, "the path as it was given"]
+    processes: Annotated[list[FileUserJson], "the processes that the caller may look at"]
+    hidden: Annotated[int, "how many processes the caller may not look at"]
+    open_handles: Annotated[int | None, "how many open handles of the file the daemon counts; null for a directory"]
+
+
 class LsJson(TypedDict):
     """The keys that `ckptfs ls` adds."""
 

@@ -256,7 +256,8 @@ def _unmount(asked: argparse.Namespace) -> int:
         if before is not None and not asked.force:
             if _is_busy(mount.mountpoint):
                 return _refuse_unmount(
-                    f"{mount.mountpoint} is busy: a process has a file open there or works in it", f"fuser -vm {before.mountpoint}"
+                    f"{mount.mountpoint} is busy: a process has a file open there or works in it",
+                    f"`ckptfs who {before.mountpoint}` names it",
                 )
             try:
                 _drain_attached(client, before)

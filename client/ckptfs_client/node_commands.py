@@ -1,5 +1,6 @@
 """The commands about what a mount on this node is, and what goes on in it. Everything heavy is imported where it is used."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -68,3 +69,27 @@ def show_config(
     width = max((len(f"{one.name}={one.value}") for one in found), default=0)
     for one in found:
         print(render.escape_unprintable(f"{f'{one.name}={one.value}':{min(width, CONFIG_WIDTH_MAX)}}  {one.origin}"))
+
+
+@app.command(epilog=EPILOG)
+def who(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A file or directory in a mount. Of a directory, all below counts.")],
+    json: Json = False,
+) -> None:
+    """Show which processes have a file or directory open.
+
+    Also those that map a file or work in a directory, and those in containers. Root sees all processes, others their own. Of a file, the
+    handles that the daemon counts are compared with what was found. The exit code is 0, also if there is none.
+
+    Example: ckptfs who /ckpt/run1
+    """
+    from ckptfs_client import file_users, render
+
+    found = file_users.find_users(path)
+    if json:
+        render.print_json(found)
+        return
+    for one in found["processes"]:
+        print(render.escape_unprintable(file_users.format_user(one)))
+    for note in file_users.list_notes(found):
+        print(f"ckptfs: {render.escape_unprintable(note)}", file=sys.stderr)

@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from ckptfs import limits
-from ckptfs.catalog import history_names, journal, namespace, pfs_hold, summary
+from ckptfs.catalog import handles, history_names, journal, namespace, pfs_hold, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.summary import ListedFile
 from ckptfs.config import Config
@@ -193,10 +193,13 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
         """Return the record of each inode."""
         if len(request.inodes) > limits.CONTROL_LIST_MAX:
             raise InvalidArgument(f"{len(request.inodes)} inodes in one question; accepted: up to {limits.CONTROL_LIST_MAX}")
-        under_way = self._figures.get_current_write_back()
+        under_way, open_handles = self._figures.get_current_write_back(), handles.count_by_inode(self._db)
         if self._cluster is not None:
             self._cluster.refresh_copies([inode for inode in request.inodes if is_inode_number(inode)])
-        return pb.ListReply(records=[self._build_record(inode, under_way, trees=request.trees) for inode in request.inodes])
+        records = [self._build_record(inode, under_way, trees=request.trees) for inode in request.inodes]
+        for record in records:
+            record.open_handles = open_handles.get(record.inode, 0)
+        return pb.ListReply(records=records)
 
     def _build_record(self, inode: int, under_way: dict[str, Any], *, trees: bool) -> pb.Record:
         asked, inode = inode, history_names.get_known_number(self._db, inode)

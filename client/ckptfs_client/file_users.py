@@ -1,0 +1,199 @@
+"""The processes that use files of a mount, read from /proc as fuser(1) does (`ckptfs who`).
+
+A process is seen if the caller may look at its descriptors: root sees all, others their own. No other filesystem is touched: mount ids tell
+which descriptors lead into the mount, and only these are looked at. Processes in other mount namespaces (containers) are found, too.
+"""
+
+import os
+import pwd
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptfs import procfs
+from ckptfs.procfs import MountEntry
+from ckptfs.quantities import format_count
+from ckptfs_client.client import Client
+from ckptfs_client.errors import CommandFailed
+from ckptfs_client.json_answers import FileUserJson, WhoJson
+from ckptfs_client.mounts import build_path_error, find_inode
+
+COMMAND_CHARS_MAX = 200
+READ, WRITE, MAPPED, WORKS_IN = "read", "write", "mapped", "cwd"
+_FDINFO = re.compile(r"^flags:\s*(?P<flags>[0-7]+)$.*^mnt_id:\s*(?P<mount>\d+)$", re.MULTILINE | re.DOTALL)
+_MAPPING = re.compile(r"^\S+ \S+ \S+ (?P<device>\S+) (?P<inode>\d+) +(?P<path>/.*)$", re.MULTILINE)
+_ESCAPE = re.compile(r"\\012")
+
+View = dict[int, MountEntry]
+"""The mounts of one namespace through which the filesystem is seen, by their ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is looked for: `path` is relative to the root of the filesystem, `shown` is the caller's name of that root."""
+
+    entry: MountEntry
+    inode: int
+    path: str
+    is_directory: bool
+
+    def holds(self, path: str | None, inode: int) -> bool:
+        """Return True for the file itself, and for all below a directory."""
+        if not self.is_directory:
+            return inode == self.inode
+        return path is not None and (path == self.path or path.startswith(f"{self.path.rstrip('/')}/"))
+
+    def show(self, path: str | None) -> str:
+        """Return the caller's name of a path in the filesystem; empty if it has none."""
+        root = self.entry.root.rstrip("/")
+        return f"{self.entry.mountpoint}{path.removeprefix(root)}" if path is not None and path.startswith(f"{root}/") else ""
+
+
+@dataclass(slots=True)
+class Uses:
+    """How one process uses the target, and which files."""
+
+    how: set[str] = field(default_factory=set)
+    files: set[str] = field(default_factory=set)
+
+
+def find_users(path: Path) -> WhoJson:
+    """Return the processes that use a file, or anything below a directory. Raises NoMount, CommandFailed."""
+    mount, inode = find_inode(os.path.realpath(path))
+    target = _find_target(path, inode)
+    views: dict[tuple[str, str], View] = {}
+    answer: WhoJson = {"path": str(path), "processes": [], "hidden": 0, "open_handles": None}
+    for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
+        if pid == os.getpid():
+            continue
+        try:
+            uses = _list_uses(pid, target, views)
+        except PermissionError:
+            answer["hidden"] += bool(_read_command(pid))  # Not the threads of the kernel, which have none.
+            continue
+        except OSError:
+            continue  # It has ended.
+        if uses.how:
+            answer["processes"].append(_describe(pid, uses))
+    if not target.is_directory:
+        with Client(mount) as client:
+            answer["open_handles"] = client.list_records([inode])[0].open_handles
+    return answer
+
+
+def _find_target(path: Path, inode: int) -> Target:
+    try:
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError as failure:
+        raise build_path_error(path, failure) from failure
+    try:
+        entry, text = procfs.find_mount_of(fd), os.readlink(f"/proc/self/fd/{fd}")
+        inner = None if entry is None else _get_inner_path(entry, text)
+        if entry is None or inner is None:
+            raise CommandFailed(f"{path}: its mount cannot be found")
+        return Target(entry, inode, inner, os.path.isdir(f"/proc/self/fd/{fd}"))
+    finally:
+        os.close(fd)
+
+
+def _get_inner_path(entry: MountEntry, text: str) -> str | None:
+    """Return the path in the filesystem of what a mount shows as `text`. Returns None if it does not lie in the mount."""
+    point = str(entry.mountpoint).rstrip("/")
+    if text != point and not text.startswith(f"{point}/"):
+        return None
+    return f"{entry.root.rstrip('/')}{text.removeprefix(point)}" or "/"
+
+
+def _find_inner_path(view: View, text: str) -> str | None:
+    """Return the same for the deepest mount that holds it."""
+    deepest = sorted(view.values(), key=lambda entry: len(entry.mountpoint.parts), reverse=True)
+    return next((inner for entry in deepest if (inner := _get_inner_path(entry, text)) is not None), None)
+
+
+def _list_uses(pid: int, target: Target, views: dict[tuple[str, str], View]) -> Uses:
+    """Return how a process uses the target. Raises PermissionError, and other OSErrors if it ends."""
+    uses, place = Uses(), f"/proc/{pid}"
+    names = os.listdir(f"{place}/fd")
+    namespace = os.readlink(f"{place}/ns/mnt"), os.readlink(f"{place}/root")
+    if namespace not in views:
+        entries = procfs.list_mount_entries(f"{place}/mountinfo")
+        views[namespace] = {entry.id: entry for entry in entries if entry.device == target.entry.device}
+    view = views[namespace]
+    if view:
+        for name in names:
+            _look_at_descriptor(f"{place}/fd/{name}", f"{place}/fdinfo/{name}", target, view, uses)
+        _look_at_mappings(place, target, view, uses)
+        inner = _find_inner_path(view, os.readlink(f"{place}/cwd"))
+        if inner is not None and target.holds(inner, os.stat(f"{place}/cwd").st_ino):
+            _add(uses, WORKS_IN, target.show(inner))
+    return uses
+
+
+def _look_at_descriptor(link: str, info: str, target: Target, view: View, uses: Uses) -> None:
+    try:
+        found = _FDINFO.search(Path(info).read_text(errors="replace"))
+        entry = view.get(int(found["mount"])) if found else None
+        if found is None or entry is None:
+            return
+        inner = _get_inner_path(entry, os.readlink(link))
+        if target.holds(inner, os.stat(link).st_ino):
+            _add(uses, WRITE if int(found["flags"], 8) & os.O_ACCMODE else READ, target.show(inner))
+    except FileNotFoundError:
+        pass  # It was closed meanwhile.
+
+
+def _look_at_mappings(place: str, target: Target, view: View, uses: Uses) -> None:
+    major, _, minor = target.entry.device.partition(":")
+    device = f"{int(major):02x}:{int(minor):02x}"
+    text = os.fsdecode(Path(f"{place}/maps").read_bytes())
+    for found in _MAPPING.finditer(text):
+        if found["device"] == device:
+            inner = _find_inner_path(view, _ESCAPE.sub("\n", found["path"]))
+            if target.holds(inner, int(found["inode"])):
+                _add(uses, MAPPED, target.show(inner))
+
+
+def _add(uses: Uses, how: str, file: str) -> None:
+    uses.how.add(how)
+    if file:
+        uses.files.add(file)
+
+
+def _describe(pid: int, uses: Uses) -> FileUserJson:
+    try:
+        uid = os.stat(f"/proc/{pid}").st_uid
+        user = pwd.getpwuid(uid).pw_name
+    except FileNotFoundError:
+        user = ""
+    except KeyError:
+        user = str(uid)
+    return {"pid": pid, "user": user, "command": _read_command(pid), "how": sorted(uses.how), "files": sorted(uses.files)}
+
+
+def _read_command(pid: int) -> str:
+    """Return the command line of a process; empty if it is gone or a thread of the kernel."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return ""
+    return os.fsdecode(words.rstrip(b"\0").replace(b"\0", b" "))[:COMMAND_CHARS_MAX]
+
+
+def format_user(one: FileUserJson) -> str:
+    """Return the line about a process."""
+    files = one["files"][:1] + ([f"(and {len(one['files']) - 1} more)"] if len(one["files"]) > 1 else [])
+    return f"{one['pid']:>8}  {one['user']:10} {', '.join(one['how']):12} {one['command']:30}  {' '.join(files)}"
+
+
+def list_notes(found: WhoJson) -> list[str]:
+    """Return what the caller should know of the answer: that nobody was found, and who may be missing."""
+    notes = [] if found["processes"] else [f"no process that you may look at uses {found['path']}"]
+    if found["open_handles"] and not found["processes"]:
+        notes.append(
+            f"the daemon counts {format_count(found['open_handles'], 'open handle')} of it, so a process that you do not see has it open"
+        )
+    if found["hidden"]:
+        notes.append(
+            f"{format_count(found['hidden'], 'process', 'processes')} of others could not be looked at; run it as root to see them"
+        )
+    return notes
