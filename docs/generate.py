@@ -102,6 +102,7 @@ PRINTED: dict[str, Printed] = {
     "health": Printed("One object for one mount, a list for several.", more=json_answers.HealthJson),
     "config": Printed("A list with one object for each setting or rule.", pb.ConfigSetting),
     "who": Printed("One object.", more=json_answers.WhoJson),
+    "warm": Printed("One line for each file, each one object.", more=json_answers.WarmJson),
     "ls": Printed("A list with one object for each name.", pb.Record, json_answers.LsJson, ("known",)),
     "list": Printed(
         "Without SERIES, or for a directory with several: a list with one object for each series.", more=json_answers.SeriesJson

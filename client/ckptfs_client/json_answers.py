@@ -53,6 +53,15 @@ class WhoJson(TypedDict):
     open_handles: Annotated[int | None, "how many open handles of the file the daemon counts; null for a directory"]
 
 
+class WarmJson(TypedDict):
+    """A file of `ckptfs warm`."""
+
+    path: Annotated[str, "its path"]
+    size: Annotated[int, "its bytes"]
+    result: Annotated[str, "here (it was on this node already), fetched, or failed"]
+    reason: Annotated[str, "why it failed; empty if it did not"]
+
+
 class LsJson(TypedDict):
     """The keys that `ckptfs ls` adds."""
 

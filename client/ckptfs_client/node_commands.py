@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ckptfs_client.errors import EPILOG, UsageError
-from ckptfs_client.options import Directory, Json, parse_option
+from ckptfs_client.options import Directory, Json, Paths, parse_option
 
 app = typer.Typer()
 CONFIG_WIDTH_MAX = 60
@@ -93,3 +93,29 @@ def who(
         print(render.escape_unprintable(file_users.format_user(one)))
     for note in file_users.list_notes(found):
         print(f"ckptfs: {render.escape_unprintable(note)}", file=sys.stderr)
+
+
+@app.command(epilog=EPILOG)
+def warm(
+    paths: Paths,
+    timeout: Annotated[str | None, typer.Option(metavar="TIME", help="Give up (exit code 4) after this time, such as 30s or 5m.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each file.")] = False,
+) -> None:
+    """Fetch files to RAM or NVMe of this node before they are needed.
+
+    Of directories, all files below. Files that are here already cost nothing. If the rest does not fit, nothing is fetched (exit code 1).
+
+    Example: ckptfs warm /ckpt/run1/step_100 --timeout 10m
+    """
+    import time
+
+    from ckptfs import config
+    from ckptfs.quantities import format_count, format_duration, format_size
+    from ckptfs_client import warming
+
+    begun_s = time.monotonic()
+    done = warming.warm(paths, parse_option(config.parse_seconds, timeout), json=json)
+    if not json:
+        fetched, here = done.counts[warming.FETCHED], done.counts[warming.HERE]
+        amount = f"{format_count(fetched, 'file')} ({format_size(done.fetched_bytes)}) fetched, {here} here already"
+        print(f"{amount} (after {format_duration(time.monotonic() - begun_s)})")
