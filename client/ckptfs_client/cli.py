@@ -103,6 +103,8 @@ def status(
     """Show tiers, write-back, troubles and processes of mounts.
 
     All mounts are asked at once. The exit code is 3 if one does not answer. With --json: one object for one mount, a list for several.
+
+    Example: ckptfs status /ckpt --watch
     """
     from ckptfs_client import mounts, render
     from ckptfs_client.progress_bar import is_silent, list_statuses, watch_status
@@ -262,6 +264,8 @@ def list_files(
     """List files with level, generation, digest and copies.
 
     A `*` marks a file with changes that are not on the PFS yet. A directory has the lowest level and the size of all files below.
+
+    Example: ckptfs ls /ckpt/run1/step_100
     """
     from ckptfs_client import render
     from ckptfs_client.listing import list_rows
@@ -312,7 +316,10 @@ def refresh(
     recursive: Annotated[bool, typer.Option("--recursive", "-r", help="Include all directories below.")] = False,
     timeout: Annotated[str | None, typer.Option(metavar="TIME", help="Give up (exit code 4) after this time, such as 30s or 5m.")] = None,
 ) -> None:
-    """Pick up changes that other programs made on the PFS."""
+    """Pick up changes that other programs made on the PFS.
+
+    Example: ckptfs refresh /ckpt/data --recursive
+    """
     from ckptfs import config
     from ckptfs_client.client import open_client
 
@@ -334,6 +341,8 @@ def doctor(json: Json = False) -> None:
     """Check this machine and its mounts, and suggest remedies.
 
     The exit code is 1 if something is bad.
+
+    Example: ckptfs doctor --json
     """
     from ckptfs_client import doctor as checks
 
@@ -385,7 +394,10 @@ def list_names(
 
 @app.command(epilog=EPILOG)
 def version(json: Json = False) -> None:
-    """Print the version of ckptfs."""
+    """Print the version of ckptfs.
+
+    Example: ckptfs version --json
+    """
     from ckptfs import __version__
 
     answer: VersionJson = {"version": __version__}
@@ -396,7 +408,10 @@ def version(json: Json = False) -> None:
 def show_help(
     context: typer.Context, words: Annotated[list[str] | None, typer.Argument(metavar="[COMMAND]", help="The command to explain.")] = None
 ) -> None:
-    """Explain ckptfs or one of its commands."""
+    """Explain ckptfs or one of its commands.
+
+    Example: ckptfs help wait
+    """
     whole: Any = context.find_root().command
     whole.main([*(words or []), "--help"], prog_name="ckptfs")
 
@@ -414,6 +429,8 @@ def adopt(
 
     The node puts all that it knows of the shared tree into etcd. Run it on one node after the other, first on the one that wrote last.
     Until all nodes have adopted, or one was told --last, nothing is written back to the PFS.
+
+    Example: ckptfs cluster adopt /ckpt
     """
     from ckptfs_client import mounts
     from ckptfs_client.client import Client
@@ -432,7 +449,10 @@ def adopt(
 def init(
     directory: KeysDirectory, cluster: Annotated[str, typer.Option(help="The cluster's name, as in cluster=NAME.")] = "ckptfs"
 ) -> None:
-    """Create the CA of a cluster: DIR/ca.pem and DIR/ca.key."""
+    """Create the CA of a cluster: DIR/ca.pem and DIR/ca.key.
+
+    Example: ckptfs keys init /root/ca --cluster training
+    """
     from ckptfs.clique import certificates
 
     with _translated_errors():
@@ -450,6 +470,8 @@ def issue(
     """Create the keys of a node in DIR/NODE.
 
     Copy ca.pem, node.pem and node.key from there to the node, and mount with keys=DIRECTORY.
+
+    Example: ckptfs keys issue /root/ca node7 --address 10.0.0.7
     """
     from ckptfs.clique import certificates
 
@@ -463,6 +485,8 @@ def revoke(directory: KeysDirectory, node: KeysNode) -> None:
     """Revoke all keys that were issued to a node.
 
     Use it if the keys are lost or stolen. Issue new ones if the node shall go on.
+
+    Example: ckptfs keys revoke /root/ca node7
     """
     from ckptfs.clique import certificates
 

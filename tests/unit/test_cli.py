@@ -3,14 +3,16 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from ckptfs_client import doctor, mounts, render
+from ckptfs_client import cli, doctor, mounts, render
 from ckptfs_client.errors import NoMount
 from ckptfs_client.mounts import Mount
 from control_served import Served, serving
@@ -255,6 +257,25 @@ def test_help_version_and_slips_of_the_pen(run: Run) -> None:
     assert "Did you mean 'status'?" in run("statsu")[2]
     code, _, err = run("wait", "--levle", "pfs", "/")
     assert code == 2 and "--level" in err
+
+
+def list_leaves(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command that does something, with its words."""
+    below = getattr(command, "commands", None)
+    if below is None:
+        yield words, command
+    for name, one in (below or {}).items():
+        yield from list_leaves(one, (*words, name))
+
+
+@pytest.mark.parametrize(("words", "command"), [pytest.param(*leaf, id=" ".join(leaf[0])) for leaf in list_leaves(cli.build_command())])
+def test_each_help_has_an_example_that_can_be_given(words: tuple[str, ...], command: Any) -> None:
+    """P11: of the command itself, with arguments and options that it takes."""
+    found = re.search(r"Example: (.*)$", command.help.strip())
+    assert found is not None, f"ckptfs {' '.join(words)} --help has no example at its end"
+    given = shlex.split(found[1])
+    assert tuple(given[: len(words) + 1]) == ("ckptfs", *words)
+    command.make_context(" ".join(words), given[len(words) + 1 :])
 
 
 def test_troubles_come_first_with_true_times_and_plain_words(served: Served, run: Run, tmp_path: Path) -> None:

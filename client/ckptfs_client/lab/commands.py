@@ -35,7 +35,10 @@ def start(
     directory: LabDirectory = None,
     json: Json = False,
 ) -> None:
-    """Create a lab and start all of it."""
+    """Create a lab and start all of it.
+
+    Example: ckptfs lab start --nodes 5 --factor 3
+    """
     from ckptfs import config
     from ckptfs.errors import ConfigError
 
@@ -62,6 +65,8 @@ def stop(
     """Stop the lab and delete everything in it.
 
     Nothing is drained. The PFS is deleted too, unless --pfs named a directory elsewhere.
+
+    Example: ckptfs lab stop
     """
     lab = _open_laboratory(directory)
     if what is not None:
@@ -73,13 +78,19 @@ def stop(
 
 @app.command(epilog=EPILOG)
 def status(directory: LabDirectory = None, json: Json = False) -> None:
-    """Show the nodes with their daemons, links and mounts."""
+    """Show the nodes with their daemons, links and mounts.
+
+    Example: ckptfs lab status --json
+    """
     _print_status(_open_laboratory(directory), json=json)
 
 
 @app.command(epilog=EPILOG)
 def kill(node: NodeName, directory: LabDirectory = None) -> None:
-    """Kill (-9) every process of a node, those of `exec` too."""
+    """Kill (-9) every process of a node, those of `exec` too.
+
+    Example: ckptfs lab kill node2
+    """
     _open_laboratory(directory).kill(node)
 
 
@@ -89,7 +100,10 @@ def wipe(
     nvme: Annotated[bool, typer.Option("--nvme", help="Delete its NVMe tier and its catalog too: it returns as a new machine.")] = False,
     directory: LabDirectory = None,
 ) -> None:
-    """Kill a node and delete its RAM tier."""
+    """Kill a node and delete its RAM tier.
+
+    Example: ckptfs lab wipe node2 --nvme
+    """
     _open_laboratory(directory).wipe(node, nvme=nvme)
 
 
@@ -98,19 +112,27 @@ def start_node(node: NodeName, directory: LabDirectory = None) -> None:
     """Start a killed node again, or add a node.
 
     The name after that of the last node adds one: node4 to a lab of three.
+
+    Example: ckptfs lab start-node node4
     """
     _open_laboratory(directory).start_node(node)
 
 
 @app.command("restart-node", epilog=EPILOG)
 def restart_node(node: NodeName, directory: LabDirectory = None) -> None:
-    """Unmount a node cleanly and mount it again."""
+    """Unmount a node cleanly and mount it again.
+
+    Example: ckptfs lab restart-node node1
+    """
     _open_laboratory(directory).restart_node(node)
 
 
 @app.command(epilog=EPILOG)
 def cut(node: NodeName, directory: LabDirectory = None) -> None:
-    """Cut a node off from the other nodes and from etcd."""
+    """Cut a node off from the other nodes and from etcd.
+
+    Example: ckptfs lab cut node3
+    """
     _open_laboratory(directory).cut(node)
 
 
@@ -120,7 +142,10 @@ def slow(
     rate: Annotated[str, typer.Option(help="Such as 100mbit or 1gbit.")],
     directory: LabDirectory = None,
 ) -> None:
-    """Limit the bandwidth of a node in both directions."""
+    """Limit the bandwidth of a node in both directions.
+
+    Example: ckptfs lab slow node2 --rate 100mbit
+    """
     _open_laboratory(directory).slow(node, _parse_bits_per_s(rate))
 
 
@@ -131,6 +156,8 @@ def heal(
     """Undo kill, cut and slow for a node, or for all of them.
 
     Without NODE, etcd is started too.
+
+    Example: ckptfs lab heal node3
     """
     _open_laboratory(directory).heal(*([node] if node else []))
 
