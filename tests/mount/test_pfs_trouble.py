@@ -141,7 +141,7 @@ def test_evicted_files_come_back(make_daemon: Make, data_path: str) -> None:
     for number, one in enumerate(data):
         assert (daemon.path / f"step{number}").read_bytes() == one
     here = daemon.catalog(
-        "SELECT count(*) FROM copy c JOIN content k ON k.id = c.content WHERE tier = 'ram' AND c.state = 1 AND size > 1000000"
+        "SELECT count(*) FROM copy c JOIN content k ON k.id = c.content WHERE c.tier = 'ram' AND c.state = 1 AND k.size > 1000000"
     )
     assert here[0][0] < len(data), "some were evicted"
     (daemon.path / "step0").write_bytes(b"new")
