@@ -150,7 +150,7 @@ class Reconcile:
             if not own:
                 self._drop_stale()
                 if self._dropped:
-                    log.info("%d contents that were here are of no use any more: other nodes changed or deleted them", self._dropped)
+                    log.info("%d contents on this node are of no use any more: other nodes changed or deleted them", self._dropped)
                     self._dropped = 0
             return bool(own)
         return False

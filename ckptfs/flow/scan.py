@@ -462,7 +462,7 @@ class DirectoryScan:
                 self._notify.invalidate_entry(parent, name)
             shown = os.fsdecode(entry.name)
             if verdict is ScanVerdict.FOUND:
-                log.warning("%s: it was lost here, and the PFS has it: it is taken up again from there", shown)
+                log.warning("%s: it was lost on this node, and the PFS has it: it is taken up again from the PFS", shown)
             else:
                 log.info("%s: changed on the PFS from outside of ckptfs; the new content is imported", shown)
 

@@ -107,7 +107,7 @@ async def _begin_adoption(db: Database, store: EpochCheckedStore, name: str) -> 
     # Takes seconds for a large catalog.
     await trio.to_thread.run_sync(adopt.begin, db, epoch)
     summary.set_report(db, store_loss.LOSS_REPORT, None)
-    log.warning("etcd had lost its data: this node adopts it, and tells it everything that is known here")
+    log.warning("etcd had lost its data: this node adopts it, and puts into it all that this node knows")
     return True
 
 

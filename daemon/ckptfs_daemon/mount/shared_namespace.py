@@ -476,7 +476,7 @@ class SharedNamespace:
             what = f"{cause}: this node goes on alone, and other nodes do not see what changes here"
             remedy = failure.remedy if failure.remedy and not is_silent else REACH_REMEDY
             summary.set_report(self.db, TROUBLE_KEY, {"what": what, "path": "", "remedy": remedy})
-            log.warning("the store of the cluster does not answer (%s): going on alone with what is known here", failure)
+            log.warning("the store of the cluster does not answer (%s): this node goes on alone with what it knows", failure)
         if not isinstance(failure, StoreUnreachable) and str(failure) != self._logged_refusal:
             self._logged_refusal = str(failure)
             log.error("the store of the cluster refused: %s", failure)
@@ -498,7 +498,7 @@ class SharedNamespace:
         while key_state.get_last_change(self.db) and await self._commit_batch():
             pass
         if key_state.get_last_change(self.db) == 0:
-            log.info("the store of the cluster answers again, and knows what was changed here meanwhile")
+            log.info("the store of the cluster answers again, and has all changes that this node made meanwhile")
             self.disconnected_ns = 0
             key_state.mark_reintegrated(self.db, time.time_ns())
             if store_loss.get_adoption_step(self.db) is AdoptionStep.PUBLISHING:
