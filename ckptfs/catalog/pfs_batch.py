@@ -1,4 +1,4 @@
-"""The batch of changes that write-back applies to the PFS (table `pfs_batch`), and its record.
+"""The batch of changes that write-back applies to the PFS (table `pfs_batch`), and its results.
 
 A batch holds changes as they were decided, for the journal rows after `after_seq` up to `last_seq`. It is stored before the PFS is
 changed. `record_batch_done` records what the PFS shows then and deletes the rows and the batch, in the caller's transaction. If the PFS

@@ -251,7 +251,7 @@ class AdoptionBatch:
             key_state.set_cached(self._db, key, known)
 
     def _merge_pfs_state(self, inode: int) -> None:
-        """Keep the later of two statements about the names that the PFS shows.
+        """Keep the later of two statements about an inode on the PFS.
 
         The generation decides; then the one that agrees with the tree, as the PFS follows it.
         """

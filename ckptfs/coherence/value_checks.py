@@ -244,7 +244,7 @@ def _log_once(raw_key: bytes, revision: int, fault: str) -> None:
 
 
 def check_format(items: tuple[Item, ...], release: str) -> tuple[Compare, Put] | None:
-    """Return the transaction that records the format of the values; None if there is nothing to do.
+    """Return the compare and put that record the format of the values; None if nothing is to be done.
 
     `items` is what `FORMAT_KEY` holds.
 

@@ -65,7 +65,7 @@ class SetExpiry:
         self._retired: set[int] = set()
 
     def get_excess(self, held_bytes: int) -> int:
-        """Return how many bytes too many only the history holds.
+        """Return how many of the bytes that only the history holds exceed its share.
 
         Returns 0 while the size of a tier is not known.
         """
