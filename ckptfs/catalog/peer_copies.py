@@ -181,7 +181,7 @@ def insert_peer_copy(db: Database, copy: PeerCopy) -> None:
 
 
 def insert_unneeded_copy(db: Database, content: int, node: int) -> None:
-    """Record that a node may delete its copy of a content that is deleted on this node. It is no copy that counts.
+    """Record that a node may delete its copy of a content that this node deleted. The copy does not count.
 
     The node wrote the content or holds it, and does not learn of the names that were deleted.
     """

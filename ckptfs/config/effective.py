@@ -1,4 +1,4 @@
-"""The effective settings of a mount as text: the value of each, and where it was given (`ckptfs config`). Pure.
+"""The effective settings of a mount as text: value and origin of each (`ckptfs config`). Pure.
 
 The parser of a setting accepts the text of its value again. Secrets lie in files, so only their paths are settings.
 """
@@ -31,7 +31,10 @@ SIZES = (parse_memory, parse_optional_size, parse_size_or_share)
 
 @dataclass(frozen=True, slots=True)
 class EffectiveSetting:
-    """A setting or a rule. `value` is empty if it is not set; `origin` is `DEFAULT`, `COMMAND_LINE`, or the path of the file."""
+    """A setting or a rule.
+
+    `value` is empty if it is not set; `origin` is `DEFAULT`, `COMMAND_LINE`, or the path of the file.
+    """
 
     name: str
     value: str

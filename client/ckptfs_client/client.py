@@ -156,7 +156,10 @@ class Client:
         return self._channels[path]
 
     def _call(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
-        """Return the reply of one call. Waits while the daemon restarts, without `timeout_s` for at most `answer_s` in all."""
+        """Return the reply of one call. Wait while the daemon restarts.
+
+        Without `timeout_s`, wait for at most `answer_s` in all.
+        """
         until = time.monotonic() + self._answer_s
         while True:
             try:

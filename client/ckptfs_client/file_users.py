@@ -30,7 +30,10 @@ View = dict[int, MountEntry]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is looked for: `path` is relative to the root of the filesystem, `shown` is the caller's name of that root."""
+    """The file or directory to look for.
+
+    `path` is relative to the root of the filesystem, `shown` is the caller's name of that root.
+    """
 
     entry: MountEntry
     inode: int
@@ -97,7 +100,10 @@ def _find_target(path: Path, inode: int) -> Target:
 
 
 def _get_inner_path(entry: MountEntry, text: str) -> str | None:
-    """Return the path in the filesystem of what a mount shows as `text`. Returns None if it does not lie in the mount."""
+    """Return the path in the filesystem of a path `text` in a mount.
+
+    Returns None if it does not lie in the mount.
+    """
     point = str(entry.mountpoint).rstrip("/")
     if text != point and not text.startswith(f"{point}/"):
         return None
@@ -186,7 +192,7 @@ def format_user(one: FileUserJson) -> str:
 
 
 def list_notes(found: WhoJson) -> list[str]:
-    """Return what the caller should know of the answer: that nobody was found, and who may be missing."""
+    """Return what the caller should know of the answer: that no process was found, and who may be missing."""
     notes = [] if found["processes"] else [f"no process that you may look at uses {found['path']}"]
     if found["open_handles"] and not found["processes"]:
         notes.append(

@@ -1,4 +1,4 @@
-"""The commands about what a mount on this node is, and what goes on in it. Everything heavy is imported where it is used."""
+"""The commands about the state of a mount on this node. Heavy modules are imported at their first use."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whether the tiers and peers of this node are sound (X11): the health of each mount, with the reasons in a line.
+"""The health of the tiers and peers of this node (X11), with the reasons in a line for each mount.
 
 The answers come from the daemon, which asks its catalog and touches neither the PFS nor a peer.
 """

@@ -49,7 +49,10 @@ class WarmFile:
 
 @dataclass(slots=True)
 class Warming:
-    """The files that are wanted on this node, by mount. `finish_s`: when to give up (monotonic); None: never."""
+    """The files that are wanted on this node, by mount.
+
+    `finish_s`: when to give up (monotonic); None: never.
+    """
 
     finish_s: float | None
     json: bool
@@ -175,7 +178,10 @@ def is_here(file: WarmFile, record: "pb.Record") -> bool:
 
 
 def _list_files(path: str, device: int) -> Iterator[WarmFile]:
-    """Yield the regular files at and below a path, in their order. The history is not entered. Raises CommandFailed."""
+    """Yield the regular files at and below a path, in their order.
+
+    The history is not entered. Raises CommandFailed.
+    """
     try:
         found = os.lstat(path)
         if stat.S_ISREG(found.st_mode):

@@ -200,7 +200,7 @@ class ClusterFigures:
         return answer
 
     def refresh_files(self, inodes: Iterable[int]) -> None:
-        """Read from the store the state of files on this node and on the PFS, and the holders of their contents."""
+        """Read from the store the state of files on nodes and on the PFS, and the holders of their contents."""
         inodes = list(inodes)
         with contextlib.suppress(CkptfsError):
             pfs_coordination.load_inodes(self._db, self._store, *inodes)
