@@ -32,7 +32,7 @@ View = dict[int, MountEntry]
 class Target:
     """The file or directory to look for.
 
-    `path` is relative to the root of the filesystem, `shown` is the caller's name of that root.
+    `path` is its path in the filesystem, `entry` the mount through which the caller sees it.
     """
 
     entry: MountEntry

@@ -30,7 +30,7 @@ def configured(tmp_path: Path) -> Config:
         (tmp_path / "keys" / name).write_text(SECRET)
     file = tmp_path / "job.toml"
     file.write_text(
-        f'ram = "1G"\nram_high = 0.7\npfs = "{tmp_path}/pfs"\netcd = ["a:1", "b:2"]\n'
+        f'ram = "1G"\nram_high = 0.7\npfs = "{tmp_path}/pfs"\netcd = ["a:1", "b:2"]\netcd_insecure = true\n'
         '[[retention]]\npath = "run*/step_*"\nkeep = 3\n[[series]]\npattern = "x*"\ncomplete = "30s"\n'
     )
     options = {
@@ -74,7 +74,7 @@ def test_what_is_shown_can_be_given(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("key", [key for key in SETTINGS if key.default is not None], ids=lambda key: key.name)
 def test_the_defaults_can_be_given(key: Any) -> None:
-    value = key.parse(key.default)
+    value = key.parse(key.default if isinstance(key.default, bool) else str(key.default))
     assert key.parse(format_value(key, value)) == value
 
 
