@@ -243,3 +243,28 @@ class LabJson(TypedDict):
     pfs: Annotated[str, "the directory that is the PFS; empty: none"]
     etcd: Annotated[LabEtcdJson, "its etcd"]
     nodes: Annotated[list[LabNodeJson], "its nodes, in order"]
+
+
+class AdviceRowJson(TypedDict):
+    """What one interval between checkpoints costs the job."""
+
+    name: Annotated[str, "now (as measured), Young 1974 or Daly 2006"]
+    interval_s: Annotated[float, "seconds of work from the end of a checkpoint to the beginning of the next one"]
+    saving: Annotated[float, "time for checkpoints, as a share of the work"]
+    lost_s: Annotated[float, "seconds that a failure undoes, on average"]
+    overhead: Annotated[float | None, "checkpoints, lost work and restarts, as a share of the work; null: the job hardly gets on"]
+
+
+class AdviceJson(TypedDict):
+    """The answer of `ckptfs advise`."""
+
+    series: Annotated[str, "the series; empty: none was given"]
+    sets: Annotated[int, "how many complete sets it has"]
+    size: Annotated[int, "bytes of the newest one"]
+    cost_s: Annotated[float, "seconds that a checkpoint takes: as given, or the median of what was measured"]
+    cost_sets: Annotated[int, "of how many sets it was measured; 0: it was given"]
+    period_s: Annotated[float | None, "seconds from one complete set to the next, the median; null: not known"]
+    mtbf_s: Annotated[float, "seconds between failures of the job, on average"]
+    restart_s: Annotated[float, "seconds from a failure until the job works again"]
+    intervals: Annotated[list[AdviceRowJson], "the intervals; the last one is the advice"]
+    sentence: Annotated[str, "the advice as a sentence"]

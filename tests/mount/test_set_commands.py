@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,24 @@ def test_commit(mount: Area) -> None:
     wait_for(mount, mount.path / "step_*", "step_1@1")
     assert mount.command("commit", mount.path / "none", check=False).returncode == 1
     assert mount.command("commit", "/", check=False).returncode == 3
+
+
+def test_advice_measures_a_save(mount: Area, tmp_path: Path) -> None:
+    """H9, X9: from the making of the directory to the last change of a file, although somebody has read the files since."""
+    series, directory, probe = mount.path / "step_*", mount.path / "step_2", tmp_path / "probe"
+    save(mount.path / "step_1", 1)
+    wait_for(mount, series, "step_1@1")
+    began_s = time.time()
+    directory.mkdir()
+    made_s = time.time()
+    # The kernel's clock for files lags behind.
+    eventually(lambda: probe.write_bytes(b"x") and probe.stat().st_mtime > made_s + 0.2, what="0.2 s are over")
+    save(directory, 2)
+    ended_s = time.time()
+    wait_for(mount, series, "step_2@2", "step_1@1")
+    advice = json.loads(mount.command("advise", series, "--mtbf", "12h", "--json").stdout)
+    assert advice["cost_sets"] == 1 and 0.2 < advice["cost_s"] < ended_s - began_s
+    assert advice["sets"] == 2 and advice["period_s"] > advice["cost_s"]
 
 
 def test_what_is_not_complete_is_listed(mount: Area) -> None:

@@ -1,0 +1,149 @@
+"""What `ckptfs advise` measures of a series, and what it says (H9, X9).
+
+Each of the newest sets is compared with the one before it. A save ends when its last file is changed. It begins at the earliest time since
+the set before was complete that is known: an access time is that of the creation, for the directory of the set always, for a file until a
+program reads it. That may be later than the beginning, so the cost is at least what is measured.
+"""
+
+import contextlib
+import math
+import os
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from ckptfs.quantities import format_count, format_duration, format_size
+from ckptfs_client.checkpoint_interval import compute_daly_interval_s, compute_lost_s, compute_overhead, compute_young_interval_s
+from ckptfs_client.json_answers import AdviceJson, AdviceRowJson
+from ckptfs_client.render import escape_unprintable, format_columns
+from ckptfs_client.set_history import FoundSet, ListedSeries, ListedSet, SetHistory
+from ckptfs_client.set_listing import MANIFEST_FILES
+
+MEASURED_MAX = 16
+NANO = 1e9
+NOW, YOUNG, DALY = "now", "Young 1974", "Daly 2006"
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesMeasure:
+    """What is known of the newest sets of a series.
+
+    The period is from one complete set to the next; None: not known.
+    """
+
+    series: str
+    sets: int
+    size: int
+    costs_s: tuple[float, ...]
+    period_s: float | None
+
+    @property
+    def cost_s(self) -> float | None:
+        return median(self.costs_s) if self.costs_s else None
+
+
+@dataclass(frozen=True, slots=True)
+class JobFacts:
+    """What the advice rests on. `is_given`: the cost was given, not measured."""
+
+    mtbf_s: float
+    cost_s: float
+    restart_s: float
+    is_given: bool
+
+
+def measure_series(history: SetHistory, one: ListedSeries) -> SeriesMeasure:
+    """Measure the newest sets of a series."""
+    sets = history.list_sets(one)
+    newest = sets[: MEASURED_MAX + 1]
+    costs = (_measure_cost_s(FoundSet(one, newer), older) for newer, older in pairwise(newest))
+    periods = [(newer.completed_ns - older.completed_ns) / NANO for newer, older in pairwise(newest)]
+    known = [period for period in periods if period > 0]
+    size = sets[0].size if sets else 0
+    return SeriesMeasure(one.shown, len(sets), size, tuple(cost for cost in costs if cost), median(known) if known else None)
+
+
+def _measure_cost_s(found: FoundSet, older: ListedSet) -> float:
+    """Return for how long the files of a set were being written, at least; 0 if their times do not tell."""
+    times: list[int] = []
+    changed: list[int] = []
+    with contextlib.suppress(OSError):
+        if found.set.is_in_place and not found.set.is_group:
+            times.append(os.stat(found.series.place / found.set.name).st_atime_ns)
+    for directory, _, names in os.walk(found.history):
+        for name in names:
+            with contextlib.suppress(OSError):
+                status = os.lstat(os.path.join(directory, name))
+                if directory != str(found.history) or name not in MANIFEST_FILES:
+                    changed.append(status.st_mtime_ns)
+                    times.append(status.st_atime_ns)
+    last = max(changed, default=0)
+    began = min((one for one in times + changed if older.completed_ns < one <= last), default=last)
+    return (last - began) / NANO
+
+
+def build_advice(measure: SeriesMeasure | None, facts: JobFacts) -> AdviceJson:
+    """Build the answer. Without a measure nothing is known but the facts."""
+    period_s = measure.period_s if measure is not None else None
+    intervals = [(YOUNG, compute_young_interval_s(facts.cost_s, facts.mtbf_s)), (DALY, compute_daly_interval_s(facts.cost_s, facts.mtbf_s))]
+    if period_s is not None and period_s > facts.cost_s:
+        intervals.insert(0, (NOW, period_s - facts.cost_s))
+    rows = [_build_row(name, interval_s, facts) for name, interval_s in intervals]
+    return {
+        "series": measure.series if measure is not None else "",
+        "sets": measure.sets if measure is not None else 0,
+        "size": measure.size if measure is not None else 0,
+        "cost_s": facts.cost_s,
+        "cost_sets": 0 if facts.is_given or measure is None else len(measure.costs_s),
+        "period_s": period_s,
+        "mtbf_s": facts.mtbf_s,
+        "restart_s": facts.restart_s,
+        "intervals": rows,
+        "sentence": _build_sentence(rows, facts),
+    }
+
+
+def _build_row(name: str, interval_s: float, facts: JobFacts) -> AdviceRowJson:
+    overhead = compute_overhead(interval_s, facts.cost_s, facts.mtbf_s, facts.restart_s)
+    return {
+        "name": name,
+        "interval_s": interval_s,
+        "saving": facts.cost_s / interval_s,
+        "lost_s": compute_lost_s(interval_s, facts.cost_s, facts.mtbf_s),
+        "overhead": overhead if math.isfinite(overhead) else None,
+    }
+
+
+def _build_sentence(rows: list[AdviceRowJson], facts: JobFacts) -> str:
+    best, first = rows[-1], rows[0]
+    if facts.cost_s >= 2 * facts.mtbf_s:
+        cost, mtbf = format_duration(facts.cost_s), format_duration(facts.mtbf_s)
+        return f"A checkpoint takes {cost} and the job fails every {mtbf}: no interval lets it get on; make checkpoints smaller or faster."
+    words = f"Save after every {format_duration(best['interval_s'])} of work"
+    if first["name"] == NOW:
+        words += f", instead of {format_duration(first['interval_s'])}"
+    words += f": checkpoints, lost work and restarts then add {_format_share(best['overhead'])} to the time of the job"
+    return words + (f", instead of {_format_share(first['overhead'])}." if first["name"] == NOW else ".")
+
+
+def _format_share(share: float | None) -> str:
+    return "without end" if share is None else f"{100 * share:.3g} %" if share < 10 else f"{100 * share:.0f} %"
+
+
+def format_advice(advice: AdviceJson) -> str:
+    """Format the answer: what it rests on, the table, the sentence."""
+    lines = []
+    if advice["series"]:
+        amount = f"{format_count(advice['sets'], 'set')}, the newest of {format_size(advice['size'])}"
+        lines.append(f"{escape_unprintable(advice['series'])}: {amount}")
+    sets = advice["cost_sets"]
+    source = f"at least, the median of {format_count(sets, 'set')}" if sets else "as given"
+    lines.append(f"  {'checkpoint':<10} {format_duration(advice['cost_s'])} ({source})")
+    lines.append(f"  {'failure':<10} every {format_duration(advice['mtbf_s'])}")
+    cells = [
+        [row["name"], format_duration(row["interval_s"]), _format_share(row["saving"]), format_duration(row["lost_s"]),
+         _format_share(row["overhead"])]
+        for row in advice["intervals"]
+    ]  # fmt: skip
+    table = format_columns(("interval", "work>", "saving>", "lost by a failure>", "overhead>"), cells)
+    return "\n".join([*lines, "", table, "", advice["sentence"]])

@@ -1,0 +1,89 @@
+"""The command that computes how often to save.
+
+Everything heavy is imported where it is used.
+"""
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptfs_client.errors import EPILOG, CommandFailed, UsageError
+from ckptfs_client.options import Json
+
+app = typer.Typer()
+LONG_UNITS = {"w": 7 * 86400.0, "y": 365.25 * 86400.0}
+JobMtbf = Annotated[str | None, typer.Option("--mtbf", metavar="TIME", help="Mean time between failures of the job, all nodes together.")]
+NodeMtbf = Annotated[str | None, typer.Option("--node-mtbf", metavar="TIME", help="The same of one node, such as 5y.")]
+
+
+def parse_time(option: str, text: str) -> float:
+    """Return the seconds of an option: as in the configuration, and w and y. Raises UsageError."""
+    from ckptfs import config
+    from ckptfs.errors import ConfigError
+
+    long = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([wy])", text.strip())
+    try:
+        found = float(long[1]) * LONG_UNITS[long[2]] if long else config.parse_seconds(text)
+    except ConfigError:
+        found = 0.0
+    if found <= 0:
+        raise UsageError(f"{option} {text!r} is not a duration; accepted: a number above 0 with ms, s, m, h, d, w or y, as in 30s or 5y")
+    return found
+
+
+def parse_failure_rate(mtbf: str | None, nodes: int | None, node_mtbf: str | None) -> float:
+    """Return the mean time between failures of the job, in seconds. Raises UsageError."""
+    if (mtbf is None) == (node_mtbf is None):
+        raise UsageError("say how often failures come: --mtbf TIME for the whole job, or --nodes N and --node-mtbf TIME")
+    if mtbf is not None:
+        return parse_time("--mtbf", mtbf)
+    if nodes is None:
+        raise UsageError("--node-mtbf asks for --nodes N")
+    return parse_time("--node-mtbf", node_mtbf or "") / nodes
+
+
+@app.command(epilog=EPILOG)
+def advise(
+    series: Annotated[
+        Path | None, typer.Argument(metavar="SERIES", help="A pattern such as 'run1/step_*', or its directory. Optional with --cost.")
+    ] = None,
+    mtbf: JobMtbf = None,
+    nodes: Annotated[int | None, typer.Option(min=1, metavar="N", help="Nodes of the job, for --node-mtbf.")] = None,
+    node_mtbf: NodeMtbf = None,
+    cost: Annotated[
+        str | None, typer.Option(metavar="TIME", help="How long a checkpoint keeps the job from its work. Default: measured.")
+    ] = None,
+    restart: Annotated[
+        str | None, typer.Option(metavar="TIME", help="From a failure until the job works again. Default: 0.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Say how often to save, from the cost of a checkpoint and the failure rate.
+
+    The cost is measured from the times of the newest sets, and is at least what is shown: give --cost if the job knows better, for example
+    because it works while it saves. The intervals are those of Young and of Daly.
+
+    Example: ckptfs advise '/ckpt/run1/step_*' --nodes 512 --node-mtbf 5y
+    """
+    from ckptfs_client import advice, render
+    from ckptfs_client.set_history import SetHistory
+
+    mtbf_s = parse_failure_rate(mtbf, nodes, node_mtbf)
+    cost_s = None if cost is None else parse_time("--cost", cost)
+    restart_s = 0.0 if restart is None else parse_time("--restart", restart)
+    if series is None and cost_s is None:
+        raise UsageError("say what to measure, SERIES, or how long a checkpoint takes, --cost TIME")
+    measure = None
+    if series is not None:
+        with SetHistory.of(series) as history:
+            measure = advice.measure_series(history, history.find_one_series(series))
+    found_s = cost_s or (measure.cost_s if measure is not None else None)
+    if found_s is None:
+        raise CommandFailed(f"{series}: the times of its sets do not tell how long a checkpoint takes", remedy="say it: --cost 30s")
+    answer = advice.build_advice(measure, advice.JobFacts(mtbf_s, found_s, restart_s, is_given=cost_s is not None))
+    if json:
+        render.print_json(answer)
+    else:
+        print(advice.format_advice(answer))
