@@ -113,6 +113,7 @@ PRINTED: dict[str, Printed] = {
     **dict.fromkeys(("rollback", "pin", "unpin", "annotate", "commit", "rm"), Printed("One object.", more=json_answers.SetChangeJson)),
     "latest": Printed("One object.", more=json_answers.LatestJson),
     "advise": Printed("One object.", more=json_answers.AdviceJson),
+    "simulate": Printed("One object.", more=json_answers.SimulateJson),
     "wait": Printed("One line for each change, each one object. The last one has `done`: true.", pb.Progress),
     "drain": Printed("One line for each change, each one object. The last one has `done`: true.", pb.Progress),
     "cluster adopt": Printed("One line for each change, each one object. The last one has `done`: true.", pb.Progress),

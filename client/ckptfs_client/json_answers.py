@@ -268,3 +268,28 @@ class AdviceJson(TypedDict):
     restart_s: Annotated[float, "seconds from a failure until the job works again"]
     intervals: Annotated[list[AdviceRowJson], "the intervals; the last one is the advice"]
     sentence: Annotated[str, "the advice as a sentence"]
+
+
+class SimulateJson(TypedDict):
+    """The answer of `ckptfs simulate`."""
+
+    nodes: Annotated[int, "how many nodes"]
+    copies: Annotated[int, "how many nodes hold each file"]
+    jump: Annotated[int, "the jump that the placement uses; 0: it spreads the failure domains evenly"]
+    domains: Annotated[int, "how many failure domains"]
+    node_mtbf_s: Annotated[float, "seconds between failures of one node, on average"]
+    domain_mtbf_s: Annotated[float | None, "the same of one failure domain as a whole; null: it does not fail"]
+    repair_s: Annotated[float, "seconds until the copies of a node that failed are remade"]
+    write_back_s: Annotated[float, "seconds until the set is on the PFS"]
+    trials: Annotated[int, "how many failures were followed"]
+    seed: Annotated[int, "the seed"]
+    probability: Annotated[float | None, "the probability that the set is lost; null: no trial met a loss"]
+    low: Annotated[float | None, "the lower bound of its 95 % confidence interval"]
+    high: Annotated[float | None, "the upper bound"]
+    closed_form: Annotated[float | None, "the same by a formula, for independent failures; null: domains fail as a whole"]
+    failures_per_day: Annotated[float, "nodes that fail in a day, on average, with their domains or alone"]
+    recovery_bytes: Annotated[float, "bytes of copies to remake after a node failed, on average"]
+    recovery_bytes_per_day: Annotated[float, "the same in a day"]
+    memory_bytes: Annotated[int, "the most that a node holds for its own checkpoints and those of its peers"]
+    memory_bytes_after: Annotated[int, "the same after a failure domain, or a node, was lost and its copies are remade"]
+    sentence: Annotated[str, "the answer as a sentence"]
