@@ -28,6 +28,7 @@ from ckptfs.config.retention_rules import check_rules, describe_rule, find_direc
 from ckptfs.config.schema import (
     CLUSTER_SETTINGS,
     COMMAND_LINE,
+    METRICS_UNIX_PREFIX,
     MOUNT_FLAGS_DEFAULT,
     RAM_BYTES_MIN,
     RULE_SETTINGS,
@@ -51,6 +52,7 @@ from ckptfs.errors import ConfigError
 from ckptfs.model import Bulk, CliqueLost, DataPath, Level, SeriesRule
 
 __all__ = [
+    "METRICS_UNIX_PREFIX",
     "RAM_BYTES_MIN",
     "RULE_SETTINGS",
     "SERIES_SETTINGS",
@@ -266,7 +268,10 @@ def resolve_config(config: Config) -> Config:
     resolved: dict[str, Path | None] = {"mountpoint": mountpoint, "state": Path(os.path.realpath(config.state))}
     resolved["nvme"] = _resolve_directory("nvme", config.nvme)
     resolved["pfs"] = _resolve_directory("pfs", config.pfs)
-    _check_disjoint({key: path for key, path in resolved.items() if path is not None})
+    paths = {key: path for key, path in resolved.items() if path is not None}
+    if config.metrics is not None and config.metrics.startswith(METRICS_UNIX_PREFIX):
+        paths["metrics"] = Path(config.metrics.removeprefix(METRICS_UNIX_PREFIX))
+    _check_disjoint(paths)
     return replace(config, **resolved)  # type: ignore[arg-type]
 
 
@@ -408,7 +413,7 @@ def _check_disjoint(paths: Mapping[str, Path]) -> None:
         ("state", "mountpoint"), ("nvme", "mountpoint"), ("pfs", "mountpoint"),
         ("mountpoint", "state"), ("nvme", "state"), ("pfs", "state"),
         ("mountpoint", "pfs"), ("state", "pfs"), ("nvme", "pfs"),
-        ("mountpoint", "nvme"), ("pfs", "nvme"),
+        ("mountpoint", "nvme"), ("pfs", "nvme"), ("metrics", "mountpoint"), ("metrics", "pfs"),
     ):  # fmt: skip
         if inner in paths and outer in paths and paths[inner].is_relative_to(paths[outer]):
             same = "is the same directory as" if paths[inner] == paths[outer] else "lies inside"

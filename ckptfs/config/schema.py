@@ -17,6 +17,7 @@ from ckptfs.errors import ConfigError
 from ckptfs.model import Bulk, CliqueLost, DataPath, Level, SeriesRule
 
 DRAIN_LEVELS = (Level.CLIQUE.value, Level.PFS.value)
+METRICS_UNIX_PREFIX = "unix:"
 PREEMPTION_SOURCES = ("gce", "aws", "azure")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 RAM_BYTES_MIN = 16 * limits.MIB
@@ -184,6 +185,19 @@ def _is_ip(host: str) -> bool:
     return True
 
 
+def parse_metrics(text: str) -> str:
+    """Return HOST:PORT, or "unix:" and an absolute path. Raises ConfigError."""
+    if text.startswith(METRICS_UNIX_PREFIX):
+        path = str(parse_path(text.removeprefix(METRICS_UNIX_PREFIX)))
+        if len(os.fsencode(path)) > limits.SOCKET_PATH_BYTES_MAX:
+            raise ConfigError(f"{text!r} is too long for a socket; accepted: a path of up to {limits.SOCKET_PATH_BYTES_MAX} bytes")
+        return METRICS_UNIX_PREFIX + path
+    try:
+        return parse_address(text)
+    except ConfigError as failure:
+        raise ConfigError(f"{text!r} is not an address; accepted: HOST:PORT, as in 127.0.0.1:9464, or unix:/PATH") from failure
+
+
 def parse_preemption(text: str) -> str:
     """Return the source of preemption notices: a cloud, or an absolute path. Raises ConfigError."""
     if text in PREEMPTION_SOURCES or (text.startswith("/") and "\0" not in text):
@@ -270,6 +284,8 @@ class Config:
     retention: tuple[RetentionRule, ...] = ()
     series: tuple[SeriesRule, ...] = ()
     log_level: str = "info"
+    metrics: str | None = None
+    """HOST:PORT or unix:/PATH. None: no metrics."""
     allow_other: bool = True
     cluster: str | None = None
     """None: this node stands alone, and the fields below have no effect."""
@@ -365,6 +381,9 @@ SETTINGS: tuple[Setting, ...] = (
         "NVMe. Beyond it the oldest sets go first. What is pinned, and the newest set of each series, stays."),
     Setting("log_level", "log_level", build_choice_parser(LOG_LEVELS), "info",
         "Log level: debug, info, warning or error."),
+    Setting("metrics", "metrics", parse_metrics, None,
+        "Where Prometheus reads the figures of `ckptfs status`: HOST:PORT, or unix:/PATH for a socket. Whoever reaches the address can\n"
+        "read them; they contain no paths. 127.0.0.1:PORT can be reached from this machine only. Default: nowhere.", '"127.0.0.1:9464"'),
     Setting("allow_other", "allow_other", parse_bool, True,
         "Whether other users may use the mount. Permissions are checked in any case. Default for ordinary users: false, because\n"
         "true needs user_allow_other in /etc/fuse.conf."),

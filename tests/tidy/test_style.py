@@ -31,6 +31,7 @@ LIBRARY_HOMES: dict[str, tuple[str, ...]] = {
     "trio": ("daemon/ckptfs_daemon/",),
     "pyfuse3": ("daemon/ckptfs_daemon/fuse/", "daemon/ckptfs_daemon/mount/"),
     "grpc": ("ckptfs/protocol/", "ckptfs/store/", "ckptfs/peers/", "daemon/ckptfs_daemon/control/", "client/ckptfs_client/"),
+    "prometheus_client": ("daemon/ckptfs_daemon/control/",),
     "torch": (),
     "ckptfs_daemon": ("daemon/ckptfs_daemon/",),
     "ckptfs_client": ("client/ckptfs_client/",),

@@ -46,12 +46,13 @@ def test_every_option(place: Path) -> None:
     found = load(
         place, ram="6G", nvme=place / "nvme", nvme_size="1T", pfs=place / "pfs", fsync="pfs", data_path="buffered", ram_high="90%",
         ram_low=0.5, synced_interval="90", refresh_interval="2h", drain_deadline="1500ms", log_level="debug", allow_other="no",
+        metrics="unix:/run/m",
     )  # fmt: skip
     assert found == Config(
         "job", place / "mnt", place / "state", ram_bytes=6 * limits.GIB, nvme=place / "nvme", nvme_bytes=1024 * limits.GIB,
         pfs=place / "pfs", fsync=Level.PFS, data_path=DataPath.BUFFERED, ram_high=0.9, ram_low=0.5,
         synced_interval_s=90.0, refresh_interval_s=7200.0,
-        drain_deadline_s=1.5, log_level="debug", allow_other=False,
+        drain_deadline_s=1.5, log_level="debug", allow_other=False, metrics="unix:/run/m",
     )  # fmt: skip
     assert config.from_json(config.to_json(found)) == found
 
@@ -213,6 +214,32 @@ def test_every_field_has_a_key() -> None:
         "retention",
         "series",
     }
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:9464", "localhost:1", "[::1]:9464", "node7:9464", "0.0.0.0:9464", "unix:/run/m.sock"])
+def test_metrics_are_served_where_the_option_says(place: Path, text: str) -> None:
+    """F5: nowhere without it."""
+    assert load(place).metrics is None and load(place, metrics=text).metrics == text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "accepted: HOST:PORT, as in 127.0.0.1:9464, or unix:/PATH"),
+        ("9464", "accepted: HOST:PORT"),
+        (":9464", "accepted: HOST:PORT"),
+        ("127.0.0.1:0", "accepted: HOST:PORT"),
+        ("http://127.0.0.1:9464", "accepted: HOST:PORT"),
+        ("unix:", "is not an absolute path"),
+        ("unix:run/m.sock", "is not an absolute path"),
+        (f"unix:/{'x' * 107}", "accepted: a path of up to 107 bytes"),
+        ("unix:PLACE/mnt/m.sock", "lies inside mountpoint"),
+        ("unix:PLACE/pfs/m.sock", "lies inside pfs"),
+    ],
+)
+def test_metrics_are_not_served_elsewhere(place: Path, text: str, words: str) -> None:
+    """A host has to be named (P11); a socket in the mount or on the PFS would make the daemon wait for itself, or for the PFS."""
+    assert words in refusal(place, pfs=place / "pfs", metrics=text.replace("PLACE", str(place)))
 
 
 @given(st.text())

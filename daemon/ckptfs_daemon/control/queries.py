@@ -157,6 +157,10 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
     @translate_errors
     def GetStatus(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.Status:
         """Return the figures of the mount."""
+        return self.build_status()
+
+    def build_status(self) -> pb.Status:
+        """Build the figures of the mount, for `ckptfs status` and for the metrics."""
         status = self._figures.build_status()
         for reason, count in sorted(self.refused.get_counts().items()):
             status.refused.add(where="control", reason=reason, count=count)

@@ -1,4 +1,4 @@
-"""The control servers in the mover: NAME.sock for all users, NAME.admin.sock for the owner.
+"""The control servers in the mover: NAME.sock for all users, NAME.admin.sock for the owner; metrics.
 
 gRPC runs calls in its own threads, with database connections of their own. They touch the PFS only in admin calls that say so, so queries
 are answered while it hangs. The permissions of the sockets decide who may call: connecting needs the right to write.
@@ -66,11 +66,21 @@ async def serve(
     cluster, refresh_pfs_path = cluster_access
     queries = QueryService(config, db, tiers, cluster, refused_calls, progress)
     admin = AdminService(config, db, tiers, retry_now, refused_calls, request_log_level, refresh_pfs_path, record_missed_drain)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_serve_sockets, config.name, queries, admin, name="control sockets")
+        if config.metrics is not None:
+            # A mount without metrics does not pay for the library.
+            from ckptfs_daemon.control.metrics_endpoint import MetricsEndpoint
+
+            nursery.start_soon(MetricsEndpoint(config.metrics, queries.build_status).serve, name="metrics")
+
+
+async def _serve_sockets(name: str, queries: QueryService, admin: AdminService) -> None:
     while True:
         try:
-            await _serve_until_unlinked(config.name, queries, admin)
+            await _serve_until_unlinked(name, queries, admin)
         except (OSError, RuntimeError) as failure:
-            log.error("control sockets of %s: cannot be opened: %s; `ckptfs` gets no answer", config.name, failure)
+            log.error("control sockets of %s: cannot be opened: %s; `ckptfs` gets no answer", name, failure)
             await trio.sleep(limits.RETRY_LAST_S)
 
 
