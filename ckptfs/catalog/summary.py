@@ -23,6 +23,7 @@ from ckptfs.lifecycle import FileRecord, PublishedState
 from ckptfs.model import Content, ContentState, Copy, CopyState, Level, Tier
 
 _HAS_ERROR = "(coalesce(json_extract({}.value, '$.error'), '') <> '')"
+_SIZE = "CASE WHEN c.state = 2 THEN c.size ELSE i.size END"
 _REGULAR = f"(i.mode & {0o170000}) = {stat.S_IFREG}"
 
 
@@ -58,11 +59,12 @@ class WriteBackFigures:
 
 @dataclass(frozen=True, slots=True)
 class FileCounts:
-    """Totals of files, directories and handles, and files by level."""
+    """Totals of files, directories and handles, and files and their bytes by level."""
 
     files: int
     directories: int
     by_level: dict[Level, int]
+    bytes_by_level: dict[Level, int]
     lost: int
     open_handles: int
     writers: int
@@ -186,11 +188,11 @@ def load_tree_figures(db: Database, roots: Iterable[int]) -> TreeFigures:
     below, seeds = f"i.id IN ({tree} SELECT id FROM tree)", json.dumps([*roots])
     with db.read_transaction():
         files, size = db.row(
-            "SELECT count(*), coalesce(sum(CASE WHEN c.state = 2 THEN c.size ELSE i.size END), 0)"
+            f"SELECT count(*), coalesce(sum({_SIZE}), 0)"
             f" FROM inode i LEFT JOIN content c ON c.id = i.content WHERE {_REGULAR} AND i.nlink > 0 AND {below}",
             seeds,
         ) or (0, 0)
-        by_level, _ = _count_levels(db, below, seeds)
+        by_level, _, _ = _count_levels(db, below, seeds)
     return TreeFigures(int(files), int(size), min(by_level, key=list(Level).index, default=None))
 
 
@@ -199,22 +201,24 @@ def load_counts(db: Database) -> FileCounts:
     with db.read_transaction():
         directories = db.value("SELECT count(*) FROM inode WHERE (mode & 61440) = 16384 AND nlink > 0")
         handles, writers = db.row("SELECT count(*), coalesce(sum(writer), 0) FROM handle") or (0, 0)
-        by_level, lost = _count_levels(db, "1")
-    return FileCounts(sum(by_level.values()), int(directories), dict(by_level), lost, int(handles), int(writers))
+        by_level, bytes_by_level, lost = _count_levels(db, "1")
+    return FileCounts(sum(by_level.values()), int(directories), dict(by_level), dict(bytes_by_level), lost, int(handles), int(writers))
 
 
-def _count_levels(db: Database, condition: str, *values: str | int) -> tuple[Counter[Level], int]:
-    """Return (files by level, lost files) of those inodes `i` for which an SQL condition holds.
+def _count_levels(db: Database, condition: str, *values: str | int) -> tuple[Counter[Level], Counter[Level], int]:
+    """Return (files by level, their bytes, lost files) of the inodes `i` that meet an SQL condition.
 
     Files are grouped by the values that decide their level, and each group is judged once.
     """
     by_level: Counter[Level] = Counter()
+    bytes_by_level: Counter[Level] = Counter()
     lost = 0
-    for _, level, count, is_lost in _list_level_groups(db, "inode i", condition, *values):
+    for _, level, count, size, is_lost in _list_level_groups(db, "inode i", condition, *values):
         if level is not None:
             by_level[level] += count
+            bytes_by_level[level] += size
             lost += count if is_lost else 0
-    return by_level, lost
+    return by_level, bytes_by_level, lost
 
 
 def list_lowest_levels(db: Database, directories: str, *values: int) -> dict[int, Level]:
@@ -229,7 +233,7 @@ def list_lowest_levels(db: Database, directories: str, *values: int) -> dict[int
     )
     files = "tree JOIN entry e ON e.parent = tree.id JOIN inode i ON i.id = e.child"
     lowest: dict[int, Level] = {}
-    for top, level, _, _ in _list_level_groups(db, files, "1", *values, top="tree.top", tables=tree):
+    for top, level, *_ in _list_level_groups(db, files, "1", *values, top="tree.top", tables=tree):
         lowest[top] = min(lowest.get(top, Level.PFS), level or Level.NONE, key=_LEVELS.index)
     return lowest
 
@@ -239,8 +243,8 @@ _LEVELS = tuple(Level)
 
 def _list_level_groups(
     db: Database, source: str, condition: str, *values: str | int, top: str = "0", tables: str = ""
-) -> Iterator[tuple[int, Level | None, int, bool]]:
-    """Yield (`top`, level, number of files, whether they are lost) of inodes.
+) -> Iterator[tuple[int, Level | None, int, int, bool]]:
+    """Yield (`top`, level, number of files, their bytes, whether they are lost) of inodes.
 
     They are the inodes `i` of `source` for which an SQL condition holds.
 
@@ -255,7 +259,7 @@ def _list_level_groups(
             f"{tables}SELECT {top}, c.state,"
             " EXISTS (SELECT 1 FROM copy WHERE content = c.id AND state = 1), p.inode IS NOT NULL,"
             " coalesce(p.complete AND p.generation = c.generation AND c.digest IS NOT NULL AND p.digest = c.digest, 0),"
-            f" coalesce(c.remote, 0), {domains}, {uncommitted}, count(*)"
+            f" coalesce(c.remote, 0), {domains}, {uncommitted}, count(*), coalesce(sum({_SIZE}), 0)"
             f" FROM {source} LEFT JOIN content c ON c.id = i.content LEFT JOIN pfs_file p ON p.inode = i.id"
             f" WHERE {_REGULAR} AND i.nlink > 0 AND {condition} GROUP BY 1, 2, 3, 4, 5, 6, 7, 8",
             *values,
@@ -273,9 +277,9 @@ def _list_level_groups(
             typical = replace(typical, clique=replace(clique, holders=elsewhere, is_committed=not is_uncommitted))
         return lifecycle.level(typical)
 
-    for group, *facts, count in groups:
+    for group, *facts, count, size in groups:
         level = judge(*facts)
-        yield group, level, count, level is not None and facts[0] == ContentState.LOST and not facts[3]
+        yield group, level, count, int(size), level is not None and facts[0] == ContentState.LOST and not facts[3]
 
 
 def _build_typical_record(state: int | None, has_copy: bool, is_published: bool, is_current: bool, is_remote: bool) -> FileRecord:

@@ -231,8 +231,15 @@ class WriteBack(_message.Message):
     def __init__(self, dirty_bytes: _Optional[int] = ..., dirty_files: _Optional[int] = ..., changes: _Optional[int] = ..., lag_s: _Optional[float] = ..., unsealed_files: _Optional[int] = ..., current_path: _Optional[str] = ..., current_copied_bytes: _Optional[int] = ..., current_size_bytes: _Optional[int] = ...) -> None: ...
 
 class Counts(_message.Message):
-    __slots__ = ("files", "directories", "by_level", "open_handles", "writers", "lost")
+    __slots__ = ("files", "directories", "by_level", "bytes_by_level", "open_handles", "writers", "lost")
     class ByLevelEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class BytesByLevelEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -242,16 +249,18 @@ class Counts(_message.Message):
     FILES_FIELD_NUMBER: _ClassVar[int]
     DIRECTORIES_FIELD_NUMBER: _ClassVar[int]
     BY_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    BYTES_BY_LEVEL_FIELD_NUMBER: _ClassVar[int]
     OPEN_HANDLES_FIELD_NUMBER: _ClassVar[int]
     WRITERS_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     files: int
     directories: int
     by_level: _containers.ScalarMap[str, int]
+    bytes_by_level: _containers.ScalarMap[str, int]
     open_handles: int
     writers: int
     lost: int
-    def __init__(self, files: _Optional[int] = ..., directories: _Optional[int] = ..., by_level: _Optional[_Mapping[str, int]] = ..., open_handles: _Optional[int] = ..., writers: _Optional[int] = ..., lost: _Optional[int] = ...) -> None: ...
+    def __init__(self, files: _Optional[int] = ..., directories: _Optional[int] = ..., by_level: _Optional[_Mapping[str, int]] = ..., bytes_by_level: _Optional[_Mapping[str, int]] = ..., open_handles: _Optional[int] = ..., writers: _Optional[int] = ..., lost: _Optional[int] = ...) -> None: ...
 
 class Process(_message.Message):
     __slots__ = ("role", "pid", "rss_bytes", "restarts", "uptime_s")

@@ -37,6 +37,7 @@ def expected(status: dict[str, Any]) -> dict[tuple[str, ...], float]:
         ("ckptfs_info", status["data_path"], status["fsync"], status["name"], status["version"]): 1,
     }  # fmt: skip
     found |= {("ckptfs_files", level): number for level, number in status["counts"]["by_level"].items()}
+    found |= {("ckptfs_file_bytes", level): size for level, size in status["counts"]["bytes_by_level"].items()}
     for tier in status["tiers"]:
         found["ckptfs_tier_contents", tier["name"]] = tier["contents"]
         found["ckptfs_tier_state", tier["health"], tier["name"]] = 1
@@ -62,7 +63,8 @@ def test_a_scrape_shows_what_status_shows(make_daemon: Callable[..., DaemonUnder
 
     eventually(lambda: not differ(), timeout=60, what="the same figures")
     found = scrape(port)
-    assert found["ckptfs_files", "pfs"] == 2 and found["ckptfs_tier_capacity_bytes", "ram"] == 3 << 30
+    assert found["ckptfs_files", "pfs"] == 2 and found["ckptfs_file_bytes", "pfs"] == 10_000
+    assert found["ckptfs_tier_capacity_bytes", "ram"] == 3 << 30
     assert found["ckptfs_process_restarts_total", "mover"] == 0
     daemon.kill("mover")
     eventually(lambda: scrape(port).get(("ckptfs_process_restarts_total", "mover")) == 1, timeout=60, what="the next mover serves")

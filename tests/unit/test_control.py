@@ -74,7 +74,8 @@ def test_status_says_what_there_is(served: Served) -> None:
     found = served.client.get_status()
     assert (found.name, found.health, found.data_path, found.data_path_reason) == ("test", "ok", "buffered", "asked for")
     assert found.survives_kill and found.survives_supervisor_kill and found.request_timeout_s == 60
-    assert dict(found.counts.by_level) == {"local": 3} and found.counts.writers == 1 and found.counts.directories == 1
+    assert dict(found.counts.by_level) == {"local": 3} and dict(found.counts.bytes_by_level) == {"local": 5300}
+    assert found.counts.writers == 1 and found.counts.directories == 1
     assert {tier.name: tier.contents for tier in found.tiers} == {"ram": 3, "nvme": 0, "pfs": 0}
     assert found.tiers[0].budget_bytes == 64 << 20
     assert (found.write_back.dirty_files, found.write_back.dirty_bytes, found.write_back.unsealed_files) == (2, 5300, 1)

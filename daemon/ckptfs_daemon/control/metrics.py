@@ -127,6 +127,8 @@ METRICS: tuple[MetricRow, ...] = (
 
     MetricRow("ckptfs_files", "Files by the level that they have now.", ("level",),
         lambda status: [((level.value,), status.counts.by_level.get(level.value, 0)) for level in Level]),
+    MetricRow("ckptfs_file_bytes", "Bytes of these files.", ("level",),
+        lambda status: [((level.value,), status.counts.bytes_by_level.get(level.value, 0)) for level in Level]),
     _one("ckptfs_directories", "Directories.", lambda status: status.counts.directories),
     _one("ckptfs_lost_files", "Files of which no copy is left.", lambda status: status.counts.lost),
     _one("ckptfs_open_handles", "Open files.", lambda status: status.counts.open_handles),

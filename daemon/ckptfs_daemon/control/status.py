@@ -143,6 +143,7 @@ class StatusFigures:
         return pb.Counts(
             files=found.files, directories=found.directories, by_level={level.value: count for level, count in found.by_level.items()},
             open_handles=found.open_handles, writers=found.writers, lost=found.lost,
+            bytes_by_level={level.value: size for level, size in found.bytes_by_level.items()},
         )  # fmt: skip
 
     def _build_handles(self) -> list[pb.HandleCount]:
