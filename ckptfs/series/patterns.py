@@ -43,6 +43,8 @@ _TEMPORARY = re.compile(
     rb"|\.(part|partial|incomplete|inprogress|crdownload|swp)$|~$|^#|\.ckptfs-",
     re.IGNORECASE,
 )
+_SHAPE = bytes.maketrans(b"123456789", b"000000000")
+"""Makes the names of thousands of checkpoints a few shapes. What `_TEMPORARY` finds depends on the shape only."""
 _SIDE_PRODUCT = re.compile(rb"\.(py|sh|log|out|err|csv|md|distcp)$|tfevents", re.IGNORECASE)
 """Numbered files that are no checkpoints; a pattern may still name them."""
 _NUMBER = re.compile(rb"[0-9]+")
@@ -123,10 +125,10 @@ class Series:
         found = self._regex.fullmatch(name)
         if found is None:
             return None
-        numbers = tuple(int(found[position + 1]) for position in self._order)
+        numbers = tuple(map(int, found.group(*self._order) if len(self._order) > 1 else found.groups()[:1]))
         return (*numbers, int(found["version"])) if self._has_versions and found["version"] else numbers
 
-    @property
+    @cached_property
     def _has_versions(self) -> bool:
         return self.texts[-1].endswith(_LIGHTNING_EXTENSION)
 
@@ -139,7 +141,7 @@ class Series:
 
     @cached_property
     def _order(self) -> list[int]:
-        return sorted(range(len(self.texts) - 1), key=lambda position: (_get_counter_class(self.texts[position]), position))
+        return sorted(range(1, len(self.texts)), key=lambda group: (_get_counter_class(self.texts[group - 1]), group))
 
 
 class Member(NamedTuple):
@@ -156,7 +158,12 @@ class Member(NamedTuple):
 
 def is_temporary(name: bytes) -> bool:
     """Return whether programs use such names for what they have not finished."""
-    return _TEMPORARY.search(name) is not None
+    return _is_temporary_shape(name.translate(_SHAPE))
+
+
+@lru_cache(maxsize=4096)
+def _is_temporary_shape(shape: bytes) -> bool:
+    return _TEMPORARY.search(shape) is not None
 
 
 def parse(name: bytes) -> Series | None:
@@ -365,10 +372,15 @@ def _choose_series(names: Iterable[bytes]) -> Chosen:
     wildcards = {texts: _choose_wildcards(texts, group) for texts, group in groups.items()}
     found = _choose_single_numbers([name for texts, group in groups.items() if not wildcards[texts] for name in group])
     for texts, positions in wildcards.items():
-        if positions:
-            of = {name: _build_series(name, positions) for name in groups[texts]}
-            found.of.update(of)
-            found.sizes.update(of.values())
+        fixed = [position for position in range(len(texts) - 1) if position not in positions]
+        alike: dict[tuple[bytes, ...], list[bytes]] = defaultdict(list)
+        for name in groups[texts] if positions else ():
+            numbers = split(name).numbers
+            alike[tuple(numbers[position] for position in fixed)].append(name)
+        for members in alike.values():
+            one = _build_series(members[0], positions)
+            found.of.update(dict.fromkeys(members, one))
+            found.sizes[one] += len(members)
     return found
 
 
@@ -422,6 +434,8 @@ def _list_pairs(names: Iterable[bytes]) -> list[Series]:
     names = set(names)
     found = {}
     for name in names:
+        if PREVIOUS_SUFFIX not in name and not name.endswith(PAIRED_EXTENSION):
+            continue
         stem, dot, extension = name.rpartition(b".")
         stem, extension = (stem, dot + extension) if stem else (name, b"")
         current = stem.removesuffix(PREVIOUS_SUFFIX) + extension
@@ -435,7 +449,7 @@ def _list_pairs(names: Iterable[bytes]) -> list[Series]:
 def _list_mdrun_temporaries(names: Iterable[bytes], pairs: Iterable[Series]) -> set[bytes]:
     """Return the files of pairs that a killed mdrun did not rename."""
     current_names = {one.name for one in pairs}
-    found = {name: _MDRUN_TEMPORARY.fullmatch(name) for name in names}
+    found = {name: _MDRUN_TEMPORARY.fullmatch(name) for name in names if name.endswith(PAIRED_EXTENSION)}
     return {name for name, parts in found.items() if parts is not None and parts[1] + PAIRED_EXTENSION in current_names}
 
 
