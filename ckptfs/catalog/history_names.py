@@ -13,7 +13,7 @@ from ckptfs import limits
 from ckptfs.catalog import history, inodes, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import INODE_COLUMNS_JOINED, build_inode
-from ckptfs.model import Inode
+from ckptfs.model import ROOT, Inode
 
 _FIRST_NAME = limits.HISTORY_NAMES_NODE << limits.ID_COUNTER_BITS
 _FIRST_VIRTUAL = limits.VIRTUAL_NODE << limits.ID_COUNTER_BITS
@@ -94,6 +94,13 @@ def is_series(db: Database, directory: int) -> bool:
     Hidden names are only there.
     """
     return db.value("SELECT 1 FROM xattr WHERE inode = ? AND name = ?", directory, history.SERIES_XATTR) is not None
+
+
+def list_shown_names(db: Database, directory: int) -> list[bytes]:
+    """Return the names in a directory as readdir(3) shows them, without asking what they are."""
+    hides_dots = is_series(db, directory)
+    names = [bytes(row[0]) for row in db.rows("SELECT name FROM entry WHERE parent = ?", directory)]
+    return [name for name in names if not (hides_dots and name.startswith(b".")) and (directory != ROOT or name != history.NAME)]
 
 
 def list_set_names(db: Database, series: int) -> list[SetName]:

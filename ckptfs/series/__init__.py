@@ -15,11 +15,24 @@ from ckptfs.series.patterns import (
     suggest_series,
 )
 from ckptfs.series.rules import decode_rules, encode_rules, install_rules
-from ckptfs.series.search import MANIFESTS, KnownSet, KnownSets, LatestMember, Listing, MemberReader, SearchResult, find_newest, judge
+from ckptfs.series.search import (
+    MANIFESTS,
+    KnownSet,
+    KnownSets,
+    LatestMember,
+    Listing,
+    MemberReader,
+    SearchResult,
+    SearchStart,
+    encode_start,
+    find_newest,
+    judge,
+)
 from ckptfs.series.set_kinds import MemberFile
 
 __all__ = [
-    "MANIFESTS", "Completeness", "KnownSet", "KnownSets", "LatestMember", "Listing", "MemberFile", "MemberReader", "SearchResult", "Series",
-    "build_series", "decode_rules", "encode_rules", "find_incomplete_reason", "find_newest", "find_series", "get_place", "install_rules",
-    "is_temporary", "judge", "list_members", "list_patterns", "list_series", "parse", "replace_group", "suggest_series",
+    "MANIFESTS", "Completeness", "KnownSet", "KnownSets", "LatestMember", "Listing", "MemberFile", "MemberReader", "SearchResult",
+    "SearchStart", "Series", "build_series", "decode_rules", "encode_rules", "encode_start", "find_incomplete_reason", "find_newest",
+    "find_series", "get_place", "install_rules", "is_temporary", "judge", "list_members", "list_patterns", "list_series", "parse",
+    "replace_group", "suggest_series",
 ]  # fmt: skip

@@ -13,10 +13,10 @@ import contextlib
 import heapq
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ckptfs.model import Level
 from ckptfs.series import completeness, patterns, rules, set_kinds
@@ -40,6 +40,9 @@ MANIFESTS = (b"MANIFEST.json", b"MANIFEST.xxh128")
 """What ckptfs itself writes into a set of the history."""
 _SET_BYTES_MIN = 16
 """No set takes fewer bytes in `KnownSets.encode`."""
+TOLD_MAX = 256
+"""With how many of the newest members and sets a search through the mount begins."""
+_SERIES_TOLD_MAX = 5
 
 
 class Listing(NamedTuple, Generic[Entry]):
@@ -85,18 +88,30 @@ class KnownSets(NamedTuple, Generic[Entry]):
         """Return the set with this path. Returns None if it does not count."""
         return next((one for one in (*self.sets, self.target) if one is not None and self.build_path(one) == path), None)
 
-    def encode(self, bytes_max: int) -> bytes:
-        """Encode the sets for programs that search through the mount; of very many, those made last."""
-        newest = [one[:-1] for one in sorted(self.sets, key=lambda one: one.number, reverse=True)][: bytes_max // _SET_BYTES_MIN]
-        fields = [self.path, newest, self.target and self.target[:-1]]
-        while len(text := json.dumps(fields, default=os.fsdecode, separators=(",", ":")).encode()) > bytes_max:
-            del newest[len(newest) // 2 :]
+    def cut(self, first: int, count: int) -> "KnownSets[Entry]":
+        """Return `count` of the sets only, in the order of a search, from `first` on."""
+        return self._replace(sets=_order_sets(self.sets)[first : first + count])
+
+    def encode(self, bytes_max: int, first: int = 0) -> bytes:
+        """Encode as many sets as fit, for programs that search through the mount: from `first` on, newest first."""
+        count = bytes_max // _SET_BYTES_MIN
+        while len(text := _encode(self.cut(first, count).build_fields())) > bytes_max:
+            count //= 2
         return text
 
     @classmethod
     def decode(cls, text: bytes, top: bytes) -> "KnownSets[bytes]":
         """Return what `encode` has encoded. Sets are identified by paths; `top`: that of the history."""
-        series, sets, target = json.loads(text)
+        return cls.read_fields(json.loads(text), top)
+
+    def build_fields(self) -> list[Any]:
+        """Return the values that `read_fields` needs."""
+        return [self.path, [one[:-1] for one in self.sets], self.target and self.target[:-1]]
+
+    @classmethod
+    def read_fields(cls, fields: list[Any], top: bytes) -> "KnownSets[bytes]":
+        """Return the sets that `build_fields` was given."""
+        series, sets, target = fields
         path = os.fsencode(series)
 
         def build(numbers: list[int], name: str, number: int, is_group: bool) -> KnownSet[bytes]:
@@ -104,6 +119,14 @@ class KnownSets(NamedTuple, Generic[Entry]):
             return KnownSet(tuple(numbers), member, number, is_group, b"%s/%s/%s@%d" % (top, path, member, number))
 
         return KnownSets([build(*one) for one in sets], build(*target) if target else None, path)
+
+
+def _order_sets(sets: Iterable[KnownSet[Entry]]) -> list[KnownSet[Entry]]:
+    return sorted(sets, key=lambda one: (one.numbers, one.number), reverse=True)
+
+
+def _encode(fields: list[Any]) -> bytes:
+    return json.dumps(fields, default=os.fsdecode, separators=(",", ":")).encode()
 
 
 class MemberReader(Protocol[Entry]):
@@ -165,6 +188,60 @@ class SearchResult(NamedTuple):
     rejected: list[LatestMember]
 
 
+class SearchStart(NamedTuple):
+    """What a search through the mount begins with, so that it need not list a directory with very many names.
+
+    `series`: the one that was asked for, or those in the directory. If it is one, `names` are those of its members, and of what may mark
+    them, and `known` are its sets. `told`: how many of the newest members and sets these are; None: all.
+    """
+
+    series: list[Series]
+    names: list[bytes]
+    known: KnownSets[bytes]
+    told: int | None
+
+    def is_enough(self, found: SearchResult) -> bool:
+        """Return whether a search in the whole directory finds the same: nothing that was judged or compared is beyond what is told."""
+        return self.told is None or (found.newest is not None and len(found.rejected) + completeness.COMPARED_MAX < self.told)
+
+    @classmethod
+    def decode(cls, text: bytes, top: bytes) -> "SearchStart":
+        """Return what `encode_start` has encoded. `top`: the path of the history."""
+        found, names, known, told = json.loads(text)
+        series = [Series(tuple(os.fsencode(name).split(rules.WILDCARD)), os.fsencode(previous)) for name, previous in found]
+        return cls(series, [os.fsencode(name) for name in names], KnownSets.read_fields(known, top), told)
+
+
+def encode_start(found: Sequence[Series], names: Collection[bytes], known: KnownSets[Entry], bytes_max: int) -> bytes:
+    """Encode a `SearchStart` from all names of a directory and all sets of the series, if it is one."""
+    members = patterns.list_members(found[0], names) if len(found) == 1 else []
+    total = max(len(members), len(known.sets))
+    count = min(total, TOLD_MAX)
+    while True:
+        few = known.cut(0, count)
+        chosen = _choose_names(found[0], members, names, few, count) if count else []
+        told = 0 if chosen is None else None if count == total else count
+        fields = [[[one.name, one.previous] for one in found[:_SERIES_TOLD_MAX]], chosen or [], few.build_fields(), told]
+        if len(text := _encode(fields)) <= bytes_max or not count:
+            return text
+        count //= 2
+
+
+def _choose_names(
+    series: Series, members: Sequence[Member], names: Collection[bytes], known: KnownSets[Entry], count: int
+) -> list[bytes] | None:
+    """Return the names of the newest members, of those that are sets, and of what may mark them.
+
+    Returns None if these names alone do not make the same members.
+    """
+    kept = {one.name for one in (*known.sets, known.target) if one is not None}
+    chosen = [one for position, one in enumerate(members) if position < count or one.name in kept]
+    marks = rules.find_marks(names)
+    found = {name for one in chosen for name in one.files} | {marks[one.entry] for one in chosen if one.entry in marks}
+    found.update(tag for tag in TAGS if tag in names)
+    return sorted(found) if patterns.list_members(series, found) == chosen else None
+
+
 async def find_newest(
     series: Series, siblings: Mapping[bytes, Entry], reader: MemberReader[Entry], wanted: Level, known: KnownSets[Entry] | None = None
 ) -> SearchResult:
@@ -205,7 +282,7 @@ class _Search(Generic[Entry]):
     ) -> None:
         """`waits`: wait for the end of a short quiet period."""
         self._members, self._siblings, self._reader, self._known, self._waits = members, siblings, reader, known, waits
-        self._sets = sorted(known.sets, key=lambda one: (one.numbers, one.number), reverse=True)
+        self._sets = _order_sets(known.sets)
         self._set_by_name = {one.name: one for one in reversed(self._sets)}
         self._judged_in_place: set[KnownSet[Entry]] = set()
         self._rule, self._marks = series.rule, rules.find_marks(siblings) if series.rule is not None else {}

@@ -4,9 +4,13 @@ All is read through the mount: names and times with readdir(3) and lstat(2), wha
 read(2). So the kernel checks the caller's permissions, and in a cluster lstat refreshes the name from the other nodes.
 
 A directory that is given is searched inside, always. So the answer is never in another directory than the one that was named.
+
+Listing a directory with thousands of names takes long. So the daemon tells the newest ones by an attribute of the directory, for which the
+kernel wants the same permission. Only if the answer is not among them, all are listed (`SearchStart`).
 """
 
 import contextlib
+import ctypes
 import errno
 import functools
 import os
@@ -19,7 +23,17 @@ from typing import Any, NamedTuple, TypeVar
 from ckptfs import limits, series
 from ckptfs.errors import posix_error
 from ckptfs.model import Level
-from ckptfs.series import MANIFESTS, KnownSet, KnownSets, LatestMember, Listing, MemberFile, SearchResult, Series
+from ckptfs.series import (
+    MANIFESTS,
+    KnownSet,
+    KnownSets,
+    LatestMember,
+    Listing,
+    MemberFile,
+    SearchResult,
+    SearchStart,
+    Series,
+)
 from ckptfs.series.file_formats import FileFormat
 from ckptfs.series.pickle_scan import ReadRange
 from ckptfs_client.errors import CommandFailed, UsageError
@@ -28,6 +42,7 @@ from ckptfs_client.mounts import build_path_error, find, find_inode
 FORMAT_XATTR = "user.ckptfs.format"
 MEMBER_XATTR = "user.ckptfs.member"
 SET_XATTR = "user.ckptfs.set"
+NEWEST_XATTR_PREFIX = b"user.ckptfs.newest."
 SETS_XATTR_PREFIX = b"user.ckptfs.sets."
 RULES_XATTR = "user.ckptfs.rules"
 COPIES_XATTR = "user.ckptfs.copies"
@@ -42,10 +57,11 @@ T = TypeVar("T")
 
 
 class NamedSeries(NamedTuple):
-    """A series in a directory."""
+    """A series in a directory, and what a search in it begins with, if that is known already."""
 
     directory: Path
     series: Series
+    start: SearchStart | None = None
 
     @property
     def pattern(self) -> str:
@@ -73,12 +89,17 @@ def find_newest(named: Sequence[Path], wanted: Level) -> Found:
     _list_names.cache_clear()
     _install_rules(named[0])
     searched = _find_series(named)
-    # Behind a symlink may be another filesystem, whose inode numbers say nothing here.
-    mount, _ = find_inode(os.path.realpath(searched.directory))
-    top, history = os.fsencode(searched.directory), os.fsencode(mount.mountpoint) + HISTORY
-    members = {name: os.path.join(top, name) for name in _list_names(searched.directory)}
-    known = KnownSets.decode(os.getxattr(top, SETS_XATTR_PREFIX + searched.series.name), history)
-    return Found(searched, run_reader(series.find_newest(searched.series, members, PathReader(), wanted, known)), history)
+    top, history = os.fsencode(searched.directory), _find_history(searched.directory)
+    start = searched.start or _ask_start(top, searched.series.name, history)
+
+    def search(names: list[bytes], known: KnownSets[bytes]) -> SearchResult:
+        members = {name: os.path.join(top, name) for name in names}
+        return run_reader(series.find_newest(searched.series, members, PathReader(), wanted, known))
+
+    found = search(start.names, start.known)
+    if start.series != [searched.series] or not start.is_enough(found):
+        found = search(_list_names(searched.directory), _ask_known_sets(top, searched.series.name, history))
+    return Found(searched, found, history)
 
 
 def build_failure(found: Found, wanted: Level) -> CommandFailed:
@@ -92,6 +113,39 @@ def build_failure(found: Found, wanted: Level) -> CommandFailed:
     more = f", nor is any of the {len(found.result.rejected) - 1} before it complete" if len(found.result.rejected) > 1 else ""
     why = f"of {os.fsdecode(newest.name)}, {newest.find_obstacle(wanted)}{more}"
     return CommandFailed(what + why, remedy=SEAL_REMEDY if "not sealed" in why or "holds no file" in why else "")
+
+
+def _find_history(directory: Path) -> bytes:
+    """Return the path of the history of the mount in which a directory is. Raises NoMount, CommandFailed."""
+    # Behind a symlink may be another filesystem, whose inode numbers say nothing here.
+    mount, _ = find_inode(os.path.realpath(directory))
+    return os.fsencode(mount.mountpoint) + HISTORY
+
+
+def _ask_start(directory: bytes, name: bytes, history: bytes) -> SearchStart:
+    """Return what a search for a series in a directory begins with; if the name is empty, for the only one."""
+    return SearchStart.decode(_read_attribute(directory, NEWEST_XATTR_PREFIX + name), history)
+
+
+def _ask_known_sets(top: bytes, name: bytes, history: bytes) -> KnownSets[bytes]:
+    """Return all that the history has of a series, which may be more than fits into one attribute."""
+    sets: list[KnownSet[bytes]] = []
+    while True:
+        told = KnownSets.decode(_read_attribute(top, b"%s%d.%s" % (SETS_XATTR_PREFIX, len(sets), name)), history)
+        sets += told.sets
+        if not told.sets:
+            return told._replace(sets=sets)
+
+
+def _read_attribute(path: bytes, name: bytes) -> bytes:
+    """Return an attribute that may be long. `os.getxattr` would have the daemon find out the value twice, first for a small buffer."""
+    call, buffer = ctypes.CDLL(None, use_errno=True).getxattr, ctypes.create_string_buffer(limits.XATTR_VALUE_BYTES_MAX)
+    call.restype = ctypes.c_ssize_t
+    length = call(path, name, buffer, ctypes.c_size_t(len(buffer)))
+    if length < 0:
+        failure = posix_error(ctypes.get_errno())
+        raise build_path_error(os.fsdecode(path), failure) from failure
+    return buffer.raw[:length]
 
 
 def _install_rules(named: Path) -> None:
@@ -150,7 +204,8 @@ def _find_series_of_names(named: Sequence[Path]) -> NamedSeries:
 def _find_series_inside(where: Path) -> NamedSeries:
     """Return the only series in a directory. Never one beside it."""
     find_inode(where)
-    found = [NamedSeries(where, one) for one in series.list_series(_list_names(where)) or _list_kept_series(where)]
+    start = _ask_start(os.fsencode(where), b"", _find_history(where))
+    found = [NamedSeries(where, one, start) for one in start.series] or [NamedSeries(where, one) for one in _list_kept_series(where)]
     if not found:
         raise CommandFailed(
             f"{where}: there is no series in it: no name there has a number that counts checkpoints", remedy=_suggest(where)

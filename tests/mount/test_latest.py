@@ -222,6 +222,19 @@ def test_what_only_a_lost_pfs_has(make_daemon: Callable[..., DaemonUnderTest]) -
     assert daemon.command("latest", daemon.path / "step_*.pt").stdout == f"{daemon.path}/step_2.pt\n"
 
 
+def test_very_many_that_are_not_complete(mount: Area) -> None:
+    """N2: the names that the daemon tells first are not enough. Symlinks are members, but hold no file."""
+    run, count = mount.path / "run", 300
+    save(run / "step_1", "rank0.pt", "rank1.pt")
+    save(run / "step_2", "rank0.pt", "rank1.pt")
+    for number in range(3, count):
+        (run / f"step_{number}").symlink_to("step_1")
+    mount.settle()
+    for named in (run, run / "step_*"):
+        found = json.loads(mount.command("latest", named, "--json").stdout)
+        assert found["path"] == str(run / "step_2") and len(found["rejected"]) == count - 3
+
+
 def test_a_level(mount: Area) -> None:
     """The newest that is at least as safe as asked for."""
     save(mount.path / "step_1", "a")
@@ -352,6 +365,8 @@ def test_who_may_not_look_sees_no_more_there(mount: Area) -> None:
     (mount.path / "through").chmod(0o711)
     assert as_user(lambda: os.readlink(latest(mount, "closed", "step_*"))) == "EACCES"
     assert as_user(lambda: os.readlink(latest(mount, "through", "step_*"))) == "EACCES", "whoever may not list it"
+    for name in ("newest.", "newest.step_*", "sets.0.step_*"):
+        assert as_user(lambda name=name: os.getxattr(mount.path / "through", f"user.ckptfs.{name}")) == "EACCES"
     (mount.path / "through").chmod(0o755)
     assert as_user(lambda: os.readlink(latest(mount, "through", "step_*"))) == "ok"
 

@@ -8,7 +8,19 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckptfs.model import Level
-from ckptfs.series import MANIFESTS, KnownSet, KnownSets, Listing, MemberFile, SearchResult, file_formats, find_newest, parse
+from ckptfs.series import (
+    MANIFESTS,
+    KnownSet,
+    KnownSets,
+    Listing,
+    MemberFile,
+    SearchResult,
+    SearchStart,
+    encode_start,
+    file_formats,
+    find_newest,
+    parse,
+)
 from ckptfs.series.file_formats import FileFormat
 from ckptfs.series.patterns import Series
 from ckptfs.series.pickle_scan import ReadRange
@@ -81,10 +93,23 @@ class SeriesTree:
         return replace(self, known=KnownSets([], target, self.known.path))
 
     def search(self, pattern: "str | Series", wanted: Level = Level.LOCAL) -> SearchResult:
-        """Search, as the command does."""
-        one = pattern if isinstance(pattern, Series) else parse(os.fsencode(pattern))
-        assert one is not None
-        coroutine = find_newest(one, self.siblings, self, wanted, self.known)
+        """Search all names, as the mount does."""
+        return self._search(_parse(pattern), self.siblings, wanted, self.known)
+
+    def search_from_start(self, pattern: "str | Series", wanted: Level = Level.LOCAL, bytes_max: int = 65536) -> SearchResult | None:
+        """Search the names that the command is told first. Returns None if it would have to list all."""
+        one = _parse(pattern)
+        told = encode_start([one], self.siblings.keys(), self.known, bytes_max)
+        assert len(told) <= bytes_max
+        start = SearchStart.decode(told, b"")
+        assert start.series == [one]
+        sets, target = [_place(found) for found in start.known.sets], start.known.target
+        known = KnownSets(sets, target and _place(target), start.known.path)
+        found = self._search(one, {name: name for name in start.names}, wanted, known)
+        return found if start.is_enough(found) else None
+
+    def _search(self, one: Series, siblings: Mapping[bytes, bytes], wanted: Level, known: KnownSets[bytes]) -> SearchResult:
+        coroutine = find_newest(one, siblings, self, wanted, known)
         try:
             coroutine.send(None)
         except StopIteration as end:
@@ -146,6 +171,17 @@ class SeriesTree:
 
     def get_now_ns(self) -> int:
         return OLD_NS + int((self.age_s + self.waited_s) * 1e9)
+
+
+def _parse(pattern: "str | Series") -> Series:
+    one = pattern if isinstance(pattern, Series) else parse(os.fsencode(pattern))
+    assert one is not None
+    return one
+
+
+def _place(found: KnownSet[bytes]) -> KnownSet[bytes]:
+    """Return a set with the path that it has in a tree."""
+    return found._replace(entry=HISTORY + b"%s@%d" % (found.name, found.number))
 
 
 def prefixes(data: bytes, count: int) -> Iterable[int]:

@@ -4,6 +4,7 @@
 """
 
 import errno
+import functools
 import io
 import itertools
 import json
@@ -353,16 +354,73 @@ def test_a_rollback() -> None:
 
 
 def test_sets_travel_as_an_attribute() -> None:
-    """D4, N2: with any name; of very many those made last."""
+    """D4, N2: with any name; very many in several answers, in the order of a search."""
     names = [b"step_1", b"caf\xe9_2", "größe_3".encode(), b"4 *\n"]
     sets = [KnownSet((number, 7), name, number, number % 2 == 0, b"") for number, name in enumerate(names)]
     known = KnownSets(sets, sets[2], b"run \xff/*_*")
     found = KnownSets.decode(known.encode(10_000), b"/mnt/.ckptfs/history")
     assert [one[:-1] for one in found.sets] == [one[:-1] for one in sets[::-1]] and found.path == known.path
     assert found.target is not None and found.target.entry == b"/mnt/.ckptfs/history/run \xff/*_*/" + names[2] + b"@2"
-    many = KnownSets([KnownSet((number,), b"step_%d" % number, number, False, b"") for number in range(1000)], None, b"s")
-    few = KnownSets.decode(many.encode(2000), b"")
-    assert len(many.encode(2000)) <= 2000 and few.sets[0].number == 999 and few.target is None and 10 < len(few.sets) < 1000
+    many = KnownSets([KnownSet((1000 - number,), b"step_%d" % (1000 - number), number, False, b"") for number in range(1000)], None, b"s")
+    told: list[KnownSet[bytes]] = []
+    while more := KnownSets.decode(many.encode(2000, len(told)), b"").sets:
+        assert len(many.encode(2000, len(told))) <= 2000
+        told += more
+    assert [one[:-1] for one in told] == [one[:-1] for one in many.sets], "the last ones are the newest by their names"
+
+
+# --- very many members ----------------------------------------------------------------------------------------------------
+
+
+MANY = series_of(OPEN["ranks"], *range(1, 41))
+SETS = functools.reduce(lambda tree, number: tree.with_set(f"step_{number}", number), range(1, 41), MANY)
+UNSAFE = TreeFile(X, reason="is not sealed yet")
+
+
+def spoil(tree: SeriesTree, *numbers: int) -> SeriesTree:
+    return tree.with_files({f"step_{number}/rank0.pt": UNSAFE for number in numbers})
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected", "is_enough"),
+    [
+        (MANY, "step_40", True),
+        (SETS, "step_40", True),
+        (spoil(MANY, 40, 39, 38), "step_37", True),
+        (spoil(SETS, 40, 39, 38), "run/step_*/step_40@40", True),
+        (spoil(MANY, *range(35, 41)), "step_34", False),
+        (spoil(MANY, *range(2, 41)), "step_1", False),
+        (spoil(MANY, *range(1, 41)), "", False),
+        (SETS.without(*MANY.files), "run/step_*/step_40@40", True),
+        (SETS.without("step_40/rank0.pt", "step_39/rank0.pt"), "run/step_*/step_40@40", True),
+        (spoil(MANY, *range(9, 41)).with_set("step_5", 1), "step_8", False),
+        (replace(SETS, known=KnownSets([], SETS.known.sets[2], b"run/step_*")), "step_3", True),
+        (spoil(replace(SETS, known=KnownSets(SETS.known.sets[-3:], SETS.known.sets[2], b"run/step_*")), 40), "run/step_*/step_40@40", True),
+        (MANY.with_files({"step_41.tmp": X, "step_41/rank0.pt": X}), "step_40", True),
+    ],
+)  # fmt: skip
+def test_a_search_begins_with_the_newest(monkeypatch: pytest.MonkeyPatch, tree: SeriesTree, expected: str, is_enough: bool) -> None:
+    """N2, D4: what is found among them is what is found among all; otherwise all are listed."""
+    monkeypatch.setattr("ckptfs.series.search.TOLD_MAX", 10)
+    assert tree.find("step_*") == expected
+    found = tree.search_from_start("step_*")
+    assert found == (tree.search("step_*") if is_enough else None)
+    short = tree.search_from_start("step_*", bytes_max=300)
+    assert short in (None, tree.search("step_*")), "few bytes are few names"
+
+
+@pytest.mark.parametrize("pattern", ["ckpt-*", "ckpt-*.index", "iter_*_rank_0.pt", "step_*"])
+def test_a_search_begins_with_all_names_of_a_member(monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
+    """H4, T5: groups and parts in one directory; and the file that says which one is whole."""
+    monkeypatch.setattr("ckptfs.series.search.TOLD_MAX", 7)
+    files = {f"ckpt-{number}.{name}": TABLE for number in range(20) for name in ("index", "data-00000-of-00001")}
+    files |= {f"iter_{number}_rank_{rank}.pt": archive() for number in range(20) for rank in range(3)}
+    tree = SeriesTree.of({**files, "checkpoint": b'model_checkpoint_path: "ckpt-19"'}).with_files(below("step_1", OPEN["ranks"]))
+    for one in (tree, tree.without("ckpt-19.data-00000-of-00001", "iter_19_rank_1.pt")):
+        found = one.search_from_start(pattern)
+        assert found is not None and found == one.search(pattern) and found.newest is not None
+    alone = tree.without(*(f"ckpt-{number}.data-00000-of-00001" for number in range(5, 20)))
+    assert alone.search_from_start(pattern) in (None, alone.search(pattern)), "an index that has its data elsewhere"
 
 
 # --- files --------------------------------------------------------------------------------------------------------------

@@ -119,9 +119,10 @@ class AttributeHandlers:
             if self._context.shared_namespace is not None:
                 await self._context.shared_namespace.refresh_copies(inode)
             name = name.removeprefix(summary.VIRTUAL_XATTR_PREFIX)
+            if name.startswith(summary.NEWEST_XATTR_PREFIX):
+                return await self._reader.encode_start(inode, name.removeprefix(summary.NEWEST_XATTR_PREFIX))
             if name.startswith(summary.SETS_XATTR_PREFIX):
-                known = await self._reader.load_known_sets(inode, name.removeprefix(summary.SETS_XATTR_PREFIX))
-                return known.encode(limits.XATTR_VALUE_BYTES_MAX)
+                return await self._get_known_sets(inode, name.removeprefix(summary.SETS_XATTR_PREFIX))
             if name == summary.RULES_XATTR:
                 return series.encode_rules(self._context.config.series)
             if name in (summary.FORMAT_XATTR, summary.MEMBER_XATTR):
@@ -143,6 +144,12 @@ class AttributeHandlers:
         if value is None:
             raise posix_error(errno.ENODATA)
         return value
+
+    async def _get_known_sets(self, inode: int, asked: bytes) -> bytes:
+        first, _, series_name = asked.partition(b".")
+        if not first.isdigit():
+            raise posix_error(errno.ENODATA)
+        return (await self._reader.load_known_sets(inode, series_name)).encode(limits.XATTR_VALUE_BYTES_MAX, int(first))
 
     async def _get_member_xattr(self, inode: int, name: bytes) -> bytes:
         found = (await self._reader.list_files(inode)).files.get(b"")

@@ -10,7 +10,7 @@ import functools
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar, cast
 
 import trio
@@ -33,8 +33,11 @@ from ckptfs.series import (
     MemberFile,
     Series,
     build_series,
+    encode_start,
     file_formats,
     find_incomplete_reason,
+    list_series,
+    parse,
     replace_group,
 )
 from ckptfs.series.file_formats import FileFormat
@@ -68,6 +71,19 @@ class MountMemberReader:
         """
         await self._refresh_directory(directory)
         return await self.compute(functools.partial(set_members.list_possible_members, self._context.db, directory))
+
+    async def encode_start(self, directory: int, pattern: bytes) -> bytes:
+        """Return `series.encode_start` of the series with this name, or of those in the directory if the name is empty.
+
+        A caller that may list the directory may ask for it. The kernel checks the same permission for both.
+        """
+        if not self._context.get_inode(directory).is_directory:
+            raise posix_error(errno.ENODATA)
+        await self._refresh_directory(directory)
+        names = {*await self.compute(functools.partial(history_names.list_shown_names, self._context.db, directory))}
+        found = await self.compute(lambda: _find_series(pattern, names))
+        known: KnownSets[int] = await self.load_known_sets(directory, found[0].name) if len(found) == 1 else KnownSets()
+        return await self.compute(lambda: encode_start(found, names, known, limits.XATTR_VALUE_BYTES_MAX))
 
     async def _refresh_directory(self, directory: int) -> None:
         shared_namespace = self._context.shared_namespace
@@ -286,6 +302,12 @@ class MountMemberReader:
             self._pfs_silent_until_s = trio.current_time() + limits.INSPECT_REST_S
             raise posix_error(errno.ETIMEDOUT)
         return cast(Result, found)
+
+
+def _find_series(name: bytes, names: Collection[bytes]) -> list[Series]:
+    """Return the series with a name, or all series if it is empty. One without a number has to be there."""
+    one = parse(name) if name else None
+    return [one] if one is not None else [each for each in list_series(names) if name in (b"", each.name)]
 
 
 def _load_known_sets(db: Database, record: SeriesRecord) -> KnownSets[int]:
