@@ -176,6 +176,13 @@ def get_set(db: Database, set_directory: int) -> CheckpointSet | None:
     return None if row is None else _build_set(*row)
 
 
+def list_set_directories(db: Database, series: int) -> list[int]:
+    """Return the directories of the sets of a series, the newest first."""
+    rows = db.rows("SELECT name, child FROM entry WHERE parent = ? AND substr(name, 1, 1) <> x'2e'", series)
+    numbered = [(name.rpartition(b"@")[2], child) for name, child in rows]
+    return [child for _, child in sorted(((int(number), child) for number, child in numbered if number.isdigit()), reverse=True)]
+
+
 def list_unfinished(db: Database, series: int) -> list[int]:
     """Return the directories of sets that are being made or removed."""
     return [row[0] for row in db.rows("SELECT child FROM entry WHERE parent = ? AND substr(name, 1, 1) = x'2e' ORDER BY cookie", series)]
@@ -193,17 +200,17 @@ def list_files(db: Database, set_directory: int) -> Iterator[tuple[bytes, Inode]
                 yield path + entry.name, inode
 
 
-def list_levels(db: Database, series: int) -> dict[int, Level]:
-    """Return the lowest level of the files of each set.
+def list_levels(db: Database, directories: Iterable[int]) -> dict[int, Level]:
+    """Return the lowest level of the files of each of these sets.
 
     Of what another node wrote, only known copies count.
     """
-    return summary.list_lowest_levels(db, "SELECT child FROM entry WHERE parent = ? AND substr(name, 1, 1) <> x'2e'", series)
+    return summary.list_lowest_levels(db, directories)
 
 
 def get_level(db: Database, set_directory: int) -> Level:
     """Return the lowest level of the files of a set; NONE if it has none."""
-    return summary.list_lowest_levels(db, "SELECT ?", set_directory).get(set_directory, Level.NONE)
+    return summary.list_lowest_levels(db, [set_directory]).get(set_directory, Level.NONE)
 
 
 # --- making a set -----------------------------------------------------------------------------------------------------

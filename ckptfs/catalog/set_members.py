@@ -145,25 +145,21 @@ def has_set_of(db: Database, series: int, files: Iterable[int]) -> bool:
     return db.value(query, series, json.dumps(sorted(set(files)))) is not None
 
 
-def list_known_sets(db: Database, series: int) -> dict[int, bool]:
-    """Return {directory: whether the application has all files} of the known sets of a series.
+def list_known_sets(db: Database, directories: Iterable[int]) -> dict[int, bool]:
+    """Return {directory: whether the application has all files} of those of these sets that are known.
 
     A set is known if this node knows all its files.
     """
     query = (
-        "WITH RECURSIVE below(top, id) AS (SELECT child, child FROM entry WHERE parent = ? UNION ALL SELECT below.top, e.child"
+        "WITH RECURSIVE below(top, id) AS (SELECT value, value FROM json_each(?) UNION ALL SELECT below.top, e.child"
         f" FROM below JOIN entry e ON e.parent = below.id JOIN inode i ON i.id = e.child WHERE i.mode & {_TYPE_BITS} = {_DIRECTORY}),"
         " figures(top, known, in_place) AS (SELECT below.top, count(*), sum(f.nlink > f.history) FROM below"
         f" JOIN entry e ON e.parent = below.id JOIN inode f ON f.id = e.child WHERE f.mode & {_TYPE_BITS} = {_FILE} GROUP BY below.top),"
-        " counts(top, files) AS (SELECT inode, json_extract(CAST(value AS TEXT), '$.files') FROM xattr WHERE name = ?)"
-        " SELECT top, in_place >= files FROM figures JOIN counts USING (top) WHERE known >= files"
+        " counts(top, known, in_place, files) AS (SELECT top, known, in_place, json_extract(CAST(x.value AS TEXT), '$.files')"
+        " FROM figures JOIN xattr x ON x.inode = top AND x.name = ?)"
+        " SELECT top, in_place >= files FROM counts WHERE known >= files"
     )
-    return {row[0]: bool(row[1]) for row in db.rows(query, series, _SET_XATTR)}
-
-
-def list_sets_in_place(db: Database, series: int) -> set[int]:
-    """Return the sets of a series of which the application still has all files, by directory."""
-    return {directory for directory, is_in_place in list_known_sets(db, series).items() if is_in_place}
+    return {row[0]: bool(row[1]) for row in db.rows(query, json.dumps([*directories]), _SET_XATTR)}
 
 
 def count_history_bytes(db: Database) -> int:

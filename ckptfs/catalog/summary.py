@@ -223,19 +223,19 @@ def _count_levels(db: Database, condition: str, *values: str | int) -> tuple[Cou
     return by_level, bytes_by_level, lost
 
 
-def list_lowest_levels(db: Database, directories: str, *values: int) -> dict[int, Level]:
-    """Return the lowest level of the files below each of several directories, which an SQL query yields.
+def list_lowest_levels(db: Database, directories: Iterable[int]) -> dict[int, Level]:
+    """Return the lowest level of the files below each of several directories.
 
     Files whose copies this node does not know count as NONE. Directories without files are left out.
     """
     tree = (
-        f"WITH RECURSIVE tree(top, id) AS (SELECT d.id, d.id FROM (SELECT 0 AS id WHERE 0 UNION ALL {directories}) d"
+        "WITH RECURSIVE tree(top, id) AS (SELECT value, value FROM json_each(?)"
         " UNION ALL SELECT tree.top, e.child FROM tree JOIN entry e ON e.parent = tree.id JOIN inode s ON s.id = e.child"
         " AND s.mode & 61440 = 16384) "
     )
     files = "tree JOIN entry e ON e.parent = tree.id JOIN inode i ON i.id = e.child"
     lowest: dict[int, Level] = {}
-    for top, level, *_ in _list_level_groups(db, files, "1", *values, top="tree.top", tables=tree):
+    for top, level, *_ in _list_level_groups(db, files, "1", json.dumps([*directories]), top="tree.top", tables=tree):
         lowest[top] = min(lowest.get(top, Level.PFS), level or Level.NONE, key=_LEVELS.index)
     return lowest
 

@@ -93,7 +93,10 @@ class KnownSets(NamedTuple, Generic[Entry]):
         return self._replace(sets=_order_sets(self.sets)[first : first + count])
 
     def encode(self, bytes_max: int, first: int = 0) -> bytes:
-        """Encode as many sets as fit, for programs that search through the mount: from `first` on, newest first."""
+        """Encode as many sets as fit, from `first` on, the newest first.
+
+        Programs that search through the mount need them.
+        """
         count = bytes_max // _SET_BYTES_MIN
         while len(text := _encode(self.cut(first, count).build_fields())) > bytes_max:
             count //= 2
@@ -201,7 +204,10 @@ class SearchStart(NamedTuple):
     told: int | None
 
     def is_enough(self, found: SearchResult) -> bool:
-        """Return whether a search in the whole directory finds the same: nothing that was judged or compared is beyond what is told."""
+        """Return whether a search in the whole directory finds the same.
+
+        It does if nothing that was judged or compared is beyond what is told.
+        """
         return self.told is None or (found.newest is not None and len(found.rejected) + completeness.COMPARED_MAX < self.told)
 
     @classmethod

@@ -105,12 +105,17 @@ class Client:
         answer: pb.ListSeriesReply = self._call(self._build_query_stub().ListSeries, pb.ListSeriesRequest(figures=figures))
         return answer
 
-    def list_sets(self, directory: int) -> list[pb.SetInfo]:
-        """Return the sets of a series, the newest first. Raises UsageError if there is no such series."""
+    def list_sets(self, directory: int, at_least: int | None = None) -> list[pb.SetInfo]:
+        """Return the sets of a series, the newest first: all, or `at_least` so many.
+
+        Raises UsageError if there is no such series.
+        """
         found: dict[int, pb.SetInfo] = {}
         messages = self._stream_until_done(lambda: self._build_query_stub().ListSets, pb.ListSetsRequest(directory=directory), None)
         for message in messages:
             found |= {one.number: one for one in message.sets}
+            if at_least is not None and len(found) >= at_least:
+                break
         return list(found.values())
 
     # --- admin --------------------------------------------------------------------------------------------------------

@@ -138,7 +138,10 @@ def _ask_known_sets(top: bytes, name: bytes, history: bytes) -> KnownSets[bytes]
 
 
 def _read_attribute(path: bytes, name: bytes) -> bytes:
-    """Return an attribute that may be long. `os.getxattr` would have the daemon find out the value twice, first for a small buffer."""
+    """Return an attribute that may be long.
+
+    `os.getxattr` asks with a small buffer first, so the daemon would find out the value twice.
+    """
     call, buffer = ctypes.CDLL(None, use_errno=True).getxattr, ctypes.create_string_buffer(limits.XATTR_VALUE_BYTES_MAX)
     call.restype = ctypes.c_ssize_t
     length = call(path, name, buffer, ctypes.c_size_t(len(buffer)))

@@ -37,6 +37,9 @@ def list_sets(
     level: Annotated[
         str | None, typer.Option(metavar="LEVEL", help="Only sets that have this level: local, clique, pfs.", autocompletion=lambda: LEVELS)
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="All sets of a series, not only the newest 500. --json lists all, too.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """List series of checkpoints, or the sets of a series.
@@ -64,7 +67,8 @@ def list_sets(
                 elif where is None or len(found) > 1:
                     series_rows += map(set_listing.build_series_row, found)
                 else:
-                    rows = set_listing.list_all_rows(history, where, found[0] if found else None)
+                    at_most = None if everything or json else set_listing.SHOWN_MAX
+                    rows = set_listing.list_all_rows(history, where, found[0] if found else None, at_most)
             except ClientError as failure:
                 if len(chosen) == 1:
                     raise

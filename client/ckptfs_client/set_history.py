@@ -188,11 +188,11 @@ class SetHistory:
         records = self.client.list_records(found.values())
         return {record.inode: path for path, record in zip(found, records, strict=True)}
 
-    def list_sets(self, one: ListedSeries) -> list[ListedSet]:
-        """Return the sets of a series, the newest first."""
+    def list_sets(self, one: ListedSeries, at_least: int | None = None) -> list[ListedSet]:
+        """Return the sets of a series, the newest first: all, or `at_least` so many."""
         if self._is_shared:
             self._refresh_sets(one)
-        told = list(map(_build_listed, self.client.list_sets(one.directory)))
+        told = list(map(_build_listed, self.client.list_sets(one.directory, at_least)))
         return told if all(each.name for each in told) else self._add_names(one, told)
 
     def _refresh_sets(self, one: ListedSeries) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import stat
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,6 +25,8 @@ MANIFEST = "MANIFEST.json"
 MANIFEST_FILES = frozenset({MANIFEST, "MANIFEST.xxh128"})
 COMPLETE, ONLY_IN_HISTORY, INCOMPLETE = "complete", "in history only", "incomplete"
 LEVELS = list(Level)
+SHOWN_MAX = 500
+"""How many sets of a series people see, unless they ask for all."""
 
 
 # --- list -------------------------------------------------------------------------------------------------------------
@@ -58,9 +61,15 @@ def _build_set_rows(one: ListedSeries, sets: Iterable[ListedSet]) -> list[SetJso
     ]  # fmt: skip
 
 
-def list_all_rows(history: SetHistory, named: Path, one: ListedSeries | None) -> list[SetJson]:
-    """Return the rows of a series: all sets, and before them the newest member if it is not complete."""
-    rows = [] if one is None else list_set_rows(history, one)
+def list_all_rows(history: SetHistory, named: Path, one: ListedSeries | None, at_most: int | None = None) -> list[SetJson]:
+    """Return the rows of a series: its sets, and before them the newest member if it is not complete.
+
+    If it has more than `at_most` sets, the newest ones, and words on stderr.
+    """
+    sets = [] if one is None else history.list_sets(one, at_most and at_most + 1)
+    if at_most is not None and len(sets) > at_most:
+        print(f"ckptfs: only the newest {at_most} sets are listed; --all lists all", file=sys.stderr)
+    rows = [] if one is None else _build_set_rows(one, sets[:at_most])
     unfinished = find_unfinished(named, one, rows[0] if rows else None)
     return rows if unfinished is None else [unfinished, *rows]
 

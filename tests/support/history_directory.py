@@ -79,8 +79,8 @@ class HistoryDirectory:
             reply.series.append(info)
         return reply
 
-    def list_sets(self, directory: int) -> list[pb.SetInfo]:
-        found = [pb.SetInfo.FromString(one.SerializeToString()) for one in self.sets[directory]]
+    def list_sets(self, directory: int, at_least: int | None = None) -> list[pb.SetInfo]:
+        found = [pb.SetInfo.FromString(one.SerializeToString()) for one in self.sets[directory][:at_least]]
         if not self.is_public:
             for one in found:
                 one.noted, one.name, one.note = bool(one.note), b"", ""

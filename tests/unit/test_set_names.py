@@ -15,6 +15,7 @@ from ckptfs_client.set_listing import (
     format_series,
     format_set,
     format_sets,
+    list_all_rows,
     list_set_rows,
 )
 from history_directory import LAST_NS, HistoryDirectory
@@ -216,3 +217,15 @@ def test_a_note_that_is_not_accepted(tree: HistoryDirectory, note: str) -> None:
     found = tree.open().find_set(tree.root / "run1" / "step_100@1")
     with pytest.raises(UsageError, match="accepted: printable text of up to 4096 bytes"):
         annotate(found, note)
+
+
+def test_of_very_many_sets_people_see_the_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = HistoryDirectory(tmp_path)
+    for number in range(1, 6):
+        tree.add(STEP, f"step_{number}", {"a": b"x"}, completed_ns=2**62)
+    history = tree.open()
+    one = history.find_one_series(tmp_path / STEP)
+    assert [row["number"] for row in list_all_rows(history, tmp_path / STEP, one, 3)] == [5, 4, 3]
+    assert capsys.readouterr().err == "ckptfs: only the newest 3 sets are listed; --all lists all\n"
+    for at_most in (5, None):
+        assert len(list_all_rows(history, tmp_path / STEP, one, at_most)) == 5 and not capsys.readouterr().err

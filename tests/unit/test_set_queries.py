@@ -53,6 +53,9 @@ def test_series_and_sets(served: Served) -> None:
     (one,) = served.client.list_series().series
     assert (one.directory, one.path, one.pattern, one.rollback) == (series, b"run1/step_*", b"step_*", 1)
     newest, first = served.client.list_sets(series)
+    (figures,) = served.client.list_series(figures=True).series
+    assert (figures.sets, figures.size, figures.newest.number, figures.newest.pinned) == (2, 2468, 2, True)
+    assert (figures.newest.name, figures.newest.note, figures.newest.level) == (b"step_2\xff0", "größer", "local")
     assert (newest.number, newest.name, newest.size, newest.completed_ns, newest.note) == (2, b"step_2\xff0", 1234, 5002, "größer")
     assert (newest.level, newest.in_place, newest.pinned, newest.noted) == ("local", True, True, True)
     assert (first.number, first.level, first.in_place, first.pinned, first.noted) == (1, "none", False, False, False)
@@ -96,3 +99,5 @@ def test_more_sets_than_one_message_holds(served: Served) -> None:
         for number in range(1, 2502):
             add_set(served, series, number, b"step_%d" % number)
     assert [(one.number, one.step) for one in served.client.list_sets(series)] == [(one, str(one)) for one in range(2501, 0, -1)]
+    newest = served.client.list_sets(series, 10)
+    assert [one.number for one in newest] == list(range(2501, 1501, -1)), "the first message, and no other"

@@ -42,15 +42,22 @@ def list_sets(db: Database, series: int, refresh_copies: Callable[[list[int]], N
     """
     if history.get_series(db, series) is None:
         raise InvalidArgument(f"{series} is no series of checkpoints", remedy="`ckptfs list` shows all")
-    sets = set_figures.list_set_figures(db, series)
+    directories = history.list_set_directories(db, series)
     if db.is_clustered:
-        files = (inode.id for one in sets for _, inode in history.list_files(db, one.directory))
+        files = (inode.id for one in directories for _, inode in history.list_files(db, one))
         refresh_copies(list(itertools.islice(files, limits.CONTROL_LIST_MAX)))
-    levels, in_place = history.list_levels(db, series), set_members.list_sets_in_place(db, series)
     shows_names = _may_all_list(db, series)
-    found = [_build_set(one, levels.get(one.directory, Level.NONE), one.directory in in_place, shows_names) for one in sets]
-    for start in range(0, len(found), SETS_AT_ONCE):
-        yield pb.SetList(sets=found[start : start + SETS_AT_ONCE])
+    # A client that wants the newest ones only ends the call after the first message.
+    for start in range(0, len(directories), SETS_AT_ONCE):
+        some = directories[start : start + SETS_AT_ONCE]
+        with db.read_transaction():
+            sets, levels, known = (
+                set_figures.list_set_figures(db, some),
+                history.list_levels(db, some),
+                set_members.list_known_sets(db, some),
+            )
+        found = [_build_set(one, levels.get(one.directory, Level.NONE), known.get(one.directory, False), shows_names) for one in sets]
+        yield pb.SetList(sets=found)
     yield pb.SetList(done=True)
 
 

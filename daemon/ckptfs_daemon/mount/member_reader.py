@@ -73,7 +73,7 @@ class MountMemberReader:
         return await self.compute(functools.partial(set_members.list_possible_members, self._context.db, directory))
 
     async def encode_start(self, directory: int, pattern: bytes) -> bytes:
-        """Return `series.encode_start` of the series with this name, or of those in the directory if the name is empty.
+        """Return `series.encode_start` of a series; if the name is empty, of those in the directory.
 
         A caller that may list the directory may ask for it. The kernel checks the same permission for both.
         """

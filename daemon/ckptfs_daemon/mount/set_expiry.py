@@ -81,7 +81,7 @@ class SetExpiry:
         shared_namespace, db = self._context.shared_namespace, self._context.db
         if shared_namespace is None or self.find_rule(series) is None:
             return
-        levels = history.list_levels(db, series.directory)
+        levels = history.list_levels(db, history.list_set_directories(db, series.directory))
         highest = Level.CLIQUE if self._context.config.pfs is None else Level.PFS
         for one in sets:
             inodes = [] if levels.get(one.directory) is highest else [inode.id for _, inode in history.list_files(db, one.directory)]

@@ -408,7 +408,8 @@ def load_facts(db: Database, directory: int, sets: Iterable[CheckpointSet]) -> l
     Of several sets of one name, only the newest may count as in its place.
     """
     with db.read_transaction():
-        levels, known = history.list_levels(db, directory), set_members.list_known_sets(db, directory)
+        directories = history.list_set_directories(db, directory)
+        levels, known = history.list_levels(db, directories), set_members.list_known_sets(db, directories)
     found, names = [], set()
     for one in sets:
         if one.directory in known and one.directory in levels:
