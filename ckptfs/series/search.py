@@ -192,7 +192,7 @@ class SearchResult(NamedTuple):
 
 
 class SearchStart(NamedTuple):
-    """What a search through the mount begins with, so that it need not list a directory with very many names.
+    """The start of a search through the mount, which need not list a directory with very many names.
 
     `series`: the one that was asked for, or those in the directory. If it is one, `names` are those of its members, and of what may mark
     them, and `known` are its sets. `told`: how many of the newest members and sets these are; None: all.

@@ -123,7 +123,10 @@ def _find_history(directory: Path) -> bytes:
 
 
 def _ask_start(directory: bytes, name: bytes, history: bytes) -> SearchStart:
-    """Return what a search for a series in a directory begins with; if the name is empty, for the only one."""
+    """Return the start of a search for a series in a directory.
+
+    If the name is empty, it is that for the only series.
+    """
     return SearchStart.decode(_read_attribute(directory, NEWEST_XATTR_PREFIX + name), history)
 
 
