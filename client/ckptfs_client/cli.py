@@ -452,7 +452,7 @@ def init(
 ) -> None:
     """Create the CA of a cluster: DIR/ca.pem and DIR/ca.key.
 
-    Example: ckptfs keys init /root/ca --cluster training
+    Example: ckptfs keys init /etc/ckptfs/ca --cluster training
     """
     from ckptfs.clique import certificates
 
@@ -472,7 +472,7 @@ def issue(
 
     Copy ca.pem, node.pem and node.key from there to the node, and mount with keys=DIRECTORY.
 
-    Example: ckptfs keys issue /root/ca node7 --address 10.0.0.7
+    Example: ckptfs keys issue /etc/ckptfs/ca node7 --address 10.0.0.7
     """
     from ckptfs.clique import certificates
 
@@ -487,7 +487,7 @@ def revoke(directory: KeysDirectory, node: KeysNode) -> None:
 
     Use it if the keys are lost or stolen. Issue new ones if the node shall go on.
 
-    Example: ckptfs keys revoke /root/ca node7
+    Example: ckptfs keys revoke /etc/ckptfs/ca node7
     """
     from ckptfs.clique import certificates
 
