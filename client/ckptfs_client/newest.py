@@ -177,7 +177,7 @@ def _find_series(named: Sequence[Path]) -> NamedSeries:
             raise UsageError(f"{where}: {words}", remedy="such as 'run1/step_*'")
         _require_directory(where.parent, where)
         return NamedSeries(where.parent, found)
-    _require_directory(where.parent, where)
+    _require_directory(where.parent if where.exists() else where, where)
     if where.is_dir():
         return _find_series_inside(where)
     find_inode(where)

@@ -94,9 +94,25 @@ def test_the_pattern_that_was_meant(mount: Area) -> None:
         result = mount.command("latest", mount.path / wrong, check=False)
         assert result.returncode == 1 and f"there is no member; did you mean '{mount.path}/{meant}'?" in result.stderr
         assert newest(mount, mount.path / meant)
-    (mount.path / "step_100.pt").unlink()
-    (mount.path / "epoch=1-step=200.ckpt").unlink()
-    assert f"say which: '{mount.path}/below/*-*'" in mount.command("latest", mount.path, check=False).stderr
+    (mount.path / "above" / "below").mkdir(parents=True)
+    (mount.path / "above" / "below" / "1-20").write_bytes(b"x")
+    assert f"say which: '{mount.path}/above/below/*-*'" in mount.command("latest", mount.path / "above", check=False).stderr
+
+
+def test_the_sets_of_a_directory_that_was_emptied_or_deleted(mount: Area) -> None:
+    """X3: an application that deletes all it has is told where its last set is."""
+    run = mount.path / "run"
+    save(run / "step_100", "a", "b")
+    mount.settle()
+    kept = mount.daemon.path / ".ckptfs" / "history" / mount.path.name / "run" / "step_*"
+    eventually(lambda: kept.is_dir() and os.listdir(kept) == ["step_100@1"], what="the set is made")
+    shutil.rmtree(run / "step_100")
+    assert newest(mount, run) == str(kept / "step_100@1")
+    run.rmdir()
+    for gone in (run, run / "step_*"):
+        said = mount.command("latest", gone, check=False)
+        assert said.returncode == 1 and f"the history has its sets: ckptfs list '{gone}'" in said.stderr
+        assert "step_100@1" in mount.command("list", gone).stdout
 
 
 def test_odd_names(mount: Area) -> None:
