@@ -36,7 +36,7 @@ def test_who_has_a_file_open(mount: Area) -> None:
     with open(path, "r+b") as file:
         found = ask(mount, path)
         assert found["open_handles"] == 1 and (own := find_own(found)) is not None
-        assert own["how"] == ["write"] and own["files"] == [str(path)] and "pytest" in own["command"]
+        assert own["how"] == ["write"] and own["files"] == [str(path)] and "python" in own["command"]
         mapped = mmap.mmap(file.fileno(), 8192)
     assert (own := find_own(ask(mount, path))) is not None and "mapped" in own["how"]
     assert str(os.getpid()) in mount.command("who", path).stdout
