@@ -193,3 +193,18 @@ def test_times_of_an_overwritten_file_leave_its_set_alone(
     mount.forget(b"")
     mount.settle_exactly()
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+def test_a_set_that_is_overwritten_and_forgotten_while_the_kernel_knows_its_file(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
+    """The inode of a deleted file of the history stays without names until the kernel forgets it."""
+    mount.keep(b"a")
+    mount.settle()
+    mount.put(b"a", b"half")
+    mount.put(b"a", b"newer")
+    mount.keep(b"a")
+    with mount.db.transaction():
+        (series,) = history.list_series(mount.db)
+        assert history.delete_set(mount.db, history.list_sets(mount.db, series.directory)[-1].directory, 100)
+    mount.settle()
+    assert os.listdir(mount.pfs / ".ckptfs.history" / "a*") == ["a@2"] and (mount.pfs / "a").read_bytes() == b"newer"
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []

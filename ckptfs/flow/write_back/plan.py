@@ -472,7 +472,8 @@ class Planner:
         """Plan the removal of names that deleted files of the history took over: they are not new bytes."""
         for name in self._list_stale_names(inode):
             taker, location = self.view.get_pending(*name), self._find_location(name)
-            if taker and location is not None and self._facts.get_inode(taker) is None and not self._facts.is_held(inode):
+            gone = self._facts.get_inode(taker or NO_INODE)
+            if taker and location is not None and (gone is None or gone.nlink == 0) and not self._facts.is_held(inode):
                 self._plan_removal(name, location)
 
     def _adopt_entry(self, row: JournalRow, content: Content, name: PfsName) -> Fingerprint | None:
