@@ -28,7 +28,7 @@ from dataclasses import asdict, astuple, dataclass
 from ckptfs import limits
 from ckptfs.catalog import contents, handles, identity, journal, namespace, pfs_hold, summary
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.inodes import get, get_path, set_attributes
+from ckptfs.catalog.inodes import get, get_path, set_attributes, set_internal_xattr
 from ckptfs.errors import Busy
 from ckptfs.model import HISTORY_NAME, ROOT, Inode, Level
 
@@ -237,7 +237,7 @@ def insert_series(db: Database, origin: int, pattern: bytes) -> SeriesRecord:
         if former is None or (former.pattern == pattern and not _is_living(db, former.origin)):
             break
     fields = {"origin": origin, "pattern": _to_text(pattern), "next": get_next_number(db, series)}
-    _set_attribute(db, series, SERIES_XATTR, json.dumps(fields).encode())
+    set_internal_xattr(db, series, SERIES_XATTR, json.dumps(fields).encode())
     found = get_series(db, series)
     assert found is not None
     return found
@@ -288,10 +288,10 @@ def begin_set(db: Database, series: int, record: SetRecord, like: Inode | None =
     `like`: the application's directory of the set, from which it has mode and owner; None: those of the series.
     """
     directory = insert_directory(db, series, build_hidden_name(record), like or get(db, series))
-    _set_attribute(db, directory, SET_XATTR, _encode_record(record))
+    set_internal_xattr(db, directory, SET_XATTR, _encode_record(record))
     fields = json.loads(db.value("SELECT value FROM xattr WHERE inode = ? AND name = ?", series, SERIES_XATTR))
     fields["next"] = max(fields["next"], record.number + 1)
-    _set_attribute(db, series, SERIES_XATTR, json.dumps(fields).encode())
+    set_internal_xattr(db, series, SERIES_XATTR, json.dumps(fields).encode())
     return directory
 
 
@@ -426,17 +426,17 @@ def separate(db: Database, inode: int, copied: int | None = None) -> int:
 
 def set_pin(db: Database, set_directory: int, pinned: bool) -> None:
     """Pin a set: no rule deletes it. Or unpin it."""
-    _set_attribute(db, set_directory, PIN_XATTR, b"1" if pinned else None)
+    set_internal_xattr(db, set_directory, PIN_XATTR, b"1" if pinned else None)
 
 
 def set_note(db: Database, set_directory: int, note: str) -> None:
     """Set the note of a set; an empty one deletes it."""
-    _set_attribute(db, set_directory, NOTE_XATTR, note.encode() or None)
+    set_internal_xattr(db, set_directory, NOTE_XATTR, note.encode() or None)
 
 
 def set_rollback(db: Database, series: int, rollback: Rollback | None) -> None:
     """Set which set of a series counts as the newest; None: the newest one."""
-    _set_attribute(db, series, ROLLBACK_XATTR, None if rollback is None else json.dumps(asdict(rollback)).encode())
+    set_internal_xattr(db, series, ROLLBACK_XATTR, None if rollback is None else json.dumps(asdict(rollback)).encode())
 
 
 def delete_set(db: Database, set_directory: int, at_most: int) -> bool:
@@ -472,14 +472,7 @@ def _list_names_below(db: Database, directory: int, at_most: int) -> list[tuple[
     return found
 
 
-# --- attributes -------------------------------------------------------------------------------------------------------
-
-
-def _set_attribute(db: Database, inode: int, name: bytes, value: bytes | None) -> None:
-    if value is None:
-        db.run("DELETE FROM xattr WHERE inode = ? AND name = ?", inode, name)
-    else:
-        db.run("INSERT OR REPLACE INTO xattr (inode, name, value) VALUES (?,?,?)", inode, name, value)
+# --- records ----------------------------------------------------------------------------------------------------------
 
 
 def _encode_record(record: SetRecord) -> bytes:

@@ -119,6 +119,17 @@ def set_xattr(db: Database, inode: int, name: bytes, value: bytes, flags: int = 
     _record_attribute_change(db, inode)
 
 
+def set_internal_xattr(db: Database, inode: int, name: bytes, value: bytes | None) -> None:
+    """Set an attribute of ckptfs itself, or delete it with None.
+
+    Its name begins with `INTERNAL_XATTR_PREFIX`. No time changes, and the PFS does not get it.
+    """
+    if value is None:
+        db.run("DELETE FROM xattr WHERE inode=? AND name=?", inode, name)
+    else:
+        db.run("INSERT OR REPLACE INTO xattr (inode, name, value) VALUES (?,?,?)", inode, name, value)
+
+
 def _count_xattr_bytes(db: Database, inode: int, excluded: bytes) -> int:
     """Return the bytes of all extended attributes of an inode but one."""
     return int(db.value("SELECT coalesce(sum(length(name) + length(value)), 0) FROM xattr WHERE inode = ? AND name <> ?", inode, excluded))

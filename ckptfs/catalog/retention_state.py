@@ -12,7 +12,7 @@ Functions that change rows join the caller's transaction.
 import json
 from collections.abc import Iterable
 
-from ckptfs.catalog import pfs_hold
+from ckptfs.catalog import inodes, pfs_hold
 from ckptfs.catalog.content_rows import CONTENT_COLUMNS, build_content
 from ckptfs.catalog.copies import IS_SAFE_ELSEWHERE
 from ckptfs.catalog.database import Database
@@ -30,10 +30,6 @@ def _list_marked(db: Database, series: int, name: bytes) -> set[int]:
     return {row[0] for row in rows}
 
 
-def _mark(db: Database, set_directory: int, name: bytes) -> None:
-    db.run("INSERT OR REPLACE INTO xattr (inode, name, value) VALUES (?, ?, ?)", set_directory, name, b"1")
-
-
 def list_chosen(db: Database, series: int) -> set[int]:
     """Return the directories of the sets of a series that were chosen for the PFS."""
     return _list_marked(db, series, CHOSEN_XATTR)
@@ -41,7 +37,7 @@ def list_chosen(db: Database, series: int) -> set[int]:
 
 def mark_chosen(db: Database, set_directory: int) -> None:
     """Choose a set for the PFS: nothing of it is held back any more."""
-    _mark(db, set_directory, CHOSEN_XATTR)
+    inodes.set_internal_xattr(db, set_directory, CHOSEN_XATTR, b"1")
     pfs_hold.release_tree(db, set_directory)
 
 
@@ -55,7 +51,7 @@ def mark_expiring(db: Database, set_directory: int) -> None:
 
     It continues after a crash.
     """
-    _mark(db, set_directory, EXPIRING_XATTR)
+    inodes.set_internal_xattr(db, set_directory, EXPIRING_XATTR, b"1")
 
 
 def list_unchecked(db: Database, set_directories: Iterable[int]) -> set[int]:
@@ -75,10 +71,10 @@ def is_in_use(db: Database, directories: Iterable[int]) -> bool:
     return db.value(found, json.dumps([*directories])) is not None
 
 
-def get_changed_ns(db: Database, inodes: Iterable[int]) -> int:
+def get_changed_ns(db: Database, roots: Iterable[int]) -> int:
     """Return when something at or below these inodes was changed last."""
     found = f"{_TREE.format(_SETS)} SELECT max(max(i.mtime_ns, i.ctime_ns)) FROM tree JOIN inode i ON i.id = tree.id"
-    return int(db.value(found, json.dumps([*inodes])) or 0)
+    return int(db.value(found, json.dumps([*roots])) or 0)
 
 
 def list_names_below(db: Database, directory: int) -> list[tuple[int, bytes]]:

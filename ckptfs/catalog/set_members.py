@@ -10,14 +10,12 @@ import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ckptfs.catalog import inodes, namespace
+from ckptfs.catalog import history, inodes, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.model import ContentState, Inode
 
 PRODUCER_XATTR = b"ckptfs.producer"
 COMMIT_XATTR = b"ckptfs.commit"
-_SERIES_XATTR = b"ckptfs.series"
-_SET_XATTR = b"ckptfs.set"
 MANIFEST_NAMES = (b"MANIFEST.json", b"MANIFEST.xxh128")
 """Files that the tracker adds to a set."""
 _TYPE_BITS, _FILE, _DIRECTORY = 0o170000, stat.S_IFREG, stat.S_IFDIR
@@ -51,7 +49,7 @@ def list_sets_of_file(db: Database, inode: int) -> list[tuple[int, int]]:
         " WHERE e.child = ? UNION SELECT inode.id, inode.parent FROM inode JOIN up ON inode.id = up.parent WHERE inode.parent > 1)"
         " SELECT up.parent, up.id FROM up JOIN xattr x ON x.inode = up.parent AND x.name = ?"
     )
-    return [(row[0], row[1]) for row in db.rows(query, inode, _SERIES_XATTR)]
+    return [(row[0], row[1]) for row in db.rows(query, inode, history.SERIES_XATTR)]
 
 
 def is_finished(db: Database, set_directory: int) -> bool:
@@ -159,7 +157,7 @@ def list_known_sets(db: Database, directories: Iterable[int]) -> dict[int, bool]
         " FROM figures JOIN xattr x ON x.inode = top AND x.name = ?)"
         " SELECT top, in_place >= files FROM counts WHERE known >= files"
     )
-    return {row[0]: bool(row[1]) for row in db.rows(query, json.dumps([*directories]), _SET_XATTR)}
+    return {row[0]: bool(row[1]) for row in db.rows(query, json.dumps([*directories]), history.SET_XATTR)}
 
 
 def count_history_bytes(db: Database) -> int:
@@ -174,10 +172,7 @@ def count_history_bytes(db: Database) -> int:
 def set_producers(db: Database, producers: Mapping[int, str]) -> None:
     """Note which processes wrote files; an empty text forgets it."""
     for inode, producer in producers.items():
-        if producer:
-            db.run("INSERT OR REPLACE INTO xattr (inode, name, value) VALUES (?, ?, ?)", inode, PRODUCER_XATTR, producer.encode())
-        else:
-            db.run("DELETE FROM xattr WHERE inode = ? AND name = ?", inode, PRODUCER_XATTR)
+        inodes.set_internal_xattr(db, inode, PRODUCER_XATTR, producer.encode() or None)
 
 
 def is_committed(db: Database, members: Iterable[int]) -> bool:
