@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ckptfs.catalog import peer_copies, summary
+from ckptfs.catalog import inodes, peer_copies, summary
 from ckptfs.catalog.content_rows import IS_ON_PFS
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.set_members import MANIFEST_NAMES
@@ -130,18 +130,15 @@ def list_children(db: Database, directory: int, names: Iterable[bytes]) -> list[
     return [child for child in found if child is not None]
 
 
-_TREE = "WITH RECURSIVE tree(id) AS (SELECT value FROM json_each(?) UNION SELECT child FROM entry JOIN tree ON entry.parent = tree.id)"
-
-
 def has_held(db: Database, roots: Iterable[int]) -> bool:
     """Return True if one of these inodes, or anything below them, is held back from the PFS."""
-    return db.value(f"{_TREE} SELECT 1 FROM tree JOIN pfs_hold h ON h.inode = tree.id LIMIT 1", json.dumps([*roots])) is not None
+    return db.value(f"{inodes.WITH_TREE} SELECT 1 FROM tree JOIN pfs_hold h ON h.inode = tree.id LIMIT 1", json.dumps([*roots])) is not None
 
 
 def has_pending_names(db: Database, roots: Iterable[int]) -> bool:
     """Return True if the PFS has yet to learn a name of these inodes, or of anything below them."""
-    pending = f"{_TREE} SELECT 1 FROM tree JOIN journal j ON j.inode = tree.id WHERE j.op IN ('make', 'link', 'rename', 'exchange') LIMIT 1"
-    return db.value(pending, json.dumps([*roots])) is not None
+    pending = "SELECT 1 FROM tree JOIN journal j ON j.inode = tree.id WHERE j.op IN ('make', 'link', 'rename', 'exchange') LIMIT 1"
+    return db.value(f"{inodes.WITH_TREE} {pending}", json.dumps([*roots])) is not None
 
 
 # --- the order ---------------------------------------------------------------------------------------------------------

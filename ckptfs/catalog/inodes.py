@@ -147,6 +147,10 @@ def _record_attribute_change(db: Database, inode: int) -> None:
     journal.append(db, "attributes", inode)
 
 
+WITH_TREE = "WITH RECURSIVE tree(id) AS (SELECT value FROM json_each(?) UNION SELECT child FROM entry JOIN tree ON entry.parent = tree.id)"
+"""The beginning of a query: `tree` has the inodes of a JSON array and all below them."""
+
+
 def get_path(db: Database, inode: int) -> bytes:
     """Return a path of `inode` below the mount, for messages; b"?" without a name.
 

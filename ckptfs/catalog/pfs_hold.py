@@ -11,11 +11,12 @@ Invariants:
 - What lies in a directory that is held is held.
 """
 
+import json
 import stat
 
 from ckptfs.catalog import journal
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.inodes import get_path
+from ckptfs.catalog.inodes import WITH_TREE, get_path
 from ckptfs.model import Inode
 
 
@@ -29,9 +30,8 @@ def is_left_out(db: Database, inode: int) -> bool:
 
     That set was not chosen for the PFS.
     """
-    tree = "WITH RECURSIVE tree(id) AS (VALUES (?) UNION SELECT child FROM entry JOIN tree ON entry.parent = tree.id)"
-    held = f"{tree} SELECT 1 FROM tree JOIN pfs_hold h ON h.inode = tree.id JOIN inode i ON i.id = tree.id AND i.history > 0 LIMIT 1"
-    return db.value(held, inode) is not None
+    held = "SELECT 1 FROM tree JOIN pfs_hold h ON h.inode = tree.id JOIN inode i ON i.id = tree.id AND i.history > 0 LIMIT 1"
+    return db.value(f"{WITH_TREE} {held}", json.dumps([inode])) is not None
 
 
 def count_held(db: Database) -> tuple[int, int]:

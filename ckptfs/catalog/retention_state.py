@@ -20,9 +20,12 @@ from ckptfs.model import Content, Tier
 
 CHOSEN_XATTR = b"ckptfs.pfs"
 EXPIRING_XATTR = b"ckptfs.expiring"
-_TREE = "WITH RECURSIVE tree(top, id) AS ({} UNION ALL SELECT tree.top, e.child FROM tree JOIN entry e ON e.parent = tree.id)"
+_WITH_TREES = (
+    "WITH RECURSIVE tree(top, id) AS (SELECT value, value FROM json_each(?)"
+    " UNION ALL SELECT tree.top, e.child FROM tree JOIN entry e ON e.parent = tree.id)"
+)
+"""As `inodes.WITH_TREE`; `top` is the inode of the array to which an inode belongs."""
 _IS_LOCAL = "c.state = 1 AND c.tier <> 'pfs'"
-_SETS = "SELECT value, value FROM json_each(?)"
 
 
 def _list_marked(db: Database, series: int, name: bytes) -> set[int]:
@@ -57,7 +60,7 @@ def mark_expiring(db: Database, set_directory: int) -> None:
 def list_unchecked(db: Database, set_directories: Iterable[int]) -> set[int]:
     """Return those sets of which a file that this node wrote back was not read back from the PFS yet."""
     rows = db.rows(
-        f"{_TREE.format(_SETS)} SELECT DISTINCT tree.top FROM tree JOIN inode i ON i.id = tree.id JOIN content k ON k.id = i.content"
+        f"{_WITH_TREES} SELECT DISTINCT tree.top FROM tree JOIN inode i ON i.id = tree.id JOIN content k ON k.id = i.content"
         " AND k.remote = 0 JOIN pfs_file p ON p.inode = i.id AND p.checked_ns = 0"
         f" WHERE EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND {_IS_LOCAL})",
         json.dumps([*set_directories]),
@@ -67,13 +70,13 @@ def list_unchecked(db: Database, set_directories: Iterable[int]) -> set[int]:
 
 def is_in_use(db: Database, directories: Iterable[int]) -> bool:
     """Return True if a process has anything at or below these inodes open."""
-    found = f"{_TREE.format(_SETS)} SELECT 1 FROM tree JOIN handle h ON h.inode = tree.id LIMIT 1"
+    found = f"{_WITH_TREES} SELECT 1 FROM tree JOIN handle h ON h.inode = tree.id LIMIT 1"
     return db.value(found, json.dumps([*directories])) is not None
 
 
 def get_changed_ns(db: Database, roots: Iterable[int]) -> int:
     """Return when something at or below these inodes was changed last."""
-    found = f"{_TREE.format(_SETS)} SELECT max(max(i.mtime_ns, i.ctime_ns)) FROM tree JOIN inode i ON i.id = tree.id"
+    found = f"{_WITH_TREES} SELECT max(max(i.mtime_ns, i.ctime_ns)) FROM tree JOIN inode i ON i.id = tree.id"
     return int(db.value(found, json.dumps([*roots])) or 0)
 
 
@@ -97,7 +100,7 @@ def record_retired(db: Database, leaving: Iterable[int], staying: Iterable[int])
 
     Contents that sets which stay have, too, are not marked.
     """
-    files = f"{_TREE.format(_SETS)} SELECT i.content FROM tree JOIN inode i ON i.id = tree.id WHERE i.content IS NOT NULL"
+    files = f"{_WITH_TREES} SELECT i.content FROM tree JOIN inode i ON i.id = tree.id WHERE i.content IS NOT NULL"
     with db.transaction():
         db.run(
             f"INSERT OR IGNORE INTO retired (content) SELECT c.content FROM copy c WHERE {_IS_LOCAL} AND c.content IN ({files})",

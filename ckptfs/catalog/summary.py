@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 from ckptfs import lifecycle, limits
-from ckptfs.catalog import contents, copies, journal, peer_copies
+from ckptfs.catalog import contents, copies, inodes, journal, peer_copies
 from ckptfs.catalog.content_rows import CONTENT_COLUMNS_WITHOUT_BLOCKS, build_content
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import FileRecord, PublishedState
@@ -186,8 +186,7 @@ class TreeFigures:
 
 def load_tree_figures(db: Database, roots: Iterable[int]) -> TreeFigures:
     """Return the figures of the regular files at and below these inodes."""
-    tree = "WITH RECURSIVE tree(id) AS (SELECT value FROM json_each(?) UNION SELECT child FROM entry JOIN tree ON entry.parent = tree.id)"
-    below, seeds = f"i.id IN ({tree} SELECT id FROM tree)", json.dumps([*roots])
+    below, seeds = f"i.id IN ({inodes.WITH_TREE} SELECT id FROM tree)", json.dumps([*roots])
     with db.read_transaction():
         files, size = db.row(
             f"SELECT count(*), coalesce(sum({_SIZE}), 0)"
