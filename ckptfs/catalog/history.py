@@ -20,6 +20,7 @@ Invariants:
 Crash safety: a set appears with one rename. `list_unfinished` finds what was being made or removed.
 """
 
+import itertools
 import json
 import stat
 from collections.abc import Iterable, Iterator
@@ -445,7 +446,7 @@ def delete_set(db: Database, set_directory: int, at_most: int) -> bool:
     A set that needs several calls gets a hidden name first: no reader ever sees a part of it.
     """
     parent, name = _get_place(db, set_directory)
-    names = _list_names_below(db, set_directory, at_most)
+    names = list(itertools.islice(namespace.iterate_names_below(db, set_directory), at_most + 1))
     if len(names) > at_most and not name.startswith(b"."):
         hidden = _OLD + name.rpartition(b"@")[2]
         namespace.rename(db, parent, name, parent, hidden, namespace.NOREPLACE)
@@ -455,21 +456,6 @@ def delete_set(db: Database, set_directory: int, at_most: int) -> bool:
         return False
     namespace.rmdir(db, parent, name)
     return True
-
-
-def _list_names_below(db: Database, directory: int, at_most: int) -> list[tuple[int, bytes, bool]]:
-    """Return (directory, name, whether it is a directory) of the entries below a directory.
-
-    Deeper entries come first. If there are more than `at_most`, one more is returned.
-    """
-    found: list[tuple[int, bytes, bool]] = []
-    for entry, inode in namespace.iterate_entries(db, directory):
-        if inode.is_directory:
-            found += _list_names_below(db, inode.id, at_most - len(found))
-        if len(found) > at_most:
-            break
-        found.append((directory, entry.name, inode.is_directory))
-    return found
 
 
 # --- records ----------------------------------------------------------------------------------------------------------

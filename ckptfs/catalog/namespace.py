@@ -61,6 +61,17 @@ def iterate_entries(db: Database, directory: int, after: int = 0) -> Iterator[tu
             yield Entry(row[0], directory, row[1], inode.id), inode
 
 
+def iterate_names_below(db: Database, directory: int) -> Iterator[tuple[int, bytes, bool]]:
+    """Yield (directory, name, whether it is a directory) of all that is below a directory.
+
+    What is in a directory comes before it. Do not change names in between.
+    """
+    for entry, inode in iterate_entries(db, directory):
+        if inode.is_directory:
+            yield from iterate_names_below(db, inode.id)
+        yield directory, entry.name, inode.is_directory
+
+
 def require_empty(db: Database, directory: int, *, is_imported: bool) -> None:
     """Raise ENOTEMPTY if `directory` has entries, NotImported if that is not known yet."""
     if db.row("SELECT 1 FROM entry WHERE parent=? LIMIT 1", directory) is not None:

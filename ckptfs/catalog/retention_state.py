@@ -80,18 +80,6 @@ def get_changed_ns(db: Database, roots: Iterable[int]) -> int:
     return int(db.value(found, json.dumps([*roots])) or 0)
 
 
-def list_names_below(db: Database, directory: int) -> list[tuple[int, bytes]]:
-    """Return (directory, name) of all that is below a directory; what is in a directory comes before it."""
-    found = []
-    for name, child, is_directory in db.rows(
-        f"SELECT e.name, e.child, i.mode & {0o170000} = {0o040000} FROM entry e JOIN inode i ON i.id = e.child WHERE e.parent = ?",
-        directory,
-    ):
-        found += list_names_below(db, child) if is_directory else []
-        found.append((directory, bytes(name)))
-    return found
-
-
 # --- retired contents -------------------------------------------------------------------------------------------------
 
 

@@ -212,7 +212,7 @@ class SetExpiry:
         db = self._context.db
         if retention_state.is_in_use(db, tops.values()):
             return None
-        names = [name for inode in tops.values() for name in retention_state.list_names_below(db, inode)]
+        names = [(above, name) for inode in tops.values() for above, name, _ in namespace.iterate_names_below(db, inode)]
         names += [(parent, name) for name in tops]
         for start in range(0, len(names), limits.EXPIRED_NAMES_MAX):
             batch = names[start : start + limits.EXPIRED_NAMES_MAX]
