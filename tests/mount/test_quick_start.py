@@ -42,9 +42,9 @@ def write_program(path: Path, text: str) -> None:
 
 
 def test_the_quick_start_works_word_by_word(place: DaemonUnderTest) -> None:
-    """N2: mount, train, wait, resume from the newest complete checkpoint, status, umount."""
+    """N2: mount, train, wait, resume from the newest complete checkpoint, status, list, umount."""
     lines = read_quick_start()
-    assert [line.split()[0] for line in lines] == ["sudo", "sudo", "python", "ckptfs", "python", "ckptfs", "sudo"]
+    assert [line.split()[0] for line in lines] == ["sudo", "sudo", "python", "ckptfs", "python", "ckptfs", "ckptfs", "sudo"]
     assert OPTIONS in lines[1] and "ckptfs latest '/ckpt/step_*.pt'" in lines[4]
     programs, sbin = place.root / "bin", place.root / "sbin"
     write_program(programs / "sudo", '#!/bin/sh\nexec "$@"\n')
