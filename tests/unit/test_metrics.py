@@ -340,8 +340,10 @@ def test_connections_beyond_the_bound_are_closed(address: str, monkeypatch: pyte
     with endpoint(address), ExitStack() as held:
         eventually(lambda: answers(address), what="the metrics")
         connections = [held.enter_context(connect(address)) for _ in range(5)]
-        eventually(lambda: len(select.select(connections, [], [], 0)[0]) == 3, what="three connections are closed")
-        assert [one.recv(1) for one in select.select(connections, [], [], 0)[0]] == [b""] * 3
+        # The connection of `answers` may still be one of the two.
+        eventually(lambda: len(select.select(connections, [], [], 0)[0]) >= 3, what="three connections are closed")
+        closed = select.select(connections, [], [], 0)[0]
+        assert len(closed) < 5 and {one.recv(1) for one in closed} == {b""}
         held.close()
         eventually(lambda: answers(address), what="the metrics again")
 
