@@ -7,6 +7,7 @@ also while the PFS hangs.
 """
 
 import json
+import os
 import stat
 import time
 from collections import Counter
@@ -20,7 +21,7 @@ from ckptfs.catalog import contents, copies, inodes, journal, peer_copies
 from ckptfs.catalog.content_rows import CONTENT_COLUMNS_WITHOUT_BLOCKS, build_content
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import FileRecord, PublishedState
-from ckptfs.model import Content, ContentState, Copy, CopyState, Level, Tier
+from ckptfs.model import HISTORY_NAME, Content, ContentState, Copy, CopyState, Level, Tier
 
 _HAS_ERROR = "(coalesce(json_extract({}.value, '$.error'), '') <> '')"
 _SIZE = "CASE WHEN c.state = 2 THEN c.size ELSE i.size END"
@@ -303,14 +304,30 @@ def get_journal_end(db: Database) -> int:
     return int(db.value("SELECT coalesce(max(seq), 0) FROM journal"))
 
 
+DEFERRED_REPORT = "trouble:files set aside"
+"""How the keys of reports begin that name files which the PFS refuses."""
+
+_IS_OF_HISTORY = (
+    "(EXISTS (SELECT 1 FROM inode p WHERE p.id = j.parent AND p.history > 0) OR EXISTS (SELECT 1 FROM inode i WHERE i.id = j.inode"
+    f" AND i.history > 0 AND (i.nlink = i.history OR (i.mode & {0o170000}) = {stat.S_IFDIR})) OR j.op = 'settle' AND NOT EXISTS"
+    " (SELECT 1 FROM pfs_pending w JOIN inode p ON p.id = w.parent WHERE w.inode = j.inode AND p.history = 0))"
+)
+
+
 def count_journal_left(db: Database, up_to: int) -> tuple[int, int, int]:
-    """Return (files, bytes, other changes) that the PFS lacks up to the row `up_to`."""
+    """Return (files, bytes, other changes) that the PFS lacks up to the row `up_to`.
+
+    What only the history of sets has does not count if the PFS refuses the history's directory: a report names it and its remedy.
+    """
+    history = os.fsdecode(HISTORY_NAME)
+    is_refused = any(json.loads(value).get("path") == history for _, value, _ in list_reports(db, DEFERRED_REPORT))
+    condition = f"j.seq <= ? AND NOT {_IS_OF_HISTORY}" if is_refused else "j.seq <= ?"
     files, size = db.row(
         "SELECT count(*), coalesce(sum(size), 0) FROM content WHERE state IN (1, 2)"
-        " AND id IN (SELECT content FROM journal WHERE op = 'content' AND seq <= ?)",
+        f" AND id IN (SELECT j.content FROM journal j WHERE j.op = 'content' AND {condition})",
         up_to,
     ) or (0, 0)
-    rows = db.value("SELECT count(*) FROM journal WHERE seq <= ?", up_to)
+    rows = db.value(f"SELECT count(*) FROM journal j WHERE {condition}", up_to)
     return int(files), int(size), max(0, int(rows) - int(files))
 
 

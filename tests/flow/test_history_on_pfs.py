@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from write_back_world import Mount, Refusal, intercepted
+from write_back_world import Mount, Refusal, intercepted, rest
 
-from ckptfs.catalog import history
+from ckptfs.catalog import history, summary
+from ckptfs.flow.write_back import deferred
 
 SET = ".ckptfs.history/a*/a@1/a"
 
@@ -208,3 +209,46 @@ def test_a_set_that_is_overwritten_and_forgotten_while_the_kernel_knows_its_file
     mount.settle()
     assert os.listdir(mount.pfs / ".ckptfs.history" / "a*") == ["a@2"] and (mount.pfs / "a").read_bytes() == b"newer"
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+@pytest.fixture
+def closed(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> Refusal:
+    """Nobody may make the history's directory in the root of the PFS."""
+    monkeypatch.setattr(deferred, "RETRY_FIRST_S", 1000.0)
+    monkeypatch.setattr(deferred, "RETRY_LAST_S", 1000.0)
+    return Refusal(monkeypatch, "rename", lambda name: name == b".ckptfs.history", errno.EACCES)
+
+
+def count_left(mount: Mount) -> tuple[int, int, int]:
+    return summary.count_journal_left(mount.db, summary.get_journal_end(mount.db))
+
+
+@pytest.mark.parametrize("way", ["put", "rename", "unlink", "append"])
+def test_a_pfs_that_refuses_the_history_gets_all_else(mount: Mount, closed: Refusal, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner alone may write there. A drain waits for no set; the trouble says what to do."""
+    flow = mount.write_back()
+    mount.keep(b"a")
+    rest(flow)
+    if way == "rename":
+        mount.put(b"b", b"new")
+        mount.rename(b"b", b"a")
+    elif way == "unlink":
+        mount.unlink(b"a")
+    else:
+        getattr(mount, way)(b"a", b"new")
+    mount.put(b"c", b"other")
+    rest(flow)
+    assert closed.calls
+    shown = {name: value[1] for name, value in mount.on_pfs().items()}
+    wanted = {"put": {b"a": b"new"}, "rename": {b"a": b"new"}, "unlink": {}, "append": {b"a": b"oldnew"}}[way]
+    assert shown == {**wanted, b"c": b"other"}
+    assert count_left(mount) == (0, 0, 0)
+    [trouble] = mount.troubles()
+    assert trouble["path"] == ".ckptfs.history" and trouble["remedy"]
+    monkeypatch.undo()
+    flow.retry_now()
+    rest(flow)
+    assert mount.troubles() == [] and (mount.pfs / SET).parent.is_dir()
+    if way in ("put", "append"):
+        mount.settle_exactly(flow)
+        assert (mount.pfs / SET).read_bytes() == b"old"

@@ -32,6 +32,7 @@ from ckptfs.catalog import contents, history, journal, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
 from ckptfs.catalog.journal import JournalRow
+from ckptfs.catalog.summary import DEFERRED_REPORT
 from ckptfs.errors import CkptfsError, TierUnavailable
 from ckptfs.limits import MIB
 from ckptfs.model import Content, Inode
@@ -60,7 +61,6 @@ PAUSE_S_MIN = 0.25
 SEAL_WAIT_S = 10.0
 SEAL_WAIT_REPEATED_S = 2.0
 SEAL_BYTES_PER_S = 200 * MIB
-TROUBLE = "trouble:files set aside"
 
 _REMEDIES = {
     errno.ENOSPC: "make room on the PFS",
@@ -223,7 +223,7 @@ class DeferredFiles:
     def _report_deferred(self) -> None:
         reports = _build_reports(self._files.values())
         for number, value in enumerate(reports + [None] * (self._reported_count - len(reports)), 1):
-            self._report(TROUBLE if number == 1 else f"{TROUBLE} {number}", value)
+            self._report(DEFERRED_REPORT if number == 1 else f"{DEFERRED_REPORT} {number}", value)
         self._reported_count = len(reports)
 
 
