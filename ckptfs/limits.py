@@ -201,9 +201,12 @@ TOP_UP_AHEAD_BYTES = 512 * MIB
 TOP_UP_STEP_BYTES = 32 * MIB
 TOP_UP_PREPARED_BYTES_MIN = 128 * MIB
 TOP_UP_RESERVE_BYTES = 64 * MIB
+# Spare files of that size, for unknown sizes: one for so much of the RAM tier, at most so many, and a new one at most so often.
+SPARE_TIER_BYTES = 4096 * MIB
+SPARE_FILES_MAX = 4
+SPARE_INTERVAL_S = 1.0
 TOP_UP_POLL_S = 0.002
-# After this time without growth, files are looked at less often.
-TOP_UP_IDLE_S = 1.0
+TOP_UP_IDLE_S = 1.0  # After this time without growth, files are looked at less often.
 TOP_UP_IDLE_POLL_S = 0.01
 
 # --- space -----------------------------------------------------------------------------------------------------------

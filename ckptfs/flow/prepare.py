@@ -1,7 +1,8 @@
 """The prepare step: memory for the next checkpoint, allocated before it is written (X1).
 
 Takes: the sizes that the last file of each place had, which the mount process records in the RAM tier at close.
-Leaves: prepared files of these sizes, newest places first, within `prepared=` and never so many that another create finds RAM full.
+Leaves: prepared files of these sizes, newest places first, within `prepared=` and never so many that another create finds RAM full. Some
+spare ones wait for programs with a memory limit and files of unknown size (M1).
 If we die here: `prepared/` is the only truth. An unfinished file is removed by the next mover.
 
 Prepared memory is what goes first. This step gives all of it back while the machine is short of memory (PSI), and prepares nothing before
@@ -26,7 +27,7 @@ from ckptfs.catalog import contents
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.errors import NoSpace
-from ckptfs.model import Notifier, Tier
+from ckptfs.model import DataPath, Notifier, Tier
 from ckptfs.tiers.prepared import ExpectedSize, PreparedFile
 from ckptfs.tiers.space import Capacity
 from ckptfs.tiers.storage import Tiers
@@ -45,15 +46,17 @@ class PreparedChanges:
     missing: tuple[int, ...]
 
 
-def choose_changes(files: Sequence[PreparedFile], expected: Sequence[ExpectedSize], bytes_max: int) -> PreparedChanges:
-    """Return the changes from `files` to one file for each of `expected`, newest first.
+def choose_changes(
+    files: Sequence[PreparedFile], expected: Sequence[ExpectedSize], bytes_max: int, spare_count: int = 0
+) -> PreparedChanges:
+    """Return the changes from `files` to one file for each of `expected`, newest first, and spare ones.
 
-    `bytes_max` bounds them.
+    `bytes_max` bounds them. The spare files come last.
 
     A file serves a size that it exceeds by at most `limits.PREPARED_TOLERANCE`: sizes of a series vary a little.
     """
     left, missing, room = sorted(files), [], bytes_max
-    for size in _round_sizes(expected):
+    for size in _round_sizes(expected) + [limits.TOP_UP_PREPARED_BYTES_MIN] * spare_count:
         found = next((file for file in left if size <= file.size_bytes <= size * (1 + limits.PREPARED_TOLERANCE)), None)
         needed = size if found is None else found.size_bytes
         if needed > room:
@@ -82,6 +85,11 @@ def get_bytes_max(setting: float, total: int) -> int:
     return int(setting * total) if isinstance(setting, float) else setting
 
 
+def count_spares(total: int) -> int:
+    """Return how many spare files a tier of `total` bytes has."""
+    return min(limits.SPARE_FILES_MAX, total // limits.SPARE_TIER_BYTES)
+
+
 def has_room(capacity: Capacity, size_bytes: int, high: float, reserve_bytes: int) -> bool:
     """Return True if `size_bytes` can be prepared and leave the tier below `high`.
 
@@ -102,6 +110,7 @@ class Prepare:
         self._is_waiting = False
         self._is_stopping = False
         self._is_virtual_machine = procfs.is_virtual_machine()
+        self._spare_due_s = 0.0
         self._thread = ThreadPoolExecutor(1, "prepare", initializer=_lower_priority)
 
     def step(self) -> bool:
@@ -114,11 +123,13 @@ class Prepare:
             self._give_back_all()
             return False
         files = pool.list_files()
-        bytes_max = get_bytes_max(self._config.prepared, self._tiers[Tier.RAM].get_capacity().total)
-        changes = choose_changes(files, pool.list_expected() if bytes_max else [], bytes_max)
+        total = self._tiers[Tier.RAM].get_capacity().total
+        bytes_max = get_bytes_max(self._config.prepared, total)
+        spare_count = 0 if self._config.data_path is DataPath.BUFFERED else count_spares(total)
+        changes = choose_changes(files, pool.list_expected() if bytes_max else [], bytes_max, spare_count)
         for file in changes.surplus:
             pool.remove(file)
-        added = any(self._add(size) for size in changes.missing[:1])
+        added = any(self._add(size) for size in changes.missing[:1] if self._is_due(size))
         self._is_waiting = bool(changes.missing) or len(files) > len(changes.surplus)
         return added and len(changes.missing) > 1
 
@@ -134,6 +145,15 @@ class Prepare:
         self._is_stopping = True
         self._thread.shutdown()
         self._tiers.prepared.give_back(limits.FILE_BYTES_MAX)
+
+    def _is_due(self, size: int) -> bool:
+        """Return False if a spare file, or one of its size, was prepared a moment ago: many small files might take one each."""
+        if size != limits.TOP_UP_PREPARED_BYTES_MIN:
+            return True
+        is_due = time.monotonic() >= self._spare_due_s
+        if is_due:
+            self._spare_due_s = time.monotonic() + limits.SPARE_INTERVAL_S
+        return is_due
 
     def _add(self, size: int) -> bool:
         """Prepare a file. Return False if there is no room for it now."""

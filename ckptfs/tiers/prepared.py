@@ -112,12 +112,22 @@ class PreparedFiles:
         """Return the bytes of all files that can be taken."""
         return sum(file.size_bytes for file in self.list_files())
 
-    def find(self, expected_bytes: int) -> PreparedFile | None:
-        """Return the smallest file that suits a content of about `expected_bytes` (0: unknown), or None."""
-        if expected_bytes < limits.PREPARED_BYTES_MIN:
+    def find(self, expected_bytes: int, *, is_limited: bool = False) -> PreparedFile | None:
+        """Return the smallest file that suits a content of about `expected_bytes` (0: unknown), or None.
+
+        `is_limited`: the writer must not reach fresh pages. It gets a file that is large enough for more to be allocated ahead of it, if
+        there is one: a spare one for an unknown size.
+        """
+        if expected_bytes < limits.PREPARED_BYTES_MIN and (expected_bytes or not is_limited):
             return None
-        bytes_max = limits.PREPARED_SURPLUS_RATIO * expected_bytes
-        return min((file for file in self.list_files() if expected_bytes <= file.size_bytes <= bytes_max), default=None)
+        files, bytes_max = self.list_files(), limits.PREPARED_SURPLUS_RATIO * expected_bytes
+        if is_limited:
+            bytes_min = max(expected_bytes, limits.TOP_UP_PREPARED_BYTES_MIN)
+            spare_bytes_max = int(limits.TOP_UP_PREPARED_BYTES_MIN * (1 + limits.PREPARED_TOLERANCE))
+            spare = min((file for file in files if bytes_min <= file.size_bytes <= max(bytes_max, spare_bytes_max)), default=None)
+            if spare is not None:
+                return spare
+        return min((file for file in files if expected_bytes <= file.size_bytes <= bytes_max), default=None)
 
     def take_file(self, file: PreparedFile, content: int) -> bool:
         """Make `file` the file of `content`, in the place of a leftover of that name.

@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from ckptfs.catalog import contents
 from ckptfs.flow import evict, prepare
 from ckptfs.flow.host.incoming import PeerQuota
 from ckptfs.flow.prepare import Prepare, PreparedChanges, choose_changes
-from ckptfs.model import Tier
+from ckptfs.model import DataPath, Tier
 from ckptfs.tiers.prepared import ExpectedSize, PreparedFile
 from ckptfs.tiers.space import Capacity
 from ckptfs.tiers.storage import Tiers, TierStorage
@@ -45,6 +46,16 @@ def test_what_serves_stays_and_the_rest_goes() -> None:
 def test_one_file_serves_one_place() -> None:
     files = [PreparedFile(16 * MIB, "a")]
     assert choose_changes(files, _expect(16, 16), 10**12) == PreparedChanges((), (16 * MIB,))
+
+
+def test_spare_files_come_last() -> None:
+    """M1: for programs with a memory limit whose sizes are unknown."""
+    spare = limits.TOP_UP_PREPARED_BYTES_MIN
+    assert [prepare.count_spares(gib * 1024 * MIB) for gib in (0, 3, 4, 9, 64)] == [0, 0, 1, 2, 4]
+    assert choose_changes([], _expect(100), 10**12, 2) == PreparedChanges((), (100 * MIB, spare, spare))
+    assert choose_changes([PreparedFile(spare, "a")], [], 10**12, 2) == PreparedChanges((), (spare,))
+    assert choose_changes([PreparedFile(spare, "a")], _expect(120), 2 * spare, 1).missing == (spare,)
+    assert choose_changes([], _expect(100), 100 * MIB, 2).missing == (100 * MIB,), "they share the bound"
 
 
 def test_the_bound_is_a_share_or_bytes() -> None:
@@ -108,6 +119,22 @@ def test_it_prepares_what_was_closed_and_no_more(node: Node, flow: Prepare) -> N
 def test_without_sizes_it_sleeps(node: Node, flow: Prepare) -> None:
     _run(flow)
     assert flow.next_due_s() is None
+
+
+def test_spare_files_are_made_one_after_the_other(node: Node, flow: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    """M1: not all at once, because many small files may take one each."""
+    monkeypatch.setattr(limits, "SPARE_TIER_BYTES", 512 * MIB)
+    monkeypatch.setattr(limits, "TOP_UP_PREPARED_BYTES_MIN", 16 * MIB)
+    monkeypatch.setattr(limits, "SPARE_INTERVAL_S", 1000.0)
+    _run(flow)
+    assert _pool(node) == [16] and flow.next_due_s() is not None
+    monkeypatch.setattr(limits, "SPARE_INTERVAL_S", 0.0)
+    flow = Prepare(node.db, node.tiers, node.config, node.told)
+    _run(flow)
+    assert _pool(node) == [16, 16]
+    buffered = Prepare(node.db, node.tiers, replace(node.config, data_path=DataPath.BUFFERED), node.told)
+    _run(buffered)
+    assert _pool(node) == [], "there the daemon writes"
 
 
 @pytest.mark.parametrize("patience_s", [60.0, 0.0])

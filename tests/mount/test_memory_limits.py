@@ -285,6 +285,23 @@ def test_a_limited_program_writes_into_prepared_memory_and_does_not_pay(prepared
     assert path.read_bytes() == b"w" * PREPARED_BYTES
 
 
+def test_the_first_file_of_a_limited_program_takes_a_spare_one(make_daemon: Callable[..., DaemonUnderTest], group: MemoryGroup) -> None:
+    """M1: nobody knows its size; it goes by passthrough all the same, and the program does not pay."""
+    node = make_daemon("passthrough", pfs=None, nvme=None, ram="5G")
+    pool = PreparedFiles(TierStorage(Tier.RAM, node.state / "ram"))
+    eventually(lambda: pool.get_bytes() == limits.TOP_UP_PREPARED_BYTES_MIN, what="a spare file")
+    pool.close()
+    path = node.path / "first"
+    with group.holding(path, CREATE) as write_mib:
+        expected = [("prepared", "ram", "the program is below a memory limit", 1)]
+        eventually(lambda: ways(node) == expected, what=f"{expected}, not {ways(node)}")
+        write_mib(1024)
+        assert group.used_bytes < 32 * limits.MIB
+    node.settle()
+    status = path.stat()
+    assert status.st_blocks * 512 == status.st_size == 1024 * limits.MIB
+
+
 def test_a_file_that_outgrows_its_prepared_memory_is_survived(prepared_node: DaemonUnderTest, group: MemoryGroup) -> None:
     """M1: eight times what was expected, at full speed, with 64 MiB allowed."""
     group.run(WRITE, prepared_node.path / "ckpt-2", str(CREATE), str(8 * PREPARED_BYTES), str(4 * limits.MIB))

@@ -86,6 +86,20 @@ def test_the_smallest_file_that_fits_is_found(pool: PreparedFiles, monkeypatch: 
     assert pool.find(4 * MIB) == files[8]
 
 
+def test_a_limited_writer_gets_a_file_that_can_be_topped_up(pool: PreparedFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """M1: also for a size that nobody knows."""
+    monkeypatch.setattr(limits, "PREPARED_BYTES_MIN", 2 * MIB)
+    monkeypatch.setattr(limits, "TOP_UP_PREPARED_BYTES_MIN", 8 * MIB)
+    files = {size: pool.add(size * MIB) for size in (4, 8, 20)}
+    assert pool.find(0) is None and pool.find(0, is_limited=True) == files[8]
+    assert pool.find(3 * MIB, is_limited=True) == files[8]
+    assert pool.find(12 * MIB, is_limited=True) == files[20]
+    assert pool.find(MIB, is_limited=True) is None, "it passes through the daemon"
+    assert pool.take_file(files[8], 1)
+    assert pool.find(0, is_limited=True) is None, "the large one waits for its place"
+    assert pool.find(3 * MIB, is_limited=True) == files[4]
+
+
 def test_a_file_is_taken_once(storage: TierStorage, pool: PreparedFiles) -> None:
     """X1: of several processes one gets a file, and the others get the next or none."""
     for _ in range(8):

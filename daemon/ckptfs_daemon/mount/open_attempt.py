@@ -166,7 +166,7 @@ class OpenAttempt:
     def _create_content(self, held: FileContent, undo: UndoLog, expected_bytes: int, *, is_new_file: bool = False) -> OpenFile:
         """Start a content of about `expected_bytes` (0: unknown), in a prepared file that suits it if any."""
         reserved_bytes, tiers = self._files.get_reserved_bytes(), self._context.tiers
-        taking = tiers.prepared.find(expected_bytes)
+        taking = tiers.prepared.find(expected_bytes, is_limited=bool(self._limit_reason))
         disk_tier = None if self._may_fill(taking) else self._choose_disk_tier(expected_bytes, reserved_bytes)
         tier = disk_tier or tiers.choose_tier(expected_bytes, reserved_bytes, taking, self._refusing_tiers)
         storage = tiers[tier]
