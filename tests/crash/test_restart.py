@@ -1,6 +1,5 @@
 """P8 beyond the mount and the mover: the supervisor itself is killed, a stale mount is taken over, and a second daemon is refused."""
 
-import array
 import contextlib
 import errno
 import os
@@ -8,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,21 +28,24 @@ class ServiceManager:
         self.socket.bind(str(self.path))
         self.notes: list[str] = []
         self.kept: dict[str, int] = {}
+        self._listening = threading.Thread(target=self._listen)
+        self._listening.start()
 
-    def hear(self, wanted: str) -> None:
-        """Read notes until one has the line `wanted`."""
-        self.socket.settimeout(120)
-        while wanted not in "\n".join(self.notes).splitlines():
-            body, ancillary, _flags, _address = self.socket.recvmsg(4096, socket.CMSG_SPACE(16))
-            note = body.decode()
-            self.notes.append(note)
-            lines = dict(line.split("=", 1) for line in note.splitlines())
-            for _level, _kind, data in ancillary:
-                descriptors = array.array("i")
-                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-                self.kept[lines["FDNAME"]] = descriptors[0]
+    def _listen(self) -> None:
+        while True:
+            body, descriptors, _flags, _address = socket.recv_fds(self.socket, 4096, 1)
+            if not body:
+                return
+            lines = dict(line.split("=", 1) for line in body.decode().splitlines())
+            for descriptor in descriptors:
+                self.kept[lines["FDNAME"]] = descriptor
             if "FDSTOREREMOVE" in lines:
                 os.close(self.kept.pop(lines["FDNAME"]))
+            self.notes.append(body.decode())
+
+    def hear(self, wanted: str) -> None:
+        """Wait for a note with the line `wanted`."""
+        eventually(lambda: wanted in "\n".join(self.notes).splitlines(), what=f"the daemon tells systemd {wanted}")
 
     def start_again(self, daemon: DaemonUnderTest) -> "subprocess.Popen[bytes]":
         """The same command, with what was kept as descriptors 3, 4, ..."""
@@ -60,6 +63,9 @@ class ServiceManager:
             )  # fmt: skip
 
     def close(self) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+            channel.sendto(b"", str(self.path))
+        self._listening.join()
         self.socket.close()
         for fd in self.kept.values():
             os.close(fd)

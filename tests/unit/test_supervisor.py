@@ -1,8 +1,10 @@
 """The supervisor with children that only pretend: restarts, the warm spare, giving up, and the order of the end (P8)."""
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -108,6 +110,20 @@ def test_a_kernel_that_unmounts_ends_everything(world: World) -> None:
     assert mount[2] == "3" and mover[2] == "1", "the mount gets the bell, the connection and its requests, the mover only the bell"
     with pytest.raises(OSError):
         os.fstat(world.fuse_fd)
+
+
+def test_a_service_manager_that_hangs_does_not_keep_the_supervisor(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P8: neither from restarting a dead mount nor from its end."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as silent, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        silent.bind(str(world.place / "notify"))
+        other.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                other.sendto(b"of another unit", str(world.place / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(world.place / "notify"))
+        world.script.write_text("mount die\nmount unmounted\n")
+        assert world.run() == 0
+    assert len(world.lives("mount")) == 2
 
 
 def test_a_killed_mount_is_replaced_by_the_warm_spare(world: World) -> None:

@@ -1,5 +1,6 @@
 """sd_notify and the descriptor store, against a socket of our own."""
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.
 
 
 def test_states_are_sent(manager: socket.socket) -> None:
-    assert systemd.Systemd().notify("READY=1", "STATUS=serving")
+    systemd.Systemd().notify("READY=1", "STATUS=serving")
     assert manager.recv(4096) == b"READY=1\nSTATUS=serving"
     assert "NOTIFY_SOCKET" not in os.environ, "children must not speak for us"
 
@@ -31,18 +32,42 @@ def test_an_abstract_socket_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
         listening.bind(f"\0{name}")
         monkeypatch.setenv("NOTIFY_SOCKET", f"@{name}")
-        assert systemd.Systemd().notify("READY=1")
+        systemd.Systemd().notify("READY=1")
         assert listening.recv(64) == b"READY=1"
 
 
-def test_without_systemd_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
-    assert not systemd.Systemd().notify("READY=1")
+@pytest.mark.parametrize("address", ["", "/nobody/listens/here"])
+def test_no_manager_does_no_harm(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", address)
+    systemd.Systemd().notify("READY=1")
 
 
-def test_a_manager_that_is_gone_does_no_harm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nobody"))
-    assert not systemd.Systemd().notify("READY=1")
+def _fill(manager: socket.socket) -> int:
+    """Send notes until its socket has no room; their number."""
+    sent = 0
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as channel, contextlib.suppress(BlockingIOError):
+        channel.connect(manager.getsockname())
+        while True:
+            channel.send(b"of another unit")
+            sent += 1
+    return sent
+
+
+def test_a_manager_that_does_not_listen_is_not_waited_for(manager: socket.socket) -> None:
+    """P8: systemd may hang. Once it listens again it hears the last note of each kind, in order."""
+    waiting = _fill(manager)
+    speaker = systemd.Systemd()
+    speaker.store_descriptors(0, 0)
+    for text in ("first", "last"):
+        speaker.notify("EXTEND_TIMEOUT_USEC=1")
+        speaker.notify("STOPPING=1", f"STATUS={text}")
+    speaker.remove_descriptors()
+    for _ in range(waiting):
+        assert manager.recv(4096) == b"of another unit"
+    speaker.flush()
+    heard = [manager.recv(4096).decode().replace("\n", " ") for _ in range(4)]
+    removed = [f"FDSTOREREMOVE=1 FDNAME={name}" for name in (systemd.FUSE_NAME, systemd.SAVED_NAME)]
+    assert heard == ["EXTEND_TIMEOUT_USEC=1", "STOPPING=1 STATUS=last", *removed]
 
 
 @pytest.mark.parametrize(

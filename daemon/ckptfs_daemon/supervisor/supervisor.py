@@ -268,6 +268,7 @@ class Supervisor:
         if self._systemd.watchdog_interval_s is not None and now >= self._watchdog_notified_at + self._systemd.watchdog_interval_s:
             self._watchdog_notified_at = now
             self._systemd.notify("WATCHDOG=1")
+        self._systemd.flush()
 
     # --- deaths ------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,10 @@
 Two descriptors are stored: the FUSE connection, and the memory with its requests in flight (`request_table`). A supervisor that systemd
 restarts finds both in LISTEN_FDS and resumes the mount, so its death is only a pause.
 
+Invariants:
+- Nothing here waits for systemd. Its socket holds few notes (`net.unix.max_dgram_qlen`), and a supervisor that waited in send(2) would not
+  restart a dead mount.
+
 Crash safety: systemd keeps the descriptors.
 """
 
@@ -23,6 +27,7 @@ class Systemd:
     def __init__(self) -> None:
         """Read and remove NOTIFY_SOCKET and WATCHDOG_*, so that children do not notify systemd."""
         self._address = os.environ.pop("NOTIFY_SOCKET", "")
+        self._unsent: dict[tuple[str, ...], tuple[bytes, int | None]] = {}
         period_us = os.environ.pop("WATCHDOG_USEC", "")
         ours = os.environ.pop("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         self.watchdog_interval_s: float | None = int(period_us) / 1e6 / 2 if period_us.isdigit() and int(period_us) and ours else None
@@ -40,20 +45,34 @@ class Systemd:
             return found[-1] if found and self._address else ""
         return ""
 
-    def notify(self, *lines: str, descriptor: int | None = None) -> bool:
-        """Send lines such as READY=1, with a descriptor if given. Returns True if they were sent."""
+    def notify(self, *lines: str, descriptor: int | None = None) -> None:
+        """Send lines such as READY=1, with a descriptor if given.
+
+        What systemd does not take now waits for `flush`. Of waiting notes of one kind or about one stored descriptor the last counts.
+        """
         if not self._address:
-            return False
+            return
+        named = [line for line in lines if line.startswith("FDNAME=")]
+        kind = tuple(named or [line.partition("=")[0] for line in lines])
+        self._unsent.pop(kind, None)
+        self._unsent[kind] = ("\n".join(lines).encode(), descriptor)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send the notes that wait, as far as systemd takes them. If there is no systemd, they are dropped."""
+        if not self._unsent:
+            return
         address = "\0" + self._address[1:] if self._address.startswith("@") else self._address
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel, contextlib.suppress(OSError):
-            channel.connect(address)
-            body = "\n".join(lines).encode()
-            if descriptor is None:
-                channel.send(body)
-            else:
-                socket.send_fds(channel, [body], [descriptor])
-            return True
-        return False
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as channel:
+            try:
+                channel.connect(address)
+                for kind, (body, descriptor) in list(self._unsent.items()):
+                    socket.send_fds(channel, [body], [] if descriptor is None else [descriptor])
+                    del self._unsent[kind]
+            except BlockingIOError:
+                return
+            except OSError:
+                self._unsent.clear()
 
     def store_descriptors(self, fuse_fd: int, table_fd: int) -> None:
         """Store the connection in systemd. FDPOLL=0: a FUSE descriptor reports an error when it ends."""
