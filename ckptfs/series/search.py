@@ -147,10 +147,10 @@ class MemberReader(Protocol[Entry]):
     async def examine(self, entry: Entry, file: MemberFile, act: Callable[[int, ReadRange], Result]) -> Result:
         """Return `act(size, read)` of a file that is small or needed as a whole."""
 
-    async def is_in_place(self, files: Mapping[bytes, Entry], known: KnownSet[Entry]) -> bool:
-        """Return whether files of the application are exactly those of the set.
+    async def find_missing(self, files: Mapping[bytes, Entry], known: KnownSet[Entry]) -> Collection[bytes] | None:
+        """Return the paths of a set that are not among files of the application.
 
-        `files` has their paths in a set.
+        `files` has their paths in a set. Returns None if one of them is not that of the set.
         """
 
     async def compute(self, act: Callable[[], Result]) -> Result:
@@ -330,7 +330,7 @@ class _Search(Generic[Entry]):
         if known in self._judged_in_place:
             return None
         verdict = await self._judge_in_place(member, known) if member is not None and known is not None else None
-        if verdict is None and known is one:
+        if known is one and (verdict is None or verdict.incomplete_reason):
             return LatestMember(known.numbers[0], known.name, known.name, await self._judge_set(known), self._known.build_path(known))
         assert member is not None
         verdict = verdict or await self.judge(
@@ -339,16 +339,23 @@ class _Search(Generic[Entry]):
         return LatestMember(member.numbers[0], member.name, member.entry, verdict)
 
     async def _judge_in_place(self, member: Member, known: KnownSet[Entry]) -> Completeness | None:
-        """Return the verdict on a member whose files are those of a set. Returns None for any other."""
+        """Return the verdict on a member whose files are those of a set. Returns None for any other.
+
+        If it has only some of them, the application is deleting it, or was killed while it did.
+        """
         listed = await self._list(member)
         files = {path: file for path, (file, _) in listed.items()}
         if completeness.find_reason(files):
             return None
-        entries = {path or member.entry: entry for path, (_, entry) in listed.items()}
-        if not await self._reader.is_in_place(entries, known):
+        missing = await self._reader.find_missing({path or member.entry: entry for path, (_, entry) in listed.items()}, known)
+        if missing is None:
             return None
+        verdict = completeness.judge_set(files)
+        if missing:
+            reason = f"{text(min(missing))} is missing, which its set {text(known.name)}@{known.number} has"
+            return replace(verdict, incomplete_reason=reason)
         self._judged_in_place.add(known)
-        return completeness.judge_set(files)
+        return verdict
 
     async def _judge_set(self, known: KnownSet[Entry]) -> Completeness:
         listed = await self._list_below([(b"", known.entry)])

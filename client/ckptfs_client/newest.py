@@ -292,11 +292,12 @@ class PathReader:
         finally:
             os.close(fd)
 
-    async def is_in_place(self, files: Mapping[bytes, bytes], known: KnownSet[bytes]) -> bool:
+    async def find_missing(self, files: Mapping[bytes, bytes], known: KnownSet[bytes]) -> set[bytes] | None:
         """Ask the daemon to which set each file belongs."""
         in_set = {os.path.relpath(os.path.join(top, name), known.entry) for top, _, names in os.walk(known.entry) for name in names}
         own = known.entry.partition(HISTORY + b"/")[2]
-        return in_set - {*MANIFESTS} == files.keys() and all(_get_attribute(path, SET_XATTR) == own for path in files.values())
+        is_part = files.keys() <= in_set and all(_get_attribute(path, SET_XATTR) == own for path in files.values())
+        return in_set - {*MANIFESTS} - files.keys() if is_part else None
 
     async def compute(self, act: Callable[[], T]) -> T:
         """Return `act()`."""

@@ -156,11 +156,11 @@ class SeriesTree:
 
         return act(len(one.data), read)
 
-    async def is_in_place(self, files: Mapping[bytes, bytes], known: KnownSet[bytes]) -> bool:
+    async def find_missing(self, files: Mapping[bytes, bytes], known: KnownSet[bytes]) -> set[bytes] | None:
         top = known.entry + b"/"
         in_set = {path.removeprefix(top): id(file) for path, file in self.files.items() if path.startswith(top)}
         in_place = {path: id(self.files[entry]) for path, entry in files.items()}
-        return in_place == {path: file for path, file in in_set.items() if path not in MANIFESTS}
+        return in_set.keys() - in_place.keys() - {*MANIFESTS} if in_place.items() <= in_set.items() else None
 
     async def compute(self, act: Callable[[], Result]) -> Result:
         return act()

@@ -313,6 +313,16 @@ def test_a_set_that_was_deleted_is_named_in_the_history() -> None:
     assert newer.find("step_*") == "step_300"
 
 
+def test_what_a_killed_rotation_left_of_a_set_is_not_the_answer() -> None:
+    """X3, D6: without its index, and without a member before it, the rest looks like a whole one."""
+    tree = series_of(OPEN["ranks"], 100).with_files({"step_100/index.json": X}).with_set("step_100", 1)
+    left = tree.without("step_100/index.json")
+    assert left.find("step_*") == "run/step_*/step_100@1"
+    assert left.find_reasons("step_*") == {"step_100": "index.json is missing, which its set step_100@1 has"}
+    saved = left.with_files({"step_100/more.txt": X})
+    assert saved.find("step_*") == "step_100", "the application writes there again"
+
+
 def test_a_set_with_a_file_that_cannot_be_read() -> None:
     """D3: it is never the answer, in its place or in the history."""
     tree = series_of(OPEN["ranks"], 100, 200).with_set("step_100", 1)

@@ -198,10 +198,10 @@ class MountMemberReader:
         found = history.get_series(db, series)
         return own or (found if found is not None and not contents.has_name(db, found.origin) else None)
 
-    async def is_in_place(self, files: Mapping[bytes, int], known: KnownSet[int]) -> bool:
-        """Return whether these files are those of a set.
+    async def find_missing(self, files: Mapping[bytes, int], known: KnownSet[int]) -> set[bytes] | None:
+        """Return the paths of a set that are not among these files. Returns None if one of them is not that of the set.
 
-        Names of the application and of the history then lead to the same inodes.
+        Names of the application and of the history lead to the same inodes.
         """
         found: dict[bytes, int] = {}
         todo = [(b"", known.entry)]
@@ -212,7 +212,7 @@ class MountMemberReader:
                     todo.append((path + name + b"/", inode.id))
                 elif inode.is_file and path + name not in MANIFESTS:
                     found[path + name] = inode.id
-        return found == files
+        return found.keys() - files.keys() if files.items() <= found.items() else None
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 
