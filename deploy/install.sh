@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Install or uninstall ckptfs: `deploy/install.sh install|uninstall`. Both may be repeated.
+# Install or uninstall ckptfs: `deploy/install.sh install|uninstall`. Both may be repeated. `layout` prints what lies outside of PREFIX.
 #
 # PREFIX (default /opt/ckptfs) is a Python environment of its own. Outside are only links (also to man pages), the systemd unit, shell
 # completion and the sample configuration. PREFIX/installed lists them for uninstall.
 # Configuration in /etc/ckptfs/*.toml and the catalogs in /var/lib/ckptfs are never touched.
 #
-# Environment: PREFIX; DESTDIR (for packages and tests: a root for all files); PYTHON (3.11 or later, which every user can execute;
-# default: the first such one of python3 and those in /usr).
+# Environment: PREFIX; SYSTEM (where commands, unit, man pages and completion are linked; default /usr/local, for packages /usr); DESTDIR
+# (for packages and tests: a root for all files); PYTHON (3.11 or later, which every user can execute; default: the first such one of
+# python3 and those in /usr).
 # Required system packages: gcc, pkg-config, libfuse3-dev, fuse3, python3-venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -18,7 +19,10 @@ HOME_OF_ALL=$DESTDIR$PREFIX
 MARK=$HOME_OF_ALL/installed
 SBIN=/sbin
 [ ! -L /sbin ] || SBIN=/usr/sbin # On Debian and others /sbin is a symlink; a package must not contain files below it.
-UNITS=/usr/local/lib/systemd/system
+SYSTEM=${SYSTEM:-/usr/local}
+UNITS=$SYSTEM/lib/systemd/system
+ZSH=site-functions
+[ "$SYSTEM" = /usr/local ] || ZSH=vendor-completions # Where Debian's packages have them.
 SAMPLE=/etc/ckptfs/ckptfs.toml.sample
 
 say() { printf '==> %s\n' "$*"; }
@@ -26,7 +30,7 @@ fail() { printf 'install.sh: %s\n' "$*" >&2; exit 1; }
 
 case $PREFIX in /*[!/]) ;; *) fail "PREFIX=$PREFIX is not an absolute path; give one such as /opt/ckptfs" ;; esac
 case $PREFIX$DESTDIR in *[[:space:]]*) fail "PREFIX and DESTDIR must not contain spaces" ;; esac
-[ -n "$DESTDIR" ] || [ "$(id -u)" = 0 ] || fail "this needs root: sudo $0 ${1:-install}"
+[ -n "$DESTDIR" ] || [ "$(id -u)" = 0 ] || [ "${1:-}" = layout ] || fail "this needs root: sudo $0 ${1:-install}"
 
 pip() { "$HOME_OF_ALL/bin/python" -m pip --disable-pip-version-check "$@"; }
 
@@ -35,8 +39,6 @@ place() {
   mkdir -p "$DESTDIR$(dirname "$1")"
   grep -qxF "$1" "$MARK" || printf '%s\n' "$1" >> "$MARK"
 }
-
-link() { place "$2"; ln -sfn "$PREFIX/bin/$1" "$DESTDIR$2"; }
 
 # fault PYTHON: print why the environment cannot be built from it; nothing if it can. A Python below /root runs for root alone.
 fault() {
@@ -93,7 +95,7 @@ environment() {
   tree=$(mktemp -d)
   # shellcheck disable=SC2064
   trap "rm -rf '$tree'" EXIT
-  cp -r pyproject.toml README.md LICENSE ckptfs daemon client "$tree/"
+  cp -r pyproject.toml README.md LICENSE ckptfs daemon client docs "$tree/"
   find "$tree" \( -name '*.egg-info' -o -name __pycache__ -o -name '*.so' \) -prune -exec rm -rf {} +
   pip install -q --progress-bar off --no-build-isolation "$tree"
   pip install -q --no-build-isolation --no-deps --force-reinstall "$tree"
@@ -103,28 +105,23 @@ environment() {
   fi
 }
 
-completion() {
-  local shell file
-  while read -r shell file; do
-    place "$file"
-    _CKPTFS_COMPLETE=source_$shell "$HOME_OF_ALL/bin/python" "$HOME_OF_ALL/bin/ckptfs" > "$DESTDIR$file"
-  done <<- END
-	bash /usr/local/share/bash-completion/completions/ckptfs
-	zsh /usr/local/share/zsh/site-functions/_ckptfs
-	fish /usr/local/share/fish/vendor_completions.d/ckptfs.fish
-	END
-}
-
-# The pages lie in PREFIX/share/man; man(1) finds them by links.
-manual() {
-  local page directory
-  for page in docs/man/*.[1-8]; do
-    directory=share/man/man${page##*.}
-    mkdir -p "$HOME_OF_ALL/$directory"
-    cp "$page" "$HOME_OF_ALL/$directory/"
-    place "/usr/local/$directory/${page##*/}"
-    ln -sfn "$PREFIX/$directory/${page##*/}" "$DESTDIR/usr/local/$directory/${page##*/}"
+# layout: print what lies outside of PREFIX, and the files of PREFIX to which it links. Units are copies.
+layout() {
+  local name page
+  for name in ckptfs ckptfsd; do printf '%s\n' "$SYSTEM/bin/$name bin/$name"; done
+  for name in mount umount; do
+    printf '%s\n' "$SBIN/$name.ckptfs bin/$name.ckptfs" "$SBIN/$name.fuse.ckptfs bin/$name.ckptfs"
   done
+  printf '%s\n' "$SBIN/umount.fuse bin/umount.fuse"
+  for page in docs/man/*.[1-8]; do
+    name=share/man/man${page##*.}/${page##*/}
+    printf '%s\n' "$SYSTEM/$name $name"
+  done
+  name=share/bash-completion/completions/ckptfs
+  printf '%s\n' "$SYSTEM/$name $name"
+  name=share/fish/vendor_completions.d/ckptfs.fish
+  printf '%s\n' "$SYSTEM/$name $name" "$SYSTEM/share/zsh/$ZSH/_ckptfs share/zsh/site-functions/_ckptfs"
+  for name in deploy/systemd/*.service; do printf '%s\n' "$UNITS/${name##*/}"; done
 }
 
 # A sample that was edited stays.
@@ -141,23 +138,19 @@ install() {
   say "environment in $HOME_OF_ALL; the first run takes some minutes"
   environment
   say "commands, mount helpers, unit, completion, man pages, sample configuration"
-  local kind unit
-  link ckptfs /usr/local/bin/ckptfs
-  link ckptfsd /usr/local/bin/ckptfsd
-  for kind in ckptfs fuse.ckptfs; do
-    link mount.ckptfs "$SBIN/mount.$kind"
-    link umount.ckptfs "$SBIN/umount.$kind"
-  done
+  local path file
   sed "s|/opt/ckptfs|$PREFIX|g" deploy/umount.fuse > "$HOME_OF_ALL/bin/umount.fuse"
   chmod 755 "$HOME_OF_ALL/bin/umount.fuse"
-  # A foreign umount.fuse stays: umount then returns at once, and the daemon drains in the background.
-  [ -e "$DESTDIR$SBIN/umount.fuse" ] && ! grep -qxF "$SBIN/umount.fuse" "$MARK" || link umount.fuse "$SBIN/umount.fuse"
-  for unit in deploy/systemd/*.service; do
-    place "$UNITS/${unit##*/}"
-    sed "s|/opt/ckptfs|$PREFIX|g" "$unit" > "$DESTDIR$UNITS/${unit##*/}"
+  layout | while read -r path file; do
+    # A foreign umount.fuse stays: umount then returns at once, and the daemon drains in the background.
+    if [ "$file" = bin/umount.fuse ] && [ -e "$DESTDIR$path" ] && ! grep -qxF "$path" "$MARK"; then continue; fi
+    place "$path"
+    if [ -n "$file" ]; then
+      ln -sfn "$PREFIX/$file" "$DESTDIR$path"
+    else
+      sed "s|/opt/ckptfs|$PREFIX|g" "deploy/systemd/${path##*/}" > "$DESTDIR$path"
+    fi
   done
-  completion
-  manual
   sample
   reload_systemd
   say "installed; next: ckptfs doctor, then mount -t ckptfs NAME DIR -o pfs=DIR, or $SAMPLE and systemctl start ckptfs@NAME"
@@ -180,10 +173,7 @@ uninstall() {
   if [ -e "$MARK" ]; then
     while read -r file; do
       # A link that points to another installation stays.
-      case $file in
-        /usr/local/share/man/*) [ "$(readlink "$DESTDIR$file")" = "$PREFIX/${file#/usr/local/}" ] || continue ;;
-        /usr/local/bin/* | "$SBIN"/*) [ "$(readlink "$DESTDIR$file")" = "$PREFIX/bin/$(basename "$(readlink "$DESTDIR$file")")" ] || continue ;;
-      esac
+      if [ -L "$DESTDIR$file" ]; then case $(readlink "$DESTDIR$file") in "$PREFIX"/*) ;; *) continue ;; esac; fi
       rm -f "$DESTDIR$file"
     done < "$MARK"
     if cmp -s "$HOME_OF_ALL/share/ckptfs.toml" "$DESTDIR$SAMPLE"; then rm -f "$DESTDIR$SAMPLE"; fi
@@ -197,5 +187,6 @@ uninstall() {
 case ${1:-} in
   install) install ;;
   uninstall) uninstall ;;
-  *) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
+  layout) layout ;;
+  *) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
 esac

@@ -1,4 +1,4 @@
-"""The generated reference: docs/reference.md and the man pages in docs/man, made from what the code itself uses.
+"""The generated reference: docs/reference.md, docs/man and docs/completion, made from what the code itself uses.
 
 `python docs/generate.py` writes the files; with --check it writes nothing, names the files that differ and exits with 1.
 The output depends on the tree alone: no dates, no facts of this machine. A description that the code does not have is in a table of this
@@ -45,6 +45,7 @@ from ckptfs_client.errors import EXIT_CODES, SIGNAL_EXIT_CODES, ClientError
 from ckptfs_client.lab.layout import DIRECTORY as LAB_DIRECTORY
 from ckptfs_client.mount_helper import LOG, MOUNT_EXIT_CODES, UMOUNT_EXIT_CODES, build_mount_parser, build_umount_parser
 from ckptfs_daemon.__main__ import DAEMON_EXIT_CODES, build_daemon_parser
+from completion import list_lines, make_bash, make_fish, make_zsh
 # isort: on
 
 DOCS = Path(__file__).resolve().parent
@@ -809,7 +810,11 @@ def make_pages() -> dict[Path, str]:
     check_printed(programs)
     check_exit_codes()
     check_examples(programs)
+    lines = list(list_lines("ckptfs", typer.main.get_command(app)))
     return {
+        DOCS / "completion/bash/ckptfs": make_bash(lines),
+        DOCS / "completion/fish/ckptfs.fish": make_fish(lines),
+        DOCS / "completion/zsh/_ckptfs": make_zsh(lines),
         DOCS / "reference.md": make_reference(),
         DOCS / "man/ckptfs.1": make_man_ckptfs(),
         DOCS / "man/ckptfs.toml.5": make_man_toml(),
@@ -821,7 +826,7 @@ def make_pages() -> dict[Path, str]:
 
 def main() -> int:
     """Write the files, or compare them; the exit code."""
-    parser = argparse.ArgumentParser(description="Write docs/reference.md and the man pages in docs/man.")
+    parser = argparse.ArgumentParser(description="Write docs/reference.md, docs/man and docs/completion.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file differs")
     asked = parser.parse_args()
     try:

@@ -1,7 +1,7 @@
 """The command `ckptfs`: its subcommands, their options and their output.
 
-Everything heavy (gRPC, rich, cryptography) is imported where it is used, so that `ckptfs --help`, `ckptfs version` and shell completion are
-instant. A drain goes on in the daemon if the command is interrupted.
+Everything heavy (gRPC, rich, cryptography) is imported where it is used, so that `ckptfs --help` and `ckptfs version` are instant.
+A drain goes on in the daemon if the command is interrupted.
 """
 
 import contextlib
@@ -26,7 +26,8 @@ KeysNode = Annotated[str, typer.Argument(metavar="NODE", help="The node's name: 
 
 HELP_NAMES = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 app = typer.Typer(
-    name="ckptfs", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, epilog=EPILOG, context_settings=HELP_NAMES,
+    name="ckptfs", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, epilog=EPILOG,
+    context_settings=HELP_NAMES,
     help="Inspect and control ckptfs mounts: what is stored where, and how safe it is.",
 )  # fmt: skip
 keys_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Issue and revoke the certificates of a cluster's nodes.")

@@ -66,8 +66,8 @@ def test_everything_is_in_its_place(installed: Path) -> None:
         directory = f"share/man/man{page.suffix[1:]}"
         assert os.readlink(installed / "usr/local" / directory / page.name) == f"{PREFIX}/{directory}/{page.name}"
         assert (installed / PREFIX[1:] / directory / page.name).read_text() == page.read_text()
-    completion = (installed / "usr/local/share/bash-completion/completions/ckptfs").read_text()
-    assert "complete" in completion and "_ckptfs_completion" in completion
+    completion = installed / PREFIX[1:] / "share/bash-completion/completions/ckptfs"
+    assert completion.read_text() == (REPOSITORY / "docs/completion/bash/ckptfs").read_text()
 
 
 def test_it_stands_alone(installed: Path) -> None:
