@@ -84,7 +84,7 @@ environment() {
   if [ "$(cat "$stamp" 2>/dev/null)" != "$(fingerprint "$extras")" ]; then
     say "python environment in $VENV (extras: ${extras:-none}); the first run takes some minutes"
     [ -x "$python" ] || python3 -m venv "$VENV"
-    quietly pip "$python" -m pip install --disable-pip-version-check -q "setuptools>=68" wheel
+    quietly pip "$python" -m pip install --disable-pip-version-check -q "setuptools>=77" wheel
     quietly pip "$python" -m pip install --disable-pip-version-check --progress-bar off -q -e . \
       || fail "pip could not install ckptfs; its messages are above"
     [ -z "$extras" ] || quietly pip "$python" -m pip install --disable-pip-version-check --progress-bar off -q -e ".[$extras]" \

@@ -1,11 +1,12 @@
 """The build of `_shim.so` from shim.c, with the C compiler and libfuse headers that pyfuse3 needs too.
 
-`python -m ckptfs_daemon.fuse.shim_build` builds it if it is missing or older than its source. The installer runs that command, and the
-supervisor builds it at its start.
+A wheel carries the library (setup.py). `python -m ckptfs_daemon.fuse.shim_build`, and the supervisor at its start, build it if it is
+missing or made from another source: its build id is the digest of the source. Times do not count, because pip does not keep them.
 
 Crash safety: the result is renamed into place, so a crash leaves the previous library, or none.
 """
 
+import hashlib
 import os
 import shlex
 import subprocess
@@ -24,10 +25,15 @@ class CannotBuild(CkptfsError):
     """The C shim cannot be compiled on this machine."""
 
 
+def get_build_id() -> bytes:
+    """Return the build id of a library that is made from the present source."""
+    return hashlib.sha1(SOURCE.read_bytes(), usedforsecurity=False).digest()
+
+
 def is_fresh() -> bool:
-    """Return True if the library is at least as new as its source."""
+    """Return True if the library was made from the present source."""
     try:
-        return BUILT.stat().st_mtime_ns >= SOURCE.stat().st_mtime_ns
+        return get_build_id() in BUILT.read_bytes()
     except FileNotFoundError:
         return False
 
@@ -48,7 +54,8 @@ def build(target: Path) -> None:
     try:
         flags = shlex.split(_output(["pkg-config", "--cflags", "--libs", "fuse3"]))
         compiler = shlex.split(os.environ.get("CC", "")) or [_compiler()]
-        _output([*compiler, "-O2", "-Wall", "-Wextra", "-shared", "-fPIC", "-o", str(temporary), str(SOURCE), *flags, "-ldl"])
+        flags += ["-ldl", f"-Wl,--build-id=0x{get_build_id().hex()}"]
+        _output([*compiler, "-O2", "-Wall", "-Wextra", "-shared", "-fPIC", "-o", str(temporary), str(SOURCE), *flags])
         os.rename(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
