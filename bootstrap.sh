@@ -8,6 +8,8 @@
 #   ./bootstrap.sh bench      run the benchmarks (arguments go to bench/run.py)
 #   ./bootstrap.sh install    install into PREFIX (default /opt/ckptfs), self-contained
 #   ./bootstrap.sh uninstall  remove the installation; data and configuration stay
+#   ./bootstrap.sh deb        build a Debian package for this release, in dist/
+#   ./bootstrap.sh deb-test   try that package in a bare tree: lintian, install, mount, remove, purge
 #
 # Environment: PREFIX, CKPTFS_VENV (default .venv), CKPTFS_NO_APT=1 (never install system packages), variables of apt and pip.
 set -euo pipefail
@@ -19,6 +21,8 @@ PREFIX=${PREFIX:-/opt/ckptfs}
 # Packages of the daemon, and additional ones of the tests.
 PACKAGES_BASE="ca-certificates gcc libc6-dev pkg-config libfuse3-dev fuse3 python3 python3-dev python3-venv"
 PACKAGES_TEST="acl attr bindfs btrfs-progs dbench e2fsprogs etcd-server fio git gromacs lammps procps rsync sqlite3 strace stress-ng xfsprogs"
+PACKAGES_DEB="debhelper dpkg-dev"
+PACKAGES_DEB_TEST="debootstrap lintian"
 
 # quietly WHAT COMMAND...: run a command, and show its output only if it fails.
 quietly() {
@@ -142,6 +146,19 @@ install_ckptfs() {
 
 uninstall() { PREFIX=$PREFIX exec deploy/install.sh uninstall; }
 
+# deb, deb_test: install what deploy/deb.sh needs, and run it.
+deb() {
+  # shellcheck disable=SC2086
+  system_packages $PACKAGES_BASE $PACKAGES_DEB
+  exec deploy/deb.sh build
+}
+
+deb_test() {
+  # shellcheck disable=SC2086
+  system_packages $PACKAGES_DEB_TEST
+  exec deploy/deb.sh test
+}
+
 command=${1:-help}
 [ $# = 0 ] || shift
 case $command in
@@ -152,5 +169,7 @@ case $command in
   bench) bench "$@" ;;
   install) install_ckptfs ;;
   uninstall) uninstall ;;
-  *) sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; [ "$command" = help ] || exit 2 ;;
+  deb) deb ;;
+  deb-test) deb_test ;;
+  *) sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; [ "$command" = help ] || exit 2 ;;
 esac

@@ -3,8 +3,10 @@
 import os
 import subprocess
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
+import ckptfs
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -43,3 +45,19 @@ def test_the_environment_has_what_the_links_name() -> None:
     }
     # The installer makes this one itself.
     assert set(read_layout("/usr/local").values()) - {""} == scripts | shared | {"bin/umount.fuse"}
+
+
+def test_every_program_of_the_package_has_a_man_page() -> None:
+    """A helper that is another name of a program shows its page."""
+    pages = {page.name for page in (REPOSITORY / "docs/man").iterdir()}
+    links = [line.split() for line in (REPOSITORY / "deploy/debian/ckptfs.links").read_text().splitlines()]
+    assert {Path(target).name for target, _ in links} <= pages
+    documented = {name.rpartition(".")[0] for name in (*pages, *(Path(link).name for _, link in links))}
+    assert {Path(path).name for path in read_layout("/usr") if "bin/" in path} <= documented
+
+
+def test_the_package_says_its_version_and_its_reasons() -> None:
+    debian = REPOSITORY / "deploy/debian"
+    assert (debian / "changelog").read_text().startswith(f"ckptfs ({ckptfs.__version__}) ")
+    lines = (debian / "ckptfs.lintian-overrides").read_text().splitlines()
+    assert all(before.startswith("# ") for before, line in pairwise(lines) if not line.startswith("#"))
