@@ -6,6 +6,7 @@ The list of mounts is read without touching them, so a mount that hangs cannot h
 import os
 import re
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,6 +152,13 @@ def get_start_ticks(pid: int) -> int:
     Pid and start together identify a process.
     """
     return int(_get_stat(pid)[19])
+
+
+def get_started_ns(pid: int) -> int:
+    """Return the time at which a process started, 0 if it is gone."""
+    ticks = get_start_ticks(pid)
+    age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+    return time.time_ns() - age_ns if ticks else 0
 
 
 def get_resident_bytes(pid: int) -> int:

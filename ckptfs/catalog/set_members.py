@@ -184,3 +184,9 @@ def is_committed(db: Database, members: Iterable[int]) -> bool:
 def delete_commit(db: Database, members: Iterable[int]) -> None:
     """Forget the mark that `is_committed` reads."""
     db.run("DELETE FROM xattr WHERE name = ? AND inode IN (SELECT value FROM json_each(?))", COMMIT_XATTR, json.dumps(list(members)))
+
+
+def is_manifest(db: Database, inode: int) -> bool:
+    """Return True for a file that the tracker added to a set."""
+    names = ", ".join(f"x'{name.hex()}'" for name in MANIFEST_NAMES)
+    return db.value(f"SELECT 1 FROM entry WHERE child = ? AND name NOT IN ({names}) LIMIT 1", inode) is None

@@ -17,6 +17,7 @@ from pathlib import Path
 from ckptfs import __version__
 from ckptfs.errors import CkptfsError, InvalidArgument
 from ckptfs_daemon import ipc, logs
+from ckptfs_daemon.event_writer import events
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ def run_child(role: str, link_fd: int) -> int:
             return 0
         logs.configure(setup.role, setup.config.log_level)
         logs.set_process_name(f"ckptfs-{setup.role}")
+        events.open(setup.config.state, node=setup.config.node, mount=setup.config.name)
         return _run_role(setup)
     except CkptfsError as failure:
         log.error("%s; %s", failure, failure.remedy)
@@ -81,6 +83,8 @@ def run_child(role: str, link_fd: int) -> int:
     except Exception:
         log.exception("the %s process ends", role)
         return 1
+    finally:
+        events.close()
 
 
 def _preload_modules(role: str) -> None:

@@ -24,7 +24,9 @@ from ckptfs import limits
 from ckptfs.catalog import peer_copies, summary
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
+from ckptfs.event_log import EventKind
 from ckptfs.quantities import format_count, format_size
+from ckptfs_daemon.event_writer import events
 from ckptfs_daemon.rescue import Rescue, get_highest_level, get_needed_s
 
 log = logging.getLogger(__name__)
@@ -100,6 +102,13 @@ def advance_clock(clock: DrainClock, pending: Pending, bytes_per_s: float, now_s
     return replace(clock, until_s=until_s, moved_s=now_s, pending=pending)
 
 
+def record_result(db: Database, cause: str, *, is_done: bool, began_s: float) -> None:
+    """Record how a drain ended. `began_s`: of the monotonic clock."""
+    left = load_pending(db, summary.get_journal_end(db))
+    seconds = round(time.monotonic() - began_s, 3)
+    events.record(EventKind.DRAINED, cause=cause, done=is_done, files_left=left.files, bytes_left=left.size_bytes, duration_s=seconds)
+
+
 def find_obstacle(db: Database) -> tuple[str, str]:
     """Return (what blocks the drain, remedy) as the lanes and the tiers report it, or empty strings."""
     for key, text, _ in summary.list_reports(db, "tier:") + summary.list_reports(db, "trouble:"):
@@ -131,20 +140,25 @@ class Drain:
 
         `report(seconds, text)` tells how long it may still take, and what is left.
         """
+        began_s, is_done = time.monotonic(), False
         for _ in range(limits.DRAIN_ROUNDS_MAX):
-            if not await self._drain(self._configured_s, report):
+            is_done = await self._drain(self._configured_s, report)
+            if not is_done:
                 self.record_missed()
-                return False
+                break
             if load_pending(self._db, summary.get_journal_end(self._db)).is_nothing:
                 break
-        return True
+        record_result(self._db, "end", is_done=is_done, began_s=began_s)
+        return is_done
 
     async def drain_rest(self, report: Callable[[float, str], None]) -> None:
         """Drain after the unmount, and say what is left."""
-        configured_s = self._configured_s
+        configured_s, began_s = self._configured_s, time.monotonic()
         if time.monotonic() < self._missed_s + limits.DRAIN_RECENT_S:
             configured_s = min(limits.DRAIN_LAST_S, limits.DRAIN_LAST_S if configured_s is None else configured_s)
-        if not await self._drain(configured_s, report):
+        is_done = await self._drain(configured_s, report)
+        record_result(self._db, "unmounted", is_done=is_done, began_s=began_s)
+        if not is_done:
             left = load_pending(self._db, summary.get_journal_end(self._db))
             unsafe = f", {left.unsafe} lack copies on other nodes" if left.unsafe else ""
             message = "drained until the deadline: the PFS lacks %d changes, %d files are not sealed%s; the next start continues"
@@ -152,7 +166,10 @@ class Drain:
 
     async def drain_noticed(self, deadline_s: float) -> bool:
         """Drain because this node is about to be taken away. Returns False at the deadline."""
-        return await self._drain(deadline_s, lambda seconds, text: None, is_last=True)
+        began_s = time.monotonic()
+        is_done = await self._drain(deadline_s, lambda seconds, text: None, is_last=True)
+        record_result(self._db, "notice", is_done=is_done, began_s=began_s)
+        return is_done
 
     async def _drain(self, configured_s: float | None, report: Callable[[float, str], None], *, is_last: bool = False) -> bool:
         """Drain what was closed before now, the most urgent first. Returns False at the deadline."""

@@ -11,6 +11,7 @@ import fcntl
 import logging
 import os
 import queue
+import socket
 import threading
 import time
 from pathlib import Path
@@ -36,8 +37,11 @@ class EventWriter:
         self._has_failed = False
 
     def open(self, state: Path, *, node: str, mount: str) -> None:
-        """Write to the log in a state directory from now on."""
-        self._common = {"node": node, "mount": mount}
+        """Write to the log in a state directory from now on.
+
+        `node`: the name of the host by default.
+        """
+        self._common = {"node": node or socket.gethostname(), "mount": mount}
         self._directory = state / event_log.DIRECTORY
 
     def record(self, kind: EventKind, *, time_ns: int | None = None, **fields: Any) -> None:

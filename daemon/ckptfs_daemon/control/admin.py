@@ -37,6 +37,7 @@ from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon import logs
 from ckptfs_daemon.control.methods import RefusedCalls, require_inode_number, stream_changes, translate_errors, translate_stream_errors
 from ckptfs_daemon.control.status import StatusFigures
+from ckptfs_daemon.drain import record_result
 from ckptfs_daemon.rescue import Rescue, parse_drain_level
 
 FETCH_POLL_S = 0.02
@@ -185,6 +186,14 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
     def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
         """Bring every file closed before now to its highest level, or to the one that is asked for."""
         level = parse_drain_level(self._config, request.level)
+        began_s, progress = time.monotonic(), pb.Progress()
+        try:
+            for progress in self._drain_to(level, request, context):
+                yield progress
+        finally:
+            record_result(self._db, "command", is_done=progress.done and not progress.files_left, began_s=began_s)
+
+    def _drain_to(self, level: Level | None, request: pb.DrainRequest, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
         if not level or not (request.deadline_s or request.level):
             yield from stream_changes(self._drain(request.deadline_s, self._build_progress), context)
             return

@@ -23,6 +23,7 @@ from ckptfs_daemon.fuse.request import Request, get_current_request
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.file_handlers import FileHandlers
 from ckptfs_daemon.mount.member_reader import MountMemberReader
+from ckptfs_daemon.mount.set_events import record_rollback
 
 # After fuse.session, which loads the shim before pyfuse3.
 from pyfuse3 import EntryAttributes  # isort: skip
@@ -182,6 +183,8 @@ class AttributeHandlers:
     async def _change_setting(self, inode: int, name: bytes, value: bytes | None, uid: int) -> None:
         name = name.removeprefix(summary.VIRTUAL_XATTR_PREFIX)
         await self._commit_change(inode, lambda db: user_settings.set_setting(db, inodes.get(db, inode), name, value, uid))
+        if name == b"rollback":
+            record_rollback(self._context.db, inode)
         self._on_setting()
 
     async def _change_xattr(self, inode: int, name: bytes, change: Callable[[Database], None]) -> None:

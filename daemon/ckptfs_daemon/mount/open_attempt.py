@@ -98,7 +98,8 @@ class OpenAttempt:
             undo.pop_all()
         if self.separates:
             self._files.follow_history(opened.inode)
-        is_writer, pid = self._open_request.is_writer, self._open_request.pid
+        is_writer = self._open_request.is_writer
+        pid = self._open_request.pid if is_writer or held.inode.history else 0
         self._files.add_handle(file, opened.handle, is_writer, self._find_way(file, opened.direct), pid)
         return opened
 

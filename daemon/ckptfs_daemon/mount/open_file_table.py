@@ -241,10 +241,15 @@ class OpenFileTable:
         return self._last_internal_handle
 
     def add_handle(self, file: OpenFile, handle: int, is_writer: bool, way: HandleWay, pid: int = 0) -> None:
-        """Add a handle that was committed. `pid`: the thread that opened it; 0 if it is not known."""
+        """Add a handle that was committed.
+
+        `pid`: the thread that opened it; 0 if it is not known, or does not matter.
+        """
         if is_writer and pid:
             file.writer_pid = pid
-            self.producers.note_writer(pid)
+            self.producers.note_writer(pid, file.inode)
+        elif pid:
+            self.producers.note_reader(pid, file.inode)
         self.by_inode[file.number] = file
         self.by_handle[handle] = file
         file.handles[handle] = is_writer

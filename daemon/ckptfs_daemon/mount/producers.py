@@ -1,6 +1,7 @@
-"""Which processes write files: read from /proc once for each, in a thread of its own (H10).
+"""Which processes write files and read sets: read from /proc once for each, in a thread of its own (H10).
 
 A thread that writes is noted when it opens a file, and the file when it is closed. The tracker of sets asks for files of checkpoints only.
+A thread that reads is noted when it opens a file that the history has.
 Nothing here delays or fails a request: what cannot be read in time is not known. What is known ends with the mount process.
 
 Invariants:
@@ -15,6 +16,12 @@ import threading
 import time
 from collections import OrderedDict
 from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from ckptfs import procfs
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 PROCESSES_MAX = 4096
 FILES_MAX = 65_536
@@ -24,6 +31,25 @@ REREAD_S = 60.0
 """The same number may be another process later."""
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "JOB_ID")
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+
+
+class Process(NamedTuple):
+    """A process that used a file.
+
+    `pid`: the thread that opened it. `text`: what /proc tells as JSON, "" if it is not known. `started_ns`: its start, 0 if not known.
+    """
+
+    pid: int
+    text: str = ""
+    started_ns: int = 0
+
+
+class WrittenFile(NamedTuple):
+    """A file that its writer has closed. `opened_ns`: when the first writer opened it."""
+
+    process: Process
+    opened_ns: int
+    closed_ns: int
 
 
 def describe_process(pid: int, host: str) -> str:
@@ -53,45 +79,71 @@ def _find_first(environment: dict[str, str], names: tuple[str, ...]) -> str:
 
 
 class ProducerNotes:
-    """The writers of the files that were closed last. Its methods belong to one thread, and never wait."""
+    """The writers of the files that were closed last, and readers. Its methods belong to one thread, and never wait."""
 
     def __init__(self, host: str = "") -> None:
         self._host = host or socket.gethostname()
-        self._processes: OrderedDict[int, tuple[float, str]] = OrderedDict()
-        self._files: OrderedDict[int, int] = OrderedDict()
+        self._processes: OrderedDict[int, tuple[float, Process]] = OrderedDict()
+        self._opened: OrderedDict[int, int] = OrderedDict()
+        self._files: OrderedDict[int, WrittenFile] = OrderedDict()
+        self._reads: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self._new_reads: list[tuple[int, int]] = []
         self._to_read: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def note_writer(self, pid: int) -> None:
+    def note_writer(self, pid: int, inode: int) -> None:
         """Note that a thread has opened a file for writing."""
+        if inode not in self._opened:
+            _add(self._opened, inode, time.time_ns(), FILES_MAX)
+        self._describe(pid)
+
+    def note_closed(self, inode: int, pid: int) -> None:
+        """Note that the last writer of a file has closed it."""
+        now_ns = time.time_ns()
+        _add(self._files, inode, WrittenFile(Process(pid), self._opened.pop(inode, now_ns), now_ns), FILES_MAX)
+
+    def note_reader(self, pid: int, inode: int) -> None:
+        """Note that a thread has opened a file for reading. Each thread and file is noted once."""
+        if (inode, pid) not in self._reads:
+            _add(self._reads, (inode, pid), None, FILES_MAX)
+            if len(self._new_reads) < FILES_MAX:
+                self._new_reads.append((inode, pid))
+            self._describe(pid)
+
+    def take(self, inode: int) -> WrittenFile | None:
+        """Return who closed a file, once. Returns None if no process has closed it since."""
+        found = self._files.pop(inode, None)
+        return None if found is None else found._replace(process=self._get_process(found.process.pid))
+
+    def take_reads(self) -> list[tuple[int, Process]]:
+        """Return (inode, process) of the reads that were noted since the last call."""
+        taken, self._new_reads = self._new_reads, []
+        return [(inode, self._get_process(pid)) for inode, pid in taken]
+
+    def _get_process(self, pid: int) -> Process:
+        return self._processes.get(pid, (0.0, Process(pid)))[1]
+
+    def _describe(self, pid: int) -> None:
+        """Have a process read, unless that was done a moment ago."""
         known = self._processes.get(pid)
         if not pid or (known is not None and time.monotonic() - known[0] < REREAD_S):
             return
-        self._processes[pid] = (time.monotonic(), known[1] if known is not None else "")
-        if len(self._processes) > PROCESSES_MAX:
-            self._processes.popitem(last=False)
+        _add(self._processes, pid, (time.monotonic(), known[1] if known is not None else Process(pid)), PROCESSES_MAX)
         self._to_read.put(pid)
         if self._thread is None:
             self._thread = threading.Thread(target=self._read, name="producers", daemon=True)
             self._thread.start()
 
-    def note_closed(self, inode: int, pid: int) -> None:
-        """Note that the last writer of a file has closed it."""
-        self._files[inode] = pid
-        self._files.move_to_end(inode)
-        if len(self._files) > FILES_MAX:
-            self._files.popitem(last=False)
-
-    def take(self, inode: int) -> str | None:
-        """Return the process that closed a file, as JSON, once.
-
-        Returns None if no process has closed it since, "" if it is not known.
-        """
-        pid = self._files.pop(inode, None)
-        return None if pid is None else self._processes.get(pid, (0.0, ""))[1]
-
     def _read(self) -> None:
         while True:
             pid = self._to_read.get()
             if text := describe_process(pid, self._host):
-                self._processes[pid] = (time.monotonic(), text)
+                self._processes[pid] = (time.monotonic(), Process(pid, text, procfs.get_started_ns(pid)))
+
+
+def _add(table: OrderedDict[Key, Value], key: Key, value: Value, at_most: int) -> None:
+    """Set an entry as the newest one. The oldest goes if there are too many."""
+    table[key] = value
+    table.move_to_end(key)
+    if len(table) > at_most:
+        table.popitem(last=False)

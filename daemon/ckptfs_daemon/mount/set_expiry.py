@@ -34,6 +34,7 @@ from ckptfs.series.retention import SetFacts
 from ckptfs_daemon import ipc
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.member_reader import MountMemberReader
+from ckptfs_daemon.mount.set_events import record_expired
 
 import pyfuse3  # isort: skip
 
@@ -188,6 +189,7 @@ class SetExpiry:
         count = await self._delete_names(series.origin, tops, one.directory)
         if count:
             log.info("%s: set %d expired", _format(series), one.record.number)
+            record_expired(db, one.directory, "a retention rule")
         return count
 
     async def _refresh_below(self, tops: Iterable[int]) -> None:

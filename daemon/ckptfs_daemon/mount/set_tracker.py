@@ -42,6 +42,7 @@ from ckptfs.series.set_kinds import DirectoryFacts
 from ckptfs.series.unchanged import is_unchanged
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.member_reader import MountMemberReader
+from ckptfs_daemon.mount.set_events import SetEvents, record_expired
 from ckptfs_daemon.mount.set_expiry import SetExpiry
 from ckptfs_daemon.mount.set_maker import FoundMember, SetMaker
 from ckptfs_daemon.mount.set_refresh import SetRefresh
@@ -158,6 +159,7 @@ class SetTracker:
         self._context, self._reader = context, reader
         self._changes = changes
         self._refresh = SetRefresh(context, reader)
+        self._events = SetEvents(context, self._refresh)
         self._maker = SetMaker(context, changes, self._refresh, on_unlinked)
         self._expiry = SetExpiry(context, changes, reader, on_unlinked)
         self._ruled: dict[int, list[CheckpointSet]] = {}
@@ -188,11 +190,15 @@ class SetTracker:
         while True:
             try:
                 await self._remove_leftovers()
+                await self._events.start()
                 while True:
                     for directory in user_settings.list_removals(self._context.db):
+                        record_expired(self._context.db, directory, "removed by a user")
                         await self._maker.remove(directory)
                     more = await self._look()
                     await self._review_due()
+                    await self._events.record_loads()
+                    await self._events.record_levels()
                     await self._report()
                     delay_s = limits.SET_GATHER_S
                     await self._wait(0.0 if more else limits.SET_POLL_S)
@@ -280,9 +286,10 @@ class SetTracker:
         """
         notes: dict[int, str] = {}
         for (inode, _), members in found.items():
-            producer = self._context.open_files.producers.take(inode)
-            if producer is not None and members:
-                known = self._noted.setdefault(members[0].key, set())
+            file = self._context.open_files.producers.take(inode)
+            if file is not None and members:
+                self._events.note_written(members[0], file)
+                known, producer = self._noted.setdefault(members[0].key, set()), file.process.text
                 notes[inode] = "" if producer in known else producer
                 known.add(producer)
         if notes:
@@ -327,16 +334,25 @@ class SetTracker:
         verdict = await series.judge(found.series, found.siblings, self._reader, found.member, is_committed=is_committed)
         if verdict.incomplete_reason or before is None:
             log.debug("%s: no set yet: %s", os.fsdecode(found.member.name), verdict.incomplete_reason)
+            if not verdict.quiet_s:
+                self._events.record_begun(found)
             waits_s = verdict.quiet_s or (limits.SET_RETRY_S if found.is_newest else 0.0)
             return min(waits_s, limits.SET_RETRY_MAX_S) or None
         if await trio.to_thread.run_sync(load) != before:
             raise Busy("it changes")
         directory, made = await self._maker.make(found, before)
         self._reviews[directory] = trio.current_time()
+        await self._events.record_complete(found, directory, made)
         if made is not None:
             log.info("%s: complete: %d files, %d bytes", os.fsdecode(made.name), made.record.files, made.record.size)
-            await trio.to_thread.run_sync(_report_unchanged, self._context.db, directory, made, before)
+            await self._report_unchanged(directory, made, before)
         return None
+
+    async def _report_unchanged(self, directory: int, made: CheckpointSet, tree: SetTree) -> None:
+        former = await trio.to_thread.run_sync(_find_equal, self._context.db, directory, made, tree)
+        if former:
+            log.info("%s: has the same bytes as %s: training may not progress", os.fsdecode(made.name), former)
+            self._events.record_unchanged(made.directory, former)
 
     # --- what stays ---------------------------------------------------------------------------------------------------
 
@@ -356,6 +372,7 @@ class SetTracker:
         beyond = list_beyond([(one.directory, one.record.completed_ns, one.record.size) for one in known.values()], excess)
         self._ruled = {series: [one for one in sets if one.directory not in beyond] for series, sets in self._ruled.items()}
         for directory in beyond:
+            record_expired(self._context.db, directory, "the history holds more than history_size")
             await self._maker.remove(directory)
             log.info("%s: removed from the history: it holds more than history_size", os.fsdecode(known[directory].name))
 
@@ -383,6 +400,7 @@ class SetTracker:
         self._ruled[directory] = [sets[number] for number, why in reasons.items() if not why and number in ruled.kept]
         unneeded = [number for number, why in reasons.items() if not why and number not in ruled.kept]
         for number in unneeded:
+            record_expired(db, sets[number].directory, "nothing protects it")
             await self._maker.remove(sets[number].directory)
             log.info("%s: removed from the history: nothing protects it", os.fsdecode(sets[number].name))
         former_s = 0.0 if unneeded or touched else self._review_delays_s.pop(directory, 0.0)
@@ -426,13 +444,12 @@ def load_figures(db: Database) -> dict[str, int]:
     return {"series": len(directories), "sets": sets, "bytes": set_members.count_history_bytes(db)}
 
 
-def _report_unchanged(db: Database, series_directory: int, made: CheckpointSet, tree: SetTree) -> None:
-    """Log an event if a set has the bytes of the one before it."""
+def _find_equal(db: Database, series_directory: int, made: CheckpointSet, tree: SetTree) -> str:
+    """Return the name of the set before one if it has the same bytes, else ""."""
     before = [one for one in history_names.list_set_names(db, series_directory) if one.number < made.record.number]
     former = max(before, key=lambda one: one.number, default=None)
     old = None if former is None else set_members.load_set_tree(db, [(b"", former.directory)], limits.SET_FILES_MAX)
     if former is None or old is None:
-        return
-    if is_unchanged(*([(file.size, file.digest) for file in one.files.values()] for one in (tree, old))):
-        words = "%s: has the same bytes as %s@%d: training may not progress"
-        log.info(words, os.fsdecode(made.name), os.fsdecode(former.member), former.number)
+        return ""
+    is_equal = is_unchanged(*([(file.size, file.digest) for file in one.files.values()] for one in (tree, old)))
+    return f"{os.fsdecode(former.member)}@{former.number}" if is_equal else ""

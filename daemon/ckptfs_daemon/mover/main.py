@@ -39,7 +39,7 @@ from ckptfs_daemon import ipc
 from ckptfs_daemon.control import server
 from ckptfs_daemon.drain import Drain
 from ckptfs_daemon.ipc import READY, ChildSetup, ProgressSignal
-from ckptfs_daemon.mover import preemption
+from ckptfs_daemon.mover import preemption, trouble_events
 from ckptfs_daemon.mover.cluster_services import ClusterServices
 from ckptfs_daemon.mover.lanes import Flow, Lane, Lanes
 from ckptfs_daemon.mover.tier_monitor import TierMonitor
@@ -100,6 +100,7 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
             nursery.start_soon(cluster_services.run, name="cluster")
         for monitor in _build_monitors(db, tiers, config, lanes):
             nursery.start_soon(monitor.run, name="tier monitor")
+        nursery.start_soon(trouble_events.watch, db, name="events of troubles")
         if config.preemption is not None:
             nursery.start_soon(preemption.watch, config, db, drain, name="preemption")
         if cluster_services is not None:

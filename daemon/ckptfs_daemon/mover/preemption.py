@@ -26,7 +26,9 @@ from ckptfs import limits
 from ckptfs.catalog import summary
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
+from ckptfs.event_log import EventKind
 from ckptfs_daemon.drain import Drain
+from ckptfs_daemon.event_writer import events
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +107,7 @@ async def watch(config: Config, db: Database, drain: Drain) -> None:
     what = await (_poll(SOURCES[source], source, build_ask(config.preemption_url)) if source in SOURCES else _run_hook(source))
     deadline_s = config.preemption_deadline_s
     log.warning("preemption: notice from %s: %s; draining for up to %.0f s", source, what, deadline_s)
+    events.record(EventKind.NOTICE, source=source, what=what, deadline_s=deadline_s)
     notice = {"source": source, "what": what, "at_s": time.time(), "deadline_s": deadline_s}
     await trio.to_thread.run_sync(summary.set_report, db, summary.NOTICE_REPORT, notice | {"drain": "running"})
     is_done = await drain.drain_noticed(deadline_s)

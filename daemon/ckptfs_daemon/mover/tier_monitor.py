@@ -18,10 +18,12 @@ from ckptfs import disk, limits
 from ckptfs.catalog import copies, summary
 from ckptfs.catalog.database import Database
 from ckptfs.errors import TierUnavailable
+from ckptfs.event_log import EventKind
 from ckptfs.model import Tier
 from ckptfs.tiers import health, pfs_identity, pfs_tree
 from ckptfs.tiers.health import Health, HealthState
 from ckptfs.tiers.storage import TierStorage
+from ckptfs_daemon.event_writer import events
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +107,12 @@ class TierMonitor:
             log.error("%s: cannot be read: its only copy is on %s, which is down", path, self._storage.tier)
 
     def _log_change(self, before: Health, now: Health) -> None:
-        if now.state is HealthState.NORMAL:
+        is_up = now.state is HealthState.NORMAL
+        events.record(
+            EventKind.TIER_UP if is_up else EventKind.TIER_DOWN, tier=self._storage.tier.value, path=str(self._root),
+            state=now.state.value, what=now.error, remedy=now.remedy,
+        )  # fmt: skip
+        if is_up:
             log.info("%s: works again", self._root)
         else:
             log.warning("%s: is %s: %s%s", self._root, now.state, now.error, f" ({now.remedy})" if now.remedy else "")

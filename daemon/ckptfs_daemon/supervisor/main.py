@@ -17,11 +17,13 @@ from ckptfs.catalog.database import Database
 from ckptfs.clique import certificates
 from ckptfs.config import Config, load, parse_options
 from ckptfs.errors import InvalidArgument
+from ckptfs.event_log import EventKind
 from ckptfs.model import Tier
 from ckptfs.mount_record import Leftovers
 from ckptfs.tiers import pfs_sync
 from ckptfs_daemon import logs
 from ckptfs_daemon.drain import find_obstacle
+from ckptfs_daemon.event_writer import events
 from ckptfs_daemon.fuse import connection, shim_build
 from ckptfs_daemon.fuse.connection import Connection
 from ckptfs_daemon.supervisor import state_directory
@@ -44,6 +46,7 @@ def run_daemon(name: str, mountpoint: Path | None, options: str, ready_pipe: Rea
     systemd = Systemd()
     shim_build.ensure()
     lock_fd = _prepare_state(config)
+    events.open(config.state, node=config.node, mount=config.name)
     ended_cleanly = False
     try:
         guarded = GuardedMountpoint(config, options, systemd.unit)
@@ -61,6 +64,8 @@ def run_daemon(name: str, mountpoint: Path | None, options: str, ready_pipe: Rea
     finally:
         _release_ram_tier(config, ended_cleanly)
         log.info("ended")
+        events.record(EventKind.ENDED, clean=ended_cleanly)
+        events.close()
         os.close(lock_fd)
 
 

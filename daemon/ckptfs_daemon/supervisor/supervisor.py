@@ -21,11 +21,13 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
-from ckptfs import limits, procfs
+from ckptfs import __version__, limits, procfs
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError
+from ckptfs.event_log import EventKind
 from ckptfs.model import DataPath
 from ckptfs_daemon import ipc, logs
+from ckptfs_daemon.event_writer import events
 from ckptfs_daemon.fuse import connection
 from ckptfs_daemon.fuse.connection import Connection
 from ckptfs_daemon.ipc import Assignment
@@ -251,6 +253,7 @@ class Supervisor:
         if self._slots[MOVER].ever_ready or time.monotonic() >= self._began + MOVER_RECOVERY_WAIT_S:
             self._is_ready_announced = True
             log.info("%s is mounted at %s, data path %s", self._config.name, self._config.mountpoint, self._connection.data_path)
+            events.record(EventKind.MOUNTED, mountpoint=str(self._config.mountpoint), version=__version__)
             self._systemd.notify("READY=1", f"STATUS=serving {self._config.mountpoint}")
             self._ready_pipe.write_once("ok")
 
@@ -293,6 +296,8 @@ class Supervisor:
         lived_s = now - (child.assigned_at or now)
         slot.history = children.record_death(slot.history, now=now, lived_s=lived_s, ready=child.is_ready, killed=code == -signal.SIGKILL)
         log.warning("%s process %d: ended with %d (%s)", role, child.pid, code, "killed" if code == -9 else "of itself")
+        if role != SPARE:
+            events.record(EventKind.RESTARTED, process=role, pid=child.pid, exit_code=code)
         reason = children.must_give_up(slot.history, ever_ready=slot.ever_ready)
         if role == MOUNT and self._phase is not Phase.FINISHING:
             if reason:

@@ -1,0 +1,281 @@
+"""The events of checkpoint sets: begun, complete, read, safe, gone (G6, X9, X11).
+
+The tracker tells what it finds. What is noted here, such as the time at which the first file of a member was opened, ends with the mount
+process: a set that was begun before then has no duration.
+"""
+
+import json
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import trio
+
+from ckptfs import limits
+from ckptfs.catalog import history, history_names, inodes, set_members
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.history import CheckpointSet, Producer, SeriesRecord
+from ckptfs.event_log import EventKind, format_time
+from ckptfs.model import Level
+from ckptfs.series.rules import WILDCARD
+from ckptfs_daemon.event_writer import events
+from ckptfs_daemon.mount.context import MountContext
+from ckptfs_daemon.mount.producers import Process, WrittenFile
+from ckptfs_daemon.mount.set_maker import FoundMember
+from ckptfs_daemon.mount.set_refresh import SetRefresh
+from ckptfs_daemon.rescue import get_highest_level
+
+PRODUCERS_MAX = 16
+"""Processes that an event names."""
+BEGUN_MAX = 1024
+LOADS_MAX = 16_384
+WATCHED_MAX = 64
+SETS_LOOKED_AT = 16
+NANO = 1e9
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A member that has no set yet: when its files were open, and who wrote them."""
+
+    found: FoundMember
+    opened_ns: int = 0
+    closed_ns: int = 0
+    processes: dict[int, Process] = field(default_factory=dict)
+    is_recorded: bool = False
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A set that has not the highest level yet, and when to look again."""
+
+    level: Level
+    due_s: float
+    delay_s: float = limits.SET_REVIEW_S
+
+
+class SetEvents:
+    """What the tracker tells the event log. Belongs to the trio thread."""
+
+    def __init__(self, context: MountContext, refresh: SetRefresh) -> None:
+        self._context, self._refresh = context, refresh
+        self._highest = get_highest_level(context.config)
+        self._begun: OrderedDict[tuple[int, bytes], _Begun] = OrderedDict()
+        self._loads: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self._watched: OrderedDict[int, _Watched] = OrderedDict()
+
+    async def start(self) -> None:
+        """Watch the newest set of each series that is not as safe as it can be."""
+        db = self._context.db
+        newest = [one for series in history.list_series(db) for one in history.list_set_directories(db, series.directory)[:1]]
+        levels = await trio.to_thread.run_sync(history.list_levels, db, newest)
+        for directory, level in levels.items():
+            self._watch(directory, level)
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    def note_written(self, found: FoundMember, file: WrittenFile) -> None:
+        """Note that a process has closed a file of a member."""
+        begun = self._open(found)
+        begun.opened_ns = min(begun.opened_ns or file.opened_ns, file.opened_ns)
+        begun.closed_ns = max(begun.closed_ns, file.closed_ns)
+        if len(begun.processes) < PRODUCERS_MAX:
+            begun.processes[file.process.pid] = file.process
+
+    def _open(self, found: FoundMember) -> _Begun:
+        begun = self._begun.setdefault(found.key, _Begun(found))
+        self._begun.move_to_end(found.key)
+        if len(self._begun) > BEGUN_MAX:
+            self._begun.popitem(last=False)
+        return begun
+
+    def record_begun(self, found: FoundMember) -> None:
+        """Record once that some files of a member are closed."""
+        begun = self._open(found)
+        if not begun.is_recorded:
+            begun.is_recorded = True
+            known = history.find_series(self._context.db, found.directory, found.series.name)
+            producers = [_describe(one) for one in begun.processes.values() if one.text]
+            self._record_member(EventKind.BEGUN, found, known, time_ns=begun.opened_ns or None, producers=producers)
+
+    def _record_member(self, kind: EventKind, found: FoundMember, known: SeriesRecord | None, **more: Any) -> None:
+        series = _describe_series(known) if known is not None else self._describe_directory(found)
+        events.record(kind, **series, set=os.fsdecode(found.member.name), step=_get_step(found.series.name, found.member.numbers), **more)
+
+    def _describe_directory(self, found: FoundMember) -> dict[str, Any]:
+        path = inodes.get_path(self._context.db, found.directory)
+        return {"series": os.fsdecode(b"/".join(filter(None, (path, found.series.name)))), "origin": found.directory}
+
+    async def record_complete(self, found: FoundMember, series_directory: int, made: CheckpointSet | None) -> None:
+        """Record that a member is complete.
+
+        `made`: its set; None if it had one already, or another node made it.
+        """
+        db, begun = self._context.db, self._begun.pop(found.key, None)
+        if made is None and (begun is None or self._context.shared_namespace is None):
+            return
+        newest = (await trio.to_thread.run_sync(history.list_set_directories, db, series_directory))[:SETS_LOOKED_AT]
+        sets = [each for directory in newest if (each := history.get_set(db, directory)) is not None]
+        one = made or next((each for each in sets if each.record.name == found.member.name), None)
+        known = history.get_series(db, series_directory)
+        if known is None or one is None:
+            return
+        if made is not None:
+            former = next((each for each in sets if each.record.number < made.record.number), None)
+            self._record_start(known, made, former, begun)
+            self._watch(made.directory, Level.LOCAL)
+        began_ns, ended_ns = (begun.opened_ns, begun.closed_ns) if begun is not None else (0, 0)
+        times = {"began": format_time(began_ns), "duration_s": (ended_ns - began_ns) / NANO} if began_ns else {}
+        producers = [_describe_producer(producer, begun) for producer in one.record.producers[:PRODUCERS_MAX]]
+        more = {"files": one.record.files, "size": one.record.size, "processes": len(one.record.producers), "producers": producers}
+        events.record(EventKind.COMPLETE, time_ns=one.record.completed_ns, **_describe_set(known, one), **times, **more)
+        self._record_incomplete(found, known)
+
+    def _record_start(self, known: SeriesRecord, made: CheckpointSet, former: CheckpointSet | None, begun: _Begun | None) -> None:
+        """Record a start if none of the producers wrote the set before."""
+        before = {(one.host, one.pid) for one in (former.record.producers if former is not None else ())}
+        mine = {(one.host, one.pid) for one in made.record.producers}
+        if mine and not mine & before:
+            producers = [_describe_producer(one, begun) for one in made.record.producers[:PRODUCERS_MAX]]
+            more = {"processes": len(mine), "producers": producers}
+            events.record(EventKind.START, time_ns=made.record.completed_ns, **_describe_set(known, made), **more)
+
+    def _record_incomplete(self, complete: FoundMember, known: SeriesRecord) -> None:
+        """Record the older members of the series that were begun and have no set."""
+        for key, begun in list(self._begun.items()):
+            found = begun.found
+            same = (found.directory, found.series) == (complete.directory, complete.series)
+            if same and found.member.numbers < complete.member.numbers:
+                del self._begun[key]
+                if begun.is_recorded:
+                    self._record_member(EventKind.INCOMPLETE, found, known)
+
+    def record_unchanged(self, directory: int, former: str) -> None:
+        """Record that a set has the same bytes as the one before it."""
+        _record_of_set(self._context.db, EventKind.UNCHANGED, directory, former=former)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    async def record_loads(self) -> None:
+        """Record which processes read sets that others wrote."""
+        for inode, process in self._context.open_files.producers.take_reads():
+            if not set_members.is_manifest(self._context.db, inode):
+                await self._record_load(inode, process)
+
+    async def _record_load(self, inode: int, process: Process) -> None:
+        db, reader = self._context.db, _describe(process)
+        places = await self._refresh.list_sets_of_file(inode)
+        sets = [one for _, directory in places if (one := history.get_set(db, directory)) and set_members.is_finished(db, directory)]
+        kind = _get_read_kind(reader.get("command", ""))
+        if not sets or kind is None:
+            return
+        one = max(sets, key=lambda each: each.record.number)
+        key = (one.directory, reader["pid"])
+        if key in self._loads or any((each.host, each.pid) == (reader.get("host"), reader["pid"]) for each in one.record.producers):
+            return
+        self._loads[key] = None
+        if len(self._loads) > LOADS_MAX:
+            self._loads.popitem(last=False)
+        _record_of_set(db, kind, one.directory, reader=reader)
+
+    # --- levels -------------------------------------------------------------------------------------------------------
+
+    def _watch(self, directory: int, level: Level) -> None:
+        if self._highest is not None and level is not self._highest:
+            self._watched[directory] = _Watched(level, trio.current_time() + limits.SET_POLL_S)
+            if len(self._watched) > WATCHED_MAX:
+                self._watched.popitem(last=False)
+
+    async def record_levels(self) -> None:
+        """Record which sets are safer than they were at the last look."""
+        db, now_s = self._context.db, trio.current_time()
+        due = {directory: one for directory, one in self._watched.items() if one.due_s <= now_s}
+        if not due:
+            return
+        for directory in due:
+            if history.get_set(db, directory) is not None:
+                await self._refresh.refresh_set(directory, with_copies=True)
+        levels = await trio.to_thread.run_sync(history.list_levels, db, list(due))
+        order = list(Level)
+        for directory, one in due.items():
+            level = levels.get(directory)
+            one.delay_s = min(one.delay_s * 1.5, limits.SET_RETRY_MAX_S)
+            one.due_s = trio.current_time() + one.delay_s
+            if level is not None and order.index(level) > order.index(one.level):
+                one.level = level
+                if level is not Level.LOCAL:
+                    _record_of_set(db, EventKind.LEVEL, directory, level=level.value)
+            if level is None or level is self._highest:
+                self._watched.pop(directory, None)
+
+
+# --- the fields of events ---------------------------------------------------------------------------------------------
+
+
+def record_expired(db: Database, directory: int, reason: str) -> None:
+    """Record that a set goes, while it is still there."""
+    _record_of_set(db, EventKind.EXPIRED, directory, reason=reason)
+
+
+def record_rollback(db: Database, series_directory: int) -> None:
+    """Record which set of a series is the latest because a user said so. None: that has ended."""
+    known = history.get_series(db, series_directory)
+    if known is not None:
+        number = known.rollback.number if known.rollback is not None else 0
+        named = (one.directory for one in history_names.list_set_names(db, series_directory) if one.number == number)
+        chosen = history.get_set(db, next(named, 0))
+        events.record(EventKind.ROLLED_BACK, **(_describe_series(known) if chosen is None else _describe_set(known, chosen)))
+
+
+def _record_of_set(db: Database, kind: EventKind, directory: int, **more: Any) -> None:
+    one = history.get_set(db, directory)
+    known = None if one is None else history.get_series(db, inodes.get(db, directory).parent)
+    if one is not None and known is not None:
+        after_s = round((time.time_ns() - one.record.completed_ns) / NANO, 3)
+        events.record(kind, **_describe_set(known, one), size=one.record.size, after_s=after_s, **more)
+
+
+def _describe_series(known: SeriesRecord) -> dict[str, Any]:
+    return {"series": os.fsdecode(known.path), "directory": known.directory, "origin": known.origin}
+
+
+def _describe_set(known: SeriesRecord, one: CheckpointSet) -> dict[str, Any]:
+    step = _get_step(known.pattern, one.record.numbers)
+    return {**_describe_series(known), "set": os.fsdecode(one.name), "number": one.record.number, "step": step}
+
+
+def _get_step(pattern: bytes, numbers: tuple[int, ...]) -> int | None:
+    """Return the number that decides the order. Returns None if the names have none."""
+    return numbers[0] if numbers and WILDCARD in pattern else None
+
+
+def _describe(process: Process) -> dict[str, Any]:
+    known: Mapping[str, Any] = json.loads(process.text) if process.text else {"pid": process.pid}
+    return _drop_unknown({**known, "started": format_time(process.started_ns) if process.started_ns else None})
+
+
+def _describe_producer(producer: Producer, begun: _Begun | None) -> dict[str, Any]:
+    """Describe a producer; when it started is known of one on this node."""
+    for one in map(_describe, begun.processes.values() if begun is not None else ()):
+        if (one.get("host"), one["pid"]) == (producer.host, producer.pid):
+            return one
+    return _drop_unknown(asdict(producer))
+
+
+def _drop_unknown(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value not in (None, "")}
+
+
+def _get_read_kind(command: str) -> EventKind | None:
+    """Return the kind of event for what a command reads.
+
+    Returns None for commands of ckptfs that load nothing.
+    """
+    words = command.split()
+    for number, word in enumerate(words[:3]):
+        if os.path.basename(word) == "ckptfs":
+            return EventKind.RESTORED if words[number + 1 : number + 2] == ["restore"] else None
+    return EventKind.LOAD
