@@ -310,13 +310,12 @@ FIGURES_INTERVAL_S_MAX = 60.0
 CLUSTER_FIGURES_FRESH_S = 2.0
 COPIES_FRESH_S = 1.0
 
-# --- metrics ---------------------------------------------------------------------------------------------------------
-# Connections at once, bytes of a request, the time for a request, and for a connection as a whole.
-METRICS_CONNECTIONS_MAX = 8
-METRICS_REQUEST_BYTES_MAX = 8 * KIB
-METRICS_REQUEST_S = 5.0
-METRICS_ANSWER_S = 30.0
-# The text is used again for this time.
+# --- HTTP: metrics, and the page of `ckptfs web` ---------------------------------------------------------------------
+# Connections at once, the time in which something of a request has to come, and the time for a connection as a whole.
+HTTP_CONNECTIONS_MAX = 8
+HTTP_REQUEST_S = 5.0
+HTTP_ANSWER_S = 30.0
+# The text of the metrics is used again for this time.
 METRICS_FRESH_S = 1.0
 # sun_path has 108 bytes and ends with a zero.
 SOCKET_PATH_BYTES_MAX = 107
@@ -581,7 +580,7 @@ PEER_COMPRESS_BYTES_PER_S = 200 * MIB
 assert REPLIES_KEPT & (REPLIES_KEPT - 1) == 0 and ID_COUNTER_BITS + NODE_NUMBER_BITS == 63
 assert 0 < RAM_LOW_WATERMARK < RAM_HIGH_WATERMARK < 1
 assert HINT_GATHER_S <= HINT_GATHER_MAX_S < SCAN_WAIT_S and EARLY_SEAL_POLL_S < EARLY_SEAL_WAIT_S
-assert METRICS_FRESH_S < METRICS_REQUEST_S < METRICS_ANSWER_S
+assert METRICS_FRESH_S < HTTP_REQUEST_S < HTTP_ANSWER_S
 assert RETRY_FIRST_S < RETRY_LAST_S and RESTART_FIRST_S < RESTART_LAST_S
 assert REQUEST_POLL_S < SCAN_WAIT_S < REQUEST_KEEP_S
 assert PFS_ACT_WAIT_S < WATCHDOG_S and DRAIN_LAST_S < DRAIN_STALL_S <= DRAIN_DEADLINE_S_MIN < DRAIN_DEADLINE_S_MAX

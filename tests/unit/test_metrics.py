@@ -25,7 +25,7 @@ from etcd_server import free_ports
 from local_node import Node
 from prometheus_client.parser import text_string_to_metric_families
 
-from ckptfs import limits
+from ckptfs import http_server, limits
 from ckptfs.catalog import summary
 from ckptfs.protocol import control_pb2 as pb
 
@@ -315,9 +315,10 @@ def test_an_endpoint_serves_the_figures_of_status(tmp_path: Path, monkeypatch: p
         (b"GET / HTTP/1.1\r\n\r\n", 404),
         (b"GET /metrics/../x HTTP/1.1\r\n\r\n", 404),
         (b"\x16\x03\x01 hello\r\n\r\n", 400),
-        (b"GET  /metrics HTTP/1.1\r\n\r\n", 400),
+        (b"GET /metrics\r\n\r\n", 400),
         (b"GET /metrics SPDY/3\r\n\r\n", 400),
-        (b"x" * (limits.METRICS_REQUEST_BYTES_MAX + 1), 431),
+        (b"x" * 70_000, 414),
+        (b"GET /metrics HTTP/1.1\r\n" + b"a: b\r\n" * 101, 431),
     ],
 )
 def test_only_a_get_of_the_metrics_is_answered(request_bytes: bytes, code: int, address: str) -> None:
@@ -329,14 +330,36 @@ def test_only_a_get_of_the_metrics_is_answered(request_bytes: bytes, code: int, 
 
 
 def test_who_says_nothing_is_let_go(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "METRICS_REQUEST_S", 0.1)
+    monkeypatch.setattr(limits, "HTTP_REQUEST_S", 0.1)
     with endpoint(address):
         eventually(lambda: answers(address), what="the metrics")
-        assert ask(address, b"GET /metr")[0] == 408
+        with connect(address) as connection:
+            connection.sendall(b"GET /metr")
+            assert connection.recv(100) == b""
+        assert answers(address)
+
+
+def test_who_speaks_slowly_is_let_go(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes in time, and the request never ends."""
+    monkeypatch.setattr(limits, "HTTP_ANSWER_S", 0.3)
+    monkeypatch.setattr(http_server, "CHECK_S", 0.05)
+    with endpoint(address):
+        eventually(lambda: answers(address), what="the metrics")
+        with connect(address) as connection:
+            eventually(lambda: not speaks(connection), what="the connection has ended")
+
+
+def speaks(connection: socket.socket) -> bool:
+    """Send one byte more. Returns False if the other side has ended the connection."""
+    try:
+        connection.sendall(b"x")
+    except OSError:
+        return False
+    return not select.select([connection], [], [], 0)[0]
 
 
 def test_connections_beyond_the_bound_are_closed(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "METRICS_CONNECTIONS_MAX", 2)
+    monkeypatch.setattr(limits, "HTTP_CONNECTIONS_MAX", 2)
     with endpoint(address), ExitStack() as held:
         eventually(lambda: answers(address), what="the metrics")
         connections = [held.enter_context(connect(address)) for _ in range(5)]
