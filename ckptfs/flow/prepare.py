@@ -147,7 +147,10 @@ class Prepare:
         self._tiers.prepared.give_back(limits.FILE_BYTES_MAX)
 
     def _is_due(self, size: int) -> bool:
-        """Return False if a spare file, or one of its size, was prepared a moment ago: many small files might take one each."""
+        """Return False if a spare file, or one of its size, was prepared a moment ago.
+
+        Many small files might take one each.
+        """
         if size != limits.TOP_UP_PREPARED_BYTES_MIN:
             return True
         is_due = time.monotonic() >= self._spare_due_s

@@ -6,8 +6,9 @@ import tomllib
 from itertools import pairwise
 from pathlib import Path
 
-import ckptfs
 import pytest
+
+import ckptfs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())

@@ -199,9 +199,9 @@ class MountMemberReader:
         return own or (found if found is not None and not contents.has_name(db, found.origin) else None)
 
     async def find_missing(self, files: Mapping[bytes, int], known: KnownSet[int]) -> set[bytes] | None:
-        """Return the paths of a set that are not among these files. Returns None if one of them is not that of the set.
+        """Return the paths of a set that are not among these files.
 
-        Names of the application and of the history lead to the same inodes.
+        Returns None if one of the files is not that of the set. Names of the application and of the history lead to the same inodes.
         """
         found: dict[bytes, int] = {}
         todo = [(b"", known.entry)]

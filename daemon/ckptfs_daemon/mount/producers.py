@@ -1,4 +1,6 @@
-"""Which processes write files and read sets: read from /proc once for each, in a thread of its own (H10).
+"""The processes that write files and read sets (H10).
+
+/proc is read once for each, in a thread of its own.
 
 A thread that writes is noted when it opens a file, and the file when it is closed. The tracker of sets asks for files of checkpoints only.
 A thread that reads is noted when it opens a file that the history has.
@@ -79,7 +81,10 @@ def _find_first(environment: dict[str, str], names: tuple[str, ...]) -> str:
 
 
 class ProducerNotes:
-    """The writers of the files that were closed last, and readers. Its methods belong to one thread, and never wait."""
+    """The writers of the files that were closed last, and readers.
+
+    Its methods belong to one thread, and never wait.
+    """
 
     def __init__(self, host: str = "") -> None:
         self._host = host or socket.gethostname()
