@@ -1,7 +1,7 @@
 """Transfers between two nodes against a raw TCP socket, tmpfs to tmpfs, in turns: replicate (to a peer) and fetch (from it).
 
 The peer is a separate process with the product's host and server, mutual TLS included. The raw peer is one too: it receives with recv and
-write; this side sends with sendfile. Alone: peers.py [--gib N] [--rounds N] [--only WORD], which also shows the cost of TLS and gRPC.
+write; this side sends with sendfile. Alone: peers.py [--gib N] [--rounds N] [--only WORD], which also shows the cost of TLS.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from ckptfs.peers.peer_client import PeerClient  # noqa: E402 - found by the lin
 CLUSTER = "bench"
 CONTENT = 1 << limits.ID_COUNTER_BITS
 """The id shows that node 1 wrote the content; the other node accepts it from no other."""
-WAYS = {"TLS": (True, True), "gRPC": (True, False), "gRPC without TLS": (False, False)}
+WAYS = {"TLS": True, "without TLS": False}
 
 
 # --- the peer: a separate process -------------------------------------------------------------------------------------
@@ -225,12 +225,12 @@ def measure_ways(
         for name in ("node1", "node2"):
             certificates.issue(keyring, name)
         identity = certificates.load(keyring / "node1")
-        peers = {way: PeerClient("node1", CLUSTER, identity if secure else None, bulk=bulk) for way, (secure, bulk) in WAYS.items()}
+        peers = {way: PeerClient("node1", CLUSTER, identity if secure else None) for way, secure in WAYS.items()}
         source = Source(root, size)
         pairs: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
         for number in range(rounds + 1):
             for way in ways:
-                with start_peer(root, keyring if WAYS[way][0] else None) as peer:
+                with start_peer(root, keyring if WAYS[way] else None) as peer:
                     peers[way].ping(peer)
                     pairs[way].append(once(peer, peers[way], source, root, number))
         for one in peers.values():

@@ -507,7 +507,7 @@ PEER_LISTEN = "0.0.0.0:7420"
 # Block digests of one message: 4 TiB of content. Larger contents stay on their node and the PFS.
 PEER_BLOCKS_MAX = MIB
 PEER_MESSAGE_BYTES_MAX = 16 * PEER_BLOCKS_MAX + 2 * MIB
-# Bulk data travels in pieces of this size; smaller contents travel inside the offer.
+# Blocks travel in pieces of this size; smaller contents travel inside the offer.
 PEER_PIECE_BYTES = MIB
 PEER_INLINE_BYTES_MAX = 256 * KIB
 # Small contents in one message.
@@ -528,10 +528,6 @@ PEER_SEAL_WAIT_S_MAX = 60.0
 PEER_AWAITED_PER_PEER_MAX = 16
 # gRPC connections, including unauthenticated ones.
 PEER_CHANNELS_MAX = 4096
-PEER_CONNECTIONS_MAX = 64
-PEER_CONNECTIONS_PER_PEER_MAX = 16
-# Bulk connections in their TLS handshake, which takes no longer than PEER_HANDSHAKE_S on either port.
-PEER_HANDSHAKES_MAX = 16
 PEER_HANDSHAKE_S = 5.0
 PEER_TRANSFERS_MAX = 256
 # Fewer than RECEPTIONS_MAX: a peer that offers much and sends nothing must not lock out the others.
@@ -568,7 +564,7 @@ PEER_PATIENCE_S = 2.0
 PEER_RUN_S = 0.5
 # After this time an urgent block is requested from a second source as well.
 PEER_HEDGE_S = 0.5
-# After a failure a peer ranks behind the others for this long; then an unreachable bulk port is tried again.
+# After a failure a peer ranks behind the others for this long.
 PEER_SUSPECT_S = 30.0
 PEER_KEEP_ALIVE_S = 10.0
 PEER_KEEP_ALIVE_WAIT_S = 5.0
@@ -596,4 +592,4 @@ assert 2 * NODE_LEASE_RENEW_S + ETCD_WAIT_S < NODE_LEASE_S < min(NODE_RETURN_S, 
 assert NODE_LEASE_RENEW_S < STANDBY_AFTER_S < NODE_LEASE_S - ETCD_WAIT_S < STANDBY_LEASE_S
 assert NODE_LEASE_S + PEER_STALL_S < FETCH_PATIENCE_S and FETCH_SHARED_POLL_S < FETCH_SHARED_POLL_S_MAX < PEER_READER_S
 assert FETCH_PATIENCE_S + SALVAGE_RIVALS_S + SALVAGE_POLL_S + SALVAGE_MARGIN_S < FETCH_STALL_S
-assert 2 * PEER_LINK_STREAMS_MAX <= PEER_STREAMS_PER_PEER_MAX < PEER_CONNECTIONS_PER_PEER_MAX
+assert 2 * PEER_LINK_STREAMS_MAX <= PEER_STREAMS_PER_PEER_MAX

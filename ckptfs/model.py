@@ -33,13 +33,6 @@ class DataPath(StrEnum):
     BUFFERED = "buffered"
 
 
-class Bulk(StrEnum):
-    """How blocks travel between nodes."""
-
-    SOCKET = "socket"
-    GRPC = "grpc"
-
-
 class CliqueLost(StrEnum):
     """The result of fsync=clique if no peer is left: an error, or success at the level local."""
 

@@ -49,7 +49,7 @@ from ckptfs.config.schema import (
 )
 from ckptfs.config.series_rules import SERIES_SETTINGS, parse_series_rules
 from ckptfs.errors import ConfigError
-from ckptfs.model import Bulk, CliqueLost, DataPath, Level, SeriesRule
+from ckptfs.model import CliqueLost, DataPath, Level, SeriesRule
 
 __all__ = [
     "METRICS_UNIX_PREFIX",
@@ -217,8 +217,7 @@ def from_json(text: str) -> Config:
     for key in SETTINGS:
         if key.parse is parse_path and values[key.field] is not None:
             values[key.field] = Path(values[key.field])
-    words = {"fsync": Level(values["fsync"]), "data_path": DataPath(values["data_path"]), "clique_lost": CliqueLost(values["clique_lost"]),
-             "bulk": Bulk(values["bulk"])}  # fmt: skip
+    words = {"fsync": Level(values["fsync"]), "data_path": DataPath(values["data_path"]), "clique_lost": CliqueLost(values["clique_lost"])}
     rules = {RULES: tuple(RetentionRule(**rule) for rule in values[RULES]), SERIES: tuple(SeriesRule(**rule) for rule in values[SERIES])}
     lists = {"etcd": tuple(values["etcd"]), "origins": tuple((field, origin) for field, origin in values["origins"])}
     return Config(**(values | words | rules | lists))

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptfs import limits
 from ckptfs.errors import ConfigError
-from ckptfs.model import Bulk, CliqueLost, DataPath, Level, SeriesRule
+from ckptfs.model import CliqueLost, DataPath, Level, SeriesRule
 
 DRAIN_LEVELS = (Level.CLIQUE.value, Level.PFS.value)
 METRICS_UNIX_PREFIX = "unix:"
@@ -297,7 +297,6 @@ class Config:
     address: str = ""
     keys: Path | None = None
     insecure: bool = False
-    bulk: Bulk = Bulk.SOCKET
     replication_factor: int = limits.REPLICATION_FACTOR
     replication_jump: int = 1
     peer_share: float = limits.PEER_SHARE
@@ -408,9 +407,6 @@ SETTINGS: tuple[Setting, ...] = (
         '"/etc/ckptfs/keys"'),
     Setting("insecure", "insecure", parse_bool, False,
         "Run without keys. Accepted on loopback addresses only, to try a cluster on one machine."),
-    Setting("bulk", "bulk", build_choice_parser(Bulk, Bulk), "socket",
-        "How blocks travel between nodes: socket (TLS connections to the port after that of listen) or grpc (one port for\n"
-        "everything, at about half the speed). If connections to that port fail or break, and in a cluster without keys, grpc is used."),
     Setting("replication_factor", "replication_factor", build_integer_parser(1, limits.REPLICATION_FACTOR_MAX), limits.REPLICATION_FACTOR,
         "Number of nodes that hold each file, including this one. 1: no copies on peers."),
     Setting("replication_jump", "replication_jump", build_integer_parser(1, limits.REPLICATION_JUMP_MAX), 1,

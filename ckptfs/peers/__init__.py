@@ -1,1 +1,1 @@
-"""The transport between nodes: gRPC calls and encrypted bulk connections, both sides."""
+"""The transport between nodes: gRPC calls and streams of blocks, both sides."""

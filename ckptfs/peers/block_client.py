@@ -27,10 +27,8 @@ from ckptfs import limits
 from ckptfs.clique.peer_api import ContentManifest, OnBlock, PeerBusy, PeerCorrupt, PeerFailed, UrgentBlocks
 from ckptfs.digest import BLOCK_DIGEST_BYTES
 from ckptfs.peers import messages
-from ckptfs.peers.bulk_connection import BulkConnection, ConnectionEnded
-from ckptfs.peers.bulk_server import receive_blocks
 from ckptfs.peers.link import Link, NoLongerWanted, cancel_call, hold_slot, translate_errors
-from ckptfs.peers.messages import HEADER, BlockReceiver, Command, CommandKind, Encoding, Rejection, RejectReason, SourceChanged, block_bytes
+from ckptfs.peers.messages import BlockReceiver, Command, CommandKind, Rejection, RejectReason, SourceChanged, block_bytes
 from ckptfs.peers.transfer_table import pwrite_all
 from ckptfs.protocol import peer_pb2 as pb
 
@@ -224,8 +222,8 @@ class FetchWorker:
                 try:
                     self._read_run(Command(CommandKind.READ, reply.loan, run[0], len(run), self.link.stats.should_compress))
                 except PeerFailed as failure:
-                    # A connection may break although the peer is well: the rest comes by a new one, or by gRPC.
-                    if self._is_interrupted or not isinstance(failure.__cause__, ConnectionEnded):
+                    # A connection may break although the peer is well: the rest comes by a new one.
+                    if self._is_interrupted or type(failure) is not PeerFailed or len(self._expected_blocks) == len(run):
                         raise
                     self._job.return_blocks(self, run)
                 self.assigned_run = []
@@ -243,7 +241,7 @@ class FetchWorker:
             with translate_errors(self.link):
                 try:
                     self._receive_run(command, receiver)
-                except (ConnectionEnded, grpc.RpcError) as failure:
+                except grpc.RpcError as failure:
                     # A worker that delivers the blocks of a slower one ends it. That one failed only if it made no progress for too long.
                     if self._job.is_stopped and time.monotonic() - self.progress_at < limits.PEER_PATIENCE_S:
                         raise NoLongerWanted("all of it is here") from failure
@@ -264,18 +262,6 @@ class FetchWorker:
         self.link.stats.record_transfer(content_bytes, receiver.wire_bytes, time.monotonic() - begun)
 
     def _receive_run(self, command: Command, receiver: BlockReceiver) -> None:
-        with self.link.use_connection() as connection:
-            if connection is None:
-                self._receive_run_over_grpc(command, receiver)
-                return
-            self._interrupt_wait = connection.shutdown
-            connection.send(command.pack())
-            receive_blocks(connection, receiver, self._record_progress)
-            if not receiver.has_ended:
-                raise Rejection(RejectReason.ENDED, "it is over")
-            self._interrupt_wait = lambda: None
-
-    def _receive_run_over_grpc(self, command: Command, receiver: BlockReceiver) -> None:
         call = self.link.open_read_stream(command.pack())
         self._interrupt_wait = call.cancel
         try:
@@ -389,31 +375,11 @@ class SendJob:
 
 def send_stream(link: Link, job: SendJob) -> None:
     """Send on one stream until no block is left. Raises PeerFailed."""
-    with hold_slot(link.send_slots, job.wanted), translate_errors(link), link.use_connection() as connection:
-        if connection is None:
-            _send_over_grpc(link, job)
-        else:
-            _send_over_socket(connection, job)
+    with hold_slot(link.send_slots, job.wanted), translate_errors(link):
+        _send_messages(link, job)
 
 
-def _send_over_socket(connection: BulkConnection, job: SendJob) -> None:
-    for message in job.encode_messages():
-        if len(message) == HEADER.size and connection.has_input():
-            break  # The peer says something before the end: it refuses.
-        connection.send(message)
-    answer = memoryview(bytearray(HEADER.size))
-    connection.receive_into(answer)
-    number, length, encoding = HEADER.unpack(answer)
-    if encoding == Encoding.FAILED and length <= 256:
-        text = memoryview(bytearray(length))
-        if length:
-            connection.receive_into(text)
-        raise Rejection(RejectReason(number) if number in set(RejectReason) else RejectReason.BROKEN, bytes(text).decode(errors="replace"))
-    if encoding != Encoding.END:
-        raise Rejection(RejectReason.OUT_OF_ORDER, "an answer that is none")
-
-
-def _send_over_grpc(link: Link, job: SendJob) -> None:
+def _send_messages(link: Link, job: SendJob) -> None:
     source = _MessageSource(job)
     call = link.open_send_stream(iter(source))
     try:

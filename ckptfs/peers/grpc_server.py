@@ -29,9 +29,7 @@ from google.protobuf.message_factory import GetMessageClass
 from ckptfs import limits, server_limits
 from ckptfs.clique.certificates import Identity, RevocationList
 from ckptfs.clique.peer_api import ContentHost, Offer, OpenCopy
-from ckptfs.config import parse_host
 from ckptfs.errors import CkptfsError
-from ckptfs.peers.bulk_server import BulkServer
 from ckptfs.peers.messages import (
     PROTOCOL_VERSION,
     Command,
@@ -197,11 +195,10 @@ OPTIONS = [
 class UnaryCalls(rpc.PeerServicer):  # type: ignore[misc]
     """The short calls."""
 
-    def __init__(self, table: TransferTable, guard: RpcGuard, get_bulk_port: Callable[[], int]) -> None:
+    def __init__(self, table: TransferTable, guard: RpcGuard) -> None:
         self._table = table
         self._content_host = table.content_host
         self._guard = guard
-        self._get_bulk_port = get_bulk_port
         self._seal_slots = ConcurrencyLimit("wait", limits.PEER_SEALS_MAX, limits.PEER_SEALS_MAX)
 
     def Offer(self, request: pb.OfferRequest, context: grpc.ServicerContext) -> pb.OfferReply:
@@ -272,7 +269,7 @@ class UnaryCalls(rpc.PeerServicer):  # type: ignore[misc]
 
     def Hello(self, request: pb.Nothing, context: grpc.ServicerContext) -> pb.HelloReply:
         with self._guard.guard_call(context):
-            return pb.HelloReply(version=PROTOCOL_VERSION, bulk_port=self._get_bulk_port())
+            return pb.HelloReply(version=PROTOCOL_VERSION)
         raise AssertionError
 
 
@@ -340,7 +337,7 @@ class RawStreams:
 
 
 class PeerServer:
-    """The running server with its bulk port. `port` is the port of the gRPC server."""
+    """The running server. `port` is where it listens."""
 
     def __init__(
         self,
@@ -349,7 +346,6 @@ class PeerServer:
         cluster: str,
         identity: Identity | None,
         *,
-        bulk: bool = True,
         revoked: RevocationList | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -369,15 +365,9 @@ class PeerServer:
             ("grpc.max_allowed_incoming_connections", channels),
         ]  # fmt: skip
         self._server = grpc.server(self._executor, options=options, maximum_concurrent_rpcs=limits.PEER_CALLS_MAX)
-        self._methods = PeerMethods(
-            UnaryCalls(self.table, guard, lambda: self.bulk.port if self.bulk else 0),
-            self._raw_streams.send, self._raw_streams.read, guard, self._watchdog,
-        )  # fmt: skip
+        self._methods = PeerMethods(UnaryCalls(self.table, guard), self._raw_streams.send, self._raw_streams.read, guard, self._watchdog)
         self._server.add_generic_rpc_handlers((self._methods,))
         self.port = _bind(self._server, listen, identity)
-        self.bulk: BulkServer | None = None
-        if bulk and identity is not None:
-            self.bulk = BulkServer(streams, authenticator, self.rejections, identity, parse_host(listen), self.port + 1)
         self._departed_nodes: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._sweeper = threading.Thread(target=self._run_sweep_loop, name="peer sweep", daemon=True)
@@ -386,11 +376,7 @@ class PeerServer:
 
     def get_figures(self) -> dict[str, Any]:
         """Return the figures for `ckptfs status`."""
-        connections = self.bulk.count_connections() if self.bulk else 0
-        return {
-            "transfers": len(self.table.transfers), "loans": len(self.table.reads), "connections": connections,
-            "refused": self.rejections.get_counts(),
-        }  # fmt: skip
+        return {"transfers": len(self.table.transfers), "loans": len(self.table.reads), "refused": self.rejections.get_counts()}
 
     def end_all_of_node(self, node: str) -> None:
         """End soon all that a node has begun: it has died or was restarted."""
@@ -400,8 +386,6 @@ class PeerServer:
         """End every call and every transfer."""
         self._stopped.set()
         stopping = self._server.stop(STOP_GRACE_S)
-        if self.bulk:
-            self.bulk.stop()
         stopping.wait(2 * STOP_GRACE_S)
         self._sweeper.join()
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -429,8 +413,6 @@ class PeerServer:
             if count > before.get(node, 0):
                 log.info("node %s: its keys were revoked; ending its transfers", node)
                 self.table.end_all_of_peer(node)
-                if self.bulk:
-                    self.bulk.close_peer(node)
 
 
 def _bind(server: grpc.Server, listen: str, identity: Identity | None) -> int:

@@ -1,16 +1,13 @@
-"""The link to one other node: its gRPC channel, idle bulk connections and its measured speed.
+"""The link to one other node: its gRPC channel and its measured speed.
 
-A link begins with Hello: both sides state the version of the protocol, and the node names its bulk port. Errors of gRPC and sockets and
-rejections become `PeerFailed` and its subclasses. If no bulk connection can be made, or a new one breaks, blocks travel over gRPC for a
-while.
+A link begins with Hello: both sides state the version of the protocol. Errors of gRPC and rejections become `PeerFailed` and its
+subclasses.
 
 Crash safety: the other node ends unfinished transfers after `limits.PEER_IDLE_S`.
 """
 
 import contextlib
 import errno
-import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,23 +20,19 @@ from google.protobuf.message import DecodeError
 from ckptfs import limits
 from ckptfs.clique.certificates import Identity, target_name
 from ckptfs.clique.peer_api import PeerBusy, PeerCorrupt, PeerFailed, PeerRefused, PeerStats
-from ckptfs.config import parse_host
 from ckptfs.errors import describe_connection_fault
-from ckptfs.peers.bulk_connection import BulkConnection, ConnectionEnded
 from ckptfs.peers.messages import PROTOCOL_VERSION, Rejection, RejectReason
 from ckptfs.peers.security import (
     CLUSTER_METADATA,
     FIRST_VERSION,
     NODE_METADATA,
     VERSION_METADATA,
-    build_tls_context,
     channel_credentials,
     describe_versions,
 )
 from ckptfs.protocol import peer_pb2 as pb
 from ckptfs.protocol import peer_pb2_grpc as rpc
 
-log = logging.getLogger(__name__)
 WEIGHT = 0.3
 SLOT_POLL_S = 0.25
 WRONG_NAME = "Hostname Verification Check failed"
@@ -120,11 +113,9 @@ class NoLongerWanted(PeerFailed):
 
 
 class Link:
-    """A node that is asked. Any thread may call; a bulk connection is used by one at a time."""
+    """A node that is asked. Any thread may call."""
 
-    def __init__(
-        self, me: str, cluster: str, identity: Identity | None, name: str, address: str, *, bulk: bool, revocations: int = 0
-    ) -> None:
+    def __init__(self, me: str, cluster: str, identity: Identity | None, name: str, address: str, *, revocations: int = 0) -> None:
         """Open the channel. `revocations`: how often the keys of that node were revoked.
 
         Older keys are refused.
@@ -135,39 +126,32 @@ class Link:
         self._metadata = (
             (VERSION_METADATA, str(PROTOCOL_VERSION)), *(() if identity else ((NODE_METADATA, me), (CLUSTER_METADATA, cluster)))
         )  # fmt: skip
-        self._target_name = target_name(cluster, name, revocations)
-        self._channel = _open_channel(identity, self._target_name, address)
+        self._channel = _open_channel(identity, target_name(cluster, name, revocations), address)
         self.stub = rpc.PeerStub(_QuietChannel(self._channel))
-        self._bulk_identity = identity if bulk else None
-        self._bulk_port: int | None = None
-        self._no_bulk_until = 0.0
-        self._idle_connections: list[BulkConnection] = []
+        self._has_said_hello = False
         self._pending_notifications: set[Any] = set()
         self.send_slots = threading.BoundedSemaphore(limits.PEER_LINK_STREAMS_MAX)
         self.read_slots = threading.BoundedSemaphore(limits.PEER_LINK_STREAMS_MAX)
-        self._lock = threading.Lock()
         self._contents_changed = threading.Condition()
         self._contents: set[int] = set()
-        self._closed = False
 
     def call(self, call: Callable[..., Any], request: Any, timeout_s: float = limits.PEER_CALL_S) -> Any:
         """Make a short call. Raises PeerFailed, PeerRefused."""
-        if self._bulk_port is None:
+        if not self._has_said_hello:
             self._say_hello(timeout_s)
         return self._call(call, request, timeout_s)
 
     def _say_hello(self, timeout_s: float) -> None:
-        """Learn the bulk port of the node. Raises PeerFailed, and PeerRefused if it speaks another version."""
+        """Compare versions of the protocol. Raises PeerFailed, and PeerRefused for another version."""
         version = FIRST_VERSION
         try:
-            reply = self._call(self.stub.Hello, pb.Nothing(), min(timeout_s, limits.PEER_CALL_S))
-            version = str(reply.version)
+            version = str(self._call(self.stub.Hello, pb.Nothing(), min(timeout_s, limits.PEER_CALL_S)).version)
         except PeerRefused as refusal:
             if refusal.code != RejectReason.NO_METHOD:
                 raise
         if version != str(PROTOCOL_VERSION):
             raise self.translate_rejection(RejectReason.VERSION, describe_versions(version, str(PROTOCOL_VERSION)))
-        self._bulk_port = reply.bulk_port
+        self._has_said_hello = True
 
     def _call(self, call: Callable[..., Any], request: Any, timeout_s: float) -> Any:
         self.used_at = time.monotonic()
@@ -194,31 +178,6 @@ class Link:
         return self._channel.unary_stream("/ckptfs.peer.Peer/Read", bytes, bytes)(command, metadata=self._metadata)
 
     @contextmanager
-    def use_connection(self) -> Iterator[BulkConnection | None]:
-        """Yield a bulk connection, or None if gRPC must do. Keep it unless an error is raised.
-
-        If an idle connection has ended meanwhile, so have the others, and the next transfer makes a new one. If a new one ends, gRPC
-        is used for a while.
-        """
-        connection = self._take_idle()
-        is_new = connection is None
-        if connection is None:
-            connection = self._connect()
-        try:
-            yield connection
-        except BaseException as failure:
-            if connection is not None:
-                is_broken = isinstance(failure, ConnectionEnded) and not connection.is_shut_down
-                connection.shutdown()
-                connection.close()
-                if is_broken:
-                    self._close_idle()
-                    self._no_bulk_until = time.monotonic() + limits.PEER_SUSPECT_S * is_new
-            raise
-        if connection is not None:
-            self._return_connection(connection)
-
-    @contextmanager
     def reserve_content(self, number: int, wanted: Callable[[], bool]) -> Iterator[None]:
         """Allow one transfer of a content at a time, so that an early one is not cut off by the rest.
 
@@ -239,8 +198,6 @@ class Link:
 
     def close(self) -> None:
         """End the channel, and so the calls under way."""
-        self._closed = True
-        self._close_idle()
         self._channel.close()
 
     def record_failure(self, failure: Exception) -> PeerFailed:
@@ -282,45 +239,6 @@ class Link:
             return PeerBusy(f"{self.name} is busy: {text}", number)
         return PeerRefused(f"{self.name} refuses: {text}", number)
 
-    def _connect(self) -> BulkConnection | None:
-        """Make a bulk connection. Returns None without a bulk port, or if it cannot be reached."""
-        if self._bulk_identity is None or time.monotonic() < self._no_bulk_until or not self._bulk_port:
-            return None
-        connection = None
-        try:
-            connected = socket.create_connection((parse_host(self.address), self._bulk_port), limits.PEER_HANDSHAKE_S)
-            connection = BulkConnection(connected, build_tls_context(self._bulk_identity, server=False), self._target_name)
-            connection.do_handshake()
-        except (OSError, ConnectionEnded) as failure:
-            log.debug("no bulk connection to %s: %s; using gRPC", self.name, failure)
-            self._no_bulk_until = time.monotonic() + limits.PEER_SUSPECT_S
-            self._bulk_port = None  # It may have another one when it is started again.
-            if connection is not None:
-                connection.close()
-            return None
-        return connection
-
-    def _take_idle(self) -> BulkConnection | None:
-        with self._lock:
-            connection = self._idle_connections.pop() if self._idle_connections else None
-        if connection is not None and connection.has_input():
-            connection.close()  # Nothing can be due on an idle connection but its end.
-            return None
-        return connection
-
-    def _return_connection(self, connection: BulkConnection) -> None:
-        with self._lock:
-            if not self._closed and len(self._idle_connections) < limits.PEER_LINK_STREAMS_MAX:
-                self._idle_connections.append(connection)
-                return
-        connection.close()
-
-    def _close_idle(self) -> None:
-        with self._lock:
-            spare, self._idle_connections = self._idle_connections, []
-        for connection in spare:
-            connection.close()
-
 
 class _QuietChannel:
     """A channel for the generated stub.
@@ -354,7 +272,7 @@ def translate_errors(link: Link) -> Iterator[None]:
     """Turn failures of a stream into PeerFailed."""
     try:
         yield
-    except (PeerFailed, Rejection, ConnectionEnded, grpc.RpcError) as failure:
+    except (PeerFailed, Rejection, grpc.RpcError) as failure:
         raise link.record_failure(failure) from failure
 
 

@@ -2,13 +2,13 @@
 
 This module has no transport and no threads.
 
-Blocks travel in the same format over gRPC streams and bulk connections. A request is one *command*. Each block is a *header* (number, bytes
+Blocks travel as raw messages of gRPC streams. A request is one *command*. Each block is a *header* (number, bytes
 on the wire, encoding) and its bytes in pieces of `limits.PEER_PIECE_BYTES`, the last one shorter. An END header ends the blocks. Both sides
 know the length of the next message in advance, so nothing unannounced is accepted, and nothing announced exceeds its block. A block is
 written only when it is complete and has its digest.
 
-A gRPC message is checked against the limits before memory or disk is touched; a wrong one raises Rejection. Rejections have one reason for
-every transport and are counted by peer and reason for `ckptfs status`.
+Any other message is checked against the limits before memory or disk is touched; a wrong one raises Rejection. Rejections
+are counted by peer and reason for `ckptfs status`.
 
 Crash safety: blocks that were written are complete and correct; the others are missing.
 """
@@ -114,7 +114,6 @@ class Encoding(IntEnum):
     RAW = 0
     ZSTD = 1
     END = 2
-    FAILED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +143,6 @@ class Command:
 def encode_end(count: int) -> bytes:
     """Return the header after the last block."""
     return HEADER.pack(count, 0, Encoding.END)
-
-
-def encode_rejection(rejection: Rejection) -> tuple[bytes, bytes]:
-    """Return (header, text), which end a connection with a reason."""
-    text = str(rejection).encode()[:256]
-    return HEADER.pack(rejection.reason, len(text), Encoding.FAILED), text
 
 
 def count_blocks(size: int) -> int:
@@ -197,14 +190,10 @@ class BlockSink(Protocol):
 
 
 class BlockReceiver:
-    """One stream of blocks.
-
-    `next_buffer` returns the room for the next message, exactly as long as it; `accept_buffer` takes the message.
-    """
+    """One stream of blocks."""
 
     def __init__(self, sink: BlockSink) -> None:
         self._sink = sink
-        self._header = memoryview(bytearray(HEADER.size))
         self._block = memoryview(bytearray(min(limits.BLOCK_BYTES, max(sink.size, 1))))
         self._body = self._block[:0]
         self._filled_bytes = 0
@@ -213,42 +202,26 @@ class BlockReceiver:
         self._is_compressed = False
         self._running = xxhash.xxh3_128()
         self._length = 0
-        self._text: memoryview | None = None
-        self._code = 0
         self.block_count = 0
         self.wire_bytes = 0
         self.has_ended = False
 
-    def next_buffer(self) -> memoryview:
-        """Return the room for the next message."""
-        if self._text is not None:
-            return self._text
+    def accept_message(self, message: bytes) -> None:
+        """Take the next message. Raises Rejection."""
+        room = self._body[self._filled_bytes : self._filled_bytes + limits.PEER_PIECE_BYTES]
+        due = HEADER.size if self._number is None else len(room)
+        if len(message) != due:
+            raise Rejection(RejectReason.OUT_OF_ORDER, f"a message of {due} bytes was due, not one of {len(message)}")
         if self._number is None:
-            return self._header
-        return self._body[self._filled_bytes : self._filled_bytes + limits.PEER_PIECE_BYTES]
-
-    def accept_buffer(self) -> None:
-        """Take the message in its room. Raises Rejection."""
-        if self._text is not None:
-            raise Rejection(RejectReason(self._code), bytes(self._text).decode(errors="replace"))
-        if self._number is None:
-            self._handle_header(*HEADER.unpack(self._header))
+            self._handle_header(*HEADER.unpack(message))
             return
-        piece = self.next_buffer()
-        self._filled_bytes += len(piece)
-        self.wire_bytes += len(piece)
+        room[:] = message
+        self._filled_bytes += due
+        self.wire_bytes += due
         if not self._is_compressed:
-            self._running.update(piece)
+            self._running.update(room)
         if self._filled_bytes == len(self._body):
             self._finish_block()
-
-    def accept_message(self, message: bytes) -> None:
-        """Take a message that is in memory. Raises Rejection."""
-        buffer = self.next_buffer()
-        if len(message) != len(buffer):
-            raise Rejection(RejectReason.OUT_OF_ORDER, f"a message of {len(buffer)} bytes was due, not one of {len(message)}")
-        buffer[:] = message
-        self.accept_buffer()
 
     def close(self) -> None:
         """End the stream, however it went."""
@@ -263,10 +236,6 @@ class BlockReceiver:
             if number != self.block_count or wire_bytes:
                 raise Rejection(RejectReason.OUT_OF_ORDER, f"the end names {number} blocks, {self.block_count} came")
             self.has_ended = True
-        elif encoding == Encoding.FAILED and number in set(RejectReason) and wire_bytes <= 256:
-            self._text, self._code = memoryview(bytearray(wire_bytes)), number
-            if not wire_bytes:
-                self.accept_buffer()
         else:
             self._begin_block(number, wire_bytes, encoding)
 

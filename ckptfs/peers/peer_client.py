@@ -38,12 +38,10 @@ class PeerClient:
     """The other nodes of `cluster`, for the node `me`."""
 
     def __init__(
-        self, me: str, cluster: str, identity: Identity | None, *, bulk: bool = True, streams: int | None = None,
-        revoked: RevocationList | None = None,
-    ) -> None:  # fmt: skip
+        self, me: str, cluster: str, identity: Identity | None, *, streams: int | None = None, revoked: RevocationList | None = None
+    ) -> None:
         self._link_arguments = me, cluster, identity
         self._revoked = revoked or RevocationList(None)
-        self._bulk = bulk
         cores = os.cpu_count() or 1
         self._streams = streams or max(1, min(limits.PEER_LINK_STREAMS_MAX, cores // CORES_A_STREAM))
         self._links: dict[str, Link] = {}
@@ -229,9 +227,7 @@ class PeerClient:
             link = self._links.get(node.name)
             if link is None or (link.address, link.revocations) != (node.address, revocations):
                 old += [link] if link else []
-                link = self._links[node.name] = Link(
-                    *self._link_arguments, node.name, node.address, bulk=self._bulk, revocations=revocations
-                )
+                link = self._links[node.name] = Link(*self._link_arguments, node.name, node.address, revocations=revocations)
                 while len(self._links) > limits.PEER_LINKS_MAX:
                     oldest = min(self._links.values(), key=lambda one: (one is link, one.used_at))
                     old.append(self._links.pop(oldest.name))

@@ -1,14 +1,10 @@
-"""Authentication between nodes: gRPC credentials, TLS contexts for bulk connections, and callers.
+"""Authentication between nodes: gRPC credentials and callers.
 
 A caller is identified by the node name in its certificate, which must be from the CA of this cluster and not revoked. A client demands the
-unique DNS name of the node that it means. Without keys, a caller names itself, only loopback is allowed, and there are no bulk connections.
+unique DNS name of the node that it means. Without keys, a caller names itself and only loopback is allowed.
 
 A caller states the version of the protocol with each call. Another version than ours is refused, in a sentence that names both.
 """
-
-import functools
-import os
-import ssl
 
 import grpc
 
@@ -80,25 +76,3 @@ def server_credentials(identity: Identity) -> grpc.ServerCredentials:
 def channel_credentials(identity: Identity) -> grpc.ChannelCredentials:
     """Return TLS credentials that show our certificate and trust our CA only."""
     return grpc.ssl_channel_credentials(identity.ca, identity.key, identity.certificate)
-
-
-@functools.lru_cache(maxsize=8)
-def build_tls_context(identity: Identity, *, server: bool) -> ssl.SSLContext:
-    """Return TLS 1.3 for one side of bulk connections: both sides show a certificate of our CA.
-
-    A server sends no session tickets: a byte from it on an idle connection would look like the end of that connection.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.verify_mode = ssl.CERT_REQUIRED
-    if server:
-        context.num_tickets = 0
-    context.load_verify_locations(cadata=identity.ca.decode())
-    # The module takes keys from files only.
-    fd = os.memfd_create("ckptfs-keys", os.MFD_CLOEXEC)
-    try:
-        os.write(fd, identity.certificate + identity.key)
-        context.load_cert_chain(f"/proc/self/fd/{fd}")
-    finally:
-        os.close(fd)
-    return context

@@ -141,9 +141,7 @@ class PingReply(_message.Message):
     def __init__(self, room: _Optional[int] = ..., now_ns: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("version", "bulk_port")
+    __slots__ = ("version",)
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    BULK_PORT_FIELD_NUMBER: _ClassVar[int]
     version: int
-    bulk_port: int
-    def __init__(self, version: _Optional[int] = ..., bulk_port: _Optional[int] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ...) -> None: ...

@@ -19,7 +19,7 @@ from ckptfs.peers.peer_client import PeerClient
 
 READERS = 12
 BOUNDS = {
-    "PEER_STREAMS_MAX": 2, "PEER_STREAMS_PER_PEER_MAX": 1, "PEER_CONNECTIONS_MAX": 3, "PEER_OPEN_COPIES_MAX": 4, "FETCH_TRIES_MAX": 1,
+    "PEER_STREAMS_MAX": 2, "PEER_STREAMS_PER_PEER_MAX": 1, "PEER_OPEN_COPIES_MAX": 4, "FETCH_TRIES_MAX": 1,
     "FETCH_SHARED_POLL_S": 0.01, "FETCH_PATIENCE_S": 0.0,
 }  # fmt: skip
 
@@ -27,16 +27,16 @@ BOUNDS = {
 class RealPeers:
     """Two holders that serve, and readers that fetch with clients of their own."""
 
-    def __init__(self, root: Path, keyring: Keyring, *, bulk: bool) -> None:
+    def __init__(self, root: Path, keyring: Keyring) -> None:
         self.cluster = LocalCluster(root, 2 + READERS)
         self.content = replicated(self.cluster, b"model.pt", os.urandom(5 * limits.BLOCK_BYTES))
-        self.servers = [self._serve(node, keyring, bulk=bulk) for node in self.cluster.nodes[:2]]
+        self.servers = [self._serve(node, keyring) for node in self.cluster.nodes[:2]]
         for node in self.cluster.nodes[2:]:
-            node.peers = PeerClient(node.member.name, CLUSTER, keyring(node.member.name), bulk=bulk)  # type: ignore[assignment]
+            node.peers = PeerClient(node.member.name, CLUSTER, keyring(node.member.name))  # type: ignore[assignment]
         self.cluster.changed()
 
-    def _serve(self, node: Node, keyring: Keyring, *, bulk: bool) -> PeerServer:
-        server = PeerServer(node.hold, "127.0.0.1:0", CLUSTER, keyring(node.member.name), bulk=bulk)
+    def _serve(self, node: Node, keyring: Keyring) -> PeerServer:
+        server = PeerServer(node.hold, "127.0.0.1:0", CLUSTER, keyring(node.member.name))
         node.member = replace(node.member, address=f"127.0.0.1:{server.port}")
         return server
 
@@ -47,19 +47,19 @@ class RealPeers:
             server.stop()
 
 
-@pytest.fixture(params=[True, False], ids=["TLS", "gRPC"])
-def peers(request: pytest.FixtureRequest, keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealPeers]:
+@pytest.fixture
+def peers(keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealPeers]:
     for name, value in BOUNDS.items():
         monkeypatch.setattr(limits, name, value)
     monkeypatch.setattr(limits, "BLOCK_BYTES", 256 * limits.KIB)
     with tempfile.TemporaryDirectory(prefix="ckptfs-test-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as root:
-        made = RealPeers(Path(root), keyring, bulk=request.param)
+        made = RealPeers(Path(root), keyring)
         yield made
         made.stop()
 
 
 def test_all_readers_of_two_holders_get_the_file(peers: RealPeers) -> None:
-    """Whoever finds no place for a stream, a connection or an open copy waits, and goes on where it was."""
+    """Whoever finds no place for a stream or an open copy waits, and goes on where it was."""
     inode = peers.cluster.nodes[0].inode(peers.content)
     results: list[str] = []
     threads = [threading.Thread(target=lambda node=node: results.append(bring(node, inode).result)) for node in peers.cluster.nodes[2:]]

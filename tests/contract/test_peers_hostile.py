@@ -33,7 +33,7 @@ from ckptfs import limits, server_limits
 from ckptfs.clique import certificates, peer_api
 from ckptfs.clique.certificates import Identity, RevocationList
 from ckptfs.clique.peer_api import PeerFailed, PeerRefused
-from ckptfs.peers import bulk_server, grpc_server
+from ckptfs.peers import grpc_server
 from ckptfs.peers.grpc_server import PeerServer
 from ckptfs.peers.link import Link
 from ckptfs.peers.peer_client import PeerClient
@@ -191,7 +191,7 @@ def test_who_is_no_node_of_this_cluster_is_refused_and_counted(
 def test_a_client_refuses_the_wrong_node_and_the_wrong_authority(node: PeerNode, keyring: Keyring, tmp_path: Path) -> None:
     """Whoever answers at the address of node3 must be node3."""
     for identity, name in ((keyring("node2"), "node3"), (Keyring(tmp_path / "other")("node2"), "node1")):
-        link = Link("node2", CLUSTER, identity, name, node.there.address, bulk=True)
+        link = Link("node2", CLUSTER, identity, name, node.there.address)
         with pytest.raises(peer_api.PeerFailed, match="without good keys of node3" if name == "node3" else "does not answer"):
             link.call(link.stub.Ping, pb.Nothing())
         link.close()
@@ -204,7 +204,7 @@ def test_an_answer_that_is_no_message_fails_the_call(caplog: pytest.LogCaptureFi
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("ckptfs.peer.Peer", {"Hello": junk}),))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
-    link = Link("node2", CLUSTER, None, "node1", address, bulk=False)
+    link = Link("node2", CLUSTER, None, "node1", address)
     with pytest.raises(PeerFailed, match="node1 does not answer"):
         link.call(link.stub.Ping, pb.Nothing())
     link.close()
@@ -249,26 +249,21 @@ def test_a_client_refuses_a_server_of_another_version(
 
 
 def test_revoked_keys_lose_what_they_had_while_the_node_serves(tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read again at run time: calls, transfers and bulk connections of the lost keys end, the others' go on, new keys are good."""
+    """Read again at run time: calls and transfers of the lost keys end, the others' go on, new keys are good."""
     monkeypatch.setattr(limits, "REVOKED_POLL_S", 0.0)
     monkeypatch.setattr(limits, "PEER_SWEEP_S", 0.05)
     node = PeerNode(tmp_path, "node1", keyring("node1"), revoked=RevocationList(tmp_path))
     lost, other = Raw(node, keyring("node4")), Raw(node, keyring("node2"))
     transfer = pb.TransferRequest(transfer=lost.offer(content=8)).SerializeToString()
     kept = other.offer(content=9)
-    bulk = RawBulk(node, keyring, "node4")
-    eventually(lambda: node.server.get_figures()["connections"] == 1, what="its connection is taken")
     certificates.write_revocations(tmp_path, {"node4": 1})
     assert lost.refused("Finish", transfer) is Status.PERMISSION_DENIED
-    assert bulk.ended()
     eventually(lambda: len(node.server.table.transfers) == 1, what="what it had begun ends")
     other.call("Progress", pb.TransferRequest(transfer=kept).SerializeToString())
-    assert RawBulk(node, keyring, "node4").ended()
-    eventually(lambda: node.server.rejections.get_counts()["unknown"] == {"stranger": 2}, what="both are counted")
+    eventually(lambda: node.server.rejections.get_counts()["unknown"] == {"stranger": 1}, what="it is counted")
     certificates.revoke(keyring.directory, "node4")
     new = Raw(node, keyring("node4"))
     new.call("Ping", b"")
-    assert RawBulk(node, keyring, "node4").ask(command(1, 77)) == errno.ENOENT, "new keys are good"
     for one in (lost, other, new):
         one.channel.close()
     node.stop()
@@ -341,7 +336,7 @@ def test_a_busy_port_is_reported_and_retried(tmp_path: Path, monkeypatch: pytest
             taken.close()
 
         async with trio.open_nursery() as nursery:
-            begin = partial(PeerServer, MemoryContentHost(tmp_path), f"127.0.0.1:{port}", CLUSTER, None, bulk=False)
+            begin = partial(PeerServer, MemoryContentHost(tmp_path), f"127.0.0.1:{port}", CLUSTER, None)
             nursery.start_soon(serve_peers, begin, lambda server: serves.set(), failed)
             with trio.fail_after(60):
                 while not serves.is_set():
@@ -652,45 +647,11 @@ def test_a_call_without_its_message_ends(node: PeerNode, raw: Raw, method: str) 
 
 @with_limits(PEER_HANDSHAKE_S=0.5)
 def test_a_connection_that_does_not_introduce_itself_ends(node: PeerNode) -> None:
-    """Half-open connections hold nothing for long, on either port."""
-    assert node.server.bulk is not None
-    held = [socket.create_connection(("127.0.0.1", port)) for port in (node.server.port, node.server.bulk.port) for _ in range(10)]
+    """Half-open connections hold nothing for long."""
+    held = [socket.create_connection(("127.0.0.1", node.server.port)) for _ in range(10)]
     for one in held:
         one.settimeout(60)
         assert ended(one)
-
-
-# --- bulk connections ------------------------------------------------------------------------------------------------------
-
-
-class RawBulk:
-    """A TLS connection to the bulk port: a client of its own."""
-
-    def __init__(self, node: PeerNode, keyring: Keyring, name: str, **options: object) -> None:
-        assert node.server.bulk is not None
-        keyring(name)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        for option, value in options.items():
-            setattr(context, option, value)
-        context.load_verify_locations(keyring.directory / "node1" / "ca.pem")
-        context.load_cert_chain(keyring.directory / name / "node.pem", keyring.directory / name / "node.key")
-        self.plain = socket.create_connection(("127.0.0.1", node.server.bulk.port), timeout=60)
-        below = os.dup(self.plain.fileno())
-        self.socket = context.wrap_socket(self.plain, server_hostname=certificates.target_name(CLUSTER, "node1"))
-        self.below = socket.socket(fileno=below)
-
-    def ask(self, *messages: bytes) -> int:
-        """Send messages; the errno of the refusal, or 0."""
-        self.socket.sendall(b"".join(messages))
-        number, length, encoding = struct.unpack("<QIB3x", self.socket.recv(16))
-        if encoding == 3:
-            self.socket.recv(length)
-            return int(number)
-        return 0
-
-    def ended(self) -> bool:
-        self.below.close()
-        return ended(self.socket)
 
 
 def ended(connected: socket.socket) -> bool:
@@ -701,101 +662,6 @@ def ended(connected: socket.socket) -> bool:
         pass
     connected.close()
     return True
-
-
-def test_the_bulk_port_takes_blocks_over_tls_1_3(node: PeerNode, raw: Raw, keyring: Keyring) -> None:
-    number = raw.offer()
-    bulk = RawBulk(node, keyring, "node2")
-    assert bulk.socket.version() == "TLSv1.3"
-    assert bulk.ask(command(1, number), *block(0), *block(1), header(2, 0, END)) == 0
-    assert FINISHED in raw.call("Finish", pb.TransferRequest(transfer=number).SerializeToString())
-    assert node.shelf.path(7).read_bytes() == DATA
-
-
-def test_the_bulk_port_knows_only_nodes_of_this_cluster(node: PeerNode, keyring: Keyring, tmp_path: Path) -> None:
-    """B.3: TLS refuses those without a good certificate, and who it is comes from the certificate."""
-    other = Keyring(tmp_path / "other")
-    other("node2")
-    (other.directory / "node1").mkdir()
-    (other.directory / "node1" / "ca.pem").write_bytes(keyring("node1").ca)
-    assert RawBulk(node, other, "node2").ended(), "another authority"
-    with pytest.raises(ssl.SSLError):
-        RawBulk(node, keyring, "node2", maximum_version=ssl.TLSVersion.TLSv1_2)
-    context = ssl.create_default_context(cadata=keyring("node1").ca.decode())
-    context.check_hostname = False
-    assert node.server.bulk is not None
-    with socket.create_connection(("127.0.0.1", node.server.bulk.port), timeout=60) as bare:
-        assert ended(context.wrap_socket(bare)), "no certificate"
-    eventually(lambda: node.server.rejections.get_counts() == {"unknown": {"stranger": 3}}, what="they are counted")
-    assert RawBulk(node, keyring, "node2").ask(command(1, 77)) == errno.ENOENT
-    eventually(lambda: node.server.rejections.get_counts().get("node2") == {"unknown": 1}, what="this one has a name")
-
-
-@pytest.mark.parametrize(
-    "first", [secrets.token_bytes(32), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n......", b"x"], ids=["noise", "http", "short"]
-)
-def test_a_connection_without_a_handshake_ends(node: PeerNode, first: bytes) -> None:
-    assert node.server.bulk is not None
-    connected = socket.create_connection(("127.0.0.1", node.server.bulk.port), timeout=60)
-    connected.sendall(first)
-    with suppress(OSError):
-        connected.shutdown(socket.SHUT_WR)
-    assert ended(connected)
-    eventually(lambda: node.server.rejections.get_counts() == {"unknown": {"stranger": 1}}, what="it is counted")
-
-
-@pytest.mark.parametrize("how", ["tampered", "cut off", "no command"])
-def test_a_connection_that_goes_wrong_ends(node: PeerNode, raw: Raw, keyring: Keyring, how: str) -> None:
-    number = raw.offer()
-    bulk = RawBulk(node, keyring, "node2")
-    if how == "tampered":
-        bulk.below.sendall(b"\x17\x03\x03\x00\x40" + bytes(64))
-    elif how == "cut off":
-        bulk.socket.sendall(command(1, number)[:20])
-        bulk.below.shutdown(socket.SHUT_WR)
-    else:
-        assert bulk.ask(bytes(32)) == errno.EINVAL
-    assert bulk.ended()
-    eventually(lambda: node.server.get_figures()["connections"] == 0, what="the connection is gone")
-    assert node.server.rejections.get_counts() == ({"node2": {"malformed": 1}} if how == "no command" else {})
-    raw.call("Abandon", pb.TransferRequest(transfer=number).SerializeToString())
-
-
-@with_limits(PEER_HANDSHAKES_MAX=4, PEER_CONNECTIONS_MAX=4)
-def test_a_flood_of_silent_connections_pushes_out_no_peer(node: PeerNode, keyring: Keyring) -> None:
-    """B.3: peers keep their connections, and get new ones at once. Threads are bounded."""
-    assert node.server.bulk is not None
-    port, threads = node.server.bulk.port, threading.active_count()
-    before = [RawBulk(node, keyring, "node2") for _ in range(3)]
-    eventually(lambda: node.server.get_figures()["connections"] == 3, what="the peers are in")
-    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(10 * limits.PEER_HANDSHAKES_MAX)]
-    for bulk in (*before, RawBulk(node, keyring, "node3")):
-        assert bulk.ask(command(1, 77)) == errno.ENOENT
-        bulk.socket.close()
-    eventually(lambda: node.server.get_figures()["connections"] == 0, what="their places are free")
-    assert RawBulk(node, keyring, "node2").ask(command(1, 77)) == errno.ENOENT
-    eventually(lambda: sum(map(is_closed, silent)) >= 9 * limits.PEER_HANDSHAKES_MAX, what="those who came first are gone")
-    eventually(lambda: threading.active_count() <= threads + limits.PEER_WORKERS + 2 * limits.PEER_HANDSHAKES_MAX, what="threads end")
-    assert node.server.rejections.get_counts()["unknown"]["too_many"] >= 9 * limits.PEER_HANDSHAKES_MAX
-    for one in silent:
-        one.close()
-    eventually(lambda: node.server.get_figures()["connections"] == 0, what="all are closed")
-
-
-@with_limits(PEER_CONNECTIONS_MAX=3, PEER_IDLE_S=600.0)
-def test_idle_connections_make_room(node: PeerNode, keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
-    """2.2: the one that is idle for longest goes. Without an idle one, the newcomer hears that there are too many."""
-    first, *rest = [RawBulk(node, keyring, f"node{number}") for number in (2, 3, 4)]
-    eventually(lambda: node.server.get_figures()["connections"] == 3, what="all are open")
-    with monkeypatch.context() as changed:
-        changed.setattr(bulk_server, "EVICTED_IDLE_S", 600.0)
-        late = RawBulk(node, keyring, "node5")
-        assert late.ask(command(1, 77)) == errno.EAGAIN and late.ended()
-    monkeypatch.setattr(bulk_server, "EVICTED_IDLE_S", 0.0)
-    newest = RawBulk(node, keyring, "node5")
-    assert newest.ask(command(1, 77)) == errno.ENOENT and first.ended()
-    for one in rest:
-        assert one.ask(command(1, 77)) == errno.ENOENT
 
 
 def test_unauthenticated_connections_leave_descriptors_for_peers(tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -824,15 +690,3 @@ def is_closed(connected: socket.socket) -> bool:
         return False
     except OSError:
         return True
-
-
-def test_connections_of_a_peer_are_bounded(node: PeerNode, keyring: Keyring) -> None:
-    bulks = [RawBulk(node, keyring, "node2") for _ in range(limits.PEER_CONNECTIONS_PER_PEER_MAX)]
-    eventually(lambda: node.server.get_figures()["connections"] == len(bulks), what="all are open")
-    late = RawBulk(node, keyring, "node2")
-    assert late.ask(command(1, 77)) == errno.EAGAIN and late.ended()
-    assert RawBulk(node, keyring, "node3").ask(command(1, 77)) == errno.ENOENT, "other peers are not concerned"
-    for bulk in bulks:
-        bulk.below.close()
-        bulk.socket.close()
-    eventually(lambda: node.server.get_figures()["connections"] == 0, what="all are closed")

@@ -2,21 +2,22 @@
 
 import errno
 import os
+import socket
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
+import grpc
 import pytest
 from daemon_under_test import eventually
-from peer_world import Keyring, PeerNode, client, offer_of, record_of
+from peer_world import Keyring, PeerNode, There, client, offer_of, record_of
 from peer_world import keyring as keyring
 
 from ckptfs import limits
 from ckptfs.clique.peer_api import PeerCorrupt, PeerFailed, PeerRefused
-from ckptfs.peers import block_client, bulk_server, transfer_table
-from ckptfs.peers.bulk_connection import ConnectionEnded
+from ckptfs.peers import block_client, transfer_table
 from ckptfs.peers.link import Link, translate_errors
 from ckptfs.peers.messages import Command, CommandKind, Rejection, RejectReason
 from ckptfs.peers.peer_client import PeerClient
@@ -28,10 +29,10 @@ DATA = os.urandom(8 * BLOCK)
 class World:
     """Some nodes that hold the same content, and one that asks."""
 
-    def __init__(self, directory: Path, keyring: Keyring, *, bulk: bool) -> None:
+    def __init__(self, directory: Path, keyring: Keyring) -> None:
         self.directory = directory
-        self.nodes = [PeerNode(directory, f"node{number}", keyring(f"node{number}"), bulk=bulk) for number in range(1, 4)]
-        self.peers: PeerClient = client("node9", keyring("node9"), bulk=bulk, streams=2)
+        self.nodes = [PeerNode(directory, f"node{number}", keyring(f"node{number}")) for number in range(1, 4)]
+        self.peers: PeerClient = client("node9", keyring("node9"), streams=2)
         for node in self.nodes:
             node.shelf.hold(DATA)
         self.came: list[int] = []
@@ -60,9 +61,9 @@ class World:
             node.stop()
 
 
-@pytest.fixture(params=[True, False], ids=["socket", "grpc"])
-def world(request: pytest.FixtureRequest, tmp_path: Path, keyring: Keyring) -> Iterator[World]:
-    made = World(tmp_path, keyring, bulk=request.param)
+@pytest.fixture
+def world(tmp_path: Path, keyring: Keyring) -> Iterator[World]:
+    made = World(tmp_path, keyring)
     yield made
     made.stop()
 
@@ -116,15 +117,20 @@ def test_a_source_that_is_ended_because_all_is_here_has_not_failed(world: World,
     """N2: another one brought its blocks. If it had kept the reader waiting it is asked last for a while."""
     link = world.peers._get_link(world.nodes[0].there)
 
-    @contextmanager
-    def ended(_link: object) -> Iterator[None]:
-        raise ConnectionEnded
-        yield
+    class Ended(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.CANCELLED
+
+        def details(self) -> str:
+            return ""
+
+    def end(*_: object) -> None:
+        raise Ended
 
     class Over:
         manifest, is_stopped = record_of(offer_of(DATA)), True
 
-    monkeypatch.setattr(Link, "use_connection", ended)
+    monkeypatch.setattr(Link, "open_read_stream", end)
     worker = block_client.FetchWorker(link, cast(Any, Over()))
     worker.progress_at -= still_s
     with pytest.raises(PeerFailed):
@@ -243,22 +249,78 @@ def test_only_what_is_wanted_is_fetched(world: World) -> None:
     assert (world.directory / "target").read_bytes()[BLOCK : 2 * BLOCK] == DATA[BLOCK : 2 * BLOCK]
 
 
-def test_a_stream_that_breaks_goes_on_where_it_was(tmp_path: Path, keyring: Keyring) -> None:
+class Relay:
+    """A port in front of that of a node. `cut` resets the connections that lead through it; new ones come about."""
+
+    def __init__(self, node: PeerNode) -> None:
+        self._target = ("127.0.0.1", node.server.port)
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.there = There(node.there.name, f"127.0.0.1:{self._listening.getsockname()[1]}")
+        self._connections: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        while self._connections:
+            with suppress(OSError):
+                self._connections.pop().shutdown(socket.SHUT_RDWR)
+
+    def stop(self) -> None:
+        self._listening.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                ends = [self._listening.accept()[0], socket.create_connection(self._target)]
+                self._connections += ends
+                for source, sink in (ends, ends[::-1]):
+                    threading.Thread(target=self._pass, args=(source, sink), daemon=True).start()
+
+    @staticmethod
+    def _pass(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def relay(world: World) -> Iterator[Relay]:
+    made = Relay(world.nodes[0])
+    yield made
+    made.stop()
+
+
+def test_a_sent_stream_that_breaks_goes_on_where_it_was(world: World, relay: Relay) -> None:
     """What had arrived is not sent again."""
-    world = World(tmp_path, keyring, bulk=True)
-    node, asked = world.nodes[0], iter(range(100))
+    asked = iter(range(1000))
 
     def wanted() -> bool:
         if next(asked) == 5:
-            assert node.server.bulk is not None
-            for connection in list(node.server.bulk._connections):
-                connection.shutdown()
+            relay.cut()
         return True
 
-    sent = world.send(node, 50, wanted=wanted)
+    fd = os.open(world.source, os.O_RDONLY)
+    sent = world.peers.send(relay.there, offer_of(DATA, 50), fd, wanted=wanted)
+    os.close(fd)
     assert sent.is_verified and sent.bytes_moved < 13 * BLOCK
-    assert node.shelf.path(50).read_bytes() == DATA
-    world.stop()
+    assert world.nodes[0].shelf.path(50).read_bytes() == DATA
+
+
+def test_a_fetched_stream_that_breaks_goes_on_where_it_was(world: World, relay: Relay) -> None:
+    """B.3: something between the nodes ends connections in the middle. What came is not fetched again."""
+    world.peers._streams = 1
+
+    def came(number: int) -> None:
+        world.came.append(number)
+        if len(world.came) in (2, 5):
+            relay.cut()
+
+    with open(world.directory / "target", "w+b") as file:
+        world.peers.fetch([relay.there], record_of(offer_of(DATA)), range(8), file.fileno(), came)
+    assert (world.directory / "target").read_bytes() == DATA and sorted(world.came) == list(range(8))
 
 
 def test_a_peer_that_stands_still_holds_up_nobody_else(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,38 +385,8 @@ def test_a_small_content_that_is_offered_twice_at_once_is_not_mixed(
         node.stop()
 
 
-def test_a_bulk_port_that_cannot_be_reached_leaves_grpc(tmp_path: Path, keyring: Keyring) -> None:
-    world = World(tmp_path, keyring, bulk=True)
-    assert world.nodes[0].server.bulk is not None
-    world.nodes[0].server.bulk.stop()
-    assert world.send(world.nodes[0], 70).is_verified
-    assert world.fetch(world.nodes[:1]) == DATA
-    world.stop()
-
-
-def test_a_bulk_connection_that_breaks_leaves_grpc(tmp_path: Path, keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
-    """B.3: something between the nodes lets connections come about and ends them in the middle. What came is not fetched again."""
-    world = World(tmp_path, keyring, bulk=True)
-    broken: list[int] = []
-    receive = bulk_server.BulkConnection.receive_into
-
-    def break_at_second_block(self: Any, buffer: memoryview) -> None:
-        receive(self, buffer)
-        if threading.current_thread().name == "peer fetch" and len(world.came) == 1:
-            broken.append(1)
-            raise ConnectionEnded("cut")
-
-    monkeypatch.setattr(bulk_server.BulkConnection, "receive_into", break_at_second_block)
-    world.peers._streams = 1
-    assert world.fetch(world.nodes[:1]) == DATA
-    assert sorted(world.came) == list(range(8)) and broken == [1]
-    monkeypatch.setattr(bulk_server.BulkConnection, "send", lambda *_: broken.append(2) or receive(*_))
-    assert world.send(world.nodes[0], 71).is_verified and broken == [1], "gRPC does for a while"
-    world.stop()
-
-
 def test_a_node_that_moved_is_found_at_its_new_address(tmp_path: Path, keyring: Keyring) -> None:
-    world = World(tmp_path, keyring, bulk=True)
+    world = World(tmp_path, keyring)
     assert world.send(world.nodes[0], 80).is_verified
     world.nodes[0].stop()
     again = PeerNode(tmp_path / "again", "node1", keyring("node1"))

@@ -150,19 +150,17 @@ class PeerNode:
     """A node that serves: its shelf, its server, and how to reach it."""
 
     def __init__(
-        self, directory: Path, name: str, identity: Identity | None, *, bulk: bool = True, room: int = 1 << 40,
+        self, directory: Path, name: str, identity: Identity | None, *, room: int = 1 << 40,
         revoked: RevocationList | None = None,
     ) -> None:  # fmt: skip
         self.shelf = MemoryContentHost(directory / name, room)
-        self.server = PeerServer(self.shelf, "127.0.0.1:0", CLUSTER, identity, bulk=bulk, revoked=revoked)
+        self.server = PeerServer(self.shelf, "127.0.0.1:0", CLUSTER, identity, revoked=revoked)
         self.there = There(name, f"127.0.0.1:{self.server.port}")
 
     def stop(self) -> None:
         self.server.stop()
 
 
-def client(
-    name: str, identity: Identity | None, *, bulk: bool = True, streams: int | None = None, revoked: RevocationList | None = None
-) -> PeerClient:
+def client(name: str, identity: Identity | None, *, streams: int | None = None, revoked: RevocationList | None = None) -> PeerClient:
     """A client that calls itself `name`."""
-    return PeerClient(name, CLUSTER, identity, bulk=bulk, streams=streams, revoked=revoked)
+    return PeerClient(name, CLUSTER, identity, streams=streams, revoked=revoked)

@@ -34,7 +34,7 @@ from ckptfs.flow.replicate.early import EarlyReplication
 from ckptfs.flow.replicate.open_files import FsyncReplication, PeriodicReplication
 from ckptfs.flow.salvage import Salvage
 from ckptfs.flow.take_over import TakeOver
-from ckptfs.model import Bulk, Notifier, Tier
+from ckptfs.model import Notifier, Tier
 from ckptfs.peers.grpc_server import PeerServer
 from ckptfs.peers.peer_client import PeerClient
 from ckptfs.store import etcd_health
@@ -61,7 +61,7 @@ class ClusterServices:
         self._identity = None if config.keys is None else certificates.load_for(config.keys, config.node, config.cluster)
         self._store = EpochCheckedStore(open_store(config), db)
         self._revoked = RevocationList(config.keys)
-        self._peers = PeerClient(config.node, config.cluster, self._identity, bulk=config.bulk is Bulk.SOCKET, revoked=self._revoked)
+        self._peers = PeerClient(config.node, config.cluster, self._identity, revoked=self._revoked)
         capacity = sum(tiers[tier].get_capacity().total for tier in LOCAL_TIERS if tier in tiers)
         node = build_node(config, db, identity.get_node_number(db), int(config.peer_share * capacity))
         self.membership = MembershipService(db, self._store, node, lambda key, value: summary.set_report(db, key, value))
@@ -120,8 +120,7 @@ class ClusterServices:
 
     def _build_server(self) -> PeerServer:
         assert self._config.cluster is not None
-        bulk = self._config.bulk is Bulk.SOCKET
-        return PeerServer(self._host, self._config.listen, self._config.cluster, self._identity, bulk=bulk, revoked=self._revoked)
+        return PeerServer(self._host, self._config.listen, self._config.cluster, self._identity, revoked=self._revoked)
 
     def _record_server_started(self, server: PeerServer) -> None:
         self._running_server = server
