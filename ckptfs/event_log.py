@@ -14,6 +14,7 @@ Invariants:
 import json
 import os
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -169,8 +170,10 @@ def read_lines(directory: Path, position: Position, since_ns: int = 0) -> tuple[
 
     Files that were last written before `since_ns` are left out. Raises PermissionError.
     """
-    numbers = [number for number in list_files(directory) if number >= position.file]
-    for number in numbers:
+    numbers = list_files(directory)
+    if numbers and position.file > numbers[-1]:
+        position = Position()  # It is another log by now.
+    for number in numbers[bisect_left(numbers, position.file) :]:
         offset = position.offset if number == position.file else 0
         is_last = number == numbers[-1]
         try:
@@ -186,7 +189,8 @@ def read_lines(directory: Path, position: Position, since_ns: int = 0) -> tuple[
 def _read_piece(path: Path, offset: int, since_ns: int, *, is_last: bool) -> tuple[list[bytes], int]:
     """Return whole lines of a file, and the offset behind them."""
     with open(path, "rb") as file:
-        if not is_last and os.fstat(file.fileno()).st_mtime_ns < since_ns:
+        status = os.fstat(file.fileno())
+        if offset >= status.st_size or (not is_last and status.st_mtime_ns < since_ns):
             return [], offset
         while True:
             file.seek(offset)

@@ -737,3 +737,23 @@ class ConfigSetting(_message.Message):
     value: str
     origin: str
     def __init__(self, name: _Optional[str] = ..., value: _Optional[str] = ..., origin: _Optional[str] = ...) -> None: ...
+
+class EventsRequest(_message.Message):
+    __slots__ = ("file", "offset", "since_ns")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SINCE_NS_FIELD_NUMBER: _ClassVar[int]
+    file: int
+    offset: int
+    since_ns: int
+    def __init__(self, file: _Optional[int] = ..., offset: _Optional[int] = ..., since_ns: _Optional[int] = ...) -> None: ...
+
+class EventList(_message.Message):
+    __slots__ = ("events", "file", "offset")
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedScalarFieldContainer[str]
+    file: int
+    offset: int
+    def __init__(self, events: _Optional[_Iterable[str]] = ..., file: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...

@@ -75,6 +75,11 @@ class QueriesStub:
                 request_serializer=control__pb2.ConfigRequest.SerializeToString,
                 response_deserializer=control__pb2.ConfigReply.FromString,
                 _registered_method=True)
+        self.ListEvents = channel.unary_unary(
+                '/ckptfs.control.Queries/ListEvents',
+                request_serializer=control__pb2.EventsRequest.SerializeToString,
+                response_deserializer=control__pb2.EventList.FromString,
+                _registered_method=True)
 
 
 class QueriesServicer:
@@ -129,6 +134,12 @@ class QueriesServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListEvents(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_QueriesServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -171,6 +182,11 @@ def add_QueriesServicer_to_server(servicer, server):
                     servicer.GetConfig,
                     request_deserializer=control__pb2.ConfigRequest.FromString,
                     response_serializer=control__pb2.ConfigReply.SerializeToString,
+            ),
+            'ListEvents': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListEvents,
+                    request_deserializer=control__pb2.EventsRequest.FromString,
+                    response_serializer=control__pb2.EventList.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -390,6 +406,33 @@ class Queries:
             '/ckptfs.control.Queries/GetConfig',
             control__pb2.ConfigRequest.SerializeToString,
             control__pb2.ConfigReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ckptfs.control.Queries/ListEvents',
+            control__pb2.EventsRequest.SerializeToString,
+            control__pb2.EventList.FromString,
             options,
             channel_credentials,
             insecure,

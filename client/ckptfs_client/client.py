@@ -118,6 +118,12 @@ class Client:
                 break
         return list(found.values())
 
+    def list_events(self, position: tuple[int, int], since_ns: int = 0) -> pb.EventList:
+        """Return some events behind a position in the log."""
+        request = pb.EventsRequest(file=position[0], offset=position[1], since_ns=max(0, since_ns))
+        answer: pb.EventList = self._call(self._build_query_stub().ListEvents, request)
+        return answer
+
     # --- admin --------------------------------------------------------------------------------------------------------
 
     def drain(self, deadline_s: float | None = None, level: str = "") -> Iterator[pb.Progress]:

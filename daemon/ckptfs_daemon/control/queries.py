@@ -24,13 +24,14 @@ from ckptfs.catalog.summary import ListedFile
 from ckptfs.config import Config
 from ckptfs.config.effective import list_effective
 from ckptfs.errors import ContentLost, InvalidArgument, posix_error
+from ckptfs.event_log import Position
 from ckptfs.lifecycle import is_on_pfs
 from ckptfs.model import ContentState, Level
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
 from ckptfs.series import find_incomplete_reason
 from ckptfs.tiers.storage import Tiers
-from ckptfs_daemon.control import set_queries
+from ckptfs_daemon.control import event_queries, set_queries
 from ckptfs_daemon.control.cluster_status import ClusterFigures
 from ckptfs_daemon.control.methods import (
     RefusedCalls,
@@ -245,6 +246,11 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
     def ListSeries(self, request: pb.ListSeriesRequest, context: grpc.ServicerContext) -> pb.ListSeriesReply:
         """Return the series that have checkpoint sets."""
         return set_queries.list_series(self._db, with_figures=request.figures)
+
+    @translate_errors
+    def ListEvents(self, request: pb.EventsRequest, context: grpc.ServicerContext) -> pb.EventList:
+        """Return some events of the log."""
+        return event_queries.list_events(self._db, self._config.state, Position(request.file, request.offset), request.since_ns)
 
     @translate_stream_errors
     def ListSets(self, request: pb.ListSetsRequest, context: grpc.ServicerContext) -> Iterator[pb.SetList]:

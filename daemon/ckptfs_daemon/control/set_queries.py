@@ -25,7 +25,7 @@ def list_series(db: Database, *, with_figures: bool) -> pb.ListSeriesReply:
     for one in history.list_series(db):
         rollback = one.rollback.number if one.rollback is not None else 0
         found = reply.series.add(directory=one.directory, origin=one.origin, rollback=rollback)
-        shows_names = _may_all_list(db, one.directory)
+        shows_names = may_all_list(db, one.directory)
         if shows_names:
             found.path, found.pattern = one.path, one.pattern
         if with_figures:
@@ -46,7 +46,7 @@ def list_sets(db: Database, series: int, refresh_copies: Callable[[list[int]], N
     if db.is_clustered:
         files = (inode.id for one in directories for _, inode in history.list_files(db, one))
         refresh_copies(list(itertools.islice(files, limits.CONTROL_LIST_MAX)))
-    shows_names = _may_all_list(db, series)
+    shows_names = may_all_list(db, series)
     # A client that wants the newest ones only ends the call after the first message.
     for start in range(0, len(directories), SETS_AT_ONCE):
         some = directories[start : start + SETS_AT_ONCE]
@@ -69,7 +69,7 @@ def _build_set(one: SetFigures, level: Level, is_in_place: bool, shows_names: bo
     )  # fmt: skip
 
 
-def _may_all_list(db: Database, directory: int) -> bool:
+def may_all_list(db: Database, directory: int) -> bool:
     """Return True if every user may list a directory and all those above it."""
     while inodes.get(db, directory).mode & MAY_LIST == MAY_LIST:
         if directory == ROOT:

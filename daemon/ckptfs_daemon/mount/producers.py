@@ -1,9 +1,7 @@
-"""The processes that write files and read sets (H10).
+"""Which processes write files and read sets (H10).
 
-/proc is read once for each, in a thread of its own.
-
-A thread that writes is noted when it opens a file, and the file when it is closed. The tracker of sets asks for files of checkpoints only.
-A thread that reads is noted when it opens a file that the history has.
+They are read from /proc once for each, in a thread of its own. A thread that writes is noted when it opens a file, and the file when it is
+closed. The tracker of sets asks for files of checkpoints only. A thread that reads is noted when it opens a file that the history has.
 Nothing here delays or fails a request: what cannot be read in time is not known. What is known ends with the mount process.
 
 Invariants:

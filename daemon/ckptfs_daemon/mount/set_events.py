@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import trio
 from ckptfs import limits
 from ckptfs.catalog import history, history_names, inodes, set_members
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.history import CheckpointSet, Producer, SeriesRecord
+from ckptfs.catalog.history import CheckpointSet, SeriesRecord
 from ckptfs.event_log import EventKind, format_time
 from ckptfs.model import Level
 from ckptfs.series.rules import WILDCARD
@@ -30,7 +30,11 @@ from ckptfs_daemon.rescue import get_highest_level
 
 PRODUCERS_MAX = 16
 """Processes that an event names."""
+WRITERS_MAX = 4096
+"""Processes that are noted for a set: a script may start one for each file."""
 BEGUN_MAX = 1024
+BEGUN_AGAIN_S = 10.0
+OWN_COMMANDS = ("ckptfs", "ckptfs_client")
 LOADS_MAX = 16_384
 WATCHED_MAX = 64
 SETS_LOOKED_AT = 16
@@ -39,13 +43,11 @@ NANO = 1e9
 
 @dataclass(slots=True)
 class _Begun:
-    """A member that has no set yet: when its files were open, and who wrote them."""
+    """A member that has no set yet: when each process had its files open, and when its event was recorded last."""
 
     found: FoundMember
-    opened_ns: int = 0
-    closed_ns: int = 0
-    processes: dict[int, Process] = field(default_factory=dict)
-    is_recorded: bool = False
+    writers: dict[int, WrittenFile] = field(default_factory=dict)
+    recorded_ns: int = 0
 
 
 @dataclass(slots=True)
@@ -79,11 +81,11 @@ class SetEvents:
 
     def note_written(self, found: FoundMember, file: WrittenFile) -> None:
         """Note that a process has closed a file of a member."""
-        begun = self._open(found)
-        begun.opened_ns = min(begun.opened_ns or file.opened_ns, file.opened_ns)
-        begun.closed_ns = max(begun.closed_ns, file.closed_ns)
-        if len(begun.processes) < PRODUCERS_MAX:
-            begun.processes[file.process.pid] = file.process
+        writers = self._open(found).writers
+        known = writers.get(file.process.pid, file)
+        if len(writers) < WRITERS_MAX or file.process.pid in writers:
+            opened_ns, closed_ns = min(known.opened_ns, file.opened_ns), max(known.closed_ns, file.closed_ns)
+            writers[file.process.pid] = WrittenFile(file.process, opened_ns, closed_ns)
 
     def _open(self, found: FoundMember) -> _Begun:
         begun = self._begun.setdefault(found.key, _Begun(found))
@@ -93,13 +95,16 @@ class SetEvents:
         return begun
 
     def record_begun(self, found: FoundMember) -> None:
-        """Record once that some files of a member are closed."""
+        """Record that some files of a member are closed: once, and again for processes that started since."""
         begun = self._open(found)
-        if not begun.is_recorded:
-            begun.is_recorded = True
+        fresh = [one for one in begun.writers.values() if not begun.recorded_ns or one.process.started_ns > begun.recorded_ns]
+        now_ns = time.time_ns()
+        if not begun.recorded_ns or (fresh and now_ns - begun.recorded_ns > BEGUN_AGAIN_S * NANO):
+            begun.recorded_ns = now_ns
             known = history.find_series(self._context.db, found.directory, found.series.name)
-            producers = [_describe(one) for one in begun.processes.values() if one.text]
-            self._record_member(EventKind.BEGUN, found, known, time_ns=begun.opened_ns or None, producers=producers)
+            opened_ns = min((one.opened_ns for one in fresh), default=None)
+            producers = [_describe(one.process) for one in fresh if one.process.text][:PRODUCERS_MAX]
+            self._record_member(EventKind.BEGUN, found, known, time_ns=opened_ns, producers=producers)
 
     def _record_member(self, kind: EventKind, found: FoundMember, known: SeriesRecord | None, **more: Any) -> None:
         series = _describe_series(known) if known is not None else self._describe_directory(found)
@@ -125,22 +130,21 @@ class SetEvents:
             return
         if made is not None:
             former = next((each for each in sets if each.record.number < made.record.number), None)
-            self._record_start(known, made, former, begun)
+            self._record_start(known, made, former, list(begun.writers.values()) if begun is not None else [])
             self._watch(made.directory, Level.LOCAL)
-        began_ns, ended_ns = (begun.opened_ns, begun.closed_ns) if begun is not None else (0, 0)
-        times = {"began": format_time(began_ns), "duration_s": (ended_ns - began_ns) / NANO} if began_ns else {}
-        producers = [_describe_producer(producer, begun) for producer in one.record.producers[:PRODUCERS_MAX]]
+        writers = list(begun.writers.values()) if begun is not None else []
+        producers = _describe_producers(one, writers)
+        times = _describe_times(one, writers)
         more = {"files": one.record.files, "size": one.record.size, "processes": len(one.record.producers), "producers": producers}
         events.record(EventKind.COMPLETE, time_ns=one.record.completed_ns, **_describe_set(known, one), **times, **more)
         self._record_incomplete(found, known)
 
-    def _record_start(self, known: SeriesRecord, made: CheckpointSet, former: CheckpointSet | None, begun: _Begun | None) -> None:
+    def _record_start(self, known: SeriesRecord, made: CheckpointSet, former: CheckpointSet | None, writers: Sequence[WrittenFile]) -> None:
         """Record a start if none of the producers wrote the set before."""
         before = {(one.host, one.pid) for one in (former.record.producers if former is not None else ())}
         mine = {(one.host, one.pid) for one in made.record.producers}
         if mine and not mine & before:
-            producers = [_describe_producer(one, begun) for one in made.record.producers[:PRODUCERS_MAX]]
-            more = {"processes": len(mine), "producers": producers}
+            more = {"processes": len(mine), "producers": _describe_producers(made, writers)}
             events.record(EventKind.START, time_ns=made.record.completed_ns, **_describe_set(known, made), **more)
 
     def _record_incomplete(self, complete: FoundMember, known: SeriesRecord) -> None:
@@ -150,7 +154,7 @@ class SetEvents:
             same = (found.directory, found.series) == (complete.directory, complete.series)
             if same and found.member.numbers < complete.member.numbers:
                 del self._begun[key]
-                if begun.is_recorded:
+                if begun.recorded_ns:
                     self._record_member(EventKind.INCOMPLETE, found, known)
 
     def record_unchanged(self, directory: int, former: str) -> None:
@@ -257,12 +261,26 @@ def _describe(process: Process) -> dict[str, Any]:
     return _drop_unknown({**known, "started": format_time(process.started_ns) if process.started_ns else None})
 
 
-def _describe_producer(producer: Producer, begun: _Begun | None) -> dict[str, Any]:
-    """Describe a producer; when it started is known of one on this node."""
-    for one in map(_describe, begun.processes.values() if begun is not None else ()):
-        if (one.get("host"), one["pid"]) == (producer.host, producer.pid):
-            return one
-    return _drop_unknown(asdict(producer))
+def _describe_producers(one: CheckpointSet, writers: Iterable[WrittenFile]) -> list[dict[str, Any]]:
+    """Describe the processes that wrote a set. When they started is known of those on this node."""
+    here = {(each.get("host"), each["pid"]): each for each in (_describe(writer.process) for writer in writers)}
+    named = one.record.producers[:PRODUCERS_MAX]
+    return [here.get((each.host, each.pid)) or _drop_unknown(asdict(each)) for each in named]
+
+
+def _describe_times(one: CheckpointSet, writers: Iterable[WrittenFile]) -> dict[str, Any]:
+    """Return when its files were open. What processes wrote that others have replaced does not count."""
+    producers = {(each.host, each.pid) for each in one.record.producers}
+    known = [writer for writer in writers if not producers or _get_identity(writer.process) in producers]
+    if not known:
+        return {}
+    began_ns = min(writer.opened_ns for writer in known)
+    return {"began": format_time(began_ns), "duration_s": (max(writer.closed_ns for writer in known) - began_ns) / NANO}
+
+
+def _get_identity(process: Process) -> tuple[str, int]:
+    known = _describe(process)
+    return str(known.get("host", "")), int(known["pid"])
 
 
 def _drop_unknown(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,6 +294,6 @@ def _get_read_kind(command: str) -> EventKind | None:
     """
     words = command.split()
     for number, word in enumerate(words[:3]):
-        if os.path.basename(word) == "ckptfs":
+        if os.path.basename(word) in OWN_COMMANDS:
             return EventKind.RESTORED if words[number + 1 : number + 2] == ["restore"] else None
     return EventKind.LOAD
