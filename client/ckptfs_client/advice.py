@@ -44,12 +44,16 @@ class SeriesMeasure:
 
 @dataclass(frozen=True, slots=True)
 class JobFacts:
-    """What the advice rests on. `is_given`: the cost was given, not measured."""
+    """What the advice rests on.
+
+    `is_given`: the cost was given, not measured. `failures`: the failures from which the rate was computed; 0: it was given.
+    """
 
     mtbf_s: float
     cost_s: float
     restart_s: float
     is_given: bool
+    failures: int = 0
 
 
 def measure_series(history: SetHistory, one: ListedSeries) -> SeriesMeasure:
@@ -97,6 +101,7 @@ def build_advice(measure: SeriesMeasure | None, facts: JobFacts) -> AdviceJson:
         "cost_sets": 0 if facts.is_given or measure is None else len(measure.costs_s),
         "period_s": period_s,
         "mtbf_s": facts.mtbf_s,
+        "mtbf_failures": facts.failures,
         "restart_s": facts.restart_s,
         "intervals": rows,
         "sentence": _build_sentence(rows, facts),
@@ -139,7 +144,9 @@ def format_advice(advice: AdviceJson) -> str:
     sets = advice["cost_sets"]
     source = f"at least, the median of {format_count(sets, 'set')}" if sets else "as given"
     lines.append(f"  {'checkpoint':<10} {format_duration(advice['cost_s'])} ({source})")
-    lines.append(f"  {'failure':<10} every {format_duration(advice['mtbf_s'])}")
+    failures = advice["mtbf_failures"]
+    observed = f" (observed: {format_count(failures, 'failure')})" if failures else ""
+    lines.append(f"  {'failure':<10} every {format_duration(advice['mtbf_s'])}{observed}")
     cells = [
         [row["name"], format_duration(row["interval_s"]), _format_share(row["saving"]), format_duration(row["lost_s"]),
          _format_share(row["overhead"])]

@@ -36,10 +36,13 @@ def parse_time(option: str, text: str) -> float:
     return found
 
 
+SAY_RATE = "say how often failures come: --mtbf TIME for the whole job, or --nodes N and --node-mtbf TIME"
+
+
 def parse_failure_rate(mtbf: str | None, nodes: int | None, node_mtbf: str | None) -> float:
     """Return the mean time between failures of the job, in seconds. Raises UsageError."""
     if (mtbf is None) == (node_mtbf is None):
-        raise UsageError("say how often failures come: --mtbf TIME for the whole job, or --nodes N and --node-mtbf TIME")
+        raise UsageError(SAY_RATE)
     if mtbf is not None:
         return parse_time("--mtbf", mtbf)
     if nodes is None:
@@ -66,14 +69,18 @@ def advise(
     """Say how often to save, from the cost of a checkpoint and the failure rate.
 
     The cost is measured from the times of the newest sets, and is at least what is shown: give --cost if the job knows better, for example
-    because it works while it saves. The intervals are those of Young and of Daly.
+    because it works while it saves. The intervals are those of Young and of Daly. Without a failure rate, that of the event log counts, as
+    `ckptfs goodput` shows it.
 
     Example: ckptfs advise '/ckpt/run1/step_*' --nodes 512 --node-mtbf 5y
     """
     from ckptfs_client import advice, render
     from ckptfs_client.set_history import SetHistory
 
-    mtbf_s = parse_failure_rate(mtbf, nodes, node_mtbf)
+    if series is not None and mtbf is None and node_mtbf is None and nodes is None:
+        mtbf_s, failures = _observe_failure_rate(series)
+    else:
+        mtbf_s, failures = parse_failure_rate(mtbf, nodes, node_mtbf), 0
     cost_s = None if cost is None else parse_time("--cost", cost)
     restart_s = 0.0 if restart is None else parse_time("--restart", restart)
     if series is None and cost_s is None:
@@ -85,11 +92,21 @@ def advise(
     found_s = cost_s or (measure.cost_s if measure is not None else None)
     if found_s is None:
         raise CommandFailed(f"{series}: the times of its sets do not tell how long a checkpoint takes", remedy="say it: --cost 30s")
-    answer = advice.build_advice(measure, advice.JobFacts(mtbf_s, found_s, restart_s, is_given=cost_s is not None))
+    answer = advice.build_advice(measure, advice.JobFacts(mtbf_s, found_s, restart_s, is_given=cost_s is not None, failures=failures))
     if json:
         render.print_json(answer)
     else:
         print(advice.format_advice(answer))
+
+
+def _observe_failure_rate(series: Path) -> tuple[float, int]:
+    """Return (mean time between failures, failures) from the event log. Raises CommandFailed without a failure."""
+    from ckptfs_client.event_commands import measure_goodput
+
+    shown, found = measure_goodput(series, [])
+    if found.mtbf_s is None:
+        raise CommandFailed(f"{shown}: the event log has no failure of it", remedy=SAY_RATE)
+    return found.mtbf_s, found.failures
 
 
 @app.command(epilog=EPILOG)

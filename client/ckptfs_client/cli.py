@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptfs_client import advice_commands, node_commands, set_commands
+from ckptfs_client import advice_commands, event_commands, node_commands, set_commands
 from ckptfs_client.errors import EPILOG, INTERRUPTED, PIPE_CLOSED, ClientError, CommandFailed, NoMount, UsageError
 from ckptfs_client.json_answers import CheckJson, LogLevelJson, VersionJson
 from ckptfs_client.lab import commands
@@ -34,6 +34,7 @@ keys_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Issue 
 app.add_typer(set_commands.app)
 app.add_typer(node_commands.app)
 app.add_typer(advice_commands.app)
+app.add_typer(event_commands.app)
 app.add_typer(commands.app, name="lab")
 cluster_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Repair what the nodes of a cluster share.")
 app.add_typer(keys_app, name="keys")

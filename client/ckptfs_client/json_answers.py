@@ -245,6 +245,91 @@ class LabJson(TypedDict):
     nodes: Annotated[list[LabNodeJson], "its nodes, in order"]
 
 
+class EventJson(TypedDict, total=False):
+    """One event, as in the log. What is not known, or has no meaning for its kind, is left out."""
+
+    time: Annotated[str, "when it happened, in UTC"]
+    kind: Annotated[str, "what happened: see the table of kinds in operations.md"]
+    node: Annotated[str, "the node"]
+    mount: Annotated[str, "the name of the mount"]
+    series: Annotated[str, "the series, below the mount"]
+    directory: Annotated[int, "the inode of the series in the history"]
+    origin: Annotated[int, "the inode of the directory of the application"]
+    set: Annotated[str, "the set, with its number if it has one"]
+    number: Annotated[int, "its number in the series"]
+    step: Annotated[int, "the number in its name that decides the order"]
+    files: Annotated[int, "how many files it has"]
+    size: Annotated[int, "bytes of the set"]
+    began: Annotated[str, "complete: when its first file was opened"]
+    duration_s: Annotated[float, "complete: until its last file was closed. drained: how long the drain took"]
+    after_s: Annotated[float, "seconds since the set was complete"]
+    level: Annotated[str, "level: which one"]
+    reason: Annotated[str, "expired: why"]
+    former: Annotated[str, "unchanged: the set with the same bytes"]
+    processes: Annotated[int, "how many processes wrote the set"]
+    producers: Annotated[list[dict[str, str | int]], "the first of them: host, pid, command, job, rank, started"]
+    reader: Annotated[dict[str, str | int], "load, restored: the process that reads, likewise"]
+    process: Annotated[str, "restarted: mount or mover"]
+    pid: Annotated[int, "restarted: of the one that died"]
+    exit_code: Annotated[int, "restarted: its exit code; -9: it was killed"]
+    mountpoint: Annotated[str, "mounted: where"]
+    version: Annotated[str, "mounted: the version of the daemon"]
+    clean: Annotated[bool, "ended: whether nothing was cut off"]
+    tier: Annotated[str, "tier-down, tier-up: which one"]
+    state: Annotated[str, "tier-down, tier-up: suspect, full, down or normal"]
+    where: Annotated[str, "trouble, trouble-over: which work"]
+    what: Annotated[str, "what is wrong"]
+    path: Annotated[str, "with which file or directory"]
+    remedy: Annotated[str, "what helps"]
+    source: Annotated[str, "notice: where it comes from"]
+    deadline_s: Annotated[float, "notice: how long the drain may take"]
+    cause: Annotated[str, "drained: command, notice, end (of the mount) or unmounted (after it)"]
+    done: Annotated[bool, "drained: whether all has its level"]
+    files_left: Annotated[int, "drained: files that the PFS lacks"]
+    bytes_left: Annotated[int, "drained: their bytes"]
+    cut: Annotated[bool, "true: the event was too long, and texts are missing"]
+
+
+class RunJson(TypedDict):
+    """One run of a series."""
+
+    began: Annotated[str, "its first sign: a process starts, a set is read or written"]
+    ended: Annotated[str, "its last sign"]
+    jobs: Annotated[list[str], "the ids of its jobs"]
+    resumed: Annotated[int, "the step from which it went on; 0: the beginning"]
+    reached: Annotated[int, "the highest step of which it left a sign"]
+    lost_steps: Annotated[int, "steps that later runs repeated"]
+    saves: Annotated[int, "complete sets that it wrote"]
+    incomplete: Annotated[int, "sets that it began and left"]
+    failed: Annotated[bool, "whether its end counts as a failure"]
+
+
+class GoodputJson(TypedDict):
+    """The answer of `ckptfs goodput`."""
+
+    series: Annotated[str, "the series"]
+    began: Annotated[str, "when the time begins"]
+    ended: Annotated[str, "when it ends: the last sign of the last run"]
+    is_cut: Annotated[bool, "whether the log does not go back to the first set"]
+    runs: Annotated[list[RunJson], "its runs, in order of time"]
+    jobs: Annotated[int, "how many jobs"]
+    restarts: Annotated[int, "runs after the first one"]
+    failures: Annotated[int, "ends of runs that count as failures"]
+    loads: Annotated[int, "how often a process began to read a set of another one"]
+    saves: Annotated[int, "complete sets that were written"]
+    incomplete: Annotated[int, "sets that were begun and not completed"]
+    steps: Annotated[int, "steps that were done and not lost"]
+    lost_steps: Annotated[int, "steps that were repeated"]
+    total_s: Annotated[float, "seconds from the first to the last sign"]
+    effective_s: Annotated[float, "seconds of work that counts"]
+    saving_s: Annotated[float, "seconds in which files of sets were open for writing"]
+    lost_s: Annotated[float, "seconds of work that was repeated"]
+    down_s: Annotated[float, "seconds between runs, with work that left no sign"]
+    starting_s: Annotated[float, "seconds of runs before they worked"]
+    effective: Annotated[float, "the effective share of the time"]
+    mtbf_s: Annotated[float | None, "seconds that runs took for each failure; null: none failed"]
+
+
 class AdviceRowJson(TypedDict):
     """What one interval between checkpoints costs the job."""
 
@@ -265,6 +350,7 @@ class AdviceJson(TypedDict):
     cost_sets: Annotated[int, "of how many sets it was measured; 0: it was given"]
     period_s: Annotated[float | None, "seconds from one complete set to the next, the median; null: not known"]
     mtbf_s: Annotated[float, "seconds between failures of the job, on average"]
+    mtbf_failures: Annotated[int, "of how many failures in the event log that was computed; 0: it was given"]
     restart_s: Annotated[float, "seconds from a failure until the job works again"]
     intervals: Annotated[list[AdviceRowJson], "the intervals; the last one is the advice"]
     sentence: Annotated[str, "the advice as a sentence"]

@@ -1,0 +1,350 @@
+"""What a series got done: runs, restarts, lost steps, and where the time went. From events alone. Pure (G6, X9).
+
+A *run* is what some processes do between a start and a failure, a stop or the present. New processes that write the next set begin a new
+run if they belong to another job, have read a set, repeat a step, or have lived for a while before they saved. Else they belong to the
+run: a script that copies starts a process for each set.
+
+A run *resumes* from the set that its processes read last before they saved; if no read is known, from the newest set that is older than
+its first one. What the run before had reached beyond that is *lost*: its steps are repeated, and its time is not effective.
+
+The time from the first sign of the first run to the last one of the last run is divided:
+
+- *saving*: files of a set were open; counted in full, also if the job worked meanwhile;
+- *lost*: from the end of the set from which the next run resumed to the last sign of the run;
+- *down*: from the last sign of a run to the first one of the next. Work that was done there and left no sign is in it;
+- *starting*: from the first sign of a run to its first set, beyond what its steps take by the median of all steps;
+- *effective*: the rest.
+
+If the log does not go back to the first set of the series, the first set in it is where the time begins.
+"""
+
+import functools
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+
+from ckptfs.event_log import EventKind, LoggedEvent, parse_time
+
+NANO = 1e9
+WORKED_S = 30.0
+"""A process that lived this long before its first save did more than copy."""
+Process = tuple[str, int]
+"""(host, pid)."""
+
+
+@dataclass(slots=True)
+class Save:
+    """One set that was written: complete, or left behind. Times in ns. `step`: the number in its name; None without one."""
+
+    name: str
+    step: int | None
+    began_ns: int
+    ended_ns: int
+    number: int = 0
+    processes: dict[Process, int] = field(default_factory=dict)
+    """When each process started; 0 if that is not known."""
+    jobs: set[str] = field(default_factory=set)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.number > 0
+
+
+@dataclass(slots=True)
+class Load:
+    """One process that read a set."""
+
+    time_ns: int
+    step: int | None
+    process: Process
+
+
+@dataclass(slots=True)
+class Run:
+    """The saves of one run, in order of time, and what became of them.
+
+    `resumed`: the step from which it went on; 0: the beginning. `kept`: the step up to which no later run repeated its work.
+    """
+
+    saves: list[Save]
+    began_ns: int
+    resumed: int = 0
+    kept: int = 0
+    is_failed: bool = False
+    saving_s: float = 0.0
+    lost_s: float = 0.0
+    down_s: float = 0.0
+    starting_s: float = 0.0
+
+    @property
+    def ended_ns(self) -> int:
+        """The last sign of it."""
+        return max(self.began_ns, *(save.ended_ns for save in self.saves))
+
+    @property
+    def jobs(self) -> set[str]:
+        return {job for save in self.saves for job in save.jobs}
+
+    @property
+    def processes(self) -> set[Process]:
+        return {process for save in self.saves for process in save.processes}
+
+    @property
+    def reached(self) -> int:
+        """The highest step of which it left a sign."""
+        return max(self.resumed, *(save.step or 0 for save in self.saves))
+
+    @property
+    def lost_steps(self) -> int:
+        return self.reached - self.kept
+
+    def get_kept_end_ns(self) -> int:
+        """Return the end of its newest complete save that was not lost; its beginning without one."""
+        ends = [save.ended_ns for save in self.saves if save.is_complete and (save.step is None or save.step <= self.kept)]
+        return max([self.began_ns, *ends])
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """What a series got done. Runs in order of time; there is at least one."""
+
+    runs: tuple[Run, ...]
+    loads: int
+    is_cut: bool
+    """The log does not go back to the first set."""
+
+    @property
+    def total_s(self) -> float:
+        return (self.runs[-1].ended_ns - self.runs[0].began_ns) / NANO
+
+    @property
+    def saves(self) -> int:
+        return sum(save.is_complete for run in self.runs for save in run.saves)
+
+    @property
+    def incomplete(self) -> int:
+        return sum(not save.is_complete for run in self.runs for save in run.saves)
+
+    @property
+    def restarts(self) -> int:
+        return len(self.runs) - 1
+
+    @property
+    def jobs(self) -> int:
+        return len({job for run in self.runs for job in run.jobs})
+
+    @property
+    def lost_steps(self) -> int:
+        return sum(run.lost_steps for run in self.runs)
+
+    @property
+    def steps(self) -> int:
+        """Steps that were done and not lost."""
+        return sum(run.kept - run.resumed for run in self.runs)
+
+    @property
+    def failures(self) -> int:
+        return sum(run.is_failed for run in self.runs)
+
+    def sum_seconds(self, name: str) -> float:
+        """Return the seconds of one part, such as "lost", over all runs."""
+        if name == "effective":
+            return max(0.0, self.total_s - sum(self.sum_seconds(one) for one in ("saving", "lost", "down", "starting")))
+        return float(sum(getattr(run, f"{name}_s") for run in self.runs))
+
+    @property
+    def effective(self) -> float:
+        """The effective share of the time."""
+        return self.sum_seconds("effective") / self.total_s if self.total_s > 0 else 0.0
+
+    @property
+    def mtbf_s(self) -> float | None:
+        """The time that runs took for each failure. None if none failed."""
+        return (self.total_s - self.sum_seconds("down")) / self.failures if self.failures else None
+
+
+def compute_goodput(events: Iterable[LoggedEvent]) -> Goodput | None:
+    """Compute the goodput of one series from its events, of one node or several. Returns None if nothing was saved."""
+    ordered = sorted(events, key=lambda event: event.time_ns)
+    saves, loads = list_saves(ordered), list_loads(ordered)
+    first = next((save for save in saves if save.is_complete), None)
+    is_cut = first is not None and first.number > 1
+    if first is not None and is_cut:
+        saves = saves[saves.index(first) :]
+    if not saves:
+        return None
+    runs = _split_runs(saves, loads)
+    if first is not None and is_cut:
+        runs[0].began_ns, runs[0].resumed = first.ended_ns, first.step or 0
+    for number, run in enumerate(runs):
+        run.kept = run.reached
+        for before in runs[:number]:
+            before.kept = min(before.kept, max(run.resumed, before.resumed))
+    for run, following in pairwise(runs):
+        is_next_job = bool(run.jobs and following.jobs) and not run.jobs & following.jobs
+        run.is_failed = bool(run.lost_steps) or not is_next_job
+        run.lost_s = (run.ended_ns - run.get_kept_end_ns()) / NANO
+        run.down_s = (following.began_ns - run.ended_ns) / NANO
+    step_s = _get_step_s(runs)
+    for run in runs:
+        run.saving_s = _get_saving_s(run)
+        run.starting_s = 0.0 if step_s is None else _get_starting_s(run, step_s)
+    return Goodput(tuple(runs), len(loads), is_cut)
+
+
+# --- what the events say ----------------------------------------------------------------------------------------------
+
+
+def list_saves(events: Iterable[LoggedEvent]) -> list[Save]:
+    """Return the sets that were begun or complete, in the order in which they began. `events`: in order of time.
+
+    Events of one set that several nodes, or several processes of one daemon, recorded are put together.
+    """
+    unfinished: dict[str, list[Save]] = {}
+    complete: dict[int, Save] = {}
+    for event in events:
+        if event.kind not in (EventKind.BEGUN, EventKind.COMPLETE):
+            continue
+        made = _build_save(event)
+        tries = unfinished.setdefault(made.name, [])
+        same = [save for save in tries if _is_same_try(save, made)]
+        if made.number:
+            same += [complete[made.number]] if made.number in complete else []
+            unfinished[made.name] = [save for save in tries if save not in same]
+            complete[made.number] = functools.reduce(_merge, same, made)
+        else:
+            unfinished[made.name] = [*(save for save in tries if save not in same), functools.reduce(_merge, same, made)]
+    found = [*complete.values(), *(save for tries in unfinished.values() for save in tries)]
+    return sorted(found, key=lambda save: save.began_ns)
+
+
+def _build_save(event: LoggedEvent) -> Save:
+    began_ns = _get_time(event.get_text("began")) or event.time_ns
+    duration_s, step = event.get_number("duration_s"), event.get_number("step")
+    ended_ns = event.time_ns if duration_s is None else began_ns + int(duration_s * NANO)
+    save = Save(_get_member(event), None if step is None else int(step), began_ns, ended_ns, int(event.get_number("number") or 0))
+    for one in event.list_objects("producers"):
+        save.processes[str(one.get("host", "")), int(one.get("pid") or 0)] = _get_time(str(one.get("started") or ""))
+        save.jobs |= {str(one["job"])} if one.get("job") else set()
+    return save
+
+
+def _is_same_try(save: Save, other: Save) -> bool:
+    """Return False if a set was begun again, by processes that started later."""
+    is_known = bool(save.processes and other.processes) and not save.processes.keys() & other.processes.keys()
+    return not (is_known and any(started > save.began_ns for started in other.processes.values()))
+
+
+def _merge(one: Save, other: Save) -> Save:
+    one.began_ns = min(one.began_ns, other.began_ns)
+    if not one.number or other.number:
+        one.ended_ns = max(one.ended_ns, other.ended_ns)
+    for process, started_ns in other.processes.items():
+        one.processes[process] = max(one.processes.get(process, 0), started_ns)
+    one.jobs |= other.jobs
+    return one
+
+
+def _get_member(event: LoggedEvent) -> str:
+    """Return the name of a set without its number. A set whose name is hidden has its step."""
+    name = event.get_text("set")
+    if not name:
+        return f"step {event.get_number('step')}"
+    return name.rpartition("@")[0] if event.get_number("number") else name
+
+
+def _get_time(text: str) -> int:
+    try:
+        return parse_time(text)
+    except ValueError:
+        return 0
+
+
+def list_loads(events: Iterable[LoggedEvent]) -> list[Load]:
+    """Return which processes read sets."""
+    found = []
+    for event in events:
+        reader, step = event.fields.get("reader"), event.get_number("step")
+        if event.kind == EventKind.LOAD and isinstance(reader, dict):
+            process = str(reader.get("host", "")), int(reader.get("pid") or 0)
+            found.append(Load(event.time_ns, None if step is None else int(step), process))
+    return found
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def _split_runs(saves: Sequence[Save], loads: Sequence[Load]) -> list[Run]:
+    runs: list[Run] = []
+    known: set[int] = set()
+    for save in saves:
+        if runs and not _begins_run(runs[-1], save, loads):
+            runs[-1].saves.append(save)
+        else:
+            mine = [load for load in loads if load.process in save.processes and load.time_ns <= max(save.began_ns, save.ended_ns)]
+            signs = [save.began_ns, *filter(None, save.processes.values()), *(load.time_ns for load in mine)]
+            run = Run([save], max(min(signs), runs[-1].ended_ns if runs else 0))
+            run.resumed = _find_resumed(save, mine, known)
+            runs.append(run)
+        known |= {save.step} if save.is_complete and save.step is not None else set()
+    return runs
+
+
+def _begins_run(run: Run, save: Save, loads: Sequence[Load]) -> bool:
+    """Return whether a set was written by a run of its own."""
+    if not save.processes or save.processes.keys() & run.processes:
+        return False
+    began_ns = run.saves[-1].began_ns
+    is_of_other_job = bool(save.jobs and run.jobs) and not save.jobs & run.jobs
+    has_read = any(load.process in save.processes and began_ns <= load.time_ns <= save.began_ns for load in loads)
+    repeats = save.step is not None and save.step <= run.reached
+    has_worked = any(started and save.began_ns - started >= WORKED_S * NANO for started in save.processes.values())
+    return is_of_other_job or has_read or repeats or has_worked
+
+
+def _find_resumed(first: Save, loads: Sequence[Load], known: set[int]) -> int:
+    """Return the step from which a run resumed. `known`: the steps of the complete sets before it."""
+    if steps := [load.step for load in loads if load.step is not None]:
+        return steps[-1]
+    return max((step for step in known if first.step is not None and step < first.step), default=0)
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def _get_step_s(runs: Iterable[Run]) -> float | None:
+    """Return the median time of a step between two saves of a run."""
+    found = []
+    for run in runs:
+        done = [save for save in run.saves if save.is_complete and save.step is not None]
+        for one, following in pairwise(done):
+            steps = (following.step or 0) - (one.step or 0)
+            if steps > 0 and following.began_ns >= one.ended_ns:
+                found.append((following.began_ns - one.ended_ns) / NANO / steps)
+    return median(found) if found else None
+
+
+def _get_saving_s(run: Run) -> float:
+    """Return for how long files of kept sets were open."""
+    end_ns, covered_ns, until_ns = run.get_kept_end_ns(), 0, run.began_ns
+    for save in run.saves:
+        from_ns, to_ns = max(save.began_ns, until_ns), min(save.ended_ns, end_ns)
+        covered_ns += max(0, to_ns - from_ns)
+        until_ns = max(until_ns, to_ns)
+    return covered_ns / NANO
+
+
+def _get_starting_s(run: Run, step_s: float) -> float:
+    """Return what a run took until its first set, beyond its steps."""
+    first = run.saves[0]
+    if first.step is None or first.step > run.kept or not first.is_complete:
+        return 0.0
+    return max(0.0, (first.began_ns - run.began_ns) / NANO - (first.step - run.resumed) * step_s)
+
+
+def select_series(events: Iterable[LoggedEvent], series: str) -> Iterator[LoggedEvent]:
+    """Yield the events of a series: a path below the mount with its pattern."""
+    wanted = os.path.normpath(series)
+    return (event for event in events if event.get_text("series") == wanted)
