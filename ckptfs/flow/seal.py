@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ckptfs import disk, limits
+from ckptfs import disk, limits, step_durations
 from ckptfs.catalog import contents, copies, set_candidates
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get_shown_path
@@ -97,6 +97,7 @@ class Seal:
         return max(0.0, min(wait.until_s for wait in self._retries.values()) - time.monotonic())
 
     def _try_seal(self, content: Content, tier: Tier) -> contents.SealResult | None:
+        began_s = time.monotonic()
         try:
             sealed = self._read(content, tier, self._tiers[tier])
         except Busy as reason:
@@ -107,6 +108,7 @@ class Seal:
             self._handle_read_error(content, tier, failure)
             return None
         self._retries.pop(content.id, None)
+        step_durations.record(step_durations.SEAL, time.monotonic() - began_s, sealed.size)
         return sealed
 
     def _read(self, content: Content, tier: Tier, storage: TierStorage) -> contents.SealResult:

@@ -10,7 +10,7 @@ import pytest
 from local_node import inject_fault
 from pfs_world import World, bytes_here, corrupt, lose_copies
 
-from ckptfs import digest, disk, limits
+from ckptfs import digest, disk, limits, step_durations
 from ckptfs.catalog import contents, mover_requests
 from ckptfs.model import ContentState, Tier
 from ckptfs.tiers import transfer
@@ -29,6 +29,7 @@ def world(tmp_path: Path) -> World:
 
 
 def test_an_imported_file_arrives_sealed_and_its_digest_is_kept(world: World) -> None:
+    before = step_durations.get_histograms()[step_durations.FETCH].size_bytes
     answer = world.bring("d/file")
     assert (answer.state, answer.result) == (mover_requests.DONE, mover_requests.FETCHED)
     data = (world.pfs / "d" / "file").read_bytes()
@@ -40,6 +41,7 @@ def test_an_imported_file_arrives_sealed_and_its_digest_is_kept(world: World) ->
     assert (content.digest, content.block_digests) == running.finish()
     assert world.published("d/file", "digest") == content.digest and content.generation == world.published("d/file", "generation")
     assert world.bring("d/file").result == mover_requests.FETCHED
+    assert step_durations.get_histograms()[step_durations.FETCH].size_bytes - before == len(data)
     world.check()
 
 

@@ -9,7 +9,7 @@ import pytest
 from clique_world import MIB, LocalCluster, Node, cluster_of, level, make_cluster, offer_of, replicate, replicate_of, until
 from local_node import inject_fault, run_until_idle
 
-from ckptfs import disk, limits
+from ckptfs import disk, limits, step_durations
 from ckptfs.catalog import contents, copies, exposure, peer_copies
 from ckptfs.catalog.exposure import UrgentOrder
 from ckptfs.clique import locations
@@ -25,7 +25,9 @@ def test_a_sealed_content_is_copied_and_reaches_clique(tmp_path: Path) -> None:
     one, two, three = (cluster := LocalCluster(tmp_path, 3)).nodes
     content = one.written(b"a", data := os.urandom(BLOCK + 7))
     assert level(one, content) is Level.LOCAL
+    before = step_durations.get_histograms()[step_durations.REPLICATE].size_bytes
     flow = replicate(one, content)
+    assert step_durations.get_histograms()[step_durations.REPLICATE].size_bytes - before == len(data)
     assert two.data(content) == data and three.copies(content) == {}
     until(lambda: not peer_copies.list_under_replicated(one.db, 0, 10), flow.step)
     assert peer_copies.get_replication_lag(one.db)[0] == 0

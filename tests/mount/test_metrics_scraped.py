@@ -66,6 +66,8 @@ def test_a_scrape_shows_what_status_shows(make_daemon: Callable[..., DaemonUnder
     assert found["ckptfs_files", "pfs"] == 2 and found["ckptfs_file_bytes", "pfs"] == 10_000
     assert found["ckptfs_tier_capacity_bytes", "ram"] == 3 << 30
     assert found["ckptfs_process_restarts_total", "mover"] == 0
+    assert [found["ckptfs_step_bytes_total", step] for step in ("seal", "write_back")] == [10_000, 10_000]
+    assert found["ckptfs_step_duration_seconds_count", "write_back"] == 2
     daemon.kill("mover")
     eventually(lambda: scrape(port).get(("ckptfs_process_restarts_total", "mover")) == 1, timeout=60, what="the next mover serves")
     eventually(lambda: not differ(), timeout=60, what="the same figures")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import trio
 import yaml
-from ckptfs_daemon.control.metrics import METRICS, encode_metrics
+from ckptfs_daemon.control.metrics import METRICS, STEP_METRICS, encode_metrics
 from ckptfs_daemon.control.metrics_endpoint import MetricsEndpoint
 from control_served import serving
 from daemon_under_test import eventually
@@ -25,7 +25,7 @@ from etcd_server import free_ports
 from local_node import Node
 from prometheus_client.parser import text_string_to_metric_families
 
-from ckptfs import http_server, limits
+from ckptfs import http_server, limits, step_durations
 from ckptfs.catalog import summary
 from ckptfs.protocol import control_pb2 as pb
 
@@ -140,10 +140,11 @@ def test_what_is_not_known_has_no_sample() -> None:
 
 def test_names_follow_the_conventions(full: pb.Status) -> None:
     families = list(text_string_to_metric_families(encode_metrics(full).decode()))
-    assert len(families) == len(METRICS) == len({row.name for row in METRICS})
-    counters = {row.name for row in METRICS if row.name.endswith("_total")}
+    assert len(families) - len(STEP_METRICS) == len(METRICS) == len({row.name for row in METRICS})
+    counters = {name for name in (*STEP_METRICS, *(row.name for row in METRICS)) if name.endswith("_total")}
     assert {f"{family.name}_total" for family in families if family.type == "counter"} == counters
-    assert {family.type for family in families} == {"counter", "gauge"}
+    assert {family.name for family in families if family.type == "histogram"} == {"ckptfs_step_duration_seconds"}
+    assert {family.type for family in families} == {"counter", "gauge", "histogram"}
     for row in METRICS:
         assert re.fullmatch(r"ckptfs(_[a-z]+)+", row.name) and not re.search(r"_(s|ms|ns|mib|gib|count)$", row.name)
         assert row.description.endswith(".") and len(row.description) < 100
@@ -159,7 +160,7 @@ def test_the_number_of_series_does_not_grow_with_the_data() -> None:
         status.handles.add(way="buffered", tier="ram", reason=f"{number}", count=1)
         status.clique.links.add(node=f"node{number}", waiting_files=1)
         status.clique.short.add(copies=number, files=1)
-    found = plain(read(encode_metrics(status)))
+    found = {name: value for name, value in plain(read(encode_metrics(status))).items() if not name.startswith("ckptfs_step_")}
     assert {name: value for name, value in found.items() if name.startswith("ckptfs_troubles")} == {
         "ckptfs_troubles{kind=hidden}": 300, "ckptfs_troubles{kind=fetch}": 300,
     }  # fmt: skip
@@ -225,7 +226,24 @@ def test_a_dashboard_has_no_panel_twice() -> None:
 
 def test_the_documents_name_metrics_that_exist() -> None:
     named = set(re.findall(r"`(ckptfs_[a-z_]+)`", OPERATIONS.read_text()))
-    assert named and named - {row.name for row in METRICS} == set()
+    assert named and named - {row.name for row in METRICS} - {*STEP_METRICS} == set()
+
+
+def test_how_long_steps_take(tmp_path: Path) -> None:
+    """A histogram for each step, also for one that never ran: buckets that count up, their sum, and the bytes."""
+    before = plain(read(encode_metrics(pb.Status())))
+    for seconds in (0.001, 0.002, 2.0, 5000.0):
+        step_durations.record(step_durations.FETCH, seconds, 100)
+    Node(tmp_path).make_sealed(b"sealed", b"y" * 300)
+    after = plain(read(encode_metrics(pb.Status())))
+    grown = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+    buckets = [grown[f"ckptfs_step_duration_seconds_bucket{{le={bound},step=fetch}}"] for bound in ("0.001", "0.003", "1.0", "3.0", "+Inf")]
+    assert buckets == [1, 2, 2, 3, 4] and grown["ckptfs_step_duration_seconds_count{step=fetch}"] == 4
+    assert grown["ckptfs_step_duration_seconds_sum{step=fetch}"] == pytest.approx(5002.003)
+    assert (grown["ckptfs_step_bytes_total{step=fetch}"], grown["ckptfs_step_bytes_total{step=seal}"]) == (400, 300)
+    assert grown["ckptfs_step_duration_seconds_count{step=seal}"] == 1
+    steps = {match[1] for name in after if (match := re.search("step=(\\w+)", name))}
+    assert steps == {"seal", "replicate", "fetch", "write_back"} and not any("step=replicate" in name for name in grown)
 
 
 # --- the endpoint --------------------------------------------------------------------------------------------------------

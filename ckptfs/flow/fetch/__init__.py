@@ -21,7 +21,7 @@ from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from ckptfs import disk, limits
+from ckptfs import disk, limits, step_durations
 from ckptfs.catalog import copies, mover_requests
 from ckptfs.catalog.copies import FetchState
 from ckptfs.catalog.database import Database
@@ -138,6 +138,9 @@ class Fetch:
             self._notify.notify_replies()
             raise
         else:
+            if result == mover_requests.FETCHED and state is not None and not state.has_local_copy:
+                size = state.content.size if state.content is not None else state.published.size if state.published is not None else 0
+                step_durations.record(step_durations.FETCH, time.monotonic() - since_s, size)
             disk.act("fetch:answered", mover_requests.mark_done, self._db, request.id, result)
             self._notify.notify_replies()
 

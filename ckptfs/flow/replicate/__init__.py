@@ -15,9 +15,10 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
 
-from ckptfs import disk, limits
+from ckptfs import disk, limits, step_durations
 from ckptfs.catalog import exposure, namespace, peer_copies
 from ckptfs.catalog.contents import expire_previous, is_unchanged, mark_lost
 from ckptfs.catalog.copies import set_copy_state
@@ -168,7 +169,9 @@ class Replicate:
             raise
 
     def _try_send(self, node: Node, jobs: Sequence[Job]) -> bool:
+        began_s = time.monotonic()
         outcomes = self._offer_batch(node, jobs)
+        took_s = time.monotonic() - began_s
         # A failure that ended all jobs counts once.
         ends = {id(outcome): outcome for outcome in outcomes}
         verified = []
@@ -178,6 +181,8 @@ class Replicate:
             elif ends.pop(id(outcome), None) is not None or isinstance(outcome, PeerRefused | PeerCorrupt | OSError):
                 self._handle_failure(node, content, tier, outcome)
         self._record_verified(node, verified)
+        for content in verified:
+            step_durations.record(step_durations.REPLICATE, took_s / len(jobs), content.size)
         return len(verified) == len(jobs)
 
     def _handle_failure(self, node: Node, content: Content, tier: Tier, failure: PeerFailed | OSError) -> None:

@@ -23,7 +23,7 @@ import random
 import time
 from collections.abc import Iterator
 
-from ckptfs import disk
+from ckptfs import disk, step_durations
 from ckptfs.catalog import copies, journal, mover_requests, pfs_batch, pfs_state, scans, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
@@ -346,6 +346,8 @@ class WriteBack:
             began_s = time.monotonic()
             try:
                 staged[action.key] = stager.stage(action, planned)
+                if planned.content is not None:
+                    step_durations.record(step_durations.WRITE_BACK, time.monotonic() - began_s, planned.content.size)
                 if planned.kind is SourceKind.STABLE and planned.content is not None:
                     self._pacing.record_duration(planned.content.id, time.monotonic() - began_s)
             except Unfit:

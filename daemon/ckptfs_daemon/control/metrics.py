@@ -1,19 +1,23 @@
 """The figures of `ckptfs status` as metrics for Prometheus: `METRICS` maps a Status to samples.
 
 Labels name tiers, levels, processes, and kinds of troubles and refusals. They never name paths, series or nodes, so the number of time
-series does not grow with the data. What is not known, or what this mount does not have, has no sample. Pure.
+series does not grow with the data. What is not known, or what this mount does not have, has no sample.
+
+How long steps take, and how many bytes they move, this process knows itself (`step_durations`).
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from ckptfs import step_durations
 from ckptfs.model import Level, Tier
 from ckptfs.protocol import control_pb2 as pb
 
@@ -56,6 +60,21 @@ class StatusCollector(Collector):
         """Yield the metrics."""
         for row in METRICS:
             yield row.build_family(self._status)
+        yield from build_step_families()
+
+
+STEP_METRICS = ("ckptfs_step_duration_seconds", "ckptfs_step_bytes_total")
+
+
+def build_step_families() -> Iterator[Metric]:
+    """Yield how long the steps of files took, and how many bytes they moved."""
+    durations = HistogramMetricFamily(STEP_METRICS[0], "Time that a step took for a file.", labels=("step",))
+    moved = CounterMetricFamily(STEP_METRICS[1], "Bytes of the files that went through a step.", labels=("step",))
+    bounds = [*map(str, step_durations.BOUNDS_S), "+Inf"]
+    for step, found in step_durations.get_histograms().items():
+        durations.add_metric((step,), list(zip(bounds, map(float, itertools.accumulate(found.counts)), strict=True)), found.sum_s)
+        moved.add_metric((step,), found.size_bytes)
+    yield from (durations, moved)
 
 
 def encode_metrics(status: pb.Status) -> bytes:
