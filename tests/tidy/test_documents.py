@@ -38,9 +38,9 @@ KNOWN = {f"{letter}{number}" for letter, last in FEATURES.items() for number in 
 UNTESTED = "no test names it"
 # A transfer declares three labels; one that only reads never comes to these.
 ONLY_READ = {f"{step}:{act}" for step in ("duplicate:check", "fetch:check", "seal", "verify") for act in ("write", "truncate")}
-COMMANDS = ("setup", "demo", "test", "lint", "bench", "install", "uninstall")
+COMMANDS = ("setup", "demo", "test", "lint", "bench", "install", "uninstall", "deb", "deb-test")
 # Programs of others that the documents call.
-OTHERS = {"cp", "mkdir", "python", "rm", "systemctl", "umount"}
+OTHERS = {"apt", "cp", "docker", "kubectl", "mkdir", "python", "rm", "systemctl", "umount"}
 CHANGES = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security", "Known limits"}
 PATH = re.compile(r"`((?:tests|bench|demo|deploy|ckptfs|daemon|client)/[\w./-]+)`")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -218,6 +218,8 @@ def wrong(words: list[str]) -> str:
         return wrong_options(rest)
     if program in ("make", "./bootstrap.sh"):
         return wrong_target(rest)
+    if lost := [word for word in rest if word.startswith("deploy/") and not (REPOSITORY / word).exists()]:
+        return f"there is no {lost[0]}"
     script = next((word for word in words if word.startswith("bench/")), "")
     if script:
         return wrong_for_script(script, rest)
@@ -294,7 +296,7 @@ def test_sentences_name_commands_and_options_that_exist(path: Path) -> None:
     [
         "ckptfs wiat PATH", "ckptfs wait PATH --levle pfs", "ckptfs lab start -o colour=red", "sudo mount -t ckptfs a /b -o rma=1G",
         'python x --resume "$(ckptfs lattest run)"', "make dmeo", 'make bench ARGS="--quik"', "ckptfs status && ckptfs dotcor", "ckptsf ls",
-        "$ ckptfs status --clutser\nsome output",
+        "$ ckptfs status --clutser\nsome output", "kubectl apply -k deploy/kubernetes/bose",
     ],
 )  # fmt: skip
 def test_a_wrong_command_is_found(line: str) -> None:
