@@ -21,7 +21,7 @@ PREFIX=${PREFIX:-/opt/ckptfs}
 # Packages of the daemon, and additional ones of the tests.
 PACKAGES_BASE="ca-certificates gcc libc6-dev pkg-config libfuse3-dev fuse3 python3 python3-dev python3-venv"
 PACKAGES_TEST="acl attr bindfs btrfs-progs dbench e2fsprogs etcd-server fio git gromacs lammps procps rsync sqlite3 strace stress-ng xfsprogs"
-PACKAGES_DEB="debhelper dpkg-dev"
+PACKAGES_DEB="build-essential debhelper dpkg-dev"
 PACKAGES_DEB_TEST="debootstrap lintian"
 
 # quietly WHAT COMMAND...: run a command, and show its output only if it fails.

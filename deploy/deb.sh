@@ -37,10 +37,10 @@ in_tree() { env -i HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin DEBIAN_FRONTEND
 try() {
   local package mirror
   package=$(ls "$OUT"/ckptfs_*.deb) || fail "there is no package in $OUT; build it first"
+  # Mounts of the test are seen by the test alone, and end with it.
+  [ -n "${CKPTFS_DEB_TEST:-}" ] || exec env CKPTFS_DEB_TEST=1 unshare --mount --propagation private deploy/deb.sh test
   say "lintian"
   lintian --fail-on error,warning "$package"
-  # Mounts of the test are seen by the test alone, and end with it.
-  [ -n "${CKPTFS_DEB_TEST:-}" ] || exec env CKPTFS_DEB_TEST=1 unshare --mount --propagation private "$0" test
   TREE=$(mktemp -d)
   trap 'umount -R -l "$TREE"/proc "$TREE"/sys "$TREE"/dev; rm -rf --one-file-system "$TREE"' EXIT
   # shellcheck source=/dev/null
