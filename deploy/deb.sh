@@ -24,6 +24,8 @@ build() {
   cp -r pyproject.toml setup.py README.md LICENSE ckptfs daemon client docs deploy "$scratch/ckptfs/"
   mv "$scratch/ckptfs/deploy/debian" "$scratch/ckptfs/debian"
   sed -i "1s/(\([^)]*\))/(\1+$release)/" "$scratch/ckptfs/debian/changelog"
+  # debhelper hides the home directory from pip.
+  if [ -e ~/.config/pip/pip.conf ]; then export PIP_CONFIG_FILE=${PIP_CONFIG_FILE:-~/.config/pip/pip.conf}; fi
   say "package for $release; pip fetches what it needs, which takes some minutes"
   (cd "$scratch/ckptfs" && dpkg-buildpackage -b -us -uc > "$scratch/log" 2>&1) || { tail -n 50 "$scratch/log" >&2; fail "the build failed"; }
   rm -f "$OUT"/ckptfs_*.deb
