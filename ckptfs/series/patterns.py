@@ -281,6 +281,15 @@ def _get_place_of_name(name: SplitName, has_counter: bool) -> bytes:
     return _join(name.texts, tuple(WILDCARD if go else number for go, number in zip(goes, name.numbers, strict=True)))
 
 
+def counts_checkpoints(path: bytes) -> bool:
+    """Return whether a name on a path may be that of a checkpoint: it has a counter, or a rule."""
+    names = path.split(b"/")
+    ruled = _list_ruled()
+    return any(NumberRole.COUNTER in split(name).roles for name in names) or any(
+        one.parse_numbers(name) is not None for one in ruled for name in names
+    )
+
+
 # --- numbers and what they mean ---------------------------------------------------------------------------------------
 
 

@@ -52,6 +52,22 @@ def test_a_rotation_that_keeps_one(mount: Area) -> None:
     assert os.listdir(mount.path) == []
 
 
+@pytest.mark.parametrize("removes", ["unlink", "replace"])
+def test_what_is_removed_as_soon_as_it_is_sealed_was_a_set(mount: Area, removes: str) -> None:
+    """X3: the removal waits until the tracker has looked; that of another file does not."""
+    run = mount.path / "run"
+    run.mkdir()
+    place, other = run / "step_1.pt", mount.path / "other"
+    write_archive(place)
+    other.write_bytes(b"x")
+    eventually(lambda: mount.catalog("SELECT 1 FROM content WHERE inode = ? AND state = 2", place.stat().st_ino), what="it is sealed")
+    if removes == "unlink":
+        place.unlink()
+    else:
+        other.rename(place)
+    assert "run/step_*.pt/step_1.pt@1" in list_sets(mount)
+
+
 def test_rm_rf_of_everything(mount: Area) -> None:
     """X3: the last set stays in the history, on the PFS too, with all that belongs to it."""
     data = {name: os.urandom(3000) for name in ("model.bin", "optimizer.bin", "scheduler.bin")}

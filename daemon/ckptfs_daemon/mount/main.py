@@ -60,7 +60,7 @@ def run(setup: ChildSetup) -> int:
     files = FileHandlers(context, changes)
     tracker = SetTracker(context, changes, reader, orphans.add_unlinked)
     attributes = AttributeHandlers(context, changes, files, reader, tracker.wake)
-    names, directories = NamespaceHandlers(context, changes, orphans, tracker.wake), DirectoryHandlers(context, changes)
+    names, directories = NamespaceHandlers(context, changes, orphans, tracker), DirectoryHandlers(context, changes)
     history = HistoryTree(context, changes, files, attributes)
     latest = LatestTree(context, reader, history)
     shim = ShimHandlers(context, files, latest)

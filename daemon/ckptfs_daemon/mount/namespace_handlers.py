@@ -31,6 +31,7 @@ from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse.request import build_negative_entry, get_current_request
 from ckptfs_daemon.mount import creating_calls
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
+from ckptfs_daemon.mount.set_tracker import SetTracker
 
 # After fuse.session, which loads the shim before pyfuse3.
 from pyfuse3 import EntryAttributes  # isort: skip
@@ -54,11 +55,8 @@ INODE_ID_BYTES = 8
 class NamespaceHandlers:
     """Handlers of names: lookup, create without opening, link, unlink, rename."""
 
-    def __init__(
-        self, context: MountContext, changes: ChangeRunner, orphans: "OrphanTracker", on_changed: Callable[[], None] = lambda: None
-    ) -> None:
-        """`on_changed` is called after names were removed or given to what exists."""
-        self._context, self._changes, self._orphans, self._on_changed = context, changes, orphans, on_changed
+    def __init__(self, context: MountContext, changes: ChangeRunner, orphans: "OrphanTracker", tracker: SetTracker) -> None:
+        self._context, self._changes, self._orphans, self._tracker = context, changes, orphans, tracker
 
     async def lookup(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> EntryAttributes:
         """Return the inode of a name, or a negative entry, which the kernel caches too."""
@@ -128,7 +126,8 @@ class NamespaceHandlers:
 
     async def unlink(self, parent_inode: int, name: bytes) -> None:
         """Remove a name of a file that is not a directory."""
-        self._orphans.track(await self._change_names(lambda db, _: namespace.unlink(db, parent_inode, name), [(parent_inode, name)]))
+        place = (parent_inode, name)
+        self._orphans.track(await self._change_names(lambda db, _: namespace.unlink(db, *place), [place], removed=place))
 
     async def rmdir(self, parent_inode: int, name: bytes) -> None:
         """Remove an empty directory."""
@@ -145,7 +144,7 @@ class NamespaceHandlers:
         def is_own() -> bool:
             return ownership.can_rename(self._context.db, parent_inode_old, name_old, parent_inode_new, name_new, flags)
 
-        self._orphans.track(await self._change_names(rename, names, creates=True, is_own=is_own))
+        self._orphans.track(await self._change_names(rename, names, creates=True, removed=names[1], is_own=is_own))
 
     async def _change_names(
         self,
@@ -154,22 +153,25 @@ class NamespaceHandlers:
         *,
         inodes: Iterable[int] = (),
         creates: bool = False,
+        removed: tuple[int, bytes] | None = None,
         is_own: Callable[[], bool] = lambda: True,
     ) -> Inode | None:
         """Run `change` once for the current request.
 
-        Returns its result, or None if the request was done before a crash.
+        Returns its result, or None if the request was done before a crash. `removed`: the name that a file loses, if there is one.
         """
         request = get_current_request()
         if await self._changes.get_replayed_reply(request) is not None:
             return None
+        if removed is not None:
+            await self._tracker.wait_looked(*removed)
 
         def act(db: Database, blind: bool) -> Inode | None:
             handles.record_reply(db, request.number)
             return change(db, blind)
 
         changed = await self._changes.commit_shared(lambda: self._changes.run_change(act, creates=creates), names, inodes, is_own=is_own)
-        self._on_changed()
+        self._tracker.wake()
         return changed
 
 

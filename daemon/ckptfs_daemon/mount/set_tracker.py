@@ -28,7 +28,7 @@ from typing import NamedTuple
 import trio
 
 from ckptfs import limits, series
-from ckptfs.catalog import history, history_names, set_candidates, set_members, summary, user_settings
+from ckptfs.catalog import history, history_names, inodes, namespace, set_candidates, set_members, summary, user_settings
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet
 from ckptfs.catalog.set_members import SetTree
@@ -177,11 +177,41 @@ class SetTracker:
         """Sets by series of which a file lost a name."""
         self._noted: dict[tuple[int, bytes], set[str]] = {}
         self._rests: dict[int, float] = {}
+        self._looked = trio.Event()
+        """The next look ends."""
+        self._removal_rests: dict[int, float] = {}
+        """Until when removals in a directory do not wait for a look."""
         self._has_changed = True
 
     def wake(self) -> None:
         """Look soon: there may be candidates. A hint."""
         self._woken.set()
+
+    async def wait_looked(self, directory: int, name: bytes) -> None:
+        """Wait until what is complete now is a set: the application is about to remove a name of a part of it.
+
+        Only the first of several removals in a directory waits, and not for long.
+        """
+        db, now_s = self._context.db, trio.current_time()
+        removed = namespace.find_child(db, directory, name)
+        if removed is None or not removed.is_file or removed.history or now_s < self._removal_rests.get(directory, 0.0):
+            return
+        if not patterns.counts_checkpoints(inodes.get_path(db, directory) + b"/" + name):
+            return
+        before_ns = time.time_ns()
+        with trio.move_on_after(limits.SET_LOOK_WAIT_S):
+            while unlooked := self._list_unlooked(before_ns):
+                self._looks |= dict.fromkeys(unlooked, now_s)
+                self.wake()
+                await self._looked.wait()
+        if waited_s := trio.current_time() - now_s:
+            self._removal_rests = {one: until_s for one, until_s in self._removal_rests.items() if until_s > now_s}
+            self._removal_rests[directory] = trio.current_time() + waited_s * limits.SET_SEARCH_REST
+
+    def _list_unlooked(self, before_ns: int) -> list[Row]:
+        waiting = {one.row for one in self._waiting.values()}
+        rows = set_candidates.list_candidates(self._context.db, 0, limits.SET_CANDIDATES_MAX)
+        return [row for row in rows if row[1] <= before_ns and row not in waiting]
 
     async def run(self) -> None:
         """Track until cancelled. A task."""
@@ -196,6 +226,8 @@ class SetTracker:
                         record_expired(self._context.db, directory, "removed by a user")
                         await self._maker.remove(directory)
                     more = await self._look()
+                    self._looked.set()
+                    self._looked = trio.Event()
                     await self._review_due()
                     await self._events.record_loads()
                     await self._events.record_levels()
