@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 
 import pytest
@@ -66,6 +67,25 @@ def test_what_is_removed_as_soon_as_it_is_sealed_was_a_set(mount: Area, removes:
     else:
         other.rename(place)
     assert "run/step_*.pt/step_1.pt@1" in list_sets(mount)
+
+
+def test_a_set_that_a_program_was_told_can_be_read_for_a_while(mount: Area) -> None:
+    """N2: also if the next one is complete before the program reads it."""
+    write_archive(mount.path / "step_1.pt", b"first")
+    write_archive(mount.path / "step_2.pt", b"second")
+    wait_for_sets(mount, *(f"step_*.pt/step_{number}.pt@{number}" for number in (1, 2)))
+    (mount.path / "step_1.pt").unlink()
+    (mount.path / "step_2.pt").unlink()
+    wait_for_sets(mount, "step_*.pt/step_2.pt@2")
+    told = mount.command("latest", mount.path / "step_*.pt").stdout.strip()
+    mount.settle()
+    write_archive(mount.path / "step_3.pt")
+    wait_for_sets(mount, "step_*.pt/step_2.pt@2", "step_*.pt/step_3.pt@3")
+    mount.settle()
+    write_archive(mount.path / "step_4.pt")
+    wait_for_sets(mount, *(f"step_*.pt/step_{number}.pt@{number}" for number in (2, 3, 4)))
+    with zipfile.ZipFile(told) as archive:
+        assert archive.read("data") == b"second"
 
 
 def test_rm_rf_of_everything(mount: Area) -> None:

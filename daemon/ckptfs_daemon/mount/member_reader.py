@@ -56,6 +56,7 @@ class MountMemberReader:
         self._context, self._changes = context, changes
         self._known: OrderedDict[tuple[int, int, bytes], FileFormat] = OrderedDict()
         self._pfs_silent_until_s = float("-inf")
+        self._told: dict[int, float] = {}
 
     # --- the catalog --------------------------------------------------------------------------------------------------
 
@@ -147,7 +148,15 @@ class MountMemberReader:
             return KnownSets()
         if self._context.shared_namespace is not None:
             await self._context.shared_namespace.refresh_directory(record.directory)
-        return await self.compute(functools.partial(_load_known_sets, self._context.db, record))
+        known = await self.compute(functools.partial(_load_known_sets, self._context.db, record))
+        newest = max(known.sets, key=lambda one: (one.numbers, one.number), default=known.target)
+        if newest is not None:
+            self._told = {**self.list_told(), newest.entry: trio.current_time() + limits.SET_TOLD_S}
+        return known
+
+    def list_told(self) -> dict[int, float]:
+        """Return sets that programs were told as the newest and may be about to read, and until when they stay for that."""
+        return {one: until_s for one, until_s in self._told.items() if trio.current_time() < until_s}
 
     def _find_group_series(self, directory: int, series_name: bytes) -> SeriesRecord | None:
         """Return the series of groups of which this is the pattern of one file."""
@@ -201,7 +210,7 @@ class MountMemberReader:
     async def find_missing(self, files: Mapping[bytes, int], known: KnownSet[int]) -> set[bytes] | None:
         """Return the paths of a set that are not among these files.
 
-        Returns None if one of the files is not that of the set. Names of the application and of the history lead to the same inodes.
+        Returns None if one of them is not that of the set. Names of the application and of the history lead to the same inodes.
         """
         found: dict[bytes, int] = {}
         todo = [(b"", known.entry)]

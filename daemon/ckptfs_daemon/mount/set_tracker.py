@@ -18,6 +18,7 @@ Crash safety: candidates are rows, and a set appears with one rename. Unfinished
 
 import functools
 import logging
+import math
 import os
 import time
 from collections import defaultdict
@@ -431,6 +432,9 @@ class SetTracker:
         reasons = retention.find_reasons(facts, None if known.rollback is None else known.rollback.number)
         self._ruled[directory] = [sets[number] for number, why in reasons.items() if not why and number in ruled.kept]
         unneeded = [number for number, why in reasons.items() if not why and number not in ruled.kept]
+        if told := self._list_told(sets[number] for number in unneeded):
+            unneeded = [number for number in unneeded if sets[number].directory not in told]
+            self._reviews[directory] = min([*told.values(), self._reviews.get(directory, math.inf)])
         for number in unneeded:
             record_expired(db, sets[number].directory, "nothing protects it")
             await self._maker.remove(sets[number].directory)
@@ -440,6 +444,12 @@ class SetTracker:
             self._review_delays_s[directory] = delay_s = min(max(2 * former_s, limits.SET_REVIEW_S), limits.SET_RETRY_MAX_S)
             due_s = trio.current_time() + delay_s + self._refresh.choose_delay_s()
             self._reviews[directory] = min(due_s, self._reviews.get(directory, due_s))
+
+    def _list_told(self, sets: Iterable[CheckpointSet]) -> dict[int, float]:
+        """Return those of the sets that a program may be about to read, if there is room for two more, and until when."""
+        told = self._reader.list_told()
+        free = sum(capacity.free for capacity in self._context.tiers.get_local_capacities().values()) if told else 0
+        return {one.directory: told[one.directory] for one in sets if one.directory in told and 2 * one.record.size < free}
 
     async def _report(self) -> None:
         """Record the figures of `status`, if they have changed."""
