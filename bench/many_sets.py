@@ -1,0 +1,76 @@
+"""The time of `ckptfs list` and `ckptfs latest` in a series of very many checkpoint sets.
+
+Usage: many_sets.py [--sets N] [--rounds N]. Needs root. Prints the median of the rounds, and that of the CPU time of the command.
+"""
+
+import argparse
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("tests/support", ".")]
+
+from daemon_under_test import DaemonUnderTest, environment, eventually  # noqa: E402
+
+MEDIAN_S_MAX = 0.3
+MADE_S_MAX = 1800.0
+
+
+def main() -> int:
+    """Measure; return 0 if no median is beyond `MEDIAN_S_MAX`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sets", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    memory = Path(tempfile.mkdtemp(prefix="ckptfs-bench-", dir="/dev/shm"))
+    daemon = DaemonUnderTest(pfs=None, nvme=memory)
+    try:
+        run = daemon.start().path / "run"
+        _save(daemon, run, arguments.sets)
+        series = str(run / "step_*.pt")
+        commands = (["latest", series], ["list"], ["list", series])
+        worst_s = max(_measure(command, arguments.rounds) for command in commands)
+        return 0 if worst_s <= MEDIAN_S_MAX else 1
+    finally:
+        daemon.close()
+        shutil.rmtree(memory)
+
+
+def _save(daemon: DaemonUnderTest, run: Path, sets: int) -> None:
+    """Write one file for each set, and wait until the history has all."""
+    begun_s = time.monotonic()
+    run.mkdir()
+    for step in range(sets):
+        with zipfile.ZipFile(run / f"step_{step}.pt", "w") as archive:
+            archive.writestr("data", b"%d" % step)
+    eventually(lambda: _count_sets(daemon) == sets, MADE_S_MAX, f"the history has {sets} sets")
+    print(f"{sets} sets made in {time.monotonic() - begun_s:.0f} s", flush=True)
+
+
+def _count_sets(daemon: DaemonUnderTest) -> int:
+    time.sleep(0.5)
+    return int(daemon.catalog("SELECT count(*) FROM xattr WHERE name = CAST('ckptfs.set' AS BLOB)")[0][0])
+
+
+def _measure(command: list[str], rounds: int) -> float:
+    """Run a command several times. Return the median of its times in seconds."""
+    walls, cpus = [], []
+    for _ in range(rounds):
+        before_s, used = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "ckptfs_client", *command], check=True, capture_output=True, env=environment())
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        walls.append(time.monotonic() - before_s)
+        cpus.append(after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime)
+    wall_s, words = statistics.median(walls), " ".join(command[:1] + ["SERIES"] * (len(command) - 1))
+    print(f"ckptfs {words:12}  median {wall_s:.3f} s, CPU of the command {statistics.median(cpus):.3f} s", flush=True)
+    return wall_s
+
+
+if __name__ == "__main__":
+    sys.exit(main())
