@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptfs_client import advice_commands, event_commands, node_commands, set_commands
-from ckptfs_client.errors import EPILOG, INTERRUPTED, PIPE_CLOSED, ClientError, CommandFailed, NoMount, UsageError
+from ckptfs_client import advice_commands, entry, event_commands, node_commands, set_commands
+from ckptfs_client.errors import EPILOG, ClientError, CommandFailed, NoMount, UsageError
 from ckptfs_client.json_answers import CheckJson, LogLevelJson, VersionJson
 from ckptfs_client.lab import commands
 from ckptfs_client.options import LEVELS, Directory, Json, JsonLines, Paths, parse_option
@@ -42,20 +42,8 @@ app.add_typer(cluster_app, name="cluster")
 
 
 def main() -> None:
-    """Run the command. An error becomes one sentence on stderr and an exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):
-            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    try:
-        build_command()(prog_name="ckptfs")
-    except ClientError as failure:
-        print(f"ckptfs: {failure}", file=sys.stderr)
-        sys.exit(failure.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(PIPE_CLOSED)
+    """Run the command."""
+    entry.run(lambda: build_command()(prog_name="ckptfs"))
 
 
 def build_command() -> Any:

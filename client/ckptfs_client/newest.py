@@ -15,6 +15,7 @@ import errno
 import functools
 import os
 import stat
+import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -36,7 +37,9 @@ from ckptfs.series import (
 )
 from ckptfs.series.file_formats import FileFormat
 from ckptfs.series.pickle_scan import ReadRange
+from ckptfs_client import render
 from ckptfs_client.errors import CommandFailed, UsageError
+from ckptfs_client.json_answers import LatestJson
 from ckptfs_client.mounts import build_path_error, find, find_inode
 
 FORMAT_XATTR = "user.ckptfs.format"
@@ -113,6 +116,33 @@ def build_failure(found: Found, wanted: Level) -> CommandFailed:
     more = f", nor is any of the {len(found.result.rejected) - 1} before it complete" if len(found.result.rejected) > 1 else ""
     why = f"of {os.fsdecode(newest.name)}, {newest.find_obstacle(wanted)}{more}"
     return CommandFailed(what + why, remedy=SEAL_REMEDY if "not sealed" in why or "holds no file" in why else "")
+
+
+def print_newest(named: Sequence[Path], wanted: Level, *, is_json: bool) -> None:
+    """Print the path of the newest complete member, and on stderr what was passed over. Raises as `find_newest`."""
+    found = find_newest(named, wanted)
+    member, rejected = found.result
+    if is_json:
+        answer: LatestJson = {}
+        if rejected:
+            answer["rejected"] = [{"path": str(found.build_path(one)), "reason": one.find_obstacle(wanted)} for one in rejected]
+        if member is not None:
+            verdict = member.verdict
+            answer |= {
+                "number": member.number, "path": str(found.build_path(member)), "level": verdict.level.value, "size": verdict.size,
+                "files": verdict.files,
+            }  # fmt: skip
+        render.print_json(answer)
+    if member is None:
+        raise build_failure(found, wanted)
+    if not is_json:
+        for one in rejected[:NOTES_MAX]:
+            print(f"ckptfs: {found.build_path(one)} was passed over: {one.find_obstacle(wanted)}", file=sys.stderr)
+        if len(rejected) > NOTES_MAX:
+            print(f"ckptfs: {len(rejected) - NOTES_MAX} more were passed over; --json lists them", file=sys.stderr)
+        # A program reads this: the bytes of the name, unchanged.
+        sys.stdout.flush()
+        sys.stdout.buffer.write(os.fsencode(found.build_path(member)) + b"\n")
 
 
 def _find_history(directory: Path) -> bytes:

@@ -1,7 +1,6 @@
 """The commands about series and checkpoint sets. Everything heavy is imported where it is used."""
 
 import os
-import sys
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptfs.model import Level
-from ckptfs_client.errors import EPILOG, ClientError, NoMount, UsageError
-from ckptfs_client.json_answers import LatestJson, SeriesJson, SetChangeJson, SetJson, VerifyJson
+from ckptfs_client.errors import EPILOG, UsageError
+from ckptfs_client.json_answers import SetChangeJson, VerifyJson
 from ckptfs_client.options import LEVELS, Json
 
 if TYPE_CHECKING:
@@ -50,36 +49,9 @@ def list_sets(
 
     Example: ckptfs list '/ckpt/run1/step_*' --level pfs
     """
-    from ckptfs_client import mounts, render, set_listing
-    from ckptfs_client.set_history import SetHistory
+    from ckptfs_client import set_listing
 
-    wanted = Level.NONE if level is None else parse_level(level)
-    series_rows: list[SeriesJson] = []
-    rows: list[SetJson] = []
-    chosen = [mounts.find(where)] if where is not None else mounts.list_mounts() or [mounts.choose(None)]
-    silent = False
-    for mount in chosen:
-        with SetHistory(mount, figures=level is None and (where is None or "*" not in str(where))) as history:
-            try:
-                found = history.series if where is None else history.find_series(where)
-                if level is not None:
-                    rows += [row for one in found for row in set_listing.list_set_rows(history, one, wanted)]
-                elif where is None or len(found) > 1:
-                    series_rows += map(set_listing.build_series_row, found)
-                else:
-                    at_most = None if everything or json else set_listing.SHOWN_MAX
-                    rows = set_listing.list_all_rows(history, where, found[0] if found else None, at_most)
-            except ClientError as failure:
-                if len(chosen) == 1:
-                    raise
-                silent = True
-                print(f"ckptfs: {failure}", file=sys.stderr)
-    if json:
-        render.print_json(series_rows or rows)
-    elif series_rows or rows:
-        print(set_listing.format_series(series_rows) if series_rows else set_listing.format_sets(rows))
-    if silent:
-        raise typer.Exit(NoMount.exit_code)
+    set_listing.print_list(where, None if level is None else parse_level(level), lists_all=everything, is_json=json)
 
 
 @app.command(epilog=EPILOG)
@@ -118,32 +90,9 @@ def latest(
 
     Example: ckptfs latest '/ckpt/run1/step_*' --level clique
     """
-    from ckptfs_client import newest, render
+    from ckptfs_client import newest
 
-    wanted = parse_level(level)
-    found = newest.find_newest(series, wanted)
-    member, rejected = found.result
-    if json:
-        answer: LatestJson = {}
-        if rejected:
-            answer["rejected"] = [{"path": str(found.build_path(one)), "reason": one.find_obstacle(wanted)} for one in rejected]
-        if member is not None:
-            verdict = member.verdict
-            answer |= {
-                "number": member.number, "path": str(found.build_path(member)), "level": verdict.level.value, "size": verdict.size,
-                "files": verdict.files,
-            }  # fmt: skip
-        render.print_json(answer)
-    if member is None:
-        raise newest.build_failure(found, wanted)
-    if not json:
-        for one in rejected[: newest.NOTES_MAX]:
-            print(f"ckptfs: {found.build_path(one)} was passed over: {one.find_obstacle(wanted)}", file=sys.stderr)
-        if len(rejected) > newest.NOTES_MAX:
-            print(f"ckptfs: {len(rejected) - newest.NOTES_MAX} more were passed over; --json lists them", file=sys.stderr)
-        # A program reads this: the bytes of the name, unchanged.
-        sys.stdout.flush()
-        sys.stdout.buffer.write(os.fsencode(found.build_path(member)) + b"\n")
+    newest.print_newest(series, parse_level(level), is_json=json)
 
 
 @app.command(epilog=EPILOG)

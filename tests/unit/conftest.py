@@ -25,12 +25,12 @@ def db(tmp_path: Path) -> Iterator[Database]:
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Call the command in this process: (exit code, stdout, stderr)."""
 
-    from ckptfs_client import cli
+    from ckptfs_client import entry
 
     def call(*arguments: str | Path) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["ckptfs", *map(str, arguments)])
         with pytest.raises(SystemExit) as end:
-            cli.main()
+            entry.main()
             raise SystemExit(0)
         out, err = capsys.readouterr()
         return int(end.value.code or 0), out, err

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ckptfs_client import cli, doctor, mounts, render
+from ckptfs_client import cli, doctor, entry, mounts, render
 from ckptfs_client.errors import NoMount
 from ckptfs_client.mounts import Mount
 from control_served import Served, serving
@@ -191,6 +191,29 @@ def test_version_is_quick() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and done.stdout.startswith("ckptfs "), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "is_short"),
+    [
+        ("latest /", True), ("latest / --json", True), ("latest --level pfs /", True), ("list", True),
+        ("list / --level local --json", True),
+        ("latest", False), ("latest --help", False), ("latest / --level best", False), ("latest / --level", False), ("list / /tmp", False),
+        ("latest / --jsno", False), ("list --all", False), ("latest -- /", False), ("status", False), ("", False),
+    ],
+)  # fmt: skip
+def test_what_scripts_call_most_needs_no_typer(words: str, is_short: bool) -> None:
+    """D12: it takes longer than the rest. Both ways refuse with the same words."""
+    program = "import sys\nfrom ckptfs_client import {0}\ntry: {0}.main()\nexcept SystemExit as end: print('typer' in sys.modules, end)"
+    assert (entry.find_short_way(words.split()) is not None) == is_short
+    if words != "latest /":
+        return
+    ends = {}
+    for way in ("entry", "cli"):
+        command = [sys.executable, "-c", program.format(way), *words.split()]
+        ends[way] = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert (ends["entry"].stdout, ends["cli"].stdout) == ("False 3\n", "True 3\n")
+    assert ends["entry"].stderr == ends["cli"].stderr and "ckptfs" in ends["cli"].stderr
 
 
 def test_mountinfo_is_understood(tmp_path: Path) -> None:
