@@ -119,3 +119,21 @@ def warm(
         fetched, here = done.counts[warming.FETCHED], done.counts[warming.HERE]
         amount = f"{format_count(fetched, 'file')} ({format_size(done.fetched_bytes)}) fetched, {here} here already"
         print(f"{amount} (after {format_duration(time.monotonic() - begun_s)})")
+
+
+@app.command(epilog=EPILOG)
+def web(
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="The address to serve.")] = "127.0.0.1:9465",
+    beyond_loopback: Annotated[bool, typer.Option("--beyond-loopback", help="Also if other machines can reach that address.")] = False,
+) -> None:
+    """Serve a page that shows whether the newest checkpoints are safe.
+
+    Read-only: checkpoints, nodes, tiers, troubles, and write-back and replication over time, of all mounts of this machine. It shows what
+    every user of the machine may ask: no names of series that not all users may list. There is neither TLS nor a password. Ctrl-C ends it.
+
+    Example: ckptfs web --listen 127.0.0.1:8080
+    """
+    from ckptfs_client import web_server
+
+    address = web_server.check_listen(listen, is_exposed=beyond_loopback)
+    web_server.serve(address, lambda url: print(f"{url} shows the mounts of this machine; Ctrl-C ends it", flush=True))

@@ -230,8 +230,8 @@ def _describe_trouble(trouble: "pb.Trouble") -> str:
 
 def _describe_clique(clique: "pb.Clique") -> list[str]:
     """Describe the progress of replication, refill and repair."""
-    behind = _format_amount(clique.under_replicated_files, clique.under_replicated_bytes)
-    repair = _format_amount(clique.repair_files, clique.repair_bytes)
+    behind = format_amount(clique.under_replicated_files, clique.under_replicated_bytes)
+    repair = format_amount(clique.repair_files, clique.repair_bytes)
     copies = f", {clique.copies_present} of {clique.copies_wanted} copies" if clique.copies_wanted else ""
     lag = f", the oldest for {format_duration(clique.lag_s)}" if clique.under_replicated_files else ""
     lines = [f"  copies      {behind or 'nothing'} behind{copies if behind else ''}{lag}"]
@@ -242,7 +242,7 @@ def _describe_clique(clique: "pb.Clique") -> list[str]:
         ]
         lines.append(f"  clique      {', '.join(short)}")
     if clique.rebuild_files:
-        lines.append(f"  refill      {_format_amount(clique.rebuild_files, clique.rebuild_bytes)} to fetch back from other nodes")
+        lines.append(f"  refill      {format_amount(clique.rebuild_files, clique.rebuild_bytes)} to fetch back from other nodes")
     if repair:
         lines.append(f"  repair      {repair} of dead nodes, to be copied from this one{'' if behind else copies}")
     if clique.incoming_transfers or clique.outgoing_reads:
@@ -251,7 +251,8 @@ def _describe_clique(clique: "pb.Clique") -> list[str]:
     return lines
 
 
-def _format_amount(files: int, size_bytes: int) -> str:
+def format_amount(files: int, size_bytes: int) -> str:
+    """Format files with their bytes; empty if there are none."""
     return f"{format_count(files, 'file')} ({format_size(size_bytes)})" if files else ""
 
 
@@ -274,7 +275,7 @@ def _describe_refused(answer: "pb.Status") -> list[str]:
 def _build_link_table(clique: "pb.Clique") -> Any:
     table = build_grid("peer", "waiting>", "sending>", "per stream>", "round trip>", "")
     for link in clique.links:
-        waiting, sending = _format_amount(link.waiting_files, link.waiting_bytes), _format_amount(link.sending_files, link.sending_bytes)
+        waiting, sending = format_amount(link.waiting_files, link.waiting_bytes), format_amount(link.sending_files, link.sending_bytes)
         speed = f"{format_size(link.bytes_per_s)}/s" if link.bytes_per_s >= 0 else "-"
         rtt = f"{link.rtt_s * 1000:.1f} ms" if link.rtt_s >= 0 else "-"
         table.add_row(
@@ -288,9 +289,7 @@ def build_cluster(answer: "pb.Cluster") -> "RenderableType":
     from rich.console import Group
     from rich.markup import escape
 
-    # An island knows only that itself is alive. The other rows are as last reported.
-    unknown = {member.name for member in answer.members if answer.island and not member.has_figures and member.name != answer.node}
-    living = sum(member.alive and member.name not in unknown for member in answer.members)
+    living = sum(get_member_state(answer, member) == "alive" for member in answer.members)
     head = (
         f"[bold]{escape(answer.name)}[/]: {living} of {format_count(len(answer.members), 'node')}, {answer.replication_factor} copies,"
         f" etcd {escape(answer.etcd)}   (as {escape(answer.node)} sees it)"
@@ -299,20 +298,29 @@ def build_cluster(answer: "pb.Cluster") -> "RenderableType":
     table = build_grid(*columns, "holds for others")
     for member in answer.members:
         copies = f", {member.copies_present} of {member.copies_wanted} copies" if member.copies_wanted else ""
-        behind = _format_amount(member.under_replicated_files, member.under_replicated_bytes)
+        behind = format_amount(member.under_replicated_files, member.under_replicated_bytes)
         behind = f"{behind}{copies}" if behind else "nothing"
-        back, again = _format_amount(member.rebuild_files, member.rebuild_bytes), _format_amount(member.repair_files, member.repair_bytes)
+        back, again = format_amount(member.rebuild_files, member.rebuild_bytes), format_amount(member.repair_files, member.repair_bytes)
         held = f"{format_count(member.held_files, 'file')} ({format_size(member.held_bytes)})"
         lag = format_duration(member.lag_s) if member.under_replicated_files else "-"
         figures = (behind, lag, ", ".join(filter(None, (back, again and f"{again} for others"))) or "-", held)
         shown_figures = figures if member.has_figures else ("unknown", "-", "-", "unknown")
-        state = "unknown" if member.name in unknown and member.alive else "alive" if member.alive else "dead"
         table.add_row(
-            escape(member.name), str(member.number), _style_word(state), str(member.rank), escape(member.domain),
+            escape(member.name), str(member.number), _style_word(get_member_state(answer, member)), str(member.rank), escape(member.domain),
             escape(member.address), escape(", ".join(member.peers) or "nobody"), *shown_figures,
         )  # fmt: skip
     island = "[yellow]island[/]: etcd does not answer this node, or some changes are not published yet; no written data is lost"
     return Group(head, *([island] if answer.island else []), "", table)
+
+
+def get_member_state(cluster: "pb.Cluster", member: "pb.Member") -> str:
+    """Return alive, dead or unknown.
+
+    An island knows only that itself is alive; the rest is as last reported.
+    """
+    if not member.alive:
+        return "dead"
+    return "unknown" if cluster.island and not member.has_figures and member.name != cluster.node else "alive"
 
 
 def build_grid(*columns: str) -> Any:

@@ -1,0 +1,118 @@
+"""Samples of the figures of several mounts, with their recent history, for the views that stay open."""
+
+import functools
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypedDict, TypeVar
+
+from ckptfs.model import Level
+from ckptfs_client import overview
+from ckptfs_client.client import Client, ask_all
+from ckptfs_client.errors import ClientError
+from ckptfs_client.mounts import Mount
+from ckptfs_client.overview import BacklogHistory, MountAnswers, MountOverviewJson, SetOverviewJson
+from ckptfs_client.render import escape_unprintable
+
+if TYPE_CHECKING:
+    from ckptfs.protocol import control_pb2 as pb
+
+Found = TypeVar("Found")
+ANSWER_S = 3.0
+"""After this silence of a daemon a view goes on without it."""
+REST_RATIO = 20
+"""Figures of series are asked again after this many times the time that they took: some catalogs are large."""
+REFRESHED_MAX = 8
+"""Of how many series a sample asks the store of the cluster: each takes it some time."""
+
+
+class OverviewJson(TypedDict):
+    """All mounts of a machine. `at` is the time of the sample in seconds since the epoch."""
+
+    host: str
+    at: float
+    mounts: list[MountOverviewJson]
+
+
+class OverviewSampler:
+    """Asks the daemons, and keeps what they answered. One thread samples; any may ask for sets."""
+
+    def __init__(self, list_chosen: Callable[[], Sequence[Mount]]) -> None:
+        """`list_chosen` returns the mounts to show, and is called for each sample."""
+        self._list_chosen = list_chosen
+        self._mounts: dict[str, Mount] = {}
+        self._answers: dict[str, MountAnswers] = {}
+        self._histories: dict[str, BacklogHistory] = {}
+        self._series: dict[str, tuple[pb.ListSeriesReply, float]] = {}
+
+    def sample(self) -> OverviewJson:
+        """Ask all daemons at once, and return what they answered."""
+        chosen = list(self._list_chosen())
+        answers = [self._build_answers(*one) for one in ask_all(chosen, self._ask, ANSWER_S)] if chosen else []
+        at_s = time.monotonic()
+        self._mounts = {str(mount.mountpoint): mount for mount in chosen}
+        self._answers = {one.mountpoint: one for one in answers}
+        self._histories = {one.mountpoint: self._histories.get(one.mountpoint) or BacklogHistory() for one in answers}
+        self._series = {where: found for where, found in self._series.items() if where in self._mounts}
+        for one in answers:
+            self._histories[one.mountpoint].append(at_s, one.status)
+        shown = [overview.build_mount(one, self._histories[one.mountpoint], time.time_ns()) for one in answers]
+        return {"host": escape_unprintable(socket.gethostname()), "at": time.time(), "mounts": shown}
+
+    def list_sets(self, mountpoint: str, directory: int) -> list[SetOverviewJson]:
+        """Return the newest sets of a series of the last sample.
+
+        Raises KeyError if it was not in that sample, or ClientError.
+        """
+        mount, answers = self._mounts[mountpoint], self._answers[mountpoint]
+        if answers.status is None or answers.series is None:
+            raise KeyError(mountpoint)
+        rollback = next((one.rollback for one in answers.series.series if one.directory == directory), None)
+        if rollback is None:
+            raise KeyError(directory)
+        with Client(mount, answer_s=ANSWER_S) as client:
+            return overview.build_sets(client.list_sets(directory, overview.SETS_SHOWN_MAX), rollback, answers.status, time.time_ns())
+
+    def _ask(self, client: Client) -> MountAnswers:
+        """Ask one daemon. Without an answer about series or nodes the rest is shown. Raises ClientError."""
+        mount = client.mount
+        status = client.get_status()
+        cluster = _ask_or_none(client.get_cluster) if status.HasField("clique") else None
+        return MountAnswers(mount.name, str(mount.mountpoint), status, self._ask_series(client), cluster)
+
+    def _ask_series(self, client: Client) -> "pb.ListSeriesReply | None":
+        where, begun_s = str(client.mount.mountpoint), time.monotonic()
+        known, due_s = self._series.get(where, (None, 0.0))
+        if known is not None and begun_s < due_s:
+            return known
+        found = _ask_or_none(lambda: client.list_series(figures=True))
+        if found is not None:
+            _refresh_newest(client, found)
+            end_s = time.monotonic()
+            self._series[where] = found, end_s + REST_RATIO * (end_s - begun_s)
+        return found
+
+    def _build_answers(self, mount: Mount, answer: "MountAnswers | ClientError") -> MountAnswers:
+        if isinstance(answer, ClientError):
+            return MountAnswers(mount.name, str(mount.mountpoint), failure=str(answer))
+        return answer
+
+
+def _refresh_newest(client: Client, found: "pb.ListSeriesReply") -> None:
+    """Have the daemon ask the store of a cluster about newest sets of which it knows no copies.
+
+    Only a question about sets does that. Sets of other nodes come without copies.
+    """
+    unknown = [one for one in found.series if one.HasField("newest") and one.newest.level == Level.NONE] if found.shared else []
+    unknown.sort(key=lambda one: one.newest.completed_ns, reverse=True)
+    for one in unknown[:REFRESHED_MAX]:
+        sets = _ask_or_none(functools.partial(client.list_sets, one.directory, 1))
+        if sets:
+            one.newest.CopyFrom(sets[0])
+
+
+def _ask_or_none(question: Callable[[], Found]) -> Found | None:
+    try:
+        return question()
+    except ClientError:
+        return None
