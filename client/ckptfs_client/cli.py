@@ -88,7 +88,7 @@ def _take_common_options(
 def status(
     directory: Directory = None,
     json: Json = False,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh every second until interrupted.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show every second if the newest checkpoints are safe; q ends.")] = False,
     cluster: Annotated[bool, typer.Option("--cluster", help="Show the cluster: its nodes, their peers and what lags.")] = False,
 ) -> None:
     """Show tiers, write-back, troubles and processes of mounts.
@@ -98,7 +98,7 @@ def status(
     Example: ckptfs status /ckpt --watch
     """
     from ckptfs_client import mounts, render
-    from ckptfs_client.progress_bar import is_silent, list_statuses, watch_status
+    from ckptfs_client.progress_bar import is_silent, list_statuses
 
     if cluster:
         if watch:
@@ -107,6 +107,8 @@ def status(
         return
     chosen = [mounts.choose(directory)] if directory is not None else mounts.list_mounts() or [mounts.choose(None)]
     if watch:
+        from ckptfs_client.status_screen import watch_status
+
         watch_status(chosen, json=json)
         return
     answers = list_statuses(chosen)

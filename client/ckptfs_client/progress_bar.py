@@ -1,4 +1,4 @@
-"""Progress of long operations: a bar if stderr is a terminal; and the figures of `status --watch`."""
+"""Progress of long operations: a bar if stderr is a terminal; and the statuses of several mounts."""
 
 import sys
 import time
@@ -13,8 +13,6 @@ from ckptfs_client.mounts import Mount
 
 if TYPE_CHECKING:
     from ckptfs.protocol import control_pb2 as pb
-
-WATCH_EVERY_S = 1.0
 
 
 def list_statuses(chosen: Sequence[Mount]) -> list["pb.Status"]:
@@ -38,27 +36,6 @@ def _build_silent_status(mount: Mount, failure: ClientError) -> "pb.Status":
 
     trouble = pb.Trouble(where="daemon", what=str(failure.args[0]), remedy=failure.remedy)
     return pb.Status(name=mount.name, mountpoint=str(mount.mountpoint), health=render.DOWN, troubles=[trouble])
-
-
-def watch_status(chosen: list[Mount], *, json: bool) -> None:
-    """Print the status every second until interrupted: in place on a terminal, else one after the other."""
-    while json:
-        for status in list_statuses(chosen):
-            render.print_json(render.message_to_dict(status), lines=True)
-        time.sleep(WATCH_EVERY_S)
-    from rich.console import Group
-
-    if not sys.stdout.isatty():
-        while True:
-            print(time.strftime("--- %Y-%m-%d %H:%M:%S"))
-            render.print_renderable(Group(*map(render.build_status, list_statuses(chosen))))
-            time.sleep(WATCH_EVERY_S)
-    from rich.live import Live
-
-    with Live(console=render.build_console(), auto_refresh=False) as live:
-        while True:
-            live.update(Group(*map(render.build_status, list_statuses(chosen))), refresh=True)
-            time.sleep(WATCH_EVERY_S)
 
 
 def follow_progress(messages: Iterator["pb.Progress"], what: str, done: str, *, json: bool = False) -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -125,20 +124,3 @@ def test_ls_on_a_dead_mount_gives_the_remedy(tmp_path: Path, run: Run, monkeypat
         assert code == 3 and "has ended; mount gone again with the same options" in err
     failure = listing.build_path_error(tmp_path / "file", OSError(107, ""))
     assert isinstance(failure, NoMount)
-
-
-def test_watch_prints_to_a_pipe(two: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """`ckptfs status --watch | tee` shows every round, not none."""
-    from ckptfs_client import progress_bar
-
-    rounds = []
-
-    def end_after_two(_: float) -> None:
-        rounds.append(capsys.readouterr().out)
-        if len(rounds) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(time, "sleep", end_after_two)
-    with pytest.raises(KeyboardInterrupt):
-        progress_bar.watch_status(mounts.list_mounts(), json=False)
-    assert not sys.stdout.isatty() and all(f"test on {tmp_path}/mnt: ok" in one and "sick on" in one for one in rounds)
