@@ -23,6 +23,8 @@ PACKAGES_BASE="ca-certificates gcc libc6-dev pkg-config libfuse3-dev fuse3 pytho
 PACKAGES_TEST="acl attr bindfs btrfs-progs dbench e2fsprogs etcd-server fio git gromacs lammps procps rsync sqlite3 strace stress-ng xfsprogs"
 PACKAGES_DEB="build-essential debhelper dpkg-dev"
 PACKAGES_DEB_TEST="debootstrap lintian"
+# The page is tested in a browser. Ubuntu's chromium is a snap, which the tests cannot drive; they skip there.
+if grep -qsx 'ID=debian' /etc/os-release; then PACKAGES_TEST="$PACKAGES_TEST chromium"; fi
 
 # quietly WHAT COMMAND...: run a command, and show its output only if it fails.
 quietly() {
