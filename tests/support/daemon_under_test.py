@@ -45,7 +45,7 @@ class NotStarted(Exception):
     """The daemon refused to start; the message is the sentence it gave, or its log."""
 
 
-def eventually(condition: Callable[[], Any], timeout: float = 120.0, what: str = "") -> Any:
+def eventually(condition: Callable[[], Any], timeout: float = 120.0, what: str = "", pause_s: float = 0.02) -> Any:
     """Ask `condition` again and again until it is true; its value. Fails the test after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     pause = threading.Event()
@@ -55,7 +55,7 @@ def eventually(condition: Callable[[], Any], timeout: float = 120.0, what: str =
             return value
         if time.monotonic() > deadline:
             raise AssertionError(f"not so within {timeout:.0f} s: {what or condition}")
-        pause.wait(0.02)
+        pause.wait(pause_s)
 
 
 def environment(**more: str) -> dict[str, str]:

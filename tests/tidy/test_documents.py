@@ -40,7 +40,10 @@ UNTESTED = "no test names it"
 ONLY_READ = {f"{step}:{act}" for step in ("duplicate:check", "fetch:check", "seal", "verify") for act in ("write", "truncate")}
 COMMANDS = ("setup", "demo", "test", "lint", "bench", "install", "uninstall", "deb", "deb-test")
 # Programs of others that the documents call.
-OTHERS = {"apt", "cp", "docker", "kubectl", "mkdir", "python", "rm", "systemctl", "umount"}
+OTHERS = {
+    "apt", "cd", "cp", "docker", "install", "kubectl", "mkdir", "python", "rm", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "systemctl",
+    "umount",
+}  # fmt: skip
 CHANGES = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security", "Known limits"}
 PATH = re.compile(r"`((?:tests|bench|demo|deploy|ckptfs|daemon|client)/[\w./-]+)`")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
