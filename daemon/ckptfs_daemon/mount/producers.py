@@ -30,7 +30,8 @@ ENVIRONMENT_BYTES_MAX = 1 << 20
 REREAD_S = 60.0
 """The same number may be another process later."""
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "JOB_ID")
-_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+"""The launcher that is nearest to the process first: what mpirun starts in a batch script of Slurm inherits SLURM_PROCID=0."""
 
 
 class Process(NamedTuple):
