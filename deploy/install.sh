@@ -131,6 +131,13 @@ sample() {
   cp deploy/systemd/ckptfs.toml "$shipped"
 }
 
+# The scripts of Slurm are used where they lie, and name PREFIX.
+slurm() {
+  mkdir -p "$HOME_OF_ALL/share/slurm"
+  cp deploy/slurm/* "$HOME_OF_ALL/share/slurm/"
+  sed -i "s|/opt/ckptfs|$PREFIX|g" "$HOME_OF_ALL/share/slurm/slurm.conf"
+}
+
 reload_systemd() { if [ -z "$DESTDIR" ] && [ -d /run/systemd/system ]; then systemctl daemon-reload; fi; }
 
 install() {
@@ -151,6 +158,7 @@ install() {
     fi
   done
   sample
+  slurm
   reload_systemd
   say "installed; next: ckptfs doctor, then mount -t ckptfs NAME DIR -o pfs=DIR, or $SAMPLE and systemctl start ckptfs@NAME"
 }

@@ -68,6 +68,9 @@ def test_everything_is_in_its_place(installed: Path) -> None:
         assert (installed / PREFIX[1:] / directory / page.name).read_text() == page.read_text()
     completion = installed / PREFIX[1:] / "share/bash-completion/completions/ckptfs"
     assert completion.read_text() == (REPOSITORY / "docs/completion/bash/ckptfs").read_text()
+    slurm = installed / PREFIX[1:] / "share/slurm"
+    assert f"\nProlog={PREFIX}/share/slurm/prolog\n" in (slurm / "slurm.conf").read_text()
+    assert {path.name for path in slurm.iterdir() if os.access(path, os.X_OK)} == {"prolog", "epilog", "array.sh", "batch.sh"}
 
 
 def test_it_stands_alone(installed: Path) -> None:
