@@ -245,6 +245,17 @@ class LabJson(TypedDict):
     nodes: Annotated[list[LabNodeJson], "its nodes, in order"]
 
 
+class EventProcessJson(TypedDict, total=False):
+    """A process in an event. What is not known is left out."""
+
+    host: Annotated[str, "its host"]
+    pid: Annotated[int, "its number there"]
+    command: Annotated[str, "its command line, up to 160 characters"]
+    job: Annotated[str, "the id of its job"]
+    rank: Annotated[str, "its rank"]
+    started: Annotated[str, "when it started, in UTC"]
+
+
 class EventJson(TypedDict, total=False):
     """One event, as in the log. What is not known, or has no meaning for its kind, is left out."""
 
@@ -267,8 +278,8 @@ class EventJson(TypedDict, total=False):
     reason: Annotated[str, "expired: why"]
     former: Annotated[str, "unchanged: the set with the same bytes"]
     processes: Annotated[int, "how many processes wrote the set"]
-    producers: Annotated[list[dict[str, str | int]], "the first of them: host, pid, command, job, rank, started"]
-    reader: Annotated[dict[str, str | int], "load, restored: the process that reads, likewise"]
+    producers: Annotated[list[EventProcessJson], "the first of them"]
+    reader: Annotated[EventProcessJson, "load, restored: the process that reads"]
     process: Annotated[str, "restarted: mount or mover"]
     pid: Annotated[int, "restarted: of the one that died"]
     exit_code: Annotated[int, "restarted: its exit code; -9: it was killed"]

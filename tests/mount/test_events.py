@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from another_user import as_user
-from ckptfs_client import event_source, mounts, set_history
+from ckptfs_client import event_source, json_answers, mounts, set_history
 from daemon_under_test import Area, DaemonUnderTest, environment, eventually
 
 from ckptfs import event_log
@@ -78,6 +78,7 @@ def list_events(mount: Area) -> list[dict[str, Any]]:
     """The log, but for events of series in other areas."""
     events = event_log.read_events(mount.daemon.state / event_log.DIRECTORY)
     found = [{"kind": event.kind, **event.fields} for event in events]
+    assert {name for one in found for name in one} <= set(json_answers.EventJson.__annotations__)
     return [one for one in found if "series" not in one or one["series"].startswith(mount.path.name + "/")]
 
 

@@ -41,8 +41,8 @@ ONLY_READ = {f"{step}:{act}" for step in ("duplicate:check", "fetch:check", "sea
 COMMANDS = ("setup", "demo", "test", "lint", "bench", "install", "uninstall", "deb", "deb-test")
 # Programs of others that the documents call.
 OTHERS = {
-    "apt", "cd", "cp", "docker", "install", "kubectl", "mkdir", "python", "rm", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "systemctl",
-    "umount",
+    "apt", "cd", "cp", "docker", "install", "kubectl", "mkdir", "python", "rm", "sbatch", "scancel", "scontrol", "sinfo", "squeue",
+    "systemctl", "umount",
 }  # fmt: skip
 CHANGES = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security", "Known limits"}
 PATH = re.compile(r"`((?:tests|bench|demo|deploy|ckptfs|daemon|client)/[\w./-]+)`")
