@@ -1,4 +1,4 @@
-"""How long the steps of a file's path took in this process, as histograms for the metrics. Thread-safe."""
+"""Histograms of how long the steps of a file's path took in this process. Thread-safe."""
 
 import threading
 from bisect import bisect_left

@@ -100,7 +100,10 @@ def advise(
 
 
 def _observe_failure_rate(series: Path) -> tuple[float, int]:
-    """Return (mean time between failures, failures) from the event log. Raises CommandFailed without a failure."""
+    """Return (mean time between failures, failures) from the event log.
+
+    Raises CommandFailed without a failure.
+    """
     from ckptfs_client.event_commands import measure_goodput
 
     shown, found = measure_goodput(series, [])

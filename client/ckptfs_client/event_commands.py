@@ -1,4 +1,6 @@
-"""The commands about what has happened: `ckptfs events` and `ckptfs goodput`. Heavy modules are imported at their first use."""
+"""The commands about what has happened: `ckptfs events` and `ckptfs goodput`.
+
+Heavy modules are imported at their first use."""
 
 import select
 import sys
@@ -97,7 +99,10 @@ def goodput(
 
 
 def measure_goodput(series: Path, logs: list[Path]) -> "tuple[str, Goodput]":
-    """Return (name, goodput) of a series from the logs of its mount and of others. Raises CommandFailed, NoMount, UsageError."""
+    """Return (name, goodput) of a series from the logs of its mount and of others.
+
+    Raises CommandFailed, NoMount, UsageError.
+    """
     from ckptfs_client import mounts
     from ckptfs_client.event_source import EventSource, read_log
     from ckptfs_client.goodput import compute_goodput, select_series

@@ -1,4 +1,6 @@
-"""What a series got done: runs, restarts, lost steps, and where the time went. From events alone. Pure (G6, X9).
+"""What a series got done: runs, restarts, lost steps, and where the time went (G6, X9).
+
+It follows from events alone. Pure.
 
 A *run* is what some processes do between a start and a failure, a stop or the present. New processes that write the next set begin a new
 run if they belong to another job, have read a set, repeat a step, or have lived for a while before they saved. Else they belong to the
@@ -36,7 +38,10 @@ Process = tuple[str, int]
 
 @dataclass(slots=True)
 class Save:
-    """One set that was written: complete, or left behind. Times in ns. `step`: the number in its name; None without one."""
+    """One set that was written: complete, or left behind.
+
+    Times are in ns. `step`: the number in its name; None without one.
+    """
 
     name: str
     step: int | None
@@ -166,7 +171,10 @@ class Goodput:
 
 
 def compute_goodput(events: Iterable[LoggedEvent]) -> Goodput | None:
-    """Compute the goodput of one series from its events, of one node or several. Returns None if nothing was saved."""
+    """Compute the goodput of one series from its events, of one node or several.
+
+    Returns None if nothing was saved.
+    """
     ordered = sorted(events, key=lambda event: event.time_ns)
     saves, loads = list_saves(ordered), list_loads(ordered)
     first = next((save for save in saves if save.is_complete), None)
@@ -198,7 +206,9 @@ def compute_goodput(events: Iterable[LoggedEvent]) -> Goodput | None:
 
 
 def list_saves(events: Iterable[LoggedEvent]) -> list[Save]:
-    """Return the sets that were begun or complete, in the order in which they began. `events`: in order of time.
+    """Return the sets that were begun or complete, in the order in which they began.
+
+    `events`: in order of time.
 
     Events of one set that several nodes, or several processes of one daemon, recorded are put together.
     """

@@ -1,4 +1,6 @@
-"""What `ckptfs goodput` prints: a table, shares of the time as bars, and the steps over time. Plain characters."""
+"""What `ckptfs goodput` prints: a table, shares of the time as bars, and the steps over time.
+
+Plain characters."""
 
 from datetime import datetime
 

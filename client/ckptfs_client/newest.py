@@ -119,7 +119,10 @@ def build_failure(found: Found, wanted: Level) -> CommandFailed:
 
 
 def print_newest(named: Sequence[Path], wanted: Level, *, is_json: bool) -> None:
-    """Print the path of the newest complete member, and on stderr what was passed over. Raises as `find_newest`."""
+    """Print the path of the newest complete member, and on stderr what was passed over.
+
+    Raises as `find_newest`.
+    """
     found = find_newest(named, wanted)
     member, rejected = found.result
     if is_json:

@@ -34,7 +34,9 @@ SHOWN_MAX = 500
 
 
 def print_list(where: Path | None, wanted: Level | None, *, lists_all: bool = False, is_json: bool) -> None:
-    """Print the series of all mounts or of a directory, or the sets of a series. Ends with an exit code if a mount does not answer.
+    """Print the series of all mounts or of a directory, or the sets of a series.
+
+    Ends with an exit code if a mount does not answer.
 
     `wanted`: only sets with this level, of all series.
     """

@@ -155,7 +155,10 @@ class MountMemberReader:
         return known
 
     def list_told(self) -> dict[int, float]:
-        """Return sets that programs were told as the newest and may be about to read, and until when they stay for that."""
+        """Return sets that programs were told as the newest and may be about to read.
+
+        The value says until when they stay for that.
+        """
         return {one: until_s for one, until_s in self._told.items() if trio.current_time() < until_s}
 
     def _find_group_series(self, directory: int, series_name: bytes) -> SeriesRecord | None:

@@ -43,7 +43,10 @@ NANO = 1e9
 
 @dataclass(slots=True)
 class _Begun:
-    """A member that has no set yet: when each process had its files open, and when its event was recorded last."""
+    """A member that has no set yet.
+
+    When each process had its files open, and when its event was recorded last.
+    """
 
     found: FoundMember
     writers: dict[int, WrittenFile] = field(default_factory=dict)

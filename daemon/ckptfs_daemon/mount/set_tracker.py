@@ -446,7 +446,10 @@ class SetTracker:
             self._reviews[directory] = min(due_s, self._reviews.get(directory, due_s))
 
     def _list_told(self, sets: Iterable[CheckpointSet]) -> dict[int, float]:
-        """Return those of the sets that a program may be about to read, if there is room for two more, and until when."""
+        """Return those of the sets that a program may be about to read, and until when.
+
+        Returns none if there is no room for two more.
+        """
         told = self._reader.list_told()
         free = sum(capacity.free for capacity in self._context.tiers.get_local_capacities().values()) if told else 0
         return {one.directory: told[one.directory] for one in sets if one.directory in told and 2 * one.record.size < free}
