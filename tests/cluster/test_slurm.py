@@ -116,7 +116,7 @@ class SlurmUnderTest:
         spawn(self._switch, ["munged", "--foreground", *options], self.root / "out")
         eventually((self.root / "munge.socket").exists, TURN_S, "munged listens")
         self.type(f"sudo cp {INSTALLED}/settings.conf /etc/ckptfs/slurm.conf")
-        self.set(
+        self.change_settings(
             CKPTFS_MOUNT=f"{self.cluster.root}/$SLURMD_NODENAME/mnt", CKPTFS_HEALTH_WAIT="3", PATH=f"{self.root}/bin:$PATH",
             CKPTFS_START=f"'test ! -e {self.root}/broken && ckptfs lab start-node $SLURMD_NODENAME --dir {self.cluster.root}'",
         )  # fmt: skip
@@ -125,7 +125,7 @@ class SlurmUnderTest:
             self.start_node(name)
         self.wait_for_nodes()
 
-    def set(self, **settings: str) -> None:
+    def change_settings(self, **settings: str) -> None:
         with open(self.settings, "a") as file:
             file.writelines(f"{name}={value}\n" for name, value in settings.items())
 
@@ -199,14 +199,16 @@ class SlurmUnderTest:
 
         return str(self._wait(find, f"task {task} of {array} runs"))
 
-    def wait_until_ended(self, array: int) -> None:
-        """Wait until all tasks have ended well."""
+    def wait_until_ended(self, array: int) -> set[str]:
+        """Wait until all tasks have ended well; their job ids."""
 
-        def states() -> set[str]:
-            return {one["job_state"] for one in self.jobs() if one["array_job_id"] == array}
+        def tasks() -> dict[str, str]:
+            return {str(one["job_id"]): one["job_state"] for one in self.jobs() if one["array_job_id"] == array}
 
-        self._wait(lambda: states() <= {"COMPLETED", "FAILED"}, f"the tasks of {array} have ended")
-        assert states() == {"COMPLETED"}, self.tails()
+        self._wait(lambda: set(tasks().values()) <= {"COMPLETED", "FAILED"}, f"the tasks of {array} have ended")
+        found = tasks()
+        assert set(found.values()) == {"COMPLETED"}, self.tails()
+        return set(found)
 
     def programs(self, node: str) -> list[int]:
         """The processes of work.py on a node."""
@@ -226,7 +228,7 @@ class SlurmUnderTest:
 
     def begin_long_job(self) -> None:
         """Begin a job that Slurm signals half a minute later, at most, because its minute is nearly over."""
-        more = "WORK='python3 work.py --steps 90 --pause 0.35' sbatch --nodelist=node1 --time=1 --signal=B:USR1@50"
+        more = "WORK='python3 work.py --steps 34 --pause 1' sbatch --nodelist=node1 --time=1 --signal=B:USR1@50"
         self.long_job = self.submit("sbatch batch.sh", more)
 
     def _wait(self, condition: Callable[[], Any], what: str) -> Any:
@@ -291,7 +293,7 @@ def freeze_in_save(slurm: SlurmUnderTest, node: str) -> str:
 
 
 def test_a_chain_of_tasks_outlives_a_node(slurm: SlurmUnderTest, lab: ClusterUnderTest, tmp_path: Path) -> None:
-    """H3: each task finds on its node what the one before it wrote elsewhere; a task that is killed in a save is run again."""
+    """H3, H10: each task finds what the one before it wrote elsewhere; one that is killed in a save is run again; sets name the job."""
     slurm.type("sudo scontrol reconfigure")
     slurm.type("sudo install -d -o alice /ckpt/alice")
     slurm.type("cp -r /opt/ckptfs/share/slurm run1 && cd run1")
@@ -308,13 +310,17 @@ def test_a_chain_of_tasks_outlives_a_node(slurm: SlurmUnderTest, lab: ClusterUnd
     lab.laboratory.kill(second)
     slurm.run("scontrol", "update", f"NodeName={second}", "State=DOWN", "Reason=killed")  # Slurm itself needs SlurmdTimeout for that.
     slurm.run("scontrol", "update", f"NodeName={first}", "State=RESUME")
-    slurm.wait_until_ended(chain)
+    tasks = slurm.wait_until_ended(chain)
     starts = sorted(begins(output)[-1][0] for output in outputs)
     begun = starts[1]
     assert starts == [0, begun, begun + 10] and 10 <= begun < int(cut[5:11]), (starts, cut)
     newest = Path(lab[0].command("latest", lab[0].path / "nobody" / "chain").stdout.strip())
     assert newest.name == f"step_{begun + 20:06d}.pkl"
     assert newest.read_bytes() == (compute(tmp_path, "--limit", str(begun + 20)) / newest.name).read_bytes()
+    kept = lab.pfs / ".ckptfs.history" / "nobody" / "chain" / "step_*.pkl"
+    (manifest,) = eventually(lambda: list(kept.glob(f"{newest.name}@*/MANIFEST.json")), TURN_S, "its manifest is on the PFS")
+    (producer,) = json.loads(manifest.read_text())["producers"]
+    assert producer["job"] in tasks and producer["rank"] == "0" and " work.py " in producer["command"]
 
 
 def test_no_job_starts_where_the_mount_is_dead(slurm: SlurmUnderTest, lab: ClusterUnderTest) -> None:
@@ -351,16 +357,16 @@ def test_a_node_is_free_when_what_was_written_is_safe(slurm: SlurmUnderTest, lab
 
 def test_a_job_continues_after_its_time_limit(slurm: SlurmUnderTest, tmp_path: Path) -> None:
     """G1, H3: the signal before the limit; what was saved then is safe, and the requeued job goes on from there. Also by hand."""
-    short = slurm.submit("sbatch batch.sh", "WORK='python3 work.py --steps 80 --pause 0.1' sbatch --exclude=node1 --job-name=short")
+    short = slurm.submit("sbatch batch.sh", "WORK='python3 work.py --steps 40 --pause 0.2' sbatch --exclude=node1 --job-name=short")
     outputs = {name: slurm.home / "run1" / f"slurm-{job}.out" for name, job in (("short", short), ("long", slurm.long_job))}
     eventually(lambda: outputs["short"].exists() and "saved" in outputs["short"].read_text(), TURN_S, "it has saved")
     slurm.type("scancel --signal=USR1 --batch JOB", job=short)
-    for name, job, steps in (("short", short, "80"), ("long", slurm.long_job, "90")):
+    for name, job, steps in (("short", short, "40"), ("long", slurm.long_job, "34")):
         slurm.wait_for(job, "COMPLETED")
         runs = outputs[name].read_text().split("begins at step ")[1:]
         assert len(runs) > 1 and all("only the owner" in run and "has the level clique" in run for run in runs)
         for run, following in itertools.pairwise(runs):
-            assert re.findall(r"^saved step (\d+)$", run, re.MULTILINE)[-1:] == following.split()[:1]
+            assert re.findall(r"^(?:saved step )?(\d+)", run, re.MULTILINE)[-1] == following.split()[0]
         there = slurm.cluster[2].path / "nobody" / name / "result"
         assert there.read_text() == (compute(tmp_path, "--steps", steps) / "result").read_text()
 
