@@ -1,4 +1,4 @@
-"""P3: who waits on another node than the writer's sees how far the file is, without anybody looking at it meanwhile."""
+"""P3: who waits or lists on another node than the writer's sees how far files are, without anybody looking at them meanwhile."""
 
 import json
 import stat
@@ -7,15 +7,18 @@ from typing import Any, cast
 
 import pytest
 from ckptfs_daemon.control.cluster_status import ClusterFigures
-from ckptfs_daemon.control.queries import LevelCheck
+from ckptfs_daemon.control.methods import RefusedCalls
+from ckptfs_daemon.control.queries import LevelCheck, QueryService
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, in_virtual_time, running
+from shared_sets import keep, read_history
 
 from ckptfs import limits
-from ckptfs.catalog import contents, peer_copies, summary
+from ckptfs.catalog import contents, history, peer_copies, summary
 from ckptfs.catalog.peer_copies import KnownNode
 from ckptfs.clique import locations
 from ckptfs.model import ROOT, Inode, Level, Tier
+from ckptfs.protocol import control_pb2 as pb
 from ckptfs.store.kv import Put
 
 DIGEST = b"d" * 16
@@ -75,6 +78,34 @@ def test_a_wait_elsewhere_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
             assert summary.get_level(three.db, inode.id) is level and waiting.check_next({}).done is (level is wanted)
 
         await running([one, two, three], act)
+
+    in_virtual_time(run)
+
+
+def test_a_list_elsewhere_knows_what_is_on_the_pfs(tmp_path: Path) -> None:
+    """D12: levels of sets that another node wrote, which this node has listed and never opened."""
+
+    async def run() -> None:
+        etcd = MemoryEtcd()
+        one, two = (Node(tmp_path / f"n{number}", number, MemoryStore(etcd), journalled=True) for number in (1, 2))
+        for node in (one, two):
+            peer_copies.set_live_nodes(node.db, node.number, 2, [KnownNode(number, f"n{number}", f"d{number}") for number in (1, 2)])
+        queries = QueryService(cast(Any, None), two.db, cast(Any, None), ClusterFigures(cast(Any, None), two.db, two.store), RefusedCalls())
+
+        async def act() -> None:
+            inode = await one.make("f1")
+            seal(one, inode, close(one, inode))
+            await keep(one, "f1")
+            await one.sharing.wait_published()
+            await read_history(two)
+            published = [1, 1, 3, 2, 77, DIGEST.hex()]
+            put(etcd, f"x/{ROOT:016x}/f1", {"inode": inode.id})
+            put(etcd, f"f/{inode.id:016x}", {"names": [[ROOT, "f1"]], "seen": [77, stat.S_IFREG, 0, 0], "published": published})
+            (series,) = history.list_series(two.db)
+            replies = queries.ListSets(pb.ListSetsRequest(directory=series.directory), cast(Any, None))
+            assert [found.level for reply in replies for found in reply.sets] == ["pfs"]
+
+        await running([one, two], act)
 
     in_virtual_time(run)
 

@@ -80,7 +80,7 @@ def test_too_few_live_nodes_are_a_trouble(node: Node, store: MemoryStore) -> Non
 
 
 def test_users_who_ask_in_a_loop_do_not_make_the_store_work(node: Node, store: MemoryStore) -> None:
-    """Any user of the machine may ask: for the cluster, with a ping or without, and for the copies of a thousand files at once."""
+    """Any user of the machine may ask: for the cluster, with a ping or without, and for the levels of a thousand files at once."""
     content = node.make(b"file", b"x" * 1000)
     node.db.run("UPDATE content SET remote = 1 WHERE id = ?", content)
     inode = node.row(content).inode
@@ -91,7 +91,7 @@ def test_users_who_ask_in_a_loop_do_not_make_the_store_work(node: Node, store: M
         before = store.etcd.transactions
         figures.build_cluster()
         figures.build_probed_cluster()
-        figures.refresh_copies([inode])
+        figures.refresh_files([inode])
         return store.etcd.transactions - before
 
     assert ask() > 2

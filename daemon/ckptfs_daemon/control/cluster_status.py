@@ -153,6 +153,14 @@ def _build_links(loads: list[PeerLoad], link_figures: dict[str, dict[str, float 
     return links
 
 
+def _list_due(done_s: dict[int, float], numbers: list[int]) -> list[int]:
+    """Return those of `numbers` that were not done lately; forget what was done long ago."""
+    now_s = time.monotonic()
+    for number in [number for number, at_s in done_s.items() if now_s >= at_s + limits.COPIES_FRESH_S]:
+        del done_s[number]
+    return [number for number in numbers if number not in done_s]
+
+
 def _build_etcd_health(found: EtcdHealth) -> pb.EtcdHealth:
     return pb.EtcdHealth(
         size_bytes=found.size_bytes, quota_bytes=found.quota_bytes, alarms=found.alarms, revision=found.revision,
@@ -182,6 +190,7 @@ class ClusterFigures:
         self._probed = CachedFigure(self._build_probed_cluster, limits.CLUSTER_FIGURES_FRESH_S)
         self._refresh_lock = threading.Lock()
         self._refreshed_s: dict[int, float] = {}
+        self._read_s: dict[int, float] = {}
 
     def get_rejections(self) -> dict[str, dict[str, int]]:
         """Return {node: {reason: count}} of rejected calls."""
@@ -202,8 +211,11 @@ class ClusterFigures:
     def refresh_files(self, inodes: Iterable[int]) -> None:
         """Read from the store the state of files on nodes and on the PFS, and the holders of their contents."""
         inodes = list(inodes)
-        with contextlib.suppress(CkptfsError):
-            pfs_coordination.load_inodes(self._db, self._store, *inodes)
+        with contextlib.suppress(CkptfsError), self._refresh_lock:
+            due = _list_due(self._read_s, inodes)
+            if due:
+                pfs_coordination.load_inodes(self._db, self._store, *due)
+            self._read_s |= dict.fromkeys(due, time.monotonic())
         self.refresh_copies(inodes)
 
     def refresh_copies(self, inodes: Iterable[int]) -> None:
@@ -211,12 +223,10 @@ class ClusterFigures:
         own_number = identity.get_node_number(self._db)
         contents = [number for inode in inodes if (number := peer_copies.find_remote_content(self._db, inode)) is not None]
         with contextlib.suppress(CkptfsError), self._refresh_lock:
-            now_s = time.monotonic()
-            self._refreshed_s = {number: at_s for number, at_s in self._refreshed_s.items() if now_s < at_s + limits.COPIES_FRESH_S}
-            contents = [number for number in contents if number not in self._refreshed_s]
+            contents = _list_due(self._refreshed_s, contents)
             for start in range(0, len(contents), locations.LOAD_CONTENTS_MAX):
                 locations.refresh(self._db, self._store, contents[start : start + locations.LOAD_CONTENTS_MAX], own_number)
-            self._refreshed_s |= dict.fromkeys(contents, now_s)
+            self._refreshed_s |= dict.fromkeys(contents, time.monotonic())
 
     def find_missing_domains(self) -> str:
         """Say why no file can reach the level clique now; "" if enough failure domains have a live node."""

@@ -255,8 +255,8 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
     @translate_stream_errors
     def ListSets(self, request: pb.ListSetsRequest, context: grpc.ServicerContext) -> Iterator[pb.SetList]:
         """Stream the checkpoint sets of a series."""
-        refresh_copies = self._cluster.refresh_copies if self._cluster is not None else lambda inodes: None
-        yield from set_queries.list_sets(self._db, require_inode_number(request.directory), refresh_copies)
+        refresh_files = self._cluster.refresh_files if self._cluster is not None else lambda inodes: None
+        yield from set_queries.list_sets(self._db, require_inode_number(request.directory), refresh_files)
 
     @translate_stream_errors
     def Wait(self, request: pb.WaitRequest, context: grpc.ServicerContext) -> Iterator[pb.Progress]:

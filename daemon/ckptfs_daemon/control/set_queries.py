@@ -35,17 +35,17 @@ def list_series(db: Database, *, with_figures: bool) -> pb.ListSeriesReply:
     return reply
 
 
-def list_sets(db: Database, series: int, refresh_copies: Callable[[list[int]], None]) -> Iterator[pb.SetList]:
+def list_sets(db: Database, series: int, refresh_files: Callable[[list[int]], None]) -> Iterator[pb.SetList]:
     """Yield the sets of a series in several messages, the newest first.
 
-    Raises InvalidArgument if there is no such series. `refresh_copies` reads from the store of a cluster where the copies of files are.
+    Raises InvalidArgument if there is no such series. `refresh_files` reads from the store of a cluster how far files are.
     """
     if history.get_series(db, series) is None:
         raise InvalidArgument(f"{series} is no series of checkpoints", remedy="`ckptfs list` shows all")
     directories = history.list_set_directories(db, series)
     if db.is_clustered:
         files = (inode.id for one in directories for _, inode in history.list_files(db, one))
-        refresh_copies(list(itertools.islice(files, limits.CONTROL_LIST_MAX)))
+        refresh_files(list(itertools.islice(files, limits.CONTROL_LIST_MAX)))
     shows_names = may_all_list(db, series)
     # A client that wants the newest ones only ends the call after the first message.
     for start in range(0, len(directories), SETS_AT_ONCE):
