@@ -345,8 +345,8 @@ def build_mount(answers: MountAnswers, history: BacklogHistory, now_ns: int) -> 
 def _judge_newest(told: Sequence["pb.SeriesInfo"], status: "pb.Status", now_ns: int) -> tuple[str, str]:
     """Return state and sentence of the newest complete set."""
     if not told:
-        closed = format_count(status.counts.files, "file")
-        return ABSENT, f"The mount has {closed}; none of them form a complete checkpoint."
+        files = format_count(status.counts.files, "file")
+        return ABSENT, f"Of {files} that this node knows, none form one."
     newest = told[0].newest
     place = _get_directory(told[0]) if newest.name else f"{PRIVATE_SERIES}: "
     words = f"{place}{_get_set_name(newest)} {_describe_level(newest.level, status)}."

@@ -1,9 +1,12 @@
 """Samples of the figures of several mounts, with their recent history, for the views that stay open."""
 
 import functools
+import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from ckptfs.model import Level
@@ -13,6 +16,7 @@ from ckptfs_client.errors import ClientError
 from ckptfs_client.mounts import Mount
 from ckptfs_client.overview import BacklogHistory, MountAnswers, MountOverviewJson, SetOverviewJson
 from ckptfs_client.render import escape_unprintable
+from ckptfs_client.set_history import HISTORY, split_number
 
 if TYPE_CHECKING:
     from ckptfs.protocol import control_pb2 as pb
@@ -22,6 +26,7 @@ ANSWER_S = 3.0
 """After this silence of a daemon a view goes on without it."""
 REST_RATIO = 20
 """Figures of series are asked again after this many times the time that they took: some catalogs are large."""
+WALK_WAIT_S = 1.0
 REFRESHED_MAX = 8
 """Of how many series a sample asks the store of the cluster: each takes it some time."""
 
@@ -44,6 +49,7 @@ class OverviewSampler:
         self._answers: dict[str, MountAnswers] = {}
         self._histories: dict[str, BacklogHistory] = {}
         self._series: dict[str, tuple[pb.ListSeriesReply, float]] = {}
+        self._walks: dict[str, threading.Thread] = {}
 
     def sample(self) -> OverviewJson:
         """Ask all daemons at once, and return what they answered."""
@@ -78,19 +84,34 @@ class OverviewSampler:
         mount = client.mount
         status = client.get_status()
         cluster = _ask_or_none(client.get_cluster) if status.HasField("clique") else None
-        return MountAnswers(mount.name, str(mount.mountpoint), status, self._ask_series(client), cluster)
+        series = self._ask_series(client, has_pfs=bool(status.pfs))
+        return MountAnswers(mount.name, str(mount.mountpoint), status, series, cluster)
 
-    def _ask_series(self, client: Client) -> "pb.ListSeriesReply | None":
+    def _ask_series(self, client: Client, *, has_pfs: bool) -> "pb.ListSeriesReply | None":
         where, begun_s = str(client.mount.mountpoint), time.monotonic()
         known, due_s = self._series.get(where, (None, 0.0))
         if known is not None and begun_s < due_s:
             return known
         found = _ask_or_none(lambda: client.list_series(figures=True))
+        if found is not None and found.shared:
+            self._walk_history(client.mount)
+            found = _ask_or_none(lambda: client.list_series(figures=True)) or found
+            _refresh_newest(client, found, Level.PFS if has_pfs else Level.CLIQUE)
         if found is not None:
-            _refresh_newest(client, found)
             end_s = time.monotonic()
             self._series[where] = found, end_s + REST_RATIO * (end_s - begun_s)
         return found
+
+    def _walk_history(self, mount: Mount) -> None:
+        """List the history through the mount: so a node of a cluster learns what other nodes made.
+
+        A mount that hangs keeps one thread, and the view goes on.
+        """
+        where = str(mount.mountpoint)
+        if where not in self._walks or not self._walks[where].is_alive():
+            self._walks[where] = threading.Thread(target=_list_newest, args=(mount.mountpoint / HISTORY,), daemon=True)
+            self._walks[where].start()
+        self._walks[where].join(WALK_WAIT_S)
 
     def _build_answers(self, mount: Mount, answer: "MountAnswers | ClientError") -> MountAnswers:
         if isinstance(answer, ClientError):
@@ -98,14 +119,21 @@ class OverviewSampler:
         return answer
 
 
-def _refresh_newest(client: Client, found: "pb.ListSeriesReply") -> None:
-    """Have the daemon ask the store of a cluster about newest sets of which it knows no copies.
+def _list_newest(history: Path) -> None:
+    """List the directories of a history, and of each series the newest set."""
+    for _, names, _ in os.walk(history):
+        sets = sorted((name for name in names if split_number(name)[1] is not None), key=lambda name: split_number(name)[1] or 0)
+        names[:] = [name for name in names if name not in sets[:-1]]
 
-    Only a question about sets does that. Sets of other nodes come without copies.
+
+def _refresh_newest(client: Client, found: "pb.ListSeriesReply", highest: Level) -> None:
+    """Have the daemon ask the store of the cluster how far the newest sets are.
+
+    Only a question about sets does that. What the daemon knows of sets of other nodes is old.
     """
-    unknown = [one for one in found.series if one.HasField("newest") and one.newest.level == Level.NONE] if found.shared else []
-    unknown.sort(key=lambda one: one.newest.completed_ns, reverse=True)
-    for one in unknown[:REFRESHED_MAX]:
+    moving = [one for one in found.series if one.HasField("newest") and one.newest.level != highest]
+    moving.sort(key=lambda one: one.newest.completed_ns, reverse=True)
+    for one in moving[:REFRESHED_MAX]:
         sets = _ask_or_none(functools.partial(client.list_sets, one.directory, 1))
         if sets:
             one.newest.CopyFrom(sets[0])

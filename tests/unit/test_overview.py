@@ -1,6 +1,10 @@
 """What the page and `status --watch` say of the answers of daemons: F2, F5, H8."""
 
+import os
+import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,3 +196,58 @@ def test_a_silent_daemon_leaves_a_gap_and_a_gone_mount_nothing(monkeypatch: pyte
     assert [one is None for one in found["plot"]["values"]["write-back"]] == [False, True, False]
     chosen.clear()
     assert sampler.sample()["mounts"] == [] and HOSTILE not in str(sampler.sample())
+
+
+class StandInClient:
+    """A daemon of a cluster. It learns of a series when the history is listed, and of its level when it is asked for sets."""
+
+    def __init__(self, mountpoint: Path) -> None:
+        self.mount = make_mount(mountpoint=str(mountpoint))
+        self.asked = 0
+
+    def get_status(self) -> pb.Status:
+        return pb.Status(name="run1", pfs="/pfs", clique=pb.Clique())
+
+    def get_cluster(self) -> pb.Cluster:
+        return make_cluster()
+
+    def list_series(self, *, figures: bool) -> pb.ListSeriesReply:
+        self.asked += 1
+        reply = make_series({"level": "none"}) if self.asked > 1 else pb.ListSeriesReply()
+        reply.shared = True
+        return reply
+
+    def list_sets(self, directory: int, at_least: int) -> list[pb.SetInfo]:
+        return [make_series({"level": "pfs"}).series[0].newest]
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OverviewSampler]:
+    client = StandInClient(tmp_path)
+    monkeypatch.setattr(sampling, "ask_all", lambda mounts, question, *_: [(one, question(client)) for one in mounts])
+    yield OverviewSampler(lambda: [client.mount])
+
+
+def test_a_node_that_wrote_nothing_shows_the_sets_of_others(
+    elsewhere: OverviewSampler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D12. It lists the history through the mount, the newest set of each series included, and asks the store."""
+    sets = [tmp_path / ".ckptfs/history/run1/step_*" / name for name in ("step_9@9", "step_100@10/part", "step_7@7")]
+    for one in sets:
+        one.mkdir(parents=True)
+    listed: list[str] = []
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: listed.append(str(path)) or scan(path))
+    (found,) = elsewhere.sample()["mounts"]
+    assert found["state"] == "safe"
+    assert [os.path.basename(one) for one in listed] == ["history", "run1", "step_*", "step_100@10", "part"]
+
+
+def test_a_mount_that_hangs_keeps_one_thread(elsewhere: OverviewSampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1: the view goes on."""
+    begun, end = [], threading.Event()
+    monkeypatch.setattr(sampling, "WALK_WAIT_S", 0.01)
+    monkeypatch.setattr(sampling, "REST_RATIO", 0)
+    monkeypatch.setattr(sampling, "_list_newest", lambda history: begun.append(history) or end.wait(60))
+    assert [elsewhere.sample()["mounts"][0]["state"] for _ in range(3)] == ["safe"] * 3 and len(begun) == 1
+    end.set()
