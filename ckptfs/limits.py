@@ -287,6 +287,7 @@ FAILURES_MAX = 20
 WATCHDOG_S = 60.0
 READY_WAIT_S = 60.0
 STOP_WAIT_S = 30.0
+UPGRADE_WAIT_S = 75.0  # For the trial of another version, and for its answer.
 # systemd is asked for this much more time at every turn of the supervisor while it ends.
 STOP_EXTENSION_S = 20.0
 

@@ -122,6 +122,7 @@ PRINTED: dict[str, Printed] = {
     "cluster adopt": Printed("One line for each change, each one object. The last one has `done`: true.", pb.Progress),
     "verify": Printed("One object.", more=json_answers.VerifyJson),
     "log-level": Printed("One object.", more=json_answers.LogLevelJson),
+    "upgrade": Printed("One object.", more=json_answers.UpgradeJson),
     "doctor": Printed("A list with one object for each result.", more=json_answers.CheckJson),
     "mounts": Printed("A list with one object for each name.", more=json_answers.MountJson),
     "version": Printed("One object.", more=json_answers.VersionJson),

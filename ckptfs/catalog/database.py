@@ -245,8 +245,7 @@ def create(path: Path) -> None:
     if path.exists():
         return
     temporary = path.with_name(path.name + ".new")
-    for leftover in (temporary, Path(f"{temporary}-wal"), Path(f"{temporary}-shm"), Path(f"{temporary}-journal")):
-        leftover.unlink(missing_ok=True)
+    _delete_with_logs(temporary)
     connection = sqlite3.connect(temporary, isolation_level=None)
     try:
         connection.execute(f"PRAGMA page_size={PAGE_BYTES}")
@@ -292,6 +291,31 @@ def migrate_file(path: Path) -> None:
         except sqlite3.OperationalError as failure:
             problem = f"the catalog {path} cannot be migrated from version {version} to {SCHEMA_VERSION}: {failure}"
             raise CatalogDamaged(problem, remedy="nothing was changed; remove the cause, and start again") from failure
+
+
+@contextlib.contextmanager
+def load_migrated_copy(path: Path) -> Iterator[Database]:
+    """Open the catalog at `path` for reading, or a migrated copy if it has an older version.
+
+    Raises as `migrate_file` does. It shows whether this ckptfs could use a catalog that another one is using.
+    """
+    copied = path.with_name(f"{path.name}.trial")
+    try:
+        with _open_known(path) as connection:
+            is_current = migrations.get_version(connection) == SCHEMA_VERSION
+            if not is_current:
+                _delete_with_logs(copied)
+                with contextlib.closing(sqlite3.connect(copied)) as target:
+                    connection.backup(target)
+        with contextlib.closing(Database(path if is_current else copied, journalled=False)) as db:
+            yield db
+    finally:
+        _delete_with_logs(copied)
+
+
+def _delete_with_logs(path: Path) -> None:
+    for one in (path, *(Path(f"{path}-{log}") for log in ("wal", "shm", "journal"))):
+        one.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class UpgradeRequest(_message.Message):
+    __slots__ = ("python", "places")
+    PYTHON_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    python: str
+    places: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, python: _Optional[str] = ..., places: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class UpgradeReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

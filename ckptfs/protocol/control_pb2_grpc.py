@@ -479,6 +479,11 @@ class AdminStub:
                 request_serializer=control__pb2.AdoptRequest.SerializeToString,
                 response_deserializer=control__pb2.Progress.FromString,
                 _registered_method=True)
+        self.Upgrade = channel.unary_unary(
+                '/ckptfs.control.Admin/Upgrade',
+                request_serializer=control__pb2.UpgradeRequest.SerializeToString,
+                response_deserializer=control__pb2.UpgradeReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -515,6 +520,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Upgrade(self, request, context):
+        """Ends with an error if the daemon does not hand over to the caller's version; if it does, the connection breaks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -542,6 +554,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Adopt,
                     request_deserializer=control__pb2.AdoptRequest.FromString,
                     response_serializer=control__pb2.Progress.SerializeToString,
+            ),
+            'Upgrade': grpc.unary_unary_rpc_method_handler(
+                    servicer.Upgrade,
+                    request_deserializer=control__pb2.UpgradeRequest.FromString,
+                    response_serializer=control__pb2.UpgradeReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -680,6 +697,33 @@ class Admin:
             '/ckptfs.control.Admin/Adopt',
             control__pb2.AdoptRequest.SerializeToString,
             control__pb2.Progress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Upgrade(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ckptfs.control.Admin/Upgrade',
+            control__pb2.UpgradeRequest.SerializeToString,
+            control__pb2.UpgradeReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -149,6 +149,19 @@ class Client:
         answer: pb.LogLevelReply = self._call(self._build_admin_stub().LogLevel, pb.LogLevelRequest(level=level), self._answer_s)
         return answer.level
 
+    def upgrade(self, python: str, places: list[str]) -> None:
+        """Have the daemon hand over to another version; return when it does. Raises CommandFailed."""
+        request = pb.UpgradeRequest(python=python, places=places)
+        try:
+            self._build_admin_stub().Upgrade(request, timeout=limits.UPGRADE_WAIT_S + DRAIN_GRACE_S, wait_for_ready=True)
+        except grpc.RpcError as failure:
+            if failure.code() in RETRYABLE_CODES:
+                return
+            if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
+                remedy = "drain, unmount, and mount again"
+                raise CommandFailed(f"the daemon of {self.mount.name} is too old to be upgraded while it runs", remedy=remedy) from failure
+            raise self._translate_error(failure, waited=True) from failure
+
     # --- the connection -----------------------------------------------------------------------------------------------
 
     def _build_query_stub(self) -> Any:

@@ -198,6 +198,15 @@ class LogLevelJson(TypedDict):
     level: Annotated[str, "the level now"]
 
 
+class UpgradeJson(TypedDict):
+    """The answer of `ckptfs upgrade`."""
+
+    name: Annotated[str, "the name of the mount"]
+    former: Annotated[str, "the version of the daemon before"]
+    version: Annotated[str, "its version now"]
+    seconds: Annotated[float, "how long the upgrade took; applications waited for a part of it"]
+
+
 class CheckJson(TypedDict):
     """One result of `ckptfs doctor`."""
 

@@ -91,6 +91,12 @@ def choose(directory: Path | None) -> Mount:
     return found[0]
 
 
+def choose_named(text: str | None) -> Mount:
+    """Return the mount of this name or path; without one, the only mount. Raises NoMount."""
+    named = [mount for mount in list_mounts() if mount.name == text]
+    return named[-1] if named else choose(None if text is None else Path(text))
+
+
 def find_inode(path: str | os.PathLike[str]) -> tuple[Mount, int]:
     """Return the mount of `path`, and its inode number. Raises NoMount, CommandFailed."""
     mount = find(Path(path))

@@ -137,3 +137,27 @@ def web(
 
     address = web_server.check_listen(listen, is_exposed=beyond_loopback)
     web_server.serve(address, lambda url: print(f"{url} shows the mounts of this machine; Ctrl-C ends it", flush=True))
+
+
+@app.command(epilog=EPILOG)
+def upgrade(
+    mount: Annotated[
+        str | None, typer.Argument(metavar="MOUNT", help="A path in the mount, or its name. Optional if only one ckptfs is mounted.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Replace the running daemon of a mount by this version of ckptfs.
+
+    Applications go on: their system calls wait for about a second. The daemon first tries whether this version starts with its
+    configuration and its catalog. If not, the command says why and ends with 1, and the daemon goes on as it is.
+
+    Example: ckptfs upgrade /ckpt
+    """
+    from ckptfs.quantities import format_duration
+    from ckptfs_client import mounts, render, upgrading
+
+    done = upgrading.upgrade(mounts.choose_named(mount))
+    if json:
+        render.print_json(done)
+    else:
+        print(f"{done['name']}: version {done['version']}, {done['former']} before (after {format_duration(done['seconds'])})")

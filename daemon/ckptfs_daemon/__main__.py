@@ -1,7 +1,7 @@
 """The command `ckptfsd NAME DIR -o OPTIONS`: the supervisor, or with `--child ROLE` a child of it.
 
 Errors are one sentence on stderr, and on --ready-fd as `error: SENTENCE`. Exit codes: 0 unmounted and drained, 1 failed, 2 refused.
-A child imports its modules, waits for its assignment, and runs its role.
+A child imports its modules, waits for its assignment, and runs its role. With `--trial` it says whether it could replace its parent.
 
 Crash safety: the supervisor sees the end of a child's link and starts another one.
 """
@@ -33,12 +33,15 @@ def main(arguments: list[str] | None = None) -> int:
         return run_child(options.child, options.link)
     if options.name is None:
         parser.error("a NAME is needed")
+    directory, mount_options = Path(options.directory) if options.directory else None, ",".join(options.options)
+    if options.trial is not None:
+        return run_trial(options.name, directory, mount_options, options.trial)
     from ckptfs_daemon.supervisor import main as start
     from ckptfs_daemon.supervisor.state_directory import ReadyPipe
 
     ready_pipe = ReadyPipe(options.ready_fd)
     try:
-        return start.run_daemon(options.name, Path(options.directory) if options.directory else None, ",".join(options.options), ready_pipe)
+        return start.run_daemon(options.name, directory, mount_options, ready_pipe)
     except (CkptfsError, OSError) as failure:
         remedy = getattr(failure, "remedy", "")
         sentence = f"{failure}; {remedy}" if remedy else str(failure)
@@ -56,8 +59,24 @@ def build_daemon_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ready-fd", type=int, metavar="N", help="the descriptor to write `ok` or `error: SENTENCE` to")
     parser.add_argument("--version", action="version", version=f"ckptfsd {__version__}")
     parser.add_argument("--child", choices=("mount", "mover", "spare"), help=argparse.SUPPRESS)
+    parser.add_argument("--trial", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--link", type=int, default=-1, help=argparse.SUPPRESS)
     return parser
+
+
+def run_trial(name: str, mountpoint: Path | None, options: str, table_fd: int) -> int:
+    """Say whether this version can take over the mount of its parent process. Returns the exit code."""
+    try:
+        from ckptfs import config
+        from ckptfs_daemon.supervisor import handover
+
+        for role in ("mover", "mount"):
+            _preload_modules(role)
+        handover.require_takeover(config.load(name, mountpoint, config.parse_options(options)), table_fd)
+    except Exception as failure:  # A start would fail at it, too.
+        print(f"version {__version__}: {failure or type(failure).__name__}", file=sys.stderr)
+        return REFUSED
+    return 0
 
 
 def run_child(role: str, link_fd: int) -> int:

@@ -5,12 +5,13 @@ its messages are little endian.
 
 Each child has one socket to its supervisor, the link. The first message on it is the assignment: the role and the configuration as JSON,
 with the descriptors that the role needs. A process that has already imported its modules can therefore take any role at once. Afterwards
-the link carries READY and heartbeats to the supervisor, the stop request to the child, and log levels both ways.
+the link carries READY and heartbeats to the supervisor, the stop request to the child, and log levels and upgrades both ways.
 
 `ProgressSignal` wakes threads of the mover that wait for a change in the catalog.
 
 Invariants:
 - A child whose supervisor has ended exits at once, because another daemon may already do its work.
+- A child takes no role from a supervisor of another version. That happens if the installation is replaced under a running daemon.
 
 Crash safety: messages wait in the sockets, which the supervisor keeps open, for the next process. If a child dies, the supervisor sees the
 end of its link and gives the assignment to another one.
@@ -21,6 +22,7 @@ import contextlib
 import json
 import logging
 import os
+import queue
 import select
 import socket
 import threading
@@ -31,8 +33,9 @@ from typing import Any
 
 import trio
 
-from ckptfs import config, limits
+from ckptfs import __version__, config, limits
 from ckptfs.config import Config
+from ckptfs.errors import Busy, CkptfsError, InvalidArgument, TimedOut
 from ckptfs.model import DataPath
 from ckptfs_daemon import logs
 
@@ -66,6 +69,12 @@ DRAINING = b"draining "
 
 LOG_LEVEL = b"level "
 """Followed by a level: from the child that received the request to the supervisor, and from there to all children."""
+
+UPGRADE = b"upgrade "
+"""Followed by a `Successor` from the mover, and by why it is refused from the supervisor. It ends the mover if it is not refused."""
+
+OTHER_VERSION = b"version "
+"""From a child that has another version than its supervisor and takes no role, followed by that version."""
 
 ASSIGNMENT_BYTES_MAX = 128 * 1024
 log = logging.getLogger(__name__)
@@ -196,6 +205,7 @@ def send_assignment(link: socket.socket, assignment: Assignment, wake_socket: so
     `fuse_fds`: for the mount process, the connection and the table of its requests; for the mover nothing.
     """
     message = {
+        "version": __version__,
         "role": assignment.role,
         "config": config.to_json(assignment.config),
         "init_request": base64.b64encode(assignment.init_request).decode(),
@@ -206,12 +216,24 @@ def send_assignment(link: socket.socket, assignment: Assignment, wake_socket: so
     socket.send_fds(link, [json.dumps(message).encode()], [wake_socket.fileno(), *fuse_fds])
 
 
+class OtherVersion(CkptfsError):
+    """The supervisor has another version than this process."""
+
+
 def receive_assignment(link: socket.socket) -> ChildSetup | None:
-    """Wait for the assignment. Returns None if the supervisor has ended or asks the child to stop."""
+    """Wait for the assignment. Returns None if the supervisor has ended or asks the child to stop.
+
+    Raises OtherVersion.
+    """
     body, descriptors, _flags, _address = socket.recv_fds(link, ASSIGNMENT_BYTES_MAX, 3)
     if not body or body == STOP:
         return None
     message: dict[str, Any] = json.loads(body)
+    theirs = message.get("version", "unknown")
+    if theirs != __version__:
+        with contextlib.suppress(OSError):
+            link.send(OTHER_VERSION + __version__.encode())
+        raise OtherVersion(f"this process has version {__version__}, its supervisor version {theirs}", remedy="the supervisor is replaced")
     return ChildSetup(
         role=message["role"],
         config=config.from_json(message["config"]),
@@ -240,6 +262,60 @@ def request_log_level(link: socket.socket, level: str) -> None:
     link.send(LOG_LEVEL + level.encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
+@dataclass(frozen=True, slots=True)
+class Successor:
+    """The program to which a supervisor hands over its mount.
+
+    An interpreter of Python, and the directories of its packages.
+    """
+
+    python: str
+    places: tuple[str, ...]
+
+    def serialize(self) -> bytes:
+        """Return the body of an UPGRADE message."""
+        return json.dumps([self.python, *self.places]).encode()
+
+
+def parse_successor(body: bytes) -> Successor:
+    """Return what `serialize` made."""
+    python, *places = json.loads(body)
+    return Successor(python, tuple(places))
+
+
+class UpgradeRefused(CkptfsError):
+    """The successor cannot take over, or the supervisor is about to end."""
+
+
+class UpgradeRequests:
+    """The requests of a mover to its supervisor that it hand over to a successor, one at a time."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._lock = threading.Lock()
+        self._refusals: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def ask(self, successor: Successor) -> None:
+        """Ask, and wait until the supervisor ends this process. Raises UpgradeRefused, Busy or TimedOut."""
+        message = UPGRADE + successor.serialize()
+        if len(message) > LINK_MESSAGE_BYTES_MAX:
+            raise InvalidArgument(f"the paths of the other version have more than {LINK_MESSAGE_BYTES_MAX} bytes")
+        if not self._lock.acquire(blocking=False):
+            raise Busy("another upgrade is under way", remedy="wait for its end")
+        try:
+            self._link.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            refusal = self._refusals.get(timeout=limits.UPGRADE_WAIT_S)
+        except (OSError, queue.Empty):
+            raise TimedOut("the supervisor does not answer", remedy="its log says why") from None
+        finally:
+            self._lock.release()
+        raise UpgradeRefused(refusal, remedy="nothing was changed; this version goes on")
+
+    def refuse(self, reason: str) -> None:
+        """Record the refusal of the supervisor."""
+        self._refusals.put(reason)
+
+
 def report_drain(link: socket.socket, seconds: float, text: str) -> None:
     """Tell the supervisor how long the drain may still take, and what is left."""
     with contextlib.suppress(OSError):
@@ -252,8 +328,13 @@ def parse_drain_report(message: bytes) -> tuple[float, str]:
     return float(seconds), text
 
 
-async def wait_for_stop(link: socket.socket, on_drain: Callable[[], None] = lambda: None) -> None:
-    """Wait for the stop request; apply log levels, call `on_drain`, and exit if the supervisor has ended."""
+async def wait_for_stop(
+    link: socket.socket, on_drain: Callable[[], None] = lambda: None, on_refusal: Callable[[str], None] = lambda reason: None
+) -> None:
+    """Wait for the stop request; exit if the supervisor has ended.
+
+    Applies log levels, and calls `on_drain` and `on_refusal`.
+    """
     while True:
         await trio.lowlevel.wait_readable(link)
         try:
@@ -264,6 +345,8 @@ async def wait_for_stop(link: socket.socket, on_drain: Callable[[], None] = lamb
             return
         if message == DRAIN:
             on_drain()
+        if message.startswith(UPGRADE):
+            on_refusal(message.removeprefix(UPGRADE).decode(errors="replace"))
         if message.startswith(LOG_LEVEL):
             logs.set_level(message.removeprefix(LOG_LEVEL).decode())
         if not message:

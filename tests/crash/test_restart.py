@@ -152,6 +152,25 @@ def test_a_supervisor_that_systemd_starts_again_takes_up_the_same_mount(
     assert (daemon.pfs / "open").read_bytes() == b"before after"
 
 
+@pytest.mark.parametrize("label", ["handover:execute", "handover:take"])
+def test_a_supervisor_that_is_killed_in_a_handover_is_started_again(
+    label: str, make_daemon: Callable[..., DaemonUnderTest], manager: ServiceManager, tmp_path: Path
+) -> None:
+    """X2, P8: after its children have ended, or as soon as it is another version."""
+    daemon = make_daemon("auto", env={"NOTIFY_SOCKET": str(manager.path), "CKPTFS_FAULT": f"{label}=kill"})
+    manager.hear("READY=1")
+    program = Program(daemon.path, tmp_path)
+    program.goes_on()
+    command = [sys.executable, "-P", "-m", "ckptfs_client", "upgrade", daemon.name]
+    upgrade = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert daemon.process is not None and daemon.process.wait(120) == -signal.SIGKILL
+    daemon.process = manager.start_again(daemon)
+    program.goes_on()
+    assert program.end() == "before after"
+    assert upgrade.communicate(timeout=120)[0].decode().startswith(f"{daemon.name}: version "), "the command waits for a daemon that serves"
+    assert upgrade.returncode == 0 and daemon.unmount() == 0
+
+
 def test_what_a_killed_supervisor_left_is_taken_over(fresh_mount: DaemonUnderTest) -> None:
     """Without systemd the mount dies with the supervisor; the next start finds a dead mountpoint and every closed file."""
     daemon = fresh_mount

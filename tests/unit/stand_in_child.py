@@ -1,6 +1,7 @@
 """A child for the supervisor's tests: takes its role, serves nothing, and dies as the file SCRIPT says (one word per life and role).
 
-`serve`: ready, then until stopped; `die`: ready, then exit 3; `fail`: exit 4 before ready; `unmounted`: ready, then exit 0 at once.
+`serve`: ready, then until stopped; `upgrade`: the same, but asks for an upgrade and writes down its refusal; `die`: ready, then exit 3;
+`fail`: exit 4 before ready; `unmounted`: ready, then exit 0 at once.
 """
 
 import os
@@ -29,8 +30,13 @@ def main() -> int:
         return 3
     if word == "unmounted":
         return 0
-    while (message := link.recv(64)) and message != b"stop":
-        pass
+    if word == "upgrade":
+        link.send(b'upgrade ["/python", "/place"]')
+    while (message := link.recv(1024)) and message != b"stop":
+        if message == b"upgrade the daemon starts, is about to end, or hands over already":
+            link.send(b'upgrade ["/python", "/place"]')
+        elif message.startswith(b"upgrade "):
+            (script.parent / "refusal").write_bytes(message)
     return 0
 
 

@@ -5,7 +5,10 @@ import socket
 import pytest
 import trio
 from ckptfs_daemon import ipc
-from ckptfs_daemon.ipc import MountNotify, WakeChannel
+from ckptfs_daemon.ipc import MountNotify, Successor, WakeChannel
+
+from ckptfs import __version__
+from ckptfs.errors import InvalidArgument, TimedOut
 
 
 @pytest.fixture
@@ -75,3 +78,25 @@ def test_work_wakes_the_lanes(ends: tuple[socket.socket, socket.socket]) -> None
     notify.wake_lanes()
     notify.wake_lanes("replicate")
     assert woken == ["", "replicate"]
+
+
+def test_a_child_takes_no_role_from_another_version(ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
+    """X2: the installation was replaced under the supervisor. Both versions are named, and the supervisor hears of it."""
+    ends[0].send(b'{"version": "0.1.9", "role": "mover"}')
+    with pytest.raises(ipc.OtherVersion, match=f"this process has version {__version__}, its supervisor version 0.1.9"):
+        ipc.receive_assignment(ends[1])
+    assert ends[0].recv(100) == ipc.OTHER_VERSION + __version__.encode()
+
+
+def test_an_upgrade_is_asked_for_once_at_a_time(ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
+    successor = Successor("/bin/python", ("/one", "/two"))
+    requests = ipc.UpgradeRequests(ends[1])
+    requests.refuse("it is broken")
+    with pytest.raises(ipc.UpgradeRefused, match="it is broken"):
+        requests.ask(successor)
+    assert ipc.parse_successor(ends[0].recv(1024).removeprefix(ipc.UPGRADE)) == successor
+    monkeypatch.setattr(ipc.limits, "UPGRADE_WAIT_S", 0.01)
+    with pytest.raises(TimedOut, match="the supervisor does not answer"):
+        requests.ask(successor)
+    with pytest.raises(InvalidArgument, match="more than 1024 bytes"):
+        requests.ask(Successor("/" * 1024, ()))

@@ -88,6 +88,17 @@ def test_rows_keep_their_meaning(release: str, tmp_path: Path) -> None:
     assert {row[1] for row in wanted} <= {*mover_requests.LANE_BY_KIND, mover_requests.WAIT_LEVEL}
 
 
+@pytest.mark.parametrize("release", DUMPS)
+def test_a_trial_migrates_a_copy(release: str, tmp_path: Path) -> None:
+    """X2: another version tries a catalog that is in use."""
+    path = load(release, tmp_path)
+    before = read_schema(path), read_rows(path)
+    with database.load_migrated_copy(path) as db:
+        assert db.value("PRAGMA user_version") == database.SCHEMA_VERSION and db.value("SELECT count(*) FROM mover_request") > 0
+    assert (read_schema(path), read_rows(path)) == before
+    assert not list(tmp_path.glob("*.trial*"))
+
+
 def test_columns_have_their_values_under_the_new_names(tmp_path: Path) -> None:
     db = Database(load("0.2.0", tmp_path), journalled=True)
     columns = "remote, under_replicated, announce_state, superseded_mtime_ns"

@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 from ckptfs_daemon.fuse import connection, request_table
 from ckptfs_daemon.fuse.connection import Connection
-from ckptfs_daemon.supervisor import children, supervisor
+from ckptfs_daemon.ipc import Successor
+from ckptfs_daemon.supervisor import children, handover, supervisor
 from ckptfs_daemon.supervisor.state_directory import ReadyPipe
 from ckptfs_daemon.supervisor.supervisor import Supervisor
 from ckptfs_daemon.supervisor.systemd import Systemd
 
-from ckptfs import limits
+from ckptfs import limits, procfs
 from ckptfs.config import Config
 from ckptfs.model import DataPath
 
@@ -41,11 +42,12 @@ class World:
         self.served = replace(made, table_fd=request_table.create(made.serialize()))
         self.ready_read, self.ready_write = os.pipe()
         self.failure: BaseException | None = None
+        self.ended: Supervisor
 
     def run(self, act: Callable[[], None] = lambda: None, *, resumed: bool = False) -> int:
         """The exit code; `act` runs in a thread."""
-        made = Supervisor(
-            self.config, self.served, is_resumed=resumed, systemd=Systemd(), ready_pipe=ReadyPipe(self.ready_write),
+        made = self.ended = Supervisor(
+            self.config, self.served, is_resumed=resumed, systemd=Systemd(), ready_pipe=ReadyPipe(self.ready_write), arguments=["unit"],
             new_child=lambda role: children.Child(role, [sys.executable, STAND_IN, str(self.script), role]),
         )  # fmt: skip
 
@@ -94,6 +96,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)}
     yield World(tmp_path)
     signal.set_wakeup_fd(-1)
+    handover.receive_stop_signals()
     for number, handler in before.items():
         signal.signal(number, handler)
 
@@ -184,6 +187,86 @@ def test_a_mover_killed_while_it_drains_is_asked_again(world: World) -> None:
     world.script.write_text("mount unmounted\nmover die\nmover serve\n")
     assert world.run() == 0
     assert len(world.lives("mover")) >= 2
+
+
+Trials = list[tuple[Successor, list[str]]]
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
+    """The trials of successors, which all go well."""
+    tried: Trials = []
+
+    def succeed(successor: Successor, arguments: list[str], table_fd: int) -> str:
+        tried.append((successor, arguments))
+        return ""
+
+    monkeypatch.setattr(handover, "try_successor", succeed)
+    return tried
+
+
+def test_a_successor_that_can_take_over_gets_the_mount(world: World, trials: Trials) -> None:
+    """X2: the connection stays open, and no child lives on beside the successor."""
+    world.script.write_text("mover upgrade\n")
+    assert world.run() == 0
+    assert world.ended.is_leaving and world.ended.successor == Successor("/python", ("/place",))
+    assert trials == [(world.ended.successor, ["unit"])]
+    os.fstat(world.fuse_fd)
+    assert not any(procfs.is_running(int(life[0])) for role in ("mount", "mover") for life in world.lives(role))
+    assert signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()), "a stop signal waits for the successor"
+
+
+def test_a_successor_that_cannot_take_over_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """X2: the mover hears why, and everything goes on."""
+    monkeypatch.setattr(handover, "try_successor", lambda *_: "it is broken")
+    world.script.write_text("mover upgrade\nmount serve\nmount unmounted\n")
+
+    def act() -> None:
+        world.until((world.place / "refusal").exists)
+        os.kill(int(world.lives("mount")[0][0]), signal.SIGKILL)
+
+    assert world.run(act) == 0
+    assert (world.place / "refusal").read_bytes() == b"upgrade it is broken"
+    assert not world.ended.is_leaving and len(world.lives("mover")) == 1
+
+
+@pytest.mark.parametrize(("answer", "refusal", "leaves"), [(True, "", True), (True, "it is broken", False), (False, "", False)])
+def test_a_stop_signal_of_a_restart_leaves_the_mount(
+    world: World, monkeypatch: pytest.MonkeyPatch, answer: bool, refusal: str, leaves: bool
+) -> None:
+    """X2: only if systemd says that it restarts the unit, and if the version that it would start can take over."""
+    monkeypatch.setattr(Systemd, "unit", "ckptfs@unit.service")
+    monkeypatch.setattr(Systemd, "is_restarting", lambda _: answer)
+    monkeypatch.setattr(handover, "try_successor", lambda *_: refusal)
+    monkeypatch.setattr(limits, "STOP_WAIT_S", 0.1)
+
+    def act() -> None:
+        world.until(lambda: world.lives("mount") and world.lives("mover"))
+        os.kill(os.getpid(), signal.SIGTERM)
+        if not leaves:
+            world.until(lambda: world.ended.was_stopped)
+            world.script.write_text("mount unmounted\n" * 3)
+            os.kill(int(world.lives("mount")[0][0]), signal.SIGKILL)
+
+    world.run(act)
+    assert (world.ended.is_leaving, world.ended.was_stopped, world.ended.successor) == (leaves, not leaves, None)
+
+
+def test_a_stop_signal_in_the_middle_of_an_upgrade_stops(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return ""
+
+    monkeypatch.setattr(handover, "try_successor", stop)
+    monkeypatch.setattr(limits, "STOP_WAIT_S", 0.1)
+    world.script.write_text("mover upgrade\nmount serve\nmount unmounted\n")
+
+    def act() -> None:
+        world.until(lambda: world.ended.was_stopped)
+        os.kill(int(world.lives("mount")[0][0]), signal.SIGKILL)
+
+    assert world.run(act) == 0
+    assert not world.ended.is_leaving
 
 
 def test_what_systemd_kept_is_resumed(world: World) -> None:

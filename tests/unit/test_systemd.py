@@ -42,6 +42,26 @@ def test_no_manager_does_no_harm(monkeypatch: pytest.MonkeyPatch, address: str) 
     systemd.Systemd().notify("READY=1")
 
 
+@pytest.mark.parametrize(
+    ("jobs", "expected"),
+    [
+        ("7 ckptfs@a\\x2db.service restart running", True), ("7 ckptfs@a\\x2db.service stop running", False), ("", False),
+        ("7 ckptfs@other.service restart running", False),
+    ],
+)  # fmt: skip
+def test_a_restart_is_told_from_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: str, expected: bool) -> None:
+    """X2: by the job of the unit."""
+    program = tmp_path / "systemctl"
+    program.write_text(f"#!/bin/sh\n[ \"$1\" = list-jobs ] && cat << 'END'\n{jobs}\nEND\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("MANAGERPID", raising=False)
+    monkeypatch.setattr(systemd.Systemd, "unit", "ckptfs@a\\x2db.service")
+    assert systemd.Systemd().is_restarting() is expected
+    program.write_text("#!/bin/sh\nexit 1\n")
+    assert not systemd.Systemd().is_restarting(), "no answer: a stop"
+
+
 def _fill(manager: socket.socket) -> int:
     """Send notes until its socket has no room; their number."""
     sent = 0

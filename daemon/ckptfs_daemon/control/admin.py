@@ -38,6 +38,7 @@ from ckptfs_daemon import logs
 from ckptfs_daemon.control.methods import RefusedCalls, require_inode_number, stream_changes, translate_errors, translate_stream_errors
 from ckptfs_daemon.control.status import StatusFigures
 from ckptfs_daemon.drain import record_result
+from ckptfs_daemon.ipc import Successor
 from ckptfs_daemon.rescue import Rescue, parse_drain_level
 
 FETCH_POLL_S = 0.02
@@ -170,7 +171,7 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
     def __init__(
         self, config: Config, db: Database, tiers: Tiers, retry_now: Callable[[], None], refused: RefusedCalls | None = None,
         request_log_level: Callable[[str], None] = logs.set_level, refresh_pfs_path: Callable[[int], None] = lambda inode: None,
-        record_missed_drain: Callable[[], None] = lambda: None,
+        record_missed_drain: Callable[[], None] = lambda: None, request_upgrade: Callable[[Successor], None] | None = None,
     ) -> None:  # fmt: skip
         self._refresh_pfs_path = refresh_pfs_path
         self._record_missed_drain = record_missed_drain
@@ -180,6 +181,7 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
         self._tiers = tiers
         self._retry_now = retry_now
         self._request_log_level = request_log_level
+        self._request_upgrade = request_upgrade
         self._figures = StatusFigures(config, db, tiers)
 
     @translate_stream_errors
@@ -342,3 +344,12 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
                     raise TimedOut("the log level was not changed in time", remedy="see `ckptfs status`: its processes may be restarting")
                 threading.Event().wait(POLL_S)
         return pb.LogLevelReply(level=logs.get_level())
+
+    @translate_errors
+    def Upgrade(self, request: pb.UpgradeRequest, context: grpc.ServicerContext) -> pb.UpgradeReply:
+        """Have the supervisor hand over to another version, which ends this process."""
+        if not os.path.isabs(request.python) or not request.places or not all(map(os.path.isabs, request.places)):
+            raise InvalidArgument("an upgrade needs the absolute paths of an interpreter and of packages")
+        if self._request_upgrade is not None:
+            self._request_upgrade(Successor(request.python, tuple(request.places)))
+        return pb.UpgradeReply()

@@ -26,7 +26,7 @@ from ckptfs_daemon.control.admin import AdminService
 from ckptfs_daemon.control.cluster_status import ClusterFigures
 from ckptfs_daemon.control.methods import ControlMethods, RefusedCalls
 from ckptfs_daemon.control.queries import QueryService
-from ckptfs_daemon.ipc import ProgressSignal
+from ckptfs_daemon.ipc import ProgressSignal, Successor
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +49,13 @@ class Scheduler(Protocol):
 async def serve(
     config: Config, db: Database, tiers: Tiers, scheduler: Scheduler, cluster_access: ClusterAccess = (None, lambda inode: None),
     request_log_level: Callable[[str], None] = logs.set_level, progress: ProgressSignal | None = None,
-    record_missed_drain: Callable[[], None] = lambda: None,
+    record_missed_drain: Callable[[], None] = lambda: None, request_upgrade: Callable[[Successor], None] | None = None,
 ) -> None:  # fmt: skip
     """Serve until cancelled. A server that cannot start, or whose socket was deleted, is started again.
 
     `request_log_level` sets the level of all processes of the daemon, and may return before it is set. `cluster_access`: the cluster's
     figures, and a function that reads from the store where a file is on the PFS now. `record_missed_drain`: a drain took as long as an
-    unmount would wait.
+    unmount would wait. `request_upgrade` ends this process if the supervisor hands over to the successor, or raises its refusal.
     """
     token = trio.lowlevel.current_trio_token()
 
@@ -65,7 +65,9 @@ async def serve(
     refused_calls = RefusedCalls()
     cluster, refresh_pfs_path = cluster_access
     queries = QueryService(config, db, tiers, cluster, refused_calls, progress)
-    admin = AdminService(config, db, tiers, retry_now, refused_calls, request_log_level, refresh_pfs_path, record_missed_drain)
+    admin = AdminService(
+        config, db, tiers, retry_now, refused_calls, request_log_level, refresh_pfs_path, record_missed_drain, request_upgrade
+    )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_serve_sockets, config.name, queries, admin, name="control sockets")
         if config.metrics is not None:

@@ -38,7 +38,7 @@ from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon import ipc
 from ckptfs_daemon.control import server
 from ckptfs_daemon.drain import Drain
-from ckptfs_daemon.ipc import READY, ChildSetup, ProgressSignal
+from ckptfs_daemon.ipc import READY, ChildSetup, ProgressSignal, UpgradeRequests
 from ckptfs_daemon.mover import preemption, trouble_events
 from ckptfs_daemon.mover.cluster_services import ClusterServices
 from ckptfs_daemon.mover.lanes import Flow, Lane, Lanes
@@ -84,6 +84,7 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
     lanes = Lanes([Lane(name, flow, lambda key, value: summary.set_report(db, key, value)) for name, flow in flows.list_flows()])
     await trio.to_thread.run_sync(flows.prepare)
     drain = Drain(db, config, lanes.retry_now)
+    upgrades = UpgradeRequests(setup.link)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ipc.send_heartbeats, setup.link, name="heartbeats")
         nursery.start_soon(_handle_wake_ups, wake_channel, lanes, name="wake-ups")
@@ -92,7 +93,7 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
         cluster_access = (cluster_services.figures, cluster_services.refresh_pfs_path) if cluster_services else (None, lambda inode: None)
         nursery.start_soon(
             server.serve, config, db, tiers, lanes, cluster_access, request_log_level, progress,
-            drain.record_missed, name="control",
+            drain.record_missed, upgrades.ask, name="control",
         )  # fmt: skip
         if cluster_services is not None:
             cluster_services.membership.subscribe(lambda _: lanes.wake())
@@ -108,14 +109,14 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
             with trio.move_on_after(limits.ETCD_WAIT_S):
                 await cluster_services.membership.view_loaded.wait()
         setup.link.send(READY)
-        await _drain_at_the_end(setup.link, drain)
+        await _drain_at_the_end(setup.link, drain, upgrades)
         db.persist()
         nursery.cancel_scope.cancel()
     await trio.to_thread.run_sync(flows.stop)
     return 0
 
 
-async def _drain_at_the_end(link: socket.socket, drain: Drain) -> None:
+async def _drain_at_the_end(link: socket.socket, drain: Drain, upgrades: UpgradeRequests) -> None:
     """Wait until the supervisor asks to stop, and drain. Drains before, with the mount attached, if asked."""
     report = functools.partial(ipc.report_drain, link)
 
@@ -124,7 +125,7 @@ async def _drain_at_the_end(link: socket.socket, drain: Drain) -> None:
         link.send(ipc.DRAINED)
 
     async with trio.open_nursery() as nursery:
-        await ipc.wait_for_stop(link, lambda: nursery.start_soon(drain_attached, name="drain"))
+        await ipc.wait_for_stop(link, lambda: nursery.start_soon(drain_attached, name="drain"), upgrades.refuse)
         nursery.cancel_scope.cancel()
     await drain.drain_rest(report)
 

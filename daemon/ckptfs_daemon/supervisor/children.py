@@ -24,7 +24,7 @@ import ckptfs
 import ckptfs_daemon
 from ckptfs import limits, procfs
 from ckptfs_daemon import ipc
-from ckptfs_daemon.ipc import Assignment
+from ckptfs_daemon.ipc import Assignment, Successor
 
 LONG_LIFE_S = 10.0
 """A child that lived this long did not fail to start."""
@@ -42,6 +42,8 @@ class Child:
         self.is_ready = False
         self.was_killed = False
         self.requested_log_level = ""
+        self.requested_successor: Successor | None = None
+        self.other_version = ""
         self.has_drained = False
         self.drain_report = b""
         self.assigned_at = 0.0
@@ -88,6 +90,11 @@ class Child:
             with contextlib.suppress(OSError):
                 self.link.send(ipc.LOG_LEVEL + level.encode())
 
+    def refuse_upgrade(self, reason: str) -> None:
+        """Tell the mover that the supervisor does not hand over."""
+        with contextlib.suppress(OSError):
+            self.link.send((ipc.UPGRADE + reason.encode())[: ipc.LINK_MESSAGE_BYTES_MAX])
+
     def read_messages(self) -> bool:
         """Read the messages on the link. Returns False if the child has ended or is about to."""
         while True:
@@ -104,6 +111,10 @@ class Child:
             self.has_drained = self.has_drained or message == ipc.DRAINED
             if message.startswith(ipc.DRAINING):
                 self.drain_report = message
+            if message.startswith(ipc.UPGRADE):
+                self.requested_successor = ipc.parse_successor(message.removeprefix(ipc.UPGRADE))
+            if message.startswith(ipc.OTHER_VERSION):
+                self.other_version = message.removeprefix(ipc.OTHER_VERSION).decode()
             if message.startswith(ipc.LOG_LEVEL):
                 self.requested_log_level = message.removeprefix(ipc.LOG_LEVEL).decode()
 

@@ -26,12 +26,13 @@ from ckptfs_daemon.drain import find_obstacle
 from ckptfs_daemon.event_writer import events
 from ckptfs_daemon.fuse import connection, shim_build
 from ckptfs_daemon.fuse.connection import Connection
-from ckptfs_daemon.supervisor import state_directory
+from ckptfs_daemon.supervisor import handover, state_directory
 from ckptfs_daemon.supervisor.guarded_mountpoint import GuardedMountpoint
+from ckptfs_daemon.supervisor.handover import Handed
 from ckptfs_daemon.supervisor.pfs_check import require_pfs_of_catalog
 from ckptfs_daemon.supervisor.state_directory import ReadyPipe
 from ckptfs_daemon.supervisor.supervisor import Supervisor
-from ckptfs_daemon.supervisor.systemd import Systemd, take_stored_descriptors
+from ckptfs_daemon.supervisor.systemd import Systemd
 
 log = logging.getLogger(__name__)
 
@@ -39,37 +40,58 @@ OOM_SCORE = -900
 
 
 def run_daemon(name: str, mountpoint: Path | None, options: str, ready_pipe: ReadyPipe) -> int:
-    """Serve until unmounted; return the exit code. Raises CkptfsError or OSError if it cannot start."""
+    """Serve until unmounted or replaced; return the exit code.
+
+    Raises CkptfsError or OSError if it cannot start.
+    """
     config = load(name, mountpoint, parse_options(options))
     logs.configure("supervisor", config.log_level)
     logs.set_process_name("ckptfsd")
     systemd = Systemd()
+    handed = handover.take()
     shim_build.ensure()
-    lock_fd = _prepare_state(config)
+    lock_fd = _prepare_state(config, handed)
     events.open(config.state, node=config.node, mount=config.name)
-    ended_cleanly = False
+    ended_cleanly = is_left = False
     try:
         guarded = GuardedMountpoint(config, options, systemd.unit)
-        fuse_connection, resumed = _resume_or_connect(config, take_stored_descriptors(), guarded)
+        fuse_connection, resumed = _resume_or_connect(config, handed, guarded)
         if not resumed:
             systemd.store_descriptors(fuse_connection.fd, fuse_connection.table_fd)
         _lower_oom_score()
-        supervisor = Supervisor(config, fuse_connection, is_resumed=resumed, systemd=systemd, ready_pipe=ready_pipe)
-        code = supervisor.run()
-        ended_cleanly = supervisor.ended_cleanly
+        arguments = [name, *([str(mountpoint)] if mountpoint else []), *(["-o", options] if options else [])]
+        supervisor = _serve(config, fuse_connection, lock_fd, arguments, is_resumed=resumed, systemd=systemd, ready_pipe=ready_pipe)
+        is_left, ended_cleanly, code = supervisor.is_leaving, supervisor.ended_cleanly, supervisor.exit_code
+        if is_left:
+            return code
         leftovers = _load_leftovers(config)
         guarded.end(leftovers, is_on_purpose=code == 0 and not supervisor.was_stopped)
         state_directory.delete_process_files(config, is_forgotten=leftovers.is_nothing)
         return code
     finally:
-        _release_ram_tier(config, ended_cleanly)
+        if not is_left:
+            _release_ram_tier(config, ended_cleanly)
+            events.record(EventKind.ENDED, clean=ended_cleanly)
         log.info("ended")
-        events.record(EventKind.ENDED, clean=ended_cleanly)
         events.close()
         os.close(lock_fd)
 
 
-def _prepare_state(config: Config) -> int:
+def _serve(
+    config: Config, served: Connection, lock_fd: int, arguments: list[str], *, is_resumed: bool, systemd: Systemd, ready_pipe: ReadyPipe
+) -> Supervisor:
+    """Run a supervisor to its end. Returns it, unless its successor takes its place here."""
+    while True:
+        supervisor = Supervisor(config, served, is_resumed=is_resumed, systemd=systemd, ready_pipe=ready_pipe, arguments=arguments)
+        supervisor.run()
+        if supervisor.successor is None:
+            return supervisor
+        handed = Handed(served.fd, served.table_fd, lock_fd)
+        handover.execute(supervisor.successor, arguments, handed, systemd.environment)
+        is_resumed = True
+
+
+def _prepare_state(config: Config, handed: Handed | None) -> int:
     """Prepare and lock the state directory with catalog and RAM tier; return the descriptor of the lock."""
     config.state.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = config.state.stat()
@@ -78,10 +100,11 @@ def _prepare_state(config: Config) -> int:
             f"the state directory {config.state} belongs to another user", remedy="give state=DIRECTORY with one of yours"
         )
     config.state.chmod(0o700)
-    lock_fd = state_directory.acquire_lock(config.state)
+    lock_fd = handed.lock_fd if handed is not None and handed.lock_fd >= 0 else state_directory.acquire_lock(config.state)
     state_directory.kill_leftovers(config.state / "processes.json")
     database.create(config.state / "catalog.db")
-    ended_cleanly = database.check_file(config.state / "catalog.db")
+    # If the mount outlived its daemon, so did the kernel, and the catalog is whole.
+    ended_cleanly = handed is None and database.check_file(config.state / "catalog.db")
     database.migrate_file(config.state / "catalog.db")
     with _open_catalog(config) as db:
         _require_pfs_and_cluster(config, db)
@@ -110,16 +133,16 @@ def _require_pfs_and_cluster(config: Config, db: Database) -> None:
         membership.ensure_registered(config, db)
 
 
-def _resume_or_connect(config: Config, handed_over: tuple[int, int] | None, guarded: GuardedMountpoint) -> tuple[Connection, bool]:
+def _resume_or_connect(config: Config, handed: Handed | None, guarded: GuardedMountpoint) -> tuple[Connection, bool]:
     """Return (the connection to serve, True if it was served before)."""
-    if handed_over is not None:
+    if handed is not None:
         with contextlib.suppress(ValueError, KeyError):
-            kept = connection.restore(*handed_over)
+            kept = connection.restore(handed.fuse_fd, handed.table_fd)
             if kept.mountpoint == config.mountpoint and kept.is_mounted():
-                log.info("%s: resuming the mount that systemd kept", config.mountpoint)
+                log.info("%s: resuming the mount that %s kept", config.mountpoint, "systemd" if handed.lock_fd < 0 else "this process")
                 return kept, True
-        for fd in handed_over:
-            os.close(fd)
+        os.close(handed.fuse_fd)
+        os.close(handed.table_fd)
     with guarded.set_for_mount():
         return connection.connect(config), False
 

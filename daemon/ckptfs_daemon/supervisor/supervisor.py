@@ -4,6 +4,9 @@ One thread and one poll loop, without access to file contents. At the start, the
 the mover drains while the mount is attached and serves; then the mount is unmounted, the mount process exits, and the mover drains what was
 closed meanwhile. An unmount by an administrator begins with the second half.
 
+A supervisor also ends without an unmount: it hands the mount over to another version (`ckptfs upgrade`, or a child that finds itself to be
+of another one), or leaves it to systemd, which keeps the connection during `systemctl restart`. A trial of the successor comes before.
+
 Crash safety: the children exit with the supervisor. systemd keeps the connection and restarts the supervisor; without systemd the next
 start takes over what is left.
 """
@@ -30,9 +33,10 @@ from ckptfs_daemon import ipc, logs
 from ckptfs_daemon.event_writer import events
 from ckptfs_daemon.fuse import connection
 from ckptfs_daemon.fuse.connection import Connection
-from ckptfs_daemon.ipc import Assignment
-from ckptfs_daemon.supervisor import children, state_directory
+from ckptfs_daemon.ipc import Assignment, Successor
+from ckptfs_daemon.supervisor import children, handover, state_directory
 from ckptfs_daemon.supervisor.children import Child, RestartHistory
+from ckptfs_daemon.supervisor.handover import Trial
 from ckptfs_daemon.supervisor.systemd import Systemd
 
 log = logging.getLogger(__name__)
@@ -44,6 +48,9 @@ SPARE_DELAY_S = 0.5
 RECOVERY_WATCHDOG_FACTOR = 20
 REAP_WAIT_S = 5.0
 STUCK_REAP_WAIT_S = 0.1
+LEAVE_REAP_WAIT_S = 1.0
+"""The same before a handover, while applications wait. The successor ignores a process that hangs in a system call."""
+TRIAL_POLL_S = 0.02
 TURN_MAX_S = 1.0
 """How long the loop sleeps at most. A child that was killed and hangs in a system call sends no message and closes no link."""
 
@@ -51,7 +58,7 @@ TURN_MAX_S = 1.0
 class Phase(Enum):
     """RUNNING; DRAINING while the mount serves; UNMOUNTING until the connection has ended; FINISHING.
 
-    FINISHING lasts until the mover has drained the rest.
+    FINISHING lasts until the mover has drained the rest. LEAVING: the mount stays, for a successor.
     """
 
     RUNNING = auto()
@@ -59,6 +66,7 @@ class Phase(Enum):
     UNMOUNTING = auto()
     FINISHING = auto()
     OVER = auto()
+    LEAVING = auto()
 
 
 @dataclass
@@ -74,17 +82,24 @@ class Slot:
 class Supervisor:
     def __init__(
         self, config: Config, fuse_connection: Connection, *, is_resumed: bool, systemd: Systemd, ready_pipe: state_directory.ReadyPipe,
-        new_child: Callable[[str], Child] = Child,
+        arguments: list[str], new_child: Callable[[str], Child] = Child,
     ) -> None:  # fmt: skip
-        """`is_resumed`: a mount process has served this connection before."""
+        """`is_resumed`: a mount process has served this connection before.
+
+        `arguments`: of this daemon, for its successor.
+        """
         self._config = config
         self._new_child = new_child
         self._connection = fuse_connection
         self._is_resumed = is_resumed
         self._systemd = systemd
         self._ready_pipe = ready_pipe
+        self._arguments = arguments
+        self._trial: Trial | None = None
+        self.successor: Successor | None = None
+        """Who takes over, if `is_leaving`; None: systemd starts it."""
         self._phase = Phase.RUNNING
-        self._exit_code = 0
+        self.exit_code = 0
         self.ended_cleanly = False
         """True once the mount and the mover have ended on request: nothing was cut off."""
         self._began = time.monotonic()
@@ -104,19 +119,24 @@ class Supervisor:
         """Return True if a signal ended the mount, and no administrator unmounted it."""
         return self._was_stopped
 
+    @property
+    def is_leaving(self) -> bool:
+        """Return True if the mount stays for a successor."""
+        return self._phase is Phase.LEAVING
+
     def run(self) -> int:
-        """Run until unmounted or asked to end. Returns the daemon's exit code."""
+        """Run until unmounted, asked to end or replaced. Returns the daemon's exit code."""
         self._listen_to_signals()
-        while self._phase is not Phase.OVER:
+        while self._phase not in (Phase.OVER, Phase.LEAVING):
             self._start_due()
             self._wait()
             self._handle_signals()
             self._read_children()
+            self._follow_trial()
             self._check_heartbeats()
             self._check_deadline()
-        for slot in self._slots.values():
-            self._kill_child(slot)
-        return self._exit_code
+        self._kill_children()
+        return self.exit_code
 
     # --- signals and waiting -----------------------------------------------------------------------------------------
 
@@ -126,6 +146,7 @@ class Supervisor:
             signal.signal(number, self._count_stop_signal)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        handover.receive_stop_signals()
 
     def _count_stop_signal(self, *_: object) -> None:
         """Count a signal. The handler does nothing more, because it may interrupt the main loop anywhere."""
@@ -137,7 +158,17 @@ class Supervisor:
             self._handle_stop_signal()
 
     def _handle_stop_signal(self) -> None:
-        """Drain and unmount at the first signal; at the next, unmount without drain, fail open files, end."""
+        """Drain and unmount at the first signal; at the next, unmount without drain, fail open files, end.
+
+        Before the first one counts, systemd says whether it only restarts the unit.
+        """
+        if self._is_serving() and self._systemd.unit and not (self._trial is not None and self._trial.is_for_restart):
+            self._start_trial(handover.get_own_successor(), self._systemd.is_restarting)
+            return
+        self._stop()
+
+    def _stop(self) -> None:
+        self._trial = None
         self._was_stopped = True
         if self._phase is Phase.RUNNING and self._slots[MOUNT].ever_ready:
             self._start_drain()
@@ -156,6 +187,8 @@ class Supervisor:
             until = min(until, self._watchdog_notified_at + self._systemd.watchdog_interval_s)
         if self._is_waiting_for_mover(now):
             until = min(until, self._began + MOVER_RECOVERY_WAIT_S)
+        if self._trial is not None:
+            until = min(until, now + TRIAL_POLL_S)
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         for slot in self._slots.values():
@@ -214,6 +247,7 @@ class Supervisor:
             alive = child.read_messages()
             if child.requested_log_level:
                 self._set_log_level(child)
+            self._consider_upgrade(child)
             if child.is_ready and child.is_assigned and not slot.ever_ready:
                 slot.ever_ready = True
                 self._publish_processes()
@@ -286,7 +320,7 @@ class Supervisor:
             self._finish()
         elif role == MOVER and code == 0 and self._phase is Phase.FINISHING:
             self._phase = Phase.OVER
-            self.ended_cleanly = self._exit_code == 0
+            self.ended_cleanly = self.exit_code == 0
         else:
             self._handle_child_failure(role, slot, child, -signal.SIGKILL if code is None else code)
         self._publish_processes()
@@ -315,9 +349,56 @@ class Supervisor:
         log.critical("%s; giving up", sentence)
         self._ready_pipe.write_once(f"error: {sentence}")
         self._systemd.notify(f"STATUS={sentence}")
-        self._exit_code = 1
+        self.exit_code = 1
         connection.abort(self._connection)
         self._finish()
+
+    # --- a successor -------------------------------------------------------------------------------------------------
+
+    def _is_serving(self) -> bool:
+        """Return True if a mount process has served, so that another can resume, and nothing ends it."""
+        return self._phase is Phase.RUNNING and self._slots[MOUNT].ever_ready
+
+    def _consider_upgrade(self, child: Child) -> None:
+        """Try the successor that `ckptfs upgrade` names, or the installation if it was replaced."""
+        successor, child.requested_successor = child.requested_successor, None
+        version, child.other_version = child.other_version, ""
+        is_possible = self._trial is None and self._is_serving()
+        if version and is_possible:
+            log.warning("%s process %d: has version %s, this supervisor %s; handing over", child.role, child.pid, version, __version__)
+            self._start_trial(handover.get_own_successor())
+        elif successor is not None and is_possible:
+            self._start_trial(successor)
+        elif successor is not None:
+            child.refuse_upgrade("the daemon starts, is about to end, or hands over already")
+
+    def _start_trial(self, successor: Successor, ask_for_restart: Callable[[], bool] | None = None) -> None:
+        self._trial = Trial(successor, self._arguments, self._connection.table_fd, ask_for_restart)
+
+    def _follow_trial(self) -> None:
+        """Leave the mount to the successor if its trial went well."""
+        trial = self._trial
+        if trial is None or trial.is_running:
+            return
+        self._trial = None
+        if self._phase is not Phase.RUNNING:
+            return
+        if trial.is_wanted and not trial.refusal:
+            handover.hold_stop_signals()
+            if self._stop_signal_count:
+                handover.receive_stop_signals()
+                return
+            log.info("%s: handing over to %s", self._config.mountpoint, "systemd" if trial.is_for_restart else trial.successor.places[0])
+            self.successor = None if trial.is_for_restart else trial.successor
+            self._phase = Phase.LEAVING
+            return
+        if trial.refusal:
+            outcome = "draining and unmounting instead" if trial.is_for_restart else "this version goes on"
+            log.error("%s: is not handed over: %s; %s", self._config.mountpoint, trial.refusal, outcome)
+        if trial.is_for_restart:
+            self._stop()
+        elif (mover := self._slots[MOVER].child) is not None:
+            mover.refuse_upgrade(trial.refusal)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -411,11 +492,19 @@ class Supervisor:
         else:
             mover.due_at = mover.due_at or time.monotonic()
 
-    def _kill_child(self, slot: Slot) -> None:
+    def _kill_children(self) -> None:
+        """Kill all children, first all and then one after the other to its end."""
+        for slot in self._slots.values():
+            if slot.child is not None:
+                slot.child.kill()
+        for slot in self._slots.values():
+            self._kill_child(slot, LEAVE_REAP_WAIT_S if self.is_leaving else REAP_WAIT_S)
+
+    def _kill_child(self, slot: Slot, patience_s: float = REAP_WAIT_S) -> None:
         slot.due_at = None
         if slot.child is not None:
             slot.child.kill()
-            slot.child.reap(REAP_WAIT_S)
+            slot.child.reap(patience_s)
             slot.child = None
 
     # --- processes.json ----------------------------------------------------------------------------------------------

@@ -14,11 +14,14 @@ import contextlib
 import os
 import re
 import socket
+import subprocess
 from pathlib import Path
 
 FUSE_NAME = "ckptfs-fuse"
 SAVED_NAME = "ckptfs-saved"
 FIRST_FD = 3
+ANSWER_WAIT_S = 5.0
+VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
 
 class Systemd:
@@ -26,6 +29,8 @@ class Systemd:
 
     def __init__(self) -> None:
         """Read and remove NOTIFY_SOCKET and WATCHDOG_*, so that children do not notify systemd."""
+        self.environment = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+        """What a successor in this process needs."""
         self._address = os.environ.pop("NOTIFY_SOCKET", "")
         self._unsent: dict[tuple[str, ...], tuple[bytes, int | None]] = {}
         period_us = os.environ.pop("WATCHDOG_USEC", "")
@@ -44,6 +49,22 @@ class Systemd:
             found = re.findall(r"/([^/\n]+\.service)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
             return found[-1] if found and self._address else ""
         return ""
+
+    def is_restarting(self) -> bool:
+        """Return True if systemd stops this unit only to start it again.
+
+        Waits for its answer; without one: False.
+
+        During `systemctl restart`, the job of the unit is of the type restart until the process has ended.
+        """
+        if not (unit := self.unit):
+            return False
+        manager = ["systemctl", "--user"] if "MANAGERPID" in os.environ else ["systemctl"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            command = [*manager, "list-jobs", "--no-legend", "--plain", "--full"]
+            jobs = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_WAIT_S, check=True).stdout
+            return any(line.split()[1:3] == [unit, "restart"] for line in jobs.splitlines())
+        return False
 
     def notify(self, *lines: str, descriptor: int | None = None) -> None:
         """Send lines such as READY=1, with a descriptor if given.

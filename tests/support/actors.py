@@ -9,10 +9,13 @@ import os
 import random
 import select
 import shutil
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
+END_S = 240.0
 Step = Callable[[], None]
 ACTS = ("create", "create", "create", "rewrite", "rename", "replace", "link", "unlink", "unlink", "symlink", "look", "list")
 
@@ -203,6 +206,22 @@ def trees(root: Path, dice: random.Random) -> tuple[Step, Step]:
 
 
 KINDS = {"checkpointer": checkpointer, "small_files": small_files, "appender": appender, "overwriter": overwriter, "trees": trees}
+
+
+def acting(directory: Path, seed: int, kinds: Iterable[str] = ()) -> "dict[str, subprocess.Popen[str]]":
+    """One process for each kind of actor, or for these, each in a directory of its own below `directory`."""
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return {kind: subprocess.Popen([sys.executable, __file__, kind, directory / kind, str(seed)], **pipes) for kind in kinds or KINDS}
+
+
+def ended(actors: "dict[str, subprocess.Popen[str]]") -> list[str]:
+    """Let them finish and look at everything once more; what those said that failed."""
+    failures = []
+    for kind, process in actors.items():
+        output, _ = process.communicate(timeout=END_S)
+        if process.returncode != 0:
+            failures.append(f"{kind}: {output[-2000:]}")
+    return failures
 
 
 def main() -> None:
