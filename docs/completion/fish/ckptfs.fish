@@ -2,7 +2,7 @@
 function __ckptfs_at
     set -l line
     for word in (commandline -opc)[2..]
-        if contains -- "$line $word" ' status' ' df' ' drain' ' log-level' ' ls' ' wait' ' refresh' ' doctor' ' mounts' ' version' ' help' ' list' ' show' ' latest' ' verify' ' restore' ' rollback' ' pin' ' unpin' ' annotate' ' commit' ' rm' ' health' ' config' ' who' ' warm' ' web' ' advise' ' simulate' ' events' ' goodput' ' lab' ' lab start' ' lab stop' ' lab status' ' lab kill' ' lab wipe' ' lab start-node' ' lab restart-node' ' lab cut' ' lab slow' ' lab heal' ' lab exec' ' keys' ' keys init' ' keys issue' ' keys revoke' ' cluster' ' cluster adopt'
+        if contains -- "$line $word" ' status' ' df' ' drain' ' log-level' ' ls' ' wait' ' refresh' ' doctor' ' mounts' ' version' ' help' ' list' ' show' ' latest' ' verify' ' restore' ' rollback' ' pin' ' unpin' ' annotate' ' commit' ' rm' ' health' ' config' ' who' ' warm' ' web' ' upgrade' ' advise' ' simulate' ' events' ' goodput' ' lab' ' lab start' ' lab stop' ' lab status' ' lab kill' ' lab wipe' ' lab start-node' ' lab restart-node' ' lab cut' ' lab slow' ' lab heal' ' lab exec' ' keys' ' keys init' ' keys issue' ' keys revoke' ' cluster' ' cluster adopt'
             set line "$line $word"
         end
     end
@@ -36,6 +36,7 @@ complete -c ckptfs -n '__ckptfs_at ""' -f -a config -d 'Show the effective optio
 complete -c ckptfs -n '__ckptfs_at ""' -f -a who -d 'Show which processes have a file or directory open'
 complete -c ckptfs -n '__ckptfs_at ""' -f -a warm -d 'Fetch files to RAM or NVMe of this node before they are needed'
 complete -c ckptfs -n '__ckptfs_at ""' -f -a web -d 'Serve a page that shows whether the newest checkpoints are safe'
+complete -c ckptfs -n '__ckptfs_at ""' -f -a upgrade -d 'Replace the running daemon of a mount by this version of ckptfs'
 complete -c ckptfs -n '__ckptfs_at ""' -f -a advise -d 'Say how often to save, from the cost of a checkpoint and the failure rate'
 complete -c ckptfs -n '__ckptfs_at ""' -f -a simulate -d 'Compute how likely the loss of a checkpoint set is before the PFS has it'
 complete -c ckptfs -n '__ckptfs_at ""' -f -a events -d 'Show what has happened on this node, saves, loads, restarts, failures'
@@ -79,7 +80,7 @@ complete -c ckptfs -n '__ckptfs_at " mounts"' -l json -d 'Print JSON'
 complete -c ckptfs -n '__ckptfs_at " mounts"' -s h -l help -d 'Show help and exit.'
 complete -c ckptfs -n '__ckptfs_at " version"' -l json -d 'Print JSON'
 complete -c ckptfs -n '__ckptfs_at " version"' -s h -l help -d 'Show help and exit.'
-complete -c ckptfs -n '__ckptfs_at " help"' -a 'status df drain log-level ls wait refresh doctor mounts version help list show latest verify restore rollback pin unpin annotate commit rm health config who warm web advise simulate events goodput lab keys cluster'
+complete -c ckptfs -n '__ckptfs_at " help"' -a 'status df drain log-level ls wait refresh doctor mounts version help list show latest verify restore rollback pin unpin annotate commit rm health config who warm web upgrade advise simulate events goodput lab keys cluster'
 complete -c ckptfs -n '__ckptfs_at " help"' -s h -l help -d 'Show help and exit.'
 complete -c ckptfs -n '__ckptfs_at " list"' -l level -x -a 'local clique pfs' -d 'Only sets that have this level, local, clique, pfs'
 complete -c ckptfs -n '__ckptfs_at " list"' -l all -d 'All sets of a series, not only the newest 500'
@@ -123,6 +124,8 @@ complete -c ckptfs -n '__ckptfs_at " warm"' -s h -l help -d 'Show help and exit.
 complete -c ckptfs -n '__ckptfs_at " web"' -l listen -r -d 'The address to serve'
 complete -c ckptfs -n '__ckptfs_at " web"' -l beyond-loopback -d 'Also if other machines can reach that address'
 complete -c ckptfs -n '__ckptfs_at " web"' -s h -l help -d 'Show help and exit.'
+complete -c ckptfs -n '__ckptfs_at " upgrade"' -l json -d 'Print JSON'
+complete -c ckptfs -n '__ckptfs_at " upgrade"' -s h -l help -d 'Show help and exit.'
 complete -c ckptfs -n '__ckptfs_at " advise"' -l mtbf -r -d 'Mean time between failures of the job, all nodes together'
 complete -c ckptfs -n '__ckptfs_at " advise"' -l nodes -r -d 'Nodes of the job, for --node-mtbf'
 complete -c ckptfs -n '__ckptfs_at " advise"' -l node-mtbf -r -d 'The same of one node, such as 5y'
