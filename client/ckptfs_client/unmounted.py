@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptfs import config, mount_record, mountpoint_guard, runtime_dir
+from ckptfs import config, event_log, mount_record, mountpoint_guard, runtime_dir
 from ckptfs.mount_record import MountRecord
 from ckptfs_client.errors import ClientError, CommandFailed, UsageError
 from ckptfs_client.json_answers import MountJson
@@ -170,6 +170,7 @@ def _delete_tiers(one: UnmountedName) -> None:
 def _delete_state(state: Path) -> None:
     for name in OURS:
         (state / name).unlink(missing_ok=True)
+    shutil.rmtree(state / event_log.DIRECTORY, ignore_errors=True)
     with contextlib.suppress(OSError):
         state.rmdir()  # Other files in it are not ours.
 
