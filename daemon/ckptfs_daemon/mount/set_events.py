@@ -1,14 +1,16 @@
 """The events of checkpoint sets: begun, complete, read, safe, gone (G6, X9, X11).
 
-The tracker tells what it finds. What is noted here, such as the time at which the first file of a member was opened, ends with the mount
-process: a set that was begun before then has no duration.
+The tracker tells what it finds, and an event that cannot be described is left out. What is noted here, such as the time at which the
+first file of a member was opened, ends with the mount process: a set that was begun before then has no duration.
 """
 
+import contextlib
 import json
+import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,6 +20,7 @@ from ckptfs import limits
 from ckptfs.catalog import history, history_names, inodes, set_members
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet, SeriesRecord
+from ckptfs.errors import CkptfsError
 from ckptfs.event_log import EventKind, format_time
 from ckptfs.model import Level
 from ckptfs.series.rules import WILDCARD
@@ -27,6 +30,8 @@ from ckptfs_daemon.mount.producers import Process, WrittenFile
 from ckptfs_daemon.mount.set_maker import FoundMember
 from ckptfs_daemon.mount.set_refresh import SetRefresh
 from ckptfs_daemon.rescue import get_highest_level
+
+log = logging.getLogger(__name__)
 
 PRODUCERS_MAX = 16
 """Processes that an event names."""
@@ -39,6 +44,15 @@ LOADS_MAX = 16_384
 WATCHED_MAX = 64
 SETS_LOOKED_AT = 16
 NANO = 1e9
+
+
+@contextlib.contextmanager
+def _leaving_out() -> Iterator[None]:
+    """Leave an event out if its rows have gone: no set, and no answer to a user, depends on it."""
+    try:
+        yield
+    except (OSError, CkptfsError) as failure:
+        log.debug("events: one is left out: %s", failure)
 
 
 @dataclass(slots=True)
@@ -100,6 +114,10 @@ class SetEvents:
     def record_begun(self, found: FoundMember) -> None:
         """Record that some files of a member are closed: once, and again for processes that started since."""
         begun = self._open(found)
+        with _leaving_out():
+            self._record_try(found, begun)
+
+    def _record_try(self, found: FoundMember, begun: _Begun) -> None:
         fresh = [one for one in begun.writers.values() if not begun.recorded_ns or one.process.started_ns > begun.recorded_ns]
         now_ns = time.time_ns()
         if not begun.recorded_ns or (fresh and now_ns - begun.recorded_ns > BEGUN_AGAIN_S * NANO):
@@ -122,9 +140,15 @@ class SetEvents:
 
         `made`: its set; None if it had one already, or another node made it.
         """
-        db, begun = self._context.db, self._begun.pop(found.key, None)
-        if made is None and (begun is None or self._context.shared_namespace is None):
-            return
+        begun = self._begun.pop(found.key, None)
+        if made is not None or (begun is not None and self._context.shared_namespace is not None):
+            with _leaving_out():
+                await self._record_set(found, series_directory, made, list(begun.writers.values()) if begun is not None else [])
+
+    async def _record_set(
+        self, found: FoundMember, series_directory: int, made: CheckpointSet | None, writers: Sequence[WrittenFile]
+    ) -> None:
+        db = self._context.db
         newest = (await trio.to_thread.run_sync(history.list_set_directories, db, series_directory))[:SETS_LOOKED_AT]
         sets = [each for directory in newest if (each := history.get_set(db, directory)) is not None]
         one = made or next((each for each in sets if each.record.name == found.member.name), None)
@@ -133,9 +157,8 @@ class SetEvents:
             return
         if made is not None:
             former = next((each for each in sets if each.record.number < made.record.number), None)
-            self._record_start(known, made, former, list(begun.writers.values()) if begun is not None else [])
+            self._record_start(known, made, former, writers)
             self._watch(made.directory, Level.LOCAL)
-        writers = list(begun.writers.values()) if begun is not None else []
         producers = _describe_producers(one, writers)
         times = _describe_times(one, writers)
         more = {"files": one.record.files, "size": one.record.size, "processes": len(one.record.producers), "producers": producers}
@@ -169,8 +192,9 @@ class SetEvents:
     async def record_loads(self) -> None:
         """Record which processes read sets that others wrote."""
         for inode, process in self._context.open_files.producers.take_reads():
-            if not set_members.is_manifest(self._context.db, inode):
-                await self._record_load(inode, process)
+            with _leaving_out():
+                if not set_members.is_manifest(self._context.db, inode):
+                    await self._record_load(inode, process)
 
     async def _record_load(self, inode: int, process: Process) -> None:
         db, reader = self._context.db, _describe(process)
@@ -203,8 +227,9 @@ class SetEvents:
         if not due:
             return
         for directory in due:
-            if history.get_set(db, directory) is not None:
-                await self._refresh.refresh_set(directory, with_copies=True)
+            with _leaving_out():
+                if history.get_set(db, directory) is not None:
+                    await self._refresh.refresh_set(directory, with_copies=True)
         levels = await trio.to_thread.run_sync(history.list_levels, db, list(due))
         order = list(Level)
         for directory, one in due.items():
@@ -229,8 +254,10 @@ def record_expired(db: Database, directory: int, reason: str) -> None:
 
 def record_rollback(db: Database, series_directory: int) -> None:
     """Record which set of a series is the latest because a user said so. None: that has ended."""
-    known = history.get_series(db, series_directory)
-    if known is not None:
+    with _leaving_out():
+        known = history.get_series(db, series_directory)
+        if known is None:
+            return
         number = known.rollback.number if known.rollback is not None else 0
         named = (one.directory for one in history_names.list_set_names(db, series_directory) if one.number == number)
         chosen = history.get_set(db, next(named, 0))
@@ -238,11 +265,12 @@ def record_rollback(db: Database, series_directory: int) -> None:
 
 
 def _record_of_set(db: Database, kind: EventKind, directory: int, **more: Any) -> None:
-    one = history.get_set(db, directory)
-    known = None if one is None else history.get_series(db, inodes.get(db, directory).parent)
-    if one is not None and known is not None:
-        after_s = round((time.time_ns() - one.record.completed_ns) / NANO, 3)
-        events.record(kind, **_describe_set(known, one), size=one.record.size, after_s=after_s, **more)
+    with _leaving_out():
+        one = history.get_set(db, directory)
+        known = None if one is None else history.get_series(db, inodes.get(db, directory).parent)
+        if one is not None and known is not None:
+            after_s = round((time.time_ns() - one.record.completed_ns) / NANO, 3)
+            events.record(kind, **_describe_set(known, one), size=one.record.size, after_s=after_s, **more)
 
 
 def _describe_series(known: SeriesRecord) -> dict[str, Any]:
