@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from ckptfs_client.errors import ClientError, CommandFailed, UsageError
-from ckptfs_client.lab import commands, layout, network
+from ckptfs_client.lab import commands, layout, network, nodes
 from ckptfs_client.lab.laboratory import Laboratory
 from ckptfs_client.lab.layout import Plan
 from ckptfs_client.lab.nodes import kill_processes, list_processes, spawn
@@ -151,3 +151,20 @@ def test_only_what_runs_on_a_node_ends_with_it(wires: Plan) -> None:
     assert list_processes(other) == []
     assert len(list_processes(there)) == 1
     assert os.getpid() not in list_processes(there)
+
+
+def test_an_etcd_whose_command_line_cannot_be_read_yet_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel shows it a moment after exec."""
+    answers = iter([False, False, True])
+    monkeypatch.setattr(nodes, "find_etcd", lambda: "etcd")
+    monkeypatch.setattr(nodes, "spawn", lambda *_: 7)
+    monkeypatch.setattr(nodes, "list_processes", lambda _: [7])
+    monkeypatch.setattr(nodes, "find_etcd_members", lambda _: {})
+    monkeypatch.setattr(nodes, "_is_member_healthy", lambda *_: next(answers))
+    plan = layout.build_plan(tmp_path, 1, 1, None, {})
+    nodes.start_etcd(plan)
+    assert list(answers) == []
+    monkeypatch.setattr(nodes, "_is_member_healthy", lambda *_: False)
+    monkeypatch.setattr(nodes, "list_processes", lambda _: [])
+    with pytest.raises(CommandFailed, match="etcd does not answer"):
+        nodes.start_etcd(plan)

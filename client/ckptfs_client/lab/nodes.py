@@ -176,7 +176,7 @@ def start_etcd(plan: Plan) -> None:
             spawn(namespace, command, plan.directory / "etcd.log")
     until = time.monotonic() + ETCD_READY_WAIT_S
     while not all(_is_member_healthy(plan, port) for port in plan.etcd_ports):
-        if time.monotonic() > until or not is_etcd_running(plan):
+        if time.monotonic() > until or not list_processes(namespace):
             raise CommandFailed("etcd does not answer", remedy=f"{plan.directory / 'etcd.log'} says why")
         threading.Event().wait(ETCD_POLL_S)
 
