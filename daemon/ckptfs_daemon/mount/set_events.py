@@ -59,7 +59,7 @@ def _leaving_out() -> Iterator[None]:
 class _Begun:
     """A member that has no set yet.
 
-    When each process had its files open, and when its event was recorded last.
+    `writers`: when each process had its files open. `recorded_ns`: when its event was recorded last; 0: never.
     """
 
     found: FoundMember
