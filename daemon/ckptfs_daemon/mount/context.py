@@ -6,6 +6,7 @@ comes again after a crash, the handler returns the recorded reply.
 Crash safety: before the commit nothing happened; after it the reply is in the catalog.
 """
 
+import contextlib
 import errno
 import logging
 from collections.abc import Awaitable, Callable, Iterable
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ckptfs import limits
-from ckptfs.catalog import handles, inodes, mover_requests
+from ckptfs.catalog import handles, inodes, mover_requests, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.namespace import NotImported
 from ckptfs.cgroups import MemoryLimits
@@ -164,6 +165,17 @@ class ChangeRunner:
         if self._context.db.is_journalled:
             self._context.wake_channel.notify(ipc.WORK)
         return result
+
+    async def lookup_after_scan(self, parent: int, name: bytes) -> Inode:
+        """Import a directory and return the inode of a name in it. Raises the error of the scan, OSError.
+
+        What another node changes in the directory meanwhile may leave it not imported: it is scanned again.
+        """
+        for _ in range(SCANS_PER_REQUEST_MAX):
+            await self.request_scan(parent, must_succeed=True)
+            with contextlib.suppress(NotImported):
+                return namespace.lookup(self._context.db, parent, name)
+        raise posix_error(errno.EAGAIN)
 
     async def request_scan(self, directory: int, *, must_succeed: bool = False) -> bool:
         """Have the mover import a directory of the PFS.

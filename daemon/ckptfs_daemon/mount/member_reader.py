@@ -101,8 +101,7 @@ class MountMemberReader:
         try:
             return namespace.lookup(self._context.db, directory, name)
         except NotImported:
-            await self._changes.request_scan(directory, must_succeed=True)
-            return namespace.lookup(self._context.db, directory, name)
+            return await self._changes.lookup_after_scan(directory, name)
 
     async def list_files(self, entry: int) -> Listing[int]:
         """List a file or directory, up to its first incomplete file."""

@@ -76,8 +76,7 @@ class NamespaceHandlers:
         except NotImported as missing:
             directory = missing.directory
         try:
-            await self._changes.request_scan(directory, must_succeed=True)
-            return context.build_reply(namespace.lookup(context.db, parent_inode, name))
+            return context.build_reply(await self._changes.lookup_after_scan(directory, name))
         except FileNotFoundError:
             return context.build_negative_entry()
         except (OSError, CkptfsError):
