@@ -95,6 +95,20 @@ def _can_set_flags(fd: int, flags: int) -> bool:
     return True
 
 
+def _set_immutable(fd: int, *, immutable: bool) -> None:
+    flags = (_get_flags(fd) or 0) & ~FS_IMMUTABLE_FL
+    fcntl.ioctl(fd, FS_IOC_SETFLAGS, struct.pack("i", flags | (FS_IMMUTABLE_FL if immutable else 0)))
+
+
+def set_immutable(path: Path, *, immutable: bool) -> None:
+    """Have a directory refuse new names, also root's, or not any more. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        _set_immutable(fd, immutable=immutable)
+    finally:
+        os.close(fd)
+
+
 def open_directory(guard: Guard) -> int:
     """Return a descriptor of the guarded directory, before it is covered by a mount. Raises OSError."""
     return os.open(guard.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -106,8 +120,7 @@ def set_on(guard: Guard, fd: int) -> None:
     `COVER` is set by `cover` when the daemon leaves. Raises OSError.
     """
     if guard.kind is GuardKind.IMMUTABLE:
-        flags = _get_flags(fd) or 0
-        fcntl.ioctl(fd, FS_IOC_SETFLAGS, struct.pack("i", flags | FS_IMMUTABLE_FL))
+        _set_immutable(fd, immutable=True)
     elif guard.kind is GuardKind.MODE:
         os.fchmod(fd, guard.mode & MODE_BITS)
 
@@ -141,8 +154,7 @@ def clear(guard: Guard) -> bool:
         if (found.st_dev, found.st_ino) != (guard.device, guard.inode):
             return False
         if guard.kind is GuardKind.IMMUTABLE:
-            flags = _get_flags(fd) or 0
-            fcntl.ioctl(fd, FS_IOC_SETFLAGS, struct.pack("i", flags & ~FS_IMMUTABLE_FL))
+            _set_immutable(fd, immutable=False)
         elif guard.kind is GuardKind.MODE:
             os.fchmod(fd, guard.mode)
     finally:

@@ -117,6 +117,7 @@ PRINTED: dict[str, Printed] = {
     "simulate": Printed("One object.", more=json_answers.SimulateJson),
     "events": Printed("One line for each event, each one object.", more=json_answers.EventJson),
     "goodput": Printed("One object.", more=json_answers.GoodputJson),
+    "chaos": Printed("One object.", more=json_answers.ChaosJson),
     "wait": Printed("One line for each change, each one object. The last one has `done`: true.", pb.Progress),
     "drain": Printed("One line for each change, each one object. The last one has `done`: true.", pb.Progress),
     "cluster adopt": Printed("One line for each change, each one object. The last one has `done`: true.", pb.Progress),

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from ckptfs_client import advice_commands, entry, event_commands, node_commands, set_commands
+from ckptfs_client.chaos import chaos_command
 from ckptfs_client.errors import EPILOG, ClientError, CommandFailed, NoMount, UsageError
 from ckptfs_client.json_answers import CheckJson, LogLevelJson, VersionJson
 from ckptfs_client.lab import commands
@@ -36,6 +37,7 @@ app.add_typer(node_commands.app)
 app.add_typer(advice_commands.app)
 app.add_typer(event_commands.app)
 app.add_typer(commands.app, name="lab")
+app.add_typer(chaos_command.app)
 cluster_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Repair what the nodes of a cluster share.")
 app.add_typer(keys_app, name="keys")
 app.add_typer(cluster_app, name="cluster")

@@ -399,3 +399,26 @@ class SimulateJson(TypedDict):
     memory_bytes: Annotated[int, "the most that a node holds for its own checkpoints and those of its peers"]
     memory_bytes_after: Annotated[int, "the same after a failure domain, or a node, was lost and its copies are remade"]
     sentence: Annotated[str, "the answer as a sentence"]
+
+
+class FaultResultJson(TypedDict):
+    """One fault of a campaign, or the repair at the end of a round."""
+
+    at_s: Annotated[float, "seconds since the campaign began"]
+    round: Annotated[int, "the round, from 1"]
+    fault: Annotated[str, "its kind, node and detail; repair: the end of the round"]
+    result: Annotated[str, "what came of it, as a sentence"]
+
+
+class ChaosJson(TypedDict):
+    """The answer of `ckptfs chaos`."""
+
+    seed: Annotated[int, "the seed"]
+    nodes: Annotated[int, "how many nodes"]
+    factor: Annotated[int, "how many nodes hold each file"]
+    kept: Annotated[bool, "whether every promise was kept"]
+    faults: Annotated[list[FaultResultJson], "the schedule as it was played"]
+    turns: Annotated[int, "how many steps the applications did"]
+    reads: Annotated[int, "how many files were read and compared meanwhile"]
+    loads: Annotated[int, "how often the set that .ckptfs/latest shows was loaded"]
+    complaints: Annotated[list[str], "each promise that was broken, as a sentence"]

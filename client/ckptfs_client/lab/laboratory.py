@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from ckptfs import mountpoint_guard
 from ckptfs.errors import CkptfsError
 from ckptfs_client.errors import ClientError, CommandFailed, NotInTime, NotPermitted
 from ckptfs_client.json_answers import LabJson, LabNodeJson
@@ -160,6 +161,22 @@ class Laboratory:
             nodes.stop_etcd(found)
         self._say("etcd is killed")
 
+    def refuse_pfs(self, *, refused: bool) -> bool:
+        """Have every directory of the PFS refuse new names, also root's, or not any more.
+
+        Returns False if the filesystem below cannot do that, or there is no PFS.
+        """
+        pfs = self.load_plan().pfs
+        done = pfs is not None and pfs.exists()
+        for directory, _, _ in os.walk(pfs or ""):
+            try:
+                mountpoint_guard.set_immutable(Path(directory), immutable=refused)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                done = False
+        return done
+
     def execute(self, name: str, command: Sequence[str]) -> None:
         """Replace this process by a program in the node's network, with CKPTFS_MOUNT set. Does not return."""
         node = self.load_plan().node(name)
@@ -221,6 +238,7 @@ class Laboratory:
             for node in self.load_plan().all_nodes():
                 nodes.delete_runtime_files(node)
                 nodes.open_mountpoint(node)
+            self.refuse_pfs(refused=False)
         for path in self.directory.iterdir():
             if path.name != layout.PLAN_NAME:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

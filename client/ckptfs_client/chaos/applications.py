@@ -1,0 +1,354 @@
+"""The applications of a campaign.
+
+Each writes checkpoints as real programs do; the bytes follow from `expected_content`.
+
+An application runs on one node at a time, in a thread. When its node dies, it starts again there or on another node, from what it finds.
+That must be one of its checkpoints, and none older than what had reached the clique.
+"""
+
+import contextlib
+import errno
+import functools
+import os
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from ckptfs_client.chaos.expected_content import (
+    RECORD_BYTES,
+    ContentMissing,
+    LogRecords,
+    Track,
+    WrongContent,
+    build_version,
+    identify_version,
+)
+
+SMALL_FILES = 12
+KEPT_STEPS = 2
+BUSY_S = 30.0
+RANKS = 2
+
+
+class Observer(Protocol):
+    """What an application asks of the campaign: which nodes reached all others meanwhile."""
+
+    synced: bool
+    """Whether fsync waits for the clique. Then applications call it after each version."""
+
+    def get_life(self, node: int) -> int:
+        """Return a number that changes when the node fails to reach all living nodes; -1 while it does."""
+
+    def choose_another(self, node: int) -> int:
+        """Return a node that is not away."""
+
+    def get_epoch(self, node: int) -> int:
+        """Return the number of changes so far; -1 if the node does not reach all others now."""
+
+    def is_alive(self, node: int) -> bool:
+        """Return True if the node's applications run, also if it is cut off."""
+
+    def is_connected_since(self, node: int, epoch: int) -> bool:
+        """Return True if the node reached all others since `get_epoch`."""
+
+
+class Application:
+    """One application; `turn` is one step of it."""
+
+    def __init__(self, name: str, node: int, source: random.Random, observer: Observer) -> None:
+        self.name, self.node, self.source, self.observer = name, node, source, observer
+        self.tracks: list[Track] = []
+        self.number = 0
+
+    def begin(self, root: Path) -> None:
+        """Start, or start again on another node, where `root` is the application's directory."""
+        root.mkdir(exist_ok=True)
+        self.number = max((track.latest for track in self.tracks), default=0)
+
+    def turn(self, root: Path) -> None:
+        """Do one step."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Close what is open."""
+
+    def found(self, track: Track, path: Path) -> int | None:
+        """Return the version that an application finds when it starts again. Returns None if there is none."""
+        data = self.read(track, path)
+        if data is None:
+            return None
+        # A version that was written in place when the node died is there as far as it came.
+        return track.broken if track.is_broken_off(data) else identify_version(track.origin, data)
+
+    def read(self, track: Track, path: Path) -> bytes | None:
+        """Return the bytes of a file. One that is lost for good is deleted, as its user would."""
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as failure:
+            if failure.errno == errno.EIO and track.lost and track.hopeless:
+                path.unlink()
+                return None
+            raise
+
+    def step(self, track: Track, act: Callable[[int], object], number: int | None = None, *, absent: bool = False) -> None:
+        """Write the next version by `act`, and note how far it came."""
+        epoch, life = self.observer.get_epoch(self.node), self.observer.get_life(self.node)
+        number = track.latest + 1 if number is None else number
+        track.begin(number, self.node, absent=absent)
+        act(number)
+        if self.observer.is_alive(self.node):
+            track.finish(number, seen_by_all=self.observer.is_connected_since(self.node, epoch))
+        if self.is_acknowledged(life):
+            track.mark_acknowledged(number)
+
+    def put(self, path: Path, data: bytes) -> None:
+        """Write a file, with fsync if the mounts wait for the clique."""
+        with open(path, "wb") as file:
+            file.write(data)
+            if self.observer.synced:
+                file.flush()
+                os.fsync(file.fileno())
+
+    def is_acknowledged(self, life: int) -> bool:
+        """Return True if other nodes have what was fsynced, and its name, even if this node is lost now."""
+        return self.observer.synced and life == self.observer.get_life(self.node) != -1
+
+    def expect(self, track: Track, found: int | None) -> None:
+        """Demand what had reached the clique when the application starts again.
+
+        An island shows what was known there.
+        """
+        if not track.hopeless and (found or 0) < track.durable and self.observer.get_epoch(self.node) != -1:
+            raise ContentMissing(f"{track.path} on node {self.node} starts with {found} after {track}")
+
+
+class Gromacs(Application):
+    """A log that stays open and is fsynced; a checkpoint that is renamed twice.
+
+    `run_stepN.cpt` becomes `run.cpt`, which becomes `run_prev.cpt`.
+    """
+
+    def __init__(self, name: str, node: int, source: random.Random, observer: Observer) -> None:
+        super().__init__(name, node, source, observer)
+        log = LogRecords(f"{name}/log")
+        self.log, self.run = Track(f"{name}/md.log", f"{name}/log", log), Track(f"{name}/run.cpt", f"{name}/cpt")
+        self.previous = Track(f"{name}/run_prev.cpt", f"{name}/cpt")
+        self.tracks = [self.log, self.run, self.previous]
+        self.fd, self.safe = -1, 0
+
+    def begin(self, root: Path) -> None:
+        super().begin(root)
+        self.end()
+        run, previous = self.found(self.run, root / "run.cpt"), self.found(self.previous, root / "run_prev.cpt")
+        self.expect(self.run, max(run or 0, previous or 0))
+        if max(run or 0, previous or 0) < self.safe:
+            raise ContentMissing(f"{root} has checkpoints {run} and {previous} after {self.safe} was acknowledged")
+        assert self.log.records is not None
+        path = root / "md.log"
+        data = self.read(self.log, path) or b""
+        records = self.log.records.count(data)
+        self.expect(self.log, records)
+        self.log.records.resume(records)
+        self.fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        os.ftruncate(self.fd, records * RECORD_BYTES)
+        os.lseek(self.fd, 0, os.SEEK_END)
+
+    def turn(self, root: Path) -> None:
+        if self.fd < 0:
+            self.fd = os.open(root / "md.log", os.O_WRONLY | os.O_APPEND)
+        records = self.log.records
+        assert records is not None
+        data = records.append(self.source.randint(1, 20))
+        epoch, life = self.observer.get_epoch(self.node), self.observer.get_life(self.node)
+        self.log.begin(len(records.now) // RECORD_BYTES, self.node)
+        os.write(self.fd, data)
+        os.fsync(self.fd)
+        if self.is_acknowledged(life):
+            self.log.mark_acknowledged(self.log.latest)
+        if self.source.random() < 0.3:
+            self.end()
+            if self.observer.is_alive(self.node):
+                self.log.finish(self.log.latest, seen_by_all=self.observer.is_connected_since(self.node, epoch))
+        self.number += 1
+        self.step(self.run, lambda number: self._checkpoint(root, number), self.number)
+
+    def _checkpoint(self, root: Path, number: int) -> None:
+        life = self.observer.get_life(self.node)
+        new, run = root / f"run_step{number}.cpt", root / "run.cpt"
+        with open(new, "wb") as file:
+            file.write(build_version(self.run.origin, number))
+            file.flush()
+            os.fsync(file.fileno())
+        if run.exists():
+            # Any earlier one: a version that was being written when its node was lost may be there again.
+            self.previous.begin(number - 1, self.node)
+            run.rename(root / "run_prev.cpt")
+        new.rename(run)
+        if self.is_acknowledged(life):
+            self.safe = number
+
+    def end(self) -> None:
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+class Torch(Application):
+    """`torch.save` over one name, and directories of several ranks' files.
+
+    The directories are made aside and renamed; the oldest are removed.
+    """
+
+    def __init__(self, name: str, node: int, source: random.Random, observer: Observer) -> None:
+        super().__init__(name, node, source, observer)
+        self.model, self.aside = Track(f"{name}/model.pt", f"{name}/model"), Track(f"{name}/best.pt", f"{name}/best")
+        self.steps = Track(f"{name}/steps", f"{name}/step")
+        self.tracks = [self.model, self.aside, self.steps]
+
+    def begin(self, root: Path) -> None:
+        super().begin(root)
+        (root / "steps").mkdir(exist_ok=True)
+        for track, name in ((self.model, "model.pt"), (self.aside, "best.pt")):
+            self.expect(track, self.found(track, root / name))
+        try:
+            newest = find_newest_step(root / "steps", self.steps.origin)
+        except OSError as failure:
+            if failure.errno != errno.EIO or not self.steps.lost or not self.steps.hopeless:
+                raise
+            shutil.rmtree(root / "steps")
+            (root / "steps").mkdir()
+            newest = None
+        self.expect(self.steps, newest)
+        for path in (root / "steps").iterdir():
+            if path.suffix == ".tmp":
+                shutil.rmtree(path)
+
+    def turn(self, root: Path) -> None:
+        chosen = self.source.randrange(3)
+        if chosen == 0:
+            self.step(self.model, lambda number: self.put(root / "model.pt", build_version(self.model.origin, number)))
+        elif chosen == 1:
+            self.step(self.aside, lambda number: self._aside(root, number))
+        else:
+            self.step(self.steps, lambda number: self._directory(root / "steps", number))
+            for path in sorted((root / "steps").iterdir(), key=_step_of)[:-KEPT_STEPS]:
+                shutil.rmtree(path)
+
+    def _aside(self, root: Path, number: int) -> None:
+        self.put(root / "best.tmp", build_version(self.aside.origin, number))
+        (root / "best.tmp").rename(root / "best.pt")
+
+    def _directory(self, steps: Path, number: int) -> None:
+        making = steps / f"step_{number}.tmp"
+        making.mkdir()
+        for rank in range(RANKS):
+            self.put(making / f"rank{rank}", build_version(f"{self.steps.origin}{rank}", number))
+        making.rename(steps / f"step_{number}")
+
+
+def _step_of(path: Path) -> int:
+    # In the history, the name has the number of the set behind it.
+    return int(path.name.removeprefix("step_").removesuffix(".tmp").partition("@")[0])
+
+
+def find_newest_step(steps: Path, origin: str) -> int | None:
+    """Return the number of the newest directory, all of it verified. Returns None if there is none.
+
+    Raises WrongContent, FileNotFoundError if the directory is being removed.
+    """
+    names = [path for path in steps.iterdir() if path.name.startswith("step_") and path.suffix != ".tmp"]
+    if not names:
+        return None
+    return read_step(max(names, key=_step_of), origin)
+
+
+def read_step(step: Path, origin: str) -> int:
+    """Return the number of a directory whose files all have its bytes. Raises WrongContent, OSError."""
+    for rank in range(RANKS):
+        found = identify_version(f"{origin}{rank}", (step / f"rank{rank}").read_bytes())
+        if found != _step_of(step):
+            raise WrongContent(f"{step} holds version {found}", b"?")
+    return _step_of(step)
+
+
+class Small(Application):
+    """Many small files in a directory that all nodes share: written, replaced, deleted."""
+
+    def __init__(self, name: str, node: int, source: random.Random, observer: Observer) -> None:
+        super().__init__(name, node, source, observer)
+        self.tracks = [Track(f"common/{name}-{i}", f"{name}/{i}") for i in range(SMALL_FILES)]
+
+    def begin(self, root: Path) -> None:
+        super().begin(root)
+        (root.parent / "common").mkdir(exist_ok=True)
+        for track in self.tracks:
+            self.expect(track, self.found(track, root.parent / track.path))
+
+    def turn(self, root: Path) -> None:
+        for track in self.source.sample(self.tracks, 4):
+            path = root.parent / track.path
+            if path.exists() and self.source.random() < 0.2:
+                self.step(track, functools.partial(_delete, path), absent=True)
+            else:
+                self.step(track, functools.partial(self._write, path, track))
+
+    def _write(self, path: Path, track: Track, number: int) -> None:
+        self.put(path, build_version(track.origin, number))
+
+
+def _delete(path: Path, _: int) -> None:
+    path.unlink()
+
+
+class Wandering(Application):
+    """Two files that a different node writes each time, in place and by rename.
+
+    A node that comes back has older ones.
+    """
+
+    def __init__(self, name: str, node: int, source: random.Random, observer: Observer) -> None:
+        super().__init__(name, node, source, observer)
+        self.whole, self.aside = Track(f"{name}/whole", f"{name}/whole"), Track(f"{name}/aside", f"{name}/best")
+        self.tracks = [self.whole, self.aside]
+
+    def begin(self, root: Path) -> None:
+        super().begin(root)
+        for track in self.tracks:
+            self.expect(track, self.found(track, root.parent / track.path))
+
+    def turn(self, root: Path) -> None:
+        if self.source.random() < 0.3:
+            self.step(self.whole, lambda number: self._over(root / "whole", build_version(self.whole.origin, number)))
+        else:
+            self.step(self.aside, lambda number: self._aside(root, number))
+        self.node = self.observer.choose_another(self.node)
+
+    def _aside(self, root: Path, number: int) -> None:
+        self.put(root / f"aside.{self.node}", build_version(self.aside.origin, number))
+        (root / f"aside.{self.node}").rename(root / "aside")
+
+    def _over(self, path: Path, data: bytes) -> None:
+        """Write in place.
+
+        That is refused as long as a reader on this node has an older version of another node open.
+        """
+        until = time.monotonic() + BUSY_S
+        while True:
+            try:
+                self.put(path, data)
+                return
+            except OSError as failure:
+                if failure.errno != errno.EBUSY or time.monotonic() > until:
+                    raise
+                threading.Event().wait(0.02)
+
+
+KINDS = (Gromacs, Torch, Small)
+ALL_KINDS = (Gromacs, Wandering, Torch, Small, Wandering)
