@@ -6,6 +6,7 @@
   joining nodes a common counter.
 - A live node has a record `n/<number>` under its lease. `NodeLease.renew` renews the lease every few seconds, or takes a new one and puts
   the record again. The record is put only while the name is bound to this catalog, so at most one of two daemons with one name is alive.
+- A node with a read-only mount has a number and a lease, and no record: it is in no view but its own.
 - `MemberTable` keeps the last known nodes. Leases also expire while their nodes cannot reach the store, so a missing record means a death
   only while this node is connected; after an outage the nodes have `limits.NODE_RETURN_S` to return.
 
@@ -319,8 +320,12 @@ def get_boot_clock_s() -> float:
 class NodeLease:
     """The lease of this node and its record. One thread calls `renew`; any thread may read."""
 
-    def __init__(self, store: Store, node: Node, catalog: str, clock: Callable[[], float] = get_boot_clock_s) -> None:
+    def __init__(
+        self, store: Store, node: Node, catalog: str, clock: Callable[[], float] = get_boot_clock_s, *, is_member: bool = True
+    ) -> None:
+        """A node that is no member has a lease and no record: it holds no copies, and nothing waits for it."""
         self.node = node
+        self._is_member = is_member
         self._store = store
         self._binding_value = NodeBinding(node.number, catalog).encode()
         self._clock = clock
@@ -383,7 +388,8 @@ class NodeLease:
     def _put_record(self, lease: int) -> None:
         name = name_key(self.node.name)
         record = Put(node_key(self.node.number), encode_node(self.node), lease)
-        outcome = self._store.commit([Compare(name, CompareTarget.VALUE, "=", self._binding_value)], [record])
+        records = [record] if self._is_member else []
+        outcome = self._store.commit([Compare(name, CompareTarget.VALUE, "=", self._binding_value)], records)
         if not outcome.succeeded:
             raise NameTaken(
                 f"another daemon has joined the cluster as node {self.node.name}",

@@ -30,6 +30,7 @@ from ckptfs.config.schema import (
     COMMAND_LINE,
     METRICS_UNIX_PREFIX,
     MOUNT_FLAGS_DEFAULT,
+    MS_RDONLY,
     RAM_BYTES_MIN,
     RULE_SETTINGS,
     SETTINGS,
@@ -83,18 +84,18 @@ MOUNT_FLAGS: dict[str, tuple[int, int]] = {
     "nosuid": (2, 0), "suid": (0, 2), "nodev": (4, 0), "dev": (0, 4), "noexec": (8, 0), "exec": (0, 8),
     "sync": (16, 0), "async": (0, 16), "dirsync": (128, 0), "noatime": (1024, 0), "atime": (0, 1024),
     "nodiratime": (2048, 0), "diratime": (0, 2048), "relatime": (1 << 21, 0), "norelatime": (0, 1 << 21),
+    "ro": (MS_RDONLY, 0), "rw": (0, MS_RDONLY),
     "strictatime": (1 << 24, 0), "nostrictatime": (0, 1 << 24), "lazytime": (1 << 25, 0), "nolazytime": (0, 1 << 25),
 }  # fmt: skip
 
 # Options that mount(8), fstab and systemd use themselves.
 IGNORED_OPTIONS = frozenset((
-    "rw", "defaults", "auto", "noauto", "user", "nouser", "users", "nousers", "owner", "noowner", "group", "nogroup", "nofail",
+    "defaults", "auto", "noauto", "user", "nouser", "users", "nousers", "owner", "noowner", "group", "nogroup", "nofail",
     "_netdev", "comment", "default_permissions",
 ))  # fmt: skip
 # Options that are refused, and why.
 REFUSED_OPTIONS: dict[str, str] = {
-    "ro": "a read-only mount is not supported, because the write-back of earlier files would stop; mount read-write",
-    "remount": "the options of a mounted ckptfs cannot be changed; unmount it and mount it again",
+    "remount": "the options of a mounted ckptfs, ro and rw included, cannot be changed; unmount it and mount it again",
 }
 
 

@@ -213,6 +213,7 @@ def parse_http_url(text: str) -> str:
 
 
 COMMAND_LINE = "command line"
+MS_RDONLY = 1
 MOUNT_FLAGS_DEFAULT = 2 | 4
 """nosuid and nodev, from <linux/mount.h>: other nodes and the PFS say which files are set-id programs and devices."""
 
@@ -309,6 +310,11 @@ class Config:
     mount_flags: int = MOUNT_FLAGS_DEFAULT
     origins: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     """(field, where its value was given: `COMMAND_LINE`, or the path of the file). Fields that are not named have their defaults."""
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether the mount changes nothing: not for applications, on the PFS, or on other nodes."""
+        return bool(self.mount_flags & MS_RDONLY)
 
 
 @dataclass(frozen=True, slots=True)

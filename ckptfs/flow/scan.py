@@ -285,7 +285,7 @@ class Scan:
         if self._config.pfs is None:
             raise TierUnavailable("no PFS is configured")
         try:
-            return pfs_tree.open_adopted_root(self._db, self._config.pfs)
+            return pfs_tree.open_adopted_root(self._db, self._config.pfs, may_mark=not self._config.is_read_only)
         except OSError as failure:
             remedy = health.remedy(failure.errno)
             raise TierUnavailable(f"{self._config.pfs} cannot be opened: {failure.strerror}", remedy=remedy) from failure

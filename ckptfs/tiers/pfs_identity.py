@@ -249,8 +249,8 @@ def _find_difference_from_known(db: Database, root_fd: int, known: str | None) -
     return _find_unexpected(db, root_fd) if known is None else find_difference(root_fd, known)
 
 
-def adopt(db: Database, root_fd: int, pfs: Path) -> str:
-    """Return the identity of the PFS, which is taken at the first contact.
+def adopt(db: Database, root_fd: int, pfs: Path, *, may_mark: bool = True) -> str:
+    """Return the identity of the PFS, which is taken at the first contact, and marks it if it `may_mark`.
 
     Raises OSError, and TierUnavailable if it is another one.
     """
@@ -262,7 +262,7 @@ def adopt(db: Database, root_fd: int, pfs: Path) -> str:
         raise _build_refusal(pfs, difference, str(db.path.parent))
     if known is not None and not is_accepted:
         return known
-    now = _take_identity(root_fd, known)
+    now = _take_identity(root_fd, known, may_mark=may_mark)
     is_recorded = copies.set_pfs_identity(db, known, now, is_mark=is_mark(now))
     if is_recorded and not is_mark(now):
         log.info("%s: cannot be marked as the PFS: it is recognised by its pin %s", pfs, now)
@@ -281,13 +281,19 @@ def replace_pin(db: Database, root_fd: int) -> None:
         copies.set_pfs_identity(db, known, make_mark(root_fd), is_mark=True)
 
 
-def _take_identity(root_fd: int, known: str | None) -> str:
+def _take_identity(root_fd: int, known: str | None, *, may_mark: bool) -> str:
     """Return the mark of the PFS, or its pin if none can be made."""
     try:
+        if not may_mark:
+            return read_mark(root_fd) or _build_pin(root_fd)
         return make_mark(root_fd, known if known is not None and is_mark(known) else "")
     except (OSError, TierUnavailable) as failure:
         if isinstance(failure, OSError) and failure.errno not in _NO_MARK:
             raise
+    return _build_pin(root_fd)
+
+
+def _build_pin(root_fd: int) -> str:
     return _PIN + json.dumps(asdict(read_pin(root_fd)))
 
 

@@ -54,12 +54,14 @@ def open_root(pfs: Path, identity: str | None) -> int:
     return _open_checked(pfs, lambda fd: pfs_identity.require_same(fd, pfs, identity))
 
 
-def open_adopted_root(db: Database, pfs: Path) -> int:
+def open_adopted_root(db: Database, pfs: Path, *, may_mark: bool = True) -> int:
     """Open the root of the PFS of this catalog, which takes its identity at the first contact.
+
+    The PFS is marked then if it `may_mark`.
 
     Raises as `open_root` does.
     """
-    return _open_checked(pfs, lambda fd: pfs_identity.adopt(db, fd, pfs))
+    return _open_checked(pfs, lambda fd: pfs_identity.adopt(db, fd, pfs, may_mark=may_mark))
 
 
 def _open_checked(pfs: Path, check: Callable[[int], object]) -> int:

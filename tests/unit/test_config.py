@@ -114,8 +114,7 @@ def test_unknown_options_are_refused_by_name(place: Path) -> None:
         ({"ram_high": "50%", "ram_low": "60%"}, "must be below"),
         ({"drain_deadline": "soon"}, "is not a duration"),
         ({"allow_other": "maybe"}, "neither true nor false"),
-        ({"ro": ""}, "read-only mount is not supported"),
-        ({"remount": ""}, "unmount it and mount it again"),
+        ({"remount": "", "rw": ""}, "ro and rw included, cannot be changed; unmount it and mount it again"),
     ],
 )
 def test_bad_values_are_refused_by_name(place: Path, options: dict[str, str], words: str) -> None:
@@ -447,3 +446,10 @@ def test_a_rule_that_cannot_be_kept_is_refused(place: Path, text: str, words: st
 def test_a_rule_about_the_pfs_needs_one(place: Path) -> None:
     with pytest.raises(ConfigError, match="keep_local, keep_pfs needs a PFS"):
         load_rules(place, '[[retention]]\npath = "step_*"\nkeep_local = 2\nkeep_pfs = 3')
+
+
+def test_ro_and_rw_are_flags_of_the_kernel(place: Path) -> None:
+    """A mount for login nodes; fstab and systemd also pass rw."""
+    assert load(place, ro="").is_read_only and load(place, ro="").mount_flags & 1
+    assert not load(place).is_read_only and not load(place, rw="").is_read_only
+    assert config.from_json(config.to_json(load(place, ro=""))).is_read_only

@@ -4,13 +4,20 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from ckptfs_daemon.supervisor import state_directory
+from ckptfs_daemon.supervisor.main import _require_nothing_to_write_back
 
 from ckptfs import procfs
+from ckptfs.catalog import namespace
+from ckptfs.catalog.database import Database
+from ckptfs.config import Config
+from ckptfs.config.schema import MS_RDONLY
 from ckptfs.errors import InvalidArgument
+from ckptfs.model import ROOT
 
 SLEEPER = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"]
 
@@ -62,3 +69,15 @@ def test_a_process_that_is_gone_has_no_start() -> None:
     process.kill()
     process.wait(60)
     assert procfs.get_start_ticks(process.pid) == 0
+
+
+def test_a_read_only_mount_refuses_a_catalog_with_changes(db: Database, tmp_path: Path) -> None:
+    """P5, P11: a mount that writes nothing back would keep them from the PFS."""
+    writing = Config("run1", tmp_path, tmp_path)
+    reading = replace(writing, mount_flags=MS_RDONLY)
+    _require_nothing_to_write_back(reading, db)
+    with db.transaction():
+        namespace.create(db, ROOT, b"a", 0o100644, uid=0, gid=0)
+    _require_nothing_to_write_back(writing, db)
+    with pytest.raises(InvalidArgument, match="run1 holds changes that are not on the PFS"):
+        _require_nothing_to_write_back(reading, db)

@@ -73,6 +73,7 @@ class Fetch:
         self._db = db
         self._tiers = tiers
         self._notify = notify
+        self._excluded = (Tier.PFS,) if config.is_read_only else ()
         self._lock = threading.Lock()
         self._active_inodes: set[int] = set()
         self._attempts: dict[int, Attempt] = {}
@@ -195,7 +196,7 @@ class Fetch:
         A large file that was never read must leave more room. Raises NoSpace if a copy is required and no tier has room.
         """
         if is_required:
-            return self._tiers.choose_tier(size)
+            return self._tiers.choose_tier(size, excluded=self._excluded)
         needs_more_room = is_never_read and size > limits.FETCH_WHOLE_BYTES
         with suppress(NoSpace):
             tier = self._tiers.choose_tier(size * limits.FETCH_SPACE_RATIO if needs_more_room else size)

@@ -42,7 +42,7 @@ from ckptfs_daemon.mount.mover_client import MoverClient
 from ckptfs_daemon.mount.namespace_handlers import DirectoryHandlers, NamespaceHandlers, OrphanTracker
 from ckptfs_daemon.mount.open_file import resume_fetches
 from ckptfs_daemon.mount.open_file_table import OpenFileTable
-from ckptfs_daemon.mount.operations import Operations
+from ckptfs_daemon.mount.operations import Operations, ReadOnlyOperations
 from ckptfs_daemon.mount.set_tracker import SetTracker
 from ckptfs_daemon.mount.shared_namespace import SharedNamespace
 from ckptfs_daemon.mount.shim_handlers import ShimHandlers
@@ -67,7 +67,8 @@ def run(setup: ChildSetup) -> int:
     if context.shared_namespace is not None:
         context.shared_namespace.set_nameless_callback(orphans.add_unlinked)
     shim.register()
-    session.open_session(Operations(names, directories, attributes, files, orphans, latest, history), setup)
+    operations = ReadOnlyOperations if context.config.is_read_only else Operations
+    session.open_session(operations(names, directories, attributes, files, orphans, latest, history), setup)
     trio.run(_serve, setup, context, shim, orphans, tracker)
     session.close_session()
     return 0
@@ -128,7 +129,8 @@ async def _serve(setup: ChildSetup, context: MountContext, shim: ShimHandlers, o
         shim.start_tasks(nursery)
         nursery.start_soon(_route_messages, context, tracker, name="messages")
         nursery.start_soon(orphans.run_deletion, name="orphans")
-        nursery.start_soon(tracker.run, name="checkpoint sets")
+        if not context.config.is_read_only:
+            nursery.start_soon(tracker.run, name="checkpoint sets")
         nursery.start_soon(run_reports, context.db, context.open_files.list_ways, name="report of handles")
         setup.link.send(READY)
         await session.serve()

@@ -8,9 +8,11 @@ Invariants:
 - Only FUSEError leaves a handler: any other exception would end the mount.
 """
 
+import errno
 import functools
+import os
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 from ckptfs import limits
 from ckptfs_daemon.fuse.request import get_errno
@@ -195,3 +197,21 @@ class Operations(pyfuse3.Operations):
     @translate_errors
     async def fsync(self, fh: int, datasync: bool) -> None:
         await self._files.fsync(fh)
+
+
+class ReadOnlyOperations(Operations):
+    """The handlers of a read-only mount: every change fails with EROFS.
+
+    The kernel refuses changes before, unless its own flag is taken away by a remount that did not ask ckptfs.
+    """
+
+    async def _refuse(self, *_: object) -> NoReturn:
+        raise pyfuse3.FUSEError(errno.EROFS)
+
+    create = mkdir = mknod = symlink = link = unlink = rmdir = rename = setattr = setxattr = removexattr = write = _refuse  # type: ignore[assignment]
+
+    async def open(self, inode: int, flags: int, ctx: "RequestContext") -> "FileInfo":
+        """Open a file for reading."""
+        if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
+            raise pyfuse3.FUSEError(errno.EROFS)
+        return await super().open(inode, flags, ctx)

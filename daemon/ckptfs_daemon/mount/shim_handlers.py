@@ -174,7 +174,8 @@ class ShimHandlers:
 
     def _fast_create(self, req: int, parent: int, name: bytes, mode: int, uid: int, gid: int, pid: int) -> bool:
         request = get_current_request()
-        if self._context.prefetch is not None or request.is_repeated or parent >= limits.HISTORY_BIT:
+        is_slow = self._context.prefetch is not None or request.is_repeated
+        if is_slow or parent >= limits.HISTORY_BIT or self._context.config.is_read_only:
             return False
         attempt = CreateAttempt(self._context, request, parent, name, mode, (uid, gid), pid)
         opened = attempt.try_nonblocking()

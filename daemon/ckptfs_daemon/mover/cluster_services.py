@@ -64,7 +64,9 @@ class ClusterServices:
         self._peers = PeerClient(config.node, config.cluster, self._identity, revoked=self._revoked)
         capacity = sum(tiers[tier].get_capacity().total for tier in LOCAL_TIERS if tier in tiers)
         node = build_node(config, db, identity.get_node_number(db), int(config.peer_share * capacity))
-        self.membership = MembershipService(db, self._store, node, lambda key, value: summary.set_report(db, key, value))
+        self.membership = MembershipService(
+            db, self._store, node, lambda key, value: summary.set_report(db, key, value), is_member=not config.is_read_only
+        )
         self.membership.subscribe(self._apply_view_change)
         self.cluster = Cluster(
             node.number, config.replication_factor, config.replication_jump, self._peers, self._store, lambda: self.membership.view,
@@ -88,7 +90,12 @@ class ClusterServices:
         self._early_replication = EarlyReplication(db, tiers, self.cluster)
 
     def list_flows(self) -> list[tuple[str, Flow]]:
-        """Return (name, flow) of every lane that only a cluster has."""
+        """Return (name, flow) of every lane that only a cluster has.
+
+        A read-only mount gives other nodes nothing.
+        """
+        if self._config.is_read_only:
+            return [("inspect", self._inspect_file)]
         return [
             ("replicate", self._replicate), ("announce", self._announce), ("repair", self._repair), ("reconcile", self._reconcile),
             ("salvage", self._salvage), ("inspect", self._inspect_file), ("host", self._host),
@@ -105,15 +112,18 @@ class ClusterServices:
 
     def prepare(self) -> None:
         """Prepare the flows before their first step."""
-        self._announce.prepare()
+        if not self._config.is_read_only:
+            self._announce.prepare()
 
     async def run(self) -> None:
         """Run until cancelled."""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.membership.run, name="membership")
-                nursery.start_soon(serve_peers, self._build_server, self._record_server_started, self._record_server_failed, name="peers")
-                nursery.start_soon(self._publish_figures, name="figures")
+                if not self._config.is_read_only:
+                    started, failed = self._record_server_started, self._record_server_failed
+                    nursery.start_soon(serve_peers, self._build_server, started, failed, name="peers")
+                    nursery.start_soon(self._publish_figures, name="figures")
         finally:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(self._close)

@@ -147,16 +147,18 @@ class _Flows:
             ("evict", Evict(db, tiers, config, notify)),
             ("reclaim", Reclaim(db, tiers, config, notify, LOCAL_TIERS)),
             ("wait level", WaitLevel(db, tiers, config, notify)),
-            ("prepare", self._prepare),
             ("blocks", ShareBlocks(db, tiers)),
         ]
+        if not config.is_read_only:
+            self._lanes += [("prepare", self._prepare)]
         if config.pfs is not None:
+            self._lanes += [("scan", self._scan)]
+        if config.pfs is not None and not config.is_read_only:
             self._lanes += [
                 ("seal pfs", Seal(db, tiers, config, notify, REMOTE_TIERS)),
                 ("reclaim pfs", Reclaim(db, tiers, config, notify, REMOTE_TIERS)),
                 ("write back", self._write_back),
                 ("check pfs", CheckPfs(db, tiers, config, notify)),
-                ("scan", self._scan),
             ]
         if cluster_services is not None:
             self._lanes += cluster_services.list_flows()
@@ -176,7 +178,8 @@ class _Flows:
         """Recover before the mount sends requests. Does not touch the PFS, which may hang."""
         summary.delete_reports(self._db)
         self._recover.step()
-        self._write_back.prepare()
+        if not self._config.is_read_only:
+            self._write_back.prepare()
         self._fetch.prepare()
         self._scan.prepare()
         if self._cluster_services is not None:
@@ -185,7 +188,11 @@ class _Flows:
 
 def _build_monitors(db: Database, tiers: Tiers, config: Config, lanes: Lanes) -> list[TierMonitor]:
     roots = {Tier.NVME: config.nvme, Tier.PFS: config.pfs}
-    return [TierMonitor(db, tiers[tier], root, lanes.retry_now) for tier, root in roots.items() if root is not None and tier in tiers]
+    return [
+        TierMonitor(db, tiers[tier], root, lanes.retry_now, may_mark=not config.is_read_only)
+        for tier, root in roots.items()
+        if root is not None and tier in tiers
+    ]
 
 
 async def _handle_wake_ups(wake_channel: ipc.WakeChannel, lanes: Lanes) -> None:

@@ -53,10 +53,13 @@ def build_node(config: Config, db: Database, number: int, capacity_bytes: int) -
 class MembershipService:
     """This node's membership. `view`, `is_connected` and `locks` may be used by any thread."""
 
-    def __init__(self, db: Database, store: Store, node: Node, report: Report) -> None:
-        """`report(key, value)` publishes a failure in the catalog. It is called in a worker thread."""
+    def __init__(self, db: Database, store: Store, node: Node, report: Report, *, is_member: bool = True) -> None:
+        """`report(key, value)` publishes a failure in the catalog. It is called in a worker thread.
+
+        A node that is no member sees the others, and they do not see it.
+        """
         self.number = node.number
-        self.node_lease = NodeLease(store, node, identity.get_catalog_id(db))
+        self.node_lease = NodeLease(store, node, identity.get_catalog_id(db), is_member=is_member)
         self.locks = ClusterLocks(store, self.node_lease)
         self._db, self._store, self._report = db, store, report
         cached_nodes = (decode_node(record) for record in identity.list_last_members(db))

@@ -36,8 +36,11 @@ REMEDY = "mount its device again, and start ckptfs again"
 class TierMonitor:
     """The monitor of one tier."""
 
-    def __init__(self, db: Database, storage: TierStorage, root: Path, on_recovered: Callable[[], None]) -> None:
-        """`root` is probed. `on_recovered` is called in the trio thread when the tier has recovered."""
+    def __init__(self, db: Database, storage: TierStorage, root: Path, on_recovered: Callable[[], None], *, may_mark: bool = True) -> None:
+        """`root` is probed, and marked if it is the PFS and `may_mark`.
+
+        `on_recovered` is called in the trio thread when the tier has recovered.
+        """
         self._db = db
         self._storage = storage
         self._root = root
@@ -45,7 +48,8 @@ class TierMonitor:
         self._health = Health()
         self._last_reported: dict[str, Any] = {}
         self._capacity = (0, 0)
-        self._has_tried_mark = False
+        self._may_mark = may_mark
+        self._has_tried_mark = not may_mark
 
     async def run(self) -> None:
         """Run until cancelled."""
@@ -138,7 +142,7 @@ class TierMonitor:
 
     def _identify_pfs(self) -> None:
         """Raise TierUnavailable if the root is not our PFS. Once in a process, try to mark a pinned PFS."""
-        with disk.closing(pfs_tree.open_adopted_root(self._db, self._root)) as root_fd:
+        with disk.closing(pfs_tree.open_adopted_root(self._db, self._root, may_mark=self._may_mark)) as root_fd:
             if not self._has_tried_mark:
                 self._has_tried_mark = True
                 pfs_identity.replace_pin(self._db, root_fd)

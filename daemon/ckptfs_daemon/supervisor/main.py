@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 from ckptfs import disk, limits
-from ckptfs.catalog import copies, database, identity, summary
+from ckptfs.catalog import copies, database, identity, journal, summary
 from ckptfs.catalog.database import Database
 from ckptfs.clique import certificates
 from ckptfs.config import Config, load, parse_options
@@ -100,7 +100,10 @@ def _prepare_state(config: Config, handed: Handed | None) -> int:
             f"the state directory {config.state} belongs to another user", remedy="give state=DIRECTORY with one of yours"
         )
     config.state.chmod(0o700)
-    lock_fd = handed.lock_fd if handed is not None and handed.lock_fd >= 0 else state_directory.acquire_lock(config.state)
+    if handed is not None and handed.lock_fd >= 0:
+        lock_fd = handed.lock_fd
+    else:
+        lock_fd = state_directory.acquire_lock(config.state, is_read_only=config.is_read_only)
     state_directory.kill_leftovers(config.state / "processes.json")
     database.create(config.state / "catalog.db")
     # If the mount outlived its daemon, so did the kernel, and the catalog is whole.
@@ -123,6 +126,7 @@ def _require_pfs_and_cluster(config: Config, db: Database) -> None:
     Without its PFS, files that are only there could not be read, and changes would never be written back. The node needs its number in
     the cluster before anything is created.
     """
+    _require_nothing_to_write_back(config, db)
     require_pfs_of_catalog(db, config)
     identity.require_cluster(db, config.cluster, config.state)
     if config.cluster is not None:
@@ -131,6 +135,15 @@ def _require_pfs_and_cluster(config: Config, db: Database) -> None:
         if config.keys is not None:
             certificates.load_for(config.keys, config.node, config.cluster)
         membership.ensure_registered(config, db)
+
+
+def _require_nothing_to_write_back(config: Config, db: Database) -> None:
+    """Refuse a read-only mount of a catalog with changes that it would never write back."""
+    if config.is_read_only and journal.list_oldest(db, 1):
+        raise InvalidArgument(
+            f"{config.name} holds changes that are not on the PFS, and a read-only mount would never write them back",
+            remedy="mount it once without ro, or give another NAME and state=DIRECTORY",
+        )
 
 
 def _resume_or_connect(config: Config, handed: Handed | None, guarded: GuardedMountpoint) -> tuple[Connection, bool]:

@@ -38,7 +38,7 @@ SHARED_MEMORY = Path("/dev/shm")
 SIZE_STEP_BYTES = 4096
 
 
-def acquire_lock(state: Path) -> int:
+def acquire_lock(state: Path, *, is_read_only: bool = False) -> int:
     """Lock the state directory; return the descriptor. Raises InvalidArgument if another daemon holds it."""
     path = state / "lock"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -48,6 +48,8 @@ def acquire_lock(state: Path) -> int:
         holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
         os.close(fd)
         remedy = "unmount that one first, or give another state=DIRECTORY"
+        if is_read_only:
+            remedy = f"mount --bind -o ro shows that mount read-only at another place; {remedy}"
         raise InvalidArgument(f"another ckptfsd (pid {holder}) uses the state directory {state}", remedy=remedy) from None
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
