@@ -8,7 +8,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ import typer
 
 from ckptfs_client import advice_commands, entry, event_commands, node_commands, set_commands
 from ckptfs_client.chaos import chaos_command
-from ckptfs_client.errors import EPILOG, ClientError, CommandFailed, NoMount, UsageError
+from ckptfs_client.errors import EPILOG, ClientError, CommandFailed, NoMount, PipeClosed, UsageError
 from ckptfs_client.json_answers import CheckJson, LogLevelJson, VersionJson
 from ckptfs_client.lab import commands
 from ckptfs_client.options import LEVELS, Directory, Json, JsonLines, Paths, parse_option
@@ -29,23 +29,39 @@ HELP_NAMES = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 app = typer.Typer(
     name="ckptfs", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, epilog=EPILOG,
     context_settings=HELP_NAMES,
-    help="Inspect and control ckptfs mounts: what is stored where, and how safe it is.",
+    help="Inspect and control ckptfs mounts: what is stored where, and how safe it is. Example: ckptfs status /ckpt",
 )  # fmt: skip
-keys_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Issue and revoke the certificates of a cluster's nodes.")
+keys_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, epilog=EPILOG,
+    help="Issue and revoke the certificates of a cluster's nodes. Example: ckptfs keys init /etc/ckptfs/ca",
+)  # fmt: skip
 app.add_typer(set_commands.app)
 app.add_typer(node_commands.app)
 app.add_typer(advice_commands.app)
 app.add_typer(event_commands.app)
 app.add_typer(commands.app, name="lab")
 app.add_typer(chaos_command.app)
-cluster_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Repair what the nodes of a cluster share.")
+cluster_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, epilog=EPILOG,
+    help="Repair what the nodes of a cluster share. Example: ckptfs cluster adopt /ckpt",
+)  # fmt: skip
 app.add_typer(keys_app, name="keys")
 app.add_typer(cluster_app, name="cluster")
 
 
 def main() -> None:
     """Run the command."""
-    entry.run(lambda: build_command()(prog_name="ckptfs"))
+    command = build_command()
+    command.invoke = functools.partial(_invoke, command.invoke)
+    entry.run(lambda: command(prog_name="ckptfs"))
+
+
+def _invoke(invoke: Callable[[Any], Any], context: Any) -> Any:
+    """Run a command. Click would end it with the exit code 1 if its output cannot be written."""
+    try:
+        return invoke(context)
+    except BrokenPipeError as failure:
+        raise PipeClosed from failure
 
 
 def build_command() -> Any:
@@ -95,7 +111,8 @@ def status(
 ) -> None:
     """Show tiers, write-back, troubles and processes of mounts.
 
-    All mounts are asked at once. The exit code is 3 if one does not answer. With --json: one object for one mount, a list for several.
+    All mounts are asked at once; if there are several, each has one line, and DIR shows all of one. The exit code is 3 if one does not
+    answer. With --json: one object for one mount, a list for several.
 
     Example: ckptfs status /ckpt --watch
     """
@@ -118,8 +135,7 @@ def status(
         plain = [render.message_to_dict(answer) for answer in answers]
         render.print_json(plain[0] if directory is not None or len(plain) == 1 else plain)
     else:
-        for answer in answers:
-            render.print_renderable(render.build_status(answer))
+        render.print_renderable(render.build_status(answers[0]) if len(answers) == 1 else render.build_overview(answers))
     if any(map(is_silent, answers)):
         raise typer.Exit(NoMount.exit_code)
 
@@ -414,7 +430,7 @@ def show_help(
 # --- cluster ----------------------------------------------------------------------------------------------------------
 
 
-@cluster_app.command()
+@cluster_app.command(epilog=EPILOG)
 def adopt(
     directory: Directory = None,
     last: Annotated[bool, typer.Option("--last", help="No other node will adopt: those that have not are gone for good.")] = False,
@@ -440,7 +456,7 @@ def adopt(
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 
-@keys_app.command()
+@keys_app.command(epilog=EPILOG)
 def init(
     directory: KeysDirectory, cluster: Annotated[str, typer.Option(help="The cluster's name, as in cluster=NAME.")] = "ckptfs"
 ) -> None:
@@ -456,7 +472,7 @@ def init(
     print(f"{authority} is the CA of cluster {cluster}; ckptfs keys issue {directory} NODE makes the keys of a node")
 
 
-@keys_app.command()
+@keys_app.command(epilog=EPILOG)
 def issue(
     directory: KeysDirectory,
     node: KeysNode,
@@ -475,7 +491,7 @@ def issue(
     print(f"{target} holds the keys of node {node}; copy it to the node and mount with keys=DIRECTORY")
 
 
-@keys_app.command()
+@keys_app.command(epilog=EPILOG)
 def revoke(directory: KeysDirectory, node: KeysNode) -> None:
     """Revoke all keys that were issued to a node.
 

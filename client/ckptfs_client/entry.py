@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ckptfs_client.errors import INTERRUPTED, PIPE_CLOSED, ClientError
+from ckptfs_client.errors import INTERRUPTED, PIPE_CLOSED, ClientError, PipeClosed
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def run(act: Callable[[], object]) -> None:
         sys.exit(failure.exit_code)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:
+    except (BrokenPipeError, PipeClosed):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(PIPE_CLOSED)
 

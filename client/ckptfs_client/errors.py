@@ -14,6 +14,10 @@ SIGNAL_EXIT_CODES = {INTERRUPTED: "interrupted (Ctrl-C)", PIPE_CLOSED: "the prog
 EPILOG = "Exit codes: " + "; ".join(f"{code} {words}" for code, words in EXIT_CODES.items()) + "."
 
 
+class PipeClosed(Exception):
+    """The program that reads the output has ended."""
+
+
 class ClientError(Exception):
     """The base: one sentence, a remedy (may be empty), and an exit code."""
 

@@ -198,7 +198,7 @@ def list_notes(found: WhoJson) -> list[str]:
         notes.append(
             f"the daemon counts {format_count(found['open_handles'], 'open handle')} of it, so a process that you do not see has it open"
         )
-    if found["hidden"]:
+    if found["hidden"] and os.geteuid() != 0:
         notes.append(
             f"{format_count(found['hidden'], 'process', 'processes')} of others could not be looked at; run it as root to see them"
         )

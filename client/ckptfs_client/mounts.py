@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptfs import procfs, runtime_dir
-from ckptfs_client.errors import ClientError, CommandFailed, NoMount
+from ckptfs_client.errors import ClientError, CommandFailed, NoMount, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +80,14 @@ def _list_containing(found: list[Mount], path: Path) -> list[Mount]:
 
 
 def choose(directory: Path | None) -> Mount:
-    """Return the mount of `directory`; without one, the only mount. Raises NoMount."""
+    """Return the mount of `directory`; without one, the only mount. Raises NoMount, UsageError."""
     if directory is not None:
         return find(directory)
     found = list_mounts()
     if not found:
         raise NoMount("no ckptfs is mounted on this machine", remedy="mount -t ckptfs NAME DIR mounts one")
     if len(found) > 1:
-        raise NoMount("several ckptfs are mounted", remedy="name one of " + ", ".join(str(mount.mountpoint) for mount in found))
+        raise UsageError("several ckptfs are mounted", remedy="name one of " + ", ".join(str(mount.mountpoint) for mount in found))
     return found[0]
 
 

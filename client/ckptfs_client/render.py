@@ -134,6 +134,20 @@ def build_status(answer: "pb.Status") -> "RenderableType":
     return Group("\n".join(lines), *padded)
 
 
+def build_overview(answers: Sequence["pb.Status"]) -> Any:
+    """Build the output of `ckptfs status` for several mounts: one line for each."""
+    from rich.markup import escape
+
+    table = build_grid("mount", "health", "files>", "not on the PFS>", "mountpoint", "trouble")
+    for one in answers:
+        behind = format_size(one.write_back.dirty_bytes) if any(tier.name == "pfs" for tier in one.tiers) else "-"
+        files = "-" if one.health == DOWN else str(one.counts.files)
+        first = next((f"{trouble.where}: {trouble.what}" for trouble in one.troubles), "")
+        words = [first, *([f"(and {len(one.troubles) - 1} more)"] if len(one.troubles) > 1 else [])]
+        table.add_row(escape(one.name), _style_word(one.health), files, behind, escape(one.mountpoint), escape(" ".join(words)))
+    return table
+
+
 def _describe_notice(answer: "pb.Status") -> list[str]:
     """Describe the notice that this node is about to be taken away."""
     from rich.markup import escape

@@ -1,5 +1,6 @@
 """The command `ckptfs`: output, JSON and exit codes, against control servers without FUSE. F5, P11."""
 
+import errno
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 from ckptfs_client import cli, doctor, entry, mounts, render
-from ckptfs_client.errors import NoMount
+from ckptfs_client.errors import UsageError
 from ckptfs_client.mounts import Mount
 from control_served import Served, serving
 from daemon_under_test import environment
@@ -150,9 +151,38 @@ def test_only_the_owner_gives_orders(served: Served, run: Run, monkeypatch: pyte
 
 
 def test_help_documents_the_exit_codes(run: Run) -> None:
-    for arguments in (["--help"], ["wait", "--help"]):
+    for arguments in (["--help"], ["wait", "--help"], ["keys", "--help"], ["keys", "init", "--help"], ["cluster", "--help"]):
         code, out, _ = run(*arguments)
-        assert code == 0 and "4 not done in time" in " ".join(out.split())
+        words = " ".join(out.split())
+        assert code == 0 and "4 not done in time" in words and "Example: ckptfs" in words
+
+
+def test_a_reader_that_ends_gives_the_documented_exit_code(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P11: 141, as a shell reports it; the library for commands would end it with 1, which means that something is bad."""
+
+    def write(_: Any) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(cli, "dumps", write)
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    assert run("version", "--json")[0] == 141
+
+
+def test_several_mounts_have_one_line_each() -> None:
+    """P11: the trouble of one is not below a screen of the others."""
+    well = pb.Status(name="a", mountpoint="/a", health="ok", tiers=[pb.TierStatus(name="pfs")], counts=pb.Counts(files=3))
+    well.write_back.dirty_bytes = 5 << 20
+    ill = pb.Status(
+        name="b", mountpoint="/b", health=render.DOWN, troubles=[pb.Trouble(where="daemon", what="[gone]"), pb.Trouble(where="x")]
+    )
+    screen = render.build_console()
+    with screen.capture() as captured:
+        screen.print(render.build_overview([well, ill]))
+    lines = [line.split() for line in captured.get().splitlines()]
+    assert lines[1:] == [
+        ["a", "ok", "3", "5.0", "MiB", "/a"],
+        ["b", render.DOWN, "-", "-", "/b", "daemon:", "[gone]", "(and", "1", "more)"],
+    ]
 
 
 def test_a_mount_that_does_not_answer(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +262,7 @@ def test_the_deepest_and_latest_mount_is_found(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
     assert mounts.find(tmp_path / "a" / "b" / "c") is over and mounts.find(tmp_path / "a" / "x") is outer
     assert mounts.find(tmp_path / "link" / "c") is over
-    with pytest.raises(NoMount, match="several ckptfs are mounted"):
+    with pytest.raises(UsageError, match="several ckptfs are mounted"):
         mounts.choose(None)
 
 
