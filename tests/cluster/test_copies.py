@@ -44,7 +44,7 @@ def test_a_closed_file_reaches_the_clique_by_itself(memory: ClusterUnderTest) ->
 
 
 def test_a_node_that_dies_with_all_it_had_takes_nothing_along(memory: ClusterUnderTest) -> None:
-    """D16, P9: from another node's memory alone. The node then returns as a new machine."""
+    """D16, P9, G5: from another node's memory alone. The node then returns as a new machine."""
     memory.expect_warning("does not answer|has died|is gone|not reach|cannot be reached|lost|took over|no longer")
     with limited(memory):
         *survivors, victim = memory.nodes

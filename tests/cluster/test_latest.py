@@ -31,7 +31,7 @@ def linked(node: NodeUnderTest) -> str:
 
 
 def test_all_nodes_find_the_same(lab: ClusterUnderTest) -> None:
-    """D4, N2, N7: ranks on different nodes write one checkpoint; while one of them writes nobody takes it."""
+    """D4, N2, N6, N7: ranks on different nodes write one checkpoint; while one of them writes nobody takes it."""
     first, second, third = lab.nodes
     save(first.path / "run" / "step_1", "rank_0.pt")
     (second.path / "run" / "step_1" / "rank_1.pt").write_bytes(os.urandom(SHARD))
