@@ -23,13 +23,13 @@ Crash safety: a set appears with one rename. `list_unfinished` finds what was be
 import itertools
 import json
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass
 
 from ckptfs import limits
 from ckptfs.catalog import contents, handles, identity, journal, namespace, pfs_hold, summary
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.inodes import get, get_path, set_attributes, set_internal_xattr
+from ckptfs.catalog.inodes import get, get_path, recall_xattrs, set_attributes, set_internal_xattr
 from ckptfs.errors import Busy
 from ckptfs.model import HISTORY_NAME, ROOT, Inode, Level
 
@@ -294,6 +294,28 @@ def begin_set(db: Database, series: int, record: SetRecord, like: Inode | None =
     fields["next"] = max(fields["next"], record.number + 1)
     set_internal_xattr(db, series, SERIES_XATTR, json.dumps(fields).encode())
     return directory
+
+
+def has_unrecorded(db: Database) -> bool:
+    """Return True if directories of the history may be sets without a record: they were imported, or were not read yet."""
+    if find_root(db) is None:
+        return not get(db, ROOT).is_imported
+    unknown = (
+        "SELECT 1 FROM inode d JOIN entry e ON e.child = d.id WHERE d.history > 0 AND d.parent > 0 AND (d.imported = 0 OR"
+        " (CAST(e.name AS TEXT) GLOB '[^.]*@[0-9]*' AND NOT EXISTS (SELECT 1 FROM xattr x WHERE x.inode = d.id AND x.name = ?))) LIMIT 1"
+    )
+    return db.value(unknown, SET_XATTR) is not None
+
+
+def restore_series(db: Database, series: int, origin: int, pattern: bytes, records: Mapping[int, SetRecord]) -> None:
+    """Record sets of a series by their directories, as they were recorded in a catalog that is lost."""
+    for directory, record in records.items():
+        set_internal_xattr(db, directory, SET_XATTR, _encode_record(record))
+        recall_xattrs(db, directory)
+    recall_xattrs(db, series)
+    if get_series(db, series) is None:
+        fields = {"origin": origin, "pattern": _to_text(pattern), "next": get_next_number(db, series)}
+        set_internal_xattr(db, series, SERIES_XATTR, json.dumps(fields).encode())
 
 
 def build_hidden_name(record: SetRecord) -> bytes:

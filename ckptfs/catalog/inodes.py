@@ -43,6 +43,8 @@ def get(db: Database, inode: int) -> Inode:
 
 
 INTERNAL_XATTR_PREFIX = b"ckptfs."
+XATTRS_ON_PFS = {b"ckptfs.%s" % name: b"user.ckptfs_set.%s" % name for name in (b"pin", b"note", b"rollback")}
+"""What users said of checkpoint sets: under these names it survives the loss of the catalog on the PFS."""
 """Attributes of ckptfs itself, see `history`. No application reads, lists or changes them, and they do not go to the PFS."""
 
 XATTR_CREATE = 1
@@ -122,12 +124,20 @@ def set_xattr(db: Database, inode: int, name: bytes, value: bytes, flags: int = 
 def set_internal_xattr(db: Database, inode: int, name: bytes, value: bytes | None) -> None:
     """Set an attribute of ckptfs itself, or delete it with None.
 
-    Its name begins with `INTERNAL_XATTR_PREFIX`. No time changes, and the PFS does not get it.
+    Its name begins with `INTERNAL_XATTR_PREFIX`. No time changes, and the PFS does not get it, but for `XATTRS_ON_PFS`.
     """
     if value is None:
         db.run("DELETE FROM xattr WHERE inode=? AND name=?", inode, name)
     else:
         db.run("INSERT OR REPLACE INTO xattr (inode, name, value) VALUES (?,?,?)", inode, name, value)
+    if name in XATTRS_ON_PFS:
+        journal.append(db, "attributes", inode)
+
+
+def recall_xattrs(db: Database, inode: int) -> None:
+    """Take back the `XATTRS_ON_PFS` of an imported inode."""
+    for name, on_pfs in XATTRS_ON_PFS.items():
+        db.run("UPDATE OR REPLACE xattr SET name = ? WHERE inode = ? AND name = ?", name, inode, on_pfs)
 
 
 def _count_xattr_bytes(db: Database, inode: int, excluded: bytes) -> int:

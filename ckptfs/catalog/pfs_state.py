@@ -13,7 +13,7 @@ from typing import Any
 
 from ckptfs import digest, limits
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.inodes import INTERNAL_XATTR_PREFIX
+from ckptfs.catalog.inodes import INTERNAL_XATTR_PREFIX, XATTRS_ON_PFS
 from ckptfs.model import ROOT
 
 PfsName = tuple[int, bytes]
@@ -123,7 +123,8 @@ def delete_entries(db: Database, inode: int) -> None:
 def get_xattrs(db: Database, inode: int) -> dict[bytes, bytes]:
     """Return the extended attributes of an inode that go to the PFS."""
     rows = db.rows("SELECT name, value FROM xattr WHERE inode = ?", inode)
-    return {bytes(name): bytes(value) for name, value in rows if not name.startswith(INTERNAL_XATTR_PREFIX)}
+    named = ((XATTRS_ON_PFS.get(bytes(name), bytes(name)), bytes(value)) for name, value in rows)
+    return {name: value for name, value in named if not name.startswith(INTERNAL_XATTR_PREFIX)}
 
 
 class PfsView:

@@ -287,7 +287,7 @@ def _build_manifest(made: CheckpointSet, series: bytes, tree: SetTree) -> tuple[
     files = {path: ManifestFile(file.size, file.mtime_ns, file.digest, numbers.get(file.producer)) for path, file in tree.files.items()}
     set_fields: dict[str, Any] = {
         "series": os.fsdecode(series), "set": os.fsdecode(made.name), "number": record.number, "numbers": list(record.numbers),
-        "completed_ns": record.completed_ns, "size": record.size,
+        "completed_ns": record.completed_ns, "size": record.size, "is_group": record.is_group,
     }  # fmt: skip
     return manifest.build_manifest(set_fields, [json.loads(text) for text in producers], files), manifest.build_checksums(files)
 

@@ -46,6 +46,7 @@ from ckptfs_daemon.mount.member_reader import MountMemberReader
 from ckptfs_daemon.mount.set_events import SetEvents, record_expired
 from ckptfs_daemon.mount.set_expiry import SetExpiry
 from ckptfs_daemon.mount.set_maker import FoundMember, SetMaker
+from ckptfs_daemon.mount.set_rebuild import SetRebuild
 from ckptfs_daemon.mount.set_refresh import SetRefresh
 
 log = logging.getLogger(__name__)
@@ -162,6 +163,7 @@ class SetTracker:
         self._refresh = SetRefresh(context, reader)
         self._events = SetEvents(context, self._refresh)
         self._maker = SetMaker(context, changes, self._refresh, on_unlinked)
+        self._rebuild = SetRebuild(context, changes, reader)
         self._expiry = SetExpiry(context, changes, reader, on_unlinked)
         self._ruled: dict[int, list[CheckpointSet]] = {}
         """The sets of each series that nothing but a rule keeps."""
@@ -180,6 +182,7 @@ class SetTracker:
         self._rests: dict[int, float] = {}
         self._looked = trio.Event()
         """The next look ends."""
+        self._rebuild_due_s = 0.0
         self._removal_rests: dict[int, float] = {}
         """Until when removals in a directory do not wait for a look."""
         self._has_changed = True
@@ -223,6 +226,7 @@ class SetTracker:
                 await self._remove_leftovers()
                 await self._events.start()
                 while True:
+                    await self._rebuild_due()
                     for directory in user_settings.list_removals(self._context.db):
                         record_expired(self._context.db, directory, "removed by a user")
                         await self._maker.remove(directory)
@@ -241,6 +245,19 @@ class SetTracker:
                 log.exception("checkpoint sets: cannot be kept; trying again in %.0f s", delay_s)
             delay_s = min(max(2 * delay_s, limits.RETRY_FIRST_S), limits.RETRY_LAST_S)
             await trio.sleep(delay_s)
+
+    async def _rebuild_due(self) -> None:
+        """Rebuild what is missing of the sets on the PFS, once it answers."""
+        if trio.current_time() < self._rebuild_due_s:
+            return
+        try:
+            await self._rebuild.run()
+        except (OSError, CkptfsError) as failure:
+            log.debug("sets on the PFS: cannot be read yet: %s", failure)
+            self._rebuild_due_s = trio.current_time() + limits.RETRY_LAST_S
+            return
+        self._rebuild_due_s = math.inf
+        self._reviews |= {one.directory: 0.0 for one in history.list_series(self._context.db) if one.directory not in self._reviews}
 
     async def _wait(self, seconds: float) -> None:
         with trio.move_on_after(seconds):
