@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import xxhash
@@ -143,6 +144,24 @@ def digest_by_hand(data: bytes) -> str:
     blocks = [data[start : start + 4194304] for start in range(0, len(data), 4194304)]
     joined = b"".join(xxhash.xxh3_128_digest(block) for block in blocks)
     return xxhash.xxh3_128_hexdigest(joined + len(data).to_bytes(8, "little"))
+
+
+def test_a_set_that_is_restarted_by_a_symlink(mount: Area) -> None:
+    """H2, X3: DMTCP names the script of the newest checkpoint by a symlink; a set without it could not be restarted."""
+    image, script, name = "ckpt_sh_e7-40000-2e.dmtcp", "dmtcp_restart_script_e7-40000-2d.sh", "dmtcp_restart_script.sh"
+    (mount.path / image).write_bytes(b"image")
+    (mount.path / script).write_text(f'given_ckpt_files=" {mount.path}/{image}"\n')
+    mount.settle()
+    (mount.path / name).symlink_to(script)
+    made = next(iter(wait_for_sets(mount, f"{name}/{name}@1")))
+    (mount.path / image).write_bytes(b"the next checkpoint is not complete")
+    mount.settle()
+    newest = Path(mount.command("latest", mount.path).stdout.strip())
+    assert made in str(newest) and image in newest.read_text(), "the script"
+    assert newest.with_name(image).read_bytes() == b"image"
+    (mount.path / "elsewhere").mkdir()
+    mount.command("restore", mount.path / name, mount.path / "elsewhere")
+    assert (mount.path / "elsewhere" / name).readlink() == Path(script)
 
 
 def test_saving_the_same_step_again(mount: Area) -> None:

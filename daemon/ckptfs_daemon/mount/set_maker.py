@@ -27,6 +27,7 @@ from ckptfs.catalog.set_members import MANIFEST_NAMES, SetFile, SetTree
 from ckptfs.errors import Busy, CkptfsError, NoSpace
 from ckptfs.model import ROOT, Inode, Tier
 from ckptfs.series import Series, manifest
+from ckptfs.series.file_groups import DMTCP_SCRIPT
 from ckptfs.series.manifest import ManifestFile
 from ckptfs.series.patterns import Member
 from ckptfs.tiers.storage import TierStorage
@@ -64,8 +65,16 @@ class FoundMember:
         return [self.siblings[name] for name in self.member.files if name in self.siblings]
 
     def load_tree(self, db: Database) -> SetTree | None:
-        """Return the files of the member if all are sealed."""
+        """Return what belongs to the member if all files are sealed.
+
+        DMTCP is restarted by a symlink to the newest script: without it there is no set yet.
+        """
         members = [(name, self.siblings[name]) for name in self.member.files if name in self.siblings]
+        if self.member.name == DMTCP_SCRIPT:
+            named = namespace.find_child(db, self.directory, DMTCP_SCRIPT)
+            if named is None:
+                return None
+            members.append((DMTCP_SCRIPT, named.id))
         return set_members.load_set_tree(db, members if self.source is None else [(b"", self.source)], limits.SET_FILES_MAX)
 
 
