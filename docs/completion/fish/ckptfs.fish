@@ -2,7 +2,7 @@
 function __ckptfs_at
     set -l line
     for word in (commandline -opc)[2..]
-        if contains -- "$line $word" ' status' ' df' ' drain' ' log-level' ' ls' ' wait' ' refresh' ' doctor' ' mounts' ' version' ' help' ' list' ' show' ' latest' ' verify' ' restore' ' rollback' ' pin' ' unpin' ' annotate' ' commit' ' rm' ' health' ' config' ' who' ' warm' ' web' ' upgrade' ' advise' ' simulate' ' events' ' goodput' ' lab' ' lab start' ' lab stop' ' lab status' ' lab kill' ' lab wipe' ' lab start-node' ' lab restart-node' ' lab cut' ' lab slow' ' lab heal' ' lab exec' ' keys' ' keys init' ' keys issue' ' keys revoke' ' cluster' ' cluster adopt'
+        if contains -- "$line $word" ' status' ' df' ' drain' ' log-level' ' ls' ' wait' ' refresh' ' doctor' ' mounts' ' version' ' help' ' list' ' show' ' latest' ' verify' ' restore' ' rollback' ' pin' ' unpin' ' annotate' ' commit' ' rm' ' health' ' config' ' who' ' warm' ' web' ' upgrade' ' advise' ' simulate' ' events' ' goodput' ' lab' ' lab start' ' lab stop' ' lab status' ' lab kill' ' lab wipe' ' lab start-node' ' lab restart-node' ' lab cut' ' lab slow' ' lab heal' ' lab exec' ' chaos' ' keys' ' keys init' ' keys issue' ' keys revoke' ' cluster' ' cluster adopt'
             set line "$line $word"
         end
     end
@@ -42,6 +42,7 @@ complete -c ckptfs -n '__ckptfs_at ""' -f -a simulate -d 'Compute how likely the
 complete -c ckptfs -n '__ckptfs_at ""' -f -a events -d 'Show what has happened on this node, saves, loads, restarts, failures'
 complete -c ckptfs -n '__ckptfs_at ""' -f -a goodput -d 'Show what a series got done, runs, restarts, lost steps, effective time'
 complete -c ckptfs -n '__ckptfs_at ""' -f -a lab -d 'Run a cluster on this machine, in network namespaces'
+complete -c ckptfs -n '__ckptfs_at ""' -f -a chaos -d 'Start a lab, have applications save and load there, make faults, and check the promises'
 complete -c ckptfs -n '__ckptfs_at ""' -f -a keys -d 'Issue and revoke the certificates of a clusters nodes'
 complete -c ckptfs -n '__ckptfs_at ""' -f -a cluster -d 'Repair what the nodes of a cluster share'
 complete -c ckptfs -n '__ckptfs_at ""' -l version -d 'Print the version of ckptfs and exit'
@@ -80,7 +81,7 @@ complete -c ckptfs -n '__ckptfs_at " mounts"' -l json -d 'Print JSON'
 complete -c ckptfs -n '__ckptfs_at " mounts"' -s h -l help -d 'Show help and exit.'
 complete -c ckptfs -n '__ckptfs_at " version"' -l json -d 'Print JSON'
 complete -c ckptfs -n '__ckptfs_at " version"' -s h -l help -d 'Show help and exit.'
-complete -c ckptfs -n '__ckptfs_at " help"' -a 'status df drain log-level ls wait refresh doctor mounts version help list show latest verify restore rollback pin unpin annotate commit rm health config who warm web upgrade advise simulate events goodput lab keys cluster'
+complete -c ckptfs -n '__ckptfs_at " help"' -a 'status df drain log-level ls wait refresh doctor mounts version help list show latest verify restore rollback pin unpin annotate commit rm health config who warm web upgrade advise simulate events goodput lab chaos keys cluster'
 complete -c ckptfs -n '__ckptfs_at " help"' -s h -l help -d 'Show help and exit.'
 complete -c ckptfs -n '__ckptfs_at " list"' -l level -x -a 'local clique pfs' -d 'Only sets that have this level, local, clique, pfs'
 complete -c ckptfs -n '__ckptfs_at " list"' -l all -d 'All sets of a series, not only the newest 500'
@@ -199,6 +200,16 @@ complete -c ckptfs -n '__ckptfs_at " lab heal"' -l dir -r -d 'The labs directory
 complete -c ckptfs -n '__ckptfs_at " lab heal"' -s h -l help -d 'Show help and exit.'
 complete -c ckptfs -n '__ckptfs_at " lab exec"' -l dir -r -d 'The labs directory'
 complete -c ckptfs -n '__ckptfs_at " lab exec"' -s h -l help -d 'Show help and exit.'
+complete -c ckptfs -n '__ckptfs_at " chaos"' -l seed -r -d 'The same seed gives the same faults in the same order'
+complete -c ckptfs -n '__ckptfs_at " chaos"' -l nodes -r -d 'The number of nodes'
+complete -c ckptfs -n '__ckptfs_at " chaos"' -l factor -r -d 'The number of nodes that hold each file'
+complete -c ckptfs -n '__ckptfs_at " chaos"' -l minutes -r -d 'Begin new rounds of faults for so long'
+complete -c ckptfs -n '__ckptfs_at " chaos"' -l faults -r -d 'Only these kinds of faults, such as kill_mount,wipe'
+complete -c ckptfs -n '__ckptfs_at " chaos"' -l no-pfs -d 'No PFS, only copies on other nodes survive a node'
+complete -c ckptfs -n '__ckptfs_at " chaos"' -l dir -r -d 'The labs directory'
+complete -c ckptfs -n '__ckptfs_at " chaos"' -l keep -d 'Leave the lab as it is at the end'
+complete -c ckptfs -n '__ckptfs_at " chaos"' -l json -d 'Print JSON'
+complete -c ckptfs -n '__ckptfs_at " chaos"' -s h -l help -d 'Show help and exit.'
 complete -c ckptfs -n '__ckptfs_at " keys"' -f
 complete -c ckptfs -n '__ckptfs_at " keys"' -f -a init -d 'Create the CA of a cluster, DIR/ca.pem and DIR/ca.key'
 complete -c ckptfs -n '__ckptfs_at " keys"' -f -a issue -d 'Create the keys of a node in DIR/NODE'
