@@ -1,6 +1,6 @@
 """H3, G1: the scripts of deploy/slurm as shipped, under a real Slurm: its controller beside etcd, a slurmd on each node of a lab.
 
-What docs/slurm.md tells to type is typed here, by root or by another user, with other paths.
+What docs/guides/slurm.md tells to type is typed here, by root or by another user, with other paths.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from daemon_under_test import ENVIRONMENT, REPOSITORY
 
 pytestmark = pytest.mark.others
 SHIPPED = REPOSITORY / "deploy" / "slurm"
-PAGE = REPOSITORY / "docs" / "slurm.md"
+PAGE = REPOSITORY / "docs" / "guides" / "slurm.md"
 INSTALLED = "/opt/ckptfs/share/slurm"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 CONTROLLER = "10.111.0.1"

@@ -28,7 +28,8 @@ ARCHITECTURE = REPOSITORY / "ARCHITECTURE.md"
 CHANGELOG = REPOSITORY / "CHANGELOG.md"
 # The reference is generated from the code, and checked against it elsewhere.
 REFERENCE = REPOSITORY / "docs" / "reference.md"
-PAGES = sorted(path for path in (REPOSITORY / "docs").glob("*.md") if path != REFERENCE)
+PAGES = sorted(path for path in (REPOSITORY / "docs").rglob("*.md") if path != REFERENCE)
+GUIDES = REPOSITORY / "docs" / "guides" / "README.md"
 DOCUMENTS = [README, ARCHITECTURE, CHANGELOG, *PAGES]
 FEATURE_TABLE = REPOSITORY / "docs" / "features.md"
 README_LINES_MAX, README_COLUMNS_MAX, PAGE_COLUMNS_MAX = 120, 100, 120
@@ -184,7 +185,9 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=short)
 def test_every_page_is_reached_from_the_readme(path: Path) -> None:
-    assert f"({short(path)})" in README.read_text()
+    """Each guide is a row of their own index."""
+    is_guide = path.parent == GUIDES.parent and path != GUIDES
+    assert f"({path.name})" in GUIDES.read_text() if is_guide else f"({short(path)})" in README.read_text()
 
 
 # --- commands and options ------------------------------------------------------------------------------------------------

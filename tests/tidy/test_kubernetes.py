@@ -186,10 +186,10 @@ def test_keys_of_the_node_are_chosen(tmp_path: Path) -> None:
 
 
 def test_the_secrets_are_made_as_the_guide_says(tmp_path: Path) -> None:
-    """The commands of docs/kubernetes.md, with a kubectl that only prints what it would create."""
+    """The commands of docs/guides/kubernetes.md, with a kubectl that only prints what it would create."""
     if (kubectl := shutil.which("kubectl")) is None:
         pytest.skip("NOT TESTED HERE, not installed: kubectl")
-    (block,) = re.findall(r"^```sh\n(ckptfs keys init.*?)^kubectl apply", (REPOSITORY / "docs/kubernetes.md").read_text(), re.M | re.S)
+    (block,) = re.findall(r"^```sh\n(ckptfs keys init.*?)^kubectl apply", (REPOSITORY / "docs/guides/kubernetes.md").read_text(), re.M | re.S)
     programs = {"kubectl": f'{kubectl} "$@" --dry-run=client -o yaml; echo ---', "ckptfs": f'{sys.executable} -m ckptfs_client "$@" >&2'}
     for name, line in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
