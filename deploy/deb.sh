@@ -80,7 +80,7 @@ try() {
   '
   in_tree find / -xdev -not -path '/proc/*' -not -path '/var/*' -not -path '/tmp/*' | sort > "$TREE/tmp/after"
   diff "$TREE/tmp/before" "$TREE/tmp/after" || fail "the package left files"
-  [ ! -e "$TREE/var/lib/ckptfs" ] || fail "the package left /var/lib/ckptfs"
+  [ ! -e "$TREE/var/lib/ckptfs" ] || fail "the package left $(find "$TREE/var/lib/ckptfs" | paste -sd " ")"
   say "nothing left"
 }
 
