@@ -54,7 +54,7 @@ def test_a_rotation_that_keeps_one(mount: Area) -> None:
     assert os.listdir(mount.path) == []
 
 
-@pytest.mark.parametrize("removes", ["unlink", "replace"])
+@pytest.mark.parametrize("removes", ["unlink", "replace", "overwrite"])
 def test_what_is_removed_as_soon_as_it_is_sealed_was_a_set(mount: Area, removes: str) -> None:
     """X3: the removal waits until the tracker has looked; that of another file does not."""
     run = mount.path / "run"
@@ -65,8 +65,10 @@ def test_what_is_removed_as_soon_as_it_is_sealed_was_a_set(mount: Area, removes:
     eventually(lambda: mount.catalog("SELECT 1 FROM content WHERE inode = ? AND state = 2", place.stat().st_ino), what="it is sealed")
     if removes == "unlink":
         place.unlink()
-    else:
+    elif removes == "replace":
         other.rename(place)
+    else:
+        place.write_bytes(b"new")
     assert "run/step_*.pt/step_1.pt@1" in list_sets(mount)
 
 

@@ -162,8 +162,9 @@ class NamespaceHandlers:
         request = get_current_request()
         if await self._changes.get_replayed_reply(request) is not None:
             return None
-        if removed is not None:
-            await self._tracker.wait_looked(*removed)
+        replaced = namespace.find_child(self._context.db, *removed) if removed is not None else None
+        if replaced is not None and replaced.is_file:
+            await self._tracker.wait_looked(replaced.id)
 
         def act(db: Database, blind: bool) -> Inode | None:
             handles.record_reply(db, request.number)

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import trio
 
 from ckptfs import limits, series
-from ckptfs.catalog import history, history_names, inodes, namespace, set_candidates, set_members, summary, user_settings
+from ckptfs.catalog import history, history_names, inodes, set_candidates, set_members, summary, user_settings
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet
 from ckptfs.catalog.set_members import SetTree
@@ -183,23 +183,24 @@ class SetTracker:
         self._looked = trio.Event()
         """The next look ends."""
         self._rebuild_due_s = 0.0
-        self._removal_rests: dict[int, float] = {}
-        """Until when removals in a directory do not wait for a look."""
+        self._change_rests: dict[int, float] = {}
+        """Until when changes in a directory do not wait for a look."""
         self._has_changed = True
 
     def wake(self) -> None:
         """Look soon: there may be candidates. A hint."""
         self._woken.set()
 
-    async def wait_looked(self, directory: int, name: bytes) -> None:
-        """Wait until what is complete now is a set: the application is about to remove a name of a part of it.
+    async def wait_looked(self, inode: int) -> None:
+        """Wait until what is complete now is a set: the application is about to write a part of it, or to remove a name of it.
 
-        Only the first of several removals in a directory waits, and not for long.
+        Only the first of several changes in a directory waits, and not for long.
         """
         db, now_s = self._context.db, trio.current_time()
-        removed = namespace.find_child(db, directory, name)
-        if removed is None or not removed.is_file or removed.history or now_s < self._removal_rests.get(directory, 0.0):
+        places = [] if history.is_history(db, inode) else set_members.list_places(db, inode)
+        if not places or now_s < self._change_rests.get(places[0][0], 0.0):
             return
+        directory, name = places[0]
         if not patterns.counts_checkpoints(inodes.get_path(db, directory) + b"/" + name):
             return
         before_ns = time.time_ns()
@@ -209,8 +210,8 @@ class SetTracker:
                 self.wake()
                 await self._looked.wait()
         if waited_s := trio.current_time() - now_s:
-            self._removal_rests = {one: until_s for one, until_s in self._removal_rests.items() if until_s > now_s}
-            self._removal_rests[directory] = trio.current_time() + waited_s * limits.SET_SEARCH_REST
+            self._change_rests = {one: until_s for one, until_s in self._change_rests.items() if until_s > now_s}
+            self._change_rests[directory] = trio.current_time() + waited_s * limits.SET_SEARCH_REST
 
     def _list_unlooked(self, before_ns: int) -> list[Row]:
         waiting = {one.row for one in self._waiting.values()}
