@@ -131,6 +131,17 @@ def test_tables(tmp_path: Path) -> None:
     assert load(tmp_path, "") == ()
 
 
+def test_numbered_files_that_are_no_checkpoints(tmp_path: Path) -> None:
+    """T5: as docs/checkpoint-sets.md excludes them: no member ever has a file of this name."""
+    text = (Path(__file__).parents[2] / "docs" / "checkpoint-sets.md").read_text()
+    array = b"\x93NUMPY\x01\x00\x76\x00" + b"{'descr': '|u1', 'fortran_order': False, 'shape': (100,), }".ljust(117) + b"\n" + X
+    tree = SeriesTree.of({"batch_00001.npy": array, "batch_00002.npy": array, "step_1/a": X})
+    assert tree.find("batch_*.npy") == "batch_00002.npy"
+    table = text[text.index("[[series]]") :].partition("```")[0]
+    series.install_rules(load(tmp_path, table))
+    assert tree.find("batch_*.npy") == "" and tree.find("step_*") == "step_1"
+
+
 @pytest.mark.parametrize(
     ("table", "words"),
     [
