@@ -115,7 +115,9 @@ def _is_quit_pressed(keys: int | None) -> bool:
     if keys is None:
         time.sleep(RESIZE_CHECK_S)
         return False
-    if not select.select([keys], [], [], RESIZE_CHECK_S)[0]:
+    poll = select.poll()
+    poll.register(keys, select.POLLIN)
+    if not poll.poll(RESIZE_CHECK_S * 1000):
         return False
     pressed = os.read(keys, KEYS_BYTES_MAX)
     return not pressed or QUIT in pressed.lower()

@@ -113,7 +113,9 @@ class Watched:
 
     def bytes_read(self) -> int:
         """The size of the file for each time that it was opened and closed for reading."""
-        events = os.read(self._fd, 65536) if select.select([self._fd], [], [], 0)[0] else b""
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        events = os.read(self._fd, 65536) if poll.poll(0) else b""
         os.close(self._fd)
         masks = [struct.unpack_from("iI", events, at)[1] for at in range(0, len(events), 16)]
         return sum(mask & IN_CLOSE_NOWRITE != 0 for mask in masks) * self._path.stat().st_size

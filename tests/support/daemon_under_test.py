@@ -11,8 +11,10 @@ import itertools
 import json
 import os
 import re
+import select
 import shutil
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -43,6 +45,15 @@ _numbers = itertools.count(1)
 
 class NotStarted(Exception):
     """The daemon refused to start; the message is the sentence it gave, or its log."""
+
+
+def list_readable(*sockets: socket.socket) -> list[socket.socket]:
+    """Those of some sockets of which something, or the end, can be read now. Descriptors may exceed those of select(2)."""
+    poll = select.poll()
+    for one in sockets:
+        poll.register(one.fileno(), select.POLLIN)
+    ready = {fd for fd, _ in poll.poll(0)}
+    return [one for one in sockets if one.fileno() in ready]
 
 
 def eventually(condition: Callable[[], Any], timeout: float = 120.0, what: str = "", pause_s: float = 0.02) -> Any:

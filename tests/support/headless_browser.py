@@ -59,7 +59,9 @@ class Browser:
 
     def _receive(self, end_s: float) -> dict[str, Any]:
         while b"\0" not in self._buffer:
-            assert select.select([self._in], [], [], max(0.0, end_s - time.monotonic()))[0], "the browser does not answer"
+            poll = select.poll()
+            poll.register(self._in, select.POLLIN)
+            assert poll.poll(max(0.0, end_s - time.monotonic()) * 1000), "the browser does not answer"
             piece = os.read(self._in, 1 << 20)
             assert piece, "the browser has ended"
             self._buffer += piece

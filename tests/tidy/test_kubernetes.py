@@ -18,6 +18,7 @@ from ckptfs_client.doctor import STATE_ROOT
 from ckptfs import config, limits
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+PAGE = REPOSITORY / "docs/guides/kubernetes.md"
 MANIFESTS = REPOSITORY / "deploy/kubernetes"
 KUSTOMIZATIONS = sorted(MANIFESTS.rglob("kustomization.yaml"))
 KINDS = ["base", "overlays/cluster"]
@@ -189,7 +190,9 @@ def test_the_secrets_are_made_as_the_guide_says(tmp_path: Path) -> None:
     """The commands of docs/guides/kubernetes.md, with a kubectl that only prints what it would create."""
     if (kubectl := shutil.which("kubectl")) is None:
         pytest.skip("NOT TESTED HERE, not installed: kubectl")
-    (block,) = re.findall(r"^```sh\n(ckptfs keys init.*?)^kubectl apply", (REPOSITORY / "docs/guides/kubernetes.md").read_text(), re.M | re.S)
+    (block,) = re.findall(
+        r"^```sh\n(ckptfs keys init.*?)^kubectl apply", (REPOSITORY / "docs/guides/kubernetes.md").read_text(), re.M | re.S
+    )
     programs = {"kubectl": f'{kubectl} "$@" --dry-run=client -o yaml; echo ---', "ckptfs": f'{sys.executable} -m ckptfs_client "$@" >&2'}
     for name, line in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")

@@ -4,7 +4,6 @@ import errno
 import json
 import logging
 import re
-import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ import yaml
 from ckptfs_daemon.control.metrics import METRICS, STEP_METRICS, encode_metrics
 from ckptfs_daemon.control.metrics_endpoint import MetricsEndpoint
 from control_served import serving
-from daemon_under_test import eventually
+from daemon_under_test import eventually, list_readable
 from etcd_server import free_ports
 from local_node import Node
 from prometheus_client.parser import text_string_to_metric_families
@@ -373,7 +372,7 @@ def speaks(connection: socket.socket) -> bool:
         connection.sendall(b"x")
     except OSError:
         return False
-    return not select.select([connection], [], [], 0)[0]
+    return not list_readable(connection)
 
 
 def test_connections_beyond_the_bound_are_closed(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,8 +381,8 @@ def test_connections_beyond_the_bound_are_closed(address: str, monkeypatch: pyte
         eventually(lambda: answers(address), what="the metrics")
         connections = [held.enter_context(connect(address)) for _ in range(5)]
         # The connection of `answers` may still be one of the two.
-        eventually(lambda: len(select.select(connections, [], [], 0)[0]) >= 3, what="three connections are closed")
-        closed = select.select(connections, [], [], 0)[0]
+        eventually(lambda: len(list_readable(*connections)) >= 3, what="three connections are closed")
+        closed = list_readable(*connections)
         assert len(closed) < 5 and {one.recv(1) for one in closed} == {b""}
         held.close()
         eventually(lambda: answers(address), what="the metrics again")

@@ -36,6 +36,12 @@ cli.main()
 SCREEN_ON, SCREEN_OFF, CURSOR_OFF, CURSOR_ON = b"\x1b[?1049h", b"\x1b[?1049l", b"\x1b[?25l", b"\x1b[?25h"
 
 
+def _build_environment() -> dict[str, str]:
+    """The environment of a terminal. A parallel run of pytest sets LINES and COLUMNS, which would hide the size of the terminal."""
+    without_size = {name: value for name, value in environment().items() if name not in ("LINES", "COLUMNS")}
+    return {**without_size, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8"}
+
+
 class Screen:
     """A terminal with the view on it. `shown` is all that came."""
 
@@ -46,7 +52,7 @@ class Screen:
         program = PROGRAM.format(support=str(SUPPORT), every_s=every_s)
         self.process = subprocess.Popen(
             [sys.executable, "-c", program], stdin=self.their, stdout=self.their, stderr=subprocess.PIPE,
-            env={**environment(), "TERM": "xterm-256color", "LC_ALL": "C.UTF-8"},
+            env=_build_environment(),
         )  # fmt: skip
         os.set_blocking(self.own, False)
         self.shown = b""
