@@ -1,7 +1,7 @@
 """What the page of `ckptfs web` and `ckptfs status --watch` show, from the answers of daemons. Pure.
 
-`build_mount` makes all words, so that both views say the same. It shows only what a daemon tells every user of the machine: names of series
-that not all users may list are absent. Names are printable; a view that writes HTML still has to escape them.
+`build_mount` makes all words, so that both views say the same. A series whose name the daemon does not tell is a private one. Names are
+printable; a view that writes HTML still has to escape them.
 """
 
 import os

@@ -1,11 +1,12 @@
 """Samples of the figures of several mounts, with their recent history, for the views that stay open."""
 
+import contextlib
 import functools
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
@@ -16,7 +17,7 @@ from ckptfs_client.errors import ClientError
 from ckptfs_client.mounts import Mount
 from ckptfs_client.overview import BacklogHistory, MountAnswers, MountOverviewJson, SetOverviewJson
 from ckptfs_client.render import escape_unprintable
-from ckptfs_client.set_history import HISTORY, split_number
+from ckptfs_client.set_history import HISTORY, ListedSeries, SetHistory, split_number
 
 if TYPE_CHECKING:
     from ckptfs.protocol import control_pb2 as pb
@@ -42,9 +43,14 @@ class OverviewJson(TypedDict):
 class OverviewSampler:
     """Asks the daemons, and keeps what they answered. One thread samples; any may ask for sets."""
 
-    def __init__(self, list_chosen: Callable[[], Sequence[Mount]]) -> None:
-        """`list_chosen` returns the mounts to show, and is called for each sample."""
+    def __init__(self, list_chosen: Callable[[], Sequence[Mount]], *, for_caller: bool = False) -> None:
+        """`list_chosen` returns the mounts to show, and is called for each sample.
+
+        `for_caller`: also show names that the caller may read, and not every user. Others must not see the samples.
+        """
         self._list_chosen = list_chosen
+        self._for_caller = for_caller
+        self._named: dict[str, dict[int, ListedSeries]] = {}
         self._mounts: dict[str, Mount] = {}
         self._answers: dict[str, MountAnswers] = {}
         self._histories: dict[str, BacklogHistory] = {}
@@ -93,11 +99,14 @@ class OverviewSampler:
         if known is not None and begun_s < due_s:
             return known
         found = _ask_or_none(lambda: client.list_series(figures=True))
-        if found is not None and found.shared:
-            self._walk_history(client.mount)
-            found = _ask_or_none(lambda: client.list_series(figures=True)) or found
-            _refresh_newest(client, found, Level.PFS if has_pfs else Level.CLIQUE)
         if found is not None:
+            has_unnamed = self._for_caller and not all(one.path for one in found.series)
+            if found.shared or has_unnamed:
+                self._walk_history(client.mount)
+            if found.shared:
+                found = _ask_or_none(lambda: client.list_series(figures=True)) or found
+                _refresh_newest(client, found, Level.PFS if has_pfs else Level.CLIQUE)
+            _add_names(found, self._named.get(where, {}))
             end_s = time.monotonic()
             self._series[where] = found, end_s + REST_RATIO * (end_s - begun_s)
         return found
@@ -108,8 +117,14 @@ class OverviewSampler:
         A mount that hangs keeps one thread, and the view goes on.
         """
         where = str(mount.mountpoint)
+
+        def walk() -> None:
+            _list_newest(mount.mountpoint / HISTORY)
+            if self._for_caller:
+                self._named[where] = _list_named(mount)
+
         if where not in self._walks or not self._walks[where].is_alive():
-            self._walks[where] = threading.Thread(target=_list_newest, args=(mount.mountpoint / HISTORY,), daemon=True)
+            self._walks[where] = threading.Thread(target=walk, daemon=True)
             self._walks[where].start()
         self._walks[where].join(WALK_WAIT_S)
 
@@ -124,6 +139,23 @@ def _list_newest(history: Path) -> None:
     for _, names, _ in os.walk(history):
         sets = sorted((name for name in names if split_number(name)[1] is not None), key=lambda name: split_number(name)[1] or 0)
         names[:] = [name for name in names if name not in sets[:-1]]
+
+
+def _list_named(mount: Mount) -> dict[int, ListedSeries]:
+    """Return the series whose names the caller may read through the mount, by directory."""
+    with contextlib.suppress(ClientError, OSError), SetHistory(mount, Client(mount, answer_s=ANSWER_S), figures=True) as history:
+        return {one.directory: one for one in history.series}
+    return {}
+
+
+def _add_names(found: "pb.ListSeriesReply", named: Mapping[int, ListedSeries]) -> None:
+    """Add names that the daemon does not tell every user."""
+    for one in found.series:
+        known = named.get(one.directory)
+        if known is not None and not one.path:
+            one.path, one.pattern = os.fsencode(known.path), os.fsencode(known.pattern)
+            if known.newest is not None and known.newest.number == one.newest.number:
+                one.newest.name = os.fsencode(known.newest.name)
 
 
 def _refresh_newest(client: Client, found: "pb.ListSeriesReply", highest: Level) -> None:

@@ -12,6 +12,7 @@ from ckptfs_client import overview, sampling
 from ckptfs_client.errors import NoMount
 from ckptfs_client.overview import BacklogHistory, MountAnswers, MountOverviewJson
 from ckptfs_client.sampling import OverviewSampler
+from ckptfs_client.set_history import ListedSeries
 from control_served import Served, serving
 from local_node import Node
 from made_overviews import GIB, HOSTILE, make_cluster, make_five_nodes, make_mount, make_series, make_status
@@ -196,6 +197,21 @@ def test_a_silent_daemon_leaves_a_gap_and_a_gone_mount_nothing(monkeypatch: pyte
     assert [one is None for one in found["plot"]["values"]["write-back"]] == [False, True, False]
     chosen.clear()
     assert sampler.sample()["mounts"] == [] and HOSTILE not in str(sampler.sample())
+
+
+@pytest.mark.parametrize("for_caller", [True, False])
+def test_only_the_caller_sees_names_of_private_series(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, for_caller: bool
+) -> None:
+    """F6. The terminal is the caller's own, and the page is for all users of the machine."""
+    with served.node.db.transaction() as db:
+        made = namespace.create(db, ROOT, b"mine", 0o040700, uid=7, gid=7, allow_unimported=True).id
+        series = history.insert_series(db, made, b"step_*")
+        history.finish_set(db, history.begin_set(db, series.directory, SetRecord(1, b"step_5", (5,), 1, 100, time.time_ns())))
+    listed = ListedSeries(served.mount, series.directory, made, "mine/step_*", "step_*", 0, 1, 100, None)
+    monkeypatch.setattr(sampling, "_list_named", lambda mount: {series.directory: listed})
+    (found,) = OverviewSampler(lambda: [served.mount], for_caller=for_caller).sample()["mounts"]
+    assert found["series"][0]["name"] == ("mine/step_*" if for_caller else "a private series")
 
 
 class StandInClient:
