@@ -22,7 +22,7 @@ import pytest
 from another_user import STRANGER
 from ckptfs_client.lab import network
 from ckptfs_client.lab.nodes import DAEMON, list_processes, list_processes_named, spawn
-from cluster_lab import LOG_LINES, ClusterUnderTest, eventually, level, unusable
+from cluster_lab import ClusterUnderTest, eventually, level, unusable
 from daemon_under_test import ENVIRONMENT, REPOSITORY
 
 pytestmark = pytest.mark.others
@@ -33,6 +33,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 CONTROLLER = "10.111.0.1"
 TURN_S = 120.0
 SLICE_S = 0.0001
+LOG_LINES = 30
 # A requeued job waits for cred_expire.
 SLURM_CONF = """
 ClusterName=lab
@@ -220,11 +221,11 @@ class SlurmUnderTest:
         return found
 
     def kill_daemon(self, node: str) -> None:
-        """kill -9 of ckptfs on a node, but not of its slurmd."""
+        """kill -9 of ckptfs on a node, but not of its slurmd. All are stopped first, so that none sees another one die."""
         while found := list_processes_named(self._namespaces[node], DAEMON):
-            for pid in found:
+            for number, pid in itertools.product((signal.SIGSTOP, signal.SIGKILL), found):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(pid, number)
 
     def begin_long_job(self) -> None:
         """Begin a job that Slurm signals half a minute later, at most, because its minute is nearly over."""
