@@ -22,6 +22,8 @@ If the log does not go back to the first set of the series, the first set in it 
 
 import functools
 import os
+from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -91,10 +93,6 @@ class Run:
     @property
     def jobs(self) -> set[str]:
         return {job for save in self.saves for job in save.jobs}
-
-    @property
-    def processes(self) -> set[Process]:
-        return {process for save in self.saves for process in save.processes}
 
     @property
     def reached(self) -> int:
@@ -286,39 +284,65 @@ def list_loads(events: Iterable[LoggedEvent]) -> list[Load]:
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
+class _OpenRun:
+    """The last run while it is found out what belongs to it."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.processes: set[Process] = set()
+        self.jobs: set[str] = set()
+        self.reached = run.resumed
+        self.add(run.saves[0])
+
+    def add(self, save: Save) -> None:
+        """Note a set that belongs to the run."""
+        self.processes |= save.processes.keys()
+        self.jobs |= save.jobs
+        self.reached = max(self.reached, save.step or 0)
+
+    def is_other(self, save: Save, mine: Sequence[Load]) -> bool:
+        """Return whether a set was written by a run of its own. `mine`: what its processes read."""
+        if not save.processes or save.processes.keys() & self.processes:
+            return False
+        is_of_other_job = bool(save.jobs and self.jobs) and not save.jobs & self.jobs
+        has_read = any(self.run.saves[-1].began_ns <= load.time_ns <= save.began_ns for load in mine)
+        repeats = save.step is not None and save.step <= self.reached
+        has_worked = any(started and save.began_ns - started >= WORKED_S * NANO for started in save.processes.values())
+        return is_of_other_job or has_read or repeats or has_worked
+
+
 def _split_runs(saves: Sequence[Save], loads: Sequence[Load]) -> list[Run]:
     runs: list[Run] = []
-    known: set[int] = set()
+    known: list[int] = []
+    read: dict[Process, list[Load]] = defaultdict(list)
+    for load in loads:
+        read[load.process].append(load)
+    last: _OpenRun | None = None
     for save in saves:
-        if runs and not _begins_run(runs[-1], save, loads):
-            runs[-1].saves.append(save)
+        until_ns = max(save.began_ns, save.ended_ns)
+        mine = [load for process in save.processes for load in read.get(process, ()) if load.time_ns <= until_ns]
+        if last is not None and not last.is_other(save, mine):
+            last.run.saves.append(save)
+            last.add(save)
         else:
-            mine = [load for load in loads if load.process in save.processes and load.time_ns <= max(save.began_ns, save.ended_ns)]
             signs = [save.began_ns, *filter(None, save.processes.values()), *(load.time_ns for load in mine)]
-            run = Run([save], max(min(signs), runs[-1].ended_ns if runs else 0))
-            run.resumed = _find_resumed(save, mine, known)
+            run = Run([save], max(min(signs), runs[-1].ended_ns if runs else 0), _find_resumed(save, mine, known))
             runs.append(run)
-        known |= {save.step} if save.is_complete and save.step is not None else set()
+            last = _OpenRun(run)
+        if save.is_complete and save.step is not None:
+            insort(known, save.step)
     return runs
 
 
-def _begins_run(run: Run, save: Save, loads: Sequence[Load]) -> bool:
-    """Return whether a set was written by a run of its own."""
-    if not save.processes or save.processes.keys() & run.processes:
-        return False
-    began_ns = run.saves[-1].began_ns
-    is_of_other_job = bool(save.jobs and run.jobs) and not save.jobs & run.jobs
-    has_read = any(load.process in save.processes and began_ns <= load.time_ns <= save.began_ns for load in loads)
-    repeats = save.step is not None and save.step <= run.reached
-    has_worked = any(started and save.began_ns - started >= WORKED_S * NANO for started in save.processes.values())
-    return is_of_other_job or has_read or repeats or has_worked
+def _find_resumed(first: Save, mine: Sequence[Load], known: Sequence[int]) -> int:
+    """Return the step from which a run resumed.
 
-
-def _find_resumed(first: Save, loads: Sequence[Load], known: set[int]) -> int:
-    """Return the step from which a run resumed. `known`: the steps of the complete sets before it."""
-    if steps := [load.step for load in loads if load.step is not None]:
+    `known`: the steps of the complete sets before it, in order.
+    """
+    if steps := [load.step for load in sorted(mine, key=lambda load: load.time_ns) if load.step is not None]:
         return steps[-1]
-    return max((step for step in known if first.step is not None and step < first.step), default=0)
+    place = 0 if first.step is None else bisect_left(known, first.step)
+    return known[place - 1] if place else 0
 
 
 # --- time -------------------------------------------------------------------------------------------------------------

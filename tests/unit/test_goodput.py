@@ -1,10 +1,11 @@
 """`ckptfs goodput` and the failure rate of `ckptfs advise` from constructed logs. G6, X9."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ckptfs_client import goodput
 from ckptfs_client.goodput import Goodput, compute_goodput, list_saves
 
 from ckptfs import event_log
@@ -210,3 +211,30 @@ def test_a_hundred_runs_take_no_time_and_agree_with_the_sum(tmp_path: Path) -> N
     assert (found.restarts, found.failures, found.lost_steps, found.steps) == (99, 99, 9900, 20_100)
     assert seconds(found, "lost", "down", "saving", "starting") == [99 * 50, 99 * 50, 2000, 0]
     assert EventKind.LOAD == "load" and found.effective == pytest.approx((100 * 180 + 50) / found.total_s)
+
+
+def test_the_work_grows_with_the_number_of_events() -> None:
+    """A full log, of a run that reads its own sets: each set is looked at once."""
+    by = process(1, 0)
+    counted = CountedProcesses({("n1", 1): 0})
+    events = [complete(number, number, 20.0 * number, by) for number in range(1, 3001)]
+    saves = list_saves(events)
+    for save in saves:
+        save.processes = counted
+    loads = [goodput.Load(save.ended_ns, save.step, ("n1", 2)) for save in saves]
+    assert len(goodput._split_runs(saves, loads)) == 1
+    assert counted.looks <= 10 * len(saves)
+
+
+class CountedProcesses(dict[goodput.Process, int]):
+    """Processes of a set that count how often they are looked at."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[goodput.Process]:
+        self.looks += 1
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        self.looks += 1
+        return super().keys()
