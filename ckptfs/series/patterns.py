@@ -34,6 +34,8 @@ _MDRUN_TEMPORARY = re.compile(rb"(.+)_step[0-9]+\.cpt", re.DOTALL)
 _SHARD_EXTENSION = b".distcp"
 _LOCAL_SUFFIX = b"_local."
 """NVIDIA's local checkpoints: `iter_0000010_3_local.pt` is the part of rank 3."""
+_RESTART_EXTENSION = b".restart"
+"""Of LAMMPS, whose users name files as its manual does: `restart 100 melt.*.restart`."""
 _LIGHTNING_EXTENSION = b".ckpt"
 _VERSION = re.compile(rb"-v([0-9]+)(?=\.ckpt$)")
 """Lightning adds it if a file of the name exists, as after a restart."""
@@ -329,6 +331,8 @@ def _get_role(text: bytes, after: bytes) -> NumberRole:
         return NumberRole.LABEL
     if text.rstrip(b"-+").endswith(b"="):
         return NumberRole.METRIC
+    if after == _RESTART_EXTENSION and text.endswith((b".", b"_", b"-")):
+        return NumberRole.COUNTER
     return NumberRole.OTHER if re.search(rb"[^-_.,: ]", text) else NumberRole.BARE
 
 

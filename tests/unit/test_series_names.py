@@ -130,6 +130,9 @@ def test_numbers() -> None:
         (b"run*", False),
         (b"*", False),
         (b"steps of run*", False),
+        (b"melt.*.restart", True),
+        (b"run-*.restart", False),
+        (b"*.restart", False),
     ],
 )
 def test_which_numbers_count_steps(pattern: bytes, counts: bool) -> None:
