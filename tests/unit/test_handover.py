@@ -19,6 +19,7 @@ from ckptfs import __version__, procfs
 from ckptfs.catalog import database, identity
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
+from ckptfs.config.schema import MS_RDONLY
 from ckptfs.errors import CatalogTooNew, ConfigError, InvalidArgument
 from ckptfs.model import DataPath
 
@@ -64,6 +65,12 @@ def test_a_detached_mount_is_refused(running: Running, monkeypatch: pytest.Monke
     monkeypatch.setattr(procfs, "list_mount_entries", list)
     with pytest.raises(InvalidArgument, match="is detached"):
         handover.require_takeover(running.config, running.table_fd)
+
+
+def test_a_mount_stays_read_only_or_writable(running: Running) -> None:
+    """The mount has its flags from mount(2), and a daemon for the other kind would not start with its catalog."""
+    with pytest.raises(InvalidArgument, match="the mount is writable, and the configuration now says read-only"):
+        handover.require_takeover(replace(running.config, mount_flags=MS_RDONLY), running.table_fd)
 
 
 def test_a_table_of_another_size_is_refused(running: Running) -> None:

@@ -112,8 +112,13 @@ def require_takeover(config: Config, table_fd: int) -> None:
     kept = connection.restore(-1, table_fd)
     if kept.mountpoint != config.mountpoint:
         raise InvalidArgument(f"the configuration now names the mountpoint {config.mountpoint}, and the mount is at {kept.mountpoint}")
-    if not kept.is_mounted():
+    mounted = connection.find_mount_at(kept.mountpoint)
+    if mounted is None or not kept.is_mounted():
         raise InvalidArgument(f"{kept.mountpoint} is detached: it ends when its last open file is closed")
+    kinds = {True: "read-only", False: "writable"}
+    is_read_only = "ro" in mounted.options.split(",")
+    if is_read_only != config.is_read_only:
+        raise InvalidArgument(f"the mount is {kinds[is_read_only]}, and the configuration now says {kinds[config.is_read_only]}")
     with contextlib.suppress(OSError, ValueError, KeyError):
         running = json.loads((config.state / "processes.json").read_bytes())["supervisor"]["pid"]
         if running != os.getppid():
