@@ -65,7 +65,7 @@ def get_version(daemon: DaemonUnderTest) -> str:
 
 
 TRAINING = """
-import sys, torch
+import select, sys, torch
 from pathlib import Path
 model, steps = torch.nn.Linear(64, 64), 0
 directory = Path(sys.argv[1])
@@ -77,6 +77,7 @@ while steps == 0 or not Path(sys.argv[2]).exists():
     read = torch.load(directory / "last.pt")
     assert read["step"] == steps and all(torch.equal(read["model"][name], value) for name, value in model.state_dict().items())
     torch.nn.init.uniform_(model.weight)
+    select.select([], [], [], 0.05)  # A step of the training.
 print("trained")
 """
 
@@ -88,7 +89,7 @@ class Writers:
         need("fio")
         self.enough = daemon.root / "enough"
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": daemon.root}
-        fio = ["fio", "--name=fio", f"--filename={daemon.path}/fio", "--size=4m", "--bs=13k", "--rw=randwrite", "--rate_iops=300"]
+        fio = ["fio", "--name=fio", f"--filename={daemon.path}/fio", "--size=4m", "--bs=13k", "--rw=randwrite", "--rate_iops=100"]
         fio += ["--verify=crc32c", "--verify_fatal=1", "--verify_backlog=40", "--fsync=50", "--time_based", "--runtime=600"]
         self.fio = subprocess.Popen(fio, **pipes)
         self.training = subprocess.Popen([sys.executable, "-c", TRAINING, daemon.path / "training", self.enough], **pipes)
