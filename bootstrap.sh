@@ -107,7 +107,7 @@ setup() {
   # shellcheck disable=SC2086
   system_packages $PACKAGES_BASE $PACKAGES_TEST
   mtab
-  environment test,demo
+  environment test,demo,guides
   say "ready: $VENV/bin/ckptfs"
 }
 
@@ -128,7 +128,7 @@ run_tests() {
 }
 
 lint() {
-  environment test,demo
+  environment test,demo,guides
   say "ruff"; "$VENV/bin/ruff" check .
   say "mypy"; "$VENV/bin/mypy"
   say "import contracts"; "$VENV/bin/lint-imports"

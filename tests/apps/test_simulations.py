@@ -1,4 +1,4 @@
-"""GROMACS and LAMMPS, killed and continued from their checkpoints. H1, H4."""
+"""GROMACS and LAMMPS on the buffered path, killed and continued from their checkpoints; the guides run on the other one. H1, H4."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from series_tree import prefixes
 from ckptfs.series import file_formats
 from ckptfs.series.file_formats import FileFormat
 
-pytestmark = pytest.mark.apps
+pytestmark = [pytest.mark.apps, pytest.mark.parametrize("data_path", ["buffered"], indirect=True, scope="session")]
 
 TOPOLOGY = '#include "oplsaa.ff/forcefield.itp"\n#include "oplsaa.ff/spce.itp"\n[ system ]\nwater\n[ molecules ]\n'
 PARAMETERS = """
