@@ -329,15 +329,20 @@ def constants(package: Path) -> Iterator[str]:
 
 
 def test_troubleshooting_knows_every_trouble_and_every_check() -> None:
-    """The first word of each trouble that `status` may show, and the name of each check of `doctor`."""
+    """The first word of each trouble that `status` may show, the name of each lane, which is one, and of each check of `doctor`."""
     text = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
     packages = (REPOSITORY / "ckptfs", REPOSITORY / "daemon" / "ckptfs_daemon")
     troubles = {value.removeprefix("trouble:") for package in packages for value in constants(package) if value.startswith("trouble:")}
     troubles.discard("")
     assert len(troubles) > 5
     assert [trouble for trouble in sorted(troubles) if f"`{trouble.rstrip(':')}" not in text] == []
+    daemon = "\n".join(path.read_text() for path in packages[1].rglob("*.py"))
+    shown = set(re.findall(r'troubles\.add\(where="([^"]+)"', daemon))
+    lanes = set(re.findall(r'\(f?"([a-z ]+)(?: \{number\})?", (?:self\._\w+|[A-Z]\w+\([^\n]+)\)', daemon))
+    assert shown and len(lanes) > 20
+    assert [name for name in sorted(shown | lanes) if not re.search(f"`{name}[ `]", text)] == []
     client = "\n".join(path.read_text() for path in (REPOSITORY / "client").rglob("doctor*.py"))
-    checks = set(re.findall(r'Finding\("([^"]+)"', client))
+    checks = set(re.findall(r'Finding\(\s*"([^"]+)"', client))
     assert len(checks) > 8
     assert [check for check in sorted(checks) if f"`{check}`" not in text] == []
 
