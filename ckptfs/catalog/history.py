@@ -29,7 +29,7 @@ from dataclasses import asdict, astuple, dataclass
 from ckptfs import limits
 from ckptfs.catalog import contents, handles, identity, journal, namespace, pfs_hold, summary
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.inodes import get, get_path, recall_xattrs, set_attributes, set_internal_xattr
+from ckptfs.catalog.inodes import get, get_path, restore_xattrs, set_attributes, set_internal_xattr
 from ckptfs.errors import Busy
 from ckptfs.model import HISTORY_NAME, ROOT, Inode, Level
 
@@ -297,7 +297,10 @@ def begin_set(db: Database, series: int, record: SetRecord, like: Inode | None =
 
 
 def has_unrecorded(db: Database) -> bool:
-    """Return True if directories of the history may be sets without a record: they were imported, or were not read yet."""
+    """Return True if directories of the history may be sets without a record.
+
+    They were imported, or were not read yet.
+    """
     if find_root(db) is None:
         return not get(db, ROOT).is_imported
     unknown = (
@@ -311,8 +314,8 @@ def restore_series(db: Database, series: int, origin: int, pattern: bytes, recor
     """Record sets of a series by their directories, as they were recorded in a catalog that is lost."""
     for directory, record in records.items():
         set_internal_xattr(db, directory, SET_XATTR, _encode_record(record))
-        recall_xattrs(db, directory)
-    recall_xattrs(db, series)
+        restore_xattrs(db, directory)
+    restore_xattrs(db, series)
     if get_series(db, series) is None:
         fields = {"origin": origin, "pattern": _to_text(pattern), "next": get_next_number(db, series)}
         set_internal_xattr(db, series, SERIES_XATTR, json.dumps(fields).encode())

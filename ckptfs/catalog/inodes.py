@@ -134,7 +134,7 @@ def set_internal_xattr(db: Database, inode: int, name: bytes, value: bytes | Non
         journal.append(db, "attributes", inode)
 
 
-def recall_xattrs(db: Database, inode: int) -> None:
+def restore_xattrs(db: Database, inode: int) -> None:
     """Take back the `XATTRS_ON_PFS` of an imported inode."""
     for name, on_pfs in XATTRS_ON_PFS.items():
         db.run("UPDATE OR REPLACE xattr SET name = ? WHERE inode = ? AND name = ?", name, inode, on_pfs)

@@ -1,4 +1,6 @@
-"""The return of the sets after the catalog was lost: their records, from the manifests that lie beside their files on the PFS (H10).
+"""The return of the sets after the catalog was lost (H10).
+
+Their records come from the manifests that lie beside their files on the PFS.
 
 The PFS shows directories and files of the history, but not what is known of them. A directory `NAME@NUMBER` whose manifest is there, with
 all files of it in their sizes, is a set again: with its number, step, producers and times. Anything else stays as it is, and is no set.
@@ -68,7 +70,7 @@ class SetRebuild:
         path = inodes.get_path(self._context.db, directory).removeprefix(history.NAME + b"/")
         origin = await self._find_origin(path.rpartition(b"/")[0])
         pattern = _TWIN.sub(b"", path.rpartition(b"/")[2])
-        # What the application still has of a set protects it. So it has to be known before anybody asks what does.
+        # What the application still has of a set protects it, so it has to be known first.
         places = {} if not origin else await self._reader.list_directory(origin)
         for record in records.values():
             if record.name in places and places[record.name].is_directory:
@@ -88,7 +90,10 @@ class SetRebuild:
         return inode
 
     async def _load_record(self, directory: Inode, name: bytes) -> SetRecord:
-        """Return the record of a set. Raises ValueError, KeyError, TypeError or FileNotFoundError if its manifest does not fit."""
+        """Return the record of a set.
+
+        Raises ValueError, KeyError, TypeError or FileNotFoundError if its manifest does not fit.
+        """
         inside = await self._reader.list_directory(directory.id)
         if MANIFEST_NAMES[0] not in inside:
             raise FileNotFoundError("it has none")

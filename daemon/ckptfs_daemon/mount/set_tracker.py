@@ -192,7 +192,9 @@ class SetTracker:
         self._woken.set()
 
     async def wait_looked(self, inode: int) -> None:
-        """Wait until what is complete now is a set: the application is about to write a part of it, or to remove a name of it.
+        """Wait until what is complete now is a set.
+
+        The application is about to write a part of it, or to remove a name of it.
 
         Only the first of several changes in a directory waits, and not for long.
         """
