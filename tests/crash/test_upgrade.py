@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from actors import acting, ended
 from daemon_under_test import REPOSITORY, DaemonUnderTest, environment, eventually
-from programs import PROGRAM_S, differences, need
+from programs import PROGRAM_S, differences, need, with_mounts_of_its_own
 
 from ckptfs import __version__
 from ckptfs.catalog.migrations import SCHEMA_VERSION
@@ -230,7 +230,7 @@ def test_systemd_restarts_and_reloads_a_service_under_an_open_file(tmp_path: Pat
     (units / f"ckptfs@{daemon.name}.service").write_text(unit)
     variables = {"ROOT": str(daemon.root), "MOUNT": str(daemon.path), "UNIT": f"ckptfs@{daemon.name}.service"}
     done = subprocess.run(
-        ["unshare", "--mount", "bash", "-c", SERVICE],
+        [*with_mounts_of_its_own(), "bash", "-c", SERVICE],
         env=environment(**variables),
         capture_output=True,
         text=True,
