@@ -76,7 +76,7 @@ def test_a_byte_that_changed_under_the_same_size_and_mtime_is_found(
 def test_without_room_the_pfs_s_own_file_is_read_after_it_was_checked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.bring("d/file")
     lose_copies(world, "d/file")
-    monkeypatch.setattr(world.tiers, "choose_tier", lambda expected_bytes=0: Tier.PFS)
+    monkeypatch.setattr(world.tiers, "choose_tier", lambda *_, **__: Tier.PFS)
     world.db.run("UPDATE pfs_file SET checked_ns = 0")
     assert world.bring("d/file").result == mover_requests.DIRECT
     assert int(str(world.published("d/file", "checked_ns"))) > 0
@@ -86,7 +86,7 @@ def test_without_room_the_pfs_s_own_file_is_read_after_it_was_checked(world: Wor
 
 
 def test_without_room_a_writer_gets_its_copy_in_the_pfs_s_work_area(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world.tiers, "choose_tier", lambda expected_bytes=0: Tier.PFS)
+    monkeypatch.setattr(world.tiers, "choose_tier", lambda *_, **__: Tier.PFS)
     assert world.bring("d/file", mover_requests.FOR_WRITING).result == mover_requests.FETCHED
     assert bytes_here(world, "d/file") == (Tier.PFS, (world.pfs / "d" / "file").read_bytes())
 
