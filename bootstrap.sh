@@ -121,10 +121,10 @@ demo() {
   as_root bash demo/cluster.sh "$VENV/bin/python"
 }
 
-# run_tests ARGUMENT...: run the tests, two modules at a time since they wait more than they compute; `-n 0` runs them one by one.
+# run_tests ARGUMENT...: run the tests, three modules at a time since they wait more than they compute; `-n 0` runs them one by one.
 run_tests() {
   setup
-  exec "$VENV/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+  exec "$VENV/bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
 }
 
 lint() {

@@ -287,6 +287,8 @@ def ask(address: str, request: bytes = GET) -> tuple[int, str, bytes]:
         connection.sendall(request)
         reply = b"".join(iter(lambda: connection.recv(65536), b""))
     head, _, body = reply.partition(b"\r\n\r\n")
+    if not head:
+        raise ConnectionResetError("the connection ended without a reply")
     return int(head.split()[1]), head.decode(), body
 
 
