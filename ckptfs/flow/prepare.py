@@ -49,14 +49,14 @@ class PreparedChanges:
 def choose_changes(
     files: Sequence[PreparedFile], expected: Sequence[ExpectedSize], bytes_max: int, spare_count: int = 0
 ) -> PreparedChanges:
-    """Return the changes from `files` to one file for each of `expected`, newest first, and spare ones.
+    """Return the changes from `files` to spare files, and one file for each of `expected`, newest first.
 
-    `bytes_max` bounds them. The spare files come last.
+    `bytes_max` bounds them. The spare files come first, because they are small.
 
     A file serves a size that it exceeds by at most `limits.PREPARED_TOLERANCE`: sizes of a series vary a little.
     """
     left, missing, room = sorted(files), [], bytes_max
-    for size in _round_sizes(expected) + [limits.TOP_UP_PREPARED_BYTES_MIN] * spare_count:
+    for size in [limits.TOP_UP_PREPARED_BYTES_MIN] * spare_count + _round_sizes(expected):
         found = next((file for file in left if size <= file.size_bytes <= size * (1 + limits.PREPARED_TOLERANCE)), None)
         needed = size if found is None else found.size_bytes
         if needed > room:
@@ -129,7 +129,8 @@ class Prepare:
         changes = choose_changes(files, pool.list_expected() if bytes_max else [], bytes_max, spare_count)
         for file in changes.surplus:
             pool.remove(file)
-        added = any(self._add(size) for size in changes.missing[:1] if self._is_due(size))
+        size = next((one for one in changes.missing if self._is_due(one)), None)
+        added = size is not None and self._add(size)
         self._is_waiting = bool(changes.missing) or len(files) > len(changes.surplus)
         return added and len(changes.missing) > 1
 

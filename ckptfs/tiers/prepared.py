@@ -116,17 +116,16 @@ class PreparedFiles:
         """Return the smallest file that suits a content of about `expected_bytes` (0: unknown), or None.
 
         `is_limited`: the writer must not reach fresh pages. It gets a file that is large enough for more to be allocated ahead of it, if
-        there is one: a spare one for an unknown size.
+        there is one, for an unknown size too.
         """
         if expected_bytes < limits.PREPARED_BYTES_MIN and (expected_bytes or not is_limited):
             return None
         files, bytes_max = self.list_files(), limits.PREPARED_SURPLUS_RATIO * expected_bytes
         if is_limited:
             bytes_min = max(expected_bytes, limits.TOP_UP_PREPARED_BYTES_MIN)
-            spare_bytes_max = int(limits.TOP_UP_PREPARED_BYTES_MIN * (1 + limits.PREPARED_TOLERANCE))
-            spare = min((file for file in files if bytes_min <= file.size_bytes <= max(bytes_max, spare_bytes_max)), default=None)
-            if spare is not None:
-                return spare
+            enough = min((file for file in files if file.size_bytes >= bytes_min), default=None)
+            if enough is not None:
+                return enough
         return min((file for file in files if expected_bytes <= file.size_bytes <= bytes_max), default=None)
 
     def take_file(self, file: PreparedFile, content: int) -> bool:

@@ -48,14 +48,14 @@ def test_one_file_serves_one_place() -> None:
     assert choose_changes(files, _expect(16, 16), 10**12) == PreparedChanges((), (16 * MIB,))
 
 
-def test_spare_files_come_last() -> None:
+def test_spare_files_come_first() -> None:
     """M1: for programs with a memory limit whose sizes are unknown."""
     spare = limits.TOP_UP_PREPARED_BYTES_MIN
     assert [prepare.count_spares(gib * 1024 * MIB) for gib in (0, 3, 4, 9, 64)] == [0, 0, 1, 2, 4]
-    assert choose_changes([], _expect(100), 10**12, 2) == PreparedChanges((), (100 * MIB, spare, spare))
+    assert choose_changes([], _expect(100), 10**12, 2) == PreparedChanges((), (spare, spare, 100 * MIB))
     assert choose_changes([PreparedFile(spare, "a")], [], 10**12, 2) == PreparedChanges((), (spare,))
-    assert choose_changes([PreparedFile(spare, "a")], _expect(120), 2 * spare, 1).missing == (spare,)
-    assert choose_changes([], _expect(100), 100 * MIB, 2).missing == (100 * MIB,), "they share the bound"
+    assert choose_changes([PreparedFile(spare, "a")], _expect(120), 2 * spare, 1).missing == (120 * MIB,)
+    assert choose_changes([], _expect(100), spare + 50 * MIB, 2).missing == (spare,), "they share the bound"
 
 
 def test_the_bound_is_a_share_or_bytes() -> None:

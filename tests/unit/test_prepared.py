@@ -96,7 +96,9 @@ def test_a_limited_writer_gets_a_file_that_can_be_topped_up(pool: PreparedFiles,
     assert pool.find(12 * MIB, is_limited=True) == files[20]
     assert pool.find(MIB, is_limited=True) is None, "it passes through the daemon"
     assert pool.take_file(files[8], 1)
-    assert pool.find(0, is_limited=True) is None, "the large one waits for its place"
+    assert pool.find(0, is_limited=True) == files[20], "better than none"
+    assert pool.take_file(files[20], 2)
+    assert pool.find(0, is_limited=True) is None
     assert pool.find(3 * MIB, is_limited=True) == files[4]
 
 
