@@ -150,6 +150,7 @@ def test_an_unmount_in_the_middle_of_the_drain_drains_the_rest(make_refusable: M
     daemon.expect_warning("pfs|write.back|[Rr]ead-only")
     with pfs_refuses(daemon):
         (daemon.path / "kept").write_bytes(b"x" * 5000)
+        daemon.command("wait", daemon.path / "kept", "--level", "local")  # The kernel tells of a close a moment later.
         terminate(daemon)
         eventually(lambda: "draining before the unmount" in daemon.log, what="the drain begins")
         subprocess.run(["umount", "-i", str(daemon.path)], check=True)
