@@ -406,11 +406,15 @@ def _record_entries(db: Database, batch: PfsBatch, observed: dict[tuple[int, byt
 
 
 def _insert_published(db: Database, row: PublishedRow) -> None:
+    # The content of an open file may have been lost since the batch began: then the PFS has the whole file, see `restore_previous`.
+    is_all = bool(db.value("SELECT 1 FROM inode WHERE id = ? AND content IS NULL", row.inode))
     db.run(
         "INSERT OR REPLACE INTO pfs_file (inode, generation, complete, size, mtime_ns, pfs_inode, digest, blocks, checked_ns)"
         " VALUES (?,?,?,?,?,?,?,?,0)",
-        row.inode, row.generation, row.is_complete, row.size, row.mtime_ns, row.pfs_inode, row.digest, row.block_digests,
+        row.inode, row.generation, row.is_complete or is_all, row.size, row.mtime_ns, row.pfs_inode, row.digest, row.block_digests,
     )  # fmt: skip
+    if is_all and not row.is_complete:
+        db.run("UPDATE inode SET size = ?, mtime_ns = ? WHERE id = ?", row.size, row.mtime_ns, row.inode)
 
 
 def _record_set_attributes(db: Database, inode: int, observed: Iterable[ObservedStat]) -> None:
