@@ -28,3 +28,8 @@ def format_duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes = int(seconds // 60)
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def format_age(now_ns: int, then_ns: int) -> str:
+    """Format how long ago a time was. A time in the future was now."""
+    return format_duration(max(0.0, (now_ns - then_ns) / 1e9))

@@ -43,9 +43,9 @@ def get(db: Database, inode: int) -> Inode:
 
 
 INTERNAL_XATTR_PREFIX = b"ckptfs."
+"""Attributes of ckptfs itself, see `history`. No application reads, lists or changes them. The PFS gets `XATTRS_ON_PFS` only."""
 XATTRS_ON_PFS = {b"ckptfs.%s" % name: b"user.ckptfs_set.%s" % name for name in (b"pin", b"note", b"rollback")}
 """What users said of checkpoint sets: under these names it survives the loss of the catalog on the PFS."""
-"""Attributes of ckptfs itself, see `history`. No application reads, lists or changes them, and they do not go to the PFS."""
 
 XATTR_CREATE = 1
 XATTR_REPLACE = 2

@@ -1,6 +1,7 @@
 """The commands about what has happened: `ckptfs events` and `ckptfs goodput`.
 
-Heavy modules are imported at their first use."""
+Heavy modules are imported at their first use.
+"""
 
 import select
 import sys

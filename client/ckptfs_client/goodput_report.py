@@ -1,6 +1,7 @@
 """What `ckptfs goodput` prints: a table, shares of the time as bars, and the steps over time.
 
-Plain characters."""
+Plain characters.
+"""
 
 from datetime import datetime
 

@@ -14,6 +14,11 @@ from pathlib import Path
 from ckptfs import procfs, runtime_dir
 from ckptfs_client.errors import ClientError, CommandFailed, NoMount, UsageError
 
+HISTORY = ".ckptfs/history"
+"""The history of checkpoint sets, below a mountpoint."""
+SET_XATTR = "user.ckptfs.set"
+"""Names the set to which a file belongs, by its path below `HISTORY`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mount:
@@ -23,6 +28,11 @@ class Mount:
     mountpoint: Path
     uid: int
     device: int
+
+    @property
+    def history(self) -> Path:
+        """The directory of its checkpoint sets."""
+        return self.mountpoint / HISTORY
 
     @property
     def socket(self) -> Path:

@@ -40,16 +40,15 @@ from ckptfs.series.pickle_scan import ReadRange
 from ckptfs_client import render
 from ckptfs_client.errors import CommandFailed, UsageError
 from ckptfs_client.json_answers import LatestJson
-from ckptfs_client.mounts import build_path_error, find, find_inode
+from ckptfs_client.mounts import HISTORY, SET_XATTR, build_path_error, find, find_inode
 
 FORMAT_XATTR = "user.ckptfs.format"
 MEMBER_XATTR = "user.ckptfs.member"
-SET_XATTR = "user.ckptfs.set"
 NEWEST_XATTR_PREFIX = b"user.ckptfs.newest."
 SETS_XATTR_PREFIX = b"user.ckptfs.sets."
 RULES_XATTR = "user.ckptfs.rules"
 COPIES_XATTR = "user.ckptfs.copies"
-HISTORY = b"/.ckptfs/history"
+_INSIDE_HISTORY = os.fsencode(f"/{HISTORY}/")
 CHOICES_MAX = 4
 NOTES_MAX = 4
 SEARCHED_MAX = 64
@@ -152,7 +151,7 @@ def _find_history(directory: Path) -> bytes:
     """Return the path of the history of the mount in which a directory is. Raises NoMount, CommandFailed."""
     # Behind a symlink may be another filesystem, whose inode numbers say nothing here.
     mount, _ = find_inode(os.path.realpath(directory))
-    return os.fsencode(mount.mountpoint) + HISTORY
+    return os.fsencode(mount.history)
 
 
 def _ask_start(directory: bytes, name: bytes, history: bytes) -> SearchStart:
@@ -264,8 +263,8 @@ def _list_kept_series(where: Path) -> list[Series]:
 def _find_in_history(where: Path) -> Path | None:
     """Return the place in the history of a directory of the application. Returns None if there is none."""
     path = Path(os.path.abspath(where))
-    mountpoint = find(path).mountpoint
-    place = Path(mountpoint, HISTORY.decode()[1:], path.relative_to(mountpoint)) if path.is_relative_to(mountpoint) else None
+    mount = find(path)
+    place = mount.history / path.relative_to(mount.mountpoint) if path.is_relative_to(mount.mountpoint) else None
     return place if place is not None and place.is_dir() else None
 
 
@@ -328,7 +327,7 @@ class PathReader:
     async def find_missing(self, files: Mapping[bytes, bytes], known: KnownSet[bytes]) -> set[bytes] | None:
         """Ask the daemon to which set each file belongs."""
         in_set = {os.path.relpath(os.path.join(top, name), known.entry) for top, _, names in os.walk(known.entry) for name in names}
-        own = known.entry.partition(HISTORY + b"/")[2]
+        own = known.entry.partition(_INSIDE_HISTORY)[2]
         is_part = files.keys() <= in_set and all(_get_attribute(path, SET_XATTR) == own for path in files.values())
         return in_set - {*MANIFESTS} - files.keys() if is_part else None
 

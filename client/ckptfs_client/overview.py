@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from ckptfs.model import Level, Tier
-from ckptfs.quantities import format_count, format_duration, format_size
+from ckptfs.quantities import format_age, format_count, format_duration, format_size
 from ckptfs_client.render import DOWN, escape_unprintable, format_amount, get_member_state
 
 if TYPE_CHECKING:
@@ -283,13 +283,9 @@ def _build_series(one: "pb.SeriesInfo", status: "pb.Status", now_ns: int) -> Ser
     return {
         "id": str(one.directory), "name": name, "newest": _get_set_name(newest), "step": newest.step, "state": state,
         "title": TITLES[state], "level": newest.level, "size": format_size(newest.size),
-        "age": _format_age(now_ns, newest.completed_ns), "sets": one.sets,
+        "age": format_age(now_ns, newest.completed_ns), "sets": one.sets,
         "rollback": f"rolled back to set {one.rollback}" if one.rollback else "",
     }  # fmt: skip
-
-
-def _format_age(now_ns: int, then_ns: int) -> str:
-    return format_duration(max(0.0, (now_ns - then_ns) / 1e9))
 
 
 def build_sets(found: Iterable["pb.SetInfo"], rollback: int, status: "pb.Status", now_ns: int) -> list[SetOverviewJson]:
@@ -300,7 +296,7 @@ def build_sets(found: Iterable["pb.SetInfo"], rollback: int, status: "pb.Status"
         rows.append(
             {
                 "name": _get_set_name(one), "step": one.step, "state": judge_level(one.level, status), "level": one.level,
-                "files": one.files, "size": format_size(one.size), "age": _format_age(now_ns, one.completed_ns),
+                "files": one.files, "size": format_size(one.size), "age": format_age(now_ns, one.completed_ns),
                 "kept": ", ".join(word for word, holds in kept.items() if holds),
             }
         )  # fmt: skip
@@ -350,7 +346,7 @@ def _judge_newest(told: Sequence["pb.SeriesInfo"], status: "pb.Status", now_ns: 
     newest = told[0].newest
     place = _get_directory(told[0]) if newest.name else f"{PRIVATE_SERIES}: "
     words = f"{place}{_get_set_name(newest)} {_describe_level(newest.level, status)}."
-    facts = (format_count(newest.files, "file"), format_size(newest.size), f"completed {_format_age(now_ns, newest.completed_ns)} ago")
+    facts = (format_count(newest.files, "file"), format_size(newest.size), f"completed {format_age(now_ns, newest.completed_ns)} ago")
     return judge_level(newest.level, status), f"{words} {', '.join(facts)}."
 
 

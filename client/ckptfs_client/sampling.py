@@ -17,7 +17,7 @@ from ckptfs_client.errors import ClientError
 from ckptfs_client.mounts import Mount
 from ckptfs_client.overview import BacklogHistory, MountAnswers, MountOverviewJson, SetOverviewJson
 from ckptfs_client.render import escape_unprintable
-from ckptfs_client.set_history import HISTORY, ListedSeries, SetHistory, split_number
+from ckptfs_client.set_history import ListedSeries, SetHistory, split_number
 
 if TYPE_CHECKING:
     from ckptfs.protocol import control_pb2 as pb
@@ -119,7 +119,7 @@ class OverviewSampler:
         where = str(mount.mountpoint)
 
         def walk() -> None:
-            _list_newest(mount.mountpoint / HISTORY)
+            _list_newest(mount.history)
             if self._for_caller:
                 self._named[where] = _list_named(mount)
 

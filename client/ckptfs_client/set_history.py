@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING
 
 from ckptfs_client.client import Client
 from ckptfs_client.errors import ClientError, CommandFailed, UsageError
-from ckptfs_client.mounts import Mount, find
+from ckptfs_client.mounts import HISTORY, SET_XATTR, Mount, find
 
 if TYPE_CHECKING:
     from ckptfs.protocol import control_pb2 as pb
 
-HISTORY = ".ckptfs/history"
 LATEST = ".ckptfs/latest"
-SET_XATTR = "user.ckptfs.set"
 NOTE_XATTR = "user.ckptfs.note"
 CHOICES_MAX = 4
 REFRESHED_MAX = 256
@@ -50,7 +48,7 @@ class ListedSeries:
     @property
     def history(self) -> Path:
         """Its directory in the history."""
-        return self.mount.mountpoint / HISTORY / self.path
+        return self.mount.history / self.path
 
     @property
     def place(self) -> Path:
@@ -176,7 +174,7 @@ class SetHistory:
 
         In a cluster, listing a directory also tells this node what the others made there.
         """
-        root = self.mount.mountpoint / HISTORY
+        root = self.mount.history
         found: dict[str, int] = {}
         for directory, names, _ in os.walk(root):
             names[:] = [name for name in names if split_number(name)[1] is None]

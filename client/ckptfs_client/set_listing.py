@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptfs.model import Level
-from ckptfs.quantities import format_count, format_duration, format_size
+from ckptfs.quantities import format_age, format_count, format_size
 from ckptfs_client import mounts
 from ckptfs_client.client import build_path_error
 from ckptfs_client.errors import ClientError, CommandFailed, NoMount
@@ -168,7 +168,7 @@ def _describe_state(row: SetJson) -> str:
 
 
 def _format_age(now_ns: int, then_ns: int | None) -> str:
-    return format_duration(max(0.0, (now_ns - then_ns) / 1e9)) if then_ns else "-"
+    return format_age(now_ns, then_ns) if then_ns else "-"
 
 
 # --- one set ----------------------------------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from ckptfs_client.errors import ClientError, CommandFailed, UsageError
+from ckptfs_client.mounts import HISTORY
 from ckptfs_client.set_changes import annotate
-from ckptfs_client.set_history import HISTORY, split_number
+from ckptfs_client.set_history import split_number
 from ckptfs_client.set_listing import (
     build_series_row,
     describe_set,
