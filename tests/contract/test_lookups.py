@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import trio
-from ckptfs_daemon.mount.lookups import LookupPrefetch, read_syscall, successor
+from ckptfs_daemon.mount.cluster.lookups import LookupPrefetch, read_syscall, successor
 from daemon_under_test import eventually
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, async_tests, in_virtual_time, running

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import trio
-from ckptfs_daemon.mount.shared_namespace import TROUBLE_KEY, UNSHARED_KEY
+from ckptfs_daemon.mount.cluster.shared_namespace import TROUBLE_KEY, UNSHARED_KEY
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, async_tests, in_virtual_time, reconnect, running, settled, stored_tree
 

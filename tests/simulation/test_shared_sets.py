@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 import simulated_cluster
 import trio
-from ckptfs_daemon.mount.set_maker import SetMaker
+from ckptfs_daemon.mount.sets.set_maker import SetMaker
 from simulated_cluster import SETTLE_S, SimulatedCluster, SimulatedNode, track_sets
 from simulated_store import SimulatedEtcd
 

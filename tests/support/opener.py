@@ -5,9 +5,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from ckptfs_daemon.fuse.request import Request
-from ckptfs_daemon.mount.open_attempt import OpenAttempt
-from ckptfs_daemon.mount.open_file_table import OpenFileTable
-from ckptfs_daemon.mount.open_request import OpenRequest
+from ckptfs_daemon.mount.open_files.open_file_table import OpenFileTable
+from ckptfs_daemon.mount.opening.open_attempt import OpenAttempt
+from ckptfs_daemon.mount.opening.open_request import OpenRequest
 from local_node import Node
 
 from ckptfs.catalog import namespace, peer_copies

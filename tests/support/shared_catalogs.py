@@ -21,7 +21,7 @@ from unittest import mock
 
 import trio
 import trio.testing
-from ckptfs_daemon.mount.shared_namespace import SharedNamespace
+from ckptfs_daemon.mount.cluster.shared_namespace import SharedNamespace
 from memory_store import MemoryEtcd, MemoryStore
 
 from ckptfs.catalog import database, identity, namespace

@@ -25,10 +25,10 @@ import trio.testing
 from ckptfs_daemon import ipc
 from ckptfs_daemon.control import cluster_status
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
-from ckptfs_daemon.mount.member_reader import MountMemberReader
-from ckptfs_daemon.mount.mover_client import MoverClient
-from ckptfs_daemon.mount.open_file_table import OpenFileTable
-from ckptfs_daemon.mount.set_tracker import SetTracker
+from ckptfs_daemon.mount.open_files.mover_client import MoverClient
+from ckptfs_daemon.mount.open_files.open_file_table import OpenFileTable
+from ckptfs_daemon.mount.sets.member_reader import MountMemberReader
+from ckptfs_daemon.mount.sets.set_tracker import SetTracker
 from ckptfs_daemon.mover.lanes import Flow, Lane, Lanes
 from ckptfs_daemon.mover.membership_service import MembershipService, build_node
 from clique_world import LocalPeers

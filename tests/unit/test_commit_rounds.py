@@ -1,7 +1,7 @@
 """Rounds of commits: one of the waiting tasks commits one batch at a time."""
 
 import trio
-from ckptfs_daemon.mount.shared_namespace import CommitRounds
+from ckptfs_daemon.mount.cluster.shared_namespace import CommitRounds
 from trio.testing import wait_all_tasks_blocked
 
 

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from ckptfs_daemon.mount import creating_calls
+from ckptfs_daemon.mount.handlers import creating_calls
 
 CREATE = os.O_CREAT | os.O_WRONLY
 NEW, OLD, HOW_CREATE, HOW_READ, BOTH, DEEP, AGAIN, LONG = (0x7F00_0000_1000 * number for number in range(1, 9))

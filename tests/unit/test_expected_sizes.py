@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ckptfs_daemon.mount.expected_sizes import ExpectedSizes
+from ckptfs_daemon.mount.open_files.expected_sizes import ExpectedSizes
 
 from ckptfs import limits
 from ckptfs.catalog import namespace

@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 from ckptfs_daemon.mount.context import ChangeRunner
-from ckptfs_daemon.mount.file_handlers import FileHandlers
+from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers
 
 from ckptfs.catalog import database
 from ckptfs.catalog.database import Database

@@ -5,7 +5,7 @@ import logging
 import stat
 
 import pytest
-from ckptfs_daemon.mount.latest_tree import FIRST_INODE, is_virtual
+from ckptfs_daemon.mount.handlers.latest_tree import FIRST_INODE, is_virtual
 from programs import refusal
 
 from ckptfs import limits

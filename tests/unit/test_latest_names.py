@@ -2,7 +2,7 @@
 
 import pytest
 import xxhash
-from ckptfs_daemon.mount.latest_tree import FIRST_INODE, TOP, VirtualEntry, VirtualInodes, is_virtual
+from ckptfs_daemon.mount.handlers.latest_tree import FIRST_INODE, TOP, VirtualEntry, VirtualInodes, is_virtual
 
 from ckptfs import limits
 

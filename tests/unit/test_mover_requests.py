@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import trio
-from ckptfs_daemon.mount.mover_client import MoverClient
+from ckptfs_daemon.mount.open_files.mover_client import MoverClient
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from ckptfs import limits

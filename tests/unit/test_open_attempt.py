@@ -9,11 +9,11 @@ from typing import Any, cast
 import pytest
 import trio
 from ckptfs_daemon.fuse.request import Request
-from ckptfs_daemon.mount import file_handlers
-from ckptfs_daemon.mount.file_handlers import FileHandlers
-from ckptfs_daemon.mount.handle_ways import Reason
-from ckptfs_daemon.mount.open_acts import link_successor
-from ckptfs_daemon.mount.open_attempt import OpenAttempt
+from ckptfs_daemon.mount.handlers import file_handlers
+from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers
+from ckptfs_daemon.mount.open_files.handle_ways import Reason
+from ckptfs_daemon.mount.opening.open_acts import link_successor
+from ckptfs_daemon.mount.opening.open_attempt import OpenAttempt
 from local_node import Node
 from loop_disk import mounted
 from opener import Opener

@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 import trio
 import trio.testing
-from ckptfs_daemon.mount.file_handlers import FileHandlers
-from ckptfs_daemon.mount.open_file import OpenFile
-from ckptfs_daemon.mount.open_file_table import OpenFileTable
+from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers
+from ckptfs_daemon.mount.open_files.open_file import OpenFile
+from ckptfs_daemon.mount.open_files.open_file_table import OpenFileTable
 from local_node import Node
 
 from ckptfs import limits

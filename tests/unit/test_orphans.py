@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import trio
-from ckptfs_daemon.mount.namespace_handlers import OrphanTracker
+from ckptfs_daemon.mount.handlers.namespace_handlers import OrphanTracker
 
 from ckptfs import limits
 from ckptfs.catalog import database, namespace

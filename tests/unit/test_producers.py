@@ -4,7 +4,7 @@ import json
 import subprocess
 
 import pytest
-from ckptfs_daemon.mount.producers import describe_process
+from ckptfs_daemon.mount.open_files.producers import describe_process
 
 BATCH = {"SLURM_JOB_ID": "6", "SLURM_ARRAY_JOB_ID": "4", "SLURM_ARRAY_TASK_ID": "2", "SLURM_PROCID": "0"}
 RANKS = {

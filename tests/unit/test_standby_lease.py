@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import trio
-from ckptfs_daemon.mount.cluster_recovery import StandbyLease
+from ckptfs_daemon.mount.cluster.cluster_recovery import StandbyLease
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from ckptfs import limits

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ckptfs_daemon.mount import top_up
-from ckptfs_daemon.mount.top_up import GrowingFile, TopUpThread
+from ckptfs_daemon.mount.open_files import top_up
+from ckptfs_daemon.mount.open_files.top_up import GrowingFile, TopUpThread
 from daemon_under_test import eventually
 from hypothesis import given
 from hypothesis import strategies as st

@@ -25,11 +25,11 @@ from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse.request import BLOCK_BYTES, PASSTHROUGH_BLKSIZE, Request, build_attributes, build_negative_entry
 from ckptfs_daemon.ipc import WakeChannel
-from ckptfs_daemon.mount.cluster_recovery import StandbyLease
-from ckptfs_daemon.mount.lookups import LookupPrefetch
-from ckptfs_daemon.mount.mover_client import MoverClient
-from ckptfs_daemon.mount.open_file_table import OpenFileTable
-from ckptfs_daemon.mount.shared_namespace import SharedNamespace
+from ckptfs_daemon.mount.cluster.cluster_recovery import StandbyLease
+from ckptfs_daemon.mount.cluster.lookups import LookupPrefetch
+from ckptfs_daemon.mount.cluster.shared_namespace import SharedNamespace
+from ckptfs_daemon.mount.open_files.mover_client import MoverClient
+from ckptfs_daemon.mount.open_files.open_file_table import OpenFileTable
 
 # After fuse.session, which loads the shim before pyfuse3.
 from pyfuse3 import EntryAttributes  # isort: skip

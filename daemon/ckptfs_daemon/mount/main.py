@@ -29,23 +29,23 @@ from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse import session
 from ckptfs_daemon.fuse.kernel import Passthrough
 from ckptfs_daemon.ipc import READY, ChildSetup, WakeChannel
-from ckptfs_daemon.mount.attribute_handlers import AttributeHandlers
-from ckptfs_daemon.mount.cluster_recovery import StandbyLease
+from ckptfs_daemon.mount.cluster.cluster_recovery import StandbyLease
+from ckptfs_daemon.mount.cluster.lookups import LookupPrefetch
+from ckptfs_daemon.mount.cluster.shared_namespace import SharedNamespace
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
-from ckptfs_daemon.mount.file_handlers import FileHandlers
-from ckptfs_daemon.mount.handle_ways import run_reports
-from ckptfs_daemon.mount.history_tree import HistoryTree
-from ckptfs_daemon.mount.latest_tree import LatestTree
-from ckptfs_daemon.mount.lookups import LookupPrefetch
-from ckptfs_daemon.mount.member_reader import MountMemberReader
-from ckptfs_daemon.mount.mover_client import MoverClient
-from ckptfs_daemon.mount.namespace_handlers import DirectoryHandlers, NamespaceHandlers, OrphanTracker
-from ckptfs_daemon.mount.open_file import resume_fetches
-from ckptfs_daemon.mount.open_file_table import OpenFileTable
+from ckptfs_daemon.mount.handlers.attribute_handlers import AttributeHandlers
+from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers
+from ckptfs_daemon.mount.handlers.history_tree import HistoryTree
+from ckptfs_daemon.mount.handlers.latest_tree import LatestTree
+from ckptfs_daemon.mount.handlers.namespace_handlers import DirectoryHandlers, NamespaceHandlers, OrphanTracker
+from ckptfs_daemon.mount.handlers.shim_handlers import ShimHandlers
+from ckptfs_daemon.mount.open_files.handle_ways import run_reports
+from ckptfs_daemon.mount.open_files.mover_client import MoverClient
+from ckptfs_daemon.mount.open_files.open_file import resume_fetches
+from ckptfs_daemon.mount.open_files.open_file_table import OpenFileTable
 from ckptfs_daemon.mount.operations import Operations, ReadOnlyOperations
-from ckptfs_daemon.mount.set_tracker import SetTracker
-from ckptfs_daemon.mount.shared_namespace import SharedNamespace
-from ckptfs_daemon.mount.shim_handlers import ShimHandlers
+from ckptfs_daemon.mount.sets.member_reader import MountMemberReader
+from ckptfs_daemon.mount.sets.set_tracker import SetTracker
 
 import pyfuse3  # isort: skip
 

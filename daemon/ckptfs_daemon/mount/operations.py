@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 from ckptfs import limits
 from ckptfs_daemon.fuse.request import get_errno
-from ckptfs_daemon.mount.attribute_handlers import AttributeHandlers
-from ckptfs_daemon.mount.file_handlers import FileHandlers
-from ckptfs_daemon.mount.history_tree import HistoryTree
-from ckptfs_daemon.mount.latest_tree import LatestTree
-from ckptfs_daemon.mount.namespace_handlers import DirectoryHandlers, NamespaceHandlers, OrphanTracker
+from ckptfs_daemon.mount.handlers.attribute_handlers import AttributeHandlers
+from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers
+from ckptfs_daemon.mount.handlers.history_tree import HistoryTree
+from ckptfs_daemon.mount.handlers.latest_tree import LatestTree
+from ckptfs_daemon.mount.handlers.namespace_handlers import DirectoryHandlers, NamespaceHandlers, OrphanTracker
 
 # After fuse.session, which loads the shim before pyfuse3.
 import pyfuse3  # isort: skip

@@ -32,8 +32,8 @@ from ckptfs.coherence.read import RecentDeletes, StoreValue
 from ckptfs.coherence.store_loss import AdoptionStep, EpochCheckedStore
 from ckptfs.errors import CkptfsError, StoreLost, StoreUnreachable, TransactionInvalid, posix_error
 from ckptfs.store.kv import Get, Outcome, Store
-from ckptfs_daemon.mount import cluster_recovery
-from ckptfs_daemon.mount.cluster_recovery import wait_outcome
+from ckptfs_daemon.mount.cluster import cluster_recovery
+from ckptfs_daemon.mount.cluster.cluster_recovery import wait_outcome
 
 
 class PendingRead:

@@ -32,12 +32,19 @@ from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse import session
 from ckptfs_daemon.fuse.kernel import Passthrough
 from ckptfs_daemon.ipc import WakeChannel
-from ckptfs_daemon.mount.expected_sizes import ExpectedSizes
-from ckptfs_daemon.mount.handle_ways import HandleWay, Reason, Way
-from ckptfs_daemon.mount.open_file import NONBLOCKING_WRITE, STAT_BLOCK_BYTES, OpenFile, get_allocated_bytes, open_for_writing, run_on_pfs
-from ckptfs_daemon.mount.producers import ProducerNotes
-from ckptfs_daemon.mount.slow_calls import SlowCalls
-from ckptfs_daemon.mount.top_up import TopUpThread
+from ckptfs_daemon.mount.open_files.expected_sizes import ExpectedSizes
+from ckptfs_daemon.mount.open_files.handle_ways import HandleWay, Reason, Way
+from ckptfs_daemon.mount.open_files.open_file import (
+    NONBLOCKING_WRITE,
+    STAT_BLOCK_BYTES,
+    OpenFile,
+    get_allocated_bytes,
+    open_for_writing,
+    run_on_pfs,
+)
+from ckptfs_daemon.mount.open_files.producers import ProducerNotes
+from ckptfs_daemon.mount.open_files.slow_calls import SlowCalls
+from ckptfs_daemon.mount.open_files.top_up import TopUpThread
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import trio
 
 from ckptfs import disk, limits
 from ckptfs.coherence import read
-from ckptfs_daemon.mount.shared_namespace import Name, SharedNamespace
+from ckptfs_daemon.mount.cluster.shared_namespace import Name, SharedNamespace
 
 _NUMBERED = re.compile(rb"(.*?)([0-9]{1,18})([^0-9]*)", re.DOTALL)
 

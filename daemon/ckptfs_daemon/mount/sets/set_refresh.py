@@ -13,7 +13,7 @@ from ckptfs.catalog import history, identity, peer_copies, set_members
 from ckptfs.coherence import keys
 from ckptfs.model import ROOT
 from ckptfs_daemon.mount.context import MountContext
-from ckptfs_daemon.mount.member_reader import MountMemberReader
+from ckptfs_daemon.mount.sets.member_reader import MountMemberReader
 
 
 class SetRefresh:

@@ -33,8 +33,8 @@ from ckptfs.series.patterns import Member
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
-from ckptfs_daemon.mount.open_acts import remove_quietly
-from ckptfs_daemon.mount.set_refresh import SetRefresh
+from ckptfs_daemon.mount.opening.open_acts import remove_quietly
+from ckptfs_daemon.mount.sets.set_refresh import SetRefresh
 
 log = logging.getLogger(__name__)
 disk.declare_labels("manifest:write")

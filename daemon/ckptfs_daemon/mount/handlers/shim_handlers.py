@@ -36,12 +36,12 @@ from ckptfs_daemon.fuse.request import (
     open_out,
 )
 from ckptfs_daemon.mount.context import MountContext
-from ckptfs_daemon.mount.file_handlers import FileHandlers
-from ckptfs_daemon.mount.latest_tree import LatestTree
-from ckptfs_daemon.mount.open_attempt import CreateAttempt
-from ckptfs_daemon.mount.open_file import OpenFile, run_in_thread
-from ckptfs_daemon.mount.open_file_table import HANDLE_MASK
-from ckptfs_daemon.mount.open_request import OpenResult
+from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers
+from ckptfs_daemon.mount.handlers.latest_tree import LatestTree
+from ckptfs_daemon.mount.open_files.open_file import OpenFile, run_in_thread
+from ckptfs_daemon.mount.open_files.open_file_table import HANDLE_MASK
+from ckptfs_daemon.mount.opening.open_attempt import CreateAttempt
+from ckptfs_daemon.mount.opening.open_request import OpenResult
 
 # After fuse.session, which loads the shim before pyfuse3.
 import pyfuse3  # isort: skip

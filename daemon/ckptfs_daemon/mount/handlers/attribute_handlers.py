@@ -21,9 +21,9 @@ from ckptfs.errors import posix_error
 from ckptfs.model import Inode
 from ckptfs_daemon.fuse.request import Request, get_current_request
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
-from ckptfs_daemon.mount.file_handlers import FileHandlers
-from ckptfs_daemon.mount.member_reader import MountMemberReader
-from ckptfs_daemon.mount.set_events import record_rollback
+from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers
+from ckptfs_daemon.mount.sets.member_reader import MountMemberReader
+from ckptfs_daemon.mount.sets.set_events import record_rollback
 
 # After fuse.session, which loads the shim before pyfuse3.
 from pyfuse3 import EntryAttributes  # isort: skip

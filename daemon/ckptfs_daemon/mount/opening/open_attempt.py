@@ -29,10 +29,8 @@ from ckptfs.tiers.prepared import PreparedFile
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon.fuse.request import Request
 from ckptfs_daemon.mount.context import MountContext
-from ckptfs_daemon.mount.handle_ways import HandleWay, Reason, choose_way, get_limit_reason
-from ckptfs_daemon.mount.history_separation import separate_for_writer
-from ckptfs_daemon.mount.open_acts import PfsFacts, begin_successor, read_pfs_facts, reclose_unsealed, remove_quietly, truncate_content
-from ckptfs_daemon.mount.open_file import (
+from ckptfs_daemon.mount.open_files.handle_ways import HandleWay, Reason, choose_way, get_limit_reason
+from ckptfs_daemon.mount.open_files.open_file import (
     NONBLOCKING_WRITE,
     FetchWaiter,
     OpenFile,
@@ -41,8 +39,10 @@ from ckptfs_daemon.mount.open_file import (
     run_on_pfs,
     set_inode_times,
 )
-from ckptfs_daemon.mount.open_request import MustWait, OpenRequest, OpenResult, UndoLog
-from ckptfs_daemon.mount.space_wait import SpaceWait
+from ckptfs_daemon.mount.opening import open_acts
+from ckptfs_daemon.mount.opening.history_separation import separate_for_writer
+from ckptfs_daemon.mount.opening.open_request import MustWait, OpenRequest, OpenResult, UndoLog
+from ckptfs_daemon.mount.opening.space_wait import SpaceWait
 
 log = logging.getLogger(__name__)
 SET_ID_BITS = stat.S_ISUID | stat.S_ISGID
@@ -59,7 +59,7 @@ class OpenAttempt:
         self._reserved: tuple[int, int] | None = None
         """(content, descriptor) of a new file on the PFS that no attempt has taken yet."""
         self._pfs_fd = -1
-        self._pfs_facts: PfsFacts | None = None
+        self._pfs_facts: open_acts.PfsFacts | None = None
         """What was read beside the descriptor that was opened on the PFS last."""
         self._refusing_tiers: set[Tier] = set()
         """Tiers that could not make the file."""
@@ -191,7 +191,7 @@ class OpenAttempt:
     ) -> int:
         """Create a file in RAM or NVMe. If that fails, the next attempt chooses another tier (P10)."""
         try:
-            undo.callback(remove_quietly, storage, content)
+            undo.callback(open_acts.remove_quietly, storage, content)
             fd = self._create_file(storage, content, flags, taking)
             undo.callback(os.close, fd)
             os.utime(fd, ns=times)
@@ -374,7 +374,7 @@ class OpenAttempt:
         if file.storage is not storage or self._files.by_inode.get(file.inode) is not file:
             return  # It moved or was closed meanwhile: the next attempt sees that.
         with file.in_use():
-            await run_in_thread(file, lambda: truncate_content(storage, content))
+            await run_in_thread(file, lambda: open_acts.truncate_content(storage, content))
         self._truncated = file
 
     def _mark_content_open(self, held: FileContent, content: int, storage: TierStorage) -> None:
@@ -429,7 +429,7 @@ class OpenAttempt:
             with self._db.transaction() as db:
                 contents.mark_doomed(db, self._reserved[0])
         if self._unsealed_content is not None:
-            reclose_unsealed(self._context, self._unsealed_content)
+            open_acts.reclose_unsealed(self._context, self._unsealed_content)
 
     # --- wait ---------------------------------------------------------------------------------------------------------
 
@@ -462,9 +462,9 @@ class OpenAttempt:
         copies.set_copy_state(self._db, content, tier, CopyState.QUARANTINED)
 
     async def _open_on_pfs(self, storage: TierStorage, content: int, flags: int) -> None:
-        def open_file() -> tuple[int, PfsFacts]:
+        def open_file() -> tuple[int, open_acts.PfsFacts]:
             fd = storage.open(content, flags & ~os.O_NONBLOCK)
-            return fd, read_pfs_facts(fd)
+            return fd, open_acts.read_pfs_facts(fd)
 
         self._pfs_fd, self._pfs_facts = await run_on_pfs(open_file)
 
@@ -484,10 +484,10 @@ class OpenAttempt:
         with self._db.transaction() as db:
             content = contents.insert_reserved_content(db, Tier.PFS)
 
-        def create() -> tuple[int, PfsFacts]:
+        def create() -> tuple[int, open_acts.PfsFacts]:
             fd = storage.create(content)
             os.utime(fd, ns=times)
-            return fd, read_pfs_facts(fd)
+            return fd, open_acts.read_pfs_facts(fd)
 
         try:
             fd, self._pfs_facts = await run_on_pfs(create)
@@ -507,7 +507,7 @@ class OpenAttempt:
 
     async def _begin_successor(self, inode: int, content: int, storage: TierStorage) -> None:
         try:
-            self._unsealed_content = await begin_successor(self._context, inode, content, storage)
+            self._unsealed_content = await open_acts.begin_successor(self._context, inode, content, storage)
         except FileNotFoundError:
             await self._delete_missing_copy(content, storage.tier)
 

@@ -29,9 +29,9 @@ from ckptfs.errors import CkptfsError, posix_error
 from ckptfs.model import Inode, Tier
 from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse.request import build_negative_entry, get_current_request
-from ckptfs_daemon.mount import creating_calls
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
-from ckptfs_daemon.mount.set_tracker import SetTracker
+from ckptfs_daemon.mount.handlers import creating_calls
+from ckptfs_daemon.mount.sets.set_tracker import SetTracker
 
 # After fuse.session, which loads the shim before pyfuse3.
 from pyfuse3 import EntryAttributes  # isort: skip

@@ -26,9 +26,9 @@ from ckptfs.model import Level
 from ckptfs.series.rules import WILDCARD
 from ckptfs_daemon.event_writer import events
 from ckptfs_daemon.mount.context import MountContext
-from ckptfs_daemon.mount.producers import Process, WrittenFile
-from ckptfs_daemon.mount.set_maker import FoundMember
-from ckptfs_daemon.mount.set_refresh import SetRefresh
+from ckptfs_daemon.mount.open_files.producers import Process, WrittenFile
+from ckptfs_daemon.mount.sets.set_maker import FoundMember
+from ckptfs_daemon.mount.sets.set_refresh import SetRefresh
 from ckptfs_daemon.rescue import get_highest_level
 
 log = logging.getLogger(__name__)

@@ -20,10 +20,10 @@ from ckptfs.catalog import history, history_names, inodes, namespace, summary
 from ckptfs.errors import posix_error
 from ckptfs.model import ROOT, Inode
 from ckptfs_daemon.fuse import request
-from ckptfs_daemon.mount.attribute_handlers import AttributeHandlers
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
-from ckptfs_daemon.mount.file_handlers import FileHandlers
-from ckptfs_daemon.mount.namespace_handlers import DOT, DOTS
+from ckptfs_daemon.mount.handlers.attribute_handlers import AttributeHandlers
+from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers
+from ckptfs_daemon.mount.handlers.namespace_handlers import DOT, DOTS
 
 # After fuse.session, which loads the shim before pyfuse3.
 from pyfuse3 import EntryAttributes, FileInfo  # isort: skip

@@ -42,12 +42,12 @@ from ckptfs.series.retention import KeepReason, SetFacts
 from ckptfs.series.set_kinds import DirectoryFacts
 from ckptfs.series.unchanged import is_unchanged
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
-from ckptfs_daemon.mount.member_reader import MountMemberReader
-from ckptfs_daemon.mount.set_events import SetEvents, record_expired
-from ckptfs_daemon.mount.set_expiry import SetExpiry
-from ckptfs_daemon.mount.set_maker import FoundMember, SetMaker
-from ckptfs_daemon.mount.set_rebuild import SetRebuild
-from ckptfs_daemon.mount.set_refresh import SetRefresh
+from ckptfs_daemon.mount.sets.member_reader import MountMemberReader
+from ckptfs_daemon.mount.sets.set_events import SetEvents, record_expired
+from ckptfs_daemon.mount.sets.set_expiry import SetExpiry
+from ckptfs_daemon.mount.sets.set_maker import FoundMember, SetMaker
+from ckptfs_daemon.mount.sets.set_rebuild import SetRebuild
+from ckptfs_daemon.mount.sets.set_refresh import SetRefresh
 
 log = logging.getLogger(__name__)
 Row = tuple[int, int]

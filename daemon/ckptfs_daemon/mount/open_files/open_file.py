@@ -36,8 +36,8 @@ from ckptfs.model import Content, ContentState, CopyState, Inode, Tier
 from ckptfs.tiers import pfs_tree, prepared
 from ckptfs.tiers.fetch_map import FetchMap
 from ckptfs.tiers.storage import Tiers, TierStorage
-from ckptfs_daemon.mount.handle_ways import HandleWay, Reason
-from ckptfs_daemon.mount.mover_client import MoverClient
+from ckptfs_daemon.mount.open_files.handle_ways import HandleWay, Reason
+from ckptfs_daemon.mount.open_files.mover_client import MoverClient
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from ckptfs.tiers import local_copies, space
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.mount.context import MountContext
-from ckptfs_daemon.mount.open_file import run_on_pfs
+from ckptfs_daemon.mount.open_files.open_file import run_on_pfs
 
 _NO_LINKS_ERRNOS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
 

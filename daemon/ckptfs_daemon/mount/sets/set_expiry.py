@@ -33,8 +33,8 @@ from ckptfs.series.patterns import Member
 from ckptfs.series.retention import SetFacts
 from ckptfs_daemon import ipc
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
-from ckptfs_daemon.mount.member_reader import MountMemberReader
-from ckptfs_daemon.mount.set_events import record_expired
+from ckptfs_daemon.mount.sets.member_reader import MountMemberReader
+from ckptfs_daemon.mount.sets.set_events import record_expired
 
 import pyfuse3  # isort: skip
 

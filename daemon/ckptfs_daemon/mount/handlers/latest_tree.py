@@ -28,8 +28,8 @@ from ckptfs.model import ROOT, Level
 from ckptfs.series import Series
 from ckptfs_daemon.fuse import request
 from ckptfs_daemon.mount.context import MountContext
-from ckptfs_daemon.mount.history_tree import HISTORY, HistoryTree, ReadOnlyTree
-from ckptfs_daemon.mount.member_reader import MountMemberReader
+from ckptfs_daemon.mount.handlers.history_tree import HISTORY, HistoryTree, ReadOnlyTree
+from ckptfs_daemon.mount.sets.member_reader import MountMemberReader
 
 # After fuse.session, which loads the shim before pyfuse3.
 from pyfuse3 import EntryAttributes  # isort: skip

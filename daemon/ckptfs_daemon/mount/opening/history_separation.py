@@ -25,11 +25,11 @@ from ckptfs.model import Content, ContentState, CopyState, Tier
 from ckptfs.tiers import health, local_copies
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
+from ckptfs_daemon.mount.cluster.shared_namespace import SharedNamespace
 from ckptfs_daemon.mount.context import MountContext
-from ckptfs_daemon.mount.open_file import OpenFile, run_on_pfs
-from ckptfs_daemon.mount.open_request import MustWait
-from ckptfs_daemon.mount.shared_namespace import SharedNamespace
-from ckptfs_daemon.mount.space_wait import SpaceWait
+from ckptfs_daemon.mount.open_files.open_file import OpenFile, run_on_pfs
+from ckptfs_daemon.mount.opening.open_request import MustWait
+from ckptfs_daemon.mount.opening.space_wait import SpaceWait
 
 log = logging.getLogger(__name__)
 disk.declare_labels("history:copied", "history:separated")

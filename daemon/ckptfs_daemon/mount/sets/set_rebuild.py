@@ -23,7 +23,7 @@ from ckptfs.model import ROOT, Inode, Level
 from ckptfs.series import MemberFile
 from ckptfs.series.pickle_scan import ReadRange
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
-from ckptfs_daemon.mount.member_reader import MountMemberReader
+from ckptfs_daemon.mount.sets.member_reader import MountMemberReader
 
 log = logging.getLogger(__name__)
 _SET_NAME = re.compile(rb"[^.].*@[0-9]+", re.DOTALL)

@@ -1,0 +1,1 @@
+"""The handlers of the kernel's requests, and the virtual trees below `.ckptfs`."""

@@ -1,0 +1,1 @@
+"""The files that are open, and what the mount process does for them beside the requests."""

@@ -1,0 +1,1 @@
+"""One open or create: its values, its attempts and its acts."""

@@ -1,0 +1,1 @@
+"""Checkpoint sets: found, kept in the history, and expired."""
