@@ -16,7 +16,6 @@ import os
 import re
 import socket
 import stat
-import threading
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields, replace
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptfs import limits, procfs
+from ckptfs.bounded_waits import run_in_time
 from ckptfs.config.retention_rules import check_rules, describe_rule, find_directory_rule, find_rule, parse_rules
 from ckptfs.config.schema import (
     CLUSTER_SETTINGS,
@@ -49,7 +49,7 @@ from ckptfs.config.schema import (
     parse_size,
 )
 from ckptfs.config.series_rules import SERIES_SETTINGS, parse_series_rules
-from ckptfs.errors import ConfigError
+from ckptfs.errors import ConfigError, TimedOut
 from ckptfs.model import CliqueLost, DataPath, Level, SeriesRule
 
 __all__ = [
@@ -368,25 +368,16 @@ def _resolve_directory(key: str, path: Path | None) -> Path | None:
     """
     if path is None:
         return None
-    found: list[Path | ConfigError] = []
 
-    def resolve() -> None:
-        try:
-            real = Path(os.path.realpath(path))
-            _check_directory(key, real)
-            found.append(real)
-        except ConfigError as failure:
-            found.append(failure)
+    def resolve() -> Path:
+        real = Path(os.path.realpath(path))
+        _check_directory(key, real)
+        return real
 
-    # A PFS that hangs must not delay the mount (P1): the thread is a daemon and is not joined to its end.
-    thread = threading.Thread(target=resolve, name=f"resolve {key}", daemon=True)
-    thread.start()
-    thread.join(limits.PFS_ACT_WAIT_S)
-    if not found:
-        return path
-    if isinstance(found[0], ConfigError):
-        raise found[0]
-    return found[0]
+    try:
+        return run_in_time(resolve, limits.PFS_ACT_WAIT_S, f"resolve {key}")
+    except TimedOut:
+        return path  # A PFS that hangs must not delay the mount (P1).
 
 
 def _check_directory(key: str, path: Path) -> None:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from ckptfs import config, limits, mount_record, procfs
+from ckptfs.bounded_waits import wait_ready
 from ckptfs.config import Config
 from ckptfs.errors import ConfigError
 from ckptfs.quantities import format_duration
@@ -204,10 +205,8 @@ def read_ready_line(ready_fd: int) -> str:
     until = time.monotonic() + DAEMON_READY_WAIT_S
     data = b""
     with os.fdopen(ready_fd, "rb", buffering=0) as pipe:
-        poll = select.poll()
-        poll.register(pipe, select.POLLIN)
-        while not data.endswith(b"\n") and (left := until - time.monotonic()) > 0:
-            if poll.poll(1000 * left):
+        while not data.endswith(b"\n") and (left_s := until - time.monotonic()) > 0:
+            if wait_ready(ready_fd, select.POLLIN, left_s):
                 piece = pipe.read(4096)
                 if not piece:
                     break

@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ckptfs.bounded_waits import wait_ready
 from ckptfs.quantities import format_duration
 from ckptfs_client import overview, render
 from ckptfs_client.mounts import Mount
@@ -115,9 +116,7 @@ def _is_quit_pressed(keys: int | None) -> bool:
     if keys is None:
         time.sleep(RESIZE_CHECK_S)
         return False
-    poll = select.poll()
-    poll.register(keys, select.POLLIN)
-    if not poll.poll(RESIZE_CHECK_S * 1000):
+    if not wait_ready(keys, select.POLLIN, RESIZE_CHECK_S):
         return False
     pressed = os.read(keys, KEYS_BYTES_MAX)
     return not pressed or QUIT in pressed.lower()

@@ -34,6 +34,7 @@ from typing import Any
 import trio
 
 from ckptfs import __version__, config, limits
+from ckptfs.bounded_waits import wait_ready
 from ckptfs.config import Config
 from ckptfs.errors import Busy, CkptfsError, InvalidArgument, TimedOut
 from ckptfs.model import DataPath
@@ -54,6 +55,7 @@ DIRTY_KEYS = b"p"
 SEALED = b"s"
 LEASE_RENEWED = b"k"
 WAKE_MESSAGE_BYTES_MAX = 512
+SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 SEND_WAIT_S = 1.0
 WORK_INTERVAL_MIN_S = limits.HINT_GATHER_S / 2
 READY = b"ready"
@@ -80,13 +82,6 @@ ASSIGNMENT_BYTES_MAX = 128 * 1024
 log = logging.getLogger(__name__)
 HEARTBEAT_INTERVAL_S = 5.0
 LINK_MESSAGE_BYTES_MAX = 1024
-
-
-def wait_ready(file: int | socket.socket, event: int, timeout_s: float) -> bool:
-    """Wait until a descriptor is ready for `event` (select.POLLIN, ...) or hung up. False: not in time."""
-    poll = select.poll()
-    poll.register(file, event)
-    return bool(poll.poll(timeout_s * 1000))
 
 
 class WakeChannel:
@@ -116,7 +111,7 @@ class WakeChannel:
 
     def _send(self, message: bytes) -> bool:
         try:
-            self._end.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            self._end.send(message, SEND_FLAGS)
         except OSError:
             return False
         return True
@@ -136,16 +131,8 @@ class WakeChannel:
             yield message
 
 
-def build_invalidate_inode(inode: int) -> bytes:
-    return INVALIDATE_INODE + inode.to_bytes(8, "little")
-
-
-def build_invalidate_entry(parent: int, name: bytes) -> bytes:
-    return INVALIDATE_ENTRY + parent.to_bytes(8, "little") + name
-
-
-def build_lease_renewed(lease: int) -> bytes:
-    return LEASE_RENEWED + lease.to_bytes(8, "little")
+def build_message(kind: bytes, number: int, name: bytes = b"") -> bytes:
+    return kind + number.to_bytes(8, "little") + name
 
 
 def parse_message(message: bytes) -> tuple[bytes, int, bytes]:
@@ -162,10 +149,10 @@ class MountNotify:
         self._wake_lanes = wake_lanes
 
     def invalidate_entry(self, parent: int, name: bytes) -> None:
-        self._wake_channel.notify_or_wait(build_invalidate_entry(parent, name))
+        self._wake_channel.notify_or_wait(build_message(INVALIDATE_ENTRY, parent, name))
 
     def invalidate_inode(self, inode: int) -> None:
-        self._wake_channel.notify_or_wait(build_invalidate_inode(inode))
+        self._wake_channel.notify_or_wait(build_message(INVALIDATE_INODE, inode))
 
     def notify_replies(self) -> None:
         self._wake_channel.notify(REPLIES)
@@ -253,13 +240,13 @@ async def send_heartbeats(link: socket.socket) -> None:
     while True:
         # If the supervisor has ended, `wait_for_stop` notices.
         with contextlib.suppress(OSError):
-            link.send(HEARTBEAT, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            link.send(HEARTBEAT, SEND_FLAGS)
         await trio.sleep(HEARTBEAT_INTERVAL_S)
 
 
 def request_log_level(link: socket.socket, level: str) -> None:
     """Ask the supervisor to set the log level of all processes. Any thread may call."""
-    link.send(LOG_LEVEL + level.encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    link.send(LOG_LEVEL + level.encode(), SEND_FLAGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +290,7 @@ class UpgradeRequests:
         if not self._lock.acquire(blocking=False):
             raise Busy("another upgrade is under way", remedy="wait for its end")
         try:
-            self._link.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            self._link.send(message, SEND_FLAGS)
             refusal = self._refusals.get(timeout=limits.UPGRADE_WAIT_S)
         except (OSError, queue.Empty):
             raise TimedOut("the supervisor does not answer", remedy="its log says why") from None
@@ -319,7 +306,7 @@ class UpgradeRequests:
 def report_drain(link: socket.socket, seconds: float, text: str) -> None:
     """Tell the supervisor how long the drain may still take, and what is left."""
     with contextlib.suppress(OSError):
-        link.send((DRAINING + f"{seconds:.1f} {text}".encode())[:LINK_MESSAGE_BYTES_MAX], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        link.send((DRAINING + f"{seconds:.1f} {text}".encode())[:LINK_MESSAGE_BYTES_MAX], SEND_FLAGS)
 
 
 def parse_drain_report(message: bytes) -> tuple[float, str]:

@@ -13,11 +13,12 @@ Crash safety: `make_switch` and `connect` may be repeated; namespaces and mounts
 import contextlib
 import ctypes
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ckptfs.bounded_waits import run_in_time
+from ckptfs.errors import TimedOut
 from ckptfs_client.errors import CommandFailed
 from ckptfs_client.lab.layout import ETCD_ADDRESS, PREFIX_LENGTH, LabNode, Plan
 
@@ -210,23 +211,10 @@ def abort_mount(point: Path) -> None:
 
 
 def _run_in_thread(act: Callable[[], Result]) -> Result:
-    results: list[Result] = []
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(act())
-        except BaseException as failure:
-            failures.append(failure)
-
-    thread = threading.Thread(target=run, name="in a namespace", daemon=True)
-    thread.start()
-    thread.join(ACT_WAIT_S)
-    if failures:
-        raise failures[0]
-    if not results:
-        raise CommandFailed(f"the kernel did not set up the lab's network within {ACT_WAIT_S:.0f} s")
-    return results[0]
+    try:
+        return run_in_time(act, ACT_WAIT_S, "in a namespace")
+    except TimedOut:
+        raise CommandFailed(f"the kernel did not set up the lab's network within {ACT_WAIT_S:.0f} s") from None
 
 
 def _check(result: int, what: str) -> None:

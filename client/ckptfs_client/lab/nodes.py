@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ckptfs import limits, mount_record, mountpoint_guard, runtime_dir
+from ckptfs.bounded_waits import wait_ready
 from ckptfs_client import mount_helper
 from ckptfs_client.errors import CommandFailed, NotInTime
 from ckptfs_client.lab import network
@@ -305,9 +306,7 @@ def _wait_for_exit(pids: Sequence[int], until: float) -> None:
         with contextlib.suppress(ProcessLookupError):
             pidfd = os.pidfd_open(pid)
             try:
-                poll = select.poll()
-                poll.register(pidfd, select.POLLIN)
-                poll.poll(max(0.0, until - time.monotonic()) * 1000)
+                wait_ready(pidfd, select.POLLIN, until - time.monotonic())
             finally:
                 os.close(pidfd)
             # A child of this process stays a zombie until it is waited for.

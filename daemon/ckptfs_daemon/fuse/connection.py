@@ -26,10 +26,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptfs import limits, procfs
+from ckptfs.bounded_waits import wait_ready
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError, InvalidArgument
 from ckptfs.model import DataPath
-from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse import kernel, request_table
 from ckptfs_daemon.fuse.kernel import Passthrough
 
@@ -88,7 +88,7 @@ def mount_with_fusermount(name: str, point: Path, options: list[str]) -> int:
             words = done.stderr.decode(errors="replace").strip() or "it gave no reason"
             remedy = f"{point} must be yours and writable, and /dev/fuse open to everybody (chmod 666 /dev/fuse)"
             raise CannotMount(f"an ordinary user cannot mount {point}: {words}", remedy=remedy)
-        if not ipc.wait_ready(ours, select.POLLIN, FUSERMOUNT_WAIT_S):
+        if not wait_ready(ours, select.POLLIN, FUSERMOUNT_WAIT_S):
             raise CannotMount("fusermount3 did not hand over the connection")
         _body, descriptors, _flags, _address = socket.recv_fds(ours, 16, 1)
         if not descriptors:
@@ -278,7 +278,7 @@ def _mount_fuse_unprivileged(config: Config) -> int:
 
 def _read_init(fd: int) -> bytes:
     """Read the first request of a new connection."""
-    if not ipc.wait_ready(fd, select.POLLIN, INIT_WAIT_S):
+    if not wait_ready(fd, select.POLLIN, INIT_WAIT_S):
         raise CannotMount(f"the kernel sent no INIT within {INIT_WAIT_S:g} s")
     return os.read(fd, INIT_BYTES_MAX)
 
@@ -316,7 +316,7 @@ def _is_dead_mount(point: Path) -> bool:
     # Its end of the pipe is closed when it ends. A pidfd would need Linux 5.3.
     os.close(alive)
     try:
-        if not ipc.wait_ready(ended, select.POLLIN, STALE_PROBE_WAIT_S):
+        if not wait_ready(ended, select.POLLIN, STALE_PROBE_WAIT_S):
             os.kill(pid, 9)
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     finally:

@@ -8,15 +8,15 @@ Crash safety: each step finds what an earlier start left.
 import contextlib
 import logging
 import os
-import threading
 from pathlib import Path
 
 from ckptfs import disk, limits
+from ckptfs.bounded_waits import run_in_time
 from ckptfs.catalog import copies, database, identity, journal, summary
 from ckptfs.catalog.database import Database
 from ckptfs.clique import certificates
 from ckptfs.config import Config, load, parse_options
-from ckptfs.errors import InvalidArgument
+from ckptfs.errors import InvalidArgument, TimedOut
 from ckptfs.event_log import EventKind
 from ckptfs.model import Tier
 from ckptfs.mount_record import Leftovers
@@ -189,19 +189,15 @@ def _release_ram_tier(config: Config, ended_cleanly: bool) -> None:
 
 def _sync_nvme(config: Config) -> bool:
     """Make the files on NVMe durable: a clean start does not check them. False: it fails or hangs."""
-    is_synced = threading.Event()
 
     def sync() -> None:
-        try:
-            with disk.closing(os.open(str(config.nvme), os.O_RDONLY | os.O_DIRECTORY)) as fd:
-                pfs_sync.sync_filesystem(fd)
-            is_synced.set()
-        except OSError as failure:
-            log.warning("nvme: cannot be synced at the end: %s; the next start checks it", failure)
+        with disk.closing(os.open(str(config.nvme), os.O_RDONLY | os.O_DIRECTORY)) as fd:
+            pfs_sync.sync_filesystem(fd)
 
-    if config.nvme is None:
-        return True
-    thread = threading.Thread(target=sync, name="sync", daemon=True)
-    thread.start()
-    thread.join(limits.STOP_WAIT_S)
-    return is_synced.is_set()
+    try:
+        if config.nvme is not None:
+            run_in_time(sync, limits.STOP_WAIT_S, "syncfs(2)")
+    except (OSError, TimedOut) as failure:
+        log.warning("nvme: cannot be synced at the end: %s; the next start checks it", failure)
+        return False
+    return True

@@ -8,13 +8,13 @@ Crash safety: reads only.
 """
 
 import os
-import threading
 
 from ckptfs import limits
+from ckptfs.bounded_waits import run_in_time
 from ckptfs.catalog import journal, scans
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
-from ckptfs.errors import ConfigError
+from ckptfs.errors import ConfigError, TimedOut
 from ckptfs.tiers import pfs_identity
 
 
@@ -37,16 +37,11 @@ def require_pfs_of_catalog(db: Database, config: Config) -> None:
 
 def _compare_in_time(db: Database, config: Config) -> str:
     """Return why the configured directory is not the PFS of the catalog, or "". It may hang for ever."""
-    found: list[str] = []
-
-    def compare() -> None:
-        assert config.pfs is not None
-        try:
-            found.append(pfs_identity.find_difference_from_catalog(db, config.pfs))
-        except OSError as failure:
-            found.append(os.strerror(failure.errno or 0))
-
-    thread = threading.Thread(target=compare, name="compare pfs", daemon=True)
-    thread.start()
-    thread.join(limits.PFS_ACT_WAIT_S)
-    return found[0] if found else f"it does not answer within {limits.PFS_ACT_WAIT_S:g} s"
+    pfs = config.pfs
+    assert pfs is not None
+    try:
+        return run_in_time(lambda: pfs_identity.find_difference_from_catalog(db, pfs), limits.PFS_ACT_WAIT_S, "it")
+    except TimedOut as failure:
+        return str(failure)
+    except OSError as failure:
+        return os.strerror(failure.errno or 0)
