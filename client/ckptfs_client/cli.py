@@ -15,12 +15,16 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptfs_client import advice_commands, entry, event_commands, node_commands, set_commands
+from ckptfs_client import entry
 from ckptfs_client.chaos import chaos_command
 from ckptfs_client.errors import EPILOG, ClientError, CommandFailed, NoMount, PipeClosed, UsageError
+from ckptfs_client.events import event_commands
 from ckptfs_client.json_answers import CheckJson, LogLevelJson, VersionJson
 from ckptfs_client.lab import commands
+from ckptfs_client.node import node_commands
 from ckptfs_client.options import LEVELS, Directory, Json, JsonLines, Paths, parse_option
+from ckptfs_client.planning import advice_commands
+from ckptfs_client.sets import set_commands
 
 KeysDirectory = Annotated[Path, typer.Argument(metavar="DIR", help="The CA's directory. Keep ca.key secret: it can sign any node.")]
 KeysNode = Annotated[str, typer.Argument(metavar="NODE", help="The node's name: its node= option, or else its host name.")]
@@ -126,7 +130,7 @@ def status(
         return
     chosen = [mounts.choose(directory)] if directory is not None else mounts.list_mounts() or [mounts.choose(None)]
     if watch:
-        from ckptfs_client.status_screen import watch_status
+        from ckptfs_client.dashboard.status_screen import watch_status
 
         watch_status(chosen, json=json)
         return
@@ -168,8 +172,9 @@ def df(
     Example: ckptfs df /ckpt --checkpoint 40G --keep 2 --ranks-per-node 8
     """
     from ckptfs import config
-    from ckptfs_client import capacity, mounts, render
+    from ckptfs_client import mounts, render
     from ckptfs_client.client import ask_all
+    from ckptfs_client.planning import capacity
 
     size = parse_option(config.parse_size, checkpoint)
     asked = [mounts.choose(directory)] if directory is not None else mounts.list_mounts() or [mounts.choose(None)]
@@ -279,7 +284,7 @@ def list_files(
     Example: ckptfs ls /ckpt/run1/step_100
     """
     from ckptfs_client import render
-    from ckptfs_client.listing import list_rows
+    from ckptfs_client.node.listing import list_rows
 
     found = [row for path in paths for row in list_rows(path, itself=itself)]
     if json:
@@ -355,7 +360,7 @@ def doctor(json: Json = False) -> None:
 
     Example: ckptfs doctor --json
     """
-    from ckptfs_client import doctor as checks
+    from ckptfs_client.node import doctor as checks
 
     found = checks.examine()
     if json:
@@ -383,7 +388,8 @@ def list_names(
 
     Example: ckptfs mounts --delete run1
     """
-    from ckptfs_client import render, unmounted
+    from ckptfs_client import render
+    from ckptfs_client.node import unmounted
 
     if delete is not None:
         gone = unmounted.delete(delete, yes=yes)

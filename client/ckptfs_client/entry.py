@@ -62,13 +62,13 @@ def find_short_way(arguments: Sequence[str]) -> Callable[[], object] | None:
 
 def _print_newest(paths: list[Path], level: str, *, is_json: bool) -> None:
     from ckptfs.model import Level
-    from ckptfs_client import newest
+    from ckptfs_client.sets import newest
 
     newest.print_newest(paths, Level(level), is_json=is_json)
 
 
 def _print_list(paths: list[Path], level: str | None, *, is_json: bool) -> None:
     from ckptfs.model import Level
-    from ckptfs_client import set_listing
+    from ckptfs_client.sets import set_listing
 
     set_listing.print_list(paths[0] if paths else None, None if level is None else Level(level), is_json=is_json)

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ckptfs_client import overview, sampling
+from ckptfs_client.dashboard import overview, sampling
+from ckptfs_client.dashboard.sampling import OverviewSampler
+from ckptfs_client.dashboard.web_server import OverviewSite
 from ckptfs_client.errors import NoMount
-from ckptfs_client.sampling import OverviewSampler
-from ckptfs_client.web_server import OverviewSite
 from control_served import Served, serving
 from etcd_server import free_ports
 from headless_browser import Browser, browsing

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 from another_user import as_user
-from ckptfs_client import event_source, json_answers, mounts, set_history
+from ckptfs_client import json_answers, mounts
+from ckptfs_client.events import event_source
+from ckptfs_client.sets import set_history
 from daemon_under_test import Area, DaemonUnderTest, environment, eventually
 
 from ckptfs import event_log

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckptfs_client import file_users
+from ckptfs_client.node import file_users
 from daemon_under_test import Area, eventually
 
 pytestmark = pytest.mark.fuse

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import xxhash
 from another_user import as_user
-from ckptfs_client import cli, newest, set_changes, set_listing
+from ckptfs_client import cli
+from ckptfs_client.sets import newest, set_changes, set_listing
 from daemon_under_test import REPOSITORY, Area, DaemonUnderTest, environment, eventually
 
 pytestmark = pytest.mark.fuse

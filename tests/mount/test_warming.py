@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckptfs_client.warming import Reading, WarmFile, is_here
+from ckptfs_client.node.warming import Reading, WarmFile, is_here
 from daemon_under_test import DaemonUnderTest
 
 from ckptfs.protocol import control_pb2 as pb

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptfs_client.mounts import HISTORY, Mount
-from ckptfs_client.set_history import SetHistory
+from ckptfs_client.sets.set_history import SetHistory
 
 from ckptfs.digest import RunningDigest
 from ckptfs.protocol import control_pb2 as pb

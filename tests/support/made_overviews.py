@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ckptfs_client.dashboard.overview import MountAnswers
 from ckptfs_client.mounts import Mount
-from ckptfs_client.overview import MountAnswers
 
 from ckptfs.protocol import control_pb2 as pb
 

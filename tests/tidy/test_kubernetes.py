@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from ckptfs_client.cli import build_command
-from ckptfs_client.doctor import STATE_ROOT
+from ckptfs_client.node.doctor import STATE_ROOT
 
 from ckptfs import config, limits
 

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from ckptfs_client import advice, cli
-from ckptfs_client.checkpoint_interval import compute_daly_interval_s, compute_lost_s, compute_overhead, compute_young_interval_s
+from ckptfs_client import cli
 from ckptfs_client.errors import ClientError, UsageError
-from ckptfs_client.set_history import SetHistory
+from ckptfs_client.planning import advice
+from ckptfs_client.planning.checkpoint_interval import compute_daly_interval_s, compute_lost_s, compute_overhead, compute_young_interval_s
+from ckptfs_client.sets.set_history import SetHistory
 from history_directory import HistoryDirectory
 
 MINUTE, HOUR = 60.0, 3600.0

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from ckptfs_client import capacity
-from ckptfs_client.capacity import CapacityNeed, PeerCapacity, TierCapacity
+from ckptfs_client.planning import capacity
+from ckptfs_client.planning.capacity import CapacityNeed, PeerCapacity, TierCapacity
 from control_served import serving
 from hypothesis import given
 from hypothesis import strategies as st

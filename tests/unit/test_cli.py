@@ -13,9 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ckptfs_client import cli, doctor, entry, mounts, render
+from ckptfs_client import cli, entry, mounts, render
 from ckptfs_client.errors import UsageError
 from ckptfs_client.mounts import Mount
+from ckptfs_client.node import doctor
 from control_served import Served, serving
 from daemon_under_test import environment
 from local_node import Node
@@ -217,7 +218,7 @@ def test_version_is_quick() -> None:
         "import sys; sys.argv = ['ckptfs', 'version']\n"
         "from ckptfs_client import cli\ntry: cli.main()\nexcept SystemExit: pass\n"
         "assert not {'grpc', 'rich', 'google.protobuf', 'trio'} & set(sys.modules), sys.modules.keys()\n"
-        "import ckptfs_client.newest\nassert not {'grpc', 'ckptfs.config'} & set(sys.modules), 'for latest'"
+        "import ckptfs_client.sets.newest\nassert not {'grpc', 'ckptfs.config'} & set(sys.modules), 'for latest'"
     )
     done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and done.stdout.startswith("ckptfs "), done.stderr

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ckptfs_client import client, doctor, listing, mounts
+from ckptfs_client import client, mounts
 from ckptfs_client.errors import NoMount
 from ckptfs_client.mounts import Mount
+from ckptfs_client.node import doctor, listing
 from control_served import Served, serving
 from local_node import Node
 

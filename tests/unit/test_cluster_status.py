@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from ckptfs_client import doctor, render
-from ckptfs_client.doctor import Finding
+from ckptfs_client import render
 from ckptfs_client.errors import UsageError
+from ckptfs_client.node import doctor
+from ckptfs_client.node.doctor import Finding
 from ckptfs_daemon.control import cluster_status
 from ckptfs_daemon.control.cluster_status import ClusterFigures, TransportFigures
 from ckptfs_daemon.control.queries import QueryService

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckptfs_client import overview, sampling
+from ckptfs_client.dashboard import overview, sampling
+from ckptfs_client.dashboard.overview import BacklogHistory, MountAnswers, MountOverviewJson
+from ckptfs_client.dashboard.sampling import OverviewSampler
 from ckptfs_client.errors import NoMount
-from ckptfs_client.overview import BacklogHistory, MountAnswers, MountOverviewJson
-from ckptfs_client.sampling import OverviewSampler
-from ckptfs_client.set_history import ListedSeries
+from ckptfs_client.sets.set_history import ListedSeries
 from control_served import Served, serving
 from local_node import Node
 from made_overviews import GIB, HOSTILE, make_cluster, make_five_nodes, make_mount, make_series, make_status

@@ -3,7 +3,8 @@
 import logging
 
 import pytest
-from ckptfs_client import doctor, render
+from ckptfs_client import render
+from ckptfs_client.node import doctor
 from ckptfs_daemon.supervisor import state_directory
 
 from ckptfs import limits

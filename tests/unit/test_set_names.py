@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from ckptfs_client.errors import ClientError, CommandFailed, UsageError
 from ckptfs_client.mounts import HISTORY
-from ckptfs_client.set_changes import annotate
-from ckptfs_client.set_history import split_number
-from ckptfs_client.set_listing import (
+from ckptfs_client.sets.set_changes import annotate
+from ckptfs_client.sets.set_history import split_number
+from ckptfs_client.sets.set_listing import (
     build_series_row,
     describe_set,
     find_unfinished,
@@ -187,7 +187,7 @@ def test_nothing_is_searched_where_nothing_can_be_newer(tree: HistoryDirectory, 
     one = history.find_one_series(tree.root / STEP)
     newest = list_set_rows(history, one)[0]
     searched: list[object] = []
-    monkeypatch.setattr("ckptfs_client.newest.find_newest", lambda named, wanted: searched.append(named) or pytest.fail("searched"))
+    monkeypatch.setattr("ckptfs_client.sets.newest.find_newest", lambda named, wanted: searched.append(named) or pytest.fail("searched"))
     newest["completed_ns"] = (tree.root / "run1").stat().st_mtime_ns
     assert find_unfinished(tree.root / "run1", one, newest) is None and not searched
     newest["completed_ns"] -= 1

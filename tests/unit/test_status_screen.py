@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ckptfs_client import sampling, status_screen
-from ckptfs_client.overview import BacklogHistory, build_mount
-from ckptfs_client.status_screen import build_screen, draw_bars
+from ckptfs_client.dashboard import sampling, status_screen
+from ckptfs_client.dashboard.overview import BacklogHistory, build_mount
+from ckptfs_client.dashboard.status_screen import build_screen, draw_bars
 from daemon_under_test import environment, eventually
 from made_overviews import HOSTILE, make_five_nodes, make_mount
 from rich.console import Console
@@ -26,7 +26,8 @@ PROGRAM = """
 import sys
 sys.path.insert(0, {support!r})
 from made_overviews import make_five_nodes, make_mount
-from ckptfs_client import cli, mounts, sampling, status_screen
+from ckptfs_client import cli, mounts
+from ckptfs_client.dashboard import sampling, status_screen
 mounts.list_mounts = lambda: [make_mount()]
 sampling.ask_all = lambda chosen, *_: [(one, make_five_nodes()) for one in chosen]
 status_screen.WATCH_EVERY_S = {every_s}

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from http.client import HTTPConnection
 
 import pytest
-from ckptfs_client import sampling, web_server
+from ckptfs_client.dashboard import sampling, web_server
+from ckptfs_client.dashboard.sampling import OverviewSampler
+from ckptfs_client.dashboard.web_server import OverviewSite, check_listen
 from ckptfs_client.errors import UsageError
-from ckptfs_client.sampling import OverviewSampler
-from ckptfs_client.web_server import OverviewSite, check_listen
 from daemon_under_test import environment
 from etcd_server import free_ports
 from made_overviews import HOSTILE, make_five_nodes, make_mount

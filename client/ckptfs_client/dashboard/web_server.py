@@ -23,8 +23,8 @@ from ckptfs.config import schema
 from ckptfs.errors import ConfigError
 from ckptfs.http_server import HttpReply, HttpRequest, HttpServer, refuse
 from ckptfs_client import mounts
+from ckptfs_client.dashboard.sampling import OverviewSampler
 from ckptfs_client.errors import ClientError, CommandFailed, UsageError
-from ckptfs_client.sampling import OverviewSampler
 
 SAMPLE_EVERY_S = 2.0
 PAGE = Path(__file__).with_name("page")

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from ckptfs.model import Level
-from ckptfs_client import overview
 from ckptfs_client.client import Client, ask_all
+from ckptfs_client.dashboard import overview
+from ckptfs_client.dashboard.overview import BacklogHistory, MountAnswers, MountOverviewJson, SetOverviewJson
 from ckptfs_client.errors import ClientError
 from ckptfs_client.mounts import Mount
-from ckptfs_client.overview import BacklogHistory, MountAnswers, MountOverviewJson, SetOverviewJson
 from ckptfs_client.render import escape_unprintable
-from ckptfs_client.set_history import ListedSeries, SetHistory, split_number
+from ckptfs_client.sets.set_history import ListedSeries, SetHistory, split_number
 
 if TYPE_CHECKING:
     from ckptfs.protocol import control_pb2 as pb

@@ -25,11 +25,11 @@ from ckptfs.series import set_kinds
 from ckptfs_client.client import build_path_error
 from ckptfs_client.errors import CommandFailed, UsageError
 from ckptfs_client.json_answers import RestoreJson
-from ckptfs_client.listing import DIGEST_XATTR
+from ckptfs_client.node.listing import DIGEST_XATTR
 from ckptfs_client.progress_bar import ProgressBar
-from ckptfs_client.set_changes import is_same_file
-from ckptfs_client.set_history import FoundSet, SetHistory
-from ckptfs_client.set_listing import FileOfSet, get_digests, list_set_files, load_manifest
+from ckptfs_client.sets.set_changes import is_same_file
+from ckptfs_client.sets.set_history import FoundSet, SetHistory
+from ckptfs_client.sets.set_listing import FileOfSet, get_digests, list_set_files, load_manifest
 
 PIECE_BYTES = limits.BLOCK_BYTES
 NEW, REPLACED = "new", "replaced"

@@ -13,11 +13,11 @@ from itertools import pairwise
 from statistics import median
 
 from ckptfs.quantities import format_count, format_duration, format_size
-from ckptfs_client.checkpoint_interval import compute_daly_interval_s, compute_lost_s, compute_overhead, compute_young_interval_s
 from ckptfs_client.json_answers import AdviceJson, AdviceRowJson
+from ckptfs_client.planning.checkpoint_interval import compute_daly_interval_s, compute_lost_s, compute_overhead, compute_young_interval_s
 from ckptfs_client.render import escape_unprintable, format_columns
-from ckptfs_client.set_history import FoundSet, ListedSeries, ListedSet, SetHistory
-from ckptfs_client.set_listing import MANIFEST_FILES
+from ckptfs_client.sets.set_history import FoundSet, ListedSeries, ListedSet, SetHistory
+from ckptfs_client.sets.set_listing import MANIFEST_FILES
 
 MEASURED_MAX = 16
 NANO = 1e9

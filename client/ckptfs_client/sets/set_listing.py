@@ -17,7 +17,7 @@ from ckptfs_client.client import build_path_error
 from ckptfs_client.errors import ClientError, CommandFailed, NoMount
 from ckptfs_client.json_answers import ProducerJson, SeriesJson, SetFileJson, SetJson, ShowJson
 from ckptfs_client.render import escape_unprintable, format_columns, print_json
-from ckptfs_client.set_history import FoundSet, ListedSeries, ListedSet, SetHistory
+from ckptfs_client.sets.set_history import FoundSet, ListedSeries, ListedSet, SetHistory
 
 if TYPE_CHECKING:
     from ckptfs.protocol import control_pb2 as pb
@@ -119,7 +119,7 @@ def find_unfinished(named: Path, one: ListedSeries | None, newest_row: SetJson |
         with contextlib.suppress(OSError):
             if os.stat(one.place).st_mtime_ns <= (newest_row["completed_ns"] or 0):
                 return None
-    from ckptfs_client import newest
+    from ckptfs_client.sets import newest
 
     try:
         found = newest.find_newest([Path(one.shown) if one is not None else named], Level.LOCAL)

@@ -16,8 +16,8 @@ from ckptfs.series import retention
 from ckptfs.series.retention import KeepReason, SetFacts
 from ckptfs_client.client import build_path_error
 from ckptfs_client.errors import ClientError, CommandFailed, NotPermitted, UsageError
-from ckptfs_client.set_history import NOTE_XATTR, FoundSet, ListedSeries, SetHistory, split_number
-from ckptfs_client.set_listing import FileOfSet, list_set_files
+from ckptfs_client.sets.set_history import NOTE_XATTR, FoundSet, ListedSeries, SetHistory, split_number
+from ckptfs_client.sets.set_listing import FileOfSet, list_set_files
 
 PIN_XATTR = "user.ckptfs.pin"
 REMOVE_XATTR = "user.ckptfs.remove"

@@ -5,7 +5,7 @@ import math
 from ckptfs.quantities import format_count, format_duration, format_size
 from ckptfs_client.errors import UsageError
 from ckptfs_client.json_answers import SimulateJson
-from ckptfs_client.loss_simulation import DAY_S, CopyPlacement, LossEstimate, LossModel, LossSimulation, compute_closed_form
+from ckptfs_client.planning.loss_simulation import DAY_S, CopyPlacement, LossEstimate, LossModel, LossSimulation, compute_closed_form
 from ckptfs_client.render import format_columns
 
 YEAR_DAYS = 365.25

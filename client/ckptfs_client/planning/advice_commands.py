@@ -74,8 +74,9 @@ def advise(
 
     Example: ckptfs advise '/ckpt/run1/step_*' --nodes 512 --node-mtbf 5y
     """
-    from ckptfs_client import advice, render
-    from ckptfs_client.set_history import SetHistory
+    from ckptfs_client import render
+    from ckptfs_client.planning import advice
+    from ckptfs_client.sets.set_history import SetHistory
 
     if series is not None and mtbf is None and node_mtbf is None and nodes is None:
         mtbf_s, failures = _observe_failure_rate(series)
@@ -104,7 +105,7 @@ def _observe_failure_rate(series: Path) -> tuple[float, int]:
 
     Raises CommandFailed without a failure.
     """
-    from ckptfs_client.event_commands import measure_goodput
+    from ckptfs_client.events.event_commands import measure_goodput
 
     shown, found = measure_goodput(series, [])
     if found.mtbf_s is None:
@@ -145,8 +146,9 @@ def simulate(
     Example: ckptfs simulate --nodes 10000 --mtbf 4h --factor 2 --domains 625 --domain-mtbf 20y --size 512G
     """
     from ckptfs import config
-    from ckptfs_client import loss_report, render
-    from ckptfs_client.loss_simulation import LossModel
+    from ckptfs_client import render
+    from ckptfs_client.planning import loss_report
+    from ckptfs_client.planning.loss_simulation import LossModel
 
     size_bytes = parse_option(config.parse_size, size) or 0
     if domains is not None and domains > nodes:

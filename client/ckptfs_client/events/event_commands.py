@@ -15,7 +15,7 @@ from ckptfs_client.errors import EPILOG, CommandFailed, NoMount, UsageError
 from ckptfs_client.options import Directory, Json
 
 if TYPE_CHECKING:
-    from ckptfs_client.goodput import Goodput
+    from ckptfs_client.events.goodput import Goodput
 
 app = typer.Typer()
 POLL_S = 0.5
@@ -58,8 +58,8 @@ def events(
     """
     from ckptfs import event_log
     from ckptfs_client import mounts
-    from ckptfs_client.event_lines import format_event
-    from ckptfs_client.event_source import EventSource
+    from ckptfs_client.events.event_lines import format_event
+    from ckptfs_client.events.event_source import EventSource
 
     since_ns = parse_since(since)
     source = EventSource(mounts.choose(directory))
@@ -90,7 +90,8 @@ def goodput(
     """
     import shutil
 
-    from ckptfs_client import goodput_report, render
+    from ckptfs_client import render
+    from ckptfs_client.events import goodput_report
 
     name, found = measure_goodput(series, log or [])
     if json:
@@ -105,9 +106,9 @@ def measure_goodput(series: Path, logs: list[Path]) -> "tuple[str, Goodput]":
     Raises CommandFailed, NoMount, UsageError.
     """
     from ckptfs_client import mounts
-    from ckptfs_client.event_source import EventSource, read_log
-    from ckptfs_client.goodput import compute_goodput, select_series
-    from ckptfs_client.set_history import SetHistory
+    from ckptfs_client.events.event_source import EventSource, read_log
+    from ckptfs_client.events.goodput import compute_goodput, select_series
+    from ckptfs_client.sets.set_history import SetHistory
 
     known = [event for directory in logs for event in read_log(directory)]
     try:

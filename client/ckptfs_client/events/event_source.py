@@ -16,7 +16,7 @@ from ckptfs.protocol import control_pb2 as pb
 from ckptfs_client.client import Client
 from ckptfs_client.errors import CommandFailed
 from ckptfs_client.mounts import Mount
-from ckptfs_client.set_history import SetHistory
+from ckptfs_client.sets.set_history import SetHistory
 
 NAMES_FRESH_S = 5.0
 

@@ -28,7 +28,8 @@ def health(
     Example: ckptfs health /ckpt --timeout 2s
     """
     from ckptfs import config
-    from ckptfs_client import mounts, node_health, render
+    from ckptfs_client import mounts, render
+    from ckptfs_client.node import node_health
 
     seconds = parse_option(config.parse_seconds, timeout)
     if not seconds:
@@ -83,7 +84,8 @@ def who(
 
     Example: ckptfs who /ckpt/run1
     """
-    from ckptfs_client import file_users, render
+    from ckptfs_client import render
+    from ckptfs_client.node import file_users
 
     found = file_users.find_users(path)
     if json:
@@ -111,7 +113,7 @@ def warm(
 
     from ckptfs import config
     from ckptfs.quantities import format_count, format_duration, format_size
-    from ckptfs_client import warming
+    from ckptfs_client.node import warming
 
     begun_s = time.monotonic()
     done = warming.warm(paths, parse_option(config.parse_seconds, timeout), json=json)
@@ -133,7 +135,7 @@ def web(
 
     Example: ckptfs web --listen 127.0.0.1:8080
     """
-    from ckptfs_client import web_server
+    from ckptfs_client.dashboard import web_server
 
     address = web_server.check_listen(listen, is_exposed=beyond_loopback)
     web_server.serve(address, lambda url: print(f"{url} shows the mounts of this machine; Ctrl-C ends it", flush=True))
@@ -154,7 +156,8 @@ def upgrade(
     Example: ckptfs upgrade /ckpt
     """
     from ckptfs.quantities import format_duration
-    from ckptfs_client import mounts, render, upgrading
+    from ckptfs_client import mounts, render
+    from ckptfs_client.node import upgrading
 
     done = upgrading.upgrade(mounts.choose_named(mount))
     if json:

@@ -13,7 +13,7 @@ from ckptfs_client.json_answers import SetChangeJson, VerifyJson
 from ckptfs_client.options import LEVELS, Json
 
 if TYPE_CHECKING:
-    from ckptfs_client.set_history import FoundSet, SetHistory
+    from ckptfs_client.sets.set_history import FoundSet, SetHistory
 
 SET_FORMS = "RUN/step_100, RUN/step_100@NUMBER, 'RUN/step_*@NUMBER', or a path in .ckptfs/history."
 SetArgument = Annotated[Path, typer.Argument(metavar="SET", help=SET_FORMS)]
@@ -49,7 +49,7 @@ def list_sets(
 
     Example: ckptfs list '/ckpt/run1/step_*' --level pfs
     """
-    from ckptfs_client import set_listing
+    from ckptfs_client.sets import set_listing
 
     set_listing.print_list(where, None if level is None else parse_level(level), lists_all=everything, is_json=json)
 
@@ -62,7 +62,8 @@ def show(named: SetArgument, json: Json = False) -> None:
 
     Example: ckptfs show /ckpt/run1/step_100
     """
-    from ckptfs_client import render, set_listing
+    from ckptfs_client import render
+    from ckptfs_client.sets import set_listing
 
     with _open_history(named) as history:
         found = history.find_set(named)
@@ -90,7 +91,7 @@ def latest(
 
     Example: ckptfs latest '/ckpt/run1/step_*' --level clique
     """
-    from ckptfs_client import newest
+    from ckptfs_client.sets import newest
 
     newest.print_newest(series, parse_level(level), is_json=json)
 
@@ -107,7 +108,8 @@ def verify(
 
     Example: ckptfs verify '/ckpt/run1/step_*@17'
     """
-    from ckptfs_client import render, set_structure
+    from ckptfs_client import render
+    from ckptfs_client.sets import set_structure
 
     total: VerifyJson = {"files": 0, "bytes": 0, "findings": [], "formats": []}
     for path in paths:
@@ -150,7 +152,7 @@ def restore(
     Example: ckptfs restore '/ckpt/run1/step_*@17' /scratch
     """
     from ckptfs_client import render
-    from ckptfs_client.set_restore import Restore
+    from ckptfs_client.sets.set_restore import Restore
 
     with _open_history(named) as history:
         found = history.find_set(named)
@@ -179,7 +181,7 @@ def rollback(
 
     Example: ckptfs rollback '/ckpt/run1/step_*' step_90
     """
-    from ckptfs_client import set_changes
+    from ckptfs_client.sets import set_changes
 
     if undo and to is not None:
         raise UsageError("--undo takes no SET")
@@ -198,7 +200,7 @@ def pin(named: SetArgument, json: Json = False) -> None:
 
     Example: ckptfs pin /ckpt/run1/step_100
     """
-    from ckptfs_client import set_changes
+    from ckptfs_client.sets import set_changes
 
     found = _find_set(named)
     _print_change(found.shown, set_changes.set_pin(found, pinned=True), json=json)
@@ -210,7 +212,7 @@ def unpin(named: SetArgument, json: Json = False) -> None:
 
     Example: ckptfs unpin '/ckpt/run1/step_*@17'
     """
-    from ckptfs_client import set_changes
+    from ckptfs_client.sets import set_changes
 
     found = _find_set(named)
     _print_change(found.shown, set_changes.set_pin(found, pinned=False), json=json)
@@ -226,7 +228,7 @@ def annotate(
 
     Example: ckptfs annotate /ckpt/run1/step_100 'before the new learning rate'
     """
-    from ckptfs_client import set_changes
+    from ckptfs_client.sets import set_changes
 
     found = _find_set(named)
     _print_change(found.shown, set_changes.annotate(found, text), json=json)
@@ -241,7 +243,8 @@ def commit(
 
     Example: ckptfs commit /ckpt/run1/step_100
     """
-    from ckptfs_client import mounts, set_changes
+    from ckptfs_client import mounts
+    from ckptfs_client.sets import set_changes
 
     mounts.find(path)
     _print_change(str(path), set_changes.commit(path), json=json)
@@ -260,7 +263,7 @@ def rm(
 
     Example: ckptfs rm /ckpt/run1/step_100
     """
-    from ckptfs_client import set_changes
+    from ckptfs_client.sets import set_changes
 
     with _open_history(named) as history:
         found = history.find_set(named)
@@ -268,7 +271,7 @@ def rm(
 
 
 def _open_history(path: Path) -> "SetHistory":
-    from ckptfs_client.set_history import SetHistory
+    from ckptfs_client.sets.set_history import SetHistory
 
     return SetHistory.of(path)
 

@@ -7,7 +7,7 @@ from datetime import datetime
 
 from ckptfs.event_log import NANO, format_time
 from ckptfs.quantities import format_count, format_duration
-from ckptfs_client.goodput import Goodput, Run
+from ckptfs_client.events.goodput import Goodput, Run
 from ckptfs_client.json_answers import GoodputJson, RunJson
 from ckptfs_client.render import escape_unprintable, format_columns
 

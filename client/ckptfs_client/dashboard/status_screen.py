@@ -22,11 +22,12 @@ from rich.text import Text
 
 from ckptfs.bounded_waits import wait_ready
 from ckptfs.quantities import format_duration
-from ckptfs_client import overview, render
+from ckptfs_client import render
+from ckptfs_client.dashboard import overview
+from ckptfs_client.dashboard.overview import MountOverviewJson, PlotJson
+from ckptfs_client.dashboard.sampling import OverviewJson, OverviewSampler
 from ckptfs_client.mounts import Mount
-from ckptfs_client.overview import MountOverviewJson, PlotJson
 from ckptfs_client.progress_bar import list_statuses
-from ckptfs_client.sampling import OverviewJson, OverviewSampler
 
 if TYPE_CHECKING:
     from types import FrameType

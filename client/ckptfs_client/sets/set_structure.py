@@ -17,11 +17,11 @@ from ckptfs.series.file_formats import FileFormat
 from ckptfs_client.client import open_client
 from ckptfs_client.errors import ClientError, CommandFailed
 from ckptfs_client.json_answers import FormatJson, VerifyJson
-from ckptfs_client.listing import DIGEST_XATTR
-from ckptfs_client.newest import FORMAT_XATTR, PathReader, run_reader
+from ckptfs_client.node.listing import DIGEST_XATTR
 from ckptfs_client.progress_bar import follow_verification
-from ckptfs_client.set_history import FoundSet, SetHistory, split_number
-from ckptfs_client.set_listing import MANIFEST_FILES, list_set_files, load_manifest
+from ckptfs_client.sets.newest import FORMAT_XATTR, PathReader, run_reader
+from ckptfs_client.sets.set_history import FoundSet, SetHistory, split_number
+from ckptfs_client.sets.set_listing import MANIFEST_FILES, list_set_files, load_manifest
 
 
 def verify(path: Path, total: VerifyJson) -> None:

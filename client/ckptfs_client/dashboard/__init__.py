@@ -1,0 +1,1 @@
+"""Live views of all mounts: `ckptfs web` and `ckptfs status --watch`."""

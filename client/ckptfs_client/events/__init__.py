@@ -1,0 +1,1 @@
+"""What has happened: the commands about the event log, and goodput from it."""

@@ -1,0 +1,1 @@
+"""The commands about this machine, its mounts and its files."""

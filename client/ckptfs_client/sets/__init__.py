@@ -1,0 +1,1 @@
+"""The commands about series of checkpoints and their sets."""
