@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from ckptfs_client.dashboard import overview, sampling
-from ckptfs_client.dashboard.overview import BacklogHistory, MountAnswers, MountOverviewJson
+from ckptfs_client.dashboard.overview import BacklogHistory, MountAnswers, Row
 from ckptfs_client.dashboard.sampling import OverviewSampler
 from ckptfs_client.errors import NoMount
 from ckptfs_client.sets.set_history import ListedSeries
@@ -23,7 +23,7 @@ from ckptfs.model import ROOT
 from ckptfs.protocol import control_pb2 as pb
 
 
-def build(answers: MountAnswers, *earlier: tuple[float, pb.Status | None]) -> MountOverviewJson:
+def build(answers: MountAnswers, *earlier: tuple[float, pb.Status | None]) -> Row:
     """The overview at second 100."""
     found = BacklogHistory()
     for at_s, status in (*earlier, (100.0, answers.status)):
@@ -31,7 +31,7 @@ def build(answers: MountAnswers, *earlier: tuple[float, pb.Status | None]) -> Mo
     return overview.build_mount(answers, found, time.time_ns())
 
 
-def build_newest(level: str, *, pfs: bool, clustered: bool) -> MountOverviewJson:
+def build_newest(level: str, *, pfs: bool, clustered: bool) -> Row:
     status = make_status()
     if not pfs:
         status.pfs = ""

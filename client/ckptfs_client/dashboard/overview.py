@@ -8,7 +8,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptfs.model import Level, Tier
 from ckptfs.quantities import format_age, format_count, format_duration, format_size
@@ -35,106 +35,8 @@ TITLES = {
 PRIVATE_SERIES = "a private series"
 
 
-class BacklogJson(TypedDict):
-    """What waits for write-back, or for copies on other nodes."""
-
-    name: str
-    behind: str
-    lag: str
-    trend: str
-    is_behind: bool
-
-
-class TierJson(TypedDict):
-    """A tier. `share` is the used part, from 0 to 1; None if it is not known."""
-
-    name: str
-    health: str
-    used: str
-    free: str
-    size: str
-    share: float | None
-
-
-class SeriesOverviewJson(TypedDict):
-    """A series and its newest complete set. `id` is for questions about its sets."""
-
-    id: str
-    name: str
-    newest: str
-    step: str
-    state: str
-    title: str
-    level: str
-    size: str
-    age: str
-    sets: int
-    rollback: str
-
-
-class SetOverviewJson(TypedDict):
-    """A set of a series."""
-
-    name: str
-    step: str
-    state: str
-    level: str
-    files: int
-    size: str
-    age: str
-    kept: str
-
-
-class NodeJson(TypedDict):
-    """A node of the cluster. `copies_to` are the peers of its clique."""
-
-    name: str
-    state: str
-    domain: str
-    copies_to: str
-    behind: str
-    lag: str
-    holds: str
-
-
-class TroubleJson(TypedDict):
-    """A trouble."""
-
-    where: str
-    what: str
-    remedy: str
-    age: str
-
-
-class PlotJson(TypedDict):
-    """The backlogs over time in bytes: `values` by their names; None where the daemon did not answer."""
-
-    at_s: list[float]
-    values: dict[str, list[int | None]]
-    ticks: list[tuple[int, str]]
-    span: str
-
-
-class MountOverviewJson(TypedDict):
-    """A mount. `state`, `title` and `detail` are about the newest checkpoint."""
-
-    name: str
-    mountpoint: str
-    health: str
-    facts: str
-    state: str
-    title: str
-    detail: str
-    notes: list[str]
-    backlogs: list[BacklogJson]
-    plot: PlotJson
-    tiers: list[TierJson]
-    series: list[SeriesOverviewJson]
-    more_series: int
-    cluster: str
-    nodes: list[NodeJson]
-    more_nodes: int
-    troubles: list[TroubleJson]
+Row = dict[str, Any]
+"""An object of the answer, as the page and the screen read it: texts that are ready to show, and figures that are drawn."""
 
 
 class MountAnswers(NamedTuple):
@@ -198,7 +100,7 @@ class BacklogHistory:
         return {name: values for name, values in found.items() if any(one is not None for one in values)}
 
 
-def _build_plot(history: BacklogHistory) -> PlotJson:
+def _build_plot(history: BacklogHistory) -> Row:
     values = history.get_values()
     most = max((one for each in values.values() for one in each if one is not None), default=0)
     top = PLOT_TOP_MIN
@@ -221,8 +123,8 @@ def describe_trend(behind_bytes: int, rate: float | None) -> str:
     return f"grows by {format_size(-rate)}/s" if rate <= -MOVES_BYTES_PER_S else "does not move"
 
 
-def _build_backlogs(status: "pb.Status", history: BacklogHistory) -> list[BacklogJson]:
-    found: list[BacklogJson] = []
+def _build_backlogs(status: "pb.Status", history: BacklogHistory) -> list[Row]:
+    found = []
     if status.pfs:
         figures = status.write_back
         words = [format_amount(figures.dirty_files, figures.dirty_bytes), figures.changes and format_count(figures.changes, "other change")]
@@ -234,7 +136,7 @@ def _build_backlogs(status: "pb.Status", history: BacklogHistory) -> list[Backlo
     return found
 
 
-def _build_backlog(name: str, words: Iterable[str | int], lag_s: float, size_bytes: int, rate: float | None) -> BacklogJson:
+def _build_backlog(name: str, words: Iterable[str | int], lag_s: float, size_bytes: int, rate: float | None) -> Row:
     behind = ", ".join(str(one) for one in words if one)
     return {
         "name": name, "behind": behind or "nothing", "lag": format_duration(lag_s) if behind and lag_s else "",
@@ -277,7 +179,7 @@ def _get_directory(one: "pb.SeriesInfo") -> str:
     return f"{directory}/" if directory else ""
 
 
-def _build_series(one: "pb.SeriesInfo", status: "pb.Status", now_ns: int) -> SeriesOverviewJson:
+def _build_series(one: "pb.SeriesInfo", status: "pb.Status", now_ns: int) -> Row:
     newest, state = one.newest, judge_level(one.newest.level, status)
     name = _get_directory(one) + escape_unprintable(os.fsdecode(one.pattern)) if one.path else PRIVATE_SERIES
     return {
@@ -288,9 +190,9 @@ def _build_series(one: "pb.SeriesInfo", status: "pb.Status", now_ns: int) -> Ser
     }  # fmt: skip
 
 
-def build_sets(found: Iterable["pb.SetInfo"], rollback: int, status: "pb.Status", now_ns: int) -> list[SetOverviewJson]:
+def build_sets(found: Iterable["pb.SetInfo"], rollback: int, status: "pb.Status", now_ns: int) -> list[Row]:
     """Return the rows of the newest sets of a series."""
-    rows: list[SetOverviewJson] = []
+    rows = []
     for one in list(found)[:SETS_SHOWN_MAX]:
         kept = {"pinned": one.pinned, "rolled back to": one.number == rollback, "in history only": not one.in_place}
         rows.append(
@@ -306,11 +208,11 @@ def build_sets(found: Iterable["pb.SetInfo"], rollback: int, status: "pb.Status"
 # --- the mount --------------------------------------------------------------------------------------------------------
 
 
-def build_mount(answers: MountAnswers, history: BacklogHistory, now_ns: int) -> MountOverviewJson:
+def build_mount(answers: MountAnswers, history: BacklogHistory, now_ns: int) -> Row:
     """Return what both views show of a mount. The last point of `history` is of the same time."""
     status = answers.status
     failure = f"{answers.failure[:1].upper()}{answers.failure[1:]}."
-    found: MountOverviewJson = {
+    found: Row = {
         "name": escape_unprintable(answers.name), "mountpoint": escape_unprintable(answers.mountpoint), "health": DOWN, "facts": "",
         "state": SILENT, "title": TITLES[SILENT], "detail": failure, "notes": [], "backlogs": [],
         "plot": _build_plot(history), "tiers": [], "series": [], "more_series": 0, "cluster": "", "nodes": [], "more_nodes": 0,
@@ -350,7 +252,7 @@ def _judge_newest(told: Sequence["pb.SeriesInfo"], status: "pb.Status", now_ns: 
     return judge_level(newest.level, status), f"{words} {', '.join(facts)}."
 
 
-def _list_notes(status: "pb.Status", series: Sequence[SeriesOverviewJson]) -> list[str]:
+def _list_notes(status: "pb.Status", series: Sequence[Row]) -> list[str]:
     """Return what else a person should know now, a sentence each."""
     notes = []
     if status.HasField("notice"):
@@ -372,7 +274,7 @@ def _describe_facts(status: "pb.Status") -> str:
     return escape_unprintable(", ".join(filter(None, words)))
 
 
-def _build_tier(tier: "pb.TierStatus") -> TierJson:
+def _build_tier(tier: "pb.TierStatus") -> Row:
     """Return the row of a tier. Other users fill the PFS, too; so only its free bytes say something."""
     is_known = tier.budget_bytes > 0
     used = tier.budget_bytes - tier.free_bytes if tier.name == Tier.PFS else tier.used_bytes
@@ -383,14 +285,14 @@ def _build_tier(tier: "pb.TierStatus") -> TierJson:
     }  # fmt: skip
 
 
-def _build_trouble(trouble: "pb.Trouble") -> TroubleJson:
+def _build_trouble(trouble: "pb.Trouble") -> Row:
     where = f"{trouble.where}: {trouble.path}" if trouble.path else trouble.where
     age = format_duration(trouble.age_s) if trouble.age_s else ""
     what, remedy = escape_unprintable(trouble.what), escape_unprintable(trouble.remedy)
     return {"where": escape_unprintable(where), "what": what, "remedy": remedy, "age": age}
 
 
-def _build_node(cluster: "pb.Cluster", member: "pb.Member") -> NodeJson:
+def _build_node(cluster: "pb.Cluster", member: "pb.Member") -> Row:
     behind = format_amount(member.under_replicated_files, member.under_replicated_bytes)
     return {
         "name": escape_unprintable(member.name), "state": get_member_state(cluster, member), "domain": escape_unprintable(member.domain),
@@ -401,7 +303,7 @@ def _build_node(cluster: "pb.Cluster", member: "pb.Member") -> NodeJson:
     }  # fmt: skip
 
 
-def _describe_cluster(cluster: "pb.Cluster", nodes: Sequence[NodeJson]) -> str:
+def _describe_cluster(cluster: "pb.Cluster", nodes: Sequence[Row]) -> str:
     alive = sum(one["state"] == "alive" for one in nodes)
     words = f"{escape_unprintable(cluster.name)}: {alive} of {format_count(len(nodes), 'node')} alive, {cluster.replication_factor} copies"
     island = "; this node is an island: etcd does not answer it, or lacks its newest changes" if cluster.island else ""

@@ -8,12 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptfs.model import Level
 from ckptfs_client.client import Client, ask_all
 from ckptfs_client.dashboard import overview
-from ckptfs_client.dashboard.overview import BacklogHistory, MountAnswers, MountOverviewJson, SetOverviewJson
+from ckptfs_client.dashboard.overview import BacklogHistory, MountAnswers, Row
 from ckptfs_client.errors import ClientError
 from ckptfs_client.mounts import Mount
 from ckptfs_client.render import escape_unprintable
@@ -30,14 +30,6 @@ REST_RATIO = 20
 WALK_WAIT_S = 1.0
 REFRESHED_MAX = 8
 """Of how many series a sample asks the store of the cluster: each takes it some time."""
-
-
-class OverviewJson(TypedDict):
-    """All mounts of a machine. `at` is the time of the sample in seconds since the epoch."""
-
-    host: str
-    at: float
-    mounts: list[MountOverviewJson]
 
 
 class OverviewSampler:
@@ -57,8 +49,8 @@ class OverviewSampler:
         self._series: dict[str, tuple[pb.ListSeriesReply, float]] = {}
         self._walks: dict[str, threading.Thread] = {}
 
-    def sample(self) -> OverviewJson:
-        """Ask all daemons at once, and return what they answered."""
+    def sample(self) -> Row:
+        """Ask all daemons at once; return the host, the time in seconds since the epoch, and the mounts."""
         chosen = list(self._list_chosen())
         answers = [self._build_answers(*one) for one in ask_all(chosen, self._ask, ANSWER_S)] if chosen else []
         at_s = time.monotonic()
@@ -71,7 +63,7 @@ class OverviewSampler:
         shown = [overview.build_mount(one, self._histories[one.mountpoint], time.time_ns()) for one in answers]
         return {"host": escape_unprintable(socket.gethostname()), "at": time.time(), "mounts": shown}
 
-    def list_sets(self, mountpoint: str, directory: int) -> list[SetOverviewJson]:
+    def list_sets(self, mountpoint: str, directory: int) -> list[Row]:
         """Return the newest sets of a series of the last sample.
 
         Raises KeyError if it was not in that sample, or ClientError.

@@ -24,8 +24,8 @@ from ckptfs.bounded_waits import wait_ready
 from ckptfs.quantities import format_duration
 from ckptfs_client import render
 from ckptfs_client.dashboard import overview
-from ckptfs_client.dashboard.overview import MountOverviewJson, PlotJson
-from ckptfs_client.dashboard.sampling import OverviewJson, OverviewSampler
+from ckptfs_client.dashboard.overview import Row
+from ckptfs_client.dashboard.sampling import OverviewSampler
 from ckptfs_client.mounts import Mount
 from ckptfs_client.progress_bar import list_statuses
 
@@ -126,7 +126,7 @@ def _is_quit_pressed(keys: int | None) -> bool:
 # --- drawing ----------------------------------------------------------------------------------------------------------
 
 
-def build_screen(found: OverviewJson, columns: int) -> RenderableType:
+def build_screen(found: Row, columns: int) -> RenderableType:
     """Build the view of all mounts, the most important lines first."""
     if not found["mounts"]:
         return Text(f"No ckptfs is mounted on {found['host']}. mount -t ckptfs NAME DIR mounts one.")
@@ -136,7 +136,7 @@ def build_screen(found: OverviewJson, columns: int) -> RenderableType:
     return Group(*shown[:-1])
 
 
-def _build_mount(mount: MountOverviewJson, columns: int) -> Iterator[RenderableType]:
+def _build_mount(mount: Row, columns: int) -> Iterator[RenderableType]:
     sign, colour = SIGNS[mount["state"]]
     yield Text.assemble((f"{mount['name']} on {mount['mountpoint']}", "bold"), ": ", _color(mount["health"]))
     yield Text.assemble((f" {sign} {mount['title']} ", f"bold reverse {colour}"))
@@ -161,7 +161,7 @@ def _build_rest(what: str, count: int) -> list[Text]:
     return [Text(f"   and {count} more {what}", style="dim")] if count > 0 else []
 
 
-def _build_plot(mount: MountOverviewJson, columns: int) -> Iterator[Text]:
+def _build_plot(mount: Row, columns: int) -> Iterator[Text]:
     """Draw the backlogs as bars, a column for each sample."""
     for one in mount["backlogs"]:
         facts = [one["behind"], one["lag"] and f"the oldest for {one['lag']}", one["trend"]]
@@ -169,7 +169,7 @@ def _build_plot(mount: MountOverviewJson, columns: int) -> Iterator[Text]:
         yield from (Text(line, style="blue") for line in draw_bars(mount["plot"], one["name"], columns))
 
 
-def draw_bars(plot: PlotJson, name: str, columns: int) -> list[str]:
+def draw_bars(plot: Row, name: str, columns: int) -> list[str]:
     """Return the lines of a plot, the scale in front. No lines if nothing was ever behind."""
     shown = max(1, columns - LABEL_COLUMNS - 2)
     values, times = plot["values"].get(name, [])[-shown:], plot["at_s"][-shown:]
@@ -185,7 +185,7 @@ def draw_bars(plot: PlotJson, name: str, columns: int) -> list[str]:
     return lines
 
 
-def _build_tiers(mount: MountOverviewJson) -> Table:
+def _build_tiers(mount: Row) -> Table:
     table: Table = render.build_grid(" tier", "health", "used", "")
     for one in mount["tiers"]:
         share = one["share"]
@@ -196,7 +196,7 @@ def _build_tiers(mount: MountOverviewJson) -> Table:
     return table
 
 
-def _build_tables(mount: MountOverviewJson, columns: int) -> Iterator[RenderableType]:
+def _build_tables(mount: Row, columns: int) -> Iterator[RenderableType]:
     name_columns = max(NAME_COLUMNS_MIN, (columns - FIGURE_COLUMNS) // 2)
     if mount["series"]:
         table = render.build_grid(" level", "newest set", "age>", "size>", "sets>", "series")
