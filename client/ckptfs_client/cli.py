@@ -195,7 +195,7 @@ def df(
             capacity.print_report(report)
     if silent:
         raise typer.Exit(NoMount.exit_code)
-    if any(report.verdict is not None and not report.verdict.tier_names for _, report in reports):
+    if any(report.fit is not None and not report.fit["fits"] for _, report in reports):
         raise typer.Exit(1)
 
 

@@ -88,10 +88,11 @@ def escape_unprintable(name: str) -> str:
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
-def _escape_name(name: str) -> str:
-    from rich.markup import escape
+def escape(name: str) -> str:
+    """Return a name as one printable line of a table, in which brackets would be markup."""
+    from rich.markup import escape as escape_markup
 
-    return escape(escape_unprintable(name))
+    return escape_markup(escape_unprintable(name))
 
 
 def _style_word(word: str) -> str:
@@ -101,7 +102,6 @@ def _style_word(word: str) -> str:
 def build_status(answer: "pb.Status") -> "RenderableType":
     """Build the output of `ckptfs status` for one mount."""
     from rich.console import Group
-    from rich.markup import escape
     from rich.padding import Padding
 
     if answer.health == DOWN:
@@ -136,8 +136,6 @@ def build_status(answer: "pb.Status") -> "RenderableType":
 
 def build_overview(answers: Sequence["pb.Status"]) -> Any:
     """Build the output of `ckptfs status` for several mounts: one line for each."""
-    from rich.markup import escape
-
     table = build_grid("mount", "health", "files>", "not on the PFS>", "mountpoint", "trouble")
     for one in answers:
         behind = format_size(one.write_back.dirty_bytes) if any(tier.name == "pfs" for tier in one.tiers) else "-"
@@ -150,8 +148,6 @@ def build_overview(answers: Sequence["pb.Status"]) -> Any:
 
 def _describe_notice(answer: "pb.Status") -> list[str]:
     """Describe the notice that this node is about to be taken away."""
-    from rich.markup import escape
-
     if not answer.HasField("notice"):
         return []
     one = answer.notice
@@ -172,8 +168,6 @@ def _describe_handles(answer: "pb.Status") -> list[str]:
 
 def describe_history(history: "pb.History") -> list[str]:
     """Describe what ckptfs keeps of checkpoint sets, and what the retention rules say, a line each."""
-    from rich.markup import escape
-
     series, sets = format_count(history.series, "series", "series"), format_count(history.sets, "set")
     only = f"{format_size(history.bytes)} only there, of at most {format_size(history.bytes_max)}"
     lines = [f"  history     {sets} of {series}; {only}"]
@@ -215,8 +209,6 @@ def get_memory_remedy(memory: "pb.ServiceMemory") -> str:
 
 
 def _describe_write_back(answer: "pb.Status") -> list[str]:
-    from rich.markup import escape
-
     if not answer.pfs:
         return ["  write-back  none: this mount has no PFS"]
     figures = answer.write_back
@@ -228,18 +220,16 @@ def _describe_write_back(answer: "pb.Status") -> list[str]:
     lines = [f"  write-back  {behind}{lag}, to {escape(answer.pfs)}"]
     if figures.current_path:
         copied = f"{format_size(figures.current_copied_bytes)} of {format_size(figures.current_size_bytes)}"
-        lines.append(f"              now {_escape_name(figures.current_path)}: {copied}")
+        lines.append(f"              now {escape(figures.current_path)}: {copied}")
     return lines
 
 
 def _describe_trouble(trouble: "pb.Trouble") -> str:
     """Describe a trouble in one line, with its remedy."""
-    from rich.markup import escape
-
     where = f"{trouble.where}: {trouble.path}" if trouble.path else trouble.where
     since = f" (for {format_duration(trouble.age_s)})" if trouble.age_s else ""
     remedy = f"; {escape(trouble.remedy)}" if trouble.remedy else ""
-    return f"  [yellow]trouble[/] {_escape_name(where)}: {escape(trouble.what)}{remedy}{since}"
+    return f"  [yellow]trouble[/] {escape(where)}: {escape(trouble.what)}{remedy}{since}"
 
 
 def _describe_clique(clique: "pb.Clique") -> list[str]:
@@ -272,14 +262,12 @@ def format_amount(files: int, size_bytes: int) -> str:
 
 def _describe_refused(answer: "pb.Status") -> list[str]:
     """Describe what was refused, by reason, with the callers."""
-    from rich.markup import escape
-
     found: dict[tuple[str, str], list[pb.Refused]] = {}
     for one in answer.refused:
         found.setdefault((one.where, one.reason), []).append(one)
     words = []
     for (where, reason), ones in found.items():
-        who = ", ".join(escape(escape_unprintable(one.who)) for one in ones if one.who)
+        who = ", ".join(escape(one.who) for one in ones if one.who)
         words.append(
             f"{where}: {sum(one.count for one in ones)} {REASONS.get(reason, reason.replace('_', ' '))}{f' ({who})' if who else ''}"
         )
@@ -293,7 +281,7 @@ def _build_link_table(clique: "pb.Clique") -> Any:
         speed = f"{format_size(link.bytes_per_s)}/s" if link.bytes_per_s >= 0 else "-"
         rtt = f"{link.rtt_s * 1000:.1f} ms" if link.rtt_s >= 0 else "-"
         table.add_row(
-            _escape_name(link.node), waiting or "-", sending or "-", speed, rtt, "[yellow]failed lately[/]" if link.failed_recently else ""
+            escape(link.node), waiting or "-", sending or "-", speed, rtt, "[yellow]failed lately[/]" if link.failed_recently else ""
         )
     return table
 
@@ -301,7 +289,6 @@ def _build_link_table(clique: "pb.Clique") -> Any:
 def build_cluster(answer: "pb.Cluster") -> "RenderableType":
     """Build the output of `ckptfs status --cluster`."""
     from rich.console import Group
-    from rich.markup import escape
 
     living = sum(get_member_state(answer, member) == "alive" for member in answer.members)
     head = (
@@ -348,8 +335,6 @@ def build_grid(*columns: str) -> Any:
 
 
 def _build_tier_table(answer: "pb.Status") -> Any:
-    from rich.markup import escape
-
     table = build_grid("tier", "health", "used>", "shared>", "free>", "budget>", "contents>", "where")
     for tier in answer.tiers:
         # Other users fill the PFS too, so its usage says nothing about this mount.
@@ -377,15 +362,13 @@ def build_listing(rows: list[dict[str, Any]]) -> Any:
         copies = " ".join(f"{copy['tier']}:{copy['state']}" for copy in row["copies"])
         waiting = " *" if row["pfs_pending"] else ""
         figures = (str(row["generation"]), format_size(row["size"]))
-        table.add_row(row["level"] + waiting, row["state"] or row["kind"], *figures, copies, row["digest"][:16], _escape_name(row["name"]))
+        table.add_row(row["level"] + waiting, row["state"] or row["kind"], *figures, copies, row["digest"][:16], escape(row["name"]))
     return table
 
 
 def build_findings(found: list[dict[str, Any]]) -> Any:
     """Build the table of bad copies of `ckptfs verify`."""
-    from rich.markup import escape
-
     table = build_grid("verdict", "tier", "file", "what")
     for one in found:
-        table.add_row(_style_word(one["verdict"]), one["tier"], _escape_name(one["path"]), escape(one["what"]))
+        table.add_row(_style_word(one["verdict"]), one["tier"], escape(one["path"]), escape(one["what"]))
     return table

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from ckptfs_client.json_answers import FitJson
 from ckptfs_client.planning import capacity
-from ckptfs_client.planning.capacity import CapacityNeed, PeerCapacity, TierCapacity
+from ckptfs_client.planning.capacity import CapacityNeed
 from control_served import serving
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,48 +21,51 @@ TWO = CapacityNeed(40 * GIB, 1, 0)
 
 
 def judged(
-    need: CapacityNeed, ram: tuple[int, int], nvme: tuple[int, int] = (0, 0), peers: list[PeerCapacity] | None = None, pfs: bool = False
-) -> capacity.FitResult:
-    tiers = [TierCapacity("ram", ram[0] * GIB, ram[1] * GIB), TierCapacity("nvme", nvme[0] * GIB, nvme[1] * GIB)]
+    need: CapacityNeed, ram: tuple[int, int], nvme: tuple[int, int] = (0, 0), peers: list[pb.Member] | None = None, pfs: bool = False
+) -> FitJson:
+    tiers = [
+        pb.TierCapacity(name=name, usable_bytes=usable * GIB, usable_for_peers_bytes=for_peers * GIB)
+        for name, (usable, for_peers) in (("ram", ram), ("nvme", nvme))
+    ]
     return capacity.check_fit(need, tiers, peers or [], has_pfs=pfs)
 
 
 @pytest.mark.parametrize(
     ("need", "ram", "nvme", "where", "words"),
     [
-        (TWO, (80, 0), (0, 0), ("ram",), "fits in RAM: 80.0 GiB (40.0 GiB x 2 generations) of 80.0 GiB usable"),
-        (TWO, (79, 0), (1, 0), ("ram", "nvme"), "fits in RAM and NVMe"),
-        (CapacityNeed(40 * GIB, 0, 0), (40, 0), (0, 0), ("ram",), "40.0 GiB x 1 generation)"),
-        (CapacityNeed(40 * GIB, 1, 1), (160, 80), (0, 0), ("ram",), "160 GiB (40.0 GiB x 2 generations x 2 copies)"),
-        (CapacityNeed(40 * GIB, 1, 1), (160, 79), (0, 0), (), "80.0 GiB of them for peers, which may use 79.0 GiB; raise peer_share="),
-        (CapacityNeed(40 * GIB, 1, 1), (160, 79), (9, 1), ("ram", "nvme"), "fits in RAM and NVMe"),
-        (TWO, (79, 0), (0, 0), (), "which has 79.0 GiB usable; raise ram= or nvme="),
+        (TWO, (80, 0), (0, 0), ["ram"], "fits in RAM: 80.0 GiB (40.0 GiB x 2 generations) of 80.0 GiB usable"),
+        (TWO, (79, 0), (1, 0), ["ram", "nvme"], "fits in RAM and NVMe"),
+        (CapacityNeed(40 * GIB, 0, 0), (40, 0), (0, 0), ["ram"], "40.0 GiB x 1 generation)"),
+        (CapacityNeed(40 * GIB, 1, 1), (160, 80), (0, 0), ["ram"], "160 GiB (40.0 GiB x 2 generations x 2 copies)"),
+        (CapacityNeed(40 * GIB, 1, 1), (160, 79), (0, 0), [], "80.0 GiB of them for peers, which may use 79.0 GiB; raise peer_share="),
+        (CapacityNeed(40 * GIB, 1, 1), (160, 79), (9, 1), ["ram", "nvme"], "fits in RAM and NVMe"),
+        (TWO, (79, 0), (0, 0), [], "which has 79.0 GiB usable; raise ram= or nvme="),
     ],
 )
-def test_a_checkpoint_fits_or_not(
-    need: CapacityNeed, ram: tuple[int, int], nvme: tuple[int, int], where: tuple[str, ...], words: str
-) -> None:
+def test_a_checkpoint_fits_or_not(need: CapacityNeed, ram: tuple[int, int], nvme: tuple[int, int], where: list[str], words: str) -> None:
     found = judged(need, ram, nvme)
-    assert found.tier_names == where and words in found.sentence
+    assert found["where"] == where and words in found["sentence"]
 
 
 def test_what_the_other_nodes_have_left() -> None:
     need = CapacityNeed(GIB, 1, 1)
-    assert judged(need, (4, 2), peers=[PeerCapacity("b", 2 * GIB)]).tier_names == ("ram",)
-    assert "b has 1.0 GiB left for others, and 2.0 GiB" in judged(need, (4, 2), peers=[PeerCapacity("b", GIB)]).sentence
-    assert judged(CapacityNeed(GIB, 1, 0), (4, 2), peers=[PeerCapacity("b", 0)]).tier_names == ("ram",), "who sends no copies needs no peer"
+    assert judged(need, (4, 2), peers=[pb.Member(name="b", capacity_bytes=2 * GIB)])["where"] == ["ram"]
+    assert "b has 1.0 GiB left for others, and 2.0 GiB" in judged(need, (4, 2), peers=[pb.Member(name="b", capacity_bytes=GIB)])["sentence"]
+    assert judged(CapacityNeed(GIB, 1, 0), (4, 2), peers=[pb.Member(name="b", capacity_bytes=0)])["where"] == ["ram"], (
+        "who sends no copies needs no peer"
+    )
 
 
 def test_with_a_pfs_the_rest_is_slow_not_lost() -> None:
     """P10."""
-    assert "is written to the PFS, at its speed; raise ram=" in judged(CapacityNeed(9 * GIB, 1, 0), (4, 0), pfs=True).sentence
+    assert "is written to the PFS, at its speed; raise ram=" in judged(CapacityNeed(9 * GIB, 1, 0), (4, 0), pfs=True)["sentence"]
 
 
 @given(st.integers(0, 50), st.integers(0, 4), st.integers(0, 3), *[st.integers(0, 400)] * 2)
 def test_more_room_never_fits_less(size: int, kept: int, copies: int, ram: int, nvme: int) -> None:
     need = CapacityNeed(size * GIB, kept, copies)
-    if judged(need, (ram, ram), (nvme, nvme)).tier_names:
-        assert judged(need, (ram + 1, ram + 1), (nvme, nvme)).tier_names and judged(need, (ram, ram), (nvme + 1, nvme + 1)).tier_names
+    if judged(need, (ram, ram), (nvme, nvme))["fits"]:
+        assert judged(need, (ram + 1, ram + 1), (nvme, nvme))["fits"] and judged(need, (ram, ram), (nvme + 1, nvme + 1))["fits"]
         assert need.own_bytes + need.peer_bytes <= (ram + nvme) * GIB
 
 
@@ -76,7 +80,7 @@ def test_the_clique_of_a_node() -> None:
     ]
     mine, cluster = pb.Capacity(node="me", clustered=True), pb.Cluster(members=members)
     assert [member.name for member in capacity.list_clique(mine, cluster)] == ["right", "left"]
-    assert capacity.list_peers(mine, cluster) == [PeerCapacity("right", 6)]
+    assert capacity.list_peers(mine, cluster) == [members[1]]
     assert capacity.list_clique(mine, None) == [] and capacity.list_peers(mine, None) == []
 
 
