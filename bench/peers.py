@@ -56,7 +56,7 @@ def serve(directory: Path, keyring: Path | None) -> None:
         membership.Node(number, f"node{number}", f"node{number}:7420", number, f"node{number}") for number in (1, 2)
     )
     nobody: Any = None
-    hold = Host(db, tiers, 0.9, node.told, Cluster(2, 2, 1, nobody, nobody, lambda: world))
+    hold = Host(db, tiers, 0.9, node.told, Cluster(db, 2, 2, 1, nobody, nobody, lambda: world))
     server = PeerServer(hold, "127.0.0.1:0", CLUSTER, certificates.load(keyring / "node2") if keyring else None)
     raw = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_raw_server, args=(raw, directory), daemon=True).start()

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ckptfs import limits
+from ckptfs.catalog.database import Database
 from ckptfs.clique import placement
 from ckptfs.clique.locations import ContentLocations, CopyRecords
 from ckptfs.clique.membership import ClusterView, Node, NodeLease
 from ckptfs.clique.peer_api import PeerApi
 from ckptfs.errors import LeaseGone
 from ckptfs.model import Content
-from ckptfs.store.kv import Compare, CompareTarget, Delete, Get, Item, Put, Store
+from ckptfs.store.kv import Compare, CompareTarget, Delete, Get, Put, Store
 
 LOCKS_PREFIX = b"claim/"
 
@@ -52,13 +53,12 @@ class ClusterLocks:
         lease = self._node_lease.lease_id
         if not lease:
             return None
-        key, value = _build_key(name), _encode_value(self._node_lease.node.number, lease)
+        key, value = _build_key(name), b"%d %d" % (self._node_lease.node.number, lease)
         try:
             outcome = self._store.commit([Compare(key, CompareTarget.VERSION, "=", 0)], [Put(key, value, lease), Get(key)], [Get(key)])
         except LeaseGone:
             return None
-        item = _get_first(outcome.results[0])
-        return ClusterLock(name, lease, item.create_revision) if item is not None and item.value == value else None
+        return next((ClusterLock(name, lease, item.create_revision) for item in outcome.results[0] if item.value == value), None)
 
     def is_held(self, lock: ClusterLock) -> bool:
         """Return True if the lock certainly still holds."""
@@ -68,22 +68,9 @@ class ClusterLocks:
         """Release the lock. Raises StoreUnreachable; the lock then ends with the lease."""
         self._store.commit([lock.build_guard()], [Delete(_build_key(lock.name))])
 
-    def find_holder(self, name: str) -> int | None:
-        """Return the number of the node that holds the lock, or None."""
-        item = _get_first(self._store.read([Get(_build_key(name))]).results[0])
-        return None if item is None else int(item.value.split(b" ")[0])
-
 
 def _build_key(name: str) -> bytes:
     return LOCKS_PREFIX + name.encode()
-
-
-def _encode_value(number: int, lease: int) -> bytes:
-    return b"%d %d" % (number, lease)
-
-
-def _get_first(items: tuple[Item, ...]) -> Item | None:
-    return items[0] if items else None
 
 
 class LockProvider(Protocol):
@@ -101,6 +88,7 @@ class Cluster:
     `view` returns the newest view.
     """
 
+    db: Database
     node_number: int
     factor: int
     jump: int
@@ -113,7 +101,7 @@ class Cluster:
     copy_records: CopyRecords = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "copy_records", CopyRecords(self.store, self.node_number))
+        object.__setattr__(self, "copy_records", CopyRecords(self.store, self.db, self.node_number))
 
     def draw_delay_s(self, at_most_s: float = limits.SPREAD_S_MAX) -> float:
         """Return a random delay for work that many nodes begin at the same event.

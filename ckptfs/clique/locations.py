@@ -8,9 +8,8 @@ The writer's own copy has no row under `p/`: `c/` implies it. If the writer lost
 Crash safety: transactions are applied or not; a node announces its copies again.
 """
 
-import contextlib
 import json
-import threading
+import re
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,10 +19,11 @@ from ckptfs.catalog import peer_copies, remote_contents
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.peer_copies import PeerCopy
 from ckptfs.catalog.remote_contents import RemoteState
-from ckptfs.coherence import keys, value_checks
+from ckptfs.coherence import chain, keys, value_checks
+from ckptfs.coherence.chain import ChainedStore
 from ckptfs.coherence.keys import CONTENT, INODE, PFS_NAME, PFS_STATE, SharedKey
 from ckptfs.model import Content, ContentState
-from ckptfs.store.kv import Compare, CompareTarget, Delete, Get, Item, Operation, Outcome, Put, Store, prefix_end, split_changes
+from ckptfs.store.kv import Compare, CompareTarget, Delete, Get, Item, Operation, Put, Store, Transactions, prefix_end, split_changes
 
 LOAD_CONTENTS_MAX = limits.ETCD_OPERATIONS_MAX // 2
 
@@ -149,7 +149,7 @@ def load_files(store: Store, inodes: Sequence[int]) -> dict[int, SharedFile]:
     found: dict[int, SharedFile] = {}
     for inode, items in zip(inodes, results, strict=True):
         if items:
-            value = keys.decode_value(value_checks.parse_value(SharedKey(INODE, inode), items[0])) or {}
+            value = value_checks.decode_item(items[0]) or {}
             found[inode] = SharedFile(value.get("content"), value, items[0])
     return found
 
@@ -184,16 +184,15 @@ class SharedPfsState:
 
 def load_pfs_state(store: Store, inode: int) -> SharedPfsState | None:
     """Load what the PFS shows of a file; None if unknown."""
-    (items,) = store.read([Get(build_pfs_state_key(inode))]).results
-    with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
-        return _parse_pfs_state(items[0])
-    return None
+    return _parse_pfs_state(store.read([Get(build_pfs_state_key(inode))]).results[0])
 
 
-def _parse_pfs_state(item: Item) -> SharedPfsState:
-    value = json.loads(item.value)
+def _parse_pfs_state(items: Sequence[Item]) -> SharedPfsState | None:
+    value = value_checks.decode_item(items[0]) if items else None
+    if value is None or value.get("published") is None:
+        return None
     generation, complete, size, mtime_ns = value["published"][:4]
-    return SharedPfsState(int(generation), bool(complete), int(size), int(mtime_ns), "by" in value, value, item)
+    return SharedPfsState(generation, bool(complete), size, mtime_ns, "by" in value, value, items[0])
 
 
 def find_replaced_pfs_state(store: Store, inode: int, file: SharedFile) -> SharedPfsState | None:
@@ -203,16 +202,16 @@ def find_replaced_pfs_state(store: Store, inode: int, file: SharedFile) -> Share
     """
     for parent, name in file.value.get("names", ()):
         (places,) = store.read([Get(keys.encode_key(SharedKey(PFS_NAME, parent, name.encode("latin-1"))))]).results
-        with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
-            place = json.loads(places[0].value)
-            replaces = int(place["inode"])
-            shown, alive, own = store.read(
-                [Get(build_pfs_state_key(replaces)), Get(build_inode_key(replaces)), Get(build_pfs_state_key(inode))]
-            ).results
-            found = _parse_pfs_state(shown[0])
-            if replaces != inode and not (alive or own) and found.value["names"] == [[parent, name]]:
-                rests_on = (places[0], *(Item(key, b"", 0, 0) for key in (build_inode_key(replaces), build_pfs_state_key(inode))))
-                return replace(found, generation=0, in_hand=found.in_hand or "by" in place, replaces=replaces, rests_on=rests_on)
+        place = value_checks.decode_item(places[0]) if places else None
+        if place is None or place["inode"] in (0, inode):
+            continue
+        replaces = place["inode"]
+        gone, own = build_inode_key(replaces), build_pfs_state_key(inode)
+        shown, alive, others = store.read([Get(build_pfs_state_key(replaces)), Get(gone), Get(own)]).results
+        found = _parse_pfs_state(shown)
+        if found is not None and not (alive or others) and found.value["names"] == [[parent, name]]:
+            rests_on = (places[0], *(Item(key, b"", 0, 0) for key in (gone, own)))
+            return replace(found, generation=0, in_hand=found.in_hand or "by" in place, replaces=replaces, rests_on=rests_on)
     return None
 
 
@@ -245,23 +244,14 @@ def record(db: Database, number: int, shared: ContentLocations, own_number: int)
 
 
 class CopyRecords:
-    """The keys `p/<content>/<node>` of this node. Any thread.
+    """The keys `p/<content>/<node>` of this node, put and deleted as a chain: a late announcement leaves no phantom. Any thread."""
 
-    A commit that timed out may still be applied, even after later ones: a late announcement would leave a copy that does not exist. So each
-    transaction puts `a/<node>` and compares its revision with that of the one before. A late one then fails, or comes before the next.
-    """
-
-    def __init__(self, store: Store, node: int) -> None:
-        self._store = store
+    def __init__(self, store: Transactions, db: Database, node: int) -> None:
+        self._store = ChainedStore(store, db, chain.COPIES_CHAIN)
         self._node = node
-        self._chain_key = b"a/%08x" % node
-        self._chain_revision: int | None = None
-        self._lock = threading.Lock()
 
     def announce(self, contents: Iterable[tuple[Content, bool]], *, is_own_away: bool = False) -> None:
-        """Announce for each content that this node has a copy (True) or has none (False).
-
-        Raises StoreUnreachable.
+        """Announce for each content that this node has a copy (True) or has none (False). Raises StoreUnreachable.
 
         `is_own_away`: it lacks the contents that it wrote (True), or has them.
         """
@@ -278,31 +268,11 @@ class CopyRecords:
     def withdraw(self, content: int, relied_on: Sequence[Item]) -> bool:
         """Withdraw a copy if the rows `relied_on` are unchanged. Return False if they are not."""
         compares = [Compare(item.key, CompareTarget.MOD, "=", item.mod_revision) for item in relied_on]
-        return self._commit(compares, [Delete(build_copy_key(content, self._node))])
+        return self._store.commit(compares, [Delete(build_copy_key(content, self._node))]).succeeded
 
     def _announce(self, changes: Sequence[Operation]) -> None:
         for batch in split_changes(changes):
-            self._commit([], batch)
-
-    def _commit(self, compares: Sequence[Compare], changes: Sequence[Operation]) -> bool:
-        """Commit after the transactions before; those whose fate is unknown are applied by then, or never."""
-        get = Get(self._chain_key)
-        with self._lock:
-            while True:
-                if self._chain_revision is None:
-                    self._chain_revision = _get_revision(self._store.read([get]))
-                before, self._chain_revision = self._chain_revision, None
-                is_next = Compare(self._chain_key, CompareTarget.MOD, "=", before)
-                outcome = self._store.commit([is_next, *compares], [*changes, Put(self._chain_key, b"")], [get])
-                self._chain_revision = outcome.revision if outcome.succeeded else _get_revision(outcome)
-                if outcome.succeeded or self._chain_revision == before:
-                    return outcome.succeeded
-
-
-def _get_revision(outcome: Outcome) -> int:
-    """Return the revision of the only key that was read; 0 if it does not exist."""
-    (items,) = outcome.results
-    return items[0].mod_revision if items else 0
+            self._store.commit([], batch)
 
 
 def delete_content(store: Store, content: int, shared: ContentLocations) -> None:
@@ -333,43 +303,29 @@ def build_gets(number: int) -> tuple[Get, Get]:
 
 def _encode_copy(content: Content, *, away: bool) -> bytes:
     digest = b"" if content.digest is None else content.digest
-    value = {"generation": content.generation, "digest": digest.hex(), **({"away": True} if away else {})}
-    return json.dumps(value, separators=(",", ":")).encode()
+    return keys.encode_fields({"generation": content.generation, "digest": digest.hex(), **({"away": True} if away else {})})
 
 
 def parse(number: int, written: Sequence[Item], announced: Sequence[Item]) -> ContentLocations:
     """Parse the results of `build_gets`."""
-    copies = tuple(copy for item in announced if (copy := _parse_copy(number, item)) is not None)
+    holders = [found for item in announced if (found := _parse_copy(number, item)) is not None]
+    copies = tuple(copy for copy, is_away in holders if not is_away)
     items = (*written, *announced)
-    if not written:
+    value = value_checks.decode_item(written[0]) if written else None
+    if value is None:
         return ContentLocations(None, None, copies, items)
-    try:
-        value = json.loads(written[0].value)
-        digest = None if value["digest"] is None else bytes.fromhex(value["digest"])
-        is_open = value["state"] == ContentState.OPEN
-        state = RemoteState(number, int(value["inode"]), int(value["generation"]), int(value["size"]), digest, is_open=is_open)
-        writer = int(value["node"])
-        is_away = any(_is_away(item, state) for item in announced if item.key == build_copy_key(number, writer))
-        is_lost = value["state"] == ContentState.LOST
-        return ContentLocations(writer, state, copies, items, value.get("former_ns"), is_lost, is_away)
-    except (ValueError, KeyError, TypeError):
-        return ContentLocations(None, None, copies, items)
+    digest = None if value["digest"] is None else bytes.fromhex(value["digest"])
+    is_open, is_lost = value["state"] == ContentState.OPEN, value["state"] == ContentState.LOST
+    state = RemoteState(number, value["inode"], value["generation"], value["size"], digest, is_open=is_open)
+    own = [copy for copy, is_away in holders if is_away and copy.node == value["node"]]
+    is_away = any((copy.generation, copy.digest) == (state.generation, state.digest) for copy in own)
+    return ContentLocations(value["node"], state, copies, items, value.get("former_ns"), is_lost, is_away)
 
 
-def _parse_copy(number: int, item: Item) -> PeerCopy | None:
-    """Parse an announced copy; None for other values."""
-    try:
-        value = json.loads(item.value)
-        if "away" in value:
-            return None
-        return PeerCopy(number, int(item.key.rpartition(b"/")[2], 16), int(value["generation"]), bytes.fromhex(value["digest"]))
-    except (ValueError, KeyError, TypeError):
+def _parse_copy(number: int, item: Item) -> tuple[PeerCopy, bool] | None:
+    """Parse an announced copy, and whether its writer says that it lacks it; None for other values."""
+    value = value_checks.decode_item(item)
+    node = item.key.removeprefix(build_copies_prefix(number)).decode("latin-1")
+    if value is None or not re.fullmatch("[0-9a-f]{8}", node):
         return None
-
-
-def _is_away(item: Item, state: RemoteState) -> bool:
-    """Return True if the writer announced that it lacks its last written state."""
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        value = json.loads(item.value)
-        return "away" in value and (int(value["generation"]), bytes.fromhex(value["digest"])) == (state.generation, state.digest)
-    return False
+    return PeerCopy(number, int(node, 16), value["generation"], bytes.fromhex(value["digest"])), "away" in value

@@ -6,7 +6,7 @@ most one is applied, and one that is late is applied before its successor or nev
 
 If the fate of a transaction is unknown, a fence is sent for the same link: a transaction that puts only the key. Either the fence is
 applied, then the late one never will be, or the key shows which one came first. The mount has the chain `w/<node>`, the write-back of the
-mover `w/<node>/write_back`.
+mover `w/<node>/write_back`, its announcements of copies `w/<node>/copies`.
 
 Crash safety: the last known link is in the catalog. The next process sends a fence first. The value of the key names what its transaction
 deleted, which would look like changes of other nodes.
@@ -27,6 +27,7 @@ from ckptfs.store.kv import WAIT_S, Compare, CompareTarget, Get, Operation, Outc
 
 MOUNT_CHAIN = b""
 WRITE_BACK_CHAIN = b"write_back"
+COPIES_CHAIN = b"copies"
 
 
 @dataclass(frozen=True, slots=True)

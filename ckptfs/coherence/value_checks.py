@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from ckptfs import limits
 from ckptfs.coherence.keys import (
     CONTENT,
+    COPY,
     INODE,
     JOURNAL_ROW,
     LAST_COMMIT,
@@ -29,7 +30,9 @@ from ckptfs.coherence.keys import (
     PRIOR_REVISION,
     TIMES,
     SharedKey,
+    Value,
     decode_key,
+    decode_value,
 )
 from ckptfs.errors import CkptfsError, StoreTooNew
 from ckptfs.store.kv import Compare, CompareTarget, Item, Put
@@ -156,6 +159,7 @@ REQUIRED: Mapping[str, Mapping[str, Check]] = {
         "node": _is_count, "inode": _is_count, "generation": _is_count, "state": lambda value: value in range(5), "size": _is_count,
         "digest": _or_none(_is_digest), "closed_ns": _is_int,
     },
+    COPY: {"generation": _is_count, "digest": _is_digest},
     LAST_COMMIT: {"deleted": _is_each(_is_bytes_text)},
     PFS_NAME: {"inode": _is_count},
     PFS_STATE: {"names": _is_each(_is_list_of(_is_id, is_name))},
@@ -171,6 +175,7 @@ OPTIONAL: Mapping[str, Mapping[str, Check]] = {
     },
     TIMES: {},
     CONTENT: {"former_ns": _is_int, "before": _is_list_of(_is_count, _or_none(_is_int))},
+    COPY: {"away": _is_flag},
     LAST_COMMIT: {"sequence": _is_count, "fence": _is_count},
     PFS_NAME: {**_INTENT, "next": _is_count, "ino": _is_ino, "published": _PUBLISHED, "temporary": _is_each(_is_temporary)},
     PFS_STATE: {
@@ -232,10 +237,10 @@ def parse_key(raw: bytes) -> SharedKey | None:
     return key
 
 
-def is_readable(item: Item) -> bool:
-    """Return True for a key and value of ckptfs."""
+def decode_item(item: Item) -> Value | None:
+    """Return the fields of an item; None if its key or value is none of ckptfs."""
     key = parse_key(item.key)
-    return key is not None and parse_value(key, item) != UNREADABLE
+    return None if key is None else decode_value(parse_value(key, item))
 
 
 @functools.lru_cache(1024)

@@ -12,7 +12,6 @@ A live node maintains its own records (`ckptfs.flow.reconcile`), and a holder re
 rest for all, and only while known nodes are absent.
 """
 
-import json
 import time
 
 from ckptfs import limits
@@ -23,6 +22,8 @@ from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.locations import ContentLocations, SharedFile
 from ckptfs.clique.membership import ClusterView
 from ckptfs.coherence import store_loss
+from ckptfs.coherence.keys import decode_key
+from ckptfs.coherence.value_checks import decode_item
 from ckptfs.store.kv import Compare, CompareTarget, Delete, Get, Item, prefix_end
 
 DEAD_CONTENTS_BATCH = locations.LOAD_CONTENTS_MAX // 2
@@ -68,7 +69,8 @@ class DropDeadRecords:
         return self._cluster.claims is None or self._cluster.claims.try_acquire("bury") is not None
 
     def _drop_dead(self, items: tuple[Item, ...], view: ClusterView) -> None:
-        content_ids = [number for item in items if (number := _parse_if_writer_dead(item, view)) is not None]
+        writers = {item.key: value["node"] for item in items if (value := decode_item(item)) is not None}
+        content_ids = [decode_key(key).number for key, writer in writers.items() if writer not in view]
         content_locations = locations.load(self._cluster.store, content_ids)
         without_copy = {number: one for number, one in content_locations.items() if not any(copy.node in view for copy in one.copies)}
         files = locations.load_files(
@@ -98,15 +100,6 @@ class DropDeadRecords:
         compares.append(Compare(key, CompareTarget.MOD, "=", 0 if file is None else file.item.mod_revision))
         copies = locations.build_copies_prefix(number)
         self._cluster.store.commit(compares, [Delete(locations.build_content_key(number)), Delete(copies, prefix_end(copies))])
-
-
-def _parse_if_writer_dead(item: Item, view: ClusterView) -> int | None:
-    """Return the content of a record whose writer is dead; None otherwise."""
-    try:
-        value = json.loads(item.value)
-        return None if int(value["node"]) in view else int(item.key.removeprefix(CONTENTS_PREFIX), 16)
-    except (ValueError, KeyError, TypeError):
-        return None
 
 
 ANNOUNCE_BATCH_CONTENTS = 256

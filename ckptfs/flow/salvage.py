@@ -29,6 +29,7 @@ from ckptfs.clique.membership import ClusterView, ViewChange
 from ckptfs.clique.peer_api import PeerFailed, PeerRefused
 from ckptfs.coherence import keys, salvage_records, store_loss
 from ckptfs.coherence.keys import INODE, PFS_STATE, SharedKey
+from ckptfs.coherence.value_checks import decode_item
 from ckptfs.errors import DigestMismatch
 from ckptfs.model import Content, ContentState, Notifier
 from ckptfs.store.kv import Compare, CompareTarget, Delete, Get, Item, Operation, Put, Store
@@ -292,7 +293,7 @@ class Salvage:
         )
 
     def _finish_restore(self, content: Content, inode: int, file: SharedFile, shared: ContentLocations) -> None:
-        values = file.value, json.loads(_list_content_items(shared.items)[0].value)
+        values = file.value, decode_item(_list_content_items(shared.items)[0]) or {}
         salvage_records.record_previous_shown(
             self._db, content, inode, values, max(file.item.mod_revision, *(item.mod_revision for item in shared.items))
         )

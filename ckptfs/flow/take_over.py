@@ -20,7 +20,7 @@ from ckptfs.clique.cluster import Cluster, ClusterLock
 from ckptfs.clique.membership import ClusterView, ViewChange
 from ckptfs.coherence import keys
 from ckptfs.coherence.keys import JOURNAL_ROW, SharedKey
-from ckptfs.coherence.value_checks import is_readable
+from ckptfs.coherence.value_checks import decode_item
 from ckptfs.model import Notifier
 from ckptfs.store.kv import Compare, CompareTarget, Delete, Get, Item, Operation, Put, prefix_end
 
@@ -97,7 +97,7 @@ class TakeOver:
         if claim is None or self._cluster.claims is None:
             return False
         found = self._cluster.store.read(self._build_gets(number, ROWS_TOGETHER)).results
-        items = [item for page in found for item in page if is_readable(item)][:ROWS_TOGETHER]
+        items = [item for page in found for item in page if decode_item(item) is not None][:ROWS_TOGETHER]
         is_dead = number == self._cluster.node_number or not membership.list_live(self._cluster.store, [number])
         if items and is_dead and self._append_rows(claim, items, number):
             log.info("node %d: this node takes over %d changes that it had not written back", number, len(items))
@@ -116,7 +116,7 @@ class TakeOver:
 
     def _append_rows(self, claim: ClusterLock, items: list[Item], number: int) -> bool:
         """Move rows to this node. Return False if their node lives again, or another node has them."""
-        rows = [keys.parse_row(keys.decode_value(item.value) or {}, number) for item in items]
+        rows = [keys.parse_row(decode_item(item) or {}, number) for item in items]
         with self._db.transaction():
             taken = journal.insert_taken_over(self._db, rows)
         disk.act("take_over:appended", lambda: None)

@@ -225,7 +225,8 @@ def test_one_of_many_gets_the_lock(store: Store) -> None:
             taken = list(threads.map(lambda node, what=f"journal/{race}": node[1].try_acquire(what), nodes))
         winners = [number for number, claim in enumerate(taken) if claim is not None]
         assert len(winners) == 1
-        assert nodes[0][1].find_holder(f"journal/{race}") == nodes[winners[0]][0].node.number
+        (held,) = store.read([Get(b"claim/journal/%d" % race)]).results[0]
+        assert held.value.startswith(b"%d " % nodes[winners[0]][0].node.number)
 
 
 def test_only_the_holder_gets_a_lock_again(store: Store) -> None:
@@ -234,7 +235,7 @@ def test_only_the_holder_gets_a_lock_again(store: Store) -> None:
     assert claim is not None and ours.try_acquire("x") == claim and ours.is_held(claim)
     assert theirs.try_acquire("x") is None and theirs.try_acquire("y") is not None
     ours.release(claim)
-    assert ours.find_holder("x") is None
+    assert not store.read([Get(b"claim/x")]).results[0]
     again = theirs.try_acquire("x")
     assert again is not None
     ours.release(claim)

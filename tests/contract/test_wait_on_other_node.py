@@ -66,7 +66,7 @@ def test_a_wait_elsewhere_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
             seal(one, inode, content)
             await one.sharing.wait_published()
             if wanted is not Level.LOCAL:
-                locations.CopyRecords(two.store, 2).announce([(_sealed(one, content), True)])
+                locations.CopyRecords(two.store, two.db, 2).announce([(_sealed(one, content), True)])
             if wanted is Level.PFS:
                 put(etcd, f"x/{ROOT:016x}/file", {"inode": inode.id})
                 published = [1, 1, 3, 2, 77, DIGEST.hex()]

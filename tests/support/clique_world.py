@@ -365,7 +365,7 @@ def offer_of(node: Node, content: int) -> Offer:
 
 def cluster_of(node: Node) -> Cluster:
     """What the flows of a node know of the others."""
-    return Cluster(node.number, node.cluster.factor, 1, node.peers, node.store, lambda: node.view)
+    return Cluster(node.db, node.number, node.cluster.factor, 1, node.peers, node.store, lambda: node.view)
 
 
 def send_copy(source: Node, target: Node, content: int) -> bool:

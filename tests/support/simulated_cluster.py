@@ -93,7 +93,15 @@ class SimulatedMover:
         self.membership = SimulatedMembership(db, store, build_node(config, db, node.number, 1 << 38), lambda _key, _value: None)
         self._lease = lambda: self.membership.node_lease.lease_id
         self.cluster = Cluster(
-            node.number, config.replication_factor, 1, node.peers, store, lambda: self.membership.view, self.membership.locks, self._lease
+            db,
+            node.number,
+            config.replication_factor,
+            1,
+            node.peers,
+            store,
+            lambda: self.membership.view,
+            self.membership.locks,
+            self._lease,
         )
         node.member = self.membership.node_lease.node
         node.hold = Host(db, tiers, 0.5, self, self.cluster)

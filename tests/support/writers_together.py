@@ -61,7 +61,7 @@ class Writer(Node):
         self.others: list[Writer] = []
         nobody: Any = None
         claims = ClusterLocks(self.store, self.presence)
-        self.cluster = Cluster(number, 2, 1, nobody, self.store, self.see, claims, lambda: self.presence.lease_id)
+        self.cluster = Cluster(self.db, number, 2, 1, nobody, self.store, self.see, claims, lambda: self.presence.lease_id)
         self.take_over = TakeOver(self.db, self.told, self.cluster)
         self.busy = False
         self.revive()

@@ -69,7 +69,7 @@ class ClusterServices:
         )
         self.membership.subscribe(self._apply_view_change)
         self.cluster = Cluster(
-            node.number, config.replication_factor, config.replication_jump, self._peers, self._store, lambda: self.membership.view,
+            db, node.number, config.replication_factor, config.replication_jump, self._peers, self._store, lambda: self.membership.view,
             self.membership.locks, lambda: self.membership.node_lease.lease_id,
         )  # fmt: skip
         self._running_server: PeerServer | None = None
