@@ -10,8 +10,9 @@ Crash safety: a batch exists together with all its journal rows, or neither does
 import json
 import stat
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from types import UnionType
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from ckptfs.catalog import journal
 from ckptfs.catalog.database import Database
@@ -174,13 +175,14 @@ def build_batch_before(batch: PfsBatch, refused_key: int) -> PfsBatch:
 
 def set_batch(db: Database, batch: PfsBatch, *, ready: bool) -> None:
     """Store the batch that is being applied. Joins the caller's transaction."""
-    db.run("INSERT OR REPLACE INTO pfs_batch (id, ready, body) VALUES (1, ?, ?)", ready, _encode(batch))
+    body = json.dumps({"version": _BATCH_VERSION, **_encode(batch)})
+    db.run("INSERT OR REPLACE INTO pfs_batch (id, ready, body) VALUES (1, ?, ?)", ready, body)
 
 
 def find_batch(db: Database) -> tuple[bool, PfsBatch] | None:
     """Return (ready, batch) of the batch that is being applied. Returns None if there is none."""
     row = db.row("SELECT ready, body FROM pfs_batch")
-    return None if row is None else (bool(row[0]), _decode(row[1]))
+    return None if row is None else (bool(row[0]), _load_batch(row[1]))
 
 
 def delete_batch(db: Database) -> None:
@@ -188,69 +190,51 @@ def delete_batch(db: Database) -> None:
 
 
 _BATCH_VERSION = 3
-_READABLE_VERSIONS = {2, _BATCH_VERSION}
-_PENDING_FIELDS = ("parent", "name", "inode")
-_REQUEUED_FIELDS = ("inode", "content")
 
 
-def _encode(batch: PfsBatch) -> str:
-    """Return JSON by field names. Bytes become strings of the same code points (latin-1)."""
-
-    def encode_value(value: Any) -> Any:
-        if isinstance(value, bytes):
-            return value.decode("latin-1")
-        if isinstance(value, list | tuple):
-            return [encode_value(item) for item in value]
-        if hasattr(value, "__dataclass_fields__"):
-            return {name: encode_value(getattr(value, name)) for name in value.__dataclass_fields__}
-        return value
-
-    body = encode_value(batch)
-    body["pending_entries"] = [_name_fields(_PENDING_FIELDS, item) for item in body["pending_entries"]]
-    body["requeued"] = [_name_fields(_REQUEUED_FIELDS, item) for item in body["requeued"]]
-    return json.dumps({"version": _BATCH_VERSION, **body})
+def _encode(value: Any) -> Any:
+    """Return a value for JSON: dataclasses by field names, and bytes as strings of the same code points."""
+    if isinstance(value, bytes):
+        return value.decode("latin-1")
+    if isinstance(value, list | tuple):
+        return [_encode(item) for item in value]
+    if is_dataclass(value):
+        return {field.name: _encode(getattr(value, field.name)) for field in fields(value)}
+    return value
 
 
-def _name_fields(names: Iterable[str], item: list[Any]) -> dict[str, Any]:
-    return dict(zip(names, item, strict=True))
+def _decode(kind: Any, value: Any) -> Any:
+    """Return the value of the type `kind` that `_encode` has encoded."""
+    options = get_args(kind)
+    if isinstance(kind, UnionType):
+        return None if value is None else _decode(options[0], value)
+    if get_origin(kind) is list or options[1:] == (...,):
+        return get_origin(kind)(_decode(options[0], item) for item in value)
+    if get_origin(kind) is tuple:
+        return tuple(_decode(option, item) for option, item in zip(options, value, strict=True))
+    if isinstance(kind, type) and is_dataclass(kind):
+        kinds = get_type_hints(kind)
+        return kind(**{name: _decode(kinds[name], item) for name, item in value.items()})
+    return value.encode("latin-1") if kind is bytes else value
 
 
-def _decode(text: str) -> PfsBatch:
-    """Return the batch of `_encode`, or of a mover with schema version 1.
-
-    Raises CatalogTooNew if the version is unknown.
-    """
+def _load_batch(text: str) -> PfsBatch:
+    """Return a stored batch, also one of 0.2.0. Raises CatalogTooNew if the version is unknown."""
     body = json.loads(text)
     if isinstance(body, list):
-        body = _name_version_1(body)
-    if (version := body.pop("version")) not in _READABLE_VERSIONS:
+        batch = cast(PfsBatch, _decode(PfsBatch, _name_version_1(body)))
+        _derive_changes(batch)
+        return batch
+    if (version := body.pop("version")) != _BATCH_VERSION:
         raise CatalogTooNew(
             f"the catalog's write-back batch has version {version}, this ckptfs knows up to {_BATCH_VERSION}",
             remedy="install the newer ckptfs again; nothing was changed",
         )
-    for name in ("actions", "abandoned"):
-        body[name] = [_decode_action(item) for item in body.get(name, ())]
-    for name in ("expected_entries", "name_changes", "abandoned_entries"):
-        body[name] = [_decode_entry(item) for item in body.get(name, ())]
-    body["pending_changes"] = [
-        PlannedPending(item["key"], (item["name"][0], _decode_bytes(item["name"][1])), item["inode"])
-        for item in body.get("pending_changes", ())
-    ]
-    body["settle_rows"] = [(inode, seq) for inode, seq in body.get("settle_rows", ())]
-    body["pending_entries"] = [(item["parent"], _decode_bytes(item["name"]), item["inode"]) for item in body["pending_entries"]]
-    body["published_rows"] = [
-        PublishedRow(**{**item, **{name: item[name] and _decode_bytes(item[name]) for name in ("digest", "block_digests")}})
-        for item in body["published_rows"]
-    ]
-    body["requeued"] = [(item["inode"], item["content"]) for item in body["requeued"]]
-    batch = PfsBatch(**body)
-    if version != _BATCH_VERSION:
-        _derive_changes(batch)
-    return batch
+    return cast(PfsBatch, _decode(PfsBatch, body))
 
 
 def _derive_changes(batch: PfsBatch) -> None:
-    """Fill in what the versions before 3 did not store: which action leads to which part of the state."""
+    """Fill in what version 1 did not store: which action leads to which part of the state."""
     final = {(show.location.parent, show.location.name): show for show in batch.expected_entries}
     key_of: dict[PfsName, int] = {}
 
@@ -286,36 +270,11 @@ def _derive_changes(batch: PfsBatch) -> None:
     batch.requeued_seqs = [0] * len(batch.requeued)
 
 
-def _decode_action(item: dict[str, Any]) -> PfsAction:
-    target, replaced = item["new_location"], item["replaced_fingerprint"]
-    decoded = {
-        "location": _decode_location(item["location"]),
-        "fingerprint": Fingerprint(**item["fingerprint"]),
-        "new_location": None if target is None else _decode_location(target),
-        "replaced_fingerprint": None if replaced is None else Fingerprint(**replaced),
-        "temporary": _decode_bytes(item["temporary"]),
-    }
-    return PfsAction(**{**item, **decoded})
-
-
-def _decode_entry(item: dict[str, Any]) -> ExpectedEntry:
-    fingerprint = Fingerprint(**item["fingerprint"])
-    return ExpectedEntry(_decode_location(item["location"]), item["inode"], fingerprint, item.get("key", 0))
-
-
-def _decode_location(item: dict[str, Any]) -> PfsLocation:
-    return PfsLocation(item["parent"], _decode_bytes(item["name"]), tuple(_decode_bytes(name) for name in item["path"]))
-
-
-def _decode_bytes(text: str) -> bytes:
-    return text.encode("latin-1")
-
-
 def _name_version_1(body: list[Any]) -> dict[str, Any]:
     """Give the values of version 1, which are known by their positions, the names of the later versions."""
 
     def name_fields(names: str, item: list[Any] | None) -> Any:
-        return None if item is None else _name_fields(names.split(), item)
+        return None if item is None else dict(zip(names.split(), item, strict=True))
 
     def name_nested(item: dict[str, Any]) -> dict[str, Any]:
         fields = {"location": "parent name path", "new_location": "parent name path",
@@ -325,14 +284,11 @@ def _name_version_1(body: list[Any]) -> dict[str, Any]:
     lists = {
         "actions": "act key inode location fingerprint new_location replaced_fingerprint temporary",
         "expected_entries": "location inode fingerprint",
-        "pending_entries": "parent name inode",
         "published_rows": "inode generation is_complete size mtime_ns pfs_inode digest block_digests",
-        "requeued": "inode content",
     }
-    named = name_fields("last_seq " + " ".join(lists) + " merged_directories after_seq kept_seqs", body)
-    for name, names in lists.items():
-        named[name] = [name_nested(name_fields(names, item)) for item in named[name]]
-    return {"version": 2, **named}
+    order = "last_seq actions expected_entries pending_entries published_rows requeued merged_directories after_seq kept_seqs"
+    named: dict[str, Any] = name_fields(order, body)
+    return named | {name: [name_nested(name_fields(names, item)) for item in named[name]] for name, names in lists.items()}
 
 
 def record_batch_done(db: Database, batch: PfsBatch, observed: dict[tuple[int, bytes], ObservedStat | None]) -> None:
