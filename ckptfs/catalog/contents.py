@@ -55,10 +55,7 @@ def get_file_record(db: Database, content: int) -> FileRecord:
 
 
 def get_publishable(db: Database, content: int) -> Content | None:
-    """Return a content for write-back.
-
-    Returns None for a previous one whose file its successor has: that one is written back.
-    """
+    """Return a content for write-back; None for a previous one whose file its successor has."""
     has_copy = "EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
     if db.value(f"SELECT 1 FROM content k WHERE k.id = ? AND (k.superseded_mtime_ns IS NULL OR {has_copy})", content) is None:
         return None
@@ -86,10 +83,7 @@ def list_closed(db: Database, tiers: Iterable[Tier], after: int, at_most: int) -
 
 
 def mark_sealed(db: Database, results: Iterable[SealResult]) -> list[SealResult]:
-    """Make contents SEALED that were not opened for writing meanwhile. Return which they were.
-
-    Previous contents of the same files are doomed, because their successors are whole now (P5).
-    """
+    """Seal what was not opened meanwhile; doom its predecessors (P5). Return which were sealed."""
     now = time.time_ns()
     done = []
     for result in results:
@@ -218,10 +212,7 @@ def mark_superseded(db: Database, inode: int) -> None:
 
 
 def mark_awaiting_store_check(db: Database, inode: int) -> None:
-    """Mark contents of a file whose last name another node removed.
-
-    They may be previous contents of another file: the store has to be asked before they are deleted.
-    """
+    """Keep contents of a deleted file until the store was asked: others may need them."""
     db.run(
         "UPDATE content SET superseded_mtime_ns = 0 WHERE inode = ? AND superseded_mtime_ns IS NULL"
         f" AND (remote = 1 OR (state = 2 AND {_HAS_HOLDERS}))",
@@ -241,10 +232,7 @@ def is_awaiting_store_check(db: Database, content: int) -> bool:
 
 
 def move_to_successor(db: Database, replaced: Inode, successor: Inode) -> None:
-    """Make the content of a file whose last name another file takes the previous content of that file.
-
-    The other file also keeps copies of what another node wrote, from the moment at which the store has this change.
-    """
+    """Make the content of a file that is replaced the previous one of the file that takes its name."""
     if not db.is_clustered or replaced.nlink != 1 or not (replaced.is_file and successor.is_file) or successor.content is None:
         return
     if db.value(f"SELECT 1 FROM content WHERE id = ? AND state = 2 AND {_HAS_HOLDERS}", successor.content) is not None:
@@ -309,10 +297,7 @@ class FileContent:
 
 
 def get_file_content(db: Database, inode: int) -> FileContent | None:
-    """Return what is known of the bytes of a file, as one snapshot.
-
-    Returns None if there is no such inode.
-    """
+    """Return what is known of the bytes of a file, as one snapshot."""
     rows = db.rows(
         "SELECT k.id, k.state, c.tier, p.inode, k.remote, k.generation,"
         f" k.state = 2 AND (k.remote = 1 OR {peer_copies.IS_KNOWN_ELSEWHERE.format('k')}), {INODE_COLUMNS_JOINED} FROM inode"
@@ -355,10 +340,7 @@ def insert_content(db: Database, inode: int, tier: Tier, *, reserved_content: in
 
 
 def insert_reserved_content(db: Database, tier: Tier) -> int:
-    """Return an id for a content whose file must exist before its inode is known, on a tier that may hang.
-
-    `list_abandoned` finds ids that were not used.
-    """
+    """Return an id for a content whose file must exist before its inode is known."""
     content = db.insert(
         "INSERT INTO content (id, inode, generation, state, change) VALUES (?, 0, 0, 0, 1)", identity.allocate_id(db, "content")
     )
@@ -391,12 +373,7 @@ def record_successor(db: Database, inode: int, content: int, successor: int) -> 
 
 
 def record_duplicate(db: Database, content: int, inode: int, target: int) -> None:
-    """Make the reserved `content` the content of the file `target`.
-
-    Its copy has the bytes of the closed content of `inode`.
-
-    If this node does not know the digests of all blocks, the content awaits a seal of its own.
-    """
+    """Make the reserved `content`, a copy of the closed content of `inode`, that of the file `target`."""
     columns = "generation, state, size, digest, blocks, closed_ns"
     values = columns.replace("state", "CASE WHEN blocks IS NULL THEN 1 ELSE state END")
     db.run(
@@ -409,18 +386,12 @@ def record_duplicate(db: Database, content: int, inode: int, target: int) -> Non
 
 
 def set_current(db: Database, inode: int, content: int) -> None:
-    """Make a successor the content of the file on this node.
-
-    In a cluster the store learns of it with the first size that is recorded.
-    """
+    """Make a successor the content of the file; the store learns of it with its first size."""
     db.run("UPDATE inode SET content = ? WHERE id = ?", content, inode)
 
 
 def mark_open(db: Database, inode: int, content: int, tier: Tier) -> None:
-    """Open a content that no other node has for writing in place: its next generation begins.
-
-    Only the copy in `tier` counts from now on.
-    """
+    """Open a content that no other node has in place: its next generation begins, in `tier` only."""
     # Above every generation that a node has shown: after a loss, the content that is reopened may be an earlier state of the file.
     db.run(
         "UPDATE content SET state = 0, change = change + 1, digest = NULL, blocks = NULL, remote = 0,"
@@ -440,10 +411,7 @@ def bump_change(db: Database, content: int) -> None:
 def mark_closed(
     db: Database, inode: int, content: int, size: int, atime_ns: int, mtime_ns: int | None, *, closed_ns: int | None = None
 ) -> None:
-    """Close a content after its last writer: record size and times, and append a journal row.
-
-    Times that are None stay. `closed_ns`: when that was, if it is not now.
-    """
+    """Close a content: record its size, the times given and `closed_ns` (None: now); append a journal row."""
     now_ns = closed_ns or time.time_ns()
     db.run("UPDATE content SET state = 1, size = ?, change = change + 1, closed_ns = ? WHERE id = ? AND state = 0", size, now_ns, content)
     db.run(_UPDATE_SIZE_AND_TIMES, size, mtime_ns, atime_ns, inode, now_ns)
@@ -456,10 +424,7 @@ def record_written(db: Database, inode: int, size: int, atime_ns: int, mtime_ns:
 
 
 def record_fsync(db: Database, inode: int, content: int, size: int, atime_ns: int, mtime_ns: int | None) -> None:
-    """Record size and times of an open file at its fsync, and append a journal row.
-
-    Times are as for `mark_closed`.
-    """
+    """Record size and the times given of an open file at its fsync, and append a journal row."""
     db.run(_UPDATE_SIZE_AND_TIMES, size, mtime_ns, atime_ns, inode, time.time_ns())
     journal.append(db, "synced", inode, content=content)
 
@@ -499,10 +464,7 @@ def is_current(db: Database, inode: int, content: int) -> bool:
 
 
 def mark_all_doomed(db: Database, inode: int) -> list[int]:
-    """Doom the contents of a file without name or handle. Return their ids.
-
-    Contents that may be previous ones of another file stay until the store was asked.
-    """
+    """Doom the contents of a deleted file that no other file may need. Return their ids."""
     rows = db.rows(f"SELECT id FROM content WHERE inode = ? AND state <> 3 AND {CAN_DELETE}", inode)
     contents = [row[0] for row in rows]
     for content in contents:

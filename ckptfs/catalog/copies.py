@@ -33,10 +33,7 @@ def list_copies(db: Database, content: int) -> tuple[Copy, ...]:
 
 
 def insert_filling_copy(db: Database, seen: Content, tier: Tier) -> bool:
-    """Insert a FILLING row before the file of a copy is created, so that recovery can remove both.
-
-    Returns False if the content changed since `seen`, or if another thread is already filling this copy: the file is that thread's.
-    """
+    """Insert a FILLING row before its file. False: the content changed, or another thread fills it."""
     with db.transaction():
         if not is_unchanged(db, seen) or db.value("SELECT 1 FROM copy WHERE content = ? AND tier = ? AND state = 0", seen.id, tier):
             return False
@@ -45,10 +42,7 @@ def insert_filling_copy(db: Database, seen: Content, tier: Tier) -> bool:
 
 
 def mark_copy_good(db: Database, seen: Content, tier: Tier) -> bool:
-    """Make a FILLING copy GOOD and verified.
-
-    Return False without a change if the content changed since `seen`.
-    """
+    """Make a FILLING copy GOOD and verified. Return False if the content changed since `seen`."""
     with db.transaction():
         if not is_unchanged(db, seen):
             return False
@@ -58,10 +52,7 @@ def mark_copy_good(db: Database, seen: Content, tier: Tier) -> bool:
 
 
 def set_copy_state(db: Database, content: int, tier: Tier, state: CopyState) -> None:
-    """Set the state of a copy after its digest was checked. A GOOD one is verified now.
-
-    A FILLING copy is left alone: it is not the one that was checked.
-    """
+    """Set the state of a copy whose digest was checked. A FILLING one is not the one that was checked."""
     with db.transaction():
         db.run(
             "UPDATE copy SET state = ?, verified_ns = ? WHERE content = ? AND tier = ? AND state <> 0",
@@ -76,10 +67,7 @@ def set_copy_state(db: Database, content: int, tier: Tier, state: CopyState) -> 
 
 
 def delete_copy(db: Database, content: int, tier: Tier) -> None:
-    """Delete the row of a copy.
-
-    Its file may be removed after the commit, unless `has_copy` finds a new row by then.
-    """
+    """Delete the row of a copy. Its file may go after the commit, unless `has_copy` finds a new row."""
     with db.transaction():
         db.run("DELETE FROM copy WHERE content = ? AND tier = ?", content, tier)
         mark_unannounced_if_gone(db, content)
@@ -156,10 +144,7 @@ def has_unchecked(db: Database) -> bool:
 
 
 def find_unchecked(db: Database, tier: Tier, excluded: Iterable[int]) -> int | None:
-    """Return the file whose copy in `tier` eviction would take next if it were read back on the PFS.
-
-    Returns None if there is none.
-    """
+    """Return the file whose copy in `tier` eviction would take next if it were read back on the PFS."""
     found: int | None = db.value(
         f"SELECT k.inode{_UNCHECKED} AND c.tier = ? AND k.inode NOT IN (SELECT value FROM json_each(?))"
         " ORDER BY k.remote DESC, c.used_ns, k.id LIMIT 1",
@@ -202,10 +187,7 @@ def delete_tier(db: Database, tier: Tier) -> None:
 
 
 def list_doomed(db: Database, tiers: Iterable[Tier], after: int, at_most: int) -> list[tuple[int, Tier | None]]:
-    """Return (content, tier) of the copies of doomed contents in `tiers`, after the content `after`.
-
-    The tier is None for a content without copies, of which only the row is left.
-    """
+    """Return (content, tier) of doomed contents after the content `after`; no tier: only the row is left."""
     rows = db.rows(
         "SELECT k.id, c.tier FROM content k LEFT JOIN copy c ON c.content = k.id"
         " WHERE k.state = 3 AND k.id > ? AND (c.tier IS NULL OR c.tier IN (SELECT value FROM json_each(?)))"
@@ -216,10 +198,7 @@ def list_doomed(db: Database, tiers: Iterable[Tier], after: int, at_most: int) -
 
 
 def count_doomed_bytes(db: Database, tier: Tier) -> int:
-    """Return the bytes in `tier` of doomed contents that no process has open: their space comes back.
-
-    Alone they go at once.
-    """
+    """Return the bytes in `tier` that doomed contents still hold in a cluster."""
     if not db.is_clustered:
         return 0
     return int(
@@ -253,10 +232,7 @@ def get_tier_uuid(db: Database, tier: Tier) -> str | None:
 
 
 def set_tier_uuid(db: Database, tier: Tier, uuid: str) -> int:
-    """Record the uuid of a tier. If it had another one, forget all copies in it.
-
-    Return how many those were.
-    """
+    """Record the uuid of a tier. If it had another one, forget its copies; return their number."""
     before = get_tier_uuid(db, tier)
     if before == uuid:
         return 0
@@ -268,10 +244,7 @@ def set_tier_uuid(db: Database, tier: Tier, uuid: str) -> int:
 
 
 def set_pfs_identity(db: Database, before: str | None, pfs_identity: str, *, is_mark: bool) -> bool:
-    """Record the identity of the PFS in place of `before`. It is the same PFS, so its copies stay.
-
-    Return False if another thread was faster.
-    """
+    """Record a new identity of the same PFS. Return False if another thread was faster than `before`."""
     with db.transaction():
         if get_tier_uuid(db, Tier.PFS) != before:
             return False
@@ -289,10 +262,7 @@ def list_copies_in_tier(db: Database, tier: Tier) -> dict[int, tuple[CopyState, 
 
 @dataclass(frozen=True, slots=True)
 class PublishedFile:
-    """What the PFS shows of a file.
-
-    `digest` is None if it was never read; `is_verified`: it was verified in place.
-    """
+    """What the PFS shows of a file. `digest`: None if it was never read; `is_verified`: in place."""
 
     generation: int
     is_complete: bool
@@ -305,10 +275,7 @@ class PublishedFile:
 
 @dataclass(frozen=True, slots=True)
 class FetchState:
-    """A file as a fetch begins.
-
-    Two states are equal if nothing changed on which the result of a fetch depends.
-    """
+    """A file as a fetch begins. Equal states: nothing changed on which the result depends."""
 
     inode: int
     content: Content | None
@@ -394,10 +361,7 @@ def _reserve_content_id(db: Database) -> int:
 
 
 def delete_filling_pfs_copies(db: Database) -> None:
-    """Delete FILLING copies in the PFS's work area, which recovery does not touch.
-
-    A former mover died with them.
-    """
+    """Delete FILLING copies of a former mover in the PFS's work area."""
     with db.transaction():
         db.run("DELETE FROM copy WHERE tier = ? AND state = 0", Tier.PFS)
 
@@ -409,10 +373,7 @@ def delete_filling_copy(db: Database, content: int, tier: Tier) -> None:
 
 
 def record_fetched(db: Database, expected: FetchState, fetched: FetchedContent) -> bool:
-    """Make the fetched bytes the content of the file.
-
-    Return False if the file has changed since `expected`.
-    """
+    """Make the fetched bytes the content of the file. Return False if it changed since `expected`."""
     with db.transaction():
         if load_fetch_state(db, expected.inode) != expected:
             return False
@@ -435,10 +396,7 @@ def record_fetched(db: Database, expected: FetchState, fetched: FetchedContent) 
 
 
 def record_pfs_verified(db: Database, expected: FetchState, digest: bytes, block_digests: bytes) -> bool:
-    """Record that the file on the PFS was verified in place.
-
-    Return False if it has changed since `expected`.
-    """
+    """Record that the file on the PFS was verified. Return False if it changed since `expected`."""
     with db.transaction():
         if load_fetch_state(db, expected.inode) != expected:
             return False
@@ -469,10 +427,7 @@ def _set_pfs_digest(db: Database, inode: int, digest: bytes, block_digests: byte
 
 
 def stash_copy(db: Database, content: int, tier: Tier) -> int | None:
-    """Stash the STALE copy of a content. Return the id for its file.
-
-    Returns None if no known generation is left.
-    """
+    """Stash the STALE copy of a content; return the id for its file. None: no known generation is left."""
     with db.transaction():
         if db.value("SELECT 1 FROM copy WHERE content = ? AND tier = ? AND state = 3 AND digest IS NOT NULL", content, tier) is None:
             return None
@@ -482,10 +437,7 @@ def stash_copy(db: Database, content: int, tier: Tier) -> int | None:
 
 
 def restore_stashed(db: Database, stash: int, tier: Tier) -> int | None:
-    """Return a stashed copy to its content. Return the id of that.
-
-    Returns None, and deletes the stash, if the content has another copy by now or is doomed.
-    """
+    """Return a stashed copy to its content, and that; None if it is not wanted any more: it is deleted."""
     with db.transaction():
         content: int | None = db.value("SELECT stashed_for FROM copy WHERE content = ? AND tier = ?", stash, tier)
         is_replaced = db.value("SELECT 1 FROM copy WHERE content = ? AND tier = ?", content, tier) is not None

@@ -44,10 +44,7 @@ _REMEDY = "nothing was changed; move {} away to start with an empty catalog, or 
 
 
 class _ThreadConnection:
-    """The connection of one thread.
-
-    It is closed when the thread ends, without waiting for a garbage collection.
-    """
+    """The connection of one thread, which is closed when the thread ends."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.connection = connection
@@ -74,10 +71,7 @@ class ConnectionHooks(Protocol):
 
 
 class Database:
-    """One catalog file.
-
-    Methods may be called from any thread; a transaction stays in the thread that began it.
-    """
+    """One catalog file, for any thread; a transaction stays in its thread."""
 
     def __init__(
         self,
@@ -238,10 +232,7 @@ def delete_clean_start(db: Database) -> bool:
 
 
 def create(path: Path) -> None:
-    """Create a catalog at `path` that holds only the root directory, unless the file exists.
-
-    The file appears whole or not at all.
-    """
+    """Create, whole or not at all, a catalog that holds only the root directory, unless it exists."""
     if path.exists():
         return
     temporary = path.with_name(path.name + ".new")
@@ -280,10 +271,7 @@ def check_file(path: Path) -> bool:
 
 
 def migrate_file(path: Path) -> None:
-    """Migrate a catalog from an older version.
-
-    Raises CatalogDamaged or CatalogTooNew without changing anything.
-    """
+    """Migrate a catalog of an older version. Raises CatalogDamaged or CatalogTooNew without a change."""
     with _open_known(path) as connection:
         version = migrations.get_version(connection)
         try:

@@ -23,10 +23,7 @@ _SET_NAME = re.compile(rb".+@[0-9]+", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class ExposedFile:
-    """A file of this node that has not the level.
-
-    `path`: (directory, name in it) of each step from the root to it.
-    """
+    """A file of this node that lacks the level. `path`: (directory, name in it) from the root on."""
 
     inode: int
     content: int
@@ -49,10 +46,7 @@ class UrgentOrder:
 
 
 def list_exposed(db: Database, level: Level) -> list[ExposedFile]:
-    """Return the files of this node that have not reached `level` (clique or pfs), the oldest first.
-
-    What is held back from the PFS has no level to reach there.
-    """
+    """Return the files of this node that have yet to reach `level` (clique or pfs), the oldest first."""
     return _list_own_files(db, _build_condition(db, level))
 
 

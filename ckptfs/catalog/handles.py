@@ -63,10 +63,7 @@ def set_content(db: Database, inode: int, content: int) -> None:
 
 
 def move_shown(db: Database, inode: int, new_inode: int, content: int | None) -> None:
-    """Point the handles of names in the history to `new_inode` and `content`.
-
-    The names led to `inode` and lead to `new_inode` now.
-    """
+    """Point the handles of an inode's names in the history to the inode that has these names now."""
     db.run(
         "UPDATE handle SET inode = ?, content = CASE WHEN content IS NULL THEN NULL ELSE ? END WHERE inode = ? AND shown <> 0",
         new_inode, content, inode,
@@ -82,10 +79,7 @@ def get_inode(db: Database, handle: int) -> int:
 
 
 def delete_all(db: Database) -> int:
-    """Delete all handles for a new FUSE connection. Return how many there were.
-
-    Ids start again at the beginning, because the kernel keeps only 32 bits of them.
-    """
+    """Delete all handles for a new FUSE connection; ids, of which the kernel keeps 32 bits, begin again."""
     db.run("DELETE FROM sqlite_sequence WHERE name = 'handle'")
     return db.run("DELETE FROM handle")
 
@@ -94,10 +88,7 @@ _SLOT_MASK = limits.REPLIES_KEPT - 1
 
 
 def record_reply(db: Database, request: int, body: bytes = b"") -> None:
-    """Record the reply to a request. Request numbers are even, as the kernel's are.
-
-    The caller has the transaction of the change.
-    """
+    """Record the reply to a request, whose number is even, in the transaction of its change."""
     db.run("INSERT OR REPLACE INTO reply_cache (slot, request, body) VALUES (?,?,?)", request >> 1 & _SLOT_MASK, request, body)
 
 

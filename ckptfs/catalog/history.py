@@ -99,10 +99,7 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class SeriesRecord:
-    """A series with a history.
-
-    `origin`: the application's directory. `path`: b"run1/step_*", below the history, for people.
-    """
+    """A series of the directory `origin` of the application; `path`: below the history, for people."""
 
     directory: int
     origin: int
@@ -218,12 +215,7 @@ def get_level(db: Database, set_directory: int) -> Level:
 
 
 def insert_series(db: Database, origin: int, pattern: bytes) -> SeriesRecord:
-    """Return the series of a pattern in a directory of the application.
-
-    It makes the directories of the series that are missing.
-
-    The history of a directory that is gone goes on in the one that has its path now.
-    """
+    """Return the series of a pattern in an application's directory; make what is missing of it."""
     known = find_series(db, origin, pattern)
     if known is not None:
         return known
@@ -245,10 +237,7 @@ def insert_series(db: Database, origin: int, pattern: bytes) -> SeriesRecord:
 
 
 def _insert_root(db: Database) -> int:
-    """Return the directory of the history, and make it if it is missing.
-
-    The times and links of the root stay, since applications do not see the new entry.
-    """
+    """Return the directory of the history, and make it if it is missing."""
     found = find_root(db)
     if found is not None:
         return found
@@ -297,10 +286,7 @@ def begin_set(db: Database, series: int, record: SetRecord, like: Inode | None =
 
 
 def has_unrecorded(db: Database) -> bool:
-    """Return True if directories of the history may be sets without a record.
-
-    They were imported, or were not read yet.
-    """
+    """Return True if directories of the history may be sets without a record: imported, or not read."""
     if find_root(db) is None:
         return not get(db, ROOT).is_imported
     unknown = (
@@ -332,10 +318,7 @@ def insert_directory(db: Database, parent: int, name: bytes, like: Inode) -> int
 
 
 def insert_link(db: Database, inode: int, parent: int, name: bytes) -> None:
-    """Give a file a name in the history.
-
-    Raises EMLINK, EEXIST, ENOENT if the file is gone, and Busy if a program writes it.
-    """
+    """Give a file a name in the history. Raises OSError, and Busy if a program writes the file."""
     if db.value("SELECT 1 FROM inode i JOIN content k ON k.id = i.content AND k.state = 0 WHERE i.id = ?", inode) is not None:
         raise Busy("a file that is open for writing belongs to no complete set")
     namespace.link(db, inode, parent, name)
@@ -370,20 +353,14 @@ def _get_shown_mode(like: Inode) -> int:
 
 
 def copy_rights(db: Database, directory: int) -> None:
-    """Give directories of the history the owner and mode of the application directory (F6).
-
-    The owner or mode of `directory`, for which they stand, has changed.
-    """
+    """Give directories of the history the owner and mode of the directory they stand for (F6)."""
     like = get(db, directory)
     for one in _list_counterparts(db, directory):
         set_attributes(db, one, mode=stat.S_IMODE(_get_shown_mode(like)), uid=like.uid, gid=like.gid)
 
 
 def _list_counterparts(db: Database, directory: int) -> Iterator[int]:
-    """Yield the directories of the history for a directory of the application.
-
-    They lead to series, belong to series, or are in sets.
-    """
+    """Yield the directories of the history that stand for a directory of the application."""
     root = find_root(db)
     if root is None:
         return
@@ -466,10 +443,7 @@ def set_rollback(db: Database, series: int, rollback: Rollback | None) -> None:
 
 
 def delete_set(db: Database, set_directory: int, at_most: int) -> bool:
-    """Remove up to `at_most` names of a set. Return True if it is gone.
-
-    A set that needs several calls gets a hidden name first: no reader ever sees a part of it.
-    """
+    """Remove up to `at_most` names of a set, which readers see whole or not. Return True if it is gone."""
     parent, name = _get_place(db, set_directory)
     names = list(itertools.islice(namespace.iterate_names_below(db, set_directory), at_most + 1))
     if len(names) > at_most and not name.startswith(b"."):
@@ -487,10 +461,7 @@ def delete_set(db: Database, set_directory: int, at_most: int) -> bool:
 
 
 def _encode_record(record: SetRecord) -> bytes:
-    """Encode a record in JSON.
-
-    If it has too many producers, the first ones stand for all; the manifest names each.
-    """
+    """Encode a record in JSON. The first producers stand for all if there are too many."""
     fields = {**asdict(record), "name": _to_text(record.name), "producers": [astuple(one) for one in record.producers]}
     while len(encoded := json.dumps(fields, separators=(",", ":")).encode()) > _RECORD_BYTES_MAX:
         fields["producers"] = fields["producers"][: len(fields["producers"]) // 2]

@@ -29,10 +29,7 @@ _IS_GROUP = b'"is_group":true'
 
 
 class SetName(NamedTuple):
-    """The short form of a set.
-
-    `member` is the name as its directory has it, `number` the number in the series.
-    """
+    """The short form of a set: its member's name, and its number in the series."""
 
     member: bytes
     number: int
@@ -68,19 +65,13 @@ def find_shown(db: Database, number: int) -> Inode | None:
 
 
 def find_number(db: Database, directory: int, name: bytes) -> int | None:
-    """Return the number that stat(2) shows for a name in a directory of the history.
-
-    Returns None if there is none.
-    """
+    """Return the number that stat(2) shows for a name in a directory of the history."""
     row = db.row(_SELECT + "entry.parent = ? AND entry.name = ?", directory, namespace.check_name_length(name))
     return None if row is None else get_shown_number(build_inode(row[1:]), row[0])
 
 
 def get_known_number(db: Database, number: int) -> int:
-    """Return the inode number of the catalog for any number that stat(2) shows.
-
-    The number may be that of a name in the history.
-    """
+    """Return the inode number of the catalog for any number that stat(2) shows."""
     found = find_shown(db, number) if is_shown(number) else None
     return number if found is None else found.id
 
@@ -89,10 +80,7 @@ def get_known_number(db: Database, number: int) -> int:
 
 
 def is_series(db: Database, directory: int) -> bool:
-    """Return True if the sets of a series are in this directory of the history.
-
-    Hidden names are only there.
-    """
+    """Return True if the sets of a series are in this directory. Only there are hidden names."""
     return db.value("SELECT 1 FROM xattr WHERE inode = ? AND name = ?", directory, history.SERIES_XATTR) is not None
 
 
@@ -113,21 +101,13 @@ def list_set_names(db: Database, series: int) -> list[SetName]:
 
 
 def find_set(db: Database, inode: int) -> int | None:
-    """Return the set to which a file belongs, or None.
-
-    Of several sets, it is the one that was completed last.
-
-    Returns None if it belongs to none.
-    """
+    """Return the set to which a file belongs; of several the one that was completed last."""
     found = {_find_set_above(db, row[0]) for row in db.rows("SELECT parent FROM entry WHERE child = ?", inode)} - {0}
     return max(found, key=lambda one: _get_completion(db, one), default=None)
 
 
 def _find_set_above(db: Database, directory: int) -> int:
-    """Return the set that holds a directory of the history.
-
-    Returns 0 if no set does, or if the set is being made or removed.
-    """
+    """Return the set that holds a directory of the history; 0 for none, or an unfinished one."""
     while directory and (row := db.row("SELECT parent FROM inode WHERE id = ? AND history > 0", directory)) is not None:
         if is_series(db, row[0]):
             name = db.value("SELECT name FROM entry WHERE child = ?", directory)
@@ -142,9 +122,6 @@ def _get_completion(db: Database, set_directory: int) -> tuple[int, int]:
 
 
 def find_set_path(db: Database, inode: Inode) -> bytes | None:
-    """Return SERIES/SET of the set to which a file belongs, or that a directory is.
-
-    Returns None if there is none.
-    """
+    """Return SERIES/SET of the set to which a file belongs, or that a directory is."""
     found = _find_set_above(db, inode.id) if inode.is_directory else find_set(db, inode.id) if inode.history else None
     return inodes.get_path(db, found).removeprefix(history.NAME + b"/") if found else None

@@ -46,12 +46,7 @@ HISTORY_BIT = 1 << (limits.ID_COUNTER_BITS - 1)
 
 
 def allocate_id(db: Database, table: str, *, in_history: bool = False) -> int | None:
-    """Return the id for a new row of `table`.
-
-    Returns None if SQLite chooses it. `in_history`: of a directory of the history.
-
-    Joins the caller's transaction.
-    """
+    """Return the id for a new row of `table`, of a directory `in_history`; None: SQLite chooses it."""
     if not db.is_clustered:
         return None
     given: int = db.value("UPDATE meta SET value = value + 1 WHERE key = ? RETURNING value", f"last {table}")
@@ -111,10 +106,7 @@ def record_start(db: Database) -> int:
 
 
 def record_last_members(db: Database, records: Iterable[bytes]) -> None:
-    """Record the members of the cluster.
-
-    A mover that starts while the store is unreachable begins with them.
-    """
+    """Record the members of the cluster for a mover that starts without the store."""
     with db.transaction():
         db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('world', ?)", json.dumps([record.decode() for record in records]))
 

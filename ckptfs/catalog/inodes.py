@@ -55,10 +55,7 @@ def set_attributes(
     db: Database, inode: int, *, mode: int | None = None, uid: int | None = None, gid: int | None = None,
     atime_ns: int | None = None, mtime_ns: int | None = None, ctime_ns: int | None = None, kill_set_id: bool = False,
 ) -> Inode:  # fmt: skip
-    """Set the given attributes, and ctime always. `mode` has no type bits.
-
-    `kill_set_id`: clear set-id bits as a change of owner does.
-    """
+    """Set the attributes given (`mode` without type bits), and ctime; clear set-id bits if asked."""
     row = get(db, inode)
     new_mode = row.mode if mode is None else stat.S_IFMT(row.mode) | stat.S_IMODE(mode)
     if kill_set_id and mode is None:
@@ -77,10 +74,7 @@ def set_attributes(
 
 
 def strip_set_id(mode: int) -> int:
-    """Return `mode` as it is after a change by a process without CAP_FSETID.
-
-    S_ISUID is cleared, and S_ISGID if the group may execute (otherwise it means mandatory locking).
-    """
+    """Return `mode` after a change without CAP_FSETID. S_ISGID without group x means locking."""
     if stat.S_ISDIR(mode):
         return mode
     return mode & ~stat.S_ISUID & ~(stat.S_ISGID if mode & stat.S_IXGRP else 0)
@@ -100,10 +94,7 @@ def list_xattrs(db: Database, inode: int) -> list[bytes]:
 
 
 def set_xattr(db: Database, inode: int, name: bytes, value: bytes, flags: int = 0) -> None:
-    """Set an extended attribute. `flags` are those of setxattr(2).
-
-    Raises EEXIST and ENODATA as `flags` demand, and ERANGE, E2BIG or ENOSPC beyond the limits.
-    """
+    """Set an attribute with the flags of setxattr(2). Raises EEXIST, ENODATA, ERANGE, E2BIG and ENOSPC."""
     if len(name) > limits.NAME_BYTES_MAX:
         raise posix_error(errno.ERANGE)
     if len(value) > limits.XATTR_VALUE_BYTES_MAX:
@@ -122,10 +113,7 @@ def set_xattr(db: Database, inode: int, name: bytes, value: bytes, flags: int = 
 
 
 def set_internal_xattr(db: Database, inode: int, name: bytes, value: bytes | None) -> None:
-    """Set an attribute of ckptfs itself, or delete it with None.
-
-    Its name begins with `INTERNAL_XATTR_PREFIX`. No time changes, and the PFS does not get it, but for `XATTRS_ON_PFS`.
-    """
+    """Set or delete an attribute of ckptfs itself. No time changes."""
     if value is None:
         db.run("DELETE FROM xattr WHERE inode=? AND name=?", inode, name)
     else:
@@ -162,10 +150,7 @@ WITH_TREE = "WITH RECURSIVE tree(id) AS (SELECT value FROM json_each(?) UNION SE
 
 
 def get_path(db: Database, inode: int) -> bytes:
-    """Return a path of `inode` below the mount, for messages; b"?" without a name.
-
-    Of several names it is the oldest one.
-    """
+    """Return the path below the mount of the oldest name of `inode`, for messages; b"?" without a name."""
     names: list[bytes] = []
     length = 0
     while inode != ROOT:

@@ -32,10 +32,7 @@ _COLUMNS = "seq, op, inode, parent, name, new_parent, new_name, content, mode, a
 
 @dataclass(frozen=True, slots=True)
 class JournalRow:
-    """One change.
-
-    `mode` is st_mode at the time, 0 if the inode was gone; `origin` is the dead node whose row it was.
-    """
+    """One change. `mode`: st_mode then, 0 for a deleted inode; `origin`: the dead node that recorded it."""
 
     seq: int
     op: str
@@ -61,10 +58,7 @@ def append(
     new_name: bytes | None = None,
     content: int | None = None,
 ) -> None:
-    """Record a change for the PFS in the change's own transaction.
-
-    Without a PFS, and for what is held back from it, it does nothing.
-    """
+    """Record a change in its own transaction, unless the PFS is not to get it."""
     if not db.is_journalled:
         return
     db.run(
@@ -116,10 +110,7 @@ def get(db: Database, seq: int) -> JournalRow | None:
 
 
 def insert_taken_over(db: Database, rows: Iterable[JournalRow]) -> list[JournalRow]:
-    """Append rows of a dead node. Return them with their numbers on this node.
-
-    Joins the caller's transaction.
-    """
+    """Append rows of a dead node. Return them with their numbers on this node."""
     taken = []
     for row in rows:
         seq = db.insert(
@@ -138,10 +129,7 @@ def delete_rows(db: Database, rows: Iterable[JournalRow]) -> None:
 
 
 def insert_missing(db: Database, at_most: int) -> int:
-    """Append a row for each sealed content that the PFS neither shows nor will get. Return how many.
-
-    These are own contents that their files hold. `at_most` bounds the rows of one call.
-    """
+    """Append a row for up to `at_most` contents that the PFS will not get otherwise. Return how many."""
     with db.transaction():
         found = db.rows(
             "SELECT c.inode, c.id FROM content c JOIN inode i ON i.id = c.inode AND i.content = c.id AND i.nlink > 0"
@@ -157,10 +145,7 @@ def insert_missing(db: Database, at_most: int) -> int:
 
 
 def delete_reverted(db: Database, instance: str, names: Iterable[tuple[int, bytes]], inodes: Iterable[int]) -> None:
-    """Delete the rows of changes that were reverted before the store had them.
-
-    These are removals of `names`, and all changes of `inodes`, which no other node ever knew.
-    """
+    """Delete unpublished rows of reverted changes: removals of `names`, and all of `inodes`."""
     uncommitted = (
         " AND EXISTS (SELECT 1 FROM dirty_key t WHERE t.kind = 'j' AND t.number = (SELECT value FROM meta WHERE key = 'number')"
         " AND t.name = CAST(? || printf('-%016x', seq) AS BLOB))"
@@ -200,10 +185,7 @@ def has_local_copy(db: Database, content: int) -> bool:
 
 
 def is_repeated_later(db: Database, row: JournalRow) -> bool:
-    """Return True if a later row includes this one.
-
-    That is one about the same content, closed or fsynced again, or about the same inode's attributes or names.
-    """
+    """Return True if a later row about the same content, attributes or names includes this one."""
     if row.op in {"attributes", "settle"}:
         later = "SELECT 1 FROM journal WHERE inode = ? AND seq > ? AND op = ? LIMIT 1"
         return db.value(later, row.inode, row.seq, row.op) is not None
@@ -234,10 +216,7 @@ def get_instance_id(db: Database) -> str:
 
 
 def require_no_pfs(db: Database, state: Path, former: str = "") -> None:
-    """Refuse to go on without the PFS that this catalog belongs to, which was at `former`.
-
-    Raises ConfigError.
-    """
+    """Raise ConfigError if this catalog belongs to a PFS, which was at `former`."""
     if db.value("SELECT 1 FROM meta WHERE key = 'pfs'") is not None:
         raise ConfigError(
             f"the files in {state} belong to a PFS, and none is configured",
@@ -258,10 +237,7 @@ def require_recorded(db: Database, cluster: str, state: Path) -> None:
 
 
 def set_pfs(db: Database, uuid: str) -> bool:
-    """Set the PFS of this catalog. Return True if everything was recorded again.
-
-    Raises ConfigError if files would be lost.
-    """
+    """Set the PFS. Return True if everything is recorded again. Raises ConfigError if files would be lost."""
     known = db.value("SELECT value FROM meta WHERE key = 'pfs'")
     if uuid in (known, UNIDENTIFIED) and known is not None:
         return False

@@ -54,10 +54,7 @@ _COLUMNS = "id, kind, inode, argument, state, error, result, progress_ns, at_ns"
 
 @dataclass(frozen=True, slots=True)
 class MoverRequest:
-    """One row of the table.
-
-    `error` is an errno if the request failed; otherwise `result` is the reply of the lane.
-    """
+    """One row of the table. `error` is an errno; `result` is the reply of the lane."""
 
     id: int
     kind: str
@@ -72,10 +69,7 @@ class MoverRequest:
 
 
 def insert_request(db: Database, kind: str, inode: int, argument: str = "", *, wait_s: float = limits.SCAN_WAIT_S) -> int:
-    """Request something and wait at most `wait_s` for it.
-
-    Return the id of the row, which callers may share.
-    """
+    """Request something, and wait at most `wait_s` for it. Return the row, which callers may share."""
     now = time.time_ns()
     until = now + int(wait_s * 1e9)
     with db.transaction():
@@ -131,10 +125,7 @@ def record_progress(db: Database, request: int, *, wait_s: float = limits.FETCH_
 
 
 def mark_readable(db: Database, request: int) -> None:
-    """Record that blocks of a fetch can be read as they arrive.
-
-    The caller calls `notify_replies` after the commit.
-    """
+    """Record that blocks of a fetch can be read as they arrive. Call `notify_replies` afterwards."""
     with db.transaction():
         db.run("UPDATE mover_request SET result = ? WHERE id = ? AND state = 0", READABLE, request)
 

@@ -38,10 +38,7 @@ _SELECT_ENTRIES = (
 
 
 class NotImported(CkptfsError):
-    """The answer depends on `directory`, which is on the PFS and was not imported yet.
-
-    Request a scan, then retry.
-    """
+    """The answer depends on `directory` of the PFS: request a scan, then retry."""
 
     def __init__(self, directory: int) -> None:
         super().__init__(f"directory {directory} was not imported from the PFS yet")
@@ -49,10 +46,7 @@ class NotImported(CkptfsError):
 
 
 def iterate_entries(db: Database, directory: int, after: int = 0) -> Iterator[tuple[Entry, Inode]]:
-    """Yield entries with cookies above `after`, and their inodes, in order, without the history.
-
-    Do not await in between.
-    """
+    """Yield entries after a cookie with their inodes, without the history. Do not await in between."""
     with contextlib.closing(db.connection.execute(_SELECT_ENTRIES, (directory, after))) as rows:
         for row in rows:
             if directory == ROOT and row[1] == HISTORY_NAME:
@@ -62,10 +56,7 @@ def iterate_entries(db: Database, directory: int, after: int = 0) -> Iterator[tu
 
 
 def iterate_names_below(db: Database, directory: int) -> Iterator[tuple[int, bytes, bool]]:
-    """Yield (directory, name, whether it is a directory) of all that is below a directory.
-
-    What is in a directory comes before it. Do not change names in between.
-    """
+    """Yield (directory, name, is it a directory) below a directory, the deepest first."""
     for entry, inode in iterate_entries(db, directory):
         if inode.is_directory:
             yield from iterate_names_below(db, inode.id)
@@ -121,10 +112,7 @@ _INSERT_INODE = (
 
 
 def find_child(db: Database, parent: int, name: bytes) -> Inode | None:
-    """Return the inode under `name` in `parent` as far as the catalog knows.
-
-    Returns None if there is none.
-    """
+    """Return the inode under `name` in `parent` as far as the catalog knows."""
     row = db.row(_SELECT_CHILD, parent, name)
     return None if row is None else build_inode(row)
 
@@ -168,10 +156,7 @@ def create(
     target: bytes | None = None,
     allow_unimported: bool = False,
 ) -> Inode:
-    """Create a file, directory, symlink (to `target`), fifo, socket or device, as `mode` says.
-
-    Entries of a setgid directory inherit its group.
-    """
+    """Create what `mode` says. Entries of a setgid directory inherit its group."""
     now = time.time_ns()
     parent_mode, parent_gid, is_imported, parent_links, history = _get_directory(db, parent, name)
     if not (is_imported or allow_unimported) and find_child(db, parent, name) is None:
@@ -193,10 +178,7 @@ def create(
 
 
 def create_history_root(db: Database, mode: int) -> int:
-    """Create the directory of the history, and return it.
-
-    The times and links of the root stay, since applications do not see the new entry.
-    """
+    """Create the directory of the history. Applications see nothing of it in the root."""
     now = time.time_ns()
     root = get(db, ROOT)
     number = identity.allocate_id(db, "inode", in_history=True)
@@ -207,10 +189,7 @@ def create_history_root(db: Database, mode: int) -> int:
 
 
 def link(db: Database, inode: int, parent: int, name: bytes, *, allow_unimported: bool = False) -> Inode:
-    """Give a file another name.
-
-    Raises EPERM for directories, EMLINK and EEXIST. A name in the history does not change its ctime.
-    """
+    """Give a file another name. Raises EPERM for directories, EMLINK and EEXIST."""
     now = time.time_ns()
     row = inodes.get(db, inode)
     _, _, is_imported, parent_links, history = _get_directory(db, parent, name)
@@ -234,10 +213,7 @@ def link(db: Database, inode: int, parent: int, name: bytes, *, allow_unimported
 
 
 def unlink(db: Database, parent: int, name: bytes) -> Inode:
-    """Remove a name of something that is not a directory.
-
-    Return its inode after that; nlink 0: the last name.
-    """
+    """Remove a name of what is no directory. Return its inode; nlink 0: that was the last name."""
     now = time.time_ns()
     inode = lookup(db, parent, name)
     if inode.is_directory:
@@ -279,10 +255,7 @@ def list_orphans(db: Database) -> set[int]:
 
 
 def delete_forgotten(db: Database, inodes: Iterable[int]) -> dict[int, list[int]]:
-    """Delete unlinked inodes that the kernel forgot, and doom their contents. Return the ids of these.
-
-    Inodes that are open or have a name stay.
-    """
+    """Delete unlinked, closed inodes that the kernel forgot. Return the contents that are doomed."""
     opened = {row[0] for row in db.rows("SELECT DISTINCT inode FROM handle")}
     gone = [inode for inode in inodes if inode not in opened and not db.value("SELECT nlink FROM inode WHERE id=?", inode)]
     return {inode: _delete_inode(db, inode) for inode in gone}
@@ -301,10 +274,7 @@ def _delete_inode(db: Database, inode: int) -> list[int]:
 
 
 def _get_directory(db: Database, parent: int, name: bytes) -> tuple[int, int, bool, int, int]:
-    """Return (mode, gid, imported, nlink, history) of the directory for a new `name`.
-
-    Raises ENOENT, ENOTDIR, ENAMETOOLONG or EPERM.
-    """
+    """Return (mode, gid, imported, nlink, history) of the directory for a new `name`. Raises OSError."""
     require_allowed_name(parent, check_name_length(name))
     row = db.row("SELECT mode, gid, imported, nlink, history FROM inode WHERE id=?", parent)
     if row is None:

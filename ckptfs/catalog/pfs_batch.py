@@ -54,10 +54,7 @@ class PfsAction:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedEntry:
-    """The state of a name on the PFS after the batch, or after its action `key`.
-
-    `inode` None: nothing of ours.
-    """
+    """The state of a name after the batch, or after its action `key`; `inode` None: nothing of ours."""
 
     location: PfsLocation
     inode: int | None
@@ -113,10 +110,7 @@ class ObservedStat:
 
 
 def build_batch(view: PfsView, last: int) -> PfsBatch:
-    """Return the state after the plan in `view`, for the rows up to `last`.
-
-    The caller adds actions and published rows.
-    """
+    """Return the state after the plan in `view`; the caller adds actions and published rows."""
     batch = PfsBatch(last)
     for change in view.changes:
         if isinstance(change, PlannedPending):
@@ -144,10 +138,7 @@ def _set_final_state(batch: PfsBatch) -> None:
 
 
 def build_batch_before(batch: PfsBatch, refused_key: int) -> PfsBatch:
-    """Return the batch that ends before a refused action.
-
-    Of its row, only what the actions before it did counts.
-    """
+    """Return the batch that ends before a refused action; of its row only what was done counts."""
     index = next(index for index, action in enumerate(batch.actions) if action.key == refused_key)
     seq = refused_key // KEYS_PER_ROW
     done_keys = {action.key for action in batch.actions[:index]}
@@ -292,10 +283,7 @@ def _name_version_1(body: list[Any]) -> dict[str, Any]:
 
 
 def record_batch_done(db: Database, batch: PfsBatch, observed: dict[tuple[int, bytes], ObservedStat | None]) -> None:
-    """Record that everything in `batch` was done.
-
-    `observed`: what the names of `expected_entries` show now, None if it is something else.
-    """
+    """Record that `batch` was done. `observed`: what its names show; None: another inode."""
     losers = _record_entries(db, batch, observed)
     for row in batch.published_rows:
         _insert_published(db, row)
@@ -384,10 +372,7 @@ def _record_set_attributes(db: Database, inode: int, observed: Iterable[Observed
 
 
 def _record_moved_files(db: Database, batch: PfsBatch, observed: dict[tuple[int, bytes], ObservedStat | None]) -> None:
-    """Record the new inode numbers of files that write-back copied to another filesystem.
-
-    That filesystem is mounted below the PFS.
-    """
+    """Record the new st_ino of files that were copied to a filesystem below the PFS."""
     moved = {action.inode for action in batch.actions if action.act in {"move", "exchange"}}
     for show in batch.expected_entries:
         seen = observed.get((show.location.parent, show.location.name))

@@ -26,10 +26,7 @@ def is_held(db: Database, inode: int) -> bool:
 
 
 def is_left_out(db: Database, inode: int) -> bool:
-    """Return True if an inode at or below a held one belongs to a complete set.
-
-    That set was not chosen for the PFS.
-    """
+    """Return True if an inode at or below a held one belongs to a complete set that was not chosen."""
     held = "SELECT 1 FROM tree JOIN pfs_hold h ON h.inode = tree.id JOIN inode i ON i.id = tree.id AND i.history > 0 LIMIT 1"
     return db.value(f"{WITH_TREE} {held}", json.dumps([inode])) is not None
 
@@ -59,10 +56,7 @@ def _is_place_held(db: Database, parent: int, name: bytes) -> bool:
 
 
 def record_link(db: Database, inode: int, parent: int, name: bytes) -> None:
-    """Record a further name of an inode for the PFS.
-
-    What has a name in a place that is not held is not held, and in no held directory.
-    """
+    """Record a further name for the PFS. What has a name in a place that is not held is not held."""
     if db.holds_back is not None and is_held(db, inode):
         if not _is_place_held(db, parent, name):
             release(db, inode)
@@ -84,10 +78,7 @@ def record_rename(db: Database, source: Inode, parent: int, name: bytes, new_par
 
 
 def release_exchanged(db: Database, *inodes: int) -> None:
-    """Release two inodes that are about to exchange their names, and the two directories.
-
-    The journal orders the changes that follow.
-    """
+    """Release two inodes that are about to exchange their names, and the two directories."""
     for inode in inodes if db.holds_back is not None else ():
         (release_tree if inode in inodes[::2] else release)(db, inode)
 

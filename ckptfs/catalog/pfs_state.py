@@ -42,10 +42,7 @@ class PfsEntry:
 
 @dataclass(frozen=True, slots=True)
 class PublishedRow:
-    """A row of `pfs_file`: the bytes that the PFS shows of a file.
-
-    `key`: the action of a batch that makes them.
-    """
+    """A row of `pfs_file`: the bytes of a file on the PFS, made by the action `key` of a batch."""
 
     inode: int
     generation: int
@@ -69,10 +66,7 @@ class PlannedName:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPending:
-    """A pending change of a plan.
-
-    After the action `key`, the name is to show `inode` later, `NO_INODE`, or the inode that it shows now (None).
-    """
+    """After the action `key` the name is to show `inode` or nothing later; None: what it shows."""
 
     key: int
     name: PfsName
@@ -90,10 +84,7 @@ def get_published(db: Database, inode: int) -> PublishedRow | None:
 
 
 def find_unpublished(db: Database, after: int) -> tuple[int, int] | None:
-    """Return (inode, content) of the first content after `after` to publish, or None.
-
-    This node wrote and has the sealed content, and the PFS does not show it.
-    """
+    """Return (inode, content) of the first sealed own content after `after` that the PFS lacks."""
     row = db.row(
         "SELECT c.inode, c.id FROM content c JOIN inode i ON i.id = c.inode AND i.content = c.id AND i.nlink > 0"
         " WHERE c.id > ? AND c.remote = 0 AND c.state = 2 AND EXISTS (SELECT 1 FROM copy WHERE content = c.id AND copy.state = 1)"
@@ -152,10 +143,7 @@ class PfsView:
         return None if row is None else PfsEntry(row[0], Fingerprint(*row[1:]))
 
     def get_pending(self, parent: int, name: bytes) -> int | None:
-        """Return the inode that is to appear under a name, or `NO_INODE`.
-
-        Returns None if the name is as it should be.
-        """
+        """Return the inode that is to appear under a name, or `NO_INODE`; None: it is as it should be."""
         if (parent, name) in self.pending_entries:
             return self.pending_entries[parent, name]
         found: int | None = self._db.value("SELECT inode FROM pfs_pending WHERE parent = ? AND name = ?", parent, name)
@@ -226,10 +214,7 @@ class PfsView:
         self._paths = {ROOT: ()}
 
     def set_pending(self, parent: int, name: bytes, inode: int) -> None:
-        """Plan that an inode, or nothing (`NO_INODE`), is to be under a name later.
-
-        What the name shows already is not pending.
-        """
+        """Plan that an inode or nothing is under a name later, unless the name shows it already."""
         shown = self.get_entry(parent, name)
         if inode == (NO_INODE if shown is None else shown.inode):
             self.delete_pending(parent, name)
@@ -340,10 +325,7 @@ def count_shared_bytes(db: Database) -> int:
 
 
 def list_recent_blocks(db: Database, size_min: int, at_most: int) -> list[tuple[int, bytes]]:
-    """Return (inode, block digests) of files on the PFS of at least `size_min` bytes.
-
-    The newest come first.
-    """
+    """Return (inode, block digests) of files of at least `size_min` bytes, the newest first."""
     rows = db.rows(
         "SELECT inode, blocks FROM pfs_file WHERE size >= ? AND length(blocks) > 0 ORDER BY mtime_ns DESC LIMIT ?", size_min, at_most
     )

@@ -50,10 +50,7 @@ def list_expiring(db: Database, series: int) -> set[int]:
 
 
 def mark_expiring(db: Database, set_directory: int) -> None:
-    """Record that the deletion of a set's names in the application's directories has begun.
-
-    It continues after a crash.
-    """
+    """Record that the application's names of a set are being deleted, also after a crash."""
     inodes.set_internal_xattr(db, set_directory, EXPIRING_XATTR, b"1")
 
 
@@ -84,10 +81,7 @@ def get_changed_ns(db: Database, roots: Iterable[int]) -> int:
 
 
 def record_retired(db: Database, leaving: Iterable[int], staying: Iterable[int]) -> None:
-    """Mark the contents of sets that are to leave RAM and NVMe.
-
-    Contents that sets which stay have, too, are not marked.
-    """
+    """Mark the contents of leaving sets that no staying set has."""
     files = f"{_WITH_TREES} SELECT i.content FROM tree JOIN inode i ON i.id = tree.id WHERE i.content IS NOT NULL"
     with db.transaction():
         db.run(

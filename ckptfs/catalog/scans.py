@@ -60,10 +60,7 @@ class KnownName:
 
 @dataclass(slots=True)
 class PendingChanges:
-    """Names in a directory, and inodes anywhere, with changes that the PFS lacked when the scan began.
-
-    It only grows during a scan, also by changes that write-back has applied meanwhile.
-    """
+    """Names in a directory, and inodes, whose changes the PFS lacked at some time during the scan."""
 
     directory: int
     names: set[bytes] = field(default_factory=set)
@@ -83,10 +80,7 @@ class PendingChanges:
         self.names.update(bytes(row[0]) for row in db.rows("SELECT name FROM scan_dirty_name WHERE directory = ?", self.directory))
 
     def is_pending(self, name: bytes, *inodes: int | None) -> bool:
-        """Return True if this name or one of its inodes must be left alone.
-
-        Call `update` in the same transaction.
-        """
+        """Return True if a name or inode must be left alone. Call `update` in this transaction."""
         return name in self.names or not self.inodes.isdisjoint(inodes)
 
 
@@ -173,10 +167,7 @@ def is_directory(db: Database, inode: int | None) -> bool:
 
 
 def find_due_directory(db: Database, before_ns: int) -> int | None:
-    """Return the imported PFS directory that was scanned longest ago. Returns None if none is due.
-
-    It is due if its last scan and its creation were before `before_ns`.
-    """
+    """Return the imported PFS directory that was scanned, and made, longest before `before_ns`."""
     directory: int | None = db.value(
         "SELECT id FROM inode WHERE mode & 61440 = 16384 AND scanned_ns < ? AND birth_ns < ? AND imported = 1 AND nlink > 0"
         " AND (id = 1 OR EXISTS (SELECT 1 FROM pfs_entry p WHERE p.inode = inode.id)) ORDER BY scanned_ns LIMIT 1",
@@ -337,10 +328,7 @@ def _is_in_history(db: Database, directory: int) -> bool:
 
 
 def _find_linked_inode(db: Database, observed: PfsEntryStat) -> int | None:
-    """Return the inode of which `observed` is a further hard link on the PFS.
-
-    Returns None if there is none.
-    """
+    """Return the inode of which `observed` is a further hard link on the PFS."""
     if observed.nlink < 2 or not observed.is_file:
         return None
     inode: int | None = db.value(
@@ -402,10 +390,7 @@ def list_expected(db: Database, directory: int) -> list[tuple[bytes, int, int]]:
 
 
 def record_vanished(db: Database, pending: PendingChanges, name: bytes) -> bool:
-    """Delete a name that is gone from the PFS. Return True if it is deleted.
-
-    It stays if the local state is newer, or if it is a directory that still has entries.
-    """
+    """Delete a name that is gone from the PFS, unless the local state is newer. Return True if it is."""
     known = get_known_name(db, pending.directory, name)
     if known.inode is None or pending.is_pending(name, known.child, known.inode):
         return False

@@ -24,10 +24,7 @@ _SELECT = (
 
 @dataclass(frozen=True, slots=True)
 class SetFigures:
-    """A set in the output of `ckptfs list`.
-
-    `name` is that of its directory. `step` is the number, in digits, that decides the order of its series. `size` is in bytes.
-    """
+    """A set in `ckptfs list`, by its directory. `step`: the digits that decide the order of the series."""
 
     name: bytes
     directory: int

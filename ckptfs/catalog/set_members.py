@@ -31,10 +31,7 @@ def list_places(db: Database, inode: int) -> list[tuple[int, bytes]]:
 
 
 def list_possible_members(db: Database, directory: int) -> dict[bytes, tuple[int, bool]]:
-    """Return {name: (inode, whether it is a directory)} for a directory of the application.
-
-    Only regular files and directories count.
-    """
+    """Return {name: (inode, is it a directory)} of the files and directories of a directory."""
     query = (
         f"SELECT e.name, e.child, i.mode & {_TYPE_BITS} = {_DIRECTORY} FROM entry e JOIN inode i ON i.id = e.child WHERE e.parent = ?"
         f" AND (i.mode & {_TYPE_BITS} = {_FILE} OR (i.mode & {_TYPE_BITS} = {_DIRECTORY} AND i.history = 0))"
@@ -67,10 +64,7 @@ def get_parent(db: Database, directory: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SetFile:
-    """A sealed file of a member.
-
-    Two are equal if nothing was written in between. `digest` is None if it is not known.
-    """
+    """A sealed file of a member. Two are equal if nothing was written in between."""
 
     inode: int
     generation: int
@@ -105,10 +99,7 @@ def find_set_file(db: Database, inode: int) -> SetFile | None:
 
 
 def load_set_tree(db: Database, members: Iterable[tuple[bytes, int]], files_max: int) -> SetTree | None:
-    """Return what belongs to a member of these paths and inodes, as one snapshot.
-
-    Returns None if a file is open or not sealed, or if there is no file, or more than `files_max`.
-    """
+    """Return what belongs to a member; None if a file is not sealed, or there are none or too many."""
     tree = SetTree({}, {}, {})
     with db.read_transaction():
         todo = [(path, inodes.get(db, inode)) for path, inode in members]
@@ -129,10 +120,7 @@ def load_set_tree(db: Database, members: Iterable[tuple[bytes, int]], files_max:
 
 
 def has_set_of(db: Database, series: int, files: Iterable[int]) -> bool:
-    """Return True if one set of a series has all these files.
-
-    What is written again has another inode in the history.
-    """
+    """Return True if one set of a series has all these files, as they are now."""
     query = (
         "WITH RECURSIVE up(file, id) AS (SELECT e.child, d.id FROM json_each(?2) j JOIN entry e ON e.child = j.value"
         " JOIN inode d ON d.id = e.parent AND d.history = 1 UNION"
@@ -144,10 +132,7 @@ def has_set_of(db: Database, series: int, files: Iterable[int]) -> bool:
 
 
 def list_known_sets(db: Database, directories: Iterable[int]) -> dict[int, bool]:
-    """Return {directory: whether the application has all files} of those of these sets that are known.
-
-    A set is known if this node knows all its files.
-    """
+    """Return {directory: has the application all files} of those sets that this node knows whole."""
     query = (
         "WITH RECURSIVE below(top, id) AS (SELECT value, value FROM json_each(?) UNION ALL SELECT below.top, e.child"
         f" FROM below JOIN entry e ON e.parent = below.id JOIN inode i ON i.id = e.child WHERE i.mode & {_TYPE_BITS} = {_DIRECTORY}),"

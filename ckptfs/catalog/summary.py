@@ -46,10 +46,7 @@ class ListedFile:
 
 @dataclass(frozen=True, slots=True)
 class WriteBackFigures:
-    """The lag of the PFS.
-
-    `dirty_*` count contents closed on this node, `changes` all others; `lag_s` is the age of the oldest.
-    """
+    """The lag of the PFS. `dirty_*`: contents; `changes`: all others; `lag_s`: age of the oldest."""
 
     dirty_bytes: int
     dirty_files: int
@@ -92,10 +89,7 @@ def get_digest(db: Database, inode: int) -> bytes | None:
 
 
 def list_copy_places(db: Database, inode: int, found: FileRecord) -> list[tuple[str, str, int]]:
-    """Return (tier or name of another node, state, verified_ns) of every copy, the PFS's included.
-
-    `verified_ns` is when this node last verified the digest, 0 for never.
-    """
+    """Return (tier or node, state, when this node verified it or 0) of every copy and the PFS."""
     words = {CopyState.FILLING: "filling", CopyState.GOOD: "good", CopyState.QUARANTINED: "quarantined", CopyState.STALE: "older"}
     ordered = sorted(found.copies, key=lambda copy: copy.tier, reverse=True)
     rows = [(copy.tier.value, words[copy.state], copy.verified_ns) for copy in ordered]
@@ -175,10 +169,7 @@ def load_write_back_figures(db: Database) -> WriteBackFigures:
 
 @dataclass(frozen=True, slots=True)
 class TreeFigures:
-    """The regular files in some trees.
-
-    `level`: the lowest of them; None if there are none or this node does not know it.
-    """
+    """The regular files in some trees, and the lowest of their levels as far as this node knows it."""
 
     files: int
     size: int
@@ -208,10 +199,7 @@ def load_counts(db: Database) -> FileCounts:
 
 
 def _count_levels(db: Database, condition: str, *values: str | int) -> tuple[Counter[Level], Counter[Level], int]:
-    """Return (files by level, their bytes, lost files) of the inodes `i` that meet an SQL condition.
-
-    Files are grouped by the values that decide their level, and each group is judged once.
-    """
+    """Return (files by level, their bytes, lost files) of the inodes `i` that meet an SQL condition."""
     by_level: Counter[Level] = Counter()
     bytes_by_level: Counter[Level] = Counter()
     lost = 0
@@ -224,10 +212,7 @@ def _count_levels(db: Database, condition: str, *values: str | int) -> tuple[Cou
 
 
 def list_lowest_levels(db: Database, directories: Iterable[int]) -> dict[int, Level]:
-    """Return the lowest level of the files below each of several directories.
-
-    Files whose copies this node does not know count as NONE. Directories without files are left out.
-    """
+    """Return the lowest level of the files below directories; without known copies NONE."""
     tree = (
         "WITH RECURSIVE tree(top, id) AS (SELECT value, value FROM json_each(?)"
         " UNION ALL SELECT tree.top, e.child FROM tree JOIN entry e ON e.parent = tree.id JOIN inode s ON s.id = e.child"
@@ -246,12 +231,7 @@ _LEVELS = tuple(Level)
 def _list_level_groups(
     db: Database, source: str, condition: str, *values: str | int, top: str = "0", tables: str = ""
 ) -> Iterator[tuple[int, Level | None, int, int, bool]]:
-    """Yield (`top`, level, number of files, their bytes, whether they are lost) of inodes.
-
-    They are the inodes `i` of `source` for which an SQL condition holds.
-
-    The level is None if only other nodes know the copies.
-    """
+    """Yield (`top`, level if known, files, bytes, are they lost) for groups of inodes `i`."""
     with db.read_transaction():
         clique = peer_copies.load_clique_copies(db, None)
         domains, uncommitted = (
@@ -358,10 +338,7 @@ def count_unsealed(db: Database) -> int:
 
 
 def count_only_in_ram(db: Database) -> tuple[int, int]:
-    """Return (number, bytes) of this node's own contents that a reboot loses.
-
-    They are in RAM, and no live node has a copy.
-    """
+    """Return (number, bytes) of this node's own contents that a reboot loses."""
     is_safe = copies.IS_SAFE_ELSEWHERE.format(pfs_verify=0)
     count, size = db.row(
         "SELECT count(*), coalesce(sum(k.size), 0) FROM copy c JOIN content k ON k.id = c.content WHERE c.tier = 'ram' AND k.state <> 3"
@@ -371,10 +348,7 @@ def count_only_in_ram(db: Database) -> tuple[int, int]:
 
 
 def count_leaving_bytes(db: Database, tier: Tier) -> int:
-    """Return the bytes of this node's own contents that can leave a tier at once.
-
-    These are on the PFS, and no process has their files open.
-    """
+    """Return the bytes of own contents that can leave a tier at once: on the PFS, and closed."""
     return int(
         db.value(
             "SELECT coalesce(sum(c.size), 0) FROM copy k JOIN content c ON c.id = k.content JOIN pfs_file p ON p.inode = c.inode"
@@ -394,10 +368,7 @@ class SpaceOutlook:
 
 
 def load_space_outlook(db: Database) -> SpaceOutlook:
-    """Return whether space is expected to become free.
-
-    It is if there are contents to seal, to write back or to delete, or copies that may be dropped.
-    """
+    """Return whether work of the mover will free space: seals, write-back, deletions, evictions."""
     with db.read_transaction():
         doomed, closed = db.row("SELECT coalesce(sum(state = 3), 0), coalesce(sum(state = 1 AND remote = 0), 0) FROM content") or (0, 0)
         journal_rows = db.value("SELECT count(*) FROM journal WHERE op = 'content'")

@@ -29,10 +29,7 @@ _REMOVED = f"SELECT x.inode FROM xattr x JOIN inode i ON i.id = x.inode WHERE x.
 
 
 class UserSetting(NamedTuple):
-    """One attribute: its owners, its value and its change. A value of None means that it has none.
-
-    `change` raises ValueError for a value that is not `accepted`.
-    """
+    """One attribute. A value of None is none; `change` raises ValueError unless it is `accepted`."""
 
     fits: Callable[[Database, Inode], bool]
     get: Callable[[Database, int], bytes | None]
@@ -42,10 +39,7 @@ class UserSetting(NamedTuple):
 
 
 def get_setting(db: Database, inode: Inode, name: bytes) -> bytes | None:
-    """Return the value of an attribute without the prefix `user.ckptfs.`.
-
-    Returns None if the inode has none.
-    """
+    """Return the value of an attribute without the prefix `user.ckptfs.`."""
     setting = USER_SETTINGS.get(name)
     return setting.get(db, inode.id) if setting is not None and setting.fits(db, inode) else None
 
