@@ -25,10 +25,7 @@ _V2_LIMITS = ("memory.max", "memory.high")
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """The lowest memory limit of a process: None if there is none, 0 if it is unknown.
-
-    `group`: the group that sets it.
-    """
+    """The lowest memory limit of a process, set by `group`: None for no limit, 0 if it is unknown."""
 
     limit_bytes: int | None
     group: str = ""
@@ -70,18 +67,12 @@ class Hierarchy:
 
     @property
     def is_whole(self) -> bool:
-        """Return True if the group at the mountpoint has no ancestors.
-
-        Such a group lacks the files that every other group of version 2 has.
-        """
+        """Return True if the group at the mountpoint has no ancestors: it lacks files that others have."""
         return self.version == 1 or not (self.mountpoint / "cgroup.type").exists()
 
 
 def find_hierarchies(table: str | Path = procfs.MOUNT_TABLE) -> list[Hierarchy]:
-    """Return the mounted hierarchies that may limit memory, that of version 1 first.
-
-    If version 1 has the memory controller, version 2 lacks it.
-    """
+    """Return the mounted hierarchies that may limit memory: only version 1 if that has the controller."""
     found = []
     for entry in procfs.list_mount_entries(table):
         if entry.fstype == "cgroup" and "memory" in entry.options.split(","):
@@ -168,10 +159,7 @@ class MemoryLimits:
 
 
 def find_own_limit() -> MemoryLimit:
-    """Return the lowest limit of this process.
-
-    The RAM tier is charged to the daemon, unless an unlimited program writes it.
-    """
+    """Return the lowest limit of this process, to which most of the RAM tier is charged."""
     return MemoryLimits().find("self")
 
 

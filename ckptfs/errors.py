@@ -75,10 +75,7 @@ class StoreUnreachable(CkptfsError):
 
 
 class StoreLost(StoreUnreachable):
-    """The store lost its data or was set back: it is not the one that this catalog knows.
-
-    It counts as not answering.
-    """
+    """The store lost its data or was set back. This counts as no answer."""
 
 
 class StoreUnreadable(StoreUnreachable):

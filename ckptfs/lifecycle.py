@@ -138,10 +138,7 @@ def _outlasts(other: Tier, tier: Tier) -> bool:
 
 
 def is_same_time(known_ns: int, observed_ns: int) -> bool:
-    """Return True if an observed mtime may be the known one.
-
-    Some filesystems return the full resolution until the inode leaves their cache.
-    """
+    """Return True if an observed mtime may be the known one, which the filesystem has rounded since."""
     return known_ns == observed_ns or any(known_ns - known_ns % step == observed_ns for step in _TIME_STEPS)
 
 
@@ -151,8 +148,5 @@ def is_same_file(known: tuple[int, int, int], observed: tuple[int, int, int]) ->
 
 
 def count_required_domains(factor: int, domains: int) -> int:
-    """Return the number of failure domains that must have a copy.
-
-    This is `factor`, or all domains of the cluster, dead ones included, but at least two.
-    """
+    """Return how many failure domains need a copy: `factor`, or all, dead ones too; at least 2."""
     return max(2, min(factor, domains))

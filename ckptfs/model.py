@@ -193,10 +193,7 @@ class PfsEntryStat:
 
 
 class Notifier(Protocol):
-    """Notifications of a flow to other lanes and processes, after its commit.
-
-    They are hints: they may be lost and never wait.
-    """
+    """Hints of a flow to other lanes and processes, after its commit. They never wait and may be lost."""
 
     def invalidate_entry(self, parent: int, name: bytes) -> None:
         """Invalidate a name in the kernel's dentry cache, also a negative one."""

@@ -22,10 +22,7 @@ FILE_NAME = "mount.json"
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """The data that lies only on this node.
-
-    `ram_*` count data that lies in RAM and nowhere else; `obstacle` is what blocks the write-back.
-    """
+    """The data that lies only on this node; `ram_*`: in RAM only. `obstacle` blocks the write-back."""
 
     files: int = 0
     size_bytes: int = 0
@@ -42,10 +39,7 @@ class Leftovers:
 
 @dataclass(frozen=True, slots=True)
 class MountRecord:
-    """The way in which a mount was made, its guard, and its leftovers.
-
-    `unit` is the systemd unit that started it, or empty.
-    """
+    """The way in which a mount was made, by the systemd unit `unit` or none; its guard and leftovers."""
 
     name: str
     mountpoint: Path
@@ -67,10 +61,7 @@ class MountRecord:
         return f"mount -t ckptfs{options} {shlex.quote(self.name)} {shlex.quote(str(self.mountpoint))}"
 
     def describe_leftovers(self) -> str:
-        """Describe in one sentence what was left, its place, and what a reboot loses.
-
-        Returns an empty string if nothing was left.
-        """
+        """Describe what was left, its place, and what a reboot loses; "" for nothing."""
         left = self.leftovers
         if left is None or left.is_nothing:
             return ""

@@ -32,10 +32,7 @@ MODE_BITS = 0o555
 
 
 class GuardKind(StrEnum):
-    """The kinds of guards of a mountpoint.
-
-    NONE: it refuses writes anyway (immutable before, or on a read-only filesystem).
-    """
+    """The kinds of guards of a mountpoint. NONE: it refuses writes anyway."""
 
     NONE = "none"
     IMMUTABLE = "immutable"
@@ -45,10 +42,7 @@ class GuardKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """The guard of the directory `device`:`inode` at `path`.
-
-    `mode` is its own mode, which `MODE` replaces.
-    """
+    """The guard of the directory `device`:`inode` at `path`, whose own mode is `mode`."""
 
     path: Path
     device: int
@@ -58,10 +52,7 @@ class Guard:
 
 
 def choose(path: Path) -> Guard:
-    """Return the guard that suits the directory `path`, on which nothing is mounted.
-
-    Changes nothing. Raises OSError.
-    """
+    """Return the guard that suits a directory on which nothing is mounted. Raises OSError."""
     found = os.stat(path)
     return Guard(path, found.st_dev, found.st_ino, _choose_kind(path), found.st_mode & 0o7777)
 
@@ -115,10 +106,7 @@ def open_directory(guard: Guard) -> int:
 
 
 def set_on(guard: Guard, fd: int) -> None:
-    """Set the guard on the directory `fd`.
-
-    `COVER` is set by `cover` when the daemon leaves. Raises OSError.
-    """
+    """Set the guard on the directory `fd`; `COVER` is set by `cover`. Raises OSError."""
     if guard.kind is GuardKind.IMMUTABLE:
         _set_immutable(fd, immutable=True)
     elif guard.kind is GuardKind.MODE:
@@ -126,10 +114,7 @@ def set_on(guard: Guard, fd: int) -> None:
 
 
 def cover(guard: Guard) -> None:
-    """Mount an empty read-only filesystem over an unmounted directory whose guard is `COVER`.
-
-    Raises OSError.
-    """
+    """Mount an empty read-only filesystem over a directory whose guard is `COVER`. Raises OSError."""
     if guard.kind is not GuardKind.COVER or _find_cover(guard.path):
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -139,10 +124,7 @@ def cover(guard: Guard) -> None:
 
 
 def clear(guard: Guard) -> bool:
-    """Take the guard away from a directory on which ckptfs is not mounted.
-
-    Returns False if it is another directory. Raises OSError.
-    """
+    """Take the guard away; return False if it is another directory. Raises OSError."""
     if guard.kind is GuardKind.COVER:
         return uncover(guard.path)
     try:

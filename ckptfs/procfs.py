@@ -47,10 +47,7 @@ def _parse_mount(line: bytes) -> MountEntry:
 
 
 def get_filesystem_type(path: Path, table: str | Path = MOUNT_TABLE) -> str:
-    """Return the type of the filesystem that an absolute path without symlinks lies on.
-
-    Touches no filesystem.
-    """
+    """Return the type of the filesystem of an absolute path without symlinks. Touches none."""
     entries = [entry for entry in list_mount_entries(table) if path.is_relative_to(entry.mountpoint)]
     # Of two mounts on one mountpoint, the later one is visible.
     return max(reversed(entries), key=lambda entry: len(entry.mountpoint.parts)).fstype if entries else ""
@@ -102,10 +99,7 @@ def get_fuse_timeouts(directory: Path = FUSE_SETTINGS) -> FuseTimeouts:
 
 
 def get_memory_pressure(table: str | Path = MEMORY_PRESSURE) -> float:
-    """Return the percentage of the last 10 s in which a process waited for memory.
-
-    Returns 0 if the kernel does not report it (PSI).
-    """
+    """Return the percentage of the last 10 s in which a process waited for memory (PSI)."""
     try:
         found = re.search(rb"^some avg10=([0-9.]+)", Path(table).read_bytes(), re.MULTILINE)
     except OSError:
@@ -114,10 +108,7 @@ def get_memory_pressure(table: str | Path = MEMORY_PRESSURE) -> float:
 
 
 def is_virtual_machine(table: str | Path = "/proc/cpuinfo") -> bool:
-    """Return True if a hypervisor runs this machine.
-
-    The processor flags (x86) or the kernel say so.
-    """
+    """Return True if the processor flags (x86) or the kernel name a hypervisor."""
     try:
         flags = re.search(rb"^flags\s*:.*$", Path(table).read_bytes(), re.MULTILINE)
     except OSError:
@@ -147,10 +138,7 @@ def is_dying(pid: int) -> bool:
 
 
 def get_start_ticks(pid: int) -> int:
-    """Return the start of a process in clock ticks since boot, 0 if it is gone.
-
-    Pid and start together identify a process.
-    """
+    """Return the start of a process in clock ticks since boot, 0 if it is gone: with its pid an identity."""
     return int(_get_stat(pid)[19])
 
 
@@ -167,10 +155,7 @@ def get_resident_bytes(pid: int) -> int:
 
 
 def _get_stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on (field 3 of proc(5)).
-
-    Returns an empty state and zeros if the process is gone.
-    """
+    """Return the fields of /proc/PID/stat from the state on; an empty state and zeros without a process."""
     try:
         # The name of the program, in parentheses, may hold blanks and parentheses.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

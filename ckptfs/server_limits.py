@@ -65,10 +65,7 @@ class CallWatchdog:
             self._cancelled.discard(context)
 
     def read_message(self, messages: Iterator[bytes], context: Call, patience_s: float) -> bytes:
-        """Return the one message of a call, awaited as the first of a stream.
-
-        Raises TimedOut or MalformedCall.
-        """
+        """Return the one message of a call, from a stream. Raises TimedOut or MalformedCall."""
         with self.watch_call(context, patience_s):
             for message in messages:
                 return message
@@ -89,10 +86,7 @@ class CallWatchdog:
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the limit of open files: as root to the system's maximum, else to the hard limit.
-
-    Every file that is open or being transferred needs a descriptor.
-    """
+    """Raise the limit of open files: as root to the system's maximum, else to the hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = int(Path("/proc/sys/fs/nr_open").read_text())
     for limit in (most, hard):

@@ -15,10 +15,7 @@ class BlockIndex:
         self._places: dict[bytes, tuple[int, int]] = {}
 
     def add(self, file: int, block_digests: bytes) -> None:
-        """Add the blocks of a file, from its joined digests.
-
-        Of equal blocks the last one is found. Holes are left out.
-        """
+        """Add the blocks of a file but for holes. Of equal blocks the last one is found."""
         for number, block_digest in enumerate(digest.split_digests(block_digests)):
             if block_digest != digest.ZERO_BLOCK:
                 self._places.pop(block_digest, None)
@@ -31,9 +28,6 @@ class BlockIndex:
         return not self._places
 
     def find(self, block_digests: bytes) -> dict[int, tuple[int, int]]:
-        """Return {block number of a new file: (file, number of the same block in it)}.
-
-        `block_digests` has the joined digests of the new file.
-        """
+        """Return {number of a block: (file, number there)} for the blocks of a new file."""
         wanted = enumerate(digest.split_digests(block_digests))
         return {number: place for number, one in wanted if (place := self._places.get(one)) is not None}

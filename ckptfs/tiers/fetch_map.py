@@ -103,10 +103,7 @@ class FetchMap:
 
     @property
     def is_published(self) -> bool:
-        """Return True while blocks may still arrive.
-
-        Returns False after the mover died and a new one started.
-        """
+        """Return True while blocks may still arrive; False after a new mover started."""
         if self.is_closed:
             return False
         try:

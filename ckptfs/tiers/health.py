@@ -52,10 +52,7 @@ class HealthState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The health of a tier since `since_s` (on the caller's clock).
-
-    `failures` counts consecutive failures; `error` is the last one.
-    """
+    """The health of a tier since `since_s`. `failures`: consecutive ones; `error`: the last one."""
 
     state: HealthState = HealthState.NORMAL
     since_s: float = 0.0

@@ -133,10 +133,7 @@ def copy_open(source_fd: int, target: TierStorage, content: int, expected: tuple
 
 
 def record_open_move(db: Database, content: int, source: TierStorage, target: Tier) -> None:
-    """Record that an open content has moved to `target`.
-
-    The row is durable before the source may go, if the source was (P5).
-    """
+    """Record that an open content has moved, durably if its source was durable (P5)."""
     with db.transaction():
         contents.record_move(db, content, source.tier, target)
     disk.act("move:recorded", lambda: None)
@@ -145,10 +142,7 @@ def record_open_move(db: Database, content: int, source: TierStorage, target: Ti
 
 
 def remove_moved(source: TierStorage, content: int) -> None:
-    """Remove the file that an open content has left.
-
-    If the tier fails, the reclaim flow removes the file later.
-    """
+    """Remove the file that an open content has left; the reclaim flow does it if the tier fails."""
     try:
         fd = disk.act("move:remove", source.detach, content)
     except OSError as failure:

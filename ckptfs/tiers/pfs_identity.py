@@ -57,10 +57,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class PfsPin:
-    """The identity of a directory without a mark.
-
-    `fsid` is that of statfs(2); `fsid` and `birth_ns` are 0 where the filesystem has none.
-    """
+    """The identity of a directory without a mark; `fsid` (statfs) and `birth_ns` may be 0: unknown."""
 
     fstype: str
     source: str
@@ -71,10 +68,7 @@ class PfsPin:
 
     @property
     def stable_fsid(self) -> int:
-        """Return the id of the filesystem if it survives another mount, else 0.
-
-        XFS and others return the number of the device.
-        """
+        """Return the id of the filesystem if it is more than the number of the device, else 0."""
         return 0 if self.fsid == self.device else self.fsid
 
 
@@ -103,10 +97,7 @@ def read_pin(fd: int) -> PfsPin:
 
 
 def _get_birth_ns(fd: int) -> int:
-    """Return when an inode was created; 0 if the filesystem or the C library cannot tell.
-
-    Python has no statx(2).
-    """
+    """Return when an inode was created, by statx(2), which Python lacks; 0 if that is unknown."""
     buffer = ctypes.create_string_buffer(_STATX_BYTES)
     if not hasattr(_libc, "statx") or _libc.statx(fd, b"", _AT_EMPTY_PATH, _STATX_BTIME, buffer) != 0:
         return 0
@@ -237,10 +228,7 @@ def _build_refusal(pfs: Path, difference: str, state: str) -> TierUnavailable:
 
 
 def find_difference_from_catalog(db: Database, pfs: Path) -> str:
-    """Return why the directory `pfs` is not the PFS of this catalog, or an empty string.
-
-    Changes nothing. Raises OSError.
-    """
+    """Return why the directory `pfs` is not the PFS of this catalog, or ""."""
     with disk.closing(open_directory("scan:root", pfs)) as root_fd:
         return _find_difference_from_known(db, root_fd, copies.get_tier_uuid(db, Tier.PFS))
 
@@ -250,10 +238,7 @@ def _find_difference_from_known(db: Database, root_fd: int, known: str | None) -
 
 
 def adopt(db: Database, root_fd: int, pfs: Path, *, may_mark: bool = True) -> str:
-    """Return the identity of the PFS, which is taken at the first contact, and marks it if it `may_mark`.
-
-    Raises OSError, and TierUnavailable if it is another one.
-    """
+    """Return the identity of the PFS, taken at the first contact. Raises OSError and TierUnavailable."""
     known = copies.get_tier_uuid(db, Tier.PFS)
     confirmation = db.path.parent / ACCEPT_PFS
     difference = _find_difference_from_known(db, root_fd, known)
@@ -298,12 +283,7 @@ def _build_pin(root_fd: int) -> str:
 
 
 def _find_unexpected(db: Database, root_fd: int) -> str:
-    """Return why a directory cannot be the PFS of a catalog, or an empty string.
-
-    The catalog does not know the identity of its PFS.
-
-    If the catalog expects names there, one of them must be there.
-    """
+    """Return why a directory cannot be the PFS: none of the names that are known is there; or ""."""
     names = [name for name, _, _ in scans.list_expected(db, ROOT)][:EXPECTED_NAMES_MAX]
     if not names or any(_exists(root_fd, name) for name in names):
         return ""

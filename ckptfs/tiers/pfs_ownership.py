@@ -58,10 +58,7 @@ def is_root() -> bool:
 
 @contextlib.contextmanager
 def as_owner(uid: int, gid: int) -> Iterator[None]:
-    """Act as this user on filesystems inside the block, in this thread.
-
-    Raises PermissionError if the kernel refuses that.
-    """
+    """Act as this user on filesystems inside the block, in this thread. Raises PermissionError."""
     with contextlib.ExitStack() as undo:
         undo.callback(setattr, _thread, "acting", False)
         _thread.acting = True
@@ -89,10 +86,7 @@ def as_process_user() -> Iterator[None]:
 
 
 def retry_as_owner(call: Callable[[], Result], owners: Callable[[], Iterable[Owner]]) -> Result:
-    """Return `call()`. If root is refused, try it as each of `owners()` in turn.
-
-    Raises the first refusal.
-    """
+    """Return `call()`; if root is refused, as each of `owners()`. Raises the first refusal."""
     try:
         return call()
     except PermissionError as refusal:

@@ -45,10 +45,7 @@ def persist_files(fds: Sequence[int]) -> None:
 
 
 def can_sync_filesystem(fd: int) -> bool:
-    """Return True if one syncfs makes all files durable and reports their errors.
-
-    This holds on local filesystems of a kernel that reports errors.
-    """
+    """Return True if one syncfs makes all files durable and reports their errors."""
     buffer = ctypes.create_string_buffer(_STATFS_BYTES)
     if _libc.fstatfs(fd, buffer) != 0:
         raise posix_error(ctypes.get_errno())

@@ -55,12 +55,7 @@ def open_root(pfs: Path, identity: str | None) -> int:
 
 
 def open_adopted_root(db: Database, pfs: Path, *, may_mark: bool = True) -> int:
-    """Open the root of the PFS of this catalog, which takes its identity at the first contact.
-
-    The PFS is marked then if it `may_mark`.
-
-    Raises as `open_root` does.
-    """
+    """Open the root of the PFS of this catalog, marked if it `may_mark`; as `open_root`."""
     return _open_checked(pfs, lambda fd: pfs_identity.adopt(db, fd, pfs, may_mark=may_mark))
 
 
@@ -100,10 +95,7 @@ def _get_owner(fd: int) -> pfs_ownership.Owner:
 
 
 def list_entries(directory_fd: int, *, is_root: bool, on_external: Callable[[bytes], None] = lambda name: None) -> Iterator[PfsEntryStat]:
-    """Yield the entries of a directory in no order, without targets of symlinks and xattrs.
-
-    A name that vanishes meanwhile is skipped. `on_external` is called for external hidden entries.
-    """
+    """Yield the entries of a directory without details; call `on_external` for external hidden ones."""
     with disk.act("scan:list", os.scandir, directory_fd) as entries:
         for entry in entries:
             name = os.fsencode(entry.name)
@@ -146,10 +138,7 @@ def _list_external_in_work_area(root_fd: int) -> list[bytes]:
 
 
 def stat_entry(directory_fd: int, name: bytes) -> PfsEntryStat:
-    """Call lstat for a name. Raises OSError.
-
-    If root may not search the directory, the call is made as its owner.
-    """
+    """Call lstat for a name, as the owner of the directory if root may not. Raises OSError."""
 
     def call() -> os.stat_result:
         return disk.act("scan:stat", os.stat, name, dir_fd=directory_fd, follow_symlinks=False)
@@ -179,10 +168,7 @@ def is_absent(directory_fd: int, name: bytes) -> bool:
 
 
 def load_details(directory_fd: int, entry: PfsEntryStat) -> PfsEntryStat:
-    """Return `entry` with the target of a symlink and the xattrs of the namespace `user`.
-
-    Raises FileNotFoundError if the entry has vanished.
-    """
+    """Return `entry` with the target of a symlink and the user xattrs. Raises FileNotFoundError."""
     path = b"/proc/self/fd/%d/%s" % (directory_fd, entry.name)
 
     def link() -> bytes:
@@ -245,10 +231,7 @@ class PfsTree:
             os.close(old)
 
     def get_directory(self, names: DirectoryPath) -> int:
-        """Return a descriptor of a directory, which stays ours: use it for one action only.
-
-        Raises DirectoryMissing, and ESTALE if the directory is another one than expected.
-        """
+        """Return a descriptor for one action. Raises DirectoryMissing, or ESTALE if it was replaced."""
         if not names:
             return self._root_fd
         fd = self._get_cached(names)
@@ -297,10 +280,7 @@ class PfsTree:
         self._cached[names] = (fd, time.monotonic())
 
     def _forget(self, names: DirectoryPath) -> None:
-        """Take a descriptor out of the cache.
-
-        The action under way may still use it, so only long forgotten ones are closed.
-        """
+        """Take a descriptor out of the cache; the action under way may use it for a while."""
         self._forgotten.append(self._cached.pop(names)[0])
         self._close_forgotten(CACHED_MAX)
 
@@ -322,10 +302,7 @@ class PfsTree:
 
 
 def find_stat(directory: int, name: bytes) -> os.stat_result | None:
-    """Call lstat for a name. Returns None if the name does not exist.
-
-    If root may not search the directory, the call is made as its owner.
-    """
+    """Call lstat for a name, as the owner of the directory if root may not; None if nothing is there."""
 
     def call() -> os.stat_result | None:
         try:
@@ -376,10 +353,7 @@ def open_published(pfs: Path, known: FetchState, flags: int = os.O_RDONLY) -> in
 
 
 def open_unchecked(pfs: Path, known: FetchState, flags: int = os.O_RDONLY) -> int:
-    """Return a descriptor of the file that the PFS shows under the known path.
-
-    Raises OSError and TierUnavailable.
-    """
+    """Return a descriptor of the file under the known path. Raises OSError and TierUnavailable."""
     if not known.pfs_names:
         raise posix_error(errno.ENOENT, "the file is not on the PFS")
     root_fd = open_root(pfs, known.pfs_identity)

@@ -93,10 +93,7 @@ def _parse_names(names: list[str]) -> list[PreparedFile]:
 
 
 class PreparedFiles:
-    """The prepared files and expected sizes in one RAM tier.
-
-    Methods raise OSError of its filesystem. Any process and thread may call.
-    """
+    """The prepared files and expected sizes in one RAM tier, for any process and thread."""
 
     def __init__(self, storage: ContentDirectory) -> None:
         self._storage = storage
@@ -129,10 +126,7 @@ class PreparedFiles:
         return min((file for file in files if expected_bytes <= file.size_bytes <= bytes_max), default=None)
 
     def take_file(self, file: PreparedFile, content: int) -> bool:
-        """Make `file` the file of `content`, in the place of a leftover of that name.
-
-        Return False if another process has taken it.
-        """
+        """Make `file` the file of `content`. Return False if another process has taken it."""
         try:
             disk.rename("prepare:take", file.name, file_name(content), old_fd=self._directory, new_fd=self._storage.directory)
         except FileNotFoundError:
@@ -189,10 +183,7 @@ class PreparedFiles:
         return True
 
     def give_back(self, bytes_wanted: int) -> int:
-        """Remove files, the largest first, until `bytes_wanted` are free or none is left.
-
-        Return the bytes that are free now.
-        """
+        """Remove files, the largest first, until `bytes_wanted` are free. Return what is free."""
         freed = 0
         for file in sorted(self.list_files(), reverse=True):
             if freed >= bytes_wanted:
@@ -220,10 +211,7 @@ class PreparedFiles:
             os.close(fd)
 
     def list_expected(self) -> list[ExpectedSize]:
-        """Return the remembered sizes, the newest first.
-
-        Forget those beyond `limits.PREPARED_PLACES_MAX` or too old.
-        """
+        """Return the remembered sizes, the newest first; forget old and excess ones."""
         found = []
         with os.scandir(self._expected) as entries:
             for entry in entries:
@@ -289,10 +277,7 @@ def mark_allocated_by_application(fd: int) -> None:
 
 
 def needs_trim(fd: int) -> bool:
-    """Return True if a prepared file has pages that no process wrote.
-
-    Otherwise remove its mark; a read-only descriptor will do.
-    """
+    """Return True if a prepared file has pages that no process wrote; otherwise remove its mark."""
     status = os.fstat(fd)
     if not is_prepared(status):
         return False
@@ -304,10 +289,7 @@ def needs_trim(fd: int) -> bool:
 
 
 def trim_end(fd: int, *, bytes_max: int) -> None:
-    """Remove prepared pages beyond the end of a file, if they are at most `bytes_max`.
-
-    No process may write the file. The mark stays.
-    """
+    """Remove up to `bytes_max` of pages beyond the end of a prepared file that no process writes."""
     status = os.fstat(fd)
     end = _round_to_page(status.st_size)
     if is_prepared(status) and 0 < status.st_blocks * _BLOCK_BYTES - end <= bytes_max:
@@ -341,10 +323,7 @@ def trim(fd: int, *, holes: bool) -> bool:
 
 
 def _trim_end(fd: int, end: int) -> bool:
-    """Punch the first piece beyond `end` that has pages, then all the rest.
-
-    Return True if there is more to do.
-    """
+    """Punch the first piece beyond `end` that has pages, and return True; or else all the rest."""
     allocated = get_allocated_bytes(fd)
     for start in range(end, end + allocated, _TRIM_BYTES):
         _punch(fd, start, _TRIM_BYTES)
@@ -363,10 +342,7 @@ def _round_to_page(size: int) -> int:
 
 
 def get_data_bytes(fd: int, status: os.stat_result) -> int:
-    """Return the bytes of a prepared file that the application has written, in whole pages.
-
-    Exact unless the file is fragmented.
-    """
+    """Return the bytes in whole pages that were written to a prepared file, if it has few holes."""
     end = _round_to_page(status.st_size)
     allocated = min(end, status.st_blocks * _BLOCK_BYTES)
     if status.st_mode & stat.S_IXGRP:

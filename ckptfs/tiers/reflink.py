@@ -59,10 +59,7 @@ class Extent:
 
 
 def clone(source_fd: int, target_fd: int) -> bool:
-    """Let the target have the blocks of the source.
-
-    Return False, without a change, if the filesystem cannot.
-    """
+    """Let the target have the blocks of the source. Return False if the filesystem cannot."""
     try:
         disk.act("share:clone", fcntl.ioctl, target_fd, FICLONE, source_fd)
     except OSError as failure:
@@ -73,10 +70,7 @@ def clone(source_fd: int, target_fd: int) -> bool:
 
 
 def clone_range(source_fd: int, source_offset: int, target_fd: int, target_offset: int, length: int) -> None:
-    """Let a range of the target have the blocks of the source.
-
-    The last one of a file may be short. Raises OSError (`CANNOT_CLONE`).
-    """
+    """Let a range of the target, or its end, have the blocks of the source. Raises OSError."""
     disk.act("share:range", fcntl.ioctl, target_fd, FICLONERANGE, _RANGE.pack(source_fd, source_offset, length, target_offset))
 
 
@@ -143,10 +137,7 @@ def is_possible_in(directory_fd: int) -> bool:
 
 
 def list_extents(fd: int, start: int = 0, length: int = limits.FILE_BYTES_MAX) -> list[Extent]:
-    """Return where a range of a file is.
-
-    Parts that have no place of their own yet are left out. Raises OSError (`CANNOT_CLONE`).
-    """
+    """Return where a range of a file is on the device. Raises OSError (`CANNOT_CLONE`)."""
     found = []
     for logical, physical, size, _ in _read_extents(fd, start, start + length):
         first, last = max(start, logical), min(start + length, logical + size)
@@ -156,10 +147,7 @@ def list_extents(fd: int, start: int = 0, length: int = limits.FILE_BYTES_MAX) -
 
 
 def count_shared(fd: int) -> int:
-    """Return how many bytes of a file it shares with others: to write over them needs room.
-
-    Raises OSError (`CANNOT_CLONE`).
-    """
+    """Return how many bytes of a file others share, so that writing needs room. Raises OSError."""
     return sum(size for _, _, size, is_shared in _read_extents(fd, 0, limits.FILE_BYTES_MAX) if is_shared)
 
 
@@ -182,10 +170,7 @@ def _read_extents(fd: int, start: int, end: int) -> Iterator[tuple[int, int, int
 
 @dataclass(frozen=True, slots=True)
 class StoredBytes:
-    """The bytes of the blocks of some files, and the bytes that the filesystem stores for them.
-
-    A block that several files share is stored once.
-    """
+    """The bytes of the blocks of some files, and what the filesystem stores for them."""
 
     total: int
     stored: int

@@ -78,10 +78,7 @@ def needs_buffered_path(capacity: Capacity, expected_bytes: int | None) -> bool:
 
 
 def needs_buffered_path_in_last_tier(capacity: Capacity, expected_bytes: int | None) -> bool:
-    """Return True if the last tier is too full for passthrough.
-
-    A write that finds this tier full can only wait for deletes in progress.
-    """
+    """Return True if the last tier is too full for passthrough."""
     return capacity.free < max(limits.PASSTHROUGH_SPACE_LAST_BYTES_MIN, expected_bytes or 0)
 
 

@@ -65,10 +65,7 @@ class TierStorage(TierRoot):
         self._can_share_blocks: bool | None = None
 
     def probe(self) -> None:
-        """Raise the error of a disk that fails.
-
-        One that failed must take a file before it counts as working; may hang.
-        """
+        """Raise the error of a disk that fails; after a failure it must take a file. May hang."""
         if self._failure is None:
             try:
                 os.fstat(self.directory)  # XFS answers EIO after a shutdown.
@@ -113,10 +110,7 @@ class TierStorage(TierRoot):
         return fd
 
     def open(self, content: int, flags: int = os.O_RDONLY) -> int:
-        """Open the file of `content`. Raises ENOENT.
-
-        For a writer with O_NONBLOCK, raises EWOULDBLOCK while the mover holds a lease.
-        """
+        """Open the file of `content`. Raises ENOENT, and EWOULDBLOCK as open(2) under a lease."""
         try:
             return disk.open_file("place:open", file_name(content), flags | os.O_NOFOLLOW, dir_fd=self.directory)
         except OSError as failure:
@@ -152,10 +146,7 @@ class TierStorage(TierRoot):
         return True
 
     def detach(self, content: int) -> int:
-        """Unlink the file of `content` and return a descriptor; -1 without such a file.
-
-        This is fast for files of any size: the space is freed when the descriptor is closed.
-        """
+        """Unlink the file of `content`; return a descriptor whose close frees it, -1 without a file."""
         try:
             fd = os.open(file_name(content), os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.directory)
         except FileNotFoundError:
@@ -202,10 +193,7 @@ class TierStorage(TierRoot):
 
     @property
     def can_share_blocks(self) -> bool:
-        """Return True if contents in this tier can share blocks.
-
-        A tier that cannot answer now is asked again.
-        """
+        """Return True if contents in this tier can share blocks; False if unknown now."""
         if self._can_share_blocks is None:
             with contextlib.suppress(OSError):
                 self._can_share_blocks = reflink.is_possible_in(self.directory)
@@ -270,10 +258,7 @@ class TierStorage(TierRoot):
 
     @contextlib.contextmanager
     def growing(self, growth: int) -> Iterator[None]:
-        """Surround a write of this process that adds up to `growth` bytes.
-
-        Raises ENOSPC if that exceeds the budget.
-        """
+        """Surround a write that adds up to `growth` bytes. Raises ENOSPC beyond the budget."""
         if not self._shares_filesystem or self._budget_bytes is None or not growth:
             yield
             return
@@ -288,10 +273,7 @@ class TierStorage(TierRoot):
             self._growing_bytes -= growth
 
     def reserve(self, fd: int, size: int) -> None:
-        """Allocate the space of a file that is about to be copied into this tier.
-
-        A budget that nothing enforces is then kept by all processes.
-        """
+        """Allocate the space of a file to copy, so that all processes keep an unenforced budget."""
         if self._shares_filesystem and size:
             with contextlib.suppress(OSError):  # Not every filesystem can; ENOSPC comes from the copy.
                 disk.act("place:reserve", _libc.fallocate, fd, _KEEP_SIZE, 0, size)
@@ -396,10 +378,7 @@ class Tiers(Mapping[Tier, TierStorage]):
         return space.choose_tier(capacities, expected_bytes, self._ram_high)
 
     def give_back_prepared(self, is_enough: Callable[[Capacity], bool], reserved_bytes: int, taking: PreparedFile | None = None) -> bool:
-        """Give prepared files back, but for `taking`, until `is_enough` of the capacity of RAM.
-
-        Return False if that cannot be reached.
-        """
+        """Give files but `taking` back until RAM `is_enough`. False: that cannot be reached."""
         capacity = space.subtract_reserved(self.get_capacity(Tier.RAM, taking), reserved_bytes)
         others = sorted((file for file in self.prepared.list_files() if file != taking), reverse=True)
         if not others or not is_enough(space.add_free(capacity, sum(file.size_bytes for file in others))):
@@ -428,10 +407,7 @@ class Tiers(Mapping[Tier, TierStorage]):
     def needs_buffered_path(
         self, tier: Tier, expected_bytes: int | None, reserved_bytes: int = 0, taking: PreparedFile | None = None
     ) -> bool:
-        """Return True if the tier is so full that writes must pass through the mount process (P10).
-
-        If prepared files but `taking` are what fills the RAM tier, they are given back.
-        """
+        """Return True if the tier, with prepared files given back, is too full for passthrough."""
         if tier is Tier.PFS:
             return False
         if expected_bytes is None and self._tiers[tier].shares_filesystem:
@@ -453,17 +429,11 @@ class Tiers(Mapping[Tier, TierStorage]):
         return capacities
 
     def get_share_bytes(self, size: float) -> int:
-        """Return the bytes that a setting means: an int are bytes, a float is a share of RAM and NVMe.
-
-        Raises OSError if one fails.
-        """
+        """Return the bytes of a setting: an int, or a share of RAM and NVMe. Raises OSError."""
         return size if isinstance(size, int) else int(size * sum(one.total for one in self.get_local_capacities().values()))
 
     def get_capacity(self, tier: Tier, taking: PreparedFile | None = None) -> Capacity:
-        """Return the capacity of RAM or NVMe.
-
-        For a content that is `taking` a prepared file, the bytes of that file are free.
-        """
+        """Return the capacity of RAM or NVMe for a content that is `taking` a prepared file."""
         capacity = self.get_local_capacities()[tier]
         return capacity if taking is None or tier is not Tier.RAM else space.add_free(capacity, taking.size_bytes)
 
@@ -513,10 +483,7 @@ def adopt_tiers(db: Database, tiers: Tiers) -> None:
 
 
 def _expect_dead_tier(db: Database, storage: TierStorage) -> None:
-    """Go on with a tier that fails: it is used again when it has the uuid that the catalog knows.
-
-    Raises its error if there is none.
-    """
+    """Use a tier that fails again when it has its known uuid; without one raise its error."""
     known = copies.get_tier_uuid(db, storage.tier)
     if known is None:
         _ = storage.uuid

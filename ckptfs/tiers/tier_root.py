@@ -90,12 +90,7 @@ class TierRoot:
         self._uuid = uuid_
 
     def _reattach(self) -> None:
-        """Open the root again if it is the same one; else give up the dead filesystem.
-
-        The number of the descriptor stays.
-
-        Other threads may use the number, so it is never closed.
-        """
+        """Open the root again if it is the same one; else give up the dead filesystem."""
         try:
             fresh = self._open_known_root()
         except (OSError, TierUnavailable):
@@ -110,10 +105,7 @@ class TierRoot:
         os.close(fresh)
 
     def _open_known_root(self) -> int:
-        """Return a descriptor of the directory of contents.
-
-        Creates nothing: the root may be a mountpoint without its device.
-        """
+        """Return a descriptor of the directory of contents. Creates nothing."""
         root = os.open(self.root, _DIRECTORY)
         try:
             with open("tier-id", encoding="ascii", errors="replace", opener=lambda name, flags: os.open(name, flags, dir_fd=root)) as file:
@@ -124,10 +116,7 @@ class TierRoot:
             os.close(root)
 
     def _require_attached(self) -> None:
-        """Try to open a root that was given up, at most every `limits.TIER_RETRY_S`.
-
-        Raises the last error of the tier.
-        """
+        """Try a root that was given up every `TIER_RETRY_S`. Raises the tier's last error."""
         with self._lock:
             if self._is_detached and self.is_usable:
                 self._failed_s = time.monotonic()
@@ -185,10 +174,7 @@ class TierRoot:
 
     @property
     def uuid(self) -> str:
-        """Return the identity of this root, created if missing.
-
-        Concurrent callers get the same one.
-        """
+        """Return the identity of this root, created if missing; concurrent callers get the same one."""
         if self.tier is Tier.PFS:
             with disk.closing(pfs_identity.open_directory("place:root", self.root.parent)) as root_fd:
                 return pfs_identity.make_mark(root_fd)

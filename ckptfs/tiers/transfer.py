@@ -83,12 +83,7 @@ def read(source_fd: int, *, label: str, before_block: Callable[[], None] = lambd
 
 
 def read_parallel(source_fd: int, *, label: str, before_block: Callable[[], None]) -> ContentDigests:
-    """Read and digest a file as `read` does, with several threads for a large file without holes.
-
-    All threads call `before_block`.
-
-    One thread digests more slowly than memory delivers.
-    """
+    """Digest a file as `read` does, a large one by several threads. All call `before_block`."""
     size = os.fstat(source_fd).st_size
     threads = min(limits.DIGEST_THREADS_MAX, os.cpu_count() or 1)
     is_small = size < limits.DIGEST_PARALLEL_BYTES_MIN or size > limits.BLOCK_DIGESTS_MAX * limits.BLOCK_BYTES
@@ -161,10 +156,7 @@ def _has_piece(target_fd: int, piece: memoryview, offset: int) -> bool:
 def _read_pieces(
     source_fd: int, size: int, label: str, running: digest.RunningDigest, before_block: Callable[[], None]
 ) -> Iterator[tuple[int, memoryview]]:
-    """Yield (offset, bytes) of all data up to `size` or an earlier end of the file.
-
-    `running` receives holes as zeros.
-    """
+    """Yield (offset, bytes) of all data up to `size` or the end; `running` gets holes as zeros."""
     buffer = memoryview(bytearray(min(PIECE_BYTES, max(size, 1))))
     for start, end in _extents(source_fd, size):
         _digest_zeros(running, start, before_block)
@@ -287,10 +279,7 @@ def hold_read_lease(fd: int, *, insist: bool = True) -> Iterator[Callable[[], No
 
 @contextlib.contextmanager
 def hold_write_lease(fd: int) -> Iterator[bool]:
-    """Hold a write lease on `fd` if that is possible.
-
-    Yield True if no other process has the file open or mapped.
-    """
+    """Hold a write lease if possible. Yield True if no other process has the file open or mapped."""
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError:
