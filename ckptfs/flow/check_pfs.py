@@ -67,10 +67,7 @@ class CheckPfs:
         return POLL_S if self._has_candidates else None
 
     def _is_filling(self, tier: Tier) -> bool:
-        """Return True if eviction is near.
-
-        The tier is above its low watermark, or lacks room for the next content.
-        """
+        """Return True if eviction is near: above the low mark, or no room for the next content."""
         capacity = self._tiers[tier].get_capacity()
         low, high = self._config.ram_low, self._config.ram_high
         next_size = get_largest_recent_size(self._db, limits.RECENT_CONTENTS)
@@ -104,10 +101,7 @@ class CheckPfs:
                 self._notify.wake_lanes()
 
     def _read(self, state: FetchState) -> transfer.ContentDigests:
-        """Return the digests of the file as the PFS's server has it.
-
-        Raises Busy if the file changed meanwhile.
-        """
+        """Return the digests of the file as the server has it. Raises Busy if it changed meanwhile."""
         assert self._config.pfs is not None
 
         def build_check() -> Callable[[], None]:

@@ -68,10 +68,7 @@ class Evict:
         return any(more)
 
     def next_due_s(self) -> float | None:
-        """Return the seconds until the next poll: short while free space shrinks.
-
-        Without writers, until the first deferred tier.
-        """
+        """Return the seconds until the next poll, soon while space shrinks, or a deferred tier."""
         if not count_writers(self._db) and not self._stuck:
             self._poll_s, self._last_free = POLL_FIRST_S, -1
             waits = [max(0.0, self._idle_until_s[tier] - time.monotonic()) for tier in self._deferred]
@@ -130,10 +127,7 @@ class Evict:
         return excess
 
     def _get_desired_bytes(self, capacity: Capacity) -> int:
-        """Return the bytes to free in RAM for the next content.
-
-        Checkpoints repeat at nearly the same size, and take prepared memory.
-        """
+        """Return the bytes to free in RAM for the next content, which takes prepared memory."""
         high, low = self._watermarks[Tier.RAM]
         capacity = space.add_free(capacity, self._tiers.prepared.get_bytes())
         return space.get_excess_bytes_for(capacity, get_largest_recent_size(self._db, limits.RECENT_CONTENTS), high, low)
@@ -212,10 +206,7 @@ class Evict:
     # --- moving from RAM to NVMe -------------------------------------------------------------------------------------
 
     def _demote_one(self) -> bool:
-        """Move the least recently used content to NVMe.
-
-        Return False if there is none, or if NVMe is full or fails.
-        """
+        """Move the least recently used content to NVMe. False: none, or NVMe is full or fails."""
         nvme = self._tiers.get(Tier.NVME)
         if nvme is None or time.monotonic() < self._demote_at_s:
             return False
@@ -259,10 +250,7 @@ class Evict:
     # --- the limit of the tmpfs --------------------------------------------------------------------------------------
 
     def _raise_limit(self) -> None:
-        """Enlarge a nearly full RAM tier while writers are open.
-
-        The configuration and the memory bound it.
-        """
+        """Enlarge a nearly full RAM tier, as configured and as memory allows, while files are written."""
         root = self._tiers[Tier.RAM].root
         if os.geteuid() != 0 or not os.path.ismount(root) or not count_writers(self._db):
             return
@@ -276,9 +264,6 @@ class Evict:
 
 
 def _get_memory_shortage(capacity: Capacity) -> int:
-    """Return the bytes that RAM must give back because the machine runs out of memory.
-
-    The watermark does not matter.
-    """
+    """Return the bytes that RAM must give back because the machine runs out of memory."""
     headroom = min(limits.RAM_HEADROOM_BYTES_MIN, capacity.total // 10)
     return min(max(0, headroom - capacity.free), capacity.used)

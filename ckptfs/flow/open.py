@@ -71,8 +71,5 @@ def choose_read_source(held: FileContent) -> ReadSource:
 
 
 def _was_just_unlinked(held: FileContent) -> bool:
-    """Return whether another node removed the last name since the lookup.
-
-    The file can be opened as long as this node has its bytes.
-    """
+    """Return whether another node removed the last name since the lookup: the bytes are still here."""
     return held.inode.nlink == 0 and held.generation == held.inode.generation

@@ -78,10 +78,7 @@ def _round_sizes(expected: Sequence[ExpectedSize]) -> list[int]:
 
 
 def get_bytes_max(setting: float, total: int) -> int:
-    """Return the bound of prepared bytes in a tier of `total` bytes.
-
-    `setting` is a share (float) or bytes (int).
-    """
+    """Return the bound of prepared bytes in a tier: a share (float) of `total`, or bytes (int)."""
     return int(setting * total) if isinstance(setting, float) else setting
 
 
@@ -91,10 +88,7 @@ def count_spares(total: int) -> int:
 
 
 def has_room(capacity: Capacity, size_bytes: int, high: float, reserve_bytes: int) -> bool:
-    """Return True if `size_bytes` can be prepared and leave the tier below `high`.
-
-    `reserve_bytes` must stay free for other creates.
-    """
+    """Return True if `size_bytes` can be prepared below `high`, with `reserve_bytes` free for others."""
     return capacity.free >= size_bytes + reserve_bytes and capacity.used + size_bytes < high * capacity.total
 
 
@@ -135,10 +129,7 @@ class Prepare:
         return added and len(changes.missing) > 1
 
     def next_due_s(self) -> float | None:
-        """Return the seconds until the next look at the pressure on memory.
-
-        Without prepared files, only a hint starts a step.
-        """
+        """Return the seconds until the next look at the pressure on memory, with prepared files."""
         return limits.PREPARED_POLL_S if self._is_waiting else None
 
     def stop(self) -> None:
@@ -148,10 +139,7 @@ class Prepare:
         self._tiers.prepared.give_back(limits.FILE_BYTES_MAX)
 
     def _is_due(self, size: int) -> bool:
-        """Return False if a spare file, or one of its size, was prepared a moment ago.
-
-        Many small files might take one each.
-        """
+        """Return False if a spare file, or one of its size, was prepared a moment ago."""
         if size != limits.TOP_UP_PREPARED_BYTES_MIN:
             return True
         is_due = time.monotonic() >= self._spare_due_s

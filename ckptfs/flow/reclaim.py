@@ -49,10 +49,7 @@ class ReadGrace:
         return not self._since_s
 
     def select_due(self, batch: Iterable[tuple[int, Tier | None]]) -> list[tuple[int, Tier | None]]:
-        """Return the doomed copies that need not stay.
-
-        They are old, or in tiers without room for the next content, or in excess.
-        """
+        """Return doomed copies that need not stay: old, in excess, or in tiers without room."""
         if not self._db.is_clustered:
             return list(batch)
         now_s = time.monotonic()
@@ -94,10 +91,7 @@ class Reclaim:
         return {tier: self._all_tiers[tier] for tier in self._tier_group if tier in self._all_tiers}
 
     def step(self) -> bool:
-        """Remove one batch of doomed contents, and sweep if that is due.
-
-        Return True if there may be more at once.
-        """
+        """Remove one batch of doomed contents, and sweep if that is due. Return True if there may be more."""
         self._sweep_requests()
         batch = copies.list_doomed(self._db, self._tier_group, self._after, BATCH_CONTENTS)
         more, last = len(batch) == BATCH_CONTENTS, batch[-1][0] if batch else 0
@@ -163,10 +157,7 @@ class Reclaim:
             disk.act("drop:quarantined", local_copies.remove_unrecorded, self._db, storage, number)
 
     def _remove_leftovers(self, tier: Tier, storage: TierStorage) -> tuple[int, int]:
-        """Remove old files without a row.
-
-        Return their number and bytes. Files are listed before rows, so no new row is missed.
-        """
+        """Remove old files without a row, listed before the rows. Return (number, bytes)."""
         files = set(storage.contents())
         unknown = sorted(files - copies.list_copies_in_tier(self._db, tier).keys())
         sizes = [size for number in unknown if (size := self._remove_leftover(tier, storage, number)) is not None]

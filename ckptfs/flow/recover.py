@@ -51,10 +51,7 @@ class Recover:
         return False
 
     def _are_tiers_known(self) -> bool:
-        """Return True if no local tier fails or was replaced since the catalog last met it.
-
-        One that it gave up in order has no row.
-        """
+        """Return True if every local tier works and is the one that the catalog met last."""
         present = [self._tiers[tier] for tier in (Tier.RAM, Tier.NVME) if tier in self._tiers]
         return all(not storage.failure and copies.get_tier_uuid(self._db, storage.tier) in {None, storage.uuid} for storage in present)
 
@@ -71,10 +68,7 @@ class Recover:
             log.warning("%s: %d contents cannot be reached: this tier is absent", tier, unreachable)
 
     def _check_tier(self, storage: TierStorage, is_intact: bool) -> None:
-        """Check one tier, after a clean end only for unfinished copies.
-
-        If it fails, its rows stay: it may work again later.
-        """
+        """Check one tier, after a clean end only for unfinished copies. If it fails, its rows stay."""
         try:
             self._remove_unfinished(storage)
             if not is_intact:
@@ -102,10 +96,7 @@ class Recover:
         return found is not None and found.st_size != size
 
     def _quarantine_wrong_size(self, storage: TierStorage, number: int) -> None:
-        """Quarantine a copy of a wrong size, after another check in a transaction.
-
-        The mount may have opened the content for writing since the rows were read.
-        """
+        """Quarantine a copy of a wrong size, unless the mount has opened it meanwhile."""
         with self._db.transaction():
             content = contents.get_content(self._db, number)
             if content is not None and content.state in WITH_SIZE and self._has_wrong_size(storage, number, content.size):
@@ -116,10 +107,7 @@ class Recover:
     # --- contents without a copy -------------------------------------------------------------------------------------
 
     def _decide_fate(self, content: Content) -> None:
-        """Restore the previous state of a content that no tier has, or mark it lost.
-
-        A content on the PFS or on a peer stays.
-        """
+        """Restore the previous state of a content that nothing has, or mark it lost."""
         disk.act("recover:fate", lambda: None)
         with self._db.transaction():
             record = contents.get_file_record(self._db, content.id)

@@ -128,10 +128,7 @@ class Scan:
         return _is_directory_error(failure)
 
     def _scan_next_of_tree(self, request: mover_requests.MoverRequest) -> None:
-        """Scan the next directory of a recursive request; the last one completes it.
-
-        A directory below the requested one that cannot be listed is skipped.
-        """
+        """Scan the next directory of a recursive request; skip one that cannot be listed."""
         self._request_id = request.id
         queue = self._tree_queues[request.id]
         directory = queue.popleft()
@@ -152,10 +149,7 @@ class Scan:
         self._notify.notify_replies()
 
     def _refresh_next(self) -> bool:
-        """Scan the directory whose refresh is due, of those that this node knows.
-
-        Always returns False, so that the pause after a refresh is kept.
-        """
+        """Scan the directory whose refresh is due. Return False: the pause after it is kept."""
         if time.monotonic() < self._next_refresh_s:
             return False
         started_s = time.monotonic()
@@ -184,10 +178,7 @@ class Scan:
         return False
 
     def _take_turn(self, directory: int) -> bool:
-        """Return True if no other node refreshes the directory in this interval.
-
-        The node that refreshes it holds its lock for the interval.
-        """
+        """Take the lock for refreshing the directory in this interval. Return True if this node has it."""
         locks, now_s = None if self._cluster is None else self._cluster.claims, time.monotonic()
         if locks is None:
             return True
@@ -240,10 +231,7 @@ class Scan:
         self._wait_published()
 
     def _warn_if_large(self, directory: int) -> None:
-        """Warn once of a directory that may fill the store.
-
-        Every name in it has four keys, so that all nodes agree on its inode.
-        """
+        """Warn once of a directory that may fill the store with four keys for every name."""
         if (
             directory in self._large_directories
             or scans.count_names(self._db, directory, limits.SHARED_NAMES_MAX) < limits.SHARED_NAMES_MAX
@@ -273,10 +261,7 @@ class Scan:
         return lambda names: pfs_coordination.refresh_names(self._db, store, directory, names)
 
     def _wait_published(self) -> None:
-        """Wait until the store has the imported names, or until `ETCD_WAIT_S` have passed.
-
-        Then all nodes agree on a name before this node uses it, also if another node imported it first.
-        """
+        """Wait up to `ETCD_WAIT_S` until the store has the names: all nodes then agree on them."""
         until_s, last = time.monotonic() + limits.ETCD_WAIT_S, key_state.get_last_change(self._db)
         while self._cluster is not None and key_state.has_dirty(self._db, last) and time.monotonic() < until_s:
             time.sleep(PUBLISHED_POLL_S)
@@ -446,10 +431,7 @@ class DirectoryScan:
                 yield pfs_tree.load_details(self._fd, entry)
 
     def _notify_mount(self, entry: PfsEntryStat, verdict: ScanVerdict, inode: int | None) -> None:
-        """Invalidate what the kernel caches about an entry.
-
-        Absent names are cached only in a directory that was scanned before.
-        """
+        """Invalidate what the kernel caches about an entry that was imported."""
         if verdict in {ScanVerdict.NEW, ScanVerdict.REPLACED}:
             self._names_changed = self._names_changed or self._can_cache_absent_names
             if self._can_cache_absent_names:

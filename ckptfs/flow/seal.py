@@ -87,10 +87,7 @@ class Seal:
         return more
 
     def next_due_s(self) -> float | None:
-        """Return the seconds until a content is tried again or polled for.
-
-        A wake-up after a close may be lost.
-        """
+        """Return the seconds until the next try, or the next poll: a wake-up after a close may be lost."""
         if not self._retries:
             present = [tier for tier in self._tier_group if tier in self._tiers]
             return POLL_S if contents.count_writers(self._db) or contents.list_closed(self._db, present, 0, 1) else None
@@ -125,10 +122,7 @@ class Seal:
         return contents.SealResult(content.id, content.inode, content.change, tier, size, digest, blocks)
 
     def _trim(self, content: Content, storage: TierStorage) -> None:
-        """Remove prepared pages that no process wrote.
-
-        Each piece is a transaction, in which no writer can open the file.
-        """
+        """Remove prepared pages that no process wrote, in transactions that keep writers away."""
         with disk.closing(storage.open(content.id)) as fd:
             more = prepared.needs_trim(fd)
         while more:
@@ -145,10 +139,7 @@ class Seal:
             raise Busy("another step reads the file under a lease") from failure
 
     def _requires_lease(self, content: Content, tier: Tier) -> bool:
-        """Return False for a PFS that has refused the lease for a while.
-
-        Its file is read without a lease, and its times are compared.
-        """
+        """Return False for a PFS that has refused the lease for a while: times are compared."""
         wait = self._retries.get(content.id)
         return tier is not Tier.PFS or wait is None or wait.delay_s < LEASE_REFUSED_S
 
@@ -197,10 +188,7 @@ class Seal:
         )
 
     def _record_missing_file(self, content: Content, tier: Tier) -> bool:
-        """Delete the row of a copy whose file is gone.
-
-        Return whether it was the last copy; False if the content changed meanwhile.
-        """
+        """Delete the row of a copy without a file. Return True if the content is lost by that."""
         with self._db.transaction():
             if not contents.is_unchanged(self._db, content):
                 return False

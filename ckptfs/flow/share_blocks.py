@@ -65,10 +65,7 @@ class _Work:
 
 @dataclass(slots=True)
 class _Measure:
-    """The state of which a figure was taken, and the time of the next measurement.
-
-    `is_stale`: the state may be another one now.
-    """
+    """The state of which a figure was taken, and the time of the next one. `is_stale`: it may differ now."""
 
     due_s: float = 0.0
     state: tuple[int, ...] = ()
@@ -136,10 +133,7 @@ class ShareBlocks:
         return False
 
     def next_due_s(self) -> float | None:
-        """Return the seconds until the next piece, retry or measurement.
-
-        A retry looks again at a file that was open.
-        """
+        """Return the seconds until the next piece, retry or measurement."""
         now_s = time.monotonic()
         dues = [self._resume_s] if self.is_pending else list(self._queue.deferred.values())
         dues += [measured.due_s for measured in (self._measured_nvme, self._measured_pfs) if measured.is_stale]
@@ -148,10 +142,7 @@ class ShareBlocks:
         return max(0.0, max(min(dues), self._resume_s) - now_s) if dues else None
 
     def _must_wait(self, storage: TierStorage, now_s: float) -> bool:
-        """Return True if the tier cannot share blocks, fails, or contents wait for their seal.
-
-        The step waits at most `YIELD_S` for seals.
-        """
+        """Return True if the tier cannot share, fails, or contents wait for their seal."""
         if storage.failure:
             self.is_pending, self._resume_s = True, now_s + limits.TIER_RETRY_S
             return True
@@ -236,10 +227,7 @@ class ShareBlocks:
             self._queue.deferred[content] = time.monotonic() + OPEN_RETRY_S
 
     def _finish(self, work: _Work) -> None:
-        """Let others share with this content.
-
-        If it needs blocks of files that were open, it is looked at again instead.
-        """
+        """Let others share with this content, or look at it again if files that it needs were open."""
         self._work = None
         if work.has_skipped:
             self._defer(work.content.id)
@@ -282,10 +270,7 @@ class ShareBlocks:
     # --- what is shared ----------------------------------------------------------------------------------------------
 
     def _measure_nvme(self, storage: TierStorage, now_s: float) -> None:
-        """Measure what sharing saves on NVMe if files came or went.
-
-        The filesystem tells, so deleted files never count.
-        """
+        """Ask the filesystem what sharing saves on NVMe if files came or went."""
         measured = self._measured_nvme
         if measured.is_due(now_s):
             state = (os.fstat(storage.directory).st_mtime_ns, self._shared_blocks)

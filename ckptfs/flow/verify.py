@@ -71,10 +71,7 @@ def _check_copy(db: Database, tiers: Tiers, content: Content, copy: Copy) -> Che
 
 
 def _find_problem(db: Database, tiers: Tiers, content: Content, tier: Tier) -> str:
-    """Return what is wrong with a copy; empty if it is good.
-
-    Raises OSError if the tier fails, which proves nothing.
-    """
+    """Return what is wrong with a copy, or "". Raises OSError if the tier fails: no proof."""
 
     def check() -> None:
         if not contents.is_unchanged(db, content):

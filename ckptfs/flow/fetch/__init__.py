@@ -104,10 +104,7 @@ class Fetch:
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _take_request(self) -> mover_requests.MoverRequest | None:
-        """Return the next request that no other thread works on.
-
-        Its file is reserved until the end of the step.
-        """
+        """Reserve and return the next request that is due and whose file no other thread has."""
         requests = mover_requests.list_open(self._db, mover_requests.FETCH)
         now_s = time.monotonic()
         if self._salvage_wait is not None:
@@ -148,10 +145,7 @@ class Fetch:
     # --- one attempt -----------------------------------------------------------------------------------------------------
 
     def _fetch(self, state: FetchState | None, progress: FetchProgress, *, is_required: bool) -> str:
-        """Fetch a file; return the result of its request.
-
-        `is_required`: the PFS's own file will not do. Raises Busy to try again.
-        """
+        """Fetch a file; return the result of its request. Raises Busy to try again."""
         if self._peers is not None and state is not None and not state.has_local_copy:
             state = self._peers.refresh(state, progress)
         if state is None:
@@ -218,10 +212,7 @@ class Fetch:
     # --- after a failure -------------------------------------------------------------------------------------------------
 
     def _handle_failure(self, request: mover_requests.MoverRequest, path: str, failure: Exception) -> None:
-        """Defer the request if another attempt may help; else answer it with an errno.
-
-        A file that lost its last name gets ESTALE, which makes the kernel look the name up again.
-        """
+        """Defer the request, or answer it; ESTALE makes the kernel look a deleted name up again."""
         state = copies.load_fetch_state(self._db, request.inode)
         is_gone = state is None or not state.has_name or (self._peers is not None and self._peers.is_gone(request.inode))
         if isinstance(failure, Busy | NoCopyLeft) and self._retry_later(request, state, failure, is_gone=is_gone):
@@ -262,10 +253,7 @@ class Fetch:
         return should_retry
 
     def _is_retry_pointless(self, waited_s: float) -> bool:
-        """Return True if the node is disconnected and has waited `ETCD_WAIT_S`.
-
-        Each retry would time out on the store again.
-        """
+        """Return True if the disconnected node has waited for the store: each try would."""
         return self._retry_policy is not None and not self._retry_policy.is_connected() and waited_s >= limits.ETCD_WAIT_S
 
     def _retry_soon(self, request: mover_requests.MoverRequest) -> None:
@@ -278,10 +266,7 @@ class Fetch:
 
 
 def _choose_sources(state: FetchState, live_nodes: Sequence[Node]) -> Sources | None:
-    """Return the sources of a file; None if nothing is to be fetched.
-
-    Raises DigestMismatch or NoCopyLeft if there is no source.
-    """
+    """Return the sources; None: nothing is to be fetched. Raises DigestMismatch or NoCopyLeft."""
     if state.content is None and state.published is None and state.content_id is not None:
         raise DigestMismatch("the cluster knows nothing of the content that the file should have")
     if state.has_local_copy or (state.content is None and state.published is None):
@@ -349,10 +334,7 @@ class RetryPolicy:
         return any(node in view and node != self._cluster.node_number for node in candidates)
 
     def _may_be_salvaged(self) -> bool:
-        """Return whether other nodes may not have decided yet what to show.
-
-        They may not if the last change of the view is recent.
-        """
+        """Return whether other nodes may still decide: the view changed a moment ago."""
         return self._cluster.factor > 1 and time.monotonic() - self._view_since[1] < _get_salvage_wait_s()
 
 

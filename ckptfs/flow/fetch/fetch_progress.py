@@ -24,10 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class OthersFirst(Busy):
-    """Other nodes fetch the file just now, and this one may have it from them: look again soon.
-
-    This does not count as a try.
-    """
+    """Other nodes fetch the file just now: look again soon. This does not count as a try."""
 
 
 def choose_pause_s(waited_s: float) -> float:
@@ -36,10 +33,7 @@ def choose_pause_s(waited_s: float) -> float:
 
 
 class FetchProgress:
-    """The progress of one request.
-
-    Called before or after each block, by any thread; extends the wait of the applications.
-    """
+    """The progress of one request, by block; extends the wait of the applications. Any thread."""
 
     def __init__(self, db: Database, tiers: Tiers, notify: Notifier, request: mover_requests.MoverRequest, since_s: float) -> None:
         """`since_s`: when the request was first tried."""
@@ -61,10 +55,7 @@ class FetchProgress:
             self._lock.release()
 
     def can_wait(self, size: int) -> bool:
-        """Return whether other nodes may fetch a file of this size first.
-
-        A node that waited long enough goes ahead.
-        """
+        """Return whether other nodes may fetch a file of this size first, for a while."""
         return time.monotonic() - self._since_s < limits.FETCH_SHARED_WAIT_S + size / limits.FETCH_SHARED_BYTES_PER_S
 
     @contextmanager

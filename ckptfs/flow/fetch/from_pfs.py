@@ -74,10 +74,7 @@ class PfsFetcher:
         return mover_requests.DIRECT
 
     def _open(self, state: FetchState) -> int:
-        """Return a descriptor of the file in the state that the catalog knows.
-
-        Otherwise request a scan and raise Busy.
-        """
+        """Open the file in its known state; otherwise request a scan and raise Busy."""
         assert self._root is not None and state.published is not None
         try:
             fd = pfs_tree.open_unchecked(self._root, state)
@@ -131,10 +128,7 @@ class PfsFetcher:
             raise
 
     def _verify(self, state: FetchState, size: int, found: bytes, source: int) -> None:
-        """Raise DigestMismatch if the bytes differ from those that the catalog knows.
-
-        Raises Busy if the file changed meanwhile.
-        """
+        """Raise DigestMismatch if the bytes differ from the known ones, Busy if the file changed."""
         assert state.published is not None
         if not pfs_tree.matches_catalog(source, state.published):
             raise self._request_scan(state)
@@ -174,10 +168,7 @@ def _copy_to_storage(state: FetchState, storage: TierStorage, number: int, sourc
 
 
 def _copy_bytes(content: Content | None, tier: Tier, source: int, target: int, progress: FetchProgress) -> transfer.ContentDigests:
-    """Copy a file; return what was copied.
-
-    If the digests of its blocks are known, blocks are readable as they arrive.
-    """
+    """Copy a file, by blocks that are readable as they arrive if their digests are known."""
     if content is None or not _has_block_digests(content):
         return transfer.copy(source, target, label="fetch", before_block=progress)
     assert content.digest is not None and content.block_digests is not None
@@ -205,10 +196,7 @@ class BlockwiseCopy:
         self.missing_blocks = [number for number, wanted in enumerate(self._digests) if wanted != digest.ZERO_BLOCK]
 
     def copy(self, source: int, target: int, progress: BlockProgress) -> bool:
-        """Copy the missing blocks.
-
-        Return False if a block on the PFS has the wrong digest; it is not written then.
-        """
+        """Copy the missing blocks. Return False at one with a wrong digest, which is not written."""
         remaining = deque(self.missing_blocks)
         write_behind, expected = WriteBehind(target), 0
         while remaining:
@@ -238,10 +226,7 @@ class BlockwiseCopy:
 
 
 class PfsSingleFlight:
-    """The cluster locks under which one node reads a file from the PFS for all.
-
-    Several threads may ask at once.
-    """
+    """The cluster locks under which one node reads a file from the PFS for all; any thread."""
 
     def __init__(self, db: Database, cluster: Cluster) -> None:
         self._db = db
@@ -289,10 +274,7 @@ class PfsSingleFlight:
             self._pause.wait(limits.STORE_PUBLISHED_POLL_S)
 
     def _load(self, state: FetchState, *, is_locked: bool) -> FetchState | None:
-        """Load the file again, with the rows of the store.
-
-        Other nodes may have moved it on the PFS, or fetched it.
-        """
+        """Load the file again with the rows of the store: others may have moved or fetched it."""
         with suppress(CkptfsError):
             pfs_coordination.load_inodes(self._db, self._cluster.store, state.inode)
         if is_locked and state.content is not None:

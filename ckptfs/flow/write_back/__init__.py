@@ -105,18 +105,12 @@ class WriteBack:
         self._is_reporting = False
 
     def prepare(self) -> None:
-        """Record the files made before a PFS was configured in the journal. Does not access the PFS.
-
-        Call once before the mover is ready.
-        """
+        """Record the files made before a PFS was configured. Call once; does not access the PFS."""
         if self._tree is not None and copies.get_tier_uuid(self._db, Tier.PFS) is None:
             journal.set_pfs(self._db, journal.UNIDENTIFIED)
 
     def step(self) -> bool:
-        """Write back one batch. Return True if more work may be ready now.
-
-        Raises TierUnavailable if the PFS fails; nothing is lost, and the step is to be tried again.
-        """
+        """Write back one batch. Return True if more may be ready now. Raises TierUnavailable."""
         if self._tree is None:
             return False
         tree = self._tree
@@ -205,20 +199,14 @@ class WriteBack:
         return self._write_rows(tree, rows, is_ahead=bool(urgent))
 
     def _record_pfs(self) -> None:
-        """Record the PFS that was opened.
-
-        A new PFS gets everything that exists: it is recorded in the journal.
-        """
+        """Record the PFS that was opened. A new one gets everything that exists."""
         identity = copies.get_tier_uuid(self._db, Tier.PFS)
         assert identity is not None
         if journal.set_pfs(self._db, identity if pfs_identity.is_mark(identity) else journal.UNIDENTIFIED):
             log.info("%s: new PFS for this catalog; all files are written back to it", self._config.pfs)
 
     def _write_rows(self, tree: PfsTree, rows: list[JournalRow], *, is_ahead: bool) -> bool:
-        """Plan, stage and apply rows; plan again if a content changes meanwhile.
-
-        `is_ahead`: older rows stay behind.
-        """
+        """Plan, stage and apply rows, again if a content changes. `is_ahead`: older rows stay."""
         for _ in range(PLANS_MAX):
             planner = self._plan(rows)
             self._is_waiting = planner.waiting_for is not None
@@ -249,10 +237,7 @@ class WriteBack:
         return True
 
     def _plan(self, rows: list[JournalRow]) -> Planner:
-        """Plan the next rows.
-
-        A row of a cluster that depends on what the PFS refuses is left out of the next attempt.
-        """
+        """Plan the next rows, without those that depend on what the PFS refuses."""
         aside_seqs: set[int] = set()
         while True:
             planner = self._build_planner(aside_seqs)
@@ -480,10 +465,7 @@ class WriteBack:
         self._request_scans(batch.lost_inodes)
 
     def _request_scans(self, inodes: list[int]) -> None:
-        """Request scans of the places of lost files: the PFS may have these files.
-
-        The rows of the files may be older than their renames.
-        """
+        """Request scans of the present places of lost files: the PFS may have them."""
         for inode in inodes:
             for parent, _ in scans.list_names(self._db, inode):
                 mover_requests.insert_request(self._db, mover_requests.SCAN, parent, mover_requests.COMPARE_AGAIN)
@@ -543,10 +525,7 @@ def _describe_act(action: PfsAction) -> str:
 
 
 def _is_elsewhere(tree: PfsTree, path: DirectoryPath) -> bool:
-    """Return True if a directory is on another filesystem than the PFS's root.
-
-    That filesystem may be mounted below the root.
-    """
+    """Return True if a directory is on a filesystem that is mounted below the PFS's root."""
     try:
         directory, root = tree.get_directory(path), tree.get_directory(())
         found, whole = os.fstatvfs(directory), os.fstatvfs(root)

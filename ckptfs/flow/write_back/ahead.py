@@ -38,10 +38,7 @@ class RowsAhead:
         self._begun: list[int] = []
 
     def list_next(self, after: int, at_most: int) -> list[JournalRow]:
-        """Return the next rows of the most urgent group, of those after the row `after`.
-
-        A group that has begun goes on first, even if the order has changed: its files may have temporary names as yet.
-        """
+        """Return the next rows after `after` of the most urgent group; a begun one goes on first."""
         order = exposure.load_order(self._db)
         groups = order.groups if order is not None and order.is_ahead else ()
         if groups != self._order:

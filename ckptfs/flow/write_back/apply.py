@@ -173,10 +173,7 @@ class Applier:
         self._copy(action)
 
     def is_history_link(self, action: PfsAction, failure: OSError) -> bool:
-        """Return True if the PFS cannot link a file into the history of sets.
-
-        No copy is made: see `Planner._find_refuge`.
-        """
+        """Return True if the PFS cannot link into the history; see `Planner._find_refuge`."""
         return action.key in self._history_links and failure.errno in _NO_LINKS
 
     def _copy(self, action: PfsAction) -> None:
@@ -268,10 +265,7 @@ class Applier:
         drop_taken(directory, action, found.st_ino)
 
     def _is_late(self, directory: int, name: bytes, moved: os.stat_result | None) -> bool:
-        """Return True if a call took effect too late.
-
-        Other nodes have gone on by then, and gave this name to another entry than `moved`.
-        """
+        """Return True if a call took effect after other nodes gave the name to another than `moved`."""
         try:
             self._require_lease()
         except Busy:
@@ -300,10 +294,7 @@ class Applier:
             return transfer.read(fd, label="write_back:double")
 
     def _move_across(self, action: PfsAction, source: os.stat_result) -> None:
-        """Move a file or a special file to another filesystem or quota project.
-
-        The file is copied, the copy is renamed into place, and the source is removed.
-        """
+        """Move a file to another filesystem or quota project: copy, rename, remove the source."""
         assert action.new_location is not None
         new, directory = action.new_location, self._fd(action.new_location)
         with contextlib.suppress(FileNotFoundError):
@@ -373,10 +364,7 @@ class Applier:
             raise
 
     def _finish_exchange(self, action: PfsAction, other: os.stat_result | None) -> None:
-        """Finish an exchange by three renames, of which the first is done.
-
-        A PFS without RENAME_EXCHANGE shows a name missing for a moment.
-        """
+        """Finish an exchange by renames, of which the first is done. A name is missing a moment."""
         assert action.new_location is not None and action.replaced_fingerprint is not None
         if self._matches(other, action.replaced_fingerprint):
             self._rename("write_back:move", action.new_location, action.new_location.name, action.location)
@@ -503,10 +491,7 @@ class Applier:
         self._run_as_owner(directory, name, lambda: disk.act(label, call, name, dir_fd=directory))
 
     def _run_as_owner(self, directory: int, name: bytes, call: Callable[[], None]) -> None:
-        """Call `call` as this process, or as the owner of the entry or its directory.
-
-        Every visible change of the PFS goes through this method, which checks the lease.
-        """
+        """Call `call`, a visible change, with a valid lease; as an owner if root is refused."""
 
         def owners() -> list[pfs_ownership.Owner]:
             subjects = (find_stat(directory, name), os.fstat(directory))

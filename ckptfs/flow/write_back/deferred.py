@@ -82,10 +82,7 @@ _REMEDIES = {
 
 
 class SourceFailed(OSError):
-    """No copy of a content on this node can be read: that is no fault of the PFS.
-
-    `remedy` says what helps.
-    """
+    """No copy of a content can be read, which is no fault of the PFS. `remedy` says what helps."""
 
     def __init__(self, code: int, message: str, remedy: str) -> None:
         super().__init__(code, message)
@@ -160,20 +157,14 @@ class DeferredFiles:
         return True
 
     def _is_stubborn(self, key: tuple[int, RefusedKind], failure: OSError, is_pfs_well: Callable[[], bool]) -> bool:
-        """Return True if the change has failed so often that it is the cause itself.
-
-        The PFS takes other files then.
-        """
+        """Return True if the change fails again and again while the PFS takes other files."""
         if failure.errno in FULL_ERRNOS:
             return False
         self._failures[key] = self._failures.get(key, 0) + 1
         return self._failures[key] >= TRIES_MAX and is_pfs_well()
 
     def is_deferred(self, inode: int) -> bool:
-        """Return True if the PFS refuses the bytes of a file.
-
-        Its rows keep their order: only `start_batch` releases it.
-        """
+        """Return True if the PFS refuses the bytes of a file, until `start_batch` releases it."""
         return (inode, RefusedKind.BYTES) in self._files
 
     def is_held(self, inode: int) -> bool:
@@ -195,10 +186,7 @@ class DeferredFiles:
             self.after_seq = 0
 
     def release(self, inodes: Iterable[int]) -> None:
-        """Release inodes that were renamed or have appeared, and read the journal again.
-
-        Rows that wait for them may be possible now.
-        """
+        """Release renamed or new inodes, and read the journal again for rows that wait for them."""
         for key in [(inode, kind) for inode in inodes for kind in RefusedKind if (inode, kind) in self._files]:
             self._delays_s[key] = self._files.pop(key).delay_s
         self.after_seq = 0

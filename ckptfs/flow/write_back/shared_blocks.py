@@ -38,12 +38,7 @@ class PfsBlocks:
         self._sharing: set[int] = set()
 
     def has_any(self, fd: int, size: int) -> bool:
-        """Return whether the empty temporary file of a content may share blocks.
-
-        Its digests are then worth waiting for.
-
-        The PFS is asked once whether it can. Raises OSError.
-        """
+        """Return whether an empty temporary file may share blocks; digests are worth waiting for then."""
         if self._can_share is False or size < limits.SHARED_BYTES_MIN or os.fstat(fd).st_size or self._load().is_empty:
             return False
         if self._can_share is None:
@@ -52,10 +47,7 @@ class PfsBlocks:
         return self._can_share
 
     def clone_into(self, fd: int, inode: int, size: int, block_digests: bytes) -> None:
-        """Put what other files on the PFS have into an empty temporary file of `inode`.
-
-        What fails is left to the copy.
-        """
+        """Clone what other files on the PFS have into an empty temporary file; the copy does the rest."""
         if not self.has_any(fd, size):
             return
         by_file: dict[int, list[tuple[int, int]]] = {}

@@ -124,10 +124,7 @@ class Stager:
                     remove_temporary(self.tree, location, action.temporary)
 
     def remove_leftovers(self, planned: Iterable[PfsAction]) -> None:
-        """Remove temporary files of an interrupted batch that are not `planned` again.
-
-        Deletes the interrupted batch from the catalog if nothing is planned.
-        """
+        """Remove temporary files of an interrupted batch that are not `planned` again."""
         found = pfs_batch.find_batch(self._db)
         if found is None:
             return
@@ -243,10 +240,7 @@ class Stager:
         raise Busy("no copy of the content is left")
 
     def _fill_early(self, fd: int, content: Content) -> transfer.ContentDigests:
-        """Copy while the seal lane reads the same content for its digest, then wait for the seal.
-
-        If the PFS may have some of its blocks, the digests come first.
-        """
+        """Copy while the seal lane reads, then wait for the seal; first, if blocks may be shared."""
         if self._pfs_blocks.has_any(fd, content.size):
             return self._fill_sealed(fd, self._wait_for_seal(content))
         tiers = self._list_readable_tiers(content)
@@ -261,10 +255,7 @@ class Stager:
         return copied
 
     def _wait_for_seal(self, content: Content) -> Content:
-        """Return the content as it was sealed.
-
-        Raises Unsealed if that takes too long, or if it was deleted or opened for writing.
-        """
+        """Return the content as it was sealed. Raises Unsealed if it is not, or not in time."""
         deadline_s = time.monotonic() + limits.EARLY_SEAL_WAIT_S
         while (now := contents.get_content(self._db, content.id)) == content:
             if time.monotonic() > deadline_s:
@@ -315,10 +306,7 @@ class Stager:
             raise Busy("the content was opened for writing, or deleted before its seal")
 
     def _fill_stable(self, fd: int, content: Content) -> transfer.ContentDigests:
-        """Copy an open file in a state that it had at one moment.
-
-        If two readings are equal, every byte had its value at the moment between them.
-        """
+        """Copy an open file in a state that it had between two equal readings."""
         tiers = self._list_readable_tiers(content)
         if not tiers:
             raise Unstable("the open file has no readable copy")
