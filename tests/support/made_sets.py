@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from daemon_under_test import DaemonUnderTest
@@ -13,9 +13,12 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import SetRecord
 
 
-def open_catalog(daemon: DaemonUnderTest) -> "contextlib.closing[Database]":
-    """Open the catalog of a daemon beside it, as its mover does."""
-    return contextlib.closing(Database(daemon.state / "catalog.db", journalled=daemon.options.get("pfs") is not None))
+@contextlib.contextmanager
+def open_catalog(daemon: DaemonUnderTest) -> Iterator[Database]:
+    """Open the catalog of a daemon beside it, as its mover does, and wake that mover at the end."""
+    with contextlib.closing(Database(daemon.state / "catalog.db", journalled=daemon.options.get("pfs") is not None)) as db:
+        yield db
+    os.utime(daemon.path)
 
 
 def make_set(
