@@ -35,6 +35,8 @@ def test_all_nodes_find_the_same(lab: ClusterUnderTest) -> None:
     first, second, third = lab.nodes
     save(first.path / "run" / "step_1", "rank_0.pt")
     (second.path / "run" / "step_1" / "rank_1.pt").write_bytes(os.urandom(SHARD))
+    # Nothing else tells that the first set has no more ranks, so it would count after 30 s only.
+    os.setxattr(first.path / "run" / "step_1", "user.ckptfs.commit", b"1")
     wait_for(first.path / "run", "clique")
     for node in lab.nodes:
         eventually(lambda node=node: linked(node) == "step_1", what=f"{node.name} finds the first")
