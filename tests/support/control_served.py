@@ -20,6 +20,10 @@ class CountingScheduler:
 
     def __init__(self) -> None:
         self.times = 0
+        self.wake_ups = 0
+
+    def wake(self) -> None:
+        self.wake_ups += 1
 
     def retry_now(self) -> None:
         self.times += 1

@@ -197,6 +197,13 @@ def test_waiting_for_the_pfs_follows_the_journal(served: Served) -> None:
     assert list(messages)[-1].done
 
 
+def test_a_wait_wakes_the_lanes(served: Served) -> None:
+    """F2: the process that made the change may have died before its hint, and nobody else may give one for ever."""
+    served.node.make(b"file", b"x" * 100)
+    next(served.client.wait(ROOT, "pfs", 5.0))
+    eventually(lambda: served.lanes.wake_ups > 0, what="the lanes look at the catalog")
+
+
 def test_a_wait_that_can_never_end_is_refused(served: Served) -> None:
     content = served.node.make(b"lost", b"x")
     inode = served.node.inode(content)

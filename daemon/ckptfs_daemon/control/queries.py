@@ -12,7 +12,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -144,8 +144,10 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
 
     def __init__(
         self, config: Config, db: Database, tiers: Tiers, cluster: ClusterFigures | None = None, refused: RefusedCalls | None = None,
-        progress: ProgressSignal | None = None,
+        progress: ProgressSignal | None = None, wake_lanes: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
+        """`wake_lanes` has every lane look at the catalog soon."""
+        self._wake_lanes = wake_lanes
         self.refused = refused or RefusedCalls()
         self._progress_signal = progress or ProgressSignal()
         self._config = config
@@ -284,6 +286,7 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
 
     def _check_level(self, inode: int, wanted: Level) -> Iterator[pb.Progress]:
         level_check = LevelCheck(self._db, inode, wanted)
+        self._wake_lanes()  # Whoever waits does not depend on a hint that may be lost.
         pause, before, refreshed_at = POLL_FIRST_S, pb.Progress(), 0.0
         while True:
             if self._cluster is not None and time.monotonic() - refreshed_at > REFRESH_INTERVAL_S:

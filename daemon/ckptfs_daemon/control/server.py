@@ -42,6 +42,9 @@ STOP_GRACE_S = 1.0
 class Scheduler(Protocol):
     """What the servers use of the mover's lanes, in its trio thread."""
 
+    def wake(self) -> None:
+        """Run every lane soon."""
+
     def retry_now(self) -> None:
         """Reset all backoffs and run every lane now."""
 
@@ -62,9 +65,12 @@ async def serve(
     def retry_now() -> None:
         trio.from_thread.run_sync(scheduler.retry_now, trio_token=token)
 
+    def wake_lanes() -> None:
+        token.run_sync_soon(scheduler.wake, idempotent=True)
+
     refused_calls = RefusedCalls()
     cluster, refresh_pfs_path = cluster_access
-    queries = QueryService(config, db, tiers, cluster, refused_calls, progress)
+    queries = QueryService(config, db, tiers, cluster, refused_calls, progress, wake_lanes)
     admin = AdminService(
         config, db, tiers, retry_now, refused_calls, request_log_level, refresh_pfs_path, record_missed_drain, request_upgrade
     )
