@@ -13,14 +13,14 @@ T = TypeVar("T")
 
 
 def wait_ready(file: int | socket.socket, event: int, timeout_s: float) -> bool:
-    """Wait until a descriptor is ready for `event` (select.POLLIN, ...) or hung up. False: not in time."""
+    """Wait until a descriptor is ready for `event` (select.POLLIN, ...). Returns False if time is up."""
     poll = select.poll()
     poll.register(file, event)
     return bool(poll.poll(max(0.0, timeout_s) * 1000))
 
 
 def run_in_time(act: Callable[[], T], timeout_s: float, name: str) -> T:
-    """Run `act` in a thread of its own, which stays behind if it hangs. Raises TimedOut, and what it raises."""
+    """Run `act` in a thread, which stays behind if it hangs. Raises TimedOut, and what `act` raises."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -244,16 +244,19 @@ def record(db: Database, number: int, shared: ContentLocations, own_number: int)
 
 
 class CopyRecords:
-    """The keys `p/<content>/<node>` of this node, put and deleted as a chain: a late announcement leaves no phantom. Any thread."""
+    """The keys `p/<content>/<node>` of this node, put and deleted as a chain.
+
+    A late announcement leaves no phantom. Any thread may call it.
+    """
 
     def __init__(self, store: Transactions, db: Database, node: int) -> None:
         self._store = ChainedStore(store, db, chain.COPIES_CHAIN)
         self._node = node
 
     def announce(self, contents: Iterable[tuple[Content, bool]], *, is_own_away: bool = False) -> None:
-        """Announce for each content that this node has a copy (True) or has none (False). Raises StoreUnreachable.
+        """Announce for each content that this node has a copy (True) or has none (False).
 
-        `is_own_away`: it lacks the contents that it wrote (True), or has them.
+        Raises StoreUnreachable. `is_own_away`: it lacks the contents that it wrote (True), or has them.
         """
         changes: list[Operation] = []
         for content, is_present in contents:

@@ -286,7 +286,7 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
 
     def _check_level(self, inode: int, wanted: Level) -> Iterator[pb.Progress]:
         level_check = LevelCheck(self._db, inode, wanted)
-        self._wake_lanes()  # Whoever waits does not depend on a hint that may be lost.
+        self._wake_lanes()  # A wait does not depend on a hint that may be lost.
         pause, before, refreshed_at = POLL_FIRST_S, pb.Progress(), 0.0
         while True:
             if self._cluster is not None and time.monotonic() - refreshed_at > REFRESH_INTERVAL_S:
