@@ -147,7 +147,7 @@ def _add_names(found: "pb.ListSeriesReply", named: Mapping[int, ListedSeries]) -
         if known is not None and not one.path:
             one.path, one.pattern = os.fsencode(known.path), os.fsencode(known.pattern)
             if known.newest is not None and known.newest.number == one.newest.number:
-                one.newest.name = os.fsencode(known.newest.name)
+                one.newest.name = known.newest.name
 
 
 def _refresh_newest(client: Client, found: "pb.ListSeriesReply", highest: Level) -> None:

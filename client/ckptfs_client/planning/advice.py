@@ -11,13 +11,17 @@ import os
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from typing import TYPE_CHECKING
 
 from ckptfs.quantities import format_count, format_duration, format_size
 from ckptfs_client.json_answers import AdviceJson, AdviceRowJson
 from ckptfs_client.planning.checkpoint_interval import compute_daly_interval_s, compute_lost_s, compute_overhead, compute_young_interval_s
 from ckptfs_client.render import escape_unprintable, format_columns
-from ckptfs_client.sets.set_history import FoundSet, ListedSeries, ListedSet, SetHistory
+from ckptfs_client.sets.set_history import FoundSet, ListedSeries, SetHistory
 from ckptfs_client.sets.set_listing import MANIFEST_FILES
+
+if TYPE_CHECKING:
+    from ckptfs.protocol import control_pb2 as pb
 
 MEASURED_MAX = 16
 NANO = 1e9
@@ -67,13 +71,13 @@ def measure_series(history: SetHistory, one: ListedSeries) -> SeriesMeasure:
     return SeriesMeasure(one.shown, len(sets), size, tuple(cost for cost in costs if cost), median(known) if known else None)
 
 
-def _measure_cost_s(found: FoundSet, older: ListedSet) -> float:
+def _measure_cost_s(found: FoundSet, older: "pb.SetInfo") -> float:
     """Return for how long the files of a set were being written, at least; 0 if their times do not tell."""
     times: list[int] = []
     changed: list[int] = []
     with contextlib.suppress(OSError):
-        if found.set.is_in_place and not found.set.is_group:
-            times.append(os.stat(found.series.place / found.set.name).st_atime_ns)
+        if found.set.in_place and not found.set.group:
+            times.append(os.stat(found.place).st_atime_ns)
     for directory, _, names in os.walk(found.history):
         for name in names:
             with contextlib.suppress(OSError):

@@ -256,8 +256,8 @@ def _find_series_inside(where: Path) -> NamedSeries:
 def _list_kept_series(where: Path) -> list[Series]:
     """Return the series of a directory of which the history has sets."""
     place = _find_in_history(where)
-    names = [] if place is None else sorted(os.listdir(place))
-    return [found for name in names if "*" in name and (found := series.parse(os.fsencode(name))) is not None]
+    patterns = [] if place is None else sorted(name for name in os.listdir(os.fsencode(place)) if b"*" in name)
+    return [found for found in map(series.parse, patterns) if found is not None]
 
 
 def _find_in_history(where: Path) -> Path | None:

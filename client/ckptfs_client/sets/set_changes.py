@@ -16,7 +16,7 @@ from ckptfs.series import retention
 from ckptfs.series.retention import KeepReason, SetFacts
 from ckptfs_client.client import build_path_error
 from ckptfs_client.errors import ClientError, CommandFailed, NotPermitted, UsageError
-from ckptfs_client.sets.set_history import NOTE_XATTR, FoundSet, ListedSeries, SetHistory, split_number
+from ckptfs_client.sets.set_history import NOTE_XATTR, FoundSet, ListedSeries, SetHistory, find_named, split_number
 from ckptfs_client.sets.set_listing import FileOfSet, list_set_files
 
 PIN_XATTR = "user.ckptfs.pin"
@@ -100,9 +100,8 @@ def choose_rollback(history: SetHistory, one: ListedSeries, wanted: str | None) 
     name, number = split_number(wanted)
     if wanted.removeprefix("@").isdigit():
         name, number = "", int(wanted.removeprefix("@"))
-    for each in sets:
-        if (number is None or each.number == number) and (not name or each.name == name):
-            return FoundSet(one, each)
+    if (chosen := find_named(sets, name, number)) is not None:
+        return FoundSet(one, chosen)
     raise CommandFailed(f"{one.shown} has no set {wanted}", remedy="accepted: NAME, NUMBER or NAME@NUMBER, as `ckptfs list` shows them")
 
 
@@ -134,7 +133,7 @@ def remove(history: SetHistory, found: FoundSet, *, now: bool) -> str:
             set_attribute(found.history, REMOVE_XATTR, "now")
         return f"{words}; the set goes from the history"
     facts = [
-        SetFacts(each.number, Level(each.level), each.is_in_place and each.number != found.set.number, each.is_pinned)
+        SetFacts(each.number, Level(each.level), each.in_place and each.number != found.set.number, each.pinned)
         for each in history.list_sets(found.series)
     ]
     reasons = retention.find_reasons(facts, found.series.rollback or None).get(found.set.number, frozenset())
@@ -146,20 +145,19 @@ def remove(history: SetHistory, found: FoundSet, *, now: bool) -> str:
 
 def _remove_own_files(history: SetHistory, found: FoundSet) -> int:
     """Remove the application's names of files of the set, and empty directories. Return how many files."""
-    top = found.series.place if found.set.is_group else found.series.place / found.set.name
     count = 0
     for file in list_set_files(history, found):
-        own = os.path.join(os.fsencode(top), file.path)
+        own = os.path.join(os.fsencode(found.place), file.path)
         if is_same_file(found, file, own):
             try:
                 os.unlink(own)
             except OSError as failure:
                 raise _translate_error(os.fsdecode(own), failure) from failure
             count += 1
-    if not found.set.is_group:
+    if not found.set.group:
         for directory, _, _ in os.walk(found.history, topdown=False):
             with contextlib.suppress(OSError):  # Not empty: the application has other files there.
-                os.rmdir(top / os.path.relpath(directory, found.history))
+                os.rmdir(found.place / os.path.relpath(directory, found.history))
     return count
 
 

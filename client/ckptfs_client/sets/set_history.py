@@ -43,7 +43,7 @@ class ListedSeries:
     rollback: int
     sets: int
     size: int
-    newest: "ListedSet | None"
+    newest: "pb.SetInfo | None"
 
     @property
     def history(self) -> Path:
@@ -72,34 +72,26 @@ class ListedSeries:
 
 
 @dataclass(frozen=True, slots=True)
-class ListedSet:
-    """A complete set. `name` is that of the member; it is empty if the caller may not list the series."""
-
-    number: int
-    name: str
-    files: int
-    size: int
-    completed_ns: int
-    level: str
-    is_in_place: bool
-    is_pinned: bool
-    note: str
-    is_group: bool
-    step: str
-    has_note: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class FoundSet:
     """A set and its series."""
 
     series: ListedSeries
-    set: ListedSet
+    set: "pb.SetInfo"
+
+    @property
+    def name(self) -> str:
+        """The name of the member."""
+        return os.fsdecode(self.set.name)
+
+    @property
+    def place(self) -> Path:
+        """The directory of the application in which its files are, or were."""
+        return self.series.place if self.set.group else self.series.place / self.name
 
     @property
     def history(self) -> Path:
         """Its directory in the history."""
-        return self.series.history / f"{self.set.name}@{self.set.number}"
+        return self.series.history / f"{self.name}@{self.set.number}"
 
     @property
     def shown(self) -> str:
@@ -113,11 +105,9 @@ def split_number(name: str) -> tuple[str, int | None]:
     return (name, None) if found is None else (found[1], int(found[2]))
 
 
-def _build_listed(told: "pb.SetInfo") -> ListedSet:
-    return ListedSet(
-        told.number, os.fsdecode(told.name), told.files, told.size, told.completed_ns, told.level, told.in_place, told.pinned, told.note,
-        told.group, told.step, told.noted,
-    )  # fmt: skip
+def find_named(sets: Iterable["pb.SetInfo"], name: str, number: int | None) -> "pb.SetInfo | None":
+    """Return the first set of that name (empty: any) and of that number (None: any)."""
+    return next((one for one in sets if number in (None, one.number) and name in ("", os.fsdecode(one.name))), None)
 
 
 def _read_note(found: FoundSet) -> str:
@@ -161,7 +151,7 @@ class SetHistory:
         for one in reply.series:
             path = os.fsdecode(one.path) or paths.get(one.directory, "")
             pattern = os.fsdecode(one.pattern) or re.sub(r"~[0-9]+$", "", os.path.basename(path))
-            newest = _build_listed(one.newest) if one.HasField("newest") else None
+            newest = one.newest if one.HasField("newest") else None
             listed = ListedSeries(self.mount, one.directory, one.origin, path, pattern, one.rollback, one.sets, one.size, newest)
             if newest is not None and not newest.name:
                 named = self._add_names(listed, [newest])
@@ -186,11 +176,11 @@ class SetHistory:
         records = self.client.list_records(found.values())
         return {record.inode: path for path, record in zip(found, records, strict=True)}
 
-    def list_sets(self, one: ListedSeries, at_least: int | None = None) -> list[ListedSet]:
+    def list_sets(self, one: ListedSeries, at_least: int | None = None) -> list["pb.SetInfo"]:
         """Return the sets of a series, the newest first: all, or `at_least` so many."""
         if self._is_shared:
             self._refresh_sets(one)
-        told = list(map(_build_listed, self.client.list_sets(one.directory, at_least)))
+        told = self.client.list_sets(one.directory, at_least)
         return told if all(each.name for each in told) else self._add_names(one, told)
 
     def _refresh_sets(self, one: ListedSeries) -> None:
@@ -200,13 +190,17 @@ class SetHistory:
             for name in names[:REFRESHED_MAX]:
                 os.lstat(one.history / name)
 
-    def _add_names(self, one: ListedSeries, told: list[ListedSet]) -> list[ListedSet]:
+    def _add_names(self, one: ListedSeries, told: list["pb.SetInfo"]) -> list["pb.SetInfo"]:
         """Add names and notes that the caller may read through the mount. Sets without names are left out."""
         names: dict[int | None, str] = {}
         with contextlib.suppress(OSError):
             names = {number: name for name, number in map(split_number, os.listdir(one.history))}
-        named = [replace(each, name=names[each.number]) for each in told if each.number in names]
-        return [replace(each, note=_read_note(FoundSet(one, each))) if each.has_note else each for each in named]
+        named = [each for each in told if each.number in names]
+        for each in named:
+            each.name = os.fsencode(names[each.number])
+            if each.noted:
+                each.note = _read_note(FoundSet(one, each))
+        return named
 
     # --- what words mean ----------------------------------------------------------------------------------------------
 
@@ -291,9 +285,8 @@ class SetHistory:
         """Return the newest set of that name, or the one of that number."""
         for one in found:
             sets = self.list_sets(one)
-            for each in sets:
-                if (number is None or each.number == number) and (not name or each.name == name):
-                    return FoundSet(one, each)
+            if (chosen := find_named(sets, name, number)) is not None:
+                return FoundSet(one, chosen)
             if number is not None:
                 newest = f"the newest is {FoundSet(one, sets[0]).shown}" if sets else "the series has none now"
                 raise CommandFailed(f"{path}: there is no such set; {newest}", remedy=f"ckptfs list '{one.shown}' shows all")

@@ -17,7 +17,7 @@ from ckptfs_client.client import build_path_error
 from ckptfs_client.errors import ClientError, CommandFailed, NoMount
 from ckptfs_client.json_answers import ProducerJson, SeriesJson, SetFileJson, SetJson, ShowJson
 from ckptfs_client.render import escape_unprintable, format_columns, print_json
-from ckptfs_client.sets.set_history import FoundSet, ListedSeries, ListedSet, SetHistory
+from ckptfs_client.sets.set_history import FoundSet, ListedSeries, SetHistory
 
 if TYPE_CHECKING:
     from ckptfs.protocol import control_pb2 as pb
@@ -82,15 +82,15 @@ def list_set_rows(history: SetHistory, one: ListedSeries, wanted: Level = Level.
     return _build_set_rows(one, [each for each in history.list_sets(one) if each.level in enough])
 
 
-def _build_set_rows(one: ListedSeries, sets: Iterable[ListedSet]) -> list[SetJson]:
+def _build_set_rows(one: ListedSeries, sets: Iterable["pb.SetInfo"]) -> list[SetJson]:
     shown, place, top, has_steps = one.shown, f"{one.place}/", f"{one.history}/", "*" in one.pattern
     return [
         {
-            "series": shown, "set": (name := f"{each.name}@{each.number}"), "number": each.number,
+            "series": shown, "set": (name := f"{(own := os.fsdecode(each.name))}@{each.number}"), "number": each.number,
             "step": int(each.step) if has_steps and each.step else None, "files": each.files, "size": each.size, "level": each.level,
-            "completed_ns": each.completed_ns, "pinned": each.is_pinned, "rollback": each.number == one.rollback, "note": each.note,
-            "state": COMPLETE if each.is_in_place else ONLY_IN_HISTORY, "reason": "",
-            "path": place + each.name if each.is_in_place else top + name,
+            "completed_ns": each.completed_ns, "pinned": each.pinned, "rollback": each.number == one.rollback, "note": each.note,
+            "state": COMPLETE if each.in_place else ONLY_IN_HISTORY, "reason": "",
+            "path": place + own if each.in_place else top + name,
         }
         for each in sets
     ]  # fmt: skip

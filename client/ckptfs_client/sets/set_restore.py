@@ -46,7 +46,7 @@ class Restore(NamedTuple):
     @property
     def target(self) -> Path:
         """The directory that gets the files."""
-        return self.directory if self.found.set.is_group else self.directory / self.found.set.name
+        return self.directory if self.found.set.group else self.directory / self.found.name
 
     def run(self, *, force: bool) -> RestoreJson:
         """Restore the set. Raises CommandFailed, UsageError."""
@@ -68,7 +68,7 @@ class Restore(NamedTuple):
     @property
     def shown_path(self) -> Path:
         """What a program is given to read the set."""
-        return self.directory / self.found.set.name
+        return self.directory / self.found.name
 
     # --- what is there ------------------------------------------------------------------------------------------------
 
@@ -87,7 +87,7 @@ class Restore(NamedTuple):
     def _list_present(self, files: list[FileOfSet]) -> Iterator[bytes]:
         """Yield the paths, below the place, of files that a restore would replace."""
         top = os.fsencode(self.target)
-        if self.found.set.is_group:
+        if self.found.set.group:
             yield from (file.path for file in files if os.path.lexists(os.path.join(top, file.path)))
         elif os.path.lexists(top) and not (os.path.isdir(top) and not os.path.islink(top)):
             yield b""
@@ -120,7 +120,7 @@ class Restore(NamedTuple):
 
     @contextlib.contextmanager
     def _temporary_directory(self) -> Iterator[Path]:
-        made = Path(tempfile.mkdtemp(prefix=f".{self.found.set.name[:128]}.ckptfs-restore-", dir=self.directory))
+        made = Path(tempfile.mkdtemp(prefix=f".{self.found.name[:128]}.ckptfs-restore-", dir=self.directory))
         try:
             yield made
         finally:
@@ -166,7 +166,7 @@ class Restore(NamedTuple):
 
     def _publish(self, new: Path, replaced: Path) -> None:
         """Give the copies their names. The file that tells that a set is complete comes last."""
-        if self.found.set.is_group:
+        if self.found.set.group:
             for name in sorted(os.listdir(new), key=lambda name: (_is_last(os.fsencode(name)), name)):
                 os.replace(new / name, self.target / name)
             return

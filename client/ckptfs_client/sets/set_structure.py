@@ -14,9 +14,9 @@ from ckptfs import series
 from ckptfs.model import Level
 from ckptfs.series import Listing
 from ckptfs.series.file_formats import FileFormat
-from ckptfs_client.client import open_client
 from ckptfs_client.errors import ClientError, CommandFailed
 from ckptfs_client.json_answers import FormatJson, VerifyJson
+from ckptfs_client.mounts import find_inode
 from ckptfs_client.node.listing import DIGEST_XATTR
 from ckptfs_client.progress_bar import follow_verification
 from ckptfs_client.sets.newest import FORMAT_XATTR, PathReader, run_reader
@@ -29,9 +29,8 @@ def verify(path: Path, total: VerifyJson) -> None:
     with SetHistory.of(path) as history:
         sets = _list_meant_sets(history, path)
         for top in [path] if os.path.lexists(path) or not sets else [found.history for found in sets]:
-            client, inode = open_client(top)
-            with client:
-                result = follow_verification(client.verify(inode), str(top))
+            _, inode = find_inode(top)
+            result = follow_verification(history.client.verify(inode), str(top))
             total["files"] += result["files"]
             total["bytes"] += result["bytes"]
             total["findings"] += result["findings"]
@@ -54,7 +53,7 @@ def _list_meant_sets(history: SetHistory, path: Path) -> list[FoundSet]:
         if os.path.lexists(path) or not ("*" in name or number is not None):
             return []
         raise
-    is_part = os.path.lexists(path) and Path(os.path.abspath(path)) not in (found.history, found.series.place / found.set.name)
+    is_part = os.path.lexists(path) and Path(os.path.abspath(path)) not in (found.history, found.series.place / found.name)
     return [] if is_part else [found]
 
 
@@ -102,7 +101,7 @@ def _find_gap(history: SetHistory, found: FoundSet) -> str:
         return ""
     top = os.fsencode(found.history)
     names = [name for name in os.listdir(top) if os.fsdecode(name) not in MANIFEST_FILES]
-    members = {name: os.path.join(top, name) for name in names} if found.set.is_group else {os.fsencode(found.set.name): top}
+    members = {name: os.path.join(top, name) for name in names} if found.set.group else {found.set.name: top}
     result = run_reader(series.find_newest(one, members, SetReader(top), Level.NONE))
     return result.rejected[0].find_obstacle(Level.NONE) if result.rejected else ""
 
