@@ -128,7 +128,7 @@ def status(
             raise UsageError("--cluster and --watch exclude each other")
         _print_cluster(directory, json=json)
         return
-    chosen = [mounts.choose(directory)] if directory is not None else mounts.list_mounts() or [mounts.choose(None)]
+    chosen = mounts.choose_all(directory)
     if watch:
         from ckptfs_client.dashboard.status_screen import watch_status
 
@@ -150,10 +150,7 @@ def _print_cluster(directory: Path | None, *, json: bool) -> None:
 
     with Client(mounts.choose(directory)) as client:
         answer = client.get_cluster()
-    if json:
-        render.print_json(render.message_to_dict(answer))
-    else:
-        render.print_renderable(render.build_cluster(answer))
+    render.print_answer(render.message_to_dict(answer), lambda: render.build_cluster(answer), json=json)
 
 
 @app.command(epilog=EPILOG)
@@ -177,7 +174,7 @@ def df(
     from ckptfs_client.planning import capacity
 
     size = parse_option(config.parse_size, checkpoint)
-    asked = [mounts.choose(directory)] if directory is not None else mounts.list_mounts() or [mounts.choose(None)]
+    asked = mounts.choose_all(directory)
     reports, silent = [], 0
     for mount, answer in ask_all(asked, capacity.ask):
         if isinstance(answer, ClientError):
@@ -287,10 +284,8 @@ def list_files(
     from ckptfs_client.node.listing import list_rows
 
     found = [row for path in paths for row in list_rows(path, itself=itself)]
-    if json:
-        render.print_json(found)
-    elif found:
-        render.print_renderable(render.build_listing(found))
+    if found or json:
+        render.print_answer(found, lambda: render.build_listing(found), json=json)
 
 
 @app.command(epilog=EPILOG)

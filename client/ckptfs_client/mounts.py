@@ -101,6 +101,11 @@ def choose(directory: Path | None) -> Mount:
     return found[0]
 
 
+def choose_all(directory: Path | None) -> list[Mount]:
+    """Return the mount of `directory`; without one, all mounts. Raises NoMount."""
+    return [find(directory)] if directory is not None else list_mounts() or [choose(None)]
+
+
 def choose_named(text: str | None) -> Mount:
     """Return the mount of this name or path; without one, the only mount. Raises NoMount."""
     named = [mount for mount in list_mounts() if mount.name == text]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, TypeVar, overload
 
 import typer
 
@@ -18,6 +18,10 @@ Paths = Annotated[list[Path], typer.Argument(metavar="PATH", help="Files or dire
 Directory = Annotated[Path | None, typer.Argument(metavar="DIR", help="A path in the mount. Optional if only one ckptfs is mounted.")]
 
 
+@overload
+def parse_option(parse: Callable[[str], T], text: str) -> T: ...
+@overload
+def parse_option(parse: Callable[[str], T], text: None) -> None: ...
 def parse_option(parse: Callable[[str], T], text: str | None) -> T | None:
     """Return the value of an option. Raises UsageError."""
     from ckptfs.errors import ConfigError

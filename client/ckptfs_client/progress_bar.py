@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from ckptfs.quantities import format_count, format_duration, format_size
 from ckptfs_client import render
 from ckptfs_client.client import ask_all
 from ckptfs_client.errors import ClientError, NoMount, NotInTime
@@ -57,7 +58,7 @@ def follow_progress(messages: Iterator["pb.Progress"], what: str, done: str, *, 
         raise type(failure)(f"{what}: {failure.args[0]}", remedy=failure.remedy) from None
     if not json:
         _print_safety(last)
-        print(f"{render.escape_unprintable(done)} (after {render.format_duration(time.monotonic() - began_s)})")
+        print(f"{render.escape_unprintable(done)} (after {format_duration(time.monotonic() - began_s)})")
 
 
 def _print_safety(last: "pb.Progress | None") -> None:
@@ -84,7 +85,7 @@ def follow_verification(messages: Iterator["pb.VerifyProgress"], what: str) -> V
     with ProgressBar(f"verifying {what}") as bar:
         for last in messages:
             findings.extend(render.message_to_dict(finding) for finding in last.findings)
-            words = f"{last.files} of {render.format_count(last.files_total, 'file')}, {render.format_size(last.bytes)}"
+            words = f"{last.files} of {format_count(last.files_total, 'file')}, {format_size(last.bytes)}"
             bar.update(max(0, last.files_total - last.files), words)
     return {"files": last.files if last else 0, "bytes": last.bytes if last else 0, "findings": findings, "formats": []}
 
@@ -92,15 +93,15 @@ def follow_verification(messages: Iterator["pb.VerifyProgress"], what: str) -> V
 def describe_write_back(status: "pb.Status") -> str:
     """Return the amount of pending write-back in words."""
     figures = status.write_back
-    files = render.format_count(figures.dirty_files, "file")
-    return f"{files} ({render.format_size(figures.dirty_bytes)}), {render.format_count(figures.changes, 'other change')}"
+    files = format_count(figures.dirty_files, "file")
+    return f"{files} ({format_size(figures.dirty_bytes)}), {format_count(figures.changes, 'other change')}"
 
 
 def describe_progress(progress: "pb.Progress") -> str:
     """Return what is left, and what blocks it."""
-    words = [f"{render.format_count(progress.files_left, 'file')} ({render.format_size(progress.bytes_left)})"]
+    words = [f"{format_count(progress.files_left, 'file')} ({format_size(progress.bytes_left)})"]
     if progress.changes_left:
-        words.append(render.format_count(progress.changes_left, "other change"))
+        words.append(format_count(progress.changes_left, "other change"))
     text = ", ".join(words)
     return f"{text}; blocked: {progress.blocked_by}" if progress.blocked_by else text
 

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptfs.quantities import format_count, format_duration, format_size
@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from ckptfs.protocol import control_pb2 as pb
-
-__all__ = ["format_count", "format_duration", "format_size"]
 
 DOWN = "down"
 """The health of a mount whose daemon does not answer."""
@@ -49,6 +47,18 @@ def message_to_dict(message: Any) -> Any:
 def print_json(value: Any, *, lines: bool = False) -> None:
     """Print JSON: indented on a terminal, else, and with `lines`, on one line."""
     print(json.dumps(value, indent=2 if sys.stdout.isatty() and not lines else None), flush=True)
+
+
+def print_answer(answer: Any, show: Callable[[], "str | RenderableType"], *, json: bool) -> None:
+    """Print an answer as JSON, or what `show` makes of it: a text, or a table."""
+    if json:
+        print_json(answer)
+        return
+    shown = show()
+    if isinstance(shown, str):
+        print(shown)
+    else:
+        print_renderable(shown)
 
 
 def build_console() -> "Console":

@@ -20,11 +20,11 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from ckptfs.config import schema
-from ckptfs.errors import ConfigError
 from ckptfs.http_server import HttpReply, HttpRequest, HttpServer, refuse
 from ckptfs_client import mounts
 from ckptfs_client.dashboard.sampling import OverviewSampler
 from ckptfs_client.errors import ClientError, CommandFailed, UsageError
+from ckptfs_client.options import parse_option
 
 SAMPLE_EVERY_S = 2.0
 PAGE = Path(__file__).with_name("page")
@@ -95,10 +95,7 @@ class OverviewSite:
 
 def check_listen(text: str, *, is_exposed: bool) -> str:
     """Return the address HOST:PORT to serve. Raises UsageError."""
-    try:
-        address = schema.parse_address(text)
-    except ConfigError as failure:
-        raise UsageError(str(failure)) from failure
+    address = parse_option(schema.parse_address, text)
     if not is_exposed and not schema.is_loopback(address):
         raise UsageError(
             f"{address} can be reached from other machines, and whoever reaches it can read the names of series and files",

@@ -94,10 +94,8 @@ def goodput(
     from ckptfs_client.events import goodput_report
 
     name, found = measure_goodput(series, log or [])
-    if json:
-        render.print_json(goodput_report.build_answer(name, found))
-    else:
-        print(goodput_report.format_goodput(name, found, shutil.get_terminal_size().columns))
+    columns = shutil.get_terminal_size().columns
+    render.print_answer(goodput_report.build_answer(name, found), lambda: goodput_report.format_goodput(name, found, columns), json=json)
 
 
 def measure_goodput(series: Path, logs: list[Path]) -> "tuple[str, Goodput]":

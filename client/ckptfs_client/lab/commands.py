@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptfs_client.errors import EPILOG, UsageError
+from ckptfs_client.options import Json, parse_option
 
 if TYPE_CHECKING:
     from ckptfs_client.json_answers import LabJson
@@ -20,7 +21,6 @@ app = typer.Typer(
 LabDirectory = Annotated[
     Path | None, typer.Option("--dir", envvar="CKPTFS_LAB", help="The lab's directory.  [default: /var/lib/ckptfs/lab]")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 NodeName = Annotated[str, typer.Argument(metavar="NODE", help="node1, node2, ...")]
 
 
@@ -40,17 +40,13 @@ def start(
     Example: ckptfs lab start --nodes 5 --factor 3
     """
     from ckptfs import config
-    from ckptfs.errors import ConfigError
 
     lab = _open_laboratory(directory)
     if what is not None:
         _require_etcd(what)
         lab.start_etcd()
         return
-    try:
-        more = config.parse_options(",".join(options or []))
-    except ConfigError as failure:
-        raise UsageError(str(failure)) from failure
+    more = parse_option(config.parse_options, ",".join(options or []))
     if no_pfs and pfs is not None:
         raise UsageError("--pfs and --no-pfs exclude each other")
     lab.start(nodes, factor, None if no_pfs else pfs or lab.directory / "pfs", more)
@@ -202,10 +198,7 @@ def _print_status(lab: "Laboratory", *, json: bool) -> None:
     from ckptfs_client import render
 
     found = lab.get_status()
-    if json:
-        render.print_json(found)
-    else:
-        render.print_renderable(_build_status_table(found))
+    render.print_answer(found, lambda: _build_status_table(found), json=json)
 
 
 def _build_status_table(found: "LabJson") -> Any:

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptfs import cgroups, limits, procfs
+from ckptfs.quantities import format_count, format_duration, format_size
 from ckptfs_client.errors import ClientError
-from ckptfs_client.render import describe_service_memory, describe_survival, format_count, format_duration, format_size, get_memory_remedy
+from ckptfs_client.render import describe_service_memory, describe_survival, get_memory_remedy
 
 if TYPE_CHECKING:
     from ckptfs.protocol import control_pb2 as pb

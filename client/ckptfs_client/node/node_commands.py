@@ -34,13 +34,9 @@ def health(
     seconds = parse_option(config.parse_seconds, timeout)
     if not seconds:
         raise UsageError("--timeout 0 leaves no time for an answer; accepted: a time such as 2s")
-    chosen = [mounts.choose(directory)] if directory is not None else mounts.list_mounts() or [mounts.choose(None)]
+    chosen = mounts.choose_all(directory)
     found = node_health.ask(chosen, seconds)
-    if json:
-        render.print_json(found[0] if len(chosen) == 1 else found)
-    else:
-        for one in found:
-            print(node_health.format_line(one))
+    render.print_answer(found[0] if len(chosen) == 1 else found, lambda: "\n".join(map(node_health.format_line, found)), json=json)
     if code := max(map(node_health.get_exit_code, found)):
         raise typer.Exit(code)
 
@@ -160,7 +156,5 @@ def upgrade(
     from ckptfs_client.node import upgrading
 
     done = upgrading.upgrade(mounts.choose_named(mount))
-    if json:
-        render.print_json(done)
-    else:
-        print(f"{done['name']}: version {done['version']}, {done['former']} before (after {format_duration(done['seconds'])})")
+    text = f"{done['name']}: version {done['version']}, {done['former']} before (after {format_duration(done['seconds'])})"
+    render.print_answer(done, lambda: text, json=json)

@@ -94,10 +94,7 @@ def advise(
     if found_s is None:
         raise CommandFailed(f"{series}: the times of its sets do not tell how long a checkpoint takes", remedy="say it: --cost 30s")
     answer = advice.build_advice(measure, advice.JobFacts(mtbf_s, found_s, restart_s, is_given=cost_s is not None, failures=failures))
-    if json:
-        render.print_json(answer)
-    else:
-        print(advice.format_advice(answer))
+    render.print_answer(answer, lambda: advice.format_advice(answer), json=json)
 
 
 def _observe_failure_rate(series: Path) -> tuple[float, int]:
@@ -150,7 +147,7 @@ def simulate(
     from ckptfs_client.planning import loss_report
     from ckptfs_client.planning.loss_simulation import LossModel
 
-    size_bytes = parse_option(config.parse_size, size) or 0
+    size_bytes = parse_option(config.parse_size, size)
     if domains is not None and domains > nodes:
         raise UsageError(f"--domains {domains} is more than --nodes {nodes}")
     node_mtbf_s = parse_failure_rate(mtbf, nodes, node_mtbf) * nodes
@@ -158,7 +155,4 @@ def simulate(
     repair_s, window_s = parse_time("--repair", repair), parse_time("--write-back", write_back)
     model = LossModel(nodes, factor, jump, domains or 0, node_mtbf_s, domain_mtbf_s, repair_s, window_s)
     answer = loss_report.build_report(model, size_bytes, keep, trials, seed)
-    if json:
-        render.print_json(answer)
-    else:
-        print(loss_report.format_report(answer))
+    render.print_answer(answer, lambda: loss_report.format_report(answer), json=json)

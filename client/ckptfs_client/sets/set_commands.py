@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptfs.model import Level
+from ckptfs.quantities import format_count, format_size
 from ckptfs_client.errors import EPILOG, UsageError
 from ckptfs_client.json_answers import SetChangeJson, VerifyJson
 from ckptfs_client.options import LEVELS, Json
@@ -68,10 +69,7 @@ def show(named: SetArgument, json: Json = False) -> None:
     with _open_history(named) as history:
         found = history.find_set(named)
         shown = set_listing.describe_set(history, found)
-    if json:
-        render.print_json(shown)
-    else:
-        print(set_listing.format_set(shown, found.shown))
+    render.print_answer(shown, lambda: set_listing.format_set(shown, found.shown), json=json)
 
 
 @app.command(epilog=EPILOG)
@@ -123,14 +121,14 @@ def verify(
         if bad or flawed:
             rows = [{"verdict": "bad", "tier": "", "path": one["path"], "what": f"{one['format']}: {one['flaw']}"} for one in flawed]
             render.print_renderable(render.build_findings(bad + rows))
-        verdict = f"bad: {render.format_count(len(bad), 'copy', 'copies')}" if bad else "no bad copy"
+        verdict = f"bad: {format_count(len(bad), 'copy', 'copies')}" if bad else "no bad copy"
         unchecked = f"; {len(unknown)} could not be compared: not sealed yet, or written by others" if unknown else ""
         formats = (
             f"; {len(total['formats']) - len(flawed)} of {len(total['formats'])} known formats and sets are whole"
             if total["formats"]
             else ""
         )
-        print(f"{render.format_count(total['files'], 'file')}, {render.format_size(total['bytes'])} read: {verdict}{unchecked}{formats}")
+        print(f"{format_count(total['files'], 'file')}, {format_size(total['bytes'])} read: {verdict}{unchecked}{formats}")
     if bad or flawed:
         raise typer.Exit(1)
 
@@ -157,13 +155,11 @@ def restore(
     with _open_history(named) as history:
         found = history.find_set(named)
         answer = Restore(history, found, Path(os.path.abspath(directory)) if directory is not None else found.series.place).run(force=force)
-    if json:
-        render.print_json(answer)
-    elif answer["files"]:
-        amount = f"{render.format_count(answer['files'], 'file')}, {render.format_size(answer['bytes'])}"
-        print(f"{answer['set']} is restored to {answer['path']}: {amount}, all digests are right")
-    else:
-        print(f"{answer['set']} is in its place already: {answer['path']}; nothing was copied")
+    amount = f"{format_count(answer['files'], 'file')}, {format_size(answer['bytes'])}"
+    text = f"{answer['set']} is restored to {answer['path']}: {amount}, all digests are right"
+    if not answer["files"]:
+        text = f"{answer['set']} is in its place already: {answer['path']}; nothing was copied"
+    render.print_answer(answer, lambda: text, json=json)
 
 
 @app.command(epilog=EPILOG)

@@ -42,7 +42,7 @@ def print_list(where: Path | None, wanted: Level | None, *, lists_all: bool = Fa
     """
     series_rows: list[SeriesJson] = []
     rows: list[SetJson] = []
-    chosen = [mounts.find(where)] if where is not None else mounts.list_mounts() or [mounts.choose(None)]
+    chosen = mounts.choose_all(where)
     silent = False
     for mount in chosen:
         with SetHistory(mount, figures=wanted is None and (where is None or "*" not in str(where))) as history:
