@@ -23,10 +23,10 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from ckptfs import limits
+from ckptfs.model import UNIX_PREFIX
 
 log = logging.getLogger(__name__)
 
-UNIX_PREFIX = "unix:"
 SOCKET_MODE = 0o666
 BACKLOG = 16
 CHECK_S = 1.0

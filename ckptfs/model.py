@@ -10,6 +10,9 @@ ROOT = 1
 HISTORY_NAME = b".ckptfs.history"
 """The entry of the root that holds the history of checkpoint sets. No application sees it under this name."""
 
+UNIX_PREFIX = "unix:"
+"""Begins the address of a socket in the filesystem."""
+
 
 def file_name(content: int) -> str:
     """Return the name of the file of a content in the directory of a tier."""

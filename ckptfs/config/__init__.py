@@ -24,11 +24,10 @@ from typing import Any
 
 from ckptfs import limits, procfs
 from ckptfs.bounded_waits import run_in_time
-from ckptfs.config.retention_rules import check_rules, describe_rule, find_directory_rule, find_rule, parse_rules
+from ckptfs.config.retention_rules import check_rules, parse_rules
 from ckptfs.config.schema import (
     CLUSTER_SETTINGS,
     COMMAND_LINE,
-    METRICS_UNIX_PREFIX,
     MOUNT_FLAGS_DEFAULT,
     MS_RDONLY,
     RAM_BYTES_MIN,
@@ -42,7 +41,6 @@ from ckptfs.config.schema import (
     is_wildcard,
     parse_addresses,
     parse_bool,
-    parse_host,
     parse_label,
     parse_path,
     parse_seconds,
@@ -50,30 +48,9 @@ from ckptfs.config.schema import (
 )
 from ckptfs.config.series_rules import SERIES_SETTINGS, parse_series_rules
 from ckptfs.errors import ConfigError, TimedOut
-from ckptfs.model import CliqueLost, DataPath, Level, SeriesRule
+from ckptfs.model import UNIX_PREFIX, CliqueLost, DataPath, Level, SeriesRule
 
-__all__ = [
-    "METRICS_UNIX_PREFIX",
-    "RAM_BYTES_MIN",
-    "RULE_SETTINGS",
-    "SERIES_SETTINGS",
-    "SETTINGS",
-    "Config",
-    "RetentionRule",
-    "build_sample",
-    "describe_rule",
-    "find_directory_rule",
-    "find_rule",
-    "from_json",
-    "is_known_option",
-    "is_loopback",
-    "load",
-    "parse_host",
-    "parse_options",
-    "parse_seconds",
-    "parse_size",
-    "to_json",
-]  # fmt: skip
+__all__ = ["RAM_BYTES_MIN", "Config", "from_json", "is_known_option", "load", "parse_options", "parse_seconds", "parse_size", "to_json"]
 
 RULES, SERIES = "retention", "series"
 """The keys of the tables of rules, and the fields of Config."""
@@ -269,8 +246,8 @@ def resolve_config(config: Config) -> Config:
     resolved["nvme"] = _resolve_directory("nvme", config.nvme)
     resolved["pfs"] = _resolve_directory("pfs", config.pfs)
     paths = {key: path for key, path in resolved.items() if path is not None}
-    if config.metrics is not None and config.metrics.startswith(METRICS_UNIX_PREFIX):
-        paths["metrics"] = Path(config.metrics.removeprefix(METRICS_UNIX_PREFIX))
+    if config.metrics is not None and config.metrics.startswith(UNIX_PREFIX):
+        paths["metrics"] = Path(config.metrics.removeprefix(UNIX_PREFIX))
     _check_disjoint(paths)
     return replace(config, **resolved)  # type: ignore[arg-type]
 

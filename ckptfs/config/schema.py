@@ -14,10 +14,9 @@ from typing import Any
 
 from ckptfs import limits
 from ckptfs.errors import ConfigError
-from ckptfs.model import CliqueLost, DataPath, Level, SeriesRule
+from ckptfs.model import UNIX_PREFIX, CliqueLost, DataPath, Level, SeriesRule
 
 DRAIN_LEVELS = (Level.CLIQUE.value, Level.PFS.value)
-METRICS_UNIX_PREFIX = "unix:"
 PREEMPTION_SOURCES = ("gce", "aws", "azure")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 RAM_BYTES_MIN = 16 * limits.MIB
@@ -187,11 +186,11 @@ def _is_ip(host: str) -> bool:
 
 def parse_metrics(text: str) -> str:
     """Return HOST:PORT, or "unix:" and an absolute path. Raises ConfigError."""
-    if text.startswith(METRICS_UNIX_PREFIX):
-        path = str(parse_path(text.removeprefix(METRICS_UNIX_PREFIX)))
+    if text.startswith(UNIX_PREFIX):
+        path = str(parse_path(text.removeprefix(UNIX_PREFIX)))
         if len(os.fsencode(path)) > limits.SOCKET_PATH_BYTES_MAX:
             raise ConfigError(f"{text!r} is too long for a socket; accepted: a path of up to {limits.SOCKET_PATH_BYTES_MAX} bytes")
-        return METRICS_UNIX_PREFIX + path
+        return UNIX_PREFIX + path
     try:
         return parse_address(text)
     except ConfigError as failure:

@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from ckptfs import limits
-from ckptfs.config import Config, is_loopback
+from ckptfs.config.schema import Config, is_loopback
 from ckptfs.errors import CkptfsError, Compacted
 from ckptfs.store.etcd import EtcdStore, open_store
 from ckptfs.store.kv import Get

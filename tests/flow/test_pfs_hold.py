@@ -7,7 +7,7 @@ from write_back_world import Mount
 
 from ckptfs.catalog import history, pfs_hold, retention_state, summary
 from ckptfs.catalog.history import SetRecord
-from ckptfs.config import RetentionRule
+from ckptfs.config.schema import RetentionRule
 from ckptfs.model import Level
 from ckptfs.series.expiry import build_hold_check
 

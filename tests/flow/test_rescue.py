@@ -14,7 +14,7 @@ from ckptfs import limits
 from ckptfs.catalog import exposure, history, mover_requests, summary
 from ckptfs.catalog.history import SetRecord
 from ckptfs.clique.peer_api import PeerFailed
-from ckptfs.config import RetentionRule
+from ckptfs.config.schema import RetentionRule
 from ckptfs.flow.replicate import Replicate
 from ckptfs.flow.replicate.open_files import FsyncReplication
 from ckptfs.flow.write_back import plan

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfs import config, limits
-from ckptfs.config import Config, RetentionRule
+from ckptfs.config import Config, retention_rules
+from ckptfs.config.schema import SETTINGS, RetentionRule
 from ckptfs.errors import ConfigError
 from ckptfs.model import CliqueLost, DataPath, Level
 
@@ -196,17 +197,17 @@ def test_the_sample_says_the_truth(place: Path) -> None:
     text = (REPOSITORY / "deploy/systemd/ckptfs.toml").read_text()
     assert text == config.build_sample()
     assert tomllib.loads(text) == {}
-    shown = "\n".join(line[2:] for line in text.splitlines() if any(line.startswith(f"# {key.name} = ") for key in config.SETTINGS))
+    shown = "\n".join(line[2:] for line in text.splitlines() if any(line.startswith(f"# {key.name} = ") for key in SETTINGS))
     values = tomllib.loads(shown)
-    assert set(values) == {key.name for key in config.SETTINGS}
+    assert set(values) == {key.name for key in SETTINGS}
     file = place / "all.toml"
-    with_default = {key.name for key in config.SETTINGS if key.default is not None} - {"nvme_size"}
+    with_default = {key.name for key in SETTINGS if key.default is not None} - {"nvme_size"}
     file.write_text("\n".join(line for line in shown.splitlines() if line.split(" = ")[0] in with_default))
     assert load(place, config=file, allow_other="true") == load(place, allow_other="true")
 
 
 def test_every_field_has_a_key() -> None:
-    assert {key.field for key in config.SETTINGS} == {field.name for field in fields(Config)} - {
+    assert {key.field for key in SETTINGS} == {field.name for field in fields(Config)} - {
         "name",
         "mount_flags",
         "origins",
@@ -403,13 +404,13 @@ def test_retention_rules(place: Path) -> None:
 )
 def test_the_first_rule_that_matches_a_series_counts(place: Path, path: bytes, number: int | None) -> None:
     rules = load_rules(place, RULES, pfs=place / "pfs").retention
-    assert config.find_rule(rules, path) == (None if number is None else rules[number])
+    assert retention_rules.find_rule(rules, path) == (None if number is None else rules[number])
 
 
 def test_the_rule_of_a_directory(place: Path) -> None:
     rules = load_rules(place, RULES, pfs=place / "pfs").retention
-    assert [config.find_directory_rule(rules, path) for path in (b"run1", b"run1/a", b"")] == [rules[0], rules[1], rules[1]]
-    assert config.find_directory_rule(rules[:1], b"other") is None
+    assert [retention_rules.find_directory_rule(rules, path) for path in (b"run1", b"run1/a", b"")] == [rules[0], rules[1], rules[1]]
+    assert retention_rules.find_directory_rule(rules[:1], b"other") is None
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptfs.config import RetentionRule
+from ckptfs.config.schema import RetentionRule
 from ckptfs.model import Level
 from ckptfs.series.expiry import RuledSeries, Ruling, apply_rule, assume_final, build_hold_check, list_beyond
 from ckptfs.series.retention import SetFacts

@@ -19,12 +19,13 @@ from typing import NamedTuple
 
 import trio
 
-from ckptfs import config, limits
+from ckptfs import limits
 from ckptfs.catalog import history, namespace, retention_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet, SeriesRecord
 from ckptfs.catalog.set_members import MANIFEST_NAMES
-from ckptfs.config import RetentionRule
+from ckptfs.config.retention_rules import find_rule
+from ckptfs.config.schema import RetentionRule
 from ckptfs.errors import CkptfsError
 from ckptfs.model import Inode, Level
 from ckptfs.series import Series, judge, patterns
@@ -93,7 +94,7 @@ class SetExpiry:
 
     def find_rule(self, series: SeriesRecord) -> RetentionRule | None:
         """Return the rule of a series. Returns None if it has none."""
-        return config.find_rule(self._context.config.retention, series.path)
+        return find_rule(self._context.config.retention, series.path)
 
     def _load(self, series: SeriesRecord, sets: Sequence[CheckpointSet], facts: Iterable[SetFacts]) -> RuledSeries | None:
         rule = self.find_rule(series)
