@@ -34,7 +34,7 @@ NANO = 1_000_000_000
 
 
 class EventKind(StrEnum):
-    """What happened."""
+    """What happened. docs/operations.md explains each kind."""
 
     MOUNTED = "mounted"
     ENDED = "ended"
@@ -55,29 +55,6 @@ class EventKind(StrEnum):
     TROUBLE_OVER = "trouble-over"
     NOTICE = "notice"
     DRAINED = "drained"
-
-
-MEANINGS: dict[EventKind, str] = {
-    EventKind.MOUNTED: "the daemon serves the mount",
-    EventKind.ENDED: "the daemon has ended",
-    EventKind.RESTARTED: "a process of the daemon died, and another one takes its place",
-    EventKind.BEGUN: "some files of a set are closed, and others are missing; `time` is when the first one was opened",
-    EventKind.COMPLETE: "a set is complete and has a number",
-    EventKind.INCOMPLETE: "a newer set is complete, and this one never became so",
-    EventKind.START: "a process writes its first set of a series",
-    EventKind.LOAD: "a process that did not write a complete set opens a file of it; once for each process and set",
-    EventKind.RESTORED: "`ckptfs restore` reads a set",
-    EventKind.LEVEL: "all files of a set have reached clique or pfs",
-    EventKind.UNCHANGED: "a set has the same bytes as the one before it: training may not progress",
-    EventKind.ROLLED_BACK: "a user made an older set the latest, or took that back",
-    EventKind.EXPIRED: "a set was removed, or the names that the application gave it",
-    EventKind.TIER_DOWN: "NVMe or the PFS fails, hangs or is another one",
-    EventKind.TIER_UP: "it works again",
-    EventKind.TROUBLE: "work of the daemon fails and is tried again, as `ckptfs status` shows; such as a PFS that refuses a file",
-    EventKind.TROUBLE_OVER: "it works again",
-    EventKind.NOTICE: "this node is about to be taken away",
-    EventKind.DRAINED: "a drain has ended",
-}
 
 
 class Position(NamedTuple):
