@@ -1,6 +1,10 @@
-"""Which sets of a series stay in the history, and why (X3, P5). Pure.
+"""Which sets of a series stay in the history, and why (X3, P5), and which repeat another. Pure.
 
 A set stays while at least one reason holds. A set without any goes from the history at once; files of the application never go here.
+
+Whether two successive sets have equal bytes, which means no progress of the training (X11), is told here, too. A counter or the state of a
+random generator differs in any case. So only large files count, by their digests and not by their names, which may have the number of the
+step. Files whose names are in their bytes, as in a zip archive of `torch.save`, differ as well.
 
 A writer that is killed may leave a file whose format does not show that it was cut. So a set that is much smaller than the one before it
 does not take its place at once: the larger one stays until another set follows.
@@ -13,6 +17,9 @@ from enum import StrEnum
 
 from ckptfs.model import Level
 from ckptfs.series.completeness import NEAR_SIZES
+
+LARGE_SHARE = 0.01
+"""A file is large if it has at least this share of the bytes of its set."""
 
 
 class KeepReason(StrEnum):
@@ -77,3 +84,14 @@ def _list_reasons(one: SetFacts, newest: set[int], rollback: int | None) -> Iter
         yield KeepReason.NEWEST
     if one.is_in_place:
         yield KeepReason.IN_PLACE
+
+
+def is_unchanged(newer: Iterable[tuple[int, bytes | None]], older: Iterable[tuple[int, bytes | None]]) -> bool:
+    """Return whether each large file of the newer set has the bytes of one of the older set.
+
+    Files are (size, digest, None: not known).
+    """
+    files = list(newer)
+    total = sum(size for size, _ in files)
+    large = {digest for size, digest in files if size and size >= total * LARGE_SHARE}
+    return bool(large) and None not in large and large <= {digest for _, digest in older}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ckptfs.series.unchanged import is_unchanged
+from ckptfs.series.retention import is_unchanged
 
 MODEL, OPTIMIZER, STATE = (1000, b"m"), (2000, b"o"), (5, b"s")
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ckptfs_client.chaos.expected_content import (
     RECORD_BYTES,
@@ -28,41 +28,29 @@ from ckptfs_client.chaos.expected_content import (
     identify_version,
 )
 
+if TYPE_CHECKING:
+    from ckptfs_client.chaos.campaign import Campaign
+
 SMALL_FILES = 12
 KEPT_STEPS = 2
 BUSY_S = 30.0
 RANKS = 2
 
 
-class Observer(Protocol):
-    """What an application asks of the campaign: which nodes reached all others meanwhile."""
-
-    synced: bool
-    """Whether fsync waits for the clique. Then applications call it after each version."""
-
-    def get_life(self, node: int) -> int:
-        """Return a number that changes when the node fails to reach all living nodes; -1 while it does."""
-
-    def choose_another(self, node: int) -> int:
-        """Return a node that is not away."""
-
-    def get_epoch(self, node: int) -> int:
-        """Return the number of changes so far; -1 if the node does not reach all others now."""
-
-    def is_alive(self, node: int) -> bool:
-        """Return True if the node's applications run, also if it is cut off."""
-
-    def is_connected_since(self, node: int, epoch: int) -> bool:
-        """Return True if the node reached all others since `get_epoch`."""
-
-
 class Application:
-    """One application; `turn` is one step of it."""
+    """One application; `turn` is one step of it.
 
-    def __init__(self, name: str, node: int, source: random.Random, observer: Observer) -> None:
-        self.name, self.node, self.source, self.observer = name, node, source, observer
-        self.tracks: list[Track] = []
+    It asks the campaign which nodes reached all others meanwhile.
+    """
+
+    def __init__(self, name: str, node: int, source: random.Random, campaign: "Campaign") -> None:
+        self.name, self.node, self.source, self.campaign = name, node, source, campaign
         self.number = 0
+        self.tracks = self.build_tracks(name)
+
+    def build_tracks(self, name: str) -> list[Track]:
+        """Return the files of the application."""
+        raise NotImplementedError
 
     def begin(self, root: Path) -> None:
         """Start, or start again on another node, where `root` is the application's directory."""
@@ -98,12 +86,12 @@ class Application:
 
     def step(self, track: Track, act: Callable[[int], object], number: int | None = None, *, absent: bool = False) -> None:
         """Write the next version by `act`, and note how far it came."""
-        epoch, life = self.observer.get_epoch(self.node), self.observer.get_life(self.node)
+        epoch, life = self.campaign.get_epoch(self.node), self.campaign.get_life(self.node)
         number = track.latest + 1 if number is None else number
         track.begin(number, self.node, absent=absent)
         act(number)
-        if self.observer.is_alive(self.node):
-            track.finish(number, seen_by_all=self.observer.is_connected_since(self.node, epoch))
+        if self.campaign.is_alive(self.node):
+            track.finish(number, seen_by_all=self.campaign.is_connected_since(self.node, epoch))
         if self.is_acknowledged(life):
             track.mark_acknowledged(number)
 
@@ -111,20 +99,20 @@ class Application:
         """Write a file, with fsync if the mounts wait for the clique."""
         with open(path, "wb") as file:
             file.write(data)
-            if self.observer.synced:
+            if self.campaign.synced:
                 file.flush()
                 os.fsync(file.fileno())
 
     def is_acknowledged(self, life: int) -> bool:
         """Return True if other nodes have what was fsynced, and its name, even if this node is lost now."""
-        return self.observer.synced and life == self.observer.get_life(self.node) != -1
+        return self.campaign.synced and life == self.campaign.get_life(self.node) != -1
 
     def expect(self, track: Track, found: int | None) -> None:
         """Demand what had reached the clique when the application starts again.
 
         An island shows what was known there.
         """
-        if not track.hopeless and (found or 0) < track.durable and self.observer.get_epoch(self.node) != -1:
+        if not track.hopeless and (found or 0) < track.durable and self.campaign.get_epoch(self.node) != -1:
             raise ContentMissing(f"{track.path} on node {self.node} starts with {found} after {track}")
 
 
@@ -134,13 +122,12 @@ class Gromacs(Application):
     `run_stepN.cpt` becomes `run.cpt`, which becomes `run_prev.cpt`.
     """
 
-    def __init__(self, name: str, node: int, source: random.Random, observer: Observer) -> None:
-        super().__init__(name, node, source, observer)
+    def build_tracks(self, name: str) -> list[Track]:
         log = LogRecords(f"{name}/log")
         self.log, self.run = Track(f"{name}/md.log", f"{name}/log", log), Track(f"{name}/run.cpt", f"{name}/cpt")
         self.previous = Track(f"{name}/run_prev.cpt", f"{name}/cpt")
-        self.tracks = [self.log, self.run, self.previous]
         self.fd, self.safe = -1, 0
+        return [self.log, self.run, self.previous]
 
     def begin(self, root: Path) -> None:
         super().begin(root)
@@ -165,7 +152,7 @@ class Gromacs(Application):
         records = self.log.records
         assert records is not None
         data = records.append(self.source.randint(1, 20))
-        epoch, life = self.observer.get_epoch(self.node), self.observer.get_life(self.node)
+        epoch, life = self.campaign.get_epoch(self.node), self.campaign.get_life(self.node)
         self.log.begin(len(records.now) // RECORD_BYTES, self.node)
         os.write(self.fd, data)
         os.fsync(self.fd)
@@ -173,13 +160,13 @@ class Gromacs(Application):
             self.log.mark_acknowledged(self.log.latest)
         if self.source.random() < 0.3:
             self.end()
-            if self.observer.is_alive(self.node):
-                self.log.finish(self.log.latest, seen_by_all=self.observer.is_connected_since(self.node, epoch))
+            if self.campaign.is_alive(self.node):
+                self.log.finish(self.log.latest, seen_by_all=self.campaign.is_connected_since(self.node, epoch))
         self.number += 1
         self.step(self.run, lambda number: self._checkpoint(root, number), self.number)
 
     def _checkpoint(self, root: Path, number: int) -> None:
-        life = self.observer.get_life(self.node)
+        life = self.campaign.get_life(self.node)
         new, run = root / f"run_step{number}.cpt", root / "run.cpt"
         with open(new, "wb") as file:
             file.write(build_version(self.run.origin, number))
@@ -206,11 +193,10 @@ class Torch(Application):
     The directories are made aside and renamed; the oldest are removed.
     """
 
-    def __init__(self, name: str, node: int, source: random.Random, observer: Observer) -> None:
-        super().__init__(name, node, source, observer)
+    def build_tracks(self, name: str) -> list[Track]:
         self.model, self.aside = Track(f"{name}/model.pt", f"{name}/model"), Track(f"{name}/best.pt", f"{name}/best")
         self.steps = Track(f"{name}/steps", f"{name}/step")
-        self.tracks = [self.model, self.aside, self.steps]
+        return [self.model, self.aside, self.steps]
 
     def begin(self, root: Path) -> None:
         super().begin(root)
@@ -281,9 +267,8 @@ def read_step(step: Path, origin: str) -> int:
 class Small(Application):
     """Many small files in a directory that all nodes share: written, replaced, deleted."""
 
-    def __init__(self, name: str, node: int, source: random.Random, observer: Observer) -> None:
-        super().__init__(name, node, source, observer)
-        self.tracks = [Track(f"common/{name}-{i}", f"{name}/{i}") for i in range(SMALL_FILES)]
+    def build_tracks(self, name: str) -> list[Track]:
+        return [Track(f"common/{name}-{i}", f"{name}/{i}") for i in range(SMALL_FILES)]
 
     def begin(self, root: Path) -> None:
         super().begin(root)
@@ -313,10 +298,9 @@ class Wandering(Application):
     A node that comes back has older ones.
     """
 
-    def __init__(self, name: str, node: int, source: random.Random, observer: Observer) -> None:
-        super().__init__(name, node, source, observer)
+    def build_tracks(self, name: str) -> list[Track]:
         self.whole, self.aside = Track(f"{name}/whole", f"{name}/whole"), Track(f"{name}/aside", f"{name}/best")
-        self.tracks = [self.whole, self.aside]
+        return [self.whole, self.aside]
 
     def begin(self, root: Path) -> None:
         super().begin(root)
@@ -328,7 +312,7 @@ class Wandering(Application):
             self.step(self.whole, lambda number: self._over(root / "whole", build_version(self.whole.origin, number)))
         else:
             self.step(self.aside, lambda number: self._aside(root, number))
-        self.node = self.observer.choose_another(self.node)
+        self.node = self.campaign.choose_another(self.node)
 
     def _aside(self, root: Path, number: int) -> None:
         self.put(root / f"aside.{self.node}", build_version(self.aside.origin, number))

@@ -38,9 +38,8 @@ from ckptfs.model import ROOT, Level
 from ckptfs.series import Series, patterns, retention, set_kinds
 from ckptfs.series.expiry import list_beyond
 from ckptfs.series.patterns import Member
-from ckptfs.series.retention import KeepReason, SetFacts
+from ckptfs.series.retention import KeepReason, SetFacts, is_unchanged
 from ckptfs.series.set_kinds import DirectoryFacts
-from ckptfs.series.unchanged import is_unchanged
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.sets.member_reader import MountMemberReader
 from ckptfs_daemon.mount.sets.set_events import SetEvents, record_expired
