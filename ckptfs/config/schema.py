@@ -16,7 +16,6 @@ from ckptfs import limits
 from ckptfs.errors import ConfigError
 from ckptfs.model import UNIX_PREFIX, CliqueLost, DataPath, Level, SeriesRule
 
-DRAIN_LEVELS = (Level.CLIQUE.value, Level.PFS.value)
 PREEMPTION_SOURCES = ("gce", "aws", "azure")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 RAM_BYTES_MIN = 16 * limits.MIB

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from ckptfs_client.chaos.applications import ALL_KINDS
 from ckptfs_client.chaos.campaign import Campaign
 from ckptfs_client.chaos.schedule import USUAL, Setup
 from ckptfs_client.errors import ClientError
 from cluster_lab import ClusterUnderTest, limited
+from wandering_application import ALL_KINDS
 
 NODES, FACTOR, SEEDS = map(int, os.environ.get("CKPTFS_CAMPAIGN", "3,2,1").split(","))
 FIRST = int(os.environ.get("CKPTFS_SEED", "6"))

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ckptfs_client.client import open_client
 from ckptfs_client.errors import ClientError
 from ckptfs_client.lab import network
 from ckptfs_client.lab.laboratory import Laboratory
 from ckptfs_client.lab.layout import ETCD, LabNode
-from ckptfs_client.lab.live_cluster import WAIT_S, LiveCluster, LiveNode, wait_for
+from ckptfs_client.lab.live_cluster import WAIT_S, LiveCluster, LiveNode
 from ckptfs_client.lab.live_cluster import get_level as level
 from ckptfs_client.lab.nodes import spawn
 from daemon_under_test import COMPLAINT, ENVIRONMENT, ckptfs, deadline, environment, eventually
@@ -30,6 +31,14 @@ PREFIX = "ckptfs-lab-"
 TEST_S = 300.0
 LABS = pytest.StashKey[list["ClusterUnderTest"]]()
 _numbers = itertools.count(1)
+
+
+def wait_for(path: Path, level: str, timeout_s: float = WAIT_S) -> None:
+    """Wait until a file, or a directory with all below, has a level. Raises NotInTime."""
+    client, inode = open_client(path)
+    with client:
+        for _ in client.wait(inode, level, timeout_s):
+            pass
 
 
 class NodeUnderTest(LiveNode):
@@ -47,6 +56,18 @@ class NodeUnderTest(LiveNode):
 
     def begin(self, command: Sequence[str], log: Path) -> None:
         spawn(self.namespace, command, log)
+
+    def restart(self) -> None:
+        """Unmount it cleanly, and mount it again."""
+        self._laboratory.restart_node(self.name)
+
+    def mend(self) -> None:
+        """Undo all faults of it."""
+        self._laboratory.heal(self.name)
+
+    def abort(self) -> None:
+        """Detach its mount; system calls that hang in it fail."""
+        network.abort_mount(self.path)
 
     def end_programs(self, word: str) -> None:
         """kill -9 of the programs on it whose command line holds that word."""
@@ -71,6 +92,23 @@ class ClusterUnderTest(LiveCluster):
         self._expected: list[re.Pattern[str]] = []
         laboratory.start(nodes, factor, root / "pfs" if with_pfs else None, {"ram": "512M", **options}, etcd_members)
         super().__init__(laboratory)
+
+    def start_etcd(self) -> None:
+        """Start the members of etcd that do not run."""
+        self.laboratory.start_etcd()
+
+    def pause_etcd(self) -> None:
+        """Stop all members of etcd with SIGSTOP: they answer nothing."""
+        self.signal_etcd(signal.SIGSTOP)
+
+    def close(self) -> None:
+        """Stop the lab and delete it."""
+        self.laboratory.stop()
+
+    def abort(self) -> None:
+        """Detach all mounts; system calls that hang in them fail."""
+        for node in self.nodes:
+            node.abort()
 
     def build_node(self, node: LabNode) -> NodeUnderTest:
         return NodeUnderTest(self.laboratory, node)

@@ -12,8 +12,6 @@ import functools
 import os
 import random
 import shutil
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
 
 SMALL_FILES = 12
 KEPT_STEPS = 2
-BUSY_S = 30.0
 RANKS = 2
 
 
@@ -292,47 +289,4 @@ def _delete(path: Path, _: int) -> None:
     path.unlink()
 
 
-class Wandering(Application):
-    """Two files that a different node writes each time, in place and by rename.
-
-    A node that comes back has older ones.
-    """
-
-    def build_tracks(self, name: str) -> list[Track]:
-        self.whole, self.aside = Track(f"{name}/whole", f"{name}/whole"), Track(f"{name}/aside", f"{name}/best")
-        return [self.whole, self.aside]
-
-    def begin(self, root: Path) -> None:
-        super().begin(root)
-        for track in self.tracks:
-            self.expect(track, self.found(track, root.parent / track.path))
-
-    def turn(self, root: Path) -> None:
-        if self.source.random() < 0.3:
-            self.step(self.whole, lambda number: self._over(root / "whole", build_version(self.whole.origin, number)))
-        else:
-            self.step(self.aside, lambda number: self._aside(root, number))
-        self.node = self.campaign.choose_another(self.node)
-
-    def _aside(self, root: Path, number: int) -> None:
-        self.put(root / f"aside.{self.node}", build_version(self.aside.origin, number))
-        (root / f"aside.{self.node}").rename(root / "aside")
-
-    def _over(self, path: Path, data: bytes) -> None:
-        """Write in place.
-
-        That is refused as long as a reader on this node has an older version of another node open.
-        """
-        until = time.monotonic() + BUSY_S
-        while True:
-            try:
-                self.put(path, data)
-                return
-            except OSError as failure:
-                if failure.errno != errno.EBUSY or time.monotonic() > until:
-                    raise
-                threading.Event().wait(0.02)
-
-
 KINDS = (Gromacs, Torch, Small)
-ALL_KINDS = (Gromacs, Wandering, Torch, Small, Wandering)

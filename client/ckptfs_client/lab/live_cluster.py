@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ckptfs_client.client import Client, open_client
+from ckptfs_client.client import Client
 from ckptfs_client.errors import ClientError, NotInTime
 from ckptfs_client.lab import network, nodes
 from ckptfs_client.lab.laboratory import Laboratory
@@ -59,10 +59,6 @@ class LiveNode:
     def start(self) -> None:
         """Start it again."""
         self._laboratory.start_node(self.name)
-
-    def restart(self) -> None:
-        """Unmount it cleanly, and mount it again."""
-        self._laboratory.restart_node(self.name)
 
     def pid(self, role: str) -> int:
         """Return the process of its supervisor, mount or mover; 0 if there is none."""
@@ -113,10 +109,6 @@ class LiveNode:
         """Limit its bandwidth."""
         self._laboratory.slow(self.name, bits_per_s)
 
-    def mend(self) -> None:
-        """Undo all faults of it."""
-        self._laboratory.heal(self.name)
-
     def pids(self) -> list[int]:
         """Return its processes."""
         return nodes.list_processes(self.namespace)
@@ -130,10 +122,6 @@ class LiveNode:
         """Return the number of living nodes, as this one sees them."""
         with Client(find(self.path)) as client:
             return sum(member.alive for member in client.get_cluster().members)
-
-    def abort(self) -> None:
-        """Detach its mount; system calls that hang in it fail."""
-        network.abort_mount(self.path)
 
     @property
     def log(self) -> str:
@@ -173,19 +161,12 @@ class LiveCluster:
         """Kill all members of etcd."""
         self.laboratory.stop_etcd()
 
-    def start_etcd(self) -> None:
-        """Start the members of etcd that do not run."""
-        self.laboratory.start_etcd()
-
-    def pause_etcd(self) -> None:
-        """Stop all members of etcd with SIGSTOP: they answer nothing."""
-        self._signal_etcd(signal.SIGSTOP)
-
     def resume_etcd(self) -> None:
-        """Undo `pause_etcd`."""
-        self._signal_etcd(signal.SIGCONT)
+        """Let all members of etcd go on that stand still."""
+        self.signal_etcd(signal.SIGCONT)
 
-    def _signal_etcd(self, number: signal.Signals) -> None:
+    def signal_etcd(self, number: signal.Signals) -> None:
+        """Send a signal to all members of etcd."""
         for pid in nodes.list_processes_named(network.get_namespace_path(self.laboratory.load_plan(), network.BRIDGE), ETCD):
             os.kill(pid, number)
 
@@ -201,15 +182,6 @@ class LiveCluster:
             with Client(find(node.path)) as client:
                 for _ in client.drain(timeout_s):
                     pass
-
-    def close(self) -> None:
-        """Stop the lab and delete it."""
-        self.laboratory.stop()
-
-    def abort(self) -> None:
-        """Detach all mounts; system calls that hang in them fail."""
-        for node in self.nodes:
-            node.abort()
 
     def tree(self, root: Path) -> Tree:
         """Return {relative path: bytes, None for a directory, or the errno of reading it} of all below `root`.
@@ -235,14 +207,6 @@ def _read(path: Path) -> bytes | int:
         return path.read_bytes()
     except OSError as failure:
         return int(failure.errno or errno.EIO)
-
-
-def wait_for(path: Path, level: str, timeout_s: float = WAIT_S) -> None:
-    """Wait until a file, or a directory with all below, has a level. Raises NotInTime."""
-    client, inode = open_client(path)
-    with client:
-        for _ in client.wait(inode, level, timeout_s):
-            pass
 
 
 def get_level(path: Path) -> str:
