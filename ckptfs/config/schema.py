@@ -145,7 +145,7 @@ def parse_address(text: str) -> str:
     host, _, port = text.strip().rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     named = re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,253})", host) is not None
-    if not (named or (bare != host and _is_ip(bare))) or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+    if not (named or (bare != host and is_ip(bare))) or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise ConfigError(f"{text!r} is not an address; accepted: HOST:PORT, as in node7:7420 or [fd00::7]:7420")
     return f"{host}:{int(port)}"
 
@@ -166,16 +166,17 @@ def parse_host(address: str) -> str:
 def is_loopback(address: str) -> bool:
     """Return True if HOST:PORT can be reached from this machine only."""
     host = parse_host(address)
-    return host == "localhost" or (_is_ip(host) and ipaddress.ip_address(host).is_loopback)
+    return host == "localhost" or (is_ip(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def is_wildcard(address: str) -> bool:
     """Return True if HOST:PORT means every address of this machine."""
     host = parse_host(address)
-    return _is_ip(host) and ipaddress.ip_address(host).is_unspecified
+    return is_ip(host) and ipaddress.ip_address(host).is_unspecified
 
 
-def _is_ip(host: str) -> bool:
+def is_ip(host: str) -> bool:
+    """Return True if a host is an IP address."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

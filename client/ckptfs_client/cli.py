@@ -121,7 +121,7 @@ def status(
     Example: ckptfs status /ckpt --watch
     """
     from ckptfs_client import mounts, render
-    from ckptfs_client.progress_bar import is_silent, list_statuses
+    from ckptfs_client.node.node_health import is_silent, list_statuses
 
     if cluster:
         if watch:
@@ -281,11 +281,11 @@ def list_files(
     Example: ckptfs ls /ckpt/run1/step_100
     """
     from ckptfs_client import render
-    from ckptfs_client.node.listing import list_rows
+    from ckptfs_client.node.listing import build_listing, list_rows
 
     found = [row for path in paths for row in list_rows(path, itself=itself)]
     if found or json:
-        render.print_answer(found, lambda: render.build_listing(found), json=json)
+        render.print_answer(found, lambda: build_listing(found), json=json)
 
 
 @app.command(epilog=EPILOG)

@@ -10,6 +10,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ckptfs import procfs, runtime_dir
 from ckptfs_client.errors import ClientError, CommandFailed, NoMount, UsageError
@@ -47,11 +48,14 @@ class Mount:
     @property
     def has_ended(self) -> bool:
         """Whether its daemon is known to have ended."""
-        try:
-            pid = int(json.loads(runtime_dir.registry_path(self.name, self.uid).read_bytes())["pid"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
-        return not procfs.is_running(pid)
+        pid = self.load_registered("pid")
+        return isinstance(pid, int) and not procfs.is_running(pid)
+
+    def load_registered(self, key: str) -> Any:
+        """Return `pid` or `state` as the daemon has registered it. Returns None if that cannot be read."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return json.loads(runtime_dir.registry_path(self.name, self.uid).read_bytes())[key]
+        return None
 
 
 def list_mounts(table: str | Path = procfs.MOUNT_TABLE) -> list[Mount]:

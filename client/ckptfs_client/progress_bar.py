@@ -1,42 +1,17 @@
-"""Progress of long operations: a bar if stderr is a terminal; and the statuses of several mounts."""
+"""Progress of long operations: a bar if stderr is a terminal, or lines of JSON."""
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from ckptfs.quantities import format_count, format_duration, format_size
 from ckptfs_client import render
-from ckptfs_client.client import ask_all
-from ckptfs_client.errors import ClientError, NoMount, NotInTime
+from ckptfs_client.errors import ClientError, NotInTime
 from ckptfs_client.json_answers import VerifyJson
-from ckptfs_client.mounts import Mount
 
 if TYPE_CHECKING:
     from ckptfs.protocol import control_pb2 as pb
-
-
-def list_statuses(chosen: Sequence[Mount]) -> list["pb.Status"]:
-    """Return the status of each mount; errors go to stderr. Raises NoMount if none answers."""
-    found = ask_all(chosen, lambda client: client.get_status())
-    failures = [answer for _, answer in found if isinstance(answer, ClientError)]
-    if len(failures) == len(found):
-        raise failures[0] if len(found) == 1 else NoMount("; ".join(map(str, failures)))
-    for failure in failures:
-        print(f"ckptfs: {failure}", file=sys.stderr)
-    return [_build_silent_status(mount, answer) if isinstance(answer, ClientError) else answer for mount, answer in found]
-
-
-def is_silent(status: "pb.Status") -> bool:
-    """Return True if the status stands for a daemon that did not answer."""
-    return status.health == render.DOWN
-
-
-def _build_silent_status(mount: Mount, failure: ClientError) -> "pb.Status":
-    from ckptfs.protocol import control_pb2 as pb
-
-    trouble = pb.Trouble(where="daemon", what=str(failure.args[0]), remedy=failure.remedy)
-    return pb.Status(name=mount.name, mountpoint=str(mount.mountpoint), health=render.DOWN, troubles=[trouble])
 
 
 def follow_progress(messages: Iterator["pb.Progress"], what: str, done: str, *, json: bool = False) -> None:

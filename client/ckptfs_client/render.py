@@ -365,17 +365,6 @@ def _build_process_table(answer: "pb.Status") -> Any:
     return table
 
 
-def build_listing(rows: list[dict[str, Any]]) -> Any:
-    """Build the table of `ckptfs ls`."""
-    table = build_grid("level", "state", "gen>", "size>", "copies", "digest", "name")
-    for row in rows:
-        copies = " ".join(f"{copy['tier']}:{copy['state']}" for copy in row["copies"])
-        waiting = " *" if row["pfs_pending"] else ""
-        figures = (str(row["generation"]), format_size(row["size"]))
-        table.add_row(row["level"] + waiting, row["state"] or row["kind"], *figures, copies, row["digest"][:16], escape(row["name"]))
-    return table
-
-
 def build_findings(found: list[dict[str, Any]]) -> Any:
     """Build the table of bad copies of `ckptfs verify`."""
     table = build_grid("verdict", "tier", "file", "what")

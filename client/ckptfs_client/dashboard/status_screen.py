@@ -27,7 +27,7 @@ from ckptfs_client.dashboard import overview
 from ckptfs_client.dashboard.overview import Row
 from ckptfs_client.dashboard.sampling import OverviewSampler
 from ckptfs_client.mounts import Mount
-from ckptfs_client.progress_bar import list_statuses
+from ckptfs_client.node.node_health import list_statuses
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -8,7 +8,6 @@ Invariants:
 - A request must name this server as its host. Otherwise the page of another site could read the figures through a name that leads here.
 """
 
-import ipaddress
 import json
 import os
 import socket
@@ -73,13 +72,7 @@ class OverviewSite:
             host = (urlsplit(f"//{header}").hostname or "").lower()
         except ValueError:
             return False
-        if host in self._hosts:
-            return True
-        try:
-            ipaddress.ip_address(host)
-        except ValueError:
-            return False
-        return True
+        return host in self._hosts or schema.is_ip(host)
 
     def _answer_sets(self, query: str) -> HttpReply:
         """Answer the newest sets of a series that the figures name."""

@@ -4,13 +4,13 @@ The daemon leaves names out of events of directories that not every user may lis
 its name is put in again.
 """
 
-import json
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ckptfs import event_log, runtime_dir
+from ckptfs import event_log
 from ckptfs.event_log import LoggedEvent, Position
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs_client.client import Client
@@ -76,13 +76,13 @@ class EventSource:
 
 def find_log(mount: Mount) -> Path | None:
     """Return the directory of the log of a mount. Returns None if the caller may not read it."""
-    try:
-        state = json.loads(runtime_dir.registry_path(mount.name, mount.uid).read_bytes())["state"]
-        directory = Path(state) / event_log.DIRECTORY
-        event_log.list_files(directory)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return directory
+    state = mount.load_registered("state")
+    if isinstance(state, str):
+        with contextlib.suppress(OSError):
+            directory = Path(state) / event_log.DIRECTORY
+            event_log.list_files(directory)
+            return directory
+    return None
 
 
 def read_log(directory: Path) -> list[LoggedEvent]:

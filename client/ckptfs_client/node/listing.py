@@ -1,4 +1,4 @@
-"""What `ckptfs ls` finds out about files.
+"""What `ckptfs ls` finds out about files, and its table.
 
 Names and inodes are read through the mount with lstat(2) and readdir(3), and digests with getxattr(2), so the kernel checks the caller's
 permissions. In a cluster, lstat also refreshes the name from the other nodes. Levels and copies come from the daemon.
@@ -10,6 +10,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from ckptfs.quantities import format_size
 from ckptfs_client import render
 from ckptfs_client.client import Client, build_path_error, open_client
 from ckptfs_client.json_answers import LsJson
@@ -49,3 +50,14 @@ def _read_digest(path: Path) -> str:
         if stat.S_ISREG(os.lstat(path).st_mode):
             return os.getxattr(path, DIGEST_XATTR, follow_symlinks=False).decode("ascii", "replace")
     return ""
+
+
+def build_listing(rows: list[dict[str, Any]]) -> Any:
+    """Build the table of `ckptfs ls`."""
+    table = render.build_grid("level", "state", "gen>", "size>", "copies", "digest", "name")
+    for row in rows:
+        copies = " ".join(f"{copy['tier']}:{copy['state']}" for copy in row["copies"])
+        waiting = " *" if row["pfs_pending"] else ""
+        figures = (str(row["generation"]), format_size(row["size"]))
+        table.add_row(row["level"] + waiting, row["state"] or row["kind"], *figures, copies, row["digest"][:16], render.escape(row["name"]))
+    return table

@@ -1,8 +1,9 @@
-"""The health of the tiers and peers of this node (X11), with the reasons in a line for each mount.
+"""The statuses of several mounts, and the health of their tiers and peers in a line for each (X11).
 
 The answers come from the daemon, which asks its catalog and touches neither the PFS nor a peer.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,29 @@ if TYPE_CHECKING:
     from ckptfs.protocol import control_pb2 as pb
 
 OK = "ok"
+
+
+def list_statuses(chosen: Sequence[Mount]) -> list["pb.Status"]:
+    """Return the status of each mount; errors go to stderr. Raises NoMount if none answers."""
+    found = ask_all(chosen, lambda client: client.get_status())
+    failures = [answer for _, answer in found if isinstance(answer, ClientError)]
+    if len(failures) == len(found):
+        raise failures[0] if len(found) == 1 else NoMount("; ".join(map(str, failures)))
+    for failure in failures:
+        print(f"ckptfs: {failure}", file=sys.stderr)
+    return [_build_silent_status(mount, answer) if isinstance(answer, ClientError) else answer for mount, answer in found]
+
+
+def is_silent(status: "pb.Status") -> bool:
+    """Return True if the status stands for a daemon that did not answer."""
+    return status.health == render.DOWN
+
+
+def _build_silent_status(mount: Mount, failure: ClientError) -> "pb.Status":
+    from ckptfs.protocol import control_pb2 as pb
+
+    trouble = pb.Trouble(where="daemon", what=str(failure.args[0]), remedy=failure.remedy)
+    return pb.Status(name=mount.name, mountpoint=str(mount.mountpoint), health=render.DOWN, troubles=[trouble])
 
 
 def ask(chosen: Sequence[Mount], timeout_s: float) -> list[HealthJson]:
