@@ -38,16 +38,9 @@ from ckptfs.errors import Busy, StoreUnreachable
 from ckptfs.flow.write_back.ahead import RowsAhead
 from ckptfs.flow.write_back.apply import Applier, set_directory_times
 from ckptfs.flow.write_back.coordination import ClusterWriteBack
-from ckptfs.flow.write_back.deferred import (
-    CatalogFacts,
-    CopyPacing,
-    DeferredFiles,
-    RefusedKind,
-    build_unavailable_error,
-    concerns_one_file,
-)
+from ckptfs.flow.write_back.deferred import CopyPacing, DeferredFiles, RefusedKind, build_unavailable_error, concerns_one_file
 from ckptfs.flow.write_back.plan import Planner, format_path
-from ckptfs.flow.write_back.plan_facts import PlannedFile, SourceKind
+from ckptfs.flow.write_back.plan_facts import Facts, PlannedFile, SourceKind
 from ckptfs.flow.write_back.plan_shared import SetAside, SharedPlanner
 from ckptfs.flow.write_back.shared_blocks import PfsBlocks
 from ckptfs.flow.write_back.stage import Staged, Stager, Unfit, Unsealed, Unstable, build_batch
@@ -92,7 +85,7 @@ class WriteBack:
         self._pacing = CopyPacing(0.0 if config.fsync is Level.PFS else PAUSE_RATIO)
         self._deferred = DeferredFiles(lambda key, value: summary.set_report(db, key, value))
         self._ahead = RowsAhead(db)
-        self._facts = CatalogFacts(db, self._pacing, self._deferred)
+        self._facts = Facts(db, self._pacing, self._deferred)
         self._poll_s = WAITING_POLL_S if self._coordination is None else PUBLISHED_POLL_S
         self._fence: int | None = None
         self._is_waiting = False

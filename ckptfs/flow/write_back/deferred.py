@@ -1,6 +1,6 @@
-"""Everything that write-back puts off, and the facts that the planner reads.
+"""Everything that write-back puts off.
 
-Takes: errors of the PFS, the durations of copies, and rows of the catalog.
+Takes: errors of the PFS, and the durations of copies.
 Leaves: which files wait, until when, and a report of them for `ckptfs status`.
 If we die here: nothing of this is persistent. The rows of deferred files are still in the journal, and the next mover begins with them.
 
@@ -14,8 +14,6 @@ all others proceed, and is tried again after a pause, or when it is renamed. The
 An error that concerns the whole PFS defers nothing. It does if the same change fails again and again while the PFS takes another file.
 
 `CopyPacing`: pauses between copies of a large file that stays open and is fsynced all the time, so that it does not occupy the PFS.
-
-`CatalogFacts`: `plan.Facts` from the catalog, with what earlier attempts found out about the PFS.
 """
 
 import errno
@@ -25,17 +23,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Any
 
-from ckptfs.catalog import contents, history, journal, pfs_state
-from ckptfs.catalog.database import Database
-from ckptfs.catalog.inodes import get
-from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.summary import DEFERRED_REPORT
 from ckptfs.errors import CkptfsError, TierUnavailable
-from ckptfs.limits import MIB
-from ckptfs.model import Content, Inode
 from ckptfs.tiers import health
 
 log = logging.getLogger(__name__)
@@ -57,10 +48,6 @@ REPORTED_MAX = 20
 RETRY_FIRST_S = 1.0
 RETRY_LAST_S = 120.0
 PAUSE_S_MIN = 0.25
-# A content may block the rows behind it until its seal for as long as its digest takes on a slow disk, and a margin.
-SEAL_WAIT_S = 10.0
-SEAL_WAIT_REPEATED_S = 2.0
-SEAL_BYTES_PER_S = 200 * MIB
 
 _REMEDIES = {
     errno.ENOSPC: "make room on the PFS",
@@ -262,47 +249,6 @@ class CopyPacing:
     def retry_now(self) -> None:
         """End all pauses."""
         self._until_s.clear()
-
-
-class CatalogFacts:
-    """`plan.Facts` from the catalog and from earlier attempts."""
-
-    def __init__(self, db: Database, pacing: CopyPacing, deferred: DeferredFiles) -> None:
-        self._db = db
-        self.is_deferred = deferred.is_deferred
-        self.is_held = deferred.is_held
-        self.has_refused_attributes = deferred.has_refused_attributes
-        self.get_content = partial(contents.get_publishable, db)
-        self.get_published = partial(pfs_state.get_published, db)
-        self.is_repeated = partial(journal.is_repeated_later, db)
-        self.is_in_history = partial(history.is_history, db)
-        self.can_link_history = True
-        self._pacing = pacing
-        self.unfit_inodes: set[int] = set()
-        self.unstable_contents: set[tuple[int, int]] = set()
-        self.last_unsealed = (0, 0)
-
-    def get_inode(self, inode: int) -> Inode | None:
-        try:
-            return get(self._db, inode)
-        except FileNotFoundError:
-            return None
-
-    def is_seal_overdue(self, row: JournalRow, content: Content) -> bool:
-        waited_s, has_waited_before = journal.get_seal_wait(self._db, row)
-        return waited_s > (SEAL_WAIT_REPEATED_S if has_waited_before else SEAL_WAIT_S + content.size / SEAL_BYTES_PER_S)
-
-    def can_copy_early(self, content: Content) -> bool:
-        return (content.id, content.change) != self.last_unsealed
-
-    def is_unstable(self, content: Content) -> bool:
-        return (content.id, content.change) in self.unstable_contents
-
-    def is_paused(self, content: Content) -> bool:
-        return self._pacing.defer_if_early(content.inode, content.id)
-
-    def is_unfit(self, inode: int) -> bool:
-        return inode in self.unfit_inodes
 
 
 def build_unavailable_error(failure: OSError, path: str) -> CkptfsError:

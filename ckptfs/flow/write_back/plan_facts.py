@@ -1,29 +1,34 @@
 """The input and output of a plan: facts that the planner reads, temporary files that it needs.
 
-Values and an interface only. Nothing here outlives the plan: if we die, the next mover plans again.
+The facts come from the catalog and from earlier attempts. Nothing here outlives the mover: if we die, the next one plans again.
 """
 
 import stat
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Protocol
+from functools import partial
 
+from ckptfs.catalog import contents, history, journal, pfs_state
+from ckptfs.catalog.database import Database
+from ckptfs.catalog.inodes import get
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_state import PublishedRow
+from ckptfs.flow.write_back.deferred import CopyPacing, DeferredFiles
+from ckptfs.limits import MIB
 from ckptfs.model import Content, Inode
+
+# A content may block the rows behind it until its seal for as long as its digest takes on a slow disk, and a margin.
+SEAL_WAIT_S = 10.0
+SEAL_WAIT_REPEATED_S = 2.0
+SEAL_BYTES_PER_S = 200 * MIB
 
 
 class SourceKind(Enum):
-    """What a 'put' makes.
+    """What a 'put' makes."""
 
-    INODE: the inode as the catalog has it. SEALED: a sealed content. EARLY: a closed content whose seal is still to come. STABLE: a
-    consistent state of an open file.
-    """
-
-    INODE = auto()
+    INODE = auto()  # The inode as the catalog has it.
     SEALED = auto()
-    EARLY = auto()
-    STABLE = auto()
+    EARLY = auto()  # A closed content whose seal is still to come.
+    STABLE = auto()  # A consistent state of an open file.
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,57 +45,56 @@ class PlannedFile:
     path: str
 
 
-class Facts(Protocol):
+class Facts:
     """What the planner reads from the catalog and from earlier attempts."""
+
+    def __init__(self, db: Database, pacing: CopyPacing, deferred: DeferredFiles) -> None:
+        self._db = db
+        self.is_deferred = deferred.is_deferred
+        self.is_held = deferred.is_held
+        self.has_refused_attributes = deferred.has_refused_attributes
+        self.get_content = partial(contents.get_publishable, db)
+        self.get_published = partial(pfs_state.get_published, db)
+        self.is_repeated = partial(journal.is_repeated_later, db)
+        self.is_in_history = partial(history.is_history, db)
+        self.can_link_history = True
+        """False: the PFS refused a hard link into the history of sets."""
+        self._pacing = pacing
+        self.unfit_inodes: set[int] = set()
+        self.unstable_contents: set[tuple[int, int]] = set()
+        self.last_unsealed = (0, 0)
 
     def get_inode(self, inode: int) -> Inode | None:
         """Return the row of an inode."""
-
-    def get_content(self, content: int) -> Content | None:
-        """Return the row of a content."""
-
-    def get_published(self, inode: int) -> PublishedRow | None:
-        """Return what the PFS shows of a file's bytes."""
-
-    can_link_history: bool
-    """False: the PFS refused a hard link into the history of sets."""
-
-    def is_in_history(self, directory: int) -> bool:
-        """Return True for a directory of the history of sets."""
-
-    def is_repeated(self, row: JournalRow) -> bool:
-        """Return True if a later row makes this one redundant."""
+        try:
+            return get(self._db, inode)
+        except FileNotFoundError:
+            return None
 
     def is_seal_overdue(self, row: JournalRow, content: Content) -> bool:
         """Return True if write-back has waited too long for the seal of a CLOSED content."""
+        waited_s, has_waited_before = journal.get_seal_wait(self._db, row)
+        return waited_s > (SEAL_WAIT_REPEATED_S if has_waited_before else SEAL_WAIT_S + content.size / SEAL_BYTES_PER_S)
 
     def can_copy_early(self, content: Content) -> bool:
         """Return True if a CLOSED content may be copied while its digest is being computed."""
+        return (content.id, content.change) != self.last_unsealed
 
     def is_unstable(self, content: Content) -> bool:
         """Return True if the content kept changing while it was read as an open file."""
+        return (content.id, content.change) in self.unstable_contents
 
     def is_paused(self, content: Content) -> bool:
         """Return True if a recent copy of the open file took so long that this fsync must wait."""
+        return self._pacing.defer_if_early(content.inode, content.id)
 
     def is_unfit(self, inode: int) -> bool:
         """Return True if the PFS cannot hold this kind of inode."""
-
-    def is_deferred(self, inode: int) -> bool:
-        """Return True if the PFS refuses the bytes of this file for now; its rows stay in the journal."""
-
-    def is_held(self, inode: int) -> bool:
-        """Return True if the PFS refuses changes of the names of this inode for now."""
-
-    def has_refused_attributes(self, inode: int) -> bool:
-        """Return True if the PFS refuses the attributes of this inode for now; their row stays in the journal."""
+        return inode in self.unfit_inodes
 
 
 def can_be_made(row: JournalRow, inode: Inode | None) -> bool:
-    """Return True if the inode of this row can be made before any content is sealed.
-
-    That holds for directories, and, as long as the catalog knows them, for other inodes that have no bytes.
-    """
+    """Return True if the inode of a row needs no sealed content: a directory, or a known inode without bytes."""
     if stat.S_ISDIR(row.mode):
         return True
     if inode is None or inode.nlink == 0:
