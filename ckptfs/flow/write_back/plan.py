@@ -88,6 +88,18 @@ class Planner:
         path = self.view.get_path(name[0])
         return None if path is None else PfsLocation(name[0], name[1], path)
 
+    def _get_location(self, name: PfsName) -> PfsLocation:
+        """Return the location of a name in a directory that the PFS shows."""
+        location = self._find_location(name)
+        assert location is not None
+        return location
+
+    def _get_shown(self, name: PfsName) -> PfsEntry:
+        """Return the entry of a name that the PFS shows."""
+        shown = self.view.get_entry(*name)
+        assert shown is not None
+        return shown
+
     def _next_key(self) -> int:
         self._key += 1
         self.view.key = self._key
@@ -137,9 +149,7 @@ class Planner:
         return any(name is not None and name[0] in self._made_directories for name in refuges)
 
     def _move_to_refuge(self, name: PfsName, new: PfsName) -> None:
-        shown, at, to = self.view.get_entry(*name), self._find_location(name), self._find_location(new)
-        assert shown is not None and at is not None and to is not None
-        self._plan_move(shown, name, at, new, to)
+        self._plan_move(name, new)
         self.view.delete_pending(*new)
 
     def _is_stranded(self, inode: int) -> bool:
@@ -169,17 +179,13 @@ class Planner:
         if (inode, row.seq) not in self.settle_rows:
             self.settle_rows.append((inode, row.seq))
 
-    def _append(
-        self, act: str, inode: int, at: PfsLocation, fingerprint: Fingerprint, to: PfsLocation | None, replaced: Fingerprint | None
-    ) -> None:
-        key = self._next_key()
+    def _append(self, act: str, inode: int, name: PfsName, fingerprint: Fingerprint, new: PfsName, replaced: Fingerprint | None) -> None:
+        key, at, to = self._next_key(), self._get_location(name), self._get_location(new)
         self.actions.append(PfsAction(act, key, inode, at, fingerprint, to, replaced, self._temporary(key)))
 
-    def _plan_file(
-        self, kind: SourceKind, inode: int, content: Content | None, mode: int, name: PfsName, location: PfsLocation
-    ) -> Fingerprint:
-        """Plan that `name` shows the new file. Return how it is recognised afterwards."""
-        key = self._next_key()
+    def _plan_file(self, kind: SourceKind, inode: int, content: Content | None, mode: int, name: PfsName) -> None:
+        """Plan that `name` shows a new file."""
+        key, location = self._next_key(), self._get_location(name)
         fingerprint = Fingerprint(-key)
         self.actions.append(PfsAction("put", key, inode, location, fingerprint, None, self._find_fingerprint(name), self._temporary(key)))
         self.puts[key] = PlannedFile(kind, inode, content, mode, format_path(location))
@@ -187,32 +193,29 @@ class Planner:
         self.planned_bytes += content.size if content is not None else 0
         self.view.delete_pending(*name)
         self.view.set_entry(*name, PfsEntry(inode, fingerprint))
-        return fingerprint
 
-    def _plan_link(self, inode: int, source: PfsName, target: PfsName, fingerprint: Fingerprint) -> None:
+    def _plan_link(self, inode: int, source: PfsName, target: PfsName) -> None:
         """Plan that `target` names the same inode as `source`."""
-        at, to = self._find_location(source), self._find_location(target)
-        assert at is not None and to is not None
-        self._append("link", inode, at, fingerprint, to, self._find_fingerprint(target))
+        fingerprint = self._get_shown(source).fingerprint
+        self._append("link", inode, source, fingerprint, target, self._find_fingerprint(target))
         self.view.delete_pending(*target)
         self.view.set_entry(*target, PfsEntry(inode, fingerprint))
 
-    def _plan_move(self, shown: PfsEntry, name: PfsName, at: PfsLocation, new: PfsName, to: PfsLocation) -> None:
-        self._append("move", shown.inode, at, self._find_fingerprint(name) or shown.fingerprint, to, self._find_fingerprint(new))
+    def _plan_move(self, name: PfsName, new: PfsName) -> None:
+        shown = self._get_shown(name)
+        self._append("move", shown.inode, name, self._find_fingerprint(name) or shown.fingerprint, new, self._find_fingerprint(new))
         self.view.delete_entry(*name)
         self.view.set_entry(*new, shown)
 
-    def _plan_removal(self, name: PfsName, location: PfsLocation, act: str = "unlink") -> None:
-        shown = self.view.get_entry(*name)
-        assert shown is not None
+    def _plan_removal(self, name: PfsName, act: str = "unlink") -> None:
+        shown, location = self._get_shown(name), self._get_location(name)
         key, fingerprint = self._next_key(), self._find_fingerprint(name) or Fingerprint()
         self.actions.append(PfsAction(act, key, shown.inode, location, fingerprint, temporary=self._temporary(key)))
         self.view.delete_entry(*name)
 
     def _plan_attributes(self, inode: int, name: PfsName) -> None:
         """Plan that the entry under `name` gets the attributes of `inode`."""
-        shown, location = self.view.get_entry(*name), self._find_location(name)
-        assert shown is not None and location is not None
+        shown, location = self._get_shown(name), self._get_location(name)
         self.actions.append(PfsAction("attributes", self._next_key(), inode, location, Fingerprint(shown.fingerprint.ino)))
         self._with_set_attributes.add(inode)
         # All names are observed: the new times would look like an external change if the name that they were set under were removed later.
@@ -225,16 +228,15 @@ class Planner:
     def _make(self, row: JournalRow) -> bool:
         (name,) = list_row_names(row)
         inode = self._facts.get_inode(row.inode)
-        location = self._find_location(name)
         if self._facts.is_held(row.inode) or self._is_guarded(name, row.inode) or self._is_directory_pending(name):
             self._set_wanted(name, row.inode, row)
             return True
-        if location is None or self._facts.is_unfit(row.inode) or not can_be_made(row, inode):
+        if self._find_location(name) is None or self._facts.is_unfit(row.inode) or not can_be_made(row, inode):
             self.view.set_pending(*name, row.inode)
             return True
         if row.parent in self._made_directories:
             return False
-        self._plan_file(SourceKind.INODE, row.inode, None, row.mode, name, location)
+        self._plan_file(SourceKind.INODE, row.inode, None, row.mode, name)
         if stat.S_ISDIR(row.mode):
             self._made_directories.add(row.inode)
         return True
@@ -249,9 +251,7 @@ class Planner:
                 self._settle_later(row.inode, row)
             return True
         if name not in shown:
-            source = self.view.get_entry(*shown[0])
-            assert source is not None
-            self._plan_link(row.inode, shown[0], name, source.fingerprint)
+            self._plan_link(row.inode, shown[0], name)
         return True
 
     def _remove(self, row: JournalRow) -> bool:
@@ -266,20 +266,19 @@ class Planner:
 
     def _remove_shown(self, row: JournalRow, name: PfsName, act: str) -> None:
         """Plan that a name shows nothing, now or when the PFS allows it."""
-        shown, location = self.view.get_entry(*name), self._find_location(name)
-        assert shown is not None
-        if location is None:
+        shown = self._get_shown(name)
+        if self._find_location(name) is None:
             self.view.delete_entry(*name)
         elif self._facts.is_held(shown.inode) or self._is_guarded(name) or self._is_full_directory(shown.inode):
             self._set_wanted(name, NO_INODE, row)
         elif (refuge := self._find_refuge(name)) is not None:
             self._move_to_refuge(name, refuge)
         else:
-            self._plan_removal(name, location, "remove" if self.view.was_directory(*name) and act == "unlink" else act)
+            self._plan_removal(name, "remove" if self.view.was_directory(*name) and act == "unlink" else act)
 
     def _rename(self, row: JournalRow) -> bool:
         name, new = list_row_names(row)
-        shown, at, to = self.view.get_entry(*name), self._find_location(name), self._find_location(new)
+        shown = self.view.get_entry(*name)
         if shown is None or shown.inode != row.inode or self.view.get_pending(*name) is not None:
             self._rename_pending(row, name, new)
             return True
@@ -293,13 +292,13 @@ class Planner:
             return True
         self._is_full = self._is_full or is_directory
         self.view.delete_pending(*new)
-        if at is None or to is None:
+        if self._find_location(name) is None or self._find_location(new) is None:
             self.view.delete_entry(*name)
             self.view.set_pending(*new, row.inode)
             return True
         if (refuge := self._find_refuge(new, row.inode)) is not None:
             self._move_to_refuge(new, refuge)
-        self._plan_move(shown, name, at, new, to)
+        self._plan_move(name, new)
         return True
 
     def _rename_pending(self, row: JournalRow, name: PfsName, new: PfsName) -> None:
@@ -324,7 +323,6 @@ class Planner:
         if self.actions:
             return False
         name, new = list_row_names(row)
-        at, to = self._find_location(name), self._find_location(new)
         one, other = self.view.get_entry(*name), self.view.get_entry(*new)
         one_pending, other_pending = self.view.get_pending(*name), self.view.get_pending(*new)
         if self._is_exchange_refused(name, new):
@@ -335,17 +333,17 @@ class Planner:
             return True
         self.view.delete_pending(*name)
         self.view.delete_pending(*new)
-        if at is not None and to is not None:
+        if self._find_location(name) is not None and self._find_location(new) is not None:
             self._is_full = True
             if one_pending is None and other_pending is None and one is not None and other is not None:
-                self._append("exchange", one.inode, at, one.fingerprint, to, other.fingerprint)
+                self._append("exchange", one.inode, name, one.fingerprint, new, other.fingerprint)
                 self.view.set_entry(*name, other)
                 self.view.set_entry(*new, one)
                 return True
             if one is not None and one_pending is None:
-                self._plan_move(one, name, at, new, to)
+                self._plan_move(name, new)
             if other is not None and other_pending is None:
-                self._plan_move(other, new, to, name, at)
+                self._plan_move(new, name)
         if one_pending is not None:
             self.view.set_pending(*new, one_pending)
         if other_pending is not None:
@@ -445,46 +443,40 @@ class Planner:
             and _is_on_pfs(published, content)
             and row.inode not in self._rewritten
         ):
-            kept = self.view.get_entry(*first)
-            assert kept is not None
-            fingerprint, others = kept.fingerprint, [name for name in others if name in waiting]
+            others = [name for name in others if name in waiting]
             if published.generation != content.generation:
                 if not self._facts.has_refused_attributes(row.inode):
                     self._plan_attributes(row.inode, first)
                 self.renewed_rows.append(replace(published, generation=content.generation, key=self._key))
-        elif kind is SourceKind.SEALED and not shown and (adopted := self._adopt_entry(row, content, first)) is not None:
-            fingerprint = adopted
-        else:
+        elif kind is not SourceKind.SEALED or shown or not self._adopt_entry(row, content, first):
             if self._facts.is_deferred(row.inode):
                 self.kept_seqs.append(row.seq)
                 return True
             if self.puts and self.planned_bytes + content.size > BATCH_BYTES_MAX:
                 return False
-            location = self._find_location(first)
-            assert location is not None
             self._remove_forgotten(row.inode)
-            fingerprint = self._plan_file(kind, row.inode, content, row.mode, first, location)
+            self._plan_file(kind, row.inode, content, row.mode, first)
         for name in others:
-            self._plan_link(row.inode, first, name, fingerprint)
+            self._plan_link(row.inode, first, name)
         return True
 
     def _remove_forgotten(self, inode: int) -> None:
         """Plan the removal of names that deleted files of the history took over: they are not new bytes."""
         for name in self._list_stale_names(inode):
-            taker, location = self.view.get_pending(*name), self._find_location(name)
+            taker = self.view.get_pending(*name)
             gone = self._facts.get_inode(taker or NO_INODE)
-            if taker and location is not None and (gone is None or gone.nlink == 0) and not self._facts.is_held(inode):
-                self._plan_removal(name, location)
+            if taker and (gone is None or gone.nlink == 0) and not self._facts.is_held(inode):
+                self._plan_removal(name)
 
-    def _adopt_entry(self, row: JournalRow, content: Content, name: PfsName) -> Fingerprint | None:
+    def _adopt_entry(self, row: JournalRow, content: Content, name: PfsName) -> bool:
         """Take over the file that the PFS shows for a separated one, if it has these bytes.
 
-        Its other names show the set's file until the new bytes come, so no attributes of these reach it. Returns None if it has others.
+        Its other names show the set's file until the new bytes come, so no attributes of these reach it. Returns False if it has others.
         """
         shown = self.view.get_entry(*name)
         published = None if shown is None or shown.inode in self._rewritten else self._facts.get_published(shown.inode)
         if shown is None or published is None or not _is_on_pfs(published, content) or not self._facts.is_in_history(name[0]):
-            return None
+            return False
         for other in self._list_shown_names(shown.inode):
             self.view.set_entry(*other, PfsEntry(row.inode, shown.fingerprint))
             self.view.set_pending(*other, shown.inode)
@@ -492,7 +484,7 @@ class Planner:
         self.view.set_entry(*name, PfsEntry(row.inode, shown.fingerprint))
         self.renewed_rows.append(replace(published, inode=row.inode, generation=content.generation, key=self._key))
         self._plan_attributes(row.inode, name)  # Those of the application's file may have been set since.
-        return shown.fingerprint
+        return True
 
     # --- what the PFS refused before ----------------------------------------------------------------------------------
 
@@ -528,13 +520,11 @@ class Planner:
             return True
         if name[0] in self._made_directories:
             return False
-        location = self._find_location(name)
-        assert location is not None
-        fingerprint = self._plan_file(SourceKind.INODE, row.inode, None, inode.mode, name, location)
+        self._plan_file(SourceKind.INODE, row.inode, None, inode.mode, name)
         if inode.is_directory:
             self._made_directories.add(row.inode)
         for other in wanted[1:]:
-            self._plan_link(row.inode, name, other, fingerprint)
+            self._plan_link(row.inode, name, other)
         self.moved_pending.add(row.inode)
         return True
 
@@ -542,19 +532,18 @@ class Planner:
         """Plan that an inode moves to a right name, or changes places with another one that is stranded."""
         if self.actions:
             return False
-        shown, other, at, to = self.view.get_entry(*name), self.view.get_entry(*new), self._find_location(name), self._find_location(new)
-        assert shown is not None and at is not None and to is not None
+        shown, other = self._get_shown(name), self.view.get_entry(*new)
         if other is not None and self._is_guarded(new, row.inode):
             if self._facts.is_held(other.inode) or not self._is_stranded(other.inode):
                 self.kept_seqs.append(row.seq)
                 return True
-            self._append("exchange", row.inode, at, shown.fingerprint, to, other.fingerprint)
+            self._append("exchange", row.inode, name, shown.fingerprint, new, other.fingerprint)
             self.view.set_entry(*name, other)
             self.view.set_entry(*new, shown)
             if self.view.get_pending(*name) == other.inode:
                 self.view.delete_pending(*name)
         else:
-            self._plan_move(shown, name, at, new, to)
+            self._plan_move(name, new)
             if self.view.get_pending(*name) == NO_INODE:
                 self.view.delete_pending(*name)
         self.view.delete_pending(*new)
@@ -566,9 +555,7 @@ class Planner:
     def _settle_links(self, row: JournalRow, wanted: list[PfsName], stale: list[PfsName]) -> bool:
         """Plan the further names of an inode that has one, and the removal of those that it should not have."""
         for name in stale:
-            location = self._find_location(name)
-            assert location is not None
-            self._plan_removal(name, location, "remove")
+            self._plan_removal(name, "remove")
             if self.view.get_pending(*name) == NO_INODE:
                 self.view.delete_pending(*name)
         for name in wanted:
@@ -576,9 +563,7 @@ class Planner:
             if self._is_guarded(name, row.inode):
                 self.kept_seqs.append(row.seq)
                 continue
-            entry = self.view.get_entry(*source)
-            assert entry is not None
-            self._plan_link(row.inode, source, name, entry.fingerprint)
+            self._plan_link(row.inode, source, name)
         self.moved_pending.add(row.inode)
         return True
 

@@ -243,15 +243,11 @@ class SharedPlanner(Planner):
             if stale is not None and not self._move(inode, stale, name):
                 return False
             if not self.view.list_names(inode) and known is not None and not (known.is_file and known.content is not None):
-                location = self._find_location(name)
-                assert location is not None
-                self._plan_file(SourceKind.INODE, inode, None, known.mode, name, location)
+                self._plan_file(SourceKind.INODE, inode, None, known.mode, name)
                 if known.is_directory:
                     self._made_directories.add(inode)
             elif (others := self._list_shown_names(inode)) and name not in others:
-                source = self.view.get_entry(*others[0])
-                assert source is not None
-                self._plan_link(inode, others[0], name, source.fingerprint)
+                self._plan_link(inode, others[0], name)
         return True
 
     def _remove_stale_names(self, inode: int) -> bool:
@@ -265,22 +261,20 @@ class SharedPlanner(Planner):
         for name in shown:
             if name in shared_names:
                 continue
-            location = self._find_location(name)
-            if location is None:
+            if self._find_location(name) is None:
                 self.view.delete_entry(*name)
                 continue
-            self._plan_removal(name, location, "rmdir" if self._is_directory(inode) else "unlink")
+            self._plan_removal(name, "rmdir" if self._is_directory(inode) else "unlink")
         return True
 
     def _move(self, inode: int, name: PfsName, new: PfsName) -> bool:
-        shown, at, to = self.view.get_entry(*name), self._find_location(name), self._find_location(new)
-        if shown is None or at is None or to is None:
+        if self.view.get_entry(*name) is None or self._find_location(name) is None or self._find_location(new) is None:
             return self._block()
         if self._is_directory(inode):
             if self.actions:
                 return False
             self._is_full = True
-        self._plan_move(shown, name, at, new, to)
+        self._plan_move(name, new)
         self.view.delete_pending(*new)
         return True
 
