@@ -51,6 +51,12 @@ class PfsAction:
     replaced_fingerprint: Fingerprint | None = None
     temporary: bytes = b""
 
+    @property
+    def target(self) -> PfsLocation:
+        """Return `new_location`, which acts with two names have."""
+        assert self.new_location is not None
+        return self.new_location
+
 
 @dataclass(frozen=True, slots=True)
 class ExpectedEntry:

@@ -145,23 +145,18 @@ class Applier:
             self._rename("write_back:put", action.location, action.temporary, action.location)
 
     def _link(self, action: PfsAction) -> None:
-        assert action.new_location is not None
-        source, target = (
-            find_stat(self._fd(action.location), action.location.name),
-            find_stat(self._fd(action.new_location), action.new_location.name),
-        )
+        source, target = self._stat(action.location), self._stat(action.target)
         if not self._matches(source, action.fingerprint) or (target is not None and source is not None and target.st_ino == source.st_ino):
             return
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(action.temporary, dir_fd=self._fd(action.new_location))
-        self._preserve_external(action.new_location, action.fingerprint, action.replaced_fingerprint)
+            os.unlink(action.temporary, dir_fd=self._fd(action.target))
+        self._preserve_external(action.target, action.fingerprint, action.replaced_fingerprint)
         self._run_as_owner(self._fd(action.location), action.location.name, lambda: disk.act("write_back:link", self._link_or_copy, action))
-        self._rename("write_back:put", action.new_location, action.temporary, action.new_location)
+        self._rename("write_back:put", action.target, action.temporary, action.target)
 
     def _link_or_copy(self, action: PfsAction) -> None:
         """Link the file under the temporary name; if the PFS has no links, copy its bytes."""
-        assert action.new_location is not None
-        source, target = self._fd(action.location), self._fd(action.new_location)
+        source, target = self._fd(action.location), self._fd(action.target)
         try:
             os.link(action.location.name, action.temporary, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
             return
@@ -169,7 +164,7 @@ class Applier:
             found = find_stat(source, action.location.name)
             if self.is_history_link(action, failure) or failure.errno not in _NO_LINKS or found is None or not stat.S_ISREG(found.st_mode):
                 raise
-            log.warning("%s: the PFS cannot link: %s; a copy is made instead", format_path(action.new_location), failure.strerror)
+            log.warning("%s: the PFS cannot link: %s; a copy is made instead", format_path(action.target), failure.strerror)
         self._copy(action)
 
     def is_history_link(self, action: PfsAction, failure: OSError) -> bool:
@@ -177,27 +172,25 @@ class Applier:
         return action.key in self._history_links and failure.errno in _NO_LINKS
 
     def _copy(self, action: PfsAction) -> None:
-        assert action.new_location is not None
-        source, target = self._fd(action.location), self._fd(action.new_location)
+        source, target = self._fd(action.location), self._fd(action.target)
         create = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with (
             disk.closing(os.open(action.location.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=source)) as read,
             disk.closing(os.open(action.temporary, create, 0o600, dir_fd=target)) as written,
         ):
             transfer.copy(read, written, label="write_back:double")
-            self._apply_attributes(action.inode, self._fd(action.new_location), action.temporary)
+            self._apply_attributes(action.inode, self._fd(action.target), action.temporary)
             found = os.fstat(read)
             os.utime(written, ns=(found.st_atime_ns, found.st_mtime_ns))
             os.fsync(written)
 
     def _move(self, action: PfsAction) -> None:
-        assert action.new_location is not None
         if self._is_shared:
             drop_taken(self._fd(action.location), action)
-        source = find_stat(self._fd(action.location), action.location.name)
+        source = self._stat(action.location)
         if source is None or not self._matches(source, action.fingerprint):
             return
-        target = find_stat(self._fd(action.new_location), action.new_location.name)
+        target = self._stat(action.target)
         if target is not None and target.st_ino == source.st_ino and not stat.S_ISDIR(source.st_mode):
             # rename(2) would leave both names. A batch that is done again may already show a later link under the old one.
             if self._final_inodes.get((action.location.parent, action.location.name)) != action.inode:
@@ -209,7 +202,7 @@ class Applier:
             return
         if self._shows_later_change(target, action.replaced_fingerprint):
             return
-        self._preserve_external(action.new_location, action.fingerprint, action.replaced_fingerprint)
+        self._preserve_external(action.target, action.fingerprint, action.replaced_fingerprint)
         try:
             self._rename_entry(action, source)
         except OSError as failure:
@@ -218,15 +211,14 @@ class Applier:
                 return
             if failure.errno not in _NAME_TAKEN_ERRNOS:
                 raise
-            self._free_name(action.new_location, action.replaced_fingerprint)
+            self._free_name(action.target, action.replaced_fingerprint)
             self._rename_entry(action, source)
         if stat.S_ISDIR(source.st_mode):
             self._tree.clear_cache()
 
     def _rename_entry(self, action: PfsAction, source: os.stat_result) -> None:
         """Rename an entry; in a cluster so that nothing newer is replaced or moved if the call lands late."""
-        assert action.new_location is not None
-        new = action.new_location
+        new = action.target
         if self._is_shared and not stat.S_ISDIR(source.st_mode) and self._link_aside(action):
             self._rename("write_back:move", new, action.temporary, new)
             self._take_name("write_back:unlink", action, source)
@@ -238,8 +230,7 @@ class Applier:
 
     def _link_aside(self, action: PfsAction) -> bool:
         """Link a file under its temporary name beside its new name. Return False if the PFS cannot link it."""
-        assert action.new_location is not None
-        source, target = self._fd(action.location), self._fd(action.new_location)
+        source, target = self._fd(action.location), self._fd(action.target)
         name, temporary = action.location.name, action.temporary
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=target)
@@ -275,18 +266,17 @@ class Applier:
 
     def _is_copied(self, action: PfsAction, source: os.stat_result, target: os.stat_result) -> bool:
         """Return True if `_move_across` has put the copy into place already, and the source is left."""
-        assert action.new_location is not None
         if not stat.S_ISREG(source.st_mode) or (target.st_dev, target.st_ino) == (source.st_dev, source.st_ino):
             return False
         if action.replaced_fingerprint is not None and self._matches(target, action.replaced_fingerprint):
             return False
         if (source.st_mode, source.st_size, source.st_mtime_ns) != (target.st_mode, target.st_size, target.st_mtime_ns):
             return False
-        return self._digest(action.location) == self._digest(action.new_location)
+        return self._digest(action.location) == self._digest(action.target)
 
     def _digest(self, location: PfsLocation) -> transfer.ContentDigests:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-        directory, found = self._fd(location), find_stat(self._fd(location), location.name)
+        directory, found = self._fd(location), self._stat(location)
         fd = pfs_ownership.retry_as_owner(
             lambda: os.open(location.name, flags, dir_fd=directory), lambda: [] if found is None else [(found.st_uid, found.st_gid)]
         )
@@ -295,8 +285,7 @@ class Applier:
 
     def _move_across(self, action: PfsAction, source: os.stat_result) -> None:
         """Move a file to another filesystem or quota project: copy, rename, remove the source."""
-        assert action.new_location is not None
-        new, directory = action.new_location, self._fd(action.new_location)
+        new, directory = action.target, self._fd(action.target)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(action.temporary, dir_fd=directory)
         try:
@@ -317,8 +306,7 @@ class Applier:
             raise
 
     def _copy_entry(self, action: PfsAction, source: os.stat_result) -> None:
-        assert action.new_location is not None
-        directory, new_directory = self._fd(action.location), self._fd(action.new_location)
+        directory, new_directory = self._fd(action.location), self._fd(action.target)
         if stat.S_ISREG(source.st_mode):
             self._copy(action)
             return
@@ -331,14 +319,14 @@ class Applier:
         self._apply_attributes(action.inode, new_directory, action.temporary)
 
     def _exchange(self, action: PfsAction) -> None:
-        assert action.new_location is not None and action.replaced_fingerprint is not None
-        directory, new_directory = self._fd(action.location), self._fd(action.new_location)
-        one, other = find_stat(directory, action.location.name), find_stat(new_directory, action.new_location.name)
+        assert action.replaced_fingerprint is not None
+        directory, new_directory = self._fd(action.location), self._fd(action.target)
+        one, other = find_stat(directory, action.location.name), find_stat(new_directory, action.target.name)
         if self._matches(find_stat(directory, action.temporary), action.fingerprint):
             self._finish_exchange(action, other)
         elif self._matches(one, action.fingerprint) and self._matches(other, action.replaced_fingerprint):
             try:
-                name, new = action.location.name, action.new_location.name
+                name, new = action.location.name, action.target.name
                 self._run_as_owner(directory, name, lambda: disk.act("write_back:swap", exchange, directory, name, new_directory, new))
                 if self._is_late(new_directory, new, one):
                     disk.act("write_back:late", exchange, directory, name, new_directory, new)
@@ -356,24 +344,23 @@ class Applier:
             self._finish_exchange(action, other)
         except OSError:
             self.is_half_done = True
-            assert action.new_location is not None
-            if find_stat(self._fd(action.new_location), action.new_location.name) is None:
-                self._rename("write_back:move", action.location, action.location.name, action.new_location)
+            if self._stat(action.target) is None:
+                self._rename("write_back:move", action.location, action.location.name, action.target)
             self._rename("write_back:move", parked, parked.name, action.location)
             self.is_half_done = False
             raise
 
     def _finish_exchange(self, action: PfsAction, other: os.stat_result | None) -> None:
         """Finish an exchange by renames, of which the first is done. A name is missing a moment."""
-        assert action.new_location is not None and action.replaced_fingerprint is not None
+        assert action.replaced_fingerprint is not None
         if self._matches(other, action.replaced_fingerprint):
-            self._rename("write_back:move", action.new_location, action.new_location.name, action.location)
-        self._rename("write_back:move", action.location, action.temporary, action.new_location)
+            self._rename("write_back:move", action.target, action.target.name, action.location)
+        self._rename("write_back:move", action.location, action.temporary, action.target)
 
     def _unlink(self, action: PfsAction) -> None:
         if self._is_shared:
             drop_taken(self._fd(action.location), action)
-        found = find_stat(self._fd(action.location), action.location.name)
+        found = self._stat(action.location)
         if found is None or stat.S_ISDIR(found.st_mode):
             return
         if not self._matches(found, action.fingerprint):
@@ -383,11 +370,11 @@ class Applier:
         self._take_name("write_back:unlink", action, found)
 
     def _remove_entry(self, action: PfsAction) -> None:
-        found = find_stat(self._fd(action.location), action.location.name)
+        found = self._stat(action.location)
         (self._rmdir if found is not None and stat.S_ISDIR(found.st_mode) else self._unlink)(action)
 
     def _rmdir(self, action: PfsAction) -> None:
-        found = find_stat(self._fd(action.location), action.location.name)
+        found = self._stat(action.location)
         if found is None or not stat.S_ISDIR(found.st_mode) or not self._matches(found, action.fingerprint):
             return
         try:
@@ -418,7 +405,7 @@ class Applier:
 
     def _preserve_external(self, location: PfsLocation, own: Fingerprint, expected: Fingerprint | None) -> None:
         """Keep an external file or change under a conflict name before it is replaced."""
-        there = find_stat(self._fd(location), location.name)
+        there = self._stat(location)
         if there is None or stat.S_ISDIR(there.st_mode) or there.st_ino == own.ino:
             return
         if expected is not None and self._matches(there, expected):
@@ -429,13 +416,13 @@ class Applier:
 
     def _free_name(self, location: PfsLocation, expected: Fingerprint | None) -> None:
         """Free a name that rename(2) cannot replace. Remove our own file there: the mount deleted it."""
-        there = find_stat(self._fd(location), location.name)
+        there = self._stat(location)
         if there is None:
             return
         is_ours = expected is not None and self._matches(there, expected) and not stat.S_ISDIR(there.st_mode)
         if not is_ours:
             self._keep_as_conflict(location, there)
-        still_there = find_stat(self._fd(location), location.name)
+        still_there = self._stat(location)
         if still_there is not None and not stat.S_ISDIR(still_there.st_mode):
             self._remove("write_back:unlink", location, location.name, still_there)  # The conflict name has an external file by now.
 
@@ -480,6 +467,9 @@ class Applier:
 
     def _fd(self, location: PfsLocation) -> int:
         return self._tree.get_directory(location.path)
+
+    def _stat(self, location: PfsLocation) -> os.stat_result | None:
+        return find_stat(self._fd(location), location.name)
 
     def _rename(self, label: str, old: PfsLocation, old_name: bytes, new: PfsLocation) -> None:
         old_fd, new_fd = self._fd(old), self._fd(new)
