@@ -68,7 +68,7 @@ class Scan:
         self._db = db
         self._config = config
         self._notify = notify
-        self._tree_queues: dict[int, deque[int]] = {}
+        self._queues: dict[int, deque[int]] = {}
         self._next_refresh_s = 0.0
         self._turns: dict[ClusterLock, float] = {}
         self._progress_s = 0.0
@@ -84,15 +84,11 @@ class Scan:
         """Scan one directory. Return True if more work may be ready now."""
         self._request_id = 0
         requests = mover_requests.list_open(self._db, mover_requests.SCAN)
-        single = next((request for request in requests if request.argument != mover_requests.TREE), None)
-        if single is not None:
-            self._answer(single)
-            return True
-        self._tree_queues = {request.id: self._tree_queues.get(request.id) or deque([request.inode]) for request in requests}
-        if requests:
-            self._scan_next_of_tree(requests[0])
-            return True
-        return self._refresh_next()
+        self._queues = {request.id: self._queues.get(request.id) or deque([request.inode]) for request in requests}
+        if not requests:
+            return self._refresh_next()
+        self._answer(next((request for request in requests if request.argument != mover_requests.TREE), requests[0]))
+        return True
 
     def next_due_s(self) -> float | None:
         """Return the seconds until the next look for a directory that is due."""
@@ -107,44 +103,31 @@ class Scan:
             mover_requests.record_progress(self._db, self._request_id, wait_s=limits.SCAN_WAIT_S)
 
     def _answer(self, request: mover_requests.MoverRequest) -> None:
-        """Scan the directory of a request. A failed scan fails the request at once."""
-        self._request_id = request.id
-        try:
-            if request.argument == mover_requests.COMPARE_AGAIN or not scans.is_imported(self._db, request.inode):
-                self._scan_when_undisturbed(request.inode)
-        except Exception as failure:
-            if self._fail_request(request.id, request.inode, failure):
-                return
-            raise
-        mover_requests.mark_done(self._db, request.id)
-        self._notify.notify_replies()
+        """Scan the next directory of a request; the last one completes it.
 
-    def _fail_request(self, request_id: int, inode: int, failure: Exception) -> bool:
-        """Mark the request as failed. Return True if the error concerns this directory only, not the PFS."""
-        code = failure.errno if isinstance(failure, OSError) and _is_directory_error(failure) else errno.EIO
-        mover_requests.mark_failed(self._db, request_id, code or errno.EIO)
-        self._notify.notify_replies()
-        log.debug("inode %d: scan failed: %s", inode, failure)
-        return _is_directory_error(failure)
-
-    def _scan_next_of_tree(self, request: mover_requests.MoverRequest) -> None:
-        """Scan the next directory of a recursive request; skip one that cannot be listed."""
+        A failed scan fails the request at once; but in a tree a directory that cannot be listed is skipped.
+        """
         self._request_id = request.id
-        queue = self._tree_queues[request.id]
+        queue = self._queues[request.id]
         directory = queue.popleft()
         try:
-            self._scan_when_undisturbed(directory)
+            if request.argument or not scans.is_imported(self._db, directory):
+                self._scan_when_undisturbed(directory)
         except Exception as failure:
-            if not _is_directory_error(failure) or directory == request.inode:
-                del self._tree_queues[request.id]
-                if self._fail_request(request.id, directory, failure):
+            is_directory_error = _is_directory_error(failure)
+            if not is_directory_error or directory == request.inode:
+                code = failure.errno if isinstance(failure, OSError) and is_directory_error else errno.EIO
+                mover_requests.mark_failed(self._db, request.id, code or errno.EIO)
+                self._notify.notify_replies()
+                log.debug("inode %d: scan failed: %s", directory, failure)
+                if is_directory_error:
                     return
                 raise
-        queue.extend(scans.list_scanned_directories(self._db, directory))
+        if request.argument == mover_requests.TREE:
+            queue.extend(scans.list_scanned_directories(self._db, directory))
         if queue:
             mover_requests.record_progress(self._db, request.id, wait_s=limits.SCAN_WAIT_S)
             return
-        del self._tree_queues[request.id]
         mover_requests.mark_done(self._db, request.id)
         self._notify.notify_replies()
 
