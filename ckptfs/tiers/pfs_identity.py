@@ -115,7 +115,7 @@ def read_mark(root_fd: int) -> str:
     def read() -> str:
         try:
             with disk.closing(os.open(WORK_DIRECTORY, _DIRECTORY, dir_fd=root_fd)) as fd:
-                return _read_text(fd)
+                return read_text(fd)
         except (FileNotFoundError, NotADirectoryError):
             return ""
 
@@ -145,18 +145,19 @@ def _make_mark(root_fd: int, text: str) -> str:
     with disk.closing(os.open(WORK_DIRECTORY, _DIRECTORY, dir_fd=root_fd)) as fd:
         if not is_ours and os.fstat(fd).st_uid not in {os.geteuid(), os.fstat(root_fd).st_uid}:
             raise TierUnavailable(f"{WORK_DIRECTORY.decode()} on the PFS belongs to another user", remedy="remove it; ckptfs creates it")
-        if found := _read_text(fd):
+        if found := read_text(fd):
             return found
-        _write_text(fd, text)
-        return _read_text(fd)
+        write_text(fd, text)
+        return read_text(fd)
 
 
-def _write_text(fd: int, text: str) -> None:
+def write_text(fd: int, text: str) -> None:
+    """Make the mark with this text in an open directory, whole, unless another process was faster."""
     temporary = b"%s.%s" % (MARK, uuid.uuid4().hex.encode())
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=fd), "w") as file:
         file.write(f"{text}\n")
         file.flush()
-        os.fsync(file.fileno())
+        _fsync(file.fileno())
     try:
         os.link(temporary, MARK, src_dir_fd=fd, dst_dir_fd=fd)
     except FileExistsError:
@@ -168,10 +169,20 @@ def _write_text(fd: int, text: str) -> None:
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=fd)
-    os.fsync(fd)
+    _fsync(fd)
 
 
-def _read_text(fd: int) -> str:
+def _fsync(fd: int) -> None:
+    """Call fsync(2), if the filesystem can."""
+    try:
+        os.fsync(fd)
+    except OSError as failure:
+        if failure.errno not in {errno.EINVAL, errno.EROFS}:
+            raise
+
+
+def read_text(fd: int) -> str:
+    """Return the text of the mark in an open directory, or an empty string without one. Raises OSError."""
     try:
         with os.fdopen(os.open(MARK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd), "rb") as file:
             return file.read(64).decode("ascii", "replace").strip()

@@ -74,19 +74,21 @@ def open_directory(root_fd: int, names: tuple[bytes, ...]) -> int:
     fd = pfs_ownership.retry_as_owner(lambda: os.open(b".", _DIRECTORY, dir_fd=root_fd), lambda: [_get_owner(root_fd)])
     for name in names:
         try:
-            child_fd = _open_child(fd, name)
+            child_fd = _open_entry("scan:walk", fd, name, _DIRECTORY)
         finally:
             os.close(fd)
         fd = child_fd
     return fd
 
 
-def _open_child(parent_fd: int, name: bytes) -> int:
-    def owners() -> list[pfs_ownership.Owner]:
-        found = stat_entry(parent_fd, name)
-        return [(found.uid, found.gid), _get_owner(parent_fd)]
+def _open_entry(label: str, directory_fd: int, name: bytes, flags: int) -> int:
+    """Open an entry of a directory, as one of the two owners if root is refused."""
 
-    return pfs_ownership.retry_as_owner(lambda: disk.open_file("scan:walk", name, _DIRECTORY, dir_fd=parent_fd), owners)
+    def owners() -> list[pfs_ownership.Owner]:
+        found = stat_entry(directory_fd, name)
+        return [(found.uid, found.gid), _get_owner(directory_fd)]
+
+    return pfs_ownership.retry_as_owner(lambda: disk.open_file(label, name, flags, dir_fd=directory_fd), owners)
 
 
 def _get_owner(fd: int) -> pfs_ownership.Owner:
@@ -257,13 +259,8 @@ class PfsTree:
 
     def _open(self, parent_fd: int, names: DirectoryPath, *, close_parent: bool) -> int:
         """Open the last of `names` in `parent_fd`."""
-
-        def owners() -> list[pfs_ownership.Owner]:
-            found = stat_entry(parent_fd, names[-1])
-            return [(found.uid, found.gid), _get_owner(parent_fd)]
-
         try:
-            return pfs_ownership.retry_as_owner(lambda: disk.open_file("pfs:walk", names[-1], _DIRECTORY, dir_fd=parent_fd), owners)
+            return _open_entry("pfs:walk", parent_fd, names[-1], _DIRECTORY)
         except OSError as failure:
             if failure.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:
                 raise DirectoryMissing(names) from failure
@@ -362,20 +359,10 @@ def open_unchecked(pfs: Path, known: FetchState, flags: int = os.O_RDONLY) -> in
     finally:
         os.close(root_fd)
     try:
-        return _open_file(directory_fd, known.pfs_names[-1], flags)
+        # O_NONBLOCK: the open of a fifo must not hang.
+        return _open_entry("pfs:open", directory_fd, known.pfs_names[-1], flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     finally:
         os.close(directory_fd)
-
-
-def _open_file(directory_fd: int, name: bytes, flags: int) -> int:
-    """Open a file, as its owner if root is refused. O_NONBLOCK: the open of a fifo must not hang."""
-
-    def owners() -> list[pfs_ownership.Owner]:
-        found, parent = stat_entry(directory_fd, name), stat_descriptor(directory_fd)
-        return [(found.uid, found.gid), (parent.uid, parent.gid)]
-
-    flags |= os.O_NOFOLLOW | os.O_NONBLOCK
-    return pfs_ownership.retry_as_owner(lambda: disk.open_file("pfs:open", name, flags, dir_fd=directory_fd), owners)
 
 
 def matches_catalog(fd: int, known: PublishedFile) -> bool:

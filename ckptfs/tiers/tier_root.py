@@ -12,7 +12,6 @@ Crash safety: nothing is stored but `tier-id`, which appears whole or not at all
 """
 
 import contextlib
-import errno
 import logging
 import os
 import threading
@@ -28,7 +27,6 @@ from ckptfs.tiers import health, pfs_identity
 
 log = logging.getLogger(__name__)
 disk.declare_labels("place:root")
-_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -108,9 +106,9 @@ class TierRoot:
         """Return a descriptor of the directory of contents. Creates nothing."""
         root = os.open(self.root, _DIRECTORY)
         try:
-            with open("tier-id", encoding="ascii", errors="replace", opener=lambda name, flags: os.open(name, flags, dir_fd=root)) as file:
-                if self._uuid and file.read().strip() != self._uuid:
-                    raise TierUnavailable(f"{self.root} is not the directory that this catalog knows", remedy=f"mount it at {self.root}")
+            found = pfs_identity.read_text(root)
+            if not found or self._uuid not in ("", found):
+                raise TierUnavailable(f"{self.root} is not the directory that this catalog knows", remedy=f"mount it at {self.root}")
             return os.open(self._contents, _DIRECTORY, dir_fd=root)
         finally:
             os.close(root)
@@ -182,40 +180,14 @@ class TierRoot:
         return self._uuid
 
     def _read_uuid(self) -> str:
-        path = self.root / "tier-id"
         self._open_directory()
-        with contextlib.suppress(FileNotFoundError):
-            if text := path.read_text(encoding="ascii", errors="replace").strip():
-                return text
-        temporary = self.root / f"tier-id.{uuid.uuid4().hex}"
-        temporary.write_text(uuid.uuid4().hex + "\n", encoding="ascii")
-        _fsync_path(temporary)
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            pass
-        except OSError as failure:
-            if failure.errno not in _NO_LINKS:
-                raise
-            temporary.rename(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        _fsync_path(self.root)
-        return path.read_text(encoding="ascii", errors="replace").strip()
+        with disk.closing(self._open_root()) as root:
+            if not (found := pfs_identity.read_text(root)):
+                pfs_identity.write_text(root, uuid.uuid4().hex)
+                found = pfs_identity.read_text(root)
+            return found
 
     def close(self) -> None:
         if self._directory >= 0:
             os.close(self._directory)
             self._directory = -1
-
-
-def _fsync_path(path: Path) -> None:
-    """Call fsync for a file or directory, if its filesystem can."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    except OSError as failure:
-        if failure.errno not in {errno.EINVAL, errno.EROFS}:
-            raise
-    finally:
-        os.close(fd)
