@@ -69,11 +69,7 @@ def _copy_bytes(db: Database, tiers: Tiers, content: Content, source: Tier, targ
         tiers[target].reserve(target_fd, os.fstat(source_fd).st_blocks * 512)
         size, digest, _ = transfer.copy(source_fd, target_fd, label="duplicate", before_block=check)
         _verify_source(db, content, source, (size, digest), check)
-        if target is not Tier.RAM:
-            disk.act("duplicate:fsync", os.fsync, target_fd)
-            disk.act("duplicate:directory", tiers[target].fsync_directory)
-            # The read-back must come from the disk.
-            os.posix_fadvise(target_fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        tiers[target].persist(target_fd, "duplicate")
         size, digest, _ = transfer.read(target_fd, label="duplicate:check", before_block=check)
         if (size, digest) != (content.size, content.digest):
             raise DigestMismatch(f"content {content.id} does not read back from {target} as written")
@@ -117,11 +113,7 @@ def copy_open(source_fd: int, target: TierStorage, content: int, expected: tuple
             if written != (expected or written):
                 raise DigestMismatch(f"the source of content {content} does not have its digest")
         os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
-        if target.tier is not Tier.RAM:
-            disk.act("move:fsync", os.fsync, fd)
-            disk.act("move:directory", target.fsync_directory)
-            # The read-back must come from the disk.
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        target.persist(fd, "move")
         if transfer.read(fd, label="move:check")[:2] != written:
             raise DigestMismatch(f"content {content} does not read back from {target.tier} as written")
     except BaseException:

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ckptfs import disk, limits, procfs
+from ckptfs.errors import posix_error
 from ckptfs.model import file_name
 
 disk.declare_labels(
@@ -43,7 +44,7 @@ PLAIN_MODE = 0o600
 _PREPARED_NAME = re.compile(r"([0-9a-f]{1,16})-[0-9a-f]{32}")
 _UNFINISHED = "new-"
 _DIRECTORY_NAME = "prepared"
-_KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
+KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
 _PIECE_BYTES = 16 * limits.MIB
 _ZEROS = bytes(2 * limits.MIB)
 _TRIM_BYTES = 256 * limits.MIB
@@ -266,7 +267,7 @@ def top_up(fd: int, offset: int, length: int) -> None:
 
     The memory cgroup of the calling process pays for the pages. Pages that exist stay as they are.
     """
-    disk.act("prepare:allocate", _fallocate, fd, _KEEP_SIZE, offset, length)
+    disk.act("prepare:allocate", fallocate, fd, KEEP_SIZE, offset, length)
 
 
 def mark_allocated_by_application(fd: int) -> None:
@@ -334,7 +335,7 @@ def _trim_end(fd: int, end: int) -> bool:
 
 
 def _punch(fd: int, offset: int, length: int) -> None:
-    disk.act("prepare:trim", _fallocate, fd, _KEEP_SIZE | _PUNCH_HOLE, offset, length)
+    disk.act("prepare:trim", fallocate, fd, KEEP_SIZE | _PUNCH_HOLE, offset, length)
 
 
 def _round_to_page(size: int) -> int:
@@ -374,7 +375,7 @@ def _seek(fd: int, offset: int, whence: int, end: int) -> int:
         raise
 
 
-def _fallocate(fd: int, mode: int, offset: int, length: int) -> None:
+def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
+    """Call fallocate(2). Raises OSError."""
     if _libc.fallocate(fd, mode, offset, length):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+        raise posix_error(ctypes.get_errno())

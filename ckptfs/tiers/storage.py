@@ -14,7 +14,6 @@ Crash safety: a file without a row may remain; the reclaim flow removes it. A ti
 """
 
 import contextlib
-import ctypes
 import errno
 import logging
 import os
@@ -41,9 +40,6 @@ GIVEN_UP = "given-up"
 _SHARED = "shared-bytes"
 _NO_RESERVATIONS: Mapping[Tier, int] = {}
 _PFS_CAPACITY = {Tier.PFS: Capacity(limits.FILE_BYTES_MAX, limits.FILE_BYTES_MAX)}
-_KEEP_SIZE = 0x01
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 class TierStorage(TierRoot):
@@ -134,13 +130,7 @@ class TierStorage(TierRoot):
     def link(self, content: int, other: int) -> bool:
         """Give the file of `content` the name of `other` as well. Return False if it does not exist."""
         try:
-            os.link(
-                file_name(content),
-                file_name(other),
-                src_dir_fd=self.directory,
-                dst_dir_fd=self.directory,
-                follow_symlinks=False,
-            )
+            os.link(file_name(content), file_name(other), src_dir_fd=self.directory, dst_dir_fd=self.directory, follow_symlinks=False)
         except FileNotFoundError:
             return False
         return True
@@ -225,6 +215,13 @@ class TierStorage(TierRoot):
         """Make the names of the files durable."""
         os.fsync(self.directory)
 
+    def persist(self, fd: int, label: str) -> None:
+        """Make a file that was copied to a disk durable with its name. The next read comes from the disk."""
+        if self.tier is not Tier.RAM:
+            disk.act(f"{label}:fsync", os.fsync, fd)
+            disk.act(f"{label}:directory", self.fsync_directory)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def get_capacity(self) -> Capacity:
         """Return the capacity. A disk that fails, or is read-only, has no space for new files."""
         try:
@@ -276,7 +273,7 @@ class TierStorage(TierRoot):
         """Allocate the space of a file to copy, so that all processes keep an unenforced budget."""
         if self._shares_filesystem and size:
             with contextlib.suppress(OSError):  # Not every filesystem can; ENOSPC comes from the copy.
-                disk.act("place:reserve", _libc.fallocate, fd, _KEEP_SIZE, 0, size)
+                disk.act("place:reserve", prepared.fallocate, fd, prepared.KEEP_SIZE, 0, size)
 
     def _measure_used(self, age_s: float = limits.USED_AGE_S) -> int:
         """Return the bytes in our files, at most about `age_s` old, and what this process has written since.

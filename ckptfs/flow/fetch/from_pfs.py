@@ -159,9 +159,7 @@ def _copy_to_storage(state: FetchState, storage: TierStorage, number: int, sourc
     with disk.closing(storage.create(number)) as target:
         found = _copy_bytes(state.content, storage.tier, source, target, progress)
         if storage.tier is not Tier.RAM:
-            disk.act("fetch:fsync", os.fsync, target)
-            disk.act("fetch:directory", storage.fsync_directory)
-            os.posix_fadvise(target, 0, 0, os.POSIX_FADV_DONTNEED)
+            storage.persist(target, "fetch")
             if transfer.read(target, label="fetch:check", before_block=progress) != found:
                 raise DigestMismatch(f"what was written to {storage.tier} reads back as something else")
     return FetchedContent(number, storage.tier, *found)
