@@ -29,8 +29,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get_shown_path
 from ckptfs.model import Content, ContentState, CopyState, Tier
 from ckptfs.tiers import reflink
-from ckptfs.tiers.block_index import BlockIndex
-from ckptfs.tiers.reflink import Sharing
+from ckptfs.tiers.reflink import BlockIndex, Sharing
 from ckptfs.tiers.storage import Tiers, TierStorage
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Blocks that files of one filesystem share: clones, comparison by the kernel, shared bytes.
+"""Blocks that files of one filesystem share: clones, comparison by the kernel, shared bytes, an index.
 
 XFS and btrfs share blocks, and an NFS server on top of them may. tmpfs and ext4 do not: there each function reports that nothing was
 shared, and the caller copies. A write into a shared block gets a block of its own from the filesystem, so a file never changes through
@@ -8,6 +8,7 @@ another one.
 - `clone_range` puts a range of the source into the target. The target has these bytes, right or wrong: the caller reads them back.
 - `deduplicate` changes no byte: the kernel locks both files, compares the ranges and shares them only if they are equal.
 - `measure` adds up the bytes of files and the bytes that the filesystem stores for them.
+- `BlockIndex` knows where blocks of recent files are, by digest. It is a hint: such a file may be gone or changed, so bytes are compared.
 
 Crash safety: each call is one change of the filesystem's metadata, which its journal has or has not.
 """
@@ -20,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from ckptfs import disk, limits
+from ckptfs import digest, disk, limits
 
 disk.declare_labels("share:clone", "share:range", "share:compare")
 FICLONE = 0x40049409
@@ -190,3 +191,29 @@ def measure(descriptors: Iterable[int]) -> StoredBytes:
         stored += max(0, end - max(begin, reached))
         reached = max(reached, end)
     return StoredBytes(total, stored)
+
+
+class BlockIndex:
+    """Blocks of contents of a tier, or of inodes on the PFS. The oldest go first. For one thread."""
+
+    def __init__(self, blocks_max: int = limits.SHARED_BLOCKS_MAX) -> None:
+        self._blocks_max = blocks_max
+        self._places: dict[bytes, tuple[int, int]] = {}
+
+    def add(self, file: int, block_digests: bytes) -> None:
+        """Add the blocks of a file but for holes. Of equal blocks the last one is found."""
+        for number, block_digest in enumerate(digest.split_digests(block_digests)):
+            if block_digest != digest.ZERO_BLOCK:
+                self._places.pop(block_digest, None)
+                self._places[block_digest] = file, number
+        while len(self._places) > self._blocks_max:
+            del self._places[next(iter(self._places))]
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._places
+
+    def find(self, block_digests: bytes) -> dict[int, tuple[int, int]]:
+        """Return {number of a block: (file, number there)} for the blocks of a new file."""
+        wanted = enumerate(digest.split_digests(block_digests))
+        return {number: place for number, one in wanted if (place := self._places.get(one)) is not None}

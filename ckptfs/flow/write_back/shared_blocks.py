@@ -18,7 +18,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.pfs_state import PublishedRow
 from ckptfs.errors import CkptfsError
 from ckptfs.tiers import pfs_tree, reflink
-from ckptfs.tiers.block_index import BlockIndex
+from ckptfs.tiers.reflink import BlockIndex
 
 log = logging.getLogger(__name__)
 
