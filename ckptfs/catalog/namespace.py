@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from ckptfs import limits
-from ckptfs.catalog import contents, identity, inodes, journal, pfs_hold, set_candidates
+from ckptfs.catalog import contents, identity, inodes, journal, pfs_hold
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import INODE_COLUMNS_JOINED, build_inode, get
 from ckptfs.catalog.inodes import get_path as get_path
@@ -208,7 +208,7 @@ def link(db: Database, inode: int, parent: int, name: bytes, *, allow_unimported
     _record_directory_change(db, parent, now)
     pfs_hold.record_link(db, inode, parent, name)
     if not history:
-        set_candidates.insert_candidates(db, [inode])
+        insert_candidates(db, [inode])
     return inodes.get(db, inode)
 
 
@@ -246,7 +246,7 @@ def decrement_nlink(db: Database, inode: Inode, now: int) -> None:
     """Record that one name fewer leads to `inode`. A directory has no other."""
     db.run("UPDATE inode SET nlink=?, ctime_ns=? WHERE id=?", 0 if inode.is_directory else inode.nlink - 1, now, inode.id)
     if inode.history and not inode.is_directory:
-        set_candidates.insert_candidates(db, [inode.id])
+        insert_candidates(db, [inode.id])
 
 
 def list_orphans(db: Database) -> set[int]:
@@ -380,7 +380,7 @@ def _move_entry(db: Database, parent: int, name: bytes, source: Inode, new_paren
     _set_parent(db, now, source, new_parent)
     pfs_hold.record_rename(db, source, parent, name, new_parent, new_name, target)
     if not (source.is_directory and source.history):
-        set_candidates.insert_candidates(db, [source.id])
+        insert_candidates(db, [source.id])
 
 
 def _exchange_entries(db: Database, parent: int, name: bytes, source: Inode, new_parent: int, new_name: bytes, target: Inode) -> None:
@@ -393,7 +393,7 @@ def _exchange_entries(db: Database, parent: int, name: bytes, source: Inode, new
     _set_parent(db, now, source, new_parent)
     _set_parent(db, now, target, parent)
     journal.append(db, "exchange", source.id, parent=parent, name=name, new_parent=new_parent, new_name=new_name)
-    set_candidates.insert_candidates(db, [source.id, target.id])
+    insert_candidates(db, [source.id, target.id])
 
 
 def _record_parent_changes(db: Database, now: int, parent: int, links: int, new_parent: int, new_links: int) -> None:
@@ -425,3 +425,26 @@ def list_files_below(db: Database, inode: int) -> list[int]:
     """Return the regular files at and below `inode`, in the order of their ids."""
     modes = ((found, db.value("SELECT mode FROM inode WHERE id = ?", found)) for found in sorted(list_inodes_below(db, inode)))
     return [found for found, mode in modes if mode is not None and stat.S_ISREG(mode)]
+
+
+# --- candidates for checkpoint sets -----------------------------------------------------------------------------------
+# An inode that was sealed or got a name may complete a set. A file of the history that lost a name, or whose set was pinned or unpinned,
+# may leave sets without protection. Its row in `set_candidate` stays until the tracker of sets has done with it.
+
+
+def insert_candidates(db: Database, candidates: Iterable[int]) -> None:
+    """Note that these inodes were sealed, or got or lost a name."""
+    now = time.time_ns()
+    db.run_each("INSERT OR REPLACE INTO set_candidate (inode, at_ns) VALUES (?, ?)", [(inode, now) for inode in candidates])
+
+
+def list_candidates(db: Database, after: int, at_most: int) -> list[tuple[int, int]]:
+    """Return (inode, at_ns) of candidates with greater numbers than `after`, in order."""
+    rows = db.rows("SELECT inode, at_ns FROM set_candidate WHERE inode > ? ORDER BY inode LIMIT ?", after, at_most)
+    return [(row[0], row[1]) for row in rows]
+
+
+def delete_candidates(db: Database, done: Iterable[tuple[int, int]]) -> None:
+    """Delete candidates that were not noted again meanwhile."""
+    with db.transaction():
+        db.run_each("DELETE FROM set_candidate WHERE inode = ? AND at_ns = ?", done)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ckptfs import limits
-from ckptfs.catalog import history, history_names, inodes, set_candidates, set_members
+from ckptfs.catalog import history, history_names, inodes, namespace, set_members
 from ckptfs.catalog.database import Database
 from ckptfs.errors import posix_error
 from ckptfs.model import Inode
@@ -85,7 +85,7 @@ def _set_pin(db: Database, inode: int, value: bytes | None) -> None:
     _require(value in (_YES, None))
     history.set_pin(db, inode, value is not None)
     # A file of the set leads the tracker to its series, whose rule may say something else now.
-    set_candidates.insert_candidates(db, [file.id for _, file in itertools.islice(history.list_files(db, inode), 1)])
+    namespace.insert_candidates(db, [file.id for _, file in itertools.islice(history.list_files(db, inode), 1)])
 
 
 def _get_note(db: Database, inode: int) -> bytes | None:
@@ -132,7 +132,7 @@ def _set_commit(db: Database, inode: int, value: bytes | None) -> None:
         set_members.delete_commit(db, [inode])
         return
     inodes.set_xattr(db, inode, set_members.COMMIT_XATTR, _YES)
-    set_candidates.insert_candidates(db, [inode])
+    namespace.insert_candidates(db, [inode])
 
 
 def _require(is_accepted: bool) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckptfs import disk, limits, step_durations
-from ckptfs.catalog import contents, copies, set_candidates
+from ckptfs.catalog import contents, copies, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get_shown_path
 from ckptfs.config import Config
@@ -156,7 +156,7 @@ class Seal:
             return
         with self._db.transaction():
             done = contents.mark_sealed(self._db, seals)
-            set_candidates.insert_candidates(self._db, [one.inode for one in done])
+            namespace.insert_candidates(self._db, [one.inode for one in done])
             disk.act("seal:commit", lambda: None)
         if on_disk:
             disk.act("seal:persist", self._db.persist)

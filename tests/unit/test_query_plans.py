@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from local_node import Node
 
-from ckptfs.catalog import contents, copies, history, namespace, peer_copies, remote_contents, set_candidates, set_members, user_settings
+from ckptfs.catalog import contents, copies, history, namespace, peer_copies, remote_contents, set_members, user_settings
 from ckptfs.flow.evict import Evict
 from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.recover import Recover
@@ -54,7 +54,7 @@ def run_steps(node: Node) -> None:
     peer_copies.count_rebuildable(node.db)
     remote_contents.list_hosted_with(node.db, 2, 0, 64)
     remote_contents.list_only_stale(node.db, 0, 64)
-    set_candidates.list_candidates(node.db, 0, 64)
+    namespace.list_candidates(node.db, 0, 64)
     set_members.count_history_bytes(node.db)
     user_settings.list_removals(node.db)
     history.list_series(node.db)

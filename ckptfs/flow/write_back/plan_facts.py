@@ -94,7 +94,7 @@ class Facts:
 
 
 def can_be_made(row: JournalRow, inode: Inode | None) -> bool:
-    """Return True if the inode of a row is made without a content: a directory, or known and without bytes."""
+    """Return True if an inode is made without a content: a directory, or known and without bytes."""
     if stat.S_ISDIR(row.mode):
         return True
     if inode is None or inode.nlink == 0:

@@ -8,9 +8,9 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from ckptfs import limits
-from ckptfs.catalog import history, inodes, set_figures, set_members
+from ckptfs.catalog import history, history_names, inodes, set_members
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.set_figures import SetFigures
+from ckptfs.catalog.history_names import SetFigures
 from ckptfs.errors import InvalidArgument
 from ckptfs.model import ROOT, Level
 from ckptfs.protocol import control_pb2 as pb
@@ -29,7 +29,7 @@ def list_series(db: Database, *, with_figures: bool) -> pb.ListSeriesReply:
         if shows_names:
             found.path, found.pattern = one.path, one.pattern
         if with_figures:
-            found.sets, found.size, newest = set_figures.load_series_figures(db, one.directory)
+            found.sets, found.size, newest = history_names.load_series_figures(db, one.directory)
             if newest is not None:
                 found.newest.CopyFrom(_build_set(newest, history.get_level(db, newest.directory), False, shows_names))
     return reply
@@ -52,7 +52,7 @@ def list_sets(db: Database, series: int, refresh_files: Callable[[list[int]], No
         some = directories[start : start + SETS_AT_ONCE]
         with db.read_transaction():
             sets, levels, known = (
-                set_figures.list_set_figures(db, some),
+                history_names.list_set_figures(db, some),
                 history.list_levels(db, some),
                 set_members.list_known_sets(db, some),
             )

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import trio
 
 from ckptfs import limits, series
-from ckptfs.catalog import history, history_names, inodes, set_candidates, set_members, summary, user_settings
+from ckptfs.catalog import history, history_names, inodes, namespace, set_members, summary, user_settings
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet
 from ckptfs.catalog.set_members import SetTree
@@ -216,7 +216,7 @@ class SetTracker:
 
     def _list_unlooked(self, before_ns: int) -> list[Row]:
         waiting = {one.row for one in self._waiting.values()}
-        rows = set_candidates.list_candidates(self._context.db, 0, limits.SET_CANDIDATES_MAX)
+        rows = namespace.list_candidates(self._context.db, 0, limits.SET_CANDIDATES_MAX)
         return [row for row in rows if row[1] <= before_ns and row not in waiting]
 
     async def run(self) -> None:
@@ -278,7 +278,7 @@ class SetTracker:
 
     async def _look(self) -> bool:
         """Look at some candidates. Return True if there are more."""
-        rows = set_candidates.list_candidates(self._context.db, self._after, limits.SET_CANDIDATES_MAX)
+        rows = namespace.list_candidates(self._context.db, self._after, limits.SET_CANDIDATES_MAX)
         self._after = rows[-1][0] if len(rows) == limits.SET_CANDIDATES_MAX else 0
         due_s = self._looks | {one.row: one.due_s for one in self._waiting.values()}
         now_s = trio.current_time()
@@ -293,7 +293,7 @@ class SetTracker:
             for place in {one.key: one for members in found.values() for one in members}.values():
                 parts = [row for row, members in found.items() if any(one.key == place.key for one in members)]
                 done |= await self._look_at(place, parts)
-            set_candidates.delete_candidates(self._context.db, done - {one.row for one in self._waiting.values()})
+            namespace.delete_candidates(self._context.db, done - {one.row for one in self._waiting.values()})
             self._looks = {row: due_s for row, due_s in self._looks.items() if row not in done}
         return bool(self._after)
 
