@@ -20,6 +20,15 @@ IS_ON_PFS = (
 """SQL: the PFS shows exactly this content, a row of `content`. To be formatted with its alias. See lifecycle.is_on_pfs."""
 
 
+UNPUBLISHED = (
+    "content c JOIN inode i ON i.id = c.inode AND i.content = c.id AND i.nlink > 0 WHERE c.remote = 0 AND c.state = 2"
+    " AND EXISTS (SELECT 1 FROM copy WHERE content = c.id AND copy.state = 1)"
+    " AND NOT EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = c.inode AND p.generation = c.generation AND p.complete = 1)"
+    " AND NOT EXISTS (SELECT 1 FROM pfs_hold WHERE inode = c.inode)"
+)
+"""SQL: own sealed contents that their files hold, and that the PFS is to show and does not."""
+
+
 def build_content(row: tuple[Any, ...]) -> Content:
     """Return the content at the beginning of a row. Further columns of the query are ignored."""
     number, inode, generation, state, size, digest, block_digests, change, remote = row[:9]

@@ -94,6 +94,11 @@ IS_SAFE_ELSEWHERE = (
     " OR EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = k.inode AND p.complete = 1 AND p.generation = k.generation"
     " AND p.digest = k.digest AND (p.checked_ns > 0 OR NOT {pfs_verify})))"
 )
+IS_AT_REST = (
+    "c.state = 1 AND k.state = 2 AND k.inode NOT IN (SELECT inode FROM handle)"
+    " AND NOT EXISTS (SELECT 1 FROM copy f WHERE f.content = k.id AND f.state = 0)"
+)
+"""SQL: a good copy `c` of a sealed content `k` that no process has open and no lane is copying."""
 # A sealed content whose file on the PFS was not read back.
 _UNCHECKED = (
     " FROM copy c JOIN content k ON k.id = c.content JOIN pfs_file p ON p.inode = k.inode WHERE c.state = 1 AND k.state = 2"
@@ -109,11 +114,7 @@ def list_evictable(db: Database, tier: Tier, *, elsewhere: bool, at_most: int, p
     that they return.
     """
     is_safe = ("" if elsewhere else "NOT ") + IS_SAFE_ELSEWHERE.format(pfs_verify=int(pfs_verify))
-    is_wanted = (
-        "c.state = 1 AND k.state = 2 AND k.inode NOT IN (SELECT inode FROM handle)"
-        " AND NOT EXISTS (SELECT 1 FROM copy f WHERE f.content = k.id AND f.state = 0)"
-        f" AND {is_safe}"
-    )
+    is_wanted = f"{IS_AT_REST} AND {is_safe}"
     rows = db.rows(
         f"SELECT {CONTENT_COLUMNS} FROM content k CROSS JOIN copy c ON c.content = k.id AND c.tier = ?"
         f" WHERE k.remote = 1 AND {is_wanted} ORDER BY c.used_ns, c.content LIMIT ?",

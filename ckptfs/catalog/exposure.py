@@ -157,10 +157,7 @@ def delete_order(db: Database, token: str) -> None:
 
 def load_order(db: Database) -> UrgentOrder | None:
     """Return the order that holds now. Returns None without a drain that has one."""
-    text = db.value("SELECT value FROM report WHERE key = ?", summary.URGENT_REPORT)
-    if text is None:
-        return None
-    value = json.loads(text)
-    if value["until_s"] < time.time():
+    value = summary.get_report(db, summary.URGENT_REPORT)
+    if value.get("until_s", 0) < time.time():
         return None
     return UrgentOrder(tuple(tuple(group) for group in value["groups"]), bool(value["is_ahead"]), str(value["token"]))

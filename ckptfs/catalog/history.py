@@ -27,11 +27,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass
 
 from ckptfs import limits
-from ckptfs.catalog import contents, handles, identity, journal, namespace, pfs_hold, summary
+from ckptfs.catalog import contents, handles, identity, journal, namespace, pfs_hold
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get, get_path, restore_xattrs, set_attributes, set_internal_xattr
 from ckptfs.errors import Busy
-from ckptfs.model import HISTORY_NAME, ROOT, Inode, Level
+from ckptfs.model import HISTORY_NAME, ROOT, Inode
 
 NAME = HISTORY_NAME
 SET_XATTR = b"ckptfs.set"
@@ -117,11 +117,6 @@ def find_root(db: Database) -> int | None:
     return None if found is None else found.id
 
 
-def is_history(db: Database, inode: int) -> bool:
-    """Return True for a directory of the history, and for a file that has a name there."""
-    return bool(db.value("SELECT history FROM inode WHERE id = ?", inode))
-
-
 _SELECT_SERIES = (
     "SELECT x.inode, x.value, r.value FROM xattr x JOIN inode i ON i.id = x.inode AND i.nlink > 0"
     f" LEFT JOIN xattr r ON r.inode = x.inode AND r.name = ? WHERE {_IS_SERIES}"
@@ -198,19 +193,6 @@ def list_files(db: Database, set_directory: int) -> Iterator[tuple[bytes, Inode]
                 yield path + entry.name, inode
 
 
-def list_levels(db: Database, directories: Iterable[int]) -> dict[int, Level]:
-    """Return the lowest level of the files of each of these sets.
-
-    Of what another node wrote, only known copies count.
-    """
-    return summary.list_lowest_levels(db, directories)
-
-
-def get_level(db: Database, set_directory: int) -> Level:
-    """Return the lowest level of the files of a set; NONE if it has none."""
-    return summary.list_lowest_levels(db, [set_directory]).get(set_directory, Level.NONE)
-
-
 # --- making a set -----------------------------------------------------------------------------------------------------
 
 
@@ -227,7 +209,7 @@ def insert_series(db: Database, origin: int, pattern: bytes) -> SeriesRecord:
         name = pattern if count == 1 else pattern + b"~%d" % count
         series = _find_or_insert_directory(db, parent, name, like)
         former = get_series(db, series)
-        if former is None or (former.pattern == pattern and not _is_living(db, former.origin)):
+        if former is None or (former.pattern == pattern and not contents.has_name(db, former.origin)):
             break
     fields = {"origin": origin, "pattern": _to_text(pattern), "next": get_next_number(db, series)}
     set_internal_xattr(db, series, SERIES_XATTR, json.dumps(fields).encode())
@@ -257,10 +239,6 @@ def _list_ancestors(db: Database, directory: int) -> list[tuple[Inode, bytes]]:
         found.append((get(db, directory), bytes(name)))
         directory = parent
     return found[::-1]
-
-
-def _is_living(db: Database, inode: int) -> bool:
-    return bool(db.value("SELECT nlink FROM inode WHERE id = ?", inode))
 
 
 def get_next_number(db: Database, series: int) -> int:

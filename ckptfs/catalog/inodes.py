@@ -42,6 +42,11 @@ def get(db: Database, inode: int) -> Inode:
     return build_inode(row)
 
 
+def is_history(db: Database, inode: int) -> bool:
+    """Return True for a directory of the history, and for a file that has a name there."""
+    return bool(db.value("SELECT history FROM inode WHERE id = ?", inode))
+
+
 INTERNAL_XATTR_PREFIX = b"ckptfs."
 """Attributes of ckptfs itself, see `history`. No application reads, lists or changes them. The PFS gets `XATTRS_ON_PFS` only."""
 XATTRS_ON_PFS = {b"ckptfs.%s" % name: b"user.ckptfs_set.%s" % name for name in (b"pin", b"note", b"rollback")}

@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ckptfs.catalog.content_rows import UNPUBLISHED
 from ckptfs.catalog.database import Database
 from ckptfs.errors import ConfigError
 from ckptfs.model import ROOT
@@ -132,10 +133,7 @@ def insert_missing(db: Database, at_most: int) -> int:
     """Append a row for up to `at_most` contents that the PFS will not get otherwise. Return how many."""
     with db.transaction():
         found = db.rows(
-            "SELECT c.inode, c.id FROM content c JOIN inode i ON i.id = c.inode AND i.content = c.id AND i.nlink > 0"
-            " WHERE c.remote = 0 AND c.state = 2 AND EXISTS (SELECT 1 FROM copy WHERE content = c.id AND copy.state = 1)"
-            " AND NOT EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = c.inode AND p.generation = c.generation AND p.complete = 1)"
-            " AND NOT EXISTS (SELECT 1 FROM pfs_hold WHERE inode = c.inode)"
+            f"SELECT c.inode, c.id FROM {UNPUBLISHED}"
             " AND NOT EXISTS (SELECT 1 FROM journal j WHERE j.inode = c.inode AND j.content = c.id) ORDER BY c.id LIMIT ?",
             at_most,
         )

@@ -18,6 +18,7 @@ Invariants:
 
 import contextlib
 import errno
+import json
 import sqlite3
 import stat
 import time
@@ -410,21 +411,13 @@ def _set_parent(db: Database, now: int, inode: Inode, directory: int) -> None:
 
 def list_inodes_below(db: Database, inode: int) -> set[int]:
     """Return `inode` and all inodes below it."""
-    found: set[int] = set()
-    todo = [inode]
-    with db.read_transaction():
-        while todo:
-            current = todo.pop()
-            if current not in found:
-                found.add(current)
-                todo.extend(row[0] for row in db.rows("SELECT child FROM entry WHERE parent = ?", current))
-    return found
+    return {row[0] for row in db.rows(f"{inodes.WITH_TREE} SELECT id FROM tree", json.dumps([inode]))}
 
 
 def list_files_below(db: Database, inode: int) -> list[int]:
     """Return the regular files at and below `inode`, in the order of their ids."""
-    modes = ((found, db.value("SELECT mode FROM inode WHERE id = ?", found)) for found in sorted(list_inodes_below(db, inode)))
-    return [found for found, mode in modes if mode is not None and stat.S_ISREG(mode)]
+    files = f"SELECT i.id FROM tree JOIN inode i ON i.id = tree.id WHERE i.mode & 61440 = {stat.S_IFREG} ORDER BY i.id"
+    return [row[0] for row in db.rows(f"{inodes.WITH_TREE} {files}", json.dumps([inode]))]
 
 
 # --- candidates for checkpoint sets -----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptfs import digest, limits
+from ckptfs.catalog.content_rows import UNPUBLISHED
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import INTERNAL_XATTR_PREFIX, XATTRS_ON_PFS
 from ckptfs.model import ROOT
@@ -85,13 +86,7 @@ def get_published(db: Database, inode: int) -> PublishedRow | None:
 
 def find_unpublished(db: Database, after: int) -> tuple[int, int] | None:
     """Return (inode, content) of the first sealed own content after `after` that the PFS lacks."""
-    row = db.row(
-        "SELECT c.inode, c.id FROM content c JOIN inode i ON i.id = c.inode AND i.content = c.id AND i.nlink > 0"
-        " WHERE c.id > ? AND c.remote = 0 AND c.state = 2 AND EXISTS (SELECT 1 FROM copy WHERE content = c.id AND copy.state = 1)"
-        " AND NOT EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = c.inode AND p.generation = c.generation AND p.complete = 1)"
-        " AND NOT EXISTS (SELECT 1 FROM pfs_hold WHERE inode = c.inode) ORDER BY c.id LIMIT 1",
-        after,
-    )
+    row = db.row(f"SELECT c.inode, c.id FROM {UNPUBLISHED} AND c.id > ? ORDER BY c.id LIMIT 1", after)
     return None if row is None else (row[0], row[1])
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from ckptfs.catalog import inodes, pfs_hold
 from ckptfs.catalog.content_rows import CONTENT_COLUMNS, build_content
-from ckptfs.catalog.copies import IS_SAFE_ELSEWHERE
+from ckptfs.catalog.copies import IS_AT_REST, IS_SAFE_ELSEWHERE
 from ckptfs.catalog.database import Database
 from ckptfs.model import Content, Tier
 
@@ -101,9 +101,7 @@ def list_retired(db: Database, tier: Tier, *, at_most: int, pfs_verify: bool = T
     """Return retired contents with a copy in `tier` that no promise needs and no process has open."""
     rows = db.rows(
         f"SELECT {CONTENT_COLUMNS} FROM retired r CROSS JOIN copy c ON c.content = r.content AND c.tier = ?"
-        " CROSS JOIN content k ON k.id = r.content WHERE c.state = 1 AND k.state = 2 AND k.inode NOT IN (SELECT inode FROM handle)"
-        " AND NOT EXISTS (SELECT 1 FROM copy f WHERE f.content = k.id AND f.state = 0)"
-        f" AND {IS_SAFE_ELSEWHERE.format(pfs_verify=int(pfs_verify))} LIMIT ?",
+        f" CROSS JOIN content k ON k.id = r.content WHERE {IS_AT_REST} AND {IS_SAFE_ELSEWHERE.format(pfs_verify=int(pfs_verify))} LIMIT ?",
         tier, at_most,
     )  # fmt: skip
     return [build_content(row) for row in rows]

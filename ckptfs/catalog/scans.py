@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from ckptfs.catalog import handles, identity, journal
+from ckptfs.catalog import handles, identity, inodes, journal
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import is_same_file
 from ckptfs.model import HISTORY_NAME, ROOT, PfsEntryStat
@@ -262,11 +262,11 @@ def import_entry(db: Database, pending: PendingChanges, observed: PfsEntryStat) 
         return verdict, _import_new(db, directory, observed)
     inode = known.child
     assert inode is not None
-    if verdict is ScanVerdict.CONTENT and _is_in_history(db, inode):
-        if _is_in_history(db, directory) and journal.can_recreate(db, inode):
+    if verdict is ScanVerdict.CONTENT and inodes.is_history(db, inode):
+        if inodes.is_history(db, directory) and journal.can_recreate(db, inode):
             journal.insert_rows_for_tree(db, inode)  # A set never changes: the PFS gets its bytes again.
             return ScanVerdict.LEAVE, inode
-        verdict = ScanVerdict.CONTENT if _is_in_history(db, directory) else ScanVerdict.REPLACED  # The history keeps the former bytes.
+        verdict = ScanVerdict.CONTENT if inodes.is_history(db, directory) else ScanVerdict.REPLACED  # The history keeps the former bytes.
     if verdict is ScanVerdict.REPLACED:
         return _import_replacement(db, directory, observed, known, inode)
     if verdict in {ScanVerdict.CONTENT, ScanVerdict.FOUND} and not can_take_external_change(db, inode):
@@ -298,7 +298,7 @@ def _import_new(db: Database, directory: int, observed: PfsEntryStat) -> int:
     if inode is None:
         inode = _insert_inode(db, directory, observed)
     else:
-        db.run("UPDATE inode SET nlink = nlink + 1, history = history + ? WHERE id = ?", _is_in_history(db, directory), inode)
+        db.run("UPDATE inode SET nlink = nlink + 1, history = history + ? WHERE id = ?", inodes.is_history(db, directory), inode)
     db.run("INSERT INTO entry (parent, name, child) VALUES (?,?,?)", directory, observed.name, inode)
     _record_expected(db, directory, observed, inode)
     return inode
@@ -306,7 +306,7 @@ def _import_new(db: Database, directory: int, observed: PfsEntryStat) -> int:
 
 def _insert_inode(db: Database, directory: int, observed: PfsEntryStat) -> int:
     links, home, size = (2, directory, 0) if observed.is_directory else (1, 0, observed.size)
-    in_history = _is_in_history(db, directory) or (directory, observed.name) == (ROOT, HISTORY_NAME)
+    in_history = inodes.is_history(db, directory) or (directory, observed.name) == (ROOT, HISTORY_NAME)
     inode = db.insert(
         "INSERT INTO inode (id, mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns, birth_ns, target, parent, imported,"
         " history) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
@@ -321,10 +321,6 @@ def _insert_inode(db: Database, directory: int, observed: PfsEntryStat) -> int:
     if observed.is_file:
         _record_published(db, inode, 0, observed)
     return inode
-
-
-def _is_in_history(db: Database, directory: int) -> bool:
-    return bool(db.value("SELECT history FROM inode WHERE id = ?", directory))
 
 
 def _find_linked_inode(db: Database, observed: PfsEntryStat) -> int | None:
@@ -428,7 +424,7 @@ def _delete_name(db: Database, directory: int, name: bytes, inode: int) -> None:
     if stat.S_ISDIR(row[0]) and name != HISTORY_NAME:
         db.run("UPDATE inode SET nlink = nlink - 1 WHERE id = ?", directory)
     left = 0 if stat.S_ISDIR(row[0]) else row[1] - 1
-    gone = _is_in_history(db, directory)
+    gone = inodes.is_history(db, directory)
     db.run("UPDATE inode SET nlink = ?, history = max(history - ?, 0), ctime_ns = ? WHERE id = ?", left, gone, time.time_ns(), inode)
     if left == 0:
         db.run("UPDATE content SET state = 3 WHERE inode = ? AND state <> 3", inode)

@@ -162,9 +162,9 @@ def load_write_back_figures(db: Database) -> WriteBackFigures:
         ) or (0, 0)
         changes = db.value("SELECT count(*) FROM journal WHERE op NOT IN ('content', 'synced')")
         oldest = db.value("SELECT min(at_ns) FROM journal")
-        unsealed = db.value("SELECT count(*) FROM content WHERE state = 1 AND remote = 0")
+        unsealed = count_unsealed(db)
     lag_s = 0.0 if oldest is None else max(0.0, (time.time_ns() - oldest) / 1e9)
-    return WriteBackFigures(int(dirty_bytes), int(dirty_files), int(changes), lag_s, int(unsealed))
+    return WriteBackFigures(int(dirty_bytes), int(dirty_files), int(changes), lag_s, unsealed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +327,12 @@ def list_reports(db: Database, prefix: str = "") -> list[tuple[str, str, int]]:
     return [(row[0], row[1], row[2]) for row in rows]
 
 
+def get_report(db: Database, key: str) -> dict[str, Any]:
+    """Return the report under `key`; empty without one."""
+    text = db.value("SELECT value FROM report WHERE key = ?", key)
+    return {} if text is None else dict(json.loads(text))
+
+
 def count_bytes_in_tier(db: Database, tier: Tier) -> int:
     """Return the bytes of the contents in a tier, as far as their sizes are known."""
     return int(db.value("SELECT coalesce(sum(c.size), 0) FROM copy k JOIN content c ON c.id = k.content WHERE k.tier = ?", tier.value))
@@ -387,22 +393,19 @@ def set_space_demand(db: Database, size: int) -> None:
 
 def get_space_demand(db: Database) -> int:
     """Return the bytes that a writer waits for; 0 if none does."""
-    text = db.value("SELECT value FROM report WHERE key = ?", _SPACE_DEMAND)
-    demand = {} if text is None else json.loads(text)
-    return int(demand["bytes"]) if demand and demand["until_s"] > time.time() else 0
+    demand = get_report(db, _SPACE_DEMAND)
+    return int(demand["bytes"]) if demand.get("until_s", 0) > time.time() else 0
 
 
 def get_copied_bytes(db: Database) -> dict[int, int]:
     """Return {inode: bytes that are on the PFS already} of the large file that is being written back."""
-    for key, text, _ in list_reports(db, "write_back"):
-        if key == "write_back" and "inode" in (found := json.loads(text)):
-            return {int(found["inode"]): int(found.get("copied_bytes", 0))}
-    return {}
+    found = get_report(db, "write_back")
+    return {int(found["inode"]): int(found.get("copied_bytes", 0))} if "inode" in found else {}
 
 
 def get_pfs_speed(db: Database) -> float:
     """Return the bytes per second that write-back moved lately, 0 if it was never measured."""
-    return next((float(json.loads(text)["bytes_per_s"]) for _, text, _ in list_reports(db, "pfs_speed")), 0.0)
+    return float(get_report(db, "pfs_speed").get("bytes_per_s", 0.0))
 
 
 def record_pfs_speed(db: Database, size_bytes: int, seconds: float) -> None:
@@ -420,7 +423,7 @@ def set_shared_on_pfs(db: Database, size: int) -> None:
 
 def get_shared_on_pfs(db: Database) -> int:
     """Return what `set_shared_on_pfs` recorded last; 0 if it did not."""
-    return next((int(json.loads(text)["bytes"]) for _, text, _ in list_reports(db, "shared:pfs")), 0)
+    return int(get_report(db, "shared:pfs").get("bytes", 0))
 
 
 def set_report(db: Database, key: str, value: Mapping[str, Any] | None) -> None:

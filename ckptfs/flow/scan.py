@@ -366,7 +366,7 @@ class DirectoryScan:
         what = "is hidden in the mount" if count == 1 else f"and {count - 1} more are hidden in the mount"
         what += ": names that begin with .ckptfs are reserved for ckptfs"
         remedy = "rename it on the PFS to a name that does not begin with .ckptfs"
-        if not summary.list_reports(self._db, key):
+        if not summary.get_report(self._db, key):
             log.warning("%s %s (%s)", os.fsdecode(path), what, remedy)
         summary.set_report(self._db, key, {"what": what, "path": os.fsdecode(path), "remedy": remedy})
 

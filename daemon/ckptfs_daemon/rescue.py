@@ -213,7 +213,7 @@ class Rescue:
             if (directory, series.name, member.name) not in unsafe and not any(self._find_pfs_obstacles(directory, member)):
                 safe = member
                 break
-        if newest is None or (safe is newest and history.is_history(self._db, directory)):
+        if newest is None or (safe is newest and inodes.is_history(self._db, directory)):
             return None  # The application's own names tell the same.
         figures = self._load_figures(directory, newest)
         lacking = unsafe.get((directory, series.name, newest.name))

@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from ckptfs.catalog import history, inodes, namespace, pfs_state
+from ckptfs.catalog import history, inodes, namespace, pfs_state, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet, Producer, Rollback, SeriesRecord, SetRecord
 from ckptfs.errors import Busy
@@ -80,7 +80,7 @@ def test_a_set_has_second_names_that_no_application_sees(db: Database) -> None:
     directory = make_set(db, series, 1, [file])
     linked = inodes.get(db, file.id)
     assert (linked.nlink, linked.history, linked.shown_nlink, linked.ctime_ns) == (2, 1, 1, file.ctime_ns)
-    assert history.is_history(db, file.id) and history.is_history(db, directory) and not history.is_history(db, series.origin)
+    assert inodes.is_history(db, file.id) and history.is_history(db, directory) and not history.is_history(db, series.origin)
     with db.transaction():
         namespace.link(db, file.id, series.origin, b"other")
         namespace.unlink(db, series.origin, b"step_1")
@@ -166,8 +166,7 @@ def test_the_level_of_a_set_is_that_of_its_weakest_file(db: Database) -> None:
         db.run("DELETE FROM copy WHERE content = ?", lost.content)
     sets = [make_set(db, series, number, files) for number, files in enumerate(([strong], [strong, weak], [weak, lost], []), 1)]
     expected = {sets[0]: Level.PFS, sets[1]: Level.LOCAL, sets[2]: Level.NONE}
-    assert history.list_levels(db, sets) == expected
-    assert [history.get_level(db, one) for one in sets] == [Level.PFS, Level.LOCAL, Level.NONE, Level.NONE]
+    assert summary.list_lowest_levels(db, sets) == expected
 
 
 @pytest.mark.parametrize("at_most", [1, 2, 3, 4, 5, 100])
@@ -232,7 +231,7 @@ def test_sets_are_listed_by_a_few_statements_that_read_no_whole_table(db: Databa
         statements: list[str] = []
         db.connection.set_trace_callback(statements.append)
         directories = [one.directory for one in history.list_sets(db, series.directory)]
-        assert len(directories) == len(history.list_levels(db, directories))
+        assert len(directories) == len(summary.list_lowest_levels(db, directories))
         history.find_series(db, series.origin, b"step_*")
         db.connection.set_trace_callback(None)
         counts.append(len(statements))

@@ -22,7 +22,7 @@ import stat
 from collections.abc import Callable, Iterable
 
 from ckptfs import disk, limits
-from ckptfs.catalog import history, pfs_state
+from ckptfs.catalog import inodes, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
 from ckptfs.catalog.pfs_batch import ObservedStat, PfsAction, PfsBatch, PfsLocation
@@ -81,7 +81,7 @@ class Applier:
         }
         self._final_inodes = {(show.location.parent, show.location.name): show.inode for show in batch.expected_entries}
         links = [(action.key, action.new_location) for action in batch.actions if action.act == "link"]
-        self._history_links = {key for key, new in links if new is not None and history.is_history(db, new.parent)}
+        self._history_links = {key for key, new in links if new is not None and inodes.is_history(db, new.parent)}
         self._copied_inodes: dict[int, int] = {}
         self._directories: dict[tuple[bytes, ...], None] = {}
         self.current_action: PfsAction | None = None

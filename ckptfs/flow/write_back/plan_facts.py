@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 
-from ckptfs.catalog import contents, history, journal, pfs_state
+from ckptfs.catalog import contents, inodes, journal, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
 from ckptfs.catalog.journal import JournalRow
@@ -56,7 +56,7 @@ class Facts:
         self.get_content = partial(contents.get_publishable, db)
         self.get_published = partial(pfs_state.get_published, db)
         self.is_repeated = partial(journal.is_repeated_later, db)
-        self.is_in_history = partial(history.is_history, db)
+        self.is_in_history = partial(inodes.is_history, db)
         self.can_link_history = True
         """False: the PFS refused a hard link into the history of sets."""
         self._pacing = pacing

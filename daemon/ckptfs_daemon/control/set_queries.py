@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from ckptfs import limits
-from ckptfs.catalog import history, history_names, inodes, set_members
+from ckptfs.catalog import history, history_names, inodes, set_members, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history_names import SetFigures
 from ckptfs.errors import InvalidArgument
@@ -31,7 +31,8 @@ def list_series(db: Database, *, with_figures: bool) -> pb.ListSeriesReply:
         if with_figures:
             found.sets, found.size, newest = history_names.load_series_figures(db, one.directory)
             if newest is not None:
-                found.newest.CopyFrom(_build_set(newest, history.get_level(db, newest.directory), False, shows_names))
+                level = summary.list_lowest_levels(db, [newest.directory]).get(newest.directory, Level.NONE)
+                found.newest.CopyFrom(_build_set(newest, level, False, shows_names))
     return reply
 
 
@@ -53,7 +54,7 @@ def list_sets(db: Database, series: int, refresh_files: Callable[[list[int]], No
         with db.read_transaction():
             sets, levels, known = (
                 history_names.list_set_figures(db, some),
-                history.list_levels(db, some),
+                summary.list_lowest_levels(db, some),
                 set_members.list_known_sets(db, some),
             )
         found = [_build_set(one, levels.get(one.directory, Level.NONE), known.get(one.directory, False), shows_names) for one in sets]

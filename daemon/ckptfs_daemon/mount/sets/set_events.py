@@ -17,7 +17,7 @@ from typing import Any
 import trio
 
 from ckptfs import limits
-from ckptfs.catalog import history, history_names, inodes, set_members
+from ckptfs.catalog import history, history_names, inodes, set_members, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet, SeriesRecord
 from ckptfs.errors import CkptfsError
@@ -90,7 +90,7 @@ class SetEvents:
         """Watch the newest set of each series that is not as safe as it can be."""
         db = self._context.db
         newest = [one for series in history.list_series(db) for one in history.list_set_directories(db, series.directory)[:1]]
-        levels = await trio.to_thread.run_sync(history.list_levels, db, newest)
+        levels = await trio.to_thread.run_sync(summary.list_lowest_levels, db, newest)
         for directory, level in levels.items():
             self._watch(directory, level)
 
@@ -230,7 +230,7 @@ class SetEvents:
             with _leaving_out():
                 if history.get_set(db, directory) is not None:
                     await self._refresh.refresh_set(directory, with_copies=True)
-        levels = await trio.to_thread.run_sync(history.list_levels, db, list(due))
+        levels = await trio.to_thread.run_sync(summary.list_lowest_levels, db, list(due))
         order = list(Level)
         for directory, one in due.items():
             level = levels.get(directory)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import trio
 
 from ckptfs import limits
-from ckptfs.catalog import history, namespace, retention_state
+from ckptfs.catalog import history, namespace, retention_state, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet, SeriesRecord
 from ckptfs.catalog.set_members import MANIFEST_NAMES
@@ -83,7 +83,7 @@ class SetExpiry:
         shared_namespace, db = self._context.shared_namespace, self._context.db
         if shared_namespace is None or self.find_rule(series) is None:
             return
-        levels = history.list_levels(db, history.list_set_directories(db, series.directory))
+        levels = summary.list_lowest_levels(db, history.list_set_directories(db, series.directory))
         highest = Level.CLIQUE if self._context.config.pfs is None else Level.PFS
         for one in sets:
             inodes = [] if levels.get(one.directory) is highest else [inode.id for _, inode in history.list_files(db, one.directory)]

@@ -198,7 +198,7 @@ class SetTracker:
         Only the first of several changes in a directory waits, and not for long.
         """
         db, now_s = self._context.db, trio.current_time()
-        places = [] if history.is_history(db, inode) else set_members.list_places(db, inode)
+        places = [] if inodes.is_history(db, inode) else set_members.list_places(db, inode)
         if not places or now_s < self._change_rests.get(places[0][0], 0.0):
             return
         directory, name = places[0]
@@ -321,7 +321,7 @@ class SetTracker:
         """
         is_kept = False
         await trio.lowlevel.checkpoint()
-        if not history.is_history(self._context.db, inode):
+        if not inodes.is_history(self._context.db, inode):
             return False
         for directory, one in await self._refresh.list_sets_of_file(inode):
             if directory not in self._reviews:
@@ -491,7 +491,7 @@ def load_facts(db: Database, directory: int, sets: Iterable[CheckpointSet]) -> l
     """
     with db.read_transaction():
         directories = history.list_set_directories(db, directory)
-        levels, known = history.list_levels(db, directories), set_members.list_known_sets(db, directories)
+        levels, known = summary.list_lowest_levels(db, directories), set_members.list_known_sets(db, directories)
     found, names = [], set()
     for one in sets:
         if one.directory in known and one.directory in levels:
