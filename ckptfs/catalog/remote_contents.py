@@ -432,21 +432,21 @@ def list_former_blocks(db: Database, inode: int, at_most: int) -> list[tuple[int
 
     Those of a STALE copy are not known.
     """
-    rows = db.rows(
-        "SELECT k.id, c.tier, CASE c.state WHEN 1 THEN k.blocks END FROM content k JOIN copy c ON c.content = k.id AND c.tier <> 'pfs'"
-        " WHERE k.inode = ? AND k.state IN (1, 2) AND c.state IN (1, 3) ORDER BY k.generation DESC, k.id DESC LIMIT ?",
-        inode, at_most,
-    )  # fmt: skip
-    return [(row[0], Tier(row[1]), row[2]) for row in rows]
+    order = "ORDER BY k.generation DESC, k.id DESC LIMIT ?"
+    return _list_blocks(db, f"k.inode = ? AND k.state IN (1, 2) AND c.state IN (1, 3) {order}", inode, at_most)
 
 
 def list_recent_blocks(db: Database, size_min: int, at_most: int) -> list[tuple[int, Tier, bytes]]:
     """Return (content, tier, block digests) of the newest contents of at least `size_min` bytes."""
-    rows = db.rows(
-        "SELECT k.id, c.tier, k.blocks FROM copy c JOIN content k ON k.id = c.content WHERE c.state = 1 AND k.state = 2"
-        " AND c.tier <> 'pfs' AND k.size >= ? AND length(k.blocks) BETWEEN 1 AND 1048576 ORDER BY c.used_ns DESC LIMIT ?",
-        size_min, at_most,
-    )  # fmt: skip
+    order = "ORDER BY c.used_ns DESC LIMIT ?"
+    return _list_blocks(
+        db, f"c.state = 1 AND k.state = 2 AND k.size >= ? AND length(k.blocks) BETWEEN 1 AND 1048576 {order}", size_min, at_most
+    )
+
+
+def _list_blocks(db: Database, where: str, *arguments: int) -> list[tuple[int, Tier, Any]]:
+    columns = "k.id, c.tier, CASE c.state WHEN 1 THEN k.blocks END"
+    rows = db.rows(f"SELECT {columns} FROM content k JOIN copy c ON c.content = k.id AND c.tier <> 'pfs' WHERE {where}", *arguments)
     return [(row[0], Tier(row[1]), row[2]) for row in rows]
 
 

@@ -339,10 +339,6 @@ class NodeLease:
         lease, until_s = self._lease
         return lease if self._clock() < until_s else 0
 
-    @property
-    def valid_until_s(self) -> float:
-        return self._lease[1]
-
     def renew(self) -> bool:
         """Renew the lease. Return True if a new one was needed.
 

@@ -15,10 +15,10 @@ out how far it came.
 """
 
 import stat
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ckptfs import limits
-from ckptfs.catalog import identity, journal, pfs_batch
+from ckptfs.catalog import handles, identity, journal, pfs_batch
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import ObservedStat, PfsBatch
@@ -128,7 +128,7 @@ class StoreSnapshot:
     def _apply_to_catalog(self, found: dict[SharedKey, StoreValue]) -> None:
         known = {PFS_STATE, PFS_NAME}
         taken = {key: one for key, one in found.items() if key.kind in known or (key.kind in {INODE, TIMES, CONTENT} and one.value.raw)}
-        read.apply_values(self._db, taken, RecentDeletes(), _OpenForWriting(self._db))
+        read.apply_values(self._db, taken, RecentDeletes(), lambda inode: handles.has_writer(self._db, inode))
 
     # --- what is needed -----------------------------------------------------------------------------------------------
 
@@ -275,16 +275,6 @@ class StoreSnapshot:
             if named is not None and (decode_value(parse_value(named, item)) or {"child": 0})["child"] == directory:
                 return parent, named.name
         return None
-
-
-class _OpenForWriting(Container[int]):
-    """Return the inodes that are open for writing on this node."""
-
-    def __init__(self, db: Database) -> None:
-        self._db = db
-
-    def __contains__(self, inode: object) -> bool:
-        return self._db.value("SELECT 1 FROM handle WHERE inode = ? AND writer = 1 LIMIT 1", inode) is not None
 
 
 def list_row_names(row: JournalRow) -> list[Name]:

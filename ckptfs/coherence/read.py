@@ -8,7 +8,7 @@ Crash safety: each result is one transaction of the catalog; evicted rows are re
 """
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from ckptfs import limits
@@ -19,6 +19,12 @@ from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import CONTENT, INODE, NAME, PFS_STATE, TIMES, SharedKey, build_names_prefix, encode_key
 from ckptfs.coherence.value_checks import UNREADABLE, ValueUnreadable, parse_key, parse_value
 from ckptfs.store.kv import Get, Outcome, prefix_end
+
+IsWritten = Callable[[int], bool]
+
+
+def _is_never_written(inode: int) -> bool:
+    return False
 
 
 class StoreValue(NamedTuple):
@@ -65,25 +71,30 @@ def _is_new(db: Database, key: SharedKey, store_value: StoreValue, recent_delete
 
 
 def apply_values(
-    db: Database, store_values: Mapping[SharedKey, StoreValue], recent_deletes: RecentDeletes, open_inodes: Container[int] = ()
+    db: Database, store_values: Mapping[SharedKey, StoreValue], recent_deletes: RecentDeletes, has_writer: IsWritten = _is_never_written
 ) -> list[int]:
     """Apply values of the store to the rows. Return the inodes that have no name any more.
 
-    Inodes in `written` are open for writing on this node. Names come last, so none leads to an inode without a row.
+    `has_writer` tells which inodes are open for writing on this node. Names come last, so none leads to an inode without a row.
     """
     if not (found := list_new_values(db, store_values, recent_deletes)):
         return []
     nameless: list[int] = []
     with key_state.change_unmarked(db):
         for key, one in sorted(list_new_values(db, found, recent_deletes).items(), key=lambda pair: pair[0].kind == NAME):
-            apply_value(db, key, one.value, one.read_revision, recent_deletes, open_inodes)
+            apply_value(db, key, one.value, one.read_revision, recent_deletes, has_writer)
             if key.kind == INODE and one.value.raw is None:
                 nameless.append(key.number)
     return nameless
 
 
 def apply_value(
-    db: Database, key: SharedKey, now: CachedValue, read_revision: int, recent_deletes: RecentDeletes, open_inodes: Container[int] = ()
+    db: Database,
+    key: SharedKey,
+    now: CachedValue,
+    read_revision: int,
+    recent_deletes: RecentDeletes,
+    has_writer: IsWritten = _is_never_written,
 ) -> None:
     """Apply one value without any check."""
     value = now.fields
@@ -92,7 +103,7 @@ def apply_value(
         if key.kind == INODE:
             apply_inode_deleted(db, key.number, read_revision, recent_deletes)
             return
-    if key.kind == INODE and value is not None and key.number in open_inodes:
+    if key.kind == INODE and value is not None and has_writer(key.number):
         ours = keys.get_value(db, key)
         if ours is not None:
             value = {**value, **{name: ours[name] for name in merge.CONTENT_FIELDS if name in ours}}

@@ -23,7 +23,7 @@ from enum import StrEnum
 from ckptfs import limits
 from ckptfs.catalog.database import Database
 from ckptfs.errors import StoreLost, StoreUnreachable, StoreUnreadable
-from ckptfs.store.kv import WAIT_S, Compare, CompareTarget, Get, Item, Operation, Outcome, Put, Store, Watch
+from ckptfs.store.kv import WAIT_S, Compare, CompareTarget, Get, Item, Operation, Outcome, Put, Store
 
 EPOCH_KEY = b"epoch"
 LOSS_REPORT = "trouble:store"
@@ -153,6 +153,8 @@ class EpochCheckedStore:
 
     def __init__(self, store: Store, db: Database) -> None:
         self.inner = store
+        self.grant, self.keep_alive, self.revoke, self.watch = store.grant, store.keep_alive, store.revoke, store.watch
+        self.members, self.rotate_member, self.close = store.members, store.rotate_member, store.close
         self._db = db
         self._lock = threading.Lock()
         self._epoch_and_revision: tuple[bytes | None, int] = (None, 0)
@@ -181,27 +183,6 @@ class EpochCheckedStore:
     ) -> "Future[Outcome]":
         same, epoch_gets, check = self._prepare_commit()
         return _check_when_done(self.inner.commit_soon([*same, *compares], changes, [*epoch_gets, *otherwise], timeout_s=timeout_s), check)
-
-    def grant(self, ttl_s: int, *, timeout_s: float = WAIT_S) -> int:
-        return self.inner.grant(ttl_s, timeout_s=timeout_s)
-
-    def keep_alive(self, lease: int, *, timeout_s: float = WAIT_S) -> float:
-        return self.inner.keep_alive(lease, timeout_s=timeout_s)
-
-    def revoke(self, lease: int, *, timeout_s: float = WAIT_S) -> None:
-        self.inner.revoke(lease, timeout_s=timeout_s)
-
-    def watch(self, key: bytes, end: bytes | None, from_revision: int) -> Watch:
-        return self.inner.watch(key, end, from_revision)
-
-    def members(self) -> Sequence[Store]:
-        return self.inner.members()
-
-    def rotate_member(self) -> None:
-        self.inner.rotate_member()
-
-    def close(self) -> None:
-        self.inner.close()
 
     # --- checks -------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -32,14 +32,21 @@ from ckptfs.clique.peer_api import ContentHost, Offer, OpenCopy
 from ckptfs.errors import CkptfsError
 from ckptfs.peers.messages import (
     PROTOCOL_VERSION,
+    BlockReceiver,
     Command,
+    CommandKind,
     PeerRejections,
     Rejection,
     RejectReason,
+    SourceChanged,
     build_rejection,
     count_blocks,
     encode_bitmap,
+    encode_blocks,
     encode_end,
+    is_compressible,
+    never_compress,
+    parse_block_range,
     parse_content_id,
     parse_digest,
     parse_forgotten_contents,
@@ -49,9 +56,8 @@ from ckptfs.peers.messages import (
     require,
 )
 from ckptfs.peers.security import UNKNOWN, PeerAuthenticator, require_version, server_credentials
-from ckptfs.peers.transfer_table import BlockStreams, ConcurrencyLimit, TransferTable
+from ckptfs.peers.transfer_table import ConcurrencyLimit, TransferTable
 from ckptfs.protocol import peer_pb2 as pb
-from ckptfs.protocol import peer_pb2_grpc as rpc
 from ckptfs.server_limits import CallWatchdog, parse_message
 
 log = logging.getLogger(__name__)
@@ -144,27 +150,26 @@ class PeerMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         """Return the handler of a call."""
         return self._handlers.get(handler_call_details.method, self._unknown)
 
-    def _read_message(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        with self._guard.guard_call(context) as peer, self._awaited.hold_slot(peer):
+    def _read_message(self, peer: str, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        with self._awaited.hold_slot(peer):
             message = self._watchdog.read_message(messages, context, limits.PEER_PIECE_S)
-            self._has_read_large_message |= len(message) > LARGE_BYTES
-            return message
-        raise AssertionError
+        self._has_read_large_message |= len(message) > LARGE_BYTES
+        return message
 
-    def _build_unary_handler(self, kind: Any, call: RpcHandler) -> RpcHandler:
-        def parsed(messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
-            message = self._read_message(messages, context)
-            with self._guard.guard_call(context):
-                request = parse_message(kind, message)
-            return call(request, context)
+    def _build_unary_handler(self, kind: Any, call: Callable[[str, Any], Any]) -> RpcHandler:
+        def handle(messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+            with self._guard.guard_call(context) as peer:
+                return call(peer, parse_message(kind, self._read_message(peer, messages, context)))
+            raise AssertionError
 
-        return parsed
+        return handle
 
-    def _build_read_handler(self, read: RpcHandler) -> RpcHandler:
-        def asked(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            yield from read(self._read_message(messages, context), context)
+    def _build_read_handler(self, read: Callable[[str, bytes, grpc.ServicerContext], Iterator[bytes]]) -> RpcHandler:
+        def handle(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            with self._guard.guard_call(context) as peer:
+                yield from read(peer, self._read_message(peer, messages, context), context)
 
-        return asked
+        return handle
 
     def trim_memory(self) -> None:
         """Return the memory of large messages to the system. They arrive in pieces, which malloc would keep."""
@@ -192,8 +197,8 @@ OPTIONS = [
 ]
 
 
-class UnaryCalls(rpc.PeerServicer):  # type: ignore[misc]
-    """The short calls."""
+class UnaryCalls:
+    """The short calls of an authenticated peer, by the names of their methods."""
 
     def __init__(self, table: TransferTable, guard: RpcGuard) -> None:
         self._table = table
@@ -201,76 +206,56 @@ class UnaryCalls(rpc.PeerServicer):  # type: ignore[misc]
         self._guard = guard
         self._seal_slots = ConcurrencyLimit("wait", limits.PEER_SEALS_MAX, limits.PEER_SEALS_MAX)
 
-    def Offer(self, request: pb.OfferRequest, context: grpc.ServicerContext) -> pb.OfferReply:
-        with self._guard.guard_call(context) as peer:
-            offer = parse_offer(request)
-            require(not request.whole, "a content travels inside an offer only with OfferMany")
-            number, missing_blocks = self._table.begin_transfer(peer, offer)
-            return pb.OfferReply(transfer=number, lacking=encode_bitmap(missing_blocks, count_blocks(offer.size)))
-        raise AssertionError
+    def Offer(self, peer: str, request: pb.OfferRequest) -> pb.OfferReply:
+        offer = parse_offer(request)
+        require(not request.whole, "a content travels inside an offer only with OfferMany")
+        number, missing_blocks = self._table.begin_transfer(peer, offer)
+        return pb.OfferReply(transfer=number, lacking=encode_bitmap(missing_blocks, count_blocks(offer.size)))
 
-    def OfferMany(self, request: pb.OffersRequest, context: grpc.ServicerContext) -> pb.OffersReply:
-        with self._guard.guard_call(context) as peer:
-            pairs = zip(parse_offers(request), request.offers, strict=True)
-            verdicts = [receive_one(self._table, self._guard, peer, offer, one.whole) for offer, one in pairs]
-            return pb.OffersReply(verdicts=verdicts)
-        raise AssertionError
+    def OfferMany(self, peer: str, request: pb.OffersRequest) -> pb.OffersReply:
+        pairs = zip(parse_offers(request), request.offers, strict=True)
+        return pb.OffersReply(verdicts=[receive_one(self._table, self._guard, peer, offer, one.whole) for offer, one in pairs])
 
-    def Progress(self, request: pb.TransferRequest, context: grpc.ServicerContext) -> pb.ProgressReply:
-        with self._guard.guard_call(context) as peer:
-            transfer = self._table.transfers.get(peer, request.transfer)
-            transfer.touch()
-            return pb.ProgressReply(lacking=encode_bitmap(transfer.list_missing_blocks(), count_blocks(transfer.size)))
-        raise AssertionError
+    def Progress(self, peer: str, request: pb.TransferRequest) -> pb.ProgressReply:
+        transfer = self._table.transfers.get(peer, request.transfer)
+        transfer.touch()
+        return pb.ProgressReply(lacking=encode_bitmap(transfer.list_missing_blocks(), count_blocks(transfer.size)))
 
-    def Finish(self, request: pb.TransferRequest, context: grpc.ServicerContext) -> pb.FinishReply:
-        with self._guard.guard_call(context) as peer:
-            return pb.FinishReply(verified=self._table.finish(peer, request.transfer))
-        raise AssertionError
+    def Finish(self, peer: str, request: pb.TransferRequest) -> pb.FinishReply:
+        return pb.FinishReply(verified=self._table.finish(peer, request.transfer))
 
-    def Abandon(self, request: pb.TransferRequest, context: grpc.ServicerContext) -> pb.Nothing:
-        with self._guard.guard_call(context) as peer:
-            self._table.abandon(peer, request.transfer)
+    def Abandon(self, peer: str, request: pb.TransferRequest) -> pb.Nothing:
+        self._table.abandon(peer, request.transfer)
         return pb.Nothing()
 
-    def GetRecord(self, request: pb.RecordRequest, context: grpc.ServicerContext) -> pb.Record:
-        with self._guard.guard_call(context) as peer:
-            content, wanted = parse_content_id(request.content), parse_digest(request.digest)
-            if not request.borrow:
-                return build_manifest(self._table.describe_copy(peer, content, wanted, queued=request.queued), 0)
-            number, copy = self._table.open_copy(peer, content, wanted, queued=request.queued)
-            return build_manifest(copy, number)
-        raise AssertionError
+    def GetRecord(self, peer: str, request: pb.RecordRequest) -> pb.Record:
+        content, wanted = parse_content_id(request.content), parse_digest(request.digest)
+        if not request.borrow:
+            return build_manifest(self._table.describe_copy(peer, content, wanted, queued=request.queued), 0)
+        number, copy = self._table.open_copy(peer, content, wanted, queued=request.queued)
+        return build_manifest(copy, number)
 
-    def Return(self, request: pb.ReturnRequest, context: grpc.ServicerContext) -> pb.Nothing:
-        with self._guard.guard_call(context) as peer:
-            self._table.close_copy(peer, request.loan)
+    def Return(self, peer: str, request: pb.ReturnRequest) -> pb.Nothing:
+        self._table.close_copy(peer, request.loan)
         return pb.Nothing()
 
-    def SealSoon(self, request: pb.SealRequest, context: grpc.ServicerContext) -> pb.SealReply:
-        with self._guard.guard_call(context) as peer, self._seal_slots.hold_slot(peer):
-            content, timeout_s = parse_content_id(request.content), parse_seal_timeout_s(request)
-            copy = self._content_host.seal_and_open(content, timeout_s)
+    def SealSoon(self, peer: str, request: pb.SealRequest) -> pb.SealReply:
+        with self._seal_slots.hold_slot(peer):
+            copy = self._content_host.seal_and_open(parse_content_id(request.content), parse_seal_timeout_s(request))
             if copy is None:
                 return pb.SealReply()
             os.close(copy.fd)
             return pb.SealReply(record=build_manifest(copy, 0))
-        raise AssertionError
 
-    def Forget(self, request: pb.ForgetRequest, context: grpc.ServicerContext) -> pb.Nothing:
-        with self._guard.guard_call(context):
-            self._content_host.release_copies(parse_forgotten_contents(request))
+    def Forget(self, peer: str, request: pb.ForgetRequest) -> pb.Nothing:
+        self._content_host.release_copies(parse_forgotten_contents(request))
         return pb.Nothing()
 
-    def Ping(self, request: pb.Nothing, context: grpc.ServicerContext) -> pb.PingReply:
-        with self._guard.guard_call(context):
-            return pb.PingReply(room=max(0, self._content_host.get_free_bytes()), now_ns=time.time_ns())
-        raise AssertionError
+    def Ping(self, peer: str, request: pb.Nothing) -> pb.PingReply:
+        return pb.PingReply(room=max(0, self._content_host.get_free_bytes()), now_ns=time.time_ns())
 
-    def Hello(self, request: pb.Nothing, context: grpc.ServicerContext) -> pb.HelloReply:
-        with self._guard.guard_call(context):
-            return pb.HelloReply(version=PROTOCOL_VERSION)
-        raise AssertionError
+    def Hello(self, peer: str, request: pb.Nothing) -> pb.HelloReply:
+        return pb.HelloReply(version=PROTOCOL_VERSION)
 
 
 def receive_one(table: TransferTable, guard: RpcGuard, peer: str, offer: Offer, data: bytes) -> pb.Verdict:
@@ -295,22 +280,22 @@ def build_manifest(copy: OpenCopy, number: int) -> pb.Record:
 
 
 class RawStreams:
-    """Send and Read, with raw messages. The watchdog cancels those without progress."""
+    """Send and Read, with raw messages: a bounded number of streams. The watchdog cancels those without progress."""
 
-    def __init__(self, streams: BlockStreams, guard: RpcGuard, watchdog: CallWatchdog) -> None:
-        self._streams = streams
+    def __init__(self, table: TransferTable, guard: RpcGuard, watchdog: CallWatchdog) -> None:
+        self._table = table
         self._guard = guard
         self._watchdog = watchdog
-        self._stream_slots = ConcurrencyLimit("stream", limits.PEER_STREAMS_MAX, limits.PEER_STREAMS_PER_PEER_MAX)
+        self._slots = ConcurrencyLimit("stream", limits.PEER_STREAMS_MAX, limits.PEER_STREAMS_PER_PEER_MAX)
 
     def send(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Receive blocks of a transfer.
 
         A peer that opens streams and sends nothing occupies no more threads than another.
         """
-        with self._guard.guard_call(context) as peer, self._watch_call(context, peer), self._stream_slots.hold_slot(peer):
-            command = Command.parse(next(messages, b""))
-            with self._streams.open_incoming(peer, command) as receiver:
+        with self._guard.guard_call(context) as peer, self._watch_call(context, peer), self._slots.hold_slot(peer):
+            transfer = self._table.transfers.get(peer, _parse_command(next(messages, b""), CommandKind.SEND).id)
+            with transfer.hold_stream(), closing(BlockReceiver(transfer)) as receiver:
                 for message in messages:
                     receiver.accept_message(message)
                     self._watchdog.extend_deadline(context, limits.PEER_STALL_S)
@@ -319,21 +304,35 @@ class RawStreams:
                 return encode_end(receiver.block_count)
         raise AssertionError
 
-    def read(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def read(self, peer: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Stream blocks of an open copy."""
-        with (
-            self._guard.guard_call(context) as peer,
-            self._watch_call(context, peer),
-            self._streams.open_outgoing(peer, Command.parse(request)) as messages,
-        ):
-            for message in messages:
+        with self._watch_call(context, peer):
+            for message in self.encode_run(peer, _parse_command(request, CommandKind.READ)):
                 yield bytes(message)
                 self._watchdog.extend_deadline(context, limits.PEER_STALL_S)
+
+    def encode_run(self, peer: str, command: Command) -> Iterator[bytes | memoryview]:
+        """Yield the messages of blocks of an open copy, with their end. Raises Rejection, OSError."""
+        read = self._table.reads.get(peer, command.id)
+        size, numbers = read.copy.size, parse_block_range(command, read.copy.size)
+        with self._slots.hold_slot(peer), read.hold_stream():
+            try:
+                yield from encode_blocks(read.copy.fd, size, numbers, is_compressible if command.compress else never_compress)
+            except SourceChanged:
+                raise Rejection(RejectReason.BROKEN, "the copy became shorter") from None
+            yield encode_end(len(numbers))
 
     def _watch_call(self, context: grpc.ServicerContext, peer: str) -> AbstractContextManager[None]:
         return self._watchdog.watch_call(
             context, limits.PEER_STALL_S, partial(self._guard.record_rejection, peer, Rejection(RejectReason.STALLED, ""))
         )
+
+
+def _parse_command(message: bytes, kind: CommandKind) -> Command:
+    command = Command.parse(message)
+    if command.kind != kind:
+        raise Rejection(RejectReason.MALFORMED, "this is no place for that command")
+    return command
 
 
 class PeerServer:
@@ -351,13 +350,12 @@ class PeerServer:
     ) -> None:
         self.rejections = PeerRejections()
         self.table = TransferTable(content_host, clock)
-        streams = BlockStreams(self.table)
         self._revoked = revoked or RevocationList(None)
         self._revoked_before = self._revoked.get_counts()
         authenticator = PeerAuthenticator(cluster, identity, self._revoked)
         guard = RpcGuard(authenticator, self.rejections)
         self._watchdog = CallWatchdog()
-        self._raw_streams = RawStreams(streams, guard, self._watchdog)
+        self._raw_streams = RawStreams(self.table, guard, self._watchdog)
         self._executor = ThreadPoolExecutor(limits.PEER_WORKERS, thread_name_prefix="peer")
         channels = server_limits.get_connections_max(limits.PEER_CHANNELS_MAX)
         options = [

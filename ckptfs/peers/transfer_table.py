@@ -2,7 +2,6 @@
 
 Each entry belongs to the peer that began it, has a random id, is bounded in number per peer and in total, and ends after
 `limits.PEER_IDLE_S` without use. A block of a transfer is accepted once: only if it was missing, and from one stream at a time.
-`BlockStreams` moves blocks in and out on either transport: it checks the command, holds the entry, and bounds the number of streams.
 
 Crash safety: the content host deletes unfinished transfers at the next start; peers offer and ask again.
 """
@@ -13,15 +12,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from ckptfs import limits
 from ckptfs.clique.peer_api import ContentHost, Offer, OpenCopy, Reception
 from ckptfs.digest import BLOCK_DIGEST_BYTES
-from ckptfs.peers import messages
-from ckptfs.peers.messages import BlockReceiver, Command, CommandKind, Rejection, RejectReason
+from ckptfs.peers.messages import Rejection, RejectReason
 
 Clock = Callable[[], float]
 
@@ -133,13 +131,7 @@ class OutgoingRead(PeerResource):
         self.copy = copy
 
 
-class _Owned(Protocol):
-    peer: str
-
-    def is_idle(self) -> bool: ...
-
-
-Item = TypeVar("Item", bound=_Owned)
+Item = TypeVar("Item", bound=PeerResource)
 
 
 class PeerResourceTable(Generic[Item]):
@@ -298,29 +290,19 @@ class TransferTable:
             self._reader_places[copy.content, peer] = now + limits.PEER_READER_S
 
     def end_all_of_peer(self, peer: str) -> None:
-        """End all that this peer had begun, in use or not."""
-        for number, transfer in self.transfers.all():
-            if transfer.peer == peer:
-                _end_unless_used(self.abandon, peer, number)
-        for number, read in self.reads.all():
-            if read.peer == peer:
-                _end_unless_used(self.close_copy, peer, number)
+        """End all that this peer had begun and no stream uses."""
+        self._end_each(lambda resource: resource.peer == peer)
 
     def end_idle(self, everything: bool = False) -> None:
         """End what was unused for long, or `everything`."""
-        for number, transfer in self.transfers.all():
-            if everything or transfer.is_idle():
-                _end_unless_used(self.abandon, transfer.peer, number)
-        for number, read in self.reads.all():
-            if everything or read.is_idle():
-                _end_unless_used(self.close_copy, read.peer, number)
+        self._end_each(lambda resource: everything or resource.is_idle())
 
-
-def _end_unless_used(end: Callable[[str, int], None], peer: str, number: int) -> None:
-    try:
-        end(peer, number)
-    except Rejection:
-        return  # A stream uses it, or ended it just now.
+    def _end_each(self, should_end: Callable[[PeerResource], bool]) -> None:
+        transfers = [(self.abandon, item.peer, number) for number, item in self.transfers.all() if should_end(item)]
+        reads = [(self.close_copy, item.peer, number) for number, item in self.reads.all() if should_end(item)]
+        for end, peer, number in (*transfers, *reads):
+            with suppress(Rejection):  # A stream uses it, or ended it just now.
+                end(peer, number)
 
 
 def pwrite_all(fd: int, data: memoryview, offset: int) -> None:
@@ -351,45 +333,3 @@ class ConcurrencyLimit:
             with self._lock:
                 self._used[peer] -= 1
                 self._used += Counter()  # Peers without any are forgotten.
-
-
-class BlockStreams:
-    """Streams of blocks from and to this node."""
-
-    def __init__(self, table: TransferTable) -> None:
-        self._table = table
-        self._slots = ConcurrencyLimit("stream", limits.PEER_STREAMS_MAX, limits.PEER_STREAMS_PER_PEER_MAX)
-
-    @contextmanager
-    def open_incoming(self, peer: str, command: Command) -> Iterator[BlockReceiver]:
-        """Receive blocks of a transfer. Raises Rejection."""
-        _require_kind(command, CommandKind.SEND)
-        transfer = self._table.transfers.get(peer, command.id)
-        with self._slots.hold_slot(peer), transfer.hold_stream():
-            arriving = BlockReceiver(transfer)
-            try:
-                yield arriving
-            finally:
-                arriving.close()
-
-    @contextmanager
-    def open_outgoing(self, peer: str, command: Command) -> Iterator[Iterator[bytes | memoryview]]:
-        """Yield the messages of blocks of an open copy, with their end. Raises Rejection, OSError."""
-        _require_kind(command, CommandKind.READ)
-        read = self._table.reads.get(peer, command.id)
-        numbers = messages.parse_block_range(command, read.copy.size)
-        with self._slots.hold_slot(peer), read.hold_stream():
-            yield _encode_with_end(read.copy.fd, read.copy.size, numbers, command.compress)
-
-
-def _encode_with_end(fd: int, size: int, numbers: range, compress: bool) -> Iterator[bytes | memoryview]:
-    try:
-        yield from messages.encode_blocks(fd, size, numbers, messages.is_compressible if compress else messages.never_compress)
-    except messages.SourceChanged:
-        raise Rejection(RejectReason.BROKEN, "the copy became shorter") from None
-    yield messages.encode_end(len(numbers))
-
-
-def _require_kind(command: Command, kind: CommandKind) -> None:
-    if command.kind != kind:
-        raise Rejection(RejectReason.MALFORMED, "this is no place for that command")

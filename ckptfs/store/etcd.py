@@ -8,7 +8,6 @@ Crash safety: etcd has applied a transaction or not; leases expire.
 """
 
 import contextlib
-import heapq
 import random
 import threading
 import time
@@ -100,9 +99,7 @@ class MemberStatus:
     """The member of etcd that answers this process."""
 
     address: str
-    version: str
     size_bytes: int
-    has_leader: bool
     quota_bytes: int
     """0 if this version does not tell it."""
 
@@ -166,7 +163,7 @@ class EtcdStore:
         self._endpoints.close()
 
     def _build_member_status(self, status: pb.StatusResponse) -> MemberStatus:
-        return MemberStatus(self._endpoints.get_current().address, status.version, status.dbSize, status.leader != 0, status.dbSizeQuota)
+        return MemberStatus(self._endpoints.get_current().address, status.dbSize, status.dbSizeQuota)
 
 
 class _PagedRead:
@@ -375,7 +372,6 @@ class Endpoints:
         # Nodes start with different members.
         self._current = random.randrange(len(self._all))
         self._lock = threading.Lock()
-        self._delayed_calls = DelayedCalls()
         self.closed = threading.Event()
 
     def __len__(self) -> int:
@@ -397,12 +393,16 @@ class Endpoints:
         return message.future
 
     def call_later(self, act: Callable[[], None], pause_s: float) -> None:
-        """Run `act` after `pause_s`, or at close."""
-        self._delayed_calls.call_later(act, pause_s)
+        """Run `act` after `pause_s`, or at close, in a thread of its own."""
+
+        def wait() -> None:
+            self.closed.wait(pause_s)
+            act()
+
+        threading.Thread(target=wait, name="etcd pause", daemon=True).start()
 
     def close(self) -> None:
         self.closed.set()
-        self._delayed_calls.close()
         for endpoint in self._all:
             endpoint.close()
 
@@ -461,44 +461,6 @@ class EndpointCall(Generic[Answer]):
                 return
         pause_s = min(limits.ETCD_PAUSE_S * 2 ** min(self._tries, 10), limits.ETCD_PAUSE_S_MAX) if is_overloaded else limits.ETCD_PAUSE_S
         self._endpoints.call_later(self.start_next_try, pause_s * random.uniform(0.5, 1.5))
-
-
-class DelayedCalls:
-    """Calls that wait, on a thread that exists only while there are any."""
-
-    def __init__(self) -> None:
-        self._waiting: list[tuple[float, int, Callable[[], None]]] = []
-        self._changed = threading.Condition()
-        self._count = 0
-        self._has_thread = False
-        self._is_closed = False
-
-    def call_later(self, act: Callable[[], None], pause_s: float) -> None:
-        with self._changed:
-            self._count += 1
-            heapq.heappush(self._waiting, (time.monotonic() + pause_s, self._count, act))
-            self._changed.notify()
-            if not self._has_thread:
-                self._has_thread = True
-                threading.Thread(target=self._run, name="etcd-delayed-calls", daemon=True).start()
-
-    def close(self) -> None:
-        """Run all that wait now."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
-
-    def _run(self) -> None:
-        while act := self._take_next():
-            act()
-
-    def _take_next(self) -> Callable[[], None] | None:
-        """Wait for the next call that is due. Return None, which ends the thread, if none waits."""
-        with self._changed:
-            while self._waiting and not self._is_closed and (left_s := self._waiting[0][0] - time.monotonic()) > 0:
-                self._changed.wait(left_s)
-            self._has_thread = bool(self._waiting)
-            return heapq.heappop(self._waiting)[2] if self._waiting else None
 
 
 class AnswerTooLarge(StoreRefused):

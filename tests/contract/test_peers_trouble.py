@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -70,22 +70,16 @@ def world(tmp_path: Path, keyring: Keyring) -> Iterator[World]:
 
 def holding_up(node: PeerNode, held: threading.Event, after: int) -> None:
     """From its message `after` on, this node's blocks wait for `held`."""
-    streams = node.server._raw_streams._streams
-    departing = streams.open_outgoing
+    streams = node.server._raw_streams
+    encode_run = streams.encode_run
 
-    @contextmanager
-    def slow(peer: str, command: Any) -> Iterator[Iterator[Any]]:
-        with departing(peer, command) as messages:
+    def slow(peer: str, command: Any) -> Iterator[Any]:
+        for number, message in enumerate(encode_run(peer, command)):
+            if number >= after:
+                held.wait(60)
+            yield message
 
-            def late() -> Iterator[Any]:
-                for number, message in enumerate(messages):
-                    if number >= after:
-                        held.wait(60)
-                    yield message
-
-            yield late()
-
-    streams.open_outgoing = slow  # type: ignore[method-assign]
+    streams.encode_run = slow  # type: ignore[method-assign]
 
 
 def test_several_sources_bring_one_file(world: World) -> None:
@@ -196,15 +190,10 @@ def test_what_a_reader_waits_for_is_asked_of_a_second_source(world: World, monke
 def test_sources_are_ranked_by_what_was_measured_of_them(world: World) -> None:
     """One that was three times as slow as the other comes after it, whichever was named first; who failed comes last."""
     slow, fast, failed = world.nodes
-    streams = slow.server._raw_streams._streams
-    departing, pause = streams.open_outgoing, threading.Event()
-
-    @contextmanager
-    def slowly(peer: str, command: Any) -> Iterator[Iterator[Any]]:
-        with departing(peer, command) as messages:
-            yield (message for message in messages if not pause.wait(0.02))
-
-    streams.open_outgoing = slowly  # type: ignore[method-assign]
+    streams = slow.server._raw_streams
+    encode_run, pause = streams.encode_run, threading.Event()
+    slowly = lambda peer, command: (message for message in encode_run(peer, command) if not pause.wait(0.02))  # noqa: E731
+    streams.encode_run = slowly  # type: ignore[method-assign]
     for node in (slow, fast):
         assert world.fetch([node]) == DATA
     failed.shelf.path(7).write_bytes(bytes(len(DATA)))

@@ -2,7 +2,7 @@
 
 `ensure_epoch` and `is_known_or_adopted` make sure that this catalog and the store know each other. If the store has lost its data, the node
 stays an island until a person orders the adoption: `merge_store`, publishing as after a disconnection, `check_adoption`.
-`ReintegrationReader` reads what the resolver of a refused transaction needs. `StandbyLease` keeps the node's lease alive while the mover
+`load_named_inodes` reads what the resolver of a refused transaction needs. `StandbyLease` keeps the node's lease alive while the mover
 restarts (P8): it renews the lease only if the mover has been silent for `STANDBY_AFTER_S`, and for a limited time, because a node without a
 mover serves no copies.
 
@@ -116,14 +116,10 @@ async def merge_store(db: Database, store: Store) -> None:
 
     Raises StoreUnreachable.
     """
-
-    async def load(wanted: list[SharedKey]) -> dict[SharedKey, StoreValue]:
-        return read.parse_outcome(wanted, await wait_outcome(store.read_soon(read.build_gets(wanted)))) if wanted else {}
-
     after = 0
     while inodes := adopt.list_inodes(db, after):
-        values = await load(adopt.list_keys(db, inodes))
-        values |= await load(adopt.list_names_in_store(values))
+        values = await _load(store, adopt.list_keys(db, inodes))
+        values |= await _load(store, adopt.list_names_in_store(values))
         for directory in adopt.list_parents_to_read(db, values):
             page: bytes | None = b""
             while page is not None:
@@ -160,11 +156,6 @@ async def check_adoption(db: Database, store: Store) -> None:
     what = f"not adopted by {len(missing)} nodes yet ({names}); until then nothing is written back to the PFS or imported from it"
     if what not in str(summary.list_reports(db, ADOPTION_KEY)):
         summary.set_report(db, ADOPTION_KEY, {"what": what, "path": "", "remedy": REST_REMEDY})
-
-
-def record_store_progress(db: Database, store: EpochCheckedStore) -> None:
-    """Record the revision of the store."""
-    store_loss.record_revision(db, *store.epoch_and_revision)
 
 
 async def _has_member_with_data(db: Database, store: EpochCheckedStore) -> bool:
@@ -212,22 +203,13 @@ async def _load_or_create_epoch(store: EpochCheckedStore, known_epoch: bytes | N
             return begun[1].value
 
 
-class ReintegrationReader:
-    """The reads for one refused transaction. Raises what the store raises."""
+async def load_named_inodes(db: Database, store: Store, transaction: StoreTransaction, reply: Outcome) -> dict[SharedKey, StoreValue]:
+    """Read the inodes to which the names in a refusal lead. Raises what the store raises."""
+    return await _load(store, reintegrate.list_needed_keys(db, read.parse_outcome(transaction.list_conflict_keys(), reply)))
 
-    def __init__(self, db: Database, store: Store) -> None:
-        self._db, self._store = db, store
 
-    async def load_missing(self, transaction: StoreTransaction, reply: Outcome) -> dict[SharedKey, StoreValue]:
-        """Read the keys that the outcome of a transaction refers to without their values."""
-        values = read.parse_outcome(transaction.list_conflict_keys(), reply)
-        return await self._read(reintegrate.list_needed_keys(self._db, values))
-
-    async def _read(self, keys: list[SharedKey]) -> dict[SharedKey, StoreValue]:
-        return read.parse_outcome(keys, await self._read_store(read.build_gets(keys))) if keys else {}
-
-    async def _read_store(self, gets: list[Get]) -> Outcome:
-        return await wait_outcome(self._store.read_soon(gets))
+async def _load(store: Store, keys: list[SharedKey]) -> dict[SharedKey, StoreValue]:
+    return read.parse_outcome(keys, await wait_outcome(store.read_soon(read.build_gets(keys)))) if keys else {}
 
 
 class StandbyLease:

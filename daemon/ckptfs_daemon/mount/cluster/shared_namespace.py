@@ -15,7 +15,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Container, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TypeVar
 
 import trio
@@ -43,16 +43,6 @@ class PendingRead:
         self.gets = gets
         self.done = trio.Event()
         self.outcome: Outcome | None = None
-
-
-class InodesOpenForWriting(Container[int]):
-    """The inodes that are open for writing on this node."""
-
-    def __init__(self, is_open_for_writing: Callable[[int], bool]) -> None:
-        self._is_open_for_writing = is_open_for_writing
-
-    def __contains__(self, inode: object) -> bool:
-        return isinstance(inode, int) and self._is_open_for_writing(inode)
 
 
 class CommitRounds:
@@ -118,7 +108,6 @@ class SharedNamespace:
         self.counts = {"reads": 0, "commits": 0, "conflicts": 0}
         self.disconnected_ns = key_state.get_disconnected_ns(db)
         self._store = EpochCheckedStore(store, db)
-        self._inodes_open_for_writing = InodesOpenForWriting(is_open_for_writing)
         self._on_nameless: Callable[[Iterable[int]], None] = lambda _: None
         self._recent_deletes = RecentDeletes()
         self._pending_reads: deque[PendingRead] = deque()
@@ -223,7 +212,7 @@ class SharedNamespace:
         return {} if found is None else read.parse_outcome(keys, found)
 
     def _apply(self, values: Mapping[SharedKey, StoreValue]) -> None:
-        nameless = read.apply_values(self.db, values, self._recent_deletes, self._inodes_open_for_writing)
+        nameless = read.apply_values(self.db, values, self._recent_deletes, self._is_open_for_writing)
         if nameless:
             self._on_nameless(nameless)
 
@@ -380,7 +369,7 @@ class SharedNamespace:
 
     async def report_store(self) -> None:
         """Record how far the store has come, and whether all nodes have adopted it."""
-        cluster_recovery.record_store_progress(self.db, self._store)
+        store_loss.record_revision(self.db, *self._store.epoch_and_revision)
         is_open = store_loss.is_adopting(self.db) or store_loss.get_adoption_step(self.db) is not None
         if is_open and not self.is_disconnected:
             with contextlib.suppress(StoreUnreachable):
@@ -450,8 +439,7 @@ class SharedNamespace:
 
         It reads what the resolver needs first.
         """
-        reader = cluster_recovery.ReintegrationReader(self.db, self._store)
-        more = await reader.load_missing(transaction, reply)
+        more = await cluster_recovery.load_named_inodes(self.db, self._store, transaction, reply)
         return functools.partial(reintegrate.ReintegrationResolver, more=more, label=self._label, is_written=self._is_open_for_writing)
 
     def _record_result(self, result: CommitResult) -> None:
