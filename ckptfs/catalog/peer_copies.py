@@ -103,10 +103,7 @@ def list_node_names(db: Database) -> dict[int, str]:
 
 
 def load_clique_copies(db: Database, content: Content | None, inode: int = 0) -> CliqueCopies | None:
-    """Return the copies of a content on live nodes; none for an empty file.
-
-    Returns None without a cluster.
-    """
+    """Return the copies on live nodes; none for an empty file. Returns None without a cluster."""
     own_domain = db.value("SELECT domain FROM peer WHERE is_self = 1")
     if own_domain is None:
         return None
@@ -129,10 +126,7 @@ class Domains(NamedTuple):
 
 
 def count_domains(db: Database) -> Domains:
-    """Count failure domains.
-
-    The domain of a dead node counts as one of the cluster, unless the node has moved to another one.
-    """
+    """Count failure domains. That of a dead node counts, unless the node has moved to another one."""
     moved = "alive = 0 AND name IN (SELECT name FROM peer WHERE alive = 1)"
     counted = f"count(DISTINCT iif(alive, domain, NULL)), count(DISTINCT iif({moved}, NULL, domain))"
     alive, known = db.row(f"SELECT {counted} FROM peer") or (0, 0)
@@ -140,10 +134,7 @@ def count_domains(db: Database) -> Domains:
 
 
 def is_published(db: Database, content: Content) -> bool:
-    """Return True if the store has the names of the file and this content.
-
-    Generations are learned from copies.
-    """
+    """Return True if the store has the names of the file and this content, of any generation."""
     return not db.value(f"SELECT {_IS_UNPUBLISHED.format('?1', '?2')}", content.id, content.inode)
 
 
@@ -181,10 +172,7 @@ def insert_peer_copy(db: Database, copy: PeerCopy) -> None:
 
 
 def insert_unneeded_copy(db: Database, content: int, node: int) -> None:
-    """Record that a node may delete its copy of a content that this node deleted. The copy does not count.
-
-    The node wrote the content or holds it, and does not learn of the names that were deleted.
-    """
+    """Record that a node may delete its copy of a content that this node deleted. It does not count."""
     db.run("INSERT OR IGNORE INTO peer_copy (content, node, generation, digest) VALUES (?, ?, 0, x'')", content, node)
 
 
@@ -195,10 +183,7 @@ def delete_peer_copy(db: Database, content: int, node: int) -> None:
 
 
 def delete_unconfirmed_copies(db: Database, content: Content, nodes: Iterable[int]) -> None:
-    """Delete rows of copies of an own content that the nodes do not confirm.
-
-    They are offered the content again.
-    """
+    """Delete rows of copies that the nodes do not confirm, and offer them the content again."""
     with db.transaction():
         for node in nodes:
             delete_peer_copy(db, content.id, node)
@@ -230,10 +215,7 @@ def list_being_written(db: Database, at_most: int) -> list[tuple[Content, Tier]]
 
 
 def record_open_snapshot(db: Database, content: int) -> Content | None:
-    """Make the present bytes of an open content a generation. Return it.
-
-    Returns None if it is not open any more.
-    """
+    """Make the bytes of an open content a generation. Return it; None if it is not open any more."""
     with db.transaction():
         row = db.row(f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS} FROM content k WHERE id = ? AND state = 0", content)
         if row is None:
@@ -250,10 +232,7 @@ def has_domains(db: Database, nodes: Iterable[int], required: int) -> bool:
 
 
 def find_rebuildable(db: Database, after: int) -> Content | None:
-    """Return the first own content after `after` that only live nodes have. Returns None if there is none.
-
-    Its file shows it; no tier of this node and not the PFS has it.
-    """
+    """Return the first own content after `after` that only live nodes have and its file shows, or None."""
     row = db.row(f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS} FROM {_REBUILDABLE} AND k.id > ? ORDER BY k.id LIMIT 1", after)
     return None if row is None else build_content(row)
 
@@ -296,10 +275,7 @@ def count_wanted_copies(db: Database) -> tuple[int, int]:
 
 
 def count_short(db: Database) -> dict[int, int]:
-    """Return {missing copies: files} of this node's sealed files that lack copies.
-
-    They have neither the level clique nor the level pfs.
-    """
+    """Return {missing copies: files} of own sealed files below the levels clique and pfs."""
     domains = count_domains(db)
     if get_replication_factor(db) < 2:
         return {}
@@ -321,10 +297,7 @@ def find_remote_content(db: Database, inode: int) -> int | None:
 
 
 def list_unneeded(db: Database, at_most: int, excluded: Iterable[int] = ()) -> list[PeerCopy]:
-    """Return copies on other nodes, except `excluded`, of contents that are doomed or gone on this node.
-
-    The store has learned that.
-    """
+    """Return copies elsewhere of contents that are gone here and in the store, except on `excluded`."""
     rows = db.rows(
         "SELECT content, node, generation, digest FROM peer_copy"
         " WHERE NOT EXISTS (SELECT 1 FROM content k WHERE k.id = peer_copy.content AND k.state <> 3)"
@@ -385,10 +358,7 @@ def mark_all_under_replicated(db: Database) -> int:
 
 
 def delete_copies_of_node(db: Database, node: int) -> int:
-    """Forget the copies of a node that may have lost them. Return how many own contents that concerns.
-
-    They are offered to it again, which costs nothing if it still has them.
-    """
+    """Forget the copies that a node may have lost; it is offered them. Return how many are own ones."""
     with db.transaction():
         own = "SELECT p.content FROM peer_copy p JOIN content k ON k.id = p.content WHERE p.node = ?"
         count = db.run(

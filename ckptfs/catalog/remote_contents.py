@@ -135,11 +135,7 @@ def count_hosted(db: Database) -> tuple[int, int]:
 
 
 def record_remote(db: Database, remote: RemoteState) -> bool:
-    """Record a state that another node wrote.
-
-    Return False without a change if the local state is newer or OPEN.
-    Copies of another generation become STALE.
-    """
+    """Record what another node wrote; older copies become STALE. Return False if this node knows better."""
     with db.transaction():
         known = db.row("SELECT generation, state, digest, remote, blocks FROM content WHERE id = ?", remote.content)
         if known is None:
@@ -176,10 +172,7 @@ def record_remote(db: Database, remote: RemoteState) -> bool:
 
 
 def restore_verified(db: Database, seen: Content, to: RemoteState) -> bool:
-    """Let a content that is open or was not sealed hold its last verified generation `to`.
-
-    Return False if it has changed since `seen`.
-    """
+    """Let a content that was not sealed hold its last verified generation. Return False if it changed."""
     with db.transaction():
         if not seen.is_remote or not is_unchanged(db, seen):
             return False
@@ -191,10 +184,7 @@ def restore_verified(db: Database, seen: Content, to: RemoteState) -> bool:
 
 
 def mark_held_copy_stale(db: Database, held_copy: HeldCopy) -> bool:
-    """Make the copies of a content STALE because another generation is missed.
-
-    Return False if it has changed.
-    """
+    """Make copies STALE, as another generation is missed. Return False if the content has changed."""
     seen = held_copy.content
     with db.transaction():
         if not is_unchanged(db, seen) or is_own_unpublished(db, seen.id):
@@ -205,10 +195,7 @@ def mark_held_copy_stale(db: Database, held_copy: HeldCopy) -> bool:
 
 
 def insert_split_content(db: Database, held_copy: HeldCopy, content: int, inode: int, size: int, block_digests: bytes) -> Content:
-    """Insert a content under the reserved id `content` from a generation of another one.
-
-    The store has to learn of it.
-    """
+    """Insert a generation of another content under the reserved id `content`. It is not announced yet."""
     now = time.time_ns()
     with db.transaction():
         db.run(
@@ -221,19 +208,13 @@ def insert_split_content(db: Database, held_copy: HeldCopy, content: int, inode:
 
 
 def is_own_unpublished(db: Database, content: int) -> bool:
-    """Return True if this node wrote a content and the store does not have that yet.
-
-    If another node has it too, that is a conflict. The mount resolves it, and needs both states for that.
-    """
+    """Return True if this node wrote a content that the store lacks: the mount resolves conflicts."""
     touched = "SELECT 1 FROM dirty_key WHERE kind = 'c' AND number = content.id"
     return db.value(f"SELECT 1 FROM content WHERE id = ? AND remote = 0 AND EXISTS ({touched})", content) is not None
 
 
 def _insert_remote(db: Database, remote: RemoteState) -> None:
-    """Insert a row with an id of another node, without advancing the counter of this node.
-
-    An open content gets generation 0, so that any later state is newer.
-    """
+    """Insert a row with an id of another node; generation 0 if it is open, so any later state is newer."""
     last = db.value("SELECT seq FROM sqlite_sequence WHERE name = 'content'")
     db.run(
         "INSERT INTO content (id, inode, generation, state, size, digest, blocks, change, closed_ns, remote) VALUES (?,?,?,?,?,?,?,1,?,1)",
@@ -265,11 +246,7 @@ def mark_copies_stale(db: Database, content: int) -> None:
 
 
 def record_hosted_copy(db: Database, remote: RemoteState, reserved_content: int, tier: Tier) -> bool:
-    """Record a received and verified copy under the content's own id.
-
-    Return False if it is not needed any more.
-    The caller has given the file its name; it arrived under the id `reserved_content`.
-    """
+    """Record a received copy, which has its name, under its content. Return False if it is not needed."""
     with db.transaction():
         if not record_remote(db, remote):
             return False
@@ -289,10 +266,7 @@ def record_hosted_copy(db: Database, remote: RemoteState, reserved_content: int,
 
 
 def record_fetched_copy(db: Database, seen: Content, tier: Tier, block_digests: bytes) -> bool:
-    """Make a FILLING copy that was fetched from other nodes GOOD.
-
-    Return False without a change if the content has changed.
-    """
+    """Make a fetched copy GOOD. Return False without a change if the content has changed."""
     with db.transaction():
         if not is_unchanged(db, seen):
             return False
@@ -323,10 +297,7 @@ def mark_copy_present(db: Database, content: int) -> None:
 
 
 def was_in_store(db: Database, inode: int) -> bool:
-    """Return True if the store had this inode when last asked, and no change of it is pending.
-
-    If it is gone from the store then, it was deleted.
-    """
+    """Return True if the store had this inode when last asked, with no pending change: else deleted."""
     touched = "SELECT 1 FROM dirty_key WHERE kind = 'i' AND number = ? LIMIT 1"
     seen = "SELECT 1 FROM cached_key WHERE kind = 'i' AND number = ? LIMIT 1"
     return db.value(touched, inode) is None and db.value(seen, inode) is not None
@@ -399,10 +370,7 @@ def list_own_of_same_files(db: Database, contents: Iterable[int], at_most: int) 
 
 
 def delete_unneeded(db: Database, content: Content, *, gone: bool) -> bool:
-    """Doom a content that no node needs (`gone`), or delete its copies on this node only.
-
-    Returns False without a change if the content has changed or is open.
-    """
+    """Doom a content that is `gone`, or delete its copies here. Return False if it is open or changed."""
     with db.transaction():
         if not is_unchanged(db, content):
             return False
@@ -428,10 +396,7 @@ def count_hosted_bytes(db: Database, tier: Tier | None = None) -> int:
 
 
 def list_former_blocks(db: Database, inode: int, at_most: int) -> list[tuple[int, Tier, bytes | None]]:
-    """Return (content, tier, block digests) of what this node has of a file, the newest first.
-
-    Those of a STALE copy are not known.
-    """
+    """Return (content, tier, block digests, None for STALE) of what is here of a file, the newest first."""
     order = "ORDER BY k.generation DESC, k.id DESC LIMIT ?"
     return _list_blocks(db, f"k.inode = ? AND k.state IN (1, 2) AND c.state IN (1, 3) {order}", inode, at_most)
 
@@ -508,10 +473,7 @@ def mark_announced(db: Database, contents: Iterable[tuple[Content, bool]]) -> No
 
 
 def mark_dropped_unannounced(db: Database) -> int:
-    """Mark that the store has to learn of copies that are gone, for example with their tier.
-
-    Return how many.
-    """
+    """Mark for the store copies that are gone, for example with their tier. Return how many."""
     with db.transaction():
         db.run(
             f"UPDATE content SET announce_state = CASE WHEN {_IS_ABSENT} THEN 2 ELSE 3 END"

@@ -112,10 +112,7 @@ def issue(directory: Path, node: str, addresses: Sequence[str] = ()) -> Path:
 
 
 def revoke(directory: Path, node: str) -> list[Path]:
-    """Revoke all keys of `node` issued so far. Return the lists to distribute to the nodes.
-
-    The directory of the node's keys is renamed, so that new keys can be issued.
-    """
+    """Revoke all keys of `node` so far, and rename their directory. Return the lists to distribute."""
     _check_name(node, "node")
     if not (directory / CA_KEY).exists():
         raise InvalidArgument(f"{directory} has no keys of a cluster", remedy="give the directory where `ckptfs keys init` created them")

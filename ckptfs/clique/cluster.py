@@ -46,10 +46,7 @@ class ClusterLocks:
         self._node_lease = node_lease
 
     def try_acquire(self, name: str) -> ClusterLock | None:
-        """Return the lock, also if this node holds it already. Raises StoreUnreachable.
-
-        Returns None while another node holds it, or if this node has no lease.
-        """
+        """Return the lock, also if this node has it; None if another one has it, or without a lease."""
         lease = self._node_lease.lease_id
         if not lease:
             return None
@@ -83,10 +80,7 @@ class LockProvider(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The number of this node, its replication settings, and access to the other nodes.
-
-    `view` returns the newest view.
-    """
+    """This node's number, its settings of replication, and the other nodes. `view`: the newest view."""
 
     db: Database
     node_number: int
@@ -104,17 +98,11 @@ class Cluster:
         object.__setattr__(self, "copy_records", CopyRecords(self.store, self.db, self.node_number))
 
     def draw_delay_s(self, at_most_s: float = limits.SPREAD_S_MAX) -> float:
-        """Return a random delay for work that many nodes begin at the same event.
-
-        It is none in a small cluster.
-        """
+        """Return a random delay for what many nodes begin at one event; none in a small cluster."""
         return random.uniform(0.0, min(at_most_s, limits.SPREAD_NODE_S * max(0, len(self.view()) - limits.SPREAD_FREE_NODES)))
 
     def is_ours_to_copy(self, content: Content, shared: ContentLocations) -> bool:
-        """Return whether this node must replicate a hosted content.
-
-        It must if the writer is dead and this node is the first of the living holders.
-        """
+        """Return True if the writer is dead and this node is the first living holder, with too few copies."""
         view, remote_state = self.view(), shared.state
         if remote_state is None or shared.writer is None or shared.writer in view:
             return False

@@ -96,10 +96,7 @@ def load(store: Store, contents: Sequence[int]) -> dict[int, ContentLocations]:
 
 @dataclass(frozen=True, slots=True)
 class SharedFile:
-    """A file in the store.
-
-    `content` None means empty; the field `missed` is described in `coherence/salvage_records`.
-    """
+    """A file in the store. `content` None: empty. `missed` is described in `salvage_records`."""
 
     content: int | None
     value: dict[str, Any]
@@ -118,10 +115,7 @@ class SharedFile:
 
     @property
     def active_salvage(self) -> dict[str, Any] | None:
-        """Return `salvaged` while the file shows the replacement and was not written since.
-
-        A replacement from the PFS gets a content when it is fetched.
-        """
+        """Return `salvaged` while the file shows the replacement and was not written since."""
         missed = self.salvaged
         if missed is None or self.value["generation"] != missed["shown"] or missed["shows"] not in (None, self.content):
             return None
@@ -135,10 +129,7 @@ class SharedFile:
 
     @property
     def expected_state(self) -> dict[str, Any]:
-        """Return `content`, `generation` and `mtime_ns` of the file.
-
-        If only the PFS had a state, they are those of the lost state.
-        """
+        """Return the state of the file; if only the PFS had one, the lost state."""
         missed = self.active_salvage if self.pfs_generation is not None else None
         return missed or {name: self.value.get(name) for name in ("content", "generation", "mtime_ns")}
 
@@ -196,10 +187,7 @@ def _parse_pfs_state(items: Sequence[Item]) -> SharedPfsState | None:
 
 
 def find_replaced_pfs_state(store: Store, inode: int, file: SharedFile) -> SharedPfsState | None:
-    """Find what the PFS shows under the name of a file that it does not show.
-
-    It must belong to the deleted file that had exactly this name before. Returns None without one.
-    """
+    """Find what the PFS shows of the deleted file that had exactly the name of this file before."""
     for parent, name in file.value.get("names", ()):
         (places,) = store.read([Get(keys.encode_key(SharedKey(PFS_NAME, parent, name.encode("latin-1"))))]).results
         place = value_checks.decode_item(places[0]) if places else None

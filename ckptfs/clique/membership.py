@@ -48,10 +48,7 @@ FOREVER = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node as it describes itself.
-
-    Nodes of one `domain` fail together. `incarnation` is "<catalog>.<number of the start>".
-    """
+    """One node. Nodes of one `domain` fail together. `incarnation`: "<catalog>.<number of the start>"."""
 
     number: int
     name: str
@@ -177,10 +174,7 @@ def taken_key(number: int) -> bytes:
 
 
 def ensure_registered(config: Config, db: Database) -> None:
-    """Register this node, if it has no number yet or the store answers.
-
-    Raises InvalidArgument if another daemon has its name, or if it has no number yet and etcd does not answer.
-    """
+    """Register this node. Raises InvalidArgument if its name is taken, or if it needs etcd to join."""
     assert config.cluster is not None
     known = identity.get_node_number(db)
     store = EpochCheckedStore(etcd.open_store(config), db)
@@ -254,20 +248,14 @@ def find_usurper(name: str, number: int, taken: Iterable[Item]) -> str:
 
 
 def build_reregistration(name: str, catalog: str, number: int, others: Iterable[int], taken: Iterable[Item]) -> list[list[Operation]]:
-    """Return transactions that bind this node's name in a store that lost its data.
-
-    They also mark the numbers of all known nodes as taken.
-    """
+    """Return transactions that bind this node's name again and mark the numbers of all known nodes."""
     present = {item.key for item in taken}
     missing = [Put(taken_key(other), b"") for other in sorted({*others} - {number}) if taken_key(other) not in present]
     return split_changes([Put(name_key(name), NodeBinding(number, catalog).encode()), Put(taken_key(number), name.encode()), *missing])
 
 
 def build_adopted(numbers: Iterable[int], epoch: bytes) -> list[list[Operation]]:
-    """Return transactions that record that these nodes have adopted the store of this epoch.
-
-    The record is also made for nodes that are not awaited any more.
-    """
+    """Return transactions that record that these nodes have adopted the store, or are not awaited."""
     return split_changes([Put(ADOPTED_PREFIX + b"%08x" % number, epoch) for number in numbers])
 
 
@@ -340,10 +328,7 @@ class NodeLease:
         return lease if self._clock() < until_s else 0
 
     def renew(self) -> bool:
-        """Renew the lease. Return True if a new one was needed.
-
-        Raises NameTaken if another catalog has the name, and errors of the store.
-        """
+        """Renew the lease. Return True if a new one was needed. Raises NameTaken, and errors of the store."""
         if self._is_displaced:
             raise NameTaken(
                 f"another daemon runs with a copy of the catalog of node {self.node.name}",
@@ -365,10 +350,7 @@ class NodeLease:
         return True
 
     def record_seen_node(self, node: Node, revision: int) -> None:
-        """Note that a record was put in `revision`.
-
-        A later record with this number and another incarnation belongs to a second daemon with a copy of this catalog.
-        """
+        """Note a record. A later one of another incarnation is that of a daemon with a copied catalog."""
         if node.number == self.node.number and node.incarnation != self.node.incarnation and 0 < self._revision < revision:
             self._is_displaced = True
             self._lease = (0, 0.0)

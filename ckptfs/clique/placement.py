@@ -40,10 +40,7 @@ class Ring:
 
 
 def choose_peers(view: ClusterView, number: int, factor: int, jump: int) -> tuple[Node, ...]:
-    """Return the nodes that hold copies for the node `number`, best first: at most `factor - 1`.
-
-    They and the node itself are in different failure domains as long as there are enough.
-    """
+    """Return the `factor - 1` nodes that hold copies for `number`, if possible in different domains."""
     key = ("peers", number, factor, jump)
     found: tuple[Node, ...] | None = view.placement_cache.get(key)
     if found is None:
@@ -53,10 +50,7 @@ def choose_peers(view: ClusterView, number: int, factor: int, jump: int) -> tupl
 
 
 def choose_new_holders(view: ClusterView, holders: Collection[int], home: int, factor: int, jump: int) -> tuple[Node, ...]:
-    """Return the nodes that need a copy of a content of the node `home`, best first.
-
-    `holders` have one already; dead ones do not count. Copies in one failure domain are too few while there is another domain.
-    """
+    """Return the nodes that need a copy of a content of `home`, best first; dead holders do not count."""
     start, kept, _ = _choose_counted(view, holders, home, factor, jump)
     return _choose_next(get_ring(view, factor, jump), start, kept, factor - len(kept))
 
@@ -179,10 +173,7 @@ def _spread_evenly(view: ClusterView, jump: int) -> list[Node]:
 
 
 def _deal_columns(view: ClusterView, factor: int, jump: int) -> list[Node]:
-    """Line up the domains, the largest first, deal them into `factor` columns and read row by row.
-
-    `factor` adjacent nodes are in different domains if that is possible. But a node that leaves moves all others.
-    """
+    """Deal the domains into `factor` columns and read row by row. A node that leaves moves all others."""
     line = [node for nodes in sorted(_list_by_domain(view, jump), key=len, reverse=True) for node in nodes]
     rows = len(line) // factor
     dealt = [line[column * rows + row] for row in range(rows) for column in range(factor)]

@@ -58,10 +58,7 @@ _FORGET_STORE = [
 
 
 def build_intents(db: Database) -> list[Operation]:
-    """Return puts of the intents of this node's batch on the PFS.
-
-    The batch is in progress, and continues after the adoption.
-    """
+    """Return puts of the intents of the batch in progress, which continues after the adoption."""
     rows = db.rows(
         "SELECT kind, number, name, value FROM cached_key WHERE kind IN ('f', 'x') AND json_extract(CAST(value AS TEXT), '$.by') = ?",
         identity.get_node_number(db),
@@ -82,10 +79,7 @@ def begin(db: Database, epoch: bytes) -> None:
 
 
 def _delete_stale_names(db: Database) -> None:
-    """Delete names of inodes that have been renamed since.
-
-    No caller has asked for these names again, so they are still in the cache.
-    """
+    """Delete cached names of inodes that have been renamed since."""
     rows = db.rows(
         "SELECT e.cookie, e.parent, e.name, i.value FROM entry e"
         " JOIN cached_key n ON n.kind = 'e' AND n.number = e.parent AND n.name = e.name"
@@ -251,10 +245,7 @@ class AdoptionBatch:
             key_state.set_cached(self._db, key, known)
 
     def _merge_pfs_state(self, inode: int) -> None:
-        """Keep the later of two statements about an inode on the PFS.
-
-        The generation decides; then the one that agrees with the tree, as the PFS follows it.
-        """
+        """Keep the later state on the PFS: by generation, then the one that agrees with the tree."""
         key = SharedKey(PFS_STATE, inode)
         theirs, ours = self._get(key), keys.get_value(self._db, key)
         if theirs.fields is None or ours is None:

@@ -32,10 +32,7 @@ COPIES_CHAIN = b"copies"
 
 @dataclass(frozen=True, slots=True)
 class ChainLink:
-    """The next link of a chain.
-
-    `own_revision`: the revision of the last transaction of the chain that was no fence.
-    """
+    """The next link. `own_revision`: that of the last transaction of the chain that was no fence."""
 
     key: SharedKey
     revision: int
@@ -78,10 +75,7 @@ def list_deleted(link_value: CachedValue) -> list[SharedKey]:
 
 
 def parse_link(link: ChainLink, outcome: Outcome, put: Put) -> CachedValue:
-    """Return the value of the chain's key after a transaction.
-
-    The transaction puts `put`, or else reads the key first.
-    """
+    """Return the chain's key after a transaction that put `put`, or else read the key first."""
     if outcome.succeeded:
         return CachedValue(outcome.revision, put.value)
     items = outcome.results[0]
@@ -89,10 +83,7 @@ def parse_link(link: ChainLink, outcome: Outcome, put: Put) -> CachedValue:
 
 
 class ChainedStore:
-    """The way to the store of a process whose commits form one chain.
-
-    A read sees what became of all commits before it.
-    """
+    """The store for commits that form one chain. A read sees what became of all commits before it."""
 
     def __init__(self, store: Transactions, db: Database, chain: bytes) -> None:
         self._store, self._db, self._chain = store, db, chain
@@ -107,10 +98,7 @@ class ChainedStore:
     def commit(
         self, compares: Sequence[Compare], changes: Sequence[Operation], otherwise: Sequence[Get] = (), *, timeout_s: float = WAIT_S
     ) -> Outcome:
-        """Commit as the next link.
-
-        A transaction that was applied although its answer was lost has succeeded, with no results.
-        """
+        """Commit as the next link. One that was applied without an answer has succeeded, with no results."""
         with self._lock:
             self._settle(timeout_s)
             link = load_next_link(self._db, self._chain)

@@ -158,10 +158,7 @@ class _TransactionBuilder:
         return self._values[key]
 
     def _get_remote_value(self, key: SharedKey, known: CachedValue) -> bytes | None:
-        """Return the value of a content that another node wrote.
-
-        Its writer publishes it. This node changes it only if it renamed another file over the content.
-        """
+        """Return the value of another node's content. Its writer publishes it, unless a file replaced it here."""
         before = encode_value(get_value(self._db, key))
         return known.raw if before is None else before
 
@@ -172,10 +169,7 @@ class _TransactionBuilder:
         return _DELETED_NAME_RANK if key.kind == NAME else _DELETED_INODE_RANK
 
     def _add_change(self, keys: list[SharedKey]) -> bool:
-        """Add one change. Returns False if it does not fit any more.
-
-        A change that is too large for any transaction goes in parts.
-        """
+        """Add one change, if too large for any transaction in parts. Returns False if it does not fit."""
         before = _copy_transaction(self._transaction)
         new = self._keys_of_change = [
             key for key in keys if key not in self._transaction.new_values or key in self._transaction.deleted_later
@@ -230,10 +224,7 @@ class _TransactionBuilder:
             self._add_inode_conditions(key, known, value)
 
     def _defer_inode_delete(self, key: SharedKey) -> None:
-        """Keep an inode that this node deleted until a later transaction deletes it.
-
-        This transaction takes a name from it. Another node may still give it a new one.
-        """
+        """Leave the deletion of an inode to a later transaction: another node may still name it."""
         value = self._load_value(key)[0].raw
         if value is not None:
             self._include_inode(key, value)
@@ -303,19 +294,13 @@ class _TransactionBuilder:
             self._include_one_name(key.number)
 
     def _include_one_name(self, inode: int) -> None:
-        """Add one name of a new inode.
-
-        Without a name, the inode would list names that later transactions may never publish.
-        """
+        """Add one name of a new inode, which would else list names that may never be published."""
         names = list_local_names(self._db, inode)
         if not any(name in self._keys_of_change or name in self._transaction.new_values for name in names):
             self._include_names(*[name for name in names if key_state.is_dirty(self._db, name)][:1])
 
     def _delete_content(self, inode: int, content: int) -> None:
-        """Delete the content of a file that loses its last name, and the records of its copies.
-
-        Keep it if it is the previous content of the file that replaced this one.
-        """
+        """Delete the content of a removed file and its copies, unless it is the previous one of another file."""
         if self._db.value("SELECT 1 FROM content WHERE id = ? AND inode <> ? AND superseded_mtime_ns IS NOT NULL", content, inode):
             return
         copies = encode_key(SharedKey(CONTENT, content)).replace(b"c/", b"p/", 1) + b"/"

@@ -26,10 +26,7 @@ from ckptfs.store.kv import Outcome
 
 @dataclass(slots=True)
 class CommitResult:
-    """The outcome of a transaction for this node.
-
-    Names in `reverted_names` had their changes undone. Inodes in `unlinked_inodes` have no name any more.
-    """
+    """The names whose changes were undone, and the inodes that have no name any more."""
 
     is_committed: bool
     reverted_names: set[SharedKey] = field(default_factory=set)
@@ -94,10 +91,7 @@ class ConflictResolver:
             self._values_to_merge.append((key, store_value.value))
 
     def _list_outdated_links(self, key: SharedKey, now: CachedValue) -> set[SharedKey]:
-        """Return the names in the history that this node gave to a file that another node has written.
-
-        The set does not have its former files any more.
-        """
+        """Return names in the history of a file that another node has written since; the set goes."""
         base, theirs = key_state.get_cached(self._db, key).fields, now.fields
         if key.kind != INODE or not base or not theirs or all(base.get(name) == theirs.get(name) for name in ("content", "generation")):
             return set()
@@ -112,10 +106,7 @@ class ConflictResolver:
         return found
 
     def _handle_ancestor_change(self, key: SharedKey, store_value: StoreValue) -> None:
-        """Handle a changed name of a directory above a moved one.
-
-        Changes that this node made below it are published on their own.
-        """
+        """Handle a changed name above a moved directory. Other changes below it are published by themselves."""
         if not key_state.is_dirty(self._db, key):
             read.apply_value(self._db, key, store_value.value, self._read_revision, self._recent_deletes)
         self._contested_names |= self._list_moved_names()
@@ -142,18 +133,12 @@ class ConflictResolver:
         key_state.set_cached(self._db, key, now)
 
     def _is_deleted_here(self, key: SharedKey, theirs: Value) -> bool:
-        """Return whether this node deleted a content of its own.
-
-        Then the content is deleted in the store too, even if another node changed it meanwhile.
-        """
+        """Return True for a content that this node wrote and deleted: it goes in any case."""
         own = key.kind == CONTENT and theirs["node"] == self._transaction.link.key.number
         return own and self._db.value("SELECT 1 FROM content WHERE id = ?", key.number) is None
 
     def _is_name_removed_here(self, inode: int, name: SharedKey) -> bool:
-        """Return whether this node removed the name from the inode and has not published that yet.
-
-        Another node may have made the name; this node saw it in the store.
-        """
+        """Return True if this node removed a name that it saw in the store, and has not published that."""
         return self._get_store_child(name) == inode != self._get_local_child(name)
 
     def _keep_if_named(self, key: SharedKey, base: Value | None, theirs: Value) -> None:
@@ -162,10 +147,7 @@ class ConflictResolver:
             keys.write_value(self._db, key, {**theirs, "names": names})
 
     def _handle_inode_deleted(self, inode: int) -> None:
-        """Handle an inode that was deleted in the store.
-
-        Names that this node made in it or for it are undone.
-        """
+        """Handle an inode that was deleted in the store: names made in it or for it are undone."""
         read.apply_inode_deleted(self._db, inode, self._read_revision, self._recent_deletes)
         self._deleted_inodes.add(inode)
         self._result.unlinked_inodes.append(inode)
@@ -197,10 +179,7 @@ class ConflictResolver:
     # --- undoing ------------------------------------------------------------------------------------------------------
 
     def _revert_contested(self) -> None:
-        """Undo the contested names, and all dirty names of the same inodes.
-
-        These belong to the same change, or build on it.
-        """
+        """Undo the contested names, and all dirty names of the same inodes, which build on them."""
         touched = key_state.list_dirty_names(self._db)
         # A restored inode keeps its names on this node and does not get back those of the store.
         touched = [key for key in touched if (self._get_local_child(key) or self._get_store_child(key)) not in self._restored_inodes]
@@ -280,10 +259,7 @@ class ConflictResolver:
 def record_commit(
     db: Database, transaction: StoreTransaction, revision: int, recent_deletes: RecentDeletes, *, recount_links: bool = False
 ) -> CommitResult:
-    """Record that the store applied the transaction at `revision`; 0 if there was nothing to apply.
-
-    `recount_links`: the link counts on this node may be wrong.
-    """
+    """Record that the store applied the transaction at `revision`; 0 if there was nothing to apply."""
     with key_state.change_unmarked(db):
         key_state.set_cached_each(db, ((key, CachedValue(revision, value)) for key, value in transaction.new_values.items()))
         for key, value in transaction.new_values.items():

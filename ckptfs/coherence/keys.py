@@ -211,10 +211,7 @@ def encode_fields(value: Value) -> bytes:
 
 
 def decode_value(raw: bytes | None) -> Value | None:
-    """Return the value that `encode_value` encoded.
-
-    Returns None for a missing or unreadable value (see `value_checks`).
-    """
+    """Return the value that `encode_value` encoded; None for a missing or unreadable one."""
     value: Value | None = None if raw is None else json.loads(raw)
     if value is not None:
         value.pop(PRIOR_REVISION, None)
@@ -273,10 +270,7 @@ def list_shared_names(db: Database, inode: int) -> list[list[Any]]:
 
 
 def count_in_history(names: Iterable[Sequence[Any]]) -> int:
-    """Return how many of these names are in the history.
-
-    Directories that this node has never read count, too.
-    """
+    """Return how many of these names are in the history, also in directories that were never read here."""
     return sum(identity.is_history_directory(name[0]) for name in names)
 
 
@@ -298,10 +292,7 @@ def set_link_count(db: Database, key: SharedKey) -> None:
 
 
 def _is_name_changed(db: Database, parent: int, name: str) -> bool:
-    """Return True if this node changed a name, so that the store has another inode under it.
-
-    A change that was taken back is still marked, and does not count.
-    """
+    """Return True if this node changed a name and did not take that back."""
     key = (parent, name.encode("latin-1"))
     if db.value("SELECT 1 FROM dirty_key WHERE kind = 'e' AND number = ? AND name = ? LIMIT 1", *key) is None:
         return False
@@ -328,10 +319,7 @@ def _get_content_value(db: Database, number: int, _: bytes) -> Value | None:
 
 
 def _get_inherited_value(db: Database, number: int) -> Value | None:
-    """Return the value of a content that another node wrote and a file of this node has replaced.
-
-    See `former.inherit`. The writer itself announces that it has the content.
-    """
+    """Return the value of another node's content that is the previous one of a file of this node."""
     row = db.row(
         "SELECT k.inode, k.superseded_mtime_ns, s.value FROM content k JOIN inode i ON i.id = k.inode AND i.nlink > 0"
         " JOIN cached_key s ON s.kind = 'c' AND s.number = k.id WHERE k.id = ? AND k.remote = 1"

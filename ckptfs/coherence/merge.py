@@ -125,9 +125,6 @@ def merge_content(ours: Value, theirs: Value) -> Value:
 
 
 def is_written_by_both(*values: Value | None) -> bool:
-    """Return whether both nodes wrote a file since `base`.
-
-    Each write changes generation and content, and no node writes a content of another one.
-    """
+    """Return True if both nodes wrote a file since `base`: each write changes content and generation."""
     base, ours, theirs = (value and (value.get("content"), value.get("generation")) for value in values)
     return bool(base and ours and theirs and ours[0] != theirs[0]) and base not in (ours, theirs)

@@ -28,10 +28,7 @@ def is_own(db: Database, inode: Inode) -> bool:
 
 
 def can_rename(db: Database, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int = 0) -> bool:
-    """Return True if a disconnected node may do this rename.
-
-    What cannot be looked up is left to the rename.
-    """
+    """Return True if a disconnected node may do this rename. Missing names are left to the rename."""
     source, target = namespace.find_child(db, parent, name), namespace.find_child(db, new_parent, new_name)
     shared = [inode for inode in (source, target) if inode is not None and is_shared(db, inode.id)]
     if flags == namespace.EXCHANGE and shared:

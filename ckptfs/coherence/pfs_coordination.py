@@ -53,10 +53,7 @@ ROUNDS_MAX = 64
 
 
 def list_published_rows(db: Database, instance: str, rows: list[JournalRow]) -> list[JournalRow]:
-    """Return the rows before the first one that is not published.
-
-    What an unpublished row says may still be undone.
-    """
+    """Return the rows before the first unpublished one, which may still be undone."""
     for place, row in enumerate(rows):
         if key_state.is_dirty(db, build_row_key(db, instance, row)):
             return rows[:place]
@@ -69,10 +66,7 @@ def build_row_key(db: Database, instance: str, row: JournalRow) -> SharedKey:
 
 
 def load_inodes(db: Database, store: Transactions, *inodes: int) -> None:
-    """Record what the store says of these inodes, and where the PFS shows them.
-
-    Raises what `StoreSnapshot.load` raises.
-    """
+    """Record what the store says of these inodes and of the PFS. Raises as `StoreSnapshot.load`."""
     StoreSnapshot(db, store).load(journal.get_instance_id(db), inodes=inodes)
 
 
@@ -96,10 +90,7 @@ class StoreSnapshot:
         self._is_loading = False
 
     def load(self, instance: str, rows: Iterable[JournalRow] = (), inodes: Iterable[int] = ()) -> None:
-        """Read all that these rows and inodes lead to.
-
-        Raises StoreUnreachable, and Busy if it keeps changing.
-        """
+        """Read all that these rows and inodes lead to. Raises StoreUnreachable, and Busy if it keeps changing."""
         rows, inodes = list(rows), list(inodes)
         self._is_loading = True
         try:
@@ -310,10 +301,7 @@ def _list_subjects(db: Database, batch: PfsBatch) -> set[int]:
 
 
 def publish_intents(db: Database, store: Transactions, snapshot: StoreSnapshot, batch: PfsBatch, instance: str) -> None:
-    """Announce what a batch is about to do.
-
-    Raises Busy if something that the plan rests on has changed, and StoreUnreachable.
-    """
+    """Announce a batch. Raises Busy if something that its plan rests on changed, and StoreUnreachable."""
     keys = [*list_pfs_name_keys(batch), *(SharedKey(PFS_STATE, inode) for inode in sorted(_list_subjects(db, batch)))]
     compares = [_build_unchanged_compare(snapshot, key) for key in keys]
     for show in batch.expected_entries:
@@ -355,19 +343,13 @@ def _build_intent(db: Database, batch: PfsBatch, key: SharedKey) -> Value:
 
 
 def _list_temporaries(batch: PfsBatch, key: SharedKey) -> list[str]:
-    """Return the temporary names from which the batch renames to this name.
-
-    Once they are removed, no late rename can land.
-    """
+    """Return the temporary names for this name. Once they are removed, no late rename can land."""
     targets = [(action, action.new_location or action.location) for action in batch.actions if action.act in {"put", "link", "move"}]
     return [action.temporary.decode("latin-1") for action, to in targets if (to.parent, to.name) == (key.number, key.name)]
 
 
 def find_intents(store: Transactions, batch: PfsBatch, number: int, instance: str) -> dict[SharedKey, CachedValue] | None:
-    """Return the intents of a batch if the store has them all.
-
-    Returns None if it was never announced, or if another node has resolved it.
-    """
+    """Return the intents of a batch; None if it was never announced, or another node has resolved it."""
     keys = list_pfs_name_keys(batch)
     if not keys:
         return {}
@@ -460,10 +442,7 @@ def _strip_intent(value: Value) -> Value:
 
 
 def refresh_names(db: Database, store: Transactions, directory: int, names: Sequence[bytes]) -> set[bytes]:
-    """Record what the store says of these names of a directory. Return those that must be left alone.
-
-    Another node changes or removes these. Raises StoreUnreachable.
-    """
+    """Record names of a directory. Return those that other nodes change. Raises StoreUnreachable."""
     store_loss.require_adopted(db)
     left: set[bytes] = set()
     for start in range(0, len(names), limits.ETCD_OPERATIONS_MAX // 2):

@@ -35,10 +35,7 @@ class StoreValue(NamedTuple):
 
 
 class RecentDeletes:
-    """Keys that were deleted lately, by the revision of their deletion.
-
-    An answer that was under way at that time must not bring them back.
-    """
+    """The latest deletions by revision. An answer that was under way must not bring the keys back."""
 
     def __init__(self) -> None:
         self._deleted: OrderedDict[SharedKey, int] = OrderedDict()
@@ -73,10 +70,7 @@ def _is_new(db: Database, key: SharedKey, store_value: StoreValue, recent_delete
 def apply_values(
     db: Database, store_values: Mapping[SharedKey, StoreValue], recent_deletes: RecentDeletes, has_writer: IsWritten = _is_never_written
 ) -> list[int]:
-    """Apply values of the store to the rows. Return the inodes that have no name any more.
-
-    `has_writer` tells which inodes are open for writing on this node. Names come last, so none leads to an inode without a row.
-    """
+    """Apply values to the rows, names last. Return the inodes that have no name any more."""
     if not (found := list_new_values(db, store_values, recent_deletes)):
         return []
     nameless: list[int] = []
@@ -134,10 +128,7 @@ FILE_TYPE = 0o100000
 
 
 def list_inode_keys(db: Database, inode: int) -> list[SharedKey]:
-    """Return the keys on which stat and open depend.
-
-    These are the attributes, a directory's times, a file's content, and what the PFS shows of it.
-    """
+    """Return the keys on which stat and open depend."""
     row = db.row("SELECT mode & 61440, content FROM inode WHERE id = ?", inode)
     if row is None:
         return [SharedKey(INODE, inode), SharedKey(TIMES, inode)]
@@ -188,10 +179,7 @@ def list_missing_keys(db: Database, store_values: dict[SharedKey, StoreValue]) -
 
 
 def list_overtaken_names(store_values: dict[SharedKey, StoreValue]) -> list[SharedKey]:
-    """Return the names whose inode was gone when it was asked for a moment later.
-
-    Another file may have taken the place at any moment. A name that is overtaken again was changed again within one round trip.
-    """
+    """Return the names whose inode was gone when it was asked for: another file may have taken its place."""
     found = []
     for key, one in store_values.items():
         if key.kind == NAME and (value := one.value.fields) is not None:
@@ -242,10 +230,7 @@ def build_page_get(directory: int, after: bytes, at_most: int) -> Get:
 def parse_page(
     db: Database, directory: int, after: bytes, at_most: int, outcome: Outcome
 ) -> tuple[dict[SharedKey, StoreValue], bytes | None]:
-    """Return the values of a page, with the names that are gone, and where the next page begins.
-
-    That is the name after which it begins; None on the last page.
-    """
+    """Return the values of a page with the names that are gone, and after which name the next begins."""
     items = outcome.results[0]
     found = {
         key: StoreValue(outcome.revision, CachedValue(item.mod_revision, parse_value(key, item)))

@@ -254,10 +254,7 @@ class ReintegrationResolver(ConflictResolver):
             key_state.set_cached(self._db, key, ABSENT)
 
     def _delete_stale_names(self, directory: int) -> None:
-        """Delete a name from which others have moved this directory.
-
-        The name was still cached, because nothing on this node had asked for it since.
-        """
+        """Delete cached names from which others have moved this directory."""
         names = list_local_names(self._db, directory)
         names.sort(key=lambda key: (key_state.is_dirty(self._db, key), key_state.get_cached(self._db, key).revision))
         for key in names[:-1]:
@@ -272,10 +269,7 @@ class ReintegrationResolver(ConflictResolver):
             key_state.mark_dirty(self._db, key)
 
     def _append_content_row(self, inode: int, content: int) -> None:
-        """Append a journal row for the bytes of a restored file.
-
-        Earlier rows of the journal are about another file, or about one that is gone from the PFS.
-        """
+        """Append a journal row for the bytes of a restored file: earlier rows are about another file."""
         self._append_journal_row("content", inode, content=content)
 
     def _append_journal_row(self, op: str, inode: int, **what: Any) -> None:

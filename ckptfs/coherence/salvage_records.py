@@ -28,10 +28,7 @@ def build_content_value(content: Content, inode: int, node: int) -> Value:
 
 
 def record_previous_shown(db: Database, content: Content, inode: int, values: tuple[Value, Value], revision: int) -> None:
-    """Record that the store shows `inode` with `content`, which is on this node.
-
-    `values`: (value of the file, value of the content).
-    """
+    """Record that the store shows `inode` with `content`. `values`: those of the file and the content."""
     with db.transaction():
         db.run(
             "UPDATE content SET remote = 0, inode = ?, superseded_mtime_ns = NULL, under_replicated = 1, announce_state = 0,"
@@ -57,20 +54,14 @@ def _apply_value(db: Database, key: SharedKey, value: Value | None, revision: in
 
 
 def record_pfs_shown(db: Database, store_values: Iterable[tuple[SharedKey, Value | None, int]]) -> None:
-    """Record that a file shows what the PFS has of it.
-
-    `store_values`: all values that say so, as (key, value, revision) in this order.
-    """
+    """Record that a file shows what the PFS has. `store_values`: (key, value, revision), in order."""
     with db.transaction():
         for key, value, revision in store_values:
             _apply_value(db, key, value, revision)
 
 
 def record_salvage_undone(db: Database, inode: int, value: Value, revision: int, node: int) -> None:
-    """Record that `inode` holds its lost state again, which `node` has.
-
-    That node may have taken it for superseded, so this one writes it to the PFS.
-    """
+    """Record that `inode` has its lost state again, of `node`. This one writes it back."""
     with db.transaction():
         apply_inode_value(db, inode, value, revision)
         if db.is_journalled:
@@ -90,10 +81,7 @@ def delete_salvage_record(db: Database, inode: int) -> None:
 
 
 def insert_conflict_copy(db: Database, content: Content, file: Value, node_label: str) -> bytes | None:
-    """Insert a file for bytes of this node that others missed and overwrote. Return its name.
-
-    Returns None if the content has changed since.
-    """
+    """Insert a file for bytes that others missed and overwrote. Return its name; None if they changed."""
     parent, name = file["names"][0]
     if db.value("SELECT 1 FROM inode WHERE id = ? AND nlink > 0", parent) is None:
         parent = ROOT

@@ -65,10 +65,7 @@ def record_epoch(db: Database, value: bytes) -> None:
 
 
 def build_new_epoch(found: Sequence[Item], before: bytes | None) -> tuple[Compare, Put] | None:
-    """Return how a new epoch begins, if the store has no epoch other than `before`.
-
-    Returns None if another node was first.
-    """
+    """Return how a new epoch begins; None if the store has another one than `before`."""
     if found and found[0].value != before:
         return None
     fields = {"id": uuid.uuid4().hex} if before is None else {"id": uuid.uuid4().hex, "after": json.loads(before)["id"]}

@@ -94,10 +94,7 @@ def _is_digest(value: object) -> bool:
 
 
 def _is_temporary(value: object) -> bool:
-    """Return True for a temporary name of write-back.
-
-    Any node may remove it after the death of its node.
-    """
+    """Return True for a temporary name of write-back, which any node may remove."""
     return isinstance(value, str) and _TEMPORARY.match(value) is not None
 
 

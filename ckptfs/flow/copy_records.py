@@ -59,10 +59,7 @@ class DropDeadRecords:
         return max(0.0, self._next_s - time.monotonic())
 
     def _acquire_lock(self) -> bool:
-        """Acquire the lock, which a node keeps as long as it lives.
-
-        Return False if nothing is to be done, or if another node has it.
-        """
+        """Acquire the lock for life. Return False if nothing is to be done, or another node has it."""
         gone = peer_copies.list_node_names(self._db).keys() - self._cluster.view().by_number.keys() - {self._cluster.node_number}
         if not gone or store_loss.is_adopting(self._db) or not self._cluster.lease():
             return False

@@ -130,10 +130,7 @@ class KeepIsland:
         self._report("are left", "compare them with the files of these names, copy what is missing, and remove the directory")
 
     def _is_published(self, path: bytes, mtime_ns: int) -> bool:
-        """Return True if the PFS has this file or a newer state of it.
-
-        Returns True as well if the file was deleted after it was copied.
-        """
+        """Return True if the PFS has this file or a newer state, or it was deleted after the copy."""
         inode = self._kept.get(path) or self._find_inode(path)
         if inode is None:
             return False
@@ -162,10 +159,7 @@ class KeepIsland:
 
     @contextlib.contextmanager
     def _open_area(self) -> Iterator[bytes]:
-        """Yield the path of this node's directory, through a descriptor of the recognised PFS.
-
-        The directory may be missing.
-        """
+        """Yield the path of this node's directory, which may be missing, on the recognised PFS."""
         assert self._config.pfs is not None
         with disk.closing(pfs_tree.open_adopted_root(self._db, self._config.pfs)) as root:
             yield b"/proc/self/fd/%d/%s/%s" % (root, pfs_identity.WORK_DIRECTORY, self._name)

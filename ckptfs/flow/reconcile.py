@@ -45,10 +45,7 @@ class Reconcile:
     """Sweeps through all contents, one batch a step: first the hosted ones, then this node's own."""
 
     def __init__(self, db: Database, tiers: Tiers, notify: Notifier, cluster: Cluster, reported_unneeded: set[int]) -> None:
-        """`reported_unneeded`: contents that a peer reported as unneeded or deleted.
-
-        They are checked first, and leave the set.
-        """
+        """Take `reported_unneeded`: contents that peers reported. They are checked first, and leave the set."""
         self._db = db
         self._tiers = tiers
         self._notify = notify
@@ -117,10 +114,7 @@ class Reconcile:
         return max(0.0, min(due_s, self._recheck_s if self._unconfirmed else due_s) - time.monotonic())
 
     def _schedule_recheck(self, unconfirmed: list[int], reported: list[int]) -> None:
-        """Check again later.
-
-        A node that deletes a file announces that at once. Its writer may not know of it yet when it is asked.
-        """
+        """Check again later: the writer may not know of a deletion yet that another node announced at once."""
         tries = {number: self._tries.pop(number, 0) + 1 for number in reported}
         again = {number: tries[number] for number in unconfirmed if tries[number] < limits.UNCONFIRMED_TRIES}
         if again:
@@ -158,12 +152,7 @@ class Reconcile:
     # --- what nodes have announced -----------------------------------------------------------------------------------
 
     def _ask_holders(self, batch: list[Content]) -> None:
-        """Ask nodes that announced copies, if it is the turn of a content.
-
-        A node without a copy withdraws its announcement.
-
-        The node that made a content asks; while it is dead, those that hold copies do.
-        """
+        """Ask holders of contents whose turn it is, as their maker or after its death. Who lacks one tells."""
         turn = self._sweeps % limits.AUDIT_SWEEPS
         announced: dict[int, list[int]] = {}
         for number in (content.id for content in batch if content.id % limits.AUDIT_SWEEPS == turn):
@@ -186,10 +175,7 @@ class Reconcile:
     # --- what is held for others -------------------------------------------------------------------------------------
 
     def _check_hosted(self, batch: list[Content], *, include_young: bool = False) -> list[int]:
-        """Check hosted contents.
-
-        Return those that the store does not know although their writer says that it has them.
-        """
+        """Check hosted contents. Return those that the store lacks and their writer has."""
         batch, content_locations, files = self._load_store_records(batch)
         unconfirmed = []
         replaced = self._list_replaced(batch, content_locations, files)
@@ -216,10 +202,7 @@ class Reconcile:
         return unconfirmed
 
     def _load_store_records(self, batch: list[Content]) -> tuple[list[Content], dict[int, ContentLocations], dict[int, SharedFile]]:
-        """Load the contents, the files that they belong to now, and what the store says of both.
-
-        Newer generations are recorded in the catalog.
-        """
+        """Load contents, their present files, and what the store says of both; record newer generations."""
         cluster = self._cluster
         content_locations = locations.refresh(self._db, cluster.store, [content.id for content in batch], cluster.node_number)
         remote_states = {number: shared.state for number, shared in content_locations.items()}
@@ -229,10 +212,7 @@ class Reconcile:
     def _list_replaced(
         self, batch: list[Content], content_locations: dict[int, ContentLocations], files: dict[int, SharedFile]
     ) -> set[int]:
-        """List contents whose file has another content now that is sealed and on other nodes.
-
-        Until then the previous one stays (P5), and so does the state that a file should show.
-        """
+        """List contents whose file has another, safe content now and does not miss them (P5)."""
         current_files = {content.id: files[content.inode] for content in batch if content.inode in files}
         successors = {number: file.content for number, file in current_files.items() if file.content not in (None, number)}
         successor_locations = locations.load(self._cluster.store, sorted({now for now in successors.values() if now is not None}))
@@ -252,10 +232,7 @@ class Reconcile:
         return any(node in self._cluster.view() for node in successor.holders if node != successor.writer)
 
     def _is_unknown_everywhere(self, content: Content, age_s: float) -> bool:
-        """Return whether the writer of a content that the store never had is gone or lacks it.
-
-        The writer may be an island that has not published it.
-        """
+        """Return True if the writer of a content is gone or lacks it: an island may not have published it."""
         home = self._cluster.view().by_number.get(identity.get_origin_node(content.id))
         if home is None:
             return age_s > limits.UNPUBLISHED_KEEP_S
@@ -306,10 +283,7 @@ class Reconcile:
             self._notify.wake_lanes()
 
     def _release_surplus(self, content: Content, shared: ContentLocations) -> None:
-        """Drop a surplus copy.
-
-        The transaction compares the announcements of the other holders, which may be dropping theirs at the same time.
-        """
+        """Drop a surplus copy if the other holders still announce theirs: they may be dropping them, too."""
         mine = locations.build_copy_key(content.id, self._cluster.node_number)
         if not self._cluster.copy_records.withdraw(content.id, [item for item in shared.items if item.key != mine]):
             return
@@ -346,10 +320,7 @@ class Reconcile:
                 self._recheck_unconfirmed_copies(content, shared)
 
     def _recheck_unconfirmed_copies(self, content: Content, shared: ContentLocations) -> None:
-        """Check copies on living nodes that the store does not list any more.
-
-        Such a copy may have gone bad or gone with its tier.
-        """
+        """Check copies on living nodes that the store does not list any more."""
         confirmed = {copy.node for copy in shared.copies if (copy.generation, copy.digest) == (content.generation, content.digest)}
         unconfirmed = [
             node.number for node in self._cluster.list_live(peer_copies.list_holders(self._db, content)) if node.number not in confirmed
@@ -359,10 +330,7 @@ class Reconcile:
             self._notify.wake_lanes()
 
     def _create_conflict_copy(self, content: Content, file: SharedFile) -> None:
-        """Keep a content that others took for lost beside what they wrote since.
-
-        If the file was not written since, it shows the content again.
-        """
+        """Keep a content that others took for lost beside what they wrote since, if they did."""
         salvaged = file.salvaged or {}
         if file.active_salvage is not None or (file.content, file.value["generation"]) == (content.id, content.generation):
             return

@@ -83,10 +83,7 @@ class Repair:
         self._notify.wake_lanes()
 
     def _note_dead_nodes(self, current: dict[int, KnownNode], previous: dict[int, KnownNode]) -> None:
-        """Note the nodes whose contents are to be checked.
-
-        At the start these are all dead ones, then each that dies, after a delay.
-        """
+        """Note the nodes to check: at the start all dead ones, then each that dies, after a delay."""
         known = peer_copies.list_node_names(self._db) if self._last_view is None else previous
         delay_s = 0.0 if self._last_view is None else self._cluster.draw_delay_s(limits.SPREAD_URGENT_S_MAX)
         dead = {number: time.monotonic() + delay_s for number in known if number not in current}
@@ -120,10 +117,7 @@ class Repair:
     # --- hosted contents ---------------------------------------------------------------------------------------------
 
     def _check_hosted(self, dead_node: int) -> bool:
-        """Mark a batch of a dead node's contents that this node must copy. Return False after the last one.
-
-        Raises StoreUnreachable; the batch is then repeated.
-        """
+        """Mark a batch of a dead node's contents to copy. Return False after the last. Repeated if it raises."""
         batch = remote_contents.list_hosted_with(self._db, dead_node, self._after, locations.LOAD_CONTENTS_MAX)
         content_locations = locations.refresh(self._db, self._cluster.store, [content.id for content in batch], self._cluster.node_number)
         to_copy = [content.id for content in batch if self._cluster.is_ours_to_copy(content, content_locations[content.id])]

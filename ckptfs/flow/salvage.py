@@ -95,10 +95,7 @@ class Salvage:
         return False
 
     def next_due_s(self) -> float | None:
-        """Return the seconds until the next check of what is undecided.
-
-        Until all nodes have adopted a new store, nothing is decided.
-        """
+        """Return the seconds until the next check; nothing is decided before all have adopted the store."""
         if store_loss.is_adopting(self._db):
             return limits.SALVAGE_POLL_S
         waiting = self._undecided or self._writers_may_return or mover_requests.list_open(self._db, mover_requests.SALVAGE, at_most=1)
@@ -106,10 +103,7 @@ class Salvage:
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _note_view(self, view: ClusterView) -> None:
-        """Begin a check of all contents if a node died or restarted.
-
-        The nodes of a large cluster do not begin together.
-        """
+        """Begin a check of all contents if a node died or restarted, after a random delay."""
         previous, self._last_view = self._last_view, view
         self._writers_may_return, self._view_since_s = True, time.monotonic()
         change = ViewChange(previous or ClusterView(), view)
@@ -262,10 +256,7 @@ class Salvage:
         return True
 
     def _show_pfs(self, inode: int, file: SharedFile, on_pfs: SharedPfsState, successor: ContentLocations) -> bool:
-        """Let the file show what the PFS has, if the store agrees.
-
-        The fsynced state of an open file becomes the whole file.
-        """
+        """Let the file show what the PFS has, if the store agrees, also a state that was only fsynced."""
         if on_pfs.in_hand:
             return False
         salvaged = _build_salvaged(file, successor, None, on_pfs.generation)
@@ -331,10 +322,7 @@ class Salvage:
         return is_undecided
 
     def _restore_from_writer(self, inode: int, file: SharedFile, salvaged: dict[str, Any], view: ClusterView) -> bool:
-        """Show the lost state again if its writer has it and the file was not written since.
-
-        Returns False if it is too early.
-        """
+        """Show the lost state again if its writer has it and no node wrote since. Return False: too early."""
         node = view.by_number[salvaged["node"]]
         value = {name: held for name, held in file.value.items() if name != "missed"}
         if file.active_salvage is None:
@@ -382,10 +370,7 @@ def _build_salvaged(file: SharedFile, successor: ContentLocations, shows: int | 
 
 
 def _is_same_state(generation: int, digest: bytes, remote_state: RemoteState) -> bool:
-    """Return whether a generation is the recorded state.
-
-    The record of a content that was closed but not sealed has no digest.
-    """
+    """Return True if a generation is the recorded state, which has no digest before its seal."""
     return generation == remote_state.generation and (
         remote_state.digest == digest if remote_state.digest is not None else not remote_state.is_open
     )
@@ -404,10 +389,7 @@ def _list_content_items(items: Sequence[Item]) -> list[Item]:
 
 
 def _commit_if_unchanged(store: Store, compared: Sequence[Item], puts: Sequence[tuple[bytes, dict[str, Any] | None]]) -> int:
-    """Put these values (None: delete) if all that was read is unchanged.
-
-    Return the revision, 0 if something has changed.
-    """
+    """Put these values (None: delete) if all that was read is unchanged. Return the revision, else 0."""
     compares = [Compare(item.key, CompareTarget.MOD, "=", item.mod_revision) for item in compared]
     changes: list[Operation] = [Delete(key) if value is None else Put(key, keys.encode_fields(value)) for key, value in puts]
     outcome = store.commit(compares, changes, [Get(item.key) for item in compared])

@@ -36,10 +36,7 @@ FORGET_S = 86_400.0
 
 
 class TakeOver:
-    """The search for journals of dead nodes, after each death and then less and less often.
-
-    A death may go unnoticed.
-    """
+    """The search for journals of dead nodes, after each death and then less and less often."""
 
     def __init__(self, db: Database, notify: Notifier, cluster: Cluster) -> None:
         self._db = db
@@ -73,10 +70,7 @@ class TakeOver:
         return max(0.0, self._next_look_s - time.monotonic()) if self._cluster.view() is self._last_view else 0.0
 
     def _find_nodes_with_rows(self, view: ClusterView) -> list[int]:
-        """Return the dead nodes with pending rows, with one request.
-
-        This node is among them if a previous catalog of it left rows.
-        """
+        """Return the dead nodes with pending rows, and this one if a previous catalog of it has any."""
         dead = sorted(peer_copies.list_node_names(self._db).keys() - view.by_number.keys() - {self._cluster.node_number})
         asked = [(number, get) for number in (self._cluster.node_number, *dead) for get in self._build_gets(number, 1)]
         results = self._cluster.store.read([get for _, get in asked]).results

@@ -319,10 +319,7 @@ def _start_workers(link: Link, job: FetchJob, streams: int) -> list[FetchWorker]
 
 
 def _end_if_stalled(worker: FetchWorker, job: FetchJob, workers: int) -> bool:
-    """Return whether to leave a source at which nothing moves.
-
-    Other sources take its blocks at once. Without others it is given more time.
-    """
+    """Return True to leave a source at which nothing moves. The only source is given more time."""
     still = time.monotonic() - worker.progress_at
     if workers > 1 and worker.assigned_run and still > limits.PEER_PATIENCE_S:
         job.return_blocks(worker, worker.assigned_run)
@@ -416,10 +413,7 @@ class _MessageSource:
 
 
 def send_blocks(link: Link, job: SendJob, count: int) -> None:
-    """Send all blocks of `work` with `count` streams at once.
-
-    Raises PeerFailed: the first failure of a stream, after all have ended.
-    """
+    """Send all blocks with `count` streams at once. Raises the first PeerFailed after all have ended."""
     failures: list[PeerFailed] = []
 
     def one() -> None:

@@ -87,10 +87,7 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
 
 
 class RpcGuard:
-    """The entry of each call.
-
-    It authenticates the peer, compares versions, turns errors into statuses and counts rejections.
-    """
+    """The entry of each call: authenticates, compares versions, turns errors into statuses, counts."""
 
     def __init__(self, authenticator: PeerAuthenticator, rejections: PeerRejections) -> None:
         self._authenticator = authenticator
@@ -280,7 +277,7 @@ def build_manifest(copy: OpenCopy, number: int) -> pb.Record:
 
 
 class RawStreams:
-    """Send and Read, with raw messages: a bounded number of streams. The watchdog cancels those without progress."""
+    """Send and Read: streams of raw messages, bounded in number. The watchdog cancels stalled ones."""
 
     def __init__(self, table: TransferTable, guard: RpcGuard, watchdog: CallWatchdog) -> None:
         self._table = table
@@ -289,10 +286,7 @@ class RawStreams:
         self._slots = ConcurrencyLimit("stream", limits.PEER_STREAMS_MAX, limits.PEER_STREAMS_PER_PEER_MAX)
 
     def send(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        """Receive blocks of a transfer.
-
-        A peer that opens streams and sends nothing occupies no more threads than another.
-        """
+        """Receive blocks of a transfer."""
         with self._guard.guard_call(context) as peer, self._watch_call(context, peer), self._slots.hold_slot(peer):
             transfer = self._table.transfers.get(peer, _parse_command(next(messages, b""), CommandKind.SEND).id)
             with transfer.hold_stream(), closing(BlockReceiver(transfer)) as receiver:

@@ -116,10 +116,7 @@ class Link:
     """A node that is asked. Any thread may call."""
 
     def __init__(self, me: str, cluster: str, identity: Identity | None, name: str, address: str, *, revocations: int = 0) -> None:
-        """Open the channel. `revocations`: how often the keys of that node were revoked.
-
-        Older keys are refused.
-        """
+        """Open the channel. Keys older than `revocations` are refused."""
         self.name, self.address, self.revocations = name, address, revocations
         self.stats = LinkStats()
         self.used_at = time.monotonic()
@@ -179,10 +176,7 @@ class Link:
 
     @contextmanager
     def reserve_content(self, number: int, wanted: Callable[[], bool]) -> Iterator[None]:
-        """Allow one transfer of a content at a time, so that an early one is not cut off by the rest.
-
-        Raises PeerFailed if the transfer is not wanted any more.
-        """
+        """Allow one transfer of a content at a time. Raises PeerFailed if it is not wanted any more."""
         with self._contents_changed:
             while number in self._contents:
                 self._contents_changed.wait(SLOT_POLL_S)
@@ -201,10 +195,7 @@ class Link:
         self._channel.close()
 
     def record_failure(self, failure: Exception) -> PeerFailed:
-        """Return the error for the failure of a stream, and count it if the node failed.
-
-        A node that refuses a request in good order, as for a content that it does not have any more, has not failed.
-        """
+        """Return the error for the failure of a stream, and count it, unless it is a refusal in good order."""
         found = self._translate_failure(failure)
         if not (isinstance(found, NoLongerWanted) or (isinstance(found, PeerRefused) and found.code in EXPECTED_REASONS)):
             self.stats.record_failure()
@@ -241,10 +232,7 @@ class Link:
 
 
 class _QuietChannel:
-    """A channel for the generated stub.
-
-    An answer that is no message fails its call, without a traceback in the log.
-    """
+    """A channel for the stub: an answer that is no message fails its call, without a traceback."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._channel = channel
@@ -278,10 +266,7 @@ def translate_errors(link: Link) -> Iterator[None]:
 
 @contextmanager
 def hold_slot(slots: threading.BoundedSemaphore, wanted: Callable[[], bool]) -> Iterator[None]:
-    """Wait for one of the streams of a link; each ends if nothing moves.
-
-    Raises PeerFailed if the transfer is not wanted any more.
-    """
+    """Hold one of the streams of a link. Raises PeerFailed if the transfer is not wanted any more."""
     while not slots.acquire(timeout=SLOT_POLL_S):
         if not wanted():
             raise NoLongerWanted("it is no longer wanted")

@@ -177,10 +177,7 @@ class BlockSink(Protocol):
     def size(self) -> int: ...
 
     def claim_block(self, number: int) -> bytes:
-        """Begin block `number` and return the digest that it must have.
-
-        Raises Rejection if it was not asked for or is already arriving.
-        """
+        """Begin a block; return its digest. Raises Rejection if it was not asked for or arrives already."""
 
     def write_block(self, number: int, data: memoryview) -> None:
         """Write a block whose digest was checked."""
@@ -374,10 +371,7 @@ def parse_offer(request: pb.OfferRequest) -> Offer:
 
 
 def parse_offers(request: pb.OffersRequest) -> list[Offer]:
-    """Return the offers in one message: small contents, sealed and whole, each once.
-
-    Raises Rejection unless their bytes have the digests.
-    """
+    """Return small contents, whole, each once. Raises Rejection unless their bytes have the digests."""
     require(
         0 < len(request.offers) <= limits.PEER_BATCH_MAX, f"{len(request.offers)} contents are not between 1 and {limits.PEER_BATCH_MAX}"
     )

@@ -94,10 +94,7 @@ class PeerClient:
         return [found[index] for index in range(len(offers))]
 
     def _send_blocks(self, link: Link, offer: Offer, fd: int, transfer: int, missing_blocks: list[int], wanted: Callable[[], bool]) -> int:
-        """Send until no block is missing. Return the bytes on the wire.
-
-        An attempt that made progress is followed by another one.
-        """
+        """Send until no block is missing, again after progress. Return the bytes on the wire."""
         moved, failures = 0, 0
         while missing_blocks:
             job = block_client.SendJob(fd, offer.size, transfer, missing_blocks[::-1], wanted, link.stats.should_compress)
@@ -217,10 +214,7 @@ class PeerClient:
         self.close_except(())
 
     def _get_link(self, node: PeerAddress) -> Link:
-        """Return the link to a node.
-
-        It is a new one if the node has another address now, or if its keys were revoked.
-        """
+        """Return the link to a node; a new one if its address changed or its keys were revoked."""
         old: list[Link] = []
         revocations = self._revoked.get_count(node.name)
         with self._lock:
@@ -275,10 +269,7 @@ def _decode_missing(link: Link, offer: Offer, bits: bytes) -> list[int]:
 
 
 def _check_manifest(link: Link, reply: Any, content: int, wanted: bytes | None) -> ContentManifest:
-    """Check the manifest of a peer.
-
-    Its block digests must make the digest that was asked for.
-    """
+    """Return the manifest of a peer, if its block digests make the digest that was asked for."""
     whole = (
         reply.size <= limits.PEER_BLOCKS_MAX * limits.BLOCK_BYTES
         and len(reply.blocks) == count_blocks(reply.size) * digest.BLOCK_DIGEST_BYTES

@@ -148,10 +148,7 @@ class PeerResourceTable(Generic[Item]):
 
     @contextmanager
     def reserve_slot(self, peer: str) -> Iterator[Callable[[Item], int]]:
-        """Reserve a slot and return the function that fills it and gives the id.
-
-        Raises Rejection if there are too many.
-        """
+        """Reserve a slot; yield the function that fills it and gives the id. Raises Rejection."""
         with self._lock:
             mine = sum(item.peer == peer for item in self._items.values())
             if mine >= self._peer_max or len(self._items) + self._reserved_count >= self._total_max:
@@ -202,10 +199,7 @@ class TransferTable:
         self._lock = threading.Lock()
 
     def begin_transfer(self, peer: str, offer: Offer) -> tuple[int, list[int]]:
-        """Begin a transfer. Return its id and the missing blocks.
-
-        A transfer of the same content that this peer had left open ends.
-        """
+        """Begin a transfer, and end this peer's older one. Return its id and the missing blocks."""
         for number, transfer in self.transfers.all():
             if transfer.peer == peer and transfer.offer.content == offer.content:
                 self.abandon(peer, number)
@@ -214,10 +208,7 @@ class TransferTable:
             return insert(IncomingTransfer(peer, offer, reception, self._clock)), list(reception.missing_blocks)
 
     def receive_whole(self, peer: str, offer: Offer, data: bytes) -> bool:
-        """Receive a content of at most one block that came with its offer; its digest was compared.
-
-        Return whether the copy counts now.
-        """
+        """Receive a content of one block that came with its offer. Return whether the copy counts now."""
         number, missing_blocks = self.begin_transfer(peer, offer)
         try:
             transfer = self.transfers.get(peer, number)

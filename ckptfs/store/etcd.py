@@ -167,10 +167,7 @@ class EtcdStore:
 
 
 class _PagedRead:
-    """A read in pages, if it does not fit one transaction or response.
-
-    All pages have the revision of the first.
-    """
+    """A read in pages at one revision, if it does not fit one transaction or response."""
 
     def __init__(self, store: EtcdStore, gets: Sequence[Get], timeout_s: float) -> None:
         self.future: Future[Outcome] = Future()

@@ -15,10 +15,7 @@ from ckptfs.store.kv import Get
 
 @dataclass(frozen=True, slots=True)
 class EtcdHealth:
-    """The answers of etcd.
-
-    `quota_bytes` 0: not known. `is_open`: it answers every caller, without a certificate.
-    """
+    """The answers of etcd. `quota_bytes` 0: not known. `is_open`: needs no certificate."""
 
     size_bytes: int
     quota_bytes: int

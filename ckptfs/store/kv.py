@@ -48,10 +48,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Get:
-    """Read `key`, or the keys from `key` to `end` (exclusive), in order.
-
-    `limit` 0 means all, `revision` 0 means now.
-    """
+    """Read `key`, or the keys from `key` to `end`. `limit` 0 means all, `revision` 0 means now."""
 
     key: bytes
     end: bytes | None = None
@@ -91,10 +88,7 @@ class CompareTarget(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """A condition on `key`, or on every key from `key` to `end` (exclusive).
-
-    VERSION = 0 over a range holds if the range is empty.
-    """
+    """A condition on each key from `key` to `end`. VERSION = 0 holds for an empty range."""
 
     key: bytes
     target: CompareTarget
@@ -143,10 +137,7 @@ class Watch(Iterator[WatchEvents], Protocol):
 
 
 class Transactions(Protocol):
-    """The calls of a store that read and change keys.
-
-    Each ends within `timeout_s`: a result, StoreUnreachable or StoreRefused.
-    """
+    """The calls that read and change keys: each ends within `timeout_s`, if need be by an error."""
 
     def read(self, gets: Sequence[Get], *, timeout_s: float = WAIT_S) -> Outcome:
         """Read at the newest revision, in several transactions at that revision if one is not enough."""
@@ -169,10 +160,7 @@ class Store(Transactions, Protocol):
     """A store, safe for several threads."""
 
     def read_soon(self, gets: Sequence[Get], *, timeout_s: float = WAIT_S) -> Future[Outcome]:
-        """Start `read` without waiting. The callbacks of the future run in a thread of the store.
-
-        They must not block.
-        """
+        """Start `read`. The callbacks of the future run in a thread of the store and must not block."""
 
     def commit_soon(
         self,
@@ -182,10 +170,7 @@ class Store(Transactions, Protocol):
         *,
         timeout_s: float = WAIT_S,
     ) -> Future[Outcome]:
-        """Start `commit` without waiting. The callbacks of the future run in a thread of the store.
-
-        They must not block.
-        """
+        """Start `commit`. The callbacks of the future run in a thread of the store and must not block."""
 
     def grant(self, ttl_s: int, *, timeout_s: float = WAIT_S) -> int:
         """Create a lease that expires `ttl_s` after its last renewal."""
@@ -218,10 +203,7 @@ def split_changes(changes: Sequence[Operation]) -> list[list[Operation]]:
 def iter_range(
     store: Transactions, key: bytes, end: bytes, *, keys_only: bool = False, timeout_s: float = WAIT_S
 ) -> Iterator[tuple[int, Item]]:
-    """Yield (revision of the whole read, item) for a long range, page by page.
-
-    Raises Compacted: start again.
-    """
+    """Yield (revision of the whole read, item), page by page. Raises Compacted: start again."""
     revision = 0
     while True:
         get = Get(key, end, limit=limits.ETCD_PAGE_ITEMS, keys_only=keys_only, revision=revision)

@@ -58,10 +58,7 @@ class PeerFetcher:
     # --- loading -----------------------------------------------------------------------------------------------------
 
     def refresh(self, state: FetchState, progress: Callable[[], None]) -> FetchState | None:
-        """Return a file as the store and its writer know it.
-
-        Raises Busy or NoCopyLeft if its last state is not sealed and cannot be.
-        """
+        """Return a file as store and writer know it. Raises Busy or NoCopyLeft if it cannot be sealed."""
         if state.content_id is None:
             return state
         shared = self._refresh_locations(state.content_id)
@@ -79,10 +76,7 @@ class PeerFetcher:
         return copies.load_fetch_state(self._db, state.inode)
 
     def _record_deleted(self, content: Content, shared: ContentLocations) -> None:
-        """Learn which nodes still have a content that was deleted after its file was looked up.
-
-        Raises NoCopyLeft if it was not sealed before.
-        """
+        """Learn who still has a content that was deleted meanwhile. Raises NoCopyLeft if it was unsealed."""
         with self._db.transaction():
             for copy in shared.copies:
                 peer_copies.insert_peer_copy(self._db, copy)
@@ -92,10 +86,7 @@ class PeerFetcher:
             raise NoCopyLeft("the file was deleted, and the node that wrote it does not have it any more")
 
     def _record_sealed(self, content: Content, shared: ContentLocations | None) -> None:
-        """Learn the sealed state of a content from its writer, or the last one that was fsynced.
-
-        Raises Busy or NoCopyLeft without one.
-        """
+        """Learn the sealed state from the writer, or the last fsynced one. Raises Busy or NoCopyLeft."""
         if shared is None or shared.writer is None:
             raise Busy("the node that wrote the file is not known, and it was not sealed")
         writer = None if shared.is_lost else self._cluster.view().by_number.get(shared.writer)
@@ -131,10 +122,7 @@ class PeerFetcher:
         return file is None or not file.value.get("nlink", 1)
 
     def _request_seal(self, content: Content, writer: Node) -> bool:
-        """Have the writer seal the content, or describe what an open file holds now.
-
-        Return False if it does not answer.
-        """
+        """Have the writer seal the content, or describe what it has open. Return False without an answer."""
         try:
             manifest = self._cluster.peers.request_seal(writer, content.id, limits.SEAL_REQUEST_S)
         except PeerFailed as failure:
@@ -178,10 +166,7 @@ class PeerFetcher:
         return [by_name[node.name] for node in self._cluster.peers.rank(nodes)]
 
     def fetch(self, state: FetchState, sources: Sequence[Node], tier: Tier, progress: FetchProgress) -> None:
-        """Make a good copy in `tier`.
-
-        Raises PeerFailed if no source delivers, Busy if the content changed, OSError from the tier.
-        """
+        """Make a good copy in `tier`. Raises PeerFailed, Busy if the content changed, OSError of the tier."""
         content, storage = state.content, self._tiers[tier]
         assert content is not None
         queued = progress.can_wait(content.size)
@@ -209,12 +194,7 @@ class PeerFetcher:
             self._db.persist()
 
     def _insert_copy(self, content: Content, storage: TierStorage) -> int | None:
-        """Insert the FILLING row and unlink the file of an older copy.
-
-        One transaction, since a peer may send the same content.
-
-        A stale copy that may be all that is left of the file is stashed. Return its id.
-        """
+        """Insert the FILLING row and unlink the older file. Return the id under which a stale one is stashed."""
         with self._db.transaction():
             stash_id = local_copies.stash(self._db, storage, content.id)
             if not copies.insert_filling_copy(self._db, content, storage.tier):
@@ -225,10 +205,7 @@ class PeerFetcher:
         return stash_id
 
     def _open_former(self, state: FetchState, storage: TierStorage) -> int:
-        """Return a descriptor of a bad or former copy of the file; -1 without one.
-
-        Its good blocks can be reused.
-        """
+        """Return a descriptor of a bad or former copy, whose good blocks can be reused; -1 without one."""
         is_here = any(copy.tier is storage.tier and copy.state in (CopyState.STALE, CopyState.QUARANTINED) for copy in state.copies)
         assert state.content is not None
         found = [(state.content.id, storage.tier)] if is_here else []
@@ -240,10 +217,7 @@ class PeerFetcher:
         return -1
 
     def _load_manifest(self, content: Content, sources: Sequence[Node], *, queued: bool) -> tuple[ContentManifest, Sequence[Node]]:
-        """Return the block digests and the sources, that first which answered and has a place for this node.
-
-        Raises PeerBusy if a source is busy and none has a place, else the last failure.
-        """
+        """Return the block digests, and first the source that has a place for this node. Raises PeerFailed."""
         assert content.digest is not None
         failure = PeerFailed("no node that has the file can be reached")
         # A node that does not answer is given up soon while there are others.
@@ -295,11 +269,7 @@ class PeerFetcher:
         *,
         queued: bool,
     ) -> None:
-        """Fetch the missing blocks into `target`.
-
-        Once something has arrived, sources that are busy or fail are asked again, and new ones, until nothing arrives for
-        `limits.FETCH_PATIENCE_S`.
-        """
+        """Fetch into `target`. After a beginning, sources are asked again while anything arrives."""
         left, arrived_s = set(missing), time.monotonic()
 
         def mark_present(number: int) -> None:
@@ -352,10 +322,7 @@ class _MissingBlocks:
         self.numbers = remaining
 
     def _copy_block(self, source: int, target: int, number: int) -> bool:
-        """Put a block of the older file in place, if it is right.
-
-        Files in the same tier share it, where they can.
-        """
+        """Put a block of the older file in place, if it is right; shared within a tier."""
         start = number * limits.BLOCK_BYTES
         length = min(limits.BLOCK_BYTES, self._size - start)
         is_shared = reflink.try_clone_range(source, start, target, start, length)

@@ -40,10 +40,7 @@ transfer.declare_labels("host:open")
 
 
 class OpenFileSnapshots:
-    """The latest snapshots of open files, and of deleted files that were not sealed.
-
-    Thread-safe.
-    """
+    """The latest snapshots of open files, and of deleted unsealed ones. Thread-safe."""
 
     def __init__(self, db: Database, tiers: Tiers) -> None:
         self._db = db
@@ -52,10 +49,7 @@ class OpenFileSnapshots:
         self._snapshots: OrderedDict[tuple[int, bytes], OpenCopy] = OrderedDict()
 
     def take_snapshot(self, content: int) -> OpenCopy | None:
-        """Return the present state of an open or doomed content.
-
-        Returns None for other contents, and where no other process may read.
-        """
+        """Return the present state of an open or doomed content; None if it is neither or cannot be read."""
         storage = self._find_storage(content)
         if storage is None:
             return None
@@ -282,10 +276,7 @@ class Host:
         return True
 
     def _record_sender(self, offer: Offer) -> None:
-        """Record the copy of a node that did not make the content.
-
-        After the death of that node, this one checks that there are enough copies.
-        """
+        """Record the copy of a sender that did not make the content: after its death this node checks."""
         sender = next((node.number for node in self._cluster.view().nodes if node.name == offer.sender), 0)
         if sender and sender != identity.get_origin_node(offer.content) and offer.digest is not None:
             peer_copies.insert_peer_copy(self._db, PeerCopy(offer.content, sender, offer.generation, offer.digest))
@@ -384,10 +375,7 @@ class Host:
         raise _build_not_found(known, f"no copy of content {number} is here")
 
     def seal_and_open(self, content: int, timeout_s: float) -> OpenCopy | None:
-        """Wait until a closed content is sealed, then open it.
-
-        For a content that is still written, or was deleted, open its present state.
-        """
+        """Open a closed content when it is sealed, and an open or deleted one in its present state."""
         until_s = time.monotonic() + min(timeout_s, limits.SEAL_REQUEST_MAX_S)
         while True:
             known = get_content(self._db, content)
@@ -415,10 +403,7 @@ class Host:
     # --- the rest ----------------------------------------------------------------------------------------------------
 
     def release_copies(self, contents: Sequence[int]) -> None:
-        """Note contents that a peer reports as unneeded.
-
-        The reconcile step asks the store before it drops them.
-        """
+        """Note contents that a peer reports as unneeded, for the reconcile step to ask the store."""
         with self._lock:
             # The next sweep finds the rest.
             self.reported_unneeded.update(contents[: max(0, limits.UNCONFIRMED_MAX - len(self.reported_unneeded))])
@@ -453,10 +438,7 @@ def _validate_offer(offer: Offer) -> None:
 
 
 def _build_not_found(known: Content | None, message: str) -> CopyNotFound:
-    """Return the error for a missing copy.
-
-    A content that this node wrote is not gone because it cannot be opened for a peer.
-    """
+    """Return the error for a missing copy. An own content that cannot be opened is not gone."""
     is_own = known is not None and not known.is_remote and known.state is not ContentState.DOOMED
     return CopyUnavailable(message) if is_own else CopyNotFound(message)
 

@@ -109,10 +109,7 @@ class IncomingCopy:
             raise NoSpace(f"{self.storage.tier} is full") from failure
 
     def add_source(self, storage: TierStorage, content: int, block_digests: bytes | None) -> None:
-        """Add a file on this node that may have blocks of this content.
-
-        `block_digests` are its joined digests. None: they are computed now.
-        """
+        """Add a file that may have blocks of this content. Without `block_digests` they are computed now."""
         if block_digests is None:
             block_digests = _read_digests(storage, content)
         self._sources.append((storage, content, {known: number for number, known in enumerate(digest.split_digests(block_digests))}))
@@ -130,10 +127,7 @@ class IncomingCopy:
                 self._find_missing(digests)
 
     def _take_block(self, storage: TierStorage, source: int, there: int, number: int, wanted: bytes, buffer: "_BlockBuffer") -> None:
-        """Put a block of another file in place, if it is what it is said to be.
-
-        In the same tier the files share it, where they can.
-        """
+        """Put a block of another file in place, if it is right; shared within a tier."""
         is_shared = storage.tier is self.storage.tier is not Tier.RAM and self._share_block(source, there, number)
         data = buffer.read(self.fd, number) if is_shared else buffer.read(source, there)
         if digest.hash_block(data) != wanted:
@@ -230,10 +224,7 @@ class OfferValidator:
         self._cluster = cluster
 
     def validate(self, offer: Offer) -> None:
-        """Raise Busy if no authorised node says that the content holds what is offered.
-
-        An early offer changes nothing yet, and passes.
-        """
+        """Raise Busy if no authorised node says that the content holds this. An early offer passes."""
         if offer.is_early or self._is_node(identity.get_origin_node(offer.content), offer.sender) or self._is_known(offer):
             return
         try:
@@ -269,10 +260,7 @@ class PeerQuota:
         self._share = share
 
     def choose_tier(self, size: int) -> Tier:
-        """Return the tier for `size` more bytes: RAM while they fit, then NVMe. Raises NoSpace.
-
-        Prepared memory makes way.
-        """
+        """Return the tier for `size` more bytes, RAM first; prepared memory makes way. Raises NoSpace."""
         for tier in WATERMARKS:
             if tier in self._tiers and self._get_free_bytes(self._tiers.get_capacity(tier), tier) >= size:
                 return tier

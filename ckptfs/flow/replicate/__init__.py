@@ -157,10 +157,7 @@ class Replicate:
     # --- sending, in the peers' threads ------------------------------------------------------------------------------
 
     def _send(self, node: Node, jobs: Sequence[Job]) -> bool:
-        """Send contents to one peer, small ones together.
-
-        Return whether it has them all. Expected failures are not raised.
-        """
+        """Send contents to one peer, small ones together. Return True if it has them all."""
         try:
             return self._try_send(node, jobs)
         except BaseException:
@@ -269,10 +266,7 @@ class Replicate:
         return True
 
     def _verify_own_copy(self, node: Node, content: Content, tier: Tier, failure: PeerCorrupt) -> None:
-        """Check the copy of which a peer received wrong data.
-
-        The file is being written, or this copy is bad (P4).
-        """
+        """Check the copy of which a peer got wrong data: it is being written, or bad (P4)."""
         self._backoff.record_refusal(node.number, content.id, 0)
         if not is_unchanged(self._db, content):
             return

@@ -91,10 +91,7 @@ class EarlyReplication:
         return more
 
     def next_due_s(self) -> float | None:
-        """Return a short interval while files are written, else a long one.
-
-        The wake-up after an open may be lost.
-        """
+        """Return a short interval while files are written, else a long one: a wake-up may be lost."""
         return limits.EARLY_POLL_S if self._growing_files else limits.EARLY_IDLE_S
 
     def _send_complete(self, growing: _GrowingFile, content: Content, tier: Tier) -> bool:

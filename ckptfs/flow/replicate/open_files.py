@@ -44,10 +44,7 @@ class SnapshotReplicator:
         self._cluster = cluster
 
     def replicate(self, number: int) -> set[int]:
-        """Send a snapshot of a file.
-
-        Return the nodes that have it, this one included; none if it was not possible.
-        """
+        """Send a snapshot of a file. Return the nodes that have it, with this one; none if that failed."""
         for _ in range(TRIES_MAX):
             try:
                 return self._replicate_once(number)
@@ -70,10 +67,7 @@ class SnapshotReplicator:
             return self._send_until_enough(snapshot, Offer(number, snapshot.inode, snapshot.generation, size, whole, blocks), fd)
 
     def _take_snapshot(self, number: int, fd: int) -> Content | None:
-        """Record a generation for the present content, with its size and times.
-
-        Returns None if the content is not open.
-        """
+        """Record a generation for the present content, its size and times; None if it is not open."""
         status = os.fstat(fd)
         with self._db.transaction():
             snapshot = peer_copies.record_open_snapshot(self._db, number)
@@ -233,10 +227,7 @@ class PeriodicReplication:
         return limits.OPEN_FILES_POLL_S if contents.count_writers(self._db) else limits.OPEN_IDLE_S
 
     def _start_tracking(self, content: Content, tier: Tier, now_s: float) -> _TrackedFile:
-        """Begin to track an open file.
-
-        A state that was verified after its last change was copied when it was sealed.
-        """
+        """Begin to track an open file. What was verified after its last change has copies of its seal."""
         state = self._get_file_state(content, tier)
         verified_ns = next((copy.verified_ns for copy in copies.list_copies(self._db, content.id) if copy.tier is tier), 0)
         is_unchanged = state is not None and state[1] < verified_ns

@@ -149,10 +149,7 @@ class PeerQueues:
             self._in_flight.pop(content.id, None)
 
     def _take_next(self, queue: _PeerQueue) -> list[Job]:
-        """Take the next content, or small ones that travel together.
-
-        Return an empty list, which ends the thread, if there is none.
-        """
+        """Take the next content, or small ones together; none, which ends the thread, if nothing waits."""
         with self._lock:
             jobs: list[Job] = []
             left = limits.PEER_BATCH_BYTES_MAX

@@ -451,10 +451,7 @@ class Applier:
         return target is not None and target.st_ino in self._batch_inodes and not (expected is not None and self._matches(target, expected))
 
     def _matches(self, found: os.stat_result | None, fingerprint: Fingerprint) -> bool:
-        """Return True if `found` is the inode that `fingerprint` describes.
-
-        st_ino is not stable on every filesystem: for a number unknown to the batch, equal size and mtime of a file are enough.
-        """
+        """Return True if `found` is the inode of `fingerprint`, or an unknown one of equal size and mtime."""
         if found is None:
             return False
         if found.st_ino in (fingerprint.ino, self._copied_inodes.get(fingerprint.ino)) or fingerprint.ino == 0:

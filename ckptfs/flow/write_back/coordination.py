@@ -59,10 +59,7 @@ class ClusterWriteBack:
     # --- before a batch -----------------------------------------------------------------------------------------------
 
     def choose_rows(self, rows: list[JournalRow]) -> list[JournalRow]:
-        """Return those of the next rows that the store has and that no other node took over.
-
-        Raises StoreUnreachable.
-        """
+        """Return the next rows that the store has and no other node took over. Raises StoreUnreachable."""
         rows = list_published_rows(self._db, self._instance, rows[:BATCH_ROWS])
         if not rows:
             return rows
@@ -131,10 +128,7 @@ class ClusterWriteBack:
         self._set_expected_inodes(PfsView(self._db))
 
     def confirm_gone(self, names: DirectoryPath) -> DirectoryPath | None:
-        """Return `names` if the directory is gone from the PFS although the store says that it is shown.
-
-        Returns None if another node is moving it, or has moved it: then it is to be planned again in a while.
-        """
+        """Return `names` if that directory is gone from the PFS; None if another node moves it: plan again."""
         try:
             before = self._load_path_revisions(names)
             self._tree.clear_cache()
@@ -147,10 +141,7 @@ class ClusterWriteBack:
         return None
 
     def _load_path_revisions(self, names: DirectoryPath) -> dict[SharedKey, int]:
-        """Return the revisions of all keys that place this directory on the PFS; empty if none does.
-
-        Raises StoreUnreachable, and Busy while another node changes one of these keys.
-        """
+        """Return the revisions of the keys that place a directory. Raises Busy while others change them."""
         inode = pfs_state.find_inode(self._db, names)
         if inode is None:
             return {}
@@ -162,10 +153,7 @@ class ClusterWriteBack:
         return {key: self._snapshot.get_revision(key) for key in self._snapshot.store_values if key.kind in {PFS_NAME, PFS_STATE}}
 
     def _set_expected_inodes(self, view: PfsView) -> None:
-        """Expect directories by st_ino, since names may have been exchanged after they were read.
-
-        No descriptor is kept from one batch to the next: another node may have removed the directory and made a new one.
-        """
+        """Expect directories by st_ino. No descriptor is kept: others may have replaced the directory."""
         self._tree.clear_cache()
         inodes: dict[tuple[bytes, ...], int] = {}
         for key in self._snapshot.store_values:
@@ -217,10 +205,7 @@ class ClusterWriteBack:
             raise Busy("this node has no lease")
 
     def require_lease(self) -> None:
-        """Raise Busy if other nodes may have declared this node dead since the batch was loaded.
-
-        The process may have been stopped for a while, and other nodes may have resolved its intents.
-        """
+        """Raise Busy if others may have declared this node dead and resolved its intents since the load."""
         if self._cluster.lease() != self._lease:
             raise Busy("other nodes may have declared this node dead")
 
@@ -242,12 +227,7 @@ class ClusterWriteBack:
         return bool(gone)
 
     def _find_pfs_inode(self, name: PfsName, temporaries: Iterable[str]) -> int | None:
-        """Return st_ino of the entry that the PFS shows under a name.
-
-        The temporary names of an intent are removed first.
-
-        A rename of the dead node that still hangs in the kernel then finds no source, and cannot land any more.
-        """
+        """Return st_ino of an entry. Temporary names go first, so that no late rename of the dead can land."""
         path = PfsView(self._db).get_path(name[0])
         if path is None:
             return None

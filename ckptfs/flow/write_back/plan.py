@@ -132,10 +132,7 @@ class Planner:
         return others if others or shown else names[:1]
 
     def _find_refuge(self, name: PfsName, inode: int = NO_INODE) -> PfsName | None:
-        """Return the name in the history to which a file moves before `name` goes, or shows `inode`.
-
-        Returns None if the PFS shows the file under another name as well, or is not to show it.
-        """
+        """Return the name in the history to which a file moves before `name` goes; None if none is needed."""
         shown = self.view.get_entry(*name)
         if shown is None or shown.inode == inode or any(other != name for other in self._list_shown_names(shown.inode)):
             return None

@@ -33,10 +33,7 @@ class SourceKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A temporary file to make: `inode` with the bytes of `content`.
-
-    `mode` is used if the inode's row is gone; `path` is the target's path on the PFS, for messages.
-    """
+    """A temporary file to make. `mode`: if the inode's row is gone. `path`: the target, for messages."""
 
     kind: SourceKind
     inode: int

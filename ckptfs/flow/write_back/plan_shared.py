@@ -30,10 +30,7 @@ PARKED_PREFIX = b".ckptfs.parked."
 
 
 class SetAside(Exception):
-    """A row depends on an inode of which the PFS refuses a change of names.
-
-    The planner is of no use any more.
-    """
+    """A row depends on an inode whose names the PFS refuses to change. The planner is of no use now."""
 
 
 class SharedPlanner(Planner):
@@ -279,10 +276,7 @@ class SharedPlanner(Planner):
         return True
 
     def _vacate(self, name: PfsName, inode: int) -> bool:
-        """Free a name for `inode`.
-
-        Another inode that lives moves to its own name; one that is deleted and cannot be replaced by `inode` is removed.
-        """
+        """Free a name for `inode`: who lives moves to its own name, who is deleted goes unless replaced."""
         shown = self.view.get_entry(*name)
         if self._snapshot.get_intent(name):
             return self._block()

@@ -90,10 +90,7 @@ class ClusterServices:
         self._early_replication = EarlyReplication(db, tiers, self.cluster)
 
     def list_flows(self) -> list[tuple[str, Flow]]:
-        """Return (name, flow) of every lane that only a cluster has.
-
-        A read-only mount gives other nodes nothing.
-        """
+        """Return (name, flow) of the lanes of a cluster. A read-only mount gives other nodes nothing."""
         if self._config.is_read_only:
             return [("inspect", self._inspect_file)]
         return [

@@ -112,10 +112,7 @@ async def _begin_adoption(db: Database, store: EpochCheckedStore, name: str) -> 
 
 
 async def merge_store(db: Database, store: Store) -> None:
-    """Compare this catalog with what other nodes have put into a store that is being adopted.
-
-    Raises StoreUnreachable.
-    """
+    """Compare this catalog with what others have put into a store to adopt. Raises StoreUnreachable."""
     after = 0
     while inodes := adopt.list_inodes(db, after):
         values = await _load(store, adopt.list_keys(db, inodes))
@@ -132,12 +129,7 @@ async def merge_store(db: Database, store: Store) -> None:
 
 
 async def check_adoption(db: Database, store: Store) -> None:
-    """Tell the others that this node knows the store, and find out whether all do.
-
-    Raises StoreUnreachable.
-
-    While the node is connected, the store knows everything that this node knows.
-    """
+    """Tell the others that this node has adopted, and find out if all have. Raises StoreUnreachable."""
     if store_loss.get_adoption_step(db) is AdoptionStep.ORDERED:
         store_loss.set_adoption_step(db, None)  # There is nothing to adopt any more.
     epoch, number = store_loss.get_epoch(db) or b"", identity.get_node_number(db)
@@ -159,10 +151,7 @@ async def check_adoption(db: Database, store: Store) -> None:
 
 
 async def _has_member_with_data(db: Database, store: EpochCheckedStore) -> bool:
-    """Return True if a member has the data that this catalog knows.
-
-    Raises StoreUnreachable if too few answer to exclude it.
-    """
+    """Return True if a member has the cluster's data. Raises StoreUnreachable if too few answer."""
     members = await trio.to_thread.run_sync(store.members)
     try:
         replies = [await _has_cluster_data(EpochCheckedStore(member, db)) for member in members]

@@ -46,10 +46,7 @@ class PendingRead:
 
 
 class CommitRounds:
-    """The rounds of commits: one runs at a time, and callers that come meanwhile wait for it.
-
-    The first round starts after the first `end_round`.
-    """
+    """Rounds of commits: one at a time, from the first `end_round` on; callers meanwhile wait for it."""
 
     def __init__(self) -> None:
         self._is_running = True
@@ -134,10 +131,7 @@ class SharedNamespace:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     async def refresh_name(self, parent: int, name: bytes, *prefetch_names: Name) -> None:
-        """Make the rows of a name and of its inode fresh.
-
-        The rows of names that will probably be looked up next are refreshed with them.
-        """
+        """Make the rows of a name and its inode fresh, and those of names that are probably next."""
         await self._refresh(read.list_name_keys(self.db, parent, name), prefetch_names)
 
     async def refresh_inode(self, inode: int, *prefetch_names: Name) -> None:
@@ -171,10 +165,7 @@ class SharedNamespace:
                 return
 
     async def refresh_change(self, names: Iterable[Name]) -> None:
-        """Make all rows fresh on which a change of these names depends.
-
-        These are the names, all directories above, and whether a child is empty.
-        """
+        """Refresh what a change of names rests on: them, directories above, emptiness of children."""
         for parent, name in names:
             await self.refresh_ancestors(parent)
             await self.refresh_name(parent, name)
@@ -191,10 +182,7 @@ class SharedNamespace:
             inode = read.load_directory_location(self.db, inode)[1]
 
     async def _refresh(self, keys: list[SharedKey], prefetch_names: Iterable[Name] = ()) -> None:
-        """Make these keys fresh, and all that they lead to.
-
-        Raises ValueUnreadable if one of them holds no value of ckptfs.
-        """
+        """Make these keys fresh, and all that they lead to. Raises ValueUnreadable."""
         values = await self._load_values([*keys, *(key for at, what in prefetch_names for key in read.list_name_keys(self.db, at, what))])
         while values and (more := read.list_missing_keys(self.db, values) or read.list_overtaken_names(values)):
             found = await self._load_values(more)
@@ -278,10 +266,7 @@ class SharedNamespace:
         self._has_dirty.set()
 
     async def wait_published(self, names: Iterable[Name] = ()) -> bool:
-        """Wait until all changes are in the store or the node is disconnected.
-
-        Returns False if one of `names` was reverted.
-        """
+        """Wait for the store or a disconnection. Return False if one of `names` was reverted."""
         reverts = self._reverts
         last = key_state.get_last_change(self.db)
         while last and not self.is_disconnected and key_state.has_dirty(self.db, last):
@@ -322,10 +307,7 @@ class SharedNamespace:
         raise posix_error(errno.EAGAIN)
 
     async def _wait_until_allowed(self, is_own: Callable[[], bool], names: Iterable[Name]) -> None:
-        """Wait for the store before a change that a disconnected node must not make.
-
-        Raises EAGAIN if it does not come back in time.
-        """
+        """Wait for the store before a change that an island must not make. Raises EAGAIN in the end."""
         with trio.move_on_after(limits.DISCONNECTED_WAIT_S):
             while self.is_disconnected and not is_own():
                 await trio.sleep(limits.STORE_PROBE_S)
@@ -376,10 +358,7 @@ class SharedNamespace:
                 await cluster_recovery.check_adoption(self.db, self._store)
 
     def get_figures(self) -> dict[str, int]:
-        """Return the figures of `status`: round trips by kind, start of the disconnection, dirty keys.
-
-        The start is in ns; 0: connected.
-        """
+        """Return round trips by kind, start of the disconnection in ns (0: none), dirty keys."""
         return {**self.counts, "island_ns": self.disconnected_ns, "waiting": key_state.count_dirty(self.db)}
 
     async def _commit_batch(self) -> bool:
@@ -420,10 +399,7 @@ class SharedNamespace:
         return True
 
     def _handle_invalid(self, transaction: commit.StoreTransaction, refusal: TransactionInvalid) -> None:
-        """Find the change that the store refuses for ever, by smaller transactions.
-
-        That change stays on this node, and the others go on.
-        """
+        """Find, by halves, the change that the store refuses for ever. It stays here; the others go on."""
         self._unconfirmed = None
         if transaction.change_count > 1:
             self._changes_max = transaction.change_count // 2
@@ -435,10 +411,7 @@ class SharedNamespace:
         log.error("%s: a change is not shared: %s; other nodes do not see it (%s)", path, refusal, remedy)
 
     async def _build_resolver(self, transaction: commit.StoreTransaction, reply: Outcome) -> Callable[..., ConflictResolver]:
-        """Return the resolver for changes that applications made while disconnected.
-
-        It reads what the resolver needs first.
-        """
+        """Return the resolver for changes of an island, after reading what it needs."""
         more = await cluster_recovery.load_named_inodes(self.db, self._store, transaction, reply)
         return functools.partial(reintegrate.ReintegrationResolver, more=more, label=self._label, is_written=self._is_open_for_writing)
 
