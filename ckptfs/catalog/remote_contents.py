@@ -161,7 +161,7 @@ def record_remote(db: Database, remote: RemoteState) -> bool:
         ):
             return True
         if digest is None or digest != remote.digest:
-            _set_copies_stale(db, remote.content)
+            mark_copies_stale(db, remote.content)
             blocks = None
         db.run(
             "UPDATE content SET inode = ?, generation = ?, state = ?, size = ?, digest = ?, blocks = ?, under_replicated = 0,"
@@ -189,7 +189,7 @@ def mark_held_copy_stale(db: Database, held_copy: HeldCopy) -> bool:
     with db.transaction():
         if not is_unchanged(db, seen) or is_own_unpublished(db, seen.id):
             return False
-        _set_copies_stale(db, seen.id)
+        mark_copies_stale(db, seen.id)
         db.run(f"UPDATE content SET {_SET_REMOTE}, under_replicated = 0 WHERE id = ?", seen.id)
         return True
 
@@ -227,8 +227,8 @@ def _insert_remote(db: Database, remote: RemoteState) -> None:
         db.run("UPDATE sqlite_sequence SET seq = ? WHERE name = 'content'", last)
 
 
-def _set_copies_stale(db: Database, content: int) -> None:
-    """Make the copies on this node STALE. Other nodes have to learn of which generation they are."""
+def mark_copies_stale(db: Database, content: int) -> None:
+    """Make the copies on this node STALE; the store has to learn of which generation. Joins the transaction."""
     known = db.row("SELECT state, generation, digest FROM content WHERE id = ?", content)
     generation, digest = known[1:] if known is not None and known[0] == ContentState.SEALED else (None, None)
     db.run(
@@ -237,12 +237,6 @@ def _set_copies_stale(db: Database, content: int) -> None:
         generation, digest, CopyState.STALE, time.time_ns(), content,
     )  # fmt: skip
     db.run("UPDATE content SET announce_state = 2 WHERE id = ? AND announce_state = 0", content)
-
-
-def mark_copies_stale(db: Database, content: int) -> None:
-    """Make the copies of a content STALE: its file is about to be another one."""
-    with db.transaction():
-        _set_copies_stale(db, content)
 
 
 def record_hosted_copy(db: Database, remote: RemoteState, reserved_content: int, tier: Tier) -> bool:

@@ -33,7 +33,6 @@ from ckptfs.errors import ConfigError, InvalidArgument
 
 if TYPE_CHECKING:
     from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 
 log = logging.getLogger(__name__)
@@ -66,6 +65,7 @@ def target_name(cluster: str, node: str, revocations: int = 0) -> str:
 
 def init(directory: Path, cluster: str) -> None:
     """Create the CA of `cluster` in `directory`. Raises InvalidArgument if there is one."""
+    from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 
     _check_name(cluster, "cluster")
@@ -73,7 +73,7 @@ def init(directory: Path, cluster: str) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
     name = _build_name(cluster, f"{cluster} CA")
-    certificate = _build_certificate(name, name, key, CA_DAYS, authority=True).sign(key, _build_hash())
+    certificate = _build_certificate(name, name, key, CA_DAYS, authority=True).sign(key, hashes.SHA256())
     _write_new_file(directory / CA_KEY, _encode_key(key), 0o600)
     _write_new_file(directory / CA_CERTIFICATE, _encode_certificate(certificate), 0o644)
 
@@ -81,7 +81,7 @@ def init(directory: Path, cluster: str) -> None:
 def issue(directory: Path, node: str, addresses: Sequence[str] = ()) -> Path:
     """Create DIRECTORY/NODE with the keys of `node`. Its certificate also names the hosts `addresses`."""
     from cryptography import x509
-    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
     _check_name(node, "node")
@@ -101,7 +101,7 @@ def issue(directory: Path, node: str, addresses: Sequence[str] = ()) -> Path:
     builder = _build_certificate(_build_name(cluster, node), ca.subject, key, NODE_DAYS, authority=False).add_extension(
         names, critical=False
     )
-    certificate = builder.sign(ca_key, _build_hash())
+    certificate = builder.sign(ca_key, hashes.SHA256())
     target.mkdir(mode=0o700, exist_ok=True)
     _write_new_file(target / NODE_KEY, _encode_key(key), 0o600)
     _write_new_file(target / CA_CERTIFICATE, _encode_certificate(ca), 0o644)
@@ -275,12 +275,6 @@ def _check_key_matches(directory: Path) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(directory / NODE_CERTIFICATE, directory / NODE_KEY)
     except (ssl.SSLError, OSError) as failure:
         raise ConfigError(f"{directory / NODE_KEY} is not the key of {directory / NODE_CERTIFICATE}") from failure
-
-
-def _build_hash() -> "hashes.SHA256":
-    from cryptography.hazmat.primitives import hashes
-
-    return hashes.SHA256()
 
 
 def _build_name(cluster: str, common: str) -> "x509.Name":

@@ -74,9 +74,7 @@ class StoreTransaction:
         """Return what must hold for the transaction to pass."""
         revisions = [Compare(encode_key(key), CompareTarget.MOD, "=", revision) for key, revision in self.expected_revisions.items()]
         there = [Compare(encode_key(SharedKey(INODE, number)), CompareTarget.VERSION, ">", 0) for number in self.required_directories]
-        empty = [
-            Compare(names, CompareTarget.VERSION, "=", 0, prefix_end(names)) for names in map(_build_names_prefix, self.required_empty)
-        ]
+        empty = [Compare(names, CompareTarget.VERSION, "=", 0, prefix_end(names)) for names in map(build_names_prefix, self.required_empty)]
         return [self.link.build_compare(), *revisions, *there, *empty]
 
     def build_changes(self) -> list[Operation]:
@@ -99,7 +97,7 @@ class StoreTransaction:
     def build_conflict_gets(self) -> list[Get]:
         """Return what to read after a refusal: the chain first, then everything that was compared."""
         return [Get(encode_key(key)) for key in self.list_conflict_keys()] + [
-            Get(names, prefix_end(names), limit=1) for names in map(_build_names_prefix, self.required_empty)
+            Get(names, prefix_end(names), limit=1) for names in map(build_names_prefix, self.required_empty)
         ]
 
     def list_conflict_keys(self) -> list[SharedKey]:
@@ -370,7 +368,3 @@ def _copy_transaction(transaction: StoreTransaction) -> StoreTransaction:
         deleted_later=set(transaction.deleted_later),
         extra_deletes=list(transaction.extra_deletes),
     )
-
-
-def _build_names_prefix(directory: int) -> bytes:
-    return build_names_prefix(directory)

@@ -27,12 +27,10 @@ _INODE_COLUMNS = "mode, uid, gid, rdev, nlink, size, target, content, generation
 _CONTENT_COLUMNS = "inode, generation, state, size, digest, remote, superseded_mtime_ns"
 
 
-def _build_trigger(name: str, event: str, when: str, *keys: tuple[str, str, str]) -> str:
-    """Return a TEMP trigger that marks `keys`: (kind, number, name) as SQL."""
-    marks = "".join(
-        f"INSERT OR IGNORE INTO dirty_key (change, kind, number, name) VALUES (touching(), '{kind}', {number}, {what});"
-        for kind, number, what in keys
-    )
+def _build_trigger(name: str, event: str, when: str, *keys: tuple[str, ...]) -> str:
+    """Return a TEMP trigger that marks `keys`: (kind, number) or (kind, number, name) as SQL."""
+    into = "INSERT OR IGNORE INTO dirty_key (change, kind, number, name) VALUES (touching()"
+    marks = "".join(f"{into}, '{kind}', {number}, {''.join(name) or NO_NAME_SQL});" for kind, number, *name in keys)
     return f"CREATE TEMP TRIGGER touch_{name} AFTER {event} WHEN touching() > 0{when} BEGIN {marks} END;"
 
 
@@ -47,46 +45,40 @@ _TRIGGERS = [
     _build_trigger("entry_made", "INSERT ON main.entry", "", (NAME, "NEW.parent", "NEW.name")),
     _build_trigger("entry_gone", "DELETE ON main.entry", "", (NAME, "OLD.parent", "OLD.name")),
     _build_trigger("entry_moved", "UPDATE ON main.entry", "", (NAME, "OLD.parent", "OLD.name"), (NAME, "NEW.parent", "NEW.name")),
-    _build_trigger("inode_made", "INSERT ON main.inode", "", (INODE, "NEW.id", NO_NAME_SQL)),
-    _build_trigger("directory_made", "INSERT ON main.inode", " AND " + IS_DIRECTORY_SQL.format("NEW"), (TIMES, "NEW.id", NO_NAME_SQL)),
-    _build_trigger("inode_gone", "DELETE ON main.inode", " AND OLD.nlink > 0", (INODE, "OLD.id", NO_NAME_SQL)),
+    _build_trigger("inode_made", "INSERT ON main.inode", "", (INODE, "NEW.id")),
+    _build_trigger("directory_made", "INSERT ON main.inode", " AND " + IS_DIRECTORY_SQL.format("NEW"), (TIMES, "NEW.id")),
+    _build_trigger("inode_gone", "DELETE ON main.inode", " AND OLD.nlink > 0", (INODE, "OLD.id")),
     _build_trigger(
         "inode_changed", f"UPDATE OF {_INODE_COLUMNS} ON main.inode", _build_changed_condition(_INODE_COLUMNS),
-        (INODE, "NEW.id", NO_NAME_SQL),
+        (INODE, "NEW.id"),
     ),
     _build_trigger(
         "times_changed", "UPDATE OF mtime_ns, ctime_ns ON main.inode",
-        " AND NOT " + IS_DIRECTORY_SQL.format("NEW") + _build_changed_condition("mtime_ns, ctime_ns"), (INODE, "NEW.id", NO_NAME_SQL),
+        " AND NOT " + IS_DIRECTORY_SQL.format("NEW") + _build_changed_condition("mtime_ns, ctime_ns"), (INODE, "NEW.id"),
     ),
     _build_trigger(
         "directory_changed", "UPDATE OF mtime_ns, ctime_ns ON main.inode",
-        " AND " + IS_DIRECTORY_SQL.format("NEW") + _build_changed_condition("mtime_ns, ctime_ns"), (TIMES, "NEW.id", NO_NAME_SQL),
+        " AND " + IS_DIRECTORY_SQL.format("NEW") + _build_changed_condition("mtime_ns, ctime_ns"), (TIMES, "NEW.id"),
     ),
-    _build_trigger("xattr_set", "INSERT ON main.xattr", "", (INODE, "NEW.inode", NO_NAME_SQL)),
-    _build_trigger("xattr_gone", "DELETE ON main.xattr", "", (INODE, "OLD.inode", NO_NAME_SQL)),
-    _build_trigger(
-        "content_made", "INSERT ON main.content", f" AND {IS_OWN_CONTENT_SQL} AND NEW.inode > 0", (CONTENT, "NEW.id", NO_NAME_SQL)
-    ),
+    _build_trigger("xattr_set", "INSERT ON main.xattr", "", (INODE, "NEW.inode")),
+    _build_trigger("xattr_gone", "DELETE ON main.xattr", "", (INODE, "OLD.inode")),
+    _build_trigger("content_made", "INSERT ON main.content", f" AND {IS_OWN_CONTENT_SQL} AND NEW.inode > 0", (CONTENT, "NEW.id")),
     _build_trigger(
         "content_changed", f"UPDATE OF {_CONTENT_COLUMNS} ON main.content",
-        f" AND {IS_OWN_CONTENT_SQL}" + _build_changed_condition(_CONTENT_COLUMNS), (CONTENT, "NEW.id", NO_NAME_SQL),
+        f" AND {IS_OWN_CONTENT_SQL}" + _build_changed_condition(_CONTENT_COLUMNS), (CONTENT, "NEW.id"),
     ),
-    _build_trigger("content_gone", "DELETE ON main.content", " AND OLD.remote = 0 AND OLD.state <> 3", (CONTENT, "OLD.id", NO_NAME_SQL)),
+    _build_trigger("content_gone", "DELETE ON main.content", " AND OLD.remote = 0 AND OLD.state <> 3", (CONTENT, "OLD.id")),
     _build_trigger("row_made", "INSERT ON main.journal", "", (JOURNAL_ROW, ROW_NODE_SQL, ROW_NAME_SQL.format("NEW"))),
     _build_trigger("row_gone", "DELETE ON main.journal", "", (JOURNAL_ROW, ROW_NODE_SQL, ROW_NAME_SQL.format("OLD"))),
-    _build_trigger(
-        "place_made", "INSERT ON main.pfs_entry", "", (PFS_NAME, "NEW.parent", "NEW.name"), (PFS_STATE, "NEW.inode", NO_NAME_SQL)
-    ),
-    _build_trigger(
-        "place_gone", "DELETE ON main.pfs_entry", "", (PFS_NAME, "OLD.parent", "OLD.name"), (PFS_STATE, "OLD.inode", NO_NAME_SQL)
-    ),
+    _build_trigger("place_made", "INSERT ON main.pfs_entry", "", (PFS_NAME, "NEW.parent", "NEW.name"), (PFS_STATE, "NEW.inode")),
+    _build_trigger("place_gone", "DELETE ON main.pfs_entry", "", (PFS_NAME, "OLD.parent", "OLD.name"), (PFS_STATE, "OLD.inode")),
     _build_trigger(
         "place_changed", "UPDATE ON main.pfs_entry", "", (PFS_NAME, "OLD.parent", "OLD.name"), (PFS_NAME, "NEW.parent", "NEW.name"),
-        (PFS_STATE, "OLD.inode", NO_NAME_SQL), (PFS_STATE, "NEW.inode", NO_NAME_SQL),
+        (PFS_STATE, "OLD.inode"), (PFS_STATE, "NEW.inode"),
     ),
-    _build_trigger("pfs_file_made", "INSERT ON main.pfs_file", "", (PFS_STATE, "NEW.inode", NO_NAME_SQL)),
-    _build_trigger("pfs_file_changed", "UPDATE ON main.pfs_file", "", (PFS_STATE, "NEW.inode", NO_NAME_SQL)),
-    _build_trigger("pfs_file_gone", "DELETE ON main.pfs_file", "", (PFS_STATE, "OLD.inode", NO_NAME_SQL)),
+    _build_trigger("pfs_file_made", "INSERT ON main.pfs_file", "", (PFS_STATE, "NEW.inode")),
+    _build_trigger("pfs_file_changed", "UPDATE ON main.pfs_file", "", (PFS_STATE, "NEW.inode")),
+    _build_trigger("pfs_file_gone", "DELETE ON main.pfs_file", "", (PFS_STATE, "OLD.inode")),
 ]  # fmt: skip
 
 

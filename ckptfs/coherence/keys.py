@@ -27,11 +27,6 @@ Value = dict[str, Any]
 _PUBLISHED_COLUMNS = ("generation", "complete", "size", "mtime_ns", "pfs_inode", "digest")
 
 
-def build_name_list(rows: list[tuple[Any, ...]]) -> list[list[Any]]:
-    """Return [directory, name] of rows, in order."""
-    return sorted([row[0], bytes(row[1]).decode("latin-1")] for row in rows)
-
-
 def get_pfs_state_value(db: Database, inode: int, _: bytes) -> Value | None:
     """Return the state of an inode on the PFS: its names, its observed attributes, and its bytes."""
     rows = db.rows(
@@ -39,7 +34,7 @@ def get_pfs_state_value(db: Database, inode: int, _: bytes) -> Value | None:
     )
     if not rows:
         return None
-    value: Value = {"names": build_name_list(rows)}
+    value: Value = {"names": sorted([row[0], bytes(row[1]).decode("latin-1")] for row in rows)}
     if rows[0][2] is not None:
         value["seen"] = list(rows[0][2:])
     row = db.row(f"SELECT {', '.join(_PUBLISHED_COLUMNS)} FROM pfs_file WHERE inode = ?", inode)
@@ -127,10 +122,6 @@ def parse_row(value: Value, node: int) -> journal.JournalRow:
         value.get("new_parent", 0), None if new is None else new.encode("latin-1"), value.get("content"), value["mode"], value["at_ns"],
         value.get("origin", node),
     )  # fmt: skip
-
-
-def ignore_row(db: Database, number: int, name: bytes, value: Value | None) -> None:
-    """Journal rows of other nodes are not cached."""
 
 
 NAME = "e"
@@ -424,7 +415,7 @@ KINDS: dict[str, KeyKind] = {
     LAST_COMMIT: KeyKind(_get_no_value, _ignore_write, is_compared=False),
     PFS_STATE: KeyKind(get_pfs_state_value, write_pfs_state),
     PFS_NAME: KeyKind(get_pfs_name_value, write_pfs_name, has_name=True),
-    JOURNAL_ROW: KeyKind(get_row_value, ignore_row, has_name=True, is_compared=False),
+    JOURNAL_ROW: KeyKind(get_row_value, _ignore_write, has_name=True, is_compared=False),
 }
 
 

@@ -32,7 +32,7 @@ def merge_inode(base: Value | None, ours: Value, theirs: Value, *, is_writing: b
     """Merge two values of an inode. Without a base (the root, made by both) it is theirs."""
     if base is None:
         return merge_both(ours, theirs) if "names" in theirs else theirs
-    merged: Value = {name: _merge_field(name, base, ours, theirs) for name in theirs}
+    merged: Value = {name: theirs[name] if ours.get(name) == base.get(name) else ours.get(name) for name in theirs}
     if "names" in theirs:
         merged["names"] = merge_names(base, ours, theirs)
     written = [value.get("generation") != base.get("generation") for value in (ours, theirs)]
@@ -101,10 +101,6 @@ def merge_names(base: Value, ours: Value | None, theirs: Value) -> list[list[Any
     """Return `theirs` with the names added and without the names removed on this node (`ours` None: all)."""
     before, here, there = ({tuple(name) for name in (value or {"names": ()})["names"]} for value in (base, ours, theirs))
     return [list(name) for name in sorted((there - (before - here)) | (here - before))]
-
-
-def _merge_field(name: str, base: Value, ours: Value, theirs: Value) -> Any:
-    return theirs[name] if ours.get(name) == base.get(name) else ours.get(name)
 
 
 def _merge_xattrs(base: Mapping[str, str], ours: Mapping[str, str], theirs: Mapping[str, str]) -> Mapping[str, str]:

@@ -197,17 +197,14 @@ class FetchWorker:
 
     def _run(self) -> None:
         try:
-            self._fetch_in_slot()
+            with hold_slot(self.link.read_slots, lambda: not self._job.is_stopped):
+                self._fetch_runs()
         except PeerFailed as failure:
             self.failure = failure
         except Exception as failure:
             self.failure = self.link.record_failure(failure)
         finally:
             self._job.return_blocks(self, self.assigned_run)
-
-    def _fetch_in_slot(self) -> None:
-        with hold_slot(self.link.read_slots, lambda: not self._job.is_stopped):
-            self._fetch_runs()
 
     def _fetch_runs(self) -> None:
         manifest = self._job.manifest

@@ -359,7 +359,10 @@ class PeerServer:
         self._server = grpc.server(self._executor, options=options, maximum_concurrent_rpcs=limits.PEER_CALLS_MAX)
         self._methods = PeerMethods(UnaryCalls(self.table, guard), self._raw_streams.send, self._raw_streams.read, guard, self._watchdog)
         self._server.add_generic_rpc_handlers((self._methods,))
-        self.port = _bind(self._server, listen, identity)
+        credentials = None if identity is None else server_credentials(identity)
+        self.port = (
+            self._server.add_secure_port(listen, credentials) if credentials else self._server.add_insecure_port(listen)
+        )  # RuntimeError if it is in use.
         self._departed_nodes: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._sweeper = threading.Thread(target=self._run_sweep_loop, name="peer sweep", daemon=True)
@@ -405,10 +408,3 @@ class PeerServer:
             if count > before.get(node, 0):
                 log.info("node %s: its keys were revoked; ending its transfers", node)
                 self.table.end_all_of_peer(node)
-
-
-def _bind(server: grpc.Server, listen: str, identity: Identity | None) -> int:
-    """Bind to the address. Raises RuntimeError if it is in use."""
-    if identity is None:
-        return server.add_insecure_port(listen)
-    return server.add_secure_port(listen, server_credentials(identity))

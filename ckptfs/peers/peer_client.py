@@ -1,6 +1,7 @@
 """The client of other nodes: `PeerApi` of `ckptfs.clique.peer_api`, with one link for each node.
 
-Any thread may call; calls block. The number of links is bounded: the least recently used one is closed when there are too many.
+Its methods are those of `PeerApi`. Any thread may call; calls block. The number of links is bounded: the least recently used one is closed
+when there are too many.
 
 Crash safety: peers end unfinished transfers.
 """
@@ -50,7 +51,6 @@ class PeerClient:
     # --- sending -----------------------------------------------------------------------------------------------------
 
     def send(self, node: PeerAddress, offer: Offer, source_fd: int, *, wanted: Callable[[], bool] = lambda: True) -> SendResult:
-        """See `PeerApi.send`."""
         link = self._get_link(node)
         if count_blocks(offer.size) > limits.PEER_BLOCKS_MAX:
             raise InvalidArgument(f"{offer.size} bytes are more than peers hold of one content")
@@ -77,7 +77,6 @@ class PeerClient:
         return SendResult(len(missing_blocks), moved, not offer.is_early)
 
     def send_many(self, node: PeerAddress, offers: Sequence[tuple[Offer, int]]) -> list[SendResult | PeerFailed]:
-        """See `PeerApi.send_many`."""
         link = self._get_link(node)
         request, found = pb.OffersRequest(), dict[int, SendResult | PeerFailed]()
         asked: list[int] = []
@@ -130,7 +129,6 @@ class PeerClient:
         *,
         queued: bool = False,
     ) -> int:
-        """See `PeerApi.fetch`."""
         if not blocks:
             return 0
         if not sources:
@@ -143,13 +141,11 @@ class PeerClient:
     def get_manifest(
         self, node: PeerAddress, content: int, digest: bytes | None, *, timeout_s: float = limits.PEER_STALL_S, queued: bool = False
     ) -> ContentManifest:
-        """See `PeerApi.get_manifest`."""
         link = self._get_link(node)
         reply = link.call(link.stub.GetRecord, pb.RecordRequest(content=content, digest=digest or b"", queued=queued), timeout_s)
         return _check_manifest(link, reply, content, digest)
 
     def request_seal(self, node: PeerAddress, content: int, timeout_s: float) -> ContentManifest | None:
-        """See `PeerApi.request_seal`."""
         link = self._get_link(node)
         timeout_s = min(timeout_s, limits.PEER_SEAL_WAIT_S_MAX)
         request = pb.SealRequest(content=content, timeout_ms=int(timeout_s * 1000))
@@ -159,13 +155,11 @@ class PeerClient:
     # --- the rest ----------------------------------------------------------------------------------------------------
 
     def release_copies(self, node: PeerAddress, contents: Sequence[int]) -> None:
-        """See `PeerApi.release_copies`."""
         link = self._get_link(node)
         for start in range(0, len(contents), limits.PEER_FORGET_MAX):
             link.call(link.stub.Forget, pb.ForgetRequest(contents=contents[start : start + limits.PEER_FORGET_MAX]))
 
     def ping(self, node: PeerAddress) -> PeerStats:
-        """See `PeerApi.ping`."""
         link = self._get_link(node)
         begun, begun_ns = time.monotonic(), time.time_ns()
         reply = link.call(link.stub.Ping, pb.Nothing())
@@ -177,13 +171,11 @@ class PeerClient:
         return link.stats.get_peer_stats()
 
     def get_stats(self, node: PeerAddress) -> PeerStats:
-        """See `PeerApi.get_stats`."""
         with self._lock:
             link = self._links.get(node.name)
         return link.stats.get_peer_stats() if link else PeerStats(None, None, None)
 
     def rank(self, nodes: Sequence[PeerAddress]) -> list[PeerAddress]:
-        """See `PeerApi.rank`."""
         with self._lock:
             links = {node.name: self._links.get(node.name) for node in nodes}
 
@@ -203,14 +195,12 @@ class PeerClient:
         }
 
     def close_except(self, names: Sequence[str]) -> None:
-        """See `PeerApi.close_except`."""
         with self._lock:
             gone = [self._links.pop(name) for name in set(self._links) - set(names)]
         for link in gone:
             link.close()
 
     def close(self) -> None:
-        """See `PeerApi.close`."""
         self.close_except(())
 
     def _get_link(self, node: PeerAddress) -> Link:

@@ -132,10 +132,10 @@ class EtcdStore:
         return self._endpoints.call("transaction", request, self._codec.decode_outcome, timeout_s)
 
     def grant(self, ttl_s: int, *, timeout_s: float = WAIT_S) -> int:
-        return self._endpoints.call("grant", pb.LeaseGrantRequest(TTL=ttl_s), _get_lease_id, timeout_s).result()
+        return self._endpoints.call("grant", pb.LeaseGrantRequest(TTL=ttl_s), lambda granted: int(granted.ID), timeout_s).result()
 
     def keep_alive(self, lease: int, *, timeout_s: float = WAIT_S) -> float:
-        return self._endpoints.call("keep_alive", pb.LeaseKeepAliveRequest(ID=lease), _get_ttl_s, timeout_s).result()
+        return self._endpoints.call("keep_alive", pb.LeaseKeepAliveRequest(ID=lease), lambda kept: float(kept.TTL), timeout_s).result()
 
     def revoke(self, lease: int, *, timeout_s: float = WAIT_S) -> None:
         with contextlib.suppress(LeaseGone):
@@ -201,14 +201,6 @@ class _PagedRead:
 
     def _append_page(self, part: Outcome) -> None:
         self._outcome = Outcome(True, self._outcome.revision or part.revision, self._outcome.results + part.results)
-
-
-def _get_lease_id(granted: pb.LeaseGrantResponse) -> int:
-    return granted.ID
-
-
-def _get_ttl_s(kept: pb.LeaseKeepAliveResponse) -> float:
-    return float(kept.TTL)
 
 
 def _build_credentials(ca: Path | None, cert: Path | None, key: Path | None) -> grpc.ChannelCredentials | None:
@@ -295,7 +287,7 @@ class EtcdWatch:
         self._fragments.extend(response.events)
         if response.fragment:
             return None
-        events, self._fragments = self._codec.decode_events(self._fragments), []
+        events, self._fragments = tuple(map(self._codec.decode_event, self._fragments)), []
         # The header of a lagging watch has the revision of the store, which is newer than its events.
         revision = events[-1].revision if events else response.header.revision
         self._next_revision = max(self._next_revision, revision + 1)
@@ -490,13 +482,10 @@ class EtcdCodec:
         found = (answer.response_range.kvs for answer in response.responses if answer.HasField("response_range"))
         return Outcome(response.succeeded, response.header.revision, tuple(tuple(map(self._decode_item, items)) for items in found))
 
-    def decode_events(self, events: Sequence[pb.Event]) -> tuple[Event, ...]:
-        return tuple(self._decode_event(event) for event in events)
-
     def _decode_item(self, item: pb.KeyValue) -> Item:
         return Item(item.key[len(self._prefix) :], item.value, item.mod_revision, item.create_revision)
 
-    def _decode_event(self, event: pb.Event) -> Event:
+    def decode_event(self, event: pb.Event) -> Event:
         item = self._decode_item(event.kv)
         return Event(item.key, item.mod_revision, item if event.type == pb.Event.EventType.PUT else None)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clique_world import LocalCluster, cluster_of, level, make_cluster, replicate_of, until
+from clique_world import LocalCluster, cluster_of, is_at_rest, level, make_cluster, replicate_of, until
 from local_node import run_until_idle
 
 from ckptfs import limits
@@ -30,9 +30,7 @@ def settle(cluster: LocalCluster) -> None:
 
     def quiet() -> bool:
         return all(
-            flow.in_flight() == (0, 0)
-            and not peer_copies.list_under_replicated(node.db, 0, 1)
-            and not remote_contents.list_unannounced(node.db, 1)
+            is_at_rest(flow) and not peer_copies.list_under_replicated(node.db, 0, 1) and not remote_contents.list_unannounced(node.db, 1)
             for node in cluster.nodes
             if node.alive and (flow := flows[node.number])
         )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clique_world import MIB, LocalCluster, Node, cluster_of, level, make_cluster, offer_of, replicate, replicate_of, until
+from clique_world import MIB, LocalCluster, Node, cluster_of, is_at_rest, level, make_cluster, offer_of, replicate, replicate_of, until
 from local_node import inject_fault, run_until_idle
 
 from ckptfs import disk, limits, step_durations
@@ -117,7 +117,7 @@ def test_a_content_that_is_reopened_during_a_copy_does_not_count(tmp_path: Path)
 
     one.peers.fault = reopen
     flow.step()
-    until(lambda: flow.in_flight() == (0, 0) and seen)
+    until(lambda: is_at_rest(flow) and seen)
     assert two.copies(content) == {} and peer_copies.list_peer_copies(one.db, content) == []
     assert one.state(content) is ContentState.OPEN
     one.rewrite(content, lambda data: data.reverse())
@@ -240,7 +240,7 @@ def test_a_peer_that_takes_none_of_many_failed_once(tmp_path: Path) -> None:
     one.peers.fault = break_off
     flow = replicate_of(one)
     flow.step()
-    until(lambda: failed and flow.in_flight() == (0, 0))
+    until(lambda: failed and is_at_rest(flow))
     assert flow.next_due_s() is None or flow.next_due_s() < 2 ** (limits.PEER_SENDS_MAX + 1) * limits.RETRY_FIRST_S  # type: ignore[operator]
     until(lambda: all(level(one, content) is Level.CLIQUE for content in found), flow.step)
 
@@ -318,7 +318,7 @@ def test_a_content_in_a_missing_tier_waits(tmp_path: Path, caplog: pytest.LogCap
     one.db.run("UPDATE copy SET tier = 'nvme' WHERE content = ?", content)
     flow = replicate_of(one)
     flow.step()
-    until(lambda: flow.in_flight() == (0, 0))
+    until(lambda: is_at_rest(flow))
     assert caplog.records == [] and two.copies(content) == {}
     one.db.run("UPDATE copy SET tier = 'ram' WHERE content = ?", content)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
@@ -337,7 +337,7 @@ def test_what_nobody_foresaw_is_not_tried_for_ever_at_once(tmp_path: Path, caplo
     flow = replicate_of(one)
     flow.step()
     until(lambda: flow.next_due_s() is not None)
-    until(lambda: flow.in_flight() == (0, 0))
+    until(lambda: is_at_rest(flow))
     assert len(tried) == 1 and "failed unexpectedly" in caplog.text
     flow.retry_now()
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)

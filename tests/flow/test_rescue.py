@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from ckptfs_daemon.rescue import Rescue
-from clique_world import MIB, Node, make_cluster, replicate_of, until
+from clique_world import MIB, Node, is_at_rest, make_cluster, replicate_of, until
 from local_node import run_until_idle
 from write_back_world import Mount
 
@@ -48,7 +48,7 @@ class Clique:
         """Until the budget is used up."""
         self.budget = budget
         until(lambda: self.budget < 0, self.flow.step)
-        until(lambda: not self.flow.in_flight()[0])
+        until(lambda: is_at_rest(self.flow))
 
     def list_safe(self) -> set[bytes]:
         unsafe = {file.inode for file in exposure.list_exposed(self.node.db, Level.CLIQUE)}

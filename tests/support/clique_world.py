@@ -363,6 +363,11 @@ def offer_of(node: Node, content: int) -> Offer:
     return Offer(content, row.inode, row.generation, row.size, row.digest, row.block_digests or b"")
 
 
+def is_at_rest(flow: Replicate) -> bool:
+    """Nothing is queued or being sent."""
+    return not any(load.waiting_files or load.sending_files for load in flow.list_loads())
+
+
 def cluster_of(node: Node) -> Cluster:
     """What the flows of a node know of the others."""
     return Cluster(node.db, node.number, node.cluster.factor, 1, node.peers, node.store, lambda: node.view)

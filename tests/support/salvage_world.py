@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clique_world import LocalCluster, Node, cluster_of, replicate, until
+from clique_world import LocalCluster, Node, cluster_of, is_at_rest, replicate, until
 from local_node import run_until_idle
 
 from ckptfs.catalog import contents, mover_requests, namespace
@@ -59,7 +59,7 @@ def make_replicated(root: Path, count: int) -> tuple[Any, ...]:
 
 def send(node: Node, content: int) -> None:
     flow = replicate(node, content)
-    until(lambda: flow.in_flight() == (0, 0))
+    until(lambda: is_at_rest(flow))
     flow.step()
     flow.close()
 

@@ -235,11 +235,9 @@ class Fetch:
             previous = self._attempts.get(request.id, Attempt(0, now_s, now_s))
             pause_s = min(limits.RETRY_FIRST_S * 2**previous.tries / 2, limits.FETCH_PAUSE_MAX_S)
             self._attempts[request.id] = Attempt(previous.tries + 1, previous.since_s, now_s + pause_s)
-        should_retry = (
-            isinstance(failure, Busy)
-            and previous.tries + 1 < limits.FETCH_TRIES_MAX
-            and not self._is_retry_pointless(now_s - previous.since_s)
-        )
+        # An island that has waited would only wait for the store again.
+        is_connected = self._retry_policy is None or self._retry_policy.is_connected() or now_s - previous.since_s < limits.ETCD_WAIT_S
+        should_retry = isinstance(failure, Busy) and previous.tries + 1 < limits.FETCH_TRIES_MAX and is_connected
         is_unreachable = is_gone and not (state is not None and state.is_open)
         if not is_unreachable:
             should_retry = (self._salvage_wait is not None and self._salvage_wait.should_retry(request, state)) or should_retry
@@ -251,10 +249,6 @@ class Fetch:
         if should_retry:
             mover_requests.record_progress(self._db, request.id)
         return should_retry
-
-    def _is_retry_pointless(self, waited_s: float) -> bool:
-        """Return True if the disconnected node has waited for the store: each try would."""
-        return self._retry_policy is not None and not self._retry_policy.is_connected() and waited_s >= limits.ETCD_WAIT_S
 
     def _retry_soon(self, request: mover_requests.MoverRequest) -> None:
         """Look again soon at a file that other nodes fetch. This is not counted as a try."""

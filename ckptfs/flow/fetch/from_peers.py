@@ -244,13 +244,9 @@ class PeerFetcher:
     ) -> None:
         with disk.closing(_create_file(storage, manifest.content)) as target:
             os.ftruncate(target, manifest.size)
-            missing = _MissingBlocks(manifest)
-            if stale_fd >= 0:
-                missing.copy_from(stale_fd, target)
-            if missing.numbers:
-                with progress.publish_map(content, storage.tier, target, missing.numbers) as blocks:
-                    queued = progress.can_wait(manifest.size)
-                    self._fetch_blocks(manifest, sources, missing.numbers, target, blocks, queued=queued)
+            if missing := _list_missing(manifest, stale_fd, target):
+                with progress.publish_map(content, storage.tier, target, missing) as blocks:
+                    self._fetch_blocks(manifest, sources, missing, target, blocks, queued=progress.can_wait(manifest.size))
             if storage.tier is not Tier.RAM:
                 disk.act("fetch:peer:fsync", os.fsync, target)
                 disk.act("fetch:peer:directory", storage.fsync_directory)
@@ -301,37 +297,28 @@ class PeerFetcher:
         return [] if state is None or state.content is None or state.content.digest != manifest.digest else self.list_sources(state)
 
 
-class _MissingBlocks:
-    """The blocks that the file still lacks. Holes are not fetched."""
+def _list_missing(manifest: ContentManifest, former: int, target: int) -> list[int]:
+    """Return the blocks to fetch: no holes, and none that could be copied from the file `former` (-1: none)."""
+    digests = digest.split_digests(manifest.blocks)
+    missing = [number for number, wanted in enumerate(digests) if wanted != digest.ZERO_BLOCK]
+    if former < 0:
+        return missing
+    known = digest.split_digests(transfer.read(former, label="fetch:peer:older")[2])
+    same = {number for number in missing if known[number : number + 1] == [digests[number]]}
+    return [number for number in missing if number not in same or not _copy_block(former, target, manifest, number)]
 
-    def __init__(self, manifest: ContentManifest) -> None:
-        self._size = manifest.size
-        self._digests = digest.split_digests(manifest.blocks)
-        self.numbers = [number for number, wanted in enumerate(self._digests) if wanted != digest.ZERO_BLOCK]
 
-    def copy_from(self, source: int, target: int) -> None:
-        """Copy the blocks that an older generation has in common with this one."""
-        blocks = transfer.read(source, label="fetch:peer:older")[2]
-        stale_digests = digest.split_digests(blocks)
-        remaining = []
-        for number in self.numbers:
-            if not (
-                number < len(stale_digests) and stale_digests[number] == self._digests[number] and self._copy_block(source, target, number)
-            ):
-                remaining.append(number)
-        self.numbers = remaining
-
-    def _copy_block(self, source: int, target: int, number: int) -> bool:
-        """Put a block of the older file in place, if it is right; shared within a tier."""
-        start = number * limits.BLOCK_BYTES
-        length = min(limits.BLOCK_BYTES, self._size - start)
-        is_shared = reflink.try_clone_range(source, start, target, start, length)
-        data = os.pread(target if is_shared else source, limits.BLOCK_BYTES, start)
-        if digest.hash_block(data) != self._digests[number]:
-            return False
-        if not is_shared:
-            disk.write_all("fetch:peer:write", target, data, start)
-        return True
+def _copy_block(source: int, target: int, manifest: ContentManifest, number: int) -> bool:
+    """Put a block of the older file in place, if it is right; shared within a tier."""
+    start = number * limits.BLOCK_BYTES
+    length = min(limits.BLOCK_BYTES, manifest.size - start)
+    is_shared = reflink.try_clone_range(source, start, target, start, length)
+    data = os.pread(target if is_shared else source, limits.BLOCK_BYTES, start)
+    if digest.hash_block(data) != manifest.blocks[number * digest.BLOCK_DIGEST_BYTES :][: digest.BLOCK_DIGEST_BYTES]:
+        return False
+    if not is_shared:
+        disk.write_all("fetch:peer:write", target, data, start)
+    return True
 
 
 def _build_remote_state(manifest: ContentManifest) -> RemoteState:

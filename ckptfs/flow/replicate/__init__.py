@@ -81,12 +81,8 @@ class Replicate:
         """End the threads of the peers and abandon their transfers."""
         self._queues.close()
 
-    def in_flight(self) -> tuple[int, int]:
-        """Return (contents, bytes) that are queued or being sent."""
-        return self._queues.count_in_flight()
-
     def list_loads(self) -> list[PeerLoad]:
-        """Return the same for each peer."""
+        """Return what is queued or being sent, for each peer."""
         return self._queues.list_loads()
 
     # --- planning ----------------------------------------------------------------------------------------------------

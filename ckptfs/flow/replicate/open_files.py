@@ -150,18 +150,16 @@ class FsyncReplication:
         return None
 
     def _answer(self, request: mover_requests.MoverRequest) -> None:
-        found = summary.load_file_record(self._db, request.inode)
-        if found.content is None or found.content.state is not ContentState.OPEN:
-            self._answer_closed(request)
-        elif request.id in self._retry_at_s and not peer_copies.count_domains(self._db).are_enough:
-            self._retry_later(request)  # Those that live have its bytes: reading all of it again would bring nothing.
-        elif self._send_to_clique(found.content.id) and peer_copies.is_published(self._db, found.content):
-            self._mark_done(request)
-        else:
-            self._retry_later(request)
-
-    def _send_to_clique(self, content: int) -> bool:
-        return peer_copies.has_domains(self._db, self._replicator.replicate(content), peer_copies.count_domains(self._db).required)
+        content = summary.load_file_record(self._db, request.inode).content
+        if content is None or content.state is not ContentState.OPEN:
+            return self._answer_closed(request)
+        domains = peer_copies.count_domains(self._db)
+        if request.id in self._retry_at_s and not domains.are_enough:
+            return self._retry_later(request)  # Those that live have its bytes: reading all of it again would bring nothing.
+        is_enough = peer_copies.has_domains(self._db, self._replicator.replicate(content.id), domains.required)
+        if is_enough and peer_copies.is_published(self._db, content):
+            return self._mark_done(request)
+        return self._retry_later(request)
 
     def _answer_closed(self, request: mover_requests.MoverRequest) -> None:
         """Answer for a file that was closed meanwhile. The replicate step copies it."""

@@ -59,7 +59,7 @@ class PeerQueues:
         self._on_batch_end = on_batch_end
         self._lock = threading.Lock()
         self._queues: dict[int, _PeerQueue] = {}
-        self._in_flight: dict[int, dict[int, int]] = {}
+        self._in_flight: dict[int, set[int]] = {}
         self._is_closed = False
 
     def put(self, node: Node, content: Content, tier: Tier) -> bool:
@@ -67,11 +67,11 @@ class PeerQueues:
         with self._lock:
             queue = self._queues.setdefault(node.number, _PeerQueue(node))
             queue.node = node
-            if self._is_closed or node.number in self._in_flight.get(content.id, {}) or len(queue.waiting) >= limits.PEER_QUEUE_MAX:
+            if self._is_closed or node.number in self._in_flight.get(content.id, ()) or len(queue.waiting) >= limits.PEER_QUEUE_MAX:
                 return False
             queue.waiting.append((content, tier))
             queue.may_have_more |= len(queue.waiting) > limits.PEER_QUEUE_MAX // 4
-            self._in_flight.setdefault(content.id, {})[node.number] = content.size
+            self._in_flight.setdefault(content.id, set()).add(node.number)
             if queue.threads < limits.PEER_SENDS_MAX and queue.threads < len(queue.waiting) + len(queue.sending):
                 queue.threads += 1
                 threading.Thread(target=self._run, args=(queue,), name=f"replicate {node.name}", daemon=True).start()
@@ -98,12 +98,6 @@ class PeerQueues:
                 return False
             queue.may_have_more = False
             return True
-
-    def count_in_flight(self) -> tuple[int, int]:
-        """Return (contents, bytes) that are queued or being sent, counted for each peer."""
-        with self._lock:
-            sizes = [size for nodes in self._in_flight.values() for size in nodes.values()]
-        return len(sizes), sum(sizes)
 
     def list_loads(self) -> list[PeerLoad]:
         """Return the load of each peer that ever had a job."""
@@ -143,8 +137,8 @@ class PeerQueues:
                 self._forget(queue, content)
 
     def _forget(self, queue: _PeerQueue, content: Content) -> None:
-        nodes = self._in_flight.get(content.id, {})
-        nodes.pop(queue.node.number, None)
+        nodes = self._in_flight.get(content.id, set())
+        nodes.discard(queue.node.number)
         if not nodes:
             self._in_flight.pop(content.id, None)
 

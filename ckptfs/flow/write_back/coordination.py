@@ -17,7 +17,7 @@ from ckptfs import disk, limits
 from ckptfs.catalog import copies, journal, mover_requests, namespace, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_batch import ExpectedEntry, ObservedStat, PfsAction, PfsBatch, PfsLocation
+from ckptfs.catalog.pfs_batch import ExpectedEntry, ObservedStat, PfsBatch, PfsLocation
 from ckptfs.catalog.pfs_state import PfsName, PfsView
 from ckptfs.clique import membership
 from ckptfs.clique.cluster import Cluster
@@ -65,7 +65,7 @@ class ClusterWriteBack:
             return rows
         self._take_lease()
         self._load(rows)
-        if self._resolve_dead_intents():
+        if self._resolve_intents(self._snapshot.list_intents()):
             self._load(rows)
         taken = [row for row in rows if self._snapshot.get_value(build_row_key(self._db, self._instance, row)) is None]
         if taken:
@@ -211,11 +211,8 @@ class ClusterWriteBack:
 
     # --- intents of dead nodes ----------------------------------------------------------------------------------------
 
-    def _resolve_dead_intents(self) -> bool:
-        """Resolve intents of dead nodes, or of an earlier catalog of this one. Return True if there were any."""
-        return self._resolve_intents(self._snapshot.list_intents())
-
     def _resolve_intents(self, intended: list[tuple[SharedKey, int]]) -> bool:
+        """Resolve intents of dead nodes, or of an earlier catalog of this one. Return True if there were any."""
         if not intended:
             return False
         live = membership.list_live(self._store, sorted({number for _, number in intended} - {self._cluster.node_number}))
@@ -252,13 +249,11 @@ def _relocate_batch(view: PfsView, batch: PfsBatch) -> PfsBatch:
         path = view.get_path(location.parent)
         return location if path is None else PfsLocation(location.parent, location.name, path)
 
-    actions = [_relocate_action(action, now) for action in batch.actions]
     return replace(
         batch,
-        actions=actions,
+        actions=[
+            replace(one, location=now(one.location), new_location=None if one.new_location is None else now(one.new_location))
+            for one in batch.actions
+        ],
         expected_entries=[ExpectedEntry(now(show.location), show.inode, show.fingerprint) for show in batch.expected_entries],
     )
-
-
-def _relocate_action(action: PfsAction, now: Callable[[PfsLocation], PfsLocation]) -> PfsAction:
-    return replace(action, location=now(action.location), new_location=None if action.new_location is None else now(action.new_location))

@@ -87,13 +87,9 @@ class SharedPlanner(Planner):
         inode, shown = self.view.get_pending(*name), self.view.get_entry(*name)
         if inode is None:
             return
-        if (shown is not None and shown.inode == inode) or (
-            self._snapshot.get_child(name) != inode and not self._has_later_row(inode, row)
-        ):
+        is_due = inode == row.inode or journal.has_later_row(self._db, inode, row.seq)
+        if (shown is not None and shown.inode == inode) or (self._snapshot.get_child(name) != inode and not is_due):
             self.view.delete_pending(*name)
-
-    def _has_later_row(self, inode: int, row: JournalRow) -> bool:
-        return inode == row.inode or journal.has_later_row(self._db, inode, row.seq)
 
     def _remove_gone(self, row: JournalRow, name: PfsName) -> bool:
         """Remove a deleted inode that is still shown under a name that no inode has now."""

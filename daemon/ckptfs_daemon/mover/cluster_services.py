@@ -120,7 +120,8 @@ class ClusterServices:
                 if not self._config.is_read_only:
                     started, failed = self._record_server_started, self._record_server_failed
                     nursery.start_soon(serve_peers, self._build_server, started, failed, name="peers")
-                    nursery.start_soon(self._publish_figures, name="figures")
+                    figures = cluster_status.publish_figures
+                    nursery.start_soon(figures, self._db, self._store, self.membership.number, self.cluster.lease, name="figures")
         finally:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(self._close)
@@ -139,9 +140,6 @@ class ClusterServices:
 
     def _get_server_figures(self) -> dict[str, Any]:
         return self._running_server.get_figures() if self._running_server else {}
-
-    async def _publish_figures(self) -> None:
-        await cluster_status.publish_figures(self._db, self._store, self.membership.number, lambda: self.membership.node_lease.lease_id)
 
     def _apply_view_change(self, change: ViewChange) -> None:
         self._peers.close_except([node.name for node in change.after.nodes])

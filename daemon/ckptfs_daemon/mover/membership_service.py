@@ -34,7 +34,7 @@ from ckptfs.clique.membership import (
 )
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError, Compacted, StoreUnreachable
-from ckptfs.store.kv import Store, Watch, WatchEvents
+from ckptfs.store.kv import Store, WatchEvents
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class MembershipService:
         """Apply every change from that revision on, until the watch ends."""
         watch = self._store.watch(NODES_PREFIX, NODES_END, revision)
         try:
-            while (events := await _run_in_thread(lambda: _read_events(watch))) is not None:
+            while (events := await _run_in_thread(lambda: next(watch, None))) is not None:
                 self._apply_events(events)
         finally:
             watch.close()
@@ -214,10 +214,6 @@ class Backoff:
     def next_delay_s(self) -> float:
         self._s = min(max(2 * self._s, limits.RETRY_FIRST_S), limits.NODE_LEASE_RENEW_S)
         return self._s * random.uniform(0.5, 1.0)
-
-
-def _read_events(watch: Watch) -> WatchEvents | None:
-    return next(watch, None)
 
 
 async def _run_in_thread(act: Callable[[], Any]) -> Any:
