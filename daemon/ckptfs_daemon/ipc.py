@@ -17,7 +17,6 @@ Crash safety: messages wait in the sockets, which the supervisor keeps open, for
 end of its link and gives the assignment to another one.
 """
 
-import base64
 import contextlib
 import json
 import logging
@@ -37,7 +36,6 @@ from ckptfs import __version__, config, limits
 from ckptfs.bounded_waits import wait_ready
 from ckptfs.config import Config
 from ckptfs.errors import Busy, CkptfsError, InvalidArgument, TimedOut
-from ckptfs.model import DataPath
 from ckptfs_daemon import logs
 
 # To the mover. URGENT_REQUEST is followed by the kind of a request on which an application waits.
@@ -170,9 +168,6 @@ class Assignment:
 
     role: str
     config: Config
-    init_request: bytes
-    data_path: DataPath
-    data_path_reason: str
     is_resumed: bool
 
 
@@ -195,9 +190,6 @@ def send_assignment(link: socket.socket, assignment: Assignment, wake_socket: so
         "version": __version__,
         "role": assignment.role,
         "config": config.to_json(assignment.config),
-        "init_request": base64.b64encode(assignment.init_request).decode(),
-        "data_path": assignment.data_path.value,
-        "data_path_reason": assignment.data_path_reason,
         "resumed": assignment.is_resumed,
     }
     socket.send_fds(link, [json.dumps(message).encode()], [wake_socket.fileno(), *fuse_fds])
@@ -228,9 +220,6 @@ def receive_assignment(link: socket.socket) -> ChildSetup | None:
         wake_socket=socket.socket(fileno=descriptors[0]),
         fuse_fd=descriptors[1] if len(descriptors) > 1 else -1,
         table_fd=descriptors[2] if len(descriptors) > 2 else -1,
-        init_request=base64.b64decode(message["init_request"]),
-        data_path=DataPath(message["data_path"]),
-        data_path_reason=message["data_path_reason"],
         is_resumed=message["resumed"],
     )
 

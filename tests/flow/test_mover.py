@@ -23,7 +23,6 @@ PROGRAM = """
 import socket, sys
 from pathlib import Path
 from local_node import Node
-from ckptfs.model import DataPath
 from ckptfs_daemon.mover import main as mover
 from ckptfs_daemon.ipc import ChildSetup
 root, link, bell, pfs = sys.argv[1:]
@@ -32,7 +31,7 @@ node.configure(name=f"test-{link}-{Path(root).name}", drain_deadline_s=float(pfs
 node.tiers.close()
 node.db.close()
 ends = [socket.socket(fileno=int(number)) for number in (link, bell)]
-given = ChildSetup("mover", node.config, b"", DataPath.BUFFERED, "", False, *ends, -1, -1)
+given = ChildSetup("mover", node.config, False, *ends, -1, -1)
 sys.exit(mover.run(given))
 """
 

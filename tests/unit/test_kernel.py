@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from ckptfs_daemon.fuse import kernel
+from ckptfs_daemon.fuse.kernel import Feature
 
 from ckptfs.errors import InvalidArgument
 from ckptfs.model import DataPath
@@ -22,11 +23,11 @@ def init_request(flags: int = EVERYTHING, *, minor: int = 45, major: int = 7, op
 def test_an_offer_is_read_with_its_second_word_of_flags() -> None:
     offer = kernel.parse_init(init_request())
     assert (offer.unique, offer.major, offer.minor, offer.flags) == (2, 7, 45, EVERYTHING)
-    assert offer.flags & kernel.PASSTHROUGH
+    assert offer.flags & Feature.PASSTHROUGH
 
 
 def test_the_second_word_means_nothing_without_its_announcement() -> None:
-    offer = kernel.parse_init(init_request(EVERYTHING & ~kernel.INIT_EXT))
+    offer = kernel.parse_init(init_request(EVERYTHING & ~Feature.INIT_EXT))
     assert offer.flags >> 32 == 0
 
 
@@ -40,18 +41,20 @@ def test_passthrough_and_the_writeback_cache_exclude_each_other() -> None:
     offer = kernel.parse_init(init_request())
     through = kernel.choose_init_flags(offer, DataPath.PASSTHROUGH, is_single_node=True)
     buffered = kernel.choose_init_flags(offer, DataPath.BUFFERED, is_single_node=True)
-    assert through & kernel.PASSTHROUGH and not through & kernel.WRITEBACK_CACHE
-    assert buffered & kernel.WRITEBACK_CACHE and not buffered & kernel.PASSTHROUGH
+    assert through & Feature.PASSTHROUGH and not through & Feature.WRITEBACK_CACHE
+    assert buffered & Feature.WRITEBACK_CACHE and not buffered & Feature.PASSTHROUGH
     for flags in (through, buffered):
-        assert flags & kernel.HANDLE_KILLPRIV_V2
-        assert not flags & kernel.HAS_RESEND, "the table of requests does it all"
+        assert flags & Feature.KILLPRIV_V2
+        assert not flags & Feature.RESEND, "the table of requests does it all"
         assert not flags & (1 << 1 | 1 << 10), "locks are the kernel's"
         assert not flags & 1 << 14, "pyfuse3 has readdirplus only"
 
 
 def test_where_other_nodes_write_the_kernel_does_not_keep_sizes_and_times() -> None:
     """P7: with the writeback cache it would show its own for ever."""
-    assert not kernel.choose_init_flags(kernel.parse_init(init_request()), DataPath.BUFFERED, is_single_node=False) & kernel.WRITEBACK_CACHE
+    assert (
+        not kernel.choose_init_flags(kernel.parse_init(init_request()), DataPath.BUFFERED, is_single_node=False) & Feature.WRITEBACK_CACHE
+    )
 
 
 @pytest.mark.parametrize("data_path", [DataPath.PASSTHROUGH, DataPath.BUFFERED])
@@ -82,8 +85,8 @@ def test_an_older_kernel_is_answered_in_its_own_protocol() -> None:
 def test_features_are_hidden_by_name() -> None:
     """X10: an old kernel is imitated by what it lacks. Without INIT_EXT it has no second word of flags."""
     assert kernel.parse_hidden_features("") == 0
-    assert kernel.parse_hidden_features("resend, passthrough") == kernel.HAS_RESEND | kernel.PASSTHROUGH
-    assert EVERYTHING & ~kernel.parse_hidden_features("init_ext,max_pages") == 0xFFFFFFFF & ~(kernel.INIT_EXT | kernel.MAX_PAGES)
+    assert kernel.parse_hidden_features("resend, passthrough") == Feature.RESEND | Feature.PASSTHROUGH
+    assert EVERYTHING & ~kernel.parse_hidden_features("init_ext,max_pages") == 0xFFFFFFFF & ~(Feature.INIT_EXT | Feature.MAX_PAGES)
 
 
 def test_an_unknown_feature_is_refused_with_those_that_exist() -> None:
@@ -96,8 +99,8 @@ def test_an_unknown_feature_is_refused_with_those_that_exist() -> None:
 @pytest.mark.parametrize(
     ("default_s", "most_s", "offered", "effective_s"),
     [
-        (0, 0, kernel.REQUEST_TIMEOUT, 0), (0, 60, kernel.REQUEST_TIMEOUT, 60), (30, 60, kernel.REQUEST_TIMEOUT, 60),
-        (30, 0, kernel.REQUEST_TIMEOUT, 65535), (30, 0, 0, 30), (30, 20, 0, 20), (0, 100_000, kernel.REQUEST_TIMEOUT, 100_000),
+        (0, 0, Feature.REQUEST_TIMEOUT, 0), (0, 60, Feature.REQUEST_TIMEOUT, 60), (30, 60, Feature.REQUEST_TIMEOUT, 60),
+        (30, 0, Feature.REQUEST_TIMEOUT, 65535), (30, 0, 0, 30), (30, 20, 0, 20), (0, 100_000, Feature.REQUEST_TIMEOUT, 100_000),
     ],
 )  # fmt: skip
 def test_a_slow_answer_does_not_end_the_mount(default_s: int, most_s: int, offered: int, effective_s: int) -> None:

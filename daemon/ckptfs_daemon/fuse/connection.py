@@ -26,9 +26,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptfs import limits, procfs
-from ckptfs.bounded_waits import wait_ready
+from ckptfs.bounded_waits import run_in_time, wait_ready
 from ckptfs.config import Config
-from ckptfs.errors import CkptfsError, InvalidArgument
+from ckptfs.errors import CkptfsError, InvalidArgument, TimedOut
 from ckptfs.model import DataPath
 from ckptfs_daemon.fuse import kernel, request_table
 from ckptfs_daemon.fuse.kernel import Passthrough
@@ -238,7 +238,7 @@ def _mount_and_answer_init(config: Config, data_path: DataPath, reason: str) -> 
             unmount_at(config.mountpoint, MNT_DETACH)
         os.close(fd)
         raise
-    if data_path is DataPath.PASSTHROUGH and not flags & kernel.PASSTHROUGH:
+    if data_path is DataPath.PASSTHROUGH and not flags & kernel.Feature.PASSTHROUGH:
         data_path = DataPath.BUFFERED
     _raise_read_ahead(mounted.device)
     timeout_s = kernel.get_request_timeout_s(flags, timeouts)
@@ -302,25 +302,12 @@ def unmount_stale(point: Path) -> None:
 
 
 def _is_dead_mount(point: Path) -> bool:
-    """Return True if the mount at `point` is not connected. A child process asks: a live mount may hang."""
-    ended, alive = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.statvfs(point)
-        except OSError as failure:
-            code = 0 if failure.errno in (errno.ENOTCONN, errno.ECONNABORTED) else 1
-        finally:
-            os._exit(code)
-    # Its end of the pipe is closed when it ends. A pidfd would need Linux 5.3.
-    os.close(alive)
+    """Return True if the mount at `point` is not connected. A live one may hang, and is refused then."""
     try:
-        if not wait_ready(ended, select.POLLIN, STALE_PROBE_WAIT_S):
-            os.kill(pid, 9)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    finally:
-        os.close(ended)
+        run_in_time(lambda: os.statvfs(point), STALE_PROBE_WAIT_S, f"statvfs {point}")
+    except (OSError, TimedOut) as failure:
+        return failure.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+    return False
 
 
 def unmount(connection: Connection) -> None:

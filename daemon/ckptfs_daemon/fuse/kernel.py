@@ -13,6 +13,7 @@ Crash safety: an id that no handle records stays until the connection ends; it c
 import fcntl
 import struct
 from dataclasses import dataclass
+from enum import IntFlag
 
 from ckptfs import limits
 from ckptfs.errors import CkptfsError, InvalidArgument
@@ -26,43 +27,31 @@ PROTOCOL_MINOR = 40
 
 PROTOCOL_MINOR_MIN = 28
 """Linux 4.20. From then on the kernel tells whether it still waits for a reply, and numbers its requests evenly."""
-ASYNC_READ = 1 << 0
-ATOMIC_O_TRUNC = 1 << 3
-BIG_WRITES = 1 << 5
-DO_READDIRPLUS = 1 << 13
-ASYNC_DIO = 1 << 15
-WRITEBACK_CACHE = 1 << 16
-PARALLEL_DIROPS = 1 << 18
-MAX_PAGES = 1 << 22
-HANDLE_KILLPRIV_V2 = 1 << 28
-INIT_EXT = 1 << 30
-DIRECT_IO_ALLOW_MMAP = 1 << 36
-PASSTHROUGH = 1 << 37
-HAS_RESEND = 1 << 39
-REQUEST_TIMEOUT = 1 << 42
 
-COMMON = (
-    ASYNC_READ | ATOMIC_O_TRUNC | BIG_WRITES | DO_READDIRPLUS | ASYNC_DIO | PARALLEL_DIROPS | MAX_PAGES | HANDLE_KILLPRIV_V2 | INIT_EXT
-    | DIRECT_IO_ALLOW_MMAP
+
+class Feature(IntFlag):
+    """The flags of INIT. A test can hide them from ckptfs by their names (CKPTFS_KERNEL_WITHOUT)."""
+
+    ASYNC_READ = 1 << 0
+    ATOMIC_O_TRUNC = 1 << 3
+    BIG_WRITES = 1 << 5
+    READDIRPLUS = 1 << 13
+    ASYNC_DIO = 1 << 15
+    WRITEBACK_CACHE = 1 << 16
+    PARALLEL_DIROPS = 1 << 18
+    MAX_PAGES = 1 << 22
+    KILLPRIV_V2 = 1 << 28
+    INIT_EXT = 1 << 30
+    DIRECT_IO_ALLOW_MMAP = 1 << 36
+    PASSTHROUGH = 1 << 37
+    RESEND = 1 << 39
+    REQUEST_TIMEOUT = 1 << 42
+
+
+COMMON = int(
+    Feature.ASYNC_READ | Feature.ATOMIC_O_TRUNC | Feature.BIG_WRITES | Feature.READDIRPLUS | Feature.ASYNC_DIO | Feature.PARALLEL_DIROPS
+    | Feature.MAX_PAGES | Feature.KILLPRIV_V2 | Feature.INIT_EXT | Feature.DIRECT_IO_ALLOW_MMAP
 )  # fmt: skip
-FEATURES = {
-    "async_read": ASYNC_READ,
-    "atomic_o_trunc": ATOMIC_O_TRUNC,
-    "big_writes": BIG_WRITES,
-    "readdirplus": DO_READDIRPLUS,
-    "async_dio": ASYNC_DIO,
-    "writeback_cache": WRITEBACK_CACHE,
-    "parallel_dirops": PARALLEL_DIROPS,
-    "max_pages": MAX_PAGES,
-    "killpriv_v2": HANDLE_KILLPRIV_V2,
-    "init_ext": INIT_EXT,
-    "direct_io_allow_mmap": DIRECT_IO_ALLOW_MMAP,
-    "passthrough": PASSTHROUGH,
-    "resend": HAS_RESEND,
-    "request_timeout": REQUEST_TIMEOUT,
-}
-"""The features that a test can hide from ckptfs (CKPTFS_KERNEL_WITHOUT), by the names of their flags."""
-
 BACKGROUND_MAX = 128
 CONGESTION = 96
 STACK_DEPTH = 1
@@ -103,7 +92,7 @@ def parse_init(request: bytes) -> KernelInit:
     if opcode != OPCODE_INIT:
         raise BadHandshake(f"the kernel's first FUSE request has opcode {opcode}, not {OPCODE_INIT} (INIT)")
     major, minor, max_readahead, flags = INIT_REQUEST.unpack_from(request, REQUEST_HEADER.size)
-    if flags & INIT_EXT and len(request) >= INIT_FLAGS2_OFFSET + 4:
+    if flags & Feature.INIT_EXT and len(request) >= INIT_FLAGS2_OFFSET + 4:
         flags |= struct.unpack_from("=I", request, INIT_FLAGS2_OFFSET)[0] << 32
     if major != 7:
         raise BadHandshake(f"the kernel speaks FUSE protocol {major}.{minor}, ckptfs speaks 7.{PROTOCOL_MINOR}")
@@ -117,11 +106,12 @@ def parse_hidden_features(names: str) -> int:
     """Return the flags of the features in CKPTFS_KERNEL_WITHOUT. Raises InvalidArgument."""
     hidden = 0
     for name in filter(None, (part.strip() for part in names.split(","))):
-        if name not in FEATURES:
-            raise InvalidArgument(f"CKPTFS_KERNEL_WITHOUT={names}: no feature is called {name}", remedy=f"accepted: {', '.join(FEATURES)}")
-        hidden |= FEATURES[name]
+        if name.upper() not in Feature.__members__:
+            known = ", ".join(Feature.__members__).lower()
+            raise InvalidArgument(f"CKPTFS_KERNEL_WITHOUT={names}: no feature is called {name}", remedy=f"accepted: {known}")
+        hidden |= int(Feature[name.upper()])
     # A kernel without INIT_EXT has no second word of flags.
-    return hidden | ~0xFFFFFFFF if hidden & INIT_EXT else hidden
+    return hidden | ~0xFFFFFFFF if hidden & Feature.INIT_EXT else hidden
 
 
 def choose_init_flags(init: KernelInit, data_path: DataPath, *, is_single_node: bool, has_default_timeout: bool = False) -> int:
@@ -130,14 +120,14 @@ def choose_init_flags(init: KernelInit, data_path: DataPath, *, is_single_node: 
     With WRITEBACK_CACHE the kernel trusts only itself about sizes and times of files. It is used only if no other node changes them
     (`is_single_node`). A timeout is asked for only in place of a shorter default.
     """
-    cached = WRITEBACK_CACHE if is_single_node else 0
-    timeout = REQUEST_TIMEOUT if has_default_timeout else 0
-    return (COMMON | timeout | (PASSTHROUGH if data_path is DataPath.PASSTHROUGH else cached)) & init.flags
+    cached = Feature.WRITEBACK_CACHE if is_single_node else 0
+    timeout = Feature.REQUEST_TIMEOUT if has_default_timeout else 0
+    return (COMMON | timeout | (Feature.PASSTHROUGH if data_path is DataPath.PASSTHROUGH else cached)) & init.flags
 
 
 def get_request_timeout_s(flags: int, timeouts: FuseTimeouts) -> int:
     """Return after how many seconds without an answer the kernel ends such a connection; 0: never."""
-    asked_s = REQUEST_TIMEOUT_S if flags & REQUEST_TIMEOUT else timeouts.default_s
+    asked_s = REQUEST_TIMEOUT_S if flags & Feature.REQUEST_TIMEOUT else timeouts.default_s
     return min(asked_s or timeouts.max_s, timeouts.max_s or asked_s)
 
 
@@ -155,8 +145,8 @@ def build_init_reply(init: KernelInit, flags: int) -> bytes:
         limits.WRITE_BYTES_MAX // PAGE_BYTES,
         0,
         flags >> 32,
-        STACK_DEPTH if flags & PASSTHROUGH else 0,
-        REQUEST_TIMEOUT_S if flags & REQUEST_TIMEOUT else 0,
+        STACK_DEPTH if flags & Feature.PASSTHROUGH else 0,
+        REQUEST_TIMEOUT_S if flags & Feature.REQUEST_TIMEOUT else 0,
     )
     return REPLY_HEADER.pack(REPLY_HEADER.size + len(body), 0, init.unique) + body
 

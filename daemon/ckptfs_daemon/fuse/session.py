@@ -30,7 +30,7 @@ import trio
 from ckptfs import limits
 from ckptfs.errors import CkptfsError
 from ckptfs_daemon.fuse import request_table, shim_build
-from ckptfs_daemon.ipc import ChildSetup
+from ckptfs_daemon.fuse.connection import Connection
 
 if "pyfuse3" in sys.modules:
     raise ImportError("pyfuse3 was imported before ckptfs_daemon.fuse.session, which must come first")
@@ -186,12 +186,18 @@ class _FastPathCallbacks(ctypes.Structure):
 
 _reply_buf = _shim.fuse_reply_buf
 _reply_buf.argtypes = [_R, ctypes.c_char_p, ctypes.c_size_t]
-_reply_err = _shim.fuse_reply_err
-_reply_err.argtypes = [_R, _I]
-_reply_write = _shim.fuse_reply_write
-_reply_write.argtypes = [_R, ctypes.c_size_t]
-_reply_lseek = _shim.fuse_reply_lseek
-_reply_lseek.argtypes = [_R, _Q]
+
+reply_err = _shim.fuse_reply_err
+"""Reply to `req` with an errno; 0 means success."""
+reply_err.argtypes = [_R, _I]
+
+reply_write = _shim.fuse_reply_write
+"""Reply to a copy_file_range with the number of bytes copied."""
+reply_write.argtypes = [_R, ctypes.c_size_t]
+
+reply_lseek = _shim.fuse_reply_lseek
+"""Reply to an lseek with the offset found."""
+reply_lseek.argtypes = [_R, _Q]
 _shim.shim_set_writer.argtypes = [ctypes.c_uint32, _I]
 _shim.shim_process_saved_init.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
 _shim.shim_map_table.argtypes = [_I, _I, _Q, *[ctypes.c_uint32] * 4]
@@ -228,13 +234,10 @@ def set_raw_callbacks(
     lseek: Callable[[int, int, int, int, int], None],
     release: Callable[[int, int, int], None],
 ) -> None:
-    """Set what serves FALLOCATE, COPY_FILE_RANGE, LSEEK and RELEASE. Call it before `open_session`.
+    """Set what serves these requests. Call it before `open_session`.
 
     They are plain functions, called where a handler would start, so `get_request_header` is valid in them. Each request needs exactly one
-    `reply*`, at once or later from a task. Arguments:
-    fallocate(req, inode, mode, offset, length, fh);
-    copy_file_range(req, inode_in, offset_in, fh_in, inode_out, offset_out, fh_out, length, flags); lseek(req, inode, offset, whence, fh);
-    release(req, inode, fh). pyfuse3 has a handler for RELEASE, but one that waits for a batch would occupy a task of pyfuse3.
+    `reply*`, at once or later from a task. pyfuse3's own handler for RELEASE would occupy a task of pyfuse3 while it waits for a batch.
     """
     _raw_callbacks.fallocate = FALLOCATE(_guard_raw_callback(fallocate))
     _raw_callbacks.copy_file_range = COPY_FILE_RANGE(_guard_raw_callback(copy_file_range))
@@ -266,7 +269,6 @@ def set_fast_path_callbacks(
 
     They are called like those of `set_raw_callbacks`. They send exactly one reply at once and return True, or return False and leave the
     request to pyfuse3's handler.
-    Arguments: lookup(req, parent, name, pid); getattr(req, inode, pid); create(req, parent, name, mode, uid, gid, pid).
     """
     _fast_path_callbacks.lookup = LOOKUP(_guard_fast_path_callback(lookup))
     _fast_path_callbacks.getattr = GETATTR(_guard_fast_path_callback(getattr))
@@ -291,32 +293,17 @@ def reply(req: int, body: bytes) -> None:
     _reply_buf(req, body, len(body))
 
 
-def reply_err(req: int, code: int) -> None:
-    """Reply with errno `code`; 0 means success."""
-    _reply_err(req, code)
-
-
-def reply_write(req: int, count: int) -> None:
-    """Reply to a copy_file_range with the number of bytes copied."""
-    _reply_write(req, count)
-
-
-def reply_lseek(req: int, offset: int) -> None:
-    """Reply to an lseek with the offset found."""
-    _reply_lseek(req, offset)
-
-
-def open_session(operations: pyfuse3.Operations, setup: ChildSetup) -> None:
+def open_session(operations: pyfuse3.Operations, connection: Connection, *, is_clustered: bool) -> None:
     """Make libfuse and pyfuse3 serve the inherited connection, without a read yet. Raises ShimNotLoaded."""
-    os.set_blocking(setup.fuse_fd, False)
-    pyfuse3.trio = TrioAdapter(is_clustered=setup.config.cluster is not None)  # type: ignore[attr-defined]
-    pyfuse3.init(operations, f"/dev/fd/{setup.fuse_fd}", set())
+    os.set_blocking(connection.fd, False)
+    pyfuse3.trio = TrioAdapter(is_clustered=is_clustered)  # type: ignore[attr-defined]
+    pyfuse3.init(operations, f"/dev/fd/{connection.fd}", set())
     if _sessions.value == 0:
         raise ShimNotLoaded(
             "the mount's C part was not loaded before libfuse", remedy="rebuild it: python -m ckptfs_daemon.fuse.shim_build"
         )
-    _shim.shim_process_saved_init(setup.init_request, len(setup.init_request))
-    _map_table(setup.fuse_fd, setup.table_fd)
+    _shim.shim_process_saved_init(connection.init_request, len(connection.init_request))
+    _map_table(connection.fd, connection.table_fd)
 
 
 def _map_table(fuse_fd: int, fd: int) -> None:
@@ -330,7 +317,7 @@ def _map_table(fuse_fd: int, fd: int) -> None:
 
 
 async def serve() -> None:
-    """Serve requests until the filesystem is unmounted or `stop` is called."""
+    """Serve requests until the filesystem is unmounted or pyfuse3 is told to end."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_trim_table, name="table of requests")
         await pyfuse3.main(min_tasks=WORKERS_IDLE, max_tasks=WORKERS_MAX)
@@ -341,13 +328,3 @@ async def _trim_table() -> None:
     while True:
         await trio.sleep(limits.REQUEST_TRIM_INTERVAL_S)
         _shim.shim_trim_table(limits.REQUEST_LARGE_KEPT)
-
-
-def stop() -> None:
-    """End `serve`. Call it from the thread that runs `serve`."""
-    pyfuse3.terminate()
-
-
-def close_session() -> None:
-    """Free the session. The connection lives as long as any process holds its descriptor."""
-    pyfuse3.close(unmount=False)

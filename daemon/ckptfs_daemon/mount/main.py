@@ -27,6 +27,7 @@ from ckptfs.tiers import storage
 from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse import session
+from ckptfs_daemon.fuse.connection import restore
 from ckptfs_daemon.fuse.kernel import Passthrough
 from ckptfs_daemon.ipc import READY, ChildSetup, WakeChannel
 from ckptfs_daemon.mount.cluster.cluster_recovery import StandbyLease
@@ -54,7 +55,8 @@ def run(setup: ChildSetup) -> int:
     """Serve the connection until it is unmounted. Returns 0."""
     server_limits.raise_descriptor_limit()
     series.install_rules(setup.config.series)
-    context = _build_context(setup)
+    connection = restore(setup.fuse_fd, setup.table_fd)
+    context = _build_context(setup, connection.data_path)
     changes, orphans = ChangeRunner(context), OrphanTracker(context)
     reader = MountMemberReader(context, changes)
     files = FileHandlers(context, changes)
@@ -69,13 +71,14 @@ def run(setup: ChildSetup) -> int:
         context.shared_namespace.set_nameless_callback(orphans.add_unlinked)
     shim.register()
     operations = ReadOnlyOperations if context.config.is_read_only else Operations
-    session.open_session(operations(names, directories, attributes, files, orphans, latest, history), setup)
+    handlers = operations(names, directories, attributes, files, orphans, latest, history)
+    session.open_session(handlers, connection, is_clustered=context.shared_namespace is not None)
     trio.run(_serve, setup, context, shim, orphans, tracker)
-    session.close_session()
+    pyfuse3.close(unmount=False)  # The connection lives as long as any process holds its descriptor.
     return 0
 
 
-def _build_context(setup: ChildSetup) -> MountContext:
+def _build_context(setup: ChildSetup, data_path: DataPath) -> MountContext:
     config = setup.config
     dirty_keys = None if config.cluster is None else DirtyKeyTracker()
     is_clustered = dirty_keys is not None
@@ -88,7 +91,7 @@ def _build_context(setup: ChildSetup) -> MountContext:
     with db.transaction():
         pfs_hold.release_misplaced(db)
     wake_channel = WakeChannel(setup.wake_socket)
-    passthrough = Passthrough(setup.fuse_fd) if setup.data_path is DataPath.PASSTHROUGH else None
+    passthrough = Passthrough(setup.fuse_fd) if data_path is DataPath.PASSTHROUGH else None
     open_files = OpenFileTable(db, tiers, passthrough, wake_channel, kernel_owns_times=passthrough is None and not is_clustered)
     shared_namespace = prefetch = standby_lease = None
     if dirty_keys is not None:
@@ -99,7 +102,7 @@ def _build_context(setup: ChildSetup) -> MountContext:
         standby_lease = StandbyLease(lambda lease: trio.to_thread.run_sync(store.keep_alive, lease, abandon_on_cancel=True))
     return MountContext(
         config=config,
-        data_path=setup.data_path,
+        data_path=data_path,
         db=db,
         tiers=tiers,
         wake_channel=wake_channel,
@@ -193,4 +196,4 @@ def _invalidate(message: bytes) -> None:
 
 async def _stop_on_request(link: socket.socket) -> None:
     await ipc.wait_for_stop(link)
-    session.stop()
+    pyfuse3.terminate()

@@ -229,12 +229,8 @@ class Supervisor:
         return not self._is_resumed and not self._slots[MOVER].ever_ready and now < self._began + MOVER_RECOVERY_WAIT_S
 
     def _assign(self, role: str, child: Child) -> None:
-        mounted = self._connection
-        assignment = Assignment(
-            role, self._config, mounted.init_request if role == MOUNT else b"", mounted.data_path, mounted.data_path_reason,
-            self._is_resumed,
-        )  # fmt: skip
-        child.assign(assignment, self._wake_sockets[role], (mounted.fd, mounted.table_fd) if role == MOUNT else ())
+        fuse_fds = (self._connection.fd, self._connection.table_fd) if role == MOUNT else ()
+        child.assign(Assignment(role, self._config, self._is_resumed), self._wake_sockets[role], fuse_fds)
         if role == MOVER:
             self._instruct_mover(child)
         self._publish_processes()
