@@ -49,10 +49,12 @@ class Pending:
     def is_nothing(self) -> bool:
         return not (self.files or self.changes or self.unsealed or self.unsafe)
 
+    @property
+    def all_files(self) -> int:
+        return max(self.files, self.unsealed, self.unsafe)
+
     def describe(self) -> str:
-        """Describe it in words."""
-        files = max(self.files, self.unsealed, self.unsafe)
-        return f"{format_count(files, 'file')} ({format_size(self.size_bytes)}), {format_count(self.changes, 'other change')}"
+        return f"{format_count(self.all_files, 'file')} ({format_size(self.size_bytes)}), {format_count(self.changes, 'other change')}"
 
 
 def load_pending(db: Database, end: int) -> Pending:
@@ -87,7 +89,6 @@ class DrainClock:
 
 
 def start_clock(configured_s: float | None, pending: Pending, bytes_per_s: float, now_s: float) -> DrainClock:
-    """Return the clock of a drain that begins now."""
     return DrainClock(configured_s, now_s, now_s + get_deadline_s(configured_s, pending, bytes_per_s), now_s, pending)
 
 

@@ -106,10 +106,7 @@ class Rescue:
         self._refreshed_s = now_s + max(limits.URGENT_INTERVAL_S, 10 * (now_s - begun_s))
 
     def is_securing(self) -> bool:
-        """Return whether copies of open files are still on their way, for a bounded time.
-
-        Call when all closed files are safe.
-        """
+        """Return True, for a bounded time, while open files are copied. Call it when closed files are safe."""
         if self._secured_s is None:
             self._secure_open_files(exposure.list_exposed(self._db, self._level))
         left_s = min(self._get_left_s(), (self._secured_s or 0.0) + limits.SECURE_WAIT_S - time.monotonic())

@@ -279,7 +279,7 @@ def test_requests_without_a_caller_go_in_every_configuration(node: Node, has_pfs
     node.config = replace(node.config, pfs=node.config.pfs if has_pfs else None)
     gone = mover_requests.insert_request(node.db, mover_requests.FETCH, 1, wait_s=-1.0)
     open_ = mover_requests.insert_request(node.db, mover_requests.FETCH, 2)
-    flows = [flow for _, flow in _Flows(node.db, node.tiers, node.config, node.told, None).list_flows()]
+    flows = [flow for _, flow in _Flows(node.db, node.tiers, node.config, node.told, None).lanes]
     for flow in flows:
         if isinstance(flow, Reclaim):
             flow.step()

@@ -9,6 +9,9 @@ import trio
 from ckptfs_client.client import Client
 from ckptfs_client.mounts import Mount
 from ckptfs_daemon.control import server
+from ckptfs_daemon.control.admin import AdminService
+from ckptfs_daemon.control.methods import RefusedCalls
+from ckptfs_daemon.control.queries import QueryService
 from daemon_under_test import eventually
 from local_node import Node
 
@@ -43,7 +46,9 @@ class Served:
     def start(self) -> None:
         async def serve() -> None:
             with self._scope:
-                await server.serve(self.node.config, self.node.db, self.node.tiers, self.lanes)
+                refused, config, db, tiers = RefusedCalls(), self.node.config, self.node.db, self.node.tiers
+                queries = QueryService(config, db, tiers, refused=refused)
+                await server.serve(config, queries, AdminService(config, db, tiers, self.lanes.retry_now, refused))
 
         self._scope = trio.CancelScope()
         self._token: trio.lowlevel.TrioToken | None = None

@@ -37,7 +37,7 @@ from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon import logs
 from ckptfs_daemon.control.methods import RefusedCalls, require_inode_number, stream_changes, translate_errors, translate_stream_errors
 from ckptfs_daemon.control.status import StatusFigures
-from ckptfs_daemon.drain import record_result
+from ckptfs_daemon.drain import load_pending, record_result
 from ckptfs_daemon.ipc import Successor
 from ckptfs_daemon.rescue import Rescue, parse_drain_level
 
@@ -102,7 +102,6 @@ class FileVerifier:
         return [_build_finding(one) for one in checked]
 
     def _has_other_source(self, number: int) -> bool:
-        """Return True if another node or the PFS may have the content."""
         record = contents.get_file_record(self._db, number)
         content = record.content
         if content is None or content.state is not ContentState.SEALED:
@@ -123,7 +122,6 @@ class FileVerifier:
         return found + [one for tier, one in after.items() if tier not in {bad.tier for bad in before}]
 
     def _verify_on_pfs(self, inode: int, record: FileRecord) -> list[pb.Finding]:
-        """Verify the file on the PFS under its ordinary name."""
         if self._config.pfs is None or record.published is None:
             return []
         try:
@@ -173,12 +171,16 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
         request_log_level: Callable[[str], None] = logs.set_level, refresh_pfs_path: Callable[[int], None] = lambda inode: None,
         record_missed_drain: Callable[[], None] = lambda: None, request_upgrade: Callable[[Successor], None] | None = None,
     ) -> None:  # fmt: skip
-        self._refresh_pfs_path = refresh_pfs_path
+        """`request_log_level` sets the level of all processes, and may return before it is set.
+
+        `record_missed_drain`: a drain took as long as an unmount would wait. `request_upgrade` ends this process if the supervisor hands
+        over to the successor, or raises its refusal.
+        """
+        self._verifier = FileVerifier(config, db, tiers, retry_now, refresh_pfs_path)
         self._record_missed_drain = record_missed_drain
         self.refused = refused or RefusedCalls()
         self._config = config
         self._db = db
-        self._tiers = tiers
         self._retry_now = retry_now
         self._request_log_level = request_log_level
         self._request_upgrade = request_upgrade
@@ -250,14 +252,10 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
         yield _build_last(last, rescue.build_safety())
 
     def _build_progress(self, end: int) -> pb.Progress:
-        files, size, changes = summary.count_journal_left(self._db, end)
-        unsealed, copied = summary.count_unsealed(self._db), sum(self._figures.get_copied_bytes().values())
-        unsafe = peer_copies.count_unsafe(self._db)
-        pending = files or changes or unsealed or unsafe
-        progress = pb.Progress(
-            done=not pending, files_left=max(files, unsealed, unsafe), bytes_left=max(0, size - copied), changes_left=changes
+        left = load_pending(self._db, end)
+        return self._add_obstacle(
+            pb.Progress(done=left.is_nothing, files_left=left.all_files, bytes_left=left.size_bytes, changes_left=left.changes)
         )
-        return self._add_obstacle(progress)
 
     def _add_obstacle(self, progress: pb.Progress) -> pb.Progress:
         if not progress.done:
@@ -271,12 +269,11 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
         if summary.get_listed_file(self._db, top) is None:
             raise posix_error(errno.ENOENT)
         files = namespace.list_files_below(self._db, top)
-        verification = FileVerifier(self._config, self._db, self._tiers, self._retry_now, self._refresh_pfs_path)
         progress, last_sent_at = pb.VerifyProgress(files_total=len(files)), time.monotonic()
         for inode in files:
             if not context.is_active():
                 return
-            findings, size = verification.verify_file(inode)
+            findings, size = self._verifier.verify_file(inode)
             progress.files += 1
             progress.bytes += size
             progress.findings.extend(findings)

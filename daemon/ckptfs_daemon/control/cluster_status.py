@@ -78,7 +78,6 @@ class NodeProbe:
 
 
 def figures_key(number: int) -> bytes:
-    """Return the key of a node's figures."""
     return FIGURES_PREFIX + b"%08x" % number
 
 
@@ -291,7 +290,6 @@ class ClusterFigures:
         return answer
 
     def _load_stored(self) -> tuple[list[Node], dict[bytes, bytes]]:
-        """Return the records of all live nodes, and their figures."""
         nodes = [node for _, value in self._scan(membership.NODES_PREFIX) if (node := membership.decode_node(value)) is not None]
         return nodes, dict(self._scan(FIGURES_PREFIX))
 
@@ -311,7 +309,6 @@ class ClusterFigures:
 
 
 def _set_probe_result(member: pb.Member, answer: ProbeResult | None) -> None:
-    """Fill in the result of a ping."""
     if answer is None:
         return
     member.probed = True

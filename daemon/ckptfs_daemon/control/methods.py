@@ -3,6 +3,7 @@
 A remedy travels as trailing metadata. Rejected calls are counted and leave no line in the log.
 """
 
+import contextlib
 import errno
 import functools
 import logging
@@ -56,21 +57,27 @@ STATUS_OF_ERRNO = {
 }
 
 
+@contextlib.contextmanager
+def _turned_into_statuses(servicer: Any, context: grpc.ServicerContext, name: str) -> Iterator[None]:
+    """Turn an error of the block into the status of the call, and count it."""
+    try:
+        yield
+    except (CkptfsError, OSError) as failure:
+        _abort(servicer.refused, context, failure)
+    except grpc.RpcError:
+        raise  # The client disconnected before its message arrived; gRPC ends the call.
+    except Exception:
+        log.exception("control call %s: failed", name)
+        context.abort(grpc.StatusCode.INTERNAL, "the daemon failed to answer; its log says why")
+
+
 def translate_errors(call: Call) -> Call:
     """Wrap a unary method of a servicer: errors become statuses and are counted in its `refused`."""
 
     @functools.wraps(call)
     def wrapped(self: Any, *asked: Any) -> Any:
-        context: grpc.ServicerContext = asked[-1]
-        try:
+        with _turned_into_statuses(self, asked[-1], call.__name__):
             return call(self, *asked)
-        except (CkptfsError, OSError) as failure:
-            _abort(self.refused, context, failure)
-        except grpc.RpcError:
-            raise  # The client disconnected before its message arrived; gRPC ends the call.
-        except Exception:
-            log.exception("control call %s: failed", call.__name__)
-            context.abort(grpc.StatusCode.INTERNAL, "the daemon failed to answer; its log says why")
 
     return wrapped  # type: ignore[return-value]
 
@@ -79,16 +86,9 @@ def translate_stream_errors(call: Call) -> Call:
     """Wrap a streaming method of a servicer likewise."""
 
     @functools.wraps(call)
-    def wrapped(self: Any, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        try:
-            yield from call(self, request, context)
-        except (CkptfsError, OSError) as failure:
-            _abort(self.refused, context, failure)
-        except GeneratorExit:
-            raise
-        except Exception:
-            log.exception("control call %s: failed", call.__name__)
-            context.abort(grpc.StatusCode.INTERNAL, "the daemon failed to answer; its log says why")
+    def wrapped(self: Any, *asked: Any) -> Iterator[Any]:
+        with _turned_into_statuses(self, asked[-1], call.__name__):
+            yield from call(self, *asked)
 
     return wrapped  # type: ignore[return-value]
 
@@ -135,7 +135,6 @@ def require_inode_number(number: int) -> int:
 
 
 def is_inode_number(number: int) -> bool:
-    """Return True if an inode can have this number."""
     return 0 < number < 2**63
 
 
@@ -153,7 +152,6 @@ class ControlMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         self._unknown = grpc.stream_unary_rpc_method_handler(self._reject_unknown_method)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """Return the handler of a call."""
         return self._handlers.get(handler_call_details.method, self._unknown)
 
     def _build_handler(self, method: Any, servicer: Any) -> Any:

@@ -39,7 +39,6 @@ class MetricRow:
     list_samples: ListSamples
 
     def build_family(self, status: pb.Status) -> Metric:
-        """Build the metric with its samples."""
         metric: CounterMetricFamily | GaugeMetricFamily
         if self.name.endswith("_total"):
             metric = CounterMetricFamily(self.name, self.description, labels=self.labels)
@@ -57,7 +56,6 @@ class StatusCollector(Collector):
         self._status = status
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics."""
         for row in METRICS:
             yield row.build_family(self._status)
         yield from build_step_families()
@@ -78,7 +76,6 @@ def build_step_families() -> Iterator[Metric]:
 
 
 def encode_metrics(status: pb.Status) -> bytes:
-    """Return the text that Prometheus reads."""
     return generate_latest(StatusCollector(status))
 
 

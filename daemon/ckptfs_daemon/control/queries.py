@@ -107,7 +107,6 @@ class LevelCheck:
         return progress
 
     def _check_inode(self, inode: int) -> bool:
-        """Return True if the inode has the level."""
         found = summary.get_listed_file(self._db, inode)
         if found is None or (self._wanted is Level.PFS and self._is_left_out(inode)):
             return True
@@ -159,7 +158,6 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
 
     @translate_errors
     def GetStatus(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.Status:
-        """Return the figures of the mount."""
         return self.build_status()
 
     def build_status(self) -> pb.Status:
@@ -179,7 +177,6 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
 
     @translate_errors
     def GetCluster(self, request: pb.ClusterRequest, context: grpc.ServicerContext) -> pb.Cluster:
-        """Return all nodes of the cluster."""
         if self._cluster is None:
             raise InvalidArgument("this mount belongs to no cluster", remedy="mount it with cluster=NAME and etcd=HOST:PORT")
         return self._cluster.build_probed_cluster() if request.probe else self._cluster.build_cluster()
@@ -239,14 +236,12 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
         return answer
 
     def _has_highest_level(self, found: ListedFile) -> bool:
-        """Return True if the file has the highest level that this mount offers."""
         if self._config.pfs is not None:
             return is_on_pfs(found.record)
         return found.record.content is None or found.record.content.state is ContentState.SEALED
 
     @translate_errors
     def ListSeries(self, request: pb.ListSeriesRequest, context: grpc.ServicerContext) -> pb.ListSeriesReply:
-        """Return the series that have checkpoint sets."""
         return set_queries.list_series(self._db, with_figures=request.figures)
 
     @translate_errors
@@ -293,7 +288,7 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
                 self._cluster.refresh_files(level_check.remaining_sample)
                 refreshed_at = time.monotonic()
             seen_count, begun = self._progress_signal.count, time.monotonic()
-            progress = level_check.check_next(self._figures.get_copied_bytes())
+            progress = level_check.check_next(summary.get_copied_bytes(self._db))
             check_s = time.monotonic() - begun
             if not progress.done and not progress.blocked_by:
                 progress.blocked_by, progress.remedy = self._find_obstacle(wanted)
@@ -306,7 +301,6 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
             before = progress
 
     def _find_obstacle(self, wanted: Level) -> tuple[str, str]:
-        """Return (what blocks the wait, the remedy)."""
         if wanted is Level.CLIQUE and self._cluster is not None and (missing := self._cluster.find_missing_domains()):
             return missing, START_NODES
         return self._figures.get_first_trouble()

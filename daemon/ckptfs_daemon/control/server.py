@@ -8,29 +8,20 @@ Crash safety: waiting clients see the connection end and call again; the next mo
 
 import logging
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
 
 import grpc
 import trio
 
 from ckptfs import limits, runtime_dir, server_limits
-from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.server_limits import CallWatchdog
-from ckptfs.tiers.storage import Tiers
-from ckptfs_daemon import logs
 from ckptfs_daemon.control.admin import AdminService
-from ckptfs_daemon.control.cluster_status import ClusterFigures
-from ckptfs_daemon.control.methods import ControlMethods, RefusedCalls
+from ckptfs_daemon.control.methods import ControlMethods
 from ckptfs_daemon.control.queries import QueryService
-from ckptfs_daemon.ipc import ProgressSignal, Successor
 
 log = logging.getLogger(__name__)
-
-ClusterAccess = tuple[ClusterFigures | None, Callable[[int], None]]
 
 QUERIES_MODE = 0o666
 ADMIN_MODE = 0o600
@@ -39,41 +30,8 @@ SOCKET_CHECK_S = 2.0
 STOP_GRACE_S = 1.0
 
 
-class Scheduler(Protocol):
-    """What the servers use of the mover's lanes, in its trio thread."""
-
-    def wake(self) -> None:
-        """Run every lane soon."""
-
-    def retry_now(self) -> None:
-        """Reset all backoffs and run every lane now."""
-
-
-async def serve(
-    config: Config, db: Database, tiers: Tiers, scheduler: Scheduler, cluster_access: ClusterAccess = (None, lambda inode: None),
-    request_log_level: Callable[[str], None] = logs.set_level, progress: ProgressSignal | None = None,
-    record_missed_drain: Callable[[], None] = lambda: None, request_upgrade: Callable[[Successor], None] | None = None,
-) -> None:  # fmt: skip
-    """Serve until cancelled. A server that cannot start, or whose socket was deleted, is started again.
-
-    `request_log_level` sets the level of all processes of the daemon, and may return before it is set. `cluster_access`: the cluster's
-    figures, and a function that reads from the store where a file is on the PFS now. `record_missed_drain`: a drain took as long as an
-    unmount would wait. `request_upgrade` ends this process if the supervisor hands over to the successor, or raises its refusal.
-    """
-    token = trio.lowlevel.current_trio_token()
-
-    def retry_now() -> None:
-        trio.from_thread.run_sync(scheduler.retry_now, trio_token=token)
-
-    def wake_lanes() -> None:
-        token.run_sync_soon(scheduler.wake, idempotent=True)
-
-    refused_calls = RefusedCalls()
-    cluster, refresh_pfs_path = cluster_access
-    queries = QueryService(config, db, tiers, cluster, refused_calls, progress, wake_lanes)
-    admin = AdminService(
-        config, db, tiers, retry_now, refused_calls, request_log_level, refresh_pfs_path, record_missed_drain, request_upgrade
-    )
+async def serve(config: Config, queries: QueryService, admin: AdminService) -> None:
+    """Serve until cancelled. A server that cannot start, or whose socket was deleted, is started again."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_serve_sockets, config.name, queries, admin, name="control sockets")
         if config.metrics is not None:

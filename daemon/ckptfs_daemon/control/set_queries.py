@@ -20,7 +20,6 @@ MAY_LIST = 0o005
 
 
 def list_series(db: Database, *, with_figures: bool) -> pb.ListSeriesReply:
-    """Return all series that have a history."""
     reply = pb.ListSeriesReply(shared=db.is_clustered)
     for one in history.list_series(db):
         rollback = one.rollback.number if one.rollback is not None else 0

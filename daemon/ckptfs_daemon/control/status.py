@@ -65,7 +65,6 @@ class StatusFigures:
         self._bytes = CachedFigure(lambda: {tier: summary.count_bytes_in_tier(db, tier) for tier in (Tier.RAM, Tier.NVME)})
 
     def build_status(self) -> pb.Status:
-        """Build the reply of `ckptfs status`."""
         config, processes = self._config, self._load_processes()
         status = pb.Status(
             name=config.name, mountpoint=str(config.mountpoint), state=str(config.state), version=__version__,
@@ -86,10 +85,8 @@ class StatusFigures:
 
     def _load_notice(self) -> pb.Notice | None:
         """Return the notice that this node is about to be taken away. Returns None if there was none."""
-        for _, text, _ in summary.list_reports(self._db, summary.NOTICE_REPORT):
-            found = _parse_json_object(text)
-            age_s = max(0.0, time.time() - found.pop("at_s"))
-            return pb.Notice(age_s=age_s, **found)
+        if found := _load_report(self._db, summary.NOTICE_REPORT):
+            return pb.Notice(age_s=max(0.0, time.time() - found.pop("at_s")), **found)
         return None
 
     def get_drain_deadline_s(self) -> float:
@@ -119,11 +116,7 @@ class StatusFigures:
 
     def get_current_write_back(self) -> dict[str, Any]:
         """Return inode, path, copied_bytes and size_bytes of the large file being written back, or {}."""
-        return next((_parse_json_object(text) for key, text, _ in summary.list_reports(self._db, "write_back") if key == "write_back"), {})
-
-    def get_copied_bytes(self) -> dict[int, int]:
-        """Return {inode: bytes already on the PFS} of the file being written back."""
-        return summary.get_copied_bytes(self._db)
+        return _load_report(self._db, "write_back")
 
     def _load_processes(self) -> dict[str, Any]:
         """Return the contents of processes.json, or an empty dict."""
@@ -148,30 +141,23 @@ class StatusFigures:
         )  # fmt: skip
 
     def _build_handles(self) -> list[pb.HandleCount]:
-        """Build the totals that the mount process has reported."""
-        found = next((_parse_json_object(text) for key, text, _ in summary.list_reports(self._db, summary.HANDLES_REPORT)), {})
-        return [pb.HandleCount(**row) for row in found.get("ways", ())]
+        return [pb.HandleCount(**row) for row in _load_report(self._db, summary.HANDLES_REPORT).get("ways", ())]
 
     def _build_tiers(self) -> list[pb.TierStatus]:
         counts = self._copies.get()
-        health = {key.partition(":")[2]: _parse_json_object(text) for key, text, _ in summary.list_reports(self._db, "tier:")}
-        return [self._build_tier(tier, counts.get(tier, 0), health.get(tier.value, {})) for tier in Tier if self._root(tier) is not None]
-
-    def _is_pfs_full(self) -> bool:
-        """Return True if the last attempt to write back found no room."""
-        reports = summary.list_reports(self._db, "trouble:write back")
-        return any(_parse_json_object(text).get("is_full") for key, text, _ in reports if key == "trouble:write back")
+        return [self._build_tier(tier, counts.get(tier, 0)) for tier in Tier if self._root(tier) is not None]
 
     def _root(self, tier: Tier) -> Path | None:
         return {Tier.RAM: self._config.state / "ram", Tier.NVME: self._config.nvme, Tier.PFS: self._config.pfs}[tier]
 
-    def _build_tier(self, tier: Tier, count: int, health: dict[str, Any]) -> pb.TierStatus:
+    def _build_tier(self, tier: Tier, count: int) -> pb.TierStatus:
         """Build one tier. The used bytes are those of a tmpfs of ckptfs, otherwise those of its files."""
+        health = _load_report(self._db, f"tier:{tier}")
         answer = pb.TierStatus(name=tier.value, path=str(self._root(tier)), contents=count, health=str(health.get("state", "normal")))
         if tier is Tier.PFS:
             answer.budget_bytes, answer.free_bytes = int(health.get("total", 0)), int(health.get("free", 0))
             answer.shared_bytes = summary.get_shared_on_pfs(self._db)
-            if answer.health == "normal" and self._is_pfs_full():
+            if answer.health == "normal" and _load_report(self._db, "trouble:write back").get("is_full"):
                 answer.health = "full"  # A full tier answers well, and its figures are some seconds old.
             return answer
         storage = self._tiers.get(tier)
@@ -224,6 +210,11 @@ def _parse_json_object(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def _load_report(db: Database, key: str) -> dict[str, Any]:
+    """Return the report with exactly this key, or an empty dict."""
+    return next((_parse_json_object(text) for found, text, _ in summary.list_reports(db, key) if found == key), {})
+
+
 def build_service_memory(config: Config, tiers: Tiers) -> pb.ServiceMemory:
     """Build what the daemon's control group must allow, and what it allows."""
     ram_bytes = config.ram_bytes
@@ -237,7 +228,7 @@ def build_service_memory(config: Config, tiers: Tiers) -> pb.ServiceMemory:
 
 def build_history(config: Config, db: Database, tiers: Tiers) -> pb.History:
     """Build the figures of the history. The mount process counts its sets when they change."""
-    found = next((_parse_json_object(text) for key, text, _ in summary.list_reports(db, "sets") if key == "sets"), {})
+    found = _load_report(db, "sets")
     held_files, held_bytes = pfs_hold.count_held(db)
     answer = pb.History(
         series=int(found.get("series", 0)), sets=int(found.get("sets", 0)), bytes=int(found.get("bytes", 0)),
@@ -282,10 +273,7 @@ def _build_local_tier(config: Config, db: Database, tiers: Tiers, tier: Tier) ->
 
 def _build_pfs_tier(db: Database, root: Path) -> pb.TierCapacity:
     answer = pb.TierCapacity(name=Tier.PFS.value, path=str(root), shared_bytes=summary.get_shared_on_pfs(db))
-    for key, text, _ in summary.list_reports(db, "tier:"):
-        if key == f"tier:{Tier.PFS.value}":
-            with contextlib.suppress(ValueError, TypeError, AttributeError):
-                found = json.loads(text)
-                answer.total_bytes, answer.free_bytes = int(found.get("total", 0)), int(found.get("free", 0))
+    found = _load_report(db, f"tier:{Tier.PFS}")
+    answer.total_bytes, answer.free_bytes = int(found.get("total", 0)), int(found.get("free", 0))
     answer.used_bytes = max(0, answer.total_bytes - answer.free_bytes)
     return answer

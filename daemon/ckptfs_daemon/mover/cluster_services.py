@@ -108,12 +108,10 @@ class ClusterServices:
             pfs_coordination.load_inodes(self._db, self._store, inode)
 
     def prepare(self) -> None:
-        """Prepare the flows before their first step."""
         if not self._config.is_read_only:
             self._announce.prepare()
 
     async def run(self) -> None:
-        """Run until cancelled."""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.membership.run, name="membership")

@@ -60,7 +60,6 @@ class Lane:
     # --- waking ------------------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Run soon: there may be something to do."""
         if self._wake_requested_at_s is None:
             self._wake_requested_at_s = trio.current_time()
             self._wake_event.set()
@@ -81,7 +80,6 @@ class Lane:
     # --- running -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Run until cancelled. A step that hangs then stays behind in its thread."""
         while True:
             due_s = await self._run_steps()
             await self._wait_for_work(due_s)
@@ -117,7 +115,6 @@ class Lane:
             self._wake_requested_at_s = None
 
     async def _wait_for_work(self, due_s: float | None) -> None:
-        """Wait for a hint, at most `due_s`."""
         if self._retry_s:
             await self._sleep_unless_urgent(due_s or 0.0)
             return
@@ -173,7 +170,6 @@ class Lanes:
         self._lanes = lanes
 
     def wake(self, name: str = "") -> None:
-        """Wake the lanes whose names begin with `name`."""
         for lane in self._lanes:
             if lane.name.startswith(name):
                 lane.wake()
@@ -189,7 +185,6 @@ class Lanes:
             lane.retry_now()
 
     async def run(self) -> None:
-        """Run until cancelled."""
         async with trio.open_nursery() as nursery:
             for lane in self._lanes:
                 nursery.start_soon(lane.run, name=f"lane {lane.name}")

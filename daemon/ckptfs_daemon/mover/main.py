@@ -37,6 +37,9 @@ from ckptfs.tiers import transfer
 from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon import ipc
 from ckptfs_daemon.control import server
+from ckptfs_daemon.control.admin import AdminService
+from ckptfs_daemon.control.methods import RefusedCalls
+from ckptfs_daemon.control.queries import QueryService
 from ckptfs_daemon.drain import Drain
 from ckptfs_daemon.ipc import READY, ChildSetup, ProgressSignal, UpgradeRequests
 from ckptfs_daemon.mover import preemption, trouble_events
@@ -81,7 +84,7 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
     notify = ipc.MountNotify(wake_channel, wake)
     cluster_services = ClusterServices(db, tiers, config, notify) if config.cluster is not None else None
     flows = _Flows(db, tiers, config, notify, cluster_services)
-    lanes = Lanes([Lane(name, flow, lambda key, value: summary.set_report(db, key, value)) for name, flow in flows.list_flows()])
+    lanes = Lanes([Lane(name, flow, lambda key, value: summary.set_report(db, key, value)) for name, flow in flows.lanes])
     await trio.to_thread.run_sync(flows.prepare)
     drain = Drain(db, config, lanes.retry_now)
     upgrades = UpgradeRequests(setup.link)
@@ -89,12 +92,8 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
         nursery.start_soon(ipc.send_heartbeats, setup.link, name="heartbeats")
         nursery.start_soon(_handle_wake_ups, wake_channel, lanes, name="wake-ups")
         nursery.start_soon(lanes.run, name="lanes")
-        request_log_level = functools.partial(ipc.request_log_level, setup.link)
-        cluster_access = (cluster_services.figures, cluster_services.refresh_pfs_path) if cluster_services else (None, lambda inode: None)
-        nursery.start_soon(
-            server.serve, config, db, tiers, lanes, cluster_access, request_log_level, progress,
-            drain.record_missed, upgrades.ask, name="control",
-        )  # fmt: skip
+        queries, admin = _build_control(setup, db, tiers, lanes, cluster_services, progress, drain, upgrades)
+        nursery.start_soon(server.serve, config, queries, admin, name="control")
         if cluster_services is not None:
             cluster_services.membership.subscribe(lambda _: lanes.wake())
             cluster_services.membership.subscribe_lease(lambda lease: wake_channel.notify(ipc.build_message(ipc.LEASE_RENEWED, lease)))
@@ -114,6 +113,20 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
         nursery.cancel_scope.cancel()
     await trio.to_thread.run_sync(flows.stop)
     return 0
+
+
+def _build_control(
+    setup: ChildSetup, db: Database, tiers: Tiers, lanes: Lanes, cluster_services: ClusterServices | None, progress: ProgressSignal,
+    drain: Drain, upgrades: UpgradeRequests,
+) -> tuple[QueryService, AdminService]:  # fmt: skip
+    retry_now = functools.partial(trio.from_thread.run_sync, lanes.retry_now, trio_token=trio.lowlevel.current_trio_token())
+    figures, refresh_pfs_path = None, lambda inode: None
+    if cluster_services is not None:
+        figures, refresh_pfs_path = cluster_services.figures, cluster_services.refresh_pfs_path
+    refused, request_log_level = RefusedCalls(), functools.partial(ipc.request_log_level, setup.link)
+    return QueryService(setup.config, db, tiers, figures, refused, progress), AdminService(
+        setup.config, db, tiers, retry_now, refused, request_log_level, refresh_pfs_path, drain.record_missed, upgrades.ask
+    )
 
 
 async def _drain_at_the_end(link: socket.socket, drain: Drain, upgrades: UpgradeRequests) -> None:
@@ -142,7 +155,7 @@ class _Flows:
         self._fetch = Fetch(db, tiers, config, notify, cluster_services.cluster if cluster_services else None)
         self._write_back = WriteBack(db, tiers, config, notify, cluster_services.cluster if cluster_services else None)
         self._prepare = Prepare(db, tiers, config, notify)
-        self._lanes: list[tuple[str, Flow]] = [
+        self.lanes: list[tuple[str, Flow]] = [
             ("seal", Seal(db, tiers, config, notify, LOCAL_TIERS)),
             ("evict", Evict(db, tiers, config, notify)),
             ("reclaim", Reclaim(db, tiers, config, notify, LOCAL_TIERS)),
@@ -150,25 +163,21 @@ class _Flows:
             ("blocks", ShareBlocks(db, tiers)),
         ]
         if not config.is_read_only:
-            self._lanes += [("prepare", self._prepare)]
+            self.lanes += [("prepare", self._prepare)]
         if config.pfs is not None:
-            self._lanes += [("scan", self._scan)]
+            self.lanes += [("scan", self._scan)]
         if config.pfs is not None and not config.is_read_only:
-            self._lanes += [
+            self.lanes += [
                 ("seal pfs", Seal(db, tiers, config, notify, REMOTE_TIERS)),
                 ("reclaim pfs", Reclaim(db, tiers, config, notify, REMOTE_TIERS)),
                 ("write back", self._write_back),
                 ("check pfs", CheckPfs(db, tiers, config, notify)),
             ]
         if cluster_services is not None:
-            self._lanes += cluster_services.list_flows()
+            self.lanes += cluster_services.list_flows()
         if config.pfs is not None or cluster_services is not None:
             fetches = limits.FETCHES_MAX if cluster_services is None else limits.FETCHES_SHARED_MAX
-            self._lanes += [(f"fetch {number}", self._fetch) for number in range(1, fetches + 1)]
-
-    def list_flows(self) -> list[tuple[str, Flow]]:
-        """Return (name, flow) of every lane."""
-        return self._lanes
+            self.lanes += [(f"fetch {number}", self._fetch) for number in range(1, fetches + 1)]
 
     def stop(self) -> None:
         """Give back what no application needs after an orderly end."""

@@ -217,5 +217,4 @@ class Backoff:
 
 
 async def _run_in_thread(act: Callable[[], Any]) -> Any:
-    """Run in a worker thread, which stays behind if this task is cancelled."""
     return await trio.to_thread.run_sync(act, abandon_on_cancel=True)

@@ -150,7 +150,6 @@ async def _run_hook(path: str) -> str:
 
 
 async def _end_group(hook: trio.Process) -> None:
-    """End a hook and what it has started."""
     try:
         os.killpg(hook.pid, signal.SIGTERM)
         await trio.sleep(limits.PREEMPTION_POLL_S)

@@ -52,7 +52,6 @@ class TierMonitor:
         self._has_tried_mark = not may_mark
 
     async def run(self) -> None:
-        """Run until cancelled."""
         while True:
             await self._probe_once()
             await trio.sleep(health.probe_after_s(self._health))
