@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from ckptfs import __version__
@@ -51,7 +52,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def build_daemon_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line of ckptfsd."""
     parser = argparse.ArgumentParser(prog="ckptfsd", description="Serve a ckptfs mount until it is unmounted.")
     parser.add_argument("name", nargs="?", metavar="NAME", help="the mount's name")
     parser.add_argument("directory", nargs="?", metavar="DIR", help="the mountpoint; may be in the configuration instead")
@@ -71,7 +71,7 @@ def run_trial(name: str, mountpoint: Path | None, options: str, table_fd: int) -
         from ckptfs_daemon.supervisor import handover
 
         for role in ("mover", "mount"):
-            _preload_modules(role)
+            _import_role(role)
         handover.require_takeover(config.load(name, mountpoint, config.parse_options(options)), table_fd)
     except Exception as failure:  # A start would fail at it, too.
         print(f"version {__version__}: {failure or type(failure).__name__}", file=sys.stderr)
@@ -88,14 +88,14 @@ def run_child(role: str, link_fd: int) -> int:
     link = socket.socket(fileno=link_fd)
     os.set_inheritable(link_fd, False)
     try:
-        _preload_modules(role)
+        _import_role(role)
         setup = ipc.receive_assignment(link)
         if setup is None:
             return 0
         logs.configure(setup.role, setup.config.log_level)
         logs.set_process_name(f"ckptfs-{setup.role}")
         events.open(setup.config.state, node=setup.config.node, mount=setup.config.name)
-        return _run_role(setup)
+        return _import_role(setup.role)(setup)
     except CkptfsError as failure:
         log.error("%s; %s", failure, failure.remedy)
         return 1
@@ -106,22 +106,15 @@ def run_child(role: str, link_fd: int) -> int:
         events.close()
 
 
-def _preload_modules(role: str) -> None:
-    """Import the modules of the role before the assignment comes."""
+def _import_role(role: str) -> Callable[[ipc.ChildSetup], int]:
+    """Import the modules of a role, before its assignment comes. Returns the function that serves in it."""
     if role == "mover":
-        from ckptfs_daemon.mover import main as mover  # noqa: F401
-    else:
-        from ckptfs_daemon.mount import main as mount  # noqa: F401
-
-
-def _run_role(setup: ipc.ChildSetup) -> int:
-    if setup.role == "mover":
         from ckptfs_daemon.mover import main as mover
 
-        return mover.run(setup)
+        return mover.run
     from ckptfs_daemon.mount import main as mount
 
-    return mount.run(setup)
+    return mount.run
 
 
 if __name__ == "__main__":

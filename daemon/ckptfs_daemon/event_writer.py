@@ -37,10 +37,7 @@ class EventWriter:
         self._has_failed = False
 
     def open(self, state: Path, *, node: str, mount: str) -> None:
-        """Write to the log in a state directory from now on.
-
-        `node`: the name of the host by default.
-        """
+        """Write to the log in a state directory from now on. `node`: the name of the host by default."""
         self._common = {"node": node or socket.gethostname(), "mount": mount}
         self._directory = state / event_log.DIRECTORY
 

@@ -200,10 +200,7 @@ class OtherVersion(CkptfsError):
 
 
 def receive_assignment(link: socket.socket) -> ChildSetup | None:
-    """Wait for the assignment. Returns None if the supervisor has ended or asks the child to stop.
-
-    Raises OtherVersion.
-    """
+    """Wait for the assignment. None: the supervisor has ended, or asks to stop. Raises OtherVersion."""
     body, descriptors, _flags, _address = socket.recv_fds(link, ASSIGNMENT_BYTES_MAX, 3)
     if not body or body == STOP:
         return None
@@ -240,10 +237,7 @@ def request_log_level(link: socket.socket, level: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Successor:
-    """The program to which a supervisor hands over its mount.
-
-    An interpreter of Python, and the directories of its packages.
-    """
+    """The program to which a supervisor hands over: a Python, and the directories of its packages."""
 
     python: str
     places: tuple[str, ...]
@@ -254,7 +248,6 @@ class Successor:
 
 
 def parse_successor(body: bytes) -> Successor:
-    """Return what `serialize` made."""
     python, *places = json.loads(body)
     return Successor(python, tuple(places))
 
@@ -288,7 +281,6 @@ class UpgradeRequests:
         raise UpgradeRefused(refusal, remedy="nothing was changed; this version goes on")
 
     def refuse(self, reason: str) -> None:
-        """Record the refusal of the supervisor."""
         self._refusals.put(reason)
 
 
@@ -299,7 +291,6 @@ def report_drain(link: socket.socket, seconds: float, text: str) -> None:
 
 
 def parse_drain_report(message: bytes) -> tuple[float, str]:
-    """Return (seconds, text) of a message that begins with DRAINING."""
     seconds, _, text = message.removeprefix(DRAINING).decode(errors="replace").partition(" ")
     return float(seconds), text
 
@@ -307,10 +298,7 @@ def parse_drain_report(message: bytes) -> tuple[float, str]:
 async def wait_for_stop(
     link: socket.socket, on_drain: Callable[[], None] = lambda: None, on_refusal: Callable[[str], None] = lambda reason: None
 ) -> None:
-    """Wait for the stop request; exit if the supervisor has ended.
-
-    Applies log levels, and calls `on_drain` and `on_refusal`.
-    """
+    """Wait for the stop request; exit if the supervisor has ended. Serve its other messages meanwhile."""
     while True:
         await trio.lowlevel.wait_readable(link)
         try:
@@ -347,6 +335,5 @@ class ProgressSignal:
             self._condition.notify_all()
 
     def wait(self, seen_count: int, timeout_s: float) -> None:
-        """Wait until `count` exceeds `seen_count`, at most `timeout_s`."""
         with self._condition:
             self._condition.wait_for(lambda: self._count > seen_count, timeout_s)

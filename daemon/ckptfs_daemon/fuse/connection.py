@@ -61,7 +61,6 @@ def find_mount_at(point: Path) -> procfs.MountEntry | None:
 
 
 def mount_at(source: str, point: Path, fstype: str, flags: int, data: str) -> None:
-    """Call mount(2). Raises OSError."""
     if _libc.mount(os.fsencode(source), os.fsencode(point), fstype.encode(), flags, data.encode()):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), str(point))
@@ -151,13 +150,11 @@ class Connection:
         return json.dumps(values).encode()
 
     def close(self) -> None:
-        """Let go of the connection and of its requests."""
         os.close(self.fd)
         if self.table_fd >= 0:
             os.close(self.table_fd)
 
     def is_mounted(self) -> bool:
-        """Return True if it is still mounted at its mountpoint."""
         return any(mounted.mountpoint == self.mountpoint and mounted.device == self.device for mounted in procfs.list_mount_entries())
 
 
@@ -277,7 +274,6 @@ def _mount_fuse_unprivileged(config: Config) -> int:
 
 
 def _read_init(fd: int) -> bytes:
-    """Read the first request of a new connection."""
     if not wait_ready(fd, select.POLLIN, INIT_WAIT_S):
         raise CannotMount(f"the kernel sent no INIT within {INIT_WAIT_S:g} s")
     return os.read(fd, INIT_BYTES_MAX)

@@ -83,7 +83,6 @@ class KernelInit:
 
 
 def parse_init(request: bytes) -> KernelInit:
-    """Parse an INIT request. Raises BadHandshake."""
     if len(request) < REQUEST_HEADER.size + INIT_REQUEST.size:
         raise BadHandshake(
             f"the kernel's first FUSE request has {len(request)} bytes, an INIT has at least {REQUEST_HEADER.size + INIT_REQUEST.size}"
@@ -132,7 +131,6 @@ def get_request_timeout_s(flags: int, timeouts: FuseTimeouts) -> int:
 
 
 def build_init_reply(init: KernelInit, flags: int) -> bytes:
-    """Build the reply to INIT."""
     body = INIT_REPLY.pack(
         7,
         min(init.minor, PROTOCOL_MINOR),

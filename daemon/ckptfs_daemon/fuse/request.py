@@ -112,7 +112,6 @@ def build_negative_entry(timeout_s: float) -> EntryAttributes:
 
 
 def attr_out(inode: Inode, blksize: int, timeout_s: float) -> bytes:
-    """Build the reply to a GETATTR."""
     whole_s, rest_s = divmod(timeout_s, 1)
     return _ATTR_OUT.pack(int(whole_s), int(rest_s * NANO), 0, *_packed(inode, blksize))
 

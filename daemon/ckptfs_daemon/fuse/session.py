@@ -210,10 +210,7 @@ class ShimNotLoaded(CkptfsError):
 
 
 def get_request_header() -> tuple[int, bool]:
-    """Return (unique, drops set-id bits) of the request. Bit 63 of unique: an earlier process died.
-
-    Valid only until the first await of the handler.
-    """
+    """Return (unique, drops set-id bits) of the request. Valid until the first await of the handler."""
     return _unique.value, bool(_kill_privileges.value)
 
 
@@ -307,7 +304,6 @@ def open_session(operations: pyfuse3.Operations, connection: Connection, *, is_c
 
 
 def _map_table(fuse_fd: int, fd: int) -> None:
-    """Map the table of requests. Raises OSError."""
     slots = (limits.REQUEST_SMALL_SLOTS, limits.REQUEST_SMALL_BYTES, limits.REQUEST_LARGE_SLOTS, limits.REQUEST_LARGE_BYTES)
     code = _shim.shim_map_table(fuse_fd, fd, request_table.SMALL_OFFSET, *slots)
     if code:

@@ -74,26 +74,25 @@ class Child:
             ipc.send_assignment(self.link, assignment, wake_socket, fuse_fds)
 
     def stop(self) -> None:
-        """Ask the child to stop."""
-        with contextlib.suppress(OSError):
-            self.link.send(ipc.STOP)
+        self._send(ipc.STOP)
 
     def drain(self) -> None:
         """Ask the mover to drain and go on working."""
         self.has_drained = False
-        with contextlib.suppress(OSError):
-            self.link.send(ipc.DRAIN)
+        self._send(ipc.DRAIN)
 
     def send_log_level(self, level: str) -> None:
         """Set the child's log level. A child without a role gets the level with its role."""
         if self.is_assigned:
-            with contextlib.suppress(OSError):
-                self.link.send(ipc.LOG_LEVEL + level.encode())
+            self._send(ipc.LOG_LEVEL + level.encode())
 
     def refuse_upgrade(self, reason: str) -> None:
         """Tell the mover that the supervisor does not hand over."""
+        self._send((ipc.UPGRADE + reason.encode())[: ipc.LINK_MESSAGE_BYTES_MAX])
+
+    def _send(self, message: bytes) -> None:
         with contextlib.suppress(OSError):
-            self.link.send((ipc.UPGRADE + reason.encode())[: ipc.LINK_MESSAGE_BYTES_MAX])
+            self.link.send(message)
 
     def read_messages(self) -> bool:
         """Read the messages on the link. Returns False if the child has ended or is about to."""
@@ -165,7 +164,6 @@ class RestartHistory:
 
 
 def record_death(history: RestartHistory, *, now: float, lived_s: float, ready: bool, killed: bool) -> RestartHistory:
-    """Return the history after one more death."""
     history = replace(history, restarts=history.restarts + 1)
     if ready and killed:
         return replace(history, failures=0)
@@ -177,7 +175,6 @@ def record_death(history: RestartHistory, *, now: float, lived_s: float, ready: 
 
 
 def get_restart_delay_s(history: RestartHistory) -> float:
-    """Return the delay of the next start."""
     if history.failures == 0:
         return 0.0
     return float(min(limits.RESTART_LAST_S, limits.RESTART_FIRST_S * 2 ** min(history.failures - 1, 16)))

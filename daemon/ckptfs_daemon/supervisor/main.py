@@ -40,10 +40,7 @@ OOM_SCORE = -900
 
 
 def run_daemon(name: str, mountpoint: Path | None, options: str, ready_pipe: ReadyPipe) -> int:
-    """Serve until unmounted or replaced; return the exit code.
-
-    Raises CkptfsError or OSError if it cannot start.
-    """
+    """Serve until unmounted or replaced; return the exit code. Raises CkptfsError or OSError."""
     config = load(name, mountpoint, parse_options(options))
     logs.configure("supervisor", config.log_level)
     logs.set_process_name("ckptfsd")
@@ -138,7 +135,6 @@ def _require_pfs_and_cluster(config: Config, db: Database) -> None:
 
 
 def _require_nothing_to_write_back(config: Config, db: Database) -> None:
-    """Refuse a read-only mount of a catalog with changes that it would never write back."""
     if config.is_read_only and journal.list_oldest(db, 1):
         raise InvalidArgument(
             f"{config.name} holds changes that are not on the PFS, and a read-only mount would never write them back",
@@ -167,7 +163,6 @@ def _lower_oom_score() -> None:
 
 
 def _load_leftovers(config: Config) -> Leftovers:
-    """Count what lies on this node only."""
     with _open_catalog(config) as db:
         found = summary.load_write_back_figures(db)
         ram_files, ram_bytes = summary.count_only_in_ram(db)

@@ -36,6 +36,7 @@ LEFTOVER_WAIT_S = 10.0
 LEFTOVER_POLL_S = 0.01
 SHARED_MEMORY = Path("/dev/shm")
 SIZE_STEP_BYTES = 4096
+TMPFS_FLAGS = connection.MS_NOSUID | connection.MS_NODEV
 
 
 def acquire_lock(state: Path, *, is_read_only: bool = False) -> int:
@@ -134,7 +135,9 @@ class ReadyPipe:
 
 def prepare_ram_tier(config: Config) -> Path:
     """Create or take over the RAM tier. Returns its directory. Raises InvalidArgument or CkptfsError."""
-    warn_of_low_limit(get_ram_tier_size_bytes(config), cgroups.find_own_limit())
+    limit = cgroups.find_own_limit()
+    size_bytes = choose_initial_ram_size(config.ram_bytes, procfs.get_memory()[0], limit)
+    warn_of_low_limit(size_bytes, limit)
     point = config.state / "ram"
     if not procfs.has_capability(procfs.CAP_SYS_ADMIN):
         return _prepare_shared_memory_dir(config, point)
@@ -144,21 +147,16 @@ def prepare_ram_tier(config: Config) -> Path:
     mounted = connection.find_mount_at(point)
     try:
         if mounted is None:
-            _mount_ram_tier(point, get_ram_tier_size_bytes(config), huge_pages=config.huge_pages)
+            _mount_ram_tier(point, size_bytes, huge_pages=config.huge_pages)
         elif mounted.fstype != "tmpfs":
             raise InvalidArgument(f"{point} has a {mounted.fstype} mounted, not the tmpfs of ckptfs", remedy=f"umount {point}")
         else:
             log.info("%s: the RAM tier is still mounted; taking it over", point)
-            _resize_ram_tier(point, get_ram_tier_size_bytes(config))
+            _resize_ram_tier(point, size_bytes)
             _set_huge_pages(point, config.huge_pages)
     except OSError as failure:
         raise CkptfsError(f"the RAM tier cannot be mounted at {point}: {failure.strerror}") from failure
     return point
-
-
-def get_ram_tier_size_bytes(config: Config) -> int:
-    """Return the initial size of the tmpfs."""
-    return choose_initial_ram_size(config.ram_bytes, procfs.get_memory()[0], cgroups.find_own_limit())
 
 
 def choose_initial_ram_size(configured: int | None, memory_bytes: int, limit: MemoryLimit) -> int:
@@ -182,15 +180,13 @@ def warn_of_low_limit(size_bytes: int, limit: MemoryLimit) -> None:
 
 
 def _mount_ram_tier(point: Path, size_bytes: int, *, huge_pages: bool) -> None:
-    connection.mount_at(
-        "ckptfs-ram", point, "tmpfs", connection.MS_NOSUID | connection.MS_NODEV, f"mode=0700,size={size_bytes},nr_inodes=0"
-    )
+    connection.mount_at("ckptfs-ram", point, "tmpfs", TMPFS_FLAGS, f"mode=0700,size={size_bytes},nr_inodes=0")
     _set_huge_pages(point, huge_pages)
 
 
 def _set_huge_pages(point: Path, wanted: bool) -> None:
     """Let new files of the tmpfs use huge pages, or not. Kernels without them refuse the option."""
-    flags = connection.MS_REMOUNT | connection.MS_NOSUID | connection.MS_NODEV
+    flags = connection.MS_REMOUNT | TMPFS_FLAGS
     try:
         connection.mount_at("ckptfs-ram", point, "tmpfs", flags, f"huge={'within_size' if wanted else 'never'}")
     except OSError as failure:
@@ -200,8 +196,7 @@ def _set_huge_pages(point: Path, wanted: bool) -> None:
 
 def _resize_ram_tier(point: Path, size_bytes: int) -> None:
     try:
-        flags = connection.MS_REMOUNT | connection.MS_NOSUID | connection.MS_NODEV
-        connection.mount_at("ckptfs-ram", point, "tmpfs", flags, f"mode=0700,size={size_bytes}")
+        connection.mount_at("ckptfs-ram", point, "tmpfs", connection.MS_REMOUNT | TMPFS_FLAGS, f"mode=0700,size={size_bytes}")
     except OSError as failure:
         if failure.errno != errno.EINVAL:
             raise

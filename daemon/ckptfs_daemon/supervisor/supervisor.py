@@ -107,7 +107,8 @@ class Supervisor:
         self._watchdog_notified_at = 0.0
         self._is_ready_announced = False
         self._stop_signal_count = 0
-        self._was_stopped = False
+        self.was_stopped = False
+        """True if a signal ended the mount, and no administrator unmounted it."""
         self._is_hurried = False
         self._drain_report = ""
         self._slots = {MOVER: Slot(due_at=self._began), MOUNT: Slot(due_at=self._began), SPARE: Slot()}
@@ -115,13 +116,7 @@ class Supervisor:
         self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     @property
-    def was_stopped(self) -> bool:
-        """Return True if a signal ended the mount, and no administrator unmounted it."""
-        return self._was_stopped
-
-    @property
     def is_leaving(self) -> bool:
-        """Return True if the mount stays for a successor."""
         return self._phase is Phase.LEAVING
 
     def run(self) -> int:
@@ -169,7 +164,7 @@ class Supervisor:
 
     def _stop(self) -> None:
         self._trial = None
-        self._was_stopped = True
+        self.was_stopped = True
         if self._phase is Phase.RUNNING and self._slots[MOUNT].ever_ready:
             self._start_drain()
         elif self._phase is Phase.RUNNING:
@@ -402,7 +397,7 @@ class Supervisor:
         """Have the mover drain while the mount is attached: an application that saves now still saves into it."""
         log.info("%s: asked to end; draining before the unmount", self._config.mountpoint)
         self._phase = Phase.DRAINING
-        self._set_drain_deadline(limits.DRAIN_STALL_S if self._config.drain_deadline_s is None else self._config.drain_deadline_s)
+        self._set_drain_deadline(self._config.drain_deadline_s)
         self._systemd.notify("STOPPING=1", "STATUS=writing back before the unmount")
         mover = self._slots[MOVER].child
         if mover is not None and mover.is_assigned:
@@ -416,7 +411,6 @@ class Supervisor:
             mover.stop()
 
     def _follow_drain(self, mover: Child) -> None:
-        """Take over what the mover reports of its drain."""
         if mover.has_drained and self._phase is Phase.DRAINING:
             self._start_unmount()
         report, mover.drain_report = mover.drain_report, b""
@@ -429,9 +423,9 @@ class Supervisor:
             self._drain_report = text
             self._systemd.notify(f"STATUS=writing back: {text}")
 
-    def _set_drain_deadline(self, seconds: float) -> None:
+    def _set_drain_deadline(self, seconds: float | None) -> None:
         """Set the end of the drain, later than the mover's own, so that it applies only if the mover hangs."""
-        self._deadline = time.monotonic() + seconds + limits.STOP_WAIT_S
+        self._deadline = time.monotonic() + (limits.DRAIN_STALL_S if seconds is None else seconds) + limits.STOP_WAIT_S
 
     def _start_unmount(self) -> None:
         """Unmount in a thread, because the kernel may wait for replies of the mount process meanwhile."""
@@ -449,7 +443,6 @@ class Supervisor:
         threading.Thread(target=unmount, name="unmount", daemon=True).start()
 
     def _check_deadline(self) -> None:
-        """Enforce the deadlines of the end."""
         now = time.monotonic()
         if self._phase in (Phase.DRAINING, Phase.UNMOUNTING, Phase.FINISHING):
             self._systemd.notify(f"EXTEND_TIMEOUT_USEC={int(limits.STOP_EXTENSION_S * 1e6)}")
@@ -472,7 +465,7 @@ class Supervisor:
             return
         log.info("%s: unmounted; writing back the rest", self._config.mountpoint)
         self._phase = Phase.FINISHING
-        self._set_drain_deadline(limits.DRAIN_STALL_S if self._config.drain_deadline_s is None else self._config.drain_deadline_s)
+        self._set_drain_deadline(self._config.drain_deadline_s)
         if self._is_hurried:
             self._deadline = time.monotonic() + limits.DRAIN_LAST_S
         self._systemd.notify("STOPPING=1", "STATUS=writing back the rest")

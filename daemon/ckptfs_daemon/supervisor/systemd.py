@@ -101,7 +101,6 @@ class Systemd:
         self.notify("FDSTORE=1", f"FDNAME={FUSE_NAME}", "FDPOLL=0", descriptor=fuse_fd)
 
     def remove_descriptors(self) -> None:
-        """Remove the stored descriptors after the connection has ended."""
         self.notify("FDSTOREREMOVE=1", f"FDNAME={FUSE_NAME}")
         self.notify("FDSTOREREMOVE=1", f"FDNAME={SAVED_NAME}")
 
