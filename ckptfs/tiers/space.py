@@ -37,6 +37,12 @@ class Capacity:
         return self.total - self.free if self.measured_used is None else self.measured_used
 
 
+def read_capacity(place: int | Path) -> Capacity:
+    """Return the size of a filesystem, and what an ordinary user can still write. May hang."""
+    figures = os.statvfs(place)
+    return Capacity(figures.f_blocks * figures.f_frsize, figures.f_bavail * figures.f_frsize)
+
+
 def choose_tier(capacities: Mapping[Tier, Capacity], expected_bytes: int, high: float) -> Tier | None:
     """Return the tier for a new content of about `expected_bytes` (0: unknown); None if all are full.
 

@@ -49,7 +49,7 @@ two_nodes = async_tests(play, 3)
 @two_nodes
 async def test_what_was_renamed_over_is_the_former_content_of_the_newer_file(one: Node, two: Node, etcd: MemoryEtcd) -> None:
     reaped = []
-    one.sharing.set_nameless_callback(lambda inodes: reaped.append(namespace.delete_forgotten(one.db, inodes)))
+    one.sharing.on_nameless = lambda inodes: reaped.append(namespace.delete_forgotten(one.db, inodes))
     replaced = await one.make("file")
     former = write(one, replaced, sealed=True)
     await one.sharing.wait_published()

@@ -265,12 +265,7 @@ class Node:
             with self.db.transaction() as db:
                 return change(db)
 
-        async def fresh() -> None:
-            for inode in inodes:
-                await self.sharing.refresh_inode(inode)
-            await self.sharing.refresh_change(names)
-
-        return await self.sharing.commit_shared(act, fresh, names, is_own=is_own)
+        return await self.sharing.commit_shared(act, names, inodes, is_own=is_own)
 
     async def tree(self) -> Tree:
         found: Tree = {}

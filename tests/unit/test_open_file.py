@@ -57,7 +57,7 @@ def test_a_file_moves_on_only_when_nobody_writes_it(tmp_path: Path) -> None:
                 go_on.set()
 
     trio.run(scenario)
-    file.close()
+    os.close(file.take_fd())
     assert file.tier is Tier.NVME and node.data(content, Tier.NVME) == b"slowlate"
 
 
@@ -69,8 +69,7 @@ def test_another_descriptor_takes_the_number_of_the_former(tmp_path: Path) -> No
     number = file.fd
     file.replace_fd(os.open(tmp_path / "two", os.O_RDWR))
     assert file.fd == number and os.pread(number, 9, 0) == b"two" and not os.get_inheritable(number)
-    file.close()
-    file.close()
+    os.close(file.take_fd())
     with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
         os.fstat(number)
 

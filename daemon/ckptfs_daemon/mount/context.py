@@ -43,10 +43,7 @@ SCANS_PER_REQUEST_MAX = 3
 
 @dataclass(frozen=True, slots=True)
 class MountContext:
-    """The services of a mount process.
-
-    `shared_namespace`, `prefetch` and `standby_lease` are None outside a cluster.
-    """
+    """The services of a mount process. The last three are None outside a cluster."""
 
     config: Config
     data_path: DataPath
@@ -61,7 +58,6 @@ class MountContext:
     standby_lease: StandbyLease | None = None
 
     def get_inode(self, inode: int) -> Inode:
-        """Return the row of an inode. Raises ENOENT."""
         return inodes.get(self.db, inode)
 
     def build_reply(self, inode: Inode) -> EntryAttributes:
@@ -82,7 +78,6 @@ class MountContext:
         return entry
 
     def build_negative_entry(self) -> EntryAttributes:
-        """Return the reply to a lookup of a name that does not exist."""
         return build_negative_entry(limits.NEGATIVE_TIMEOUT_S if self.shared_namespace is None else 0)
 
 
@@ -97,10 +92,7 @@ class ChangeRunner:
         self._is_scan_slow = False
 
     async def get_replayed_reply(self, request: Request) -> bytes | None:
-        """Return the reply that this request got before a crash.
-
-        Returns None if it has none, or if its change was reverted since.
-        """
+        """Return the reply that this request got before a crash, unless its change was reverted since."""
         if not request.is_repeated:
             return None
         if self._context.shared_namespace is not None:
@@ -108,10 +100,7 @@ class ChangeRunner:
         return handles.get_reply(self._context.db, request.number)
 
     async def refresh_inode(self, inode: int, pid: int = 0) -> None:
-        """Load what other nodes did to an inode.
-
-        `pid`: the calling thread, which may just have looked it up; 0 if unknown.
-        """
+        """Load what other nodes did to an inode. `pid`: the calling thread; 0 if unknown."""
         if self._context.prefetch is not None and pid:
             await self._context.prefetch.refresh_inode(pid, inode)
         elif self._context.shared_namespace is not None:
@@ -125,24 +114,11 @@ class ChangeRunner:
         undo: Callable[[T], None] = lambda _: None,
         is_own: Callable[[], bool] = lambda: True,
     ) -> T:
-        """Run `act`, a change of these names and inodes, and wait until other nodes see it.
-
-        Outside a cluster it only runs `act`.
-
-        If `act` fails on the rows of this node, or another node was faster, `act` runs again on fresh rows. `undo` gets the result of an
-        `act` that was reverted. A disconnected node makes the change only if it `is_own`.
-        """
+        """Run `act`; in a cluster, as `SharedNamespace.commit_shared` does."""
         shared_namespace = self._context.shared_namespace
         if shared_namespace is None:
             return await act()
-        names, inodes = tuple(names), tuple(inodes)
-
-        async def refresh() -> None:
-            for inode in inodes:
-                await shared_namespace.refresh_inode(inode)
-            await shared_namespace.refresh_change(names)
-
-        return await shared_namespace.commit_shared(act, refresh, names, undo, is_own)
+        return await shared_namespace.commit_shared(act, tuple(names), tuple(inodes), undo, is_own)
 
     async def run_change(self, act: Callable[[Database, bool], T], *, creates: bool = False) -> T:
         """Run `act(db, blind)` as one change, together with the pending releases.

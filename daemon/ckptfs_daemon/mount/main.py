@@ -68,7 +68,7 @@ def run(setup: ChildSetup) -> int:
     latest = LatestTree(context, reader, history)
     shim = ShimHandlers(context, files, latest)
     if context.shared_namespace is not None:
-        context.shared_namespace.set_nameless_callback(orphans.add_unlinked)
+        context.shared_namespace.on_nameless = orphans.add_unlinked
     shim.register()
     operations = ReadOnlyOperations if context.config.is_read_only else Operations
     handlers = operations(names, directories, attributes, files, orphans, latest, history)
@@ -182,10 +182,7 @@ async def _run_invalidations(invalidations: "queue.SimpleQueue[bytes | None]") -
 
 
 def _invalidate(message: bytes) -> None:
-    """Invalidate what the mover changed in the kernel's caches.
-
-    An inode or name that is not cached needs nothing.
-    """
+    """Invalidate what the mover changed in the kernel's caches, if it is there."""
     kind, number, name = ipc.parse_message(message)
     with contextlib.suppress(OSError):
         if kind == ipc.INVALIDATE_INODE:

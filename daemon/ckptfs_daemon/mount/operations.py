@@ -10,6 +10,7 @@ Invariants:
 
 import errno
 import functools
+import inspect
 import os
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
@@ -47,6 +48,15 @@ def translate_errors(handler: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P
     return wrapped
 
 
+def translate_all_errors(operations: type[T]) -> type[T]:
+    """Wrap all handlers of a class."""
+    for name, handler in list(vars(operations).items()):
+        if inspect.iscoroutinefunction(handler):
+            setattr(operations, name, translate_errors(handler))
+    return operations
+
+
+@translate_all_errors
 class Operations(pyfuse3.Operations):
     """Every handler of the mount, except those that the shim calls itself (`shim_handlers`)."""
 
@@ -72,7 +82,6 @@ class Operations(pyfuse3.Operations):
 
     # --- names --------------------------------------------------------------------------------------------------------
 
-    @translate_errors
     async def lookup(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> "EntryAttributes":
         if self._latest.owns_name(parent_inode, name):
             return await self._latest.lookup(parent_inode, name, ctx)
@@ -81,31 +90,24 @@ class Operations(pyfuse3.Operations):
     async def forget(self, inode_list: Iterable[tuple[int, int]]) -> None:
         self._orphans.forget(inode_list)
 
-    @translate_errors
     async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: "RequestContext") -> "EntryAttributes":
         return await self._choose(self._names, parent_inode).mkdir(parent_inode, name, mode, ctx)
 
-    @translate_errors
     async def mknod(self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: "RequestContext") -> "EntryAttributes":
         return await self._choose(self._names, parent_inode).mknod(parent_inode, name, mode, rdev, ctx)
 
-    @translate_errors
     async def symlink(self, parent_inode: int, name: bytes, target: bytes, ctx: "RequestContext") -> "EntryAttributes":
         return await self._choose(self._names, parent_inode).symlink(parent_inode, name, target, ctx)
 
-    @translate_errors
     async def link(self, inode: int, new_parent_inode: int, new_name: bytes, ctx: "RequestContext") -> "EntryAttributes":
         return await self._choose(self._names, inode, new_parent_inode).link(inode, new_parent_inode, new_name)
 
-    @translate_errors
     async def unlink(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> None:
         await self._choose(self._names, parent_inode).unlink(parent_inode, name)
 
-    @translate_errors
     async def rmdir(self, parent_inode: int, name: bytes, ctx: "RequestContext") -> None:
         await self._choose(self._names, parent_inode).rmdir(parent_inode, name)
 
-    @translate_errors
     async def rename(
         self, parent_inode_old: int, name_old: bytes, parent_inode_new: int, name_new: bytes, flags: int, ctx: "RequestContext"
     ) -> None:
@@ -114,87 +116,68 @@ class Operations(pyfuse3.Operations):
 
     # --- directories, and the filesystem as a whole -------------------------------------------------------------------
 
-    @translate_errors
     async def opendir(self, inode: int, ctx: "RequestContext") -> int:
         return inode
 
-    @translate_errors
     async def readdir(self, fh: int, start_id: int, token: "ReaddirToken") -> None:
         await self._choose(self._directories, fh).readdir(fh, start_id, token)
 
-    @translate_errors
     async def releasedir(self, fh: int) -> None:
         """Do nothing: the handle of a directory is the number of its inode."""
 
-    @translate_errors
     async def access(self, inode: int, mode: int, ctx: "RequestContext") -> bool:
         return True  # The kernel decides (default_permissions).
 
-    @translate_errors
     async def statfs(self, ctx: "RequestContext") -> "StatvfsData":
         return await self._directories.statfs()
 
-    @translate_errors
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
         await self._files.fsyncdir(fh)
 
     # --- attributes ---------------------------------------------------------------------------------------------------
 
-    @translate_errors
     async def getattr(self, inode: int, ctx: "RequestContext") -> "EntryAttributes":
         return await self._choose(self._attributes, inode).getattr(inode, ctx)
 
-    @translate_errors
     async def setattr(
         self, inode: int, attr: "EntryAttributes", fields: "SetattrFields", fh: int | None, ctx: "RequestContext"
     ) -> "EntryAttributes":
         return await self._choose(self._attributes, inode).setattr(inode, attr, fields, fh)
 
-    @translate_errors
     async def readlink(self, inode: int, ctx: "RequestContext") -> bytes:
         return await self._choose(self._attributes, inode).readlink(inode)
 
-    @translate_errors
     async def getxattr(self, inode: int, name: bytes, ctx: "RequestContext") -> bytes:
         return await self._choose(self._attributes, inode).getxattr(inode, name)
 
-    @translate_errors
     async def listxattr(self, inode: int, ctx: "RequestContext") -> Sequence[bytes]:
         return await self._choose(self._attributes, inode).listxattr(inode, ctx)
 
-    @translate_errors
     async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: "RequestContext") -> None:
         await self._choose(self._attributes, inode).setxattr(inode, name, value, ctx)
 
-    @translate_errors
     async def removexattr(self, inode: int, name: bytes, ctx: "RequestContext") -> None:
         await self._choose(self._attributes, inode).removexattr(inode, name, ctx)
 
     # --- files --------------------------------------------------------------------------------------------------------
 
-    @translate_errors
     async def create(
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: "RequestContext"
     ) -> "tuple[FileInfo, EntryAttributes]":
         return await self._choose(self._files, parent_inode).create(parent_inode, name, mode, flags, ctx)
 
-    @translate_errors
     async def open(self, inode: int, flags: int, ctx: "RequestContext") -> "FileInfo":
         return await self._choose(self._files, inode).open(inode, flags, ctx)
 
-    @translate_errors
     async def read(self, fh: int, off: int, size: int) -> bytes:
         return await self._files.read(fh, off, size)
 
-    @translate_errors
     async def write(self, fh: int, off: int, buf: bytes) -> int:
         return await self._files.write(fh, off, buf)
 
-    @translate_errors
     async def flush(self, fh: int) -> None:
         await self._files.flush(fh)
 
-    @translate_errors
     async def fsync(self, fh: int, datasync: bool) -> None:
         await self._files.fsync(fh)
 
@@ -211,7 +194,6 @@ class ReadOnlyOperations(Operations):
     create = mkdir = mknod = symlink = link = unlink = rmdir = rename = setattr = setxattr = removexattr = write = _refuse  # type: ignore[assignment]
 
     async def open(self, inode: int, flags: int, ctx: "RequestContext") -> "FileInfo":
-        """Open a file for reading."""
         if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
             raise pyfuse3.FUSEError(errno.EROFS)
         return await super().open(inode, flags, ctx)

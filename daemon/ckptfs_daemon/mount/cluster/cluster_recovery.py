@@ -2,7 +2,7 @@
 
 `ensure_epoch` and `is_known_or_adopted` make sure that this catalog and the store know each other. If the store has lost its data, the node
 stays an island until a person orders the adoption: `merge_store`, publishing as after a disconnection, `check_adoption`.
-`load_named_inodes` reads what the resolver of a refused transaction needs. `StandbyLease` keeps the node's lease alive while the mover
+`StandbyLease` keeps the node's lease alive while the mover
 restarts (P8): it renews the lease only if the mover has been silent for `STANDBY_AFTER_S`, and for a limited time, because a node without a
 mover serves no copies.
 
@@ -14,7 +14,6 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from contextlib import suppress
 
 import trio
 
@@ -22,8 +21,7 @@ from ckptfs import limits
 from ckptfs.catalog import identity, peer_copies, summary
 from ckptfs.catalog.database import Database
 from ckptfs.clique import membership
-from ckptfs.coherence import adopt, read, reintegrate, store_loss
-from ckptfs.coherence.commit import StoreTransaction
+from ckptfs.coherence import adopt, read, store_loss
 from ckptfs.coherence.keys import SharedKey
 from ckptfs.coherence.read import StoreValue
 from ckptfs.coherence.store_loss import AdoptionStep, EpochCheckedStore
@@ -111,12 +109,17 @@ async def _begin_adoption(db: Database, store: EpochCheckedStore, name: str) -> 
     return True
 
 
+async def load_values(store: Store, wanted: list[SharedKey]) -> dict[SharedKey, StoreValue]:
+    """Read keys. Raises what the store raises."""
+    return read.parse_outcome(wanted, await wait_outcome(store.read_soon(read.build_gets(wanted)))) if wanted else {}
+
+
 async def merge_store(db: Database, store: Store) -> None:
-    """Compare this catalog with what others have put into a store to adopt. Raises StoreUnreachable."""
+    """Compare this catalog with what other nodes put into an adopted store. Raises StoreUnreachable."""
     after = 0
     while inodes := adopt.list_inodes(db, after):
-        values = await _load(store, adopt.list_keys(db, inodes))
-        values |= await _load(store, adopt.list_names_in_store(values))
+        values = await load_values(store, adopt.list_keys(db, inodes))
+        values |= await load_values(store, adopt.list_names_in_store(values))
         for directory in adopt.list_parents_to_read(db, values):
             page: bytes | None = b""
             while page is not None:
@@ -192,15 +195,6 @@ async def _load_or_create_epoch(store: EpochCheckedStore, known_epoch: bytes | N
             return begun[1].value
 
 
-async def load_named_inodes(db: Database, store: Store, transaction: StoreTransaction, reply: Outcome) -> dict[SharedKey, StoreValue]:
-    """Read the inodes to which the names in a refusal lead. Raises what the store raises."""
-    return await _load(store, reintegrate.list_needed_keys(db, read.parse_outcome(transaction.list_conflict_keys(), reply)))
-
-
-async def _load(store: Store, keys: list[SharedKey]) -> dict[SharedKey, StoreValue]:
-    return read.parse_outcome(keys, await wait_outcome(store.read_soon(read.build_gets(keys)))) if keys else {}
-
-
 class StandbyLease:
     """Renews the node's lease while the mover is silent. Belongs to the trio thread."""
 
@@ -212,7 +206,6 @@ class StandbyLease:
         self._mover_renewed = trio.Event()
 
     def record_renewal(self, lease: int) -> None:
-        """Record that the mover has just renewed `lease`."""
         self._lease, self._last_renewal_s = lease, trio.current_time()
         self._mover_renewed.set()
 
@@ -232,7 +225,7 @@ class StandbyLease:
         left_s = 0.0
         if trio.current_time() < self._last_renewal_s + limits.STANDBY_LEASE_S:
             left_s = limits.NODE_LEASE_S
-            with suppress(CkptfsError):
+            with contextlib.suppress(CkptfsError):
                 left_s = await self._keep_alive(lease)
         if left_s <= 0 and self._lease == lease:
             self._lease = 0

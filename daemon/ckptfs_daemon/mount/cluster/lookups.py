@@ -57,10 +57,7 @@ class LookupPattern:
 
 
 def read_syscall(thread: int) -> bytes:
-    """Return the system call of a thread: number, arguments, stack and instruction pointer.
-
-    Returns b"" if it is unknown.
-    """
+    """Return the system call of a thread with its arguments, stack and code; b"" if it is unknown."""
     try:
         with disk.closing(os.open(f"/proc/{thread}/syscall", os.O_RDONLY)) as fd:
             said = os.read(fd, 512)

@@ -15,7 +15,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import trio
@@ -64,7 +64,6 @@ class CommitRounds:
             self.end_round()
 
     async def wait_idle(self) -> None:
-        """Wait until no round runs."""
         while self._is_running:
             await self._changed.wait()
 
@@ -90,13 +89,7 @@ UNSHARED_KEY = "trouble:unshared"
 class SharedNamespace:
     """This node's view of the shared tree."""
 
-    def __init__(
-        self,
-        db: Database,
-        store: Store,
-        label: str,
-        is_open_for_writing: Callable[[int], bool],
-    ) -> None:
+    def __init__(self, db: Database, store: Store, label: str, is_open_for_writing: Callable[[int], bool]) -> None:
         """`label` marks this node in names of conflict copies."""
         self.db = db
         self.number = identity.get_node_number(db)
@@ -105,7 +98,8 @@ class SharedNamespace:
         self.counts = {"reads": 0, "commits": 0, "conflicts": 0}
         self.disconnected_ns = key_state.get_disconnected_ns(db)
         self._store = EpochCheckedStore(store, db)
-        self._on_nameless: Callable[[Iterable[int]], None] = lambda _: None
+        self.on_nameless: Callable[[Iterable[int]], None] = lambda _: None
+        """Called with inodes that lost their last name on another node."""
         self._recent_deletes = RecentDeletes()
         self._pending_reads: deque[PendingRead] = deque()
         self._running_reads = 0
@@ -119,10 +113,6 @@ class SharedNamespace:
         self._is_store_lost = False
         self._next_probe_s = 0.0
 
-    def set_nameless_callback(self, on_nameless: Callable[[Iterable[int]], None]) -> None:
-        """Call `on_nameless` from now on with inodes that lost their last name on another node."""
-        self._on_nameless = on_nameless
-
     @property
     def is_disconnected(self) -> bool:
         """Return True if the store does not answer."""
@@ -131,7 +121,7 @@ class SharedNamespace:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     async def refresh_name(self, parent: int, name: bytes, *prefetch_names: Name) -> None:
-        """Make the rows of a name and its inode fresh, and those of names that are probably next."""
+        """Make the rows of a name and of its inode fresh, and those of names that may be looked up next."""
         await self._refresh(read.list_name_keys(self.db, parent, name), prefetch_names)
 
     async def refresh_inode(self, inode: int, *prefetch_names: Name) -> None:
@@ -174,7 +164,6 @@ class SharedNamespace:
                 await self.refresh_directory(child, at_most=1)
 
     async def refresh_ancestors(self, inode: int) -> None:
-        """Make a directory and every directory above it fresh."""
         visited_inodes: set[int] = set()
         while inode and inode not in visited_inodes:
             visited_inodes.add(inode)
@@ -202,7 +191,7 @@ class SharedNamespace:
     def _apply(self, values: Mapping[SharedKey, StoreValue]) -> None:
         nameless = read.apply_values(self.db, values, self._recent_deletes, self._is_open_for_writing)
         if nameless:
-            self._on_nameless(nameless)
+            self.on_nameless(nameless)
 
     async def _read(self, gets: list[Get]) -> Outcome | None:
         """Read together with all handlers that read now. Returns None if the store does not answer."""
@@ -276,17 +265,16 @@ class SharedNamespace:
     async def commit_shared(
         self,
         act: Callable[[], Awaitable[T]],
-        refresh: Callable[[], Awaitable[None]],
-        names: Iterable[Name] = (),
+        names: Sequence[Name],
+        inodes: Sequence[int],
         undo: Callable[[T], None] = lambda _: None,
         is_own: Callable[[], bool] = lambda: True,
     ) -> T:
-        """Run `act` and wait until it is published.
+        """Run `act`, a change of these names and inodes, and wait until other nodes see it.
 
-        Run it again after `refresh` if it failed on old rows, or another node was faster.
-
-        `undo` gets the result of an `act` that was reverted. Raises EAGAIN after `limits.SHARED_TRIES_MAX` tries, and if this node is
-        disconnected and the change is not `is_own`.
+        If it fails on the rows of this node, or another node was faster, it runs again on fresh rows. `undo` gets the result of an `act`
+        that was reverted. Raises EAGAIN after `limits.SHARED_TRIES_MAX` tries, and if this node is disconnected and the change is not
+        `is_own`.
         """
         is_fresh = False
         for _ in range(limits.SHARED_TRIES_MAX):
@@ -296,18 +284,18 @@ class SharedNamespace:
             except (OSError, CkptfsError):
                 if is_fresh or self.is_disconnected:
                     raise
-                await refresh()
-                is_fresh = True
-                continue
-            if await self.wait_published(names):
-                return result
-            undo(result)
-            await refresh()
+            else:
+                if await self.wait_published(names):
+                    return result
+                undo(result)
+            for inode in inodes:
+                await self.refresh_inode(inode)
+            await self.refresh_change(names)
             is_fresh = True
         raise posix_error(errno.EAGAIN)
 
     async def _wait_until_allowed(self, is_own: Callable[[], bool], names: Iterable[Name]) -> None:
-        """Wait for the store before a change that an island must not make. Raises EAGAIN in the end."""
+        """Wait for the store before a change that must not be made without it. Raises EAGAIN."""
         with trio.move_on_after(limits.DISCONNECTED_WAIT_S):
             while self.is_disconnected and not is_own():
                 await trio.sleep(limits.STORE_PROBE_S)
@@ -358,7 +346,7 @@ class SharedNamespace:
                 await cluster_recovery.check_adoption(self.db, self._store)
 
     def get_figures(self) -> dict[str, int]:
-        """Return round trips by kind, start of the disconnection in ns (0: none), dirty keys."""
+        """Return the figures of `status`. `island_ns`: the start of the disconnection; 0: connected."""
         return {**self.counts, "island_ns": self.disconnected_ns, "waiting": key_state.count_dirty(self.db)}
 
     async def _commit_batch(self) -> bool:
@@ -411,8 +399,9 @@ class SharedNamespace:
         log.error("%s: a change is not shared: %s; other nodes do not see it (%s)", path, refusal, remedy)
 
     async def _build_resolver(self, transaction: commit.StoreTransaction, reply: Outcome) -> Callable[..., ConflictResolver]:
-        """Return the resolver for changes of an island, after reading what it needs."""
-        more = await cluster_recovery.load_named_inodes(self.db, self._store, transaction, reply)
+        """Return the resolver for changes made while disconnected, with what it needs of the store."""
+        values = read.parse_outcome(transaction.list_conflict_keys(), reply)
+        more = await cluster_recovery.load_values(self._store, reintegrate.list_needed_keys(self.db, values))
         return functools.partial(reintegrate.ReintegrationResolver, more=more, label=self._label, is_written=self._is_open_for_writing)
 
     def _record_result(self, result: CommitResult) -> None:
@@ -421,7 +410,7 @@ class SharedNamespace:
             self._reverted = {key: at for key, at in self._reverted.items() if at > self._reverts - limits.SHARED_TRIES_MAX}
             self._reverted.update(dict.fromkeys(result.reverted_names, self._reverts))
         if result.unlinked_inodes:
-            self._on_nameless(result.unlinked_inodes)
+            self.on_nameless(result.unlinked_inodes)
 
     # --- without the store --------------------------------------------------------------------------------------------
 

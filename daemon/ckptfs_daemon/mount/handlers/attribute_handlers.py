@@ -46,13 +46,11 @@ class AttributeHandlers:
         self._on_setting = on_setting
 
     async def getattr(self, inode: int, ctx: "RequestContext") -> EntryAttributes:
-        """Return the attributes of an inode."""
         await self._changes.refresh_inode(inode, ctx.pid)
         await self._context.open_files.refresh_status(inode)
         return self._build_reply(inode)
 
     async def readlink(self, inode: int) -> bytes:
-        """Return the target of a symlink."""
         await self._changes.refresh_inode(inode)
         target = self._context.get_inode(inode).target
         if target is None:
@@ -100,14 +98,13 @@ class AttributeHandlers:
                 history.copy_rights(db, inode)
             return changed
 
-        if atime_ns is not None or mtime_ns is not None:
-            await open_files.set_times(inode, atime_ns, mtime_ns)
+        if (atime_ns is not None or mtime_ns is not None) and (file := open_files.by_inode.get(inode)) is not None:
+            await file.set_times(atime_ns, mtime_ns)
         return await self._changes.run_change(act)
 
     # --- extended attributes ------------------------------------------------------------------------------------------
 
     async def getxattr(self, inode: int, name: bytes) -> bytes:
-        """Return the value of an extended attribute."""
         if name.startswith(SECURITY_PREFIX):
             # The kernel asks for a capability at the first write to each file: do not query the catalog.
             raise posix_error(errno.ENODATA)
@@ -174,7 +171,6 @@ class AttributeHandlers:
             await self._change_xattr(inode, name, lambda db: inodes.set_xattr(db, inode, name, value))
 
     async def removexattr(self, inode: int, name: bytes, ctx: "RequestContext") -> None:
-        """Remove an attribute."""
         if name.startswith(summary.VIRTUAL_XATTR_PREFIX):
             await self._change_setting(inode, name, None, ctx.uid)
         else:

@@ -33,10 +33,7 @@ ReadMemory = Callable[[int, int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class CreatingCall:
-    """The argument positions of a system call that may create a file.
-
-    `open_how` is a struct that begins with flags.
-    """
+    """The argument positions of a system call that may create. `open_how` begins with flags."""
 
     path: int
     other_path: int | None = None
@@ -120,7 +117,6 @@ def _asks_for_new_name(call: CreatingCall, arguments: list[int], read_memory: Re
 
 
 def _read_names(address: int, read_memory: ReadMemory) -> list[bytes]:
-    """Return the names in the path that begins at an address."""
     path = b""
     while b"\0" not in path and len(path) < PATH_BYTES_MAX:
         piece = read_memory(address + len(path), _PAGE_BYTES - (address + len(path)) % _PAGE_BYTES)

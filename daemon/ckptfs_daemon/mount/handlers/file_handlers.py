@@ -58,7 +58,6 @@ class FileHandlers:
     # --- opening ------------------------------------------------------------------------------------------------------
 
     async def create(self, parent: int, name: bytes, mode: int, flags: int, ctx: "RequestContext") -> tuple[FileInfo, EntryAttributes]:
-        """Create a file and open it."""
         context, request = self._context, get_current_request()
         body = await self._changes.get_replayed_reply(request)
         if body is not None:
@@ -133,7 +132,6 @@ class FileHandlers:
     # --- bytes --------------------------------------------------------------------------------------------------------
 
     async def read(self, fh: int, offset: int, size: int) -> bytes:
-        """Return up to `size` bytes."""
         file = self._context.open_files.get_file(fh)
         if file.fetch_waiter is not None:
             await file.fetch_waiter.wait_range(file, offset, size)
@@ -198,10 +196,7 @@ class FileHandlers:
         return await (run_in_thread if long else _run_on_tier)(file, lambda: act(fd))
 
     async def ensure_open(self, file: OpenFile) -> None:
-        """Make sure that `file` has a descriptor.
-
-        After a restart, the first read opens a file on the PFS again.
-        """
+        """Make sure that `file` has a descriptor. After a restart, those on the PFS have none."""
         await file.wait_moved()
         if file.fd >= 0:
             return
@@ -327,10 +322,7 @@ class FileHandlers:
             await self._context.mover_client.request(mover_requests.WAIT_LEVEL, inode, argument, timeout_s=limits.FSYNC_LEVEL_WAIT_S)
 
     async def _wait_clique_copies(self, inode: int) -> None:
-        """Wait until enough nodes have the current bytes.
-
-        Without them fail with EIO, or go on if `clique_lost` is LOCAL.
-        """
+        """Wait until enough nodes have the current bytes; else fail with EIO, unless `clique_lost` is LOCAL."""
         config, db, shared_namespace = self._context.config, self._context.db, self._context.shared_namespace
         if summary.get_level(db, inode) in (Level.CLIQUE, Level.PFS):
             return
@@ -354,10 +346,7 @@ class FileHandlers:
         mover_requests.insert_request(db, mover_requests.REPLICATE_LATER, inode, wait_s=limits.REQUEST_KEEP_S)
 
     async def fsyncdir(self, directory: int) -> None:
-        """Return when the names in a directory are as durable as the mount promises.
-
-        Names are rows of the catalog.
-        """
+        """Return when the names in a directory are as durable as the mount promises."""
         await trio.to_thread.run_sync(self._context.db.persist)
         if self._context.config.fsync is Level.PFS:
             seq, inode = journal.find_last_in_directory(self._context.db, directory)
@@ -366,10 +355,7 @@ class FileHandlers:
             await self._wait_names_published(directory)
 
     async def _wait_names_published(self, directory: int) -> None:
-        """Wait until other nodes see the names in a directory.
-
-        Otherwise fail with EIO, or go on if `clique_lost` is LOCAL.
-        """
+        """Wait until other nodes see the names; else fail with EIO, unless `clique_lost` is LOCAL."""
         config, db, shared_namespace = self._context.config, self._context.db, self._context.shared_namespace
         degrades = config.clique_lost is CliqueLost.LOCAL
         if shared_namespace is None or (await shared_namespace.wait_published() and not shared_namespace.is_disconnected):
@@ -407,13 +393,11 @@ async def _run_on_tier(file: OpenFile, act: Callable[[], T]) -> T:
 
 
 def _get_size(file: OpenFile) -> int:
-    """Return the bytes that an open file takes."""
     status = file.get_status()
     return 0 if status is None else status.st_blocks * STAT_BLOCK_BYTES
 
 
 def _leave(fd: int, source: TierStorage, content: int) -> None:
-    """Close and remove the file that a content has left."""
     os.close(fd)
     local_copies.remove_moved(source, content)
 

@@ -40,7 +40,6 @@ class ReadOnlyTree:
     """The handlers of all changes: they fail with EROFS."""
 
     async def refuse_change(self, *_: object) -> NoReturn:
-        """Raise EROFS."""
         raise posix_error(errno.EROFS)
 
     create = mkdir = mknod = symlink = link = unlink = rmdir = rename = setattr = refuse_change
@@ -53,7 +52,6 @@ class HistoryTree(ReadOnlyTree):
         self._context, self._changes, self._files, self._attributes = context, changes, files, attributes
 
     def owns(self, inode: int) -> bool:
-        """Return True if these handlers serve `inode`."""
         return history_names.is_shown(inode)
 
     async def find_top(self) -> EntryAttributes | None:
@@ -68,7 +66,6 @@ class HistoryTree(ReadOnlyTree):
     # --- names --------------------------------------------------------------------------------------------------------
 
     async def lookup(self, parent_inode: int, name: bytes, _: "RequestContext") -> EntryAttributes:
-        """Look up a name."""
         directory = await self._load_directory(parent_inode)
         if self._context.shared_namespace is not None:
             await self._context.shared_namespace.refresh_name(directory.id, name)
@@ -78,7 +75,6 @@ class HistoryTree(ReadOnlyTree):
         return self._build_reply(number)
 
     async def readdir(self, fh: int, start_id: int, token: "ReaddirToken") -> None:
-        """Fill the reply with entries after the offset `start_id`."""
         directory = await self._load_directory(fh)
         if self._context.shared_namespace is not None and start_id == 0:
             await self._context.shared_namespace.refresh_directory(directory.id)
@@ -114,19 +110,16 @@ class HistoryTree(ReadOnlyTree):
     # --- attributes ---------------------------------------------------------------------------------------------------
 
     async def getattr(self, inode: int, _: "RequestContext") -> EntryAttributes:
-        """Return the attributes of an inode."""
         await self._refresh(inode)
         return self._build_reply(inode)
 
     async def readlink(self, inode: int) -> bytes:
-        """Return the target of a symlink."""
         target = self._get(inode).target
         if target is None:
             raise posix_error(errno.EINVAL)
         return target
 
     async def getxattr(self, inode: int, name: bytes) -> bytes:
-        """Return the value of an extended attribute."""
         return await self._attributes.getxattr(self._get(inode).id, name)
 
     async def listxattr(self, inode: int, ctx: "RequestContext") -> Sequence[bytes]:
@@ -138,7 +131,6 @@ class HistoryTree(ReadOnlyTree):
         await self._attributes.setxattr(self._require_settable(inode, name).id, name, value, ctx)
 
     async def removexattr(self, inode: int, name: bytes, ctx: "RequestContext") -> None:
-        """Remove such an attribute."""
         await self._attributes.removexattr(self._require_settable(inode, name).id, name, ctx)
 
     def _require_settable(self, number: int, name: bytes) -> Inode:
@@ -160,10 +152,7 @@ class HistoryTree(ReadOnlyTree):
         return self._build_attributes(number, self._get(number))
 
     def _build_attributes(self, number: int, inode: Inode) -> EntryAttributes:
-        """Build the attributes.
-
-        No user may write a file. The owner may write a directory, so as to get EROFS and to set attributes.
-        """
+        """Build them: no user may write a file; the owner may set attributes of a directory."""
         shown = self._context.open_files.get_attributes(inode)
         mode = shown.mode & ~(0o022 if shown.is_directory else 0o222 if shown.is_file else 0)
         nlink = shown.nlink if shown.is_directory else 1
@@ -174,7 +163,6 @@ class HistoryTree(ReadOnlyTree):
     # --- files --------------------------------------------------------------------------------------------------------
 
     async def open(self, inode: int, flags: int, ctx: "RequestContext") -> FileInfo:
-        """Open a file for reading."""
         if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
             raise posix_error(errno.EROFS)
         opened = await self._files.open(self._get(inode).id, flags, ctx, shown=inode)

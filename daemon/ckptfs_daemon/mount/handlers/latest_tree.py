@@ -43,10 +43,7 @@ _COUNT = 1 << 40
 
 
 class VirtualEntry(NamedTuple):
-    """A directory of the mount, or (`series` is not empty) one of its series.
-
-    Directory 0 is `.ckptfs` itself.
-    """
+    """A directory of the mount (0: `.ckptfs` itself), or one of its series if `series` is not empty."""
 
     directory: int
     series: bytes = b""
@@ -56,7 +53,6 @@ TOP = VirtualEntry(0)
 
 
 def is_virtual(inode: int) -> bool:
-    """Return True if an inode belongs to this tree."""
     return inode >= FIRST_INODE
 
 
@@ -96,17 +92,14 @@ class LatestTree(ReadOnlyTree):
         """The directory that was listed last, and its entries."""
 
     def owns(self, inode: int) -> bool:
-        """Return True if these handlers serve `inode`."""
         return is_virtual(inode)
 
     def owns_name(self, parent_inode: int, name: bytes) -> bool:
-        """Return True if these handlers look `name` up."""
         return is_virtual(parent_inode) or (parent_inode == ROOT and name == namespace.RESERVED_NAME)
 
     setxattr = removexattr = open = ReadOnlyTree.refuse_change
 
     async def lookup(self, parent_inode: int, name: bytes, _: "RequestContext") -> EntryAttributes:
-        """Look up a name."""
         if parent_inode == ROOT:
             return self._build_entry_attributes(TOP)
         parent = self._get_entry(parent_inode)
@@ -116,7 +109,6 @@ class LatestTree(ReadOnlyTree):
         return request.build_negative_entry(0) if entry is None else self._build_entry_attributes(entry)
 
     async def getattr(self, inode: int, _: "RequestContext") -> EntryAttributes:
-        """Return the attributes of an inode."""
         return self._build_entry_attributes(self._get_entry(inode))
 
     async def readlink(self, inode: int) -> bytes:
@@ -124,15 +116,12 @@ class LatestTree(ReadOnlyTree):
         return await self._get_newest_path(self._get_entry(inode))
 
     async def getxattr(self, inode: int, name: bytes) -> bytes:
-        """Raise ENODATA: there are no xattrs."""
         raise posix_error(errno.ENODATA)
 
     async def listxattr(self, inode: int, _: "RequestContext") -> Sequence[bytes]:
-        """Return no names: there are no xattrs."""
         return []
 
     async def readdir(self, fh: int, start_id: int, token: "ReaddirToken") -> None:
-        """Fill the reply with entries after the offset `start_id`."""
         directory = self._get_entry(fh)
         if start_id == 0 or self._listed[0] != directory:
             # The kernel asks several times for a large directory.
@@ -155,10 +144,7 @@ class LatestTree(ReadOnlyTree):
         return entry
 
     def _build_entry_attributes(self, virtual: VirtualEntry) -> EntryAttributes:
-        """Derive the attributes from the directory of the mount.
-
-        A caller that may list the directory may also search the entry.
-        """
+        """Derive them from the directory of the mount. A caller that may list it may also search it."""
         shown = self._context.get_inode(virtual.directory or ROOT)
         searchable = (shown.mode & 0o444) >> 2 & shown.mode
         mode = stat.S_IFLNK | 0o777 if virtual.series else stat.S_IFDIR | (shown.mode & 0o444) | searchable

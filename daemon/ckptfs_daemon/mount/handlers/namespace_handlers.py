@@ -12,11 +12,10 @@ Crash safety: see `context`. The next mount process finds orphans by nlink 0, an
 
 import errno
 import logging
-import os
 import stat
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -27,6 +26,7 @@ from ckptfs.catalog.namespace import NotImported
 from ckptfs.coherence import ownership
 from ckptfs.errors import CkptfsError, posix_error
 from ckptfs.model import Inode, Tier
+from ckptfs.tiers.space import Capacity, read_capacity
 from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse.request import build_negative_entry, get_current_request
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
@@ -85,16 +85,13 @@ class NamespaceHandlers:
             return build_negative_entry(0)
 
     async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: "RequestContext") -> EntryAttributes:
-        """Create a directory."""
         return await self._create_inode(parent_inode, name, stat.S_IFDIR | (stat.S_IMODE(mode) & ~ctx.umask), ctx)
 
     async def mknod(self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: "RequestContext") -> EntryAttributes:
-        """Create a file, fifo, socket or device."""
         kind = stat.S_IFMT(mode) or stat.S_IFREG
         return await self._create_inode(parent_inode, name, kind | (stat.S_IMODE(mode) & ~ctx.umask), ctx, rdev=rdev)
 
     async def symlink(self, parent_inode: int, name: bytes, target: bytes, ctx: "RequestContext") -> EntryAttributes:
-        """Create a symlink."""
         return await self._create_inode(parent_inode, name, stat.S_IFLNK | 0o777, ctx, target=target)
 
     async def _create_inode(
@@ -114,7 +111,6 @@ class NamespaceHandlers:
         return self._context.build_reply(created)
 
     async def link(self, inode: int, new_parent_inode: int, new_name: bytes) -> EntryAttributes:
-        """Add a name to a file."""
         linked = await self._change_names(
             lambda db, blind: namespace.link(db, inode, new_parent_inode, new_name, allow_unimported=blind),
             [(new_parent_inode, new_name)],
@@ -124,17 +120,13 @@ class NamespaceHandlers:
         return self._context.build_reply(linked or self._context.get_inode(inode))
 
     async def unlink(self, parent_inode: int, name: bytes) -> None:
-        """Remove a name of a file that is not a directory."""
         place = (parent_inode, name)
         self._orphans.track(await self._change_names(lambda db, _: namespace.unlink(db, *place), [place], removed=place))
 
     async def rmdir(self, parent_inode: int, name: bytes) -> None:
-        """Remove an empty directory."""
         self._orphans.track(await self._change_names(lambda db, _: namespace.rmdir(db, parent_inode, name), [(parent_inode, name)]))
 
     async def rename(self, parent_inode_old: int, name_old: bytes, parent_inode_new: int, name_new: bytes, flags: int) -> None:
-        """Rename, replace or exchange."""
-
         def rename(db: Database, blind: bool) -> Inode | None:
             return namespace.rename(db, parent_inode_old, name_old, parent_inode_new, name_new, flags, allow_unimported=blind)
 
@@ -176,21 +168,10 @@ class NamespaceHandlers:
 
 
 async def _is_creating(pid: int, name: bytes) -> bool:
-    """Return True if a thread is certainly about to create `name`.
-
-    Its memory may lie on a filesystem that hangs.
-    """
+    """Return True if a thread certainly creates `name`. Its memory may lie on a filesystem that hangs."""
     with trio.move_on_after(limits.CREATING_CALL_WAIT_S):
         return await trio.to_thread.run_sync(creating_calls.is_creating, pid, name, abandon_on_cancel=True)
     return False
-
-
-class PfsCapacity(NamedTuple):
-    """What statvfs(2) of the PFS said at `checked_s` of the monotonic clock."""
-
-    checked_s: float = float("-inf")
-    total: int = 0
-    free: int = 0
 
 
 class DirectoryHandlers:
@@ -198,11 +179,11 @@ class DirectoryHandlers:
 
     def __init__(self, context: MountContext, changes: ChangeRunner) -> None:
         self._context, self._changes = context, changes
-        self._pfs_capacity = PfsCapacity()
+        self._pfs_capacity = Capacity(0, 0)
+        self._pfs_checked_s = float("-inf")
         self._is_statvfs_running = False
 
     async def readdir(self, fh: int, start_id: int, token: "ReaddirToken") -> None:
-        """Fill the reply with the entries after the offset `start_id`."""
         context = self._context
         if context.shared_namespace is not None and start_id == 0:
             await context.shared_namespace.refresh_inode(fh)
@@ -220,10 +201,7 @@ class DirectoryHandlers:
                 return
 
     def _reply_dot_entries(self, directory: Inode, start_id: int, token: "ReaddirToken") -> bool:
-        """Add '.' and '..': pyfuse3 does not require them, but programs do.
-
-        Returns False if the reply is full.
-        """
+        """Add '.' and '..', which programs need. Returns False if the reply is full."""
         context = self._context
         if start_id < DOT and not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(b"."), context.build_reply(directory), DOT):
             return False
@@ -233,10 +211,7 @@ class DirectoryHandlers:
         return True
 
     async def statfs(self) -> "StatvfsData":
-        """Return how much can still be written.
-
-        It is the capacity of the PFS, or that of RAM and NVMe if that is larger or there is no PFS.
-        """
+        """Return how much can be written: to the PFS, or to RAM and NVMe if that is more."""
         capacities = self._context.tiers.get_local_capacities().values()
         total, free = sum(capacity.total for capacity in capacities), sum(capacity.free for capacity in capacities)
         # A write frees these.
@@ -253,12 +228,9 @@ class DirectoryHandlers:
         figures.f_namemax = limits.NAME_BYTES_MAX
         return figures
 
-    async def _get_pfs_capacity(self) -> PfsCapacity:
-        """Return the cached capacity of the PFS.
-
-        If it is old, refresh it first in a thread, of which at most one runs.
-        """
-        if time.monotonic() - self._pfs_capacity.checked_s > limits.CAPACITY_AGE_S and not self._is_statvfs_running:
+    async def _get_pfs_capacity(self) -> Capacity:
+        """Return the capacity of the PFS. An old one is refreshed in a thread, of which at most one runs."""
+        if time.monotonic() - self._pfs_checked_s > limits.CAPACITY_AGE_S and not self._is_statvfs_running:
             self._is_statvfs_running = True
             with trio.move_on_after(limits.STATFS_WAIT_S):
                 await trio.to_thread.run_sync(self._statvfs_pfs, abandon_on_cancel=True)
@@ -267,12 +239,11 @@ class DirectoryHandlers:
     def _statvfs_pfs(self) -> None:
         assert self._context.config.pfs is not None
         try:
-            figures = os.statvfs(self._context.config.pfs)
-            total, free = figures.f_blocks * figures.f_frsize, figures.f_bavail * figures.f_frsize
-            self._pfs_capacity = PfsCapacity(time.monotonic(), total, free)
+            self._pfs_capacity = read_capacity(self._context.config.pfs)
         except OSError:
-            self._pfs_capacity = PfsCapacity(time.monotonic())
+            self._pfs_capacity = Capacity(0, 0)
         finally:
+            self._pfs_checked_s = time.monotonic()
             self._is_statvfs_running = False
 
 
@@ -338,10 +309,7 @@ class OrphanTracker:
             await trio.lowlevel.checkpoint()
 
     def _delete_orphans(self, inodes: list[int]) -> None:
-        """Delete these inodes in one change, and their files in RAM at once.
-
-        An inode that is still open stays an orphan.
-        """
+        """Delete inodes that are not open in one change, and their files in RAM at once."""
         with self._context.db.transaction() as db:
             deleted = namespace.delete_forgotten(db, inodes)
         self._orphans.difference_update(deleted)

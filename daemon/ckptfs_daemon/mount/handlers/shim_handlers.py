@@ -13,7 +13,6 @@ Crash safety: see `context`. A raw request may be executed twice. A create is co
 
 import ctypes
 import errno
-import functools
 import os
 from collections.abc import Awaitable, Callable
 
@@ -38,7 +37,7 @@ from ckptfs_daemon.fuse.request import (
 from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers
 from ckptfs_daemon.mount.handlers.latest_tree import LatestTree
-from ckptfs_daemon.mount.open_files.open_file import OpenFile, run_in_thread
+from ckptfs_daemon.mount.open_files.open_file import run_in_thread
 from ckptfs_daemon.mount.open_files.open_file_table import HANDLE_MASK
 from ckptfs_daemon.mount.opening.open_attempt import CreateAttempt
 from ckptfs_daemon.mount.opening.open_request import OpenResult
@@ -119,7 +118,10 @@ class ShimHandlers:
             await source.fetch_waiter.wait_complete(source)
         await self._files.ensure_open(source)
         length = min(length, limits.COPY_RANGE_BYTES_MAX)
-        copy = functools.partial(_copy_file_range, source, length, offset_in, offset_out)
+
+        def copy(fd: int) -> int:
+            return os.copy_file_range(source.fd, fd, length, offset_in, offset_out)
+
         count = await self._files.with_room(target, copy, long=True, growth=length, source=source)
         session.reply_write(req, count)
 
@@ -127,9 +129,9 @@ class ShimHandlers:
         file = self._context.open_files.get_file(fh)
         if file.fetch_waiter is not None:
             # A block that has not arrived looks like a hole: answer as for a file without holes.
-            if not 0 <= offset < file.fetch_waiter.size:
+            if not 0 <= offset < file.fetch_waiter.content.size:
                 raise posix_error(errno.ENXIO)
-            session.reply_lseek(req, offset if whence == os.SEEK_DATA else file.fetch_waiter.size)
+            session.reply_lseek(req, offset if whence == os.SEEK_DATA else file.fetch_waiter.content.size)
             return
         await self._files.ensure_open(file)
         if self._context.data_path is DataPath.BUFFERED and file.writer_count:
@@ -194,15 +196,8 @@ class ShimHandlers:
         return open_out(opened.fh, flags, opened.backing_id)
 
 
-def _copy_file_range(source: OpenFile, length: int, offset_in: int, offset_out: int, fd: int) -> int:
-    return os.copy_file_range(source.fd, fd, length, offset_in, offset_out)
-
-
 def _fallocate_or_punch(fd: int, mode: int, offset: int, length: int) -> None:
-    """Call fallocate(2).
-
-    If the filesystem of the backing file lacks ZERO_RANGE, punch a hole and allocate it.
-    """
+    """Call fallocate(2). Where ZERO_RANGE is missing, punch a hole and allocate it."""
     if not mode & PUNCH_HOLE:
         prepared.mark_allocated_by_application(fd)
     try:

@@ -43,10 +43,7 @@ class ExpectedSizes:
         return expected
 
     def record(self, directory: int, name: bytes, size: int) -> None:
-        """Remember the size of a file that its last writer has closed.
-
-        `directory` and `name` are those of its creation.
-        """
+        """Remember the size of a file that its last writer has closed, by where it was created."""
         places, kind, is_large = self._load_places(), open.get_series_pattern(name), size >= limits.PREPARED_BYTES_MIN
         self._remember(self._by_kind, kind, size, limits.EXPECTED_NAMES_MAX)
         if is_large:

@@ -32,10 +32,7 @@ class Way(StrEnum):
 
 
 class Reason(StrEnum):
-    """The reason why a handle does not use passthrough into RAM, the fastest way.
-
-    NONE: it does, or RAM would not be faster.
-    """
+    """Why a handle does not use passthrough into RAM. NONE: it does, or RAM would not be faster."""
 
     NONE = ""
     DATA_PATH = "the mount uses the buffered data path"
@@ -58,10 +55,7 @@ class HandleWay:
 
 
 def choose_way(tier: Tier | None, limit_reason: Reason, buffered_reason: Reason | None, *, is_prepared: bool) -> HandleWay:
-    """Return the way of a handle.
-
-    `buffered_reason`: why its bytes pass through the mount process; None if they do not.
-    """
+    """Return the way of a handle. `buffered_reason`: None if the kernel moves its bytes."""
     if buffered_reason is not None:
         return HandleWay(Way.BUFFERED, buffered_reason)
     if is_prepared:
@@ -77,10 +71,7 @@ def get_limit_reason(limit: MemoryLimit) -> Reason:
 
 
 def count_ways(handles: Iterable[tuple[HandleWay, Tier | None]]) -> list[dict[str, str | int]]:
-    """Return the totals, one row for each way, tier and reason.
-
-    A handle without a tier reads the PFS's own file.
-    """
+    """Return the totals by way, tier and reason. A handle without a tier reads the PFS's own file."""
     counts = Counter((way.way, tier or Tier.PFS, way.reason) for way, tier in handles)
     return [{"way": way, "tier": tier, "reason": reason, "count": count} for (way, tier, reason), count in sorted(counts.items())]
 

@@ -11,7 +11,6 @@ Crash safety: the kernel's request is taken up again; its handler asks again and
 import errno
 import os
 import time
-from typing import Protocol
 
 import trio
 
@@ -19,19 +18,13 @@ from ckptfs import limits
 from ckptfs.catalog import mover_requests
 from ckptfs.catalog.database import Database
 from ckptfs.errors import TimedOut
-from ckptfs_daemon.ipc import URGENT_REQUEST
-
-
-class WakeSender(Protocol):
-    """The side of a wake channel that sends. `notify` never blocks."""
-
-    def notify(self, message: bytes) -> None: ...
+from ckptfs_daemon.ipc import URGENT_REQUEST, WakeChannel
 
 
 class MoverClient:
     """The mount's side of mover requests."""
 
-    def __init__(self, db: Database, wake_channel: WakeSender) -> None:
+    def __init__(self, db: Database, wake_channel: WakeChannel) -> None:
         self._db = db
         self._wake_channel = wake_channel
         self._reply_event = trio.Event()
@@ -48,7 +41,6 @@ class MoverClient:
             await reply_event.wait()
 
     def wake_mover(self, kind: str) -> None:
-        """Wake the mover for an open request of this kind."""
         self._wake_channel.notify(URGENT_REQUEST + kind.encode())
 
     async def request(

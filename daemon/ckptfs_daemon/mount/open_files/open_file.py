@@ -38,6 +38,7 @@ from ckptfs.tiers.fetch_map import FetchMap
 from ckptfs.tiers.storage import Tiers, TierStorage
 from ckptfs_daemon.mount.open_files.handle_ways import HandleWay, Reason
 from ckptfs_daemon.mount.open_files.mover_client import MoverClient
+from ckptfs_daemon.mount.open_files.slow_calls import close_logged
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,6 @@ class OpenFile:
 
     @property
     def is_local(self) -> bool:
-        """Return True if the bytes are in RAM or NVMe."""
         return self.tier in (Tier.RAM, Tier.NVME)
 
     @property
@@ -118,10 +118,7 @@ class OpenFile:
         return 0 if status is None else max(0, self.expected_bytes - status.st_blocks * STAT_BLOCK_BYTES)
 
     def get_status(self) -> os.stat_result | None:
-        """Return the status of the backing file.
-
-        On the PFS, which may hang, and on a tier that fails, it is the last known one.
-        """
+        """Return the status of the backing file; on the PFS and on a failing tier the last known one."""
         if self.fd >= 0 and self.storage is not None and self.storage.tier is not Tier.PFS:
             try:
                 self.last_status = os.fstat(self.fd)
@@ -132,7 +129,7 @@ class OpenFile:
     def get_attributes(self, row: Inode) -> Inode:
         """Return `row` with the size and times of the backing file."""
         if self.fetch_waiter is not None:
-            return replace(row, size=self.fetch_waiter.size)
+            return replace(row, size=self.fetch_waiter.content.size)
         status = None if self.storage is None else self.get_status()
         if status is None:
             return row
@@ -158,7 +155,6 @@ class OpenFile:
             self.last_status = storage.set_times(content, atime_ns, mtime_ns)
 
     async def wait_moved(self) -> None:
-        """Wait while the content moves to another tier."""
         while self.move_done is not None:
             await self.move_done.wait()
 
@@ -197,10 +193,7 @@ class OpenFile:
             await run_in_thread(self, functools.partial(os.close, fd))
 
     def swap_fd(self, fd: int) -> int:
-        """Take another descriptor, and return the former one.
-
-        The caller closes it in a thread, after `wait_idle`.
-        """
+        """Take another descriptor. Returns the former one, to be closed in a thread after `wait_idle`."""
         former, self.fd = self.fd, fd
         return former
 
@@ -221,15 +214,6 @@ class OpenFile:
         """Return the descriptor for the caller to close; -1 without one."""
         fd, self.fd = self.fd, -1
         return fd
-
-    def close(self) -> None:
-        """Close the descriptor of a file in RAM or NVMe. Never raises."""
-        fd = self.take_fd()
-        if fd >= 0:
-            try:
-                os.close(fd)
-            except OSError as failure:
-                log.error("content %s in %s: cannot be closed: %s", self.content, self.tier, failure)
 
 
 def get_allocated_bytes(fd: int, status: os.stat_result) -> int:
@@ -273,18 +257,12 @@ async def run_in_thread(file: OpenFile, act: Callable[[], T]) -> T:
 
 
 async def run_on_pfs(act: Callable[[], T]) -> T:
-    """Run `act` in a thread that may hang as long as the PFS does.
-
-    Their number is limited, so they never take all threads.
-    """
+    """Run `act` in a thread that may hang as long as the PFS does, and of which there are not too many."""
     return await trio.to_thread.run_sync(act, abandon_on_cancel=True, limiter=_PFS_THREADS)
 
 
 async def open_pfs_file(db: Database, pfs: Path | None, inode: int) -> int:
-    """Return a descriptor of the PFS's own file; may hang as long as the PFS does.
-
-    Raises ESTALE if the file was replaced.
-    """
+    """Return a descriptor of the PFS's own file. May hang. Raises ESTALE if the file was replaced."""
     assert pfs is not None
     return await run_on_pfs(lambda: pfs_tree.open_inode(db, pfs, inode))
 
@@ -299,16 +277,8 @@ class FetchWaiter:
         self._request_id = 0
         self._is_failure_logged = False
 
-    @property
-    def size(self) -> int:
-        """Return the size of the whole file in bytes."""
-        return self.content.size
-
     def open_partial(self) -> tuple[TierStorage, int] | None:
-        """Return (storage, descriptor) of the copy that is being filled, or None.
-
-        Returns None if no fetch of exactly this content is published.
-        """
+        """Return (storage, descriptor) of the copy of exactly this content that is being filled, or None."""
         found = self._find_partial()
         if found is None:
             return None
@@ -332,10 +302,7 @@ class FetchWaiter:
         return fetch_map, storage, fd
 
     async def wait_range(self, file: OpenFile, offset: int, size: int) -> None:
-        """Wait until these bytes can be read by the file's descriptor.
-
-        Raises ContentLost if they cannot be fetched.
-        """
+        """Wait until these bytes can be read. Raises ContentLost if they cannot be fetched."""
         try:
             await self._wait_blocks(file, self._get_block_range(offset, size))
         except (OSError, CkptfsError) as failure:
@@ -348,7 +315,7 @@ class FetchWaiter:
     async def wait_complete(self, file: OpenFile) -> None:
         """Wait until the fetch is complete and `file` reads from a verified copy."""
         until_s = trio.current_time() + limits.FETCH_STALL_S
-        await self.wait_range(file, 0, self.size)
+        await self.wait_range(file, 0, self.content.size)
         while file.fetch_waiter is self:
             await self._refresh_source(file)
             if trio.current_time() > until_s:
@@ -357,7 +324,7 @@ class FetchWaiter:
                 await self._mover_client.wait_reply(limits.REQUEST_POLL_S)
 
     def _get_block_range(self, offset: int, size: int) -> range:
-        end = min(offset + size, self.size)
+        end = min(offset + size, self.content.size)
         return range(offset // limits.BLOCK_BYTES, -(-end // limits.BLOCK_BYTES)) if offset < end else range(0)
 
     async def _wait_blocks(self, file: OpenFile, numbers: range) -> None:
@@ -392,10 +359,7 @@ class FetchWaiter:
         return 0 if self._fetch_map is None else self._fetch_map.present_count, row.progress_ns if row else 0
 
     async def _refresh_source(self, file: OpenFile) -> None:
-        """Switch to a finished copy or to the current fetch; without either, request a fetch.
-
-        Raises ContentLost after a change.
-        """
+        """Switch to a finished copy or to the current fetch, or request one. Raises ContentLost."""
         known = contents.get_content(self._db, self.content.id)
         if known is None or known.state is not ContentState.SEALED or known.digest != self.content.digest:
             raise ContentLost("the file was written again during the fetch")
@@ -449,10 +413,7 @@ class FetchWaiter:
 
 
 def resume_fetches(files: Iterable[OpenFile], db: Database, tiers: Tiers, mover_client: MoverClient) -> None:
-    """Give reopened files their waiters after a restart.
-
-    A file that was written again on another node is closed.
-    """
+    """Give reopened files their waiters. A file that another node wrote again is closed."""
     for file in files:
         if file.content is None or file.backing_id or file.writer_count:
             continue
@@ -462,5 +423,5 @@ def resume_fetches(files: Iterable[OpenFile], db: Database, tiers: Tiers, mover_
                 file.fetch_waiter = FetchWaiter(db, tiers, mover_client, content)
         elif content.generation > file.generation and (file.fd >= 0 or file.tier is Tier.PFS):
             log.error("content %d: open readers fail from now on: the file was written again on another node", file.content)
-            file.close()
+            close_logged(file.take_fd(), file.tier)
             file.storage = None

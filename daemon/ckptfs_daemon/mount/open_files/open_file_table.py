@@ -43,7 +43,7 @@ from ckptfs_daemon.mount.open_files.open_file import (
     run_on_pfs,
 )
 from ckptfs_daemon.mount.open_files.producers import ProducerNotes
-from ckptfs_daemon.mount.open_files.slow_calls import SlowCalls
+from ckptfs_daemon.mount.open_files.slow_calls import SlowCalls, close_logged
 from ckptfs_daemon.mount.open_files.top_up import TopUpThread
 
 log = logging.getLogger(__name__)
@@ -95,10 +95,7 @@ class OpenFileTable:
     # --- attributes ---------------------------------------------------------------------------------------------------
 
     def get_attributes(self, row: Inode) -> Inode:
-        """Return `row` with the size, times and blocks of its file.
-
-        All three are those of the backing file if it is open; else only the blocks are.
-        """
+        """Return `row` with the blocks of its file; if that is open, with its size and times too."""
         file = self.by_inode.get(row.id)
         if file is not None:
             return file.get_attributes(row)
@@ -138,7 +135,6 @@ class OpenFileTable:
         self.slow_calls.start(read, Tier.PFS, self._record_pfs_answer)
 
     async def refresh_all_statuses(self) -> None:
-        """Read the status of all files that are open on the PFS."""
         on_pfs = [inode for inode, file in self.by_inode.items() if file.tier is Tier.PFS]
         if on_pfs:
             async with trio.open_nursery() as nursery:
@@ -162,15 +158,11 @@ class OpenFileTable:
         return Reason.HISTORY if shown and (row.nlink > row.history or row.id in self.by_inode) else Reason.NONE
 
     def follow_history(self, inode: int) -> None:
-        """Let open files of the history follow their names.
-
-        Another inode got these names in a change that was committed.
-        """
+        """Let open files of the history follow their names, which were given to another inode."""
         for file in self.list_history_readers(inode):
             file.inode = handles.get_inode(self.db, next(iter((*file.handles, *file.ended_handles))))
 
     def is_open_for_writing(self, inode: int) -> bool:
-        """Return True if an open handle of `inode` writes."""
         file = self.by_inode.get(inode)
         return file is not None and any(file.handles.values())
 
@@ -192,17 +184,8 @@ class OpenFileTable:
             self.top_up.add(file.inode, file.storage.open(file.content, NONBLOCKING_WRITE), file.prepared_bytes)
 
     def get_mtime_ns(self, status: os.stat_result) -> int | None:
-        """Return the mtime of a file from the status of its backing file.
-
-        Returns None if the inode row has it.
-        """
+        """Return the mtime from the status of a backing file. None: the inode row has it."""
         return None if self.kernel_owns_times else status.st_mtime_ns
-
-    async def set_times(self, inode: int, atime_ns: int | None, mtime_ns: int | None) -> None:
-        """Set the times of the backing file if the inode is open; None leaves one unchanged."""
-        file = self.by_inode.get(inode)
-        if file is not None:
-            await file.set_times(atime_ns, mtime_ns)
 
     def get_reserved_bytes(self) -> dict[Tier, int]:
         """Return the bytes that writers are still expected to write, by tier.
@@ -220,10 +203,7 @@ class OpenFileTable:
     # --- opening ------------------------------------------------------------------------------------------------------
 
     def register_backing(self, fd: int, tier: Tier | None) -> int:
-        """Return a backing id for `fd`, or 0 if its bytes must pass through this process.
-
-        That is logged once per tier.
-        """
+        """Return a backing id for `fd`, or 0 if its bytes must pass through this process."""
         if self._passthrough is None:
             return 0
         try:
@@ -334,7 +314,6 @@ class OpenFileTable:
                 await trio.sleep(limits.RETRY_LAST_S)
 
     def commit_releases(self) -> None:
-        """Commit the pending releases now."""
         with self.change():
             pass
 
@@ -388,10 +367,7 @@ class OpenFileTable:
         contents.record_use(self.db, (content,))
 
     def _trim_end(self, file: OpenFile, status: os.stat_result) -> None:
-        """Remove a small rest of prepared memory at once: no process writes, and no open runs meanwhile.
-
-        The seal removes what is left.
-        """
+        """Remove a small rest of prepared memory before any other open. The seal removes what is left."""
         if file.storage is None or file.content is None or not prepared.is_prepared(status):
             return
         with contextlib.suppress(OSError), disk.closing(file.storage.open(file.content, NONBLOCKING_WRITE)) as fd:
@@ -421,26 +397,19 @@ class OpenFileTable:
             then()
 
     def _close(self, file: OpenFile, size: int, then: Callable[[], None] | None) -> None:
-        """Give back descriptor and backing id, in a thread if that may take long; then call `then`.
-
-        The mover gets its lease now.
-        """
+        """Give back descriptor and backing id, in a thread if that may take long; then call `then`."""
         fd, backing, tier = file.take_fd(), file.backing_id, file.tier
 
         def close() -> None:
-            try:
-                os.close(fd)
-            except OSError as failure:
-                log.error("content %s in %s: cannot be closed: %s", file.content, tier, failure)
+            close_logged(fd, tier)
             self.unregister_backing(backing)
 
         if tier is Tier.RAM and size < limits.FREE_BYTES_MIN:
-            if fd >= 0:
-                close()
+            close()
             if then is not None:
                 then()
         else:
-            self.slow_calls.start(close if fd >= 0 else lambda: self.unregister_backing(backing), tier, lambda _: then and then())
+            self.slow_calls.start(close, tier, lambda _: then and then())
 
     def _reopen_read_only(self, file: OpenFile, storage: TierStorage, content: int) -> None:
         """Open again for the remaining readers, so that the mover gets its lease. Never raises.
@@ -491,10 +460,7 @@ class OpenFileTable:
                 self._close_abandoned(content, inode, self.tiers[tier])
 
     async def _reopen_handle(self, row: Handle) -> None:
-        """Reopen a handle of the previous process.
-
-        If its file cannot be opened, the handle exists all the same and its reads fail.
-        """
+        """Reopen a handle of the previous process. If its file cannot be opened, its reads fail."""
         file = self.by_inode.get(row.shown or row.inode)
         if file is None:
             storage = self._find_storage(row.content)
@@ -507,10 +473,7 @@ class OpenFileTable:
 
     @staticmethod
     def _find_way(file: OpenFile, row: Handle) -> HandleWay:
-        """Return the way of a handle of the previous process.
-
-        Whether its program has a memory limit is not known any more.
-        """
+        """Return the way of a handle of the previous process. Memory limits are not known any more."""
         if not row.backing_id:
             return HandleWay(Way.BUFFERED, Reason.RESTARTED)
         if row.is_writer and file.fd >= 0 and file.tier is Tier.RAM and prepared.is_prepared(status := os.fstat(file.fd)):

@@ -54,10 +54,7 @@ class WrittenFile(NamedTuple):
 
 
 def describe_process(pid: int, host: str) -> str:
-    """Return what /proc tells about a process, or the process of a thread, as JSON; "" if it is gone.
-
-    May hang.
-    """
+    """Return what /proc tells about the process of a thread as JSON; "" if it is gone. May hang."""
     process = Path("/proc") / str(pid)
     try:
         group = re.search(r"^Tgid:\s*(\d+)$", (process / "status").read_text(errors="replace"), re.MULTILINE)
@@ -80,10 +77,7 @@ def _find_first(environment: dict[str, str], names: tuple[str, ...]) -> str:
 
 
 class ProducerNotes:
-    """The writers of the files that were closed last, and readers.
-
-    Its methods belong to one thread, and never wait.
-    """
+    """The last writers and readers of files. Its methods belong to one thread, and never wait."""
 
     def __init__(self, host: str = "") -> None:
         self._host = host or socket.gethostname()
@@ -96,13 +90,11 @@ class ProducerNotes:
         self._thread: threading.Thread | None = None
 
     def note_writer(self, pid: int, inode: int) -> None:
-        """Note that a thread has opened a file for writing."""
         if inode not in self._opened:
             _add(self._opened, inode, time.time_ns(), FILES_MAX)
         self._describe(pid)
 
     def note_closed(self, inode: int, pid: int) -> None:
-        """Note that the last writer of a file has closed it."""
         now_ns = time.time_ns()
         _add(self._files, inode, WrittenFile(Process(pid), self._opened.pop(inode, now_ns), now_ns), FILES_MAX)
 

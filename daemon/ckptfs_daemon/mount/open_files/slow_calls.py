@@ -53,10 +53,7 @@ class SlowCalls:
             self._send = None
 
     def start(self, act: Callable[[], T], tier: Tier | None, then: Callable[[T], None] | None = None, after: _Task | None = None) -> None:
-        """Run `act` on `tier` in a thread, once `after` has returned; then `then` with its result.
-
-        `tier` is None for the PFS's own file.
-        """
+        """Run `act` on `tier` (None: the PFS) in a thread after `after`; then `then` with its result."""
 
         async def run() -> None:
             if after is not None:
@@ -75,7 +72,7 @@ class SlowCalls:
 
     def close(self, fd: int, tier: Tier | None, then: Callable[[], None] | None = None, after: _Task | None = None) -> None:
         """Close a descriptor of a file in `tier`; -1 is none."""
-        self.start(functools.partial(_close, fd, tier), tier, None if then is None else lambda _: then(), after)
+        self.start(functools.partial(close_logged, fd, tier), tier, None if then is None else lambda _: then(), after)
 
 
 async def _run_logged(run: _Task) -> None:
@@ -85,8 +82,8 @@ async def _run_logged(run: _Task) -> None:
         log.exception("a call on a tier: failed unexpectedly")
 
 
-def _close(fd: int, tier: Tier | None) -> None:
-    """Close a descriptor. Its release is committed already, so an error can reach no caller."""
+def close_logged(fd: int, tier: Tier | None) -> None:
+    """Close a descriptor; -1 is none. Its release is committed already, so an error can reach no caller."""
     if fd >= 0:
         try:
             os.close(fd)

@@ -69,10 +69,7 @@ async def _read_history(shared_namespace: SharedNamespace, inode: int, names: li
 
 
 async def _copy_to_history(context: MountContext, content: Content, source: TierStorage, size: int) -> None:
-    """Give the history a copy of a content.
-
-    Raises NoSpace if no tier has room for it, and none is to be expected.
-    """
+    """Give the history a copy of a content. Raises NoSpace if no tier has room, nor is about to."""
     space_wait, refusing = SpaceWait(context), set[Tier]()
     while True:
         try:

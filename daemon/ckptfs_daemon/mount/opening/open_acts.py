@@ -33,9 +33,7 @@ class PfsFacts(NamedTuple):
 
 def read_pfs_facts(fd: int) -> PfsFacts:
     """May hang."""
-    figures = os.fstatvfs(fd)
-    total, free = figures.f_blocks * figures.f_frsize, figures.f_bavail * figures.f_frsize
-    return PfsFacts(os.fstat(fd), space.Capacity(total, free))
+    return PfsFacts(os.fstat(fd), space.read_capacity(fd))
 
 
 def remove_quietly(storage: TierStorage, content: int) -> None:
@@ -96,10 +94,7 @@ def link_successor(storage: TierStorage, content: int, successor: int) -> None:
 
 
 def _leave_name(db: Database, storage: TierStorage, content: int) -> None:
-    """Remove the name of a content whose file belongs to its successor.
-
-    If the tier fails, the reclaim flow removes it later.
-    """
+    """Remove the name of a content whose file is its successor's; if that fails, reclaim does it."""
     if storage.tier is not Tier.RAM:
         db.persist()  # A power cut must not keep the removal and undo the rows.
     with contextlib.suppress(OSError):
@@ -107,10 +102,7 @@ def _leave_name(db: Database, storage: TierStorage, content: int) -> None:
 
 
 def reclose_unsealed(context: MountContext, content: int) -> None:
-    """Close a content that was unsealed for a writer that failed to open it; it would stay OPEN.
-
-    Its seal finds its size.
-    """
+    """Close a content that was unsealed for a writer that failed to open it. Its seal finds its size."""
     with context.open_files.change() as db:
         known = contents.get_content(db, content)
         if known is None or known.state is not ContentState.OPEN:

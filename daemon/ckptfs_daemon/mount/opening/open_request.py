@@ -22,10 +22,7 @@ class MustWait(Exception):
 
 
 class UndoLog:
-    """The acts that undo a failed attempt, last first.
-
-    Most attempts succeed, so an ExitStack is made only for those that fail.
-    """
+    """The acts that undo a failed attempt, last first. Most attempts succeed and need no ExitStack."""
 
     def __init__(self) -> None:
         self._acts: list[tuple[Callable[..., object], tuple[object, ...]]] = []
