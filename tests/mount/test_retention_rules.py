@@ -1,4 +1,4 @@
-"""D5, D7, D8, D14, G3, H6: after 60 steps under each rule, and kills in between, each place has exactly what the rule says."""
+"""D5, D7, D8, D14, G3, H6: after 30 steps under each rule, and kills in between, each place has exactly what the rule says."""
 
 import json
 import os
@@ -13,8 +13,8 @@ from ckptfs import limits
 
 pytestmark = pytest.mark.fuse
 
-STEPS = 60
-KILLS = {20: "mount", 35: "mover", 45: "mount"}
+STEPS = 30
+KILLS = {10: "mount", 17: "mover", 23: "mount"}
 RULES = """
 [[retention]]
 path = "keep/step_*"
@@ -23,7 +23,7 @@ keep = 3
 [[retention]]
 path = "every/step_*.pt"
 keep = 4
-keep_every = 25
+keep_every = 12
 
 [[retention]]
 path = "local/step_*.pt"
@@ -56,16 +56,16 @@ incomplete_after = "1s"
 ALL = set(range(1, STEPS + 1))
 # Sets that are left; of these, what the PFS has; of these, what RAM and NVMe have.
 LEFT = {
-    "keep": {58, 59, 60},
-    "every": {25, 50, 57, 58, 59, 60},
+    "keep": {28, 29, 30},
+    "every": {12, 24, 27, 28, 29, 30},
     "local": ALL,
-    "pfs": {58, 59, 60},
-    "dragon": {50, 58, 59, 60},
-    "interval": {1, 56, 57, 58, 59, 60},
-    "rotated": set(range(55, 61)),
+    "pfs": {28, 29, 30},
+    "dragon": {20, 28, 29, 30},
+    "interval": {1, 26, 27, 28, 29, 30},
+    "rotated": set(range(25, 31)),
 }
-PFS = LEFT | {"dragon": {50, 60}, "interval": {1}}
-LOCAL = LEFT | {"local": {59, 60}, "pfs": {60}, "dragon": {58, 59, 60}}
+PFS = LEFT | {"dragon": {20, 30}, "interval": {1}}
+LOCAL = LEFT | {"local": {29, 30}, "pfs": {30}, "dragon": {28, 29, 30}}
 DIRECTORIES = {"keep", "interval"}
 """In these a step is a directory of two files, and elsewhere a file."""
 
@@ -109,7 +109,7 @@ def find_difference(mount: DaemonUnderTest) -> dict[str, object]:
         }
         expected = {"history": LEFT[name], "mount": LEFT[name], "pfs": PFS[name], "local": LOCAL[name]}
         if name == "rotated":
-            expected |= {"mount": {59, 60}, "pfs": {59, 60}}
+            expected |= {"mount": {29, 30}, "pfs": {29, 30}}
         found |= {f"{name} {place}": (seen[place] ^ expected[place]) for place in seen if seen[place] != expected[place]}
     return found
 
@@ -148,10 +148,10 @@ def test_each_place_has_exactly_what_the_rules_say(ruled: DaemonUnderTest) -> No
 
 def check_answers(mount: DaemonUnderTest) -> None:
     """`wait`, `status` and `df` tell the truth about what the PFS is not to have."""
-    left_out = mount.command("wait", mount.path / "dragon" / "step_59.pt", "--level", "pfs", check=False)
+    left_out = mount.command("wait", mount.path / "dragon" / "step_29.pt", "--level", "pfs", check=False)
     assert left_out.returncode != 0 and "a retention rule sends only some sets there" in left_out.stderr
     assert "ckptfs pin" in left_out.stderr
-    mount.command("wait", mount.path / "dragon" / "step_60.pt", "--level", "pfs")
+    mount.command("wait", mount.path / "dragon" / "step_30.pt", "--level", "pfs")
     mount.command("wait", mount.path, "--level", "pfs")
     status = json.loads(mount.command("status", mount.path, "--json").stdout)
     figures = status["history"]
@@ -161,8 +161,8 @@ def check_answers(mount: DaemonUnderTest) -> None:
     assert figures["held_files"] > 0 and len(figures["rules"]) == 8
     shown = mount.command("status", mount.path).stdout
     assert "retention   keep/step_*: keeps 3 sets\n" in shown and "every 10th set goes to the PFS" in shown
-    os.setxattr(mount.path / ".ckptfs" / "history" / "dragon" / "step_*.pt" / "step_59.pt@59", "user.ckptfs.pin", b"1")
-    eventually((mount.pfs / "dragon" / "step_59.pt").exists, 60, what="the pinned set is on the PFS")
+    os.setxattr(mount.path / ".ckptfs" / "history" / "dragon" / "step_*.pt" / "step_29.pt@29", "user.ckptfs.pin", b"1")
+    eventually((mount.pfs / "dragon" / "step_29.pt").exists, 60, what="the pinned set is on the PFS")
     assert "stay off the PFS by a rule" in shown and "only .ckptfs/history holds" in mount.command("df", mount.path).stdout
 
 
