@@ -100,15 +100,15 @@ def test_a_file_that_others_replace_all_the_time_can_be_opened(memory: ClusterUn
         while not ended.is_set():
             pid = writer.pid("mover")
             os.kill(pid, signal.SIGSTOP)
-            ended.wait(0.3)
+            ended.wait(0.1)
             os.kill(pid, signal.SIGCONT)
-            ended.wait(0.15)
+            ended.wait(0.05)
 
     with limited(memory), concurrent.futures.ThreadPoolExecutor() as threads:
         others = [threads.submit(replace), threads.submit(stand_still)]
         try:
             read: list[int] = []
-            while len(set(read)) < 12 or len(read) < 300:
+            while len(set(read)) < 12 or len(read) < 50:
                 read.append(int((reader.path / "replaced" / "file").read_bytes()))
         finally:
             ended.set()

@@ -61,7 +61,7 @@ def test_the_first_bytes_are_read_long_before_the_last_ones_came(far: ClusterUnd
 
 def test_long_files_on_their_way_keep_no_small_one_waiting(far: ClusterUnderTest) -> None:
     with limited(far), contextlib.ExitStack() as opened:
-        written(far, "long0")
+        written(far, "long0", blocks=8)
         far[0].mend()
         (far[0].path / "small").write_bytes(b"small")
         for number in range(1, 4):
