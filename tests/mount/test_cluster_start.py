@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from daemon_under_test import DaemonUnderTest, NotStarted, eventually
+from daemon_under_test import DaemonUnderTest, NotStarted, eventually, shorten
 from etcd_server import Etcd, node_options
 
 from ckptfs.clique.membership import Node, load_nodes
@@ -43,7 +43,7 @@ def test_a_second_daemon_with_the_name_is_refused(etcd: Etcd, make_daemon: Make)
     make_daemon(**options(etcd.addresses[0], "one"))
     eventually(lambda: "one" in living(etcd), what="the first lives")
     with pytest.raises(NotStarted, match="another daemon is in the cluster as node one"):
-        make_daemon(start=False, **options(etcd.addresses[0], "one")).start()
+        make_daemon(start=False, env=shorten(NAME_WAIT_S=2), **options(etcd.addresses[0], "one")).start()
     make_daemon(**options(etcd.addresses[0], "two"))
     assert eventually(lambda: {"one", "two"} <= set(living(etcd)), what="both live")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import silent_pfs
-from daemon_under_test import DaemonUnderTest
+from daemon_under_test import DaemonUnderTest, shorten
 from programs import need, run
 from silent_pfs import SilentPfs
 
@@ -63,7 +63,7 @@ def test_on_a_pfs_that_hangs(make_daemon: Make, openers: Path, silent: SilentPfs
     (silent.source / "run").mkdir()
     for number in range(2 * len(READING)):
         (silent.source / "run" / f"step_{number}").write_bytes(b"the newest checkpoint")
-    daemon = make_daemon("auto", pfs=silent.path, drain_deadline="1s")
+    daemon = make_daemon("auto", pfs=silent.path, drain_deadline="1s", env=shorten(SCAN_WAIT_S=5))
     daemon.expect_warning("scan|write back|written back|pfs|does not answer|drain")
     job = daemon.path / "run"
     assert os.listdir(daemon.path) == ["run"]

@@ -74,6 +74,12 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, **ENVIRONMENT, **more}
 
 
+def shorten(**limits: float) -> dict[str, str]:
+    """The environment of a daemon with other `ckptfs.limits`, so that a test need not wait as long as users would."""
+    places = [str(Path(__file__).with_name("shortened")), ENVIRONMENT["PYTHONPATH"]]
+    return {"PYTHONPATH": os.pathsep.join(places), "CKPTFS_TEST_LIMITS": " ".join(f"{name}={value}" for name, value in limits.items())}
+
+
 def ckptfs(*arguments: str | Path, check: bool = True, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
     """Run `ckptfs ARGUMENTS`; fails the test where `check` and the exit code is not 0."""
     command = [sys.executable, "-m", "ckptfs_client", *map(str, arguments)]
