@@ -24,36 +24,6 @@ def _held(db: Database, inode: int) -> contents.FileContent:
     return held
 
 
-def test_a_new_file_has_an_open_content_in_one_tier(db: Database) -> None:
-    inode = _file(db)
-    content = _begun(db, inode, Tier.NVME)
-    held = _held(db, inode)
-    assert (held.content, held.state, held.tiers, held.is_on_pfs) == (content, ContentState.OPEN, (Tier.NVME,), False)
-    assert held.inode.generation == 1
-
-
-def test_closing_records_size_and_times_and_journals_the_content(db: Database) -> None:
-    inode = _file(db)
-    content = _begun(db, inode)
-    row = _held(db, inode).inode
-    with db.transaction():
-        contents.mark_closed(db, inode, content, 42, row.atime_ns + 1, row.mtime_ns + 5)
-    held = _held(db, inode)
-    assert held.state is ContentState.CLOSED
-    assert (held.inode.size, held.inode.atime_ns, held.inode.mtime_ns) == (42, row.atime_ns + 1, row.mtime_ns + 5)
-    assert held.inode.ctime_ns == row.mtime_ns + 5, "bytes that change move ctime along"
-    assert [row[0] for row in db.rows("SELECT op FROM journal ORDER BY seq")] == ["make", "content"]
-
-
-def test_a_close_without_a_write_leaves_ctime_alone(db: Database) -> None:
-    inode = _file(db)
-    content = _begun(db, inode)
-    row = _held(db, inode).inode
-    with db.transaction():
-        contents.mark_closed(db, inode, content, 0, row.atime_ns, row.mtime_ns)
-    assert _held(db, inode).inode.ctime_ns == row.ctime_ns
-
-
 def test_a_former_state_that_is_written_again_has_a_number_that_nobody_saw(db: Database) -> None:
     """P7: the state that was lost may come back with its node, and must not seem to be the same."""
     inode = _file(db)
@@ -63,34 +33,6 @@ def test_a_former_state_that_is_written_again_has_a_number_that_nobody_saw(db: D
         db.run("UPDATE inode SET generation = 6")
         contents.mark_open(db, inode, content, Tier.RAM)
     assert db.value("SELECT generation FROM content") == 7 == _held(db, inode).inode.generation
-
-
-def test_writing_in_place_begins_a_generation_and_leaves_one_copy(db: Database) -> None:
-    inode = _file(db)
-    content = _begun(db, inode)
-    with db.transaction():
-        contents.mark_closed(db, inode, content, 1, 1, 1)
-        db.run("UPDATE content SET state = 2, digest = x'00', blocks = x'00' WHERE id = ?", content)
-        db.run("INSERT INTO copy (content, tier, state) VALUES (?, 'nvme', 1)", content)
-    before = db.value("SELECT change FROM content WHERE id = ?", content)
-    with db.transaction():
-        contents.mark_open(db, inode, content, Tier.RAM)
-    assert db.row("SELECT state, generation, digest, blocks FROM content WHERE id = ?", content) == (0, 2, None, None)
-    assert db.value("SELECT change FROM content WHERE id = ?", content) > before
-    assert _held(db, inode).tiers == (Tier.RAM,)
-    assert _held(db, inode).inode.generation == 2
-
-
-def test_a_new_content_leaves_the_previous_one_until_it_is_sealed(db: Database) -> None:
-    inode = _file(db)
-    old = _begun(db, inode)
-    with db.transaction():
-        contents.mark_closed(db, inode, old, 1, 1, 1)
-    new = _begun(db, inode)
-    assert _held(db, inode).content == new
-    assert db.value("SELECT state FROM content WHERE id = ?", old) == ContentState.CLOSED
-    assert contents.is_current(db, inode, new)
-    assert not contents.is_current(db, inode, old)
 
 
 def test_what_no_writer_has_open_is_abandoned(db: Database) -> None:

@@ -1,7 +1,6 @@
 """The namespace in the catalog: the errnos of ext4, link counts, times, rename in all its forms (F4), the journal beside (P6)."""
 
 import errno
-import os
 import stat
 
 import pytest
@@ -37,31 +36,6 @@ def names(db: Database, directory: int) -> list[bytes]:
     return [entry.name for entry, _ in namespace.iterate_entries(db, directory)]
 
 
-def test_what_was_made_is_found_with_all_it_was_made_with(db: Database) -> None:
-    made = make(db, ROOT, b"device", stat.S_IFBLK | 0o600, rdev=os.makedev(8, 1))
-    assert namespace.lookup(db, ROOT, b"device") == made == inodes.get(db, made.id)
-    assert (made.uid, made.gid, made.nlink, made.rdev) == (1000, 1000, 1, os.makedev(8, 1))
-
-
-def test_a_symlink_has_its_targets_length(db: Database) -> None:
-    made = make(db, ROOT, b"link", stat.S_IFLNK | 0o777, target=b"x" * limits.PATH_BYTES_MAX)
-    assert (made.size, inodes.get(db, made.id).target) == (4095, b"x" * 4095)
-
-
-def test_errnos_of_make(db: Database) -> None:
-    file = make(db, ROOT, b"file")
-    gone = make(db, ROOT, b"gone", DIRECTORY)
-    with db.transaction():
-        namespace.rmdir(db, ROOT, b"gone")
-    assert code(make, db, ROOT, b"file") == errno.EEXIST
-    assert code(make, db, file.id, b"x") == errno.ENOTDIR
-    assert code(make, db, gone.id, b"x") == errno.ENOENT
-    assert code(make, db, 4711, b"x") == errno.ENOENT
-    assert code(make, db, ROOT, b"n" * 256) == errno.ENAMETOOLONG
-    assert code(namespace.lookup, db, ROOT, b"n" * 256) == errno.ENAMETOOLONG
-    assert make(db, ROOT, b"n" * 255).nlink == 1
-
-
 def test_names_that_ckptfs_uses_on_the_pfs_are_refused(db: Database) -> None:
     file = make(db, ROOT, b"file")
     sub = make(db, ROOT, b"sub", DIRECTORY)
@@ -72,22 +46,6 @@ def test_names_that_ckptfs_uses_on_the_pfs_are_refused(db: Database) -> None:
         assert code(namespace.rename, db, ROOT, b"file", parent, name) == errno.EPERM
     for name in (b".ckptfs", b".ckptfsrc", b".ckptf"):
         make(db, sub.id, name)
-
-
-def test_a_refused_change_leaves_nothing_behind(db: Database) -> None:
-    make(db, ROOT, b"file")
-    before = db.rows("SELECT count(*) FROM inode"), ops(db), inodes.get(db, ROOT)
-    assert code(make, db, ROOT, b"file") == errno.EEXIST
-    assert (db.rows("SELECT count(*) FROM inode"), ops(db), inodes.get(db, ROOT)) == before
-
-
-def test_a_setgid_directory_hands_its_group_down_and_directories_the_bit_too(db: Database) -> None:
-    top = make(db, ROOT, b"top", DIRECTORY | stat.S_ISGID)
-    with db.transaction():
-        inodes.set_attributes(db, top.id, gid=77)
-    file, sub = make(db, top.id, b"file"), make(db, top.id, b"sub", DIRECTORY)
-    assert (file.gid, bool(file.mode & stat.S_ISGID)) == (77, False)
-    assert (sub.gid, bool(sub.mode & stat.S_ISGID)) == (77, True)
 
 
 def test_links_are_counted_up_to_the_limit(db: Database) -> None:
@@ -132,48 +90,6 @@ def test_rename_keeps_every_name_that_stays_at_its_place_in_readdir(db: Database
         assert names(db, ROOT) == [b"z", b"b"], "a name that changes takes its cookie along"
 
 
-def test_exchange_swaps_and_keeps_count_of_subdirectories(db: Database) -> None:
-    one, two = make(db, ROOT, b"one", DIRECTORY), make(db, ROOT, b"two", DIRECTORY)
-    sub, file = make(db, one.id, b"x", DIRECTORY), make(db, two.id, b"x")
-    with db.transaction():
-        assert namespace.rename(db, one.id, b"x", two.id, b"x", namespace.EXCHANGE) is None
-    assert namespace.lookup(db, one.id, b"x").id == file.id
-    assert namespace.lookup(db, two.id, b"x").id == sub.id
-    assert (inodes.get(db, one.id).nlink, inodes.get(db, two.id).nlink) == (2, 3)
-    assert (inodes.get(db, sub.id).parent, inodes.get(db, file.id).parent) == (two.id, 0)
-    assert ops(db)[-1] == "exchange"
-
-
-def test_two_names_of_one_file_are_left_as_they_are(db: Database) -> None:
-    file = make(db, ROOT, b"a")
-    with db.transaction():
-        namespace.link(db, file.id, ROOT, b"b")
-        assert namespace.rename(db, ROOT, b"a", ROOT, b"b") is None
-    assert names(db, ROOT) == [b"a", b"b"]
-
-
-def test_errnos_of_rename(db: Database) -> None:
-    top = make(db, ROOT, b"top", DIRECTORY)
-    sub = make(db, top.id, b"sub", DIRECTORY)
-    make(db, sub.id, b"file")
-    make(db, ROOT, b"file")
-    make(db, ROOT, b"empty", DIRECTORY)
-    rename = namespace.rename
-    assert code(rename, db, ROOT, b"top", sub.id, b"top") == errno.EINVAL
-    assert code(rename, db, ROOT, b"top", top.id, b"x") == errno.EINVAL
-    assert code(rename, db, sub.id, b"file", ROOT, b"top") == errno.ENOTEMPTY
-    assert code(rename, db, sub.id, b"file", ROOT, b"top", namespace.EXCHANGE) == errno.EINVAL
-    assert code(rename, db, ROOT, b"file", ROOT, b"empty") == errno.EISDIR
-    assert code(rename, db, ROOT, b"empty", ROOT, b"file") == errno.ENOTDIR
-    assert code(rename, db, ROOT, b"empty", ROOT, b"top") == errno.ENOTEMPTY
-    assert code(rename, db, ROOT, b"none", ROOT, b"top") == errno.ENOENT
-    assert code(rename, db, ROOT, b"file", ROOT, b"empty", namespace.NOREPLACE) == errno.EEXIST
-    assert code(rename, db, ROOT, b"file", ROOT, b"none", namespace.EXCHANGE) == errno.ENOENT
-    assert code(rename, db, ROOT, b"file", ROOT, b"none", namespace.NOREPLACE | namespace.EXCHANGE) == errno.EINVAL
-    assert code(rename, db, ROOT, b"file", ROOT, b"n" * 256) == errno.ENAMETOOLONG
-    assert inodes.get(db, top.id).nlink == 3
-
-
 def test_what_an_unvisited_directory_holds_is_not_guessed(db: Database) -> None:
     there = make(db, ROOT, b"there", DIRECTORY)
     known = make(db, there.id, b"known")
@@ -205,26 +121,6 @@ def test_creating_blindly_goes_on_without_the_pfs(db: Database) -> None:
         namespace.link(db, file.id, there.id, b"link", allow_unimported=True)
         namespace.rename(db, there.id, b"new", there.id, b"newer", allow_unimported=True)
     assert names(db, there.id) == [b"newer", b"link"]
-
-
-def test_attributes_are_set_one_by_one_and_ctime_always(db: Database) -> None:
-    file = make(db, ROOT, b"file")
-    with db.transaction():
-        changed = inodes.set_attributes(db, file.id, mode=0o4711, uid=5, mtime_ns=1, ctime_ns=2**62)
-    assert (changed.mode, changed.uid, changed.gid) == (stat.S_IFREG | 0o4711, 5, 1000)
-    assert (changed.atime_ns, changed.mtime_ns, changed.ctime_ns) == (file.atime_ns, 1, 2**62)
-    assert ops(db) == ["make", "attributes"]
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [(0o6755, 0o755), (0o6745, 0o2745), (0o4644, 0o644), (0o2755, 0o755), (0o1777, 0o1777)],
-)
-def test_a_change_of_owner_drops_set_id_bits(db: Database, before: int, after: int) -> None:
-    file, directory = make(db, ROOT, b"file", stat.S_IFREG | before), make(db, ROOT, b"dir", stat.S_IFDIR | before)
-    with db.transaction():
-        assert stat.S_IMODE(inodes.set_attributes(db, file.id, uid=1, kill_set_id=True).mode) == after
-        assert stat.S_IMODE(inodes.set_attributes(db, directory.id, uid=1, kill_set_id=True).mode) == before
 
 
 def test_xattrs_obey_their_flags_and_limits(db: Database) -> None:
