@@ -1,12 +1,15 @@
 """Fixtures of the tests of single steps."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from local_node import Node
+from loop_disk import SHARING, mounted
 from write_back_world import Mount
 
 from ckptfs import limits
+from ckptfs.flow.write_back import deferred
 
 
 @pytest.fixture
@@ -17,6 +20,20 @@ def node(tmp_path: Path) -> Node:
 @pytest.fixture
 def mount(tmp_path: Path) -> Mount:
     return Mount(tmp_path)
+
+
+@pytest.fixture(scope="module", params=SHARING)
+def sharing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A filesystem whose files can share blocks, of each kind."""
+    with mounted(request.param, tmp_path_factory.mktemp("sharing")) as place:
+        yield place
+
+
+@pytest.fixture
+def no_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What write-back has deferred stays so until a drain retries it, however slow this machine is."""
+    monkeypatch.setattr(deferred, "RETRY_FIRST_S", 1000.0)
+    monkeypatch.setattr(deferred, "RETRY_LAST_S", 1000.0)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from clique_world import MIB, LocalCluster, Node, bring, offer_of
-from loop_disk import SHARING, mounted
 from write_back_world import intercepted
 
 from ckptfs import disk, limits
@@ -20,21 +19,15 @@ FROZEN = os.urandom(3 * BLOCK)
 TAIL = os.urandom(77)
 
 
-@pytest.fixture(scope="module", params=SHARING)
-def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with mounted(request.param, tmp_path_factory.mktemp("sharing")) as found:
-        yield found
-
-
 @pytest.fixture
-def two(place: Path) -> Iterator[LocalCluster]:
+def two(sharing: Path) -> Iterator[LocalCluster]:
     """The second node has no room in RAM, and has got step_10 already."""
-    cluster = LocalCluster(place / "cluster", 2, nvme=True)
+    cluster = LocalCluster(sharing / "cluster", 2, nvme=True)
     other = cluster.nodes[1]
     other.squeeze(Tier.RAM, MIB)
     other.hold_anew()
     yield cluster
-    shutil.rmtree(place / "cluster")
+    shutil.rmtree(sharing / "cluster")
 
 
 def send(cluster: LocalCluster, name: bytes, data: bytes) -> tuple[int, int]:

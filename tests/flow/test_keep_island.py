@@ -1,16 +1,13 @@
 """P3, P5, P6: what an island wrote is on the PFS, beside the names, and goes when it has its name there."""
 
 import contextlib
-import functools
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
 from write_back_world import intercepted
-from writers_together import Writer, WriterCluster
+from writers_together import Writer, WriterCluster, in_cluster
 
 from ckptfs import disk, limits
 from ckptfs.catalog import summary
@@ -25,16 +22,6 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriterCluster:
     monkeypatch.setattr(limits, "ISLAND_KEEP_AFTER_S", 0.0)
     monkeypatch.setattr(limits, "ISLAND_LOOK_S", 0.0)
     return WriterCluster(tmp_path, 2, 0)
-
-
-def in_cluster(test: Callable[..., Any]) -> Callable[..., None]:
-    """Run an async test while the nodes of `cluster` publish what they change."""
-
-    @functools.wraps(test)
-    def run(cluster: WriterCluster, **fixtures: Any) -> None:
-        trio.run(cluster.run, functools.partial(test, cluster, **fixtures))
-
-    return run
 
 
 def keeper(node: Writer) -> KeepIsland:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from local_node import Node, inject_fault
-from loop_disk import NOT_SHARING, SHARING, mounted
+from loop_disk import NOT_SHARING, mounted
 
 from ckptfs import disk, limits
 from ckptfs.model import Tier
@@ -17,12 +17,6 @@ from ckptfs.tiers.reflink import Sharing
 pytestmark = pytest.mark.root
 BLOCK = limits.BLOCK_BYTES
 TAIL = 12_345
-
-
-@pytest.fixture(scope="module", params=SHARING)
-def sharing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with mounted(request.param, tmp_path_factory.mktemp("sharing")) as place:
-        yield place
 
 
 @pytest.fixture(scope="module", params=NOT_SHARING)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from local_node import Node, in_process, inject_fault, run_until_idle
-from loop_disk import SHARING, mounted
+from loop_disk import mounted
 from programs import run as run_program
 
 from ckptfs import disk, limits
@@ -44,12 +44,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
     monkeypatch.setattr(share_blocks, "time", found)
     return found
-
-
-@pytest.fixture(scope="module", params=SHARING)
-def sharing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with mounted(request.param, tmp_path_factory.mktemp("sharing")) as place:
-        yield place
 
 
 @pytest.fixture

@@ -1,16 +1,12 @@
 """P6: a living node writes back what a dead node did not, in order and once."""
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import trio
 from clique_world import cluster_of, make_cluster
 from local_node import run_until_idle
 from shared_catalogs import settled, stored
-from writers_together import Writer, WriterCluster
+from writers_together import Writer, WriterCluster, in_cluster
 
 from ckptfs import limits
 from ckptfs.catalog import peer_copies
@@ -22,16 +18,6 @@ from ckptfs.flow.take_over import TakeOver
 @pytest.fixture
 def cluster(tmp_path: Path) -> WriterCluster:
     return WriterCluster(tmp_path, 3, 0)
-
-
-def in_cluster(test: Callable[..., Any]) -> Callable[..., None]:
-    """Run an async test while the nodes of `cluster` publish what they change."""
-
-    @functools.wraps(test)
-    def run(cluster: WriterCluster, **fixtures: Any) -> None:
-        trio.run(cluster.run, functools.partial(test, cluster, **fixtures))
-
-    return run
 
 
 def rows(cluster: WriterCluster, node: Writer) -> int:

@@ -4,7 +4,6 @@ import errno
 import logging
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from write_back_world import Mount, intercepted, rest
@@ -14,16 +13,9 @@ from ckptfs.errors import TierUnavailable
 from ckptfs.flow.write_back import deferred, stage
 from ckptfs.flow.write_back.deferred import DeferredFiles
 
+pytestmark = pytest.mark.usefixtures("no_retries")
 # Those that sites see for one file or one owner.
 REFUSALS = (errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EFBIG, errno.EINVAL, errno.EILSEQ, errno.EXDEV)
-
-
-@pytest.fixture
-def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mount:
-    """What is set aside stays so until somebody is in a hurry, however slow this machine is."""
-    monkeypatch.setattr(deferred, "RETRY_FIRST_S", 1000.0)
-    monkeypatch.setattr(deferred, "RETRY_LAST_S", 1000.0)
-    return Mount(tmp_path)
 
 
 def refusing(monkeypatch: pytest.MonkeyPatch, refused: Callable[[bytes], bool], code: int = errno.EDQUOT) -> list[str]:

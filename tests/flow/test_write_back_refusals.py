@@ -22,19 +22,12 @@ from ckptfs.model import ContentState, Tier
 from ckptfs.tiers import pfs_tree
 from ckptfs.tiers.storage import Tiers
 
+pytestmark = pytest.mark.usefixtures("no_retries")
 REFUSALS = [
     errno.EACCES, errno.EPERM, errno.EDQUOT, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ, errno.EXDEV, errno.EBUSY, errno.EOPNOTSUPP,
     errno.EIO,
 ]  # fmt: skip
 """EIO: of one entry on an otherwise healthy PFS."""
-
-
-@pytest.fixture
-def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mount:
-    """What is set aside stays so until somebody is in a hurry."""
-    monkeypatch.setattr(deferred, "RETRY_FIRST_S", 1000.0)
-    monkeypatch.setattr(deferred, "RETRY_LAST_S", 1000.0)
-    return Mount(tmp_path)
 
 
 def put_others(mount: Mount, name: bytes) -> None:

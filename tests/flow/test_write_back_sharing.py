@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from loop_disk import SHARING, mounted
+from loop_disk import mounted
 from write_back_world import Killed, Mount, intercepted, rest
 
 from ckptfs import limits
@@ -24,16 +24,10 @@ SECOND = FIRST[:BLOCK] + os.urandom(BLOCK) + FIRST[2 * BLOCK :]
 SAVED = 2 * BLOCK + TAIL
 
 
-@pytest.fixture(scope="module", params=SHARING)
-def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with mounted(request.param, tmp_path_factory.mktemp("sharing")) as found:
-        yield found
-
-
 @pytest.fixture
-def mount(tmp_path: Path, place: Path) -> Iterator[Mount]:
-    yield with_pfs(Mount(tmp_path), place / "pfs")
-    shutil.rmtree(place / "pfs")
+def mount(tmp_path: Path, sharing: Path) -> Iterator[Mount]:
+    yield with_pfs(Mount(tmp_path), sharing / "pfs")
+    shutil.rmtree(sharing / "pfs")
 
 
 def with_pfs(mount: Mount, pfs: Path) -> Mount:

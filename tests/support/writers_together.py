@@ -6,6 +6,7 @@ something on any node, or another node's write-back takes a step, which may be i
 
 import contextlib
 import errno
+import functools
 import os
 import random
 import stat
@@ -280,3 +281,13 @@ class WriterCluster:
         shown_names = {(parent, name.encode("latin-1")): inode for inode, held in of_inodes for parent, name in held}
         assert shown_names == names, ({name: (shown_names.get(name), names.get(name)) for name in {*shown_names, *names}}, self.log)
         assert not [key for key in values if key.kind == "j"], self.log
+
+
+def in_cluster(test: Callable[..., Any]) -> Callable[..., None]:
+    """Run an async test while the nodes of `cluster` publish what they change."""
+
+    @functools.wraps(test)
+    def run(cluster: WriterCluster, **fixtures: Any) -> None:
+        trio.run(cluster.run, functools.partial(test, cluster, **fixtures))
+
+    return run

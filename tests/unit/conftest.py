@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from control_served import Served, serving
+from local_node import Node
 
 from ckptfs.catalog import database
 from ckptfs.catalog.database import Database
@@ -19,6 +21,14 @@ def db(tmp_path: Path) -> Iterator[Database]:
     opened = Database(tmp_path / "catalog.db", journalled=True)
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    """The control servers of a node without FUSE, and a client."""
+    monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path / "run"))
+    with serving(Node(tmp_path)) as served:
+        yield served
 
 
 @pytest.fixture

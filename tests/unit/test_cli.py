@@ -17,9 +17,8 @@ from ckptfs_client import cli, entry, mounts, render
 from ckptfs_client.errors import UsageError
 from ckptfs_client.mounts import Mount
 from ckptfs_client.node import doctor
-from control_served import Served, serving
+from control_served import Served
 from daemon_under_test import environment
-from local_node import Node
 
 from ckptfs import procfs
 from ckptfs.catalog import summary
@@ -30,14 +29,12 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+def served(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
     """A node that seems to be mounted at tmp_path/mnt: the files there have the inode numbers of the catalog's."""
-    monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path / "run"))
     (tmp_path / "mnt").mkdir()
-    with serving(Node(tmp_path)) as served:
-        mount = Mount("test", tmp_path / "mnt", os.geteuid(), os.stat(tmp_path).st_dev)
-        monkeypatch.setattr(mounts, "list_mounts", lambda: [mount])
-        yield served
+    mount = Mount("test", tmp_path / "mnt", os.geteuid(), os.stat(tmp_path).st_dev)
+    monkeypatch.setattr(mounts, "list_mounts", lambda: [mount])
+    return served
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,13 +29,6 @@ from ckptfs.flow.write_back import WriteBack
 from ckptfs.flow.write_back.deferred import build_unavailable_error
 from ckptfs.model import ROOT, ContentState, CopyState, Level, Tier
 from ckptfs.protocol import control_pb2 as pb
-
-
-@pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path / "run"))
-    with serving(Node(tmp_path)) as served:
-        yield served
 
 
 def later(act: object, delay_s: float = 0.1) -> threading.Timer:

@@ -2,22 +2,18 @@
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from ckptfs_client.errors import NotInTime, UsageError
 from ckptfs_daemon import logs
 from ckptfs_daemon.control import admin
-from control_served import Served, serving
-from local_node import Node
+from control_served import Served
 
 
-@pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path / "run"))
+@pytest.fixture(autouse=True)
+def same_level() -> Iterator[None]:
     before = logging.getLogger().level
-    with serving(Node(tmp_path)) as served:
-        yield served
+    yield
     logging.getLogger().setLevel(before)
 
 

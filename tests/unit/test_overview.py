@@ -13,8 +13,7 @@ from ckptfs_client.dashboard.overview import BacklogHistory, MountAnswers, Row
 from ckptfs_client.dashboard.sampling import OverviewSampler
 from ckptfs_client.errors import NoMount
 from ckptfs_client.sets.set_history import ListedSeries
-from control_served import Served, serving
-from local_node import Node
+from control_served import Served
 from made_overviews import GIB, HOSTILE, make_cluster, make_five_nodes, make_mount, make_series, make_status
 
 from ckptfs.catalog import history, namespace
@@ -156,13 +155,6 @@ def test_of_many_nodes_those_in_trouble_are_shown() -> None:
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def served(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path / "run"))
-    with serving(Node(tmp_path)) as served:
-        yield served
 
 
 def test_a_sample_of_a_daemon(served: Served) -> None:

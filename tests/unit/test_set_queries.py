@@ -1,24 +1,13 @@
 """Questions about series and sets, answered from the catalog: D1, D12, F6."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from ckptfs_client.errors import UsageError
-from control_served import Served, serving
-from local_node import Node
+from control_served import Served
 
 from ckptfs import limits
 from ckptfs.catalog import history, history_names, namespace
 from ckptfs.catalog.history import Rollback, SetRecord
 from ckptfs.model import ROOT
-
-
-@pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path / "run"))
-    with serving(Node(tmp_path)) as served:
-        yield served
 
 
 def add_series(served: Served, directory: bytes, pattern: bytes, mode: int = 0o755) -> int:
