@@ -11,11 +11,7 @@ from pathlib import Path
 
 import pytest
 from ckptfs_daemon.ipc import HEARTBEAT, READY, STOP
-from daemon_under_test import eventually
 from local_node import Node
-
-from ckptfs.catalog import mover_requests
-from ckptfs.model import ContentState, Tier
 
 DEADLINE_S = 90.0
 
@@ -75,61 +71,8 @@ def start(node: Node) -> Iterator[Callable[..., Mover]]:
         mover.process.communicate()
 
 
-def test_it_recovers_before_it_is_ready(node: Node, start: Callable[..., Mover]) -> None:
-    lost = node.make(b"lost", b"data")
-    node.tiers[Tier.RAM].remove(lost)
-    start().hear(READY)
-    assert node.state(lost) is ContentState.LOST
-
-
 def test_it_says_that_it_lives(start: Callable[..., Mover]) -> None:
     start().hear(HEARTBEAT)
-
-
-@pytest.mark.parametrize("hint", [b".", b"!"])
-def test_a_hint_takes_a_closed_file_all_the_way_to_the_pfs(node: Node, start: Callable[..., Mover], hint: bytes) -> None:
-    mover = start()
-    mover.hear(READY)
-    content = node.make(b"file", b"data")
-    mover.bell.send(hint)
-    eventually((node.root / "pfs" / "file").exists)
-    assert (node.root / "pfs" / "file").read_bytes() == b"data"
-    assert node.state(content) is ContentState.SEALED
-
-
-def test_a_request_is_answered_and_the_mount_notified(node: Node, start: Callable[..., Mover]) -> None:
-    (node.root / "pfs" / "theirs").write_text("already there")
-    mover = start()
-    mover.hear(READY)
-    want = mover_requests.insert_request(node.db, mover_requests.SCAN, 1)
-    mover.bell.send(b"!")
-    mover.bell.settimeout(DEADLINE_S)
-    heard = set()
-    while b"w" not in heard:
-        heard.add(mover.bell.recv(512)[:1])
-    answered = mover_requests.get(node.db, want)
-    assert answered is not None and answered.state == mover_requests.DONE
-
-
-def test_stop_drains_and_ends_well(node: Node, start: Callable[..., Mover]) -> None:
-    for number in range(20):
-        node.make(b"%d" % number, b"data")
-    mover = start()
-    mover.link.send(STOP)
-    assert mover.end() == 0
-    assert len([path for path in (node.root / "pfs").iterdir() if not path.name.startswith(".")]) == 20
-    assert node.db.value("SELECT count(*) FROM journal") == 0
-
-
-def test_stop_ends_at_the_deadline_and_says_what_is_left(node: Node, start: Callable[..., Mover]) -> None:
-    content = node.make(b"file", b"data")
-    mover = start(fault="seal:read=EIO@*", deadline_s="1")
-    mover.hear(READY)
-    mover.link.send(STOP)
-    _, log = mover.process.communicate(timeout=DEADLINE_S)
-    assert mover.process.returncode == 0
-    assert "1 files are not sealed" in log
-    assert node.state(content) is ContentState.CLOSED and node.data(content) == b"data"
 
 
 def test_it_ends_with_its_supervisor(start: Callable[..., Mover]) -> None:

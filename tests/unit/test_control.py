@@ -1,7 +1,6 @@
 """The control servers with the real catalog and tiers, without FUSE: answers, waits, refusals, restarts. F2, F5, P1, P11."""
 
 import errno
-import json
 import os
 import stat
 import threading
@@ -55,27 +54,6 @@ def test_what_is_refused_is_counted_and_shown(served: Served) -> None:
     assert render.message_to_dict(answer)["clique"] is None
 
 
-def test_status_says_what_there_is(served: Served) -> None:
-    served.node.make(b"sealed", b"x" * 5000)
-    served.seal()
-    served.node.make(b"closed", b"y" * 300)
-    served.node.hold(served.node.make(b"open", b"", closed=False), writer=True)
-    processes = {"supervisor": {"pid": os.getpid()}, "mount": {"pid": 1, "restarts": 3}}
-    words = {"data_path": "buffered", "data_path_reason": "asked for", "is_kept_by_systemd": True, "request_timeout_s": 60}
-    (served.node.config.state / "processes.json").write_text(json.dumps(processes | words))
-    found = served.client.get_status()
-    assert (found.name, found.health, found.data_path, found.data_path_reason) == ("test", "ok", "buffered", "asked for")
-    assert found.survives_kill and found.survives_supervisor_kill and found.request_timeout_s == 60
-    assert dict(found.counts.by_level) == {"local": 3} and dict(found.counts.bytes_by_level) == {"local": 5300}
-    assert found.counts.writers == 1 and found.counts.directories == 1
-    assert {tier.name: tier.contents for tier in found.tiers} == {"ram": 3, "nvme": 0, "pfs": 0}
-    assert found.tiers[0].budget_bytes == 64 << 20
-    assert (found.write_back.dirty_files, found.write_back.dirty_bytes, found.write_back.unsealed_files) == (2, 5300, 1)
-    assert found.write_back.lag_s > 0 and found.write_back.changes >= 3
-    assert [(process.role, process.restarts) for process in found.processes] == [("supervisor", 0), ("mount", 3)]
-    assert found.processes[0].pid == os.getpid() and found.processes[0].rss_bytes > 1 << 20
-
-
 def test_troubles_are_shown_with_path_and_remedy(served: Served) -> None:
     summary.set_report(served.node.db, "trouble:write_back", {"what": "EACCES: no", "path": "a/b", "remedy": "chmod it"})
     found = served.client.get_status()
@@ -122,21 +100,6 @@ def test_status_and_ls_do_not_touch_the_pfs(served: Served, monkeypatch: pytest.
     inode = served.node.inode(served.node.make(b"a", b"x"))
     assert served.client.get_status().pfs and served.client.list_records([inode])[0].known
     assert not touched.is_set()
-
-
-def test_records(served: Served) -> None:
-    content = served.node.make(b"file", b"z" * 1234)
-    served.seal()
-    inode = served.node.inode(content)
-    file, directory, unknown = served.client.list_records([inode, ROOT, 999])
-    assert (file.kind, file.size, file.level, file.state, file.pfs_pending, file.progress) == ("file", 1234, "local", "sealed", True, 0.0)
-    assert [(copy.tier, copy.state) for copy in file.copies] == [("ram", "good")] and file.copies[0].verified_age_s >= 0
-    assert (directory.kind, directory.level) == ("directory", "") and not unknown.known
-    served.node.publish(content)
-    served.node.db.run("DELETE FROM journal")
-    file = served.client.list_records([inode])[0]
-    assert (file.level, file.pfs_pending, file.progress) == ("pfs", False, 1.0)
-    assert [(copy.tier, copy.state) for copy in file.copies] == [("ram", "good"), ("pfs", "published")]
 
 
 def test_progress_of_a_large_file(served: Served) -> None:
@@ -290,18 +253,6 @@ def test_a_cluster_that_keeps_one_copy_has_no_level_clique() -> None:
         parse_drain_level(alone, "clique")
 
 
-def test_a_wait_goes_on_over_a_restart_of_the_mover(served: Served) -> None:
-    """X2: the stream that breaks is taken up again."""
-    inode = served.node.inode(served.node.make(b"file", b"x", closed=False))
-    messages = served.client.wait(inode, "local", 60.0)
-    assert not next(messages).done
-    served.stop()
-    served.start()
-    served.node.db.run("UPDATE content SET state = 2, digest = x'00'")
-    assert list(messages)[-1].done
-    assert served.client.get_status().name == "test"
-
-
 def test_a_deleted_socket_comes_back(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "SOCKET_CHECK_S", 0.05)
     served.stop()
@@ -331,20 +282,6 @@ def test_refresh_requests_a_scan_and_reports_its_end(served: Served) -> None:
     thread.join()
     with pytest.raises(NotInTime):
         served.client.refresh(ROOT, timeout_s=0.3)
-
-
-def test_verify_finds_the_bad_copy(served: Served) -> None:
-    """P4, H8."""
-    good, bad = served.node.make(b"good", b"g" * 100), served.node.make(b"bad", b"b" * 100)
-    served.seal()
-    served.node.make(b"unsealed", b"u")
-    served.node.spoil(bad, Tier.RAM)
-    findings = [finding for message in served.client.verify(ROOT) for finding in message.findings]
-    assert {(finding.path, finding.tier, finding.verdict) for finding in findings} == {
-        ("good", "ram", "good"), ("bad", "ram", "bad"), ("unsealed", "", "unknown"),
-    }  # fmt: skip
-    *_, last = served.client.verify(served.node.inode(good))
-    assert last.done and (last.files, last.files_total, last.bytes) == (1, 1, 100)
 
 
 def test_verify_mends_from_what_lies_elsewhere(served: Served) -> None:

@@ -1,8 +1,6 @@
 """The history of checkpoint sets in the catalog: sets as hard links that applications do not see (T6)."""
 
 import itertools
-import json
-import os
 import stat
 
 import pytest
@@ -191,16 +189,6 @@ def test_a_set_goes_in_batches_and_nobody_sees_a_part(db: Database, at_most: int
     assert inodes.get(db, kept.id) == kept and history.get_next_number(db, series.directory) == 2
 
 
-def test_the_last_name_in_the_history_frees_the_file(db: Database) -> None:
-    series = make_series(db)
-    file = write_file(db, series.origin, b"f")
-    directory = make_set(db, series, 1, [file])
-    with db.transaction():
-        namespace.unlink(db, series.origin, b"f")
-        assert history.delete_set(db, directory, 100)
-    assert file.id in namespace.list_orphans(db)
-
-
 def test_a_directory_that_is_made_anew_goes_on_with_its_history(db: Database) -> None:
     series = make_series(db)
     make_set(db, series, 1, [])
@@ -239,14 +227,3 @@ def test_sets_are_listed_by_a_few_statements_that_read_no_whole_table(db: Databa
         assert {step.split()[1] for step in plans if step.startswith("SCAN")} <= {"tree", "json_each", "x", "peer"}
         assert any("x USING INDEX xattr_series" in step for step in plans)
     assert counts[0] == counts[1]
-
-
-def test_journal_rows_lead_the_pfs_to_the_same(db: Database) -> None:
-    series = make_series(db)
-    make_set(db, series, 1, [write_file(db, series.origin, b"f")])
-    rows = db.rows("SELECT op, coalesce(new_name, name) FROM journal WHERE op <> 'content' ORDER BY seq")
-    assert [(op, os.fsdecode(name)) for op, name in rows] == [
-        ("make", "run1"), ("make", ".ckptfs.history"), ("make", "run1"), ("make", "step_*"), ("make", "f"), ("make", ".new-1"),
-        ("link", "f0"), ("rename", "step_1@1"),
-    ]  # fmt: skip
-    assert json.loads(db.value("SELECT value FROM xattr WHERE name = ?", history.SERIES_XATTR))["next"] == 2

@@ -67,19 +67,6 @@ def test_hints_that_follow_closely_are_left_out_and_urgent_ones_never(
     assert heard(ends[1], 7) == [ipc.WORK, *[ipc.URGENT_REQUEST] * 5, ipc.WORK]
 
 
-def test_the_end_of_the_other_side_ends_the_listening(ends: tuple[socket.socket, socket.socket]) -> None:
-    ends[0].close()
-    assert heard(ends[1], 1) == []
-
-
-def test_work_wakes_the_lanes(ends: tuple[socket.socket, socket.socket]) -> None:
-    woken: list[str] = []
-    notify = MountNotify(WakeChannel(ends[0]), woken.append)
-    notify.wake_lanes()
-    notify.wake_lanes("replicate")
-    assert woken == ["", "replicate"]
-
-
 def test_a_child_takes_no_role_from_another_version(ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
     """X2: the installation was replaced under the supervisor. Both versions are named, and the supervisor hears of it."""
     ends[0].send(b'{"version": "0.1.9", "role": "mover"}')

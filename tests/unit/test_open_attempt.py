@@ -76,20 +76,6 @@ def test_a_truncation_whose_reader_leaves_meanwhile_leaves_the_old_content_to_be
     assert shown is not None and opener.node.state(shown) is ContentState.OPEN
 
 
-def test_a_truncation_that_succeeds_stays_open_until_its_release(tmp_path: Path) -> None:
-    opener = Opener(tmp_path)
-
-    async def scenario() -> None:
-        await opener.open(2, writer=False)
-        writer = await opener.open(4, writer=True)
-        assert opener.node.state(opener.content) is ContentState.OPEN
-        opener.files.release(writer)
-        opener.files.commit_releases()
-
-    trio.run(scenario)
-    assert opener.node.state(opener.content) is ContentState.CLOSED and opener.node.data(opener.content) == b""
-
-
 @pytest.mark.parametrize("truncates", [False, True])
 @pytest.mark.parametrize("is_read", [False, True])
 def test_a_content_that_another_node_has_never_changes(tmp_path: Path, truncates: bool, is_read: bool) -> None:
