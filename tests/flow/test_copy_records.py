@@ -22,7 +22,8 @@ from ckptfs.store.kv import Compare, Delete, Get, Operation, Outcome, prefix_end
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "DROP_RECORDS_FIRST_S", 0.0)
+    for name in ("DROP_RECORDS_FIRST_S", "SALVAGE_RIVALS_S", "SALVAGE_MARGIN_S"):
+        monkeypatch.setattr(limits, name, 0.0)
 
 
 def said(cluster: LocalCluster) -> set[int]:
