@@ -16,7 +16,7 @@ from ckptfs import limits
 
 EXPECTED = "etcd|does not answer|store of the cluster|island|has died|took over|not reach|no longer"
 CALL_S_MAX = limits.SCAN_WAIT_S
-TURNS = 6
+TURNS = 4
 
 
 def paused(lab: ClusterUnderTest, worked: Callable[[], bool]) -> None:

@@ -39,17 +39,6 @@ def test_what_one_node_closes_the_others_read(places: list[Path]) -> None:
             assert (reader / "file").read_bytes() == written
 
 
-def test_appending_by_turns(places: list[Path]) -> None:
-    """D14, H1: a log that every node appends to, one after the other."""
-    expected = b""
-    for turn in range(9):
-        line = f"{turn}: {'x' * 1000}\n".encode()
-        with open(places[turn % len(places)] / "log", "ab") as log:
-            log.write(line)
-        expected += line
-    assert [(place / "log").read_bytes() == expected for place in places] == [True] * len(places)
-
-
 def test_a_file_written_in_turns_has_its_size_and_time_everywhere(places: list[Path]) -> None:
     """D14, P7: nodes that know a file already are shown what others made of it: longer, shorter, in place."""
     expected = b""
@@ -105,19 +94,6 @@ def test_of_those_who_create_all_open_the_same_file(places: list[Path]) -> None:
             (places[1] / "log0").unlink(missing_ok=True)
             open_or_create(places[2], 0)
         assert len(coming.result()) == 100
-
-
-@on_one_data_path
-def test_directories_are_made_once(places: list[Path]) -> None:
-    def make(place: Path) -> bool:
-        with contextlib.suppress(FileExistsError):
-            (place / "made").mkdir()
-            return True
-        return False
-
-    with ThreadPoolExecutor(len(places)) as threads:
-        assert list(threads.map(make, places)).count(True) == 1
-    assert {(place / "made").stat().st_ino for place in places} == {places[0].joinpath("made").stat().st_ino}
 
 
 @on_one_data_path
@@ -189,14 +165,6 @@ def test_attributes_and_links(places: list[Path]) -> None:
         assert (found.st_mode & 0o777, found.st_mtime_ns, found.st_nlink) == (0o640, 2 * 10**18, 2)
         assert os.getxattr(place / "again", "user.note") == b"kept"
         assert os.readlink(place / "pointer") == "file"
-
-
-def test_truncating(places: list[Path]) -> None:
-    (places[0] / "file").write_bytes(b"x" * SIZE)
-    os.truncate(places[1] / "file", 1000)
-    assert [(place / "file").read_bytes() for place in places] == [b"x" * 1000] * 3
-    os.truncate(places[2] / "file", 2000)
-    assert [(place / "file").read_bytes() for place in places] == [b"x" * 1000 + bytes(1000)] * 3
 
 
 def test_a_file_that_is_open_survives_its_deletion_elsewhere(places: list[Path]) -> None:
