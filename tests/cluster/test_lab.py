@@ -64,6 +64,7 @@ WELL = (True, "up", False)
 def test_a_life(run: Run, directory: Path) -> None:
     """Start, every fault, heal, stop; each of them twice without harm."""
     assert "there is no lab" in run("status", code=1)
+    interfaces = os.listdir("/sys/class/net")
     assert "lab needs" not in run("start", "--nodes", "2", "-o", "ram=64M")
     assert "already" in run("start", code=1)
     assert status(run) == {"node1": WELL, "node2": WELL, "etcd": True}
@@ -92,6 +93,7 @@ def test_a_life(run: Run, directory: Path) -> None:
     assert status(run) == {"node1": WELL, "node2": WELL, "node3": WELL, "etcd": True}
     assert "node5" in run("start-node", "node5", code=2)
     assert "not a rate" in run("slow", "node1", "--rate", "fast", code=2)
+    assert os.listdir("/sys/class/net") == interfaces, "the machine's own are not touched"
 
     for _ in range(2):
         run("stop")

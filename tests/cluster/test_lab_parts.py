@@ -1,27 +1,13 @@
-"""G7: the parts of `ckptfs lab`: plans as values, and namespaces, wires and processes without any daemon."""
+"""G7: the parts of `ckptfs lab`: plans and rates as values, and what it refuses."""
 
 import json
 import os
-import socket
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from ckptfs_client.errors import ClientError, CommandFailed, UsageError
-from ckptfs_client.lab import commands, layout, network, nodes
+from ckptfs_client.lab import commands, layout, nodes
 from ckptfs_client.lab.laboratory import Laboratory
-from ckptfs_client.lab.layout import Plan
-from ckptfs_client.lab.nodes import kill_processes, list_processes, spawn
-from daemon_under_test import eventually
-
-PORT = 7000
-SERVER = f"""
-import socket
-server = socket.create_server(("0.0.0.0", {PORT}))
-while True:
-    server.accept()[0].sendall(b"here")
-"""
 
 
 def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -83,74 +69,6 @@ def test_a_directory_that_is_no_lab_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ClientError, match="there is no lab"):
         Laboratory(tmp_path).get_status()
     assert os.listdir(tmp_path) == ["precious"]
-
-
-@pytest.fixture(scope="module")
-def wires(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plan]:
-    """Two nodes that are only namespaces, a server on node1."""
-    if os.geteuid() != 0:
-        pytest.skip("NO LAB HERE: a lab needs root")
-    found = layout.build_plan(tmp_path_factory.mktemp("lab"), 2, 1, None, {})
-    try:
-        network.make_switch(found)
-        for node in found.all_nodes():
-            network.connect(node)
-        spawn(network.get_namespace_path(found, "node1"), [sys.executable, "-c", SERVER], found.directory / "log")
-        yield found
-    finally:
-        for place in (found.directory / "net").iterdir():
-            kill_processes(place)
-            network.abort_mount(place)
-
-
-def reached(wires: Plan) -> bool:
-    def ask() -> bool:
-        try:
-            with socket.create_connection((wires.node("node1").address, PORT), timeout=0.5) as connection:
-                return connection.recv(4) == b"here"
-        except OSError:
-            return False
-
-    return network.run_in_namespace(network.get_namespace_path(wires, "node2"), ask)
-
-
-def test_nodes_reach_one_another_until_one_is_cut(wires: Plan) -> None:
-    before = set(os.listdir("/sys/class/net"))
-    eventually(lambda: reached(wires), what="node2 reaches node1")
-    network.set_link(wires.node("node1"), up=False)
-    assert not reached(wires)
-    assert network.list_link_states(wires) == {"node1": (False, False), "node2": (True, False)}
-    network.set_link(wires.node("node1"), up=True)
-    eventually(lambda: reached(wires), what="node2 reaches node1 again")
-    assert set(os.listdir("/sys/class/net")) == before, "the machine's own interfaces are not touched"
-
-
-def test_a_link_can_be_slowed_down_and_let_free(wires: Plan) -> None:
-    node = wires.node("node2")
-    for rate in (10_000_000, 20_000_000):
-        network.set_rate(node, rate)
-        assert network.list_link_states(wires)["node2"] == (True, True)
-    for _ in range(2):
-        network.set_rate(node, None)
-        assert network.list_link_states(wires)["node2"] == (True, False)
-    eventually(lambda: reached(wires), what="node2 reaches node1")
-
-
-def test_connecting_again_changes_nothing(wires: Plan) -> None:
-    network.make_switch(wires)
-    network.connect(wires.node("node1"))
-    eventually(lambda: reached(wires), what="node2 reaches node1")
-
-
-def test_only_what_runs_on_a_node_ends_with_it(wires: Plan) -> None:
-    eventually(lambda: reached(wires), what="node2 reaches node1")
-    there, other = network.get_namespace_path(wires, "node1"), network.get_namespace_path(wires, "node2")
-    pid = spawn(other, ["sleep", "1000"], wires.directory / "log")
-    assert list_processes(other) == [pid]
-    assert kill_processes(other) == 1
-    assert list_processes(other) == []
-    assert len(list_processes(there)) == 1
-    assert os.getpid() not in list_processes(there)
 
 
 def test_an_etcd_whose_command_line_cannot_be_read_yet_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
