@@ -106,22 +106,6 @@ def test_it_alone_is_missing(mount: Mount, act: str, code: int, monkeypatch: pyt
     assert mount.troubles() == [] and flow.next_due_s() is None
 
 
-@pytest.mark.parametrize("act", ACTS)
-def test_the_next_mover_goes_on(mount: Mount, act: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P8: all that is set aside is in the catalog."""
-    before, then, call = ACTS[act]
-    before(mount)
-    mount.settle()
-    then(mount)
-    with monkeypatch.context() as patch:
-        Refusal(patch, call, lambda name: name == b"bad", errno.EACCES)
-        rest(mount.write_back())
-        put_others(mount, b"later")
-        rest(mount.write_back())
-        assert others_shown(mount, b"later")
-    mount.settle_exactly()
-
-
 def list_moments(seen: list[str]) -> list[int]:
     """Return the last operation of each label, which is nearest to the refusal."""
     return sorted({label: number for number, label in enumerate(seen)}.values())
@@ -282,18 +266,6 @@ def test_the_last_that_the_pfs_shows_of_a_file_is_not_replaced(mount: Mount, mon
     assert {name: value[1] for name, value in mount.on_pfs().items()} == {b"a": b"newest", b"bad": b"only on the PFS"}
 
 
-def test_a_swap_by_renames_while_one_is_refused(mount: Mount) -> None:
-    mount.put(b"a", b"A")
-    mount.put(b"b", b"B")
-    mount.settle()
-    with refused(mount) as flow:
-        mount.rename(b"a", b"bad")
-        mount.rename(b"b", b"a")
-        mount.rename(b"bad", b"b")
-        rest(flow)
-    assert {name: value[1] for name, value in mount.on_pfs().items()} == {b"a": b"B", b"b": b"A"}
-
-
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EACCES])
 def test_a_refused_exchange(mount: Mount, code: int) -> None:
     mount.put(b"a", b"A")
@@ -319,29 +291,6 @@ def test_a_refused_exchange(mount: Mount, code: int) -> None:
     flow.retry_now()
     mount.settle_exactly(flow)
     assert (mount.on_pfs()[b"a"][1], mount.on_pfs()[b"d/b"][1]) == (b"new B", b"A")
-
-
-def test_an_unlink_of_what_never_came(mount: Mount) -> None:
-    with refused(mount) as flow:
-        mount.mkdir(b"bad")
-        mount.symlink(b"bad/s", b"x")
-        rest(flow)
-        mount.unlink(b"bad/s")
-        mount.rmdir(b"bad")
-        rest(flow)
-    assert mount.on_pfs() == {}
-
-
-def test_a_directory_whose_file_cannot_be_removed_stays(mount: Mount) -> None:
-    mount.mkdir(b"d")
-    mount.put(b"d/bad", b"data")
-    mount.settle()
-    with refused(mount, call="unlink") as flow:
-        mount.unlink(b"d/bad")
-        mount.rmdir(b"d")
-        put_others(mount, b"later")
-        rest(flow)
-        assert others_shown(mount, b"later") and b"d/bad" in mount.on_pfs()
 
 
 def test_a_further_name_that_is_refused_does_not_hold_up_the_bytes(mount: Mount) -> None:
