@@ -228,7 +228,7 @@ def _insert_remote(db: Database, remote: RemoteState) -> None:
 
 
 def mark_copies_stale(db: Database, content: int) -> None:
-    """Make the copies on this node STALE; the store has to learn of which generation. Joins the transaction."""
+    """Make the copies on this node STALE. The store has to learn their generation. Joins the transaction."""
     known = db.row("SELECT state, generation, digest FROM content WHERE id = ?", content)
     generation, digest = known[1:] if known is not None and known[0] == ContentState.SEALED else (None, None)
     db.run(

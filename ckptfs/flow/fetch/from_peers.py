@@ -298,7 +298,7 @@ class PeerFetcher:
 
 
 def _list_missing(manifest: ContentManifest, former: int, target: int) -> list[int]:
-    """Return the blocks to fetch: no holes, and none that could be copied from the file `former` (-1: none)."""
+    """Return the blocks to fetch: no holes, and none that the file `former` (-1: none) gives."""
     digests = digest.split_digests(manifest.blocks)
     missing = [number for number, wanted in enumerate(digests) if wanted != digest.ZERO_BLOCK]
     if former < 0:
