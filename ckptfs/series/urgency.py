@@ -14,11 +14,14 @@ that of the outermost series. Members and their order are those of `patterns`, w
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from ckptfs.quantities import format_count, format_size
 from ckptfs.series import patterns
 from ckptfs.series.patterns import Member, Series
+
+if TYPE_CHECKING:
+    from ckptfs.protocol import control_pb2 as pb
 
 Path = tuple[tuple[int, bytes], ...]
 """(directory, name in it) of each step from the root to a file."""
@@ -34,6 +37,11 @@ class Place(NamedTuple):
     series: Series
     member: Member
     rank: int
+
+    @property
+    def key(self) -> tuple[int, bytes, bytes]:
+        """What the member is known by: the directory, the name of its series, its own name."""
+        return self.directory, self.series.name, self.member.name
 
 
 class UnsafeFile(Protocol):
@@ -104,7 +112,7 @@ def list_unsafe_members(files: Iterable[File], index: SeriesIndex) -> tuple[list
         if place is None:
             loose.append(file)
             continue
-        member = found.setdefault((place.directory, place.series.name, place.member.name), UnsafeMember(place))
+        member = found.setdefault(place.key, UnsafeMember(place))
         if file.is_open:
             member.open_files += 1
         else:
@@ -149,46 +157,8 @@ def choose_order(
 # --- the report at the end --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SeriesSafety:
-    """How safe the newest member of a series is.
-
-    `missing_*`: what has not the level. `safe_name`: the newest member that has it.
-    `names_pending`: the bytes are on the PFS, but not all under their names yet. `held`: a rule holds it back from the PFS.
-    """
-
-    series: str
-    name: str
-    level: str
-    safe: bool
-    files: int
-    bytes: int
-    missing_files: int
-    missing_bytes: int
-    open_files: int
-    safe_name: str
-    safe_level: str
-    names_pending: bool = False
-    held: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Safety:
-    """What is safe at the end.
-
-    `other_*`: closed files of no series without the level. `open_files` are still written.
-    """
-
-    level: str
-    series: tuple[SeriesSafety, ...]
-    other_files: int
-    other_bytes: int
-    open_files: int
-    secured_files: int
-
-
-def list_safety_lines(safety: Safety) -> list[str]:
-    """Return the report as sentences. The message of the control protocol has the same attributes."""
+def list_safety_lines(safety: "pb.Safety") -> list[str]:
+    """Return the report as sentences."""
     lines = [_describe_series(one) for one in safety.series]
     if safety.other_files:
         size = format_size(safety.other_bytes)
@@ -198,7 +168,7 @@ def list_safety_lines(safety: Safety) -> list[str]:
     return lines
 
 
-def _describe_series(one: SeriesSafety) -> str:
+def _describe_series(one: "pb.SeriesSafety") -> str:
     if one.safe:
         return f"{one.series}: {one.name} is safe ({one.level}): {format_count(one.files, 'file')}, {format_size(one.bytes)}"
     sizes = f"{format_size(one.missing_bytes)} of {format_size(one.bytes)}"

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ckptfs.quantities import format_count, format_duration, format_size
 from ckptfs_client import render
@@ -42,7 +42,7 @@ def _print_safety(last: "pb.Progress | None") -> None:
         return
     from ckptfs.series.urgency import list_safety_lines
 
-    for line in list_safety_lines(cast(Any, last.safety)):
+    for line in list_safety_lines(last.safety):
         print(render.escape_unprintable(line))
 
 

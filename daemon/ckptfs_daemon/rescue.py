@@ -20,9 +20,10 @@ from ckptfs.catalog.exposure import ExposedFile, UrgentOrder
 from ckptfs.config import Config
 from ckptfs.errors import InvalidArgument
 from ckptfs.model import Level
+from ckptfs.protocol import control_pb2 as pb
 from ckptfs.series import urgency
 from ckptfs.series.patterns import Member, Series
-from ckptfs.series.urgency import Safety, SeriesIndex, SeriesSafety, UnsafeMember
+from ckptfs.series.urgency import SeriesIndex, UnsafeMember
 
 log = logging.getLogger(__name__)
 
@@ -118,18 +119,23 @@ class Rescue:
         left = [file.size for file in exposed if not file.is_open and file.closed_ns <= self._began_ns]
         return len(left), sum(left)
 
-    def build_safety(self) -> Safety:
+    def build_safety(self) -> pb.Safety:
         """Return what is safe now of all that the drain had to do with."""
         files, index = exposure.list_exposed(self._db, self._level), self._build_index()
         members, loose = urgency.list_unsafe_members(files, index)
         self._touched |= {(one.place.directory, one.place.series.name): one.place.series for one in members}
-        unsafe = {(one.place.directory, one.place.series.name, one.place.member.name): one for one in members}
-        found = (self._build_series(directory, series, index, unsafe) for (directory, _), series in self._touched.items())
+        unsafe = {one.place.key: one for one in members}
+        found = [self._build_series(directory, series, index, unsafe) for (directory, _), series in self._touched.items()]
+        shown = sorted((one for one in found if one is not None), key=lambda one: one.series)
         closed = [file for file in loose if not file.is_open]
-        return Safety(
-            self._level.value, tuple(sorted((one for one in found if one is not None), key=lambda one: one.series)),
-            len(closed), sum(file.size for file in closed), sum(file.is_open for file in files), self._count_secured(),
-        )  # fmt: skip
+        return pb.Safety(
+            level=self._level.value,
+            series=shown,
+            other_files=len(closed),
+            other_bytes=sum(file.size for file in closed),
+            open_files=sum(file.is_open for file in files),
+            secured_files=self._count_secured(),
+        )
 
     def end(self) -> None:
         """Take back the order, and log the report if there was anything to do."""
@@ -200,7 +206,7 @@ class Rescue:
 
     def _build_series(
         self, directory: int, series: Series, index: SeriesIndex, unsafe: dict[tuple[int, bytes, bytes], UnsafeMember]
-    ) -> SeriesSafety | None:
+    ) -> pb.SeriesSafety | None:
         newest: Member | None = None
         safe: Member | None = None
         for member in index.list_members(directory, series)[:MEMBERS_LOOKED_AT_MAX]:
@@ -217,7 +223,7 @@ class Rescue:
         names_pending, held = self._find_pfs_obstacles(directory, newest)
         above = inodes.get_path(self._db, directory)
         path = b"/".join(part for part in (above, series.name) if part).replace(history.NAME, SHOWN_HISTORY, 1)
-        return SeriesSafety(
+        return pb.SeriesSafety(
             series=_text(path), name=_text(newest.name), level=(figures.level or Level.NONE).value, safe=safe is newest,
             files=figures.files, bytes=figures.size,
             missing_files=len(lacking.inodes) if lacking else 0, missing_bytes=lacking.size if lacking else 0,

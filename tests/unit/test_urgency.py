@@ -5,12 +5,11 @@ from dataclasses import dataclass
 
 import pytest
 
+from ckptfs.protocol import control_pb2 as pb
 from ckptfs.series.patterns import Member
 from ckptfs.series.urgency import (
     Path,
-    Safety,
     SeriesIndex,
-    SeriesSafety,
     choose_order,
     is_whole,
     list_safety_lines,
@@ -134,10 +133,16 @@ def test_files_of_no_series_come_last_and_in_their_order() -> None:
 
 
 def test_the_report_says_what_is_safe_and_what_is_not() -> None:
-    safe = SeriesSafety("run1/step_*", "step_300", "clique", True, 8, 4096, 0, 0, 0, "step_300", "clique")
-    lost = SeriesSafety("run2/step_*", "step_90", "local", False, 4, 4096, 3, 2048, 1, "step_80", "pfs")
-    first = SeriesSafety("run3/step_*", "step_1", "local", False, 1, 10, 1, 10, 0, "", "")
-    assert list_safety_lines(Safety("pfs", (safe, lost, first), 2, 10, 3, 1)) == [
+    safe = pb.SeriesSafety(
+        series="run1/step_*", name="step_300", level="clique", safe=True, files=8, bytes=4096, safe_name="step_300", safe_level="clique"
+    )
+    lost = pb.SeriesSafety(
+        series="run2/step_*", name="step_90", level="local", files=4, bytes=4096, missing_files=3, missing_bytes=2048, open_files=1,
+        safe_name="step_80", safe_level="pfs",
+    )  # fmt: skip
+    first = pb.SeriesSafety(series="run3/step_*", name="step_1", level="local", files=1, bytes=10, missing_files=1, missing_bytes=10)
+    safety = pb.Safety(level="pfs", series=(safe, lost, first), other_files=2, other_bytes=10, open_files=3, secured_files=1)
+    assert list_safety_lines(safety) == [
         "run1/step_*: step_300 is safe (clique): 8 files, 4.0 KiB",
         "run2/step_*: step_90 is NOT safe (local): 3 of 4 files missing (2.0 KiB of 4.0 KiB), 1 file still open; "
         "the newest safe one is step_80 (pfs)",
@@ -145,4 +150,4 @@ def test_the_report_says_what_is_safe_and_what_is_not() -> None:
         "2 other files (10 B) not at the level pfs",
         "3 open files: 1 secured on other nodes",
     ]
-    assert list_safety_lines(Safety("pfs", (), 0, 0, 0, 0)) == []
+    assert list_safety_lines(pb.Safety(level="pfs")) == []

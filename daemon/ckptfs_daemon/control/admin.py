@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -31,7 +31,6 @@ from ckptfs.lifecycle import FileRecord, is_on_pfs
 from ckptfs.model import Content, ContentState, Level
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
-from ckptfs.series.urgency import Safety
 from ckptfs.tiers import pfs_tree, transfer
 from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon import logs
@@ -155,10 +154,9 @@ def _build_finding(checked: verify.CheckResult) -> pb.Finding:
     return pb.Finding(tier=checked.tier.value, verdict=GOOD if checked.ok else BAD, what=what)
 
 
-def _build_last(progress: pb.Progress, safety: Safety) -> pb.Progress:
+def _build_last(progress: pb.Progress, safety: pb.Safety) -> pb.Progress:
     """Build the last message of a drain, which says what is safe."""
-    series = [pb.SeriesSafety(**asdict(one)) for one in safety.series]
-    last = pb.Progress(safety=pb.Safety(**{**asdict(safety), "series": series}))
+    last = pb.Progress(safety=safety)
     last.MergeFrom(progress)
     return last
 
