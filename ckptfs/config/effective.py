@@ -3,7 +3,6 @@
 The parser of a setting accepts the text of its value again. Secrets lie in files, so only their paths are settings.
 """
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -23,33 +22,29 @@ from ckptfs.config.schema import (
     parse_size_or_share,
 )
 from ckptfs.model import SeriesRule
+from ckptfs.protocol import control_pb2 as pb
 
 DEFAULT = "default"
 DURATIONS = (parse_seconds, parse_optional_seconds, parse_positive_seconds)
 SIZES = (parse_memory, parse_optional_size, parse_size_or_share)
 
 
-@dataclass(frozen=True, slots=True)
-class EffectiveSetting:
-    """A setting or a rule.
+def list_effective(config: Config) -> list[pb.ConfigSetting]:
+    """Return all settings that have an effect, in the order of the sample file, then the rules.
 
-    `value` is empty if it is not set; `origin` is `DEFAULT`, `COMMAND_LINE`, or the path of the file.
+    A value is empty if it is not set. The origin is `DEFAULT`, `COMMAND_LINE`, or the path of the file.
     """
-
-    name: str
-    value: str
-    origin: str
-
-
-def list_effective(config: Config) -> list[EffectiveSetting]:
-    """Return all settings that have an effect, in the order of the sample file, then the rules."""
     origins = dict(config.origins)
+
+    def build(name: str, field: str, value: str) -> pb.ConfigSetting:
+        return pb.ConfigSetting(name=name, value=value, origin=origins.get(field, DEFAULT))
+
     settings = [key for key in SETTINGS if config.cluster is not None or key not in CLUSTER_SETTINGS]
-    found = [EffectiveSetting(key.name, format_value(key, getattr(config, key.field)), origins.get(key.field, DEFAULT)) for key in settings]
+    found = [build(key.name, key.field, format_value(key, getattr(config, key.field))) for key in settings]
     for rule in config.retention:
         words = [f"{key.name}={format_value(key, value)}" for key in RULE_SETTINGS if (value := getattr(rule, key.field)) is not None]
-        found.append(EffectiveSetting("retention", " ".join(words), origins.get("retention", DEFAULT)))
-    return found + [EffectiveSetting("series", _format_series_rule(rule), origins.get("series", DEFAULT)) for rule in config.series]
+        found.append(build("retention", "retention", " ".join(words)))
+    return found + [build("series", "series", _format_series_rule(rule)) for rule in config.series]
 
 
 def _format_series_rule(rule: SeriesRule) -> str:

@@ -189,8 +189,7 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
     @translate_errors
     def GetConfig(self, request: pb.ConfigRequest, context: grpc.ServicerContext) -> pb.ConfigReply:
         """Return the effective settings, and where each was given."""
-        found = list_effective(self._config)
-        return pb.ConfigReply(settings=[pb.ConfigSetting(name=one.name, value=one.value, origin=one.origin) for one in found])
+        return pb.ConfigReply(settings=list_effective(self._config))
 
     @translate_errors
     def List(self, request: pb.ListRequest, context: grpc.ServicerContext) -> pb.ListReply:
