@@ -140,7 +140,7 @@ def held(*nodes: NodeUnderTest) -> Iterator[None]:
 
 def sent_bytes(node: NodeUnderTest) -> int:
     """Return the bytes that a node has sent over its interface."""
-    place = network.get_namespace_path(node._node.plan, node.name)
+    place = node.namespace
     lines = network.run_in_namespace(place, lambda: Path("/proc/thread-self/net/dev").read_text()).splitlines()
     return int(next(line for line in lines if line.strip().startswith(network.CARD)).split(":")[1].split()[8])
 

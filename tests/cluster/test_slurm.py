@@ -110,8 +110,8 @@ class SlurmUnderTest:
 
     def _start(self) -> None:
         plan = self.cluster.laboratory.load_plan()
-        self._switch = network.get_namespace_path(plan, network.BRIDGE)
-        self._namespaces = {name: network.get_namespace_path(plan, name) for name in plan.nodes}
+        self._switch = plan.switch
+        self._namespaces = {name: plan.networks / name for name in plan.nodes}
         files = {"key-file": "key", "socket": "munge.socket", "pid-file": "munge.pid", "log-file": "munge.log", "seed-file": "munge.seed"}
         options = [f"--{option}={self.root / name}" for option, name in files.items()]
         spawn(self._switch, ["munged", "--foreground", *options], self.root / "out")

@@ -181,7 +181,7 @@ class Laboratory:
         """Replace this process by a program in the node's network, with CKPTFS_MOUNT set. Does not return."""
         node = self.load_plan().node(name)
         try:
-            network.enter_namespace(network.get_namespace_path(node.plan, name))
+            network.enter_namespace(node.namespace)
             os.execvpe(command[0], list(command), {**os.environ, "CKPTFS_MOUNT": str(node.mountpoint)})
         except OSError as failure:
             raise CommandFailed(f"{command[0]} cannot be run on {name}: {failure.strerror}") from failure
@@ -266,7 +266,7 @@ class Laboratory:
 
 def _build_node_status(node: LabNode, links: Mapping[str, tuple[bool, bool]]) -> LabNodeJson:
     up, slowed = links.get(node.name, (False, False))
-    found = nodes.list_processes(network.get_namespace_path(node.plan, node.name))
+    found = nodes.list_processes(node.namespace)
     return {
         "name": node.name, "address": node.address, "mountpoint": str(node.mountpoint), "log": str(node.log),
         "runs": nodes.is_running(node), "mounted": nodes.is_mounted(node), "link": "up" if up else "down",

@@ -48,6 +48,16 @@ class Plan:
         """The cluster's name."""
         return f"lab-{self.token}"
 
+    @property
+    def networks(self) -> Path:
+        """The directory of the network namespaces."""
+        return self.directory / "net"
+
+    @property
+    def switch(self) -> Path:
+        """The namespace of the switch and of etcd."""
+        return self.networks / "switch"
+
     def node(self, name: str) -> "LabNode":
         """Return a node by name. Raises UsageError."""
         if name not in self.nodes:
@@ -88,6 +98,11 @@ class LabNode:
     def mount_name(self) -> str:
         """The name of its mount, unique on this machine."""
         return f"{self.plan.cluster}-{self.name}"
+
+    @property
+    def namespace(self) -> Path:
+        """Its network namespace."""
+        return self.plan.networks / self.name
 
     @property
     def root(self) -> Path:

@@ -42,11 +42,7 @@ class LiveNode:
         self._laboratory = laboratory
         self._node = node
         self.name, self.path, self.state, self.address = node.name, node.mountpoint, node.state, node.address
-
-    @property
-    def namespace(self) -> Path:
-        """Its network namespace."""
-        return network.get_namespace_path(self._node.plan, self.name)
+        self.namespace = node.namespace
 
     def kill(self) -> None:
         """Kill (-9) all of its processes."""
@@ -167,7 +163,7 @@ class LiveCluster:
 
     def signal_etcd(self, number: signal.Signals) -> None:
         """Send a signal to all members of etcd."""
-        for pid in nodes.list_processes_named(network.get_namespace_path(self.laboratory.load_plan(), network.BRIDGE), ETCD):
+        for pid in nodes.list_processes_named(self.laboratory.load_plan().switch, ETCD):
             os.kill(pid, number)
 
     def signal_member(self, member: int, number: signal.Signals) -> None:

@@ -35,15 +35,10 @@ BURST_BYTES = 256 * 1024
 LATENCY_MS = 200
 
 
-def get_namespace_path(plan: Plan, name: str) -> Path:
-    """Return the path of the namespace of a node, or of the switch."""
-    return plan.directory / "net" / name
-
-
 def make_switch(plan: Plan) -> None:
     """Create the switch, with etcd's address."""
-    (plan.directory / "net").mkdir(exist_ok=True)
-    make_namespace(get_namespace_path(plan, BRIDGE))
+    plan.networks.mkdir(exist_ok=True)
+    make_namespace(plan.switch)
 
     def act() -> None:
         with _route() as route:
@@ -54,16 +49,15 @@ def make_switch(plan: Plan) -> None:
                 route.addr("add", index=index, address=ETCD_ADDRESS, prefixlen=PREFIX_LENGTH)
                 route.link("set", index=index, state="up")
 
-    run_in_namespace(get_namespace_path(plan, BRIDGE), act)
+    run_in_namespace(plan.switch, act)
 
 
 def connect(node: LabNode) -> None:
     """Create a node's namespace, its interface and its port at the switch."""
-    node_namespace = get_namespace_path(node.plan, node.name)
-    make_namespace(node_namespace)
+    make_namespace(node.namespace)
 
     def plug() -> None:
-        with open(node_namespace, "rb") as namespace, _route() as route:
+        with open(node.namespace, "rb") as namespace, _route() as route:
             if not route.link_lookup(ifname=_port(node)):
                 route.link("add", ifname=_port(node), kind="veth", peer={"ifname": CARD, "net_ns_fd": namespace.fileno()})
                 route.link("set", index=_index(route, _port(node)), master=_index(route, BRIDGE), state="up")
@@ -76,8 +70,8 @@ def connect(node: LabNode) -> None:
                 route.addr("add", index=index, address=node.address, prefixlen=PREFIX_LENGTH)
             route.link("set", index=index, state="up")
 
-    run_in_namespace(get_namespace_path(node.plan, BRIDGE), plug)
-    run_in_namespace(node_namespace, configure)
+    run_in_namespace(node.plan.switch, plug)
+    run_in_namespace(node.namespace, configure)
 
 
 def set_link(node: LabNode, *, up: bool) -> None:
@@ -87,7 +81,7 @@ def set_link(node: LabNode, *, up: bool) -> None:
         with _route() as route:
             route.link("set", index=_index(route, _port(node)), state="up" if up else "down")
 
-    run_in_namespace(get_namespace_path(node.plan, BRIDGE), act)
+    run_in_namespace(node.plan.switch, act)
 
 
 def set_etcd_route(node: LabNode, *, up: bool) -> None:
@@ -99,7 +93,7 @@ def set_etcd_route(node: LabNode, *, up: bool) -> None:
         with _route() as route, contextlib.suppress(NetlinkError):  # It is so already.
             route.route("del" if up else "add", dst=f"{ETCD_ADDRESS}/32", type="blackhole")
 
-    run_in_namespace(get_namespace_path(node.plan, node.name), act)
+    run_in_namespace(node.namespace, act)
 
 
 def set_rate(node: LabNode, bits_per_s: int | None) -> None:
@@ -113,8 +107,8 @@ def set_rate(node: LabNode, bits_per_s: int | None) -> None:
             elif _is_limited(route, index):
                 route.tc("del", index=index, parent=0xFFFF_FFFF)
 
-    run_in_namespace(get_namespace_path(node.plan, BRIDGE), lambda: limit(_port(node)))
-    run_in_namespace(get_namespace_path(node.plan, node.name), lambda: limit(CARD))
+    run_in_namespace(node.plan.switch, lambda: limit(_port(node)))
+    run_in_namespace(node.namespace, lambda: limit(CARD))
 
 
 def list_link_states(plan: Plan) -> dict[str, tuple[bool, bool]]:
@@ -128,7 +122,7 @@ def list_link_states(plan: Plan) -> dict[str, tuple[bool, bool]]:
                     found[node.name] = (bool(link["flags"] & 1), _is_limited(route, link["index"]))
         return found
 
-    return run_in_namespace(get_namespace_path(plan, BRIDGE), act) if has_namespace(get_namespace_path(plan, BRIDGE)) else {}
+    return run_in_namespace(plan.switch, act) if has_namespace(plan.switch) else {}
 
 
 def _is_limited(route: Any, index: int) -> bool:

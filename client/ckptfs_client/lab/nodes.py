@@ -49,7 +49,7 @@ def launch(node: LabNode) -> int | None:
     try:
         options = mount_helper.format_options(node.options())
         command = mount_helper.build_daemon_command(node.mount_name, node.mountpoint, options, daemon_fd)
-        spawn(network.get_namespace_path(node.plan, node.name), command, node.log, pass_fds=[daemon_fd])
+        spawn(node.namespace, command, node.log, pass_fds=[daemon_fd])
     except OSError:
         os.close(ready_fd)
         raise
@@ -77,7 +77,7 @@ def unmount(node: LabNode) -> None:
             f"{node.mountpoint} cannot be unmounted: {failure.strerror}", remedy="end the programs that use it"
         ) from failure
     until = time.monotonic() + UNMOUNT_WAIT_S
-    while list_processes_named(network.get_namespace_path(node.plan, node.name), DAEMON):
+    while list_processes_named(node.namespace, DAEMON):
         if time.monotonic() > until:
             raise NotInTime(f"the daemon of {node.name} is still draining", remedy="`ckptfs lab kill` ends it at once")
         threading.Event().wait(UNMOUNT_POLL_S)
@@ -85,7 +85,7 @@ def unmount(node: LabNode) -> None:
 
 def kill(node: LabNode) -> int:
     """Kill every process of a node and detach its dead mount; return the number of processes."""
-    ended = kill_processes(network.get_namespace_path(node.plan, node.name))
+    ended = kill_processes(node.namespace)
     _abort_dead_mount(node)
     return ended
 
@@ -102,7 +102,7 @@ def wipe(node: LabNode, *, nvme: bool) -> None:
 
 def is_running(node: LabNode) -> bool:
     """Return True if the daemon runs and its mount exists."""
-    return bool(list_processes_named(network.get_namespace_path(node.plan, node.name), DAEMON)) and is_mounted(node)
+    return bool(list_processes_named(node.namespace, DAEMON)) and is_mounted(node)
 
 
 def is_mounted(node: LabNode) -> bool:
@@ -162,7 +162,7 @@ def start_etcd(plan: Plan) -> None:
 
     It does not sync its files: a lab ends with its machine, and its nodes share one disk, which would make etcd look ill.
     """
-    namespace = network.get_namespace_path(plan, network.BRIDGE)
+    namespace = plan.switch
     running = find_etcd_members(plan)
     peer_urls = [f"http://127.0.0.1:{port + 1}" for port in plan.etcd_ports]
     all_members = ",".join(f"{_build_member_name(member)}={url}" for member, url in enumerate(peer_urls))
@@ -184,13 +184,13 @@ def start_etcd(plan: Plan) -> None:
 
 def stop_etcd(plan: Plan) -> None:
     """Kill etcd; its data stay."""
-    kill_processes(network.get_namespace_path(plan, network.BRIDGE))
+    kill_processes(plan.switch)
 
 
 def find_etcd_members(plan: Plan) -> dict[int, int]:
     """Return {number of the member, from 0: its process} of those that run."""
     found = {}
-    for pid in list_processes_named(network.get_namespace_path(plan, network.BRIDGE), ETCD):
+    for pid in list_processes_named(plan.switch, ETCD):
         with contextlib.suppress(OSError, ValueError):
             words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
             found[_list_member_names(plan).index(words[words.index("--name") + 1])] = pid
@@ -214,7 +214,7 @@ def _is_member_healthy(plan: Plan, port: int) -> bool:
             return b'"true"' in connection.getresponse().read(4096)
         return False
 
-    return bool(network.run_in_namespace(network.get_namespace_path(plan, network.BRIDGE), ask))
+    return bool(network.run_in_namespace(plan.switch, ask))
 
 
 def _list_member_names(plan: Plan) -> list[str]:
