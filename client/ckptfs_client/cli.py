@@ -22,7 +22,7 @@ from ckptfs_client.events import event_commands
 from ckptfs_client.json_answers import CheckJson, LogLevelJson, VersionJson
 from ckptfs_client.lab import commands
 from ckptfs_client.node import node_commands
-from ckptfs_client.options import LEVELS, Directory, Json, JsonLines, Paths, parse_option
+from ckptfs_client.options import LEVELS, Directory, Json, JsonLines, Paths, Timeout, parse_option
 from ckptfs_client.planning import advice_commands
 from ckptfs_client.sets import set_commands
 
@@ -299,7 +299,7 @@ def wait(
             help="local: safe if ckptfs dies; clique: safe if this node dies; pfs: on the PFS.",
         ),
     ] = "pfs",
-    timeout: Annotated[str | None, typer.Option(metavar="TIME", help="Give up (exit code 4) after this time, such as 30s or 5m.")] = None,
+    timeout: Timeout = None,
     json: JsonLines = False,
 ) -> None:
     """Wait until files or whole directories reach a level.
@@ -325,7 +325,7 @@ def wait(
 def refresh(
     path: Annotated[Path, typer.Argument(metavar="DIR", help="A directory in a mount; for a file, its directory.")],
     recursive: Annotated[bool, typer.Option("--recursive", "-r", help="Include all directories below.")] = False,
-    timeout: Annotated[str | None, typer.Option(metavar="TIME", help="Give up (exit code 4) after this time, such as 30s or 5m.")] = None,
+    timeout: Timeout = None,
 ) -> None:
     """Pick up changes that other programs made on the PFS.
 

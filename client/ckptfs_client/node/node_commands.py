@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ckptfs_client.errors import EPILOG, UsageError
-from ckptfs_client.options import Directory, Json, Paths, parse_option
+from ckptfs_client.options import Directory, Json, Paths, Timeout, parse_option
 
 app = typer.Typer()
 CONFIG_WIDTH_MAX = 60
@@ -96,7 +96,7 @@ def who(
 @app.command(epilog=EPILOG)
 def warm(
     paths: Paths,
-    timeout: Annotated[str | None, typer.Option(metavar="TIME", help="Give up (exit code 4) after this time, such as 30s or 5m.")] = None,
+    timeout: Timeout = None,
     json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each file.")] = False,
 ) -> None:
     """Fetch files to RAM or NVMe of this node before they are needed.

@@ -37,16 +37,16 @@ NOW, YOUNG, DALY = "now", "Young 1974", "Daly 2006"
 
 @dataclass(frozen=True, slots=True)
 class SeriesMeasure:
-    """What is known of the newest sets of a series.
+    """What is known of the newest sets of a series; without one nothing.
 
     The period is from one complete set to the next; None: not known.
     """
 
-    series: str
-    sets: int
-    size: int
-    costs_s: tuple[float, ...]
-    period_s: float | None
+    series: str = ""
+    sets: int = 0
+    size: int = 0
+    costs_s: tuple[float, ...] = ()
+    period_s: float | None = None
 
     @property
     def cost_s(self) -> float | None:
@@ -141,20 +141,19 @@ def compute_lost_s(interval_s: float, cost_s: float, mtbf_s: float) -> float:
 # --- the answer -------------------------------------------------------------------------------------------------------
 
 
-def build_advice(measure: SeriesMeasure | None, facts: JobFacts) -> AdviceJson:
-    """Build the answer. Without a measure nothing is known but the facts."""
-    period_s = measure.period_s if measure is not None else None
+def build_advice(measure: SeriesMeasure, facts: JobFacts) -> AdviceJson:
+    """Build the answer."""
     intervals = [(YOUNG, compute_young_interval_s(facts.cost_s, facts.mtbf_s)), (DALY, compute_daly_interval_s(facts.cost_s, facts.mtbf_s))]
-    if period_s is not None and period_s > facts.cost_s:
-        intervals.insert(0, (NOW, period_s - facts.cost_s))
+    if measure.period_s is not None and measure.period_s > facts.cost_s:
+        intervals.insert(0, (NOW, measure.period_s - facts.cost_s))
     rows = [_build_row(name, interval_s, facts) for name, interval_s in intervals]
     return {
-        "series": measure.series if measure is not None else "",
-        "sets": measure.sets if measure is not None else 0,
-        "size": measure.size if measure is not None else 0,
+        "series": measure.series,
+        "sets": measure.sets,
+        "size": measure.size,
         "cost_s": facts.cost_s,
-        "cost_sets": 0 if facts.is_given or measure is None else len(measure.costs_s),
-        "period_s": period_s,
+        "cost_sets": 0 if facts.is_given else len(measure.costs_s),
+        "period_s": measure.period_s,
         "mtbf_s": facts.mtbf_s,
         "mtbf_failures": facts.failures,
         "restart_s": facts.restart_s,

@@ -86,11 +86,11 @@ def advise(
     restart_s = 0.0 if restart is None else parse_time("--restart", restart)
     if series is None and cost_s is None:
         raise UsageError("say what to measure, SERIES, or how long a checkpoint takes, --cost TIME")
-    measure = None
+    measure = advice.SeriesMeasure()
     if series is not None:
         with SetHistory.of(series) as history:
             measure = advice.measure_series(history, history.find_one_series(series))
-    found_s = cost_s or (measure.cost_s if measure is not None else None)
+    found_s = cost_s or measure.cost_s
     if found_s is None:
         raise CommandFailed(f"{series}: the times of its sets do not tell how long a checkpoint takes", remedy="say it: --cost 30s")
     answer = advice.build_advice(measure, advice.JobFacts(mtbf_s, found_s, restart_s, is_given=cost_s is not None, failures=failures))
