@@ -5,6 +5,7 @@ Crash safety: all state is the lab's; `ckptfs lab stop` ends it.
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import signal
@@ -36,25 +37,18 @@ def wait_until(condition: Callable[[], object], timeout_s: float, what: Callable
 
 
 class LiveNode:
-    """One node: its mount, its log, its processes, its link."""
+    """One node: its mount, its log, its processes, its link. `kill` to `slow` are those of the lab."""
 
     def __init__(self, laboratory: Laboratory, node: LabNode) -> None:
         self._laboratory = laboratory
         self._node = node
         self.name, self.path, self.state, self.address = node.name, node.mountpoint, node.state, node.address
         self.namespace = node.namespace
-
-    def kill(self) -> None:
-        """Kill (-9) all of its processes."""
-        self._laboratory.kill(self.name)
-
-    def wipe(self, *, nvme: bool = False) -> None:
-        """Kill it and delete its RAM tier; with `nvme` everything."""
-        self._laboratory.wipe(self.name, nvme=nvme)
-
-    def start(self) -> None:
-        """Start it again."""
-        self._laboratory.start_node(self.name)
+        self.kill = functools.partial(laboratory.kill, node.name)
+        self.wipe = functools.partial(laboratory.wipe, node.name)
+        self.start = functools.partial(laboratory.start_node, node.name)
+        self.cut = functools.partial(laboratory.cut, node.name)
+        self.slow = functools.partial(laboratory.slow, node.name)
 
     def pid(self, role: str) -> int:
         """Return the process of its supervisor, mount or mover; 0 if there is none."""
@@ -92,18 +86,10 @@ class LiveNode:
         for pid in self.pids():
             os.kill(pid, signal.SIGCONT)
 
-    def cut(self) -> None:
-        """Cut it off from all other nodes and from etcd."""
-        self._laboratory.cut(self.name)
-
     def reach_etcd(self, *, up: bool) -> None:
         """Cut it off from etcd only, or not any more. A node that never ran reaches it."""
         with contextlib.suppress(OSError, ClientError):
             network.set_etcd_route(self._node, up=up)
-
-    def slow(self, bits_per_s: int) -> None:
-        """Limit its bandwidth."""
-        self._laboratory.slow(self.name, bits_per_s)
 
     def pids(self) -> list[int]:
         """Return its processes."""
