@@ -184,14 +184,12 @@ _HAS_HOLDERS = f"EXISTS (SELECT 1 FROM {peer_copies.HOLDERS.format('content')})"
 
 def mark_found(db: Database, content: int) -> None:
     """Seal an own LOST content again if a live node has exactly that generation."""
-    with db.transaction():
-        db.run(f"UPDATE content SET state = 2, change = change + 1 WHERE id = ? AND state = 4 AND remote = 0 AND {_HAS_HOLDERS}", content)
+    db.change(f"UPDATE content SET state = 2, change = change + 1 WHERE id = ? AND state = 4 AND remote = 0 AND {_HAS_HOLDERS}", content)
 
 
 def set_state(db: Database, content: int, state: ContentState) -> None:
     """Make a content LOST or DOOMED."""
-    with db.transaction():
-        db.run("UPDATE content SET state = ?, change = change + 1 WHERE id = ?", state, content)
+    db.change("UPDATE content SET state = ?, change = change + 1 WHERE id = ?", state, content)
 
 
 CAN_DELETE = (

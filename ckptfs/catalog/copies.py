@@ -130,13 +130,12 @@ def list_evictable(db: Database, tier: Tier, *, elsewhere: bool, at_most: int, p
 
 def list_verified_on_nvme(db: Database, after: tuple[int, int], at_most: int) -> list[tuple[int, int]]:
     """Return (when it was verified, content) of the good copies on NVMe that come after such a pair."""
-    rows = db.rows(
+    return db.rows(
         "SELECT verified_ns, content FROM copy INDEXED BY copy_verified"
         " WHERE tier = 'nvme' AND state = 1 AND (verified_ns, content) > (?, ?)"
         " ORDER BY verified_ns, content LIMIT ?",
         *after, at_most,
     )  # fmt: skip
-    return [(row[0], row[1]) for row in rows]
 
 
 def has_unchecked(db: Database) -> bool:
@@ -363,14 +362,12 @@ def _reserve_content_id(db: Database) -> int:
 
 def delete_filling_pfs_copies(db: Database) -> None:
     """Delete FILLING copies of a former mover in the PFS's work area."""
-    with db.transaction():
-        db.run("DELETE FROM copy WHERE tier = ? AND state = 0", Tier.PFS)
+    db.change("DELETE FROM copy WHERE tier = ? AND state = 0", Tier.PFS)
 
 
 def delete_filling_copy(db: Database, content: int, tier: Tier) -> None:
     """Delete a FILLING copy after a failure. Its file is gone already."""
-    with db.transaction():
-        db.run("DELETE FROM copy WHERE content = ? AND tier = ? AND state = 0", content, tier)
+    db.change("DELETE FROM copy WHERE content = ? AND tier = ? AND state = 0", content, tier)
 
 
 def record_fetched(db: Database, expected: FetchState, fetched: FetchedContent) -> bool:

@@ -26,7 +26,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
 
-from ckptfs import limits
+from ckptfs import disk, limits
 from ckptfs.catalog import migrations
 from ckptfs.catalog.migrations import SCHEMA_VERSION
 from ckptfs.errors import CatalogDamaged, CatalogTooNew, CatalogUnavailable, CkptfsError, NoSpace
@@ -139,10 +139,10 @@ class Database:
     def _translate(self, failure: sqlite3.OperationalError) -> CkptfsError | None:
         """Return the error of the disk that an error of SQLite stands for; None if it is none of the disk."""
         code = failure.sqlite_errorcode & 0xFF
-        disk = self.path.parent
+        directory = self.path.parent
         with contextlib.suppress(OSError):
-            if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and os.statvfs(disk).f_bavail == 0):
-                return NoSpace(f"the disk of {disk} is full: the catalog cannot be written", remedy="make room on it")
+            if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and os.statvfs(directory).f_bavail == 0):
+                return NoSpace(f"the disk of {directory} is full: the catalog cannot be written", remedy="make room on it")
         if code in {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN}:
             return CatalogUnavailable(
                 f"the catalog {self.path} cannot be written: {failure}", remedy="check the disk of the state directory"
@@ -162,8 +162,8 @@ class Database:
         finally:
             connection.execute("COMMIT")
 
-    def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-        """Return all rows of a query."""
+    def rows(self, sql: str, *values: Any) -> list[Any]:
+        """Return all rows of a query, as tuples."""
         return self.connection.execute(sql, values).fetchall()
 
     def row(self, sql: str, *values: Any) -> tuple[Any, ...] | None:
@@ -180,6 +180,11 @@ class Database:
         """Execute a statement that changes rows. Return how many it changed."""
         return self.connection.execute(sql, values).rowcount
 
+    def change(self, sql: str, *values: Any) -> int:
+        """Execute a statement as `run` does, in a transaction of its own or in the caller's."""
+        with self.transaction():
+            return self.run(sql, *values)
+
     def run_each(self, sql: str, values: Iterable[Sequence[Any]]) -> None:
         """Execute a statement that changes rows once for each tuple of values."""
         self.connection.executemany(sql, values)
@@ -192,12 +197,8 @@ class Database:
 
     def persist(self) -> None:
         """Make all committed changes survive a power cut: fsync the write-ahead log."""
-        with contextlib.suppress(FileNotFoundError):
-            fd = os.open(f"{self.path}-wal", os.O_RDONLY)
-            try:
-                os.fdatasync(fd)
-            finally:
-                os.close(fd)
+        with contextlib.suppress(FileNotFoundError), disk.closing(os.open(f"{self.path}-wal", os.O_RDONLY)) as fd:
+            os.fdatasync(fd)
 
     def close(self) -> None:
         """Close the connections of all threads. The last process that closes copies the log into the database."""

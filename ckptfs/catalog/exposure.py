@@ -151,8 +151,7 @@ def set_order(db: Database, order: UrgentOrder, valid_s: float) -> None:
 
 def delete_order(db: Database, token: str) -> None:
     """Delete the order of a drain, unless another drain has replaced it."""
-    with db.transaction():
-        db.run("DELETE FROM report WHERE key = ? AND json_extract(value, '$.token') = ?", summary.URGENT_REPORT, token)
+    db.change("DELETE FROM report WHERE key = ? AND json_extract(value, '$.token') = ?", summary.URGENT_REPORT, token)
 
 
 def load_order(db: Database) -> UrgentOrder | None:

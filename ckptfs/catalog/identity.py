@@ -107,8 +107,7 @@ def record_start(db: Database) -> int:
 
 def record_last_members(db: Database, records: Iterable[bytes]) -> None:
     """Record the members of the cluster for a mover that starts without the store."""
-    with db.transaction():
-        db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('world', ?)", json.dumps([record.decode() for record in records]))
+    db.change("INSERT OR REPLACE INTO meta (key, value) VALUES ('world', ?)", json.dumps([record.decode() for record in records]))
 
 
 def list_last_members(db: Database) -> list[bytes]:

@@ -124,9 +124,7 @@ def insert_taken_over(db: Database, rows: Iterable[JournalRow]) -> list[JournalR
 
 def delete_rows(db: Database, rows: Iterable[JournalRow]) -> None:
     """Delete rows that other nodes have taken over or that are needed no more."""
-    with db.transaction():
-        for row in rows:
-            db.run("DELETE FROM journal WHERE seq = ?", row.seq)
+    db.change("DELETE FROM journal WHERE seq IN (SELECT value FROM json_each(?))", json.dumps([row.seq for row in rows]))
 
 
 def insert_missing(db: Database, at_most: int) -> int:

@@ -101,19 +101,17 @@ def list_open(db: Database, kind: str, *, at_most: int = limits.CHANGE_ROWS_MAX)
 
 def mark_done(db: Database, request: int, result: str = "") -> None:
     """Answer a request. The caller calls `notify_replies` after the commit."""
-    with db.transaction():
-        db.run("UPDATE mover_request SET state = 1, result = ?, at_ns = ? WHERE id = ? AND state = 0", result, time.time_ns(), request)
+    db.change("UPDATE mover_request SET state = 1, result = ?, at_ns = ? WHERE id = ? AND state = 0", result, time.time_ns(), request)
 
 
 def mark_failed(db: Database, request: int, error: int) -> None:
     """Answer a request with an errno. The caller calls `notify_replies` after the commit."""
-    with db.transaction():
-        db.run(
-            "UPDATE mover_request SET state = 2, result = '', error = ?, at_ns = ? WHERE id = ? AND state = 0",
-            error,
-            time.time_ns(),
-            request,
-        )
+    db.change(
+        "UPDATE mover_request SET state = 2, result = '', error = ?, at_ns = ? WHERE id = ? AND state = 0",
+        error,
+        time.time_ns(),
+        request,
+    )
 
 
 def record_progress(db: Database, request: int, *, wait_s: float = limits.FETCH_STALL_S) -> None:
@@ -126,8 +124,7 @@ def record_progress(db: Database, request: int, *, wait_s: float = limits.FETCH_
 
 def mark_readable(db: Database, request: int) -> None:
     """Record that blocks of a fetch can be read as they arrive. Call `notify_replies` afterwards."""
-    with db.transaction():
-        db.run("UPDATE mover_request SET result = ? WHERE id = ? AND state = 0", READABLE, request)
+    db.change("UPDATE mover_request SET result = ? WHERE id = ? AND state = 0", READABLE, request)
 
 
 def build_journal_argument(row: int) -> str:
@@ -142,5 +139,4 @@ def delete_stale(db: Database) -> int:
     values = (now, now - int(limits.REQUEST_KEEP_S * 1e9))
     if db.value(f"SELECT 1 FROM mover_request WHERE {stale} LIMIT 1", *values) is None:
         return 0
-    with db.transaction():
-        return db.run(f"DELETE FROM mover_request WHERE {stale}", *values)
+    return db.change(f"DELETE FROM mover_request WHERE {stale}", *values)

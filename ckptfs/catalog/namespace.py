@@ -433,8 +433,7 @@ def insert_candidates(db: Database, candidates: Iterable[int]) -> None:
 
 def list_candidates(db: Database, after: int, at_most: int) -> list[tuple[int, int]]:
     """Return (inode, at_ns) of candidates with greater numbers than `after`, in order."""
-    rows = db.rows("SELECT inode, at_ns FROM set_candidate WHERE inode > ? ORDER BY inode LIMIT ?", after, at_most)
-    return [(row[0], row[1]) for row in rows]
+    return db.rows("SELECT inode, at_ns FROM set_candidate WHERE inode > ? ORDER BY inode LIMIT ?", after, at_most)
 
 
 def delete_candidates(db: Database, done: Iterable[tuple[int, int]]) -> None:

@@ -291,15 +291,12 @@ def list_stale_times(db: Database, at_most: int) -> list[int]:
 
 def delete_stale_times(db: Database, directories: Iterable[int]) -> None:
     """Record that these directories have their times on the PFS."""
-    with db.transaction():
-        for directory in directories:
-            db.run("DELETE FROM pfs_stale_times WHERE directory = ?", directory)
+    db.change("DELETE FROM pfs_stale_times WHERE directory IN (SELECT value FROM json_each(?))", json.dumps([*directories]))
 
 
 def mark_sharing(db: Database, inodes: Iterable[int]) -> None:
     """Record that these files share blocks with others on the PFS."""
-    with db.transaction():
-        db.run("UPDATE pfs_file SET sharing = 1 WHERE inode IN (SELECT value FROM json_each(?))", json.dumps([*inodes]))
+    db.change("UPDATE pfs_file SET sharing = 1 WHERE inode IN (SELECT value FROM json_each(?))", json.dumps([*inodes]))
 
 
 def count_sharing(db: Database) -> tuple[int, ...]:
@@ -321,7 +318,5 @@ def count_shared_bytes(db: Database) -> int:
 
 def list_recent_blocks(db: Database, size_min: int, at_most: int) -> list[tuple[int, bytes]]:
     """Return (inode, block digests) of files of at least `size_min` bytes, the newest first."""
-    rows = db.rows(
-        "SELECT inode, blocks FROM pfs_file WHERE size >= ? AND length(blocks) > 0 ORDER BY mtime_ns DESC LIMIT ?", size_min, at_most
-    )
-    return [(row[0], row[1]) for row in rows]
+    recent = "SELECT inode, blocks FROM pfs_file WHERE size >= ? AND length(blocks) > 0 ORDER BY mtime_ns DESC LIMIT ?"
+    return db.rows(recent, size_min, at_most)

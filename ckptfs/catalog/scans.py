@@ -178,8 +178,7 @@ def find_due_directory(db: Database, before_ns: int) -> int | None:
 
 def record_postponed(db: Database, directory: int) -> None:
     """Postpone a directory that cannot be scanned now: its turn comes after all others."""
-    with db.transaction():
-        db.run("UPDATE inode SET scanned_ns = ? WHERE id = ?", time.time_ns(), directory)
+    db.change("UPDATE inode SET scanned_ns = ? WHERE id = ?", time.time_ns(), directory)
 
 
 def list_scanned_directories(db: Database, directory: int) -> list[int]:

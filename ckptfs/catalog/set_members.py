@@ -46,7 +46,7 @@ def list_sets_of_file(db: Database, inode: int) -> list[tuple[int, int]]:
         " WHERE e.child = ? UNION SELECT inode.id, inode.parent FROM inode JOIN up ON inode.id = up.parent WHERE inode.parent > 1)"
         " SELECT up.parent, up.id FROM up JOIN xattr x ON x.inode = up.parent AND x.name = ?"
     )
-    return [(row[0], row[1]) for row in db.rows(query, inode, history.SERIES_XATTR)]
+    return db.rows(query, inode, history.SERIES_XATTR)
 
 
 def is_finished(db: Database, set_directory: int) -> bool:

@@ -323,8 +323,7 @@ NOTICE_REPORT = "preemption"
 
 def list_reports(db: Database, prefix: str = "") -> list[tuple[str, str, int]]:
     """Return (key, JSON, time in ns) of the processes' reports whose keys begin with `prefix`."""
-    rows = db.rows("SELECT key, value, at_ns FROM report WHERE substr(key, 1, ?) = ? ORDER BY key", len(prefix), prefix)
-    return [(row[0], row[1], row[2]) for row in rows]
+    return db.rows("SELECT key, value, at_ns FROM report WHERE substr(key, 1, ?) = ? ORDER BY key", len(prefix), prefix)
 
 
 def get_report(db: Database, key: str) -> dict[str, Any]:
@@ -441,5 +440,4 @@ def set_report(db: Database, key: str, value: Mapping[str, Any] | None) -> None:
 
 def delete_reports(db: Database) -> None:
     """Delete the reports of an earlier mover, which may be wrong by now."""
-    with db.transaction():
-        db.run("DELETE FROM report WHERE key LIKE 'trouble:%' OR key LIKE 'tier:%' OR key IN (?, ?)", URGENT_REPORT, NOTICE_REPORT)
+    db.change("DELETE FROM report WHERE key LIKE 'trouble:%' OR key LIKE 'tier:%' OR key IN (?, ?)", URGENT_REPORT, NOTICE_REPORT)

@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 
-from ckptfs import limits
+from ckptfs import disk, limits
 from ckptfs.catalog import copies, mover_requests
 from ckptfs.catalog.copies import FetchState
 from ckptfs.catalog.database import Database
@@ -71,8 +71,7 @@ class InspectFile:
 
     def _inspect_blocks(self, path: str, content: Content, manifest: ContentManifest, nodes: list[Node]) -> FileFormat:
         present: set[int] = set()
-        fd = os.memfd_create("ckptfs-inspect", os.MFD_CLOEXEC)
-        try:
+        with disk.closing(os.memfd_create("ckptfs-inspect", os.MFD_CLOEXEC)) as fd:
             os.ftruncate(fd, manifest.size)
 
             def read(offset: int, length: int) -> bytes:
@@ -86,5 +85,3 @@ class InspectFile:
                 return os.pread(fd, max(0, end - offset), offset)
 
             return file_formats.inspect(os.path.basename(os.fsencode(path)), content.size, read)
-        finally:
-            os.close(fd)

@@ -84,10 +84,8 @@ def _find_problem(db: Database, tiers: Tiers, content: Content, tier: Tier) -> s
         fd = storage.open(content.id, os.O_RDONLY)
     except FileNotFoundError:
         return "its file is gone"
-    try:
+    with disk.closing(fd):
         size, digest, blocks = transfer.read(fd, label="verify", before_block=check)
-    finally:
-        os.close(fd)
     if size != content.size:
         return f"it has {size} bytes instead of {content.size}"
     if digest != content.digest:

@@ -135,8 +135,7 @@ def apply_attributes(
     directory: int, name: bytes, wanted: Inode, xattrs: Mapping[bytes, bytes], *, is_new: bool = False, with_times: bool = True
 ) -> None:
     """Apply the attributes of `wanted` to `name`. `is_new`: the file was just created and has no xattrs."""
-    fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
-    try:
+    with disk.closing(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)) as fd:
         found = os.fstat(fd)
         is_symlink = stat.S_ISLNK(found.st_mode)
         path = b"/proc/self/fd/%d" % fd
@@ -151,8 +150,6 @@ def apply_attributes(
         if with_times:
             when = (wanted.atime_ns, wanted.mtime_ns)
             _tolerate("times", _NOT_ALLOWED, lambda: disk.act("pfs:utime", _utime, path, when, directory, name, is_symlink))
-    finally:
-        os.close(fd)
 
 
 def _chown(path: bytes, owner: tuple[int, int], directory: int, name: bytes, is_symlink: bool) -> None:

@@ -353,16 +353,11 @@ def open_unchecked(pfs: Path, known: FetchState, flags: int = os.O_RDONLY) -> in
     """Return a descriptor of the file under the known path. Raises OSError and TierUnavailable."""
     if not known.pfs_names:
         raise posix_error(errno.ENOENT, "the file is not on the PFS")
-    root_fd = open_root(pfs, known.pfs_identity)
-    try:
+    with disk.closing(open_root(pfs, known.pfs_identity)) as root_fd:
         directory_fd = open_directory(root_fd, known.pfs_names[:-1])
-    finally:
-        os.close(root_fd)
-    try:
+    with disk.closing(directory_fd):
         # O_NONBLOCK: the open of a fifo must not hang.
         return _open_entry("pfs:open", directory_fd, known.pfs_names[-1], flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-    finally:
-        os.close(directory_fd)
 
 
 def matches_catalog(fd: int, known: PublishedFile) -> bool:

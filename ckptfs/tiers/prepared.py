@@ -204,12 +204,11 @@ class PreparedFiles:
 
     def record_size(self, place: bytes, size_bytes: int) -> None:
         """Remember that a file of this place was closed with `size_bytes`."""
-        fd = os.open(place.hex(), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PLAIN_MODE, dir_fd=self._expected)
-        try:
+        with disk.closing(
+            os.open(place.hex(), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PLAIN_MODE, dir_fd=self._expected)
+        ) as fd:
             os.ftruncate(fd, size_bytes)
             os.utime(fd)
-        finally:
-            os.close(fd)
 
     def list_expected(self) -> list[ExpectedSize]:
         """Return the remembered sizes, the newest first; forget old and excess ones."""

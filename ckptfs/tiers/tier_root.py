@@ -104,14 +104,11 @@ class TierRoot:
 
     def _open_known_root(self) -> int:
         """Return a descriptor of the directory of contents. Creates nothing."""
-        root = os.open(self.root, _DIRECTORY)
-        try:
+        with disk.closing(os.open(self.root, _DIRECTORY)) as root:
             found = pfs_identity.read_text(root)
             if not found or self._uuid not in ("", found):
                 raise TierUnavailable(f"{self.root} is not the directory that this catalog knows", remedy=f"mount it at {self.root}")
             return os.open(self._contents, _DIRECTORY, dir_fd=root)
-        finally:
-            os.close(root)
 
     def _require_attached(self) -> None:
         """Try a root that was given up every `TIER_RETRY_S`. Raises the tier's last error."""
@@ -149,13 +146,10 @@ class TierRoot:
         if self._directory < 0:
             if self.tier is not Tier.PFS:
                 self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            root = self._open_root()
-            try:
+            with disk.closing(self._open_root()) as root:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(self._contents, 0o700, dir_fd=root)
                 self._directory = os.open(self._contents, _DIRECTORY, dir_fd=root)
-            finally:
-                os.close(root)
         return self._directory
 
     def _open_root(self) -> int:
