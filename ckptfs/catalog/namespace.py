@@ -27,7 +27,8 @@ from collections.abc import Iterable, Iterator
 from ckptfs import limits
 from ckptfs.catalog import contents, identity, inodes, journal, pfs_hold
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.inodes import INODE_COLUMNS_JOINED, build_inode, get
+from ckptfs.catalog.inodes import INODE_COLUMNS_JOINED, build_inode
+from ckptfs.catalog.inodes import get as get
 from ckptfs.catalog.inodes import get_path as get_path
 from ckptfs.errors import CkptfsError, posix_error
 from ckptfs.model import HISTORY_NAME, ROOT, ContentState, Entry, Inode
@@ -82,21 +83,6 @@ def is_inside(db: Database, directory: int, ancestor: int) -> bool:
     return found is not None
 
 
-__all__ = [
-    "NotImported",
-    "check_name_length",
-    "create",
-    "decrement_nlink",
-    "delete_forgotten",
-    "find_child",
-    "get",
-    "link",
-    "list_orphans",
-    "lookup",
-    "require_allowed_name",
-    "rmdir",
-    "unlink",
-]  # fmt: skip
 RESERVED_NAME = b".ckptfs"
 RESERVED_PREFIX = b".ckptfs."
 _SELECT_CHILD = f"SELECT {INODE_COLUMNS_JOINED} FROM entry JOIN inode ON inode.id = entry.child WHERE entry.parent=? AND entry.name=?"

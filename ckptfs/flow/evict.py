@@ -94,7 +94,10 @@ class Evict:
             return True
         desired = max(required, self._get_desired_bytes(capacity)) if tier is Tier.RAM else required
         if not required:
-            self._clear_pressure(tier)
+            self._evicting.discard(tier)
+            self._stuck.discard(tier)
+            if tier is Tier.RAM:
+                self._clear_trouble()
         self._deferred.discard(tier)
         if not desired:
             return False
@@ -131,12 +134,6 @@ class Evict:
         high, low = self._watermarks[Tier.RAM]
         capacity = space.add_free(capacity, self._tiers.prepared.get_bytes())
         return space.get_excess_bytes_for(capacity, get_largest_recent_size(self._db, limits.RECENT_CONTENTS), high, low)
-
-    def _clear_pressure(self, tier: Tier) -> None:
-        self._evicting.discard(tier)
-        self._stuck.discard(tier)
-        if tier is Tier.RAM:
-            self._clear_trouble()
 
     def _drop_stale(self, storage: TierStorage) -> int:
         """Drop stale copies of other nodes' contents. Return their number."""
@@ -181,27 +178,10 @@ class Evict:
         if gone and storage.tier is Tier.NVME:
             self._db.persist()  # A power cut must not keep the removal and undo the row of the copy that replaces this one.
         disk.act("evict:forgotten", lambda: None)
-        self._remove(storage, gone)
+        local_copies.remove_unrecorded(self._db, storage, *(content.id for content in gone))
         if gone:
             log.debug("dropped %d copies from %s", len(gone), storage.tier)
         return len(gone)
-
-    def _remove(self, storage: TierStorage, gone: list[Content]) -> None:
-        """Remove the files of dropped copies, unless a new copy has a row again.
-
-        No new row can be inserted during the transaction that unlinks the files. The descriptors are closed after it, since freeing a
-        large file takes long.
-        """
-        detached: list[int] = []
-        try:
-            with self._db.transaction():
-                for content in gone:
-                    if not copies.has_copy(self._db, content.id, storage.tier):
-                        detached.append(storage.detach(content.id))
-        finally:
-            for fd in detached:
-                if fd >= 0:
-                    os.close(fd)
 
     # --- moving from RAM to NVMe -------------------------------------------------------------------------------------
 

@@ -80,7 +80,8 @@ class Recover:
         for number in copies.list_bad_copies(self._db, CopyState.FILLING, storage.tier):
             storage.remove(number)
             disk.act("recover:filling", copies.delete_copy, self._db, number, storage.tier)
-        local_copies.restore_all_stashed(self._db, storage)
+        for stash_id in copies.list_stashed(self._db, storage.tier):
+            local_copies.restore_stashed(self._db, storage, stash_id)
 
     def _forget_missing(self, storage: TierStorage) -> None:
         """Delete rows whose file is gone; quarantine copies whose size changed in a power cut."""

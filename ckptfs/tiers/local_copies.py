@@ -144,14 +144,21 @@ def remove_moved(source: TierStorage, content: int) -> None:
         os.close(fd)
 
 
-def remove_unrecorded(db: Database, storage: TierStorage, number: int) -> None:
-    """Remove the file of a copy that has no row."""
+def remove_unrecorded(db: Database, storage: TierStorage, *numbers: int) -> None:
+    """Remove the files of copies that have no row; none can be inserted meanwhile.
+
+    The descriptors are closed after the transaction, since freeing a large file takes long.
+    """
     if storage.tier is Tier.PFS:
         return
-    with db.transaction():
-        fd = -1 if copies.has_copy(db, number, storage.tier) else storage.detach(number)
-    if fd >= 0:
-        os.close(fd)
+    detached: list[int] = []
+    try:
+        with db.transaction():
+            detached += [storage.detach(number) for number in numbers if not copies.has_copy(db, number, storage.tier)]
+    finally:
+        for fd in detached:
+            if fd >= 0:
+                os.close(fd)
 
 
 def promote_stale(db: Database, tiers: Tiers, held_copy: HeldCopy, inode: int) -> Content | None:
@@ -225,9 +232,3 @@ def drop_stashed(db: Database, storage: TierStorage, stash_id: int | None) -> No
         with db.transaction():
             copies.delete_stashed(db, stash_id, storage.tier)
         storage.remove(stash_id)
-
-
-def restore_all_stashed(db: Database, storage: TierStorage) -> None:
-    """Restore the stashes of a mover that died during fetches."""
-    for stash_id in copies.list_stashed(db, storage.tier):
-        restore_stashed(db, storage, stash_id)

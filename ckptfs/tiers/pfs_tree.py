@@ -49,13 +49,8 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_XATTRS = {errno.EOPNOTSUPP, errno.ENODATA, errno.EPERM, errno.EACCES, errno.ENOENT}
 
 
-def open_root(pfs: Path, identity: str | None) -> int:
-    """Open the root of the PFS. Raises TierUnavailable if it is not the PFS of this identity."""
-    return _open_checked(pfs, lambda fd: pfs_identity.require_same(fd, pfs, identity))
-
-
 def open_adopted_root(db: Database, pfs: Path, *, may_mark: bool = True) -> int:
-    """Open the root of the PFS of this catalog, marked if it `may_mark`; as `open_root`."""
+    """Open the root of the PFS of this catalog, marked if it `may_mark`. Raises TierUnavailable."""
     return _open_checked(pfs, lambda fd: pfs_identity.adopt(db, fd, pfs, may_mark=may_mark))
 
 
@@ -353,7 +348,7 @@ def open_unchecked(pfs: Path, known: FetchState, flags: int = os.O_RDONLY) -> in
     """Return a descriptor of the file under the known path. Raises OSError and TierUnavailable."""
     if not known.pfs_names:
         raise posix_error(errno.ENOENT, "the file is not on the PFS")
-    with disk.closing(open_root(pfs, known.pfs_identity)) as root_fd:
+    with disk.closing(_open_checked(pfs, lambda fd: pfs_identity.require_same(fd, pfs, known.pfs_identity))) as root_fd:
         directory_fd = open_directory(root_fd, known.pfs_names[:-1])
     with disk.closing(directory_fd):
         # O_NONBLOCK: the open of a fifo must not hang.

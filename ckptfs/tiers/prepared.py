@@ -29,11 +29,11 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from ckptfs import disk, limits, procfs
 from ckptfs.errors import posix_error
 from ckptfs.model import file_name
+from ckptfs.tiers.tier_root import TierRoot
 
 disk.declare_labels(
     "prepare:create", "prepare:touch", "prepare:allocate", "prepare:publish", "prepare:remove", "prepare:take", "prepare:trim"
@@ -71,16 +71,6 @@ class ExpectedSize:
     closed_ns: int
 
 
-class ContentDirectory(Protocol):
-    """The part of `storage.TierStorage` that this module uses."""
-
-    root: Path
-
-    @property
-    def directory(self) -> int:
-        """Return a descriptor of the directory of contents."""
-
-
 def measure_bytes(root: Path) -> int:
     """Return the bytes that are prepared in the tier at `root`."""
     with contextlib.suppress(FileNotFoundError):
@@ -96,7 +86,7 @@ def _parse_names(names: list[str]) -> list[PreparedFile]:
 class PreparedFiles:
     """The prepared files and expected sizes in one RAM tier, for any process and thread."""
 
-    def __init__(self, storage: ContentDirectory) -> None:
+    def __init__(self, storage: TierRoot) -> None:
         self._storage = storage
         self._directories: dict[str, int] = {}
 

@@ -57,7 +57,8 @@ class TierStorage(TierRoot):
         self._measured_used = (float("-inf"), 0)
         self._measuring_s = 0.0
         self._grown_bytes = self._growing_bytes = 0
-        self._shares_filesystem = False
+        self.shares_filesystem = False
+        """Whether the budget is smaller than the filesystem, which then does not enforce it."""
         self._can_share_blocks: bool | None = None
 
     def probe(self) -> None:
@@ -235,7 +236,7 @@ class TierStorage(TierRoot):
     def _measure_capacity(self) -> Capacity:
         figures = os.fstatvfs(self.directory)
         total, free = figures.f_blocks * figures.f_frsize, figures.f_bavail * figures.f_frsize
-        self._shares_filesystem = self._budget_bytes is not None and self._budget_bytes < total
+        self.shares_filesystem = self._budget_bytes is not None and self._budget_bytes < total
         if self._budget_bytes is not None and self._budget_bytes < total:
             total = self._budget_bytes
             free = max(0, min(free, total - self._measure_used()))
@@ -248,15 +249,10 @@ class TierStorage(TierRoot):
             free = max(0, min(free, available - int(limits.MEMORY_RESERVE_RATIO * memory)))
         return Capacity(total, free, measured_used)
 
-    @property
-    def shares_filesystem(self) -> bool:
-        """Return True if the budget is smaller than the filesystem, which then does not enforce it."""
-        return self._shares_filesystem
-
     @contextlib.contextmanager
     def growing(self, growth: int) -> Iterator[None]:
         """Surround a write that adds up to `growth` bytes. Raises ENOSPC beyond the budget."""
-        if not self._shares_filesystem or self._budget_bytes is None or not growth:
+        if not self.shares_filesystem or self._budget_bytes is None or not growth:
             yield
             return
         left = self._budget_bytes - growth
@@ -271,7 +267,7 @@ class TierStorage(TierRoot):
 
     def reserve(self, fd: int, size: int) -> None:
         """Allocate the space of a file to copy, so that all processes keep an unenforced budget."""
-        if self._shares_filesystem and size:
+        if self.shares_filesystem and size:
             with contextlib.suppress(OSError):  # Not every filesystem can; ENOSPC comes from the copy.
                 disk.act("place:reserve", prepared.fallocate, fd, prepared.KEEP_SIZE, 0, size)
 

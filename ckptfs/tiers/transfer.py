@@ -192,24 +192,19 @@ def _extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
             yield 0, size
         return
     offset = 0
-    with contextlib.suppress(_NoMoreData):
-        while offset < size:
-            start = _seek(fd, offset, os.SEEK_DATA)
-            offset = min(size, _seek(fd, start, os.SEEK_HOLE))
-            if start < offset:
-                yield start, offset
-
-
-class _NoMoreData(Exception):
-    """The rest of the file is a hole."""
+    while offset < size and (start := _seek(fd, offset, os.SEEK_DATA)) < size:
+        offset = min(size, _seek(fd, start, os.SEEK_HOLE))
+        if start < offset:
+            yield start, offset
 
 
 def _seek(fd: int, offset: int, whence: int) -> int:
+    """Call lseek(2) for data or a hole; without one the result is beyond any file."""
     try:
         return os.lseek(fd, offset, whence)
     except OSError as failure:
         if failure.errno == errno.ENXIO:
-            raise _NoMoreData from failure
+            return limits.FILE_BYTES_MAX
         if failure.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
             return offset if whence == os.SEEK_DATA else limits.FILE_BYTES_MAX
         raise
