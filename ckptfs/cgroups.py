@@ -46,10 +46,7 @@ UNKNOWN = MemoryLimit(0)
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """The mountpoint of a cgroup filesystem with memory groups.
-
-    `root`: the group at the mountpoint, as /proc/PID/cgroup names it.
-    """
+    """A cgroup filesystem with memory groups; `root`: the group at its mountpoint, as in /proc/PID/cgroup."""
 
     version: int
     mountpoint: Path

@@ -44,10 +44,7 @@ class CliqueCopies:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """All facts about one regular file.
-
-    `content` None: this node has no content of it. `clique` None: no cluster.
-    """
+    """All facts about one regular file; no `content` on this node, no `clique` without a cluster: None."""
 
     content: Content | None
     copies: tuple[Copy, ...] = ()

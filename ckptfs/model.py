@@ -52,10 +52,7 @@ class Tier(StrEnum):
 
 
 class ContentState(IntEnum):
-    """The state of a content.
-
-    OPEN has writers, CLOSED awaits its seal, SEALED never changes, DOOMED awaits deletion, LOST has no good copy.
-    """
+    """OPEN has writers, CLOSED awaits its seal, DOOMED awaits deletion, LOST has no good copy."""
 
     OPEN = 0
     CLOSED = 1
@@ -167,10 +164,7 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class PfsEntryStat:
-    """An entry of a PFS directory: lstat, target of a symlink, xattrs of the namespace `user`.
-
-    `target` and `xattrs` are loaded only for entries that the catalog does not know.
-    """
+    """An entry of a PFS directory. `target` and `xattrs` are loaded only for unknown entries."""
 
     name: bytes
     mode: int

@@ -1,6 +1,4 @@
-"""Bounds of our gRPC servers for stalled calls and for descriptors.
-
-They cancel calls in which nothing moves, and keep callers from exhausting descriptors.
+"""Bounds of our gRPC servers: calls in which nothing moves are cancelled, descriptors are kept free.
 
 gRPC assigns a thread to a call when its headers arrive. A client that sends nothing more would hold that thread for ever.
 """

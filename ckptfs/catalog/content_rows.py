@@ -1,7 +1,4 @@
-"""Rows of the table `content` as values: the columns and their order.
-
-All modules that own a part of the row import this one.
-"""
+"""Rows of the table `content` as values: the columns and their order."""
 
 from typing import Any
 

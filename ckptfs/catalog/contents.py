@@ -1,6 +1,4 @@
-"""A content from its first byte to its seal, and the previous contents of a file.
-
-The tables are `content` and `copy`.
+"""A content from its first byte to its seal, and previous contents (tables `content`, `copy`).
 
 The mount begins, opens and closes contents; the mover seals them (copies.py has its other changes of copies). A content that other nodes
 have verified becomes a *previous* one if its file is written, or if another file takes its file's name; then it belongs to that
@@ -316,10 +314,7 @@ def get_file_content(db: Database, inode: int) -> FileContent | None:
 
 
 def insert_content(db: Database, inode: int, tier: Tier, *, reserved_content: int | None = None, changed_ns: int | None = None) -> int:
-    """Insert a new, empty, OPEN content for `inode` in `tier`. Return its id.
-
-    The previous content stays until the new one is sealed (P5). `changed_ns`: when the bytes of the file changed; if None, its times stay.
-    """
+    """Insert a new OPEN content for `inode`; return its id. `changed_ns`: its new times, None: as before."""
     now = time.time_ns()
     mark_superseded(db, inode)
     if reserved_content is None:
@@ -347,12 +342,7 @@ def insert_reserved_content(db: Database, tier: Tier) -> int:
 
 
 def record_successor(db: Database, inode: int, content: int, successor: int) -> bool:
-    """Let the reserved content `successor` continue the sealed `content`. Return whether it does.
-
-    Other nodes have `content`.
-
-    The file of `content` in the tier of `successor` has both names. What other nodes hold is the previous content from now on.
-    """
+    """Let the reserved `successor` take the file of the sealed `content`, which other nodes have."""
     tier = db.value(
         "SELECT c.tier FROM content k JOIN inode i ON i.id = ?1 AND i.content = k.id JOIN copy c ON c.content = k.id AND c.state = 1"
         " AND c.tier = (SELECT r.tier FROM copy r WHERE r.content = ?3) WHERE k.id = ?2 AND k.state = 2",

@@ -1,7 +1,5 @@
 """Copies of contents on this node as the mover changes them (tables `copy` and `tier`).
 
-The mover adds, moves, drops, fetches and stashes copies.
-
 The mover reads or writes bytes first, and records the result in a transaction that compares the state and `change` of the content with
 what it saw before; if a writer came in between, nothing is recorded. Functions that change rows join the caller's transaction.
 
@@ -403,12 +401,7 @@ def record_pfs_verified(db: Database, expected: FetchState, digest: bytes, block
 
 
 def record_pfs_damaged(db: Database, expected: FetchState) -> bool:
-    """Record that the file on the PFS differs from the sealed bytes.
-
-    A journal row lets write-back write it again.
-
-    Return False if the file has changed since `expected`, or has a newer content than the PFS.
-    """
+    """Have the PFS's file written again. False: it has changed, or is older than the content."""
     content, published = expected.content, expected.published
     if content is None or published is None or (content.generation, content.digest) != (published.generation, published.digest):
         return False

@@ -1,7 +1,5 @@
 """The SQLite file of the catalog: creating, checking, migrating and opening it, and transactions.
 
-Other modules hold the queries.
-
 The file is in WAL mode with synchronous=NORMAL. Each thread has its own connection. A change is one BEGIN IMMEDIATE transaction: it waits
 for its turn, then happens as a whole or not at all.
 

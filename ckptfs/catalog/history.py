@@ -1,6 +1,4 @@
-"""The history of checkpoint sets: second names of files below the hidden entry `HISTORY_NAME`.
-
-`HISTORY_NAME` is an entry of the root.
+"""The history of checkpoint sets: second names of files below the hidden `HISTORY_NAME` of the root.
 
 `<directories of the application>/<series>/<set>/<files>`: a series is a directory such as `step_*`, a set one such as `step_100@17` (its
 name and its number in the series). The files of a set are hard links, so all that keeps a file keeps them: they share inode, content and

@@ -1,7 +1,5 @@
 """Attributes of inodes (columns of `inode`) and extended attributes (table `xattr`).
 
-This module alone turns an inode row into a value.
-
 Set-id bits are cleared as on ext4: if a file that is not a directory changes its owner, and if a process without CAP_FSETID changes its
 length. Functions that change rows join the caller's transaction.
 """

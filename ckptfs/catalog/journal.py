@@ -1,7 +1,5 @@
 """The changes that the PFS does not have yet, in their order (P6): table `journal`.
 
-A row is appended in the transaction of its change.
-
 Ops: `make` (a directory, symlink, fifo, socket or device under parent/name; a regular file too, which appears on the PFS with its first
 content), `link` (another name), `unlink`, `rmdir`, `rename` (parent/name to new_parent/new_name, which is replaced if it exists),
 `exchange`, `attributes` (mode, owner, times and xattrs of an inode, as they are when the row is applied), `content` (a content was
@@ -276,11 +274,7 @@ def _has_unrecorded(db: Database) -> bool:
 
 
 def insert_rows_for_tree(db: Database, inode: int) -> int:
-    """Record `inode` and all below it again, as they are now, and forget that the PFS showed them.
-
-    Return the number of rows.
-    Files without bytes on this node stay as they are: there is nothing to write back, and a scan finds out their state.
-    """
+    """Record `inode` and all below it again, as what the PFS lacks now. Return the number of rows."""
     recorded: set[int] = set()
     count = 0
     for parent, name in db.rows("SELECT parent, name FROM entry WHERE child = ? ORDER BY cookie", inode):

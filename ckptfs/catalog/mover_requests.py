@@ -1,7 +1,5 @@
 """Requests of the mount and of commands to the mover (table `mover_request`).
 
-The row is the request; a wake-up is only a hint.
-
 A request is open until it is answered, or until its callers have stopped waiting (`until_ns`). Callers with the same kind, inode and
 argument share one open row. Kinds:
 

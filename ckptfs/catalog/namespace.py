@@ -1,7 +1,5 @@
 """Names and their inodes (tables `inode` and `entry`): create, link, unlink, rename and readdir.
 
-The calls behave as on a local filesystem.
-
 Functions that change rows join the caller's transaction, and append the journal row of the change. They raise OSError with the errno of
 ext4, or `NotImported` if the answer depends on a PFS directory that was not imported yet. With `allow_unimported` a new name does not wait
 for the import: it is made from what the catalog knows (P1). A rename keeps the cookie of a name that is replaced or exchanged, and of one

@@ -1,6 +1,4 @@
-"""The queries of the tracker of checkpoint sets.
-
-They return the place of an inode, the files of a member, and the part of them that the history has.
+"""The queries of the tracker of sets: where an inode belongs, files of a member, what the history has.
 
 Functions that change rows join the caller's transaction.
 """

@@ -295,10 +295,7 @@ _IS_OF_HISTORY = (
 
 
 def count_journal_left(db: Database, up_to: int) -> tuple[int, int, int]:
-    """Return (files, bytes, other changes) that the PFS lacks up to the row `up_to`.
-
-    What only the history of sets has does not count if the PFS refuses the history's directory: a report names it and its remedy.
-    """
+    """Return (files, bytes, other changes) up to a row that the PFS lacks and does not refuse."""
     history = os.fsdecode(HISTORY_NAME)
     is_refused = any(json.loads(value).get("path") == history for _, value, _ in list_reports(db, DEFERRED_REPORT))
     condition = f"j.seq <= ? AND NOT {_IS_OF_HISTORY}" if is_refused else "j.seq <= ?"

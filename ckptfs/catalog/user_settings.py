@@ -1,6 +1,4 @@
-"""The attributes by which users control sets: `pin`, `note`, `remove`, `rollback`, `commit`.
-
-They are extended attributes with the prefix `user.ckptfs.`.
+"""The attributes `user.ckptfs.*` by which users control sets: pin, note, remove, rollback, commit.
 
 The kernel has checked that the caller may write the file or directory. Only its owner and root may set these attributes. They are shown to
 callers that name them, and never listed. A removal and a commit are internal attributes themselves, on which the tracker of sets

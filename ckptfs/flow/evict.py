@@ -166,10 +166,7 @@ class Evict:
         return copies.list_evictable(self._db, tier, elsewhere=elsewhere, at_most=BATCH_CONTENTS, pfs_verify=verify)
 
     def _drop(self, storage: TierStorage, contents: list[Content]) -> int:
-        """Drop copies.
-
-        The transaction that deletes their rows checks again, since a file may have been opened.
-        """
+        """Drop copies, after another check: a file may have been opened. Return their number."""
         with self._db.transaction():
             verify = self._config.pfs_verify
             gone = [one for one in contents if lifecycle.can_drop(get_file_record(self._db, one.id), storage.tier, pfs_verify=verify)]

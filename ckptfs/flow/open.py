@@ -18,10 +18,7 @@ _DIGITS = re.compile(rb"\d+")
 
 
 class WriteTarget(Enum):
-    """The content that a writer gets.
-
-    NEW: a new content. IN_PLACE: the local one. FETCH: the local one after a fetch. LOST: no bytes are left.
-    """
+    """The content that a writer gets. FETCH: the local one after a fetch. LOST: no bytes are left."""
 
     NEW = "new"
     IN_PLACE = "in place"
@@ -49,10 +46,7 @@ def get_series_pattern(name: bytes) -> bytes:
 
 
 class ReadSource(Enum):
-    """The source of a reader.
-
-    HERE: a local tier. EMPTY: never written. FETCH: the answer of a fetch request. LOST: no bytes are left.
-    """
+    """The source of a reader. FETCH: the answer of a fetch request. LOST: no bytes are left."""
 
     HERE = "here"
     EMPTY = "empty"

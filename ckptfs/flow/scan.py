@@ -444,10 +444,7 @@ class DirectoryScan:
                 self._delete_tree(name)
 
     def _delete_tree(self, name: bytes) -> None:
-        """Delete a name and everything below it from the catalog, bottom up.
-
-        Entries newer than the PFS stay, and so do the directories that hold them.
-        """
+        """Delete a name and all below it from the catalog, but for what the PFS lacks as yet."""
         inode = scans.get_known_name(self._db, self._directory, name).inode
         self._pending.update(self._db)
         if inode is None or self._pending.is_pending(name, inode):

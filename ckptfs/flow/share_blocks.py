@@ -50,10 +50,7 @@ MEASURE_RATIO = 20
 
 @dataclass(slots=True)
 class _Work:
-    """A content in hand.
-
-    `left`: (block, file with an equal block, block in it). `own`: the other blocks, if they are to move out.
-    """
+    """A content in hand. `left`: (block, file with it, block there). `own`: the others, if they move out."""
 
     content: Content
     left: list[tuple[int, int, int]]

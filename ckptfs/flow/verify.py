@@ -36,10 +36,7 @@ class CheckResult:
 
 
 def verify(db: Database, tiers: Tiers, number: int) -> list[CheckResult]:
-    """Compare every local copy of the content `number` with the seal, and repair bad ones.
-
-    Returns an empty list for a content that is not sealed. Raises Busy if it is opened for writing meanwhile, and OSError from a tier.
-    """
+    """Compare all local copies of a sealed content with its seal; repair bad ones. Raises Busy, OSError."""
     content = contents.get_content(db, number)
     if content is None or content.state not in {ContentState.SEALED, ContentState.LOST}:
         return []

@@ -1,7 +1,5 @@
 """Copies of contents in the tiers of this node: copies, moves, removal, stale generations, stashes.
 
-A copy goes to another tier or stays in its tier. Moves are those of open contents.
-
 - A copy is announced by a FILLING row, written, synced and read back; only then is it good (P4).
 - The file of a forgotten copy is removed in a transaction, so that a copy that was announced since keeps its file. The PFS must not be
   accessed in a transaction; its leftovers are found by a sweep.

@@ -123,12 +123,7 @@ def read_mark(root_fd: int) -> str:
 
 
 def make_mark(root_fd: int, text: str = "") -> str:
-    """Return the text of the mark, which is made if it is missing: `text`, or a new uuid.
-
-    Concurrent callers get the same one.
-
-    Raises OSError, and TierUnavailable if the work area belongs to another user.
-    """
+    """Return the text of the mark, which is made if it is missing. Raises OSError, TierUnavailable."""
 
     def make() -> str:
         return disk.act("pfs:mark", _make_mark, root_fd, text or uuid.uuid4().hex)

@@ -252,10 +252,7 @@ def get_allocated_bytes(fd: int) -> int:
 
 
 def top_up(fd: int, offset: int, length: int) -> None:
-    """Allocate the pages of a range, also beyond the end of the file, whose size stays. Raises ENOSPC.
-
-    The memory cgroup of the calling process pays for the pages. Pages that exist stay as they are.
-    """
+    """Allocate missing pages of a range; the size stays, and the caller's cgroup pays. Raises ENOSPC."""
     disk.act("prepare:allocate", fallocate, fd, KEEP_SIZE, offset, length)
 
 

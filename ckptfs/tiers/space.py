@@ -94,10 +94,7 @@ def get_excess_bytes(capacity: Capacity, high: float, low: float) -> int:
 
 
 def get_excess_bytes_for(capacity: Capacity, expected_bytes: int, high: float, low: float) -> int:
-    """Return how many bytes to evict, if that costs nothing, for a content of `expected_bytes`.
-
-    The result goes down to `low` at least, so that several such contents fit. It is 0 for a content that can never fit.
-    """
+    """Return how many bytes to evict for several contents of this size; 0 if one can never fit."""
     bound = int(high * capacity.total)
     if expected_bytes >= bound or fits(capacity, expected_bytes, high):
         return 0

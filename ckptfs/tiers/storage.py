@@ -1,6 +1,4 @@
-"""The files of contents in the tiers of this node: `contents-<catalog>/<id in 16 hex digits>`.
-
-That directory is in the root of each tier.
+"""The files of contents: `contents-<catalog>/<id in 16 hex digits>` in the root of each tier.
 
 A root also holds `tier-id`, a uuid. If it differs from the one in the catalog, the tier was replaced: a reboot replaces the RAM tier,
 and its copies are lost. NVMe with another uuid may only lack its device: while files depend on it, nothing is forgotten and the node
@@ -89,10 +87,7 @@ class TierStorage(TierRoot):
         self.record_success()
 
     def create(self, content: int, flags: int = os.O_RDWR) -> int:
-        """Create an empty file for `content` and return its descriptor.
-
-        A process that died before its commit may have left a file under an id that is now used again: it is replaced.
-        """
+        """Create an empty file for `content`, in place of one of a process that died; return it open."""
         flags |= os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         try:
             try:
@@ -385,12 +380,7 @@ class Tiers(Mapping[Tier, TierStorage]):
         return is_enough(capacity)
 
     def choose_disk_tier(self, expected_bytes: int, reserved_bytes: Mapping[Tier, int] = _NO_RESERVATIONS) -> Tier | None:
-        """Return the tier on disk where a program below a memory limit may write by passthrough.
-
-        Returns None if there is none.
-
-        The pages of such a file are charged to the program as well, but the kernel writes them out and reclaims them.
-        """
+        """Return the tier on disk for a program below a memory limit: its pages can be reclaimed."""
         tier = Tier.NVME
         if tier not in self._tiers or self._tiers[tier].is_memory or not self._tiers[tier].is_usable:
             return None
@@ -436,12 +426,7 @@ class Tiers(Mapping[Tier, TierStorage]):
         yield from (other for other in order[order.index(tier) + 1 :] if other in self._tiers)
 
     def list_move_targets(self, tier: Tier, size: int) -> list[Tier]:
-        """Return the tiers that a content of `size` bytes can move to when `tier` is full.
-
-        The tiers below come first, then those above.
-
-        RAM and NVMe must have room for it; the PFS is asked in a thread that may hang.
-        """
+        """Return the tiers with room, lower ones first, for a content whose `tier` is full."""
         order = [*self.list_next(tier), *(other for other in space.ORDER[: space.ORDER.index(tier)] if other in self._tiers)]
         needed = size + limits.MOVE_ROOM_BYTES_MIN
         return [other for other in order if self._tiers[other].is_usable and (other is Tier.PFS or self._has_room(other, needed))]
@@ -457,10 +442,7 @@ class Tiers(Mapping[Tier, TierStorage]):
 
 
 def adopt_tiers(db: Database, tiers: Tiers) -> None:
-    """Record the uuids of RAM and NVMe.
-
-    If a uuid is new, forget all copies in that tier; exclude NVMe if files depend on the previous one.
-    """
+    """Record the uuids of RAM and NVMe; a new one ends all copies there, or excludes NVMe if it is needed."""
     for tier in (Tier.RAM, Tier.NVME):
         if tier not in tiers:
             continue

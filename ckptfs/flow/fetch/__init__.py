@@ -159,12 +159,7 @@ class Fetch:
             return self._pfs.fetch(state, tier, progress, is_required=is_required)
 
     def _fetch_from_peers(self, state: FetchState, sources: Sources, progress: FetchProgress, *, is_required: bool) -> bool:
-        """Fetch a file from other nodes.
-
-        Return False if they did not deliver it but the PFS may. Raises Busy if nothing else may.
-
-        Raises OthersFirst while enough other nodes fetch the file: soon they have it, too.
-        """
+        """Fetch from other nodes. False: the PFS may have it. Raises Busy, or OthersFirst for now."""
         if self._peers is None or state.content is None or not sources.nodes:
             return False
         tier = self._choose_tier(state.content.size, is_required=is_required or not sources.is_on_pfs)
@@ -183,12 +178,7 @@ class Fetch:
         return True
 
     def _choose_tier(self, size: int, *, is_required: bool, is_never_read: bool = False) -> Tier | None:
-        """Return the tier for a copy of `size` bytes.
-
-        Returns None if every local tier is too full and the PFS's own file will do.
-
-        A large file that was never read must leave more room. Raises NoSpace if a copy is required and no tier has room.
-        """
+        """Return the tier for a copy; None: the PFS's own file will do. Raises NoSpace."""
         if is_required:
             return self._tiers.choose_tier(size, excluded=self._excluded)
         needs_more_room = is_never_read and size > limits.FETCH_WHOLE_BYTES

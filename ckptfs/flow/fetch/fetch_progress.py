@@ -1,7 +1,5 @@
 """Progress of a fetch: heartbeat of the request, turns of other nodes, and published blocks.
 
-It keeps the request alive, bounds how long other nodes may go first, and publishes which blocks may be read already.
-
 If we die here: the request is still open. The next mover removes the published fetch map.
 """
 

@@ -1,7 +1,5 @@
 """Blocks that files on the PFS share: they are cloned into a temporary file instead of written.
 
-Another file on the PFS has them already.
-
 A clone is made by the PFS itself. Nothing is believed of it: the copy that follows compares every piece with the content, as it does with
 what an interrupted copy left, and writes what differs. So the files on the PFS may be changed by other programs at any time (P4).
 

@@ -1,7 +1,5 @@
 """The temporary files of one plan: whole, verified (P4), and on disk before the batch is applied.
 
-They are verified against the sealed digest.
-
 Takes: the puts of a plan, and the copies of contents on this node.
 Leaves: temporary files in the directories where their names will appear, with their final attributes.
 If we die here: the batch in hand names its temporary files. The next mover resumes large ones and removes the rest.
