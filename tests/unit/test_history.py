@@ -78,7 +78,7 @@ def test_a_set_has_second_names_that_no_application_sees(db: Database) -> None:
     directory = make_set(db, series, 1, [file])
     linked = inodes.get(db, file.id)
     assert (linked.nlink, linked.history, linked.shown_nlink, linked.ctime_ns) == (2, 1, 1, file.ctime_ns)
-    assert inodes.is_history(db, file.id) and history.is_history(db, directory) and not history.is_history(db, series.origin)
+    assert inodes.is_history(db, file.id) and inodes.is_history(db, directory) and not inodes.is_history(db, series.origin)
     with db.transaction():
         namespace.link(db, file.id, series.origin, b"other")
         namespace.unlink(db, series.origin, b"step_1")
