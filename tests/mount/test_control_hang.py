@@ -3,10 +3,11 @@
 import json
 from collections.abc import Callable
 
-from daemon_under_test import DaemonUnderTest, eventually
+from daemon_under_test import DaemonUnderTest, eventually, shorten
 from silent_pfs import SilentPfs
 
 ANSWER_S = 20.0
+PROBED_SOON = {"tiers.health.PROBE_NORMAL_S": 1.0, "tiers.health.SUSPECT_S": 2.0}
 
 
 def status(daemon: DaemonUnderTest) -> dict[str, object]:
@@ -15,7 +16,7 @@ def status(daemon: DaemonUnderTest) -> dict[str, object]:
 
 
 def test_everything_answers_while_the_pfs_hangs(make_daemon: Callable[..., DaemonUnderTest], silent: SilentPfs) -> None:
-    daemon = make_daemon(pfs=silent.path)
+    daemon = make_daemon(pfs=silent.path, env=shorten(**PROBED_SOON))
     daemon.expect_warning(r"pfs|PFS|write_back|scan")
     (daemon.path / "before").write_bytes(b"1")
     daemon.command("wait", daemon.path / "before", "--timeout", "60s")

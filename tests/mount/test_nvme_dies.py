@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from daemon_under_test import DaemonUnderTest, eventually
+from daemon_under_test import DaemonUnderTest, eventually, shorten
 from programs import need, refusal, run
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
@@ -102,7 +102,7 @@ def test_with_a_pfs_nothing_is_lost(make_daemon: Make, data_path: str, nvme: Pat
 
 
 def test_without_a_pfs_its_files_alone_fail_and_are_back_with_it(make_daemon: Make, nvme: Path, tmp_path: Path) -> None:
-    daemon = make_daemon("auto", ram="32M", nvme=nvme, pfs=None)
+    daemon = make_daemon("auto", ram="32M", nvme=nvme, pfs=None, env=shorten(**{"tiers.health.PROBE_NORMAL_S": 1.0}))
     daemon.expect_warning("nvme|disk|only|content|cannot be sealed|removed")
     data = fill(daemon.path / "only-there")
     daemon.settle()

@@ -75,7 +75,10 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def shorten(**limits: float) -> dict[str, str]:
-    """The environment of a daemon with other `ckptfs.limits`, so that a test need not wait as long as users would."""
+    """The environment of a daemon with other limits, so that a test need not wait as long as users would.
+
+    Names are those of `ckptfs.limits`, or with their module: `**{"tiers.health.PROBE_NORMAL_S": 1}`.
+    """
     places = [str(Path(__file__).with_name("shortened")), ENVIRONMENT["PYTHONPATH"]]
     return {"PYTHONPATH": os.pathsep.join(places), "CKPTFS_TEST_LIMITS": " ".join(f"{name}={value}" for name, value in limits.items())}
 

@@ -3,10 +3,11 @@
 Python imports this module first in every process whose PYTHONPATH names its directory.
 """
 
+import importlib
 import os
 
-from ckptfs import limits
-
-for name, _, value in (pair.partition("=") for pair in os.environ["CKPTFS_TEST_LIMITS"].split()):
-    assert hasattr(limits, name), f"there is no limit {name}"
-    setattr(limits, name, float(value))
+for place, _, value in (pair.partition("=") for pair in os.environ["CKPTFS_TEST_LIMITS"].split()):
+    module, _, name = (place if "." in place else f"limits.{place}").rpartition(".")
+    home = importlib.import_module(f"ckptfs.{module}")
+    assert hasattr(home, name), f"there is no limit {place}"
+    setattr(home, name, float(value))
