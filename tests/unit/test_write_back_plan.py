@@ -23,27 +23,21 @@ class Facts:
     def __init__(self) -> None:
         self.states: dict[int, ContentState] = {}
         self.sizes: dict[int, int] = {}
-        self.gone: set[int] = set()
         self.repeats: set[int] = set()
         self.refused: set[int] = set()
-        self.held: set[int] = set()
         self.late = False
         self.can_link_history = True
         self.earliness = False
         self.changing = False
-        self.pausing = False
-        self.shows: dict[int, PublishedRow] = {}
 
     def get_inode(self, inode: int) -> Inode | None:
-        if inode in self.gone:
-            return None
         return Inode(inode, FILE, 0, 0, 0, 1, 0, 0, 0, 0, None, inode, 1, 0, True)
 
     def get_content(self, content: int) -> Content | None:
         return Content(content, content, 1, self.states.get(content, ContentState.SEALED), self.sizes.get(content, 1), b"d", b"d", 1)
 
     def get_published(self, inode: int) -> PublishedRow | None:
-        return self.shows.get(inode)
+        return None
 
     def is_in_history(self, directory: int) -> bool:
         return False
@@ -61,7 +55,7 @@ class Facts:
         return self.changing
 
     def is_paused(self, content: Content) -> bool:
-        return self.pausing
+        return False
 
     def is_unfit(self, inode: int) -> bool:
         return False
@@ -70,7 +64,7 @@ class Facts:
         return inode in self.refused
 
     def is_held(self, inode: int) -> bool:
-        return inode in self.held
+        return False
 
     def has_refused_attributes(self, inode: int) -> bool:
         return False
@@ -101,25 +95,6 @@ def content(seq: int, inode: int) -> JournalRow:
 
 def rename(seq: int, inode: int, name: bytes, new: bytes, mode: int = FILE) -> JournalRow:
     return JournalRow(seq, "rename", inode, ROOT, name, ROOT, new, mode=mode)
-
-
-def test_a_file_appears_with_its_content_under_the_name_it_then_has(planner: Planner) -> None:
-    for row in (make(1, 7, b"tmp"), rename(2, 7, b"tmp", b"final"), content(3, 7)):
-        assert planner.plan_row(row)
-    assert acts(planner) == [("put", 7, b"final")] and planner.last_seq == 3
-
-
-def test_made_and_removed_is_nothing(planner: Planner, facts: Facts) -> None:
-    facts.states[7] = ContentState.DOOMED
-    for row in (make(1, 7, b"lock"), content(2, 7), JournalRow(3, "unlink", 7, ROOT, b"lock", mode=FILE)):
-        assert planner.plan_row(row)
-    assert acts(planner) == [] and planner.view.pending_entries == {(ROOT, b"lock"): None} and planner.last_seq == 3
-
-
-def test_a_content_without_its_seal_stops_the_batch(planner: Planner, facts: Facts) -> None:
-    facts.states[7] = ContentState.CLOSED
-    assert planner.plan_row(make(1, 7, b"a"))
-    assert not planner.plan_row(content(2, 7)) and planner.waiting_for is not None and planner.last_seq == 1
 
 
 def test_a_large_one_goes_before_its_seal_and_alone(planner: Planner, facts: Facts) -> None:
@@ -157,11 +132,6 @@ def test_what_cannot_be_published_is_passed_over(planner: Planner, facts: Facts,
     assert planner.plan_row(make(1, 7, b"a")) and planner.plan_row(content(2, 7)) and acts(planner) == []
 
 
-def test_an_fsync_that_comes_too_soon_is_passed_over(planner: Planner, facts: Facts) -> None:
-    facts.states[7], facts.pausing = ContentState.OPEN, True
-    assert planner.plan_row(make(1, 7, b"a")) and planner.plan_row(JournalRow(2, "synced", 7, content=7)) and acts(planner) == []
-
-
 def test_a_later_close_of_the_same_content_counts(planner: Planner, facts: Facts) -> None:
     facts.repeats = {2}
     for row in (make(1, 7, b"a"), content(2, 7), make(3, 8, b"b"), content(4, 8), content(5, 7)):
@@ -169,46 +139,11 @@ def test_a_later_close_of_the_same_content_counts(planner: Planner, facts: Facts
     assert acts(planner) == [("put", 8, b"b"), ("put", 7, b"a")]
 
 
-def test_what_is_there_already_is_not_written_again(planner: Planner, facts: Facts) -> None:
-    facts.shows[7] = PublishedRow(7, 1, True, 1, 1, 99, b"d", b"d")
-    planner.view.set_entry(ROOT, b"a", PfsEntry(7, Fingerprint(99, 1, 1)))
-    assert planner.plan_row(content(1, 7)) and acts(planner) == []
-
-
-def test_an_open_file_over_a_published_one_leaves_it(planner: Planner, facts: Facts) -> None:
-    """P5."""
-    facts.states[8] = ContentState.OPEN
-    for row in (make(1, 7, b"final"), content(2, 7), make(3, 8, b"tmp"), rename(4, 8, b"tmp", b"final"), content(5, 8)):
-        assert planner.plan_row(row)
-    assert acts(planner) == [("put", 7, b"final")]
-    assert planner.view.get_pending(ROOT, b"final") == 8
-    assert planner.plan_row(JournalRow(6, "unlink", 8, ROOT, b"final", mode=FILE))
-    assert acts(planner)[1:] == [("unlink", 7, b"final")]
-
-
 def test_a_moved_directory_is_a_batch_of_its_own(planner: Planner) -> None:
     planner.view.set_entry(ROOT, b"d", PfsEntry(5, Fingerprint(50)))
     assert planner.plan_row(make(1, 7, b"a")) and planner.plan_row(content(2, 7))
     assert not planner.plan_row(rename(3, 5, b"d", b"e", DIRECTORY))
     assert planner.last_seq == 2
-
-
-def test_what_lies_in_a_directory_of_this_batch_begins_the_next_one(planner: Planner) -> None:
-    assert planner.plan_row(make(1, 5, b"d", DIRECTORY))
-    assert planner.plan_row(make(2, 7, b"inside", parent=5))
-    assert not planner.plan_row(content(3, 7))
-
-
-def test_second_names_are_links_to_what_the_batch_makes(planner: Planner) -> None:
-    for row in (
-        make(1, 7, b"a"),
-        JournalRow(2, "link", 7, ROOT, b"b", mode=FILE),
-        content(3, 7),
-        JournalRow(4, "link", 7, ROOT, b"c", mode=FILE),
-    ):
-        assert planner.plan_row(row)
-    assert acts(planner) == [("put", 7, b"a"), ("link", 7, b"b"), ("link", 7, b"c")]
-    assert len({action.fingerprint for action in planner.actions}) == 1
 
 
 def test_batches_are_bounded(planner: Planner, facts: Facts) -> None:
