@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from programs import PROGRAM_S, need, run
+from programs import MELT, PROGRAM_S, need, run
 from series_tree import SeriesTree, TreeFile, prefixes
 
 from ckptfs.series import list_series
@@ -16,15 +16,15 @@ torch = pytest.importorskip("torch", reason="torch is not installed (./bootstrap
 pytestmark = pytest.mark.apps
 
 DCP = """
-import socket, sys
+import os, sys, tempfile
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 
 
-def save(rank, world, port, paths):
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+def save(rank, world, meeting, paths):
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     for number, path in enumerate(paths):
         state = {"shared": torch.full((1000,), float(number)), f"of{rank}": torch.full((3000,), rank + 0.5), "step": number}
         if number % 2:
@@ -35,11 +35,8 @@ def save(rank, world, port, paths):
 
 
 if __name__ == "__main__":
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    world = int(sys.argv[1])
-    mp.start_processes(save, args=(world, port, sys.argv[2:]), nprocs=world, start_method="spawn")
+    world, meeting = int(sys.argv[1]), os.path.join(tempfile.mkdtemp(dir="."), "meeting")
+    mp.start_processes(save, args=(world, os.path.abspath(meeting), sys.argv[2:]), nprocs=world, start_method="spawn")
 """
 
 
@@ -48,7 +45,7 @@ def save_dcp(directory: Path, world: int, *names: str) -> SeriesTree:
     directory.mkdir(exist_ok=True)
     (directory.parent / "dcp.py").write_text(DCP)
     command = [sys.executable, str(directory.parent / "dcp.py"), str(world), *(str(directory / name) for name in names)]
-    subprocess.run(command, check=True, timeout=PROGRAM_S, capture_output=True)
+    subprocess.run(command, check=True, timeout=PROGRAM_S, capture_output=True, cwd=directory.parent)
     return SeriesTree.of_directory(directory)
 
 
@@ -127,27 +124,10 @@ def test_hdf5_and_numpy(tmp_path: Path) -> None:
             assert tree.with_files({second: data[:length]}).find(pattern) == first
 
 
-MELT = """
-units lj
-atom_style atomic
-lattice fcc 0.8442
-region box block 0 4 0 4 0 4
-create_box 1 box
-create_atoms 1 box
-mass 1 1.0
-velocity all create 3.0 87287
-pair_style lj/cut 2.5
-pair_coeff 1 1 1.0 1.0 2.5
-fix 1 all nve
-restart 100 melt.%.*
-run 200
-"""
-
-
 def test_restart_files_of_each_process_of_lammps(tmp_path: Path) -> None:
     """H4, D6: two processes where MPI is there, else one; any file missing or cut."""
     need("lmp")
-    (tmp_path / "in.melt").write_text(MELT)
+    (tmp_path / "in.melt").write_text(f"{MELT}restart 100 melt.%.*\nrun 200\n")
     two = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"] if shutil.which("mpirun") else []
     run(*two, "lmp", "-in", "in.melt", cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
     tree = SeriesTree.of_directory(tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from daemon_under_test import Area, eventually
-from programs import need, run
+from programs import MELT, need, run
 from series_tree import prefixes
 
 from ckptfs.series import file_formats
@@ -30,23 +30,6 @@ rcoulomb = 0.6
 rvdw = 0.6
 gen_vel = yes
 gen_seed = 1
-"""
-MELT = """
-units lj
-atom_style atomic
-lattice fcc 0.8442
-region box block 0 6 0 6 0 6
-create_box 1 box
-create_atoms 1 box
-mass 1 1.0
-velocity all create 3.0 87287
-pair_style lj/cut 2.5
-pair_coeff 1 1 1.0 1.0 2.5
-fix 1 all nve
-thermo 100
-thermo_modify format float %20.15g
-restart 100 melt.*.restart
-run {steps}
 """
 CONTINUED = """
 read_restart {restart}
@@ -98,7 +81,7 @@ def test_lammps_goes_on_from_its_restart_file(mount: Area, tmp_path: Path) -> No
     need("lmp")
     steps, restart = 1500, "melt.200.restart"
     for directory in (mount.path, tmp_path):
-        (directory / "melt.in").write_text(MELT.format(steps=steps))
+        (directory / "melt.in").write_text(f"{MELT}restart 100 melt.*.restart\nrun {steps}\n")
         (directory / "again.in").write_text(CONTINUED.format(restart=restart, steps=400))
     run("lmp", "-in", "melt.in", cwd=tmp_path)
     killed_when(["lmp", "-in", "melt.in"], mount.path, mount.path / "melt.300.restart")

@@ -13,6 +13,22 @@ from typing import Any
 import pytest
 
 PROGRAM_S = 240.0
+MELT = """
+units lj
+atom_style atomic
+lattice fcc 0.8442
+region box block 0 6 0 6 0 6
+create_box 1 box
+create_atoms 1 box
+mass 1 1.0
+velocity all create 3.0 87287
+pair_style lj/cut 2.5
+pair_coeff 1 1 1.0 1.0 2.5
+fix 1 all nve
+thermo 100
+thermo_modify format float %20.15g
+"""
+"""A melt for LAMMPS, without its restart files and its run."""
 
 
 def need(*programs: str) -> None:
