@@ -52,7 +52,7 @@ def save_dcp(directory: Path, world: int, *names: str) -> SeriesTree:
 def test_distributed_checkpoints(tmp_path: Path) -> None:
     """T6, T7: two ranks; any file missing or cut, an old `.metadata` over new shards, and then a save on one rank only."""
     saved = tmp_path / "saved"
-    tree = save_dcp(saved, 2, "step_1", "step_2")
+    tree = save_dcp(saved, 2, "step_1", "step_2", "later")
     assert tree.find("step_*") == "step_2" and tree.find_reasons("step_*") == {}
     files = [path for path in tree.files if path.startswith(b"step_2/")]
     assert len(files) == 3
@@ -61,9 +61,9 @@ def test_distributed_checkpoints(tmp_path: Path) -> None:
         data = tree.files[path].data
         for length in random.Random(1).sample(range(len(data)), 40):
             assert tree.with_files({path.decode(): TreeFile(data[:length], tree.files[path].mtime_ns)}).find("step_*") == "step_1", path
-    metadata = tree.files[b"step_2/.metadata"]
-    again = save_dcp(saved, 2, "step_2").with_files({"step_2/.metadata": metadata})
-    assert again.find("step_*") == "step_1" and "belongs to the save before" in again.find_reasons("step_*")["step_2"]
+    later = {path.decode().replace("later", "step_2"): file for path, file in tree.files.items() if path.startswith(b"later/__")}
+    again = tree.with_files(later)
+    assert len(later) == 2 and again.find("step_*") == "step_1" and "belongs to the save before" in again.find_reasons("step_*")["step_2"]
     assert save_dcp(saved, 1, "step_3").find("step_*") == "step_3", "fewer ranks after a restart"
 
 
