@@ -144,8 +144,7 @@ def simulate(
     """
     from ckptfs import config
     from ckptfs_client import render
-    from ckptfs_client.planning import loss_report
-    from ckptfs_client.planning.loss_simulation import LossModel
+    from ckptfs_client.planning import loss_simulation
 
     size_bytes = parse_option(config.parse_size, size)
     if domains is not None and domains > nodes:
@@ -153,6 +152,6 @@ def simulate(
     node_mtbf_s = parse_failure_rate(mtbf, nodes, node_mtbf) * nodes
     domain_mtbf_s = math.inf if domain_mtbf is None else parse_time("--domain-mtbf", domain_mtbf)
     repair_s, window_s = parse_time("--repair", repair), parse_time("--write-back", write_back)
-    model = LossModel(nodes, factor, jump, domains or 0, node_mtbf_s, domain_mtbf_s, repair_s, window_s)
-    answer = loss_report.build_report(model, size_bytes, keep, trials, seed)
-    render.print_answer(answer, lambda: loss_report.format_report(answer), json=json)
+    model = loss_simulation.LossModel(nodes, factor, jump, domains or 0, node_mtbf_s, domain_mtbf_s, repair_s, window_s)
+    answer = loss_simulation.build_report(model, size_bytes, keep, trials, seed)
+    render.print_answer(answer, lambda: loss_simulation.format_report(answer), json=json)
