@@ -197,13 +197,9 @@ def find_etcd_members(plan: Plan) -> dict[int, int]:
     return found
 
 
-def is_etcd_running(plan: Plan) -> bool:
-    return bool(find_etcd_members(plan))
-
-
 def is_etcd_healthy(plan: Plan) -> bool:
     """Return True if a member of etcd answers that most of them are healthy."""
-    return is_etcd_running(plan) and any(_is_member_healthy(plan, port) for port in plan.etcd_ports)
+    return bool(find_etcd_members(plan)) and any(_is_member_healthy(plan, port) for port in plan.etcd_ports)
 
 
 def _is_member_healthy(plan: Plan, port: int) -> bool:

@@ -103,11 +103,10 @@ class Restore(NamedTuple):
         missing = [one for one in (self.directory, *self.directory.parents) if not one.exists()]
         for one in reversed(missing):
             one.mkdir()
-            like = self.history.mount.mountpoint / ".ckptfs" / "history"
-            if one.is_relative_to(self.history.mount.mountpoint):
-                like = like / one.relative_to(self.history.mount.mountpoint)
+            mount = self.history.mount
+            if one.is_relative_to(mount.mountpoint):
                 with contextlib.suppress(FileNotFoundError):
-                    _copy_attributes(like, one)
+                    _copy_attributes(mount.history / one.relative_to(mount.mountpoint), one)
         if not self.directory.is_dir():
             raise UsageError(f"{self.directory} is no directory")
         try:
