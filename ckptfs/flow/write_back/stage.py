@@ -88,9 +88,12 @@ class Stager:
     def stage(self, action: PfsAction, planned: PlannedFile) -> Staged:
         """Make one temporary file. Raises Busy if the content changed, Unsealed, Unstable, Unfit, and OSError."""
         self._path = planned.path
-        wanted = self._load_inode(planned)
+        wanted, xattrs = self._load_inode(planned), pfs_state.get_xattrs(self._db, planned.inode)
+        shown = PfsView(self._db).get_entry(action.location.parent, action.location.name)
+        # If the name is known as another inode's, that one is ours, and this batch removes it first.
+        can_merge = stat.S_ISDIR(wanted.mode) and (shown is None or shown.inode == planned.inode)
         return pfs_ownership.retry_as_owner(
-            lambda: self._stage(action, planned, wanted), lambda: self._list_owners(wanted, action.location)
+            lambda: self._stage(action, planned, wanted, xattrs, can_merge=can_merge), lambda: self._list_owners(wanted, action.location)
         )
 
     def sync(self) -> None:
@@ -134,19 +137,16 @@ class Stager:
 
     # --- one temporary file -------------------------------------------------------------------------------------------
 
-    def _stage(self, action: PfsAction, planned: PlannedFile, wanted: Inode) -> Staged:
+    def _stage(self, action: PfsAction, planned: PlannedFile, wanted: Inode, xattrs: dict[bytes, bytes], *, can_merge: bool) -> Staged:
         directory = self.tree.get_directory(action.location.path)
         resumed_fd = self._open_resumable(directory, action, planned, wanted)
-        if stat.S_ISDIR(wanted.mode):
-            there = find_stat(directory, action.location.name)
-            shown = PfsView(self._db).get_entry(action.location.parent, action.location.name)
-            # If the name is known as another inode's, that one is ours, and this batch removes it first.
-            if there is not None and stat.S_ISDIR(there.st_mode) and (shown is None or shown.inode == planned.inode):
-                return Staged(Fingerprint(there.st_ino), is_merged=True)
+        there = find_stat(directory, action.location.name) if can_merge else None
+        if there is not None and stat.S_ISDIR(there.st_mode):
+            return Staged(Fingerprint(there.st_ino), is_merged=True)
         try:
             if stat.S_ISREG(wanted.mode):
-                return self._stage_file(directory, action, planned, wanted, resumed_fd)
-            return self._stage_special(directory, action.temporary, wanted)
+                return self._stage_file(directory, action, planned, wanted, xattrs, resumed_fd)
+            return self._stage_special(directory, action.temporary, wanted, xattrs)
         except BaseException:
             with contextlib.suppress(OSError):
                 remove_temporary(self.tree, action.location, action.temporary)
@@ -165,16 +165,16 @@ class Stager:
         remove_temporary(self.tree, action.location, action.temporary)
         return None
 
-    def _stage_file(self, directory: int, action: PfsAction, planned: PlannedFile, wanted: Inode, resumed_fd: int | None) -> Staged:
+    def _stage_file(
+        self, directory: int, action: PfsAction, planned: PlannedFile, wanted: Inode, xattrs: dict[bytes, bytes], resumed_fd: int | None
+    ) -> Staged:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         fd = disk.open_file("write_back:create", action.temporary, flags, 0o600, dir_fd=directory) if resumed_fd is None else resumed_fd
         try:
             if resumed_fd is None:
-                _check_owner(fd)
+                _check_owner(os.fstat(fd))
             size, whole, blocks = self._fill(fd, planned)
-            pfs_ownership.apply_attributes(
-                directory, action.temporary, wanted, pfs_state.get_xattrs(self._db, planned.inode), is_new=resumed_fd is None
-            )
+            pfs_ownership.apply_attributes(directory, action.temporary, wanted, xattrs, is_new=resumed_fd is None)
             found = os.fstat(fd)
         except BaseException:
             os.close(fd)
@@ -186,7 +186,7 @@ class Stager:
         published = PublishedRow(planned.inode, generation, complete, size, found.st_mtime_ns, found.st_ino, whole, blocks, action.key)
         return Staged(fingerprint, published)
 
-    def _stage_special(self, directory: int, name: bytes, wanted: Inode) -> Staged:
+    def _stage_special(self, directory: int, name: bytes, wanted: Inode, xattrs: dict[bytes, bytes]) -> Staged:
         try:
             disk.act("write_back:make", _make_special, directory, name, wanted)
         except OSError as failure:
@@ -197,9 +197,8 @@ class Stager:
             raise
         made = find_stat(directory, name)
         assert made is not None
-        if pfs_ownership.is_root() and made.st_uid != os.geteuid():
-            raise pfs_ownership.RootSquashed(errno.EPERM, os.strerror(errno.EPERM))
-        pfs_ownership.apply_attributes(directory, name, wanted, pfs_state.get_xattrs(self._db, wanted.id), is_new=True)
+        _check_owner(made)
+        pfs_ownership.apply_attributes(directory, name, wanted, xattrs, is_new=True)
         return Staged(Fingerprint(made.st_ino))
 
     def _fill(self, fd: int, planned: PlannedFile) -> transfer.ContentDigests:
@@ -435,9 +434,9 @@ def _digest_prefix(source: int, size: int) -> transfer.ContentDigests:
     return (running.size, *running.finish())
 
 
-def _check_owner(fd: int) -> None:
+def _check_owner(made: os.stat_result) -> None:
     """Raise RootSquashed if root's new file belongs to another user: the file has to be made by its owner."""
-    if pfs_ownership.is_root() and os.fstat(fd).st_uid != os.geteuid():
+    if pfs_ownership.is_root() and made.st_uid != os.geteuid():
         raise pfs_ownership.RootSquashed(errno.EPERM, os.strerror(errno.EPERM))
 
 
