@@ -152,7 +152,9 @@ def remove_unrecorded(db: Database, storage: TierStorage, *numbers: int) -> None
     detached: list[int] = []
     try:
         with db.transaction():
-            detached += [storage.detach(number) for number in numbers if not copies.has_copy(db, number, storage.tier)]
+            for number in numbers:
+                if not copies.has_copy(db, number, storage.tier):
+                    detached.append(storage.detach(number))
     finally:
         for fd in detached:
             if fd >= 0:
