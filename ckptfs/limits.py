@@ -35,10 +35,8 @@ GENERATION_MAX = 2**62
 # --- FUSE ------------------------------------------------------------------------------------------------------------
 WRITE_BYTES_MAX = MIB
 READ_AHEAD_KIB = 1024
-# Notifications invalidate the kernel's caches, so timeouts are long; they bound the cost of a lost notification.
-ENTRY_TIMEOUT_S = 300.0
-ATTRIBUTE_TIMEOUT_S = 300.0
-NEGATIVE_TIMEOUT_S = 300.0
+# Notifications invalidate the kernel's caches of names and attributes, so the timeout is long; it bounds the cost of a lost notification.
+CACHE_TIMEOUT_S = 300.0
 # A mapping on the passthrough path changes mtime without notice to the kernel's attribute cache.
 WRITTEN_ATTRIBUTE_TIMEOUT_S = 0.5
 # In a cluster names are never cached. Without this timeout the kernel asks for attributes again right after a lookup.
@@ -46,8 +44,6 @@ SHARED_ATTRIBUTE_TIMEOUT_S = 0.001
 # Unlinked inodes are deleted in batches, this long after the kernel forgets them; a sweep finds the others.
 ORPHANS_GATHER_S = 0.005
 ORPHANS_INTERVAL_S = 120.0
-# After this wait for a PFS that may hang, statfs answers with the last known figures.
-STATFS_WAIT_S = 1.0
 STATFS_UNIT_BYTES = 4 * KIB
 # Replies kept for requests that a process may take up after its predecessor. A power of two: the request number is the index.
 REPLIES_KEPT = 4096
@@ -67,7 +63,7 @@ RELEASE_GATHER_S = 0.004
 RELEASE_RETRY_S = 5.0
 # Threads of the mount process that may wait for the PFS.
 PFS_THREADS_MAX = 24
-# An attribute request waits this long for a file on the PFS; then it gets the last known size and times.
+# statfs, and a request for attributes, wait this long for the PFS; then they get the last known figures, or size and times.
 PFS_STATUS_WAIT_S = 1.0
 # Threads of the mount process that close files in RAM and NVMe. A file without a name of at least FREE_BYTES_MIN is closed by them.
 FREE_THREADS_MAX = 2

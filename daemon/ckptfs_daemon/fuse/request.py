@@ -40,7 +40,7 @@ _ENTRY_OUT = struct.Struct("=4Q2I" + _ATTRIBUTES)
 _OPEN_OUT = struct.Struct("=QIi")
 _U64 = 2**64 - 1
 
-NEGATIVE_ENTRY_OUT = _ENTRY_OUT.pack(0, 0, int(limits.NEGATIVE_TIMEOUT_S), int(limits.NEGATIVE_TIMEOUT_S), *[0] * 18)
+NEGATIVE_ENTRY_OUT = _ENTRY_OUT.pack(0, 0, int(limits.CACHE_TIMEOUT_S), int(limits.CACHE_TIMEOUT_S), *[0] * 18)
 """The reply to a LOOKUP of a name that does not exist."""
 
 UNCACHED_NEGATIVE_ENTRY_OUT = _ENTRY_OUT.pack(*[0] * 22)
@@ -79,8 +79,8 @@ def build_attributes(inode: Inode, blksize: int = BLOCK_BYTES) -> EntryAttribute
     entry = EntryAttributes()
     entry.st_ino = inode.id
     entry.generation = 0
-    entry.entry_timeout = limits.ENTRY_TIMEOUT_S
-    entry.attr_timeout = limits.ATTRIBUTE_TIMEOUT_S
+    entry.entry_timeout = limits.CACHE_TIMEOUT_S
+    entry.attr_timeout = limits.CACHE_TIMEOUT_S
     entry.st_mode = inode.mode
     entry.st_nlink = inode.shown_nlink
     entry.st_uid = inode.uid
@@ -116,7 +116,7 @@ def attr_out(inode: Inode, blksize: int, timeout_s: float) -> bytes:
     return _ATTR_OUT.pack(int(whole_s), int(rest_s * NANO), 0, *_packed(inode, blksize))
 
 
-def entry_out(inode: Inode, blksize: int, timeout_s: float, entry_timeout_s: float = limits.ENTRY_TIMEOUT_S) -> bytes:
+def entry_out(inode: Inode, blksize: int, timeout_s: float, entry_timeout_s: float = limits.CACHE_TIMEOUT_S) -> bytes:
     """Build the reply to a LOOKUP, with which that to a CREATE begins. `timeout_s`: of the attributes."""
     whole_s, rest_s = divmod(timeout_s, 1)
     return _ENTRY_OUT.pack(inode.id, 0, int(entry_timeout_s), int(whole_s), 0, int(rest_s * NANO), *_packed(inode, blksize))

@@ -78,7 +78,7 @@ class MountContext:
         return entry
 
     def build_negative_entry(self) -> EntryAttributes:
-        return build_negative_entry(limits.NEGATIVE_TIMEOUT_S if self.shared_namespace is None else 0)
+        return build_negative_entry(limits.CACHE_TIMEOUT_S if self.shared_namespace is None else 0)
 
 
 class ChangeRunner:

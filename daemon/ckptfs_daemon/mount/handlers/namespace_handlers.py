@@ -232,7 +232,7 @@ class DirectoryHandlers:
         """Return the capacity of the PFS. An old one is refreshed in a thread, of which at most one runs."""
         if time.monotonic() - self._pfs_checked_s > limits.CAPACITY_AGE_S and not self._is_statvfs_running:
             self._is_statvfs_running = True
-            with trio.move_on_after(limits.STATFS_WAIT_S):
+            with trio.move_on_after(limits.PFS_STATUS_WAIT_S):
                 await trio.to_thread.run_sync(self._statvfs_pfs, abandon_on_cancel=True)
         return self._pfs_capacity
 

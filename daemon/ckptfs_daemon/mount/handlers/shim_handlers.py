@@ -62,9 +62,9 @@ class ShimHandlers:
         self._context, self._files, self._latest = context, files, latest
         is_passthrough, is_alone = context.data_path is DataPath.PASSTHROUGH, context.shared_namespace is None
         self._blksize = PASSTHROUGH_BLKSIZE if is_passthrough else BLOCK_BYTES
-        self._attr_timeout_s = limits.ATTRIBUTE_TIMEOUT_S if is_alone else limits.SHARED_ATTRIBUTE_TIMEOUT_S
+        self._attr_timeout_s = limits.CACHE_TIMEOUT_S if is_alone else limits.SHARED_ATTRIBUTE_TIMEOUT_S
         self._written_attr_timeout_s = limits.WRITTEN_ATTRIBUTE_TIMEOUT_S if is_passthrough else self._attr_timeout_s
-        self._entry_timeout_s = limits.ENTRY_TIMEOUT_S if is_alone else 0
+        self._entry_timeout_s = limits.CACHE_TIMEOUT_S if is_alone else 0
         self._negative_entry_out = NEGATIVE_ENTRY_OUT if is_alone else UNCACHED_NEGATIVE_ENTRY_OUT
 
     def register(self) -> None:
