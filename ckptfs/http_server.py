@@ -122,7 +122,6 @@ class HttpServer:
             connection.close()
 
     def _handle_connection(self, connection: socket.socket) -> None:
-        """Answer one request."""
         try:
             connection.settimeout(limits.HTTP_REQUEST_S)
             _Handler(connection, None, self)  # type: ignore[arg-type]

@@ -156,7 +156,6 @@ def uncover(path: Path) -> bool:
 
 
 def _find_cover(path: Path) -> bool:
-    """Return True if the visible mount at `path` is a cover."""
     here = [entry for entry in procfs.list_mount_entries() if entry.mountpoint == path]
     return bool(here) and (here[-1].fstype, here[-1].source) == ("tmpfs", COVER_SOURCE)
 

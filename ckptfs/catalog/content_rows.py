@@ -3,6 +3,7 @@
 from typing import Any
 
 from ckptfs.catalog.database import Database
+from ckptfs.errors import Busy
 from ckptfs.model import Content, ContentState
 
 CONTENT_COLUMNS = "k.id, k.inode, k.generation, k.state, k.size, k.digest, k.blocks, k.change, k.remote"
@@ -41,3 +42,9 @@ def get_content(db: Database, content: int) -> Content | None:
 def is_unchanged(db: Database, seen: Content) -> bool:
     """Return True if the content is still in the state and at the change that the caller saw."""
     return db.row("SELECT state, change FROM content WHERE id = ?", seen.id) == (seen.state, seen.change)
+
+
+def require_unchanged(db: Database, seen: Content) -> None:
+    """Raise Busy if the content is not as the caller saw it: it was opened for writing, or deleted."""
+    if not is_unchanged(db, seen):
+        raise Busy("the file was opened for writing")

@@ -26,6 +26,7 @@ from ckptfs.catalog import copies, handles, identity, journal, peer_copies
 from ckptfs.catalog.content_rows import CONTENT_COLUMNS, IS_ON_PFS, build_content
 from ckptfs.catalog.content_rows import get_content as get_content
 from ckptfs.catalog.content_rows import is_unchanged as is_unchanged
+from ckptfs.catalog.content_rows import require_unchanged as require_unchanged
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import INODE_COLUMNS_JOINED, build_inode
 from ckptfs.lifecycle import FileRecord, PublishedState

@@ -132,7 +132,6 @@ def restore_xattrs(db: Database, inode: int) -> None:
 
 
 def _count_xattr_bytes(db: Database, inode: int, excluded: bytes) -> int:
-    """Return the bytes of all extended attributes of an inode but one."""
     return int(db.value("SELECT coalesce(sum(length(name) + length(value)), 0) FROM xattr WHERE inode = ? AND name <> ?", inode, excluded))
 
 

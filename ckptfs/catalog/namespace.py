@@ -317,7 +317,6 @@ def rename(
 
 
 def _require_target_directory(db: Database, new_parent: int, flags: int, *, allow_unimported: bool) -> None:
-    """Check that a new name can be made in `new_parent`."""
     directory = get(db, new_parent)
     if not directory.is_directory:
         raise posix_error(errno.ENOTDIR)
@@ -328,7 +327,6 @@ def _require_target_directory(db: Database, new_parent: int, flags: int, *, allo
 
 
 def _require_no_loop(db: Database, parent: int, new_parent: int, source: Inode, target: Inode | None, flags: int) -> None:
-    """Check that no directory gets into itself or replaces one of its ancestors."""
     if parent == new_parent:
         return
     if source.is_directory and is_inside(db, new_parent, source.id):

@@ -134,7 +134,6 @@ def build_batch(view: PfsView, last: int) -> PfsBatch:
 
 
 def _set_final_state(batch: PfsBatch) -> None:
-    """Set the final state of each name: that after its last change."""
     entries: dict[PfsName, ExpectedEntry] = {}
     for change in batch.name_changes:
         entries[change.location.parent, change.location.name] = replace(change, key=0)
@@ -368,7 +367,6 @@ def _insert_published(db: Database, row: PublishedRow) -> None:
 
 
 def _record_set_attributes(db: Database, inode: int, observed: Iterable[ObservedStat]) -> None:
-    """Record that the attributes that the PFS shows of an inode are ours."""
     for one in observed:
         seen_now = "UPDATE pfs_entry SET seen_ino = ?, seen_mode = ?, seen_uid = ?, seen_gid = ? WHERE inode = ?"
         db.run(seen_now, one.ino, one.mode, one.uid, one.gid, inode)

@@ -146,17 +146,16 @@ class PfsView:
 
     def list_names(self, inode: int) -> list[PfsName]:
         """Return the names of an inode on the PFS."""
-        rows = self._db.rows("SELECT parent, name FROM pfs_entry WHERE inode = ? ORDER BY parent, name", inode)
-        catalogued = [(row[0], bytes(row[1])) for row in rows]
-        kept = [name for name in catalogued if name not in self.entries]
+        kept = [name for name in self._list_catalogued("pfs_entry", inode) if name not in self.entries]
         return kept + [name for name, shown in self.entries.items() if shown is not None and shown.inode == inode]
 
     def list_pending_names(self, inode: int) -> list[PfsName]:
         """Return the names under which an inode will appear."""
-        rows = self._db.rows("SELECT parent, name FROM pfs_pending WHERE inode = ? ORDER BY parent, name", inode)
-        catalogued = [(row[0], bytes(row[1])) for row in rows]
-        kept = [name for name in catalogued if name not in self.pending_entries]
+        kept = [name for name in self._list_catalogued("pfs_pending", inode) if name not in self.pending_entries]
         return kept + [name for name, other in self.pending_entries.items() if other == inode]
+
+    def _list_catalogued(self, table: str, inode: int) -> list[PfsName]:
+        return [(row[0], bytes(row[1])) for row in self._db.rows(f"SELECT parent, name FROM {table} WHERE inode = ? ORDER BY 1, 2", inode)]
 
     def is_stale(self, parent: int, name: bytes) -> bool:
         """Return True if the PFS shows an inode under a name that belongs to another one by now, or to none."""

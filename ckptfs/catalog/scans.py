@@ -342,7 +342,6 @@ def _record_published(db: Database, inode: int, generation: int, observed: PfsEn
 
 
 def _record_expected(db: Database, directory: int, observed: PfsEntryStat, inode: int) -> None:
-    """Record what the PFS shows under this name."""
     db.run(
         "INSERT OR REPLACE INTO pfs_entry (parent, name, inode, seen_ino, seen_mode, seen_uid, seen_gid) VALUES (?,?,?,?,?,?,?)",
         directory, observed.name, inode, observed.ino, observed.mode, observed.uid, observed.gid,

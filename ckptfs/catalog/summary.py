@@ -265,7 +265,6 @@ def _list_level_groups(
 
 
 def _build_typical_record(state: int | None, has_copy: bool, is_published: bool, is_current: bool, is_remote: bool) -> FileRecord:
-    """Return a record that stands for all files of a group."""
     published = PublishedState(1 if is_current else 0, bool(is_current), b"d") if is_published else None
     if state is None:
         return FileRecord(None, (), published)

@@ -74,7 +74,6 @@ class CheckPfs:
         return bool(space.get_excess_bytes(capacity, low, low) or space.get_excess_bytes_for(capacity, next_size, high, low))
 
     def _find_candidate(self, tier: Tier) -> int | None:
-        """Return the file that eviction would take next."""
         now = time.monotonic()
         self._pauses = {inode: pause for inode, pause in self._pauses.items() if pause[0] > now - RETRY_LAST_S}
         waiting = [inode for inode, (until_s, _) in self._pauses.items() if until_s > now]

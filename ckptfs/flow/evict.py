@@ -219,7 +219,6 @@ class Evict:
         log.warning("%s: %s; next try in %.1f s", value["path"], value["what"], self._demote_wait_s)
 
     def _clear_trouble(self) -> None:
-        """Clear the report of a failed move."""
         if self._demote_wait_s:
             summary.set_report(self._db, TROUBLE, None)
             self._demote_wait_s = 0.0

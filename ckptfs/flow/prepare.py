@@ -70,7 +70,6 @@ def choose_changes(
 
 
 def _round_sizes(expected: Sequence[ExpectedSize]) -> list[int]:
-    """Return the sizes to prepare, in whole steps."""
     step = limits.PREPARED_STEP_BYTES
     return [-(-one.size_bytes // step) * step for one in expected if one.size_bytes >= limits.PREPARED_BYTES_MIN][
         : limits.PREPARED_FILES_MAX

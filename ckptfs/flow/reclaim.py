@@ -87,7 +87,6 @@ class Reclaim:
 
     @property
     def _present_tiers(self) -> dict[Tier, TierStorage]:
-        """Return the tiers of the group that are present."""
         return {tier: self._all_tiers[tier] for tier in self._tier_group if tier in self._all_tiers}
 
     def step(self) -> bool:

@@ -127,8 +127,7 @@ class Seal:
             more = prepared.needs_trim(fd)
         while more:
             with self._db.transaction():
-                if not contents.is_unchanged(self._db, content):
-                    raise Busy("the file was opened again")
+                contents.require_unchanged(self._db, content)
                 with disk.closing(self._open_for_trim(content, storage)) as fd, transfer.hold_write_lease(fd) as is_alone:
                     more = prepared.trim(fd, holes=is_alone)
 
@@ -167,7 +166,6 @@ class Seal:
             self._notify.notify_sealed()
 
     def _defer_tier(self, seals: list[contents.SealResult], tier: Tier, failure: OSError) -> list[contents.SealResult]:
-        """Defer the seals of a tier that fails. Return the others."""
         self._tiers[tier].record_failure(failure)
         for one in seals:
             if one.tier is tier:

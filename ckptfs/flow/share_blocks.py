@@ -298,7 +298,6 @@ def _move_out(storage: TierStorage, content: Content, target: int, numbers: list
 
 
 def _open_all(storage: TierStorage) -> Iterator[int]:
-    """Yield a descriptor of each content, one at a time."""
     for number in storage.contents():
         with contextlib.suppress(FileNotFoundError), disk.closing(storage.open(number)) as fd:
             yield fd

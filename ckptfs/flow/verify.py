@@ -8,6 +8,7 @@ If we die here: a quarantined copy never counts, rebuilt or not.
 import logging
 import os
 from dataclasses import dataclass
+from functools import partial
 
 from ckptfs import disk
 from ckptfs.catalog import contents
@@ -55,8 +56,7 @@ def verify(db: Database, tiers: Tiers, number: int) -> list[CheckResult]:
 
 def _check_copy(db: Database, tiers: Tiers, content: Content, copy: Copy) -> CheckResult:
     problem = _find_problem(db, tiers, content, copy.tier)
-    if not contents.is_unchanged(db, content):
-        raise Busy("the file is opened for writing")
+    contents.require_unchanged(db, content)
     if not problem:
         set_copy_state(db, content.id, copy.tier, CopyState.GOOD)
         return CheckResult(copy.tier, True)
@@ -69,11 +69,6 @@ def _check_copy(db: Database, tiers: Tiers, content: Content, copy: Copy) -> Che
 
 def _find_problem(db: Database, tiers: Tiers, content: Content, tier: Tier) -> str:
     """Return what is wrong with a copy, or "". Raises OSError if the tier fails: no proof."""
-
-    def check() -> None:
-        if not contents.is_unchanged(db, content):
-            raise Busy("the file is opened for writing")
-
     storage = tiers.get(tier)
     if storage is None:
         return f"the tier {tier} is not configured any more"
@@ -82,7 +77,7 @@ def _find_problem(db: Database, tiers: Tiers, content: Content, tier: Tier) -> s
     except FileNotFoundError:
         return "its file is gone"
     with disk.closing(fd):
-        size, digest, blocks = transfer.read(fd, label="verify", before_block=check)
+        size, digest, blocks = transfer.read(fd, label="verify", before_block=partial(contents.require_unchanged, db, content))
     if size != content.size:
         return f"it has {size} bytes instead of {content.size}"
     if digest != content.digest:

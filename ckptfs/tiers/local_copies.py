@@ -15,6 +15,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from ckptfs import disk
 from ckptfs.catalog import contents, copies, remote_contents
@@ -58,10 +59,7 @@ def copy_to_tier(db: Database, tiers: Tiers, content: Content, source: Tier, tar
 
 
 def _copy_bytes(db: Database, tiers: Tiers, content: Content, source: Tier, target: Tier) -> None:
-    def check() -> None:
-        if not contents.is_unchanged(db, content):
-            raise Busy("the content was opened for writing")
-
+    check = partial(contents.require_unchanged, db, content)
     tiers[target].remove(content.id)
     with disk.closing(tiers[source].open(content.id)) as source_fd, disk.closing(tiers[target].create(content.id)) as target_fd:
         tiers[target].reserve(target_fd, os.fstat(source_fd).st_blocks * 512)

@@ -511,7 +511,6 @@ class WriteBack:
 
 
 def _describe_act(action: PfsAction) -> str:
-    """Return the name of a change of names, for messages."""
     old = format_path(action.location)
     names = {"put": "creation", "link": f"link to {old}", "move": f"rename from {old}", "exchange": f"exchange with {old}"}
     return names.get(action.act, "removal")

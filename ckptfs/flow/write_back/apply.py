@@ -501,7 +501,6 @@ class Applier:
 
 
 def _load_attributes(db: Database, inodes: Iterable[int]) -> dict[int, tuple[Inode, dict[bytes, bytes]]]:
-    """Return the rows and the extended attributes of those inodes that still exist."""
     found = {}
     for inode in inodes:
         with contextlib.suppress(FileNotFoundError):

@@ -95,7 +95,6 @@ class Planner:
         return location
 
     def _get_shown(self, name: PfsName) -> PfsEntry:
-        """Return the entry of a name that the PFS shows."""
         shown = self.view.get_entry(*name)
         assert shown is not None
         return shown
@@ -181,7 +180,6 @@ class Planner:
         self.actions.append(PfsAction(act, key, inode, at, fingerprint, to, replaced, self._temporary(key)))
 
     def _plan_file(self, kind: SourceKind, inode: int, content: Content | None, mode: int, name: PfsName) -> None:
-        """Plan that `name` shows a new file."""
         key, location = self._next_key(), self._get_location(name)
         fingerprint = Fingerprint(-key)
         self.actions.append(PfsAction("put", key, inode, location, fingerprint, None, self._find_fingerprint(name), self._temporary(key)))
@@ -211,7 +209,6 @@ class Planner:
         self.view.delete_entry(*name)
 
     def _plan_attributes(self, inode: int, name: PfsName) -> None:
-        """Plan that the entry under `name` gets the attributes of `inode`."""
         shown, location = self._get_shown(name), self._get_location(name)
         self.actions.append(PfsAction("attributes", self._next_key(), inode, location, Fingerprint(shown.fingerprint.ino)))
         self._with_set_attributes.add(inode)
@@ -566,7 +563,6 @@ class Planner:
 
 
 def _get_wanted(shown: PfsEntry | None, pending: int | None) -> int:
-    """Return the inode that a name is to show, or `NO_INODE`."""
     if pending is not None:
         return pending
     return NO_INODE if shown is None else shown.inode
