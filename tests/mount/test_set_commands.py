@@ -48,7 +48,9 @@ def listed(mount: Area, *words: str | Path) -> list[dict[str, Any]]:
 
 def wait_for(mount: Area, series: Path, *sets: str) -> None:
     """Wait until these are the complete sets of a series, the newest first."""
-    eventually(lambda: [one["set"] for one in listed(mount, series) if one["number"]] == list(sets), what=f"{series} has {sets}")
+    history = mount.daemon.path / ".ckptfs" / "history" / series.relative_to(mount.daemon.path)
+    eventually(lambda: history.exists() and set(os.listdir(history)) == set(sets), what=f"{series} has {sets}")
+    assert [one["set"] for one in listed(mount, series) if one["number"]] == list(sets)
 
 
 def contents(directory: Path) -> dict[str, bytes]:
