@@ -8,6 +8,7 @@ Crash safety: a batch exists together with all its journal rows, or neither does
 """
 
 import json
+import os
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -113,6 +114,10 @@ class ObservedStat:
     gid: int
     size: int
     mtime_ns: int
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> "ObservedStat":
+        return cls(found.st_ino, found.st_mode, found.st_uid, found.st_gid, found.st_size, found.st_mtime_ns)
 
 
 def build_batch(view: PfsView, last: int) -> PfsBatch:

@@ -406,28 +406,50 @@ def _build_final_values(db: Database, batch: PfsBatch, found: FoundByName, keys:
         return values
 
 
-def resolve_abandoned_intent(store: Transactions, key: SharedKey, cached: CachedValue, found: int | None) -> None:
-    """Resolve the intent of a dead node. `found`: the st_ino under that name on the PFS, None for nothing."""
+def resolve_abandoned_intent(store: Transactions, key: SharedKey, cached: CachedValue, found: ObservedStat | None) -> None:
+    """Resolve the intent of a dead node. `found`: what the PFS shows under that name, None for nothing.
+
+    The intent was fulfilled if the PFS shows what was announced, and showed something else before.
+    """
     value = cached.fields or {}
     if key.kind == PFS_STATE:
         _clear_pfs_state_intent(store, key, cached)
         return
     before, after = value.get("inode", 0), value.get("next", 0)
     name = [key.number, key.name.decode("latin-1")]
-    done = found == (value.get("ino") if after else None)
+    subjects = [SharedKey(PFS_STATE, inode) for inode in sorted({before, after} - {0})]
+    told = read.parse_outcome(subjects, store.read(read.build_gets(subjects)))
+    known = told[SharedKey(PFS_STATE, before)].value.fields if before else None
+    ino = None if found is None else found.ino
+    done = ino == (value.get("ino") if after else None) and (ino is None or ino != _get_ino(known or {}))
     shows = after if done else before
     changes: list[Operation] = [Put(encode_key(key), encode_fields({"inode": shows})) if shows else Delete(encode_key(key))]
     compares = [Compare(encode_key(key), CompareTarget.MOD, "=", cached.revision)]
-    subjects = [SharedKey(PFS_STATE, inode) for inode in sorted({before, after} - {0})]
-    for subject, one in read.parse_outcome(subjects, store.read(read.build_gets(subjects))).items():
+    for subject, one in told.items():
         now = _strip_intent(one.value.fields or {"names": []})
         now["names"] = sorted([*(other for other in now["names"] if other != name), *([name] if subject.number == shows else [])])
         if done and subject.number == after and "published" in value:
             now["published"] = value["published"]
+        if subject.number == shows and found is not None and (done or ino == _get_ino(now)):
+            now |= _build_observed(now, found)
         wire = encode_key(subject)
         changes.append(Put(wire, encode_fields(now)) if now["names"] else Delete(wire))
         compares.append(Compare(wire, CompareTarget.MOD, "=", one.value.revision))
     store.commit(compares, changes)
+
+
+def _get_ino(state: Value) -> int | None:
+    """Return the st_ino of what the PFS shows of an inode. Returns None if it is not known."""
+    ino: int | None = state["published"][4] if "published" in state else (state.get("seen") or [None])[0]
+    return ino
+
+
+def _build_observed(state: Value, found: ObservedStat) -> Value:
+    """Return the changes of a state by what the PFS shows: the dead node may have set attributes of the same file."""
+    changes: Value = {"seen": [found.ino, found.mode, found.uid, found.gid]}
+    if "published" in state and (state["published"][2], state["published"][4]) == (found.size, found.ino):
+        changes["published"] = [*state["published"][:3], found.mtime_ns, *state["published"][4:]]
+    return changes
 
 
 def _clear_pfs_state_intent(store: Transactions, key: SharedKey, cached: CachedValue) -> None:

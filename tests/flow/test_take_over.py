@@ -256,3 +256,21 @@ async def test_a_call_that_lands_late_harms_nothing_newer(cluster: WriterCluster
     still.live()
     await cluster.settle()
     cluster.exact()
+
+
+@pytest.mark.parametrize("label", ["write_back:intent_announced", "write_back:look", "write_back:intent_settled"])
+@in_cluster
+async def test_a_file_with_new_times_is_not_taken_for_another_programs(cluster: WriterCluster, label: str) -> None:
+    """P6: the node dies when the PFS has the times of a file that was written again with the same bytes, and the others do not know it."""
+    one, _, dead = cluster.nodes
+    await dead.put("f", b"1", 5)
+    await cluster.settle()
+    content = await dead.put("f", b"1", 7)
+    one.hold(dead, content)
+    cluster.dying_at = {label}
+    for _ in range(20):
+        await cluster.step(dead)
+    assert not dead.alive
+    await cluster.settle()
+    assert (cluster.pfs / "f").stat().st_mtime_ns == 7
+    cluster.exact()

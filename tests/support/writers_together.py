@@ -22,16 +22,16 @@ from shared_catalogs import Node, running, settled, stored, stored_tree
 from write_back_world import Killed, Tree, intercepted, pfs_tree
 
 from ckptfs import limits
-from ckptfs.catalog import contents, exposure, identity, namespace, peer_copies, remote_contents
+from ckptfs.catalog import contents, copies, exposure, identity, journal, mover_requests, namespace, peer_copies, remote_contents
 from ckptfs.catalog.exposure import UrgentOrder
 from ckptfs.catalog.remote_contents import RemoteState
 from ckptfs.clique import membership
 from ckptfs.clique.cluster import Cluster, ClusterLocks
 from ckptfs.clique.membership import ClusterView, NodeBinding, NodeLease, name_key
-from ckptfs.coherence.keys import INODE
+from ckptfs.coherence.keys import INODE, PFS_STATE
 from ckptfs.config import Config
 from ckptfs.digest import RunningDigest
-from ckptfs.errors import CkptfsError
+from ckptfs.errors import CkptfsError, TierUnavailable
 from ckptfs.flow.take_over import TakeOver
 from ckptfs.flow.write_back import WriteBack
 from ckptfs.limits import MIB
@@ -40,6 +40,8 @@ from ckptfs.store.kv import Put
 from ckptfs.tiers.storage import Tiers
 
 DEPTH_MAX = 3
+# What a directory that no name may be added to or taken from refuses.
+NAME_CHANGES = {"create", "make", "put", "link", "move", "swap", "unlink", "rmdir", "aside", "discard", "late", "probe"}
 
 
 class Writer(Node):
@@ -65,6 +67,7 @@ class Writer(Node):
         self.cluster = Cluster(self.db, number, 2, 1, nobody, self.store, self.see, claims, lambda: self.presence.lease_id)
         self.take_over = TakeOver(self.db, self.told, self.cluster)
         self.busy = False
+        self.is_killed = False
         self.revive()
 
     def see(self) -> ClusterView:
@@ -93,7 +96,7 @@ class Writer(Node):
     def revive(self) -> None:
         self.write_back = WriteBack(self.db, self.tiers, self.config, self.told, self.cluster)
 
-    async def put(self, path: str, data: bytes) -> int:
+    async def put(self, path: str, data: bytes, mtime_ns: int = 5) -> int:
         """creat, write, close; the content."""
         parent, name = await self.parent(path)
         await self.sharing.refresh_name(parent, name)
@@ -110,7 +113,7 @@ class Writer(Node):
         running_digest.update(data)
         whole, blocks = running_digest.finish()
         with self.db.transaction():
-            contents.mark_closed(self.db, inode, content, len(data), 5, 5)
+            contents.mark_closed(self.db, inode, content, len(data), 5, mtime_ns)
         await self.sharing.wait_published()
         row = contents.get_content(self.db, content)
         if row is not None and row.state is ContentState.CLOSED:
@@ -141,6 +144,12 @@ class WriterCluster:
         self.killing = 0.0
         self.cutting = 0.0
         self.hurrying = 0.0
+        self.dying = 0.0
+        self.dying_at: set[str] = set()
+        self.replicates = False
+        self.refusing = 0.0
+        self.is_pfs_refusing = False
+        self.stepping = threading.local()
         self.deadly: set[str] = set()
         self.meanwhile: dict[str, Callable[[], Any]] = {}
         self.depth = 0
@@ -155,35 +164,83 @@ class WriterCluster:
             return await running(self.nodes, act)
 
     def _at_operation(self, label: str) -> None:
-        in_mover = threading.current_thread() is not threading.main_thread()
-        if in_mover and label in self.meanwhile:
-            trio.from_thread.run(self.meanwhile.pop(label))
-        if in_mover and (label in self.deadly or self.dice.random() < self.killing):
-            self.deadly = set()
+        node = getattr(self.stepping, "node", None)
+        if node is None:
+            return
+        if node.is_killed:
             raise Killed
-        if in_mover and self.depth < DEPTH_MAX and self.dice.random() < self.disturbance:
+        if label in self.meanwhile:
+            trio.from_thread.run(self.meanwhile.pop(label))
+        if (label in self.dying_at or (self.dying and self.dice.random() < self.dying)) and all(other.alive for other in self.nodes):
+            self.dying_at = set()
+            self.log.append(f"n{node.number} dies at {label}")
+            node.die()
+            node.is_killed = True
+        if label in self.deadly or self.dice.random() < self.killing:
+            self.deadly = set()
+            node.is_killed = True
+        if node.is_killed:
+            raise Killed
+        if self.depth < DEPTH_MAX and self.dice.random() < self.disturbance:
             trio.from_thread.run(self.disturbing)
+        if self.is_pfs_refusing and label.partition(":")[0] == "write_back" and label.partition(":")[2] in NAME_CHANGES:
+            raise PermissionError(errno.EPERM, f"refused at {label}")
 
     # --- movers -------------------------------------------------------------------------------------------------------
 
     async def step(self, node: Writer) -> bool:
         """One step of its write-back; False: it rests."""
-        if node.busy:
+        if node.busy or not node.alive:
             return False
         node.busy, self.depth = True, self.depth + 1
+
+        def step() -> bool:
+            before, self.stepping.node = getattr(self.stepping, "node", None), node
+            try:
+                return node.write_back.step()
+            finally:
+                self.stepping.node = before
+
         try:
-            return await trio.to_thread.run_sync(node.write_back.step)
+            more = await trio.to_thread.run_sync(step)
+            if self.replicates:
+                self.fetch(node)
+            return more
         except Killed:
+            node.is_killed = False
             node.revive()
             return True
+        except TierUnavailable:
+            if not self.refusing:
+                raise
+            return False
         finally:
             node.busy, self.depth = False, self.depth - 1
 
+    def fetch(self, node: Writer) -> None:
+        """Answer what its write-back asks for, as the fetch lane does."""
+        for request, inode in node.db.rows("SELECT id, inode FROM mover_request WHERE kind = 'fetch' AND state = 0"):
+            content = copies.get_content_id(node.db, inode)
+            holder = next((other for other in self.nodes if content in other.bytes), None)
+            if holder is None or content is None:
+                mover_requests.mark_failed(node.db, request, errno.EIO)
+                continue
+            if not journal.has_local_copy(node.db, content):
+                node.hold(holder, content)
+            mover_requests.mark_done(node.db, request)
+
     async def take_over(self, node: Writer) -> None:
         """Its survivors' part."""
-        with contextlib.suppress(Killed):
-            while await trio.to_thread.run_sync(node.take_over.step):
+
+        def step() -> bool:
+            self.stepping.node = node
+            return node.take_over.step()
+
+        try:
+            while await trio.to_thread.run_sync(step):
                 pass
+        except Killed:
+            node.is_killed = False
 
     async def step_somewhere(self) -> None:
         await self.step(self.dice.choice(self.nodes))
@@ -208,7 +265,14 @@ class WriterCluster:
 
     async def act_somewhere(self) -> None:
         """A random act of an application on a random node, or a step of its write-back; or that node loses the store, or finds it again."""
-        node = self.dice.choice(self.nodes)
+        node = self.dice.choice([node for node in self.nodes if node.alive])
+        if self.refusing and self.dice.random() < self.refusing:
+            self.is_pfs_refusing = not self.is_pfs_refusing
+            self.log.append(f"the PFS {'refuses' if self.is_pfs_refusing else 'takes'} names")
+            return
+        if self.dying and self.dice.random() < 0.05:
+            self.return_dead()
+            return
         if self.cutting and self.dice.random() < self.cutting:
             node.cut(node.store.reachable)
             self.log.append(f"n{node.number} {'is back' if node.store.reachable else 'is cut off'}")
@@ -225,7 +289,7 @@ class WriterCluster:
             one, two = self.dice.choice(directories), self.dice.choice(directories)
         if self.dice.random() < 0.05:
             two = self.dice.choice(files + directories)
-        some = ["put"] * 5 + ["mkdir"] * 3 + ["unlink", "unlink", "rmdir", "link", "chmod", "exchange"] + ["rename"] * 3
+        some = ["put"] * 5 + ["put again"] * 2 + ["mkdir"] * 3 + ["unlink", "unlink", "rmdir", "link", "chmod", "exchange"] + ["rename"] * 3
         kind = self.dice.choice(some)
         if kind in ("mkdir", "rmdir"):
             one = self.dice.choice(directories)
@@ -233,14 +297,24 @@ class WriterCluster:
         with contextlib.suppress(OSError, CkptfsError):
             match kind:
                 case "put":
-                    await node.put(one, b"%d " % self.serial * (1 + self.serial % 3))
+                    await node.put(one, b"%d " % self.serial * (1 + self.serial % 3), self.serial)
+                case "put again":
+                    await node.put(one, self._get_bytes((await node.stat(one)).content), self.serial)
                 case "mkdir" | "unlink" | "rmdir":
                     await getattr(node, kind)(one)
                 case "rename" | "link" | "exchange":
                     await getattr(node, kind)(one, two)
                 case "chmod":
-                    await node.set(one, mode=self.dice.choice([0o600, 0o755, 0o640]))
+                    await node.set(one, mode=self.dice.choice([0o600, 0o755, 0o640]), mtime_ns=self.serial * 10**9)
             self.log.append(f"n{node.number} {kind} {one} {two if kind in ('rename', 'link', 'exchange') else ''}")
+
+    def return_dead(self) -> None:
+        """Let a dead node come back with its catalog."""
+        for node in self.nodes:
+            if not node.alive and not node.busy:
+                self.log.append(f"n{node.number} comes back")
+                node.live()
+                node.revive()
 
     def hurry(self, node: Writer) -> None:
         """A drain of a node is short of time: some of its files are urgent from now on."""
@@ -249,6 +323,9 @@ class WriterCluster:
         groups = (tuple(waiting[:1]), tuple(waiting[1:3]))
         exposure.set_order(node.db, UrgentOrder(groups, is_ahead=True, token="t"), 3600.0)
         self.log.append(f"n{node.number} hurries with {groups}")
+
+    def _get_bytes(self, content: int | None) -> bytes:
+        return next((node.bytes[content] for node in self.nodes if content in node.bytes), b"")
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -281,6 +358,16 @@ class WriterCluster:
         shown_names = {(parent, name.encode("latin-1")): inode for inode, held in of_inodes for parent, name in held}
         assert shown_names == names, ({name: (shown_names.get(name), names.get(name)) for name in {*shown_names, *names}}, self.log)
         assert not [key for key in values if key.kind == "j"], self.log
+        for key, value in values.items():
+            if key.kind == PFS_STATE and (published := value.get("published")):
+                for number, name in value["names"]:
+                    found = os.lstat(self._find_path(places, number, name.encode("latin-1")))
+                    known = (published[2], published[3], published[4])
+                    assert (found.st_size, found.st_mtime_ns, found.st_ino) == known, (name, found, published, self.log)
+
+    def _find_path(self, places: dict[tuple[int, bytes], Any], directory: int, name: bytes) -> bytes:
+        above = next((place for place, value in places.items() if value["inode"] == directory), None)
+        return os.path.join(os.fsencode(self.pfs) if above is None else self._find_path(places, *above), name)
 
 
 def in_cluster(test: Callable[..., Any]) -> Callable[..., None]:

@@ -497,7 +497,7 @@ class Applier:
             return None
         if found is None or not self._matches(found, fingerprint):
             return None
-        return ObservedStat(found.st_ino, found.st_mode, found.st_uid, found.st_gid, found.st_size, found.st_mtime_ns)
+        return ObservedStat.of(found)
 
 
 def _load_attributes(db: Database, inodes: Iterable[int]) -> dict[int, tuple[Inode, dict[bytes, bytes]]]:

@@ -219,12 +219,15 @@ class ClusterWriteBack:
         gone = [key for key, number in intended if number not in live]
         for key in gone:
             temporaries = (self._snapshot.get_value(key) or {}).get("temporary", ())
-            found = self._find_pfs_inode((key.number, key.name), temporaries) if key.kind == PFS_NAME else None
+            found = self._observe((key.number, key.name), temporaries) if key.kind == PFS_NAME else None
             pfs_coordination.resolve_abandoned_intent(self._store, key, self._snapshot.store_values[key].value, found)
         return bool(gone)
 
-    def _find_pfs_inode(self, name: PfsName, temporaries: Iterable[str]) -> int | None:
-        """Return st_ino of an entry. Temporary names go first, so that no late rename of the dead can land."""
+    def _observe(self, name: PfsName, temporaries: Iterable[str]) -> ObservedStat | None:
+        """Return what the PFS shows under a name. The temporary names of an intent are removed first.
+
+        A rename of the dead node that still hangs in the kernel then finds no source, and cannot land any more.
+        """
         path = PfsView(self._db).get_path(name[0])
         if path is None:
             return None
@@ -234,7 +237,7 @@ class ClusterWriteBack:
             found = find_stat(self._tree.get_directory(path), name[1])
         except DirectoryMissing:
             return None
-        return None if found is None else found.st_ino
+        return None if found is None else ObservedStat.of(found)
 
 
 def _list_locations(batch: PfsBatch) -> list[PfsLocation]:
