@@ -52,13 +52,9 @@ def mark_copy_good(db: Database, seen: Content, tier: Tier) -> bool:
 def set_copy_state(db: Database, content: int, tier: Tier, state: CopyState) -> None:
     """Set the state of a copy whose digest was checked. A FILLING one is not the one that was checked."""
     with db.transaction():
-        db.run(
-            "UPDATE copy SET state = ?, verified_ns = ? WHERE content = ? AND tier = ? AND state <> 0",
-            state,
-            time.time_ns() if state == 1 else 0,
-            content,
-            tier,
-        )
+        verified_ns = time.time_ns() if state is CopyState.GOOD else 0
+        checked = "UPDATE copy SET state = ?, verified_ns = ? WHERE content = ? AND tier = ? AND state <> 0"
+        db.run(checked, state, verified_ns, content, tier)
         mark_unannounced_if_gone(db, content)
         if state is CopyState.GOOD:
             remote_contents.mark_copy_present(db, content)

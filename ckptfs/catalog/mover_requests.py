@@ -104,12 +104,8 @@ def mark_done(db: Database, request: int, result: str = "") -> None:
 
 def mark_failed(db: Database, request: int, error: int) -> None:
     """Answer a request with an errno. The caller calls `notify_replies` after the commit."""
-    db.change(
-        "UPDATE mover_request SET state = 2, result = '', error = ?, at_ns = ? WHERE id = ? AND state = 0",
-        error,
-        time.time_ns(),
-        request,
-    )
+    failed = "UPDATE mover_request SET state = 2, result = '', error = ?, at_ns = ? WHERE id = ? AND state = 0"
+    db.change(failed, error, time.time_ns(), request)
 
 
 def record_progress(db: Database, request: int, *, wait_s: float = limits.FETCH_STALL_S) -> None:

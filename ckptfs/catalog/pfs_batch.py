@@ -10,7 +10,6 @@ Crash safety: a batch exists together with all its journal rows, or neither does
 import json
 import os
 import stat
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
@@ -32,6 +31,11 @@ class PfsLocation:
     parent: int
     name: bytes
     path: tuple[bytes, ...]
+
+    @property
+    def pfs_name(self) -> PfsName:
+        """Return (directory, name in it)."""
+        return self.parent, self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +145,7 @@ def build_batch(view: PfsView, last: int) -> PfsBatch:
 def _set_final_state(batch: PfsBatch) -> None:
     entries: dict[PfsName, ExpectedEntry] = {}
     for change in batch.name_changes:
-        entries[change.location.parent, change.location.name] = replace(change, key=0)
+        entries[change.location.pfs_name] = replace(change, key=0)
     batch.expected_entries = list(entries.values())
     pending = {one.name: one.inode for one in batch.pending_changes}
     batch.pending_entries = [(parent, name, inode) for (parent, name), inode in pending.items()]
@@ -236,11 +240,11 @@ def _load_batch(text: str) -> PfsBatch:
 
 def _derive_changes(batch: PfsBatch) -> None:
     """Fill in what version 1 did not store: which action leads to which part of the state."""
-    final = {(show.location.parent, show.location.name): show for show in batch.expected_entries}
+    final = {show.location.pfs_name: show for show in batch.expected_entries}
     key_of: dict[PfsName, int] = {}
 
     def add(action: PfsAction, location: PfsLocation, inode: int | None) -> None:
-        name = location.parent, location.name
+        name = location.pfs_name
         show = final.get(name)
         fingerprint = action.fingerprint if inode == action.inode or show is None else show.fingerprint
         batch.name_changes.append(ExpectedEntry(location, inode, fingerprint if inode is not None else Fingerprint(), action.key))
@@ -249,7 +253,7 @@ def _derive_changes(batch: PfsBatch) -> None:
     for action in batch.actions:
         new = action.new_location
         if action.act == "exchange" and new is not None:
-            other = final.get((action.location.parent, action.location.name))
+            other = final.get(action.location.pfs_name)
             add(action, action.location, None if other is None else other.inode)
             add(action, new, action.inode)
         elif action.act in {"unlink", "rmdir", "move"}:
@@ -261,7 +265,7 @@ def _derive_changes(batch: PfsBatch) -> None:
     batch.name_changes += [show for name, show in final.items() if name not in key_of]
     for action in batch.actions:  # What a put shows was pending until then.
         if action.act == "put":
-            name = action.location.parent, action.location.name
+            name = action.location.pfs_name
             batch.pending_changes += [PlannedPending(0, name, action.inode), PlannedPending(action.key, name, None)]
     batch.pending_changes += [
         PlannedPending(key_of.get((parent, name), 0), (parent, name), inode) for parent, name, inode in batch.pending_entries
@@ -292,21 +296,15 @@ def _name_version_1(body: list[Any]) -> dict[str, Any]:
     return named | {name: [name_nested(name_fields(names, item)) for item in named[name]] for name, names in lists.items()}
 
 
-def record_batch_done(db: Database, batch: PfsBatch, observed: dict[tuple[int, bytes], ObservedStat | None]) -> None:
+def record_batch_done(db: Database, batch: PfsBatch, observed: dict[PfsName, ObservedStat | None]) -> None:
     """Record that `batch` was done. `observed`: what its names show; None: another inode."""
     losers = _record_entries(db, batch, observed)
     for row in batch.published_rows:
         _insert_published(db, row)
-    for inode in batch.inodes_with_set_attributes:
-        _record_set_attributes(
-            db,
-            inode,
-            [
-                seen
-                for show in batch.expected_entries
-                if show.inode == inode and (seen := observed.get((show.location.parent, show.location.name)))
-            ],
-        )
+    restamped = set(batch.inodes_with_set_attributes)
+    for show in batch.expected_entries:
+        if show.inode in restamped and (seen := observed.get(show.location.pfs_name)) is not None:
+            _record_set_attributes(db, show.inode, seen)
     for inode in losers:
         if db.value("SELECT 1 FROM pfs_entry WHERE inode = ? LIMIT 1", inode) is None:
             db.run("DELETE FROM pfs_file WHERE inode = ?", inode)
@@ -327,18 +325,13 @@ def record_batch_done(db: Database, batch: PfsBatch, observed: dict[tuple[int, b
     delete_batch(db)
 
 
-def list_unfinished(batch: PfsBatch, observed: dict[tuple[int, bytes], ObservedStat | None]) -> list[int]:
+def list_unfinished(batch: PfsBatch, observed: dict[PfsName, ObservedStat | None]) -> list[int]:
     """Return the inodes that the PFS should show and does not."""
-    return sorted(
-        {
-            show.inode
-            for show in batch.expected_entries
-            if show.inode is not None and observed.get((show.location.parent, show.location.name)) is None
-        }
-    )
+    shows = batch.expected_entries
+    return sorted({show.inode for show in shows if show.inode is not None and observed.get(show.location.pfs_name) is None})
 
 
-def _record_entries(db: Database, batch: PfsBatch, observed: dict[tuple[int, bytes], ObservedStat | None]) -> set[int]:
+def _record_entries(db: Database, batch: PfsBatch, observed: dict[PfsName, ObservedStat | None]) -> set[int]:
     """Record what the names show. Return the inodes that lost a name."""
     losers = set()
     for show in batch.expected_entries:
@@ -371,20 +364,19 @@ def _insert_published(db: Database, row: PublishedRow) -> None:
         db.run("UPDATE inode SET size = ?, mtime_ns = ? WHERE id = ?", row.size, row.mtime_ns, row.inode)
 
 
-def _record_set_attributes(db: Database, inode: int, observed: Iterable[ObservedStat]) -> None:
-    for one in observed:
-        seen_now = "UPDATE pfs_entry SET seen_ino = ?, seen_mode = ?, seen_uid = ?, seen_gid = ? WHERE inode = ?"
-        db.run(seen_now, one.ino, one.mode, one.uid, one.gid, inode)
-        if stat.S_ISREG(one.mode):
-            same = "UPDATE pfs_file SET mtime_ns = ? WHERE inode = ? AND size = ? AND pfs_inode = ?"
-            db.run(same, one.mtime_ns, inode, one.size, one.ino)
+def _record_set_attributes(db: Database, inode: int, seen: ObservedStat) -> None:
+    seen_now = "UPDATE pfs_entry SET seen_ino = ?, seen_mode = ?, seen_uid = ?, seen_gid = ? WHERE inode = ?"
+    db.run(seen_now, seen.ino, seen.mode, seen.uid, seen.gid, inode)
+    if stat.S_ISREG(seen.mode):
+        same = "UPDATE pfs_file SET mtime_ns = ? WHERE inode = ? AND size = ? AND pfs_inode = ?"
+        db.run(same, seen.mtime_ns, inode, seen.size, seen.ino)
 
 
-def _record_moved_files(db: Database, batch: PfsBatch, observed: dict[tuple[int, bytes], ObservedStat | None]) -> None:
+def _record_moved_files(db: Database, batch: PfsBatch, observed: dict[PfsName, ObservedStat | None]) -> None:
     """Record the new st_ino of files that were copied to a filesystem below the PFS."""
     moved = {action.inode for action in batch.actions if action.act in {"move", "exchange"}}
     for show in batch.expected_entries:
-        seen = observed.get((show.location.parent, show.location.name))
+        seen = observed.get(show.location.pfs_name)
         if seen is not None and show.inode in moved and stat.S_ISREG(seen.mode):
             same = "UPDATE pfs_file SET pfs_inode = ?, mtime_ns = ?, checked_ns = 0 WHERE inode = ? AND size = ? AND pfs_inode <> ?"
             db.run(same, seen.ino, seen.mtime_ns, show.inode, seen.size, seen.ino)

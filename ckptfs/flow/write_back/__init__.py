@@ -442,7 +442,7 @@ class WriteBack:
 
     def _record(self, tree: PfsTree, batch: PfsBatch, found: dict[PfsName, ObservedStat | None]) -> None:
         for entry in batch.expected_entries:
-            if entry.inode is not None and found.get((entry.location.parent, entry.location.name)) is None:
+            if entry.inode is not None and found.get(entry.location.pfs_name) is None:
                 log.warning("%s: gone from the PFS; it is written back again if this node has its bytes", format_path(entry.location))
         if self._coordination is not None:
             with self._discarded_if_busy(tree, batch):

@@ -26,7 +26,7 @@ from ckptfs.catalog import inodes, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
 from ckptfs.catalog.pfs_batch import ObservedStat, PfsAction, PfsBatch, PfsLocation
-from ckptfs.catalog.pfs_state import Fingerprint
+from ckptfs.catalog.pfs_state import Fingerprint, PfsName
 from ckptfs.errors import Busy
 from ckptfs.flow.write_back.plan import format_path
 from ckptfs.flow.write_back.stage import drop_taken
@@ -79,7 +79,7 @@ class Applier:
             for fingerprint in (action.fingerprint, action.replaced_fingerprint)
             if fingerprint is not None and fingerprint.ino
         }
-        self._final_inodes = {(show.location.parent, show.location.name): show.inode for show in batch.expected_entries}
+        self._final_inodes = {show.location.pfs_name: show.inode for show in batch.expected_entries}
         links = [(action.key, action.new_location) for action in batch.actions if action.act == "link"]
         self._history_links = {key for key, new in links if new is not None and inodes.is_history(db, new.parent)}
         self._copied_inodes: dict[int, int] = {}
@@ -87,7 +87,7 @@ class Applier:
         self.current_action: PfsAction | None = None
         self.is_half_done = False
 
-    def run(self) -> dict[tuple[int, bytes], ObservedStat | None]:
+    def run(self) -> dict[PfsName, ObservedStat | None]:
         """Make all changes. Return the stat of every name of the batch, None if it shows another inode."""
         for action in self._batch.actions:
             if action.act in {"rmdir", "remove"}:  # The batch may have made another directory under this name already.
@@ -110,7 +110,7 @@ class Applier:
                 if failure.errno not in _NO_FSYNC:
                     raise
         return {
-            (show.location.parent, show.location.name): self._observe(show.location, show.fingerprint)
+            show.location.pfs_name: self._observe(show.location, show.fingerprint)
             for show in self._batch.expected_entries
             if show.inode is not None
         }
@@ -193,7 +193,7 @@ class Applier:
         target = self._stat(action.target)
         if target is not None and target.st_ino == source.st_ino and not stat.S_ISDIR(source.st_mode):
             # rename(2) would leave both names. A batch that is done again may already show a later link under the old one.
-            if self._final_inodes.get((action.location.parent, action.location.name)) != action.inode:
+            if self._final_inodes.get(action.location.pfs_name) != action.inode:
                 self._take_name("write_back:unlink", action, source)
             return
         if target is not None and self._is_copied(action, source, target):

@@ -89,7 +89,7 @@ class Stager:
         """Make one temporary file. Raises Busy if the content changed, Unsealed, Unstable, Unfit, and OSError."""
         self._path = planned.path
         wanted, xattrs = self._load_inode(planned), pfs_state.get_xattrs(self._db, planned.inode)
-        shown = PfsView(self._db).get_entry(action.location.parent, action.location.name)
+        shown = PfsView(self._db).get_entry(*action.location.pfs_name)
         # If the name is known as another inode's, that one is ours, and this batch removes it first.
         can_merge = stat.S_ISDIR(wanted.mode) and (shown is None or shown.inode == planned.inode)
         return pfs_ownership.retry_as_owner(
