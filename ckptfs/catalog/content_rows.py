@@ -18,11 +18,13 @@ IS_ON_PFS = (
 """SQL: the PFS shows exactly this content, a row of `content`. To be formatted with its alias. See lifecycle.is_on_pfs."""
 
 
+IS_HELD = "EXISTS (SELECT 1 FROM xattr h WHERE h.inode = {} AND h.name = x'636b707466732e68656c64')"
+"""SQL: a retention rule holds back an inode from the PFS, see `pfs_hold`."""
 UNPUBLISHED = (
     "content c JOIN inode i ON i.id = c.inode AND i.content = c.id AND i.nlink > 0 WHERE c.remote = 0 AND c.state = 2"
     " AND EXISTS (SELECT 1 FROM copy WHERE content = c.id AND copy.state = 1)"
     " AND NOT EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = c.inode AND p.generation = c.generation AND p.complete = 1)"
-    " AND NOT EXISTS (SELECT 1 FROM pfs_hold WHERE inode = c.inode)"
+    f" AND NOT {IS_HELD.format('c.inode')}"
 )
 """SQL: own sealed contents that their files hold, and that the PFS is to show and does not."""
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckptfs.catalog import inodes, peer_copies, summary
-from ckptfs.catalog.content_rows import IS_ON_PFS
+from ckptfs.catalog.content_rows import IS_HELD, IS_ON_PFS
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.set_members import MANIFEST_NAMES
 from ckptfs.model import HISTORY_NAME, ROOT, ContentState, Level
@@ -81,7 +81,7 @@ def _cut_below_set(path: Path) -> Path:
     return path[:depth]
 
 
-_IS_HELD = "EXISTS (SELECT 1 FROM pfs_hold h WHERE h.inode = i.id)"
+_IS_HELD = IS_HELD.format("i.id")
 
 
 def _build_condition(db: Database, level: Level) -> str:
@@ -126,7 +126,8 @@ def list_children(db: Database, directory: int, names: Iterable[bytes]) -> list[
 
 def has_held(db: Database, roots: Iterable[int]) -> bool:
     """Return True if one of these inodes, or anything below them, is held back from the PFS."""
-    return db.value(f"{inodes.WITH_TREE} SELECT 1 FROM tree JOIN pfs_hold h ON h.inode = tree.id LIMIT 1", json.dumps([*roots])) is not None
+    held = f"SELECT 1 FROM tree WHERE {IS_HELD.format('tree.id')} LIMIT 1"
+    return db.value(f"{inodes.WITH_TREE} {held}", json.dumps([*roots])) is not None
 
 
 def has_pending_names(db: Database, roots: Iterable[int]) -> bool:

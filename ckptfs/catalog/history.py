@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass
 
 from ckptfs import limits
-from ckptfs.catalog import contents, handles, identity, journal, namespace, pfs_hold
+from ckptfs.catalog import contents, handles, identity, journal, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get, get_path, restore_xattrs, set_attributes, set_internal_xattr
 from ckptfs.errors import Busy
@@ -382,7 +382,6 @@ def separate(db: Database, inode: int, copied: int | None = None) -> int:
         identity.allocate_id(db, "inode"), len(names), inode,
     )  # fmt: skip
     db.run("INSERT INTO xattr (inode, name, value) SELECT ?, name, value FROM xattr WHERE inode = ?", made, inode)
-    pfs_hold.hold_like(db, made, inode)
     for index, (parent, name) in enumerate(names):
         db.run("UPDATE entry SET child = ? WHERE parent = ? AND name = ?", made, parent, name)
         journal.append(db, "link" if index else "make", made, parent=parent, name=bytes(name))

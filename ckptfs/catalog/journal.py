@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptfs.catalog.content_rows import UNPUBLISHED
+from ckptfs.catalog.content_rows import IS_HELD, UNPUBLISHED
 from ckptfs.catalog.database import Database
 from ckptfs.errors import ConfigError
 from ckptfs.model import ROOT
@@ -31,7 +31,7 @@ _COLUMNS = "seq, op, inode, parent, name, new_parent, new_name, content, mode, a
 
 @dataclass(frozen=True, slots=True)
 class JournalRow:
-    """One change. `mode`: st_mode then, 0 for a deleted inode; `origin`: the dead node that recorded it."""
+    """One change. `mode`: st_mode then, 0 for a deleted inode; `origin`: the other node that recorded or wrote it."""
 
     seq: int
     op: str
@@ -56,15 +56,16 @@ def append(
     new_parent: int = 0,
     new_name: bytes | None = None,
     content: int | None = None,
+    origin: int = 0,
 ) -> None:
-    """Record a change in its own transaction, unless the PFS is not to get it."""
+    """Record a change in its own transaction, unless the PFS is not to get it. `origin`: who wrote `content`."""
     if not db.is_journalled:
         return
     db.run(
-        "INSERT INTO journal (op, inode, parent, name, new_parent, new_name, content, at_ns, mode)"
-        " SELECT ?1,?2,?3,?4,?5,?6,?7,?8, coalesce((SELECT mode FROM inode WHERE id = ?2), 0)"
-        " WHERE NOT EXISTS (SELECT 1 FROM pfs_hold WHERE inode = ?2)",
-        op, inode, parent, name, new_parent, new_name, content, time.time_ns(),
+        "INSERT INTO journal (op, inode, parent, name, new_parent, new_name, content, at_ns, origin, mode)"
+        " SELECT ?1,?2,?3,?4,?5,?6,?7,?8,?9, coalesce((SELECT mode FROM inode WHERE id = ?2), 0)"
+        f" WHERE NOT {IS_HELD.format('?2')}",
+        op, inode, parent, name, new_parent, new_name, content, time.time_ns(), origin,
     )  # fmt: skip
 
 
@@ -268,7 +269,7 @@ def _has_unrecorded(db: Database) -> bool:
     query = (
         "SELECT 1 FROM inode i WHERE i.id <> ? AND i.nlink > 0 AND NOT EXISTS (SELECT 1 FROM pfs_entry WHERE inode = i.id)"
         " AND NOT EXISTS (SELECT 1 FROM journal WHERE inode = i.id AND op = 'make')"
-        " AND NOT EXISTS (SELECT 1 FROM pfs_hold WHERE inode = i.id) LIMIT 1"
+        f" AND NOT {IS_HELD.format('i.id')} LIMIT 1"
     )
     return db.value(query, ROOT) is not None
 

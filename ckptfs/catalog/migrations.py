@@ -108,10 +108,10 @@ CREATE INDEX copy_verified ON copy (verified_ns) WHERE tier = 'nvme' AND state =
 ALTER TABLE pfs_file ADD COLUMN sharing INTEGER NOT NULL DEFAULT 0;
 CREATE INDEX pfs_file_sharing ON pfs_file (generation) WHERE sharing = 1;
 CREATE INDEX xattr_series ON xattr (inode) WHERE name = x'636b707466732e736572696573';
+CREATE INDEX xattr_held ON xattr (inode) WHERE name = x'636b707466732e68656c64';
 CREATE INDEX xattr_remove ON xattr (inode) WHERE name = x'636b707466732e72656d6f7665';
 CREATE TABLE set_candidate (inode INTEGER PRIMARY KEY, at_ns INTEGER NOT NULL);
 CREATE INDEX inode_history ON inode (id) WHERE history > 0;
-CREATE TABLE pfs_hold (inode INTEGER PRIMARY KEY);
 CREATE TABLE retired (content INTEGER PRIMARY KEY);
 ALTER TABLE handle ADD COLUMN shown INTEGER NOT NULL DEFAULT 0;
 """

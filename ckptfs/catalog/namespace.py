@@ -253,7 +253,6 @@ def _delete_inode(db: Database, inode: int) -> list[int]:
     if doomed:
         db.run(f"UPDATE content SET state=? WHERE {known}", ContentState.DOOMED, inode)
     db.run("DELETE FROM xattr WHERE inode=?", inode)
-    db.run("DELETE FROM pfs_hold WHERE inode=?", inode)
     db.run("DELETE FROM inode WHERE id=?", inode)
     return doomed
 
@@ -404,13 +403,24 @@ def list_files_below(db: Database, inode: int) -> list[int]:
 
 # --- candidates for checkpoint sets -----------------------------------------------------------------------------------
 # An inode that was sealed or got a name may complete a set. A file of the history that lost a name, or whose set was pinned or unpinned,
-# may leave sets without protection. Its row in `set_candidate` stays until the tracker of sets has done with it.
+# may leave sets without protection. Nobody may have looked at what a dead node wrote. Its row in `set_candidate` stays until the tracker of
+# sets has done with it.
 
 
 def insert_candidates(db: Database, candidates: Iterable[int]) -> None:
     """Note that these inodes were sealed, or got or lost a name."""
     now = time.time_ns()
     db.run_each("INSERT OR REPLACE INTO set_candidate (inode, at_ns) VALUES (?, ?)", [(inode, now) for inode in candidates])
+
+
+def insert_candidates_of_dead(db: Database, node: int) -> None:
+    """Note the newest files of a dead node of which this one has a copy."""
+    first, last = (number << limits.ID_COUNTER_BITS for number in (node, node + 1))
+    query = (
+        "SELECT inode FROM content WHERE remote = 1 AND state = 2 AND inode > 0 AND id >= ? AND id < ?"
+        " AND EXISTS (SELECT 1 FROM copy WHERE content = content.id AND copy.state = 1) ORDER BY id DESC LIMIT ?"
+    )
+    insert_candidates(db, [row[0] for row in db.rows(query, first, last, limits.SET_CANDIDATES_MAX)])
 
 
 def list_candidates(db: Database, after: int, at_most: int) -> list[tuple[int, int]]:

@@ -1,41 +1,57 @@
-"""Changes that are held back from the PFS (D7): table `pfs_hold`.
+"""Changes that are held back from the PFS (D7): the internal attribute `HELD_XATTR` of an inode.
 
 If a retention rule sends only some sets of a series to the PFS, all that is made in the place of such a set is held. Changes of what is
 held append no journal rows, so the PFS does not know it, and write-back is not behind because of it. `release` appends the rows that make
 it on the PFS as it is then. A set is released when it is chosen, a file when it gets a name in another place.
 
+All nodes of a cluster know the attribute, like any other. So each of them can release what another one made and left behind.
+
 Functions that change rows join the caller's transaction.
 
 Invariants:
 - The PFS shows nothing that is held.
-- What lies in a directory that is held is held.
+- What lies in a directory that is held is held. In a cluster, a file that its writer has yet to release may be in one that is not.
 """
 
 import json
 import stat
 
-from ckptfs.catalog import journal
+from ckptfs.catalog import identity, journal
+from ckptfs.catalog.content_rows import IS_HELD
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.inodes import WITH_TREE, get_path
+from ckptfs.catalog.inodes import WITH_TREE, get_path, set_internal_xattr
 from ckptfs.model import Inode
+
+HELD_XATTR = b"ckptfs.held"
+_IS_MARK = f"h.name = x'{HELD_XATTR.hex()}'"
 
 
 def is_held(db: Database, inode: int) -> bool:
     """Return True if the PFS is not to show an inode now."""
-    return db.value("SELECT 1 FROM pfs_hold WHERE inode = ?", inode) is not None
+    return bool(db.value(f"SELECT {IS_HELD.format('?')}", inode))
 
 
 def is_left_out(db: Database, inode: int) -> bool:
     """Return True if an inode at or below a held one belongs to a complete set that was not chosen."""
-    held = "SELECT 1 FROM tree JOIN pfs_hold h ON h.inode = tree.id JOIN inode i ON i.id = tree.id AND i.history > 0 LIMIT 1"
+    held = f"SELECT 1 FROM tree JOIN inode i ON i.id = tree.id AND i.history > 0 AND {IS_HELD.format('i.id')} LIMIT 1"
     return db.value(f"{WITH_TREE} {held}", json.dumps([inode])) is not None
 
 
+def list_held_below(db: Database, top: int) -> list[tuple[int, int]]:
+    """Return (inode, the node that wrote its content) of what is held at or below an inode.
+
+    The node is 0 for what has no content.
+    """
+    query = f"SELECT i.id, i.content FROM tree JOIN inode i ON i.id = tree.id AND {IS_HELD.format('i.id')}"
+    return [(inode, identity.get_origin_node(content or 0)) for inode, content in db.rows(f"{WITH_TREE} {query}", json.dumps([top]))]
+
+
 def count_held(db: Database) -> tuple[int, int]:
-    """Return (number, bytes) of the files of applications that are held."""
+    """Return (number, bytes) of the files of applications that this node wrote and that are held."""
     count, size = db.row(
-        f"SELECT count(*), coalesce(sum(i.size), 0) FROM pfs_hold h JOIN inode i ON i.id = h.inode AND i.nlink > 0"
-        f" WHERE i.mode & {0o170000} = {stat.S_IFREG}"
+        "SELECT count(*), coalesce(sum(i.size), 0) FROM xattr h JOIN inode i ON i.id = h.inode AND i.nlink > 0"
+        f" LEFT JOIN content k ON k.id = i.content WHERE {_IS_MARK} AND i.mode & {0o170000} = {stat.S_IFREG}"
+        " AND (i.content IS NULL OR k.remote = 0)"
     ) or (0, 0)
     return int(count), int(size)
 
@@ -43,12 +59,7 @@ def count_held(db: Database) -> tuple[int, int]:
 def hold_new(db: Database, inode: int, parent: int, name: bytes) -> None:
     """Hold an inode that was just made under a name, if its place asks for that."""
     if db.holds_back is not None and _is_place_held(db, parent, name):
-        db.run("INSERT OR IGNORE INTO pfs_hold (inode) VALUES (?)", inode)
-
-
-def hold_like(db: Database, inode: int, like: int) -> None:
-    """Hold an inode that takes over the names of another one, if that is held."""
-    db.run("INSERT OR IGNORE INTO pfs_hold (inode) SELECT ? FROM pfs_hold WHERE inode = ?", inode, like)
+        set_internal_xattr(db, inode, HELD_XATTR, b"1")
 
 
 def _is_place_held(db: Database, parent: int, name: bytes) -> bool:
@@ -97,19 +108,22 @@ def release(db: Database, inode: int) -> None:
     names = [(row[0], bytes(row[1])) for row in db.rows("SELECT parent, name FROM entry WHERE child = ? ORDER BY cookie", inode)]
     for parent, _ in names:
         release(db, parent)
-    db.run("DELETE FROM pfs_hold WHERE inode = ?", inode)
+    set_internal_xattr(db, inode, HELD_XATTR, None)
     for parent, name in names:
         journal.append(db, "make" if (parent, name) == names[0] else "link", inode, parent=parent, name=name)
-    content = db.value("SELECT k.id FROM inode i JOIN content k ON k.id = i.content WHERE i.id = ? AND k.state IN (1, 2)", inode)
+    content, remote = db.row(
+        "SELECT i.content, coalesce(k.remote, 1) FROM inode i LEFT JOIN content k ON k.id = i.content"
+        " WHERE i.id = ? AND (k.remote = 1 OR k.state IS NULL OR k.state IN (1, 2))", inode,
+    ) or (None, 0)  # fmt: skip
     if content is not None:
-        journal.append(db, "content", inode, content=content)
+        journal.append(db, "content", inode, content=content, origin=identity.get_origin_node(content) if remote else 0)
 
 
 def release_misplaced(db: Database) -> None:
     """Release what the rules, which may have changed, do not hold back any more."""
     tops = db.rows(
-        "SELECT h.inode, e.parent, e.name FROM pfs_hold h JOIN entry e ON e.child = h.inode"
-        " WHERE e.parent NOT IN (SELECT inode FROM pfs_hold)"
+        f"SELECT h.inode, e.parent, e.name FROM xattr h JOIN entry e ON e.child = h.inode WHERE {_IS_MARK}"
+        f" AND NOT {IS_HELD.format('e.parent')}"
     )
     for inode, parent, name in tops:
         if not _is_place_held(db, parent, bytes(name)):

@@ -12,7 +12,7 @@ Functions that change rows join the caller's transaction.
 import json
 from collections.abc import Iterable
 
-from ckptfs.catalog import inodes, pfs_hold
+from ckptfs.catalog import inodes
 from ckptfs.catalog.content_rows import CONTENT_COLUMNS, build_content
 from ckptfs.catalog.copies import IS_AT_REST, IS_SAFE_ELSEWHERE
 from ckptfs.catalog.database import Database
@@ -39,9 +39,8 @@ def list_chosen(db: Database, series: int) -> set[int]:
 
 
 def mark_chosen(db: Database, set_directory: int) -> None:
-    """Choose a set for the PFS: nothing of it is held back any more."""
+    """Choose a set for the PFS: nothing of it has to be held back any more."""
     inodes.set_internal_xattr(db, set_directory, CHOSEN_XATTR, b"1")
-    pfs_hold.release_tree(db, set_directory)
 
 
 def list_expiring(db: Database, series: int) -> set[int]:

@@ -48,6 +48,7 @@ CREATE INDEX entry_child ON entry (child);
 -- are facts about sets and series of the history: nobody else sees them, and they are not on the PFS.
 CREATE TABLE xattr (inode INTEGER NOT NULL, name BLOB NOT NULL, value BLOB NOT NULL, PRIMARY KEY (inode, name)) WITHOUT ROWID;
 CREATE INDEX xattr_series ON xattr (inode) WHERE name = x'636b707466732e736572696573'; -- ckptfs.series
+CREATE INDEX xattr_held ON xattr (inode) WHERE name = x'636b707466732e68656c64'; -- ckptfs.held, see pfs_hold.py
 CREATE INDEX xattr_remove ON xattr (inode) WHERE name = x'636b707466732e72656d6f7665'; -- ckptfs.remove
 
 -- What was sealed, or got or lost a name: a checkpoint set may be complete or unprotected. The tracker of sets looks at it.
@@ -220,8 +221,6 @@ CREATE TRIGGER pfs_file_updated AFTER UPDATE ON pfs_file WHEN EXISTS (SELECT 1 F
 BEGIN INSERT OR IGNORE INTO scan_dirty_name SELECT parent, name FROM pfs_entry WHERE inode = NEW.inode; END;
 CREATE INDEX pfs_file_pfs_inode ON pfs_file (pfs_inode); -- names of one file on the PFS become names of one inode
 
--- What retention rules hold back from the PFS: its changes have no rows in the journal, see pfs_hold.py.
-CREATE TABLE pfs_hold (inode INTEGER PRIMARY KEY);
 
 -- Contents that retention rules keep on the PFS only: the evict step drops their copies on this node.
 CREATE TABLE retired (content INTEGER PRIMARY KEY);

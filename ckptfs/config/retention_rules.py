@@ -61,9 +61,6 @@ def _list_contradictions(rule: RetentionRule, config: Config) -> Iterable[tuple[
         (config.pfs is None and bool(for_pfs), f"{', '.join(for_pfs)} needs a PFS", "give pfs=DIRECTORY, or only keep and keep_every"),
         (config.fsync is Level.PFS and rule.selects_for_pfs,
          "fsync=pfs waits for the PFS, and the rule keeps files away from it", "give fsync=local or fsync=clique"),
-        (config.cluster is not None and rule.selects_for_pfs,
-         "pfs_every and pfs_interval need a mount without a cluster: each node writes back what it wrote, and of a set that is chosen later"
-         " the part of a node that died meanwhile would never come to the PFS", "leave them out; keep_pfs bounds the sets on the PFS"),
         (every is not None and rule.pfs_interval_s is not None, "pfs_every and pfs_interval exclude one another", "leave one out"),
         (rule.selects_for_pfs and keep is None and keep_local is None,
          "sets that do not go to the PFS would fill RAM and NVMe", "give keep_local or keep, after which they expire"),

@@ -447,10 +447,9 @@ RULE_SETTINGS: tuple[Setting, ...] = (
         "How many sets stay in RAM and NVMe, the newest ones. Older ones leave them once they are on the PFS. Default: they leave them\n"
         "when the room is needed.", "2"),
     Setting("pfs_every", "pfs_every", build_integer_parser(1, limits.RETENTION_SETS_MAX), None,
-        "Only every Nth set goes to the PFS, by its number. The others stay in RAM and NVMe until they expire. Not available in a\n"
-        "cluster yet.", "10"),
+        "Only every Nth set goes to the PFS, by its number. The others stay in RAM and NVMe until they expire.", "10"),
     Setting("pfs_interval", "pfs_interval_s", parse_positive_seconds, None,
-        "Only one set in this time goes to the PFS. Not available in a cluster yet.", '"30m"'),
+        "Only one set in this time goes to the PFS.", '"30m"'),
     Setting("keep_pfs", "keep_pfs", build_integer_parser(1, limits.RETENTION_SETS_MAX), None,
         "How many sets stay on the PFS, the newest ones. An older one expires once as many newer ones were verified there.", "5"),
     Setting("incomplete_after", "incomplete_after_s", parse_positive_seconds, None,

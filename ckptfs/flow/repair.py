@@ -1,7 +1,8 @@
 """The repair step: copies that are missing after nodes died, joined or restarted.
 
 Takes: a changed view of the live nodes.
-Leaves: `content.lacking` for every content that has too few copies; the replicate step makes them.
+Leaves: `content.lacking` for every content that has too few copies; the replicate step makes them. The newest files of a dead node become
+candidates for checkpoint sets.
 If we die here: the next mover compares the catalog with the view again, and checks the contents of all nodes that are dead then.
 
 A live writer repairs its own contents. If the writer is dead, the live holder with the lowest number does: all holders ask the same store
@@ -17,7 +18,7 @@ import logging
 import time
 
 from ckptfs import limits
-from ckptfs.catalog import mover_requests, peer_copies, remote_contents
+from ckptfs.catalog import mover_requests, namespace, peer_copies, remote_contents
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.peer_copies import KnownNode
 from ckptfs.clique import locations
@@ -118,6 +119,9 @@ class Repair:
 
     def _check_hosted(self, dead_node: int) -> bool:
         """Mark a batch of a dead node's contents to copy. Return False after the last. Repeated if it raises."""
+        if not self._after:
+            with self._db.transaction():
+                namespace.insert_candidates_of_dead(self._db, dead_node)
         batch = remote_contents.list_hosted_with(self._db, dead_node, self._after, locations.LOAD_CONTENTS_MAX)
         content_locations = locations.refresh(self._db, self._cluster.store, [content.id for content in batch], self._cluster.node_number)
         to_copy = [content.id for content in batch if self._cluster.is_ours_to_copy(content, content_locations[content.id])]

@@ -133,7 +133,7 @@ def test_rules_that_change_release_what_they_held(held: Mount) -> None:
 def test_deleted_files_leave_nothing(held: Mount) -> None:
     held.put(b"run/step_1", b"weights")
     held.unlink(b"run/step_1")
-    assert held.db.rows("SELECT * FROM pfs_hold") == []
+    assert held.db.rows("SELECT * FROM xattr") == []
     held.settle_exactly()
 
 
@@ -162,6 +162,7 @@ def test_a_set_in_the_history_is_held_with_its_files(held: Mount) -> None:
     with held.db.transaction():
         for number in (1, 2, 3):
             retention_state.mark_chosen(held.db, sets[number])
+            pfs_hold.release_tree(held.db, sets[number])
     held.settle()
     kept = held.pfs / ".ckptfs.history" / "run" / "step_*"
     assert {path.name: (path / path.name.partition("@")[0]).read_bytes() for path in kept.iterdir()} == {

@@ -11,8 +11,9 @@ from simulated_cluster import SETTLE_S, SimulatedCluster, SimulatedNode, track_s
 from simulated_store import SimulatedEtcd
 
 from ckptfs import limits
-from ckptfs.catalog import history, identity
+from ckptfs.catalog import history, identity, pfs_hold
 from ckptfs.catalog.set_members import SetTree
+from ckptfs.config import RetentionRule
 
 NODES = 3
 
@@ -41,20 +42,23 @@ async def list_history(node: SimulatedNode) -> dict[str, dict[str, int]]:
     return found
 
 
-def simulate(act: Callable[[SimulatedCluster, random.Random], Awaitable[None]], seed: int) -> None:
-    """Run a cluster of nodes that track sets."""
+def simulate(act: Callable[[SimulatedCluster, random.Random], Awaitable[None]], seed: int, *rules: RetentionRule) -> None:
+    """Run a cluster of nodes that track sets; with rules, on a PFS."""
 
     async def run(cluster: SimulatedCluster, dice: random.Random) -> simulated_cluster.Costs:
         cluster.etcd = SimulatedEtcd(cluster.time)
+        cluster.retention = rules
         async with trio.open_nursery() as nursery:
             for number in range(1, NODES + 1):
                 track_sets(await cluster.add(nursery, number), nursery)
             await trio.sleep(SETTLE_S)
+            if rules:
+                await cluster.each(SimulatedNode.visit_root, dice)
             await act(cluster, dice)
             nursery.cancel_scope.cancel()
         return simulated_cluster.Costs(NODES)
 
-    simulated_cluster.run_simulated(NODES, run, seed=seed, with_pfs=False)
+    simulated_cluster.run_simulated(NODES, run, seed=seed, with_pfs=bool(rules))
 
 
 def shard(node: SimulatedNode) -> str:
@@ -130,3 +134,59 @@ async def series_of(node: SimulatedNode) -> history.SeriesRecord:
     await list_history(node)
     (found,) = history.list_series(node.db)
     return found
+
+
+EVERY_SECOND = RetentionRule("step_*", keep=10, pfs_every=2)
+
+
+def list_pfs(cluster: SimulatedCluster) -> dict[str, set[str]]:
+    """Return the names in each directory of a set on the PFS, in the application's place and in the history."""
+    assert cluster.pfs is not None
+    found = [*cluster.pfs.glob("step_*"), *cluster.pfs.glob(".ckptfs.history/step_*/*")]
+    return {str(path.relative_to(cluster.pfs)): {one.name for one in path.iterdir()} for path in found}
+
+
+def expect_on_pfs(writers: set[str], *steps: int) -> dict[str, set[str]]:
+    manifest = {"MANIFEST.json", "MANIFEST.xxh128"}
+    places = {f"step_{step}": writers for step in steps}
+    return places | {f".ckptfs.history/step_*/step_{step}@{step}": writers | manifest for step in steps}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_every_second_set_of_three_nodes_goes_to_the_pfs(seed: int) -> None:
+    """D7: each node writes back its part of the sets that are chosen, and no more."""
+
+    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
+        for step in range(1, 5):
+            await save(cluster, step, dice)
+            await trio.sleep(SETTLE_S)
+        assert list_pfs(cluster) == expect_on_pfs({shard(node) for node in cluster.living}, 2, 4)
+        for node in cluster.living:
+            rows = node.db.rows("SELECT origin FROM journal")
+            assert rows == [] and pfs_hold.count_held(node.db)[0] >= 2, "steps 1 and 3 are held"
+
+    simulate(act, seed, EVERY_SECOND)
+
+
+@pytest.mark.parametrize("writers", [(1, 2, 3), (3,)])
+def test_what_a_dead_node_held_back_comes_to_the_pfs(writers: tuple[int, ...]) -> None:
+    """D7, P9: it dies when its part is on its peers, before it has seen the set. Nothing else tells of the set if it wrote all of it."""
+
+    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
+        async def save(step: int) -> list[int]:
+            await victim.ensure_directory(f"step_{step}")
+            return [await cluster.nodes[one].write(f"step_{step}/rank{one}.bin", dice.randbytes(1000)) for one in writers]
+
+        victim = cluster.nodes[3]
+        await save(1)
+        await trio.sleep(SETTLE_S)
+        victim.tracking.cancel()
+        *_, content = await save(2)
+        with trio.fail_after(SETTLE_S):
+            while not victim.db.value("SELECT state = 2 AND under_replicated = 0 FROM content WHERE id = ?", content):
+                await trio.sleep(0.1)
+        victim.kill()
+        await trio.sleep(limits.NODE_LEASE_S + 3 * SETTLE_S)
+        assert list_pfs(cluster) == expect_on_pfs({f"rank{one}.bin" for one in writers}, 2)
+
+    simulate(act, 1, EVERY_SECOND)

@@ -43,7 +43,7 @@ from ckptfs.cgroups import MemoryLimits
 from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.membership import NODES_END, NODES_PREFIX, Node, register
 from ckptfs.coherence.store_loss import EpochCheckedStore
-from ckptfs.config import Config
+from ckptfs.config import Config, RetentionRule
 from ckptfs.flow.copy_records import AnnounceCopies, DropDeadRecords
 from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.host import Host
@@ -60,6 +60,7 @@ from ckptfs.flow.take_over import TakeOver
 from ckptfs.flow.write_back import WriteBack
 from ckptfs.model import ROOT, DataPath, Tier
 from ckptfs.peers.transfer_table import TransferTable
+from ckptfs.series.expiry import build_hold_check
 from ckptfs.tiers.storage import Tiers
 
 FILES = 2
@@ -172,12 +173,15 @@ class SimulatedNode(Station):
         self.config = Config(
             name="simulated", mountpoint=place / "mnt", state=place, ram_bytes=512 * limits.MIB, pfs=cluster.pfs, cluster="c", node=name,
             rank=number, address=f"{name}.cluster.example.org:7420", failure_domain=name, replication_factor=cluster.factor,
+            retention=cluster.retention,
         )  # fmt: skip
+        self.db.holds_back = build_hold_check(self.config.retention)
         self.tiers = Tiers.from_config(self.config, journal.get_instance_id(self.db), lambda: copies.get_tier_uuid(self.db, Tier.PFS))
         self.peers = LocalPeers(cluster, self)  # type: ignore[arg-type]
         self.alive = True
         self.replied = trio.Event()
         self.on_sealed: Callable[[], None] = lambda: None
+        self.tracking = trio.CancelScope()
         self._mover_life = trio.CancelScope()
         self._life = trio.CancelScope()
 
@@ -191,8 +195,14 @@ class SimulatedNode(Station):
                         self.mover = SimulatedMover(self)
                         await self.mover.run()
 
+    async def track(self, run: Callable[[], Awaitable[None]]) -> None:
+        """Track sets until it is killed."""
+        with self.tracking:
+            await run()
+
     def kill(self) -> None:
         self.alive = False
+        self.tracking.cancel()
         self._life.cancel()
 
     def restart_mover(self) -> None:
@@ -257,6 +267,7 @@ class SimulatedCluster:
         if self.pfs is not None:
             self.pfs.mkdir()
         self.cut: set[str] = set()
+        self.retention: tuple[RetentionRule, ...] = ()
         self.nodes: dict[int, SimulatedNode] = {}
         self._by_name: dict[str, SimulatedNode] = {}
 
@@ -547,5 +558,5 @@ def track_sets(node: SimulatedNode, nursery: trio.Nursery) -> SetTracker:
 
     tracker = SetTracker(context, changes, MountMemberReader(context, changes), delete)
     node.on_sealed = tracker.wake
-    nursery.start_soon(tracker.run, name="checkpoint sets")
+    nursery.start_soon(node.track, tracker.run, name="checkpoint sets")
     return tracker

@@ -430,7 +430,6 @@ def test_the_rule_of_a_directory(place: Path) -> None:
         ('[[retention]]\npath = "step_*"\npfs_every = 3', "would fill RAM and NVMe"),
         ('[[retention]]\npath = "step_*"\nkeep = 3\npfs_every = 3\npfs_interval = 3', "exclude one another"),
         ('[[retention]]\npath = "step_*"\nkeep_local = 7\nkeep_pfs = 2\npfs_every = 3', "reach further back"),
-        ('cluster = "c"\n[[retention]]\npath = "step_*"\nkeep = 3\npfs_every = 3', "need a mount without a cluster"),
         ('fsync = "pfs"\n[[retention]]\npath = "step_*"\nkeep = 3\npfs_every = 3', "fsync=pfs waits for the PFS"),
     ],
 )

@@ -34,12 +34,24 @@ class SetRefresh:
         for inode in inodes if shared_namespace is not None else ():
             assert shared_namespace is not None
             await shared_namespace.refresh_inode(inode)
+            if not set_members.list_places(self._context.db, inode):
+                await self._refresh_names(inode)
             for directory, _ in set_members.list_places(self._context.db, inode):
                 while directory and directory not in seen:
                     seen.add(directory)
                     await shared_namespace.refresh_inode(directory)
                     await shared_namespace.refresh_directory(directory)
                     directory = 0 if directory == ROOT else self._context.get_inode(directory).parent
+
+    async def _refresh_names(self, inode: int) -> None:
+        """Load the names of a file that this node only has a copy of."""
+        assert self._context.shared_namespace is not None
+        with contextlib.suppress(FileNotFoundError):
+            is_file = self._context.get_inode(inode).is_file
+            for directory, name in keys.list_shared_names(self._context.db, inode) if is_file else ():
+                if not identity.is_history_directory(directory):
+                    await self._context.shared_namespace.refresh_inode(directory)
+                    await self._context.shared_namespace.refresh_name(directory, name.encode("latin-1"))
 
     async def list_sets_of_file(self, inode: int) -> list[tuple[int, int]]:
         """Return (series, set) of all directories of sets in which a file has a name.
