@@ -136,6 +136,35 @@ async def series_of(node: SimulatedNode) -> history.SeriesRecord:
     return found
 
 
+async def wait_sealed(node: SimulatedNode, content: int) -> None:
+    with trio.fail_after(SETTLE_S):
+        while not node.db.value("SELECT state = 2 AND under_replicated = 0 FROM content WHERE id = ?", content):
+            await trio.sleep(0.01)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_another_node_removes_what_was_just_sealed(seed: int) -> None:
+    """X3: it makes the set first, whether the node that wrote it has seen it or not."""
+
+    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
+        writer, other = cluster.nodes[1], cluster.nodes[2]
+        await save(cluster, 1, dice)
+        await trio.sleep(SETTLE_S)
+        writer.tracking.cancel()
+        await writer.ensure_directory("step_2")
+        contents = [await writer.write(f"step_2/{shard(node)}", dice.randbytes(1000)) for node in cluster.living]
+        for content in contents:
+            await wait_sealed(writer, content)
+        began_s = trio.current_time()
+        await other.remove_tree("step_2")
+        assert trio.current_time() - began_s < limits.SET_LOOK_WAIT_S + 1
+        await trio.sleep(SETTLE_S)
+        kept = (await list_history(cluster.nodes[3]))["step_*/step_2@2"]
+        assert kept.keys() >= {shard(node) for node in cluster.living}
+
+    simulate(act, seed)
+
+
 EVERY_SECOND = RetentionRule("step_*", keep=10, pfs_every=2)
 
 
@@ -182,9 +211,7 @@ def test_what_a_dead_node_held_back_comes_to_the_pfs(writers: tuple[int, ...]) -
         await trio.sleep(SETTLE_S)
         victim.tracking.cancel()
         *_, content = await save(2)
-        with trio.fail_after(SETTLE_S):
-            while not victim.db.value("SELECT state = 2 AND under_replicated = 0 FROM content WHERE id = ?", content):
-                await trio.sleep(0.1)
+        await wait_sealed(victim, content)
         victim.kill()
         await trio.sleep(limits.NODE_LEASE_S + 3 * SETTLE_S)
         assert list_pfs(cluster) == expect_on_pfs({f"rank{one}.bin" for one in writers}, 2)

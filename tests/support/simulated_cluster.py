@@ -58,7 +58,7 @@ from ckptfs.flow.scan import Scan
 from ckptfs.flow.seal import Seal
 from ckptfs.flow.take_over import TakeOver
 from ckptfs.flow.write_back import WriteBack
-from ckptfs.model import ROOT, DataPath, Tier
+from ckptfs.model import ROOT, DataPath, Inode, Tier
 from ckptfs.peers.transfer_table import TransferTable
 from ckptfs.series.expiry import build_hold_check
 from ckptfs.tiers.storage import Tiers
@@ -181,6 +181,7 @@ class SimulatedNode(Station):
         self.alive = True
         self.replied = trio.Event()
         self.on_sealed: Callable[[], None] = lambda: None
+        self.before_change: Callable[[int], Awaitable[None]] = self._change_at_once
         self.tracking = trio.CancelScope()
         self._mover_life = trio.CancelScope()
         self._life = trio.CancelScope()
@@ -230,6 +231,13 @@ class SimulatedNode(Station):
         await self.sharing.wait_published()
         self.mover.wake_lanes()
         return content
+
+    async def _change_at_once(self, inode: int) -> None:
+        """No tracker of sets wants to look at it first."""
+
+    async def unlink(self, path: str) -> Inode:
+        await self.before_change((await self.stat(path)).id)
+        return await super().unlink(path)
 
     async def visit_root(self) -> None:
         """Look for what lies on the PFS already, as the first look-up does."""
@@ -557,6 +565,6 @@ def track_sets(node: SimulatedNode, nursery: trio.Nursery) -> SetTracker:
             namespace.delete_forgotten(node.db, unlinked)
 
     tracker = SetTracker(context, changes, MountMemberReader(context, changes), delete)
-    node.on_sealed = tracker.wake
+    node.on_sealed, node.before_change = tracker.wake, tracker.wait_looked
     nursery.start_soon(node.track, tracker.run, name="checkpoint sets")
     return tracker

@@ -106,6 +106,10 @@ class ProducerNotes:
                 self._new_reads.append((inode, pid))
             self._describe(pid)
 
+    def has(self, inode: int) -> bool:
+        """Return True if `take` would return who closed a file."""
+        return inode in self._files
+
     def take(self, inode: int) -> WrittenFile | None:
         """Return who closed a file, once. Returns None if no process has closed it since."""
         found = self._files.pop(inode, None)

@@ -167,6 +167,8 @@ class SetTracker:
         self._ruled: dict[int, list[CheckpointSet]] = {}
         """The sets of each series that nothing but a rule keeps."""
         self._woken = trio.Event()
+        self._wakes, self._looked_wakes = 0, -1
+        """How often it was woken, and how often before the last look at all candidates."""
         self._after = 0
         self._looks: dict[Row, float] = {}
         """When to look at candidates that are not looked at at once."""
@@ -188,6 +190,7 @@ class SetTracker:
 
     def wake(self) -> None:
         """Look soon: there may be candidates. A hint."""
+        self._wakes += 1
         self._woken.set()
 
     async def wait_looked(self, inode: int) -> None:
@@ -195,15 +198,21 @@ class SetTracker:
 
         The application is about to write a part of it, or to remove a name of it.
 
-        Only the first of several changes in a directory waits, and not for long.
+        Only the first of several changes in a directory waits, and not for long. In a cluster another node may have sealed the file: this
+        one looks for its set, too.
         """
-        db, now_s = self._context.db, trio.current_time()
+        db, now_s, is_shared = self._context.db, trio.current_time(), self._context.shared_namespace is not None
+        if not is_shared and not self._looks and self._looked_wakes == self._wakes and not self._context.open_files.producers.has(inode):
+            return
         places = [] if inodes.is_history(db, inode) else set_members.list_places(db, inode)
         if not places or now_s < self._change_rests.get(places[0][0], 0.0):
             return
         directory, name = places[0]
         if not patterns.counts_checkpoints(inodes.get_path(db, directory) + b"/" + name):
             return
+        if is_shared:
+            with db.transaction():
+                namespace.insert_candidates(db, [inode])
         before_ns = time.time_ns()
         with trio.move_on_after(limits.SET_LOOK_WAIT_S):
             while unlooked := self._list_unlooked(before_ns):
@@ -278,6 +287,7 @@ class SetTracker:
 
     async def _look(self) -> bool:
         """Look at some candidates. Return True if there are more."""
+        wakes, is_first = self._wakes, not self._after
         rows = namespace.list_candidates(self._context.db, self._after, limits.SET_CANDIDATES_MAX)
         self._after = rows[-1][0] if len(rows) == limits.SET_CANDIDATES_MAX else 0
         due_s = self._looks | {one.row: one.due_s for one in self._waiting.values()}
@@ -295,6 +305,8 @@ class SetTracker:
                 done |= await self._look_at(place, parts)
             namespace.delete_candidates(self._context.db, done - {one.row for one in self._waiting.values()})
             self._looks = {row: due_s for row, due_s in self._looks.items() if row not in done}
+        if is_first and not self._after:
+            self._looked_wakes = wakes
         return bool(self._after)
 
     async def _find(self, rows: list[Row]) -> dict[Row, list[FoundMember]]:
