@@ -8,12 +8,13 @@ import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ckptfs.catalog import history, inodes, namespace
+from ckptfs.catalog import history, identity, inodes, namespace, peer_copies
 from ckptfs.catalog.database import Database
 from ckptfs.model import ContentState, Inode
 
 PRODUCER_XATTR = b"ckptfs.producer"
 COMMIT_XATTR = b"ckptfs.commit"
+CLAIM_XATTR = b"ckptfs.writer"
 MANIFEST_NAMES = (b"MANIFEST.json", b"MANIFEST.xxh128")
 """Files that the tracker adds to a set."""
 _TYPE_BITS, _FILE, _DIRECTORY = 0o170000, stat.S_IFREG, stat.S_IFDIR
@@ -83,17 +84,40 @@ class SetTree:
 
 
 def find_set_file(db: Database, inode: int) -> SetFile | None:
-    """Return a file of a member. Returns None if it is gone, open, or not sealed yet."""
+    """Return a file of a member. Returns None if it is gone, open, claimed by a writer, or not sealed yet."""
     row = db.row(
-        "SELECT i.generation, i.size, i.mtime_ns, k.state, k.digest, p.digest, x.value FROM inode i"
+        "SELECT i.generation, i.size, i.mtime_ns, k.state, k.digest, p.digest, x.value, i.content, w.value FROM inode i"
         " LEFT JOIN content k ON k.id = i.content LEFT JOIN pfs_file p ON p.inode = i.id"
-        " LEFT JOIN xattr x ON x.inode = i.id AND x.name = ? WHERE i.id = ? AND i.nlink > 0",
-        PRODUCER_XATTR, inode,
+        " LEFT JOIN xattr x ON x.inode = i.id AND x.name = ? LEFT JOIN xattr w ON w.inode = i.id AND w.name = ?"
+        " WHERE i.id = ? AND i.nlink > 0",
+        PRODUCER_XATTR, CLAIM_XATTR, inode,
     )  # fmt: skip
-    if row is None or row[3] in (ContentState.OPEN, ContentState.CLOSED):
+    if row is None or row[3] in (ContentState.OPEN, ContentState.CLOSED) or _is_claimed(db, row[8], row[7], row[0]):
         return None
     digest = row[5] if row[3] is None else row[4]
     return SetFile(inode, row[0], row[1], row[2], digest, "" if row[6] is None else bytes(row[6]).decode())
+
+
+def insert_claim(db: Database, inode: int) -> None:
+    """Note that this node is about to write the content that a file has now: it is for no set any more.
+
+    The claim ends with that generation of the file, or with the node. The other nodes have to know it before the first byte is written.
+    """
+    row = db.row("SELECT content, generation FROM inode WHERE id = ?", inode)
+    if row is not None:
+        fields = {"node": identity.get_node_number(db), "content": row[0], "generation": row[1]}
+        inodes.set_internal_xattr(db, inode, CLAIM_XATTR, json.dumps(fields).encode())
+
+
+def delete_claim(db: Database, inode: int) -> None:
+    """End a claim: nothing was written."""
+    inodes.set_internal_xattr(db, inode, CLAIM_XATTR, None)
+
+
+def _is_claimed(db: Database, claim: bytes | None, content: int | None, generation: int) -> bool:
+    fields = {} if claim is None else json.loads(claim)
+    is_present = bool(fields) and (fields["content"], fields["generation"]) == (content, generation)
+    return is_present and fields["node"] in peer_copies.list_live_nodes(db)
 
 
 def load_set_tree(db: Database, members: Iterable[tuple[bytes, int]], files_max: int) -> SetTree | None:

@@ -1,5 +1,7 @@
 """D1, D4, X3 among nodes, in virtual time: three nodes write shards of one set; one set comes of it, which no node's rotation destroys."""
 
+import json
+import os
 import random
 from collections.abc import Awaitable, Callable
 
@@ -14,6 +16,7 @@ from ckptfs import limits
 from ckptfs.catalog import history, identity, pfs_hold
 from ckptfs.catalog.set_members import SetTree
 from ckptfs.config import RetentionRule
+from ckptfs.model import Tier
 
 NODES = 3
 
@@ -163,6 +166,60 @@ def test_another_node_removes_what_was_just_sealed(seed: int) -> None:
         assert kept.keys() >= {shard(node) for node in cluster.living}
 
     simulate(act, seed)
+
+
+def find_torn(node: SimulatedNode, others: list[SimulatedNode], sets: dict[str, dict[str, int]]) -> list[str]:
+    """Return the files of sets whose bytes are not those of the manifest."""
+    found = []
+    for path, files in sets.items():
+        made = [(one, one.db.value(OWN_CONTENT, files["MANIFEST.json"])) for one in others]
+        ((maker, content),) = [(one, content) for one, content in made if content is not None]
+        with os.fdopen(maker.tiers[Tier.RAM].open(content)) as file:
+            told = {one["path"]: one["digest"] for one in json.load(file)["files"]}
+        for name, digest in told.items():
+            now = [bytes(row[0]).hex() for one in others for row in one.db.rows(OWN_DIGEST, files[name])]
+            found += [f"{path}/{name}: {now} instead of {digest}"] if now != [digest] else []
+    return found
+
+
+OWN_CONTENT = "SELECT k.id FROM inode i JOIN content k ON k.id = i.content AND k.remote = 0 WHERE i.id = ?"
+OWN_DIGEST = "SELECT k.digest FROM inode i JOIN content k ON k.id = i.content AND k.remote = 0 AND k.digest IS NOT NULL WHERE i.id = ?"
+
+
+@pytest.mark.parametrize("moment", ["_fill", "_confirm", "_finish"])
+def test_an_overwrite_while_another_node_makes_the_set(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T6, P7: each set has the bytes of its manifest, whenever a program opens a file of it, and however long it writes."""
+
+    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
+        await save(cluster, 1, dice)
+        await trio.sleep(SETTLE_S)
+        former, overwritten = getattr(SetMaker, moment), trio.Event()
+
+        async def overwrite(writer: SimulatedNode) -> None:
+            await writer.overwrite(f"step_2/{shard(writer)}", dice.randbytes(1000), 5.0)
+            overwritten.set()
+
+        async def make_while_opened(maker: SetMaker, *given: object) -> object:
+            if not opened:
+                here = identity.get_node_number(maker._context.db)
+                opened.append(cluster.nodes[1 if here != 1 else 2])
+                nursery.start_soon(overwrite, opened[0])
+                await trio.sleep(1.0)
+            return await former(maker, *given)
+
+        opened: list[SimulatedNode] = []
+        async with trio.open_nursery() as nursery:
+            with monkeypatch.context() as patch:
+                patch.setattr(SetMaker, moment, make_while_opened)
+                await save(cluster, 2, dice)
+                await overwritten.wait()
+                await trio.sleep(2 * SETTLE_S)
+        for node in cluster.living:
+            sets = await list_history(node)
+            assert find_torn(node, cluster.living, sets) == []
+            assert {path.partition("@")[0] for path in sets} == {"step_*/step_1", "step_*/step_2"}
+
+    simulate(act, 1)
 
 
 EVERY_SECOND = RetentionRule("step_*", keep=10, pfs_every=2)

@@ -15,7 +15,7 @@ import random
 import resource
 import shutil
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,12 @@ from simulated_store import BACKGROUND, SimulatedEtcd, SimulatedStore, Simulated
 from write_back_world import memory
 
 from ckptfs import limits
-from ckptfs.catalog import contents, copies, identity, journal, mover_requests, namespace
+from ckptfs.catalog import contents, copies, history, identity, journal, mover_requests, namespace
+from ckptfs.catalog.inodes import get
 from ckptfs.cgroups import MemoryLimits
 from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.membership import NODES_END, NODES_PREFIX, Node, register
+from ckptfs.coherence import keys
 from ckptfs.coherence.store_loss import EpochCheckedStore
 from ckptfs.config import Config, RetentionRule
 from ckptfs.flow.copy_records import AnnounceCopies, DropDeadRecords
@@ -182,6 +184,7 @@ class SimulatedNode(Station):
         self.replied = trio.Event()
         self.on_sealed: Callable[[], None] = lambda: None
         self.before_change: Callable[[int], Awaitable[None]] = self._change_at_once
+        self.opening: Callable[[int], AbstractAsyncContextManager[None]] = lambda _: contextlib.nullcontext()
         self.tracking = trio.CancelScope()
         self._mover_life = trio.CancelScope()
         self._life = trio.CancelScope()
@@ -219,15 +222,16 @@ class SimulatedNode(Station):
 
     async def write(self, path: str, data: bytes) -> int:
         """Create, write, close; the content."""
-        made = await self.make(path)
+        return await self._put((await self.make(path)).id, data)
+
+    async def _put(self, inode: int, data: bytes) -> int:
         with self.db.transaction():
-            content = contents.insert_content(self.db, made.id, Tier.RAM)
+            content = contents.insert_content(self.db, inode, Tier.RAM)
             fd = self.tiers[Tier.RAM].create(content)
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-        now_ns = self.cluster.time.now_ns()
-        with self.db.transaction():
-            contents.mark_closed(self.db, made.id, content, len(data), now_ns, now_ns)
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+            now_ns = self.cluster.time.now_ns()
+            contents.mark_closed(self.db, inode, content, len(data), now_ns, now_ns)
         await self.sharing.wait_published()
         self.mover.wake_lanes()
         return content
@@ -238,6 +242,15 @@ class SimulatedNode(Station):
     async def unlink(self, path: str) -> Inode:
         await self.before_change((await self.stat(path)).id)
         return await super().unlink(path)
+
+    async def overwrite(self, path: str, data: bytes, open_s: float) -> None:
+        """Open for writing in place, write after a while, close. The store learns of the bytes at the close."""
+        inode = (await self.stat(path)).id
+        async with self.opening(inode):
+            await self.sharing.refresh_change(keys.list_unread_history(self.db, inode))
+            await self._agreed(lambda db: get(db, inode).history and history.separate(db, inode), (), [])
+        await trio.sleep(open_s)
+        await self._put(inode, data)
 
     async def visit_root(self) -> None:
         """Look for what lies on the PFS already, as the first look-up does."""
@@ -565,6 +578,6 @@ def track_sets(node: SimulatedNode, nursery: trio.Nursery) -> SetTracker:
             namespace.delete_forgotten(node.db, unlinked)
 
     tracker = SetTracker(context, changes, MountMemberReader(context, changes), delete)
-    node.on_sealed, node.before_change = tracker.wake, tracker.wait_looked
+    node.on_sealed, node.before_change, node.opening = tracker.wake, tracker.wait_looked, tracker.opening
     nursery.start_soon(node.track, tracker.run, name="checkpoint sets")
     return tracker

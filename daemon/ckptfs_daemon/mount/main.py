@@ -61,7 +61,7 @@ def run(setup: ChildSetup) -> int:
     reader = MountMemberReader(context, changes)
     files = FileHandlers(context, changes)
     tracker = SetTracker(context, changes, reader, orphans.add_unlinked)
-    files.before_write = tracker.wait_looked
+    files.opening = tracker.opening
     attributes = AttributeHandlers(context, changes, files, reader, tracker.wake)
     names, directories = NamespaceHandlers(context, changes, orphans, tracker), DirectoryHandlers(context, changes)
     history = HistoryTree(context, changes, files, attributes)

@@ -13,7 +13,8 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, TypeVar
 
 import trio
@@ -52,8 +53,8 @@ class FileHandlers:
 
     def __init__(self, context: MountContext, changes: ChangeRunner) -> None:
         self._context, self._changes = context, changes
-        self.before_write: Callable[[int], Awaitable[None]] = _wait_for_nothing
-        """Awaited with the inode before a file is opened for writing."""
+        self.opening: Callable[[int], AbstractAsyncContextManager[None]] = lambda _: contextlib.nullcontext()
+        """Entered with the inode while a file is opened for writing."""
 
     # --- opening ------------------------------------------------------------------------------------------------------
 
@@ -111,11 +112,10 @@ class FileHandlers:
         truncates = bool(flags & os.O_TRUNC)
         is_writer = truncates or flags & os.O_ACCMODE != os.O_RDONLY
         is_root, nonblocking = ctx.uid == 0, bool(flags & os.O_NONBLOCK)
-        if is_writer:
-            await self.before_write(inode)
         open_request = OpenRequest(inode, is_writer, truncates, request, is_root=is_root, nonblocking=nonblocking, pid=ctx.pid, shown=shown)
         attempt = OpenAttempt(self._context, open_request)
-        opened = await attempt.run()
+        async with self.opening(inode) if is_writer else contextlib.nullcontext():
+            opened = await attempt.run()
         if attempt.separates and self._context.shared_namespace is not None:
             await self._context.shared_namespace.wait_published()
         return self._build_file_info(opened)
@@ -408,7 +408,3 @@ def _write_all(fd: int, data: bytes, offset: int) -> None:
         view = memoryview(data)
         while count < len(data):
             count += os.pwrite(fd, view[count:], offset + count)
-
-
-async def _wait_for_nothing(inode: int) -> None:
-    """Return at once."""

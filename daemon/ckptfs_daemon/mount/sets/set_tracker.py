@@ -16,13 +16,14 @@ Invariants:
 Crash safety: candidates are rows, and a set appears with one rename. Unfinished sets are removed at the start.
 """
 
+import contextlib
 import functools
 import logging
 import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -201,17 +202,14 @@ class SetTracker:
         Only the first of several changes in a directory waits, and not for long. In a cluster another node may have sealed the file: this
         one looks for its set, too.
         """
-        db, now_s, is_shared = self._context.db, trio.current_time(), self._context.shared_namespace is not None
+        now_s, is_shared = trio.current_time(), self._context.shared_namespace is not None
         if not is_shared and not self._looks and self._looked_wakes == self._wakes and not self._context.open_files.producers.has(inode):
             return
-        places = [] if inodes.is_history(db, inode) else set_members.list_places(db, inode)
-        if not places or now_s < self._change_rests.get(places[0][0], 0.0):
-            return
-        directory, name = places[0]
-        if not patterns.counts_checkpoints(inodes.get_path(db, directory) + b"/" + name):
+        directory = self._find_directory(inode)
+        if directory is None or now_s < self._change_rests.get(directory, 0.0):
             return
         if is_shared:
-            with db.transaction():
+            with self._context.db.transaction() as db:
                 namespace.insert_candidates(db, [inode])
         before_ns = time.time_ns()
         with trio.move_on_after(limits.SET_LOOK_WAIT_S):
@@ -222,6 +220,37 @@ class SetTracker:
         if waited_s := trio.current_time() - now_s:
             self._change_rests = {one: until_s for one, until_s in self._change_rests.items() if until_s > now_s}
             self._change_rests[directory] = trio.current_time() + waited_s * limits.SET_SEARCH_REST
+
+    @contextlib.asynccontextmanager
+    async def opening(self, inode: int) -> AsyncIterator[None]:
+        """Open a file for writing inside of this.
+
+        First what is complete becomes a set, then no node takes the file for a part of one.
+        """
+        await self.wait_looked(inode)
+        db, shared_namespace = self._context.db, self._context.shared_namespace
+        if shared_namespace is None or self._find_directory(inode) is None:
+            yield
+            return
+        with self._context.open_files.change():
+            set_members.insert_claim(db, inode)
+        await shared_namespace.wait_published()
+        try:
+            yield
+        except BaseException:
+            with self._context.open_files.change():
+                set_members.delete_claim(db, inode)
+            raise
+
+    def _find_directory(self, inode: int) -> int | None:
+        """Return the directory of a file that may belong to a checkpoint.
+
+        Returns None if the file is in a set already, or belongs to none.
+        """
+        db = self._context.db
+        places = [] if inodes.is_history(db, inode) else set_members.list_places(db, inode)
+        is_counted = any(patterns.counts_checkpoints(inodes.get_path(db, directory) + b"/" + name) for directory, name in places[:1])
+        return places[0][0] if is_counted else None
 
     def _list_unlooked(self, before_ns: int) -> list[Row]:
         waiting = {one.row for one in self._waiting.values()}
@@ -402,14 +431,15 @@ class SetTracker:
                 self._events.record_begun(found)
             waits_s = verdict.quiet_s or (limits.SET_RETRY_S if found.is_newest else 0.0)
             return min(waits_s, limits.SET_RETRY_MAX_S) or None
-        if await trio.to_thread.run_sync(load) != before:
+        tree = await trio.to_thread.run_sync(load)  # The verdict has loaded what other nodes know of the files.
+        if tree is None or tree != before:
             raise Busy("it changes")
-        directory, made = await self._maker.make(found, before)
+        directory, made = await self._maker.make(found, tree)
         self._reviews[directory] = trio.current_time()
         await self._events.record_complete(found, directory, made)
         if made is not None:
             log.info("%s: complete: %d files, %d bytes", os.fsdecode(made.name), made.record.files, made.record.size)
-            await self._report_unchanged(directory, made, before)
+            await self._report_unchanged(directory, made, tree)
         return None
 
     async def _report_unchanged(self, directory: int, made: CheckpointSet, tree: SetTree) -> None:
