@@ -1,4 +1,4 @@
-"""D5, D8, P5 between nodes: sets of many writers expire as the rule says, for all nodes, and no node that is cut off lets any go."""
+"""D5, D7, D8, P5 between nodes: sets of many writers expire as the rule says, for all nodes, and no node that is cut off lets any go."""
 
 import contextlib
 import os
@@ -15,6 +15,11 @@ RULES = """
 path = "run/step_*"
 keep_local = 1
 keep_pfs = 2
+
+[[retention]]
+path = "every/step_*"
+keep = 10
+pfs_every = 2
 """
 
 
@@ -26,10 +31,10 @@ def ruled(make_lab: Callable[..., ClusterUnderTest], tmp_path: Path) -> ClusterU
     return made
 
 
-def save(cluster: ClusterUnderTest, step: int) -> None:
-    (cluster[0].path / "run" / f"step_{step}").mkdir(parents=True)
+def save(cluster: ClusterUnderTest, step: int, series: str = "run") -> None:
+    (cluster[0].path / series / f"step_{step}").mkdir(parents=True)
     for node, name in zip(cluster.nodes, ("model", "optimizer", "scheduler"), strict=True):
-        with zipfile.ZipFile(node.path / "run" / f"step_{step}" / f"{name}.pt", "w") as archive:
+        with zipfile.ZipFile(node.path / series / f"step_{step}" / f"{name}.pt", "w") as archive:
             archive.writestr("data", os.urandom(5000))
 
 
@@ -62,3 +67,19 @@ def test_sets_of_many_writers_expire(ruled: ClusterUnderTest) -> None:
     history = ruled.pfs / ".ckptfs.history" / "run" / "step_*"
     assert {name.partition("@")[0] for name in os.listdir(history)} == {"step_4", "step_5"}
     assert len(os.listdir(ruled[2].path / "run" / "step_4")) == 3
+
+
+def test_every_second_set_goes_to_the_pfs_from_all_nodes(ruled: ClusterUnderTest) -> None:
+    """Also what a node wrote that died before its set was there."""
+    save(ruled, 1, "every")
+    save(ruled, 2, "every")
+    files = {"model.pt", "optimizer.pt", "scheduler.pt"}
+    chosen = ruled.pfs / "every" / "step_2"
+    eventually(lambda: list_steps(chosen) == files, what="the PFS has the second set")
+    wait_for(ruled[1].path / "every" / "step_2", "pfs")
+    save(ruled, 3, "every")
+    save(ruled, 4, "every")
+    wait_for(ruled[2].path / "every" / "step_4" / "scheduler.pt", "clique")
+    ruled[2].kill()
+    eventually(lambda: list_steps(ruled.pfs / "every" / "step_4") == files, what="the PFS has all of the fourth set", timeout=120)
+    assert list_steps(ruled.pfs / "every") == {"step_2", "step_4"}
