@@ -1,17 +1,13 @@
-"""Contents that another node wrote last (`content.remote`), and announcements of this node's copies.
-
-`announce_state` has what the store has to learn of them.
+"""Contents that another node wrote last (`remote`), and announcements of copies (`announce_state`).
 
 The row of a remote content is the newest state that this node learned; its GOOD copies are exactly of that generation and digest. Only a
-content that was open has several generations. When a newer one is learned, the copies become STALE: they are not read any more, but
-unchanged blocks of them can be used, and they are what is left of the file if the newer generation is lost with its writer. They stay until
-other nodes have that (P5, P9). Without a cluster there are no such rows.
+content that was open has several generations. When a newer one is learned, the copies become STALE: sources of blocks, and what is left of
+the file if the newer generation is lost with its writer. They stay until other nodes have that (P5, P9).
 
-The store has to know of a remote content if this node has a copy, whole or stale; of an own content, if this node lost it while other nodes
-have it and the PFS does not. Code that inserts or deletes a copy marks that in the same transaction, or calls functions of this module; the
-announce lane commits it to the store. Functions that change rows join the caller's transaction.
+The store has to know of a remote content if this node has a copy; of an own one, if this node lost it while other nodes have it and the PFS
+does not. Code that inserts or deletes a copy marks that in the same transaction. Functions that change rows join the caller's transaction.
 
-Crash safety: a state that is not marked as announced is announced again. Files without a row are leftovers, which the reclaim lane deletes.
+Crash safety: a state that is not marked as announced is announced again. Files without a row are leftovers of the reclaim lane.
 """
 
 import json
@@ -310,11 +306,7 @@ def mark_remote(db: Database, content: Content) -> bool:
 
 
 def list_stale(db: Database, tier: Tier, before_ns: int, at_most: int) -> list[int]:
-    """Return contents with a STALE copy in `tier`, older than `before_ns`, that is no longer needed.
-
-    It is needed while it is open, and until its successor is on this node, on two other nodes or on the PFS: until then it may be all
-    that is left (P5).
-    """
+    """Return contents whose STALE copy in `tier` is old and whose successor is safe elsewhere (P5)."""
     rows = db.rows(
         "SELECT c.content FROM copy c LEFT JOIN content k ON k.id = c.content WHERE c.tier = ? AND c.state = 3 AND c.state <> 1"
         " AND c.used_ns < ?"
@@ -425,8 +417,7 @@ def mark_copy_absent(db: Database, content: int) -> None:
 def list_unannounced(db: Database, at_most: int) -> list[tuple[Content, bool]]:
     """Return contents of which the store has to learn, with what it has to learn.
 
-    Of a remote content: True if this node has a copy, which may be a stale one; the content has its generation then. Of an own content:
-    True if its copy is gone.
+    Of another node's: True if a copy is here, with the generation of that one. Of an own content: True if its copy is gone.
     """
     rows = db.rows(
         f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS.replace('k.', 'content.')}, announce_state = 2,"

@@ -10,7 +10,6 @@ Crash safety: the lease expires, and another node acquires the lock.
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ckptfs import limits
 from ckptfs.catalog.database import Database
@@ -70,14 +69,6 @@ def _build_key(name: str) -> bytes:
     return LOCKS_PREFIX + name.encode()
 
 
-class LockProvider(Protocol):
-    """The locks that flows need; see `ClusterLocks`."""
-
-    def try_acquire(self, name: str) -> ClusterLock | None: ...
-
-    def release(self, lock: ClusterLock) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """This node's number, its settings of replication, and the other nodes. `view`: the newest view."""
@@ -89,7 +80,7 @@ class Cluster:
     peers: PeerApi
     store: Store
     view: Callable[[], ClusterView]
-    claims: "LockProvider | None" = None
+    claims: ClusterLocks | None = None
     lease: Callable[[], int] = lambda: 1
     """The lease of this node while it certainly holds, else 0. A new lease means that the node was dead in between."""
     copy_records: CopyRecords = field(init=False, compare=False, repr=False)

@@ -232,10 +232,7 @@ def record(db: Database, number: int, shared: ContentLocations, own_number: int)
 
 
 class CopyRecords:
-    """The keys `p/<content>/<node>` of this node, put and deleted as a chain.
-
-    A late announcement leaves no phantom. Any thread may call it.
-    """
+    """The keys `p/<content>/<node>` of this node. A chain, so a late put leaves no phantom. Any thread."""
 
     def __init__(self, store: Transactions, db: Database, node: int) -> None:
         self._store = ChainedStore(store, db, chain.COPIES_CHAIN)
@@ -274,11 +271,7 @@ def delete_content(store: Store, content: int, shared: ContentLocations) -> None
 
 
 def delete_copies(store: Store, contents: Sequence[int]) -> set[tuple[int, int]]:
-    """Delete the announced copies of these deleted contents that have no writer's row.
-
-    At most LOAD_CONTENTS_MAX contents. Returns (content, node) of all announced copies: a node that only read a content is known by that
-    alone.
-    """
+    """Delete copies of contents without a writer's row. Return (content, node) of all announced copies."""
     locations = load(store, contents)
     gone = [number for number in contents if all(item.key != build_content_key(number) for item in locations[number].items)]
     if gone:

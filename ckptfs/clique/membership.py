@@ -1,17 +1,13 @@
 """Membership of the cluster: node numbers, leases, records of live nodes, this node's view of them.
 
-- A node has one number for life. The number is in the upper bits of every id that the node makes, so it belongs to one catalog: a node that
-  lost its catalog gets a new one. `number/<name>` binds a name to a number and a catalog; `taken/<number>` marks numbers in use;
-  `adopted/<number>` says that a node has adopted a store that lost its data. Random numbers from a range that doubles spare ten thousand
-  joining nodes a common counter.
-- A live node has a record `n/<number>` under its lease. `NodeLease.renew` renews the lease every few seconds, or takes a new one and puts
-  the record again. The record is put only while the name is bound to this catalog, so at most one of two daemons with one name is alive.
-- A node with a read-only mount has a number and a lease, and no record: it is in no view but its own.
-- `MemberTable` keeps the last known nodes. Leases also expire while their nodes cannot reach the store, so a missing record means a death
-  only while this node is connected; after an outage the nodes have `limits.NODE_RETURN_S` to return.
+- A number belongs to one catalog for life, and is in the upper bits of every id that the node makes. `number/<name>` binds a name to a
+  number and a catalog; `taken/<number>` marks numbers in use. Random numbers spare ten thousand joining nodes a common counter.
+- A live node has a record `n/<number>` under its lease, put only while the name is bound to this catalog: at most one of two daemons with
+  one name is alive. A node with a read-only mount has no record: it is in no view but its own.
+- `MemberTable` keeps the last known nodes. A missing record means a death only while this node is connected; after an outage the nodes have
+  `limits.NODE_RETURN_S` to return.
 
-Crash safety: a number stays bound in the store, and the next start finds it there. The lease expires. The next process starts with the
-view that was saved last.
+Crash safety: the next start finds its number in the store, and begins with the view that was saved last. The lease expires.
 """
 
 import contextlib

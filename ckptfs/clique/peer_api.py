@@ -38,13 +38,10 @@ class CopyUnavailable(CopyNotFound):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A content that one node asks another to hold.
+    """A content that one node asks another to hold. An *early* offer is of one that is still written.
 
-    `digest` is None while it is still being written (an *early* offer).
-
-    `blocks` are the digests of all `size` bytes, 16 bytes for each 4 MiB begun; in an early offer, a block that may still change is
-    `UNKNOWN_BLOCK`. A later offer of the same content continues the earlier ones: equal blocks are not sent again. The receiver sets
-    `sender` to the authenticated name of the node.
+    `digest` is None in an early offer. `blocks` are the digests of all `size` bytes, 16 bytes for each 4 MiB begun; in an early offer, a
+    block that may still change is `UNKNOWN_BLOCK`. A later offer continues the earlier ones. `sender`: its authenticated node.
     """
 
     content: int
@@ -62,12 +59,9 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Reception:
-    """An accepted offer.
+    """An accepted offer. `fd` is the host's until the reception ends; it has its final size, allocated.
 
-    `fd` belongs to the host; it is open for reading and writing, and has its final size, allocated.
-
-    Blocks that this node already had, in an older generation or elsewhere, are in place. `missing_blocks` are the numbers of the others,
-    ascending, without `UNKNOWN_BLOCK`. `fd` stays open until `finish_reception` or `abort_reception` returns.
+    `missing_blocks`: the blocks that were not in place already, ascending, without `UNKNOWN_BLOCK`.
     """
 
     token: int
@@ -92,17 +86,15 @@ class ContentHost(Protocol):
     """Contents of this node for its peers. Errors of `ckptfs.errors` and OSError are reported to the peer."""
 
     def begin_reception(self, offer: Offer) -> Reception:
-        """Prepare for the blocks of `offer`.
+        """Prepare for the blocks of `offer`. Raises NoSpace, Busy if the content is arriving already.
 
-        Raises NoSpace if the share of peers is full, Busy if the content is already arriving, and a refusal for an older generation or
-        another digest of the same one. An older generation on this node is dropped.
+        An older generation than the known one, and another digest of the same one, are refused.
         """
 
     def finish_reception(self, token: int) -> bool:
-        """Verify the content after all missing blocks arrived and were verified; make the copy count.
+        """Verify the content after all missing blocks arrived; make the copy count.
 
-        Returns False if blocks in place or the digest of the content are wrong; those are dropped. An early reception is kept for the next
-        offer: True, but it does not count.
+        False: what is wrong was dropped. An early reception is kept for the next offer: True, but it does not count.
         """
 
     def abort_reception(self, token: int, *, keep_blocks: bool = True) -> None:

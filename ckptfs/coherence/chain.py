@@ -1,12 +1,11 @@
 """The chain of one process's transactions: the fate of each is known, even if its answer was lost.
 
 A commit that failed may be applied later: after commits that were sent later, and after reads that did not see it. So every transaction
-of a chain puts the key of the chain, and compares the revision of that key which this node saw last. Of two transactions for one link at
-most one is applied, and one that is late is applied before its successor or never.
+puts the key of its chain, and compares its revision: of two transactions for one link at most one is applied.
 
-If the fate of a transaction is unknown, a fence is sent for the same link: a transaction that puts only the key. Either the fence is
-applied, then the late one never will be, or the key shows which one came first. The mount has the chain `w/<node>`, the write-back of the
-mover `w/<node>/write_back`, its announcements of copies `w/<node>/copies`.
+If the fate of a transaction is unknown, a fence is sent for the same link: a transaction that puts only the key. It is applied, then the
+late one never will be, or the key shows which one came first. The mount has the chain `w/<node>`, the write-back of the mover
+`w/<node>/write_back`, its announcements of copies `w/<node>/copies`.
 
 Crash safety: the last known link is in the catalog. The next process sends a fence first. The value of the key names what its transaction
 deleted, which would look like changes of other nodes.

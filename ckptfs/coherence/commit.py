@@ -1,14 +1,9 @@
-"""One transaction of the store, built from dirty keys: compares, puts, deletes, and reads.
+"""One transaction of the store, built from dirty keys: compares, changes, reads after a refusal.
 
-The reads are for the case of a conflict.
-
-Changes are sent whole and in order, as many as fit.
-
-Invariants, which keep the shared tree consistent:
+Changes are sent whole and in order, as many as fit. Invariants, which keep the shared tree consistent:
 - A name is put only if its directory exists.
 - The last name of an inode in the store is not deleted while the inode has another name on this node.
-- A directory is deleted only if it is empty in the store.
-- A directory is moved only while all its new ancestors stay in place (no loops).
+- A directory is deleted only if it is empty in the store, and moved only while all its new ancestors stay in place (no loops).
 
 Crash safety: nothing is changed. A transaction that was sent but not recorded is recognised by its link (see `chain`).
 """
@@ -235,11 +230,7 @@ class _TransactionBuilder:
         self._transaction.expected_revisions[key] = self._load_value(key)[0].revision
 
     def _include_named_inodes(self, before: bytes | None, now: bytes | None) -> None:
-        """Add the inodes that gain or lose a name.
-
-        An inode that loses its name to another one goes with its other names. A directory that gains a name loses its previous
-        one in the same transaction, so no node ever sees it under two names.
-        """
+        """Add the inodes that gain or lose a name, with the names that must change together with them."""
         for entry in (before, now):
             key = SharedKey(INODE, _get_child(entry))
             if not key.number or key in self._transaction.new_values or key in self._transaction.unchanged_keys:

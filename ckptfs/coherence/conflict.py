@@ -1,14 +1,12 @@
-"""Outcomes of transactions: successes are recorded, and conflicts are resolved.
-
-After that the next transaction can succeed.
+"""Outcomes of transactions: successes are recorded, conflicts resolved, so that the next one passes.
 
 If another node changed a name first, the changes of this node that involve the name are undone, with every dirty name of the same inodes.
-Attributes are merged. An inode that is gone in the store is deleted in the catalog. `chain` says whether a commit passed whose response was
-lost.
+Attributes are merged. An inode that is gone in the store is deleted in the catalog. `chain` says if a commit passed without an answer.
 
 Crash safety: an outcome is applied in one transaction of the catalog. The next process recognises an unrecorded success by the chain.
 """
 
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -214,20 +212,20 @@ class ConflictResolver:
         self._inodes_to_recount |= {key.number, here, there} - {0}
         if here == there:
             return
-        if here and self._get_type(here) == read.DIRECTORY_TYPE and not key_state.get_cached(self._db, SharedKey(INODE, here)).revision:
+        if here and stat.S_ISDIR(self._get_mode(here)) and not key_state.get_cached(self._db, SharedKey(INODE, here)).revision:
             self._db.run("UPDATE inode SET nlink = 0 WHERE id = ?", here)
         known = key_state.get_cached(self._db, SharedKey(INODE, there)).fields
         if known is None or there in self._deleted_inodes or there in self._restored_inodes:
             return
-        if not self._get_type(there):
+        if not self._get_mode(there):
             keys.write_value(self._db, SharedKey(INODE, there), known)
-        if self._get_type(there) == read.DIRECTORY_TYPE:
+        if stat.S_ISDIR(self._get_mode(there)):
             self._db.run("UPDATE inode SET nlink = max(nlink, 2), parent = ? WHERE id = ?", known["parent"], there)
             key_state.mark_dirty(self._db, SharedKey(INODE, there))
 
-    def _get_type(self, inode: int) -> int:
-        """Return the type bits of an inode; 0 without a row."""
-        return int(self._db.value("SELECT mode & 61440 FROM inode WHERE id = ?", inode) or 0)
+    def _get_mode(self, inode: int) -> int:
+        """Return the mode of an inode; 0 without a row."""
+        return int(self._db.value("SELECT mode FROM inode WHERE id = ?", inode) or 0)
 
     def _set_link_counts(self) -> None:
         """Set the link counts of files to the number of their names; those of directories are not shared."""
@@ -291,11 +289,7 @@ def _get_writer(db: Database, content: SharedKey) -> int:
 def record_fence(
     db: Database, link: ChainLink, found: CachedValue, sent: StoreTransaction | None, recent_deletes: RecentDeletes
 ) -> CommitResult:
-    """Record what the chain shows after a fence: whether `sent` has passed; if not, it never will.
-
-    Without `sent`, the transaction was of a process of this node that died. Its changes count as unpublished, except its
-    deletions: their keys are gone, and must not look as if another node had deleted them.
-    """
+    """Record if `sent` has passed. Without it, what a process that died has deleted is known as gone."""
     if sent is not None and sent.link.is_taken(found):
         return record_commit(db, sent, found.revision, recent_deletes)
     with key_state.change_unmarked(db):
@@ -306,12 +300,7 @@ def record_fence(
 
 
 def drop_change(db: Database, transaction: StoreTransaction) -> str:
-    """Keep the change that `transaction` publishes on this node only, since the store refuses it for ever.
-
-    Return its path.
-
-    It is tried again when the same file or name changes again.
-    """
+    """Keep a change on this node only, as the store refuses it for ever. Return its path."""
     with db.transaction():
         change = min(change for change, _ in key_state.list_dirty(db, 1))
         path = keys.describe_path(db, [*transaction.new_values, *(key for _, key in key_state.list_dirty(db, limits.ETCD_OPERATIONS_MAX))])

@@ -245,11 +245,7 @@ def list_local_names(db: Database, inode: int) -> list[SharedKey]:
 
 
 def list_shared_names(db: Database, inode: int) -> list[list[Any]]:
-    """Return [directory, name] of all names of an inode that is no directory, in order.
-
-    They are the names that the store knows, without those that this node removed, and the names that this node gave. Names are compared,
-    not counted, so that two nodes can remove the same one.
-    """
+    """Return the names of a file, sorted: the store's without those removed here, and those given here."""
     value = db.value("SELECT value FROM cached_key WHERE kind = 'i' AND number = ? AND name = x''", inode)
     here = {(row[0], bytes(row[1]).decode("latin-1")) for row in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)}
     fields = decode_value(value)
@@ -369,12 +365,7 @@ def _write_times(db: Database, number: int, _: bytes, value: Value | None) -> No
 
 
 def _write_content(db: Database, number: int, _: bytes, value: Value | None) -> None:
-    """Write the state of a content that another node wrote last.
-
-    This node knows its own contents better.
-
-    The content of a deleted file stays until the kernel forgets the inode: it may be about to open it.
-    """
+    """Write what another node wrote last; that of a deleted file stays until the kernel forgets it."""
     if value is None:
         held = "SELECT 1 FROM inode i WHERE i.id = content.inode AND i.content = content.id"
         db.run(
@@ -391,19 +382,11 @@ def _write_content(db: Database, number: int, _: bytes, value: Value | None) -> 
 class KeyKind:
     """How rows of one kind are read as a value (None: others see none) and written from one."""
 
-    read: Callable[[Database, int, bytes], Value | None]
-    write: Callable[[Database, int, bytes, Value | None], None]
+    read: Callable[[Database, int, bytes], Value | None] = lambda *_: None
+    write: Callable[[Database, int, bytes, Value | None], None] = lambda *_: None
     has_name: bool = False
     is_compared: bool = True
     """False: put without a comparison; the last writer wins."""
-
-
-def _get_no_value(db: Database, number: int, name: bytes) -> Value | None:
-    return None
-
-
-def _ignore_write(db: Database, number: int, name: bytes, value: Value | None) -> None:
-    pass
 
 
 KINDS: dict[str, KeyKind] = {
@@ -411,11 +394,11 @@ KINDS: dict[str, KeyKind] = {
     INODE: KeyKind(_get_inode_value, _write_inode),
     TIMES: KeyKind(_get_times_value, _write_times, is_compared=False),
     CONTENT: KeyKind(_get_content_value, _write_content),
-    COPY: KeyKind(_get_no_value, _ignore_write, has_name=True, is_compared=False),
-    LAST_COMMIT: KeyKind(_get_no_value, _ignore_write, is_compared=False),
+    COPY: KeyKind(has_name=True, is_compared=False),
+    LAST_COMMIT: KeyKind(is_compared=False),
     PFS_STATE: KeyKind(get_pfs_state_value, write_pfs_state),
     PFS_NAME: KeyKind(get_pfs_name_value, write_pfs_name, has_name=True),
-    JOURNAL_ROW: KeyKind(get_row_value, _ignore_write, has_name=True, is_compared=False),
+    JOURNAL_ROW: KeyKind(get_row_value, has_name=True, is_compared=False),
 }
 
 

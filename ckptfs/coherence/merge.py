@@ -55,11 +55,7 @@ def merge_inode(base: Value | None, ours: Value, theirs: Value, *, is_writing: b
 
 
 def _is_theirs_later(base: Value, ours: Value, theirs: Value, *, have_both_written: bool) -> bool:
-    """Return whether the other nodes wrote a file after this node did.
-
-    If they show a previous content because they miss ours, theirs is older. What they wrote on top of it is not older, independent of its
-    generation. `both`: both sides have later generations.
-    """
+    """Return True if others wrote after this node, and do not only show a previous state."""
     if is_salvaged(theirs, base, ours):
         return not is_showing_previous(theirs)
     return have_both_written and get_write_order(theirs) > get_write_order(ours)

@@ -1,17 +1,13 @@
 """Write-back and scans of several nodes on one PFS.
 
-- `StoreSnapshot` loads what the store says of the names and inodes in journal rows, and of what the PFS shows of them. Inodes, contents
-  and PFS states are recorded in the catalog as they are read; deletions are only noted, since the mount process removes names. All reads
-  keep their revisions, which later transactions compare.
+- `StoreSnapshot` loads what the store says of the names and inodes in journal rows, and of what the PFS shows of them. What later
+  transactions rest on is compared with its revisions.
 - A batch is announced before the PFS is touched, and settled when the PFS shows it. An intent under `x/` names the node that changes a
-  name and the state that it will show; `f/` names the node that adds or removes names of an inode. An announcement succeeds only while
-  everything that the batch was planned on is unchanged. So two nodes never change one name, and no node publishes a name that another one
-  has removed. The intent of a dead node is resolved by the node that needs the name, from what the PFS shows.
-- A scan reads the store after the PFS listing. So it sees the name or the intent of every entry that another node made or is about to make;
-  nodes import each external name once.
+  name and the state that it will show; one under `f/`, the node that adds or removes names of an inode. So two nodes never change one
+  name. The intent of a dead node is resolved by the node that needs the name, from what the PFS shows.
+- A scan reads the store after the PFS listing, so it knows of every entry that another node made or is about to make.
 
-Crash safety: reads are in the catalog or are repeated. A batch is in the catalog and its intents are in the store; the next mover finds
-out how far it came.
+Crash safety: a batch is in the catalog and its intents are in the store; the next mover finds out how far it came.
 """
 
 import stat
@@ -362,11 +358,7 @@ def find_intents(store: Transactions, batch: PfsBatch, number: int, instance: st
 
 
 def complete_intents(db: Database, store: Transactions, batch: PfsBatch, found: FoundByName, snapshot: StoreSnapshot | None) -> list[int]:
-    """Record what the PFS shows now, in the catalog and in the store.
-
-    Return the inodes whose attributes have changed meanwhile. Raises Busy if another node took this one for dead and resolved
-    the batch, and StoreUnreachable.
-    """
+    """Record what the PFS shows. Return inodes with newer attributes. Raises Busy if taken for dead."""
     subjects = _list_subjects(db, batch) | set(pfs_batch.list_unfinished(batch, found))
     keys = [*list_pfs_name_keys(batch), *(SharedKey(PFS_STATE, inode) for inode in sorted(subjects))]
     values = _build_final_values(db, batch, found, keys)

@@ -1,15 +1,11 @@
-"""Return of a node that could not reach the store: its changes are replayed.
-
-Each change is made only if other nodes did not contradict it.
+"""Return of a node that could not reach the store: what others did not contradict is replayed.
 
 Its applications saw success, so nothing that they wrote is lost. `ownership` bounds what it may have changed.
 
-- Two things under one new name stay side by side: the one that was closed last keeps it, the other becomes
-  `NAME.ckptfs-conflict-NODE-N`. Directories that both sides made are merged.
-- A file that both sides wrote becomes two files in the same way.
+- Two things under one new name, or two states of one file that both sides wrote, stay side by side: the one that was closed last keeps the
+  name, the other becomes `NAME.ckptfs-conflict-NODE-N`. Directories that both sides made are merged.
 - What others removed, and this node wrote or made something in, is new again, with the directories above it.
-- What this node removed, and others wrote or replaced, stays.
-- A directory that others moved, replaced or filled is theirs: what this node did to its name is undone.
+- What this node removed, and others wrote or replaced, stays. A directory that others moved, replaced or filled is theirs.
 
 Crash safety: everything is one change of the catalog.
 """
@@ -123,7 +119,7 @@ class ReintegrationResolver(ConflictResolver):
             self._take_store_name(key, now)
             return
         if there not in (0, here):
-            if not self._has_row(there):
+            if not self._get_mode(there):
                 return  # It was deleted meanwhile. The next transaction finds out.
             self._resolve_both_named(key, here, there, now)
         key_state.set_cached(self._db, key, now)
@@ -160,7 +156,7 @@ class ReintegrationResolver(ConflictResolver):
         """Accept the name of the store; its previous inode has other names."""
         self._inodes_to_recount.add(key.number)
         child = (now.fields or {"child": 0})["child"]
-        now = now if child and self._has_row(child) else ABSENT
+        now = now if child and self._get_mode(child) else ABSENT
         write_value(self._db, key, now.fields)
         key_state.set_cached(self._db, key, now)
 
@@ -188,12 +184,6 @@ class ReintegrationResolver(ConflictResolver):
         self._db.run("UPDATE inode SET nlink = 0 WHERE id = ?", ours)
         key_state.mark_dirty(self._db, SharedKey(INODE, ours))
         self._result.unlinked_inodes.append(ours)
-
-    def _has_row(self, inode: int) -> bool:
-        return self._db.value("SELECT 1 FROM inode WHERE id = ?", inode) is not None
-
-    def _get_mode(self, inode: int) -> int:
-        return int(self._db.value("SELECT mode FROM inode WHERE id = ?", inode) or 0)
 
     def _get_last_write(self, inode: int) -> tuple[int, int]:
         """Return the order of two files of one name: the last close, else the birth; then the node."""

@@ -64,21 +64,13 @@ def is_name(text: object) -> bool:
     return text.isascii() or max(text) <= "\xff" if not ("/" in text or "\0" in text) else False
 
 
-def _is_int(value: object) -> bool:
-    return type(value) is int and -_INT_MAX <= value <= _INT_MAX
+def _is_between(low: int, high: int) -> Check:
+    return lambda value: type(value) is int and low <= value <= high
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value <= _INT_MAX
-
-
-def _is_id(value: object) -> bool:
-    return type(value) is int and 0 < value <= _INT_MAX
-
-
-def _is_ino(value: object) -> bool:
-    """Return True for a number of an inode of the PFS, which may use all 64 bits."""
-    return type(value) is int and 0 <= value < 2**64
+_is_int, _is_count, _is_id = (_is_between(low, _INT_MAX) for low in (-_INT_MAX, 0, 1))
+_is_ino = _is_between(0, 2**64 - 1)
+"""A number of an inode of the PFS, which may use all 64 bits."""
 
 
 def _is_flag(value: object) -> bool:
@@ -131,11 +123,9 @@ def _or_none(check: Check) -> Check:
 
 def _is_list_of(*checks: Check) -> Check:
     """Return the check of a list of this length, with these members."""
-    return lambda value: isinstance(value, list) and len(value) == len(checks) and all(map(_call, checks, value))
-
-
-def _call(check: Check, value: object) -> bool:
-    return check(value)
+    return lambda value: (
+        isinstance(value, list) and len(value) == len(checks) and all(check(one) for check, one in zip(checks, value, strict=True))
+    )
 
 
 def _is_each(check: Check) -> Check:
@@ -246,12 +236,7 @@ def _log_once(raw_key: bytes, revision: int, fault: str) -> None:
 
 
 def check_format(items: tuple[Item, ...], release: str) -> tuple[Compare, Put] | None:
-    """Return the compare and put that record the format of the values; None if nothing is to be done.
-
-    `items` is what `FORMAT_KEY` holds.
-
-    Raises StoreTooNew if a newer ckptfs wrote them.
-    """
+    """Return how to record the format of the values; None if it is known. Raises StoreTooNew."""
     own = json.dumps({"version": FORMAT_VERSION, "release": release}, separators=(",", ":")).encode()
     if not items:
         return Compare(FORMAT_KEY, CompareTarget.VERSION, "=", 0), Put(FORMAT_KEY, own)

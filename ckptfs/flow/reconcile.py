@@ -4,12 +4,11 @@ Takes: contents on this node, and what the store says about them.
 Leaves: no copy of a content that was written again, deleted or replaced on another node, and no copy in excess.
 If we die here: each decision is one transaction on the state of the store; the next sweep begins again.
 
-A node that returns with old data checks all of it at once. Opens ask the store anyway, so old data is never served as new. Nothing is
-dropped while the store does not answer, nor because a peer alone says so (P5). Recent copies are skipped: their writer may not have
-published them yet.
+A node that returns checks all at once; opens ask the store anyway. Nothing is dropped while the store does not answer, nor because a peer
+alone says so (P5), nor while it is so young that its writer may not have published it.
 
-Sweeps are spread over time: the nodes of a cluster start theirs at random, and a long sweep pauses between batches. A sweep also asks the
-nodes that announced copies of a part of the contents. A node that is asked about a copy that it lacks withdraws the announcement.
+Sweeps are spread over time, with pauses between batches. A sweep also asks the nodes that announced copies of a part of the contents: who
+lacks a copy withdraws the announcement.
 """
 
 import errno

@@ -5,12 +5,9 @@ Leaves: `content.lacking` for every content that has too few copies; the replica
 candidates for checkpoint sets.
 If we die here: the next mover compares the catalog with the view again, and checks the contents of all nodes that are dead then.
 
-A live writer repairs its own contents. If the writer is dead, the live holder with the lowest number does: all holders ask the same store
-and see the same view, and two that do not only make one copy too many. Only nodes that hold contents which a dead node made, or of which it
-had a copy, ask the store, each after a random delay.
-
-Contents that this node wrote and lost with a tier are fetched from peers, a few files at a time, so that files for which an application
-waits come first.
+A live writer repairs its own contents, else the live holder with the lowest number. Only nodes that hold contents which a dead node made,
+or of which it had a copy, ask the store, each after a random delay. Contents that this node lost with a tier are fetched from peers, a few
+at a time, so that files for which an application waits come first.
 """
 
 import errno

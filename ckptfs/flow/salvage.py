@@ -5,9 +5,8 @@ Leaves: the previous content as that of the file, or the state that the PFS show
 records what the file should hold; if its writer returns with it, the file holds that again.
 If we die here: the store has all of a decision or nothing. The next mover checks everything once.
 
-A previous generation of a content becomes a content of its own, so that the writer may return with the newer one. Each decision is one
-store transaction that compares all keys on which it depends: of several holders one decides, and a node that writes meanwhile wins.
-What was written since then stays, and the returning writer puts the missed content beside it under another name.
+Each decision is one store transaction that compares all keys on which it depends: of several holders one decides, and a node that writes
+meanwhile wins. What was written since then stays, and the returning writer puts the missed content beside it.
 """
 
 import errno
@@ -44,11 +43,7 @@ BATCH_CONTENTS = locations.LOAD_CONTENTS_MAX // 2
 
 
 class Salvage:
-    """The salvage lane.
-
-    It checks the previous contents on this node after each change of the view, and again while a decision is open. One batch a
-    step.
-    """
+    """The salvage lane: checks previous contents after each change of the view, one batch a step."""
 
     def __init__(self, db: Database, tiers: Tiers, notify: Notifier, cluster: Cluster) -> None:
         self._db = db

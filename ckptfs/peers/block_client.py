@@ -1,17 +1,12 @@
 """Block transfers of a client, which fetches blocks from several peers at once and sends blocks.
 
-A fetch writes one content into one file. A send transfers the blocks that a peer lacks.
+Fetch: each source has a thread (a single source has several), which takes runs of blocks from one list. What a source does not deliver
+returns to the list; one that fails or sends wrong data is not used again. Others take over after `limits.PEER_PATIENCE_S` without progress,
+and idle ones take what others still owe. Blocks that a reader waits for come first, if need be from a second source.
 
-Fetch: each source has a thread (a single source has several), which takes runs of blocks from one list. Blocks that a source does not
-deliver return to the list. A source that fails or sends wrong data is not used again. After `limits.PEER_PATIENCE_S` without progress,
-other sources take over its blocks. Idle workers take blocks that others still owe. Blocks that a reader waits for are fetched first, if
-need be from a second source. A block is compared with its digest before it is written, and only one thread writes it.
+Send: several streams take blocks from one list. A stream that breaks leaves its block to the next attempt, which asks what is lacking.
 
-Send: several streams take blocks from one list, so that none waits for another. A stream that breaks leaves its block to the next attempt,
-which asks the peer which blocks it still lacks. Memory: a block and two pieces per stream.
-
-Crash safety: the target of a fetch has some of the blocks, those reported to `on_block`. The receiving peer keeps its blocks for a while,
-and a new offer of the same content continues there.
+Crash safety: the target of a fetch has the blocks reported to `on_block`. The receiver of a send keeps its blocks for a while.
 """
 
 import threading
@@ -276,11 +271,7 @@ class FetchWorker:
 
 
 def fetch_blocks(links: Sequence[Link], job: FetchJob, streams: int) -> int:
-    """Fetch until all blocks have arrived. Return the number of bytes that came.
-
-    The first `limits.PEER_SOURCES_MAX` sources work at once; the others replace those that fail. Raises PeerBusy if no source is
-    left and one was busy, else the last failure.
-    """
+    """Fetch all blocks. Return the bytes that came. Raises PeerBusy if a source was busy, else the last."""
     waiting = deque(links)
     workers: list[FetchWorker] = []
     last: PeerFailed | None = None

@@ -121,12 +121,7 @@ class RpcGuard:
 
 
 class PeerMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
-    """All methods by name. Messages arrive as bytes and are parsed here.
-
-    So malformed messages and unknown methods are counted too. On the wire, a call has one message. The server awaits it as the
-    first one of a stream: after the peer was authenticated, in a bounded number of calls per peer, and no longer than
-    `limits.PEER_PIECE_S`.
-    """
+    """All methods by name. A message is awaited after authentication, in bounded number and time."""
 
     def __init__(self, calls: Any, send: RpcHandler, read: RpcHandler, guard: RpcGuard, watchdog: CallWatchdog) -> None:
         self._guard = guard

@@ -18,12 +18,6 @@ from enum import IntEnum
 from typing import Literal, Protocol
 
 from ckptfs import limits
-from ckptfs.errors import Compacted as Compacted
-from ckptfs.errors import LeaseGone as LeaseGone
-from ckptfs.errors import StoreLost as StoreLost
-from ckptfs.errors import StoreRefused as StoreRefused
-from ckptfs.errors import StoreUnreachable as StoreUnreachable
-from ckptfs.errors import TransactionInvalid as TransactionInvalid
 
 # The end of a range without end.
 ENDLESS = b"\0"
@@ -99,11 +93,9 @@ class Compare:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a transaction.
+    """The result of a transaction: the revision after it, and the items of each Get that was executed.
 
-    `revision` is that of the store after it; `results` are the items of each Get that was executed.
-
-    `is_repeated`: the request was sent more than once. If it did not succeed, an earlier copy of it may still be applied.
+    `is_repeated`: it was sent more than once. If it did not succeed, an earlier copy of it may still be applied.
     """
 
     succeeded: bool

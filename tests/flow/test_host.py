@@ -216,25 +216,6 @@ def test_an_island_believes_its_peers(tmp_path: Path) -> None:
     other.hold.close()
 
 
-@pytest.mark.parametrize(
-    "offer",
-    [
-        Offer(7, 5, 1, -1, None, b""),
-        Offer(7, 5, 1, 10, None, b""),
-        Offer(7, 5, 1, 10, None, bytes(32)),
-        Offer(7, 5, 1, 10, b"x" * 16, bytes(16)),
-        Offer(7, 5, 1, limits.FILE_BYTES_MAX, None, b""),
-        Offer(0, 5, 1, 10, None, bytes(16)),
-        Offer(7, -5, 1, 10, None, bytes(16)),
-    ],
-)
-def test_offers_that_contradict_themselves_are_refused(two: LocalCluster, offer: Offer) -> None:
-    """P11."""
-    with pytest.raises(InvalidArgument):
-        two.nodes[1].hold.begin_reception(offer)
-    assert two.nodes[1].files(Tier.RAM) == set()
-
-
 def test_the_same_content_arrives_once_at_a_time(two: LocalCluster) -> None:
     one, other = two.nodes
     offer = offer_of(one, one.written(b"a", os.urandom(BLOCK)))

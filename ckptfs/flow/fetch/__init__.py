@@ -327,12 +327,7 @@ def _get_salvage_wait_s() -> float:
 
 
 class SalvageWait:
-    """The salvage requests of failed fetches.
-
-    The PFS may have a previous state of the file, or that of a file which it replaced.
-
-    `ckptfs.flow.salvage` answers them. One for all fetches of a node; any thread.
-    """
+    """The salvage requests of failed fetches: the PFS may have a previous state. Any thread."""
 
     def __init__(self, db: Database, cluster: Cluster, notify: Notifier) -> None:
         self._db = db

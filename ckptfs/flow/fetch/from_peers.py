@@ -1,13 +1,8 @@
 """Reads of other nodes for fetches: holders of a content, digests of its blocks, and the copy itself.
 
-The FILLING row is inserted under the content's own id before the file exists. `PeerApi.fetch` leaves sources that fail, stall or send
-wrong data in the middle of a file. If no source is left, the caller may still read the PFS.
-
 A large file is fetched from one holder by few nodes at a time; the others get PeerBusy before anything is begun, and look again. By then
 more nodes have the file. What was begun goes on as long as bytes arrive: the store is asked for other holders, and received blocks stay.
-
-Invariants:
-- Every block is verified before the copy counts.
+Every block is verified before the copy counts.
 
 If we die here: a FILLING copy and its file, which recovery removes. The request is still open.
 """
@@ -133,10 +128,7 @@ class PeerFetcher:
         return self._record_manifest(manifest, writer)
 
     def _record_fsynced(self, content: Content, shared: ContentLocations, generation_min: int) -> bool:
-        """Restore the last state of an open file that a live node has verified. Return False without one.
-
-        Generations below `generation_min` do not count. What a node keeps of a file that was closed since is up to `ckptfs.flow.salvage`.
-        """
+        """Restore the last state of an open file, from `generation_min` on, that a live node has verified."""
         for copy in sorted((one for one in shared.copies if one.generation >= generation_min), key=lambda one: -one.generation):
             for node in self._cluster.list_live([copy.node]):
                 try:

@@ -52,11 +52,7 @@ class PfsFetcher:
         self._notify = notify
 
     def fetch(self, state: FetchState, tier: Tier | None, progress: FetchProgress, *, is_required: bool) -> str:
-        """Copy a file into `tier`, or verify it in place; return the result of its request.
-
-        A required file for which `tier` has no room any more goes to the PFS's own tier. Raises OthersFirst if another node reads the
-        file, and Busy if it changed.
-        """
+        """Copy a file into `tier`, or the PFS's own, or verify it in place. Raises OthersFirst and Busy."""
         with nullcontext(state) if self._single_flight is None else self._single_flight.hold_lock(state, progress) as locked:
             result = self._fetch_locked(locked, tier, progress, is_required=is_required)
             if self._single_flight is not None and result == mover_requests.FETCHED:
@@ -233,12 +229,7 @@ class PfsSingleFlight:
 
     @contextmanager
     def hold_lock(self, state: FetchState, progress: FetchProgress) -> Iterator[FetchState]:
-        """Hold the lock of a file; yield its state under the lock.
-
-        The state has the path on the PFS that the store knows.
-
-        Raises OthersFirst if this node should wait for another one, and Busy if the file changed.
-        """
+        """Hold the lock of a file; yield its fresh state. Raises OthersFirst to wait, Busy if it changed."""
         assert state.published is not None
         locks, lock = self._cluster.claims, None
         try:
@@ -259,10 +250,7 @@ class PfsSingleFlight:
                     locks.release(lock)
 
     def announce(self, state: FetchState) -> None:
-        """Make a new copy known to the other nodes before they may read the PFS themselves.
-
-        A file that had no content before is published like every change of a file; this waits for that.
-        """
+        """Announce a new copy before others may read the PFS, or wait for that of a new content."""
         if state.content is not None:
             with suppress(StoreUnreachable, StoreRefused):
                 self._cluster.copy_records.announce([(state.content, True)])

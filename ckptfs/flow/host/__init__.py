@@ -134,7 +134,6 @@ class Host:
 
     def begin_reception(self, offer: Offer) -> Reception:
         """Prepare for the blocks of `offer`."""
-        _validate_offer(offer)
         self._validate_generation(offer)
         self._offer_validator.validate(offer)
         token = self._take_token(offer.content)
@@ -422,19 +421,6 @@ class Host:
                 incoming.discard(self._db)
             except (OSError, CkptfsError) as failure:
                 log.warning("what had arrived of content %d stays until the next start: %s", incoming.offer.content, failure)
-
-
-def _validate_offer(offer: Offer) -> None:
-    """Refuse an offer that contradicts itself."""
-    count = -(-offer.size // limits.BLOCK_BYTES)
-    if not 0 <= offer.size <= limits.FILE_BYTES_MAX or count > limits.BLOCK_DIGESTS_MAX:
-        raise InvalidArgument(f"{offer.size} bytes are too many for a copy on another node")
-    if len(offer.blocks) != count * digest.BLOCK_DIGEST_BYTES:
-        raise InvalidArgument(f"{offer.size} bytes have {count} blocks; {len(offer.blocks)} bytes of digests were offered")
-    if offer.digest is not None and digest.hash_content(offer.blocks, offer.size) != offer.digest:
-        raise InvalidArgument("the digest that was offered is not that of the blocks")
-    if offer.content <= 0 or offer.inode <= 0 or offer.generation < 0:
-        raise InvalidArgument("no such content can be")
 
 
 def _build_not_found(known: Content | None, message: str) -> CopyNotFound:

@@ -287,11 +287,7 @@ class Replicate:
     # --- copies that are not needed any more --------------------------------------------------------------------------
 
     def _release_unneeded(self, view: ClusterView) -> bool:
-        """Tell peers which copies of deleted contents they may drop. Return True if there may be more.
-
-        A content that another node has written since is kept. Live peers out of reach now are notified later. A peer that was dead
-        finds out by itself.
-        """
+        """Tell peers which copies of deleted contents may go, also later. Return True if there is more."""
         avoided = [number for number in self._backoff.list_avoided() if number in view]
         gone = peer_copies.list_unneeded(self._db, FORGET_BATCH, avoided)
         if not gone:

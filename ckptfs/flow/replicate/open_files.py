@@ -4,11 +4,8 @@ Takes: requests of applications that wait in fsync for the level `clique`, reque
 Leaves: a snapshot of the content, verified on enough nodes as a generation of its own. For a waiting fsync, the file's name is published.
 If we die here: the request is still open. Peers that have the snapshot receive only the offer again.
 
-An open file may change while it is read. The receiver compares every block with the offered digest; if a block changed, the file is read
-again as the next generation. A peer therefore never has a mixture of states (P7).
-
-A file that is closed soon after its fsync, like a checkpoint, is left to its seal. The pause between two copies of a file is at least ten
-times as long as the last copy took, so a large file that is always written spends a tenth of the time on copies.
+If a block changed while the file was read, its digest differs, and the file is read again as the next generation (P7). A file that is
+closed soon after its fsync is left to its seal. Copies of a file that is always written take at most a tenth of the time.
 """
 
 import errno

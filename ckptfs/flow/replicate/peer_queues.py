@@ -49,10 +49,7 @@ class _PeerQueue:
 
 
 class PeerQueues:
-    """The queues of contents for the peers. Thread-safe.
-
-    `send` runs in the threads of the peers and must not raise; `on_batch_end` gets its result.
-    """
+    """The queues of the peers. Any thread. `send` must not raise; `on_batch_end` gets its result."""
 
     def __init__(self, send: SendBatch, on_batch_end: OnBatchEnd) -> None:
         self._send = send

@@ -62,12 +62,9 @@ async def ensure_epoch(db: Database, store: EpochCheckedStore) -> None:
 
 
 async def is_known_or_adopted(db: Database, store: EpochCheckedStore, name: str) -> bool:
-    """Return True if the store has the data that this catalog knows.
+    """Return True if the store has the data of this catalog, or this node was ordered to adopt it.
 
-    Returns True as well if a person ordered this node to adopt the store.
-
-    False: it has lost them, and this node stays an island. The sign of a loss may be outdated. An etcd member that was started alone by
-    mistake has no data either, so most members must confirm the loss, and none may deny it. Raises StoreUnreachable.
+    A loss is believed if most members confirm it and none denies it: one started alone by mistake has no data either.
     """
     store_loss.record_revision(db, *store.epoch_and_revision)
     with contextlib.suppress(StoreLost):

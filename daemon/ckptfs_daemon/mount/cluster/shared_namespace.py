@@ -270,11 +270,9 @@ class SharedNamespace:
         undo: Callable[[T], None] = lambda _: None,
         is_own: Callable[[], bool] = lambda: True,
     ) -> T:
-        """Run `act`, a change of these names and inodes, and wait until other nodes see it.
+        """Run `act` until it is published, again after `refresh` if rows were old or others were first.
 
-        If it fails on the rows of this node, or another node was faster, it runs again on fresh rows. `undo` gets the result of an `act`
-        that was reverted. Raises EAGAIN after `limits.SHARED_TRIES_MAX` tries, and if this node is disconnected and the change is not
-        `is_own`.
+        `undo` gets a reverted result. Raises EAGAIN after `limits.SHARED_TRIES_MAX` tries, and on an island unless the change `is_own`.
         """
         is_fresh = False
         for _ in range(limits.SHARED_TRIES_MAX):
@@ -471,12 +469,7 @@ class SharedNamespace:
         return True
 
     async def _confirm_last_commit(self) -> bool:
-        """Find out whether the last transaction without a reply passed; if not, it never will.
-
-        Returns False if the store does not answer.
-
-        A read could overtake the transaction, a fence cannot.
-        """
+        """Find out by a fence whether the last transaction passed. Return False without an answer."""
         try:
             await cluster_recovery.ensure_epoch(self.db, self._store)
             link = chain.load_next_link(self.db)
