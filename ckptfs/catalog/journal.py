@@ -31,7 +31,7 @@ _COLUMNS = "seq, op, inode, parent, name, new_parent, new_name, content, mode, a
 
 @dataclass(frozen=True, slots=True)
 class JournalRow:
-    """One change. `mode`: st_mode then, 0 for a deleted inode; `origin`: the other node that recorded or wrote it."""
+    """One change. `mode`: st_mode then, 0 for a deleted inode; `origin`: the other node that made it."""
 
     seq: int
     op: str
@@ -58,7 +58,7 @@ def append(
     content: int | None = None,
     origin: int = 0,
 ) -> None:
-    """Record a change in its own transaction, unless the PFS is not to get it. `origin`: who wrote `content`."""
+    """Record a change in its own transaction, unless the PFS must not get it. `origin`: its writer."""
     if not db.is_journalled:
         return
     db.run(
