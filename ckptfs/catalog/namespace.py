@@ -403,8 +403,8 @@ def list_files_below(db: Database, inode: int) -> list[int]:
 
 # --- candidates for checkpoint sets -----------------------------------------------------------------------------------
 # An inode that was sealed or got a name may complete a set. A file of the history that lost a name, or whose set was pinned or unpinned,
-# may leave sets without protection. Nobody may have looked at what a dead node wrote. Its row in `set_candidate` stays until the tracker of
-# sets has done with it.
+# may leave sets without protection. Perhaps no tracker has looked at what a dead node wrote. The row of a candidate stays until the tracker
+# of sets has done with it.
 
 
 def insert_candidates(db: Database, candidates: Iterable[int]) -> None:
