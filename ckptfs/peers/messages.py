@@ -1,8 +1,8 @@
 """The messages between nodes: block messages, checks of gRPC messages, reasons of rejections.
 
-Blocks travel as raw messages of gRPC streams. A request is one *command*. Each block is a *header* (number, bytes, encoding) and its bytes
-in pieces of `limits.PEER_PIECE_BYTES`, the last one shorter. An END header ends the blocks. So both sides know the length of the next message;
-a block is written only when it is complete and has its digest.
+Blocks travel as raw messages of gRPC streams. A request is one *command*. Each block is a *header* (number, bytes, encoding)
+and its bytes in pieces of `limits.PEER_PIECE_BYTES`, the last one shorter. An END header ends the blocks. So both sides know
+the length of the next message; a block is written only when it is complete and has its digest.
 
 Any other message is checked against the limits before memory or disk is touched; a wrong one raises Rejection. Rejections
 are counted by peer and reason for `ckptfs status`.
