@@ -437,7 +437,10 @@ def _get_ino(state: Value) -> int | None:
 
 
 def _build_observed(state: Value, found: ObservedStat) -> Value:
-    """Return the changes of a state by what the PFS shows."""
+    """Return the changes of a state by what the PFS shows.
+
+    The dead node may have set attributes of the same file.
+    """
     changes: Value = {"seen": [found.ino, found.mode, found.uid, found.gid]}
     if "published" in state and (state["published"][2], state["published"][4]) == (found.size, found.ino):
         changes["published"] = [*state["published"][:3], found.mtime_ns, *state["published"][4:]]

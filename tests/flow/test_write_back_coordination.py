@@ -293,6 +293,27 @@ def test_movers_die_at_any_operation(tmp_path: Path, seed: int) -> None:
     do_anything(tmp_path, seed, 0.04, killing=0.02)
 
 
+@pytest.mark.parametrize("label", ["write_back:truncate", "write_back:written_down"])
+def test_what_a_mover_was_making_goes_from_a_directory_that_was_moved(tmp_path: Path, label: str) -> None:
+    """P6, P8: its temporary files are hidden, and a directory with one cannot be removed."""
+
+    async def act(cluster: WriterCluster) -> None:
+        one, two = cluster.nodes
+        await one.mkdir("d")
+        await cluster.settle()
+        await two.put("d/f", b"2")
+        cluster.deadly = {label}
+        while cluster.deadly:
+            await cluster.step(two)
+        await one.rename("d", "e")
+        while await cluster.step(one):
+            pass
+        await two.unlink("e/f")
+        await two.rmdir("e")
+
+    run(tmp_path, 0, act)
+
+
 def test_what_the_pfs_refuses_one_node_delays_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P1, P6: a directory, a rename and a removal; other files of both nodes go on, and no intent stays in the store."""
     monkeypatch.setattr(deferred, "RETRY_FIRST_S", 1000.0)

@@ -173,9 +173,7 @@ class WriteBack:
         tree.reopen_root(self._db)
         self._record_pfs()
         self._has_checked = True
-        found = pfs_batch.find_batch(self._db)
-        if found is not None and found[0]:
-            self._finish_previous(tree, found[1])
+        if self._finish_previous(tree):
             return True
         self._deferred.start_batch()
         after = self._deferred.after_seq
@@ -392,13 +390,26 @@ class WriteBack:
 
     # --- act: apply, and record ---------------------------------------------------------------------------------------
 
-    def _finish_previous(self, tree: PfsTree, batch: PfsBatch) -> None:
-        """Apply an interrupted batch; in a cluster only if the other nodes still expect it of this one."""
-        resumed = batch if self._coordination is None else self._coordination.resume(batch)
-        if resumed is None:
-            self._discard_batch(tree, batch)
+    def _finish_previous(self, tree: PfsTree) -> bool:
+        """Apply an interrupted batch whose temporary files are whole. Return False without one.
+
+        In a cluster it is discarded if the other nodes do not expect it of this one any more.
+        """
+        found = pfs_batch.find_batch(self._db)
+        if found is None:
+            return False
+        is_ready, batch = found
+        if self._coordination is not None:
+            batch = self._coordination.relocate(batch)
+            with self._db.transaction():  # Its temporary files are where other nodes have moved their directories.
+                pfs_batch.set_batch(self._db, batch, ready=is_ready)
+        if not is_ready:
+            return False
+        if self._coordination is None or self._coordination.resume(batch):
+            self._apply(tree, batch)
         else:
-            self._apply(tree, resumed)
+            self._discard_batch(tree, batch)
+        return True
 
     def _apply(self, tree: PfsTree, batch: PfsBatch) -> PfsBatch:
         """Apply and record a batch. Return it, or the part of it before an action that the PFS refused."""

@@ -171,20 +171,24 @@ class ClusterWriteBack:
             pfs_coordination.publish_intents(self._db, self._store, self._snapshot, batch, self._instance)
         disk.act("write_back:intent_announced", lambda: None)
 
-    def resume(self, batch: PfsBatch) -> PfsBatch | None:
-        """Return an interrupted batch with the present paths; None if it no longer belongs to this node."""
+    def relocate(self, batch: PfsBatch) -> PfsBatch:
+        """Return an interrupted batch with the present paths.
+
+        Raises Busy without a lease, and StoreUnreachable.
+        """
         self._take_lease()
+        self.load_directories([*{location.parent for location in _list_locations(batch)}])
+        return _relocate_batch(PfsView(self._db), batch)
+
+    def resume(self, batch: PfsBatch) -> bool:
+        """Return True if an interrupted batch, with the present paths, still belongs to this node."""
         intents = pfs_coordination.find_intents(self._store, batch, self._cluster.node_number, self._instance)
         if intents is None:
-            return None
-        self._snapshot = StoreSnapshot(self._db, self._store)
-        self._snapshot.load(self._instance, inodes={location.parent for location in _list_locations(batch)})
+            return False
         with self._db.transaction():
             for key, one in intents.items():
                 key_state.set_cached(self._db, key, one)
-        view = PfsView(self._db)
-        self._set_expected_inodes(view)
-        return _relocate_batch(view, batch)
+        return True
 
     def complete_intents(self, batch: PfsBatch, found: dict[PfsName, ObservedStat | None]) -> None:
         """Publish that the PFS shows the batch. Raises Busy if this node was declared dead, StoreUnreachable."""
@@ -224,7 +228,9 @@ class ClusterWriteBack:
         return bool(gone)
 
     def _observe(self, name: PfsName, temporaries: Iterable[str]) -> ObservedStat | None:
-        """Return what the PFS shows under a name. The temporary names of an intent are removed first.
+        """Return what the PFS shows under a name.
+
+        The temporary names of the intent are removed first.
 
         A rename of the dead node that still hangs in the kernel then finds no source, and cannot land any more.
         """
