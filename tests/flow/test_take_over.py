@@ -274,3 +274,22 @@ async def test_a_file_with_new_times_is_not_taken_for_another_programs(cluster: 
     await cluster.settle()
     assert (cluster.pfs / "f").stat().st_mtime_ns == 7
     cluster.exact()
+
+
+@pytest.mark.parametrize("label", ["write_back:truncate", "write_back:written_down"])
+@in_cluster
+async def test_a_directory_goes_in_which_a_dead_node_was_making_a_file(cluster: WriterCluster, label: str) -> None:
+    """P6, P9: nobody removes the temporary file but who removes the directory, also if the node never comes back."""
+    one, _, dead = cluster.nodes
+    await one.mkdir("d")
+    await cluster.settle()
+    content = await dead.put("d/f", b"1")
+    one.hold(dead, content)
+    cluster.dying_at = {label}
+    for _ in range(20):
+        await cluster.step(dead)
+    assert not dead.alive
+    await one.unlink("d/f")
+    await one.rmdir("d")
+    await cluster.settle()
+    cluster.exact()

@@ -32,7 +32,7 @@ from ckptfs.flow.write_back.plan import format_path
 from ckptfs.flow.write_back.stage import drop_taken
 from ckptfs.model import Inode
 from ckptfs.tiers import pfs_ownership, transfer
-from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree, exchange, find_stat
+from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree, exchange, find_stat, parse_parked_name
 
 log = logging.getLogger(__name__)
 
@@ -382,10 +382,26 @@ class Applier:
         except OSError as failure:
             if failure.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
                 raise
-            if self._is_shared and _has_only_temporaries(self._fd(action.location), action.location.name):
-                raise Busy("another node is making files in a directory that is being removed") from failure
+            if self._is_shared and self._drop_temporaries(action.location):
+                raise Busy("another node was making files in a directory that is being removed") from failure
             log.warning("%s: removed in the mount, but holds other files on the PFS; it stays there", format_path(action.location))
         self._tree.clear_cache()
+
+    def _drop_temporaries(self, removed: PfsLocation) -> bool:
+        """Remove what other nodes were making in a directory. Return False if it holds anything else.
+
+        A dead node will not remove it; a living one finds out that the directory is gone. Parked entries will be moved.
+        """
+        inside = PfsLocation(removed.parent, removed.name, (*removed.path, removed.name))
+        names = [os.fsencode(name) for name in os.listdir(self._fd(inside))]
+        if not all(name.startswith(b".ckptfs.") for name in names):
+            return False
+        for name in names:
+            found = find_stat(self._fd(inside), name) if parse_parked_name(name) is None else None
+            if found is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    self._remove("write_back:discard", inside, name, found)
+        return True
 
     def _set_attributes(self, action: PfsAction) -> None:
         directory = self._fd(action.location)
@@ -506,12 +522,6 @@ def _load_attributes(db: Database, inodes: Iterable[int]) -> dict[int, tuple[Ino
         with contextlib.suppress(FileNotFoundError):
             found[inode] = get(db, inode), pfs_state.get_xattrs(db, inode)
     return found
-
-
-def _has_only_temporaries(directory: int, name: bytes) -> bool:
-    """Return True if a directory holds only temporary files of other nodes, which will find it gone."""
-    with disk.closing(os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)) as fd:
-        return all(found.startswith(".ckptfs.") for found in os.listdir(fd))
 
 
 def _is_externally_changed(found: os.stat_result, fingerprint: Fingerprint) -> bool:
