@@ -22,7 +22,11 @@ def run(root: Path, seed: int, act: Callable[[WriterCluster], Any], count: int =
     async def main() -> None:
         async def body() -> None:
             await act(cluster)
-            cluster.disturbance = cluster.killing = 0.0
+            cluster.disturbance = cluster.killing = cluster.dying = cluster.refusing = 0.0
+            cluster.is_pfs_refusing = False
+            cluster.return_dead()
+            for node in cluster.nodes:
+                node.write_back.retry_now()
             for node in cluster.nodes:
                 node.store.late = 0.0
             await cluster.settle()
@@ -37,15 +41,27 @@ def run(root: Path, seed: int, act: Callable[[WriterCluster], Any], count: int =
 
 
 def do_anything(
-    root: Path, seed: int, disturbance: float, *, cutting: float = 0.0, killing: float = 0.0, late: float = 0.0, hurrying: float = 0.0
+    root: Path,
+    seed: int,
+    disturbance: float,
+    *,
+    cutting: float = 0.0,
+    killing: float = 0.0,
+    late: float = 0.0,
+    hurrying: float = 0.0,
+    dying: float = 0.0,
+    refusing: float = 0.0,
+    count: int = 0,
 ) -> None:
     """Two or three nodes do what they like while their write-backs are at any point; some are cut off, or their movers die, or a commit
-    fails and is applied later, or some files of a node become urgent, with these probabilities.
+    fails and is applied later, or some files of a node become urgent, or a node dies and comes back, or the PFS refuses names for a while,
+    with these probabilities.
     """
 
     async def act(cluster: WriterCluster) -> None:
         cluster.disturbing = cluster.act_somewhere
         cluster.disturbance, cluster.cutting, cluster.killing, cluster.hurrying = disturbance, cutting, killing, hurrying
+        cluster.dying, cluster.refusing, cluster.replicates = dying, refusing, dying > 0
         for name in ("d", "e", "d/f"):
             await cluster.nodes[0].mkdir(name)
         for node in cluster.nodes:
@@ -56,7 +72,7 @@ def do_anything(
             if not node.store.reachable:
                 node.cut(False)
 
-    run(root, seed, act, count=2 + seed % 2)
+    run(root, seed, act, count=count or 2 + seed % 2)
 
 
 def test_what_two_nodes_made_is_one_tree_there(tmp_path: Path) -> None:
@@ -291,6 +307,12 @@ def test_a_mover_that_dies_finds_out_how_far_its_batch_came(tmp_path: Path, labe
 def test_movers_die_at_any_operation(tmp_path: Path, seed: int) -> None:
     """P8 on several nodes at once."""
     do_anything(tmp_path, seed, 0.04, killing=0.02)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nodes_die_while_the_pfs_refuses_names(tmp_path: Path, seed: int) -> None:
+    """P6, P9: the PFS has what is shared in the end, with the size, times and number of each file that the store tells of it."""
+    do_anything(tmp_path, seed, 0.06, dying=0.04, refusing=0.08, count=3)
 
 
 @pytest.mark.parametrize("label", ["write_back:truncate", "write_back:written_down"])
