@@ -192,13 +192,14 @@ HANDLES_REPORT_S = 0.5
 # What the processes of a mount need beside the RAM tier, with the kernel's memory for their files.
 SERVICE_BYTES = GIB
 
-# Prepared memory ahead of a program with a limit: 128 ms for a program of 4 GB/s. Smaller prepared files are not for such programs.
-TOP_UP_AHEAD_BYTES = 512 * MIB
+# Prepared memory ahead of a program with a limit: what one write(2) writes at most. With less prepared, such a program gets no passthrough.
+TOP_UP_AHEAD_BYTES = 2 * GIB
 TOP_UP_STEP_BYTES = 32 * MIB
-TOP_UP_PREPARED_BYTES_MIN = 128 * MIB
-TOP_UP_RESERVE_BYTES = 64 * MIB
+TOP_UP_RESERVE_BYTES = MIB
+# A smaller prepared file is enlarged to that at open, if this takes at most so much processor time. It takes 6 ms with huge pages.
+TOP_UP_OPEN_CPU_S = 0.02
 # Spare files of that size, for unknown sizes: one for so much of the RAM tier, at most so many, and a new one at most so often.
-SPARE_TIER_BYTES = 4096 * MIB
+SPARE_TIER_BYTES = 8 * GIB
 SPARE_FILES_MAX = 4
 SPARE_INTERVAL_S = 1.0
 TOP_UP_POLL_S = 0.002

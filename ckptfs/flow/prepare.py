@@ -51,12 +51,12 @@ def choose_changes(
 ) -> PreparedChanges:
     """Return the changes from `files` to spare files, and one file for each of `expected`, newest first.
 
-    `bytes_max` bounds them. The spare files come first, because they are small.
+    `bytes_max` bounds them. The spare files come first.
 
     A file serves a size that it exceeds by at most `limits.PREPARED_TOLERANCE`: sizes of a series vary a little.
     """
     left, missing, room = sorted(files), [], bytes_max
-    for size in [limits.TOP_UP_PREPARED_BYTES_MIN] * spare_count + _round_sizes(expected):
+    for size in [limits.TOP_UP_AHEAD_BYTES] * spare_count + _round_sizes(expected):
         found = next((file for file in left if size <= file.size_bytes <= size * (1 + limits.PREPARED_TOLERANCE)), None)
         needed = size if found is None else found.size_bytes
         if needed > room:
@@ -139,7 +139,7 @@ class Prepare:
 
     def _is_due(self, size: int) -> bool:
         """Return False if a spare file, or one of its size, was prepared a moment ago."""
-        if size != limits.TOP_UP_PREPARED_BYTES_MIN:
+        if size != limits.TOP_UP_AHEAD_BYTES:
             return True
         is_due = time.monotonic() >= self._spare_due_s
         if is_due:

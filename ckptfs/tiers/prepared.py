@@ -49,6 +49,7 @@ _PIECE_BYTES = 16 * limits.MIB
 _ZEROS = bytes(2 * limits.MIB)
 _TRIM_BYTES = 256 * limits.MIB
 _BLOCK_BYTES = 512
+_NOT_ENLARGED = {errno.ENOENT, errno.ENOSPC, errno.ENOMEM, errno.EINTR}
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
@@ -103,14 +104,14 @@ class PreparedFiles:
     def find(self, expected_bytes: int, *, is_limited: bool = False) -> PreparedFile | None:
         """Return the smallest file that suits a content of about `expected_bytes` (0: unknown), or None.
 
-        `is_limited`: the writer must not reach fresh pages. It gets a file that is large enough for more to be allocated ahead of it, if
-        there is one, for an unknown size too.
+        `is_limited`: the writer must not reach fresh pages. It gets a file that one write(2) cannot outgrow if there is one, for an unknown
+        size too.
         """
         if expected_bytes < limits.PREPARED_BYTES_MIN and (expected_bytes or not is_limited):
             return None
         files, bytes_max = self.list_files(), limits.PREPARED_SURPLUS_RATIO * expected_bytes
         if is_limited:
-            bytes_min = max(expected_bytes, limits.TOP_UP_PREPARED_BYTES_MIN)
+            bytes_min = max(expected_bytes, limits.TOP_UP_AHEAD_BYTES)
             enough = min((file for file in files if file.size_bytes >= bytes_min), default=None)
             if enough is not None:
                 return enough
@@ -123,6 +124,26 @@ class PreparedFiles:
         except FileNotFoundError:
             return False
         return True
+
+    def enlarge(self, file: PreparedFile, size_bytes: int, cpu_s_max: float) -> PreparedFile:
+        """Allocate the pages that `file` lacks of `size_bytes`, without a touch. Return the larger file.
+
+        Returns `file` if that takes more than `cpu_s_max` of this thread, if the tier is full, or if another process has taken it.
+        """
+        until_s = time.thread_time() + cpu_s_max
+        larger = PreparedFile(size_bytes, f"{size_bytes:x}-{uuid.uuid4().hex}")
+        try:
+            with disk.closing(os.open(file.name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._directory)) as fd:
+                for offset in range(file.size_bytes, size_bytes, _PIECE_BYTES):
+                    if time.thread_time() > until_s:
+                        return file
+                    top_up(fd, offset, min(_PIECE_BYTES, size_bytes - offset))
+            disk.rename("prepare:publish", file.name, larger.name, old_fd=self._directory, new_fd=self._directory)
+        except OSError as failure:
+            if failure.errno not in _NOT_ENLARGED:
+                raise
+            return file
+        return larger
 
     # --- preparing ----------------------------------------------------------------------------------------------------
 

@@ -379,6 +379,17 @@ class Tiers(Mapping[Tier, TierStorage]):
         self._capacities = (float("-inf"), {})
         return is_enough(capacity)
 
+    def find_prepared(self, expected_bytes: int, *, is_limited: bool) -> PreparedFile | None:
+        """Return the prepared file for a content of about `expected_bytes` (0: unknown), or None.
+
+        `is_limited`: one write(2) must not outgrow it. If that is quick and RAM stays below its high watermark, a smaller one is enlarged.
+        """
+        found = self.prepared.find(expected_bytes, is_limited=is_limited)
+        missing = limits.TOP_UP_AHEAD_BYTES - found.size_bytes if found is not None and is_limited else 0
+        if found is None or missing <= 0 or not space.fits(self.get_capacity(Tier.RAM), missing, self._ram_high):
+            return found
+        return self.prepared.enlarge(found, limits.TOP_UP_AHEAD_BYTES, limits.TOP_UP_OPEN_CPU_S)
+
     def choose_disk_tier(self, expected_bytes: int, reserved_bytes: Mapping[Tier, int] = _NO_RESERVATIONS) -> Tier | None:
         """Return the tier on disk for a program below a memory limit: its pages can be reclaimed."""
         tier = Tier.NVME

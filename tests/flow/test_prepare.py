@@ -50,8 +50,8 @@ def test_one_file_serves_one_place() -> None:
 
 def test_spare_files_come_first() -> None:
     """M1: for programs with a memory limit whose sizes are unknown."""
-    spare = limits.TOP_UP_PREPARED_BYTES_MIN
-    assert [prepare.count_spares(gib * 1024 * MIB) for gib in (0, 3, 4, 9, 64)] == [0, 0, 1, 2, 4]
+    spare = limits.TOP_UP_AHEAD_BYTES
+    assert [prepare.count_spares(gib * 1024 * MIB) for gib in (0, 7, 8, 17, 64)] == [0, 0, 1, 2, 4]
     assert choose_changes([], _expect(100), 10**12, 2) == PreparedChanges((), (spare, spare, 100 * MIB))
     assert choose_changes([PreparedFile(spare, "a")], [], 10**12, 2) == PreparedChanges((), (spare,))
     assert choose_changes([PreparedFile(spare, "a")], _expect(120), 2 * spare, 1).missing == (120 * MIB,)
@@ -124,7 +124,7 @@ def test_without_sizes_it_sleeps(node: Node, flow: Prepare) -> None:
 def test_spare_files_are_made_one_after_the_other(node: Node, flow: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     """M1: not all at once, because many small files may take one each."""
     monkeypatch.setattr(limits, "SPARE_TIER_BYTES", 512 * MIB)
-    monkeypatch.setattr(limits, "TOP_UP_PREPARED_BYTES_MIN", 16 * MIB)
+    monkeypatch.setattr(limits, "TOP_UP_AHEAD_BYTES", 16 * MIB)
     monkeypatch.setattr(limits, "SPARE_INTERVAL_S", 1000.0)
     _run(flow)
     assert _pool(node) == [16] and flow.next_due_s() is not None

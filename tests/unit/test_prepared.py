@@ -89,7 +89,7 @@ def test_the_smallest_file_that_fits_is_found(pool: PreparedFiles, monkeypatch: 
 def test_a_limited_writer_gets_a_file_that_can_be_topped_up(pool: PreparedFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """M1: also for a size that nobody knows."""
     monkeypatch.setattr(limits, "PREPARED_BYTES_MIN", 2 * MIB)
-    monkeypatch.setattr(limits, "TOP_UP_PREPARED_BYTES_MIN", 8 * MIB)
+    monkeypatch.setattr(limits, "TOP_UP_AHEAD_BYTES", 8 * MIB)
     files = {size: pool.add(size * MIB) for size in (4, 8, 20)}
     assert pool.find(0) is None and pool.find(0, is_limited=True) == files[8]
     assert pool.find(3 * MIB, is_limited=True) == files[8]
@@ -100,6 +100,16 @@ def test_a_limited_writer_gets_a_file_that_can_be_topped_up(pool: PreparedFiles,
     assert pool.take_file(files[20], 2)
     assert pool.find(0, is_limited=True) is None
     assert pool.find(3 * MIB, is_limited=True) == files[4]
+
+
+def test_a_file_is_enlarged_at_once_or_not_at_all(pool: PreparedFiles) -> None:
+    """M1: what is in the way of a create costs it a moment at most."""
+    file = pool.add(4 * MIB)
+    assert pool.enlarge(file, 64 * MIB, -1.0) == file
+    assert pool.list_files() == [file]
+    larger = pool.enlarge(file, 64 * MIB, 60.0)
+    assert pool.list_files() == [larger] and larger.size_bytes == 64 * MIB
+    assert pool.enlarge(file, 64 * MIB, 60.0) == file, "another process has taken it"
 
 
 def test_a_file_is_taken_once(storage: TierStorage, pool: PreparedFiles) -> None:

@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ckptfs_daemon.mount.open_files import top_up
@@ -35,17 +36,17 @@ def test_pages_stay_ahead_of_a_file_that_grows() -> None:
     assert filled(file, AHEAD) == []
     assert filled(file, AHEAD + 1) == [(2 * AHEAD, STEP)]
     assert filled(file, AHEAD + STEP) == []
+    assert filled(file, 2 * AHEAD) == [(2 * AHEAD + STEP, AHEAD - STEP)], "in one call: the next write may be as long"
 
 
 def test_a_jump_gets_pages_ahead_first_and_its_gap_afterwards() -> None:
     file = GrowingFile(-1, AHEAD)
     size = AHEAD + 3 * STEP + 4096
     found = filled(file, size)
-    assert found[: AHEAD // STEP] == [(size + number * STEP, STEP) for number in range(AHEAD // STEP)]
-    assert found[AHEAD // STEP :] == [(AHEAD, STEP), (AHEAD + STEP, STEP), (AHEAD + 2 * STEP, STEP), (AHEAD + 3 * STEP, 4096)]
+    assert found == [(size, AHEAD), (AHEAD, STEP), (AHEAD + STEP, STEP), (AHEAD + 2 * STEP, STEP), (AHEAD + 3 * STEP, 4096)]
 
 
-@given(st.integers(0, 4 * AHEAD), st.lists(st.integers(0, 16 * AHEAD), max_size=12))
+@given(st.integers(0, 4 * AHEAD), st.lists(st.integers(0, 4 * AHEAD), max_size=12))
 def test_everything_below_the_size_and_ahead_of_it_is_prepared_once(prepared_bytes: int, sizes: list[int]) -> None:
     file = GrowingFile(-1, prepared_bytes)
     ranges = [(0, prepared_bytes)] if prepared_bytes else []
@@ -87,6 +88,42 @@ def test_the_thread_ends_with_its_last_file_and_closes_it(growing: tuple[Path, i
     eventually(lambda: thread._thread is None, what="the thread has ended")
 
 
+def _allocated_bytes(fd: int) -> int:
+    return os.fstat(fd).st_blocks * 512
+
+
+def test_what_a_truncation_frees_is_allocated_again_before_it_is_answered(
+    growing: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "TOP_UP_AHEAD_BYTES", 64 * MIB)
+    fd, thread = growing[1], TopUpThread()
+    thread.add(7, os.dup(fd), 0)
+    try:
+        eventually(lambda: _allocated_bytes(fd) == 64 * MIB, what="the file has pages ahead")
+        os.ftruncate(fd, 8 * MIB)
+        os.ftruncate(fd, 4096)
+        thread.restore(7)
+        assert _allocated_bytes(fd) >= 64 * MIB
+        thread.restore(8)
+    finally:
+        thread.remove(7)
+
+
+def test_the_last_room_of_a_tier_is_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program pays for no more than the reserve."""
+    free = 100 * MIB + limits.TOP_UP_RESERVE_BYTES
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_bavail=free - sum(length for _, length in asked), f_frsize=1))
+    thread = TopUpThread(lambda fd, offset, length: asked.append((offset, length)))
+    (tmp_path / "a").touch()
+    thread.add(7, os.open(tmp_path / "a", os.O_RDWR), 0)
+    try:
+        eventually(lambda: asked, what="a step")
+    finally:
+        thread.remove(7)
+    assert asked == [(0, 100 * MIB)]
+
+
 def test_a_full_tier_is_logged_once(growing: tuple[Path, int], caplog: pytest.LogCaptureFixture) -> None:
     tries: list[int] = []
 
@@ -103,8 +140,9 @@ def test_a_full_tier_is_logged_once(growing: tuple[Path, int], caplog: pytest.Lo
 
 
 @pytest.mark.root
-def test_a_program_that_writes_far_more_than_was_prepared_is_not_killed(growing: tuple[Path, int]) -> None:
+def test_a_program_that_writes_far_more_than_was_prepared_is_not_killed(growing: tuple[Path, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """At full speed, without the mount: it finds 256 MiB prepared, may use 64 MiB of its own, and writes 1.5 GiB."""
+    monkeypatch.setattr(limits, "TOP_UP_AHEAD_BYTES", 256 * MIB)
     path, fd = growing
     prepared.top_up(fd, 0, 256 * MIB)
     thread = TopUpThread()

@@ -373,6 +373,13 @@ class FileHandlers:
     async def resize(self, inode: int, size: int) -> None:
         """Make a file `size` bytes long, open or not."""
         files = self._context.open_files
+
+        def act(fd: int) -> None:
+            is_shorter = size <= os.fstat(fd).st_size
+            os.ftruncate(fd, size)
+            if is_shorter:
+                files.top_up.restore(inode)
+
         open_file = files.by_inode.get(inode)
         if open_file is None and inodes.get(self._context.db, inode).size == size:
             return  # Only its times change.
@@ -382,7 +389,7 @@ class FileHandlers:
         try:
             if not truncates:
                 # Freeing 100 GiB of RAM takes 16 s, during which other requests must be served.
-                await self.with_room(file, lambda fd: os.ftruncate(fd, size), long=True)
+                await self.with_room(file, act, long=True)
         finally:
             files.release(opened.handle)
             files.commit_releases()

@@ -2,12 +2,13 @@
 
 The kernel writes into a backing file without asking. If a program below a memory limit outgrows what was prepared, the fresh pages are
 charged to it, and it may be killed. So a thread looks at the sizes of such files all the time, and allocates pages ahead of their end.
-Writes and fallocate(2) take the same lock of the backing file: the program waits while pages are added, and cannot overtake them.
+Writes and fallocate(2) take the same lock of the backing file: the program waits while pages are added. One write(2) takes the lock once.
+As many pages as it can write are therefore ahead of a file from its open on, and one call adds all that the last write took.
 
 A file that grows by a jump (a seek, a truncation) leaves a gap behind its new end. The pages ahead come first, then the gap is filled.
 
 Invariants:
-- Nothing is allocated when the tier has less than `limits.TOP_UP_RESERVE_BYTES` free.
+- A nearly full tier keeps `limits.TOP_UP_RESERVE_BYTES` free. A program can reach no more fresh pages than these.
 - The descriptor of a file is closed soon after `remove`, or the seal would not get its lease.
 
 Crash safety: unwritten pages are trimmed at the seal. While no mount process runs, a program has what was allocated ahead of it.
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ckptfs import limits
+from ckptfs.errors import NoSpace
 from ckptfs.tiers import prepared
 
 log = logging.getLogger(__name__)
@@ -44,9 +46,9 @@ def choose_range(file: GrowingFile, size: int) -> tuple[int, int] | None:
 
     Returns None if it has enough. Pure.
     """
-    end = max(file.ahead_end, size)
-    if size + limits.TOP_UP_AHEAD_BYTES > end:
-        return end, limits.TOP_UP_STEP_BYTES
+    end, step = max(file.ahead_end, size), limits.TOP_UP_STEP_BYTES
+    if (missing := size + limits.TOP_UP_AHEAD_BYTES - end) > 0:
+        return end, -(-missing // step) * step
     if file.gaps:
         start, stop = file.gaps[0]
         return start, min(limits.TOP_UP_STEP_BYTES, stop - start)
@@ -66,13 +68,14 @@ def record_range(file: GrowingFile, offset: int, length: int) -> None:
 
 
 class TopUpThread:
-    """The thread, which runs while there are files. Its methods are called by the trio thread."""
+    """The thread, which runs while there are files. The trio thread calls its methods, but for `restore`."""
 
     def __init__(self, allocate: Callable[[int, int, int], None] = prepared.top_up) -> None:
         self._allocate = allocate
         self._files: dict[int, GrowingFile] = {}
         self._gone: list[GrowingFile] = []
         self._lock = threading.Lock()
+        self._step_lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_full_logged = False
 
@@ -96,6 +99,19 @@ class TopUpThread:
             if (file := self._files.pop(inode, None)) is not None:
                 self._gone.append(file)
 
+    def restore(self, inode: int) -> None:
+        """Allocate again what a truncation of an open file took: the kernel frees all pages beyond the end.
+
+        Called in a thread, after the truncation and before the program gets its answer.
+        """
+        with self._lock:
+            file = self._files.get(inode)
+        if file is not None:
+            with self._step_lock:
+                size = os.fstat(file.fd).st_size
+                file.ahead_end, file.gaps = size, [(start, min(stop, size)) for start, stop in file.gaps if start < size]
+                self._step(file)
+
     def _run(self) -> None:
         with contextlib.suppress(OSError):  # Only root may.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PRIORITY)
@@ -108,7 +124,8 @@ class TopUpThread:
                 if not files:
                     self._thread = None
                     return
-            steps = [self._step(file) for file in files]
+            with self._step_lock:
+                steps = [self._step(file) for file in files]
             if not any(steps):
                 self._wait(files)
 
@@ -122,22 +139,19 @@ class TopUpThread:
         if size != file.size:
             file.size, file.changed_s = size, time.monotonic()
         wanted = choose_range(file, size)
-        if wanted is None or not self._has_room(file.fd):
+        if wanted is None:
             return False
+        figures = os.fstatvfs(file.fd)
+        offset, length = wanted[0], min(wanted[1], figures.f_bavail * figures.f_frsize - limits.TOP_UP_RESERVE_BYTES)
         try:
-            self._allocate(file.fd, *wanted)
-        except OSError as failure:
+            if length <= 0:
+                raise NoSpace("the tier is full")
+            self._allocate(file.fd, offset, length)
+        except (NoSpace, OSError) as failure:
             self._log_full(str(failure))
             return False
-        record_range(file, *wanted)
+        record_range(file, offset, length)
         return True
-
-    def _has_room(self, fd: int) -> bool:
-        figures = os.fstatvfs(fd)
-        has_room = figures.f_bavail * figures.f_frsize >= limits.TOP_UP_RESERVE_BYTES
-        if not has_room:
-            self._log_full("the tier is full")
-        return has_room
 
     def _log_full(self, cause: str) -> None:
         if not self._is_full_logged:

@@ -29,7 +29,7 @@ from ckptfs.tiers.prepared import PreparedFile
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon.fuse.request import Request
 from ckptfs_daemon.mount.context import MountContext
-from ckptfs_daemon.mount.open_files.handle_ways import HandleWay, Reason, choose_way, get_limit_reason
+from ckptfs_daemon.mount.open_files.handle_ways import HandleWay, Reason, Way, choose_way, get_limit_reason
 from ckptfs_daemon.mount.open_files.open_file import (
     NONBLOCKING_WRITE,
     FetchWaiter,
@@ -167,7 +167,7 @@ class OpenAttempt:
     def _create_content(self, held: FileContent, undo: UndoLog, expected_bytes: int, *, is_new_file: bool = False) -> OpenFile:
         """Start a content of about `expected_bytes` (0: unknown), in a prepared file that suits it if any."""
         reserved_bytes, tiers = self._files.get_reserved_bytes(), self._context.tiers
-        taking = tiers.prepared.find(expected_bytes, is_limited=bool(self._limit_reason))
+        taking = tiers.find_prepared(expected_bytes, is_limited=bool(self._limit_reason))
         disk_tier = None if self._may_fill(taking) else self._choose_disk_tier(expected_bytes, reserved_bytes)
         tier = disk_tier or tiers.choose_tier(expected_bytes, reserved_bytes, taking, self._refusing_tiers)
         storage = tiers[tier]
@@ -220,15 +220,12 @@ class OpenAttempt:
 
     def _may_fill(self, taking: PreparedFile | None) -> bool:
         """Return True if the caller may write into RAM by passthrough: `taking`, or fresh memory without it."""
-        return not self._limit_reason or (taking is not None and taking.size_bytes >= limits.TOP_UP_PREPARED_BYTES_MIN)
+        return not self._limit_reason or (taking is not None and taking.size_bytes >= limits.TOP_UP_AHEAD_BYTES)
 
     def _find_buffered_reason(
         self, storage: TierStorage, expected_bytes: int | None, reserved_bytes: Mapping[Tier, int], taking: PreparedFile | None = None
     ) -> Reason:
-        """Return why a writer's bytes must pass through this process; NONE if they need not.
-
-        If the tier is nearly full, the content can then move on, or wait for deleted files to be freed.
-        """
+        """Return why a writer's bytes must pass through this process; NONE if they need not."""
         if self._context.data_path is not DataPath.PASSTHROUGH:
             return Reason.DATA_PATH
         if storage.tier is Tier.PFS:
@@ -375,6 +372,7 @@ class OpenAttempt:
             return  # It moved or was closed meanwhile: the next attempt sees that.
         with file.in_use():
             await run_in_thread(file, lambda: open_acts.truncate_content(storage, content))
+            await run_in_thread(file, lambda: self._files.top_up.restore(file.inode))
         self._truncated = file
 
     def _mark_content_open(self, held: FileContent, content: int, storage: TierStorage) -> None:
@@ -408,7 +406,8 @@ class OpenAttempt:
     def _passes_backing(self, file: OpenFile) -> bool:
         """Return True if this writer must not use the backing file of others, whose pages it would pay for."""
         is_memory = file.storage is not None and file.storage.is_memory
-        return is_memory and bool(self._limit_reason) and file.prepared_bytes < limits.TOP_UP_PREPARED_BYTES_MIN
+        is_kept_ahead = not file.ways or any(way.way is Way.PREPARED and way.reason for way in file.ways.values())
+        return is_memory and bool(self._limit_reason) and (file.prepared_bytes < limits.TOP_UP_AHEAD_BYTES or not is_kept_ahead)
 
     def _is_uncached(self, file: OpenFile) -> bool:
         """Return True if the kernel should not keep pages that this writer sends."""
