@@ -101,10 +101,10 @@ def copy_open(source_fd: int, target: TierStorage, content: int, expected: tuple
     fd = disk.act("move:create", target.create, content)
     try:
         status = os.fstat(source_fd)
-        target.reserve(fd, status.st_blocks * 512)
         if expected is not None and reflink.clone(source_fd, fd):
             written = expected
         else:
+            target.reserve(fd, status.st_blocks * 512)
             written = transfer.copy(source_fd, fd, label="move:copy")[:2]
             if written != (expected or written):
                 raise DigestMismatch(f"the source of content {content} does not have its digest")

@@ -261,9 +261,9 @@ class TierStorage(TierRoot):
             self._growing_bytes -= growth
 
     def reserve(self, fd: int, size: int) -> None:
-        """Allocate the space of a file to copy, so that all processes keep an unenforced budget."""
+        """Allocate the space of a file to copy, so that all processes keep an unenforced budget. Raises ENOSPC."""
         if self.shares_filesystem and size:
-            with contextlib.suppress(OSError):  # Not every filesystem can; ENOSPC comes from the copy.
+            with self.growing(size), contextlib.suppress(OSError):  # Not every filesystem can; ENOSPC comes from the copy.
                 disk.act("place:reserve", prepared.fallocate, fd, prepared.KEEP_SIZE, 0, size)
 
     def _measure_used(self, age_s: float = limits.USED_AGE_S) -> int:
@@ -404,7 +404,7 @@ class Tiers(Mapping[Tier, TierStorage]):
         """Return True if the tier, with prepared files given back, is too full for passthrough."""
         if tier is Tier.PFS:
             return False
-        if expected_bytes is None and self._tiers[tier].shares_filesystem:
+        if self._tiers[tier].shares_filesystem:
             return True  # Nothing but the mount process enforces the budget.
         decide = space.needs_buffered_path if any(self.list_next(tier)) else space.needs_buffered_path_in_last_tier
         if not decide(space.subtract_reserved(self.get_capacity(tier, taking), reserved_bytes), expected_bytes):

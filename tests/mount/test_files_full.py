@@ -141,6 +141,22 @@ def test_a_budget_below_the_size_of_the_disk_holds_while_a_file_grows(data_path:
     assert (daemon.pfs / "large").stat().st_size == 320 * MIB
 
 
+def test_a_budget_holds_for_files_that_outgrow_their_kind(make_daemon: Make) -> None:
+    """F1: their expected size fits, and several grow at once. The kernel would ask nobody."""
+    daemon = make_daemon("passthrough", ram="64M", nvme_size="80M", pfs=None)
+    for name in ("a", "b", "c"):
+        _fill(daemon.path / f"{name}-1.ckpt", 9)
+    _fill(daemon.path / "filler", 20)
+
+    def grow(name: str) -> None:
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+            _fill(daemon.path / f"{name}-2.ckpt", 107)
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(grow, "abc"))
+    assert 40 * MIB < sum(found.stat().st_blocks * 512 for found in daemon.nvme.rglob("*") if found.is_file()) <= 81 * MIB
+
+
 def test_a_budget_is_the_end_without_a_pfs(data_path: str, make_daemon: Make) -> None:
     daemon = make_daemon(data_path, ram="64M", nvme_size="80M", pfs=None)
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)), open(daemon.path / "large", "wb", buffering=0) as file:

@@ -129,8 +129,10 @@ def test_a_copy_reserves_its_space_where_nothing_else_keeps_the_budget(node: Nod
         assert os.fstat(file.fileno()).st_size == 0 and nvme.get_capacity().free <= 2 << 20
         with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)), nvme.growing(3 << 20):
             pass
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+            mover.reserve(file.fileno(), 3 << 20)
         inject_fault(monkeypatch, "place:reserve=EOPNOTSUPP")
-        mover.reserve(file.fileno(), 7 << 20)
+        mover.reserve(file.fileno(), 1 << 20)
 
 
 def test_every_tier_that_fails_is_as_full(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
