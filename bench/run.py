@@ -21,6 +21,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests" / "support")]
 
 import clique  # noqa: E402 - beside this file; the tests' daemon is found by the line above
+import limited  # noqa: E402
 import peers  # noqa: E402
 import simulated  # noqa: E402
 import suites  # noqa: E402
@@ -33,7 +34,7 @@ TARGETS = {
     "torch.save": 1.0, "torch.load": 0.9, "create + 4 KiB + close /s": 2000, "write-back against cp": 0.9,
     "idle memory MB": 200, "replicate against raw TCP": 1.6, "fetch against raw TCP": 0.6, "etcd: 10,000 nodes against 3": 1.4,
     "close to clique, eager": 0.25, "two ranks to the clique, s": 0.82, "saved again, rewritten: moved": 0.12,
-    "saved again, renamed: moved": 0.12, "write speed while replicating": 0.85,
+    "saved again, renamed: moved": 0.12, "write speed while replicating": 0.85, "limited, 4 KiB pieces": 1.0, "limited, 64 KiB pieces": 1.0,
 }  # fmt: skip
 AT_MOST = {
     "idle memory MB", "replicate against raw TCP", "etcd: 10,000 nodes against 3", "close to clique, eager", "two ranks to the clique, s",
@@ -215,6 +216,21 @@ def copies(bench: Bench) -> None:
                 bench.note(name, *measure(nodes, bench.size, bench.rounds))
 
 
+def limited_programs(bench: Bench) -> None:
+    """Measure a program with a memory limit against the same on a buffered mount."""
+    wanted = {
+        piece: name for piece, what in ((4 << 10, "4 KiB"), (64 << 10, "64 KiB")) if bench.is_wanted(name := f"limited, {what} pieces")
+    }
+    if wanted:
+        with limited.mounts(has_nvme=False) as (nodes, group):
+            for piece, name in wanted.items():
+                pairs = limited.measure(nodes, group, size=bench.size, piece=piece, rounds=bench.rounds)
+                ours, theirs = (statistics.median(column) / 1e9 for column in zip(*pairs, strict=True))
+                bench.note(
+                    name, statistics.median(one / other for one, other in pairs), f"{ours:.2f} GB/s, buffered mount {theirs:.2f} GB/s"
+                )
+
+
 class Rivals:
     """Other FUSE filesystems: plain pyfuse3 in memory, and bindfs on tmpfs if it is installed."""
 
@@ -338,7 +354,7 @@ def main() -> int:
         bench.daemon.start()
         bench.results["data path"] = bench.daemon.processes().get("data_path")
         print(f"data path: {bench.results['data path']} ({bench.daemon.processes().get('data_path_reason')})")
-        for suite in (idle, series, sequential, names, write_back, kill_pause, transport, copies, cluster):
+        for suite in (idle, series, sequential, names, write_back, kill_pause, transport, copies, cluster, limited_programs):
             suite(bench)
     finally:
         bench.daemon.close()
