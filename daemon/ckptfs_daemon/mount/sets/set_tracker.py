@@ -64,6 +64,8 @@ class _Waiting:
     row: Row
     due_s: float
     delay_s: float
+    is_contended: bool
+    """Another node makes a set of the series now."""
 
 
 class _Names(NamedTuple):
@@ -215,6 +217,9 @@ class SetTracker:
         with trio.move_on_after(limits.SET_LOOK_WAIT_S):
             while unlooked := self._list_unlooked(before_ns):
                 self._looks |= dict.fromkeys(unlooked, now_s)
+                for one in self._waiting.values():
+                    if one.row in unlooked:
+                        one.due_s = min(one.due_s, trio.current_time() + limits.SET_RETRY_S)
                 self.wake()
                 await self._looked.wait()
         if waited_s := trio.current_time() - now_s:
@@ -253,7 +258,7 @@ class SetTracker:
         return places[0][0] if is_counted else None
 
     def _list_unlooked(self, before_ns: int) -> list[Row]:
-        waiting = {one.row for one in self._waiting.values()}
+        waiting = {one.row for one in self._waiting.values() if not one.is_contended}
         rows = namespace.list_candidates(self._context.db, 0, limits.SET_CANDIDATES_MAX)
         return [row for row in rows if row[1] <= before_ns and row not in waiting]
 
@@ -395,7 +400,7 @@ class SetTracker:
 
         Return candidates that nothing waits for any more.
         """
-        former = self._waiting.pop(found.key, None)
+        former, is_contended = self._waiting.pop(found.key, None), False
         try:
             delay_s = await self._judge(found)
         except (OSError, CkptfsError) as reason:
@@ -406,14 +411,14 @@ class SetTracker:
                 os.fsdecode(found.member.name),
                 reason,
             )
-            delay_s = limits.SET_RETRY_S
+            delay_s, is_contended = limits.SET_RETRY_S, isinstance(reason, Busy) and self._context.shared_namespace is not None
         if delay_s is None:
             self._noted.pop(found.key, None)
         else:
             if former is not None and former.row in rows:
                 delay_s = max(delay_s, min(2 * former.delay_s, limits.SET_RETRY_MAX_S))
             due_s = trio.current_time() + delay_s + self._refresh.choose_delay_s()
-            self._waiting[found.key] = _Waiting(rows[0], due_s, delay_s)
+            self._waiting[found.key] = _Waiting(rows[0], due_s, delay_s, is_contended)
         return set() if former is None else {former.row}
 
     async def _judge(self, found: FoundMember) -> float | None:
