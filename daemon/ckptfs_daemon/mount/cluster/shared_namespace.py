@@ -270,9 +270,11 @@ class SharedNamespace:
         undo: Callable[[T], None] = lambda _: None,
         is_own: Callable[[], bool] = lambda: True,
     ) -> T:
-        """Run `act` until it is published, again after `refresh` if rows were old or others were first.
+        """Run `act`, a change of these names and inodes, and wait until other nodes see it.
 
-        `undo` gets a reverted result. Raises EAGAIN after `limits.SHARED_TRIES_MAX` tries, and on an island unless the change `is_own`.
+        If it fails on the rows of this node, or another node was faster, it runs again on fresh rows. `undo` gets the result of an `act`
+        that was reverted. Raises EAGAIN after `limits.SHARED_TRIES_MAX` tries, and if this node is disconnected and the change is not
+        `is_own`.
         """
         is_fresh = False
         for _ in range(limits.SHARED_TRIES_MAX):
