@@ -241,7 +241,7 @@ def test_a_stop_signal_of_a_restart_leaves_the_mount(
     monkeypatch.setattr(limits, "STOP_WAIT_S", 0.1)
 
     def act() -> None:
-        world.until(lambda: world.lives("mount") and world.lives("mover"))
+        world.until(lambda: all(world.ended._slots[role].ever_ready for role in ("mount", "mover")))
         os.kill(os.getpid(), signal.SIGTERM)
         if not leaves:
             world.until(lambda: world.ended.was_stopped)
