@@ -47,7 +47,7 @@ class Served:
         async def serve() -> None:
             with self._scope:
                 refused, config, db, tiers = RefusedCalls(), self.node.config, self.node.db, self.node.tiers
-                queries = QueryService(config, db, tiers, refused=refused)
+                queries = QueryService(config, db, tiers, refused=refused, wake_lanes=self.lanes.wake)
                 await server.serve(config, queries, AdminService(config, db, tiers, self.lanes.retry_now, refused))
 
         self._scope = trio.CancelScope()

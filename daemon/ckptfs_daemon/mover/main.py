@@ -119,12 +119,14 @@ def _build_control(
     setup: ChildSetup, db: Database, tiers: Tiers, lanes: Lanes, cluster_services: ClusterServices | None, progress: ProgressSignal,
     drain: Drain, upgrades: UpgradeRequests,
 ) -> tuple[QueryService, AdminService]:  # fmt: skip
-    retry_now = functools.partial(trio.from_thread.run_sync, lanes.retry_now, trio_token=trio.lowlevel.current_trio_token())
+    token = trio.lowlevel.current_trio_token()
+    retry_now = functools.partial(trio.from_thread.run_sync, lanes.retry_now, trio_token=token)
+    wake_lanes = functools.partial(token.run_sync_soon, lanes.wake, idempotent=True)
     figures, refresh_pfs_path = None, lambda inode: None
     if cluster_services is not None:
         figures, refresh_pfs_path = cluster_services.figures, cluster_services.refresh_pfs_path
     refused, request_log_level = RefusedCalls(), functools.partial(ipc.request_log_level, setup.link)
-    return QueryService(setup.config, db, tiers, figures, refused, progress), AdminService(
+    return QueryService(setup.config, db, tiers, figures, refused, progress, wake_lanes), AdminService(
         setup.config, db, tiers, retry_now, refused, request_log_level, refresh_pfs_path, drain.record_missed, upgrades.ask
     )
 
