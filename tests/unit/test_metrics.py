@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import trio
 import yaml
-from ckptfs_daemon.control.metrics import METRICS, STEP_METRICS, encode_metrics
-from ckptfs_daemon.control.metrics_endpoint import MetricsEndpoint
+from ckptfs_daemon.control.metrics import METRICS, STEP_METRICS, MetricsEndpoint, encode_metrics
 from control_served import serving
 from daemon_under_test import eventually, list_readable
 from etcd_server import free_ports

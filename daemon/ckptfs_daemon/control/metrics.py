@@ -4,23 +4,33 @@ Labels name tiers, levels, processes, and kinds of troubles and refusals. They n
 series does not grow with the data. What is not known, or what this mount does not have, has no sample.
 
 How long steps take, and how many bytes they move, this process knows itself (`step_durations`).
+
+`MetricsEndpoint` serves them at GET /metrics on a TCP address or a unix socket (`metrics=`). It never disturbs the mover: its server has
+few threads, of which one at a time makes the text, and the text is used again while it is fresh. Without figures it answers 503.
 """
 
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
+import trio
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ckptfs import step_durations
+from ckptfs import limits, step_durations
+from ckptfs.errors import CkptfsError
+from ckptfs.http_server import HttpReply, HttpRequest, HttpServer, refuse
 from ckptfs.model import Level, Tier
 from ckptfs.protocol import control_pb2 as pb
+from ckptfs_daemon.control.status import CachedFigure
 
+log = logging.getLogger(__name__)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TIER_STATES = ("normal", "full", "suspect", "down")
 
@@ -203,3 +213,40 @@ METRICS: tuple[MetricRow, ...] = (
         lambda status: _sum_by(((one.where, one.reason), one.count) for one in status.refused)),
 )  # fmt: skip
 """`where` of a refused call: `peers` or `control`."""
+
+
+class MetricsEndpoint:
+    """Serves one address."""
+
+    def __init__(self, address: str, build_status: Callable[[], pb.Status]) -> None:
+        """`address`: HOST:PORT or unix:/PATH. `build_status` is called in threads of the server."""
+        self._address = address
+        self._text = CachedFigure(lambda: encode_metrics(build_status()), limits.METRICS_FRESH_S)
+        self._threads = trio.CapacityLimiter(1)
+
+    async def serve(self) -> None:
+        """Serve until cancelled. An address that cannot be had is tried again."""
+        reported = ""
+        while True:
+            try:
+                server = await trio.to_thread.run_sync(HttpServer, self._address, self._answer, limiter=self._threads)
+            except (OSError, ValueError) as failure:
+                if str(failure) != reported:
+                    reported = str(failure)
+                    log.warning("metrics at %s: cannot be served: %s; Prometheus gets no answer; trying again", self._address, reported)
+                await trio.sleep(limits.RETRY_LAST_S)
+                continue
+            log.info("metrics at %s: served", self._address)
+            try:
+                await trio.to_thread.run_sync(server.serve, abandon_on_cancel=True, limiter=self._threads)
+            finally:
+                server.close()
+
+    def _answer(self, request: HttpRequest) -> HttpReply:
+        if request.path != "/metrics":
+            return refuse(HTTPStatus.NOT_FOUND)
+        try:
+            return HttpReply(self._text.get(), CONTENT_TYPE)
+        except (CkptfsError, OSError) as failure:
+            log.debug("metrics: no figures: %s", failure)
+            return refuse(HTTPStatus.SERVICE_UNAVAILABLE)

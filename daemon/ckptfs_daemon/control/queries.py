@@ -31,7 +31,7 @@ from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
 from ckptfs.series import find_incomplete_reason
 from ckptfs.tiers.storage import Tiers
-from ckptfs_daemon.control import event_queries, set_queries
+from ckptfs_daemon.control import public_listings
 from ckptfs_daemon.control.cluster_status import ClusterFigures
 from ckptfs_daemon.control.methods import (
     RefusedCalls,
@@ -241,18 +241,18 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
 
     @translate_errors
     def ListSeries(self, request: pb.ListSeriesRequest, context: grpc.ServicerContext) -> pb.ListSeriesReply:
-        return set_queries.list_series(self._db, with_figures=request.figures)
+        return public_listings.list_series(self._db, with_figures=request.figures)
 
     @translate_errors
     def ListEvents(self, request: pb.EventsRequest, context: grpc.ServicerContext) -> pb.EventList:
         """Return some events of the log."""
-        return event_queries.list_events(self._db, self._config.state, Position(request.file, request.offset), request.since_ns)
+        return public_listings.list_events(self._db, self._config.state, Position(request.file, request.offset), request.since_ns)
 
     @translate_stream_errors
     def ListSets(self, request: pb.ListSetsRequest, context: grpc.ServicerContext) -> Iterator[pb.SetList]:
         """Stream the checkpoint sets of a series."""
         refresh_files = self._cluster.refresh_files if self._cluster is not None else lambda inodes: None
-        yield from set_queries.list_sets(self._db, require_inode_number(request.directory), refresh_files)
+        yield from public_listings.list_sets(self._db, require_inode_number(request.directory), refresh_files)
 
     @translate_stream_errors
     def Wait(self, request: pb.WaitRequest, context: grpc.ServicerContext) -> Iterator[pb.Progress]:

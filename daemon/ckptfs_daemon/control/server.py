@@ -36,7 +36,7 @@ async def serve(config: Config, queries: QueryService, admin: AdminService) -> N
         nursery.start_soon(_serve_sockets, config.name, queries, admin, name="control sockets")
         if config.metrics is not None:
             # A mount without metrics does not pay for the library.
-            from ckptfs_daemon.control.metrics_endpoint import MetricsEndpoint
+            from ckptfs_daemon.control.metrics import MetricsEndpoint
 
             nursery.start_soon(MetricsEndpoint(config.metrics, queries.build_status).serve, name="metrics")
 

@@ -61,8 +61,8 @@ class Request:
 
 def get_current_request() -> Request:
     """Return the request being served. Call it before the handler's first await."""
-    unique, kill = session.get_request_header()
-    return Request(unique & ~REPEATED_BIT, bool(unique & REPEATED_BIT), kill)
+    unique = session.request_unique.value
+    return Request(unique & ~REPEATED_BIT, bool(unique & REPEATED_BIT), bool(session.request_kills_set_id.value))
 
 
 def get_errno(failure: BaseException, where: str) -> int:

@@ -160,8 +160,11 @@ WORKERS_IDLE = 8
 
 WORKERS_MAX = 4096
 """Requests that may wait (for the PFS) at once. Further requests are served as these are answered."""
-_unique = ctypes.c_uint64.in_dll(_shim, "shim_unique")
-_kill_privileges = ctypes.c_uint32.in_dll(_shim, "shim_kill_privileges")
+
+request_unique = ctypes.c_uint64.in_dll(_shim, "shim_unique")
+"""The number of the request, until the first await of its handler. Bit 63: an earlier process died with it."""
+
+request_kills_set_id = ctypes.c_uint32.in_dll(_shim, "shim_kill_privileges")
 _open_flags = ctypes.c_uint32.in_dll(_shim, "shim_open_flags")
 _sessions = ctypes.c_uint32.in_dll(_shim, "shim_sessions")
 _left = ctypes.c_uint32.in_dll(_shim, "shim_left")
@@ -209,11 +212,6 @@ class ShimNotLoaded(CkptfsError):
     """The C shim was not loaded before pyfuse3."""
 
 
-def get_request_header() -> tuple[int, bool]:
-    """Return (unique, drops set-id bits) of the request. Valid until the first await of the handler."""
-    return _unique.value, bool(_kill_privileges.value)
-
-
 def set_open_flags(flags: int) -> None:
     """Set FOPEN_* flags for the reply to this open, create or opendir. No await may follow in the handler."""
     _open_flags.value = flags
@@ -233,7 +231,7 @@ def set_raw_callbacks(
 ) -> None:
     """Set what serves these requests. Call it before `open_session`.
 
-    They are plain functions, called where a handler would start, so `get_request_header` is valid in them. Each request needs exactly one
+    They are plain functions, called where a handler would start, so `get_current_request` is valid in them. Each request needs exactly one
     `reply*`, at once or later from a task. pyfuse3's own handler for RELEASE would occupy a task of pyfuse3 while it waits for a batch.
     """
     _raw_callbacks.fallocate = FALLOCATE(_guard_raw_callback(fallocate))

@@ -20,7 +20,7 @@ from ckptfs_daemon.fuse.request import get_errno
 from ckptfs_daemon.mount.handlers.attribute_handlers import AttributeHandlers
 from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers
 from ckptfs_daemon.mount.handlers.history_tree import HistoryTree
-from ckptfs_daemon.mount.handlers.latest_tree import LatestTree
+from ckptfs_daemon.mount.handlers.latest_tree import LatestTree, is_virtual
 from ckptfs_daemon.mount.handlers.namespace_handlers import DirectoryHandlers, NamespaceHandlers, OrphanTracker
 
 # After fuse.session, which loads the shim before pyfuse3.
@@ -78,7 +78,7 @@ class Operations(pyfuse3.Operations):
         """Return `handlers`, or the tree below `.ckptfs` to which one of `inodes` belongs."""
         if max(inodes) < limits.HISTORY_BIT:
             return handlers
-        return self._latest if any(map(self._latest.owns, inodes)) else self._history
+        return self._latest if any(map(is_virtual, inodes)) else self._history
 
     # --- names --------------------------------------------------------------------------------------------------------
 

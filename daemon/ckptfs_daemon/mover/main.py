@@ -96,7 +96,7 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
         nursery.start_soon(server.serve, config, queries, admin, name="control")
         if cluster_services is not None:
             cluster_services.membership.subscribe(lambda _: lanes.wake())
-            cluster_services.membership.subscribe_lease(lambda lease: wake_channel.notify(ipc.build_message(ipc.LEASE_RENEWED, lease)))
+            cluster_services.membership.on_lease_renewed = lambda lease: wake_channel.notify(ipc.build_message(ipc.LEASE_RENEWED, lease))
             nursery.start_soon(cluster_services.run, name="cluster")
         for monitor in _build_monitors(db, tiers, config, lanes):
             nursery.start_soon(monitor.run, name="tier monitor")

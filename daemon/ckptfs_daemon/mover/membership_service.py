@@ -67,7 +67,8 @@ class MembershipService:
         self._view = self._member_table.build_view()
         self._view_listeners: list[ViewListener] = []
         self._view_may_change = trio.Event()
-        self._on_lease_renewed: Callable[[int], None] = lambda _: None
+        self.on_lease_renewed: Callable[[int], None] = lambda _: None
+        """Called with the lease after each renewal, in the trio thread."""
         self._has_read = False
         self.view_loaded = trio.Event()
         """Set once the view comes from the store. Before that, a new node knows no other node."""
@@ -87,10 +88,6 @@ class MembershipService:
         """Call `listener` after each change, in the trio thread."""
         self._view_listeners.append(listener)
 
-    def subscribe_lease(self, listener: Callable[[int], None]) -> None:
-        """Call `listener` with the lease after each renewal, in the trio thread."""
-        self._on_lease_renewed = listener
-
     async def run(self) -> None:
         """Run until cancelled. The record stays until its lease expires, so a quick restart is no absence."""
         async with trio.open_nursery() as nursery:
@@ -105,7 +102,7 @@ class MembershipService:
         while True:
             try:
                 is_new = await _run_in_thread(self.node_lease.renew)
-                self._on_lease_renewed(self.node_lease.lease_id)
+                self.on_lease_renewed(self.node_lease.lease_id)
                 if is_new:
                     log.info("in the cluster as node %s, number %d", self.node_lease.node.name, self.number)
                 self._record_store_answer()

@@ -51,9 +51,6 @@ class HistoryTree(ReadOnlyTree):
     def __init__(self, context: MountContext, changes: ChangeRunner, files: FileHandlers, attributes: AttributeHandlers) -> None:
         self._context, self._changes, self._files, self._attributes = context, changes, files, attributes
 
-    def owns(self, inode: int) -> bool:
-        return history_names.is_shown(inode)
-
     async def find_top(self) -> EntryAttributes | None:
         """Return the attributes of the directory `history`. Returns None if there is none yet."""
         if self._context.shared_namespace is not None:

@@ -91,9 +91,6 @@ class LatestTree(ReadOnlyTree):
         self._listed: tuple[VirtualEntry, list[tuple[bytes, VirtualEntry]]] = TOP, []
         """The directory that was listed last, and its entries."""
 
-    def owns(self, inode: int) -> bool:
-        return is_virtual(inode)
-
     def owns_name(self, parent_inode: int, name: bytes) -> bool:
         return is_virtual(parent_inode) or (parent_inode == ROOT and name == namespace.RESERVED_NAME)
 

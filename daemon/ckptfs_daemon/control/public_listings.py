@@ -1,22 +1,31 @@
-"""Replies to questions about checkpoint sets: figures for anyone, and names that all users may list.
+"""Lists of checkpoint sets and of events: figures for anyone, and names that all users may list.
 
-Any user may ask about any series. Names and notes are in a reply only if every user may list the directory of the series and all those
-above it. Of other series the caller reads them through the mount, where the kernel checks its rights.
+Any user may ask about any series. Names, notes and commands are in a reply only if every user may list the directory of the series and all
+those above it. Of other series the caller reads them through the mount, where the kernel checks its rights.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from ckptfs import limits
+from ckptfs import event_log, limits
 from ckptfs.catalog import history, history_names, inodes, set_members, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history_names import SetFigures
 from ckptfs.errors import InvalidArgument
+from ckptfs.event_log import LoggedEvent, Position
 from ckptfs.model import ROOT, Level
 from ckptfs.protocol import control_pb2 as pb
 
 SETS_AT_ONCE = 1000
 MAY_LIST = 0o005
+
+PUBLIC_FIELDS = frozenset(
+    ("node", "mount", "directory", "number", "step", "files", "size", "began", "duration_s", "after_s", "level", "processes", "reason")
+)
+"""What any user may know of a set."""
+PUBLIC_PROCESS_FIELDS = frozenset(("host", "pid", "job", "rank", "started"))
 
 
 def list_series(db: Database, *, with_figures: bool) -> pb.ListSeriesReply:
@@ -76,3 +85,31 @@ def may_all_list(db: Database, directory: int) -> bool:
             return True
         directory = inodes.get(db, directory).parent
     return False
+
+
+def list_events(db: Database, state: Path, position: Position, since_ns: int) -> pb.EventList:
+    """Return some events behind a position; none at the end of the log."""
+    lines, position = event_log.read_lines(state / event_log.DIRECTORY, position, since_ns)
+    is_public = functools.cache(lambda origin: _is_public(db, origin))
+    found = []
+    for event in event_log.parse_lines(lines):
+        origin = event.get_number("origin")
+        shown = event if origin is None or is_public(int(origin)) else hide_names(event)
+        found.append(event_log.build_line(shown).decode().rstrip())
+    return pb.EventList(events=found, file=position.file, offset=position.offset)
+
+
+def _is_public(db: Database, origin: int) -> bool:
+    try:
+        return may_all_list(db, origin)
+    except OSError:
+        return False  # The directory is gone: nothing tells its rights.
+
+
+def hide_names(event: LoggedEvent) -> LoggedEvent:
+    """Return an event of a set without names and commands."""
+    fields = {name: value for name, value in event.fields.items() if name in PUBLIC_FIELDS}
+    producers = [{name: one[name] for name in one.keys() & PUBLIC_PROCESS_FIELDS} for one in event.list_objects("producers")]
+    reader = event.fields.get("reader")
+    known = {name: reader[name] for name in reader.keys() & PUBLIC_PROCESS_FIELDS} if isinstance(reader, dict) else None
+    return LoggedEvent(event.time_ns, event.kind, {**fields, "producers": producers, "reader": known})
