@@ -14,7 +14,7 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 
 from ckptfs import limits
-from ckptfs.catalog import handles, identity, journal, pfs_batch
+from ckptfs.catalog import handles, identity, journal, pfs_batch, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import ObservedStat, PfsBatch
@@ -331,8 +331,8 @@ def _build_intent(db: Database, batch: PfsBatch, key: SharedKey) -> Value:
     value = (get_value(db, key) or {"inode": 0}) | {"temporary": _list_temporaries(batch, key)}
     if show.inode is not None:
         value |= {"next": show.inode, "ino": show.fingerprint.ino}
-        row = next((row for row in batch.published_rows if row.inode == show.inode), None)
-        if row is not None:
+        rows = (row for row in batch.published_rows if row.inode == show.inode)
+        if row := next(rows, None) or pfs_state.get_published(db, show.inode):
             digest = None if row.digest is None else row.digest.hex()
             value["published"] = [row.generation, row.is_complete, row.size, row.mtime_ns, row.pfs_inode, digest]
     return value

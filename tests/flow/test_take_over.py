@@ -276,6 +276,23 @@ async def test_a_file_with_new_times_is_not_taken_for_another_programs(cluster: 
     cluster.exact()
 
 
+@in_cluster
+async def test_a_file_that_a_dead_node_moved_is_known_to_be_on_the_pfs(cluster: WriterCluster) -> None:
+    """P3, P9: the node dies when the PFS has files under new names, and the others do not know it. Names are resolved in any order."""
+    dead = cluster.nodes[-1]
+    for name in "abcdefgh":
+        await dead.put(name, b"1")
+    await cluster.settle()
+    for name in "abcdefgh":
+        await dead.rename(name, f"new {name}")
+    cluster.dying_at = {"write_back:look"}
+    for _ in range(20):
+        await cluster.step(dead)
+    assert not dead.alive and len([*cluster.pfs.glob("new *")]) == 8
+    await cluster.settle()
+    cluster.exact()
+
+
 @pytest.mark.parametrize("label", ["write_back:truncate", "write_back:written_down"])
 @in_cluster
 async def test_a_directory_goes_in_which_a_dead_node_was_making_a_file(cluster: WriterCluster, label: str) -> None:

@@ -359,10 +359,11 @@ class WriterCluster:
         assert shown_names == names, ({name: (shown_names.get(name), names.get(name)) for name in {*shown_names, *names}}, self.log)
         assert not [key for key in values if key.kind == "j"], self.log
         for key, value in values.items():
-            if key.kind == PFS_STATE and (published := value.get("published")):
-                for number, name in value["names"]:
-                    found = os.lstat(self._find_path(places, number, name.encode("latin-1")))
-                    known = (published[2], published[3], published[4])
+            for number, name in value["names"] if key.kind == PFS_STATE else ():
+                found = os.lstat(self._find_path(places, number, name.encode("latin-1")))
+                if stat.S_ISREG(found.st_mode):
+                    published = value.get("published")
+                    known = published and (published[2], published[3], published[4])
                     assert (found.st_size, found.st_mtime_ns, found.st_ino) == known, (name, found, published, self.log)
 
     def _find_path(self, places: dict[tuple[int, bytes], Any], directory: int, name: bytes) -> bytes:
