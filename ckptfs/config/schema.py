@@ -342,7 +342,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("nvme", "nvme", parse_path, None,
         "Directory of the NVMe tier, on a local disk. Default: no NVMe tier.", '"/nvme/ckptfs"'),
     Setting("nvme_size", "nvme_bytes", parse_optional_size, "auto",
-        "Size of the NVMe tier, or auto (the size of its filesystem)."),
+        "Size of the NVMe tier, or auto (the size of its filesystem). A size below that of the filesystem is a hard bound: writers to\n"
+        "NVMe pass through the daemon, which is slower than passthrough. A filesystem of its own for the tier gives both."),
     Setting("pfs", "pfs", parse_path, None,
         "The directory on the parallel filesystem that this mount mirrors. Default: nothing is written back.", '"/lustre/project/ckpt"'),
     Setting("fsync", "fsync", build_choice_parser((Level.LOCAL, Level.CLIQUE, Level.PFS), Level), "local",

@@ -261,7 +261,7 @@ class TierStorage(TierRoot):
             self._growing_bytes -= growth
 
     def reserve(self, fd: int, size: int) -> None:
-        """Allocate the space of a file to copy, so that all processes keep an unenforced budget. Raises ENOSPC."""
+        """Allocate the space of a copy, so that all processes keep the budget. Raises ENOSPC."""
         if self.shares_filesystem and size:
             with self.growing(size), contextlib.suppress(OSError):  # Not every filesystem can; ENOSPC comes from the copy.
                 disk.act("place:reserve", prepared.fallocate, fd, prepared.KEEP_SIZE, 0, size)
