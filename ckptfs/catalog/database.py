@@ -322,9 +322,8 @@ def _open_known(path: Path) -> Iterator[sqlite3.Connection]:
                 f"the catalog {path} has version {version}, this ckptfs knows up to {SCHEMA_VERSION}",
                 remedy="install the newer ckptfs again; nothing was changed",
             )
-        if version not in migrations.KNOWN_VERSIONS:
-            known = " and ".join(map(str, sorted(migrations.KNOWN_VERSIONS)))
-            raise CatalogDamaged(f"the catalog {path} has version {version}, this ckptfs knows {known}", remedy=remedy)
+        if version < 1:
+            raise CatalogDamaged(f"the catalog {path} has version {version}, this ckptfs knows 1 to {SCHEMA_VERSION}", remedy=remedy)
         yield connection
     except sqlite3.DatabaseError as failure:
         raise CatalogDamaged(f"the catalog {path} is damaged: {failure}", remedy=remedy) from failure

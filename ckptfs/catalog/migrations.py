@@ -29,7 +29,7 @@ _COLUMNS_SINCE_0_1_0 = (
 )
 """Version 1 grew without a new number: what catalogs of 0.1.0 and of the first builds of 0.2.0 may lack."""
 
-_VERSION_3 = """
+_VERSION_2 = """
 CREATE TABLE IF NOT EXISTS peer_copy (content INTEGER NOT NULL, node INTEGER NOT NULL, generation INTEGER NOT NULL, digest BLOB NOT NULL,
     PRIMARY KEY (content, node)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS peer_copy_node ON peer_copy (node);
@@ -39,7 +39,8 @@ CREATE TABLE IF NOT EXISTS touched_key (change INTEGER NOT NULL, kind TEXT NOT N
     PRIMARY KEY (change, kind, number, name)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS seen_key (kind TEXT NOT NULL, number INTEGER NOT NULL, name BLOB NOT NULL, revision INTEGER NOT NULL,
     value BLOB NOT NULL, PRIMARY KEY (kind, number, name)) WITHOUT ROWID;
-DROP TABLE IF EXISTS lost_key;
+CREATE TABLE IF NOT EXISTS lost_key (kind TEXT NOT NULL, number INTEGER NOT NULL, name BLOB NOT NULL, turn INTEGER NOT NULL,
+    revision INTEGER NOT NULL, change INTEGER NOT NULL, value BLOB NOT NULL, PRIMARY KEY (kind, number, name)) WITHOUT ROWID;
 DROP TRIGGER pfs_entry_appeared;
 DROP TRIGGER pfs_entry_moved;
 DROP TRIGGER pfs_entry_vanished;
@@ -64,6 +65,7 @@ ALTER TABLE visiting RENAME TO scan;
 ALTER TABLE touched RENAME TO scan_dirty_name;
 ALTER TABLE touched_key RENAME TO dirty_key;
 ALTER TABLE seen_key RENAME TO cached_key;
+ALTER TABLE lost_key RENAME TO resend_key;
 ALTER TABLE pfs_times RENAME TO pfs_stale_times;
 ALTER TABLE inode RENAME COLUMN missed TO salvaged;
 ALTER TABLE inode RENAME COLUMN complete TO imported;
@@ -72,8 +74,8 @@ ALTER TABLE content RENAME COLUMN peer TO remote;
 ALTER TABLE content RENAME COLUMN lacking TO under_replicated;
 ALTER TABLE content RENAME COLUMN told TO announce_state;
 ALTER TABLE content RENAME COLUMN former_ns TO superseded_mtime_ns;
-ALTER TABLE content DROP COLUMN before_generation;
-ALTER TABLE content DROP COLUMN before_ns;
+ALTER TABLE content RENAME COLUMN before_generation TO replicated_generation;
+ALTER TABLE content RENAME COLUMN before_ns TO replicated_mtime_ns;
 ALTER TABLE copy RENAME COLUMN aside TO stashed_for;
 ALTER TABLE peer RENAME COLUMN here TO is_self;
 UPDATE mover_request SET kind = CASE kind WHEN 'visit' THEN 'scan' WHEN 'settle' THEN 'wait_level' WHEN 'secure' THEN 'replicate_now'
@@ -99,41 +101,65 @@ CREATE TRIGGER pfs_file_inserted AFTER INSERT ON pfs_file WHEN EXISTS (SELECT 1 
 BEGIN INSERT OR IGNORE INTO scan_dirty_name SELECT parent, name FROM pfs_entry WHERE inode = NEW.inode; END;
 CREATE TRIGGER pfs_file_updated AFTER UPDATE ON pfs_file WHEN EXISTS (SELECT 1 FROM scan WHERE importing = 0)
 BEGIN INSERT OR IGNORE INTO scan_dirty_name SELECT parent, name FROM pfs_entry WHERE inode = NEW.inode; END;
+"""
+
+_VERSION_3 = """
 ALTER TABLE inode ADD COLUMN closed_ns INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE inode ADD COLUMN history INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE content DROP COLUMN replicated_generation;
+ALTER TABLE content DROP COLUMN replicated_mtime_ns;
 CREATE INDEX copy_used ON copy (tier, used_ns) WHERE state = 1;
 CREATE INDEX copy_bad ON copy (state, tier, used_ns) WHERE state <> 1;
 CREATE INDEX content_absent ON content (id) WHERE remote = 0 AND announce_state > 0;
 CREATE INDEX copy_verified ON copy (verified_ns) WHERE tier = 'nvme' AND state = 1;
 ALTER TABLE pfs_file ADD COLUMN sharing INTEGER NOT NULL DEFAULT 0;
 CREATE INDEX pfs_file_sharing ON pfs_file (generation) WHERE sharing = 1;
+DROP TABLE resend_key;
 CREATE INDEX xattr_series ON xattr (inode) WHERE name = x'636b707466732e736572696573';
-CREATE INDEX xattr_held ON xattr (inode) WHERE name = x'636b707466732e68656c64';
 CREATE INDEX xattr_remove ON xattr (inode) WHERE name = x'636b707466732e72656d6f7665';
 CREATE TABLE set_candidate (inode INTEGER PRIMARY KEY, at_ns INTEGER NOT NULL);
 CREATE INDEX inode_history ON inode (id) WHERE history > 0;
+CREATE TABLE pfs_hold (inode INTEGER PRIMARY KEY);
 CREATE TABLE retired (content INTEGER PRIMARY KEY);
 ALTER TABLE handle ADD COLUMN shown INTEGER NOT NULL DEFAULT 0;
 """
 
+_VERSION_4 = """
+INSERT OR IGNORE INTO xattr SELECT inode, x'636b707466732e68656c64', x'31' FROM pfs_hold;
+DROP TABLE pfs_hold;
+CREATE INDEX xattr_held ON xattr (inode) WHERE name = x'636b707466732e68656c64';
+"""
 
-def _migrate_to_3(connection: sqlite3.Connection) -> None:
+
+def _migrate_to_2(connection: sqlite3.Connection) -> None:
     for table, column in _COLUMNS_SINCE_0_1_0:
         known = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
         if column.split()[0] not in known:
             connection.execute(f"ALTER TABLE {table} ADD COLUMN {column}")
+    _run_script(connection, _VERSION_2)
+
+
+def _migrate_to_3(connection: sqlite3.Connection) -> None:
+    _run_script(connection, _VERSION_3)
+
+
+def _migrate_to_4(connection: sqlite3.Connection) -> None:
+    _run_script(connection, _VERSION_4)
+
+
+def _run_script(connection: sqlite3.Connection, script: str) -> None:
+    """Run statements in the open transaction, which `executescript` would commit."""
     statement = ""
-    for line in _VERSION_3.strip().splitlines():  # `executescript` would commit the open transaction.
+    for line in script.strip().splitlines():
         statement += line + "\n"
         if sqlite3.complete_statement(statement):
             connection.execute(statement)
             statement = ""
 
 
-SCHEMA_VERSION = 3
-_STEPS: dict[int, tuple[int, Callable[[sqlite3.Connection], None]]] = {1: (SCHEMA_VERSION, _migrate_to_3)}
-"""For each earlier version that was released: the version to which its step leads, and the step."""
-KNOWN_VERSIONS = {*_STEPS, SCHEMA_VERSION}
+_STEPS: tuple[Callable[[sqlite3.Connection], None], ...] = (_migrate_to_2, _migrate_to_3, _migrate_to_4)
+"""The step at index N leads from version N + 1 to N + 2."""
+SCHEMA_VERSION = 1 + len(_STEPS)
 
 
 def get_version(connection: sqlite3.Connection) -> int:
@@ -146,11 +172,10 @@ def migrate(connection: sqlite3.Connection) -> None:
         connection.execute("BEGIN IMMEDIATE")
         try:
             version = get_version(connection)
-            if version in _STEPS:  # Otherwise another process has migrated the catalog while this one waited for the lock.
-                next_version, step = _STEPS[version]
-                step(connection)
-                connection.execute(f"PRAGMA user_version={next_version}")
-                log.info("the catalog: migrating from schema version %d to %d", version, next_version)
+            if version < SCHEMA_VERSION:  # Otherwise another process has migrated the catalog while this one waited for the lock.
+                _STEPS[version - 1](connection)
+                connection.execute(f"PRAGMA user_version={version + 1}")
+                log.info("the catalog: migrating from schema version %d to %d", version, version + 1)
             connection.execute("COMMIT")
         finally:
             if connection.in_transaction:

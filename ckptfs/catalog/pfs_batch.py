@@ -194,7 +194,7 @@ def delete_batch(db: Database) -> None:
     db.run("DELETE FROM pfs_batch")
 
 
-_BATCH_VERSION = 3
+_BATCH_VERSION = 4
 
 
 def _encode(value: Any) -> Any:
@@ -224,22 +224,25 @@ def _decode(kind: Any, value: Any) -> Any:
 
 
 def _load_batch(text: str) -> PfsBatch:
-    """Return a stored batch, also one of 0.2.0. Raises CatalogTooNew if the version is unknown."""
+    """Return a stored batch of this or an earlier version. Raises CatalogTooNew if the version is unknown."""
     body = json.loads(text)
     if isinstance(body, list):
-        batch = cast(PfsBatch, _decode(PfsBatch, _name_version_1(body)))
-        _derive_changes(batch)
-        return batch
-    if (version := body.pop("version")) != _BATCH_VERSION:
+        body = {"version": 1, **_name_version_1(body)}
+    if (version := body.pop("version")) > _BATCH_VERSION:
         raise CatalogTooNew(
             f"the catalog's write-back batch has version {version}, this ckptfs knows up to {_BATCH_VERSION}",
             remedy="install the newer ckptfs again; nothing was changed",
         )
-    return cast(PfsBatch, _decode(PfsBatch, body))
+    if version in {2, 3}:  # These lists had objects.
+        body |= {name: [list(item.values()) for item in body[name]] for name in ("pending_entries", "requeued")}
+    batch = cast(PfsBatch, _decode(PfsBatch, body))
+    if version < 3:
+        _derive_changes(batch)
+    return batch
 
 
 def _derive_changes(batch: PfsBatch) -> None:
-    """Fill in what version 1 did not store: which action leads to which part of the state."""
+    """Fill in what versions 1 and 2 did not store: which action leads to which part of the state."""
     final = {show.location.pfs_name: show for show in batch.expected_entries}
     key_of: dict[PfsName, int] = {}
 

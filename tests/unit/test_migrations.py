@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.catalog import copies, database, migrations, mover_requests, pfs_batch
+from ckptfs.catalog import copies, database, migrations, mover_requests, pfs_batch, pfs_hold
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.pfs_batch import PfsAction, PfsLocation
 from ckptfs.catalog.pfs_state import Fingerprint, PublishedRow
@@ -18,7 +18,10 @@ from ckptfs.errors import CatalogDamaged, CatalogTooNew
 from ckptfs.model import Tier
 
 DATA = Path(__file__).resolve().parents[1] / "data"
-DUMPS = {"0.2.0": DATA / "catalog-v1.sql", "0.1.0": DATA / "catalog-v1-of-0.1.0.sql"}
+DUMPS = {
+    "0.2.0": DATA / "catalog-v1.sql", "0.1.0": DATA / "catalog-v1-of-0.1.0.sql",
+    "version 2": DATA / "catalog-v2.sql", "version 3": DATA / "catalog-v3.sql",
+}  # fmt: skip
 DIGEST, BLOCKS = bytes(range(16)), bytes(range(32))
 Schema = dict[str, str]
 
@@ -71,20 +74,30 @@ def test_rows_keep_their_meaning(release: str, tmp_path: Path) -> None:
     before = read_rows(path)
     database.migrate_file(path)
     after = read_rows(path)
+    if "pfs_hold" in before:
+        after["xattr"].remove((5, b"ckptfs.held", b"1"))
     renamed = {
         "want": "mover_request", "answer": "reply_cache", "published": "pfs_file", "visiting": "scan", "touched": "scan_dirty_name",
         "touched_key": "dirty_key", "seen_key": "cached_key", "pfs_times": "pfs_stale_times",
     }  # fmt: skip
     for table, rows in before.items():
-        if table not in ("want", "sqlite_sequence", "lost_key"):
+        if table not in ("want", "sqlite_sequence", "lost_key", "resend_key", "pfs_hold"):
             now = after[renamed.get(table, table)]
             width = min(len(rows[0]), len(now[0])) if rows else 0  # Columns were added at the end, and dropped there.
             assert [row[:width] for row in now] == [row[:width] for row in rows], table
     assert {(renamed.get(str(name), name), last) for name, last in before["sqlite_sequence"]} == set(after["sqlite_sequence"])
     kinds = {"visit": "scan", "settle": "wait_level", "secure": "replicate_now", "copy": "replicate_later", "left": "salvage"}
-    wanted = [(row[0], kinds.get(str(row[1]), row[1]), *row[2:]) for row in before["want"]]
+    requests = before.get("want") or before["mover_request"]
+    wanted = [(row[0], kinds.get(str(row[1]), row[1]), *row[2:]) for row in requests]
     assert after["mover_request"] == wanted and {row[1] for row in wanted} == {*kinds.values(), mover_requests.FETCH}
     assert {row[1] for row in wanted} <= {*mover_requests.LANE_BY_KIND, mover_requests.WAIT_LEVEL}
+
+
+def test_what_was_held_back_from_the_pfs_stays_held(tmp_path: Path) -> None:
+    """D7: version 3 had a table of it; now all nodes know it as an attribute."""
+    db = Database(load("version 3", tmp_path), journalled=True)
+    assert pfs_hold.is_held(db, 5) and not pfs_hold.is_held(db, 6)
+    db.close()
 
 
 @pytest.mark.parametrize("release", DUMPS)
@@ -135,7 +148,7 @@ def test_a_pending_batch_is_read_across_the_upgrade(release: str, tmp_path: Path
         pfs_batch.set_batch(db, batch, ready=False)
     assert pfs_batch.find_batch(db) == (False, batch), "by field names"
     db.run("UPDATE pfs_batch SET body = json_set(body, '$.version', 9)")
-    with pytest.raises(CatalogTooNew, match="version 9, this ckptfs knows up to 3"):
+    with pytest.raises(CatalogTooNew, match="version 9, this ckptfs knows up to 4"):
         pfs_batch.find_batch(db)
     db.close()
 
@@ -186,9 +199,7 @@ def test_two_processes_open_it_at_the_same_time_and_it_can_be_opened_again(tmp_p
         db.close()
 
 
-@pytest.mark.parametrize(
-    ("version", "error"), [(database.SCHEMA_VERSION + 1, CatalogTooNew), (99, CatalogTooNew), (0, CatalogDamaged), (2, CatalogDamaged)]
-)
+@pytest.mark.parametrize(("version", "error"), [(database.SCHEMA_VERSION + 1, CatalogTooNew), (99, CatalogTooNew), (0, CatalogDamaged)])
 def test_an_unknown_version_is_refused_untouched(version: int, error: type[Exception], tmp_path: Path) -> None:
     path = load("0.2.0", tmp_path)
     connection = sqlite3.connect(path)
