@@ -130,18 +130,22 @@ def _checkpoint_pair(bench: Bench, act: Callable[[Path], float], size: int, numb
     series_name = f"{'abcdefghij'[number]}{time.monotonic_ns():x}".translate(str.maketrans("0123456789", "ghijklmnop"))
 
     def ours() -> float:
-        for heat in range(2):
-            suites.write_new(bench.daemon.path / f"{series_name if is_second else 'heat'}_step{heat}", size=size, piece=4 << 20)
+        heats = [bench.daemon.path / name for name in ((f"{series_name}_step0", f"{series_name}_step1") if is_second else ("warm", "hot"))]
+        for heat in heats:
+            suites.write_new(heat, size=size, piece=4 << 20)
         bench.daemon.settle()
-        for heat in range(2):
-            (bench.daemon.path / f"{series_name if is_second else 'heat'}_step{heat}").unlink()
+        for heat in heats:
+            if is_second:
+                _remove(bench, heat)
+            else:  # A name without a number: no history keeps it, and its memory is free at once, as on tmpfs.
+                heat.unlink()
         contents = bench.daemon.root / "state" / "ram" / "contents"
         eventually(lambda: sum(one.stat().st_size for one in contents.iterdir()) < size, what="their memory is free")
         if is_second:
             eventually(lambda: _has_prepared(bench, size), what="the next checkpoint is prepared")
         path = bench.daemon.path / f"{series_name}_step2"
         speed = act(path)
-        path.unlink()
+        _remove(bench, path)
         return speed
 
     def raw() -> float:
@@ -157,6 +161,11 @@ def _checkpoint_pair(bench: Bench, act: Callable[[Path], float], size: int, numb
         return ours(), raw()
     theirs = raw()
     return ours(), theirs
+
+
+def _remove(bench: Bench, path: Path) -> None:
+    """Remove a checkpoint and the set that the history keeps of it, as soon as it is one."""
+    eventually(lambda: not bench.daemon.command("rm", "--now", path, check=False).returncode, what=f"{path} is a set")
 
 
 def _has_prepared(bench: Bench, size: int) -> bool:
