@@ -102,9 +102,10 @@ def insert_claim(db: Database, inode: int) -> None:
     """Note that this node is about to write the content that a file has now: it is for no set any more.
 
     The claim ends with that generation of the file, or with the node. The other nodes have to know it before the first byte is written.
+    A content that this node has open needs none: a further writer begins no generation, with which the claim would end.
     """
-    row = db.row("SELECT content, generation FROM inode WHERE id = ?", inode)
-    if row is not None:
+    row = db.row("SELECT i.content, i.generation, k.state FROM inode i LEFT JOIN content k ON k.id = i.content WHERE i.id = ?", inode)
+    if row is not None and row[2] != ContentState.OPEN:
         fields = {"node": identity.get_node_number(db), "content": row[0], "generation": row[1]}
         inodes.set_internal_xattr(db, inode, CLAIM_XATTR, json.dumps(fields).encode())
 
