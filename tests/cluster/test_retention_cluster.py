@@ -69,15 +69,22 @@ def test_sets_of_many_writers_expire(ruled: ClusterUnderTest) -> None:
     assert len(os.listdir(ruled[2].path / "run" / "step_4")) == 3
 
 
+def save_one_set(cluster: ClusterUnderTest, step: int) -> None:
+    """Save a set, and wait for it: sets have their numbers in the order in which they are complete."""
+    save(cluster, step, "every")
+    made = cluster[1].path / ".ckptfs" / "history" / "every" / "step_*" / f"step_{step}@{step}"
+    eventually(made.exists, what=f"{made} is there")
+
+
 def test_every_second_set_goes_to_the_pfs_from_all_nodes(ruled: ClusterUnderTest) -> None:
     """Also what a node wrote that died before its set was there."""
-    save(ruled, 1, "every")
+    save_one_set(ruled, 1)
     save(ruled, 2, "every")
     files = {"model.pt", "optimizer.pt", "scheduler.pt"}
     chosen = ruled.pfs / "every" / "step_2"
     eventually(lambda: list_steps(chosen) == files, what="the PFS has the second set")
     wait_for(ruled[1].path / "every" / "step_2", "pfs")
-    save(ruled, 3, "every")
+    save_one_set(ruled, 3)
     save(ruled, 4, "every")
     wait_for(ruled[2].path / "every" / "step_4" / "scheduler.pt", "clique")
     ruled[2].kill()

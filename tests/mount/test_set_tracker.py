@@ -32,11 +32,11 @@ def test_a_file_that_is_complete_becomes_a_set(mount: Area) -> None:
 def test_two_sets_with_the_same_bytes(mount: Area) -> None:
     """X11: an event says so, and not of others."""
     for number, content in ((1, b"a" * 5000), (2, b"b" * 5000), (3, b"b" * 5000)):
-        (mount.path / f"step_{number}.bin").write_bytes(content)
-        wait_for_sets(mount, *(f"step_*.bin/step_{one}.bin@{one}" for one in range(1, number + 1)))
+        (mount.path / f"step_{number}.dat").write_bytes(content)
+        wait_for_sets(mount, *(f"step_*.dat/step_{one}.dat@{one}" for one in range(1, number + 1)))
     log = mount.daemon.log_file
-    eventually(lambda: "step_3.bin@3: has the same bytes as step_2.bin@2: training may not progress" in log.read_text(), what="an event")
-    assert "step_2.bin@2: has the same" not in log.read_text()
+    eventually(lambda: "step_3.dat@3: has the same bytes as step_2.dat@2: training may not progress" in log.read_text(), what="an event")
+    assert "step_2.dat@2: has the same" not in log.read_text()
 
 
 def test_a_rotation_that_keeps_one(mount: Area) -> None:

@@ -20,7 +20,10 @@ RANKS = {
 @pytest.mark.parametrize(("variables", "rank"), RANKS.values(), ids=RANKS)
 def test_the_rank_is_that_of_the_innermost_launcher(variables: dict[str, str], rank: str) -> None:
     """Ranks that mpirun starts inherit SLURM_PROCID=0 from the batch script, all of them."""
-    with subprocess.Popen(["/bin/cat"], env=BATCH | variables, stdin=subprocess.PIPE) as process:
+    with subprocess.Popen(["/bin/cat"], env=BATCH | variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(b"ready")
+        assert process.stdout.read(5) == b"ready", "before its first call, /proc may show no environment"
         found = json.loads(describe_process(process.pid, "node1"))
         process.communicate()
     assert (found["job"], found["rank"], found["host"]) == ("6", rank, "node1")
