@@ -273,6 +273,22 @@ def test_every_second_set_of_three_nodes_goes_to_the_pfs(seed: int) -> None:
     simulate(act, seed, EVERY_SECOND)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_the_second_set_of_two_saves_in_a_row_goes_to_the_pfs(seed: int) -> None:
+    """D7: a node may hear of the chosen set before it knows the files of it, its own ones included."""
+
+    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
+        await save(cluster, 1, dice)
+        await save(cluster, 2, dice)
+        await trio.sleep(SETTLE_S)
+        (second,) = (path for path in await list_history(cluster.living[0]) if path.endswith("@2"))
+        step = int(second.rpartition("_")[2].partition("@")[0])
+        writers, manifest = {shard(node) for node in cluster.living}, {"MANIFEST.json", "MANIFEST.xxh128"}
+        assert list_pfs(cluster) == {f"step_{step}": writers, f".ckptfs.history/{second}": writers | manifest}
+
+    simulate(act, seed, EVERY_SECOND)
+
+
 @pytest.mark.parametrize("writers", [(1, 2, 3), (3,)])
 def test_what_a_dead_node_held_back_comes_to_the_pfs(writers: tuple[int, ...]) -> None:
     """D7, P9: it dies when its part is on its peers, before it has seen the set. Nothing else tells of the set if it wrote all of it."""

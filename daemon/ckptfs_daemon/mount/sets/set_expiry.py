@@ -141,7 +141,7 @@ class SetExpiry:
             return Review(frozenset(one.record.number for one in sets), again_s=limits.SET_REVIEW_S)
         db, ruling = self._context.db, await trio.to_thread.run_sync(apply_rule, rule, ruled)
         final = await trio.to_thread.run_sync(lambda: apply_rule(rule, assume_final(ruled, ruling)))
-        is_held = self._choose(series, rule, [one for one in sets if one.record.number in ruling.for_pfs])
+        is_held = await self._choose(series, rule, [one for one in sets if one.record.number in ruling.for_pfs])
         self._retire(sets, ruling)
         in_place = {one.number for one in facts if one.is_in_place}
         expiring = retention_state.list_expiring(db, series.directory)
@@ -153,8 +153,8 @@ class SetExpiry:
             again_s = min(limits.SET_REVIEW_S, again_s or limits.SET_REVIEW_S)
         return Review(ruling.kept | in_use, any(deleted.values()), again_s)
 
-    def _choose(self, series: SeriesRecord, rule: RetentionRule, sets: Iterable[CheckpointSet]) -> bool:
-        """Have sets written back that were held back. Return True if other nodes still hold files of them."""
+    async def _choose(self, series: SeriesRecord, rule: RetentionRule, sets: Iterable[CheckpointSet]) -> bool:
+        """Have sets written back that were held back. Return True if files of them are still held, or not known here."""
         chosen = retention_state.list_chosen(self._context.db, series.directory)
         left = [one for one in sets if rule.selects_for_pfs and one.directory not in self._released]
         for one in left:
@@ -162,7 +162,9 @@ class SetExpiry:
                 with self._context.open_files.change() as db:
                     retention_state.mark_chosen(db, one.directory)
                 log.info("%s: set %d goes to the PFS", _format(series), one.record.number)
-            if self._release(one.directory):
+            await self._refresh_below([one.directory])
+            known = sum(inode.is_file and path not in MANIFEST_NAMES for path, inode in history.list_files(self._context.db, one.directory))
+            if self._release(one.directory) and known >= one.record.files:
                 self._released.add(one.directory)
         return not self._released.issuperset(one.directory for one in left)
 
