@@ -154,7 +154,7 @@ class SetExpiry:
         return Review(ruling.kept | in_use, any(deleted.values()), again_s)
 
     async def _choose(self, series: SeriesRecord, rule: RetentionRule, sets: Iterable[CheckpointSet]) -> bool:
-        """Have sets written back that were held back. Return True if files of them are still held, or not known here."""
+        """Have chosen sets written back. Return True if files of them are still held, or not known here."""
         chosen = retention_state.list_chosen(self._context.db, series.directory)
         left = [one for one in sets if rule.selects_for_pfs and one.directory not in self._released]
         for one in left:
