@@ -166,6 +166,7 @@ class FetchWorker:
         self.failure: PeerFailed | None = None
         self._job = job
         self._expected_blocks: deque[int] = deque()
+        self._has_progress = False
         self.awaits_end = False
         self._is_interrupted = False
         self._interrupt_wait: Callable[[], Any] = lambda: None
@@ -180,6 +181,7 @@ class FetchWorker:
     def write_block(self, number: int, data: memoryview) -> None:
         # Before the write: it may complete the fetch, which then interrupts those that still owe blocks.
         self.awaits_end = not self._expected_blocks
+        self._has_progress = True
         self._job.write_block(number, data)
 
     def release_block(self, number: int) -> None:
@@ -214,9 +216,10 @@ class FetchWorker:
                 try:
                     self._read_run(Command(CommandKind.READ, reply.loan, run[0], len(run), self.link.stats.should_compress))
                 except PeerFailed as failure:
-                    # A connection may break although the peer is well: the rest comes by a new one.
-                    if self._is_interrupted or type(failure) is not PeerFailed or len(self._expected_blocks) == len(run):
+                    # A connection may break although the peer is well: the rest comes by a new one if a block came since the last.
+                    if self._is_interrupted or type(failure) is not PeerFailed or not self._has_progress:
                         raise
+                    self._has_progress = False
                     self._job.return_blocks(self, run)
                 self.assigned_run = []
         finally:

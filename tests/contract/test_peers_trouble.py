@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -314,6 +314,33 @@ def test_a_fetched_stream_that_breaks_goes_on_where_it_was(world: World, relay: 
     with open(world.directory / "target", "w+b") as file:
         world.peers.fetch([relay.there], record_of(offer_of(DATA)), range(8), file.fileno(), came)
     assert (world.directory / "target").read_bytes() == DATA and sorted(world.came) == list(range(8))
+
+
+def test_a_stream_that_breaks_before_its_first_block_is_opened_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B.3: one run of blocks has come, and the connection breaks before the next; one that never brings a block is given up."""
+    world.peers._streams = 1
+    opened: list[Link] = []
+    broken = {2}
+
+    class Broken(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.UNAVAILABLE
+
+        def details(self) -> str:
+            return "Socket closed"
+
+    def open_stream(link: Link, command: bytes, whole: Callable[[Link, bytes], Any] = Link.open_read_stream) -> Any:
+        opened.append(link)
+        if len(opened) in broken:
+            raise Broken
+        return whole(link, command)
+
+    monkeypatch.setattr(Link, "open_read_stream", open_stream)
+    assert world.fetch(world.nodes[:1]) == DATA and len(opened) > 2
+    broken.update(range(len(opened) + 1, 100))
+    with pytest.raises(PeerFailed, match="does not answer"):
+        world.fetch(world.nodes[:1])
+    assert len(opened) < 100
 
 
 def test_a_peer_that_stands_still_holds_up_nobody_else(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
