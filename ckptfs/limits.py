@@ -499,6 +499,9 @@ SET_REVIEW_S = 2.0
 SET_SEARCH_REST = 10
 # A set that a program was told as the newest stays for SET_TOLD_S, if RAM and NVMe have room for two more: it is about to be read.
 SET_TOLD_S = 30.0
+# An open through `.ckptfs/complete` looks this often whether its set is complete. So many may wait at once; others get EAGAIN.
+SET_WAIT_POLL_S = 0.5
+SET_WAITERS_MAX = 256
 # The removal of a name of a checkpoint waits at most SET_LOOK_WAIT_S until the tracker has looked at what was sealed before.
 SET_LOOK_WAIT_S = 3.0
 # In a cluster, nodes look at what changed within SET_SPREAD_S for each of them, so that not all judge the same set.

@@ -5,6 +5,7 @@ from ckptfs.series.file_groups import replace_group
 from ckptfs.series.patterns import (
     Series,
     build_series,
+    counts_checkpoints,
     find_series,
     get_place,
     is_temporary,
@@ -32,7 +33,7 @@ from ckptfs.series.set_kinds import MemberFile
 
 __all__ = [
     "MANIFESTS", "Completeness", "KnownSet", "KnownSets", "LatestMember", "Listing", "MemberFile", "MemberReader", "SearchResult",
-    "SearchStart", "Series", "build_series", "decode_rules", "encode_rules", "encode_start", "find_incomplete_reason", "find_newest",
-    "find_series", "get_place", "install_rules", "is_temporary", "judge", "list_members", "list_patterns", "list_series", "parse",
-    "replace_group", "suggest_series",
+    "SearchStart", "Series", "build_series", "counts_checkpoints", "decode_rules", "encode_rules", "encode_start",
+    "find_incomplete_reason", "find_newest", "find_series", "get_place", "install_rules", "is_temporary", "judge", "list_members",
+    "list_patterns", "list_series", "parse", "replace_group", "suggest_series",
 ]  # fmt: skip

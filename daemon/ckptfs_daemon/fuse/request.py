@@ -65,6 +65,11 @@ def get_current_request() -> Request:
     return Request(unique & ~REPEATED_BIT, bool(unique & REPEATED_BIT), bool(session.request_kills_set_id.value))
 
 
+def is_interrupted(number: int) -> bool:
+    """Return True if a signal came for the caller of a request: it must be answered soon, or nobody can kill the caller."""
+    return number in session.interrupted_requests
+
+
 def get_errno(failure: BaseException, where: str) -> int:
     """Return the errno of `failure`. Unexpected errors are logged with traceback, counted, and become EIO."""
     if isinstance(failure, CkptfsError) or (isinstance(failure, OSError) and failure.errno):

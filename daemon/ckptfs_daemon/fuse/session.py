@@ -161,8 +161,14 @@ WORKERS_IDLE = 8
 WORKERS_MAX = 4096
 """Requests that may wait (for the PFS) at once. Further requests are served as these are answered."""
 
+INTERRUPTED_COUNT = 1024
+"""As in the shim."""
+
 request_unique = ctypes.c_uint64.in_dll(_shim, "shim_unique")
 """The number of the request, until the first await of its handler. Bit 63: an earlier process died with it."""
+
+interrupted_requests = (ctypes.c_uint64 * INTERRUPTED_COUNT).in_dll(_shim, "shim_interrupted")
+"""The numbers of the requests that signals interrupted last."""
 
 request_kills_set_id = ctypes.c_uint32.in_dll(_shim, "shim_kill_privileges")
 _open_flags = ctypes.c_uint32.in_dll(_shim, "shim_open_flags")

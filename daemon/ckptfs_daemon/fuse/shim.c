@@ -60,6 +60,9 @@ struct fast_path_callbacks {
 
 /* The request being processed. */
 uint64_t shim_unique;
+/* The numbers of the requests that signals interrupted last. */
+#define INTERRUPTED_COUNT 1024
+uint64_t shim_interrupted[INTERRUPTED_COUNT];
 uint32_t shim_kill_privileges;
 /* FOPEN_* flags for the next reply to an open, create or opendir. Cleared by that reply. */
 uint32_t shim_open_flags;
@@ -390,6 +393,11 @@ static void process(struct fuse_session *se, const struct fuse_buf *buf, uint64_
 
     if (!next)
         next = NEXT(fuse_session_process_buf);
+    if (in->opcode == FUSE_INTERRUPT) {
+        static uint32_t count;
+
+        shim_interrupted[count++ % INTERRUPTED_COUNT] = ((const struct fuse_interrupt_in *)(in + 1))->unique & ~REPEATED_BIT;
+    }
     shim_unique = in->unique | flags;
     shim_kill_privileges = drops_set_id_bits(in, buf->size) != 0;
     next(se, buf);

@@ -1,11 +1,14 @@
-"""The read-only tree `.ckptfs/latest`: a symlink to the newest complete member of each series (N2).
+"""The read-only trees `.ckptfs/latest` (N2) and `.ckptfs/complete` (D6) at the root of the mount, whose symlinks lead to checkpoints.
 
-It is at the root of the mount. Members are checkpoints.
+Both trees show the directories of the mount. `latest` has the series of each as symlinks to their newest complete member:
+`.ckptfs/latest/run1/step_*` leads to `run1/step_100`. A checkpoint of TensorFlow has a symlink for each of its files. Each readlink(2)
+searches again, with the rules of `ckptfs.series`; while no checkpoint is complete it fails with ENOENT.
 
-The tree shows the directories of the mount, and in each of them its series as symlinks: `.ckptfs/latest/run1/step_*` leads to
-`run1/step_100`. A checkpoint of TensorFlow has a symlink for each of its files. Each readlink(2) searches again, with the rules of
-`ckptfs.series`; while no checkpoint is complete it fails with ENOENT. The kernel caches nothing of the
-tree, and the catalog has no rows for it. A caller that may list a directory may look up its series.
+`complete` has the members that are sets: `.ckptfs/complete/run1/step_100` leads to the newest set of that name in the history. If there is
+none, readlink(2) waits for it, and so does every open through the link, until the set is complete or a signal comes. Such a link is
+found by its name and is not listed.
+
+The kernel caches nothing of the trees, and the catalog has no rows for them. A caller that may list a directory may look up its series.
 
 Inode numbers are a hash of what they stand for, so the next mount process assigns the same ones. Only the entries that were looked up last
 are remembered; any other number gets ESTALE, and the kernel then looks the name up again.
@@ -19,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+import trio
 import xxhash
 
 from ckptfs import limits, series
@@ -42,11 +46,19 @@ FIRST_INODE = limits.VIRTUAL_NODE << 40
 _COUNT = 1 << 40
 
 
+LATEST = b"latest"
+COMPLETE = b"complete"
+
+
 class VirtualEntry(NamedTuple):
-    """A directory of the mount (0: `.ckptfs` itself), or one of its series if `series` is not empty."""
+    """A directory of the mount (0: `.ckptfs` itself), or a symlink in it if `link` is not empty.
+
+    The link is a series in the tree LATEST, a member in the tree COMPLETE.
+    """
 
     directory: int
-    series: bytes = b""
+    link: bytes = b""
+    tree: bytes = LATEST
 
 
 TOP = VirtualEntry(0)
@@ -65,7 +77,7 @@ class VirtualInodes:
 
     def assign_inode(self, entry: VirtualEntry) -> int:
         """Return the inode number of an entry, and remember it."""
-        number = xxhash.xxh3_64_intdigest(b"%d/%s" % entry) % _COUNT
+        number = xxhash.xxh3_64_intdigest(b"%d/%s/%s" % entry) % _COUNT
         while self._entries.get(FIRST_INODE + number, entry) != entry:
             number = (number + 1) % _COUNT
         self._entries[FIRST_INODE + number] = entry
@@ -79,17 +91,15 @@ class VirtualInodes:
         return self._entries.get(number)
 
 
-LATEST = b"latest"
-
-
 class LatestTree(ReadOnlyTree):
-    """Handlers for the inodes of this tree. Every change fails with EROFS."""
+    """Handlers for the inodes of both trees. Every change fails with EROFS."""
 
     def __init__(self, context: MountContext, reader: MountMemberReader, history: HistoryTree) -> None:
         self._context, self._reader, self._history = context, reader, history
         self._inodes = VirtualInodes()
         self._listed: tuple[VirtualEntry, list[tuple[bytes, VirtualEntry]]] = TOP, []
         """The directory that was listed last, and its entries."""
+        self._waiters = 0
 
     def owns_name(self, parent_inode: int, name: bytes) -> bool:
         return is_virtual(parent_inode) or (parent_inode == ROOT and name == namespace.RESERVED_NAME)
@@ -109,8 +119,11 @@ class LatestTree(ReadOnlyTree):
         return self._build_entry_attributes(self._get_entry(inode))
 
     async def readlink(self, inode: int) -> bytes:
-        """Return the target of a symlink: the newest complete member of its series."""
-        return await self._get_newest_path(self._get_entry(inode))
+        """Return the target of a symlink: the newest complete member of its series, or the set for which it waits."""
+        number, entry = request.get_current_request().number, self._get_entry(inode)
+        if not entry.link:
+            raise posix_error(errno.EINVAL)
+        return await (self._get_newest_path(entry) if entry.tree == LATEST else self._wait_for_set(entry, number))
 
     async def getxattr(self, inode: int, name: bytes) -> bytes:
         raise posix_error(errno.ENODATA)
@@ -144,51 +157,82 @@ class LatestTree(ReadOnlyTree):
         """Derive them from the directory of the mount. A caller that may list it may also search it."""
         shown = self._context.get_inode(virtual.directory or ROOT)
         searchable = (shown.mode & 0o444) >> 2 & shown.mode
-        mode = stat.S_IFLNK | 0o777 if virtual.series else stat.S_IFDIR | (shown.mode & 0o444) | searchable
+        mode = stat.S_IFLNK | 0o777 if virtual.link else stat.S_IFDIR | (shown.mode & 0o444) | searchable
         entry = request.build_attributes(
-            replace(shown, id=self._inodes.assign_inode(virtual), mode=mode, nlink=1 if virtual.series else 2, size=0)
+            replace(shown, id=self._inodes.assign_inode(virtual), mode=mode, nlink=1 if virtual.link else 2, size=0)
         )
         entry.entry_timeout = entry.attr_timeout = 0
         return entry
 
     async def _find_child(self, entry: VirtualEntry, name: bytes) -> VirtualEntry | None:
         if entry == TOP:
-            return VirtualEntry(ROOT) if name == LATEST else None
-        if series.parse(name) is not None:
-            return VirtualEntry(entry.directory, name)
+            return VirtualEntry(ROOT, tree=name) if name in {LATEST, COMPLETE} else None
+        link = VirtualEntry(entry.directory, name, entry.tree)
+        if series.counts_checkpoints(name) if entry.tree == COMPLETE else series.parse(name) is not None:
+            return link
+        if entry.tree == COMPLETE and await self._reader.find_set_path(entry.directory, name):
+            return link
         with contextlib.suppress(FileNotFoundError):
             child = await self._reader.lookup_child(entry.directory, name)
             if child.is_directory:
-                return VirtualEntry(child.id)
+                return VirtualEntry(child.id, tree=entry.tree)
+        if entry.tree == COMPLETE:
+            return None
         # A pair such as `state.cpt` and `state_prev.cpt` has the name of its first file, which may be away for a moment.
         found = await self._reader.list_possible_members(entry.directory)
-        return VirtualEntry(entry.directory, name) if _find_pair(name, found) is not None else None
+        return link if _find_pair(name, found) is not None else None
 
     async def _list_entries(self, entry: VirtualEntry) -> list[tuple[bytes, VirtualEntry]]:
         if entry == TOP:
-            return [(LATEST, VirtualEntry(ROOT))]
+            return [(tree, VirtualEntry(ROOT, tree=tree)) for tree in (COMPLETE, LATEST)]
         found = await self._reader.list_possible_members(entry.directory)
-        shown = {name: VirtualEntry(inode) for name, (inode, is_directory) in found.items() if is_directory}
-        patterns = {*await self._reader.compute(lambda: series.list_patterns(found)), *self._reader.list_history_patterns(entry.directory)}
-        return sorted((shown | {pattern: VirtualEntry(entry.directory, pattern) for pattern in patterns}).items())
+        shown = {name: VirtualEntry(inode, tree=entry.tree) for name, (inode, is_directory) in found.items() if is_directory}
+        if entry.tree == COMPLETE:
+            shown = {name: one for name, one in shown.items() if not series.counts_checkpoints(name)}
+            links = await self._reader.list_set_members(entry.directory)
+        else:
+            patterns = await self._reader.compute(lambda: series.list_patterns(found))
+            links = {*patterns, *self._reader.list_history_patterns(entry.directory)}
+        return sorted((shown | {link: VirtualEntry(entry.directory, link, entry.tree) for link in links}).items())
 
-    # --- the newest member --------------------------------------------------------------------------------------------
+    # --- targets ------------------------------------------------------------------------------------------------------
 
     async def _get_newest_path(self, entry: VirtualEntry) -> bytes:
         """Return the relative path from a series' symlink to its newest complete member. Raises ENOENT."""
         found = await self._reader.list_possible_members(entry.directory)
-        one = series.parse(entry.series) or _find_pair(entry.series, found)
+        one = series.parse(entry.link) or _find_pair(entry.link, found)
         if one is None:
-            raise posix_error(errno.ENOENT if entry.series else errno.EINVAL)
+            raise posix_error(errno.ENOENT)
         members = {name: inode for name, (inode, _) in found.items()}
         known = await self._reader.load_known_sets(entry.directory, one.name)
         newest = (await series.find_newest(one, members, self._reader, Level.LOCAL, known)).newest
         if newest is None:
             raise posix_error(errno.ENOENT)
-        parts = [part for part in namespace.get_path(self._context.db, entry.directory).split(b"/") if part]
         if newest.path:
-            return b"../" * (len(parts) + 1) + HISTORY + b"/" + self._reader.find_path(known, newest, one.name)
+            return self._build_history_target(entry, self._reader.find_path(known, newest, one.name))
+        parts = self._list_parts(entry)
         return b"../" * (len(parts) + 2) + b"/".join([*parts, newest.entry])
+
+    async def _wait_for_set(self, entry: VirtualEntry, number: int) -> bytes:
+        """Wait until a member is a set, and return the relative path to it. Raises EINTR at a signal, EAGAIN if too many wait."""
+        if self._waiters >= limits.SET_WAITERS_MAX:
+            raise posix_error(errno.EAGAIN)
+        self._waiters += 1
+        try:
+            while not (path := await self._reader.find_set_path(entry.directory, entry.link)):
+                if request.is_interrupted(number):
+                    raise posix_error(errno.EINTR)
+                await trio.sleep(limits.SET_WAIT_POLL_S)
+        finally:
+            self._waiters -= 1
+        return self._build_history_target(entry, path)
+
+    def _build_history_target(self, entry: VirtualEntry, path: bytes) -> bytes:
+        return b"../" * (len(self._list_parts(entry)) + 1) + HISTORY + b"/" + path
+
+    def _list_parts(self, entry: VirtualEntry) -> list[bytes]:
+        """Return the names on the path of its directory."""
+        return [part for part in namespace.get_path(self._context.db, entry.directory).split(b"/") if part]
 
 
 def _find_pair(name: bytes, found: Iterable[bytes]) -> Series | None:

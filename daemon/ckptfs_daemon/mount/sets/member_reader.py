@@ -36,6 +36,7 @@ from ckptfs.series import (
     encode_start,
     file_formats,
     find_incomplete_reason,
+    find_series,
     list_series,
     parse,
     replace_group,
@@ -192,6 +193,25 @@ class MountMemberReader:
         own = next((name for name in names if replace_group(series, one.name, name) == series_name), one.name)
         return found.path.removesuffix(one.name) + own
 
+    async def list_set_members(self, directory: int) -> set[bytes]:
+        """Return the names of the members in a directory of the application that are sets."""
+        await self._refresh_directory(directory)
+        return {
+            one.member
+            for record in self._list_series(directory)
+            for one in history_names.list_set_names(self._context.db, record.directory)
+        }
+
+    async def find_set_path(self, directory: int, name: bytes) -> bytes:
+        """Return the path below the history of the newest set of a member, or of a file of a group. Empty if there is none."""
+        pattern = series.name if (series := find_series(name, ())) is not None else name
+        record = await self._find_series_record(directory, pattern) or self._find_group_series(directory, pattern)
+        if record is None:
+            return b""
+        if self._context.shared_namespace is not None:
+            await self._context.shared_namespace.refresh_directory(record.directory)
+        return await self.compute(functools.partial(_find_set_path, self._context.db, record, name))
+
     async def _find_series_record(self, directory: int, pattern: bytes) -> SeriesRecord | None:
         """Return the series with this pattern.
 
@@ -340,6 +360,15 @@ def _list_newer(db: Database, names: list[SetName], at_ns: int) -> list[SetName]
             break
         found.append(one)
     return found
+
+
+def _find_set_path(db: Database, record: SeriesRecord, name: bytes) -> bytes:
+    found: dict[int, bytes] = {}
+    for one in history_names.list_set_names(db, record.directory):
+        has_file = one.is_group and namespace.find_child(db, one.directory, name) is not None
+        if has_file or one.member == name:
+            found[one.number] = b"%s/%s@%d" % (record.path, one.member, one.number) + (b"/" + name if has_file else b"")
+    return found[max(found)] if found else b""
 
 
 def _build_known_set(series: Series, name: SetName) -> KnownSet[int] | None:
