@@ -17,9 +17,12 @@ IS_ON_PFS = (
 )
 """SQL: the PFS shows exactly this content, a row of `content`. To be formatted with its alias. See lifecycle.is_on_pfs."""
 
-
-IS_HELD = "EXISTS (SELECT 1 FROM xattr h WHERE h.inode = {} AND h.name = x'636b707466732e68656c64')"
-"""SQL: a retention rule holds back an inode from the PFS, see `pfs_hold`."""
+HELD_XATTR = b"ckptfs.held"
+"""The internal attribute of an inode that is held back from the PFS, see `pfs_hold`."""
+IS_HELD_MARK = f"h.name = x'{HELD_XATTR.hex()}'"
+"""SQL: a row `xattr h` holds back its inode."""
+IS_HELD = f"EXISTS (SELECT 1 FROM xattr h WHERE h.inode = {{}} AND {IS_HELD_MARK})"
+"""SQL: a retention rule holds back an inode from the PFS."""
 UNPUBLISHED = (
     "content c JOIN inode i ON i.id = c.inode AND i.content = c.id AND i.nlink > 0 WHERE c.remote = 0 AND c.state = 2"
     " AND EXISTS (SELECT 1 FROM copy WHERE content = c.id AND copy.state = 1)"

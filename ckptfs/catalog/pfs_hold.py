@@ -17,13 +17,10 @@ import json
 import stat
 
 from ckptfs.catalog import identity, journal
-from ckptfs.catalog.content_rows import IS_HELD
+from ckptfs.catalog.content_rows import HELD_XATTR, IS_HELD, IS_HELD_MARK
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import WITH_TREE, get_path, set_internal_xattr
 from ckptfs.model import Inode
-
-HELD_XATTR = b"ckptfs.held"
-_IS_MARK = f"h.name = x'{HELD_XATTR.hex()}'"
 
 
 def is_held(db: Database, inode: int) -> bool:
@@ -50,7 +47,7 @@ def count_held(db: Database) -> tuple[int, int]:
     """Return (number, bytes) of the files of applications that this node wrote and that are held."""
     count, size = db.row(
         "SELECT count(*), coalesce(sum(i.size), 0) FROM xattr h JOIN inode i ON i.id = h.inode AND i.nlink > 0"
-        f" LEFT JOIN content k ON k.id = i.content WHERE {_IS_MARK} AND i.mode & {0o170000} = {stat.S_IFREG}"
+        f" LEFT JOIN content k ON k.id = i.content WHERE {IS_HELD_MARK} AND i.mode & {0o170000} = {stat.S_IFREG}"
         " AND (i.content IS NULL OR k.remote = 0)"
     ) or (0, 0)
     return int(count), int(size)
@@ -122,7 +119,7 @@ def release(db: Database, inode: int) -> None:
 def release_misplaced(db: Database) -> None:
     """Release what the rules, which may have changed, do not hold back any more."""
     tops = db.rows(
-        f"SELECT h.inode, e.parent, e.name FROM xattr h JOIN entry e ON e.child = h.inode WHERE {_IS_MARK}"
+        f"SELECT h.inode, e.parent, e.name FROM xattr h JOIN entry e ON e.child = h.inode WHERE {IS_HELD_MARK}"
         f" AND NOT {IS_HELD.format('e.parent')}"
     )
     for inode, parent, name in tops:
