@@ -1,4 +1,4 @@
--- The catalog of one node: which files exist, and where their copies are. Version 3 (PRAGMA user_version); migrations.py makes it from older ones.
+-- The catalog of one node: which files exist, and where their copies are. Version 4 (PRAGMA user_version); migrations.py makes it from older ones.
 -- Times are ns since the epoch, sizes are bytes, names are BLOBs (any byte but '/' and NUL).
 
 -- Facts about this catalog: 'instance' (uuid, hex), 'connection' (counts FUSE connections; handles belong to one), see identity.py;
@@ -220,7 +220,6 @@ BEGIN INSERT OR IGNORE INTO scan_dirty_name SELECT parent, name FROM pfs_entry W
 CREATE TRIGGER pfs_file_updated AFTER UPDATE ON pfs_file WHEN EXISTS (SELECT 1 FROM scan WHERE importing = 0)
 BEGIN INSERT OR IGNORE INTO scan_dirty_name SELECT parent, name FROM pfs_entry WHERE inode = NEW.inode; END;
 CREATE INDEX pfs_file_pfs_inode ON pfs_file (pfs_inode); -- names of one file on the PFS become names of one inode
-
 
 -- Contents that retention rules keep on the PFS only: the evict step drops their copies on this node.
 CREATE TABLE retired (content INTEGER PRIMARY KEY);
