@@ -11,6 +11,7 @@ import json
 import os
 import stat
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from types import UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
@@ -218,9 +219,12 @@ def _decode(kind: Any, value: Any) -> Any:
     if get_origin(kind) is tuple:
         return tuple(_decode(option, item) for option, item in zip(options, value, strict=True))
     if isinstance(kind, type) and is_dataclass(kind):
-        kinds = get_type_hints(kind)
+        kinds = _load_kinds(kind)
         return kind(**{name: _decode(kinds[name], item) for name, item in value.items()})
     return value.encode("latin-1") if kind is bytes else value
+
+
+_load_kinds = cache(get_type_hints)  # It evaluates the annotations with each call.
 
 
 def _load_batch(text: str) -> PfsBatch:
