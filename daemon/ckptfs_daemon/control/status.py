@@ -85,7 +85,7 @@ class StatusFigures:
 
     def _load_notice(self) -> pb.Notice | None:
         """Return the notice that this node is about to be taken away. Returns None if there was none."""
-        if found := _load_report(self._db, summary.NOTICE_REPORT):
+        if found := summary.get_report(self._db, summary.NOTICE_REPORT):
             return pb.Notice(age_s=max(0.0, time.time() - found.pop("at_s")), **found)
         return None
 
@@ -116,7 +116,7 @@ class StatusFigures:
 
     def get_current_write_back(self) -> dict[str, Any]:
         """Return inode, path, copied_bytes and size_bytes of the large file being written back, or {}."""
-        return _load_report(self._db, "write_back")
+        return summary.get_report(self._db, "write_back")
 
     def _load_processes(self) -> dict[str, Any]:
         """Return the contents of processes.json, or an empty dict."""
@@ -141,7 +141,7 @@ class StatusFigures:
         )  # fmt: skip
 
     def _build_handles(self) -> list[pb.HandleCount]:
-        return [pb.HandleCount(**row) for row in _load_report(self._db, summary.HANDLES_REPORT).get("ways", ())]
+        return [pb.HandleCount(**row) for row in summary.get_report(self._db, summary.HANDLES_REPORT).get("ways", ())]
 
     def _build_tiers(self) -> list[pb.TierStatus]:
         counts = self._copies.get()
@@ -152,12 +152,12 @@ class StatusFigures:
 
     def _build_tier(self, tier: Tier, count: int) -> pb.TierStatus:
         """Build one tier. The used bytes are those of a tmpfs of ckptfs, otherwise those of its files."""
-        health = _load_report(self._db, f"tier:{tier}")
+        health = summary.get_report(self._db, f"tier:{tier}")
         answer = pb.TierStatus(name=tier.value, path=str(self._root(tier)), contents=count, health=str(health.get("state", "normal")))
         if tier is Tier.PFS:
             answer.budget_bytes, answer.free_bytes = int(health.get("total", 0)), int(health.get("free", 0))
             answer.shared_bytes = summary.get_shared_on_pfs(self._db)
-            if answer.health == "normal" and _load_report(self._db, "trouble:write back").get("is_full"):
+            if answer.health == "normal" and summary.get_report(self._db, "trouble:write back").get("is_full"):
                 answer.health = "full"  # A full tier answers well, and its figures are some seconds old.
             return answer
         storage = self._tiers.get(tier)
@@ -210,11 +210,6 @@ def _parse_json_object(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _load_report(db: Database, key: str) -> dict[str, Any]:
-    """Return the report with exactly this key, or an empty dict."""
-    return next((_parse_json_object(text) for found, text, _ in summary.list_reports(db, key) if found == key), {})
-
-
 def build_service_memory(config: Config, tiers: Tiers) -> pb.ServiceMemory:
     """Build what the daemon's control group must allow, and what it allows."""
     ram_bytes = config.ram_bytes
@@ -228,7 +223,7 @@ def build_service_memory(config: Config, tiers: Tiers) -> pb.ServiceMemory:
 
 def build_history(config: Config, db: Database, tiers: Tiers) -> pb.History:
     """Build the figures of the history. The mount process counts its sets when they change."""
-    found = _load_report(db, "sets")
+    found = summary.get_report(db, "sets")
     held_files, held_bytes = pfs_hold.count_held(db)
     answer = pb.History(
         series=int(found.get("series", 0)), sets=int(found.get("sets", 0)), bytes=int(found.get("bytes", 0)),
@@ -273,7 +268,7 @@ def _build_local_tier(config: Config, db: Database, tiers: Tiers, tier: Tier) ->
 
 def _build_pfs_tier(db: Database, root: Path) -> pb.TierCapacity:
     answer = pb.TierCapacity(name=Tier.PFS.value, path=str(root), shared_bytes=summary.get_shared_on_pfs(db))
-    found = _load_report(db, f"tier:{Tier.PFS}")
+    found = summary.get_report(db, f"tier:{Tier.PFS}")
     answer.total_bytes, answer.free_bytes = int(found.get("total", 0)), int(found.get("free", 0))
     answer.used_bytes = max(0, answer.total_bytes - answer.free_bytes)
     return answer
