@@ -31,7 +31,8 @@ class Wandering(Application):
             self.step(self.whole, lambda number: self._over(root / "whole", build_version(self.whole.origin, number)))
         else:
             self.step(self.aside, lambda number: self._aside(root, number))
-        self.node = self.campaign.choose_another(self.node)
+        present = [found for found in range(len(self.campaign.cluster.nodes)) if found not in self.campaign.away]
+        self.node = self.source.choice([found for found in present if found != self.node] or present or [self.node])
 
     def _aside(self, root: Path, number: int) -> None:
         self.put(root / f"aside.{self.node}", build_version(self.aside.origin, number))

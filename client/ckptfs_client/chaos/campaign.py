@@ -95,11 +95,6 @@ class Campaign:
         """Return True if the node reached all others since `get_epoch`."""
         return self.is_connected(node) and epoch == self._epoch
 
-    def choose_another(self, node: int) -> int:
-        """Return a node that is not away."""
-        present = [found for found in range(len(self.cluster.nodes)) if found not in self.away]
-        return random.choice([found for found in present if found != node] or present or [node])
-
     def note_change(self, *nodes: int) -> None:
         """Note that nodes go or come back."""
         for node in nodes:
