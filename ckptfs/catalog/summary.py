@@ -283,8 +283,8 @@ def get_journal_end(db: Database) -> int:
     return int(db.value("SELECT coalesce(max(seq), 0) FROM journal"))
 
 
-DEFERRED_REPORT = "trouble:files set aside"
-"""How the keys of reports begin that name files which the PFS refuses."""
+DEFERRED_TROUBLE = "files set aside"
+"""How the names of troubles begin that are about files which the PFS refuses."""
 
 _IS_OF_HISTORY = (
     "(EXISTS (SELECT 1 FROM inode p WHERE p.id = j.parent AND p.history > 0) OR EXISTS (SELECT 1 FROM inode i WHERE i.id = j.inode"
@@ -296,7 +296,7 @@ _IS_OF_HISTORY = (
 def count_journal_left(db: Database, up_to: int) -> tuple[int, int, int]:
     """Return (files, bytes, other changes) up to a row that the PFS lacks and does not refuse."""
     history = os.fsdecode(HISTORY_NAME)
-    is_refused = any(json.loads(value).get("path") == history for _, value, _ in list_reports(db, DEFERRED_REPORT))
+    is_refused = any(value.get("path") == history for _, value, _ in list_troubles(db, DEFERRED_TROUBLE))
     condition = f"j.seq <= ? AND NOT {_IS_OF_HISTORY}" if is_refused else "j.seq <= ?"
     files, size = db.row(
         "SELECT count(*), coalesce(sum(size), 0) FROM content WHERE state IN (1, 2)"
@@ -434,6 +434,27 @@ def set_report(db: Database, key: str, value: Mapping[str, Any] | None) -> None:
             )  # fmt: skip
 
 
+_TROUBLE_PREFIX = "trouble:"
+
+
+def set_trouble(db: Database, where: str, value: Mapping[str, Any] | None) -> None:
+    """Set what `ckptfs status` shows as a trouble: `what`, `path` and `remedy`. None: it is over."""
+    set_report(db, _TROUBLE_PREFIX + where, value)
+
+
+def list_troubles(db: Database, where: str = "") -> list[tuple[str, dict[str, Any], int]]:
+    """Return (where, value, time in ns) of the troubles whose names begin with `where`."""
+    found = list_reports(db, _TROUBLE_PREFIX + where)
+    return [(key.removeprefix(_TROUBLE_PREFIX), json.loads(text), at_ns) for key, text, at_ns in found]
+
+
+def list_obstacles(db: Database) -> list[tuple[str, dict[str, Any], int]]:
+    """Return the errors of tiers, and behind them all troubles, in the form of `list_troubles`."""
+    tiers = [(key.removeprefix("tier:"), json.loads(text), at_ns) for key, text, at_ns in list_reports(db, "tier:")]
+    failed = [(tier, {"what": value.get("error"), "remedy": value.get("remedy")}, at_ns) for tier, value, at_ns in tiers]
+    return [one for one in failed + list_troubles(db) if one[1].get("what")]
+
+
 def delete_reports(db: Database) -> None:
     """Delete the reports of an earlier mover, which may be wrong by now."""
-    db.change("DELETE FROM report WHERE key LIKE 'trouble:%' OR key LIKE 'tier:%' OR key IN (?, ?)", URGENT_REPORT, NOTICE_REPORT)
+    db.change(f"DELETE FROM report WHERE key LIKE '{_TROUBLE_PREFIX}%' OR key LIKE 'tier:%' OR key IN (?, ?)", URGENT_REPORT, NOTICE_REPORT)

@@ -26,7 +26,7 @@ from ckptfs.errors import StoreLost, StoreUnreachable, StoreUnreadable
 from ckptfs.store.kv import WAIT_S, Compare, CompareTarget, Get, Item, Operation, Outcome, Put, Store
 
 EPOCH_KEY = b"epoch"
-LOSS_REPORT = "trouble:store"
+LOSS_TROUBLE = "store"
 """The report of a loss, until a person has this node adopt the store."""
 
 

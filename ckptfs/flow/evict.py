@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 disk.declare_labels("evict:forgotten")
 
 BATCH_CONTENTS = 64
-TROUBLE = "trouble:moving to nvme"
+TROUBLE = "moving to nvme"
 PAGE_BYTES = 4096
 NVME_LOW = 0.90
 IDLE_S = 1.0
@@ -215,12 +215,12 @@ class Evict:
         reason = health.describe(failure) if isinstance(failure, OSError) else str(failure)
         path = get_shown_path(self._db, content.inode)
         value = {"what": f"cannot be moved from ram to nvme: {reason}", "path": path, "remedy": health.remedy(failure.errno)}
-        summary.set_report(self._db, TROUBLE, value)
+        summary.set_trouble(self._db, TROUBLE, value)
         log.warning("%s: %s; next try in %.1f s", value["path"], value["what"], self._demote_wait_s)
 
     def _clear_trouble(self) -> None:
         if self._demote_wait_s:
-            summary.set_report(self._db, TROUBLE, None)
+            summary.set_trouble(self._db, TROUBLE, None)
             self._demote_wait_s = 0.0
 
     # --- the limit of the tmpfs --------------------------------------------------------------------------------------

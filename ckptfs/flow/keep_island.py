@@ -27,7 +27,7 @@ from ckptfs.tiers.storage import Tiers
 transfer.declare_labels("island")
 disk.declare_labels("island:create", "island:fsync", "island:rename", "island:remove")
 
-TROUBLE = "trouble:island copies"
+TROUBLE = "island copies"
 _TEMPORARY = b".ckptfs.copy"
 
 
@@ -171,7 +171,7 @@ class KeepIsland:
     def _report(self, state: str, remedy: str) -> None:
         path = os.path.join(str(self._config.pfs), os.fsdecode(pfs_identity.WORK_DIRECTORY), os.fsdecode(self._name))
         what = f"{len(self._kept)} files of this node {state} below {path} only"
-        summary.set_report(self._db, TROUBLE, {"what": what, "path": path, "remedy": remedy} if self._kept else None)
+        summary.set_trouble(self._db, TROUBLE, {"what": what, "path": path, "remedy": remedy} if self._kept else None)
 
 
 def _find_stat(path: bytes) -> os.stat_result | None:

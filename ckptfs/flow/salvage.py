@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 disk.declare_labels("fallback:shown", "fallback:pfs")
 
 BATCH_CONTENTS = locations.LOAD_CONTENTS_MAX // 2
+FORMER_TROUBLE = "former"
 
 
 class Salvage:
@@ -290,7 +291,7 @@ class Salvage:
         log.warning("%s shows its former content: the newer one is lost with node %s, which alone had it", name, node)
         what = f"the file shows its former content: the newer one is lost with node {node}, unless that returns with it"
         remedy = "start that node again without wiping its RAM, or go on with the former content"
-        summary.set_report(self._db, _get_trouble_key(inode), {"what": what, "path": name, "remedy": remedy})
+        summary.set_trouble(self._db, _get_trouble_name(inode), {"what": what, "path": name, "remedy": remedy})
 
     def _name(self, inode: int, file: SharedFile) -> str:
         name = os.fsdecode(namespace.get_path(self._db, inode))
@@ -311,7 +312,7 @@ class Salvage:
                     salvage_records.delete_salvage_record(self._db, inode)
                 else:
                     salvage_records.apply_inode_value(self._db, inode, file.value, file.item.mod_revision)
-                summary.set_report(self._db, _get_trouble_key(inode), None)
+                summary.set_trouble(self._db, _get_trouble_name(inode), None)
             elif salvaged["node"] in view:
                 is_undecided = not self._restore_from_writer(inode, file, salvaged, view) or is_undecided
         return is_undecided
@@ -340,7 +341,7 @@ class Salvage:
         )
         salvage_records.record_salvage_undone(self._db, inode, value, revision, node.number)
         self._notify.wake_lanes()
-        summary.set_report(self._db, _get_trouble_key(inode), None)
+        summary.set_trouble(self._db, _get_trouble_name(inode), None)
         log.info("%s has returned with what %s should hold", node.name, os.fsdecode(namespace.get_path(self._db, inode)))
         return True
 
@@ -391,5 +392,5 @@ def _commit_if_unchanged(store: Store, compared: Sequence[Item], puts: Sequence[
     return outcome.revision if outcome.succeeded else 0
 
 
-def _get_trouble_key(inode: int) -> str:
-    return f"trouble:former:{inode:016x}"
+def _get_trouble_name(inode: int) -> str:
+    return f"{FORMER_TROUBLE}:{inode:016x}"

@@ -48,6 +48,7 @@ CLUSTER_AGE_MAX = 1.5
 BUSY_TRIES = 5
 PUBLISHED_POLL_S = 0.005
 LISTED_BATCH = 256
+HIDDEN_TROUBLE = "hidden"
 # Names in one transaction: each takes four rows, and some more for its xattrs.
 IMPORT_BATCH = limits.CHANGE_ROWS_MAX // 8
 # In a cluster the store has to accept all keys of a name at once: up to six.
@@ -357,18 +358,18 @@ class DirectoryScan:
     def _report_external(self) -> None:
         """Report names on the PFS that the mount hides because they look like ckptfs's own."""
         self._external_names = [name for name in self._external_names if not self._remove_parked(name)]
-        key = f"trouble:hidden:{self._directory:016x}"
+        where = f"{HIDDEN_TROUBLE}:{self._directory:016x}"
         if not self._external_names:
-            summary.set_report(self._db, key, None)
+            summary.set_trouble(self._db, where, None)
             return
         path = b"/".join(part for part in (namespace.get_path(self._db, self._directory), min(self._external_names)) if part)
         count = len(self._external_names)
         what = "is hidden in the mount" if count == 1 else f"and {count - 1} more are hidden in the mount"
         what += ": names that begin with .ckptfs are reserved for ckptfs"
         remedy = "rename it on the PFS to a name that does not begin with .ckptfs"
-        if not summary.get_report(self._db, key):
+        if not summary.list_troubles(self._db, where):
             log.warning("%s %s (%s)", os.fsdecode(path), what, remedy)
-        summary.set_report(self._db, key, {"what": what, "path": os.fsdecode(path), "remedy": remedy})
+        summary.set_trouble(self._db, where, {"what": what, "path": os.fsdecode(path), "remedy": remedy})
 
     def _import_root(self) -> None:
         with scans.import_transaction(self._db, ROOT):

@@ -490,5 +490,5 @@ def _exclude_nvme(db: Database, tiers: Tiers, only_copies: int) -> None:
     error = f"{root} is not the directory that this catalog knows, and {only_copies} files exist only there"
     remedy = f"mount the device that belongs at {root} and start again; if it will never come back, create the file {root / GIVEN_UP}"
     log.error("nvme: %s; the node runs without it (%s)", error, remedy)
-    summary.set_report(db, f"trouble:{Tier.NVME}", {"what": error, "path": str(root), "remedy": remedy})
+    summary.set_trouble(db, Tier.NVME, {"what": error, "path": str(root), "remedy": remedy})
     tiers.exclude(Tier.NVME)

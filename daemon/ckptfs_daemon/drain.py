@@ -11,7 +11,6 @@ is computed again as long as something moves, and a standstill ends the drain. `
 Crash safety: the drain keeps nothing. The next mover begins it again.
 """
 
-import json
 import logging
 import math
 import time
@@ -112,12 +111,9 @@ def record_result(db: Database, cause: str, *, is_done: bool, began_s: float) ->
 
 def find_obstacle(db: Database) -> tuple[str, str]:
     """Return (what blocks the drain, remedy) as the lanes and the tiers report it, or empty strings."""
-    for key, text, _ in summary.list_reports(db, "tier:") + summary.list_reports(db, "trouble:"):
-        value = json.loads(text)
-        what = value.get("error") if key.startswith("tier:") else value.get("what")
-        if what:
-            path = str(value.get("path") or "")
-            return f"{path}: {what}" if path not in what else what, str(value.get("remedy") or "")
+    for _, value, _ in summary.list_obstacles(db):
+        what, path = value["what"], str(value.get("path") or "")
+        return f"{path}: {what}" if path not in what else what, str(value.get("remedy") or "")
     return "", ""
 
 

@@ -51,7 +51,7 @@ some_nodes = async_tests(play)
 
 
 def is_reported(node: Node) -> bool:
-    return "ckptfs cluster adopt" in str(summary.list_reports(node.db, "trouble:store"))
+    return "ckptfs cluster adopt" in str(summary.list_troubles(node.db, "store"))
 
 
 async def noticed(nodes: list[Node]) -> None:
@@ -224,12 +224,12 @@ async def test_no_node_acts_by_the_store_until_all_have_adopted(etcd: MemoryEtcd
     for node in nodes[:2]:
         with pytest.raises(StoreUnreachable, match="have not adopted"):
             store_loss.require_adopted(node.db)
-        assert "number 3" in str(summary.list_reports(node.db, "trouble:adoption"))
+        assert "number 3" in str(summary.list_troubles(node.db, "adoption"))
     await adopt(nodes[2])
     await report(nodes[2], *nodes)
     for node in nodes:
         store_loss.require_adopted(node.db)
-        assert not summary.list_reports(node.db, "trouble:adoption")
+        assert not summary.list_troubles(node.db, "adoption")
 
 
 @some_nodes
@@ -317,9 +317,9 @@ async def test_a_number_that_another_node_has_got_is_not_adopted(etcd: MemoryEtc
     store_loss.order_adoption(nodes[0].db, is_last=False)
     while store_loss.get_adoption_step(nodes[0].db) is not None:
         await trio.sleep(limits.STORE_POLL_S)
-    assert nodes[0].sharing.is_disconnected and "stranger" in str(summary.list_reports(nodes[0].db, "trouble:store"))
+    assert nodes[0].sharing.is_disconnected and "stranger" in str(summary.list_troubles(nodes[0].db, "store"))
     etcd.wipe()
-    summary.set_report(nodes[0].db, "trouble:store", None)
+    summary.set_trouble(nodes[0].db, "store", None)
     await adopt(*nodes)
 
 
@@ -364,7 +364,7 @@ strayed = async_tests(several)
 
 
 async def reported(node: Node) -> None:
-    while not summary.list_reports(node.db, "trouble:etcd"):
+    while not summary.list_troubles(node.db, "etcd"):
         await trio.sleep(limits.STORE_POLL_S)
 
 

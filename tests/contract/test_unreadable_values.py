@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import trio
-from ckptfs_daemon.mount.cluster.shared_namespace import TROUBLE_KEY, UNSHARED_KEY
+from ckptfs_daemon.mount.cluster.shared_namespace import TROUBLE, UNSHARED_TROUBLE
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, async_tests, in_virtual_time, reconnect, running, settled, stored_tree
 
@@ -148,8 +148,8 @@ def test_a_node_that_knows_less_than_the_store_says_so_and_takes_no_part(tmp_pat
         async def act() -> None:
             await node.make("f")
             assert node.sharing.is_disconnected and not MemoryStore(etcd).read([Get(b"e/", b"e0")]).results[0]
-            ((_, report, _),) = summary.list_reports(node.db, TROUBLE_KEY)
-            assert "9.8.7" in report and f"format {value_checks.FORMAT_VERSION}" in report
+            ((_, report, _),) = summary.list_troubles(node.db, TROUBLE)
+            assert "9.8.7" in report["what"] and f"format {value_checks.FORMAT_VERSION}" in report["what"]
 
         await running([node], act)
 
@@ -230,8 +230,8 @@ def test_a_change_that_the_store_refuses_for_ever_stays_here_and_the_others_go_o
             await a.make("d/later")
             assert await b.names("d") == [b"large", b"later", b"small"]
             assert (await b.stat("d/small")).mode & 0o777 == 0o604
-            ((_, report, _),) = summary.list_reports(a.db, UNSHARED_KEY)
-            assert json.loads(report)["path"] == "d/large"
+            ((_, report, _),) = summary.list_troubles(a.db, UNSHARED_TROUBLE)
+            assert report["path"] == "d/large"
             etcd.request_bytes_max = 100 * KIB
             await a.set("d/large", mode=0o600)
             assert b.db.value("SELECT 1 FROM xattr WHERE inode = ?", (await b.stat("d/large")).id)

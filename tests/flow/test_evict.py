@@ -10,7 +10,7 @@ import pytest
 from local_node import MIB, Node, in_process
 
 from ckptfs import disk
-from ckptfs.catalog import copies, retention_state
+from ckptfs.catalog import copies, retention_state, summary
 from ckptfs.flow.evict import TROUBLE, Evict
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ContentState, CopyState, Tier
@@ -213,13 +213,13 @@ def test_trouble_with_nvme_is_reported_and_does_not_stop_dropping(node: Node, fa
     step = evict(node)
     monkeypatch.setattr(disk, "_fault", f"duplicate:write={fault}@*")
     assert step.step() is False
-    assert fault in node.db.value("SELECT value FROM report WHERE key = ?", TROUBLE)
+    assert fault in str(summary.list_troubles(node.db, TROUBLE))
     assert node.copies(contents[0]) == {Tier.RAM: CopyState.GOOD} and node.files(Tier.NVME) == set()
     node.publish(*contents)
     step.retry_now()
     settle(step)
     assert node.files(Tier.RAM) == set(contents[4:])
-    assert node.db.value("SELECT value FROM report WHERE key = ?", TROUBLE) is None
+    assert not summary.list_troubles(node.db, TROUBLE)
 
 
 def test_a_full_nvme_lets_go_what_is_on_the_pfs_only(node: Node) -> None:

@@ -40,7 +40,7 @@ def kept(cluster: WriterCluster, node: Writer) -> dict[str, bytes]:
 
 
 def trouble(node: Writer) -> list[str]:
-    return [str(text) for key, text, _ in summary.list_reports(node.db, keep_island.TROUBLE) if key == keep_island.TROUBLE]
+    return [str(value) for _, value, _ in summary.list_troubles(node.db, keep_island.TROUBLE)]
 
 
 async def make_island(cluster: WriterCluster, *nodes: Writer) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from local_node import Node, in_process
 
-from ckptfs.catalog import copies, database
+from ckptfs.catalog import copies, database, summary
 from ckptfs.errors import CatalogDamaged
 from ckptfs.flow.recover import Recover
 from ckptfs.flow.seal import Seal
@@ -294,7 +294,7 @@ def test_an_nvme_that_is_not_mounted_is_left_out_and_comes_back(node: Node, capl
     recover(node)
     assert Tier.NVME not in node.tiers and "runs without it" in caplog.text
     assert node.state(content) is ContentState.SEALED, "it is not lost, only not there"
-    assert node.db.value("SELECT value FROM report WHERE key = 'trouble:nvme'")
+    assert summary.list_troubles(node.db, "nvme")
     mount()
     recover(node)
     assert node.data(content, Tier.NVME) == b"data" and node.copies(content) == {Tier.NVME: CopyState.GOOD}

@@ -1,6 +1,5 @@
 """P1, P2, P8: the first scan of a directory imports it lazily and whole. A scan that is killed starts again."""
 
-import json
 import os
 import shutil
 import stat
@@ -60,7 +59,7 @@ def test_our_own_names_are_hidden(world: World) -> None:
     (world.pfs / "deep" / ".ckptfs").write_bytes(b"not ours here")
     world.visit("", "deep")
     assert world.names() == {"deep"} and world.names("deep") == {".ckptfs"}
-    assert summary.list_reports(world.db, "trouble:") == []
+    assert summary.list_troubles(world.db) == []
 
 
 @pytest.mark.parametrize("old", [True, False])
@@ -73,7 +72,7 @@ def test_what_a_node_that_died_was_about_to_rename(world: World, monkeypatch: py
     world.look()
     assert world.names() == set()
     assert (world.pfs / ".ckptfs.parked.77").exists() is not old and (world.pfs / ".ckptfs.parked.78").exists()
-    told = [json.loads(value)["path"] for _, value, _ in summary.list_reports(world.db, "trouble:")]
+    told = [value["path"] for _, value, _ in summary.list_troubles(world.db)]
     assert told == ([".ckptfs.parked.78"] if old else [])
 
 
@@ -84,10 +83,10 @@ def test_a_parked_file_that_cannot_be_removed_is_reported_and_retried(world: Wor
     left.write_bytes(b"renamed")
     monkeypatch.setattr(disk, "_fault", "scan:parked=EIO@*")
     world.look()
-    assert left.exists() and [json.loads(value)["path"] for _, value, _ in summary.list_reports(world.db, "trouble:")] == [left.name]
+    assert left.exists() and [value["path"] for _, value, _ in summary.list_troubles(world.db)] == [left.name]
     monkeypatch.setattr(disk, "_fault", "")
     world.look()
-    assert not left.exists() and summary.list_reports(world.db, "trouble:") == []
+    assert not left.exists() and summary.list_troubles(world.db) == []
 
 
 @pytest.mark.parametrize("what", ["a name like ours", "in the work area", "in its place"])
@@ -104,12 +103,12 @@ def test_a_hidden_external_file_is_reported(world: World, what: str, caplog: pyt
     foreign.write_bytes(b"somebody's")
     for _ in range(2):
         world.look()
-    ((_, told, _),) = summary.list_reports(world.db, "trouble:")
-    assert json.loads(told)["path"] == str(foreign.relative_to(world.pfs)) and world.names() == set()
+    ((_, told, _),) = summary.list_troubles(world.db)
+    assert told["path"] == str(foreign.relative_to(world.pfs)) and world.names() == set()
     assert [record.levelname for record in caplog.records if "hidden" in record.message] == ["WARNING"]
     foreign.unlink()
     world.look()
-    assert summary.list_reports(world.db, "trouble:") == []
+    assert summary.list_troubles(world.db) == []
 
 
 def test_hard_links_become_one_inode(world: World) -> None:

@@ -1,6 +1,5 @@
 """A node without FUSE whose files are made, changed and removed by path as the mount would do it, and its PFS: for tests of write-back."""
 
-import json
 import os
 import stat
 import tempfile
@@ -215,7 +214,7 @@ class Mount(Node):
 
     def troubles(self) -> list[dict[str, str]]:
         """What `status` shows."""
-        return [json.loads(text) for _, text, _ in summary.list_reports(self.db, "trouble:")]
+        return [value for _, value, _ in summary.list_troubles(self.db)]
 
     # --- write-back ---------------------------------------------------------------------------------------------------
 

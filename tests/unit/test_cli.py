@@ -74,7 +74,7 @@ def test_doctor_reads_the_timeouts_of_fuse(monkeypatch: pytest.MonkeyPatch, time
 
 def test_status(served: Served, run: Run, tmp_path: Path) -> None:
     served.node.make(b"file", b"x" * 2048)
-    summary.set_report(served.node.db, "trouble:write_back", {"what": "EACCES: no", "path": "a [b]", "remedy": "chmod it"})
+    summary.set_trouble(served.node.db, "write_back", {"what": "EACCES: no", "path": "a [b]", "remedy": "chmod it"})
     code, out, err = run("status", tmp_path / "mnt")
     assert (code, err) == (0, "")
     assert f"test on {tmp_path}/mnt: degraded" in out and "1 file (2.0 KiB)" in out and "a [b]: EACCES: no; chmod it" in out

@@ -64,7 +64,7 @@ def test_health_is_a_line_and_an_exit_code(two: Served, run: Run, tmp_path: Path
     assert run("health", point) == (0, f"ok: test on {point}\n", "")
     db = two.node.db
     summary.set_report(db, "tier:nvme", {"state": "down", "error": "EIO\nEIO", "remedy": "look"})
-    summary.set_report(db, "trouble:peers", {"what": "other nodes cannot reach this one", "path": "", "remedy": ""})
+    summary.set_trouble(db, "peers", {"what": "other nodes cannot reach this one", "path": "", "remedy": ""})
     code, out, err = run("health", point)
     assert (code, out, err) == (1, f"degraded: test on {point}: nvme: {point.parent}/nvme: EIO\\nEIO (and 1 more reason)\n", "")
     code, out, _ = run("health", "--json", point)

@@ -55,12 +55,12 @@ def test_what_is_refused_is_counted_and_shown(served: Served) -> None:
 
 
 def test_troubles_are_shown_with_path_and_remedy(served: Served) -> None:
-    summary.set_report(served.node.db, "trouble:write_back", {"what": "EACCES: no", "path": "a/b", "remedy": "chmod it"})
+    summary.set_trouble(served.node.db, "write_back", {"what": "EACCES: no", "path": "a/b", "remedy": "chmod it"})
     found = served.client.get_status()
     assert found.health == "degraded"
     trouble = found.troubles[0]
     assert (trouble.where, trouble.what, trouble.path, trouble.remedy) == ("write_back", "EACCES: no", "a/b", "chmod it")
-    summary.set_report(served.node.db, "trouble:write_back", None)
+    summary.set_trouble(served.node.db, "write_back", None)
     assert not served.client.get_status().troubles
 
 
@@ -68,12 +68,12 @@ def test_a_full_pfs_is_not_called_normal(served: Served) -> None:
     """F3: as soon as an attempt to write back found no room, whatever the last figures say."""
     full = lanes.describe_failure(build_unavailable_error(OSError(errno.ENOSPC, "No space left on device"), "a/b"))
     summary.set_report(served.node.db, "tier:pfs", {"state": "normal", "total": 100, "free": 50})
-    summary.set_report(served.node.db, "trouble:write back", full)
+    summary.set_trouble(served.node.db, "write back", full)
     status = served.client.get_status()
     assert [tier.health for tier in status.tiers if tier.name == "pfs"] == ["full"] and status.health == "degraded"
     failing = lanes.describe_failure(build_unavailable_error(OSError(errno.EIO, "broken"), "a/b"))
     for value in (failing, None):
-        summary.set_report(served.node.db, "trouble:write back", value)
+        summary.set_trouble(served.node.db, "write back", value)
         status = served.client.get_status()
         assert [tier.health for tier in status.tiers if tier.name == "pfs"] == ["normal"]
 
@@ -191,7 +191,7 @@ def test_waiting_for_a_pfs_that_is_not_there_is_refused(tmp_path: Path, monkeypa
 def test_drain_hurries_the_lanes_and_ends_with_the_journal(served: Served) -> None:
     """G1: drain forgets backoffs, and says what holds it up."""
     served.node.make(b"file", b"x" * 100)
-    summary.set_report(served.node.db, "trouble:write_back", {"what": "ENOSPC: full", "path": "", "remedy": "make room"})
+    summary.set_trouble(served.node.db, "write_back", {"what": "ENOSPC: full", "path": "", "remedy": "make room"})
     with pytest.raises(NotInTime):
         list(served.client.drain(0.5))
     assert served.lanes.times >= 1

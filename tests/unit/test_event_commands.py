@@ -168,10 +168,10 @@ def test_troubles_begin_and_end(db: Database, monkeypatch: pytest.MonkeyPatch) -
     """Once each, as `status` shows them."""
     seen: list[tuple[str, dict[str, Any]]] = []
     monkeypatch.setattr(trouble_events.events, "record", lambda kind, **fields: seen.append((kind, fields)))
-    summary.set_report(db, "trouble:write back", {"what": "EACCES", "path": "a/b", "remedy": "chmod it"})
+    summary.set_trouble(db, "write back", {"what": "EACCES", "path": "a/b", "remedy": "chmod it"})
     known = trouble_events.record_changes(db, set())
     assert trouble_events.record_changes(db, known) == known == {"write back"}
-    summary.set_report(db, "trouble:write back", None)
+    summary.set_trouble(db, "write back", None)
     assert trouble_events.record_changes(db, known) == set()
     assert seen == [
         ("trouble", {"where": "write back", "what": "EACCES", "path": "a/b", "remedy": "chmod it"}),

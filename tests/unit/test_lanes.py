@@ -150,7 +150,7 @@ def test_failures_are_retried_ever_more_rarely_and_reported_once() -> None:
     first = limits.RETRY_FIRST_S
     assert at(flow) == pytest.approx([0, first, 3 * first, 7 * first, 15 * first], abs=0.01)
     (key, value), (key_then, nothing) = told
-    assert key == key_then == "trouble:test" and nothing is None
+    assert key == key_then == "test" and nothing is None
     assert value is not None and value["path"] == "/pfs/a" and "ENOSPC" in value["what"] and "free space" in value["remedy"]
 
 

@@ -312,7 +312,7 @@ def test_an_endpoint_serves_the_figures_of_status(tmp_path: Path, monkeypatch: p
     with serving(node) as served:
         eventually(lambda: answers(address), what="the metrics")
         node.make(b"closed", b"y" * 300)
-        summary.set_report(node.db, "trouble:write back", {"what": "EACCES: no", "path": "a/b", "remedy": "chmod it"})
+        summary.set_trouble(node.db, "write back", {"what": "EACCES: no", "path": "a/b", "remedy": "chmod it"})
         told = served.client.get_status()
         code, head, body = ask(address)
         found = plain(read(body))

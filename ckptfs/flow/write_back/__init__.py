@@ -83,7 +83,7 @@ class WriteBack:
         self._coordination = None if cluster is None or self._tree is None else ClusterWriteBack(db, cluster, self._instance, self._tree)
         self._pfs_blocks = PfsBlocks(db, config.pfs)
         self._pacing = CopyPacing(0.0 if config.fsync is Level.PFS else PAUSE_RATIO)
-        self._deferred = DeferredFiles(lambda key, value: summary.set_report(db, key, value))
+        self._deferred = DeferredFiles(lambda where, value: summary.set_trouble(db, where, value))
         self._ahead = RowsAhead(db)
         self._facts = Facts(db, self._pacing, self._deferred)
         self._poll_s = WAITING_POLL_S if self._coordination is None else PUBLISHED_POLL_S

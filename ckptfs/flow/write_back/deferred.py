@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ckptfs.catalog.summary import DEFERRED_REPORT
+from ckptfs.catalog.summary import DEFERRED_TROUBLE
 from ckptfs.errors import CkptfsError, TierUnavailable
 from ckptfs.tiers import health
 
@@ -198,7 +198,7 @@ class DeferredFiles:
     def _report_deferred(self) -> None:
         reports = _build_reports(self._files.values())
         for number, value in enumerate(reports + [None] * (self._reported_count - len(reports)), 1):
-            self._report(DEFERRED_REPORT if number == 1 else f"{DEFERRED_REPORT} {number}", value)
+            self._report(DEFERRED_TROUBLE if number == 1 else f"{DEFERRED_TROUBLE} {number}", value)
         self._reported_count = len(reports)
 
 

@@ -9,7 +9,6 @@ client. The results of a verification stand in the catalog as far as it came.
 """
 
 import errno
-import json
 import os
 import threading
 import time
@@ -308,7 +307,7 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
     @translate_stream_errors
     def Adopt(self, request: pb.AdoptRequest, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
         """Have the mount process put all that this node knows into a store that lost its data."""
-        losses = summary.list_reports(self._db, store_loss.LOSS_REPORT)
+        losses = summary.list_troubles(self._db, store_loss.LOSS_TROUBLE)
         if not losses and not store_loss.is_adopting(self._db):
             raise InvalidArgument(
                 "nothing to adopt: this node knows of no loss of etcd's data", remedy="`ckptfs status` says so when it notices one"
@@ -316,9 +315,9 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
         store_loss.order_adoption(self._db, is_last=request.last)
         while context.is_active():
             is_done = store_loss.get_adoption_step(self._db) is None and not (request.last and store_loss.is_adopting(self._db))
-            found = summary.list_reports(self._db, store_loss.LOSS_REPORT)
+            found = summary.list_troubles(self._db, store_loss.LOSS_TROUBLE)
             if is_done and found:
-                trouble = json.loads(found[0][1])
+                trouble = found[0][1]
                 raise InvalidArgument(f"not adopted: {trouble['what']}", remedy=trouble["remedy"])
             yield pb.Progress(done=is_done, changes_left=0 if is_done else key_state.count_dirty(self._db))
             if is_done:

@@ -98,14 +98,10 @@ class StatusFigures:
     def list_troubles(self) -> list[pb.Trouble]:
         """Return current problems: tiers that are not normal, and failures that the lanes report."""
         found = []
-        for key, text, at_ns in summary.list_reports(self._db, "tier:") + summary.list_reports(self._db, "trouble:"):
-            value, where = _parse_json_object(text), key.partition(":")[2]
-            if key.startswith("tier:"):
-                root = next((self._root(tier) for tier in Tier if tier == where), None)
-                value = {"what": value.get("error"), "path": root, "remedy": value.get("remedy")}
-            if value.get("what"):
-                fields = {name: str(value.get(name) or "") for name in ("what", "path", "remedy")}
-                found.append(pb.Trouble(where=where, age_s=max(0.0, (time.time_ns() - at_ns) / 1e9), **fields))
+        for where, value, at_ns in summary.list_obstacles(self._db):
+            path = value.get("path") or next((self._root(tier) for tier in Tier if tier == where), None)
+            fields = {name: str(text or "") for name, text in (("what", value["what"]), ("path", path), ("remedy", value.get("remedy")))}
+            found.append(pb.Trouble(where=where, age_s=max(0.0, (time.time_ns() - at_ns) / 1e9), **fields))
         return found
 
     def get_first_trouble(self) -> tuple[str, str]:
@@ -120,8 +116,8 @@ class StatusFigures:
 
     def _load_processes(self) -> dict[str, Any]:
         """Return the contents of processes.json, or an empty dict."""
-        with contextlib.suppress(OSError):
-            return _parse_json_object((self._config.state / "processes.json").read_text())
+        with contextlib.suppress(OSError, ValueError):
+            return dict(json.loads((self._config.state / "processes.json").read_text()))
         return {}
 
     def _build_write_back(self) -> pb.WriteBack:
@@ -157,7 +153,7 @@ class StatusFigures:
         if tier is Tier.PFS:
             answer.budget_bytes, answer.free_bytes = int(health.get("total", 0)), int(health.get("free", 0))
             answer.shared_bytes = summary.get_shared_on_pfs(self._db)
-            if answer.health == "normal" and summary.get_report(self._db, "trouble:write back").get("is_full"):
+            if answer.health == "normal" and any(value.get("is_full") for _, value, _ in summary.list_troubles(self._db, "write back")):
                 answer.health = "full"  # A full tier answers well, and its figures are some seconds old.
             return answer
         storage = self._tiers.get(tier)
@@ -199,15 +195,6 @@ def _get_uptime_s(pid: int) -> float:
     """Return the age of a process, 0 if it is gone."""
     started_s = procfs.get_start_ticks(pid) / os.sysconf("SC_CLK_TCK")
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s) if started_s else 0.0
-
-
-def _parse_json_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object. Returns an empty dict if the text is none."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def build_service_memory(config: Config, tiers: Tiers) -> pb.ServiceMemory:

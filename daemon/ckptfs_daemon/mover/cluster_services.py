@@ -48,7 +48,7 @@ from ckptfs_daemon.mover.membership_service import MembershipService, build_node
 log = logging.getLogger(__name__)
 
 LOCAL_TIERS = (Tier.RAM, Tier.NVME)
-TROUBLE = "trouble:peers"
+TROUBLE = "peers"
 
 
 class ClusterServices:
@@ -65,7 +65,7 @@ class ClusterServices:
         capacity = sum(tiers[tier].get_capacity().total for tier in LOCAL_TIERS if tier in tiers)
         node = build_node(config, db, identity.get_node_number(db), int(config.peer_share * capacity))
         self.membership = MembershipService(
-            db, self._store, node, lambda key, value: summary.set_report(db, key, value), is_member=not config.is_read_only
+            db, self._store, node, lambda where, value: summary.set_trouble(db, where, value), is_member=not config.is_read_only
         )
         self.membership.subscribe(self._apply_view_change)
         self.cluster = Cluster(
@@ -130,11 +130,11 @@ class ClusterServices:
 
     def _record_server_started(self, server: PeerServer) -> None:
         self._running_server = server
-        summary.set_report(self._db, TROUBLE, None)
+        summary.set_trouble(self._db, TROUBLE, None)
 
     def _record_server_failed(self, what: str) -> None:
         remedy = f"see which process listens on {self._config.listen}, or give another listen="
-        summary.set_report(self._db, TROUBLE, {"what": f"other nodes cannot reach this one: {what}", "path": "", "remedy": remedy})
+        summary.set_trouble(self._db, TROUBLE, {"what": f"other nodes cannot reach this one: {what}", "path": "", "remedy": remedy})
 
     def _get_server_figures(self) -> dict[str, Any]:
         return self._running_server.get_figures() if self._running_server else {}

@@ -98,7 +98,7 @@ class Lane:
     def _run_step(self) -> tuple[bool, float | None]:
         more = self._flow.step()
         if self._trouble:
-            self._report(f"trouble:{self.name}", None)
+            self._report(self.name, None)
             log.info("%s: works again", self.name)
             self._trouble = ""
         self._retry_s = 0.0
@@ -156,7 +156,7 @@ class Lane:
 
     def _report_trouble(self, value: Mapping[str, Any]) -> None:
         try:
-            self._report(f"trouble:{self.name}", value)
+            self._report(self.name, value)
         except CkptfsError as failure:
             log.warning("%s: its failure cannot be recorded: %s", self.name, failure)
         except Exception:

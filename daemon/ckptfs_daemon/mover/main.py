@@ -84,7 +84,7 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
     notify = ipc.MountNotify(wake_channel, wake)
     cluster_services = ClusterServices(db, tiers, config, notify) if config.cluster is not None else None
     flows = _Flows(db, tiers, config, notify, cluster_services)
-    lanes = Lanes([Lane(name, flow, lambda key, value: summary.set_report(db, key, value)) for name, flow in flows.lanes])
+    lanes = Lanes([Lane(name, flow, lambda where, value: summary.set_trouble(db, where, value)) for name, flow in flows.lanes])
     await trio.to_thread.run_sync(flows.prepare)
     drain = Drain(db, config, lanes.retry_now)
     upgrades = UpgradeRequests(setup.link)

@@ -38,7 +38,7 @@ from ckptfs.store.kv import Store, WatchEvents
 
 log = logging.getLogger(__name__)
 
-TROUBLE = "trouble:cluster"
+TROUBLE = "cluster"
 Report = Callable[[str, Mapping[str, Any] | None], None]
 ViewListener = Callable[[ViewChange], None]
 

@@ -31,6 +31,7 @@ SILENCE_REPORT_S = 2.0
 CHANGE_RATIO = 0.01
 NAMES_LOGGED_MAX = 100
 REMEDY = "mount its device again, and start ckptfs again"
+ONLY_COPIES_TROUBLE = "files on"
 
 
 class TierMonitor:
@@ -98,14 +99,14 @@ class TierMonitor:
 
     def _report_only_copies(self, verdict: Health) -> None:
         """Name the files that cannot be read while NVMe is down, because it has their only copies."""
-        key = f"trouble:files on {self._storage.tier}"
+        where = f"{ONLY_COPIES_TROUBLE} {self._storage.tier}"
         paths = copies.list_paths_only_in(self._db, self._storage.tier, NAMES_LOGGED_MAX) if verdict.state is HealthState.DOWN else []
         if not paths:
-            summary.set_report(self._db, key, None)
+            summary.set_trouble(self._db, where, None)
             return
         count = copies.count_only_copies(self._db, self._storage.tier)
         what = f"{count} files exist only on {self._storage.tier}, which is down: {verdict.error}; reads fail with EIO"
-        summary.set_report(self._db, key, {"what": what, "path": paths[0], "remedy": verdict.remedy or REMEDY})
+        summary.set_trouble(self._db, where, {"what": what, "path": paths[0], "remedy": verdict.remedy or REMEDY})
         for path in paths:
             log.error("%s: cannot be read: its only copy is on %s, which is down", path, self._storage.tier)
 

@@ -3,8 +3,6 @@
 Crash safety: the next mover begins without troubles, and records those that are still there as new ones.
 """
 
-import json
-
 import trio
 
 from ckptfs.catalog import summary
@@ -13,7 +11,6 @@ from ckptfs.event_log import EventKind
 from ckptfs_daemon.event_writer import events
 
 POLL_S = 2.0
-PREFIX = "trouble:"
 
 
 async def watch(db: Database) -> None:
@@ -26,7 +23,7 @@ async def watch(db: Database) -> None:
 
 def record_changes(db: Database, known: set[str]) -> set[str]:
     """Record the troubles that began or ended since the last look; return those that are there."""
-    found = {key.removeprefix(PREFIX): json.loads(text) for key, text, _ in summary.list_reports(db, PREFIX)}
+    found = {where: value for where, value, _ in summary.list_troubles(db)}
     for where in sorted(found.keys() - known):
         value = found[where]
         events.record(EventKind.TROUBLE, where=where, **{name: value.get(name) for name in ("what", "path", "remedy")})

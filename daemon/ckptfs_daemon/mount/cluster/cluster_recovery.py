@@ -47,8 +47,8 @@ async def wait_outcome(future: "Future[Outcome]") -> Outcome:
 
 
 log = logging.getLogger(__name__)
-STRAY_MEMBER_KEY = "trouble:etcd"
-ADOPTION_KEY = "trouble:adoption"
+STRAY_MEMBER_TROUBLE = "etcd"
+ADOPTION_TROUBLE = "adoption"
 ADOPT_REMEDY = "see why; then run `ckptfs cluster adopt` on one node after the other, first on the one that wrote last"
 _GET_TAKEN = Get(membership.TAKEN_PREFIX, prefix_end(membership.TAKEN_PREFIX))
 _GET_ADOPTED = Get(membership.ADOPTED_PREFIX, prefix_end(membership.ADOPTED_PREFIX))
@@ -69,10 +69,10 @@ async def is_known_or_adopted(db: Database, store: EpochCheckedStore, name: str)
     store_loss.record_revision(db, *store.epoch_and_revision)
     with contextlib.suppress(StoreLost):
         await wait_outcome(store.read_soon([]))
-        summary.set_report(db, store_loss.LOSS_REPORT, None)
+        summary.set_trouble(db, store_loss.LOSS_TROUBLE, None)
         return True
     is_ordered = store_loss.get_adoption_step(db) is AdoptionStep.ORDERED
-    if not is_ordered and summary.list_reports(db, store_loss.LOSS_REPORT):
+    if not is_ordered and summary.list_troubles(db, store_loss.LOSS_TROUBLE):
         return False
     if await _has_member_with_data(db, store):
         return True
@@ -83,7 +83,7 @@ async def is_known_or_adopted(db: Database, store: EpochCheckedStore, name: str)
 
 
 def _report_loss(db: Database, what: str, remedy: str) -> None:
-    summary.set_report(db, store_loss.LOSS_REPORT, {"what": what, "path": "", "remedy": remedy})
+    summary.set_trouble(db, store_loss.LOSS_TROUBLE, {"what": what, "path": "", "remedy": remedy})
     log.warning("the store of the cluster: %s (%s)", what, remedy)
 
 
@@ -101,7 +101,7 @@ async def _begin_adoption(db: Database, store: EpochCheckedStore, name: str) -> 
         await wait_outcome(store.inner.commit_soon([store_loss.build_epoch_compare(epoch)], puts))
     # Takes seconds for a large catalog.
     await trio.to_thread.run_sync(adopt.begin, db, epoch)
-    summary.set_report(db, store_loss.LOSS_REPORT, None)
+    summary.set_trouble(db, store_loss.LOSS_TROUBLE, None)
     log.warning("etcd had lost its data: this node adopts it, and puts into it all that this node knows")
     return True
 
@@ -141,13 +141,13 @@ async def check_adoption(db: Database, store: Store) -> None:
     missing = [one for one in missing if one not in ready]
     if not missing:
         store_loss.record_adopted(db)
-        summary.set_report(db, ADOPTION_KEY, None)
+        summary.set_trouble(db, ADOPTION_TROUBLE, None)
         return
     known = peer_copies.list_node_names(db)
     names = ", ".join(known.get(one, f"number {one}") for one in missing[: limits.NODES_NAMED_MAX])
     what = f"not adopted by {len(missing)} nodes yet ({names}); until then nothing is written back to the PFS or imported from it"
-    if what not in str(summary.list_reports(db, ADOPTION_KEY)):
-        summary.set_report(db, ADOPTION_KEY, {"what": what, "path": "", "remedy": REST_REMEDY})
+    if what not in str(summary.list_troubles(db, ADOPTION_TROUBLE)):
+        summary.set_trouble(db, ADOPTION_TROUBLE, {"what": what, "path": "", "remedy": REST_REMEDY})
 
 
 async def _has_member_with_data(db: Database, store: EpochCheckedStore) -> bool:
@@ -162,9 +162,9 @@ async def _has_member_with_data(db: Database, store: EpochCheckedStore) -> bool:
         return False
     what = f"{replies.count(False)} of the {len(replies)} addresses of etcd lead to one without this cluster's data, or with older ones"
     remedy = "make it a member of the others again, with its directory emptied; if all data are lost, name in etcd= only what is there"
-    if not summary.list_reports(db, STRAY_MEMBER_KEY):
+    if not summary.list_troubles(db, STRAY_MEMBER_TROUBLE):
         log.warning("%s; that is not believed: %s", what, "others have them" if True in replies else "too few answer")
-    summary.set_report(db, STRAY_MEMBER_KEY, {"what": what, "path": "", "remedy": remedy})
+    summary.set_trouble(db, STRAY_MEMBER_TROUBLE, {"what": what, "path": "", "remedy": remedy})
     if True in replies:
         return True
     raise StoreUnreachable(what, remedy=remedy)

@@ -81,9 +81,9 @@ class CommitRounds:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Name = tuple[int, bytes]
-TROUBLE_KEY = "trouble:sharing"
+TROUBLE = "sharing"
 REACH_REMEDY = "see that etcd runs and can be reached; what was changed here is told then"
-UNSHARED_KEY = "trouble:unshared"
+UNSHARED_TROUBLE = "unshared"
 
 
 class SharedNamespace:
@@ -395,7 +395,7 @@ class SharedNamespace:
         path = conflict.drop_change(self.db, transaction)
         what = f"etcd refuses a change of this file for ever: {refusal}; other nodes do not see it"
         remedy = "see --max-txn-ops and --max-request-bytes of etcd, then change the file again"
-        summary.set_report(self.db, UNSHARED_KEY, {"what": what, "path": path, "remedy": remedy})
+        summary.set_trouble(self.db, UNSHARED_TROUBLE, {"what": what, "path": path, "remedy": remedy})
         log.error("%s: a change is not shared: %s; other nodes do not see it (%s)", path, refusal, remedy)
 
     async def _build_resolver(self, transaction: commit.StoreTransaction, reply: Outcome) -> Callable[..., ConflictResolver]:
@@ -425,7 +425,7 @@ class SharedNamespace:
             cause = "etcd does not answer" if is_silent else str(failure)
             what = f"{cause}: this node goes on alone, and other nodes do not see what changes here"
             remedy = failure.remedy if failure.remedy and not is_silent else REACH_REMEDY
-            summary.set_report(self.db, TROUBLE_KEY, {"what": what, "path": "", "remedy": remedy})
+            summary.set_trouble(self.db, TROUBLE, {"what": what, "path": "", "remedy": remedy})
             log.warning("the store of the cluster does not answer (%s): this node goes on alone with what it knows", failure)
         if not isinstance(failure, StoreUnreachable) and str(failure) != self._logged_refusal:
             self._logged_refusal = str(failure)
@@ -453,7 +453,7 @@ class SharedNamespace:
             key_state.mark_reintegrated(self.db, time.time_ns())
             if store_loss.get_adoption_step(self.db) is AdoptionStep.PUBLISHING:
                 store_loss.set_adoption_step(self.db, None)
-            summary.set_report(self.db, TROUBLE_KEY, None)
+            summary.set_trouble(self.db, TROUBLE, None)
 
     async def _meet_store(self) -> bool:
         """Return False if the store does not answer, or has lost its data and its adoption was not ordered."""
