@@ -5,23 +5,10 @@ Pure functions over a frozen record. The catalog builds the record; flows ask be
 
 from dataclasses import dataclass
 
-from ckptfs.model import Content, ContentState, Copy, CopyState, Level, Tier
+from ckptfs.model import Content, ContentState, Copy, CopyState, Level, PublishedRow, Tier
 
 # Resolutions of timestamps on filesystems in ns: NTFS, microseconds, milliseconds, seconds.
 _TIME_STEPS = (100, 1_000, 1_000_000, 1_000_000_000)
-
-
-@dataclass(frozen=True, slots=True)
-class PublishedState:
-    """What the PFS shows of a file.
-
-    `is_complete`: it is exactly the sealed generation `generation`. `is_checked`: it was read back.
-    """
-
-    generation: int
-    is_complete: bool
-    digest: bytes | None
-    is_checked: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +35,7 @@ class FileRecord:
 
     content: Content | None
     copies: tuple[Copy, ...] = ()
-    published: PublishedState | None = None
+    published: PublishedRow | None = None
     open_handles: int = 0
     clique: CliqueCopies | None = None
 

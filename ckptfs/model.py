@@ -149,6 +149,25 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class PublishedRow:
+    """The bytes of a file on the PFS: a row of `pfs_file`, and the action `key` of a batch that made it.
+
+    `is_complete`: it is exactly the sealed generation `generation`. `digest`: None if it was never read; `is_checked`: it was read back.
+    """
+
+    inode: int
+    generation: int
+    is_complete: bool
+    size: int
+    mtime_ns: int
+    pfs_inode: int
+    digest: bytes | None
+    block_digests: bytes | None
+    key: int = 0
+    is_checked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Handle:
     """An open file of the kernel; it survives the mount process. `backing_id` 0 means none."""
 

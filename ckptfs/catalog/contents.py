@@ -29,7 +29,8 @@ from ckptfs.catalog.content_rows import is_unchanged as is_unchanged
 from ckptfs.catalog.content_rows import require_unchanged as require_unchanged
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import INODE_COLUMNS_JOINED, build_inode
-from ckptfs.lifecycle import FileRecord, PublishedState
+from ckptfs.catalog.pfs_state import get_published
+from ckptfs.lifecycle import FileRecord
 from ckptfs.model import Content, ContentState, Inode, Tier
 
 
@@ -63,8 +64,7 @@ def get_publishable(db: Database, content: int) -> Content | None:
 
 def build_file_record(db: Database, inode: int, content: Content | None) -> FileRecord:
     """Return what is known of a file and one of its contents. The caller has a read transaction."""
-    row = db.row("SELECT generation, complete, digest, checked_ns FROM pfs_file WHERE inode = ?", inode)
-    published = None if row is None else PublishedState(row[0], bool(row[1]), row[2], bool(row[3]))
+    published = get_published(db, inode)
     number = None if content is None else content.id
     handles = int(db.value("SELECT count(*) FROM handle WHERE inode = ? OR content = ?", inode, number))
     found = () if content is None else copies.list_copies(db, content.id)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from ckptfs.catalog import identity, inodes, journal, peer_copies, pfs_state, remote_contents
 from ckptfs.catalog.content_rows import CONTENT_COLUMNS, build_content, get_content, is_unchanged
 from ckptfs.catalog.database import Database
-from ckptfs.model import Content, ContentState, Copy, CopyState, Tier
+from ckptfs.model import Content, ContentState, Copy, CopyState, PublishedRow, Tier
 
 
 def list_copies(db: Database, content: int) -> tuple[Copy, ...]:
@@ -255,26 +255,13 @@ def list_copies_in_tier(db: Database, tier: Tier) -> dict[int, tuple[CopyState, 
 
 
 @dataclass(frozen=True, slots=True)
-class PublishedFile:
-    """What the PFS shows of a file. `digest`: None if it was never read; `is_verified`: in place."""
-
-    generation: int
-    is_complete: bool
-    size: int
-    mtime_ns: int
-    pfs_inode: int
-    digest: bytes | None
-    is_verified: bool
-
-
-@dataclass(frozen=True, slots=True)
 class FetchState:
     """A file as a fetch begins. Equal states: nothing changed on which the result depends."""
 
     inode: int
     content: Content | None
     has_local_copy: bool
-    published: PublishedFile | None
+    published: PublishedRow | None
     content_id: int | None = field(compare=False)
     """Set even if the catalog knows no more about the content."""
     has_name: bool = field(compare=False)
@@ -313,7 +300,7 @@ def load_fetch_state(db: Database, inode: int) -> FetchState | None:
             inode,
             content,
             any(copy.state is CopyState.GOOD for copy in local),
-            _get_published_file(db, inode),
+            pfs_state.get_published(db, inode),
             content_id=row[0],
             has_name=bool(row[1]),
             is_open=bool(row[2]),
@@ -330,14 +317,6 @@ def get_content_id(db: Database, inode: int) -> int | None:
     """Return the id of the file's present content, even if nothing else is known of it."""
     found: int | None = db.value("SELECT content FROM inode WHERE id = ?", inode)
     return found
-
-
-def _get_published_file(db: Database, inode: int) -> PublishedFile | None:
-    shown = db.row("SELECT generation, complete, size, mtime_ns, pfs_inode, digest, checked_ns FROM pfs_file WHERE inode = ?", inode)
-    if shown is None:
-        return None
-    generation, complete, size, mtime_ns, pfs_inode, digest, checked_ns = shown
-    return PublishedFile(generation, bool(complete), size, mtime_ns, pfs_inode, digest, bool(checked_ns))
 
 
 def insert_reserved_copy(db: Database, tier: Tier) -> int:

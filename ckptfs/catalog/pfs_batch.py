@@ -18,8 +18,9 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 from ckptfs.catalog import journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import can_recreate, insert_rows_for_tree
-from ckptfs.catalog.pfs_state import NO_INODE, Fingerprint, PfsName, PfsView, PlannedPending, PublishedRow
+from ckptfs.catalog.pfs_state import NO_INODE, Fingerprint, PfsName, PfsView, PlannedPending
 from ckptfs.errors import CatalogTooNew
+from ckptfs.model import PublishedRow
 
 KEYS_PER_ROW = 1 << 20
 """The key of an action is `seq * KEYS_PER_ROW` plus its number among the actions of the row `seq`."""
@@ -199,13 +200,13 @@ _BATCH_VERSION = 4
 
 
 def _encode(value: Any) -> Any:
-    """Return a value for JSON: dataclasses by field names, and bytes as strings of the same code points."""
+    """Return a value for JSON: the fields that are no defaults by name, bytes as strings of code points."""
     if isinstance(value, bytes):
         return value.decode("latin-1")
     if isinstance(value, list | tuple):
         return [_encode(item) for item in value]
     if is_dataclass(value):
-        return {field.name: _encode(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: _encode(item) for field in fields(value) if (item := getattr(value, field.name)) != field.default}
     return value
 
 

@@ -15,7 +15,7 @@ from ckptfs import digest, limits
 from ckptfs.catalog.content_rows import UNPUBLISHED
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import INTERNAL_XATTR_PREFIX, XATTRS_ON_PFS
-from ckptfs.model import ROOT
+from ckptfs.model import ROOT, PublishedRow
 
 PfsName = tuple[int, bytes]
 """(directory, name in it)."""
@@ -42,21 +42,6 @@ class PfsEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class PublishedRow:
-    """A row of `pfs_file`: the bytes of a file on the PFS, made by the action `key` of a batch."""
-
-    inode: int
-    generation: int
-    is_complete: bool
-    size: int
-    mtime_ns: int
-    pfs_inode: int
-    digest: bytes | None
-    block_digests: bytes | None
-    key: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class PlannedName:
     """A change of a plan: after the action `key` the name shows `entry`, or nothing."""
 
@@ -78,9 +63,10 @@ NO_INODE = 0
 """As a pending inode: the name is to show nothing, and the PFS still shows something there."""
 
 
-def get_published(db: Database, inode: int) -> PublishedRow | None:
+def get_published(db: Database, inode: int, *, with_blocks: bool = False) -> PublishedRow | None:
     """Return the bytes that the PFS shows of a file. Returns None if it shows none."""
-    row = db.row("SELECT inode, generation, complete, size, mtime_ns, pfs_inode, digest, blocks FROM pfs_file WHERE inode = ?", inode)
+    columns = f"inode, generation, complete, size, mtime_ns, pfs_inode, digest, {'blocks' if with_blocks else 'NULL'}, 0, checked_ns <> 0"
+    row = db.row(f"SELECT {columns} FROM pfs_file WHERE inode = ?", inode)
     return None if row is None else PublishedRow(row[0], row[1], bool(row[2]), *row[3:])
 
 

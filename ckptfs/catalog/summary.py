@@ -20,8 +20,8 @@ from ckptfs import lifecycle, limits
 from ckptfs.catalog import contents, copies, inodes, journal, peer_copies
 from ckptfs.catalog.content_rows import CONTENT_COLUMNS_WITHOUT_BLOCKS, build_content
 from ckptfs.catalog.database import Database
-from ckptfs.lifecycle import FileRecord, PublishedState
-from ckptfs.model import HISTORY_NAME, Content, ContentState, Copy, CopyState, Level, Tier
+from ckptfs.lifecycle import FileRecord
+from ckptfs.model import HISTORY_NAME, Content, ContentState, Copy, CopyState, Level, PublishedRow, Tier
 
 _HAS_ERROR = "(coalesce(json_extract({}.value, '$.error'), '') <> '')"
 _SIZE = "CASE WHEN c.state = 2 THEN c.size ELSE i.size END"
@@ -265,7 +265,7 @@ def _list_level_groups(
 
 
 def _build_typical_record(state: int | None, has_copy: bool, is_published: bool, is_current: bool, is_remote: bool) -> FileRecord:
-    published = PublishedState(1 if is_current else 0, bool(is_current), b"d") if is_published else None
+    published = PublishedRow(1, 1 if is_current else 0, bool(is_current), 0, 0, 1, b"d", None) if is_published else None
     if state is None:
         return FileRecord(None, (), published)
     content = Content(1, 1, 1, ContentState(state), 0, b"d", None, 0, is_remote)

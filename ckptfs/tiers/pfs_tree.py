@@ -23,11 +23,11 @@ from pathlib import Path
 
 from ckptfs import disk, limits
 from ckptfs.catalog import copies
-from ckptfs.catalog.copies import FetchState, PublishedFile
+from ckptfs.catalog.copies import FetchState
 from ckptfs.catalog.database import Database
 from ckptfs.errors import posix_error
 from ckptfs.lifecycle import is_same_file
-from ckptfs.model import HISTORY_NAME, PfsEntryStat
+from ckptfs.model import HISTORY_NAME, PfsEntryStat, PublishedRow
 from ckptfs.tiers import pfs_identity, pfs_ownership
 from ckptfs.tiers.pfs_identity import WORK_DIRECTORY
 
@@ -355,7 +355,7 @@ def open_unchecked(pfs: Path, known: FetchState, flags: int = os.O_RDONLY) -> in
         return _open_entry("pfs:open", directory_fd, known.pfs_names[-1], flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
-def matches_catalog(fd: int, known: PublishedFile) -> bool:
+def matches_catalog(fd: int, known: PublishedRow) -> bool:
     """Return True if an open file is in the state that the catalog records."""
     found = os.fstat(fd)
     return is_same_file((known.size, known.mtime_ns, known.pfs_inode), (found.st_size, found.st_mtime_ns, found.st_ino))

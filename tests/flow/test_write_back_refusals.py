@@ -1,6 +1,7 @@
 """P1, P6: whatever the PFS refuses to do with one name, it alone is missing. It is reported, tried again, and delays no other."""
 
 import contextlib
+import dataclasses
 import errno
 import json
 import logging
@@ -541,9 +542,13 @@ def test_a_full_filesystem_inside_the_pfs_is_not_the_whole_pfs(mount: Mount) -> 
 
 
 def by_position(value: Any) -> Any:
-    """A JSON value as 0.2.0 has stored it."""
-    values = list(value.values()) if isinstance(value, dict) else value
-    return [by_position(one) for one in values] if isinstance(values, list) else value
+    """A value as 0.2.0 has stored it in JSON."""
+    if dataclasses.is_dataclass(value):
+        later = {"is_checked"} if isinstance(value, pfs_batch.PfsAction) else {"is_checked", "key"}
+        value = [getattr(value, field.name) for field in dataclasses.fields(value) if field.name not in later]
+    if isinstance(value, list | tuple):
+        return [by_position(one) for one in value]
+    return value.decode("latin-1") if isinstance(value, bytes) else value
 
 
 @pytest.mark.parametrize("act", ACTS)
@@ -567,11 +572,10 @@ def test_a_batch_that_an_older_version_left_stuck(mount: Mount, act: str, monkey
 
     with intercepted(die), contextlib.suppress(Killed):
         rest(mount.write_back())
-    body = json.loads(mount.db.value("SELECT body FROM pfs_batch"))
-    for row in body["published_rows"] + body["expected_entries"]:
-        del row["key"]
+    found = pfs_batch.find_batch(mount.db)
+    assert found is not None
     order = "last_seq actions expected_entries pending_entries published_rows requeued merged_directories after_seq kept_seqs"
-    mount.db.run("UPDATE pfs_batch SET body = ?", json.dumps([by_position(body[name]) for name in order.split()]))
+    mount.db.run("UPDATE pfs_batch SET body = ?", json.dumps([by_position(getattr(found[1], name)) for name in order.split()]))
     with monkeypatch.context() as patch:
         Refusal(patch, call, lambda name: name == b"bad", errno.EACCES)
         rest(mount.write_back())

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfs.lifecycle import CliqueCopies, FileRecord, PublishedState, can_drop, count_required_domains, is_on_pfs, is_same_file, level
-from ckptfs.model import Content, ContentState, Copy, CopyState, Level, Tier
+from ckptfs.lifecycle import CliqueCopies, FileRecord, can_drop, count_required_domains, is_on_pfs, is_same_file, level
+from ckptfs.model import Content, ContentState, Copy, CopyState, Level, PublishedRow, Tier
 
 DIGEST = b"d" * 16
 
@@ -21,7 +21,11 @@ def copy(tier: Tier = Tier.RAM, state: CopyState = CopyState.GOOD, verified_ns: 
     return Copy(7, tier, state, verified_ns, 0)
 
 
-SHOWN = PublishedState(3, True, DIGEST)
+def published(generation: int = 3, is_complete: bool = True, digest: bytes | None = DIGEST, is_checked: bool = True) -> PublishedRow:
+    return PublishedRow(5, generation, is_complete, 10, 0, 1, digest, None, is_checked=is_checked)
+
+
+SHOWN = published()
 
 records = st.builds(
     FileRecord,
@@ -29,7 +33,7 @@ records = st.builds(
     st.lists(st.builds(copy, st.sampled_from(Tier), st.sampled_from(CopyState), st.integers(0, 1)), unique_by=lambda found: found.tier).map(
         tuple
     ),
-    st.none() | st.builds(PublishedState, st.integers(1, 4), st.booleans(), st.sampled_from([DIGEST, b"e" * 16, None])),
+    st.none() | st.builds(published, st.integers(1, 4), st.booleans(), st.sampled_from([DIGEST, b"e" * 16, None])),
     st.integers(0, 1),
 )
 
@@ -47,8 +51,8 @@ records = st.builds(
         (FileRecord(content(), (), SHOWN), Level.PFS),
         (FileRecord(content(generation=4), (copy(),), SHOWN), Level.LOCAL),
         (FileRecord(content(ContentState.OPEN), (copy(),), SHOWN), Level.LOCAL),
-        (FileRecord(content(), (copy(),), PublishedState(3, False, DIGEST)), Level.LOCAL),
-        (FileRecord(content(), (copy(),), PublishedState(3, True, b"e" * 16)), Level.LOCAL),
+        (FileRecord(content(), (copy(),), published(is_complete=False)), Level.LOCAL),
+        (FileRecord(content(), (copy(),), published(digest=b"e" * 16)), Level.LOCAL),
         (FileRecord(content(), (copy(state=CopyState.QUARANTINED),)), Level.NONE),
         (FileRecord(content(), (copy(state=CopyState.FILLING),)), Level.NONE),
         (FileRecord(content(ContentState.LOST)), Level.NONE),
@@ -95,7 +99,7 @@ def test_a_copy_in_ram_is_no_reason_to_drop_the_one_on_nvme() -> None:
 
 def test_a_file_on_the_pfs_that_was_not_read_back_is_no_reason_to_drop_the_last_copy() -> None:
     """P4, P5: unless the site has chosen so."""
-    unread = FileRecord(content(), (copy(),), PublishedState(3, True, DIGEST, is_checked=False))
+    unread = FileRecord(content(), (copy(),), published(is_checked=False))
     assert is_on_pfs(unread) and not can_drop(unread, Tier.RAM) and can_drop(unread, Tier.RAM, pfs_verify=False)
     read = FileRecord(content(), (copy(),), SHOWN)
     assert can_drop(read, Tier.RAM)

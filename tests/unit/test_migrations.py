@@ -13,9 +13,9 @@ import pytest
 from ckptfs.catalog import copies, database, migrations, mover_requests, pfs_batch, pfs_hold
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.pfs_batch import PfsAction, PfsLocation
-from ckptfs.catalog.pfs_state import Fingerprint, PublishedRow
+from ckptfs.catalog.pfs_state import Fingerprint
 from ckptfs.errors import CatalogDamaged, CatalogTooNew
-from ckptfs.model import Tier
+from ckptfs.model import PublishedRow, Tier
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 DUMPS = {

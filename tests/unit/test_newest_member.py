@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from series_tree import OLD_NS, SeriesTree, TreeFile
 
 from ckptfs import series
-from ckptfs.lifecycle import CliqueCopies, FileRecord, PublishedState
-from ckptfs.model import Content, ContentState, Copy, CopyState, Level, Tier
+from ckptfs.lifecycle import CliqueCopies, FileRecord
+from ckptfs.model import Content, ContentState, Copy, CopyState, Level, PublishedRow, Tier
 from ckptfs.series import KnownSet, KnownSets, MemberFile, set_kinds
 from ckptfs.series.completeness import MemberFacts, is_plausible_size, judge
 from ckptfs.series.patterns import Series
@@ -651,7 +651,7 @@ def test_an_empty_member() -> None:
 
 
 def record(state: ContentState | None, copy: CopyState | None, published: bool, elsewhere: bool) -> FileRecord:
-    shown = PublishedState(3, True, DIGEST) if published else None
+    shown = PublishedRow(1, 3, True, 10, 0, 1, DIGEST, None) if published else None
     clique = CliqueCopies("a", 2, (("other", "b"),) if elsewhere else ())
     if state is None:
         return FileRecord(None, (), shown, 0, clique)

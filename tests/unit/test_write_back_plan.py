@@ -9,10 +9,10 @@ from ckptfs import limits
 from ckptfs.catalog import database
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_state import Fingerprint, PfsEntry, PfsView, PublishedRow
+from ckptfs.catalog.pfs_state import Fingerprint, PfsEntry, PfsView
 from ckptfs.flow.write_back.plan import BATCH_BYTES_MAX, PUTS_MAX, Planner
 from ckptfs.flow.write_back.plan_facts import SourceKind
-from ckptfs.model import ROOT, Content, ContentState, Inode
+from ckptfs.model import ROOT, Content, ContentState, Inode, PublishedRow
 
 FILE, DIRECTORY = stat.S_IFREG | 0o644, stat.S_IFDIR | 0o755
 

@@ -135,7 +135,7 @@ class PfsFetcher:
     def _verify_in_place(self, state: FetchState, source: int, progress: FetchProgress) -> None:
         """Verify a file on the PFS once if its digest is known: applications will read it there."""
         assert state.published is not None
-        if state.published.digest is None or state.published.is_verified:
+        if state.published.digest is None or state.published.is_checked:
             return
         size, found, blocks = transfer.read(source, label="fetch:check", before_block=progress)
         self._verify(state, size, found, source)

@@ -25,10 +25,10 @@ from dataclasses import replace
 from ckptfs import limits
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, PfsAction, PfsLocation
-from ckptfs.catalog.pfs_state import NO_INODE, Fingerprint, PfsEntry, PfsName, PfsView, PublishedRow
+from ckptfs.catalog.pfs_state import NO_INODE, Fingerprint, PfsEntry, PfsName, PfsView
 from ckptfs.coherence.pfs_coordination import list_row_names
 from ckptfs.flow.write_back.plan_facts import Facts, PlannedFile, SourceKind, can_be_made
-from ckptfs.model import ROOT, Content, ContentState
+from ckptfs.model import ROOT, Content, ContentState, PublishedRow
 
 PUTS_MAX = 64
 ACTIONS_MAX = 256
@@ -441,7 +441,7 @@ class Planner:
             if published.generation != content.generation:
                 if not self._facts.has_refused_attributes(row.inode):
                     self._plan_attributes(row.inode, first)
-                self.renewed_rows.append(replace(published, generation=content.generation, key=self._key))
+                self.renewed_rows.append(replace(published, generation=content.generation, key=self._key, is_checked=False))
         elif kind is not SourceKind.SEALED or shown or not self._adopt_entry(row, content, first):
             if self._facts.is_deferred(row.inode):
                 self.kept_seqs.append(row.seq)
@@ -476,7 +476,7 @@ class Planner:
             self.view.set_pending(*other, shown.inode)
         self.view.delete_pending(*name)
         self.view.set_entry(*name, PfsEntry(row.inode, shown.fingerprint))
-        self.renewed_rows.append(replace(published, inode=row.inode, generation=content.generation, key=self._key))
+        self.renewed_rows.append(replace(published, inode=row.inode, generation=content.generation, key=self._key, is_checked=False))
         self._plan_attributes(row.inode, name)  # Those of the application's file may have been set since.
         return True
 

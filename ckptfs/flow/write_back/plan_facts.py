@@ -51,7 +51,7 @@ class Facts:
         self.is_held = deferred.is_held
         self.has_refused_attributes = deferred.has_refused_attributes
         self.get_content = partial(contents.get_publishable, db)
-        self.get_published = partial(pfs_state.get_published, db)
+        self.get_published = partial(pfs_state.get_published, db, with_blocks=True)
         self.is_repeated = partial(journal.is_repeated_later, db)
         self.is_in_history = partial(inodes.is_history, db)
         self.can_link_history = True

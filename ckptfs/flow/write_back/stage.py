@@ -24,13 +24,13 @@ from ckptfs.catalog.copies import list_copies, set_copy_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
 from ckptfs.catalog.pfs_batch import PfsAction, PfsBatch, PfsLocation
-from ckptfs.catalog.pfs_state import Fingerprint, PfsView, PublishedRow
+from ckptfs.catalog.pfs_state import Fingerprint, PfsView
 from ckptfs.errors import Busy
 from ckptfs.flow.write_back.deferred import SourceFailed
 from ckptfs.flow.write_back.plan import Planner
 from ckptfs.flow.write_back.plan_facts import PlannedFile, SourceKind
 from ckptfs.flow.write_back.shared_blocks import PfsBlocks
-from ckptfs.model import Content, ContentState, CopyState, Inode, Tier
+from ckptfs.model import Content, ContentState, CopyState, Inode, PublishedRow, Tier
 from ckptfs.tiers import pfs_ownership, pfs_sync, transfer
 from ckptfs.tiers.pfs_tree import PfsTree, find_stat
 from ckptfs.tiers.storage import Tiers
