@@ -12,6 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from ckptfs import disk
+from ckptfs.tiers.space import Capacity, read_capacity
 
 disk.declare_labels("health:probe")
 
@@ -108,11 +109,10 @@ def remedy(code: int | None) -> str:
     return REMEDIES.get(code or 0, "")
 
 
-def probe(root: Path) -> tuple[int, int]:
-    """Return (total, available) bytes, from the server of the tier. Raises OSError; may hang."""
+def probe(root: Path) -> Capacity:
+    """Return the capacity that the server of the tier reports. Raises OSError; may hang."""
     disk.act("health:probe", os.stat, root)
-    figures = os.statvfs(root)
-    return figures.f_blocks * figures.f_frsize, figures.f_bavail * figures.f_frsize
+    return read_capacity(root)
 
 
 def _transition(health: Health, state: HealthState, now_s: float, failures: int, error: str, remedy: str) -> Health:

@@ -229,14 +229,14 @@ class TierStorage(TierRoot):
             return Capacity(0, 0, 0)
 
     def _measure_capacity(self) -> Capacity:
-        figures = os.fstatvfs(self.directory)
-        total, free = figures.f_blocks * figures.f_frsize, figures.f_bavail * figures.f_frsize
+        capacity = space.read_capacity(self.directory)
+        total, free = capacity.total, capacity.free
         self.shares_filesystem = self._budget_bytes is not None and self._budget_bytes < total
         if self._budget_bytes is not None and self._budget_bytes < total:
             total = self._budget_bytes
             free = max(0, min(free, total - self._measure_used()))
         measured_used = total - free
-        if self.tier is Tier.NVME and figures.f_flag & os.ST_RDONLY:
+        if self.tier is Tier.NVME and os.fstatvfs(self.directory).f_flag & os.ST_RDONLY:
             self.record_failure(OSError(errno.EROFS, os.strerror(errno.EROFS)))
             free = 0
         if self.tier is Tier.RAM:

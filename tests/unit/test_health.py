@@ -52,8 +52,8 @@ def test_an_ill_tier_is_looked_at_more_often() -> None:
 
 
 def test_the_probe_asks_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    total, free = health.probe(tmp_path)
-    assert total == os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize and 0 < free <= total
+    capacity = health.probe(tmp_path)
+    assert capacity.total == os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize and 0 < capacity.free <= capacity.total
     with pytest.raises(FileNotFoundError):
         health.probe(tmp_path / "gone")
     monkeypatch.setattr(disk, "_fault", "health:probe=ESTALE@*")

@@ -17,6 +17,7 @@ from trio.testing import MockClock
 from ckptfs.catalog import copies
 from ckptfs.model import Tier
 from ckptfs.tiers import health
+from ckptfs.tiers.space import Capacity
 
 
 class Hanging(Exception):
@@ -77,7 +78,7 @@ def test_errors_are_said_and_the_end_of_them_wakes_the_lanes(node: Node, monkeyp
     real = health.probe
     wrong: list[Exception] = [OSError(errno.ESTALE, "Stale file handle")]
 
-    def probe(root: Path) -> tuple[int, int]:
+    def probe(root: Path) -> Capacity:
         if wrong:
             raise wrong[0]
         return real(root)
@@ -97,7 +98,7 @@ def test_errors_are_said_and_the_end_of_them_wakes_the_lanes(node: Node, monkeyp
 
 
 def test_silence_is_said_while_it_lasts(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    def probe(_: Path) -> tuple[int, int]:
+    def probe(_: Path) -> Capacity:
         raise Hanging
 
     monkeypatch.setattr(health, "probe", probe)

@@ -5,7 +5,6 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from ckptfs_daemon.mount.open_files import top_up
@@ -16,7 +15,8 @@ from hypothesis import strategies as st
 from memory_group import memory_group
 
 from ckptfs import limits
-from ckptfs.tiers import prepared
+from ckptfs.tiers import prepared, space
+from ckptfs.tiers.space import Capacity
 
 MIB = limits.MIB
 AHEAD, STEP = limits.TOP_UP_AHEAD_BYTES, limits.TOP_UP_STEP_BYTES
@@ -113,7 +113,7 @@ def test_the_last_room_of_a_tier_is_allocated(tmp_path: Path, monkeypatch: pytes
     """A program pays for no more than the reserve."""
     free = 100 * MIB + limits.TOP_UP_RESERVE_BYTES
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_bavail=free - sum(length for _, length in asked), f_frsize=1))
+    monkeypatch.setattr(space, "read_capacity", lambda _: Capacity(free, free - sum(length for _, length in asked)))
     thread = TopUpThread(lambda fd, offset, length: asked.append((offset, length)))
     (tmp_path / "a").touch()
     thread.add(7, os.open(tmp_path / "a", os.O_RDWR), 0)

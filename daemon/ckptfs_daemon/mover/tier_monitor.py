@@ -22,6 +22,7 @@ from ckptfs.event_log import EventKind
 from ckptfs.model import Tier
 from ckptfs.tiers import health, pfs_identity, pfs_tree
 from ckptfs.tiers.health import Health, HealthState
+from ckptfs.tiers.space import Capacity
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon.event_writer import events
 
@@ -48,7 +49,7 @@ class TierMonitor:
         self._on_recovered = on_recovered
         self._health = Health()
         self._last_reported: dict[str, Any] = {}
-        self._capacity = (0, 0)
+        self._capacity = Capacity(0, 0)
         self._may_mark = may_mark
         self._has_tried_mark = not may_mark
 
@@ -90,8 +91,8 @@ class TierMonitor:
             "state": verdict.state.value,
             "error": verdict.error,
             "remedy": verdict.remedy,
-            "total": self._capacity[0],
-            "free": self._capacity[1],
+            "total": self._capacity.total,
+            "free": self._capacity.free,
         }
         if self._is_worth_reporting(value):
             self._last_reported = value
@@ -127,7 +128,7 @@ class TierMonitor:
             return True
         return bool(abs(value["free"] - self._last_reported["free"]) > CHANGE_RATIO * max(value["total"], limits.MIB))
 
-    def _probe_tier(self) -> tuple[int, int]:
+    def _probe_tier(self) -> Capacity:
         """Probe in a thread, which hangs as long as the tier does."""
         try:
             capacity = health.probe(self._root)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from ckptfs import limits
 from ckptfs.errors import NoSpace
-from ckptfs.tiers import prepared
+from ckptfs.tiers import prepared, space
 
 log = logging.getLogger(__name__)
 _PRIORITY = -20
@@ -141,8 +141,7 @@ class TopUpThread:
         wanted = choose_range(file, size)
         if wanted is None:
             return False
-        figures = os.fstatvfs(file.fd)
-        offset, length = wanted[0], min(wanted[1], figures.f_bavail * figures.f_frsize - limits.TOP_UP_RESERVE_BYTES)
+        offset, length = wanted[0], min(wanted[1], space.read_capacity(file.fd).free - limits.TOP_UP_RESERVE_BYTES)
         try:
             if length <= 0:
                 raise NoSpace("the tier is full")
