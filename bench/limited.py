@@ -1,6 +1,7 @@
 """Programs with a memory limit: the first file of a kind on a passthrough mount, against the same on a buffered mount.
 
-Usage: limited.py [--rounds 5] [--mib 256 1024 3072] [--kib 4 64 1024 4096] [--nvme]. Needs root, memory cgroups and 20 GiB of memory.
+Usage: limited.py [--rounds 5] [--ram 8G] [--mib 256 1024 3072] [--kib 4 64 1024 4096] [--nvme]. Needs root, memory cgroups, and memory for
+both tiers and 4 GiB.
 Both sides find 2 GiB written and deleted right before, and no place has an expected size.
 """
 
@@ -16,12 +17,17 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "tests" / "support")]
 
-from daemon_under_test import DaemonUnderTest, eventually  # noqa: E402 - the line above finds it
+import suites  # noqa: E402 - beside this file; the tests' daemon is found by the line above
+from daemon_under_test import DaemonUnderTest, eventually  # noqa: E402
 from memory_group import MemoryGroup, memory_group  # noqa: E402
+
+from ckptfs import limits  # noqa: E402
+from ckptfs.flow import prepare  # noqa: E402
+from ckptfs.tiers import space  # noqa: E402
 
 MIB = 1 << 20
 LIMIT_BYTES = 256 * MIB
-SPARE_BYTES = 2048 * MIB
+HEAT_BYTES = 2048 * MIB
 WRITE = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).resolve().parent)!r})
@@ -33,11 +39,11 @@ _numbers = itertools.count(time.monotonic_ns())
 
 
 @contextmanager
-def mounts(*, has_nvme: bool) -> Iterator[tuple[list[DaemonUnderTest], MemoryGroup]]:
+def mounts(*, has_nvme: bool, ram: str = "8G") -> Iterator[tuple[list[DaemonUnderTest], MemoryGroup]]:
     """Start both mounts, passthrough first, and make the group."""
     options = {} if has_nvme else {"nvme": None}
     with ExitStack() as stack:
-        nodes = [DaemonUnderTest(path, pfs=None, ram="8G", **options) for path in ("passthrough", "buffered")]
+        nodes = [DaemonUnderTest(path, pfs=None, ram=ram, **options) for path in ("passthrough", "buffered")]
         for node in nodes:
             stack.callback(node.close)
             node.start()
@@ -58,21 +64,21 @@ def _once(node: DaemonUnderTest, group: MemoryGroup, size: int, piece: int) -> f
     for place in (ram / "expected").glob("*"):
         place.unlink()
     if node.options["data_path"] == "passthrough" and node.options.get("nvme", "") is None:
-        eventually(lambda: _list_prepared(ram) == [SPARE_BYTES], what="nothing but a spare file is prepared")
+        spares = [limits.TOP_UP_AHEAD_BYTES] * prepare.count_spares(space.read_capacity(ram).total)
+        eventually(lambda: list_prepared(ram) == spares, what="nothing but spare files is prepared")
     heat = Path("/dev/shm") / f"ckptfs-bench-{os.getpid()}"
-    with open(heat, "wb", 0) as file:
-        for _ in range(512):
-            file.write(b"h" * 4 * MIB)
+    suites.write_new(heat, size=HEAT_BYTES, piece=4 * MIB)
     heat.unlink()
-    path = node.path / f"{next(_numbers):x}".translate(str.maketrans("0123456789", "ghijklmnop"))  # A kind of its own.
+    path = node.path / suites.name_without_digits(next(_numbers))  # A kind of its own.
     speed = float(group.run(WRITE, path, str(size), str(piece), timeout=300))
     path.unlink()
     node.settle()
     return speed
 
 
-def _list_prepared(ram: Path) -> list[int]:
-    return [int(path.name.partition("-")[0], 16) for path in (ram / "prepared").glob("*") if not path.name.startswith("new-")]
+def list_prepared(ram: Path) -> list[int]:
+    """Return the sizes of the prepared files of a RAM tier."""
+    return [int(name.partition("-")[0], 16) for name in os.listdir(ram / "prepared") if not name.startswith("new-")]
 
 
 def main() -> None:
@@ -81,9 +87,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mib", type=int, nargs="+", default=[256, 1024, 3072])
     parser.add_argument("--kib", type=int, nargs="+", default=[4, 64, 1024, 4096])
+    parser.add_argument("--ram", default="8G", help="the size of both RAM tiers")
     parser.add_argument("--nvme", action="store_true", help="both mounts have an NVMe tier")
     arguments = parser.parse_args()
-    with mounts(has_nvme=arguments.nvme) as (nodes, group):
+    with mounts(has_nvme=arguments.nvme, ram=arguments.ram) as (nodes, group):
         for mib, kib in itertools.product(arguments.mib, arguments.kib):
             pairs = measure(nodes, group, size=mib * MIB, piece=kib << 10, rounds=arguments.rounds)
             ours, theirs = (statistics.median(column) / 1e6 for column in zip(*pairs, strict=True))

@@ -127,7 +127,7 @@ def series(bench: Bench) -> None:
 
 def _checkpoint_pair(bench: Bench, act: Callable[[Path], float], size: int, number: int, *, is_second: bool) -> tuple[float, float]:
     """Return the speeds of one checkpoint in the mount and on tmpfs. The second of a series has a predecessor of its name."""
-    series_name = f"{'abcdefghij'[number]}{time.monotonic_ns():x}".translate(str.maketrans("0123456789", "ghijklmnop"))
+    series_name = suites.name_without_digits(time.monotonic_ns())
 
     def ours() -> float:
         heats = [bench.daemon.path / name for name in ((f"{series_name}_step0", f"{series_name}_step1") if is_second else ("warm", "hot"))]
@@ -139,10 +139,10 @@ def _checkpoint_pair(bench: Bench, act: Callable[[Path], float], size: int, numb
                 _remove(bench, heat)
             else:  # A name without a number: no history keeps it, and its memory is free at once, as on tmpfs.
                 heat.unlink()
-        contents = bench.daemon.root / "state" / "ram" / "contents"
-        eventually(lambda: sum(one.stat().st_size for one in contents.iterdir()) < size, what="their memory is free")
+        ram = bench.daemon.root / "state" / "ram"
+        eventually(lambda: sum(one.stat().st_size for one in (ram / "contents").iterdir()) < size, what="their memory is free")
         if is_second:
-            eventually(lambda: _has_prepared(bench, size), what="the next checkpoint is prepared")
+            eventually(lambda: any(size <= one < 2 * size for one in limited.list_prepared(ram)), what="the next checkpoint is prepared")
         path = bench.daemon.path / f"{series_name}_step2"
         speed = act(path)
         _remove(bench, path)
@@ -166,11 +166,6 @@ def _checkpoint_pair(bench: Bench, act: Callable[[Path], float], size: int, numb
 def _remove(bench: Bench, path: Path) -> None:
     """Remove a checkpoint and the set that the history keeps of it, as soon as it is one."""
     eventually(lambda: not bench.daemon.command("rm", "--now", path, check=False).returncode, what=f"{path} is a set")
-
-
-def _has_prepared(bench: Bench, size: int) -> bool:
-    names = os.listdir(bench.daemon.root / "state" / "ram" / "prepared")
-    return any(int(name.split("-")[0], 16) >= size for name in names if not name.startswith("new-"))
 
 
 def _both(once: Callable[..., float], ours: Path, raw: Path, number: int, **values: int) -> tuple[float, float]:

@@ -8,6 +8,11 @@ from pathlib import Path
 MIB = 1 << 20
 
 
+def name_without_digits(number: int) -> str:
+    """Return a name of letters only, so that it is of no series and of a kind of its own."""
+    return f"{number:x}".translate(str.maketrans("0123456789", "ghijklmnop"))
+
+
 def write(directory: Path, *, size: int, piece: int) -> float:
     """Write a new file of `size` bytes in pieces; return bytes/s, close included."""
     path = directory / "sequential"
