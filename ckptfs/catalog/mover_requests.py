@@ -5,6 +5,7 @@ argument share one open row. Kinds:
 
 - `scan`: compare the directory `inode` with the PFS. Argument `again`: also if it was imported before; `tree`: all directories below too.
 - `fetch`: fetch the content of the file `inode`. The result is `here`, or `direct`: read it on the PFS; never for the argument `write`.
+  With the argument `repair`, `here` is replaced by the names of the sources.
 - `wait_level`: the argument is a level that the file `inode` has to reach, or `journal:SEQ`: all rows of the journal about `inode` up to
   that one have to be applied.
 - `replicate_now`: the present state of the file `inode` has to be on enough other nodes for the level `clique`.
@@ -38,6 +39,8 @@ OPEN, DONE, FAILED = 0, 1, 2
 
 FOR_WRITING = "write"
 """Argument of `fetch`: the file will be written, so it cannot be read on the PFS itself."""
+FOR_REPAIR = "repair"
+"""Argument of `fetch`: the copies here are bad. The result names the source of the good one."""
 COMPARE_AGAIN = "again"
 TREE = "tree"
 """Arguments of `scan`."""

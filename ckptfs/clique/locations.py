@@ -16,6 +16,7 @@ from typing import Any
 
 from ckptfs import limits
 from ckptfs.catalog import peer_copies, remote_contents
+from ckptfs.catalog.contents import mark_found
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.peer_copies import PeerCopy
 from ckptfs.catalog.remote_contents import RemoteState
@@ -221,6 +222,7 @@ def record(db: Database, number: int, shared: ContentLocations, own_number: int)
         # Peers may have confirmed copies that they have not announced yet.
         for copy in copies:
             peer_copies.insert_peer_copy(db, copy)
+        mark_found(db, number)
         remote_contents.mark_copy_absent(db, number)
         return
     if remote_contents.is_own_unpublished(db, number):

@@ -16,7 +16,7 @@ import time
 
 from ckptfs import cgroups, disk, lifecycle, limits, procfs
 from ckptfs.catalog import copies, remote_contents, retention_state, summary
-from ckptfs.catalog.contents import count_writers, get_file_record, get_largest_recent_size, is_unchanged, mark_lost
+from ckptfs.catalog.contents import count_writers, get_file_record, get_largest_recent_size, is_unchanged
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get_shown_path
 from ckptfs.config import Config
@@ -204,8 +204,6 @@ class Evict:
             self._demote_wait_s = min(max(2 * self._demote_wait_s, limits.RETRY_FIRST_S), limits.RETRY_LAST_S)
             self._demote_at_s = time.monotonic() + self._demote_wait_s
             self._report_trouble(content, failure)
-            if mark_lost(self._db, content):
-                log.error("%s: lost: its only copy has not the sealed digest; reads fail with EIO", get_shown_path(self._db, content.inode))
             return False
         self._clear_trouble()
         self._drop(self._tiers[Tier.RAM], [content])

@@ -26,9 +26,8 @@ from dataclasses import dataclass, field
 from ckptfs import digest, disk, limits, procfs
 from ckptfs.catalog import contents, copies, handles, pfs_state, summary
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.inodes import get_shown_path
-from ckptfs.model import Content, ContentState, CopyState, Tier
-from ckptfs.tiers import reflink
+from ckptfs.model import Content, ContentState, Tier
+from ckptfs.tiers import local_copies, reflink
 from ckptfs.tiers.reflink import BlockIndex, Sharing
 from ckptfs.tiers.storage import Tiers, TierStorage
 
@@ -255,13 +254,8 @@ class ShareBlocks:
             os.posix_fadvise(fd, block * limits.BLOCK_BYTES, limits.BLOCK_BYTES, os.POSIX_FADV_DONTNEED)
             data = disk.act("share:read", os.pread, fd, limits.BLOCK_BYTES, block * limits.BLOCK_BYTES)
         expected = digest.split_digests(content.block_digests or b"")[block : block + 1]
-        if [digest.hash_block(data)] == expected or not contents.is_unchanged(self._db, content):
-            return
-        copies.set_copy_state(self._db, number, storage.tier, CopyState.QUARANTINED)
-        path = get_shown_path(self._db, content.inode)
-        log.error("%s: the copy in %s is quarantined: its digest differs in block %d", path, storage.tier, block)
-        if contents.mark_lost(self._db, content):
-            log.error("%s: lost: no copy has the sealed digest; reads fail with EIO", path)
+        if [digest.hash_block(data)] != expected:
+            local_copies.quarantine(self._db, content, storage.tier, f"its digest differs in block {block}")
 
     # --- what is shared ----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Copies of contents in the tiers of this node: copies, moves, removal, stale generations, stashes.
 
 - A copy is announced by a FILLING row, written, synced and read back; only then is it good (P4).
+- A copy that differs from the seal is quarantined, wherever that is found. The verify step remakes it from the nearest good copy.
 - The file of a forgotten copy is removed in a transaction, so that a copy that was announced since keeps its file. The PFS must not be
   accessed in a transaction; its leftovers are found by a sweep.
 - A STALE copy is a generation of a content that its writer had open and has closed since. It serves blocks for the next generation, and
@@ -20,9 +21,10 @@ from functools import partial
 from ckptfs import disk
 from ckptfs.catalog import contents, copies, remote_contents
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.inodes import get_shown_path
 from ckptfs.catalog.remote_contents import HeldCopy
 from ckptfs.errors import Busy, DigestMismatch
-from ckptfs.model import Content, CopyState, Tier
+from ckptfs.model import Content, ContentState, CopyState, Tier
 from ckptfs.tiers import reflink, transfer
 from ckptfs.tiers.storage import Tiers, TierStorage
 
@@ -35,6 +37,51 @@ transfer.declare_labels("move:copy")
 transfer.declare_labels("move:check")
 disk.declare_labels("move:create", "move:fsync", "move:directory", "move:recorded", "move:persist", "move:remove")
 disk.declare_labels("duplicate:announced", "duplicate:fsync", "duplicate:directory", "duplicate:counted", "duplicate:persist")
+
+
+def find_problem(storage: TierStorage, content: Content, *, label: str, before_block: Callable[[], None] = lambda: None) -> str:
+    """Return how the copy of a sealed content differs from its seal, or "".
+
+    The bytes come from the device, and leave no pages behind. Raises OSError if the tier fails, which is no proof.
+    """
+    try:
+        fd = storage.open(content.id, os.O_RDONLY)
+    except FileNotFoundError:
+        return "its file is gone"
+    with disk.closing(fd):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        size, digest, blocks = transfer.read(fd, label=label, before_block=before_block)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    if size != content.size:
+        return f"it has {size} bytes instead of {content.size}"
+    return "" if digest == content.digest else f"its digest differs{_describe_first_difference(content.block_digests or b'', blocks)}"
+
+
+def _describe_first_difference(expected: bytes, found: bytes) -> str:
+    for number in range(len(found) // 16):
+        if expected[16 * number : 16 * number + 16] != found[16 * number : 16 * number + 16]:
+            return f" in block {number}"
+    return ""
+
+
+def quarantine(db: Database, seen: Content, tier: Tier, problem: str) -> bool:
+    """Quarantine a bad copy (P4). Return False if the content or the copy has changed since it was read.
+
+    The content is LOST if nothing else has it.
+    """
+    with db.transaction():
+        known = [copy.state for copy in copies.list_copies(db, seen.id) if copy.tier is tier]
+        if not contents.is_unchanged(db, seen) or not known or known[0] is CopyState.FILLING:
+            return False
+        if known[0] is CopyState.QUARANTINED:
+            return True
+        copies.set_copy_state(db, seen.id, tier, CopyState.QUARANTINED)
+        is_lost = seen.state is ContentState.SEALED and contents.mark_lost(db, seen)
+    path = get_shown_path(db, seen.inode)
+    log.error("%s: the copy in %s is quarantined: %s", path, tier, problem)
+    if is_lost:
+        log.error("%s: lost: no copy has the sealed digest; reads fail with EIO", path)
+    return True
 
 
 def copy_to_tier(db: Database, tiers: Tiers, content: Content, source: Tier, target: Tier) -> None:
@@ -64,20 +111,14 @@ def _copy_bytes(db: Database, tiers: Tiers, content: Content, source: Tier, targ
     with disk.closing(tiers[source].open(content.id)) as source_fd, disk.closing(tiers[target].create(content.id)) as target_fd:
         tiers[target].reserve(target_fd, os.fstat(source_fd).st_blocks * 512)
         size, digest, _ = transfer.copy(source_fd, target_fd, label="duplicate", before_block=check)
-        _verify_source(db, content, source, (size, digest), check)
+        if (size, digest) != (content.size, content.digest):
+            if not quarantine(db, content, source, "it has not the digest that it was sealed with"):
+                raise Busy("the content has changed")
+            raise DigestMismatch(f"the copy of content {content.id} in {source} does not have the digest that it was sealed with")
         tiers[target].persist(target_fd, "duplicate")
         size, digest, _ = transfer.read(target_fd, label="duplicate:check", before_block=check)
         if (size, digest) != (content.size, content.digest):
             raise DigestMismatch(f"content {content.id} does not read back from {target} as written")
-
-
-def _verify_source(db: Database, content: Content, source: Tier, found: tuple[int, bytes], check: Callable[[], None]) -> None:
-    """Quarantine the source if it has another digest than the sealed one and no writer."""
-    if found == (content.size, content.digest):
-        return
-    check()
-    copies.set_copy_state(db, content.id, source, CopyState.QUARANTINED)
-    raise DigestMismatch(f"the copy of content {content.id} in {source} does not have the digest that it was sealed with")
 
 
 def _remove_unfinished(db: Database, tiers: Tiers, content: Content, target: Tier) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from local_node import MIB, Node, in_process
@@ -11,7 +12,7 @@ from ckptfs.catalog import copies
 from ckptfs.errors import Busy
 from ckptfs.flow.verify import CheckResult, verify
 from ckptfs.model import ContentState, CopyState, Tier
-from ckptfs.tiers import transfer
+from ckptfs.tiers import local_copies, transfer
 
 GOOD_BOTH = {Tier.RAM: CopyState.GOOD, Tier.NVME: CopyState.GOOD}
 
@@ -26,7 +27,7 @@ def twice(node: Node, data: bytes = b"data" * 1000) -> int:
 def test_good_copies_are_good_and_freshly_verified(node: Node) -> None:
     content = twice(node)
     node.db.run("UPDATE copy SET verified_ns = 1")
-    assert verify(node.db, node.tiers, content) == [CheckResult(Tier.RAM, True), CheckResult(Tier.NVME, True)]
+    assert verify(node.db, node.tiers, content) == [CheckResult(Tier.RAM), CheckResult(Tier.NVME)]
     assert all(copy.verified_ns > 1 for copy in copies.list_copies(node.db, content))
 
 
@@ -72,7 +73,7 @@ def test_a_copy_that_is_right_again_counts_again(node: Node) -> None:
     verify(node.db, node.tiers, content)
     assert node.state(content) is ContentState.LOST
     node.spoil(content, Tier.RAM)
-    assert verify(node.db, node.tiers, content) == [CheckResult(Tier.RAM, True)]
+    assert verify(node.db, node.tiers, content) == [CheckResult(Tier.RAM)]
     assert node.state(content) is ContentState.SEALED and node.copies(content) == {Tier.RAM: CopyState.GOOD}
 
 
@@ -102,6 +103,49 @@ def test_a_writer_during_verification_ends_it_without_a_verdict(node: Node, monk
     with pytest.raises(Busy):
         verify(node.db, node.tiers, content)
     assert node.copies(content) == {Tier.RAM: CopyState.GOOD}
+
+
+def test_a_writer_after_the_check_keeps_its_only_copy(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: the file was bad when it was read; by the time of the verdict a program writes it, and the copy is that of the writer."""
+    content = node.make_sealed(b"file", b"data")
+    node.spoil(content, Tier.RAM)
+    check = local_copies.find_problem
+
+    def check_then_write(*arguments: Any, **named: Any) -> str:
+        problem = check(*arguments, **named)
+        node.reopen(content, Tier.RAM)
+        return problem
+
+    seen = node.row(content)
+    monkeypatch.setattr(local_copies, "find_problem", check_then_write)
+    with pytest.raises(Busy):
+        verify(node.db, node.tiers, content)
+    assert not local_copies.quarantine(node.db, seen, Tier.RAM, "its digest differs")
+    assert node.copies(content) == {Tier.RAM: CopyState.GOOD} and node.state(content) is ContentState.OPEN
+
+
+def test_a_copy_that_is_evicted_during_the_check_is_not_bad(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = twice(node)
+    whole = transfer.read
+
+    def read(fd: int, **named: object) -> object:
+        copies.delete_copy(node.db, content, Tier.RAM)
+        return whole(fd, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(transfer, "read", read)
+    with pytest.raises(Busy):
+        verify(node.db, node.tiers, content)
+    assert node.copies(content) == {Tier.NVME: CopyState.GOOD}
+
+
+def test_a_tier_that_is_not_mounted_is_no_proof(node: Node) -> None:
+    """P5: the copies there are taken again when the tier returns."""
+    content = twice(node)
+    node.configure(nvme=None)
+    node.spoil(content, Tier.RAM)
+    assert [one.tier for one in verify(node.db, node.tiers, content)] == [Tier.RAM]
+    assert node.copies(content) == {Tier.RAM: CopyState.QUARANTINED, Tier.NVME: CopyState.GOOD}
+    assert node.state(content) is ContentState.SEALED
 
 
 @pytest.mark.crash

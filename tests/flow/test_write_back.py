@@ -367,7 +367,7 @@ def test_a_bad_copy_is_quarantined_and_another_one_used(mount: Mount, caplog: py
     mount.settle()
     assert (mount.pfs / "file").read_bytes() == b"x" * 10_000
     assert mount.copies(content) == {Tier.RAM: CopyState.QUARANTINED, Tier.NVME: CopyState.GOOD}
-    assert "wrong digest" in caplog.text
+    assert "the copy in ram is quarantined: its digest differs" in caplog.text
 
 
 def test_a_file_whose_last_copy_is_bad_is_lost_and_never_published(mount: Mount) -> None:

@@ -300,14 +300,14 @@ def test_verify_mends_from_what_lies_elsewhere(served: Served) -> None:
         node.spoil(content, Tier.RAM)
         copies.set_copy_state(node.db, content, Tier.RAM, CopyState.GOOD)
         fetched.set()
-        mover_requests.mark_done(node.db, want.id, mover_requests.FETCHED)
+        mover_requests.mark_done(node.db, want.id, "n2, n3")
 
     thread = threading.Thread(target=fetch)
     thread.start()
     (found, *_) = [finding for progress in served.client.verify(node.inode(content)) for finding in progress.findings]
     thread.join()
     assert fetched.is_set() and served.lanes.times
-    assert found.verdict == "bad" and "remade from a good copy" in found.what
+    assert found.verdict == "bad" and "repaired from n2, n3" in found.what
     assert node.data(content) == data
 
 

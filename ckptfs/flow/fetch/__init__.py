@@ -139,6 +139,8 @@ class Fetch:
             if result == mover_requests.FETCHED and state is not None and not state.has_local_copy:
                 size = state.content.size if state.content is not None else state.published.size if state.published is not None else 0
                 step_durations.record(step_durations.FETCH, time.monotonic() - since_s, size)
+            if request.argument == mover_requests.FOR_REPAIR and result == mover_requests.FETCHED:
+                result = progress.sources or result
             disk.act("fetch:answered", mover_requests.mark_done, self._db, request.id, result)
             self._notify.notify_replies()
 
@@ -156,6 +158,7 @@ class Fetch:
         assert state.published is not None
         tier = self._choose_tier(state.published.size, is_required=is_required, is_never_read=state.published.digest is None)
         with self._retry_elsewhere(tier):
+            progress.sources = "the PFS"
             return self._pfs.fetch(state, tier, progress, is_required=is_required)
 
     def _fetch_from_peers(self, state: FetchState, sources: Sources, progress: FetchProgress, *, is_required: bool) -> bool:
@@ -167,6 +170,7 @@ class Fetch:
             return False
         try:
             with self._retry_elsewhere(tier):
+                progress.sources = ", ".join(node.name for node in sources.nodes)
                 self._peers.fetch(state, sources.nodes, tier, progress)
         except PeerFailed as failure:
             if isinstance(failure, PeerBusy) and progress.can_wait(state.content.size):

@@ -35,6 +35,8 @@ class FetchProgress:
 
     def __init__(self, db: Database, tiers: Tiers, notify: Notifier, request: mover_requests.MoverRequest, since_s: float) -> None:
         """`since_s`: when the request was first tried."""
+        self.sources = ""
+        """From where the present attempt fetches, for messages."""
         self._since_s = since_s
         self._db = db
         self._tiers = tiers

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ckptfs import digest, disk, limits
-from ckptfs.catalog import contents, copies, identity, peer_copies, remote_contents
+from ckptfs.catalog import copies, identity, peer_copies, remote_contents
 from ckptfs.catalog.copies import FetchState
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.remote_contents import RemoteState
@@ -57,7 +57,6 @@ class PeerFetcher:
         if state.content_id is None:
             return state
         shared = self._refresh_locations(state.content_id)
-        contents.mark_found(self._db, state.content_id)
         fresh = copies.load_fetch_state(self._db, state.inode)
         if fresh is None or fresh.has_local_copy or not (fresh.content is None or fresh.content.is_remote):
             return fresh

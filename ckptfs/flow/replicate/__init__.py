@@ -13,15 +13,13 @@ what is being sent goes on.
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
 
 from ckptfs import disk, limits, step_durations
-from ckptfs.catalog import exposure, namespace, peer_copies
-from ckptfs.catalog.contents import expire_previous, is_unchanged, mark_lost
-from ckptfs.catalog.copies import set_copy_state
+from ckptfs.catalog import exposure, peer_copies
+from ckptfs.catalog.contents import expire_previous, is_unchanged
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.peer_copies import PeerCopy
 from ckptfs.clique import locations, placement
@@ -30,8 +28,8 @@ from ckptfs.clique.membership import ClusterView, Node
 from ckptfs.clique.peer_api import Offer, PeerCorrupt, PeerFailed, PeerRefused, SendResult
 from ckptfs.errors import StoreUnreachable
 from ckptfs.flow.replicate.peer_queues import Job, PeerBackoff, PeerLoad, PeerQueues
-from ckptfs.model import Content, CopyState, Notifier, Tier
-from ckptfs.tiers import transfer
+from ckptfs.model import Content, Notifier, Tier
+from ckptfs.tiers import local_copies
 from ckptfs.tiers.storage import Tiers
 
 log = logging.getLogger(__name__)
@@ -264,25 +262,13 @@ class Replicate:
     def _verify_own_copy(self, node: Node, content: Content, tier: Tier, failure: PeerCorrupt) -> None:
         """Check the copy of which a peer got wrong data: it is being written, or bad (P4)."""
         self._backoff.record_refusal(node.number, content.id, 0)
-        if not is_unchanged(self._db, content):
-            return
         try:
-            fd = self._tiers[tier].open(content.id)
-        except OSError:
-            return
-        try:
-            found = transfer.read(fd, label="replicate:check")[:2]
+            problem = local_copies.find_problem(self._tiers[tier], content, label="replicate:check")
         except OSError as trouble:
             log.warning("content %d: cannot be read in %s: %s", content.id, tier, trouble)
             return
-        finally:
-            os.close(fd)
-        if found != (content.size, content.digest) and is_unchanged(self._db, content):
-            set_copy_state(self._db, content.id, tier, CopyState.QUARANTINED)
-            name = os.fsdecode(namespace.get_path(self._db, content.inode))
-            log.error("%s: the copy in %s is quarantined: %s", name, tier, failure)
-            if mark_lost(self._db, content):
-                log.error("%s: lost: no copy has the sealed digest; reads fail with EIO", name)
+        if problem and local_copies.quarantine(self._db, content, tier, f"{problem} ({failure})"):
+            self._notify.wake_lanes()
 
     # --- copies that are not needed any more --------------------------------------------------------------------------
 

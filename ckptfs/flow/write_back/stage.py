@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from ckptfs import digest, disk, limits
 from ckptfs.catalog import contents, pfs_batch, pfs_state
-from ckptfs.catalog.copies import list_copies, set_copy_state
+from ckptfs.catalog.copies import list_copies
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
 from ckptfs.catalog.pfs_batch import PfsAction, PfsBatch, PfsLocation
@@ -31,7 +31,7 @@ from ckptfs.flow.write_back.plan import Planner
 from ckptfs.flow.write_back.plan_facts import PlannedFile, SourceKind
 from ckptfs.flow.write_back.shared_blocks import PfsBlocks
 from ckptfs.model import Content, ContentState, CopyState, Inode, PublishedRow, Tier
-from ckptfs.tiers import pfs_ownership, pfs_sync, transfer
+from ckptfs.tiers import local_copies, pfs_ownership, pfs_sync, transfer
 from ckptfs.tiers.pfs_tree import PfsTree, find_stat
 from ckptfs.tiers.storage import Tiers
 
@@ -220,11 +220,9 @@ class Stager:
                 continue
             if (copied[0], copied[1]) == (content.size, content.digest):
                 return copied
-            self._require_unchanged(content)
-            set_copy_state(self._db, content.id, tier, CopyState.QUARANTINED)
-            log.error("%s: copy in %s quarantined: wrong digest; another copy is used", self._path, tier)
+            local_copies.quarantine(self._db, content, tier, "its digest differs")
         if not contents.is_unchanged(self._db, content):
-            raise Busy("the content was deleted or opened for writing")
+            raise Busy("the content was deleted, lost or opened for writing")
         if refusal is not None:
             raise refusal
         beyond = [copy.tier for copy in list_copies(self._db, content.id) if copy.tier not in self._tiers]

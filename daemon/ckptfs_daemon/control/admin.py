@@ -19,14 +19,14 @@ from pathlib import Path
 import grpc
 
 from ckptfs import limits
-from ckptfs.catalog import contents, copies, history_names, mover_requests, namespace, peer_copies, summary
+from ckptfs.catalog import copies, history_names, mover_requests, namespace, summary
 from ckptfs.catalog.database import Database
 from ckptfs.coherence import key_state, store_loss
 from ckptfs.config import Config
 from ckptfs.config.schema import LOG_LEVELS
 from ckptfs.errors import Busy, CkptfsError, InvalidArgument, TimedOut, posix_error
 from ckptfs.flow import verify
-from ckptfs.lifecycle import FileRecord, is_on_pfs
+from ckptfs.lifecycle import FileRecord
 from ckptfs.model import Content, ContentState, Level
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
@@ -91,32 +91,27 @@ class FileVerifier:
             return [pb.Finding(verdict=UNKNOWN, what="is not sealed yet, so there is no digest to compare with")]
         try:
             checked = verify.verify(self._db, self._tiers, content.id)
-            if checked and not any(one.ok for one in checked) and self._has_other_source(content.id):
-                checked = self._verify_after_fetch(content, checked)
+            if checked and not any(one.ok for one in checked):
+                checked = self._repair_from_elsewhere(content, checked)
         except Busy as failure:
             return [pb.Finding(verdict=UNKNOWN, what=str(failure))]
         except (OSError, CkptfsError) as failure:
             return [pb.Finding(verdict=UNREADABLE, what=str(failure))]
         return [_build_finding(one) for one in checked]
 
-    def _has_other_source(self, number: int) -> bool:
-        record = contents.get_file_record(self._db, number)
-        content = record.content
-        if content is None or content.state is not ContentState.SEALED:
-            return False
-        return is_on_pfs(record) or content.is_remote or bool(peer_copies.list_holders(self._db, content))
-
-    def _verify_after_fetch(self, content: Content, before: list[verify.CheckResult]) -> list[verify.CheckResult]:
+    def _repair_from_elsewhere(self, content: Content, before: list[verify.CheckResult]) -> list[verify.CheckResult]:
         """Fetch the file and verify again; what is good now was repaired. Returns `before` if that failed."""
-        request_id = mover_requests.insert_request(self._db, mover_requests.FETCH, content.inode, wait_s=limits.FETCH_STALL_S)
+        request_id = verify.request_repair(self._db, content.id)
+        if request_id is None:
+            return before
         self._retry_now()
         while mover_requests.is_open(self._db, request_id):
             threading.Event().wait(FETCH_POLL_S)
-        answer = mover_requests.get(self._db, request_id)
-        if answer is None or answer.result != mover_requests.FETCHED:
+        if not (source := verify.find_repair_source(self._db, request_id)):
             return before
         after = {one.tier: one for one in verify.verify(self._db, self._tiers, content.id)}
-        found = [replace(one, repaired=one.tier in after and (after[one.tier].ok or after[one.tier].repaired)) for one in before]
+        good = {tier: one.source or source for tier, one in after.items() if one.ok or one.repaired}
+        found = [replace(one, source=good.get(one.tier, "")) for one in before]
         return found + [one for tier, one in after.items() if tier not in {bad.tier for bad in before}]
 
     def _verify_on_pfs(self, inode: int, record: FileRecord) -> list[pb.Finding]:
@@ -149,7 +144,7 @@ class FileVerifier:
 
 
 def _build_finding(checked: verify.CheckResult) -> pb.Finding:
-    what = f"{checked.problem}; it was remade from a good copy" if checked.repaired else checked.problem
+    what = f"{checked.problem}; repaired from {checked.source}" if checked.repaired else checked.problem
     return pb.Finding(tier=checked.tier.value, verdict=GOOD if checked.ok else BAD, what=what)
 
 

@@ -16,12 +16,12 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from ckptfs import disk
-from ckptfs.catalog import contents, copies, history, inodes
+from ckptfs.catalog import contents, history, inodes
 from ckptfs.catalog.contents import FileContent
 from ckptfs.coherence import keys
 from ckptfs.errors import Busy, DigestMismatch, NoSpace
 from ckptfs.flow import open
-from ckptfs.model import Content, ContentState, CopyState, Tier
+from ckptfs.model import Content, ContentState, Tier
 from ckptfs.tiers import health, local_copies
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
@@ -106,8 +106,7 @@ async def _copy_in_tier(context: MountContext, content: Content, source: TierSto
                 file.content, file.storage = copied, target
         disk.act("history:separated", lambda: None)
     except DigestMismatch:
-        log.error("%s: its copy in %s does not have the digest of its seal", inodes.get_shown_path(context.db, content.inode), source.tier)
-        copies.set_copy_state(context.db, content.id, source.tier, CopyState.QUARANTINED)
+        local_copies.quarantine(context.db, content, source.tier, "it does not have the digest of its seal")
     finally:
         if not is_separated:
             with context.db.transaction() as db:
