@@ -292,7 +292,7 @@ def test_the_page_says_what_works(make_daemon: Callable[..., DaemonUnderTest], t
     variables = environment(PATH=f"{program.parent}:{os.environ['PATH']}")
     text = PAGE.read_text()
     for block in re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        script = block.replace("/ckpt/", f"{daemon.path}/").replace("/tmp/inspect", str(tmp_path / "inspect"))
+        script = block.replace("/tmp/", f"{tmp_path}/").replace("/ckpt/", f"{daemon.path}/")
         script = script.replace("ckptfs list\n", f"ckptfs list {daemon.path}\n")  # There may be other mounts.
         done = subprocess.run(["bash", "-euxc", script], env=variables, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr

@@ -66,7 +66,10 @@ def get_current_request() -> Request:
 
 
 def is_interrupted(number: int) -> bool:
-    """Return True if a signal came for the caller of a request: it must be answered soon, or nobody can kill the caller."""
+    """Return True if a signal came for the caller of a request.
+
+    Such a request must be answered soon: the kernel lets nothing kill the caller before that.
+    """
     return number in session.interrupted_requests
 
 

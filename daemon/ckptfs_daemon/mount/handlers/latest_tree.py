@@ -1,6 +1,6 @@
-"""The read-only trees `.ckptfs/latest` (N2) and `.ckptfs/complete` (D6) at the root of the mount, whose symlinks lead to checkpoints.
+"""The read-only trees `.ckptfs/latest` (N2) and `.ckptfs/complete` (D6): symlinks to checkpoints.
 
-Both trees show the directories of the mount. `latest` has the series of each as symlinks to their newest complete member:
+They are at the root of the mount. Both show the directories of the mount. `latest` has the series of each as symlinks to their newest complete member:
 `.ckptfs/latest/run1/step_*` leads to `run1/step_100`. A checkpoint of TensorFlow has a symlink for each of its files. Each readlink(2)
 searches again, with the rules of `ckptfs.series`; while no checkpoint is complete it fails with ENOENT.
 
@@ -119,7 +119,7 @@ class LatestTree(ReadOnlyTree):
         return self._build_entry_attributes(self._get_entry(inode))
 
     async def readlink(self, inode: int) -> bytes:
-        """Return the target of a symlink: the newest complete member of its series, or the set for which it waits."""
+        """Return the target of a symlink. Raises EINVAL, and what the trees raise."""
         number, entry = request.get_current_request().number, self._get_entry(inode)
         if not entry.link:
             raise posix_error(errno.EINVAL)
@@ -214,7 +214,10 @@ class LatestTree(ReadOnlyTree):
         return b"../" * (len(parts) + 2) + b"/".join([*parts, newest.entry])
 
     async def _wait_for_set(self, entry: VirtualEntry, number: int) -> bytes:
-        """Wait until a member is a set, and return the relative path to it. Raises EINTR at a signal, EAGAIN if too many wait."""
+        """Wait until a member is a set, and return the relative path to it.
+
+        Raises EINTR at a signal, EAGAIN if too many wait.
+        """
         if self._waiters >= limits.SET_WAITERS_MAX:
             raise posix_error(errno.EAGAIN)
         self._waiters += 1

@@ -203,7 +203,10 @@ class MountMemberReader:
         }
 
     async def find_set_path(self, directory: int, name: bytes) -> bytes:
-        """Return the path below the history of the newest set of a member, or of a file of a group. Empty if there is none."""
+        """Return the path below the history of the newest set of a member, or of a file of a group.
+
+        It is empty if there is none.
+        """
         pattern = series.name if (series := find_series(name, ())) is not None else name
         record = await self._find_series_record(directory, pattern) or self._find_group_series(directory, pattern)
         if record is None:
