@@ -1,8 +1,8 @@
 """The read-only trees `.ckptfs/latest` (N2) and `.ckptfs/complete` (D6): symlinks to checkpoints.
 
-They are at the root of the mount. Both show the directories of the mount. `latest` has the series of each as symlinks to their newest complete member:
-`.ckptfs/latest/run1/step_*` leads to `run1/step_100`. A checkpoint of TensorFlow has a symlink for each of its files. Each readlink(2)
-searches again, with the rules of `ckptfs.series`; while no checkpoint is complete it fails with ENOENT.
+They are at the root of the mount. Both show the directories of the mount. `latest` has the series of each as symlinks to their newest
+complete member: `.ckptfs/latest/run1/step_*` leads to `run1/step_100`. A checkpoint of TensorFlow has a symlink for each of its files.
+Each readlink(2) searches again, with the rules of `ckptfs.series`; while no checkpoint is complete it fails with ENOENT.
 
 `complete` has the members that are sets: `.ckptfs/complete/run1/step_100` leads to the newest set of that name in the history. If there is
 none, readlink(2) waits for it, and so does every open through the link, until the set is complete or a signal comes. Such a link is
