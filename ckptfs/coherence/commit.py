@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptfs import limits
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.retention_state import CHOSEN_XATTR
 from ckptfs.coherence import chain, key_state
 from ckptfs.coherence.chain import ChainLink
 from ckptfs.coherence.key_state import CachedValue
@@ -28,6 +29,7 @@ from ckptfs.coherence.keys import (
     Value,
     build_names_prefix,
     decode_value,
+    encode_chosen_key,
     encode_fields,
     encode_key,
     encode_value,
@@ -49,7 +51,7 @@ class StoreTransaction:
     `new_values`: keys to put (a value) or to delete (None). `unchanged_keys`: dirty keys that equal the store already. Both
     hold all changes up to `change_last`. `expected_revisions`: keys that must still have this revision. `required_directories`
     must exist, `required_empty` must have no entries. `deleted_later`: inodes that a later transaction deletes; until then they
-    keep the value that the store has.
+    keep the value that the store has. `told_chosen`: keys of sets that were chosen for the PFS, for the nodes that watch them.
     """
 
     link: ChainLink
@@ -61,6 +63,7 @@ class StoreTransaction:
     required_empty: set[int] = field(default_factory=set)
     deleted_later: set[SharedKey] = field(default_factory=set)
     extra_deletes: list[Delete] = field(default_factory=list)
+    told_chosen: dict[bytes, Operation] = field(default_factory=dict)
     size_bytes: int = 0
     change_count: int = 0
     is_complete: bool = True
@@ -82,6 +85,7 @@ class StoreTransaction:
         return [
             *done,
             *(operation for operation in self.extra_deletes if operation.key not in once),
+            *self.told_chosen.values(),
             self.build_link_put(),
         ]
 
@@ -103,7 +107,7 @@ class StoreTransaction:
     def operation_count(self) -> int:
         """Return the number of its operations; `limits.ETCD_OPERATIONS_MAX` bounds it."""
         return max(
-            len(self.new_values) + len(self.extra_deletes) + 1,
+            len(self.new_values) + len(self.extra_deletes) + len(self.told_chosen) + 1,
             len(self.expected_revisions) + len(self.required_directories) + len(self.required_empty) + 1,
         )
 
@@ -272,6 +276,9 @@ class _TransactionBuilder:
     def _add_inode_conditions(self, key: SharedKey, known: CachedValue, value: bytes | None) -> None:
         before, now = known.fields, decode_value(value)
         kind = stat.S_IFMT((now or before or {"mode": 0})["mode"])
+        if _is_chosen(before) != _is_chosen(now):
+            chosen = encode_chosen_key(key.number)
+            self._transaction.told_chosen[chosen] = Put(chosen, b"1") if _is_chosen(now) else Delete(chosen)
         if now is None and kind == stat.S_IFDIR:
             self._transaction.required_empty.add(key.number)
             self._transaction.extra_deletes.append(Delete(encode_key(SharedKey(TIMES, key.number))))
@@ -343,6 +350,11 @@ def _get_child(entry: bytes | None) -> int:
     return int((decode_value(entry) or {"child": 0})["child"])
 
 
+def _is_chosen(inode: Value | None) -> bool:
+    """Return True for the directory of a set that was chosen for the PFS."""
+    return CHOSEN_XATTR.decode() in (inode or {}).get("xattrs", {})
+
+
 def _is_directory(entry: bytes | None) -> int:
     """Return whether a name leads to a directory, without decoding the value: each name is asked."""
     return int(entry is not None and _DIRECTORY_TYPE_JSON in entry)
@@ -358,4 +370,5 @@ def _copy_transaction(transaction: StoreTransaction) -> StoreTransaction:
         required_empty=set(transaction.required_empty),
         deleted_later=set(transaction.deleted_later),
         extra_deletes=list(transaction.extra_deletes),
+        told_chosen=dict(transaction.told_chosen),
     )

@@ -135,6 +135,8 @@ JOURNAL_ROW = "j"
 
 LAST_COMMIT = "w"
 """`w/<node>`: the chain of a node's transactions (see `chain`)."""
+CHOSEN_PREFIX = b"h/"
+"""`h/<set>`, put with the attribute that chooses a set for the PFS: nodes that hold files of it watch these keys. Goes with the set."""
 PRIOR_REVISION = "was"
 """A field that 0.2.0 gave to values when it put them again into a store that had lost its data. It means nothing now."""
 CONFLICT_MARK = b".ckptfs-conflict-"
@@ -184,6 +186,19 @@ def decode_key(raw: bytes) -> SharedKey:
     if match is None or match[3] in (b".", b"..") or len(match[3] or b"") > limits.NAME_BYTES_MAX:
         raise ValueError(f"{raw[:80]!a} is no key of ckptfs")
     return SharedKey(match[1].decode(), int(match[2], 16), match[3] or b"")
+
+
+def encode_chosen_key(set_directory: int) -> bytes:
+    """Return the key that tells of a set that was chosen for the PFS."""
+    return CHOSEN_PREFIX + b"%016x" % set_directory
+
+
+def decode_chosen_key(raw: bytes) -> int:
+    """Return the directory of the set. Raises ValueError if ckptfs never makes such a key."""
+    directory = int(raw.removeprefix(CHOSEN_PREFIX), 16)
+    if not 0 < directory < 1 << 63 or encode_chosen_key(directory) != raw:
+        raise ValueError(f"{raw[:80]!a} is no key of a chosen set")
+    return directory
 
 
 def build_names_prefix(directory: int) -> bytes:

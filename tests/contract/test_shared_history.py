@@ -5,10 +5,12 @@ import trio
 from shared_catalogs import Node, async_tests, play_on_two_nodes, settled
 from shared_sets import keep, read_history, separate
 
-from ckptfs.catalog import contents, history, inodes
+from ckptfs.catalog import contents, history, inodes, retention_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import SetRecord
+from ckptfs.coherence.keys import CHOSEN_PREFIX, decode_chosen_key
 from ckptfs.model import ContentState, Tier
+from ckptfs.store.kv import Get, prefix_end
 
 two_nodes = async_tests(play_on_two_nodes)
 
@@ -29,6 +31,37 @@ async def test_a_set_of_one_node_is_seen_by_the_other(a: Node, b: Node) -> None:
     for one in history.list_sets(b.db, series.directory):
         await b.sharing.refresh_inode(one.directory)
     assert history.list_sets(b.db, series.directory)[0].is_pinned
+
+
+@two_nodes
+async def test_the_key_of_a_chosen_set_is_there_as_long_as_the_set(a: Node, b: Node) -> None:
+    """D7: nodes that hold files of it watch these keys; one that starts later reads them."""
+
+    def list_chosen() -> list[int]:
+        found = a.sharing._store.read([Get(CHOSEN_PREFIX, prefix_end(CHOSEN_PREFIX))])
+        return [decode_chosen_key(item.key) for item in found.results[0]]
+
+    await a.make("f1")
+    await keep(a, "f1")
+    (series,) = history.list_series(a.db)
+    (made,) = history.list_sets(a.db, series.directory)
+    assert list_chosen() == []
+    with a.db.transaction():
+        retention_state.mark_chosen(a.db, made.directory)
+    await settled([a])
+    assert list_chosen() == [made.directory]
+    await read_history(b)
+    await b.sharing.refresh_inode(made.directory)
+    with b.db.transaction():
+        assert history.delete_set(b.db, made.directory, 100)
+    await settled([b])
+    assert list_chosen() == []
+
+
+@pytest.mark.parametrize("raw", [b"h/", b"h/0", b"h/ffffffffffffffff", b"h/000000000000000A", b"h/00000000000000zz", b"h/0000000000000000"])
+def test_a_key_that_names_no_set_is_refused(raw: bytes) -> None:
+    with pytest.raises(ValueError):
+        decode_chosen_key(raw)
 
 
 @two_nodes

@@ -1,14 +1,17 @@
 """D1, D4, X3 among nodes, in virtual time: three nodes write shards of one set; one set comes of it, which no node's rotation destroys."""
 
+import itertools
 import json
 import os
 import random
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 import simulated_cluster
 import trio
 from ckptfs_daemon.mount.sets.set_maker import SetMaker
+from ckptfs_daemon.mount.sets.set_refresh import SetRefresh
 from simulated_cluster import SETTLE_S, SimulatedCluster, SimulatedNode, track_sets
 from simulated_store import SimulatedEtcd
 
@@ -244,10 +247,10 @@ def test_an_overwrite_while_another_node_makes_the_set(moment: str, monkeypatch:
 EVERY_SECOND = RetentionRule("step_*", keep=10, pfs_every=2)
 
 
-def list_pfs(cluster: SimulatedCluster) -> dict[str, set[str]]:
+def list_pfs(cluster: SimulatedCluster, run: str = ".") -> dict[str, set[str]]:
     """Return the names in each directory of a set on the PFS, in the application's place and in the history."""
     assert cluster.pfs is not None
-    found = [*cluster.pfs.glob("step_*"), *cluster.pfs.glob(".ckptfs.history/step_*/*")]
+    found = [*cluster.pfs.glob(f"{run}/step_*"), *cluster.pfs.glob(f".ckptfs.history/{run}/step_*/*")]
     return {str(path.relative_to(cluster.pfs)): {one.name for one in path.iterdir()} for path in found}
 
 
@@ -287,6 +290,68 @@ def test_the_second_set_of_two_saves_in_a_row_goes_to_the_pfs(seed: int) -> None
         assert list_pfs(cluster) == {f"step_{step}": writers, f".ckptfs.history/{second}": writers | manifest}
 
     simulate(act, seed, EVERY_SECOND)
+
+
+IN_TIME_S = 3.0
+"""From a save to its last byte on the PFS, if nothing waits for a timer that grows."""
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 2.0])
+def test_a_set_that_is_complete_after_a_later_one_goes_to_the_pfs(pause_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D7: each node writes its part back soon, whichever node makes which set. `pause_s`: the others have looked at theirs before."""
+    maker = 1
+
+    def choose_delay_s(refresh: SetRefresh) -> float:
+        return limits.SET_SPREAD_S * (identity.get_node_number(refresh._context.db) != maker)
+
+    async def save_as(cluster: SimulatedCluster, directory: str, dice: random.Random) -> None:
+        for node in sorted(cluster.living, key=lambda node: node.number == maker):
+            await trio.sleep(pause_s * (node.number == maker))
+            await node.ensure_directory(directory)
+            await node.write(f"{directory}/{shard(node)}", dice.randbytes(1000))
+        await trio.sleep(IN_TIME_S)
+
+    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
+        nonlocal maker
+        writers, manifest = {shard(node) for node in cluster.living}, {"MANIFEST.json", "MANIFEST.xxh128"}
+        for makers in itertools.product(cluster.nodes, cluster.nodes):
+            run = "run{}{}".format(*makers)
+            await cluster.living[0].mkdir(run)
+            for step, made_by in zip((2, 1), makers, strict=True):
+                maker = made_by
+                await save_as(cluster, f"{run}/step_{step}", dice)
+            shown = list_pfs(cluster, run)
+            assert {path for path in await list_history(cluster.living[0]) if run in path} == {f"{run}/step_*/{one}" for one in ORDER}
+            assert shown == {f"{run}/step_1": writers, f".ckptfs.history/{run}/step_*/step_1@2": writers | manifest}, makers
+
+    monkeypatch.setattr(SetRefresh, "choose_delay_s", choose_delay_s)
+    simulate(act, 1, replace(EVERY_SECOND, path="run*/step_*"))
+
+
+ORDER = ("step_1@2", "step_2@1")
+
+
+def test_a_mount_process_that_starts_after_a_set_was_chosen() -> None:
+    """D7: it releases what the one before wrote of it. Nothing else tells it of the series."""
+
+    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
+        late = cluster.nodes[3]
+        late.tracking.cancel()
+        for step in (1, 2):
+            await save(cluster, step, dice)
+            await trio.sleep(IN_TIME_S)
+        with late.db.transaction():
+            late.db.run("DELETE FROM set_candidate")
+        writers = {shard(node) for node in cluster.living}
+        assert list_pfs(cluster)["step_2"] == writers - {shard(late)}
+        async with trio.open_nursery() as nursery:
+            late.tracking = trio.CancelScope()
+            track_sets(late, nursery)
+            await trio.sleep(IN_TIME_S)
+            nursery.cancel_scope.cancel()
+        assert list_pfs(cluster) == expect_on_pfs(writers, 2)
+
+    simulate(act, 1, EVERY_SECOND)
 
 
 @pytest.mark.parametrize("writers", [(1, 2, 3), (3,)])

@@ -32,7 +32,7 @@ from ckptfs.coherence.read import RecentDeletes, StoreValue
 from ckptfs.coherence.store_loss import AdoptionStep, EpochCheckedStore
 from ckptfs.errors import CkptfsError, StoreLost, StoreUnreachable, TransactionInvalid, posix_error
 from ckptfs.store.kv import Get, Outcome, Store
-from ckptfs_daemon.mount.cluster import cluster_recovery
+from ckptfs_daemon.mount.cluster import cluster_recovery, key_watch
 from ckptfs_daemon.mount.cluster.cluster_recovery import wait_outcome
 
 
@@ -247,6 +247,10 @@ class SharedNamespace:
         finally:
             for question in questions:
                 question.done.set()
+
+    async def follow_keys(self, prefix: bytes, on_keys: Callable[[Iterable[bytes]], None]) -> None:
+        """Call `on_keys` with all keys below a prefix, then with those that are put. A task."""
+        await key_watch.follow_keys(self._store, prefix, on_keys)
 
     # --- publishing ---------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import trio
 
 from ckptfs import limits
-from ckptfs.catalog import history, identity, namespace, peer_copies, pfs_hold, retention_state, summary
+from ckptfs.catalog import history, namespace, retention_state, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet, SeriesRecord
 from ckptfs.catalog.set_members import MANIFEST_NAMES
@@ -42,8 +42,6 @@ import pyfuse3  # isort: skip
 log = logging.getLogger(__name__)
 
 Name = tuple[int, bytes]
-RELEASED_TOGETHER_MAX = 16
-"""Files of a chosen set that one change releases: they go with their journal rows in one transaction of the store."""
 
 
 class Review(NamedTuple):
@@ -61,12 +59,17 @@ class SetExpiry:
     """What the retention rules of a mount do to its sets. Belongs to the trio thread."""
 
     def __init__(
-        self, context: MountContext, changes: ChangeRunner, reader: MountMemberReader, add_unlinked: Callable[[Iterable[int]], None]
+        self,
+        context: MountContext,
+        changes: ChangeRunner,
+        reader: MountMemberReader,
+        add_unlinked: Callable[[Iterable[int]], None],
+        on_chosen: Callable[[Iterable[int]], None],
     ) -> None:
-        """`add_unlinked` gets the inodes that have lost their last name."""
+        """`add_unlinked` gets inodes that have lost their last name, `on_chosen` sets chosen for the PFS."""
+        self._on_chosen = on_chosen
         self._context, self._changes, self._reader, self._add_unlinked = context, changes, reader, add_unlinked
         self._checked: set[int] = set()
-        self._released: set[int] = set()
         self._retired: set[int] = set()
 
     def get_excess(self, held_bytes: int) -> int:
@@ -141,7 +144,7 @@ class SetExpiry:
             return Review(frozenset(one.record.number for one in sets), again_s=limits.SET_REVIEW_S)
         db, ruling = self._context.db, await trio.to_thread.run_sync(apply_rule, rule, ruled)
         final = await trio.to_thread.run_sync(lambda: apply_rule(rule, assume_final(ruled, ruling)))
-        is_held = await self._choose(series, rule, [one for one in sets if one.record.number in ruling.for_pfs])
+        self._choose(series, rule, [one for one in sets if one.record.number in ruling.for_pfs])
         self._retire(sets, ruling)
         in_place = {one.number for one in facts if one.is_in_place}
         expiring = retention_state.list_expiring(db, series.directory)
@@ -149,38 +152,19 @@ class SetExpiry:
         deleted = {one.record.number: await self._delete_place(series, one, has_begun=one.directory in expiring) for one in reversed(due)}
         in_use = {number for number, count in deleted.items() if count is None}
         again_s = await self._reap(series, rule, sets)
-        if in_use or is_held or final.expired - ruling.expired:
+        if in_use or final.expired - ruling.expired:
             again_s = min(limits.SET_REVIEW_S, again_s or limits.SET_REVIEW_S)
         return Review(ruling.kept | in_use, any(deleted.values()), again_s)
 
-    async def _choose(self, series: SeriesRecord, rule: RetentionRule, sets: Iterable[CheckpointSet]) -> bool:
-        """Have chosen sets written back. Return True if files of them are still held, or not known here."""
+    def _choose(self, series: SeriesRecord, rule: RetentionRule, sets: Iterable[CheckpointSet]) -> None:
+        """Choose sets for the PFS, and have released what is held back of them."""
         chosen = retention_state.list_chosen(self._context.db, series.directory)
-        left = [one for one in sets if rule.selects_for_pfs and one.directory not in self._released]
-        for one in left:
+        for one in [one for one in sets if rule.selects_for_pfs]:
             if one.directory not in chosen:
                 with self._context.open_files.change() as db:
                     retention_state.mark_chosen(db, one.directory)
                 log.info("%s: set %d goes to the PFS", _format(series), one.record.number)
-            await self._refresh_below([one.directory])
-            known = sum(inode.is_file and path not in MANIFEST_NAMES for path, inode in history.list_files(self._context.db, one.directory))
-            if self._release(one.directory) and known >= one.record.files:
-                self._released.add(one.directory)
-        return not self._released.issuperset(one.directory for one in left)
-
-    def _release(self, directory: int) -> bool:
-        """Release what this node or a dead one wrote of a set. Return True if nothing of it is held any more."""
-        db = self._context.db
-        own, live = identity.get_node_number(db), peer_copies.list_live_nodes(db)
-        held = pfs_hold.list_held_below(db, directory)
-        mine = [inode for inode, writer in held if writer in (0, own) or writer not in live]
-        for start in range(0, len(mine), RELEASED_TOGETHER_MAX):
-            with self._context.open_files.change():
-                for inode in mine[start : start + RELEASED_TOGETHER_MAX]:
-                    pfs_hold.release(db, inode)
-        if mine:
-            self._context.wake_channel.notify(ipc.WORK)
-        return len(mine) == len(held)
+            self._on_chosen([one.directory])
 
     def _retire(self, sets: Sequence[CheckpointSet], ruling: Ruling) -> None:
         leaving = {one.directory for one in sets if one.record.number in ruling.not_local} - self._retired

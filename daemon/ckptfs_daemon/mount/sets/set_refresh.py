@@ -75,6 +75,17 @@ class SetRefresh:
                 below, directory = directory, set_members.get_parent(db, directory)
         return found
 
+    async def refresh_way(self, directory: int) -> None:
+        """Load a directory of the history and the names that lead to it."""
+        shared_namespace = self._context.shared_namespace
+        if shared_namespace is not None:
+            await shared_namespace.refresh_name(ROOT, history.NAME)
+        while shared_namespace is not None and directory > ROOT:
+            await shared_namespace.refresh_inode(directory)
+            directory = set_members.get_parent(self._context.db, directory)
+            if directory > ROOT:
+                await shared_namespace.refresh_directory(directory)
+
     async def refresh_series(self, series: int) -> None:
         """Load the sets of a series, and what users said of them."""
         if self._context.shared_namespace is not None:

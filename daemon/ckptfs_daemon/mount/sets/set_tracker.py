@@ -48,6 +48,7 @@ from ckptfs_daemon.mount.sets.set_expiry import SetExpiry
 from ckptfs_daemon.mount.sets.set_maker import FoundMember, SetMaker
 from ckptfs_daemon.mount.sets.set_rebuild import SetRebuild
 from ckptfs_daemon.mount.sets.set_refresh import SetRefresh
+from ckptfs_daemon.mount.sets.set_release import SetRelease
 
 log = logging.getLogger(__name__)
 Row = tuple[int, int]
@@ -166,7 +167,8 @@ class SetTracker:
         self._events = SetEvents(context, self._refresh)
         self._maker = SetMaker(context, changes, self._refresh, on_unlinked)
         self._rebuild = SetRebuild(context, changes, reader)
-        self._expiry = SetExpiry(context, changes, reader, on_unlinked)
+        self._releases = SetRelease(context, self._refresh)
+        self._expiry = SetExpiry(context, changes, reader, on_unlinked, self._releases.add)
         self._ruled: dict[int, list[CheckpointSet]] = {}
         """The sets of each series that nothing but a rule keeps."""
         self._woken = trio.Event()
@@ -264,6 +266,11 @@ class SetTracker:
 
     async def run(self) -> None:
         """Track until cancelled. A task."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._releases.run)
+            await self._track()
+
+    async def _track(self) -> None:
         self._reviews = {one.directory: 0.0 for one in history.list_series(self._context.db)}
         delay_s = limits.SET_GATHER_S
         while True:
