@@ -466,7 +466,11 @@ class SetTracker:
         for directory, due_s in list(self._reviews.items()):
             if due_s <= trio.current_time():
                 del self._reviews[directory]
-                await self._review(directory)
+                try:
+                    await self._review(directory)
+                except (OSError, CkptfsError):
+                    self._reviews.setdefault(directory, due_s)
+                    raise
                 self._has_changed = True
         if self._has_changed:
             await self._keep_bound()
