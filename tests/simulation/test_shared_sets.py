@@ -356,6 +356,22 @@ def test_a_mount_process_that_starts_after_a_set_was_chosen() -> None:
     simulate(act, 1, EVERY_SECOND)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_nodes_that_seal_the_last_files_at_once_make_the_set(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D1: also of a member that is not the newest, and if the store is slow to have what they sealed."""
+
+    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
+        await save(cluster, 2, dice)
+        await trio.sleep(SETTLE_S)
+        await save(cluster, 1, dice)
+        await trio.sleep(SETTLE_S)
+        assert sorted(await list_history(cluster.living[0])) == ["step_*/step_1@2", "step_*/step_2@1"]
+
+    monkeypatch.setattr(limits, "SHARED_GATHER_S", 1.0)
+    monkeypatch.setattr(SetRefresh, "choose_delay_s", lambda _: 0.0)
+    simulate(act, seed)
+
+
 def test_reviews_that_fail_for_a_while_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """D7: a set is chosen, and written back, when no new candidate asks for a review any more."""
     review, is_broken = SetExpiry.review, False

@@ -29,8 +29,13 @@ class SetRefresh:
         return random.uniform(0.0, limits.SET_SPREAD_S * len(peer_copies.list_live_nodes(self._context.db)))
 
     async def refresh_above(self, inodes: list[int]) -> None:
-        """Load these inodes and the names in all directories above them."""
+        """Load these inodes and the names in all directories above them.
+
+        Publish first what this node sealed: of nodes that look at the same time, one then sees the files of all.
+        """
         shared_namespace, seen = self._context.shared_namespace, set[int]()
+        if shared_namespace is not None:
+            await shared_namespace.wait_published()
         for inode in inodes if shared_namespace is not None else ():
             assert shared_namespace is not None
             await shared_namespace.refresh_inode(inode)
