@@ -82,7 +82,7 @@ def test_a_file_that_is_written_again_is_never_served_old(memory: ClusterUnderTe
 
 
 def test_a_file_that_others_replace_all_the_time_can_be_opened(memory: ClusterUnderTest) -> None:
-    """P7, P8: its writer's mover stands still at times, so that the file is replaced while a reader waits for its bytes."""
+    """P7, P8: its writer's mover is killed and stands still, so that the file is replaced while a reader waits for its bytes."""
     writer, reader = memory[0], memory[1]
     ended = threading.Event()
     directory = writer.path / "replaced"
@@ -97,6 +97,7 @@ def test_a_file_that_others_replace_all_the_time_can_be_opened(memory: ClusterUn
                 return
 
     def stand_still() -> None:
+        writer.replace("mover")
         while not ended.is_set():
             pid = writer.pid("mover")
             os.kill(pid, signal.SIGSTOP)

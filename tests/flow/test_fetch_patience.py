@@ -49,10 +49,10 @@ def knowing(cluster: LocalCluster, content: int) -> tuple[Node, int, Fetch]:
 
 
 def tried(node: Node, inode: int, flow: Fetch, times: int) -> int:
-    """Somebody opens the file, and it was tried so often; the want."""
+    """Somebody opens the file, and it was tried so often or answered; the want."""
     want = mover_requests.insert_request(node.db, mover_requests.FETCH, inode)
     end_s, done = time.monotonic() + 60, 0
-    while done < times:
+    while done < times and answer(node, want)[0] == mover_requests.OPEN:
         assert time.monotonic() < end_s
         done += flow.step()
         threading.Event().wait(0.005)
@@ -130,16 +130,38 @@ def test_an_island_looks_again_for_a_short_while_only(tmp_path: Path, monkeypatc
     assert 1 < len([act for act, _ in two.peers.asked if act == "record"]) < 500
 
 
-def test_a_file_that_lost_its_name_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P7: its writer lives and does not answer, so it would be tried again. Whoever opens it looks up who has the name now."""
-    monkeypatch.setattr(limits, "FETCH_TRIES_MAX", 4)
-    cluster, content, flow, want = awaited(tmp_path, 2)
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_replaced_file_is_waited_for_while_the_mover_of_its_writer_restarts(tmp_path: Path, sealed: bool) -> None:
+    """P7, P8: the kernel looks up a name once more after ESTALE. The next file there waits for the same mover, and is replaced too."""
+    cluster, content, flow, want = replaced_beside_a_dead_mover(tmp_path, sealed=sealed)
     one, two = cluster.nodes
-    two.db.run("UPDATE inode SET nlink = 0 WHERE id = ?", one.inode(content))
-    tried(two, one.inode(content), flow, 1)
     assert answer(two, want) == (mover_requests.OPEN, 0)
+    cluster.cut.clear()
+    assert bring(two, one.inode(content), flow=flow).result == mover_requests.FETCHED
+    assert two.data(content) == b"hello"
+
+
+def test_a_replaced_file_is_not_waited_for_after_the_death_of_its_writer(tmp_path: Path) -> None:
+    """Whoever opens it looks up who has the name now."""
+    cluster, content, flow, want = replaced_beside_a_dead_mover(tmp_path, sealed=False)
+    one, two = cluster.nodes
+    one.kill()
     tried(two, one.inode(content), flow, 1)
     assert answer(two, want) == (mover_requests.FAILED, errno.ESTALE)
+
+
+def replaced_beside_a_dead_mover(root: Path, *, sealed: bool) -> tuple[LocalCluster, int, Fetch, int]:
+    """The second node opens what it has looked up, its writer has replaced it since, and does not answer just now."""
+    cluster, one, two = make_cluster(root, 2)
+    content = one.make(b"a", b"hello")
+    if sealed:
+        one.seal()
+    one.publish_shared(content)
+    inode = one.inode(content)
+    delete_everywhere(cluster, content)
+    cluster.cut.add("n1")
+    flow = fetch_of(two)
+    return cluster, content, flow, tried(two, inode, flow, 3)
 
 
 @pytest.mark.parametrize(("sealed", "known"), [(True, True), (False, True), (False, False)])

@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import pytest
 import trio
-from ckptfs_daemon.fuse.request import Request
+from ckptfs_daemon.fuse.request import Request, get_errno
 from ckptfs_daemon.mount.handlers import file_handlers
 from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers
 from ckptfs_daemon.mount.open_files.handle_ways import Reason
+from ckptfs_daemon.mount.open_files.open_file import OpenFile
 from ckptfs_daemon.mount.opening.open_acts import link_successor
 from ckptfs_daemon.mount.opening.open_attempt import OpenAttempt
 from local_node import Node
@@ -221,6 +222,30 @@ def test_what_is_lost_here_is_looked_for_elsewhere_once(tmp_path: Path, code: in
         return 0
 
     assert trio.run(scenario) == ends and mover.asked == [mover_requests.FETCH]
+
+
+def test_a_file_that_is_replaced_on_the_pfs_after_the_mover_looked_is_asked_for_again(tmp_path: Path) -> None:
+    """P7: the answer was that the PFS's own file may be read. Another file is there by now, and ESTALE would reach the program."""
+    opener = Opener(tmp_path)
+    mover = Mover(opener, 0, comes=True)
+    answers = [mover_requests.DIRECT]
+
+    async def request(*_: object, **__: object) -> str:
+        return answers.pop() if answers else await mover.request(mover_requests.FETCH, opener.inode)
+
+    opener.context.config, opener.context.mover_client = opener.node.config, SimpleNamespace(request=request)
+    assert trio.run(opened, opener) == 0 and mover.asked == [mover_requests.FETCH]
+
+
+def test_a_read_never_says_estale(tmp_path: Path) -> None:
+    """P8: the mount process has restarted, and its file on the PFS was replaced meanwhile. The kernel walks again only for paths."""
+    opener = Opener(tmp_path)
+    opener.context.config = opener.node.config
+    file = OpenFile(opener.inode, None, None, -1)
+    with pytest.raises(ContentLost):
+        trio.run(FileHandlers(opener.context, cast(Any, None)).ensure_open, file)
+    expected = {"open": errno.ESTALE, "lookup": errno.ESTALE, "read": errno.EIO, "fsync": errno.EIO, "readdir": errno.ENOENT}
+    assert {where: get_errno(OSError(errno.ESTALE, "stale"), where) for where in expected} == expected
 
 
 @pytest.mark.parametrize(

@@ -22,19 +22,19 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from ckptfs import disk, limits, step_durations
-from ckptfs.catalog import copies, mover_requests
+from ckptfs.catalog import copies, identity, mover_requests
 from ckptfs.catalog.copies import FetchState
 from ckptfs.catalog.database import Database
 from ckptfs.clique import locations
 from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.locations import ContentLocations
 from ckptfs.clique.membership import Node
-from ckptfs.clique.peer_api import PeerBusy, PeerFailed, PeerRefused
+from ckptfs.clique.peer_api import PeerBusy, PeerFailed
 from ckptfs.coherence import pfs_coordination
 from ckptfs.config import Config
 from ckptfs.errors import Busy, CkptfsError, DigestMismatch, NoSpace, StoreRefused, StoreUnreachable, posix_error
 from ckptfs.flow.fetch.fetch_progress import FetchProgress, OthersFirst, choose_pause_s
-from ckptfs.flow.fetch.from_peers import NoCopyLeft, PeerFetcher
+from ckptfs.flow.fetch.from_peers import NoCopyLeft, PeerFetcher, is_denial
 from ckptfs.flow.fetch.from_pfs import PfsFetcher, is_shown_by_pfs
 from ckptfs.model import ContentState, Notifier, Tier
 from ckptfs.tiers import fetch_map
@@ -235,11 +235,8 @@ class Fetch:
         is_unreachable = is_gone and not (state is not None and state.is_open)
         if not is_unreachable:
             should_retry = (self._salvage_wait is not None and self._salvage_wait.should_retry(request, state)) or should_retry
-        if not should_retry and not is_unreachable:
-            cause = failure.__cause__
-            is_denied = isinstance(cause, PeerRefused) and cause.code == errno.ENOENT
-            policy = self._retry_policy
-            should_retry = policy is not None and policy.should_retry(state, previous.since_s, is_denied=is_denied)
+        if not should_retry and self._retry_policy is not None:
+            should_retry = self._retry_policy.should_retry(state, previous.since_s, is_denied=is_denial(failure.__cause__))
         if should_retry:
             mover_requests.record_progress(self._db, request.id)
         return should_retry
@@ -290,7 +287,7 @@ class RetryPolicy:
         `is_denied`: the nodes that were asked lack it.
 
         An island cannot ask other nodes, and does not wait. If the file shows a previous content by now, this node learns of it, together
-        with what the PFS shows.
+        with what the PFS shows. A deleted file is tried as long as the node that made its content may answer.
         """
         if state is None or state.content_id is None or not self.is_connected():
             return False
@@ -300,9 +297,11 @@ class RetryPolicy:
             shared = locations.load(self._cluster.store, [number])[number]
         except (StoreUnreachable, StoreRefused):
             return False
-        if file is None:
-            return False
         waited_s = time.monotonic() - since_s
+        if file is None:
+            maker = identity.get_origin_node(number)
+            can_answer = not is_denied and maker in self._view_since[0] and maker != self._cluster.node_number
+            return can_answer and waited_s < limits.FETCH_PATIENCE_S
         if file.content != number:
             with suppress(CkptfsError):
                 pfs_coordination.load_inodes(self._db, self._cluster.store, inode)

@@ -7,6 +7,7 @@ Every block is verified before the copy counts.
 If we die here: a FILLING copy and its file, which recovery removes. The request is still open.
 """
 
+import errno
 import logging
 import os
 import threading
@@ -24,7 +25,7 @@ from ckptfs.clique import locations
 from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.locations import ContentLocations
 from ckptfs.clique.membership import Node
-from ckptfs.clique.peer_api import ContentManifest, PeerBusy, PeerCorrupt, PeerFailed
+from ckptfs.clique.peer_api import ContentManifest, PeerBusy, PeerCorrupt, PeerFailed, PeerRefused
 from ckptfs.errors import Busy, CkptfsError, DigestMismatch, StoreRefused, StoreUnreachable
 from ckptfs.flow.fetch.fetch_progress import BlockProgress, FetchProgress, choose_pause_s
 from ckptfs.model import Content, ContentState, CopyState, Tier
@@ -39,6 +40,11 @@ disk.declare_labels("fetch:peer:reserved", "fetch:peer:write", "fetch:peer:fsync
 
 class NoCopyLeft(DigestMismatch):
     """No live node has the file, and the PFS does not show it."""
+
+
+def is_denial(failure: BaseException | None) -> bool:
+    """Return True if a node has answered that it does not have a content."""
+    return isinstance(failure, PeerRefused) and failure.code == errno.ENOENT
 
 
 class PeerFetcher:
@@ -70,14 +76,27 @@ class PeerFetcher:
         return copies.load_fetch_state(self._db, state.inode)
 
     def _record_deleted(self, content: Content, shared: ContentLocations) -> None:
-        """Learn who still has a content that was deleted meanwhile. Raises NoCopyLeft if it was unsealed."""
+        """Learn who still has a content that was deleted meanwhile. Raises NoCopyLeft or Busy.
+
+        Its maker keeps it for a while (`ReadGrace`). If the maker lives and does not answer, its mover may be restarting.
+        """
         with self._db.transaction():
             for copy in shared.copies:
                 peer_copies.insert_peer_copy(self._db, copy)
         origin = self._cluster.view().by_number.get(identity.get_origin_node(content.id))
-        is_known = origin is not None and origin.number != self._cluster.node_number and self._request_seal(content, origin)
-        if not is_known and content.state is ContentState.CLOSED:
-            raise NoCopyLeft("the file was deleted, and the node that wrote it does not have it any more")
+        failure: PeerFailed | None = None
+        if origin is not None and origin.number != self._cluster.node_number:
+            try:
+                if self._ask_to_seal(content, origin):
+                    return
+                failure = PeerFailed("it does not have it sealed yet")
+            except PeerFailed as refusal:
+                failure = refusal
+        if content.state is ContentState.SEALED:
+            return  # Other nodes may have it.
+        if failure is None or is_denial(failure):
+            raise NoCopyLeft("the file was deleted, and the node that wrote it does not have it any more") from failure
+        raise Busy(f"the file was deleted, and the node that wrote it cannot be reached: {failure}") from failure
 
     def _record_sealed(self, content: Content, shared: ContentLocations | None) -> None:
         """Learn the sealed state from the writer, or the last fsynced one. Raises Busy or NoCopyLeft."""
@@ -118,10 +137,13 @@ class PeerFetcher:
     def _request_seal(self, content: Content, writer: Node) -> bool:
         """Have the writer seal the content, or describe what it has open. Return False without an answer."""
         try:
-            manifest = self._cluster.peers.request_seal(writer, content.id, limits.SEAL_REQUEST_S)
+            return self._ask_to_seal(content, writer)
         except PeerFailed as failure:
             log.debug("content %d: not sealed by its writer %s: %s", content.id, writer.name, failure)
             return False
+
+    def _ask_to_seal(self, content: Content, writer: Node) -> bool:
+        manifest = self._cluster.peers.request_seal(writer, content.id, limits.SEAL_REQUEST_S)
         if manifest is None or manifest.generation - content.generation > limits.GENERATIONS_AHEAD_MAX:
             return False
         return self._record_manifest(manifest, writer)

@@ -37,9 +37,6 @@ log = logging.getLogger(__name__)
 transfer.declare_labels("fetch")
 disk.declare_labels("fetch:check:read", "fetch:reserved", "fetch:fsync", "fetch:directory", "fetch:arrived")
 
-_CHANGED_ERRNOS = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP}
-"""Errors of an open if the PFS shows something else than the catalog knows."""
-
 
 class PfsFetcher:
     """Copies files from the PFS. Several threads may do so at once, each for another file."""
@@ -75,7 +72,7 @@ class PfsFetcher:
         try:
             fd = pfs_tree.open_unchecked(self._root, state)
         except OSError as failure:
-            if failure.errno in _CHANGED_ERRNOS:
+            if failure.errno in pfs_tree.REPLACED_ERRNOS:
                 raise self._request_scan(state) from failure
             raise
         try:

@@ -34,6 +34,12 @@ PASSTHROUGH_BLKSIZE = 128 * limits.KIB
 NANO = 1_000_000_000
 _ATTRIBUTES = "6Q10I"
 
+# At ESTALE the kernel walks a path once more. A call on a descriptor has no path: the error would reach the program.
+_STALE_ERRNOS = {
+    "readdir": errno.ENOENT,
+    **dict.fromkeys(("read", "write", "flush", "fsync", "fsyncdir", "fallocate", "copy_file_range", "lseek"), errno.EIO),
+}
+
 # struct fuse_attr_out, fuse_entry_out and fuse_open_out of <linux/fuse.h>.
 _ATTR_OUT = struct.Struct("=Q2I" + _ATTRIBUTES)
 _ENTRY_OUT = struct.Struct("=4Q2I" + _ATTRIBUTES)
@@ -76,7 +82,8 @@ def is_interrupted(number: int) -> bool:
 def get_errno(failure: BaseException, where: str) -> int:
     """Return the errno of `failure`. Unexpected errors are logged with traceback, counted, and become EIO."""
     if isinstance(failure, CkptfsError) or (isinstance(failure, OSError) and failure.errno):
-        return failure.errno or errno.EIO
+        code = failure.errno or errno.EIO
+        return _STALE_ERRNOS.get(where, code) if code == errno.ESTALE else code
     unexpected_errors[where] += 1
     log.error("unexpected error in %s", where, exc_info=failure)
     return errno.EIO

@@ -203,6 +203,8 @@ class FileHandlers:
         storage, content = file.storage, file.content
         if content is None:
             fd = await open_pfs_file(self._context.db, self._context.config.pfs, file.inode)
+            if fd < 0:
+                raise ContentLost(f"inode {file.inode}: its file on the PFS was replaced while the mount process restarted")
         elif storage is not None and storage.tier is Tier.PFS:
             is_writable = bool(file.writer_count) and not file.backing_id
             fd = await run_on_pfs(lambda: storage.open(content, os.O_RDWR if is_writable else os.O_RDONLY))

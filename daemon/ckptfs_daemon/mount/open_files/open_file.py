@@ -262,9 +262,14 @@ async def run_on_pfs(act: Callable[[], T]) -> T:
 
 
 async def open_pfs_file(db: Database, pfs: Path | None, inode: int) -> int:
-    """Return a descriptor of the PFS's own file. May hang. Raises ESTALE if the file was replaced."""
+    """Return a descriptor of the PFS's own file; -1 if the file was replaced. May hang."""
     assert pfs is not None
-    return await run_on_pfs(lambda: pfs_tree.open_inode(db, pfs, inode))
+    try:
+        return await run_on_pfs(lambda: pfs_tree.open_inode(db, pfs, inode))
+    except OSError as failure:
+        if failure.errno not in pfs_tree.REPLACED_ERRNOS:
+            raise
+        return -1
 
 
 class FetchWaiter:

@@ -532,6 +532,7 @@ class OpenAttempt:
         )
         self._has_begun_fetch |= result == mover_requests.READABLE
         if result == mover_requests.DIRECT:
+            # Without a descriptor, it was replaced since the mover looked: the next attempt asks again.
             self._pfs_fd = await open_pfs_file(self._db, self._context.config.pfs, inode)
 
     async def _search_other_nodes(self) -> None:
