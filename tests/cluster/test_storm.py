@@ -13,6 +13,7 @@ The seed draws the faults; what applications and readers do in between is as the
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +38,8 @@ LIMIT_S = 200.0 + 100.0 * EPISODES
 
 @pytest.mark.timeout(LIMIT_S + 60.0)
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + SEEDS))
-def test_nothing_is_lost_and_nothing_wrong_is_read(make_lab: Callable[..., ClusterUnderTest], seed: int) -> None:
+def test_nothing_is_lost_and_nothing_wrong_is_read(make_lab: Callable[..., ClusterUnderTest], tmp_path: Path, seed: int) -> None:
+    """After a failure, the logs of the nodes are in its temporary directory."""
     cluster = make_lab(nodes=NODES, factor=FACTOR, with_pfs=WITH_PFS, fsync=FSYNC, etcd_members=MEMBERS)
     # Every fault makes the survivors say so; that nothing is lost is what is looked at here.
     cluster.expect_warning(r"\b(WARNING|ERROR)\b")
@@ -46,9 +48,11 @@ def test_nothing_is_lost_and_nothing_wrong_is_read(make_lab: Callable[..., Clust
         with limited(cluster, LIMIT_S):
             campaign.run(lambda rounds: rounds == EPISODES)
             campaign.finish()
+        assert cluster.complaints() == []
     except ClientError as failure:
         pytest.fail(f"{failure}\n{campaign.story}")
     finally:
         campaign.over.set()
+        for node in cluster.nodes:
+            (tmp_path / f"{node.name}.log").write_text(node.log)
         cluster.close()
-    assert cluster.complaints() == []
