@@ -68,7 +68,7 @@ def _open_checked(pfs: Path, check: Callable[[int], object]) -> int:
 
 def open_directory(root_fd: int, names: tuple[bytes, ...]) -> int:
     """Open the directory `names` below `root_fd`, without following symlinks. Raises OSError."""
-    fd = pfs_ownership.retry_as_owner(lambda: os.open(b".", _DIRECTORY, dir_fd=root_fd), lambda: [_get_owner(root_fd)])
+    fd = pfs_ownership.retry_as_owner(lambda: os.open(b".", _DIRECTORY, dir_fd=root_fd), lambda: [get_owner(root_fd)])
     for name in names:
         try:
             child_fd = _open_entry("scan:walk", fd, name, _DIRECTORY)
@@ -83,12 +83,13 @@ def _open_entry(label: str, directory_fd: int, name: bytes, flags: int) -> int:
 
     def owners() -> list[pfs_ownership.Owner]:
         found = stat_entry(directory_fd, name)
-        return [(found.uid, found.gid), _get_owner(directory_fd)]
+        return [(found.uid, found.gid), get_owner(directory_fd)]
 
     return pfs_ownership.retry_as_owner(lambda: disk.open_file(label, name, flags, dir_fd=directory_fd), owners)
 
 
-def _get_owner(fd: int) -> pfs_ownership.Owner:
+def get_owner(fd: int) -> pfs_ownership.Owner:
+    """Return (uid, gid) of an open file or directory."""
     found = os.fstat(fd)
     return found.st_uid, found.st_gid
 
@@ -142,7 +143,7 @@ def stat_entry(directory_fd: int, name: bytes) -> PfsEntryStat:
     def call() -> os.stat_result:
         return disk.act("scan:stat", os.stat, name, dir_fd=directory_fd, follow_symlinks=False)
 
-    return _build_stat(name, pfs_ownership.retry_as_owner(call, lambda: [_get_owner(directory_fd)]))
+    return _build_stat(name, pfs_ownership.retry_as_owner(call, lambda: [get_owner(directory_fd)]))
 
 
 def stat_descriptor(fd: int, name: bytes = b"") -> PfsEntryStat:
@@ -178,11 +179,11 @@ def load_details(directory_fd: int, entry: PfsEntryStat) -> PfsEntryStat:
         return tuple((os.fsencode(name), os.getxattr(path, name, follow_symlinks=False)) for name in names)
 
     if stat.S_ISLNK(entry.mode):
-        return replace(entry, target=pfs_ownership.retry_as_owner(link, lambda: [_get_owner(directory_fd)]))
+        return replace(entry, target=pfs_ownership.retry_as_owner(link, lambda: [get_owner(directory_fd)]))
     if not (entry.is_file or entry.is_directory):
         return entry
     try:
-        return replace(entry, xattrs=pfs_ownership.retry_as_owner(xattrs, lambda: [(entry.uid, entry.gid), _get_owner(directory_fd)]))
+        return replace(entry, xattrs=pfs_ownership.retry_as_owner(xattrs, lambda: [(entry.uid, entry.gid), get_owner(directory_fd)]))
     except OSError as failure:
         if failure.errno in _NO_XATTRS:
             return entry
@@ -304,7 +305,17 @@ def find_stat(directory: int, name: bytes) -> os.stat_result | None:
         except FileNotFoundError:
             return None
 
-    return pfs_ownership.retry_as_owner(call, lambda: [_get_owner(directory)])
+    return pfs_ownership.retry_as_owner(call, lambda: [get_owner(directory)])
+
+
+def run_as_owner(directory: int, name: bytes, call: Callable[[], None]) -> None:
+    """Run `call`, which changes a name; if root is refused, as the owner of the file or of the directory."""
+
+    def owners() -> list[pfs_ownership.Owner]:
+        found = find_stat(directory, name)
+        return [*([] if found is None else [(found.st_uid, found.st_gid)]), get_owner(directory)]
+
+    pfs_ownership.retry_as_owner(call, owners)
 
 
 def exchange(directory: int, name: bytes, new_directory: int, new_name: bytes) -> None:

@@ -78,7 +78,7 @@ def facts() -> Facts:
 @pytest.fixture
 def planner(tmp_path: Path, facts: Facts) -> Planner:
     database.create(tmp_path / "catalog.db")
-    return Planner(PfsView(Database(tmp_path / "catalog.db", journalled=True)), facts, lambda key: b"temporary %d" % key)
+    return Planner(PfsView(Database(tmp_path / "catalog.db", journalled=True)), facts, "01234567")
 
 
 def acts(planner: Planner) -> list[tuple[str, int, bytes]]:

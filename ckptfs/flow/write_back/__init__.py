@@ -21,14 +21,16 @@ import logging
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NoReturn
 
 from ckptfs import disk, step_durations
 from ckptfs.catalog import copies, journal, mover_requests, pfs_batch, pfs_state, scans, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, ObservedStat, PfsAction, PfsBatch, PfsLocation, build_batch_before
+from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, ObservedStat, PfsAction, PfsBatch, build_batch_before
 from ckptfs.catalog.pfs_state import PfsName, PfsView
 from ckptfs.clique.cluster import Cluster
 from ckptfs.coherence import store_loss
@@ -38,14 +40,22 @@ from ckptfs.errors import Busy, StoreUnreachable
 from ckptfs.flow.write_back.ahead import RowsAhead
 from ckptfs.flow.write_back.apply import Applier, set_directory_times
 from ckptfs.flow.write_back.coordination import ClusterWriteBack
-from ckptfs.flow.write_back.deferred import CopyPacing, DeferredFiles, RefusedKind, build_unavailable_error, concerns_one_file
+from ckptfs.flow.write_back.deferred import (
+    CopyPacing,
+    DeferredFiles,
+    RefusedKind,
+    build_unavailable_error,
+    choose_kind,
+    concerns_one_file,
+    is_elsewhere,
+    takes_a_file,
+)
 from ckptfs.flow.write_back.plan import Planner, format_path
 from ckptfs.flow.write_back.plan_facts import Facts, PlannedFile, SourceKind
-from ckptfs.flow.write_back.plan_shared import SetAside, SharedPlanner
-from ckptfs.flow.write_back.shared_blocks import PfsBlocks
+from ckptfs.flow.write_back.plan_shared import SetAside
 from ckptfs.flow.write_back.stage import Staged, Stager, Unfit, Unsealed, Unstable, build_batch
 from ckptfs.model import ROOT, Level, Notifier, Tier
-from ckptfs.tiers import pfs_identity, pfs_ownership
+from ckptfs.tiers import pfs_identity
 from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree
 from ckptfs.tiers.storage import Tiers
 
@@ -53,7 +63,7 @@ __all__ = ["WriteBack"]
 
 log = logging.getLogger(__name__)
 
-disk.declare_labels("write_back:begun", "write_back:written_down", "write_back:finish", "write_back:times", "write_back:probe")
+disk.declare_labels("write_back:begun", "write_back:written_down", "write_back:finish", "write_back:times")
 
 BATCH_ROWS = 512
 TIMES_BATCH = 64
@@ -64,7 +74,6 @@ PUBLISHED_POLL_S = 0.05
 PUBLISHED_POLL_S_MAX = 1.0
 # An open file that took t seconds to copy after an fsync is not copied again for PAUSE_RATIO times t.
 PAUSE_RATIO = 4.0
-PROGRESS_EVERY_S = 0.25
 
 _STALE_PATH_ERRNOS = {errno.ENOENT, errno.ESTALE}
 
@@ -75,18 +84,16 @@ class WriteBack:
     def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier, cluster: Cluster | None = None) -> None:
         """`cluster`: the other nodes, which write to the same PFS; None on a single node."""
         self._db = db
-        self._tiers = tiers
         self._config = config
         self._notify = notify
-        self._tree = None if config.pfs is None else PfsTree(config.pfs)
+        self._tree = PfsTree(config.pfs or Path())  # Not used without a PFS.
         self._instance = journal.get_instance_id(db)
-        self._coordination = None if cluster is None or self._tree is None else ClusterWriteBack(db, cluster, self._instance, self._tree)
-        self._pfs_blocks = PfsBlocks(db, config.pfs)
+        self._coordination = None if cluster is None or config.pfs is None else ClusterWriteBack(db, cluster, self._instance, self._tree)
+        self._stager = Stager(db, tiers, self._tree)
         self._pacing = CopyPacing(0.0 if config.fsync is Level.PFS else PAUSE_RATIO)
         self._deferred = DeferredFiles(lambda where, value: summary.set_trouble(db, where, value))
         self._ahead = RowsAhead(db)
         self._facts = Facts(db, self._pacing, self._deferred)
-        self._poll_s = WAITING_POLL_S if self._coordination is None else PUBLISHED_POLL_S
         self._fence: int | None = None
         self._is_waiting = False
         self._waits = 0
@@ -94,22 +101,19 @@ class WriteBack:
         self._has_retried_walk = False
         self._missing_directory: DirectoryPath | None = None
         self._gone_directory: DirectoryPath | None = None
-        self._reported_s = 0.0
-        self._is_reporting = False
 
     def prepare(self) -> None:
         """Record the files made before a PFS was configured. Call once; does not access the PFS."""
-        if self._tree is not None and copies.get_tier_uuid(self._db, Tier.PFS) is None:
+        if self._config.pfs is not None and copies.get_tier_uuid(self._db, Tier.PFS) is None:
             journal.set_pfs(self._db, journal.UNIDENTIFIED)
 
     def step(self) -> bool:
         """Write back one batch. Return True if more may be ready now. Raises TierUnavailable."""
-        if self._tree is None:
+        if self._config.pfs is None:
             return False
-        tree = self._tree
         self._waits = self._waits + 1 if self._is_waiting else 0
         try:
-            more = self._write_batch(tree)
+            more = self._write_batch()
             self._has_retried_walk, self._missing_directory, self._gone_directory = False, None, None
             return more
         except DirectoryMissing as missing:
@@ -131,11 +135,11 @@ class WriteBack:
             self._is_waiting = True
             return False
         except OSError as failure:
-            tree.clear_cache()
+            self._tree.clear_cache()
             if failure.errno in _STALE_PATH_ERRNOS and not self._has_retried_walk:
                 self._has_retried_walk = True  # A directory in the cache may have been removed: walk its path again.
                 return True
-            raise build_unavailable_error(failure, os.fsdecode(os.fsencode(failure.filename or tree.root))) from failure
+            raise build_unavailable_error(failure, os.fsdecode(os.fsencode(failure.filename or self._tree.root))) from failure
 
     def next_due_s(self) -> float | None:
         """Return the seconds until a waiting content or a deferred file is due; None if there is none."""
@@ -150,8 +154,8 @@ class WriteBack:
     def _build_poll_s(self) -> float:
         """Return the next pause of a wait: longer each time in a cluster, where each look asks the store."""
         if self._coordination is None:
-            return self._poll_s
-        return min(self._poll_s * 1.5 ** min(self._waits, 10), PUBLISHED_POLL_S_MAX) * random.uniform(0.75, 1.25)
+            return WAITING_POLL_S
+        return min(PUBLISHED_POLL_S * 1.5 ** min(self._waits, 10), PUBLISHED_POLL_S_MAX) * random.uniform(0.75, 1.25)
 
     def retry_now(self) -> None:
         """Try everything that was deferred in the next step, for `ckptfs drain`."""
@@ -161,7 +165,7 @@ class WriteBack:
 
     # --- load and choose ----------------------------------------------------------------------------------------------
 
-    def _write_batch(self, tree: PfsTree) -> bool:
+    def _write_batch(self) -> bool:
         for inode, content in self._pacing.take_due():
             with self._db.transaction():
                 journal.append(self._db, "synced", inode, content=content)
@@ -170,10 +174,12 @@ class WriteBack:
             return self._coordination is not None and self._coordination.requeue_left_out()
         if self._coordination is not None:
             store_loss.require_adopted(self._db)
-        tree.reopen_root(self._db)
-        self._record_pfs()
+        self._tree.reopen_root(self._db)
+        identity = copies.get_tier_uuid(self._db, Tier.PFS) or ""
+        if journal.set_pfs(self._db, identity if pfs_identity.is_mark(identity) else journal.UNIDENTIFIED):
+            log.info("%s: new PFS for this catalog; all files are written back to it", self._config.pfs)
         self._has_checked = True
-        if self._finish_previous(tree):
+        if self._finish_previous():
             return True
         self._deferred.start_batch()
         after = self._deferred.after_seq
@@ -184,38 +190,32 @@ class WriteBack:
         if not rows:
             self._is_waiting = self._coordination is not None and bool(journal.list_oldest(self._db, 1, after))
             self._deferred.finish_journal()
-            self._build_stager(tree).remove_leftovers([])
+            self._stager.remove_leftovers([])
             requeued = not self._is_waiting and self._coordination is not None and self._coordination.requeue_left_out()
-            return requeued or self._set_times(tree)
-        return self._write_rows(tree, rows, is_ahead=bool(urgent))
+            return requeued or self._set_times()
+        return self._write_rows(rows, is_ahead=bool(urgent))
 
-    def _record_pfs(self) -> None:
-        """Record the PFS that was opened. A new one gets everything that exists."""
-        identity = copies.get_tier_uuid(self._db, Tier.PFS)
-        assert identity is not None
-        if journal.set_pfs(self._db, identity if pfs_identity.is_mark(identity) else journal.UNIDENTIFIED):
-            log.info("%s: new PFS for this catalog; all files are written back to it", self._config.pfs)
-
-    def _write_rows(self, tree: PfsTree, rows: list[JournalRow], *, is_ahead: bool) -> bool:
+    def _write_rows(self, rows: list[JournalRow], *, is_ahead: bool) -> bool:
         """Plan, stage and apply rows, again if a content changes. `is_ahead`: older rows stay."""
         for _ in range(PLANS_MAX):
             planner = self._plan(rows)
-            self._is_waiting = planner.waiting_for is not None
-            if isinstance(planner, SharedPlanner):
-                self._wait_for_missing(planner)
+            self._is_waiting = planner.waiting_for is not None or planner.is_blocked or planner.missing_inode is not None
+            if planner.missing_inode is not None and self._coordination is not None:
+                self._coordination.fetch(planner.missing_inode)
+                self._notify.wake_lanes()
             if planner.last_seq == 0 and not planner.actions:
                 return False
             if is_ahead:
                 seqs = [row.seq for row in rows]
                 planner.kept_seqs += journal.list_other_seqs(self._db, self._deferred.after_seq, planner.last_seq, seqs)
             try:
-                batch = self._stage(tree, planner)
+                batch = self._stage(planner)
             except Busy as reason:
                 log.debug("batch planned again: %s", reason)
                 if self._coordination is not None:
                     return True
                 continue
-            applied = self._apply(tree, batch)
+            applied = self._apply(batch)
             if is_ahead:
                 self._ahead.drop_planned(applied.last_seq)
             else:
@@ -231,7 +231,10 @@ class WriteBack:
         """Plan the next rows, without those that depend on what the PFS refuses."""
         aside_seqs: set[int] = set()
         while True:
-            planner = self._build_planner(aside_seqs)
+            if self._coordination is None:
+                planner = Planner(PfsView(self._db), self._facts, self._instance)
+            else:
+                planner = self._coordination.build_planner(self._facts, aside_seqs)
             with self._db.read_transaction():
                 for row in rows:
                     if self._fence is not None and row.seq >= self._fence and planner.last_seq:
@@ -245,46 +248,27 @@ class WriteBack:
                 else:
                     return planner
 
-    def _build_planner(self, aside_seqs: set[int]) -> Planner:
-        def temporary(key: int) -> bytes:
-            return f".ckptfs.{self._instance}.{key:x}".encode()
-
-        if self._coordination is None:
-            return Planner(PfsView(self._db), self._facts, temporary)
-        return self._coordination.build_planner(self._facts, temporary, aside_seqs)
-
-    def _wait_for_missing(self, planner: SharedPlanner) -> None:
-        """Note what the plan of a cluster waits for, and request bytes that only another node has."""
-        self._is_waiting = self._is_waiting or planner.is_blocked
-        if planner.missing_inode is not None and self._coordination is not None:
-            self._coordination.fetch(planner.missing_inode)
-            self._is_waiting = True
-            self._notify.wake_lanes()
-
     # --- act: stage ---------------------------------------------------------------------------------------------------
 
-    def _stage(self, tree: PfsTree, planner: Planner) -> PfsBatch:
-        batch = PfsBatch(planner.last_seq, [action for action in planner.actions if action.key in planner.puts])
-        stager = self._build_stager(tree)
-        stager.remove_leftovers(batch.actions)
-        if batch.actions:
+    def _stage(self, planner: Planner) -> PfsBatch:
+        """Make the temporary files of a plan, and store the batch. Raises Busy if it must be planned again."""
+        puts = [action for action in planner.actions if action.key in planner.puts]
+        self._stager.remove_leftovers(puts)
+        if puts:
             with self._db.transaction():
-                pfs_batch.set_batch(self._db, batch, ready=False)
+                pfs_batch.set_batch(self._db, PfsBatch(planner.last_seq, puts), ready=False)
             disk.act("write_back:begun", lambda: None)
         try:
             began_s = time.monotonic()
-            staged = self._stage_files(stager, planner)
-            self._sync(stager, planner)
+            staged = {action.key: self._stage_file(planner, action) for action in puts}
+            self._persist(planner, puts)
             summary.record_pfs_speed(self._db, planner.planned_bytes, time.monotonic() - began_s)
         except BaseException:
             with contextlib.suppress(OSError):
-                stager.discard(batch.actions)
-                with self._db.transaction():
-                    pfs_batch.delete_batch(self._db)
+                self._discard(puts)
             raise
         finally:
-            stager.close()
-            self._clear_progress()
+            self._stager.close()
         batch = build_batch(planner, staged)
         batch.after_seq = self._deferred.after_seq
         if batch.actions:
@@ -292,105 +276,84 @@ class WriteBack:
                 pfs_batch.set_batch(self._db, batch, ready=True)
             disk.act("write_back:written_down", lambda: None)
         if self._coordination is not None:
-            with self._discarded_if_busy(tree, batch):
+            with self._discarded_if_busy(batch):
                 self._coordination.publish_intents(batch)
         return batch
 
     @contextlib.contextmanager
-    def _discarded_if_busy(self, tree: PfsTree, batch: PfsBatch) -> Iterator[None]:
+    def _discarded_if_busy(self, batch: PfsBatch) -> Iterator[None]:
         """Discard a staged batch if other nodes have moved on, so that it is planned again."""
         try:
             yield
         except Busy:
-            self._discard_batch(tree, batch)
+            self._discard(batch.actions)
             raise
 
-    def _discard_batch(self, tree: PfsTree, batch: PfsBatch) -> None:
-        self._build_stager(tree).discard(batch.actions)
+    def _discard(self, actions: Iterable[PfsAction]) -> None:
+        self._stager.discard(actions)
         with self._db.transaction():
             pfs_batch.delete_batch(self._db)
 
-    def _build_stager(self, tree: PfsTree) -> Stager:
-        return Stager(self._db, self._tiers, tree, self._pfs_blocks, self._report_progress)
-
-    def _stage_files(self, stager: Stager, planner: Planner) -> dict[int, Staged]:
-        staged: dict[int, Staged] = {}
-        for action in planner.actions:
-            planned = planner.puts.get(action.key)
-            if planned is None:
-                continue
-            began_s = time.monotonic()
-            try:
-                staged[action.key] = stager.stage(action, planned)
-                if planned.content is not None:
-                    step_durations.record(step_durations.WRITE_BACK, time.monotonic() - began_s, planned.content.size)
-                if planned.kind is SourceKind.STABLE and planned.content is not None:
-                    self._pacing.record_duration(planned.content.id, time.monotonic() - began_s)
-            except Unfit:
-                log.warning("%s: not written back: the PFS cannot hold this type of file", planned.path)
-                self._facts.unfit_inodes.add(planned.inode)
-                raise Busy("the PFS cannot hold this") from None
-            except Unsealed:
-                assert planned.content is not None
-                self._facts.last_unsealed = (planned.content.id, planned.content.change)
-                raise
-            except Unstable as reason:
-                log.info("%s: not written back yet: %s; the next fsync or the close tries again", planned.path, reason)
-                assert planned.content is not None
-                self._facts.unstable_contents.add((planned.content.id, planned.content.change))
-                raise
-            except DirectoryMissing:
-                raise
-            except OSError as failure:
-                # The rows before this one are written back without it.
-                is_first = min(planner.puts) == action.key and planner.actions[0] is action
-                self._fence = action.key // KEYS_PER_ROW
-                if not is_first:
-                    raise Busy(str(failure)) from failure
-                raise self._defer_file(stager.tree, action, planned, failure) from failure
+    def _stage_file(self, planner: Planner, action: PfsAction) -> Staged:
+        """Make one temporary file. Note what the next plan must know about a failure; raises Busy or OSError."""
+        planned = planner.puts[action.key]
+        content, began_s = planned.content, time.monotonic()
+        try:
+            staged = self._stager.stage(action, planned)
+        except Unfit:
+            log.warning("%s: not written back: the PFS cannot hold this type of file", format_path(action.location))
+            self._facts.unfit_inodes.add(planned.inode)
+            raise Busy("the PFS cannot hold this") from None
+        except Unsealed:
+            assert content is not None
+            self._facts.last_unsealed = (content.id, content.change)
+            raise
+        except Unstable as reason:
+            log.info("%s: not written back yet: %s; the next fsync or the close tries again", format_path(action.location), reason)
+            assert content is not None
+            self._facts.unstable_contents.add((content.id, content.change))
+            raise
+        except DirectoryMissing:
+            raise
+        except OSError as failure:
+            self._fence = action.key // KEYS_PER_ROW
+            if planner.actions[0] is not action:
+                raise Busy(str(failure)) from failure  # The rows before this one are written back without it.
+            self._refuse(action, planned, failure)
+        if content is not None:
+            duration_s = time.monotonic() - began_s
+            step_durations.record(step_durations.WRITE_BACK, duration_s, content.size)
+            if planned.kind is SourceKind.STABLE:
+                self._pacing.record_duration(content.id, duration_s)
         return staged
 
-    def _sync(self, stager: Stager, planner: Planner) -> None:
+    def _persist(self, planner: Planner, puts: list[PfsAction]) -> None:
         try:
-            stager.sync()
+            self._stager.sync()
         except OSError as failure:
-            # The PFS may have room for half of them.
-            keys = sorted(planner.puts)
-            if len(keys) > 1:
-                self._fence = keys[len(keys) // 2] // KEYS_PER_ROW
-                raise Busy(str(failure)) from failure
-            action = next(action for action in planner.actions if action.key == keys[0])
-            raise self._defer_file(stager.tree, action, planner.puts[keys[0]], failure) from failure
+            if len(puts) > 1:
+                self._fence = puts[len(puts) // 2].key // KEYS_PER_ROW
+                raise Busy(str(failure)) from failure  # The PFS may have room for half of them.
+            self._refuse(puts[0], planner.puts[puts[0].key], failure)
 
-    def _defer_file(self, tree: PfsTree, action: PfsAction, planned: PlannedFile, failure: OSError) -> Busy | OSError:
-        """Return the exception to raise. An error of this file alone defers it, so that others proceed."""
-        kind = RefusedKind.NAMES if planned.content is None else RefusedKind.BYTES
-        if not self._defer(tree, planned.inode, planned.path, failure, kind, "creation", action.location):
-            return OSError(failure.errno, failure.strerror, planned.path)
+    def _refuse(self, action: PfsAction, planned: PlannedFile, failure: OSError) -> NoReturn:
+        """Defer a file if the error is its own, so that others proceed. Raises Busy then, and else OSError."""
+        if not self._defer(action, RefusedKind.NAMES if planned.content is None else RefusedKind.BYTES, failure):
+            raise OSError(failure.errno, failure.strerror, format_path(action.location)) from failure
         self._fence = None
-        return Busy(f"{planned.path} is deferred")
+        raise Busy(f"{format_path(action.location)} is deferred") from failure
 
-    def _defer(self, tree: PfsTree, inode: int, path: str, failure: OSError, kind: RefusedKind, act: str, location: PfsLocation) -> bool:
+    def _defer(self, action: PfsAction, kind: RefusedKind, failure: OSError) -> bool:
+        """Defer what the PFS refused. Return False if the error concerns more than this file."""
+        location, probe = action.new_location or action.location, f".ckptfs.{self._instance}.0".encode()
         return self._deferred.defer(
-            inode, path, failure, kind, act, lambda: _is_elsewhere(tree, location.path), lambda: self._takes_a_file(tree)
-        )
-
-    def _takes_a_file(self, tree: PfsTree) -> bool:
-        """Return True if the PFS takes a small file. Then it is well, even if it refuses another one."""
-        root, name = tree.get_directory(()), f".ckptfs.{self._instance}.0".encode()
-        above = os.fstat(root)
-        try:
-            pfs_ownership.retry_as_owner(
-                lambda: disk.act("write_back:probe", _make_and_remove, root, name), lambda: [(above.st_uid, above.st_gid)]
-            )
-        except OSError as failure:
-            log.debug("the PFS does not take a file: %s", failure)
-            return False
-        return True
+            action.inode, format_path(location), failure, kind, _describe_act(action),
+            lambda: is_elsewhere(self._tree, location.path), lambda: takes_a_file(self._tree, probe),
+        )  # fmt: skip
 
     # --- act: apply, and record ---------------------------------------------------------------------------------------
 
-    def _finish_previous(self, tree: PfsTree) -> bool:
+    def _finish_previous(self) -> bool:
         """Apply an interrupted batch whose temporary files are whole. Return False without one.
 
         In a cluster it is discarded if the other nodes do not expect it of this one any more.
@@ -406,20 +369,18 @@ class WriteBack:
         if not is_ready:
             return False
         if self._coordination is None or self._coordination.resume(batch):
-            self._apply(tree, batch)
+            self._apply(batch)
         else:
-            self._discard_batch(tree, batch)
+            self._discard(batch.actions)
         return True
 
-    def _apply(self, tree: PfsTree, batch: PfsBatch) -> PfsBatch:
+    def _apply(self, batch: PfsBatch) -> PfsBatch:
         """Apply and record a batch. Return it, or the part of it before an action that the PFS refused."""
-        require_lease = (lambda: None) if self._coordination is None else self._coordination.require_lease
-        applier = Applier(
-            self._db, tree, batch, require_lease, is_shared=self._coordination is not None, gone_directory=self._gone_directory
-        )
-        self._build_stager(tree).discard(batch.abandoned)
+        require_lease = None if self._coordination is None else self._coordination.require_lease
+        applier = Applier(self._db, self._tree, batch, require_lease, self._gone_directory)
+        self._stager.discard(batch.abandoned)
         try:
-            found = applier.run() if batch.actions or any(entry.inode is not None for entry in batch.expected_entries) else {}
+            found = applier.run()
         except OSError as failure:
             action = applier.current_action
             if action is None or isinstance(failure, DirectoryMissing):
@@ -427,53 +388,37 @@ class WriteBack:
             if applier.is_history_link(action, failure):
                 log.info("the PFS cannot link: %s; a file goes to the history of sets when it loses all other names", failure.strerror)
                 self._facts.can_link_history = False
-                return self._apply_before(tree, batch, action)
-            if not applier.is_half_done and self._defer_action(tree, action, failure):
-                return self._apply_before(tree, batch, action)
-            raise OSError(failure.errno, failure.strerror, format_path(action.location)) from failure
-        self._record(tree, batch, found)
+            elif applier.is_half_done or not self._defer(action, self._choose_kind(action), failure):
+                raise OSError(failure.errno, failure.strerror, format_path(action.location)) from failure
+            # The rows from the refused one on are planned again.
+            cut = build_batch_before(batch, action.key)
+            with self._db.transaction():
+                pfs_batch.set_batch(self._db, cut, ready=True)
+            return self._apply(cut)
+        self._record(batch, found)
         return batch
 
-    def _defer_action(self, tree: PfsTree, action: PfsAction, failure: OSError) -> bool:
-        """Defer what the PFS refused. Returns False if the error concerns more than this file."""
-        row = journal.get(self._db, action.key // KEYS_PER_ROW)
-        has_bytes = row is not None and row.op in {"content", "synced"} and row.inode == action.inode
-        kind = RefusedKind.BYTES if action.act == "put" and has_bytes else RefusedKind.NAMES
-        if action.act == "attributes":
-            kind = RefusedKind.ATTRIBUTES
-        path = format_path(action.location if action.new_location is None else action.new_location)
-        return self._defer(tree, action.inode, path, failure, kind, _describe_act(action), action.new_location or action.location)
+    def _choose_kind(self, action: PfsAction) -> RefusedKind:
+        return choose_kind(action, journal.get(self._db, action.key // KEYS_PER_ROW))
 
-    def _apply_before(self, tree: PfsTree, batch: PfsBatch, action: PfsAction) -> PfsBatch:
-        """Record what was done before a refused action. The rows from the refused one on are planned again."""
-        cut = build_batch_before(batch, action.key)
-        with self._db.transaction():
-            pfs_batch.set_batch(self._db, cut, ready=True)
-        return self._apply(tree, cut)
-
-    def _record(self, tree: PfsTree, batch: PfsBatch, found: dict[PfsName, ObservedStat | None]) -> None:
+    def _record(self, batch: PfsBatch, found: dict[PfsName, ObservedStat | None]) -> None:
         for entry in batch.expected_entries:
             if entry.inode is not None and found.get(entry.location.pfs_name) is None:
                 log.warning("%s: gone from the PFS; it is written back again if this node has its bytes", format_path(entry.location))
         if self._coordination is not None:
-            with self._discarded_if_busy(tree, batch):
+            with self._discarded_if_busy(batch):
                 self._coordination.complete_intents(batch, found)
         else:
             with self._db.transaction():
                 pfs_batch.record_batch_done(self._db, batch, found)
                 disk.act("write_back:finish", lambda: None)
-        self._pfs_blocks.record(batch.published_rows)
+        self._stager.blocks.record(batch.published_rows)
         if batch.published_rows:
             self._db.persist()  # A file that is reported to be on the PFS must not be lost with the last seconds of the catalog.
-            self._notify.wake_lanes()
-        self._request_scans(batch.lost_inodes)
-
-    def _request_scans(self, inodes: list[int]) -> None:
-        """Request scans of the present places of lost files: the PFS may have them."""
-        for inode in inodes:
+        for inode in batch.lost_inodes:  # The PFS may have them where they are now.
             for parent, _ in scans.list_names(self._db, inode):
                 mover_requests.insert_request(self._db, mover_requests.SCAN, parent, mover_requests.COMPARE_AGAIN)
-        if inodes:
+        if batch.published_rows or batch.lost_inodes:
             self._notify.wake_lanes()
 
     # --- the rest -----------------------------------------------------------------------------------------------------
@@ -488,7 +433,7 @@ class WriteBack:
             if not journal.insert_rows_for_tree(self._db, inode):
                 pfs_state.delete_entries(self._db, inode)  # The mount has removed it too; changes in it are obsolete.
 
-    def _set_times(self, tree: PfsTree) -> bool:
+    def _set_times(self) -> bool:
         """Set the times of directories on the PFS as in the mount. Runs when the journal is empty."""
         directories = pfs_state.list_stale_times(self._db, TIMES_BATCH)
         if self._coordination is not None and directories:
@@ -500,7 +445,7 @@ class WriteBack:
                 continue
             try:
                 inode = get(self._db, number)
-                disk.act("write_back:times", set_directory_times, tree.get_directory(path), inode)
+                disk.act("write_back:times", set_directory_times, self._tree.get_directory(path), inode)
             except OSError as failure:
                 if not isinstance(failure, FileNotFoundError) and not concerns_one_file(failure):
                     raise
@@ -508,45 +453,8 @@ class WriteBack:
         pfs_state.delete_stale_times(self._db, directories)
         return bool(directories)
 
-    def _report_progress(self, inode: int, path: str, copied: int, size: int) -> None:
-        now = time.monotonic()
-        if now - self._reported_s >= PROGRESS_EVERY_S:
-            self._reported_s, self._is_reporting = now, True
-            value = {"inode": inode, "path": path, "copied_bytes": copied, "size_bytes": size}
-            summary.set_report(self._db, "write_back", value)
-
-    def _clear_progress(self) -> None:
-        if self._is_reporting:
-            self._is_reporting = False
-            summary.set_report(self._db, "write_back", None)
-
 
 def _describe_act(action: PfsAction) -> str:
     old = format_path(action.location)
     names = {"put": "creation", "link": f"link to {old}", "move": f"rename from {old}", "exchange": f"exchange with {old}"}
     return names.get(action.act, "removal")
-
-
-def _is_elsewhere(tree: PfsTree, path: DirectoryPath) -> bool:
-    """Return True if a directory is on a filesystem that is mounted below the PFS's root."""
-    try:
-        directory, root = tree.get_directory(path), tree.get_directory(())
-        found, whole = os.fstatvfs(directory), os.fstatvfs(root)
-        # Subvolumes have devices of their own, but the same figures.
-        return os.fstat(directory).st_dev != os.fstat(root).st_dev and (found.f_blocks, found.f_bfree) != (whole.f_blocks, whole.f_bfree)
-    except OSError:
-        return False
-
-
-def _make_and_remove(directory: int, name: bytes) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(name, dir_fd=directory)
-    try:
-        with disk.closing(
-            os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
-        ) as fd:
-            os.write(fd, b"probe")
-            os.fsync(fd)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=directory)

@@ -32,7 +32,7 @@ from ckptfs.flow.write_back.plan import format_path
 from ckptfs.flow.write_back.stage import drop_taken
 from ckptfs.model import Inode
 from ckptfs.tiers import pfs_ownership, transfer
-from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree, exchange, find_stat, parse_parked_name
+from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree, exchange, find_stat, parse_parked_name, run_as_owner
 
 log = logging.getLogger(__name__)
 
@@ -53,22 +53,15 @@ class Applier:
     """Makes the changes of one batch."""
 
     def __init__(
-        self,
-        db: Database,
-        tree: PfsTree,
-        batch: PfsBatch,
-        require_lease: Callable[[], None],
-        *,
-        is_shared: bool,
-        gone_directory: DirectoryPath | None,
+        self, db: Database, tree: PfsTree, batch: PfsBatch, require_lease: Callable[[], None] | None, gone_directory: DirectoryPath | None
     ) -> None:
-        """`require_lease` raises Busy if this node may not change the PFS any more.
+        """`require_lease` raises Busy if this node may not change the PFS any more; None on a single node.
 
-        `is_shared`: other nodes write to the same PFS. Their temporary files in a directory to remove will soon be gone, and a missing
-        directory may just have been moved: only `gone_directory` is known to be gone.
+        If other nodes write to the same PFS, their temporary files in a directory to remove will soon be gone, and a missing directory may
+        just have been moved: only `gone_directory` is known to be gone.
         """
         self._require_lease = require_lease
-        self._is_shared = is_shared
+        self._is_shared = require_lease is not None
         self._gone_directory = gone_directory
         self._tree = tree
         self._batch = batch
@@ -95,7 +88,7 @@ class Applier:
         for action in self._batch.actions:
             self.current_action = action
             try:
-                self._do(action)
+                self._apply_action(action)
             except DirectoryMissing as missing:
                 if self._is_shared and missing.names != self._gone_directory:
                     raise
@@ -115,7 +108,7 @@ class Applier:
             if show.inode is not None
         }
 
-    def _do(self, action: PfsAction) -> None:
+    def _apply_action(self, action: PfsAction) -> None:
         {
             "put": self._put, "link": self._link, "move": self._move, "exchange": self._exchange,
             "unlink": self._unlink, "rmdir": self._rmdir, "remove": self._remove_entry, "attributes": self._set_attributes,
@@ -257,6 +250,8 @@ class Applier:
 
     def _is_late(self, directory: int, name: bytes, moved: os.stat_result | None) -> bool:
         """Return True if a call took effect after other nodes gave the name to another than `moved`."""
+        if self._require_lease is None:
+            return False
         try:
             self._require_lease()
         except Busy:
@@ -496,15 +491,12 @@ class Applier:
     def _run_as_owner(self, directory: int, name: bytes, call: Callable[[], None]) -> None:
         """Call `call`, a visible change, with a valid lease; as an owner if root is refused."""
 
-        def owners() -> list[pfs_ownership.Owner]:
-            subjects = (find_stat(directory, name), os.fstat(directory))
-            return [(subject.st_uid, subject.st_gid) for subject in subjects if subject is not None]
-
         def guarded_call() -> None:
-            self._require_lease()
+            if self._require_lease is not None:
+                self._require_lease()
             call()
 
-        pfs_ownership.retry_as_owner(guarded_call, owners)
+        run_as_owner(directory, name, guarded_call)
 
     def _observe(self, location: PfsLocation, fingerprint: Fingerprint) -> ObservedStat | None:
         try:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from dataclasses import replace
 
 from ckptfs import disk, limits
@@ -106,10 +106,10 @@ class ClusterWriteBack:
         """Load this inode too, from the next plan on."""
         self._extra_inodes.add(inode)
 
-    def build_planner(self, facts: Facts, temporary: Callable[[int], bytes], aside_seqs: Container[int]) -> SharedPlanner:
+    def build_planner(self, facts: Facts, aside_seqs: Container[int]) -> SharedPlanner:
         """Return a planner over the loaded snapshot. `aside_seqs`: rows that wait for what the PFS refuses."""
         view, number = PfsView(self._db), self._cluster.node_number
-        return SharedPlanner(self._db, view, facts, temporary, self._snapshot, number, self._lost_contents, aside_seqs)
+        return SharedPlanner(self._db, view, facts, self._instance, self._snapshot, number, self._lost_contents, aside_seqs)
 
     def fetch(self, inode: int) -> None:
         """Request the bytes of a file that a dead node wrote; without them it is not written back."""

@@ -16,6 +16,7 @@ An error that concerns the whole PFS defers nothing. It does if the same change 
 `CopyPacing`: pauses between copies of a large file that stays open and is fsynced all the time, so that it does not occupy the PFS.
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -25,11 +26,17 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from ckptfs import disk
+from ckptfs.catalog.journal import JournalRow
+from ckptfs.catalog.pfs_batch import PfsAction
 from ckptfs.catalog.summary import DEFERRED_TROUBLE
 from ckptfs.errors import CkptfsError, TierUnavailable
 from ckptfs.tiers import health
+from ckptfs.tiers.pfs_tree import DirectoryPath, PfsTree, run_as_owner
 
 log = logging.getLogger(__name__)
+
+disk.declare_labels("write_back:probe")
 
 # Errors of the server, the network or the whole filesystem. All others concern one file or directory.
 PFS_ERRNOS = {
@@ -82,6 +89,14 @@ class RefusedKind(Enum):
     BYTES = "it is not written back for now"
     NAMES = "its {act} is not made on the PFS for now"
     ATTRIBUTES = "its owner, mode and times are not set on the PFS for now"
+
+
+def choose_kind(action: PfsAction, row: JournalRow | None) -> RefusedKind:
+    """Return what the PFS refuses of a file, if it refuses an action of a row of the journal."""
+    if action.act == "attributes":
+        return RefusedKind.ATTRIBUTES
+    has_bytes = row is not None and row.op in {"content", "synced"} and row.inode == action.inode
+    return RefusedKind.BYTES if action.act == "put" and has_bytes else RefusedKind.NAMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,3 +272,42 @@ def build_unavailable_error(failure: OSError, path: str) -> CkptfsError:
     error = TierUnavailable(sentence, remedy=_REMEDIES.get(failure.errno or 0, ""))
     error.errno = failure.errno or errno.EIO
     return error
+
+
+def is_elsewhere(tree: PfsTree, path: DirectoryPath) -> bool:
+    """Return True if a directory is on a filesystem that is mounted below the PFS's root."""
+    try:
+        directory, root = tree.get_directory(path), tree.get_directory(())
+        found, whole = os.fstatvfs(directory), os.fstatvfs(root)
+        # Subvolumes have devices of their own, but the same figures.
+        return os.fstat(directory).st_dev != os.fstat(root).st_dev and (found.f_blocks, found.f_bfree) != (whole.f_blocks, whole.f_bfree)
+    except OSError:
+        return False
+
+
+def takes_a_file(tree: PfsTree, name: bytes) -> bool:
+    """Return True if the PFS takes a small file under a temporary name.
+
+    Then it is well, even if it refuses another one.
+    """
+    root = tree.get_directory(())
+    try:
+        run_as_owner(root, name, lambda: disk.act("write_back:probe", _make_and_remove, root, name))
+    except OSError as failure:
+        log.debug("the PFS does not take a file: %s", failure)
+        return False
+    return True
+
+
+def _make_and_remove(directory: int, name: bytes) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=directory)
+    try:
+        with disk.closing(
+            os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
+        ) as fd:
+            os.write(fd, b"probe")
+            os.fsync(fd)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=directory)

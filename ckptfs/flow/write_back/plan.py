@@ -19,7 +19,6 @@ or that moves a directory, begins the next batch. So each change can be recognis
 
 import os
 import stat
-from collections.abc import Callable
 from dataclasses import replace
 
 from ckptfs import limits
@@ -41,8 +40,11 @@ class Planner:
     actions_max = ACTIONS_MAX
     puts_max = PUTS_MAX
 
-    def __init__(self, view: PfsView, facts: Facts, temporary: Callable[[int], bytes]) -> None:
-        """`temporary` builds the name of a temporary file from an action's key."""
+    def __init__(self, view: PfsView, facts: Facts, instance: str) -> None:
+        """`instance` tells the temporary names of this catalog from those of others.
+
+        `waiting_for`, `is_blocked`, `missing_inode`: what the plan waits for: a seal, another node, and the bytes of a file.
+        """
         self.view = view
         self.actions: list[PfsAction] = []
         self.puts: dict[int, PlannedFile] = {}
@@ -55,8 +57,10 @@ class Planner:
         self.lost_inodes: list[int] = []
         self.last_seq = 0
         self.waiting_for: Content | None = None
+        self.is_blocked = False
+        self.missing_inode: int | None = None
         self._facts = facts
-        self._temporary = temporary
+        self._instance = instance
         self._key = 0
         self._made_directories: set[int] = set()
         self._with_set_attributes: set[int] = set()
@@ -98,6 +102,9 @@ class Planner:
         shown = self.view.get_entry(*name)
         assert shown is not None
         return shown
+
+    def _build_temporary(self, key: int) -> bytes:
+        return f".ckptfs.{self._instance}.{key:x}".encode()
 
     def _next_key(self) -> int:
         self._key += 1
@@ -157,10 +164,7 @@ class Planner:
         shown = self.view.get_entry(*name)
         if shown is None or shown.inode == inode:
             return False
-        return self._is_stranded(shown.inode) or (inode != NO_INODE and self._is_full_directory(shown.inode))
-
-    def _is_full_directory(self, inode: int) -> bool:
-        return self.view.has_entries(inode)
+        return self._is_stranded(shown.inode) or (inode != NO_INODE and self.view.has_entries(shown.inode))
 
     def _set_wanted(self, name: PfsName, inode: int, row: JournalRow) -> None:
         """Plan that a name shows `inode`, or nothing (`NO_INODE`), only when the PFS lets it."""
@@ -177,13 +181,13 @@ class Planner:
 
     def _append(self, act: str, inode: int, name: PfsName, fingerprint: Fingerprint, new: PfsName, replaced: Fingerprint | None) -> None:
         key, at, to = self._next_key(), self._get_location(name), self._get_location(new)
-        self.actions.append(PfsAction(act, key, inode, at, fingerprint, to, replaced, self._temporary(key)))
+        self.actions.append(PfsAction(act, key, inode, at, fingerprint, to, replaced, self._build_temporary(key)))
 
     def _plan_file(self, kind: SourceKind, inode: int, content: Content | None, mode: int, name: PfsName) -> None:
-        key, location = self._next_key(), self._get_location(name)
+        key, location, replaced = self._next_key(), self._get_location(name), self._find_fingerprint(name)
         fingerprint = Fingerprint(-key)
-        self.actions.append(PfsAction("put", key, inode, location, fingerprint, None, self._find_fingerprint(name), self._temporary(key)))
-        self.puts[key] = PlannedFile(kind, inode, content, mode, format_path(location))
+        self.actions.append(PfsAction("put", key, inode, location, fingerprint, None, replaced, self._build_temporary(key)))
+        self.puts[key] = PlannedFile(kind, inode, content, mode)
         self._rewritten.add(inode)
         self.planned_bytes += content.size if content is not None else 0
         self.view.delete_pending(*name)
@@ -205,7 +209,7 @@ class Planner:
     def _plan_removal(self, name: PfsName, act: str = "unlink") -> None:
         shown, location = self._get_shown(name), self._get_location(name)
         key, fingerprint = self._next_key(), self._find_fingerprint(name) or Fingerprint()
-        self.actions.append(PfsAction(act, key, shown.inode, location, fingerprint, temporary=self._temporary(key)))
+        self.actions.append(PfsAction(act, key, shown.inode, location, fingerprint, temporary=self._build_temporary(key)))
         self.view.delete_entry(*name)
 
     def _plan_attributes(self, inode: int, name: PfsName) -> None:
@@ -263,7 +267,7 @@ class Planner:
         shown = self._get_shown(name)
         if self._find_location(name) is None:
             self.view.delete_entry(*name)
-        elif self._facts.is_held(shown.inode) or self._is_guarded(name) or self._is_full_directory(shown.inode):
+        elif self._facts.is_held(shown.inode) or self._is_guarded(name) or self.view.has_entries(shown.inode):
             self._set_wanted(name, NO_INODE, row)
         elif (refuge := self._find_refuge(name)) is not None:
             self._move_to_refuge(name, refuge)
@@ -499,7 +503,7 @@ class Planner:
         if not self._list_shown_names(row.inode):
             if wanted:
                 return self._settle_move(row, stale[0], wanted[0]) if stale else True
-            if self._is_full_directory(row.inode):
+            if self.view.has_entries(row.inode):
                 self.kept_seqs.append(row.seq)
                 return True
         return self._settle_links(row, wanted, stale)

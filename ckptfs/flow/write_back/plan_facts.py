@@ -33,13 +33,12 @@ class SourceKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A temporary file to make. `mode`: if the inode's row is gone. `path`: the target, for messages."""
+    """A temporary file to make. `mode`: if the inode's row is gone."""
 
     kind: SourceKind
     inode: int
     content: Content | None
     mode: int
-    path: str
 
 
 class Facts:

@@ -10,7 +10,7 @@ names on the PFS of that inode are aligned with its names in the shared tree, wh
 """
 
 import stat
-from collections.abc import Callable, Container
+from collections.abc import Container
 
 from ckptfs.catalog import journal
 from ckptfs.catalog.database import Database
@@ -36,8 +36,7 @@ class SetAside(Exception):
 class SharedPlanner(Planner):
     """Plans over a snapshot of the store.
 
-    `is_blocked`: the plan waits for another node. `missing_inode`: a file whose bytes must be fetched first. If the plan depends on an
-    inode that the snapshot lacks, NotLoaded is raised and nothing is planned.
+    If the plan depends on an inode that the snapshot lacks, NotLoaded is raised and nothing is planned.
     """
 
     actions_max = ACTIONS_MAX
@@ -48,22 +47,20 @@ class SharedPlanner(Planner):
         db: Database,
         view: PfsView,
         facts: Facts,
-        temporary: Callable[[int], bytes],
+        instance: str,
         snapshot: StoreSnapshot,
         own_number: int,
         lost: Container[int] = (),
         aside_seqs: Container[int] = (),
     ) -> None:
         """`lost`: contents that no node has. `aside_seqs`: rows that wait for what the PFS refuses."""
-        super().__init__(view, facts, temporary)
+        super().__init__(view, facts, instance)
         self._db = db
         self._snapshot = snapshot
         self._own_number = own_number
         self._lost = lost
         self._aside_seqs = aside_seqs
         self._aligning: set[int] = set()
-        self.is_blocked = False
-        self.missing_inode: int | None = None
 
     def _plan_row(self, row: JournalRow) -> bool:
         """Plan a row. Raises SetAside if it depends on an inode of which the PFS refuses a change of names."""

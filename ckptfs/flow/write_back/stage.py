@@ -17,22 +17,23 @@ import stat
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ckptfs import digest, disk, limits
-from ckptfs.catalog import contents, pfs_batch, pfs_state
+from ckptfs.catalog import contents, pfs_batch, pfs_state, summary
 from ckptfs.catalog.copies import list_copies
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
 from ckptfs.catalog.pfs_batch import PfsAction, PfsBatch, PfsLocation
 from ckptfs.catalog.pfs_state import Fingerprint, PfsView
-from ckptfs.errors import Busy
+from ckptfs.errors import Busy, CkptfsError
 from ckptfs.flow.write_back.deferred import SourceFailed
-from ckptfs.flow.write_back.plan import Planner
+from ckptfs.flow.write_back.plan import Planner, format_path
 from ckptfs.flow.write_back.plan_facts import PlannedFile, SourceKind
-from ckptfs.flow.write_back.shared_blocks import PfsBlocks
 from ckptfs.model import Content, ContentState, CopyState, Inode, PublishedRow, Tier
-from ckptfs.tiers import local_copies, pfs_ownership, pfs_sync, transfer
-from ckptfs.tiers.pfs_tree import PfsTree, find_stat
+from ckptfs.tiers import local_copies, pfs_ownership, pfs_sync, pfs_tree, reflink, transfer
+from ckptfs.tiers.pfs_tree import PfsTree, find_stat, run_as_owner
+from ckptfs.tiers.reflink import BlockIndex
 from ckptfs.tiers.storage import Tiers
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,9 @@ disk.declare_labels(
 )  # fmt: skip
 
 STABLE_ATTEMPTS = 3
+PROGRESS_EVERY_S = 0.25
+BLOCK_FILES_MAX = 4096
+"""Files on the PFS whose blocks are loaded at the first use."""
 _TAKES_A_NAME = {"move", "unlink", "remove"}
 _NO_SUCH_KIND = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
@@ -70,30 +74,92 @@ class Staged:
     is_merged: bool = False
 
 
-class Stager:
-    """Makes the temporary files of one plan."""
+class PfsBlocks:
+    """The blocks of files that this node has written back lately: cloned into a temporary file instead of written.
 
-    def __init__(
-        self, db: Database, tiers: Tiers, tree: PfsTree, pfs_blocks: PfsBlocks, progress: Callable[[int, str, int, int], None]
-    ) -> None:
-        """`progress(inode, path, copied bytes, size in bytes)` is called every fourth block."""
+    A clone is made by the PFS itself. Nothing is believed of it: the copy that follows compares every piece with the content, as it does
+    with what an interrupted copy left, and writes what differs. So other programs may change the files on the PFS at any time (P4).
+    """
+
+    def __init__(self, db: Database, pfs: Path) -> None:
+        self._db = db
+        self._pfs = pfs
+        self._index: BlockIndex | None = None
+        self._can_share: bool | None = None
+        """None until the PFS was asked."""
+        self._sharing: set[int] = set()
+
+    def has_any(self, fd: int, size: int) -> bool:
+        """Return whether an empty temporary file may share blocks; digests are worth waiting for then."""
+        if self._can_share is False or size < limits.SHARED_BYTES_MIN or os.fstat(fd).st_size or self._load().is_empty:
+            return False
+        if self._can_share is None:
+            self._can_share = reflink.is_possible(fd)
+            log.info("%s: %s", self._pfs, "equal blocks are stored once" if self._can_share else "the filesystem cannot share blocks")
+        return self._can_share
+
+    def clone_into(self, fd: int, inode: int, size: int, block_digests: bytes) -> None:
+        """Clone what other files on the PFS have into an empty temporary file; the copy does the rest."""
+        if not self.has_any(fd, size):
+            return
+        by_file: dict[int, list[tuple[int, int]]] = {}
+        for number, (other, there) in self._load().find(block_digests).items():
+            by_file.setdefault(other, []).append((number, there))
+        for other, blocks in by_file.items():
+            try:
+                self._clone_from(other, blocks, fd, size)
+            except (OSError, CkptfsError) as failure:
+                log.debug("inode %d: shares no blocks with inode %d on the PFS: %s", inode, other, failure)
+            else:
+                self._sharing |= {inode, other}
+
+    def _clone_from(self, other: int, blocks: list[tuple[int, int]], fd: int, size: int) -> None:
+        with disk.closing(pfs_tree.open_inode(self._db, self._pfs, other)) as source:
+            for number, there in blocks:
+                start = number * limits.BLOCK_BYTES
+                reflink.clone_range(source, there * limits.BLOCK_BYTES, fd, start, min(limits.BLOCK_BYTES, size - start))
+
+    def record(self, rows: list[PublishedRow]) -> None:
+        """Note what the PFS shows now: the next files may share its blocks."""
+        if self._index is not None:
+            for row in rows:
+                if row.block_digests and row.size >= limits.SHARED_BYTES_MIN:
+                    self._index.add(row.inode, row.block_digests)
+        if self._sharing:
+            pfs_state.mark_sharing(self._db, self._sharing)
+            self._sharing = set()
+
+    def _load(self) -> BlockIndex:
+        if self._index is None:
+            self._index = BlockIndex()
+            for inode, block_digests in reversed(pfs_state.list_recent_blocks(self._db, limits.SHARED_BYTES_MIN, BLOCK_FILES_MAX)):
+                self._index.add(inode, block_digests)
+        return self._index
+
+
+class Stager:
+    """Makes the temporary files of one plan after the other. `discard` or `close` ends a plan."""
+
+    def __init__(self, db: Database, tiers: Tiers, tree: PfsTree) -> None:
         self._db = db
         self._tiers = tiers
-        self.tree = tree
-        self._pfs_blocks = pfs_blocks
-        self._progress = progress
+        self._tree = tree
+        self.blocks = PfsBlocks(db, tree.root)
         self._path = ""
         self._open: list[tuple[int, PfsAction, int]] = []
+        self._reported_s = 0.0
+        self._is_reporting = False
 
     def stage(self, action: PfsAction, planned: PlannedFile) -> Staged:
         """Make one temporary file. Raises Busy if the content changed, Unsealed, Unstable, Unfit, and OSError."""
-        self._path = planned.path
+        self._path = format_path(action.location)
         wanted, xattrs = self._load_inode(planned), pfs_state.get_xattrs(self._db, planned.inode)
         shown = PfsView(self._db).get_entry(*action.location.pfs_name)
         # If the name is known as another inode's, that one is ours, and this batch removes it first.
         can_merge = stat.S_ISDIR(wanted.mode) and (shown is None or shown.inode == planned.inode)
         return pfs_ownership.retry_as_owner(
-            lambda: self._stage(action, planned, wanted, xattrs, can_merge=can_merge), lambda: self._list_owners(wanted, action.location)
+            lambda: self._stage(action, planned, wanted, xattrs, can_merge=can_merge),
+            lambda: [(wanted.uid, wanted.gid), pfs_tree.get_owner(self._tree.get_directory(action.location.path))],
         )
 
     def sync(self) -> None:
@@ -106,11 +172,14 @@ class Stager:
         self.close()
 
     def close(self) -> None:
-        """Close the descriptors of the temporary files."""
+        """Close the descriptors of the temporary files, and end the report of the copy."""
         for fd, _, _ in self._open:
             with contextlib.suppress(OSError):
                 os.close(fd)
         self._open = []
+        if self._is_reporting:
+            self._is_reporting = False
+            summary.set_report(self._db, "write_back", None)
 
     def discard(self, actions: Iterable[PfsAction]) -> None:
         """Remove the temporary files of these actions, as far as they exist."""
@@ -118,11 +187,11 @@ class Stager:
         for action in actions:
             if action.temporary and action.act in _TAKES_A_NAME:
                 with contextlib.suppress(FileNotFoundError):
-                    drop_taken(self.tree.get_directory(action.location.path), action)
+                    drop_taken(self._tree.get_directory(action.location.path), action)
             for location in (action.location, action.new_location):
                 # The temporary name of an exchange may hold one of its two files.
                 if action.act in {"put", "link", "move"} and action.temporary and location is not None:
-                    remove_temporary(self.tree, location, action.temporary)
+                    remove_temporary(self._tree, location, action.temporary)
 
     def remove_leftovers(self, planned: Iterable[PfsAction]) -> None:
         """Remove temporary files of an interrupted batch that are not `planned` again."""
@@ -138,7 +207,7 @@ class Stager:
     # --- one temporary file -------------------------------------------------------------------------------------------
 
     def _stage(self, action: PfsAction, planned: PlannedFile, wanted: Inode, xattrs: dict[bytes, bytes], *, can_merge: bool) -> Staged:
-        directory = self.tree.get_directory(action.location.path)
+        directory = self._tree.get_directory(action.location.path)
         resumed_fd = self._open_resumable(directory, action, planned, wanted)
         there = find_stat(directory, action.location.name) if can_merge else None
         if there is not None and stat.S_ISDIR(there.st_mode):
@@ -149,7 +218,7 @@ class Stager:
             return self._stage_special(directory, action.temporary, wanted, xattrs)
         except BaseException:
             with contextlib.suppress(OSError):
-                remove_temporary(self.tree, action.location, action.temporary)
+                remove_temporary(self._tree, action.location, action.temporary)
             raise
 
     def _open_resumable(self, directory: int, action: PfsAction, planned: PlannedFile, wanted: Inode) -> int | None:
@@ -162,7 +231,7 @@ class Stager:
         is_ours = stat.S_ISREG(there.st_mode) and not there.st_mode & 0o7022 and there.st_nlink == 1 and there.st_uid in owners
         if is_ours and planned.content is not None and there.st_size >= limits.BLOCK_BYTES:
             return disk.open_file("write_back:resume", action.temporary, os.O_RDWR | os.O_NOFOLLOW, dir_fd=directory)
-        remove_temporary(self.tree, action.location, action.temporary)
+        remove_temporary(self._tree, action.location, action.temporary)
         return None
 
     def _stage_file(
@@ -173,7 +242,7 @@ class Stager:
         try:
             if resumed_fd is None:
                 _check_owner(os.fstat(fd))
-            size, whole, blocks = self._fill(fd, planned)
+            size, whole, blocks = self._fill(fd, planned.kind, planned.content)
             pfs_ownership.apply_attributes(directory, action.temporary, wanted, xattrs, is_new=resumed_fd is None)
             found = os.fstat(fd)
         except BaseException:
@@ -201,15 +270,16 @@ class Stager:
         pfs_ownership.apply_attributes(directory, name, wanted, xattrs, is_new=True)
         return Staged(Fingerprint(made.st_ino))
 
-    def _fill(self, fd: int, planned: PlannedFile) -> transfer.ContentDigests:
-        if planned.content is None:
+    def _fill(self, fd: int, kind: SourceKind, content: Content | None) -> transfer.ContentDigests:
+        if content is None:
             return (0, *digest.RunningDigest().finish())
-        fill = {SourceKind.STABLE: self._fill_stable, SourceKind.EARLY: self._fill_early}.get(planned.kind, self._fill_sealed)
-        return fill(fd, planned.content)
+        if kind is SourceKind.STABLE:
+            return self._fill_stable(fd, content)
+        return self._fill_early(fd, content) if kind is SourceKind.EARLY else self._fill_sealed(fd, content)
 
     def _fill_sealed(self, fd: int, content: Content) -> transfer.ContentDigests:
         """Copy from the first copy that has the digest; quarantine those that have not."""
-        self._pfs_blocks.clone_into(fd, content.inode, content.size, content.block_digests or b"")
+        self.blocks.clone_into(fd, content.inode, content.size, content.block_digests or b"")
         refusal: SourceFailed | None = None
         for tier in self._list_readable_tiers(content):
             try:
@@ -236,7 +306,7 @@ class Stager:
 
     def _fill_early(self, fd: int, content: Content) -> transfer.ContentDigests:
         """Copy while the seal lane reads, then wait for the seal; first, if blocks may be shared."""
-        if self._pfs_blocks.has_any(fd, content.size):
+        if self.blocks.has_any(fd, content.size):
             return self._fill_sealed(fd, self._wait_for_seal(content))
         tiers = self._list_readable_tiers(content)
         if not tiers:
@@ -287,10 +357,17 @@ class Stager:
             nonlocal blocks
             blocks += 1
             if blocks % 4 == 0:
-                self._progress(content.inode, self._path, min(blocks * limits.BLOCK_BYTES, content.size), content.size)
+                self._report_progress(content, min(blocks * limits.BLOCK_BYTES, content.size))
                 self._require_unchanged(content)
 
         return before_block
+
+    def _report_progress(self, content: Content, copied: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self._reported_s >= PROGRESS_EVERY_S:
+            self._reported_s, self._is_reporting = now_s, True
+            value = {"inode": content.inode, "path": self._path, "copied_bytes": copied, "size_bytes": content.size}
+            summary.set_report(self._db, "write_back", value)
 
     def _require_unchanged(self, content: Content) -> None:
         """Raise Busy if the content changed since it was planned. A doomed content keeps its sealed bytes."""
@@ -332,10 +409,6 @@ class Stager:
                 raise Busy("the inode is gone") from None
             return Inode(planned.inode, planned.mode, os.geteuid(), os.getegid(), 0, 0, 0, 0, 0, 0, None, None, 0, 0, True)
 
-    def _list_owners(self, wanted: Inode, location: PfsLocation) -> list[pfs_ownership.Owner]:
-        above = os.fstat(self.tree.get_directory(location.path))
-        return [(wanted.uid, wanted.gid), (above.st_uid, above.st_gid)]
-
 
 def remove_temporary(tree: PfsTree, location: PfsLocation, name: bytes) -> None:
     """Remove the temporary file or directory `name` in the directory of a location, if it exists."""
@@ -343,11 +416,7 @@ def remove_temporary(tree: PfsTree, location: PfsLocation, name: bytes) -> None:
         directory = tree.get_directory(location.path)
         found = os.stat(name, dir_fd=directory, follow_symlinks=False)
         call = os.rmdir if stat.S_ISDIR(found.st_mode) else os.unlink
-        above = os.fstat(directory)
-        pfs_ownership.retry_as_owner(
-            lambda: disk.act("write_back:discard", call, name, dir_fd=directory),
-            lambda: [(found.st_uid, found.st_gid), (above.st_uid, above.st_gid)],
-        )
+        run_as_owner(directory, name, lambda: disk.act("write_back:discard", call, name, dir_fd=directory))
 
 
 def drop_taken(directory: int, action: PfsAction, ino: int = 0) -> None:
@@ -359,7 +428,6 @@ def drop_taken(directory: int, action: PfsAction, ino: int = 0) -> None:
     taken, meant = find_stat(directory, action.temporary), ino or action.fingerprint.ino
     if taken is None or stat.S_ISDIR(taken.st_mode):
         return
-    above = os.fstat(directory)
 
     def drop() -> None:
         if meant not in (0, taken.st_ino) and find_stat(directory, action.location.name) is None:
@@ -367,7 +435,7 @@ def drop_taken(directory: int, action: PfsAction, ino: int = 0) -> None:
         else:
             disk.unlink("write_back:unlink", action.temporary, dir_fd=directory)
 
-    pfs_ownership.retry_as_owner(drop, lambda: [(taken.st_uid, taken.st_gid), (above.st_uid, above.st_gid)])
+    run_as_owner(directory, action.temporary, drop)
 
 
 def build_batch(planner: Planner, staged: dict[int, Staged]) -> PfsBatch:
