@@ -9,7 +9,9 @@ from ckptfs import limits
 from ckptfs.catalog import database
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
+from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, PfsAction, PfsLocation
 from ckptfs.catalog.pfs_state import Fingerprint, PfsEntry, PfsView
+from ckptfs.flow.write_back.deferred import RefusedKind, choose_kind
 from ckptfs.flow.write_back.plan import BATCH_BYTES_MAX, PUTS_MAX, Planner
 from ckptfs.flow.write_back.plan_facts import SourceKind
 from ckptfs.model import ROOT, Content, ContentState, Inode, PublishedRow
@@ -27,8 +29,9 @@ class Facts:
         self.refused: set[int] = set()
         self.late = False
         self.can_link_history = True
-        self.earliness = False
-        self.changing = False
+        self.unfit_inodes: set[int] = set()
+        self.unstable_contents: set[tuple[int, int]] = set()
+        self.last_unsealed = (0, 0)
 
     def get_inode(self, inode: int) -> Inode | None:
         return Inode(inode, FILE, 0, 0, 0, 1, 0, 0, 0, 0, None, inode, 1, 0, True)
@@ -48,16 +51,7 @@ class Facts:
     def is_seal_overdue(self, row: JournalRow, content: Content) -> bool:
         return self.late
 
-    def can_copy_early(self, content: Content) -> bool:
-        return self.earliness
-
-    def is_unstable(self, content: Content) -> bool:
-        return self.changing
-
-    def is_paused(self, content: Content) -> bool:
-        return False
-
-    def is_unfit(self, inode: int) -> bool:
+    def is_paused(self, inode: int, content: int) -> bool:
         return False
 
     def is_deferred(self, inode: int) -> bool:
@@ -99,14 +93,15 @@ def rename(seq: int, inode: int, name: bytes, new: bytes, mode: int = FILE) -> J
 
 def test_a_large_one_goes_before_its_seal_and_alone(planner: Planner, facts: Facts) -> None:
     """P6: what comes after it waits."""
-    facts.states[7], facts.sizes[7], facts.earliness = ContentState.CLOSED, BATCH_BYTES_MAX, True
+    facts.states[7], facts.sizes[7] = ContentState.CLOSED, BATCH_BYTES_MAX
     assert [planner.plan_row(row) for row in (make(1, 7, b"a"), content(2, 7), content(3, 8))] == [True, True, False]
     assert [put.kind for put in planner.puts.values()] == [SourceKind.EARLY] and planner.waiting_for is None and planner.last_seq == 2
 
 
 @pytest.mark.parametrize("why", ["small", "in vain before", "set aside", "others could go at once"])
 def test_what_does_not_go_before_its_seal(planner: Planner, facts: Facts, why: str) -> None:
-    facts.states[7], facts.sizes[7], facts.earliness = ContentState.CLOSED, BATCH_BYTES_MAX - (why == "small"), why != "in vain before"
+    facts.states[7], facts.sizes[7] = ContentState.CLOSED, BATCH_BYTES_MAX - (why == "small")
+    facts.last_unsealed = (7, 1) if why == "in vain before" else (7, 0)
     facts.refused = {7} if why == "set aside" else set()
     assert planner.plan_row(make(1, 7, b"a"))
     if why == "others could go at once":
@@ -121,7 +116,7 @@ def test_one_that_waits_too_long_is_published_as_it_is_and_comes_again(planner: 
 
 
 def test_one_that_changes_all_the_time_only_comes_again(planner: Planner, facts: Facts) -> None:
-    facts.states[7], facts.late, facts.changing = ContentState.CLOSED, True, True
+    facts.states[7], facts.late, facts.unstable_contents = ContentState.CLOSED, True, {(7, 1)}
     assert planner.plan_row(make(1, 7, b"a")) and planner.plan_row(content(2, 7))
     assert acts(planner) == [] and planner.requeued == [(7, 7)]
 
@@ -158,3 +153,22 @@ def test_a_large_file_waits_for_the_small_ones_before_it_and_goes_alone(planner:
     for row in (make(1, 7, b"small"), content(2, 7), make(3, 8, b"large")):
         assert planner.plan_row(row)
     assert not planner.plan_row(content(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("act", "row", "kind"),
+    [
+        ("put", content(3, 7), RefusedKind.BYTES),
+        ("put", JournalRow(3, "synced", 7, content=7), RefusedKind.BYTES),
+        ("put", content(3, 8), RefusedKind.NAMES),
+        ("put", make(3, 7, b"d", DIRECTORY), RefusedKind.NAMES),
+        ("put", None, RefusedKind.NAMES),
+        ("link", content(3, 7), RefusedKind.NAMES),
+        ("move", rename(3, 7, b"a", b"b"), RefusedKind.NAMES),
+        ("attributes", content(3, 7), RefusedKind.ATTRIBUTES),
+    ],
+)
+def test_what_of_a_file_the_pfs_refuses(act: str, row: JournalRow | None, kind: RefusedKind) -> None:
+    """P1: only what was refused waits; a name that cannot be made does not hold back bytes, nor the other way round."""
+    action = PfsAction(act, 3 * KEYS_PER_ROW + 1, 7, PfsLocation(ROOT, b"a", ()), Fingerprint())
+    assert choose_kind(action, row) is kind

@@ -229,7 +229,7 @@ class Planner:
         if self._facts.is_held(row.inode) or self._is_guarded(name, row.inode) or self._is_directory_pending(name):
             self._set_wanted(name, row.inode, row)
             return True
-        if self._find_location(name) is None or self._facts.is_unfit(row.inode) or not can_be_made(row, inode):
+        if self._find_location(name) is None or row.inode in self._facts.unfit_inodes or not can_be_made(row, inode):
             self.view.set_pending(*name, row.inode)
             return True
         if row.parent in self._made_directories:
@@ -387,16 +387,16 @@ class Planner:
                 content.size >= BATCH_BYTES_MAX
                 and not self.actions
                 and not self._facts.is_deferred(row.inode)
-                and self._facts.can_copy_early(content)
+                and (content.id, content.change) != self._facts.last_unsealed
             ):
                 self._is_full = True
                 return self._publish(row, content, SourceKind.EARLY)
             self.waiting_for = content
             return False
         # A process still has the file mapped for writing. The row moves to the journal's end; the content is sealed later.
-        published = self._facts.get_published(row.inode)
+        published, is_unstable = self._facts.get_published(row.inode), (content.id, content.change) in self._facts.unstable_contents
         shown = published is not None and published.generation == content.generation
-        if not shown and not self._facts.is_unstable(content) and not self._publish(row, content, SourceKind.STABLE):
+        if not shown and not is_unstable and not self._publish(row, content, SourceKind.STABLE):
             return False
         if row.seq not in self.kept_seqs:
             self.requeued.append((row.inode, content.id))
@@ -407,7 +407,7 @@ class Planner:
         content = self._facts.get_content(row.content or 0)
         if content is None or content.state is not ContentState.OPEN or self._facts.is_repeated(row):
             return True
-        if self._facts.is_unstable(content) or self._facts.is_paused(content):
+        if (content.id, content.change) in self._facts.unstable_contents or self._facts.is_paused(content.inode, content.id):
             return True
         return self._publish(row, content, SourceKind.STABLE)
 

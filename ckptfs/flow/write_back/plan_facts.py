@@ -55,10 +55,13 @@ class Facts:
         self.is_in_history = partial(inodes.is_history, db)
         self.can_link_history = True
         """False: the PFS refused a hard link into the history of sets."""
-        self._pacing = pacing
+        self.is_paused = pacing.defer_if_early
         self.unfit_inodes: set[int] = set()
+        """Those that the PFS cannot hold, such as devices."""
         self.unstable_contents: set[tuple[int, int]] = set()
+        """(id, change) of those that kept changing while they were read as open files."""
         self.last_unsealed = (0, 0)
+        """(id, change) of the last one that was copied early in vain."""
 
     def get_inode(self, inode: int) -> Inode | None:
         """Return the row of an inode."""
@@ -71,22 +74,6 @@ class Facts:
         """Return True if write-back has waited too long for the seal of a CLOSED content."""
         waited_s, has_waited_before = journal.get_seal_wait(self._db, row)
         return waited_s > (SEAL_WAIT_REPEATED_S if has_waited_before else SEAL_WAIT_S + content.size / SEAL_BYTES_PER_S)
-
-    def can_copy_early(self, content: Content) -> bool:
-        """Return True if a CLOSED content may be copied while its digest is being computed."""
-        return (content.id, content.change) != self.last_unsealed
-
-    def is_unstable(self, content: Content) -> bool:
-        """Return True if the content kept changing while it was read as an open file."""
-        return (content.id, content.change) in self.unstable_contents
-
-    def is_paused(self, content: Content) -> bool:
-        """Return True if a recent copy of the open file took so long that this fsync must wait."""
-        return self._pacing.defer_if_early(content.inode, content.id)
-
-    def is_unfit(self, inode: int) -> bool:
-        """Return True if the PFS cannot hold this kind of inode."""
-        return inode in self.unfit_inodes
 
 
 def can_be_made(row: JournalRow, inode: Inode | None) -> bool:
