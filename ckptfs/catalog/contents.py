@@ -274,8 +274,8 @@ class FileContent:
     """A file and the tiers that have its bytes.
 
     `content` is None if the file was never written on this node. `tiers` have a good copy, RAM first. `is_on_pfs`: the PFS shows some
-    content of the file. `is_remote`: another node wrote it last. `generation` is that of the content. `is_shared`: it is sealed, and other
-    nodes have it.
+    content of the file. `is_remote`: another node wrote it last. `generation` is that of the content. `is_on_other_nodes`: it
+    is sealed, and other nodes have it.
     """
 
     inode: Inode
@@ -285,7 +285,7 @@ class FileContent:
     is_on_pfs: bool
     is_remote: bool = False
     generation: int | None = None
-    is_shared: bool = False
+    is_on_other_nodes: bool = False
 
     @property
     def has_newer_generation(self) -> bool:

@@ -26,9 +26,9 @@ class WriteTarget(Enum):
     LOST = "lost"
 
 
-def choose_write_target(held: FileContent, *, truncate: bool, shared: bool) -> WriteTarget:
-    """Return how to open `held` for writing. `truncate`: to length 0; `shared`: it is open already."""
-    if held.tiers and (shared or not truncate) and held.state is not ContentState.DOOMED:
+def choose_write_target(held: FileContent, *, truncate: bool) -> WriteTarget:
+    """Return how to open `held` for writing. `truncate`: to length 0; no process has it open."""
+    if held.tiers and not truncate and held.state is not ContentState.DOOMED:
         return WriteTarget.IN_PLACE
     if truncate or (held.content is None and not held.is_on_pfs):
         return WriteTarget.NEW

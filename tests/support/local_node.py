@@ -95,7 +95,7 @@ class Node:
         """Open a file for writing in place, as the mount does; the content that is open then."""
         held = contents.get_file_content(self.db, self.inode(content))
         assert held is not None and held.content == content
-        if not held.is_shared:
+        if not held.is_on_other_nodes:
             with self.db.transaction():
                 contents.mark_open(self.db, held.inode.id, content, tier)
             return content

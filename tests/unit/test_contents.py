@@ -63,26 +63,25 @@ def test_handles_outlive_the_process_until_a_new_connection_begins(db: Database)
 
 
 @pytest.mark.parametrize(
-    ("state", "tiers", "published", "truncate", "shared", "way"),
+    ("state", "tiers", "published", "truncate", "way"),
     [
-        (None, (), False, False, False, open.WriteTarget.NEW),
-        (None, (), True, False, False, open.WriteTarget.FETCH),
-        (None, (), True, True, False, open.WriteTarget.NEW),
-        (ContentState.SEALED, (Tier.RAM,), True, False, False, open.WriteTarget.IN_PLACE),
-        (ContentState.SEALED, (Tier.RAM,), True, True, False, open.WriteTarget.NEW),
-        (ContentState.SEALED, (Tier.RAM,), True, True, True, open.WriteTarget.IN_PLACE),
-        (ContentState.OPEN, (Tier.NVME,), False, True, True, open.WriteTarget.IN_PLACE),
-        (ContentState.SEALED, (), True, False, False, open.WriteTarget.FETCH),
-        (ContentState.LOST, (), False, False, False, open.WriteTarget.LOST),
-        (ContentState.LOST, (), False, True, False, open.WriteTarget.NEW),
-        (ContentState.CLOSED, (), False, False, False, open.WriteTarget.LOST),
+        (None, (), False, False, open.WriteTarget.NEW),
+        (None, (), True, False, open.WriteTarget.FETCH),
+        (None, (), True, True, open.WriteTarget.NEW),
+        (ContentState.SEALED, (Tier.RAM,), True, False, open.WriteTarget.IN_PLACE),
+        (ContentState.SEALED, (Tier.RAM,), True, True, open.WriteTarget.NEW),
+        (ContentState.OPEN, (Tier.NVME,), False, False, open.WriteTarget.IN_PLACE),
+        (ContentState.SEALED, (), True, False, open.WriteTarget.FETCH),
+        (ContentState.LOST, (), False, False, open.WriteTarget.LOST),
+        (ContentState.LOST, (), False, True, open.WriteTarget.NEW),
+        (ContentState.CLOSED, (), False, False, open.WriteTarget.LOST),
     ],
 )
 def test_the_way_of_a_writer(
-    db: Database, state: ContentState | None, tiers: tuple[Tier, ...], published: bool, truncate: bool, shared: bool, way: open.WriteTarget
+    db: Database, state: ContentState | None, tiers: tuple[Tier, ...], published: bool, truncate: bool, way: open.WriteTarget
 ) -> None:
     held = contents.FileContent(_held(db, _file(db)).inode, None if state is None else 1, state, tiers, published)
-    assert open.choose_write_target(held, truncate=truncate, shared=shared) is way
+    assert open.choose_write_target(held, truncate=truncate) is way
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def separate_for_writer(
     if shared_namespace is not None and not shared_namespace.is_disconnected and (unread := keys.list_unread_history(context.db, inode)):
         raise MustWait(lambda: _read_history(shared_namespace, inode, unread))
     is_alone = inode not in context.open_files.by_inode
-    target = open.choose_write_target(held, truncate=False, shared=False)
+    target = open.choose_write_target(held, truncate=False)
     if target is open.WriteTarget.NEW or (truncates and is_alone and not held.is_remote and target is not open.WriteTarget.FETCH):
         history.separate(context.db, inode)
         found = contents.get_file_content(context.db, inode)

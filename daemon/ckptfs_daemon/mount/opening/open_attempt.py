@@ -119,13 +119,13 @@ class OpenAttempt:
         return file
 
     def _load(self) -> FileContent:
-        is_shared = self._context.shared_namespace is not None
+        in_cluster = self._context.shared_namespace is not None
         held = contents.get_file_content(self._db, self._open_request.inode)
         if held is None:
-            raise posix_error(errno.ESTALE if is_shared else errno.ENOENT)
+            raise posix_error(errno.ESTALE if in_cluster else errno.ENOENT)
         if not held.inode.is_file:
             raise posix_error(errno.EINVAL)
-        if held.has_newer_generation and is_shared and trio.current_time() < self._announce_deadline_s:
+        if held.has_newer_generation and in_cluster and trio.current_time() < self._announce_deadline_s:
             raise MustWait(self._wait_and_refresh)
         self.separates = bool(held.inode.history) and self._open_request.is_writer
         if self.separates:
@@ -145,7 +145,7 @@ class OpenAttempt:
     def _open_first(self, held: FileContent, undo: UndoLog) -> OpenFile:
         """Open an inode that has no open file."""
         if self._open_request.is_writer:
-            choice = open.choose_write_target(held, truncate=self._open_request.truncates, shared=False)
+            choice = open.choose_write_target(held, truncate=self._open_request.truncates)
             if choice is open.WriteTarget.NEW:
                 return self._create_content(held, undo, held.inode.size)
             if choice is open.WriteTarget.IN_PLACE:
@@ -257,7 +257,7 @@ class OpenAttempt:
         is_writer, content, tier = self._open_request.is_writer, held.content, held.tiers[0]
         assert content is not None
         storage = self._get_storage(tier)
-        if is_writer and held.is_shared:
+        if is_writer and held.is_on_other_nodes:
             raise MustWait(lambda: self._begin_successor(held.inode.id, content, storage))
         reason = Reason.NONE
         if is_writer:
@@ -339,7 +339,7 @@ class OpenAttempt:
             self._replace_pfs_file(file, held)
         content, storage = file.content, file.storage
         assert content is not None and storage is not None
-        if held.is_shared:
+        if held.is_on_other_nodes:
             raise MustWait(lambda: self._begin_successor(held.inode.id, content, storage))
         if self._open_request.truncates and held.state is not ContentState.OPEN:
             # The catalog must know that the bytes change before they do.
