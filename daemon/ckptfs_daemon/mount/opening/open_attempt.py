@@ -1,7 +1,7 @@
 """One open or create: attempts that either commit without a yield point or change nothing.
 
-An attempt loads the rows (`_load`), lets `flow.open` choose, acts on files and descriptors (`_act`), and records handle and reply in the
-same transaction (`_record`). If it must wait for something, it raises `MustWait`; `run` waits and starts the next attempt.
+An attempt loads or inserts the rows (`_load_or_create`), lets `flow.open` choose, acts on files and descriptors (`_act`), and records
+handle and reply in the same transaction (`_record`). If it must wait, it raises `MustWait`; `run` waits and starts the next attempt.
 
 Invariants:
 - An attempt is one transaction. Files, descriptors and backing ids of an attempt that does not commit are undone.
@@ -92,7 +92,7 @@ class OpenAttempt:
         file = self._find_open_file()
         with UndoLog() as undo:
             with self._files.change():
-                held = self._load()
+                held = self._load_or_create()
                 file = self._act(file, held, undo)
                 opened = self._record(file, held)
             undo.pop_all()
@@ -118,7 +118,7 @@ class OpenAttempt:
             raise MustWait(lambda: waiter.wait_complete(reading))
         return file
 
-    def _load(self) -> FileContent:
+    def _load_or_create(self) -> FileContent:
         in_cluster = self._context.shared_namespace is not None
         held = contents.get_file_content(self._db, self._open_request.inode)
         if held is None:
@@ -587,7 +587,7 @@ class CreateAttempt(OpenAttempt):
         assert self._inode is not None
         return self._inode
 
-    def _load(self) -> FileContent:
+    def _load_or_create(self) -> FileContent:
         """Insert the inode and its name. Raises what `namespace.create` raises, NotImported too."""
         uid, gid = self._owner
         self._inode = namespace.create(self._db, self._parent, self._name, self._mode, uid=uid, gid=gid, allow_unimported=self.blind)
