@@ -344,7 +344,7 @@ class OpenAttempt:
         if self._open_request.truncates and held.state is not ContentState.OPEN:
             # The catalog must know that the bytes change before they do.
             raise MustWait(lambda: self._mark_unsealed(held, content, storage.tier))
-        if not file.is_writable and (not file.backing_id or self._passes_backing(file)):
+        if not file.is_writable and (not file.backing_id or self._must_avoid_backing_file(file)):
             self._swap_fd(file, self._open_or_wait(storage, content, NONBLOCKING_WRITE))
             file.is_writable = True
         if self._open_request.truncates and self._truncated is not file:
@@ -398,12 +398,12 @@ class OpenAttempt:
             self._db, inode, file.content, is_writer=is_writer, backing_id=file.backing_id, generation=file.generation, shown=file.shown
         )
         must_drop_set_id = is_writer and not open_request.is_root and has_set_id
-        is_passed = file.direct or must_drop_set_id or self._passes_backing(file)
-        opened = OpenResult(inode, handle, file.backing_id, is_passed if file.backing_id else self._is_uncached(file))
+        is_direct = file.direct or must_drop_set_id or self._must_avoid_backing_file(file)
+        opened = OpenResult(inode, handle, file.backing_id, is_direct if file.backing_id else self._is_uncached(file))
         handles.record_reply(self._db, open_request.fuse_request.number, opened.pack())
         return opened
 
-    def _passes_backing(self, file: OpenFile) -> bool:
+    def _must_avoid_backing_file(self, file: OpenFile) -> bool:
         """Return True if this writer must not use the backing file of others, whose pages it would pay for."""
         is_memory = file.storage is not None and file.storage.is_memory
         is_kept_ahead = not file.ways or any(way.way is Way.PREPARED and way.reason for way in file.ways.values())
