@@ -121,21 +121,21 @@ class ChangeRunner:
         return await shared_namespace.commit_shared(act, tuple(names), tuple(inodes), undo, is_own)
 
     async def run_change(self, act: Callable[[Database, bool], T], *, creates: bool = False) -> T:
-        """Run `act(db, blind)` as one change, together with the pending releases.
+        """Run `act(db, allow_unimported)` as one change, together with the pending releases.
 
         Scan a directory that `act` needs, and try again.
 
-        `creates`: if a scan fails or takes too long, go on with the rows of the catalog (`blind`): creating never fails because of the PFS
-        (P1). Otherwise the scan's error is raised.
+        `creates`: if a scan fails or takes too long, go on with the rows of the catalog (`allow_unimported`): creating never fails because
+        of the PFS (P1). Otherwise the scan's error is raised.
         """
-        blind = False
+        allow_unimported = False
         for _ in range(SCANS_PER_REQUEST_MAX):
             try:
                 with self._context.open_files.change() as db:
-                    result = act(db, blind)
+                    result = act(db, allow_unimported)
                 break
             except NotImported as missing:
-                blind = not await self.request_scan(missing.directory, must_succeed=blind or not creates)
+                allow_unimported = not await self.request_scan(missing.directory, must_succeed=allow_unimported or not creates)
         else:
             raise posix_error(errno.EAGAIN)
         if self._context.db.is_journalled:

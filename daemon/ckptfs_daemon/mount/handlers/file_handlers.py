@@ -95,8 +95,8 @@ class FileHandlers:
             try:
                 return await attempt.run()
             except NotImported as missing:
-                attempt.blind = not await self._changes.request_scan(missing.directory)
-        attempt.blind = True
+                attempt.allow_unimported = not await self._changes.request_scan(missing.directory)
+        attempt.allow_unimported = True
         return await attempt.run()
 
     async def open(self, inode: int, flags: int, ctx: "RequestContext", shown: int = 0) -> FileInfo:

@@ -102,8 +102,10 @@ class NamespaceHandlers:
         if replayed is not None:
             return self._context.build_reply(self._context.get_inode(int.from_bytes(replayed, "little")))
 
-        def act(db: Database, blind: bool) -> Inode:
-            inode = namespace.create(db, parent, name, mode, uid=ctx.uid, gid=ctx.gid, rdev=rdev, target=target, allow_unimported=blind)
+        def act(db: Database, allow_unimported: bool) -> Inode:
+            inode = namespace.create(
+                db, parent, name, mode, uid=ctx.uid, gid=ctx.gid, rdev=rdev, target=target, allow_unimported=allow_unimported
+            )
             handles.record_reply(db, request.number, inode.id.to_bytes(INODE_ID_BYTES, "little"))
             return inode
 
@@ -112,7 +114,7 @@ class NamespaceHandlers:
 
     async def link(self, inode: int, new_parent_inode: int, new_name: bytes) -> EntryAttributes:
         linked = await self._change_names(
-            lambda db, blind: namespace.link(db, inode, new_parent_inode, new_name, allow_unimported=blind),
+            lambda db, allow_unimported: namespace.link(db, inode, new_parent_inode, new_name, allow_unimported=allow_unimported),
             [(new_parent_inode, new_name)],
             inodes=[inode],
             creates=True,
@@ -127,8 +129,8 @@ class NamespaceHandlers:
         self._orphans.track(await self._change_names(lambda db, _: namespace.rmdir(db, parent_inode, name), [(parent_inode, name)]))
 
     async def rename(self, parent_inode_old: int, name_old: bytes, parent_inode_new: int, name_new: bytes, flags: int) -> None:
-        def rename(db: Database, blind: bool) -> Inode | None:
-            return namespace.rename(db, parent_inode_old, name_old, parent_inode_new, name_new, flags, allow_unimported=blind)
+        def rename(db: Database, allow_unimported: bool) -> Inode | None:
+            return namespace.rename(db, parent_inode_old, name_old, parent_inode_new, name_new, flags, allow_unimported=allow_unimported)
 
         names = [(parent_inode_old, name_old), (parent_inode_new, name_new)]
 
@@ -158,9 +160,9 @@ class NamespaceHandlers:
         if replaced is not None and replaced.is_file:
             await self._tracker.wait_looked(replaced.id)
 
-        def act(db: Database, blind: bool) -> Inode | None:
+        def act(db: Database, allow_unimported: bool) -> Inode | None:
             handles.record_reply(db, request.number)
-            return change(db, blind)
+            return change(db, allow_unimported)
 
         changed = await self._changes.commit_shared(lambda: self._changes.run_change(act, creates=creates), names, inodes, is_own=is_own)
         self._tracker.wake()

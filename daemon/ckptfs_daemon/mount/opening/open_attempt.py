@@ -571,8 +571,7 @@ class CreateAttempt(OpenAttempt):
         super().__init__(context, OpenRequest(0, is_writer=True, truncates=False, fuse_request=request, pid=pid))
         self._parent, self._name, self._mode, self._owner = parent, name, mode, owner
         self._inode: Inode | None = None
-        self.blind = False
-        """Set to create in a directory that is not imported."""
+        self.allow_unimported = False
 
     def try_nonblocking(self) -> OpenResult | None:
         """Create without waiting. Returns None, and changes nothing, if something must be waited for."""
@@ -590,7 +589,9 @@ class CreateAttempt(OpenAttempt):
     def _load_or_create(self) -> FileContent:
         """Insert the inode and its name. Raises what `namespace.create` raises, NotImported too."""
         uid, gid = self._owner
-        self._inode = namespace.create(self._db, self._parent, self._name, self._mode, uid=uid, gid=gid, allow_unimported=self.blind)
+        self._inode = namespace.create(
+            self._db, self._parent, self._name, self._mode, uid=uid, gid=gid, allow_unimported=self.allow_unimported
+        )
         return FileContent(self._inode, None, None, (), False)
 
     def _act(self, file: OpenFile | None, held: FileContent, undo: UndoLog) -> OpenFile:
