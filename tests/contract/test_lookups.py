@@ -28,7 +28,7 @@ class Walker:
     async def stat(self, path: str, pid: int = THREAD) -> int:
         inode = ROOT
         for part in path.encode().split(b"/"):
-            await self.walks.refresh_name(pid, inode, part)
+            await self.walks.refresh_name(inode, part, pid=pid)
             inode = namespace.lookup(self.node.db, inode, part).id
             self.walks.record_reached(pid, inode)
         return inode
@@ -70,8 +70,8 @@ async def test_a_path_that_was_walked_before_costs_one_round_trip(_: Node, walke
     inode = await walker.stat("a/b/c/g")
     assert await walker.reads(lambda: walker.stat("a/b/c/f")) == 2
     inode = await walker.stat("a/b/c/f")
-    assert await walker.reads(lambda: walker.walks.refresh_inode(THREAD, inode)) == 0
-    assert await walker.reads(lambda: walker.walks.refresh_inode(THREAD, inode)) == 1
+    assert await walker.reads(lambda: walker.walks.refresh_inode(inode, pid=THREAD)) == 0
+    assert await walker.reads(lambda: walker.walks.refresh_inode(inode, pid=THREAD)) == 1
 
 
 @walking
@@ -90,14 +90,14 @@ async def test_what_others_did_before_a_system_call_it_sees(other: Node, walker:
 async def test_a_guess_serves_one_thread_once_and_not_for_long(_: Node, walker: Walker) -> None:
     walks = walker.walks
     top = await walker.stat("a")
-    assert await walker.reads(lambda: walks.refresh_name(OTHER, top, b"b")) == 1
-    assert await walker.reads(lambda: walks.refresh_name(THREAD, top, b"b")) == 0
-    assert await walker.reads(lambda: walks.refresh_name(THREAD, top, b"b")) == 1
+    assert await walker.reads(lambda: walks.refresh_name(top, b"b", pid=OTHER)) == 1
+    assert await walker.reads(lambda: walks.refresh_name(top, b"b", pid=THREAD)) == 0
+    assert await walker.reads(lambda: walks.refresh_name(top, b"b", pid=THREAD)) == 1
     await walker.stat("a")
     await trio.sleep(2 * limits.LOOKUP_FRESH_S)
-    assert await walker.reads(lambda: walks.refresh_name(THREAD, top, b"b")) == 1
+    assert await walker.reads(lambda: walks.refresh_name(top, b"b", pid=THREAD)) == 1
     assert await walker.reads(lambda: walker.stat("a", pid=0)) == 1
-    assert await walker.reads(lambda: walks.refresh_inode(0, top)) == 1
+    assert await walker.reads(lambda: walks.refresh_inode(top, pid=0)) == 1
 
 
 @walking
@@ -105,7 +105,7 @@ async def test_a_walk_begins_where_the_kernel_asks_whether_it_may(_: Node, walke
     """It asks for the attributes of the directory first: all the rest of the path comes with them."""
 
     async def stat() -> None:
-        await walker.walks.refresh_inode(THREAD, ROOT)
+        await walker.walks.refresh_inode(ROOT, pid=THREAD)
         await walker.stat("a/b/c/f")
 
     assert await walker.reads(stat) == 1
@@ -117,10 +117,10 @@ async def test_names_with_numbers_are_expected(other: Node, walker: Walker) -> N
     """Files looked up one after the other cost one round trip each, also where two rows take turns, and where they are not there."""
 
     async def look(name: str) -> None:
-        await walker.walks.refresh_inode(THREAD, ROOT)
+        await walker.walks.refresh_inode(ROOT, pid=THREAD)
         directory = await walker.stat("a/b/c")
         for one in (f"{name}.tmp", name):
-            await walker.walks.refresh_name(THREAD, directory, one.encode())
+            await walker.walks.refresh_name(directory, one.encode(), pid=THREAD)
             walker.walks.extend_step_deadline(THREAD)
 
     for name in ("f0008", "f0009", "f0010"):
@@ -135,7 +135,7 @@ async def test_names_with_numbers_are_expected(other: Node, walker: Walker) -> N
 async def test_a_step_that_comes_late_is_asked_for_anew(_: Node, walker: Walker) -> None:
     top = await walker.stat("a")
     await trio.sleep(1.1 * limits.LOOKUP_STEP_S)
-    assert await walker.reads(lambda: walker.walks.refresh_name(THREAD, top, b"b")) == 1
+    assert await walker.reads(lambda: walker.walks.refresh_name(top, b"b", pid=THREAD)) == 1
 
 
 @walking
@@ -145,7 +145,7 @@ async def test_a_step_of_another_system_call_is_asked_for_anew(_: Node, walker: 
         walker.call = before
         top = await walker.stat("a")
         walker.call = after
-        assert await walker.reads(lambda top=top: walker.walks.refresh_name(THREAD, top, b"b")) == reads
+        assert await walker.reads(lambda top=top: walker.walks.refresh_name(top, b"b", pid=THREAD)) == reads
 
 
 def test_the_system_call_of_a_thread(tmp_path: Path) -> None:

@@ -99,10 +99,10 @@ class ChangeRunner:
             await self._context.shared_namespace.wait_published()
         return handles.get_reply(self._context.db, request.number)
 
-    async def refresh_inode(self, inode: int, pid: int = 0) -> None:
+    async def refresh_inode(self, inode: int, *, pid: int = 0) -> None:
         """Load what other nodes did to an inode. `pid`: the calling thread; 0 if unknown."""
         if self._context.prefetch is not None and pid:
-            await self._context.prefetch.refresh_inode(pid, inode)
+            await self._context.prefetch.refresh_inode(inode, pid=pid)
         elif self._context.shared_namespace is not None:
             await self._context.shared_namespace.refresh_inode(inode)
 

@@ -103,7 +103,7 @@ class LookupPrefetch:
         self.extend_step_deadline(pid)
         return True
 
-    async def refresh_name(self, pid: int, parent: int, name: bytes) -> None:
+    async def refresh_name(self, parent: int, name: bytes, *, pid: int) -> None:
         """Make the rows of a name fresh. `pid`: the calling thread, 0 if unknown."""
         if self.consume_fresh_name(pid, parent, name):
             return
@@ -113,7 +113,7 @@ class LookupPrefetch:
         await self._shared_namespace.refresh_name(parent, name, *_once(ahead))
         self._start_walk(pid, ahead)
 
-    async def refresh_inode(self, pid: int, inode: int) -> None:
+    async def refresh_inode(self, inode: int, *, pid: int) -> None:
         """Make the rows of an inode fresh, which a walk may just have reached or may start from."""
         if self.consume_fresh_inode(pid, inode):
             return

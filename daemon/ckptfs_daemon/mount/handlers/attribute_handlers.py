@@ -46,7 +46,7 @@ class AttributeHandlers:
         self._on_setting = on_setting
 
     async def getattr(self, inode: int, ctx: "RequestContext") -> EntryAttributes:
-        await self._changes.refresh_inode(inode, ctx.pid)
+        await self._changes.refresh_inode(inode, pid=ctx.pid)
         await self._context.open_files.refresh_status(inode)
         return self._build_reply(inode)
 

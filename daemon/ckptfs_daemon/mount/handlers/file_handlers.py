@@ -105,7 +105,7 @@ class FileHandlers:
         body = await self._changes.get_replayed_reply(request)
         if body is not None:
             return self._build_file_info(OpenResult.unpack(body))
-        await self._changes.refresh_inode(inode, ctx.pid)
+        await self._changes.refresh_inode(inode, pid=ctx.pid)
         return await self._open(request, inode, flags, ctx, shown)
 
     async def _open(self, request: Request, inode: int, flags: int, ctx: "RequestContext", shown: int = 0) -> FileInfo:

@@ -62,7 +62,7 @@ class NamespaceHandlers:
         """Return the inode of a name, or a negative entry, which the kernel caches too."""
         context, prefetch = self._context, self._context.prefetch
         if prefetch is not None:
-            await prefetch.refresh_name(ctx.pid, parent_inode, name)
+            await prefetch.refresh_name(parent_inode, name, pid=ctx.pid)
         try:
             found = namespace.lookup(context.db, parent_inode, name)
             if prefetch is not None:
