@@ -184,7 +184,7 @@ class SimulatedNode(Station):
         self.replied = trio.Event()
         self.on_sealed: Callable[[], None] = lambda: None
         self.before_change: Callable[[int], Awaitable[None]] = self._change_at_once
-        self.opening: Callable[[int], AbstractAsyncContextManager[None]] = lambda _: contextlib.nullcontext()
+        self.guard_writer: Callable[[int], AbstractAsyncContextManager[None]] = lambda _: contextlib.nullcontext()
         self.tracking = trio.CancelScope()
         self._mover_life = trio.CancelScope()
         self._life = trio.CancelScope()
@@ -246,7 +246,7 @@ class SimulatedNode(Station):
     async def overwrite(self, path: str, data: bytes, open_s: float) -> None:
         """Open for writing in place, write after a while, close. The store learns of the bytes at the close."""
         inode = (await self.stat(path)).id
-        async with self.opening(inode):
+        async with self.guard_writer(inode):
             await self.sharing.refresh_change(keys.list_unread_history(self.db, inode))
             await self._agreed(lambda db: get(db, inode).history and history.separate(db, inode), (), [])
         await trio.sleep(open_s)
@@ -578,6 +578,6 @@ def track_sets(node: SimulatedNode, nursery: trio.Nursery) -> SetTracker:
             namespace.delete_forgotten(node.db, unlinked)
 
     tracker = SetTracker(context, changes, MountMemberReader(context, changes), delete)
-    node.on_sealed, node.before_change, node.opening = tracker.wake, tracker.wait_looked, tracker.opening
+    node.on_sealed, node.before_change, node.guard_writer = tracker.wake, tracker.wait_looked, tracker.guard_writer
     nursery.start_soon(node.track, tracker.run, name="checkpoint sets")
     return tracker

@@ -61,7 +61,7 @@ def run(setup: ChildSetup) -> int:
     reader = MountMemberReader(context, changes)
     files = FileHandlers(context, changes)
     tracker = SetTracker(context, changes, reader, orphans.add_unlinked)
-    files.opening = tracker.opening
+    files.guard_writer = tracker.guard_writer
     attributes = AttributeHandlers(context, changes, files, reader, tracker.wake)
     names, directories = NamespaceHandlers(context, changes, orphans, tracker), DirectoryHandlers(context, changes)
     history = HistoryTree(context, changes, files, attributes)

@@ -53,8 +53,8 @@ class FileHandlers:
 
     def __init__(self, context: MountContext, changes: ChangeRunner) -> None:
         self._context, self._changes = context, changes
-        self.opening: Callable[[int], AbstractAsyncContextManager[None]] = lambda _: contextlib.nullcontext()
-        """Entered with the inode while a file is opened for writing."""
+        self.guard_writer: Callable[[int], AbstractAsyncContextManager[None]] = lambda _: contextlib.nullcontext()
+        """Entered around each open for writing. `SetTracker` finishes the sets of the file first, and claims it in a cluster."""
 
     # --- opening ------------------------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class FileHandlers:
         is_root, nonblocking = ctx.uid == 0, bool(flags & os.O_NONBLOCK)
         open_request = OpenRequest(inode, is_writer, truncates, request, is_root=is_root, nonblocking=nonblocking, pid=ctx.pid, shown=shown)
         attempt = OpenAttempt(self._context, open_request)
-        async with self.opening(inode) if is_writer else contextlib.nullcontext():
+        async with self.guard_writer(inode) if is_writer else contextlib.nullcontext():
             opened = await attempt.run()
         if attempt.separates and self._context.shared_namespace is not None:
             await self._context.shared_namespace.wait_published()

@@ -229,7 +229,7 @@ class SetTracker:
             self._change_rests[directory] = trio.current_time() + waited_s * limits.SET_SEARCH_REST
 
     @contextlib.asynccontextmanager
-    async def opening(self, inode: int) -> AsyncIterator[None]:
+    async def guard_writer(self, inode: int) -> AsyncIterator[None]:
         """Open a file for writing inside of this.
 
         First what is complete becomes a set, then no node takes the file for a part of one.
