@@ -62,7 +62,7 @@ class MountContext:
 
     def build_reply(self, inode: Inode) -> EntryAttributes:
         """Return the current attributes of `inode`; size and times of an open file come from its backing file."""
-        return self.build_attributes(self.open_files.get_attributes(inode), self.open_files.is_open_for_writing(inode.id))
+        return self.build_attributes(self.open_files.read_attributes(inode), self.open_files.is_open_for_writing(inode.id))
 
     def build_attributes(self, inode: Inode, is_open_for_writing: bool) -> EntryAttributes:
         """Return the attributes of the row `inode`, with the timeouts that this mount allows the kernel."""

@@ -267,7 +267,7 @@ class FileHandlers:
         if file is None or not file.handles.get(handle):
             return
         await self._context.open_files.refresh_status(file.inode)
-        status = file.get_status() if file.content is not None else None
+        status = file.read_status() if file.content is not None else None
         if status is not None:
             with self._context.open_files.change() as db:
                 if contents.has_name(db, file.inode):
@@ -308,7 +308,7 @@ class FileHandlers:
         is_due = config.fsync is Level.PFS or now_s - file.fsynced_s >= config.synced_interval_s
         if not (is_due and file.writer_count and file.content is not None and self._context.db.is_journalled):
             return
-        status, files = file.get_status(), self._context.open_files
+        status, files = file.read_status(), self._context.open_files
         if status is None:
             return
         file.fsynced_s = now_s
@@ -402,7 +402,7 @@ async def _run_on_tier(file: OpenFile, act: Callable[[], T]) -> T:
 
 
 def _get_size(file: OpenFile) -> int:
-    status = file.get_status()
+    status = file.read_status()
     return 0 if status is None else status.st_blocks * STAT_BLOCK_BYTES
 
 

@@ -150,7 +150,7 @@ class HistoryTree(ReadOnlyTree):
 
     def _build_attributes(self, number: int, inode: Inode) -> EntryAttributes:
         """Build them: no user may write a file; the owner may set attributes of a directory."""
-        shown = self._context.open_files.get_attributes(inode)
+        shown = self._context.open_files.read_attributes(inode)
         mode = shown.mode & ~(0o022 if shown.is_directory else 0o222 if shown.is_file else 0)
         nlink = shown.nlink if shown.is_directory else 1
         entry = self._context.build_attributes(replace(shown, id=number, mode=mode, nlink=nlink, history=0), is_open_for_writing=False)

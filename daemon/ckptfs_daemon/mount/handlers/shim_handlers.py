@@ -156,7 +156,7 @@ class ShimHandlers:
             return True
         if self._context.open_files.is_on_pfs(inode.id):
             return False  # Its attributes may have to be waited for.
-        inode = self._context.open_files.get_attributes(inode)
+        inode = self._context.open_files.read_attributes(inode)
         session.reply(req, entry_out(inode, self._blksize, self._get_attr_timeout_s(inode.id), self._entry_timeout_s))
         if prefetch is not None:
             prefetch.record_reached(pid, inode.id)
@@ -167,7 +167,7 @@ class ShimHandlers:
             return False
         if self._context.open_files.is_on_pfs(number):
             return False
-        inode = self._context.open_files.get_attributes(self._context.get_inode(number))
+        inode = self._context.open_files.read_attributes(self._context.get_inode(number))
         session.reply(req, attr_out(inode, self._blksize, self._get_attr_timeout_s(number)))
         return True
 

@@ -111,14 +111,16 @@ class OpenFile:
         """Return True if the release of the last writer waits for its commit."""
         return self.has_ended_writer and self.content is not None and not self.writer_count
 
-    @property
-    def reserved_bytes(self) -> int:
+    def compute_reserved_bytes(self) -> int:
         """Return the bytes that the writer is still expected to write."""
-        status = self.get_status()
+        status = self.read_status()
         return 0 if status is None else max(0, self.expected_bytes - status.st_blocks * STAT_BLOCK_BYTES)
 
-    def get_status(self) -> os.stat_result | None:
-        """Return the status of the backing file; on the PFS and on a failing tier the last known one."""
+    def read_status(self) -> os.stat_result | None:
+        """Read and remember the status of the backing file.
+
+        On the PFS and on a failing tier, return the last known one.
+        """
         if self.fd >= 0 and self.storage is not None and self.storage.tier is not Tier.PFS:
             try:
                 self.last_status = os.fstat(self.fd)
@@ -126,11 +128,11 @@ class OpenFile:
                 self.storage.record_failure(failure)
         return self.last_status
 
-    def get_attributes(self, row: Inode) -> Inode:
+    def read_attributes(self, row: Inode) -> Inode:
         """Return `row` with the size and times of the backing file."""
         if self.fetch_waiter is not None:
             return replace(row, size=self.fetch_waiter.content.size)
-        status = None if self.storage is None else self.get_status()
+        status = None if self.storage is None else self.read_status()
         if status is None:
             return row
         mtime_ns = status.st_mtime_ns

@@ -94,11 +94,11 @@ class OpenFileTable:
 
     # --- attributes ---------------------------------------------------------------------------------------------------
 
-    def get_attributes(self, row: Inode) -> Inode:
+    def read_attributes(self, row: Inode) -> Inode:
         """Return `row` with the blocks of its file; if that is open, with its size and times too."""
         file = self.by_inode.get(row.id)
         if file is not None:
-            return file.get_attributes(row)
+            return file.read_attributes(row)
         if row.content is None or row.size < SPARSE_BYTES_MIN or not row.is_file:
             return row
         for tier in (Tier.RAM, Tier.NVME):
@@ -196,7 +196,7 @@ class OpenFileTable:
         if (now_s := time.monotonic()) - measured_s > limits.CAPACITY_AGE_S:
             sums = {}
             for file in self._reserving:
-                _add_reserved(sums, file, file.reserved_bytes)
+                _add_reserved(sums, file, file.compute_reserved_bytes())
             self._reserved = (now_s, sums)
         return sums
 
@@ -349,7 +349,7 @@ class OpenFileTable:
         return []
 
     def _record_stats(self, file: OpenFile, content: int) -> None:
-        status = file.get_status()
+        status = file.read_status()
         if status is None:
             if file.is_closing:
                 row = inodes.get(self.db, file.inode)
