@@ -37,8 +37,8 @@ LANE_BY_KIND = {
 
 OPEN, DONE, FAILED = 0, 1, 2
 
-FOR_WRITING = "write"
-"""Argument of `fetch`: the file will be written, so it cannot be read on the PFS itself."""
+NEEDS_COPY = "write"
+"""Argument of `fetch`: the caller needs a copy in a tier of this node. The PFS's own file is not enough."""
 FOR_REPAIR = "repair"
 """Argument of `fetch`: the copies here are bad. The result names the source of the good one."""
 COMPARE_AGAIN = "again"

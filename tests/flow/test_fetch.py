@@ -56,7 +56,7 @@ def test_an_evicted_file_comes_back_into_the_same_content(world: World) -> None:
 
 
 @pytest.mark.parametrize("evicted", [True, False])
-@pytest.mark.parametrize("argument", ["", mover_requests.FOR_WRITING])
+@pytest.mark.parametrize("argument", ["", mover_requests.NEEDS_COPY])
 def test_a_byte_that_changed_under_the_same_size_and_mtime_is_found(
     world: World, evicted: bool, argument: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -87,7 +87,7 @@ def test_without_room_the_pfs_s_own_file_is_read_after_it_was_checked(world: Wor
 
 def test_without_room_a_writer_gets_its_copy_in_the_pfs_s_work_area(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world.tiers, "choose_tier", lambda *_, **__: Tier.PFS)
-    assert world.bring("d/file", mover_requests.FOR_WRITING).result == mover_requests.FETCHED
+    assert world.bring("d/file", mover_requests.NEEDS_COPY).result == mover_requests.FETCHED
     assert bytes_here(world, "d/file") == (Tier.PFS, (world.pfs / "d" / "file").read_bytes())
 
 
@@ -216,7 +216,7 @@ def test_an_error_is_answered_and_leaves_nothing(world: World, label: str, monke
 
 
 @pytest.mark.parametrize("label", ["place:create", "fetch:write"])
-@pytest.mark.parametrize("argument", ["", mover_requests.FOR_WRITING])
+@pytest.mark.parametrize("argument", ["", mover_requests.NEEDS_COPY])
 def test_room_that_others_took_meanwhile(world: World, label: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """P10: a reader gets the PFS's own file, a writer a copy there; only where that is full as well does it fail."""
     world.bring("d/file")

@@ -146,7 +146,7 @@ def test_writing_on_another_node_makes_the_file_its_own(tmp_path: Path) -> None:
     cluster, one, two, three = make_cluster(tmp_path, 3)
     content = replicated(cluster, b"a", data := os.urandom(4 * BLOCK))
     inode = one.inode(content)
-    assert bring(three, inode, mover_requests.FOR_WRITING).result == mover_requests.FETCHED
+    assert bring(three, inode, mover_requests.NEEDS_COPY).result == mover_requests.FETCHED
     newer = three.rewrite(content, lambda data: data.__setitem__(0, data[0] ^ 1))
     row = three.row(newer)
     assert newer != content and not row.is_remote and row.generation == 2

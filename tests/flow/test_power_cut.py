@@ -56,7 +56,7 @@ def read_from_pfs(mount: Mount, path: bytes) -> bytes:
     while mover_requests.list_open(mount.db, mover_requests.SCAN):
         scan.step()
     fetch = Fetch(mount.db, mount.tiers, mount.config, mount.told)
-    request = mover_requests.insert_request(mount.db, mover_requests.FETCH, mount.number(path), mover_requests.FOR_WRITING)
+    request = mover_requests.insert_request(mount.db, mover_requests.FETCH, mount.number(path), mover_requests.NEEDS_COPY)
     fetch.step()
     answered = mover_requests.get(mount.db, request)
     assert answered is not None and answered.state == mover_requests.DONE, answered

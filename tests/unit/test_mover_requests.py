@@ -28,7 +28,7 @@ class Rung:
 def test_who_asks_the_same_shares_a_row(db: Database) -> None:
     first = mover_requests.insert_request(db, mover_requests.FETCH, 7)
     assert mover_requests.insert_request(db, mover_requests.FETCH, 7) == first
-    others = [(mover_requests.FETCH, 8), (mover_requests.SCAN, 7), (mover_requests.FETCH, 7, mover_requests.FOR_WRITING)]
+    others = [(mover_requests.FETCH, 8), (mover_requests.SCAN, 7), (mover_requests.FETCH, 7, mover_requests.NEEDS_COPY)]
     assert len({first, *(mover_requests.insert_request(db, *other) for other in others)}) == 4
     listed = [want.id for want in mover_requests.list_open(db, mover_requests.FETCH)]
     assert listed == sorted(listed)

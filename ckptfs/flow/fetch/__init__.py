@@ -125,7 +125,7 @@ class Fetch:
         since_s = time.monotonic() if attempt is None else attempt.since_s
         progress = FetchProgress(self._db, self._tiers, self._notify, request, since_s)
         try:
-            result = self._fetch(state, progress, is_required=request.argument == mover_requests.FOR_WRITING)
+            result = self._fetch(state, progress, is_required=request.argument == mover_requests.NEEDS_COPY)
         except OthersFirst as failure:
             log.debug("%s: waiting for other nodes: %s", "?" if state is None else state.path, failure)
             self._retry_soon(request)

@@ -119,7 +119,7 @@ class ClusterWriteBack:
             path = os.fsdecode(namespace.get_path(self._db, inode))
             log.warning("%s: not written back: no live node has its content", path)
         elif request is None or request.state != mover_requests.OPEN:
-            self._fetch_requests = {inode: mover_requests.insert_request(self._db, mover_requests.FETCH, inode, mover_requests.FOR_WRITING)}
+            self._fetch_requests = {inode: mover_requests.insert_request(self._db, mover_requests.FETCH, inode, mover_requests.NEEDS_COPY)}
 
     def load_directories(self, directories: list[int]) -> None:
         """Load where these directories are now. Raises StoreUnreachable."""

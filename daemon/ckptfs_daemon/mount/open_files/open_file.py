@@ -414,7 +414,7 @@ class FetchWaiter:
             raise posix_error(row.error or errno.EIO)
         if row is None or row.state == mover_requests.DONE or not mover_requests.is_open(self._db, self._request_id):
             self._request_id = mover_requests.insert_request(
-                self._db, mover_requests.FETCH, inode, mover_requests.FOR_WRITING, wait_s=limits.FETCH_STALL_S
+                self._db, mover_requests.FETCH, inode, mover_requests.NEEDS_COPY, wait_s=limits.FETCH_STALL_S
             )
         self._mover_client.wake_mover(mover_requests.FETCH)
 

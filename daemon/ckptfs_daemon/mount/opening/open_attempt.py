@@ -523,12 +523,9 @@ class OpenAttempt:
     async def _request_fetch(self) -> None:
         """Request a fetch. A reader waits for the beginning of the file, at its second request for all of it."""
         is_writer, inode = self._open_request.is_writer, self._open_request.inode
+        argument, accepts_begun = mover_requests.NEEDS_COPY if is_writer else "", not is_writer and not self._has_begun_fetch
         result = await self._context.mover_client.request(
-            mover_requests.FETCH,
-            inode,
-            mover_requests.FOR_WRITING if is_writer else "",
-            timeout_s=limits.FETCH_STALL_S,
-            accepts_begun=not is_writer and not self._has_begun_fetch,
+            mover_requests.FETCH, inode, argument, timeout_s=limits.FETCH_STALL_S, accepts_begun=accepts_begun
         )
         self._has_begun_fetch |= result == mover_requests.READABLE
         if result == mover_requests.DIRECT:

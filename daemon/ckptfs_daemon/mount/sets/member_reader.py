@@ -294,7 +294,7 @@ class MountMemberReader:
         except OSError:
             if not state.holders or state.has_local_copy or file.size > limits.FETCH_WHOLE_BYTES:
                 raise
-        await self._ask_mover(mover_requests.FETCH, entry, mover_requests.FOR_WRITING)
+        await self._ask_mover(mover_requests.FETCH, entry, mover_requests.NEEDS_COPY)
         return await self._read_here(copies.load_fetch_state(self._context.db, entry) or state, act)
 
     async def _ask_mover(self, kind: str, inode: int, argument: str = "") -> str:
