@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -50,3 +51,8 @@ def test_sets_of_other_nodes(lab: ClusterUnderTest) -> None:
     assert answer["files"] == 1
     for node in lab.nodes:
         assert (node.path / "run" / "step_2" / "model.pt").read_bytes() == saved[2]
+    # D6: an open on another node waits until the set is complete.
+    link = second.path / ".ckptfs" / "complete" / "run" / "step_3" / "model.pt"
+    with subprocess.Popen(["cat", link], stdout=subprocess.PIPE) as reader:
+        saved[3] = save(first.path / "run" / "step_3", 3)
+        assert reader.communicate(timeout=60)[0] == saved[3]
