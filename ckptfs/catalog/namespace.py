@@ -413,16 +413,6 @@ def insert_candidates(db: Database, candidates: Iterable[int]) -> None:
     db.run_each("INSERT OR REPLACE INTO set_candidate (inode, at_ns) VALUES (?, ?)", [(inode, now) for inode in candidates])
 
 
-def insert_candidates_of_dead(db: Database, node: int) -> None:
-    """Note the newest files of a dead node of which this one has a copy."""
-    first, last = (number << limits.ID_COUNTER_BITS for number in (node, node + 1))
-    query = (
-        "SELECT inode FROM content WHERE remote = 1 AND state = 2 AND inode > 0 AND id >= ? AND id < ?"
-        " AND EXISTS (SELECT 1 FROM copy WHERE content = content.id AND copy.state = 1) ORDER BY id DESC LIMIT ?"
-    )
-    insert_candidates(db, [row[0] for row in db.rows(query, first, last, limits.SET_CANDIDATES_MAX)])
-
-
 def list_candidates(db: Database, after: int, at_most: int) -> list[tuple[int, int]]:
     """Return (inode, at_ns) of candidates with greater numbers than `after`, in order."""
     return db.rows("SELECT inode, at_ns FROM set_candidate WHERE inode > ? ORDER BY inode LIMIT ?", after, at_most)

@@ -8,7 +8,8 @@ import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ckptfs.catalog import history, identity, inodes, namespace, peer_copies
+from ckptfs import limits
+from ckptfs.catalog import handles, history, identity, inodes, namespace, peer_copies
 from ckptfs.catalog.database import Database
 from ckptfs.model import ContentState, Inode
 
@@ -101,8 +102,9 @@ def find_set_file(db: Database, inode: int) -> SetFile | None:
 def insert_claim(db: Database, inode: int) -> None:
     """Note that this node is about to write the content that a file has now: it is for no set any more.
 
-    The claim ends with that generation of the file, or with the node. The other nodes have to know it before the first byte is written.
-    A content that this node has open needs none: a further writer begins no generation, with which the claim would end.
+    The claim ends with that generation of the file, or with the node, or when the node's mount starts again (`delete_own_claims`). Others
+    have to know it before the first byte is written. A content that this node has open needs none: a further writer begins no
+    generation, with which the claim would end.
     """
     row = db.row("SELECT i.content, i.generation, k.state FROM inode i LEFT JOIN content k ON k.id = i.content WHERE i.id = ?", inode)
     if row is not None and row[2] != ContentState.OPEN:
@@ -113,6 +115,32 @@ def insert_claim(db: Database, inode: int) -> None:
 def delete_claim(db: Database, inode: int) -> None:
     """End a claim: nothing was written."""
     inodes.set_internal_xattr(db, inode, CLAIM_XATTR, None)
+
+
+def delete_own_claims(db: Database) -> None:
+    """Delete the claims of this node on files that no process writes, and note these files.
+
+    The node died before the open, so each file may belong to a set now.
+    """
+    is_own = "json_extract(CAST(value AS TEXT), '$.node') = ?"
+    rows = db.rows(f"SELECT inode FROM xattr WHERE name = ? AND {is_own}", CLAIM_XATTR, identity.get_node_number(db))
+    ended = [row[0] for row in rows if not handles.has_writer(db, row[0])]
+    for inode in ended:
+        delete_claim(db, inode)
+    namespace.insert_candidates(db, ended)
+
+
+def insert_candidates_of_dead(db: Database, node: int) -> None:
+    """Note the newest files of a dead node that this one has copies of, and those it had claimed."""
+    first, last = (number << limits.ID_COUNTER_BITS for number in (node, node + 1))
+    written = (
+        "SELECT inode FROM content WHERE remote = 1 AND state = 2 AND inode > 0 AND id >= ? AND id < ?"
+        " AND EXISTS (SELECT 1 FROM copy WHERE content = content.id AND copy.state = 1) ORDER BY id DESC LIMIT ?"
+    )
+    claimed = "SELECT inode FROM xattr WHERE name = ? AND json_extract(CAST(value AS TEXT), '$.node') = ? LIMIT ?"
+    most = limits.SET_CANDIDATES_MAX
+    rows = [*db.rows(written, first, last, most), *db.rows(claimed, CLAIM_XATTR, node, most)]
+    namespace.insert_candidates(db, {row[0] for row in rows})
 
 
 def _is_claimed(db: Database, claim: bytes | None, content: int | None, generation: int) -> bool:

@@ -15,7 +15,7 @@ import logging
 import time
 
 from ckptfs import limits
-from ckptfs.catalog import mover_requests, namespace, peer_copies, remote_contents
+from ckptfs.catalog import mover_requests, peer_copies, remote_contents, set_members
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.peer_copies import KnownNode
 from ckptfs.clique import locations
@@ -118,7 +118,7 @@ class Repair:
         """Mark a batch of a dead node's contents to copy. Return False after the last. Repeated if it raises."""
         if not self._after:
             with self._db.transaction():
-                namespace.insert_candidates_of_dead(self._db, dead_node)
+                set_members.insert_candidates_of_dead(self._db, dead_node)
         batch = remote_contents.list_hosted_with(self._db, dead_node, self._after, locations.LOAD_CONTENTS_MAX)
         content_locations = locations.refresh(self._db, self._cluster.store, [content.id for content in batch], self._cluster.node_number)
         to_copy = [content.id for content in batch if self._cluster.is_ours_to_copy(content, content_locations[content.id])]

@@ -18,7 +18,7 @@ from simulated_cluster import SETTLE_S, SimulatedCluster, SimulatedNode, track_s
 from simulated_store import SimulatedEtcd
 
 from ckptfs import limits
-from ckptfs.catalog import history, identity, pfs_hold
+from ckptfs.catalog import history, identity, pfs_hold, set_members
 from ckptfs.catalog.set_members import SetTree
 from ckptfs.config import RetentionRule
 from ckptfs.model import Tier
@@ -354,6 +354,36 @@ def test_a_mount_process_that_starts_after_a_set_was_chosen() -> None:
         assert list_pfs(cluster) == expect_on_pfs(writers, 2)
 
     simulate(act, 1, EVERY_SECOND)
+
+
+@pytest.mark.parametrize("does_return", [False, True])
+def test_a_claim_ends_with_its_node(does_return: bool) -> None:
+    """D1, P9: a node dies between its claim of a file and its open. The set is made when it is gone, or when its mount is back."""
+
+    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
+        writers, victim = [cluster.nodes[1], cluster.nodes[2]], cluster.nodes[3]
+        for step in (2, 1):
+            for node in writers:
+                await node.ensure_directory(f"step_{step}")
+                file = f"step_{step}/rank{node.number}.bin"
+                await node.write(file, dice.randbytes(1000))
+                if step == 1 and node is writers[0]:
+                    claimed = (await victim.stat(file)).id
+                    with victim.db.transaction():
+                        set_members.insert_claim(victim.db, claimed)
+                    await victim.sharing.wait_published()
+            await trio.sleep(SETTLE_S)
+        assert sorted(await list_history(writers[0])) == ["step_*/step_2@1"]
+        victim.kill() if not does_return else victim.tracking.cancel()
+        async with trio.open_nursery() as nursery:
+            if does_return:
+                victim.tracking = trio.CancelScope()
+                track_sets(victim, nursery)
+            await trio.sleep(limits.NODE_LEASE_S + SETTLE_S)
+            nursery.cancel_scope.cancel()
+        assert sorted(await list_history(writers[0])) == ["step_*/step_1@2", "step_*/step_2@1"]
+
+    simulate(act, 1)
 
 
 @pytest.mark.parametrize("seed", range(2))

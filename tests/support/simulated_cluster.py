@@ -38,7 +38,7 @@ from simulated_store import BACKGROUND, SimulatedEtcd, SimulatedStore, Simulated
 from write_back_world import memory
 
 from ckptfs import limits
-from ckptfs.catalog import contents, copies, history, identity, journal, mover_requests, namespace
+from ckptfs.catalog import contents, copies, history, identity, journal, mover_requests, namespace, set_members
 from ckptfs.catalog.inodes import get
 from ckptfs.cgroups import MemoryLimits
 from ckptfs.clique.cluster import Cluster
@@ -566,6 +566,8 @@ class _MountWakes:
 
 def track_sets(node: SimulatedNode, nursery: trio.Nursery) -> SetTracker:
     """Start the mount's tracker of checkpoint sets on a node."""
+    with node.db.transaction():
+        set_members.delete_own_claims(node.db)
     wakes: Any = _MountWakes(node)
     mover_client, open_files = MoverClient(node.db, wakes), OpenFileTable(node.db, node.tiers, None, wakes)
     context = MountContext(

@@ -15,7 +15,7 @@ import socket
 import trio
 
 from ckptfs import limits, series, server_limits
-from ckptfs.catalog import copies, pfs_hold
+from ckptfs.catalog import copies, pfs_hold, set_members
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import get_instance_id
 from ckptfs.cgroups import MemoryLimits
@@ -122,6 +122,8 @@ async def _serve(setup: ChildSetup, context: MountContext, shim: ShimHandlers, o
         nursery.start_soon(context.open_files.slow_calls.run, name="slow calls")
         await trio.lowlevel.checkpoint()
         await context.open_files.start(setup.is_resumed)
+        with context.db.transaction():
+            set_members.delete_own_claims(context.db)
         resume_fetches(context.open_files.by_inode.values(), context.db, context.tiers, context.mover_client)
         # The previous process may have died between a commit and its wake-up.
         context.wake_channel.notify(ipc.WORK)
