@@ -165,18 +165,14 @@ class StatusFigures:
                 answer.budget_bytes, answer.free_bytes = capacity.total, capacity.free
                 answer.prepared_bytes = self._tiers.prepared.get_bytes() if tier is Tier.RAM else 0
                 answer.shared_bytes = storage.get_shared_bytes()
-                is_own_filesystem = os.path.ismount(storage.root)
-                used_bytes = _get_used_bytes(storage.root) if is_own_filesystem else self._bytes.get()[tier] - answer.shared_bytes
+                if os.path.ismount(storage.root):  # Only ckptfs uses this filesystem.
+                    _, used_bytes = space.get_filesystem_size(storage.root)
+                else:
+                    used_bytes = self._bytes.get()[tier] - answer.shared_bytes
                 answer.used_bytes = max(0, used_bytes - doomed_bytes)
                 return answer
         answer.health = "down"
         return answer
-
-
-def _get_used_bytes(root: Path) -> int:
-    """Return the used bytes of a filesystem that only ckptfs uses."""
-    figures = os.statvfs(root)
-    return (figures.f_blocks - figures.f_bfree) * figures.f_frsize
 
 
 def _build_processes(processes: dict[str, Any]) -> list[pb.Process]:
