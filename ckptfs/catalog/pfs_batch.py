@@ -126,6 +126,10 @@ class ObservedStat:
         return cls(found.st_ino, found.st_mode, found.st_uid, found.st_gid, found.st_size, found.st_mtime_ns)
 
 
+ObservedNames = dict[PfsName, ObservedStat | None]
+"""What the names of a batch show when it is done; None: another inode than the one that was meant, or nothing."""
+
+
 def build_batch(view: PfsView, last: int) -> PfsBatch:
     """Return the state after the plan in `view`; the caller adds actions and published rows."""
     batch = PfsBatch(last)
@@ -304,7 +308,7 @@ def _name_version_1(body: list[Any]) -> dict[str, Any]:
     return named | {name: [name_nested(name_fields(names, item)) for item in named[name]] for name, names in lists.items()}
 
 
-def record_batch_done(db: Database, batch: PfsBatch, observed: dict[PfsName, ObservedStat | None]) -> None:
+def record_batch_done(db: Database, batch: PfsBatch, observed: ObservedNames) -> None:
     """Record that `batch` was done. `observed`: what its names show; None: another inode."""
     losers = _record_entries(db, batch, observed)
     for row in batch.published_rows:
@@ -333,13 +337,13 @@ def record_batch_done(db: Database, batch: PfsBatch, observed: dict[PfsName, Obs
     delete_batch(db)
 
 
-def list_unfinished(batch: PfsBatch, observed: dict[PfsName, ObservedStat | None]) -> list[int]:
+def list_unfinished(batch: PfsBatch, observed: ObservedNames) -> list[int]:
     """Return the inodes that the PFS should show and does not."""
     shows = batch.expected_entries
     return sorted({show.inode for show in shows if show.inode is not None and observed.get(show.location.pfs_name) is None})
 
 
-def _record_entries(db: Database, batch: PfsBatch, observed: dict[PfsName, ObservedStat | None]) -> set[int]:
+def _record_entries(db: Database, batch: PfsBatch, observed: ObservedNames) -> set[int]:
     """Record what the names show. Return the inodes that lost a name."""
     losers = set()
     for show in batch.expected_entries:
@@ -380,7 +384,7 @@ def _record_set_attributes(db: Database, inode: int, seen: ObservedStat) -> None
         db.run(same, seen.mtime_ns, inode, seen.size, seen.ino)
 
 
-def _record_moved_files(db: Database, batch: PfsBatch, observed: dict[PfsName, ObservedStat | None]) -> None:
+def _record_moved_files(db: Database, batch: PfsBatch, observed: ObservedNames) -> None:
     """Record the new st_ino of files that were copied to a filesystem below the PFS."""
     moved = {action.inode for action in batch.actions if action.act in {"move", "exchange"}}
     for show in batch.expected_entries:

@@ -17,7 +17,8 @@ from ckptfs import limits
 from ckptfs.catalog import handles, identity, journal, pfs_batch, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_batch import ObservedStat, PfsBatch
+from ckptfs.catalog.pfs_batch import ObservedNames, ObservedStat, PfsBatch
+from ckptfs.catalog.pfs_state import PfsName
 from ckptfs.coherence import key_state, read, store_loss
 from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import (
@@ -44,7 +45,6 @@ from ckptfs.errors import Busy
 from ckptfs.model import ROOT
 from ckptfs.store.kv import Compare, CompareTarget, Delete, Operation, Put, Transactions, iter_range, prefix_end
 
-Name = tuple[int, bytes]
 ROUNDS_MAX = 64
 
 
@@ -81,8 +81,8 @@ class StoreSnapshot:
         self._db = db
         self._store = store
         self.store_values: dict[SharedKey, StoreValue] = {}
-        self._directory_names: dict[int, Name | None] = {}
-        self._pfs_names: dict[int, list[Name]] = {}
+        self._directory_names: dict[int, PfsName | None] = {}
+        self._pfs_names: dict[int, list[PfsName]] = {}
         self._is_loading = False
 
     def load(self, instance: str, rows: Iterable[JournalRow] = (), inodes: Iterable[int] = ()) -> None:
@@ -120,7 +120,7 @@ class StoreSnapshot:
     # --- what is needed -----------------------------------------------------------------------------------------------
 
     def _list_needed_keys(self, instance: str, rows: list[JournalRow], inodes: list[int]) -> Iterator[SharedKey]:
-        names: set[Name] = set()
+        names: set[PfsName] = set()
         subjects = set(inodes)
         for row in rows:
             yield build_row_key(self._db, instance, row)
@@ -162,7 +162,7 @@ class StoreSnapshot:
 
     # --- what it says -------------------------------------------------------------------------------------------------
 
-    def list_pfs_names_in(self, directory: int) -> list[Name]:
+    def list_pfs_names_in(self, directory: int) -> list[PfsName]:
         """Return the names that the PFS shows in a directory, or is about to show."""
         if directory not in self._pfs_names:
             start = encode_key(SharedKey(PFS_NAME, directory))
@@ -192,17 +192,17 @@ class StoreSnapshot:
         """Return whether an inode has a name."""
         return inode == ROOT or self.get_value(SharedKey(INODE, inode)) is not None
 
-    def get_child(self, name: Name) -> int | None:
+    def get_child(self, name: PfsName) -> int | None:
         """Return the inode that a name leads to."""
         value = self.get_value(SharedKey(NAME, *name))
         return None if value is None else int(value["child"])
 
-    def get_pfs_inode(self, name: Name) -> int | None:
+    def get_pfs_inode(self, name: PfsName) -> int | None:
         """Return the inode that the PFS shows under a name."""
         value = self.get_value(SharedKey(PFS_NAME, *name))
         return None if value is None else value["inode"] or None
 
-    def get_intent(self, name: Name) -> Value | None:
+    def get_intent(self, name: PfsName) -> Value | None:
         """Return the intent of a node to change a name on the PFS."""
         value = self.get_value(SharedKey(PFS_NAME, *name))
         return value if value is not None and "by" in value else None
@@ -216,7 +216,7 @@ class StoreSnapshot:
         values = [(key, one.value.fields or {}) for key, one in self.store_values.items() if key.kind in {PFS_NAME, PFS_STATE}]
         return [(key, int(value["by"])) for key, value in values if "by" in value]
 
-    def list_names(self, inode: int) -> list[Name]:
+    def list_names(self, inode: int) -> list[PfsName]:
         """Return all names of an inode."""
         value = self.get_value(SharedKey(INODE, inode))
         if value is None or inode == ROOT:
@@ -226,7 +226,7 @@ class StoreSnapshot:
         name = self._get_directory_name(inode, value["parent"])
         return [] if name is None else [name]
 
-    def list_pfs_names(self, inode: int) -> list[Name]:
+    def list_pfs_names(self, inode: int) -> list[PfsName]:
         """Return the names under which the PFS shows an inode."""
         value = self.get_value(SharedKey(PFS_STATE, inode))
         return [] if value is None else [(parent, name.encode("latin-1")) for parent, name in value["names"]]
@@ -241,13 +241,13 @@ class StoreSnapshot:
         value = self.get_value(SharedKey(INODE, inode))
         return None if value is None else value.get("content")
 
-    def _get_directory_name(self, directory: int, parent: int) -> Name | None:
+    def _get_directory_name(self, directory: int, parent: int) -> PfsName | None:
         """Return a directory's name in its parent: the remembered one, or search for it."""
         if directory not in self._directory_names or (name := self._directory_names[directory]) is None or name[0] != parent:
             self._directory_names[directory] = self._find_directory_name(directory, parent)
         return self._directory_names[directory]
 
-    def _find_directory_name(self, directory: int, parent: int) -> Name | None:
+    def _find_directory_name(self, directory: int, parent: int) -> PfsName | None:
         rows = self._db.rows("SELECT name FROM entry WHERE parent = ? AND child = ?", parent, directory)
         for (name,) in [*rows, *((key.name,) for key in self.store_values if key.kind == NAME and key.number == parent)]:
             key = SharedKey(NAME, parent, bytes(name))
@@ -264,13 +264,10 @@ class StoreSnapshot:
         return None
 
 
-def list_row_names(row: JournalRow) -> list[Name]:
+def list_row_names(row: JournalRow) -> list[PfsName]:
     """Return the names that a row is about."""
     found = [] if row.name is None else [(row.parent, row.name)]
     return found if row.new_name is None else [*found, (row.new_parent, row.new_name)]
-
-
-FoundByName = dict[Name, ObservedStat | None]
 
 
 class _RolledBack(Exception):
@@ -344,20 +341,21 @@ def _list_temporaries(batch: PfsBatch, key: SharedKey) -> list[str]:
     return [action.temporary.decode("latin-1") for action, to in targets if (to.parent, to.name) == (key.number, key.name)]
 
 
-def find_intents(store: Transactions, batch: PfsBatch, number: int, instance: str) -> dict[SharedKey, CachedValue] | None:
-    """Return the intents of a batch; None if it was never announced, or another node has resolved it."""
-    keys = list_pfs_name_keys(batch)
-    if not keys:
-        return {}
-    told = read.parse_outcome(keys, store.read(read.build_gets(keys)))
-    for key in keys:
-        value = told[key].value.fields or {}
-        if (value.get("by"), value.get("of"), value.get("batch")) != (number, instance, batch.announced_seq or batch.last_seq):
-            return None
-    return {key: told[key].value for key in keys}
+def resume_intents(db: Database, store: Transactions, batch: PfsBatch, instance: str) -> bool:
+    """Record the intents of a batch. Return False if it was never announced, or another node has resolved it."""
+    keys, mine = list_pfs_name_keys(batch), (identity.get_node_number(db), instance, batch.announced_seq or batch.last_seq)
+    told = read.parse_outcome(keys, store.read(read.build_gets(keys))) if keys else {}
+    for one in told.values():
+        value = one.value.fields or {}
+        if (value.get("by"), value.get("of"), value.get("batch")) != mine:
+            return False
+    with db.transaction():
+        for key, one in told.items():
+            key_state.set_cached(db, key, one.value)
+    return True
 
 
-def complete_intents(db: Database, store: Transactions, batch: PfsBatch, found: FoundByName, snapshot: StoreSnapshot | None) -> list[int]:
+def complete_intents(db: Database, store: Transactions, batch: PfsBatch, found: ObservedNames, snapshot: StoreSnapshot) -> list[int]:
     """Record what the PFS shows. Return inodes with newer attributes. Raises Busy if taken for dead."""
     subjects = _list_subjects(db, batch) | set(pfs_batch.list_unfinished(batch, found))
     keys = [*list_pfs_name_keys(batch), *(SharedKey(PFS_STATE, inode) for inode in sorted(subjects))]
@@ -380,13 +378,13 @@ def complete_intents(db: Database, store: Transactions, batch: PfsBatch, found: 
         pfs_batch.record_batch_done(db, batch, found)
         for key, value in values.items():
             key_state.set_cached(db, key, CachedValue(revision, value))
-    if snapshot is None or not items:
+    if not items:
         return sorted(subjects)
     told = {key: (one[0].mod_revision if one else 0) for key, one in zip(attributes, items, strict=True)}
     return [key.number for key in attributes if key in snapshot.store_values and told[key] not in (0, snapshot.get_revision(key))]
 
 
-def _build_final_values(db: Database, batch: PfsBatch, found: FoundByName, keys: Iterable[SharedKey]) -> dict[SharedKey, bytes | None]:
+def _build_final_values(db: Database, batch: PfsBatch, found: ObservedNames, keys: Iterable[SharedKey]) -> dict[SharedKey, bytes | None]:
     """Return the values of these keys after the batch."""
     values: dict[SharedKey, bytes | None] = {}
     try:

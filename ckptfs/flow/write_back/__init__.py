@@ -30,8 +30,8 @@ from ckptfs.catalog import copies, journal, mover_requests, pfs_batch, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, ObservedStat, PfsAction, PfsBatch, build_batch_before
-from ckptfs.catalog.pfs_state import PfsName, PfsView
+from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, ObservedNames, PfsAction, PfsBatch, build_batch_before
+from ckptfs.catalog.pfs_state import PfsView
 from ckptfs.clique.cluster import Cluster
 from ckptfs.coherence import store_loss
 from ckptfs.coherence.pfs_coordination import NotLoaded
@@ -401,7 +401,7 @@ class WriteBack:
     def _choose_kind(self, action: PfsAction) -> RefusedKind:
         return choose_kind(action, journal.get(self._db, action.key // KEYS_PER_ROW))
 
-    def _record(self, batch: PfsBatch, found: dict[PfsName, ObservedStat | None]) -> None:
+    def _record(self, batch: PfsBatch, found: ObservedNames) -> None:
         for entry in batch.expected_entries:
             if entry.inode is not None and found.get(entry.location.pfs_name) is None:
                 log.warning("%s: gone from the PFS; it is written back again if this node has its bytes", format_path(entry.location))

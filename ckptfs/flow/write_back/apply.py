@@ -25,8 +25,8 @@ from ckptfs import disk, limits
 from ckptfs.catalog import inodes, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
-from ckptfs.catalog.pfs_batch import ObservedStat, PfsAction, PfsBatch, PfsLocation
-from ckptfs.catalog.pfs_state import Fingerprint, PfsName
+from ckptfs.catalog.pfs_batch import ObservedNames, ObservedStat, PfsAction, PfsBatch, PfsLocation
+from ckptfs.catalog.pfs_state import Fingerprint
 from ckptfs.errors import Busy
 from ckptfs.flow.write_back.plan import format_path
 from ckptfs.flow.write_back.stage import drop_taken
@@ -80,7 +80,7 @@ class Applier:
         self.current_action: PfsAction | None = None
         self.is_half_done = False
 
-    def run(self) -> dict[PfsName, ObservedStat | None]:
+    def run(self) -> ObservedNames:
         """Make all changes. Return the stat of every name of the batch, None if it shows another inode."""
         for action in self._batch.actions:
             if action.act in {"rmdir", "remove"}:  # The batch may have made another directory under this name already.

@@ -17,7 +17,7 @@ from ckptfs import disk, limits
 from ckptfs.catalog import copies, journal, mover_requests, namespace, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_batch import ExpectedEntry, ObservedStat, PfsBatch, PfsLocation
+from ckptfs.catalog.pfs_batch import ExpectedEntry, ObservedNames, ObservedStat, PfsBatch, PfsLocation
 from ckptfs.catalog.pfs_state import PfsName, PfsView
 from ckptfs.clique import membership
 from ckptfs.clique.cluster import Cluster
@@ -64,15 +64,15 @@ class ClusterWriteBack:
         if not rows:
             return rows
         self._take_lease()
-        self._load(rows)
+        self._load(rows, self._extra_inodes)
         if self._resolve_intents(self._snapshot.list_intents()):
-            self._load(rows)
+            self._load(rows, self._extra_inodes)
         taken = [row for row in rows if self._snapshot.get_value(build_row_key(self._db, self._instance, row)) is None]
         if taken:
             log.info("journal: %d changes of this node were written back by another node", len(taken))
             journal.delete_rows(self._db, taken)
             self._restart_search()
-        self._set_expected_inodes(PfsView(self._db))
+        self._set_expected_inodes()
         return [row for row in rows if row not in taken]
 
     def _restart_search(self) -> None:
@@ -98,9 +98,9 @@ class ClusterWriteBack:
         """Return the seconds until the next search for such contents, which runs when the journal is empty."""
         return max(limits.REQUEST_POLL_S, self._next_search_s - time.monotonic()) if self._next_search_s < self._search_until_s else None
 
-    def _load(self, rows: list[JournalRow]) -> None:
+    def _load(self, rows: Iterable[JournalRow], inodes: Iterable[int]) -> None:
         self._snapshot = StoreSnapshot(self._db, self._store)
-        self._snapshot.load(self._instance, rows, self._extra_inodes)
+        self._snapshot.load(self._instance, rows, inodes)
 
     def load_also(self, inode: int) -> None:
         """Load this inode too, from the next plan on."""
@@ -108,8 +108,8 @@ class ClusterWriteBack:
 
     def build_planner(self, facts: Facts, aside_seqs: Container[int]) -> SharedPlanner:
         """Return a planner over the loaded snapshot. `aside_seqs`: rows that wait for what the PFS refuses."""
-        view, number = PfsView(self._db), self._cluster.node_number
-        return SharedPlanner(self._db, view, facts, self._instance, self._snapshot, number, self._lost_contents, aside_seqs)
+        number = self._cluster.node_number
+        return SharedPlanner(self._db, facts, self._instance, self._snapshot, number, self._lost_contents, aside_seqs)
 
     def fetch(self, inode: int) -> None:
         """Request the bytes of a file that a dead node wrote; without them it is not written back."""
@@ -123,9 +123,8 @@ class ClusterWriteBack:
 
     def load_directories(self, directories: list[int]) -> None:
         """Load where these directories are now. Raises StoreUnreachable."""
-        self._snapshot = StoreSnapshot(self._db, self._store)
-        self._snapshot.load(self._instance, inodes=directories)
-        self._set_expected_inodes(PfsView(self._db))
+        self._load([], directories)
+        self._set_expected_inodes()
 
     def confirm_gone(self, names: DirectoryPath) -> DirectoryPath | None:
         """Return `names` if that directory is gone from the PFS; None if another node moves it: plan again."""
@@ -152,10 +151,10 @@ class ClusterWriteBack:
             raise Busy("another node is moving the directory")
         return {key: self._snapshot.get_revision(key) for key in self._snapshot.store_values if key.kind in {PFS_NAME, PFS_STATE}}
 
-    def _set_expected_inodes(self, view: PfsView) -> None:
+    def _set_expected_inodes(self) -> None:
         """Expect directories by st_ino. No descriptor is kept: others may have replaced the directory."""
         self._tree.clear_cache()
-        inodes: dict[tuple[bytes, ...], int] = {}
+        view, inodes = PfsView(self._db), dict[DirectoryPath, int]()
         for key in self._snapshot.store_values:
             number = None if key.kind != PFS_NAME or key.number == ROOT else pfs_state.find_pfs_inode(self._db, key.number)
             path = None if number is None else view.get_path(key.number)
@@ -172,25 +171,17 @@ class ClusterWriteBack:
         disk.act("write_back:intent_announced", lambda: None)
 
     def relocate(self, batch: PfsBatch) -> PfsBatch:
-        """Return an interrupted batch with the present paths.
-
-        Raises Busy without a lease, and StoreUnreachable.
-        """
+        """Return an interrupted batch with the present paths. Raises Busy without a lease, StoreUnreachable."""
         self._take_lease()
-        self.load_directories([*{location.parent for location in _list_locations(batch)}])
+        locations = [location for action in batch.actions for location in (action.location, action.new_location) if location is not None]
+        self.load_directories([*{location.parent for location in [*locations, *(show.location for show in batch.expected_entries)]}])
         return _relocate_batch(PfsView(self._db), batch)
 
     def resume(self, batch: PfsBatch) -> bool:
         """Return True if an interrupted batch, with the present paths, still belongs to this node."""
-        intents = pfs_coordination.find_intents(self._store, batch, self._cluster.node_number, self._instance)
-        if intents is None:
-            return False
-        with self._db.transaction():
-            for key, one in intents.items():
-                key_state.set_cached(self._db, key, one)
-        return True
+        return pfs_coordination.resume_intents(self._db, self._store, batch, self._instance)
 
-    def complete_intents(self, batch: PfsBatch, found: dict[PfsName, ObservedStat | None]) -> None:
+    def complete_intents(self, batch: PfsBatch, found: ObservedNames) -> None:
         """Publish that the PFS shows the batch. Raises Busy if this node was declared dead, StoreUnreachable."""
         changed = pfs_coordination.complete_intents(self._db, self._store, batch, found, self._snapshot)
         disk.act("write_back:intent_settled", lambda: None)
@@ -244,11 +235,6 @@ class ClusterWriteBack:
         except DirectoryMissing:
             return None
         return None if found is None else ObservedStat.of(found)
-
-
-def _list_locations(batch: PfsBatch) -> list[PfsLocation]:
-    locations = [location for action in batch.actions for location in (action.location, action.new_location) if location is not None]
-    return locations + [show.location for show in batch.expected_entries]
 
 
 def _relocate_batch(view: PfsView, batch: PfsBatch) -> PfsBatch:

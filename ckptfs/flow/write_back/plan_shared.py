@@ -45,16 +45,15 @@ class SharedPlanner(Planner):
     def __init__(
         self,
         db: Database,
-        view: PfsView,
         facts: Facts,
         instance: str,
         snapshot: StoreSnapshot,
         own_number: int,
-        lost: Container[int] = (),
-        aside_seqs: Container[int] = (),
+        lost: Container[int],
+        aside_seqs: Container[int],
     ) -> None:
         """`lost`: contents that no node has. `aside_seqs`: rows that wait for what the PFS refuses."""
-        super().__init__(view, facts, instance)
+        super().__init__(PfsView(db), facts, instance)
         self._db = db
         self._snapshot = snapshot
         self._own_number = own_number
