@@ -160,23 +160,15 @@ class PfsView:
         return any(self.get_entry(*name) is not None for name in names)
 
     def get_path(self, directory: int) -> tuple[bytes, ...] | None:
-        """Return the names from the PFS's root to a directory. Returns None if the PFS does not show it."""
+        """Return the names from the PFS's root to an inode. Returns None if the PFS does not show it."""
         if directory in self._paths:
             return self._paths[directory]
-        above = self.list_names(directory)
-        chain = [directory]
         found: list[bytes] = []
-        while above:
-            parent, name = above[0]
+        inode = directory
+        while inode != ROOT and (names := self.list_names(inode)) and len(found) < 4096:
+            inode, name = names[0]
             found.append(name)
-            if parent == ROOT:
-                break
-            chain.append(parent)
-            above = self.list_names(parent)
-            if len(chain) > 4096:
-                above = []
-        path = tuple(reversed(found)) if above else None
-        self._paths[directory] = path
+        path = self._paths[directory] = tuple(reversed(found)) if inode == ROOT else None
         return path
 
     # --- planning -------------------------------------------------------------------------------------------------------
@@ -229,15 +221,8 @@ _SELECT_MOVES = (
 
 def find_path(db: Database, inode: int) -> tuple[bytes, ...] | None:
     """Return the names from the PFS's root to `inode`. Returns None if the PFS does not show it."""
-    names: list[bytes] = []
     with db.read_transaction():
-        while inode != ROOT:
-            row = db.row("SELECT parent, name FROM pfs_entry WHERE inode = ? LIMIT 1", inode)
-            if row is None or len(names) > 4096:
-                return None
-            names.append(bytes(row[1]))
-            inode = row[0]
-    return tuple(reversed(names))
+        return PfsView(db).get_path(inode)
 
 
 def get_parent(db: Database, inode: int) -> int:

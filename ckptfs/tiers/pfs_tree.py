@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from ckptfs import disk, limits
 from ckptfs.catalog import copies
@@ -34,6 +35,7 @@ from ckptfs.tiers.pfs_identity import WORK_DIRECTORY
 disk.declare_labels("scan:root", "scan:walk", "scan:list", "scan:stat", "scan:readlink", "scan:xattrs")
 disk.declare_labels("pfs:walk", "pfs:exchange", "pfs:open")
 
+Result = TypeVar("Result")
 DirectoryPath = tuple[bytes, ...]
 """The names from the root down to a directory."""
 CACHED_MAX = 128
@@ -288,13 +290,6 @@ class PfsTree:
         for names in list(self._cached):
             self._forget(names)
 
-    def close(self) -> None:
-        self.clear_cache()
-        self._close_forgotten()
-        if self._root_fd >= 0:
-            os.close(self._root_fd)
-            self._root_fd = -1
-
 
 def find_stat(directory: int, name: bytes) -> os.stat_result | None:
     """Call lstat for a name, as the owner of the directory if root may not; None if nothing is there."""
@@ -308,14 +303,14 @@ def find_stat(directory: int, name: bytes) -> os.stat_result | None:
     return pfs_ownership.retry_as_owner(call, lambda: [get_owner(directory)])
 
 
-def run_as_owner(directory: int, name: bytes, call: Callable[[], None]) -> None:
-    """Run `call`, which changes a name; if root is refused, as the owner of the file or of the directory."""
+def run_as_owner(directory: int, name: bytes, call: Callable[[], Result]) -> Result:
+    """Return `call()` for a name; if root is refused, as the owner of the file or of the directory."""
 
     def owners() -> list[pfs_ownership.Owner]:
         found = find_stat(directory, name)
         return [*([] if found is None else [(found.st_uid, found.st_gid)]), get_owner(directory)]
 
-    pfs_ownership.retry_as_owner(call, owners)
+    return pfs_ownership.retry_as_owner(call, owners)
 
 
 def exchange(directory: int, name: bytes, new_directory: int, new_name: bytes) -> None:

@@ -271,11 +271,8 @@ class Applier:
 
     def _digest(self, location: PfsLocation) -> transfer.ContentDigests:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-        directory, found = self._fd(location), self._stat(location)
-        fd = pfs_ownership.retry_as_owner(
-            lambda: os.open(location.name, flags, dir_fd=directory), lambda: [] if found is None else [(found.st_uid, found.st_gid)]
-        )
-        with disk.closing(fd):
+        directory = self._fd(location)
+        with disk.closing(run_as_owner(directory, location.name, lambda: os.open(location.name, flags, dir_fd=directory))) as fd:
             return transfer.read(fd, label="write_back:double")
 
     def _move_across(self, action: PfsAction, source: os.stat_result) -> None:

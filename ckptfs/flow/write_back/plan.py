@@ -179,9 +179,11 @@ class Planner:
         if (inode, row.seq) not in self.settle_rows:
             self.settle_rows.append((inode, row.seq))
 
-    def _append(self, act: str, inode: int, name: PfsName, fingerprint: Fingerprint, new: PfsName, replaced: Fingerprint | None) -> None:
-        key, at, to = self._next_key(), self._get_location(name), self._get_location(new)
-        self.actions.append(PfsAction(act, key, inode, at, fingerprint, to, replaced, self._build_temporary(key)))
+    def _append(
+        self, act: str, inode: int, name: PfsName, found: Fingerprint, new: PfsName | None = None, replaced: Fingerprint | None = None
+    ) -> None:
+        key, at, to = self._next_key(), self._get_location(name), None if new is None else self._get_location(new)
+        self.actions.append(PfsAction(act, key, inode, at, found, to, replaced, self._build_temporary(key)))
 
     def _plan_file(self, kind: SourceKind, inode: int, content: Content | None, mode: int, name: PfsName) -> None:
         key, location, replaced = self._next_key(), self._get_location(name), self._find_fingerprint(name)
@@ -207,9 +209,7 @@ class Planner:
         self.view.set_entry(*new, shown)
 
     def _plan_removal(self, name: PfsName, act: str = "unlink") -> None:
-        shown, location = self._get_shown(name), self._get_location(name)
-        key, fingerprint = self._next_key(), self._find_fingerprint(name) or Fingerprint()
-        self.actions.append(PfsAction(act, key, shown.inode, location, fingerprint, temporary=self._build_temporary(key)))
+        self._append(act, self._get_shown(name).inode, name, self._find_fingerprint(name) or Fingerprint())
         self.view.delete_entry(*name)
 
     def _plan_attributes(self, inode: int, name: PfsName) -> None:

@@ -98,20 +98,20 @@ class PfsBlocks:
             log.info("%s: %s", self._pfs, "equal blocks are stored once" if self._can_share else "the filesystem cannot share blocks")
         return self._can_share
 
-    def clone_into(self, fd: int, inode: int, size: int, block_digests: bytes) -> None:
+    def clone_into(self, fd: int, content: Content) -> None:
         """Clone what other files on the PFS have into an empty temporary file; the copy does the rest."""
-        if not self.has_any(fd, size):
+        if not self.has_any(fd, content.size):
             return
         by_file: dict[int, list[tuple[int, int]]] = {}
-        for number, (other, there) in self._load().find(block_digests).items():
+        for number, (other, there) in self._load().find(content.block_digests or b"").items():
             by_file.setdefault(other, []).append((number, there))
         for other, blocks in by_file.items():
             try:
-                self._clone_from(other, blocks, fd, size)
+                self._clone_from(other, blocks, fd, content.size)
             except (OSError, CkptfsError) as failure:
-                log.debug("inode %d: shares no blocks with inode %d on the PFS: %s", inode, other, failure)
+                log.debug("inode %d: shares no blocks with inode %d on the PFS: %s", content.inode, other, failure)
             else:
-                self._sharing |= {inode, other}
+                self._sharing |= {content.inode, other}
 
     def _clone_from(self, other: int, blocks: list[tuple[int, int]], fd: int, size: int) -> None:
         with disk.closing(pfs_tree.open_inode(self._db, self._pfs, other)) as source:
@@ -157,9 +157,24 @@ class Stager:
         shown = PfsView(self._db).get_entry(*action.location.pfs_name)
         # If the name is known as another inode's, that one is ours, and this batch removes it first.
         can_merge = stat.S_ISDIR(wanted.mode) and (shown is None or shown.inode == planned.inode)
+
+        def make() -> Staged:
+            directory = self._tree.get_directory(action.location.path)
+            resumed_fd = self._open_resumable(directory, action, planned, wanted)
+            there = find_stat(directory, action.location.name) if can_merge else None
+            if there is not None and stat.S_ISDIR(there.st_mode):
+                return Staged(Fingerprint(there.st_ino), is_merged=True)
+            try:
+                if stat.S_ISREG(wanted.mode):
+                    return self._stage_file(directory, action, planned, wanted, xattrs, resumed_fd)
+                return self._stage_special(directory, action.temporary, wanted, xattrs)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    remove_temporary(self._tree, action.location, action.temporary)
+                raise
+
         return pfs_ownership.retry_as_owner(
-            lambda: self._stage(action, planned, wanted, xattrs, can_merge=can_merge),
-            lambda: [(wanted.uid, wanted.gid), pfs_tree.get_owner(self._tree.get_directory(action.location.path))],
+            make, lambda: [(wanted.uid, wanted.gid), pfs_tree.get_owner(self._tree.get_directory(action.location.path))]
         )
 
     def sync(self) -> None:
@@ -205,21 +220,6 @@ class Stager:
                 pfs_batch.delete_batch(self._db)
 
     # --- one temporary file -------------------------------------------------------------------------------------------
-
-    def _stage(self, action: PfsAction, planned: PlannedFile, wanted: Inode, xattrs: dict[bytes, bytes], *, can_merge: bool) -> Staged:
-        directory = self._tree.get_directory(action.location.path)
-        resumed_fd = self._open_resumable(directory, action, planned, wanted)
-        there = find_stat(directory, action.location.name) if can_merge else None
-        if there is not None and stat.S_ISDIR(there.st_mode):
-            return Staged(Fingerprint(there.st_ino), is_merged=True)
-        try:
-            if stat.S_ISREG(wanted.mode):
-                return self._stage_file(directory, action, planned, wanted, xattrs, resumed_fd)
-            return self._stage_special(directory, action.temporary, wanted, xattrs)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                remove_temporary(self._tree, action.location, action.temporary)
-            raise
 
     def _open_resumable(self, directory: int, action: PfsAction, planned: PlannedFile, wanted: Inode) -> int | None:
         """Open a large temporary file that an interrupted batch left. Remove any other, and return None."""
@@ -279,7 +279,7 @@ class Stager:
 
     def _fill_sealed(self, fd: int, content: Content) -> transfer.ContentDigests:
         """Copy from the first copy that has the digest; quarantine those that have not."""
-        self.blocks.clone_into(fd, content.inode, content.size, content.block_digests or b"")
+        self.blocks.clone_into(fd, content)
         refusal: SourceFailed | None = None
         for tier in self._list_readable_tiers(content):
             try:
