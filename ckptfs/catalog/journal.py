@@ -45,6 +45,12 @@ class JournalRow:
     at_ns: int = 0
     origin: int = 0
 
+    @property
+    def names(self) -> list[tuple[int, bytes]]:
+        """Return the names that the row is about: (directory, name in it)."""
+        found = [] if self.name is None else [(self.parent, self.name)]
+        return found if self.new_name is None else [*found, (self.new_parent, self.new_name)]
+
 
 def append(
     db: Database,

@@ -125,7 +125,7 @@ class StoreSnapshot:
         for row in rows:
             yield build_row_key(self._db, instance, row)
             subjects.add(row.inode)
-            names.update(list_row_names(row))
+            names.update(row.names)
             if row.content is not None:
                 yield SharedKey(CONTENT, row.content)
         for _ in range(2):  # The inode of a name, and the directory that it belongs to.
@@ -262,12 +262,6 @@ class StoreSnapshot:
             if named is not None and (decode_value(parse_value(named, item)) or {"child": 0})["child"] == directory:
                 return parent, named.name
         return None
-
-
-def list_row_names(row: JournalRow) -> list[PfsName]:
-    """Return the names that a row is about."""
-    found = [] if row.name is None else [(row.parent, row.name)]
-    return found if row.new_name is None else [*found, (row.new_parent, row.new_name)]
 
 
 class _RolledBack(Exception):

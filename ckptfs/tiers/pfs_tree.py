@@ -244,18 +244,15 @@ class PfsTree:
         return fd
 
     def _get_cached(self, names: DirectoryPath) -> int:
-        now = time.monotonic()
-        cached_depth = next((depth for depth in range(len(names), 0, -1) if self._is_cached(names[:depth], now)), 0)
+        oldest_s = time.monotonic() - CACHED_S
+        fresh = (depth for depth in range(len(names), 0, -1) if names[:depth] in self._cached and self._cached[names[:depth]][1] > oldest_s)
+        cached_depth = next(fresh, 0)
         fd = self._cached[names[:cached_depth]][0] if cached_depth else self._root_fd
         for depth in range(cached_depth, len(names)):
             fd = self._open(fd, names[: depth + 1], close_parent=depth > cached_depth)
         if cached_depth < len(names):
             self._cache(names, fd)
         return fd
-
-    def _is_cached(self, names: DirectoryPath, now: float) -> bool:
-        cached = self._cached.get(names)
-        return cached is not None and now - cached[1] < CACHED_S
 
     def _open(self, parent_fd: int, names: DirectoryPath, *, close_parent: bool) -> int:
         """Open the last of `names` in `parent_fd`."""

@@ -21,7 +21,6 @@ from ckptfs.catalog import exposure, journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_state import PfsName, PfsView
-from ckptfs.coherence.pfs_coordination import list_row_names
 from ckptfs.model import ROOT
 
 _COMMUTING_OPS = {"make", "link", "unlink", "rename", "content", "synced", "attributes"}
@@ -68,7 +67,7 @@ class _Chooser:
         self._view = view
         for row in rows:
             self._rows_of[row.inode].append(row)
-            for name in list_row_names(row):
+            for name in row.names:
                 self._inodes_of[name].add(row.inode)
                 if row.op in {"rename", "exchange"}:
                     shown = view.get_entry(*name)
@@ -102,7 +101,7 @@ class _Chooser:
         if view.list_names(inode) or not all(row.op in _COMMUTING_OPS for row in rows):
             return None
         needed: set[int] = set()
-        for name in {*view.list_pending_names(inode), *(name for row in rows for name in list_row_names(row))}:
+        for name in {*view.list_pending_names(inode), *(name for row in rows for name in row.names)}:
             if view.get_entry(*name) is not None or self._is_below_moved(name[0]):
                 return None
             pending = view.get_pending(*name)

@@ -88,11 +88,18 @@ class Applier:
         for action in self._batch.actions:
             self.current_action = action
             try:
-                self._apply_action(action)
+                {
+                    "put": self._put, "link": self._link, "move": self._move, "exchange": self._exchange,
+                    "unlink": self._unlink, "rmdir": self._rmdir, "remove": self._remove_entry, "attributes": self._set_attributes,
+                }[action.act](action)  # fmt: skip
             except DirectoryMissing as missing:
                 if self._is_shared and missing.names != self._gone_directory:
                     raise
                 # The directory was removed externally, or by this batch in an earlier attempt.
+                continue
+            for location in (action.location, action.new_location):
+                if location is not None and action.act != "attributes":
+                    self._directories[location.path] = None
         self.current_action = None
         for path in self._directories:
             try:
@@ -107,15 +114,6 @@ class Applier:
             for show in self._batch.expected_entries
             if show.inode is not None
         }
-
-    def _apply_action(self, action: PfsAction) -> None:
-        {
-            "put": self._put, "link": self._link, "move": self._move, "exchange": self._exchange,
-            "unlink": self._unlink, "rmdir": self._rmdir, "remove": self._remove_entry, "attributes": self._set_attributes,
-        }[action.act](action)  # fmt: skip
-        for location in (action.location, action.new_location):
-            if location is not None and action.act != "attributes":
-                self._directories[location.path] = None
 
     # --- one method per act -------------------------------------------------------------------------------------------
 

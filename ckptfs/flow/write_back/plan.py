@@ -25,7 +25,6 @@ from ckptfs import limits
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, PfsAction, PfsLocation
 from ckptfs.catalog.pfs_state import NO_INODE, Fingerprint, PfsEntry, PfsName, PfsView
-from ckptfs.coherence.pfs_coordination import list_row_names
 from ckptfs.flow.write_back.plan_facts import Facts, PlannedFile, SourceKind, can_be_made
 from ckptfs.model import ROOT, Content, ContentState, PublishedRow
 
@@ -103,14 +102,6 @@ class Planner:
         assert shown is not None
         return shown
 
-    def _build_temporary(self, key: int) -> bytes:
-        return f".ckptfs.{self._instance}.{key:x}".encode()
-
-    def _next_key(self) -> int:
-        self._key += 1
-        self.view.key = self._key
-        return self._key
-
     def _find_fingerprint(self, name: PfsName) -> Fingerprint | None:
         """Return how the present entry is recognised: by st_ino alone if this batch sets its times."""
         shown = self.view.get_entry(*name)
@@ -147,7 +138,7 @@ class Planner:
 
     def _must_wait_for_refuge(self, row: JournalRow) -> bool:
         """Return True if a file must move into a directory that this batch makes."""
-        names = list_row_names(row) if row.op in ("unlink", "rename") and self._made_directories else []
+        names = row.names if row.op in ("unlink", "rename") and self._made_directories else []
         refuges = (self._find_refuge(name, row.inode if row.op == "rename" else NO_INODE) for name in names)
         return any(name is not None and name[0] in self._made_directories for name in refuges)
 
@@ -180,20 +171,22 @@ class Planner:
             self.settle_rows.append((inode, row.seq))
 
     def _append(
-        self, act: str, inode: int, name: PfsName, found: Fingerprint, new: PfsName | None = None, replaced: Fingerprint | None = None
-    ) -> None:
-        key, at, to = self._next_key(), self._get_location(name), None if new is None else self._get_location(new)
-        self.actions.append(PfsAction(act, key, inode, at, found, to, replaced, self._build_temporary(key)))
+        self, act: str, inode: int, name: PfsName, own: Fingerprint | None, new: PfsName | None = None, replaced: Fingerprint | None = None
+    ) -> PfsAction:
+        """Plan an action on a name, to `new` if it has two. `own`: its subject; None for what it makes."""
+        self._key = self.view.key = key = self._key + 1
+        at, to, temporary = self._get_location(name), None if new is None else self._get_location(new), f".ckptfs.{self._instance}.{key:x}"
+        action = PfsAction(act, key, inode, at, own or Fingerprint(-key), to, replaced, temporary.encode())
+        self.actions.append(action)
+        return action
 
     def _plan_file(self, kind: SourceKind, inode: int, content: Content | None, mode: int, name: PfsName) -> None:
-        key, location, replaced = self._next_key(), self._get_location(name), self._find_fingerprint(name)
-        fingerprint = Fingerprint(-key)
-        self.actions.append(PfsAction("put", key, inode, location, fingerprint, None, replaced, self._build_temporary(key)))
-        self.puts[key] = PlannedFile(kind, inode, content, mode)
+        action = self._append("put", inode, name, None, replaced=self._find_fingerprint(name))
+        self.puts[action.key] = PlannedFile(kind, inode, content, mode)
         self._rewritten.add(inode)
         self.planned_bytes += content.size if content is not None else 0
         self.view.delete_pending(*name)
-        self.view.set_entry(*name, PfsEntry(inode, fingerprint))
+        self.view.set_entry(*name, PfsEntry(inode, action.fingerprint))
 
     def _plan_link(self, inode: int, source: PfsName, target: PfsName) -> None:
         """Plan that `target` names the same inode as `source`."""
@@ -213,8 +206,7 @@ class Planner:
         self.view.delete_entry(*name)
 
     def _plan_attributes(self, inode: int, name: PfsName) -> None:
-        shown, location = self._get_shown(name), self._get_location(name)
-        self.actions.append(PfsAction("attributes", self._next_key(), inode, location, Fingerprint(shown.fingerprint.ino)))
+        self._append("attributes", inode, name, Fingerprint(self._get_shown(name).fingerprint.ino))
         self._with_set_attributes.add(inode)
         # All names are observed: the new times would look like an external change if the name that they were set under were removed later.
         for other in {name, *self._list_shown_names(inode)}:
@@ -224,7 +216,7 @@ class Planner:
     # --- rows by operation --------------------------------------------------------------------------------------------
 
     def _make(self, row: JournalRow) -> bool:
-        (name,) = list_row_names(row)
+        (name,) = row.names
         inode = self._facts.get_inode(row.inode)
         if self._facts.is_held(row.inode) or self._is_guarded(name, row.inode) or self._is_directory_pending(name):
             self._set_wanted(name, row.inode, row)
@@ -240,7 +232,7 @@ class Planner:
         return True
 
     def _link(self, row: JournalRow) -> bool:
-        (name,) = list_row_names(row)
+        (name,) = row.names
         shown = self._list_shown_names(row.inode)
         is_refused = self._facts.is_held(row.inode) or self._is_guarded(name, row.inode) or self._is_directory_pending(name)
         if not shown or is_refused or self._find_location(name) is None or not self._list_linkable([name], shown):
@@ -254,7 +246,7 @@ class Planner:
 
     def _remove(self, row: JournalRow) -> bool:
         """Plan the removal of a name, and of the old file that a pending file under this name replaces."""
-        (name,) = list_row_names(row)
+        (name,) = row.names
         has_pending = self.view.get_pending(*name) is not None
         self.view.delete_pending(*name)
         shown = self.view.get_entry(*name)
@@ -275,7 +267,7 @@ class Planner:
             self._plan_removal(name, "remove" if self.view.was_directory(*name) and act == "unlink" else act)
 
     def _rename(self, row: JournalRow) -> bool:
-        name, new = list_row_names(row)
+        name, new = row.names
         shown = self.view.get_entry(*name)
         if shown is None or shown.inode != row.inode or self.view.get_pending(*name) is not None:
             self._rename_pending(row, name, new)
@@ -320,7 +312,7 @@ class Planner:
         """Exchange the two names as far as the PFS shows them."""
         if self.actions:
             return False
-        name, new = list_row_names(row)
+        name, new = row.names
         one, other = self.view.get_entry(*name), self.view.get_entry(*new)
         one_pending, other_pending = self.view.get_pending(*name), self.view.get_pending(*new)
         if self._is_exchange_refused(name, new):
@@ -367,7 +359,7 @@ class Planner:
             self.kept_seqs.append(row.seq)
             return True
         if row.inode == ROOT:
-            self.actions.append(PfsAction("attributes", self._next_key(), ROOT, PfsLocation(ROOT, b".", ()), Fingerprint()))
+            self._append("attributes", ROOT, (ROOT, b"."), Fingerprint())
             return True
         for name in (self._list_shown_names(row.inode) or self._list_stale_names(row.inode))[:1]:
             self._plan_attributes(row.inode, name)
@@ -428,10 +420,6 @@ class Planner:
             return False
         if len(waiting) < len(pending):
             self._settle_later(row.inode, row)
-        return self._publish_as(row, content, kind, shown, waiting)
-
-    def _publish_as(self, row: JournalRow, content: Content, kind: SourceKind, shown: list[PfsName], waiting: list[PfsName]) -> bool:
-        """Plan that these names, of which the first exist already, show a content."""
         first, *others = shown + waiting
         published = self._facts.get_published(row.inode)
         if (

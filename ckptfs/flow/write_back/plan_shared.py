@@ -17,7 +17,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_state import PfsName, PfsView
 from ckptfs.coherence.keys import PFS_STATE, SharedKey
-from ckptfs.coherence.pfs_coordination import StoreSnapshot, list_row_names
+from ckptfs.coherence.pfs_coordination import StoreSnapshot
 from ckptfs.flow.write_back.plan import Planner
 from ckptfs.flow.write_back.plan_facts import Facts, SourceKind
 from ckptfs.model import ROOT, ContentState
@@ -71,12 +71,12 @@ class SharedPlanner(Planner):
             "rename": self._shared_rename, "exchange": self._shared_exchange, "attributes": self._shared_attributes,
             "content": self._shared_content, "synced": self._shared_content, "settle": self._shared_settle,
         }[row.op]  # fmt: skip
-        names = {*list_row_names(row), *self.view.list_names(row.inode)}
+        names = {*row.names, *self.view.list_names(row.inode)}
         if self._snapshot.has_intent(row.inode) or any(self._snapshot.get_intent(name) for name in names):
             return self._block()
         for name in {*names, *self.view.list_pending_names(row.inode)}:
             self._forget_pending(row, name)
-        return plan(row) and all(self._remove_gone(row, name) for name in list_row_names(row))
+        return plan(row) and all(self._remove_gone(row, name) for name in row.names)
 
     def _forget_pending(self, row: JournalRow, name: PfsName) -> None:
         """Drop a pending name that another node has already shown, or that the inode no longer has."""
@@ -97,7 +97,7 @@ class SharedPlanner(Planner):
     # --- rows by operation --------------------------------------------------------------------------------------------
 
     def _shared_make(self, row: JournalRow) -> bool:
-        name = list_row_names(row)[0]
+        name = row.names[0]
         if self._shows(name, row.inode) or not (self._snapshot.is_alive(row.inode) or journal.is_unlinked_later(self._db, row, name)):
             return True
         if not self._has_name(row, name) or self.view.list_names(row.inode):
@@ -105,7 +105,7 @@ class SharedPlanner(Planner):
         return self._ensure_directory(name[0]) and self._vacate(name, row.inode) and self._make(row)
 
     def _shared_link(self, row: JournalRow) -> bool:
-        name = list_row_names(row)[0]
+        name = row.names[0]
         if self._shows(name, row.inode):
             return True
         if not self._has_name(row, name):
@@ -113,7 +113,7 @@ class SharedPlanner(Planner):
         return self._ensure_directory(name[0]) and self._vacate(name, row.inode) and self._link(row)
 
     def _shared_remove(self, row: JournalRow) -> bool:
-        name = list_row_names(row)[0]
+        name = row.names[0]
         shown = self.view.get_entry(*name)
         if self._snapshot.get_child(name) == (row.inode if shown is None else shown.inode) and not journal.is_named_later(
             self._db, row, name
@@ -130,7 +130,7 @@ class SharedPlanner(Planner):
         return self._empty_directory(row.inode) and self._remove(row) if row.op == "rmdir" else self._remove(row)
 
     def _shared_rename(self, row: JournalRow) -> bool:
-        name, new = list_row_names(row)
+        name, new = row.names
         if self._shows(new, row.inode) and not self._shows(name, row.inode):
             self.view.delete_pending(*name)
             return True
@@ -150,7 +150,7 @@ class SharedPlanner(Planner):
         return self._align(row.inode)
 
     def _shared_exchange(self, row: JournalRow) -> bool:
-        name, new = list_row_names(row)
+        name, new = row.names
         other = self._snapshot.get_child(name)
         if self._shows(new, row.inode) and not self._shows(name, row.inode):
             return other is None or self._align(other)

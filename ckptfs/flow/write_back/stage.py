@@ -15,7 +15,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -335,22 +335,6 @@ class Stager:
 
     def _copy(self, fd: int, content: Content, tier: Tier) -> transfer.ContentDigests:
         """Copy from one tier. Raises _BadCopy if it cannot be read, Busy if the content changed, or OSError."""
-        try:
-            source = self._open_source(tier, content)
-        except OSError as failure:
-            raise _BadCopy from failure
-        with disk.closing(source):
-            try:
-                return transfer.copy(source, fd, label="write_back", before_block=self._build_block_hook(content))
-            except transfer.SourceReadFailed as failure:
-                raise _BadCopy from failure
-
-    def _open_source(self, tier: Tier, content: Content) -> int:
-        with pfs_ownership.as_process_user():  # No other user may open files in the tiers.
-            return disk.act("write_back:source", self._tiers[tier].open, content.id)
-
-    def _build_block_hook(self, content: Content) -> Callable[[], None]:
-        """Return a function that reports progress and raises Busy if the content changed."""
         blocks = 0
 
         def before_block() -> None:
@@ -360,7 +344,19 @@ class Stager:
                 self._report_progress(content, min(blocks * limits.BLOCK_BYTES, content.size))
                 self._require_unchanged(content)
 
-        return before_block
+        try:
+            source = self._open_source(tier, content)
+        except OSError as failure:
+            raise _BadCopy from failure
+        with disk.closing(source):
+            try:
+                return transfer.copy(source, fd, label="write_back", before_block=before_block)
+            except transfer.SourceReadFailed as failure:
+                raise _BadCopy from failure
+
+    def _open_source(self, tier: Tier, content: Content) -> int:
+        with pfs_ownership.as_process_user():  # No other user may open files in the tiers.
+            return disk.act("write_back:source", self._tiers[tier].open, content.id)
 
     def _report_progress(self, content: Content, copied: int) -> None:
         now_s = time.monotonic()
