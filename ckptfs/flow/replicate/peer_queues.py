@@ -5,7 +5,6 @@ No peer waits for another. The backoff covers all contents of a peer that failed
 If we die here: the catalog still lists what was queued. All peers are asked again.
 """
 
-import errno
 import logging
 import threading
 import time
@@ -16,8 +15,10 @@ from dataclasses import dataclass
 from ckptfs import limits
 from ckptfs.clique.membership import Node
 from ckptfs.model import Content, Tier
+from ckptfs.tiers import health
 
 log = logging.getLogger(__name__)
+CONTENTS_MAX = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +161,6 @@ def _is_small(job: Job) -> bool:
     return job[0].size <= limits.PEER_INLINE_BYTES_MAX
 
 
-FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
-CONTENTS_MAX = 10_000
-
-
 class PeerBackoff:
     """Which peers and contents are avoided, and until when. Thread-safe."""
 
@@ -182,7 +179,7 @@ class PeerBackoff:
     def record_refusal(self, node: int, content: int, code: int) -> None:
         """Avoid a peer for one content that it refused; for all contents if it is full."""
         with self._lock:
-            if code in FULL_ERRNOS:
+            if code in health.FULL_ERRNOS:
                 self._nodes[node] = _build_next_wait(self._nodes.get(node))
             if len(self._contents) >= CONTENTS_MAX:
                 self._contents.clear()
