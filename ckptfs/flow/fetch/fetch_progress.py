@@ -45,7 +45,8 @@ class FetchProgress:
         self._reported_s = time.monotonic()
         self._lock = threading.Lock()
 
-    def __call__(self) -> None:
+    def extend_wait(self) -> None:
+        """Tell the waiting applications that the fetch goes on, at most once per REQUEST_POLL_S."""
         if time.monotonic() - self._reported_s < limits.REQUEST_POLL_S or not self._lock.acquire(blocking=False):
             return
         try:
@@ -94,7 +95,7 @@ class BlockProgress:
         """Note that a verified block is in the target. Called by several threads."""
         if self.fetch_map is not None and self.fetch_map.mark_present(number):
             self._notify.notify_replies()
-        self._progress()
+        self._progress.extend_wait()
 
     def list_awaited(self) -> list[int]:
         """Return the blocks that applications wait for."""

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -58,7 +58,7 @@ class PeerFetcher:
 
     # --- loading -----------------------------------------------------------------------------------------------------
 
-    def refresh(self, state: FetchState, progress: Callable[[], None]) -> FetchState | None:
+    def refresh(self, state: FetchState, progress: FetchProgress) -> FetchState | None:
         """Return a file as store and writer know it. Raises Busy or NoCopyLeft if it cannot be sealed."""
         if state.content_id is None:
             return state
@@ -67,11 +67,11 @@ class PeerFetcher:
         if fresh is None or fresh.has_local_copy or not (fresh.content is None or fresh.content.is_remote):
             return fresh
         if shared is not None and shared.state is None:
-            progress()
+            progress.extend_wait()
             # Its row is unknown if it was deleted between the reads of the inode and of the content.
             self._record_deleted(fresh.content or Content(state.content_id, state.inode, 0, ContentState.OPEN, 0, None, None, 0), shared)
         elif fresh.content is not None and fresh.content.state is ContentState.CLOSED:
-            progress()
+            progress.extend_wait()
             self._record_sealed(fresh.content, shared)
         return copies.load_fetch_state(self._db, state.inode)
 
@@ -264,7 +264,7 @@ class PeerFetcher:
                 disk.act("fetch:peer:fsync", os.fsync, target)
                 disk.act("fetch:peer:directory", storage.fsync_directory)
                 os.posix_fadvise(target, 0, 0, os.POSIX_FADV_DONTNEED)
-                found = transfer.read(target, label="fetch:peer:check", before_block=progress)
+                found = transfer.read(target, label="fetch:peer:check", before_block=progress.extend_wait)
                 if found != (manifest.size, manifest.digest, manifest.blocks):
                     raise DigestMismatch(f"what was written to {storage.tier} reads back as something else")
 

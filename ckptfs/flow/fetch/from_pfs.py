@@ -134,7 +134,7 @@ class PfsFetcher:
         assert state.published is not None
         if state.published.digest is None or state.published.is_checked:
             return
-        size, found, blocks = transfer.read(source, label="fetch:check", before_block=progress)
+        size, found, blocks = transfer.read(source, label="fetch:check", before_block=progress.extend_wait)
         self._verify(state, size, found, source)
         if not copies.record_pfs_verified(self._db, state, found, blocks):
             raise Busy("the file changed while it was read")
@@ -153,7 +153,7 @@ def _copy_to_storage(state: FetchState, storage: TierStorage, number: int, sourc
         found = _copy_bytes(state.content, storage.tier, source, target, progress)
         if storage.tier is not Tier.RAM:
             storage.persist(target, "fetch")
-            if transfer.read(target, label="fetch:check", before_block=progress) != found:
+            if transfer.read(target, label="fetch:check", before_block=progress.extend_wait) != found:
                 raise DigestMismatch(f"what was written to {storage.tier} reads back as something else")
     return FetchedContent(number, storage.tier, *found)
 
@@ -161,7 +161,7 @@ def _copy_to_storage(state: FetchState, storage: TierStorage, number: int, sourc
 def _copy_bytes(content: Content | None, tier: Tier, source: int, target: int, progress: FetchProgress) -> transfer.ContentDigests:
     """Copy a file, by blocks that are readable as they arrive if their digests are known."""
     if content is None or not _has_block_digests(content):
-        return transfer.copy(source, target, label="fetch", before_block=progress)
+        return transfer.copy(source, target, label="fetch", before_block=progress.extend_wait)
     assert content.digest is not None and content.block_digests is not None
     disk.act("fetch:truncate", os.ftruncate, target, content.size)
     blockwise = BlockwiseCopy(content.size, content.block_digests)
