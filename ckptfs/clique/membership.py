@@ -421,7 +421,7 @@ class MemberTable:
         self._absent = {number: (node, until_s) for number, (node, until_s) in self._absent.items() if until_s > now_s}
 
     def next_due_s(self) -> float | None:
-        """Return when `delete_expired` is due; None if it is not."""
+        """Return when the first absent node counts as dead; None if no node is absent."""
         due_s = min((until_s for _, until_s in self._absent.values()), default=FOREVER)
         return None if due_s == FOREVER else due_s
 

@@ -142,7 +142,7 @@ PRIOR_REVISION = "was"
 CONFLICT_MARK = b".ckptfs-conflict-"
 
 ISLAND_MARK = b".ckptfs-island-"
-"""In the names of what others made or deleted meanwhile: see `names_beside`."""
+"""In the names of what others made or deleted meanwhile."""
 
 INODE_FIELDS = (
     "mode", "uid", "gid", "rdev", "nlink", "size", "atime_ns", "mtime_ns", "ctime_ns", "birth_ns", "target", "content", "generation",

@@ -20,7 +20,7 @@ LATEST_FIELDS = ("atime_ns", "ctime_ns")
 
 
 def merge_values(kind: str, base: Value | None, ours: Value, theirs: Value, *, is_writing: bool = False) -> Value:
-    """Return the merged value. `writing`: the file is open for writing on this node."""
+    """Return the merged value. `is_writing`: the file is open for writing on this node."""
     if kind == INODE:
         return merge_inode(base, ours, theirs, is_writing=is_writing)
     if kind == CONTENT:

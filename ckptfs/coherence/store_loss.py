@@ -146,7 +146,7 @@ OutcomeCheck = Callable[[Outcome], Outcome]
 
 
 class EpochCheckedStore:
-    """A `Store`; leases and watches go as they are. `plain` is the store without any of this."""
+    """A `Store`; leases and watches go as they are. `inner` is the store without any of this."""
 
     def __init__(self, store: Store, db: Database) -> None:
         self.inner = store
@@ -209,7 +209,7 @@ class EpochCheckedStore:
         )
 
     def _check_outcome(self, outcome: Outcome, value: bytes, revision_min: int, *, has_epoch: bool) -> Outcome:
-        """Return the answer without what was added to the question. `asked`: it begins with the epoch."""
+        """Return the answer without what was added to the question. `has_epoch`: it begins with the epoch."""
         found: tuple[Item, ...] = outcome.results[0] if has_epoch else ()
         trouble = ""
         if has_epoch and not found:

@@ -1,8 +1,8 @@
 """The repair step: copies that are missing after nodes died, joined or restarted.
 
 Takes: a changed view of the live nodes.
-Leaves: `content.lacking` for every content that has too few copies; the replicate step makes them. The newest files of a dead node become
-candidates for checkpoint sets.
+Leaves: `content.under_replicated` for every content that has too few copies; the replicate step makes them. The newest files of a dead
+node become candidates for checkpoint sets.
 If we die here: the next mover compares the catalog with the view again, and checks the contents of all nodes that are dead then.
 
 A live writer repairs its own contents, else the live holder with the lowest number. Only nodes that hold contents which a dead node made,

@@ -218,8 +218,7 @@ class Salvage:
     def _try_show_pfs(self, inode: int, view: ClusterView) -> bool | None:
         """Let a file show what the PFS has, if no living node has a newer state.
 
-        Returns None while that is uncertain. A node that has one and did not say so in time still shows it later: see
-        `_may_be_left`.
+        Returns None while that is uncertain. A node that has one and did not say so in time still shows it later.
         """
         store = self._cluster.store
         file, on_pfs = locations.load_files(store, [inode]).get(inode), locations.load_pfs_state(store, inode)

@@ -1,7 +1,7 @@
 """The import of external changes on the PFS, one directory at a time.
 
 Takes: mover requests of the kind SCAN, and directories whose last comparison with the PFS is older than the refresh interval.
-Leaves: a catalog that shows what other programs created, changed and removed on the PFS. New directories stay unimported (complete=0)
+Leaves: a catalog that shows what other programs created, changed and removed on the PFS. New directories stay unimported (imported=0)
 until their own scan. A name or inode with changes that are not on the PFS yet is left alone.
 If we die here: imported names stay; the directory counts as it did before, and is scanned again.
 

@@ -57,7 +57,7 @@ ERRNO_OF_STATUS = {
 
 
 class LinkStats:
-    """Exponential averages of one peer. `wire` counts bytes on the link, after compression."""
+    """Exponential averages of one peer. `wire_bytes_per_s` counts bytes on the link, after compression."""
 
     def __init__(self) -> None:
         self.rtt_s: float | None = None

@@ -68,7 +68,7 @@ class PeerResource:
             self.has_ended = True
 
     def end(self, on_unused: Callable[[], None]) -> None:
-        """Let no stream begin any more. `last` is called when none is left, perhaps at once."""
+        """Let no stream begin any more. `on_unused` is called when none is left, perhaps at once."""
         with self.lock:
             self._require_active()
             self.has_ended, self._on_unused = True, on_unused

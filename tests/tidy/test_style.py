@@ -51,6 +51,10 @@ NO_VERBS = {
     "A", "An", "The", "This", "It", "Its", "All", "Every", "Each", "No", "Nothing", "Some", "One", "Names", "Whether", "What", "Which",
     "Who", "When", "Where", "How", "Why", "If", "In", "Of", "On", "From", "Not", "True", "False", "None",
 }  # fmt: skip
+# What docstrings may name although other programs define it.
+NAMES_OF_OTHERS = {
+    "ENOSPC", "FUSE_HAS_RESEND", "executescript", "grpc.ServicerContext", "net.unix.max_dgram_qlen", "run_stepN.cpt", "torch.save",
+}  # fmt: skip
 # The name that FUSE demands of a handler, and the command `ckptfs lab heal`.
 ALLOWED_NAMES = {"flush", "heal"}
 
@@ -127,6 +131,38 @@ def test_prose_names_the_actors() -> None:
     for path, tree in trees(MODULES):
         for line, text in prose(path, tree):
             found += [f"{short(path)}:{line}: {match[0]}" for match in BANNED_PROSE.finditer(text)]
+    assert found == []
+
+
+def defined_names() -> set[str]:
+    """The words of the schema, and the names of modules, classes, functions, fields, constants and values."""
+    found = set(re.findall(r"\w+", (REPOSITORY / "ckptfs" / "catalog" / "schema.sql").read_text()))
+    for path, tree in trees(MODULES):
+        found.update(dotted(path).split("."))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+            if isinstance(node, ast.Module | ast.ClassDef):
+                assigned = [one for one in node.body if isinstance(one, ast.Assign | ast.AnnAssign)]
+                targets = [target for one in assigned for target in (one.targets if isinstance(one, ast.Assign) else [one.target])]
+                found.update(target.id for target in targets if isinstance(target, ast.Name))
+    return found
+
+
+def test_docstrings_name_what_exists() -> None:
+    """A name in backticks is a word of the module's code, or the product defines it. In `ckptfs/series` it is a file of a program."""
+    found, defined = [], defined_names()
+    for path, tree in trees([path for path in MODULES if not short(path).startswith("ckptfs/series/")]):
+        statements = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+        texts = [node.value for node in statements if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        code = path.read_text()
+        for text in texts:
+            code = code.replace(text, "")
+        known = defined | set(re.findall(r"\w+", code))
+        names = [name for text in texts for name in re.findall(r"`([A-Za-z_][\w.]*)`", text) if name not in NAMES_OF_OTHERS]
+        found += [f"{short(path)}: {name}" for name in names if not known.issuperset(name.split("."))]
     assert found == []
 
 

@@ -1,7 +1,7 @@
 """The host of peer copies: offers, blocks and questions of peers about contents, by content id.
 
 Takes: offers of peers, block by block, and requests for contents of this node. Called by the threads of the peer server.
-Leaves: verified copies (`content.peer = 1`) within the peers' share of the tiers.
+Leaves: verified copies (`content.remote = 1`) within the peers' share of the tiers.
 If we die here: an incoming copy is a FILLING row without a content, which recovery removes with its file. The peer offers again.
 
 An incoming copy has an id of its own until every digest is verified; then it takes the name of the content. A reader of an older generation

@@ -1,6 +1,6 @@
 """The replicate step: copies of sealed contents on other nodes.
 
-Takes: sealed contents with too few copies (`content.lacking`): this node's own, and those of dead nodes that it repairs.
+Takes: sealed contents with too few copies (`content.under_replicated`): this node's own, and those of dead nodes that it repairs.
 Leaves: verified copies on enough peers in different failure domains, and their `peer_copy` rows.
 If we die here: only copies that a peer has reported as verified count. The content is still under-replicated and is offered again.
 
