@@ -4,7 +4,7 @@ import pytest
 
 from ckptfs.catalog import contents, handles, namespace
 from ckptfs.catalog.database import Database
-from ckptfs.flow import open
+from ckptfs.flow import open_decision
 from ckptfs.model import ROOT, ContentState, Tier
 
 
@@ -65,44 +65,39 @@ def test_handles_outlive_the_process_until_a_new_connection_begins(db: Database)
 @pytest.mark.parametrize(
     ("state", "tiers", "published", "truncate", "way"),
     [
-        (None, (), False, False, open.WriteTarget.NEW),
-        (None, (), True, False, open.WriteTarget.FETCH),
-        (None, (), True, True, open.WriteTarget.NEW),
-        (ContentState.SEALED, (Tier.RAM,), True, False, open.WriteTarget.IN_PLACE),
-        (ContentState.SEALED, (Tier.RAM,), True, True, open.WriteTarget.NEW),
-        (ContentState.OPEN, (Tier.NVME,), False, False, open.WriteTarget.IN_PLACE),
-        (ContentState.SEALED, (), True, False, open.WriteTarget.FETCH),
-        (ContentState.LOST, (), False, False, open.WriteTarget.LOST),
-        (ContentState.LOST, (), False, True, open.WriteTarget.NEW),
-        (ContentState.CLOSED, (), False, False, open.WriteTarget.LOST),
+        (None, (), False, False, open_decision.WriteTarget.NEW),
+        (None, (), True, False, open_decision.WriteTarget.FETCH),
+        (None, (), True, True, open_decision.WriteTarget.NEW),
+        (ContentState.SEALED, (Tier.RAM,), True, False, open_decision.WriteTarget.IN_PLACE),
+        (ContentState.SEALED, (Tier.RAM,), True, True, open_decision.WriteTarget.NEW),
+        (ContentState.OPEN, (Tier.NVME,), False, False, open_decision.WriteTarget.IN_PLACE),
+        (ContentState.SEALED, (), True, False, open_decision.WriteTarget.FETCH),
+        (ContentState.LOST, (), False, False, open_decision.WriteTarget.LOST),
+        (ContentState.LOST, (), False, True, open_decision.WriteTarget.NEW),
+        (ContentState.CLOSED, (), False, False, open_decision.WriteTarget.LOST),
     ],
 )
 def test_the_way_of_a_writer(
-    db: Database, state: ContentState | None, tiers: tuple[Tier, ...], published: bool, truncate: bool, way: open.WriteTarget
+    db: Database, state: ContentState | None, tiers: tuple[Tier, ...], published: bool, truncate: bool, way: open_decision.WriteTarget
 ) -> None:
     held = contents.FileContent(_held(db, _file(db)).inode, None if state is None else 1, state, tiers, published)
-    assert open.choose_write_target(held, truncate=truncate) is way
+    assert open_decision.choose_write_target(held, truncate=truncate) is way
 
 
 @pytest.mark.parametrize(
     ("state", "tiers", "published", "way"),
     [
-        (None, (), False, open.ReadSource.EMPTY),
-        (None, (), True, open.ReadSource.FETCH),
-        (ContentState.OPEN, (Tier.RAM,), False, open.ReadSource.HERE),
-        (ContentState.SEALED, (Tier.NVME,), True, open.ReadSource.HERE),
-        (ContentState.SEALED, (), True, open.ReadSource.FETCH),
-        (ContentState.CLOSED, (), True, open.ReadSource.LOST),
-        (ContentState.LOST, (), False, open.ReadSource.LOST),
+        (None, (), False, open_decision.ReadSource.EMPTY),
+        (None, (), True, open_decision.ReadSource.FETCH),
+        (ContentState.OPEN, (Tier.RAM,), False, open_decision.ReadSource.HERE),
+        (ContentState.SEALED, (Tier.NVME,), True, open_decision.ReadSource.HERE),
+        (ContentState.SEALED, (), True, open_decision.ReadSource.FETCH),
+        (ContentState.CLOSED, (), True, open_decision.ReadSource.LOST),
+        (ContentState.LOST, (), False, open_decision.ReadSource.LOST),
     ],
 )
 def test_the_way_of_a_reader(
-    db: Database, state: ContentState | None, tiers: tuple[Tier, ...], published: bool, way: open.ReadSource
+    db: Database, state: ContentState | None, tiers: tuple[Tier, ...], published: bool, way: open_decision.ReadSource
 ) -> None:
     held = contents.FileContent(_held(db, _file(db)).inode, None if state is None else 1, state, tiers, published)
-    assert open.choose_read_source(held) is way
-
-
-def test_files_of_one_series_are_of_one_kind() -> None:
-    first, later, other = map(open.get_series_pattern, (b"step_0001.pt", b"step_0120.pt", b"optimizer_0001.pt"))
-    assert first == later != other
+    assert open_decision.choose_read_source(held) is way

@@ -37,6 +37,7 @@ def test_the_last_file_of_a_kind_counts(db: Database, pool: PreparedFiles) -> No
     assert sizes.get(ROOT, b"log_1") == 0
     sizes.record(ROOT, b"log_1", 1000)
     assert sizes.get(ROOT, b"log_27") == 1000
+    assert sizes.get(ROOT, b"trace_27") == 0
     assert pool.list_expected() == [], "a small file has no place"
 
 

@@ -10,15 +10,16 @@ Crash safety: the next mount process loads what was recorded. It learns the kind
 import contextlib
 import hashlib
 import logging
+import re
 
 from ckptfs import limits, series
 from ckptfs.catalog import namespace
 from ckptfs.catalog.database import Database
-from ckptfs.flow import open
 from ckptfs.tiers.prepared import PreparedFiles
 
 log = logging.getLogger(__name__)
 _PLACE_BYTES = 16
+_DIGITS = re.compile(rb"\d+")
 
 
 class ExpectedSizes:
@@ -35,7 +36,7 @@ class ExpectedSizes:
 
     def get(self, directory: int, name: bytes) -> int:
         """Return the probable size of a new file, 0 if unknown."""
-        places, kind = self._load_places(), open.get_series_pattern(name)
+        places, kind = self._load_places(), _strip_numbers(name)
         expected = self._by_kind.get(kind, 0)
         # After a restart of this process, places are known and kinds are not.
         if kind in self._large_kinds or (self._has_restored_places and kind not in self._by_kind):
@@ -44,7 +45,7 @@ class ExpectedSizes:
 
     def record(self, directory: int, name: bytes, size: int) -> None:
         """Remember the size of a file that its last writer has closed, by where it was created."""
-        places, kind, is_large = self._load_places(), open.get_series_pattern(name), size >= limits.PREPARED_BYTES_MIN
+        places, kind, is_large = self._load_places(), _strip_numbers(name), size >= limits.PREPARED_BYTES_MIN
         self._remember(self._by_kind, kind, size, limits.EXPECTED_NAMES_MAX)
         if is_large:
             self._remember(self._large_kinds, kind, size, limits.EXPECTED_NAMES_MAX)
@@ -76,3 +77,8 @@ class ExpectedSizes:
         sizes[key] = size
         if len(sizes) > at_most:
             del sizes[next(iter(sizes))]
+
+
+def _strip_numbers(name: bytes) -> bytes:
+    """Return the name without its numbers, which all files of a series share."""
+    return _DIGITS.sub(b"#", name)

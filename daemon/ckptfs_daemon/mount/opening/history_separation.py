@@ -20,7 +20,7 @@ from ckptfs.catalog import contents, history, inodes
 from ckptfs.catalog.contents import FileContent
 from ckptfs.coherence import keys
 from ckptfs.errors import Busy, DigestMismatch, NoSpace
-from ckptfs.flow import open
+from ckptfs.flow.open_decision import WriteTarget, choose_write_target
 from ckptfs.model import Content, ContentState, Tier
 from ckptfs.tiers import health, local_copies
 from ckptfs.tiers.storage import TierStorage
@@ -47,16 +47,16 @@ def separate_for_writer(
     if shared_namespace is not None and not shared_namespace.is_disconnected and (unread := keys.list_unread_history(context.db, inode)):
         raise MustWait(lambda: _read_history(shared_namespace, inode, unread))
     is_alone = inode not in context.open_files.by_inode
-    target = open.choose_write_target(held, truncate=False)
-    if target is open.WriteTarget.NEW or (truncates and is_alone and not held.is_remote and target is not open.WriteTarget.FETCH):
+    target = choose_write_target(held, truncate=False)
+    if target is WriteTarget.NEW or (truncates and is_alone and not held.is_remote and target is not WriteTarget.FETCH):
         history.separate(context.db, inode)
         found = contents.get_file_content(context.db, inode)
         assert found is not None
         return found
-    if target is open.WriteTarget.FETCH:
+    if target is WriteTarget.FETCH:
         raise MustWait(request_fetch)
     content = contents.get_content(context.db, held.content or 0)
-    if target is open.WriteTarget.LOST or content is None or content.state is ContentState.OPEN:
+    if target is WriteTarget.LOST or content is None or content.state is ContentState.OPEN:
         return held
     source, size = context.tiers[held.tiers[0]], held.inode.size
     raise MustWait(lambda: _copy_to_history(context, content, source, size))

@@ -1,6 +1,6 @@
 """One open or create: attempts that either commit without a yield point or change nothing.
 
-An attempt loads or inserts the rows (`_load_or_create`), lets `flow.open` choose, acts on files and descriptors (`_act`), and records
+An attempt loads or inserts the rows (`_load_or_create`), lets `open_decision` choose, acts on files and descriptors (`_act`), and records
 handle and reply in the same transaction (`_record`). If it must wait, it raises `MustWait`; `run` waits and starts the next attempt.
 
 Invariants:
@@ -22,7 +22,7 @@ from ckptfs import lifecycle, limits
 from ckptfs.catalog import contents, copies, handles, inodes, mover_requests, namespace
 from ckptfs.catalog.contents import FileContent
 from ckptfs.errors import Busy, CkptfsError, ContentLost, NoSpace, TimedOut, posix_error
-from ckptfs.flow import open
+from ckptfs.flow import open_decision
 from ckptfs.model import ContentState, CopyState, DataPath, Inode, Tier
 from ckptfs.tiers import health, space
 from ckptfs.tiers.prepared import PreparedFile
@@ -145,20 +145,20 @@ class OpenAttempt:
     def _open_first(self, held: FileContent, undo: UndoLog) -> OpenFile:
         """Open an inode that has no open file."""
         if self._open_request.is_writer:
-            choice = open.choose_write_target(held, truncate=self._open_request.truncates)
-            if choice is open.WriteTarget.NEW:
+            choice = open_decision.choose_write_target(held, truncate=self._open_request.truncates)
+            if choice is open_decision.WriteTarget.NEW:
                 return self._create_content(held, undo, held.inode.size)
-            if choice is open.WriteTarget.IN_PLACE:
+            if choice is open_decision.WriteTarget.IN_PLACE:
                 return self._open_local(held, undo)
-            if choice is open.WriteTarget.FETCH:
+            if choice is open_decision.WriteTarget.FETCH:
                 raise MustWait(self._request_fetch)
         else:
-            source = open.choose_read_source(held)
-            if source is open.ReadSource.HERE:
+            source = open_decision.choose_read_source(held)
+            if source is open_decision.ReadSource.HERE:
                 return self._open_local(held, undo)
-            if source is open.ReadSource.EMPTY:
+            if source is open_decision.ReadSource.EMPTY:
                 return self._open_empty(held, undo)
-            if source is open.ReadSource.FETCH:
+            if source is open_decision.ReadSource.FETCH:
                 return self._open_incoming(held, undo) or self._open_pfs_file(held, undo)
         if self._context.shared_namespace is not None and not self._has_searched:
             raise MustWait(self._search_other_nodes)

@@ -8,13 +8,10 @@ An overwritten content stays until its successor is sealed (P5). A truncation of
 new content. All other writes go in place: the same content is opened again as its next generation.
 """
 
-import re
 from enum import Enum
 
 from ckptfs.catalog.contents import FileContent
 from ckptfs.model import ContentState
-
-_DIGITS = re.compile(rb"\d+")
 
 
 class WriteTarget(Enum):
@@ -38,11 +35,6 @@ def choose_write_target(held: FileContent, *, truncate: bool) -> WriteTarget:
         # Without a local copy, only a sealed content can be on another node or the PFS.
         return WriteTarget.LOST
     return WriteTarget.FETCH
-
-
-def get_series_pattern(name: bytes) -> bytes:
-    """Return the name without its numbers, which all files of a series share."""
-    return _DIGITS.sub(b"#", name)
 
 
 class ReadSource(Enum):
