@@ -212,21 +212,21 @@ class PeerApi(Protocol):
         on_block: OnBlock = lambda number: None,
         urgent_blocks: UrgentBlocks = tuple,
         *,
-        queued: bool = False,
+        can_wait: bool = False,
     ) -> int:
         """Write `blocks` of a content into `target_fd`, from several sources. Return the number of bytes.
 
         `sources` are in order of preference. `urgent_blocks`, and those that follow them, come first. Each block is verified before
         `on_block` is called. If a source stalls, fails or sends wrong data, the others take over its blocks. If none is left, raises
-        PeerBusy if one was busy, else the last failure. `queued`: see `get_manifest`.
+        PeerBusy if one was busy, else the last failure. `can_wait`: see `get_manifest`.
         """
 
     def get_manifest(
-        self, node: PeerAddress, content: int, digest: bytes | None, *, timeout_s: float = limits.PEER_STALL_S, queued: bool = False
+        self, node: PeerAddress, content: int, digest: bytes | None, *, timeout_s: float = limits.PEER_STALL_S, can_wait: bool = False
     ) -> ContentManifest:
         """Return the manifest of a content of the peer. Raises PeerRefused with ENOENT if it has none.
 
-        `queued`: this node will fetch all of it soon, and can wait for its turn. Raises PeerBusy if enough other nodes fetch it.
+        `can_wait`: this node will fetch all of it soon, and can wait for its turn. Raises PeerBusy if enough other nodes fetch it.
         """
 
     def request_seal(self, node: PeerAddress, content: int, timeout_s: float) -> ContentManifest | None:

@@ -42,10 +42,10 @@ class FetchJob:
         workers: int,
         urgent_blocks: UrgentBlocks = tuple,
         *,
-        queued: bool = False,
+        can_wait: bool = False,
     ) -> None:
         self.manifest = manifest
-        self.queued = queued
+        self.can_wait = can_wait
         self.condition = threading.Condition()
         self.received_bytes = 0
         self.is_stopped = False
@@ -205,7 +205,7 @@ class FetchWorker:
 
     def _fetch_runs(self) -> None:
         manifest = self._job.manifest
-        request = pb.RecordRequest(content=manifest.content, digest=manifest.digest, borrow=True, queued=self._job.queued)
+        request = pb.RecordRequest(content=manifest.content, digest=manifest.digest, borrow=True, queued=self._job.can_wait)
         reply = self.link.call(self.link.stub.GetRecord, request, limits.PEER_STALL_S)
         try:
             if reply.digest != manifest.digest or reply.size != manifest.size:

@@ -223,8 +223,8 @@ class UnaryCalls:
     def GetRecord(self, peer: str, request: pb.RecordRequest) -> pb.Record:
         content, wanted = parse_content_id(request.content), parse_digest(request.digest)
         if not request.borrow:
-            return build_manifest(self._table.describe_copy(peer, content, wanted, queued=request.queued), 0)
-        number, copy = self._table.open_copy(peer, content, wanted, queued=request.queued)
+            return build_manifest(self._table.describe_copy(peer, content, wanted, can_wait=request.queued), 0)
+        number, copy = self._table.open_copy(peer, content, wanted, can_wait=request.queued)
         return build_manifest(copy, number)
 
     def Return(self, peer: str, request: pb.ReturnRequest) -> pb.Nothing:

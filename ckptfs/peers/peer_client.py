@@ -127,7 +127,7 @@ class PeerClient:
         on_block: OnBlock = lambda number: None,
         urgent_blocks: UrgentBlocks = tuple,
         *,
-        queued: bool = False,
+        can_wait: bool = False,
     ) -> int:
         if not blocks:
             return 0
@@ -135,14 +135,14 @@ class PeerClient:
             raise PeerFailed("nobody to fetch from")
         streams = min(self._streams, len(blocks))
         workers = max(streams, min(len(sources), limits.PEER_SOURCES_MAX))
-        fetching = block_client.FetchJob(manifest, blocks, target_fd, on_block, workers, urgent_blocks, queued=queued)
+        fetching = block_client.FetchJob(manifest, blocks, target_fd, on_block, workers, urgent_blocks, can_wait=can_wait)
         return block_client.fetch_blocks([self._get_link(node) for node in sources], fetching, streams)
 
     def get_manifest(
-        self, node: PeerAddress, content: int, digest: bytes | None, *, timeout_s: float = limits.PEER_STALL_S, queued: bool = False
+        self, node: PeerAddress, content: int, digest: bytes | None, *, timeout_s: float = limits.PEER_STALL_S, can_wait: bool = False
     ) -> ContentManifest:
         link = self._get_link(node)
-        reply = link.call(link.stub.GetRecord, pb.RecordRequest(content=content, digest=digest or b"", queued=queued), timeout_s)
+        reply = link.call(link.stub.GetRecord, pb.RecordRequest(content=content, digest=digest or b"", queued=can_wait), timeout_s)
         return _check_manifest(link, reply, content, digest)
 
     def request_seal(self, node: PeerAddress, content: int, timeout_s: float) -> ContentManifest | None:

@@ -236,20 +236,20 @@ class TransferTable:
         self.transfers.remove(number)
         transfer.end(lambda: self.content_host.abort_reception(transfer.token, keep_blocks=transfer.has_received_blocks))
 
-    def describe_copy(self, peer: str, content: int, digest: bytes | None, *, queued: bool = False) -> OpenCopy:
-        """Describe a copy; its descriptor is closed. `queued`: see `_take_reader_place`."""
+    def describe_copy(self, peer: str, content: int, digest: bytes | None, *, can_wait: bool = False) -> OpenCopy:
+        """Describe a copy; its descriptor is closed. `can_wait`: see `_take_reader_place`."""
         copy = self.content_host.open_copy(content, digest)
         os.close(copy.fd)
-        if queued:
+        if can_wait:
             self._take_reader_place(peer, copy)
         return copy
 
-    def open_copy(self, peer: str, content: int, digest: bytes | None, *, queued: bool = False) -> tuple[int, OpenCopy]:
-        """Open a copy for a peer. Return (id, open copy). `queued`: see `_take_reader_place`."""
+    def open_copy(self, peer: str, content: int, digest: bytes | None, *, can_wait: bool = False) -> tuple[int, OpenCopy]:
+        """Open a copy for a peer. Return (id, open copy). `can_wait`: see `_take_reader_place`."""
         with self.reads.reserve_slot(peer) as insert:
             copy = self.content_host.open_copy(content, digest)
             try:
-                if queued:
+                if can_wait:
                     self._take_reader_place(peer, copy)
             except Rejection:
                 os.close(copy.fd)

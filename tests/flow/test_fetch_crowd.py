@@ -175,7 +175,7 @@ def test_who_waited_long_enough_goes_ahead(three: tuple[LocalCluster, Node, int]
     monkeypatch.setattr(limits, "PEER_READERS_MAX", 1)
     cluster, reader, content = three
     for holder in cluster.nodes[:2]:
-        holder.table.open_copy("slow", content, None, queued=True)
+        holder.table.open_copy("slow", content, None, can_wait=True)
     flow, inode = fetch_of(reader), cluster.nodes[0].inode(content)
     request = mover_requests.insert_request(reader.db, mover_requests.FETCH, inode)
     assert flow.step() and flow.next_due_s() is not None and reader.copies(content) == {}, "it waits, and has begun nothing"

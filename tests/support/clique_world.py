@@ -28,6 +28,7 @@ from ckptfs.clique.peer_api import (
     UNKNOWN_BLOCK,
     ContentManifest,
     Offer,
+    OnBlock,
     OpenCopy,
     PeerAddress,
     PeerBusy,
@@ -36,6 +37,7 @@ from ckptfs.clique.peer_api import (
     PeerRefused,
     PeerStats,
     SendResult,
+    UrgentBlocks,
 )
 from ckptfs.errors import CkptfsError, StoreUnreachable
 from ckptfs.flow.copy_records import AnnounceCopies
@@ -263,12 +265,12 @@ class LocalPeers:
         return found
 
     @contextlib.contextmanager
-    def _borrow(self, act: str, node: PeerAddress, content: int, digest_wanted: bytes | None, queued: bool) -> Iterator[OpenCopy]:
+    def _borrow(self, act: str, node: PeerAddress, content: int, expected: bytes | None, can_wait: bool) -> Iterator[OpenCopy]:
         """A copy of another node, within the bounds that its peer server has."""
         me, there = self._here.member.name, self._cluster.node(node.name)
         self._host_of(act, node)
         try:
-            number, copy = there.table.open_copy(me, content, digest_wanted, queued=queued)
+            number, copy = there.table.open_copy(me, content, expected, can_wait=can_wait)
         except Rejection as refusal:
             raise (PeerBusy if refusal.reason is RejectReason.TOO_MANY else PeerRefused)(str(refusal), refusal.reason) from refusal
         except CkptfsError as refusal:
@@ -280,13 +282,13 @@ class LocalPeers:
 
     def fetch(
         self, sources: Sequence[PeerAddress], manifest: ContentManifest, blocks: Sequence[int], target_fd: int,
-        on_block: Callable[[int], None] = lambda number: None, urgent_blocks: Callable[[], Sequence[int]] = tuple, *, queued: bool = False,
+        on_block: OnBlock = lambda number: None, urgent_blocks: UrgentBlocks = tuple, *, can_wait: bool = False,
     ) -> int:  # fmt: skip
         left, moved = list(blocks), 0
         failure = PeerFailed("no source")
         for node in sources:
             try:
-                with self._borrow("fetch", node, manifest.content, manifest.digest, queued) as copy:
+                with self._borrow("fetch", node, manifest.content, manifest.digest, can_wait) as copy:
                     while left:
                         first = urgent_blocks()
                         left.sort(key=lambda number: number not in first)
@@ -307,12 +309,12 @@ class LocalPeers:
         return moved
 
     def get_manifest(
-        self, node: PeerAddress, content: int, digest_wanted: bytes | None, *, timeout_s: float = limits.PEER_STALL_S, queued: bool = False
+        self, node: PeerAddress, content: int, expected: bytes | None, *, timeout_s: float = limits.PEER_STALL_S, can_wait: bool = False
     ) -> ContentManifest:
         self._host_of("record", node)
         me, there = self._here.member.name, self._cluster.node(node.name)
         try:
-            copy = there.table.describe_copy(me, content, digest_wanted, queued=queued)
+            copy = there.table.describe_copy(me, content, expected, can_wait=can_wait)
         except Rejection as refusal:
             raise PeerBusy(str(refusal), refusal.reason) from refusal
         except CkptfsError as refusal:

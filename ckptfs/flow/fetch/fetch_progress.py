@@ -88,14 +88,14 @@ class BlockProgress:
 
     def __init__(self, progress: FetchProgress, notify: Notifier, fetch_map: FetchMap | None) -> None:
         self.fetch_map = fetch_map
-        self._progress = progress
+        self.progress = progress
         self._notify = notify
 
     def mark_present(self, number: int) -> None:
         """Note that a verified block is in the target. Called by several threads."""
         if self.fetch_map is not None and self.fetch_map.mark_present(number):
             self._notify.notify_replies()
-        self._progress.extend_wait()
+        self.progress.extend_wait()
 
     def list_awaited(self) -> list[int]:
         """Return the blocks that applications wait for."""

@@ -182,8 +182,7 @@ class PeerFetcher:
         """Make a good copy in `tier`. Raises PeerFailed, Busy if the content changed, OSError of the tier."""
         content, storage = state.content, self._tiers[tier]
         assert content is not None
-        queued = progress.can_wait(content.size)
-        manifest, sources = self._load_manifest(content, sources, queued=queued)
+        manifest, sources = self._load_manifest(content, sources, can_wait=progress.can_wait(content.size))
         stale_fd = self._open_former(state, storage)
         try:
             stash_id = self._insert_copy(content, storage)
@@ -229,7 +228,7 @@ class PeerFetcher:
                     return self._tiers[tier].open(former)
         return -1
 
-    def _load_manifest(self, content: Content, sources: Sequence[Node], *, queued: bool) -> tuple[ContentManifest, Sequence[Node]]:
+    def _load_manifest(self, content: Content, sources: Sequence[Node], *, can_wait: bool) -> tuple[ContentManifest, Sequence[Node]]:
         """Return the block digests, and first the source that has a place for this node. Raises PeerFailed."""
         assert content.digest is not None
         failure = PeerFailed("no node that has the file can be reached")
@@ -237,7 +236,7 @@ class PeerFetcher:
         quick_attempts = [(node, limits.PEER_PATIENCE_S) for node in sources if len(sources) > 1]
         for node, timeout_s in [*quick_attempts, *((node, limits.PEER_STALL_S) for node in sources)]:
             try:
-                manifest = self._cluster.peers.get_manifest(node, content.id, content.digest, timeout_s=timeout_s, queued=queued)
+                manifest = self._cluster.peers.get_manifest(node, content.id, content.digest, timeout_s=timeout_s, can_wait=can_wait)
             except PeerFailed as refusal:
                 failure = failure if isinstance(failure, PeerBusy) else refusal
                 continue
@@ -259,7 +258,7 @@ class PeerFetcher:
             os.ftruncate(target, manifest.size)
             if missing := _list_missing(manifest, stale_fd, target):
                 with progress.publish_map(content, storage.tier, target, missing) as blocks:
-                    self._fetch_blocks(manifest, sources, missing, target, blocks, queued=progress.can_wait(manifest.size))
+                    self._fetch_blocks(manifest, sources, missing, target, blocks)
             if storage.tier is not Tier.RAM:
                 disk.act("fetch:peer:fsync", os.fsync, target)
                 disk.act("fetch:peer:directory", storage.fsync_directory)
@@ -269,14 +268,7 @@ class PeerFetcher:
                     raise DigestMismatch(f"what was written to {storage.tier} reads back as something else")
 
     def _fetch_blocks(
-        self,
-        manifest: ContentManifest,
-        sources: Sequence[Node],
-        missing: Collection[int],
-        target: int,
-        blocks: BlockProgress,
-        *,
-        queued: bool,
+        self, manifest: ContentManifest, sources: Sequence[Node], missing: Collection[int], target: int, blocks: BlockProgress
     ) -> None:
         """Fetch into `target`. After a beginning, sources are asked again while anything arrives."""
         left, arrived_s = set(missing), time.monotonic()
@@ -288,10 +280,9 @@ class PeerFetcher:
             blocks.mark_present(number)
 
         while left:
+            can_wait = len(left) == len(missing) and blocks.progress.can_wait(manifest.size)
             try:
-                self._cluster.peers.fetch(
-                    sources, manifest, sorted(left), target, mark_present, blocks.list_awaited, queued=queued and len(left) == len(missing)
-                )
+                self._cluster.peers.fetch(sources, manifest, sorted(left), target, mark_present, blocks.list_awaited, can_wait=can_wait)
                 return
             except PeerFailed as failure:
                 waited_s = time.monotonic() - arrived_s
