@@ -189,10 +189,10 @@ UrgentBlocks = Callable[[], Sequence[int]]
 class PeerApi(Protocol):
     """The other nodes. Methods raise PeerFailed and its subclasses."""
 
-    def send(self, node: PeerAddress, offer: Offer, source_fd: int, *, wanted: Callable[[], bool] = lambda: True) -> SendResult:
+    def send(self, node: PeerAddress, offer: Offer, source_fd: int, *, is_wanted: Callable[[], bool] = lambda: True) -> SendResult:
         """Offer a content and send the blocks that the peer lacks.
 
-        `wanted` is polled; False ends the call with PeerFailed. If the source has changed since the offer, the peer rejects it:
+        `is_wanted` is polled; False ends the call with PeerFailed. If the source has changed since the offer, the peer rejects it:
         PeerCorrupt.
         """
 

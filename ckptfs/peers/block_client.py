@@ -36,7 +36,7 @@ class FetchJob:
     def __init__(
         self,
         manifest: ContentManifest,
-        wanted: Sequence[int],
+        block_numbers: Sequence[int],
         target_fd: int,
         on_block: OnBlock,
         workers: int,
@@ -50,8 +50,8 @@ class FetchJob:
         self.received_bytes = 0
         self.is_stopped = False
         self.failure: Exception | None = None
-        self._pending = deque(wanted)
-        self._missing = set(wanted)
+        self._pending = deque(block_numbers)
+        self._missing = set(block_numbers)
         self._assigned: dict[int, set[object]] = {}
         self._assigned_at: dict[int, float] = {}
         self._writer_count = 0
@@ -329,7 +329,7 @@ class SendJob:
     size: int
     transfer: int
     pending_blocks: list[int]
-    wanted: Callable[[], bool]
+    is_wanted: Callable[[], bool]
     compress: bool
     sent_bytes: int = 0
     progress_at: float = field(default_factory=time.monotonic)
@@ -337,7 +337,7 @@ class SendJob:
 
     def take_blocks(self, taken: list[int]) -> Iterator[int]:
         """Yield blocks for one stream, one at a time, and record them in `taken`."""
-        while self.wanted():
+        while self.is_wanted():
             with self.lock:
                 if not self.pending_blocks:
                     return
@@ -363,7 +363,7 @@ class SendJob:
 
 def send_stream(link: Link, job: SendJob) -> None:
     """Send on one stream until no block is left. Raises PeerFailed."""
-    with hold_slot(link.send_slots, job.wanted), translate_errors(link):
+    with hold_slot(link.send_slots, job.is_wanted), translate_errors(link):
         _send_messages(link, job)
 
 

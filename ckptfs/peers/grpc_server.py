@@ -221,10 +221,10 @@ class UnaryCalls:
         return pb.Nothing()
 
     def GetRecord(self, peer: str, request: pb.RecordRequest) -> pb.Record:
-        content, wanted = parse_content_id(request.content), parse_digest(request.digest)
+        content, expected_digest = parse_content_id(request.content), parse_digest(request.digest)
         if not request.borrow:
-            return build_manifest(self._table.describe_copy(peer, content, wanted, can_wait=request.queued), 0)
-        number, copy = self._table.open_copy(peer, content, wanted, can_wait=request.queued)
+            return build_manifest(self._table.describe_copy(peer, content, expected_digest, can_wait=request.queued), 0)
+        number, copy = self._table.open_copy(peer, content, expected_digest, can_wait=request.queued)
         return build_manifest(copy, number)
 
     def Return(self, peer: str, request: pb.ReturnRequest) -> pb.Nothing:

@@ -175,12 +175,12 @@ class Link:
         return self._channel.unary_stream("/ckptfs.peer.Peer/Read", bytes, bytes)(command, metadata=self._metadata)
 
     @contextmanager
-    def reserve_content(self, number: int, wanted: Callable[[], bool]) -> Iterator[None]:
+    def reserve_content(self, number: int, is_wanted: Callable[[], bool]) -> Iterator[None]:
         """Allow one transfer of a content at a time. Raises PeerFailed if it is not wanted any more."""
         with self._contents_changed:
             while number in self._contents:
                 self._contents_changed.wait(SLOT_POLL_S)
-                if not wanted():
+                if not is_wanted():
                     raise NoLongerWanted("it is no longer wanted")
             self._contents.add(number)
         try:
@@ -265,10 +265,10 @@ def translate_errors(link: Link) -> Iterator[None]:
 
 
 @contextmanager
-def hold_slot(slots: threading.BoundedSemaphore, wanted: Callable[[], bool]) -> Iterator[None]:
+def hold_slot(slots: threading.BoundedSemaphore, is_wanted: Callable[[], bool]) -> Iterator[None]:
     """Hold one of the streams of a link. Raises PeerFailed if the transfer is not wanted any more."""
     while not slots.acquire(timeout=SLOT_POLL_S):
-        if not wanted():
+        if not is_wanted():
             raise NoLongerWanted("it is no longer wanted")
     try:
         yield

@@ -50,7 +50,7 @@ class PeerClient:
 
     # --- sending -----------------------------------------------------------------------------------------------------
 
-    def send(self, node: PeerAddress, offer: Offer, source_fd: int, *, wanted: Callable[[], bool] = lambda: True) -> SendResult:
+    def send(self, node: PeerAddress, offer: Offer, source_fd: int, *, is_wanted: Callable[[], bool] = lambda: True) -> SendResult:
         link = self._get_link(node)
         if count_blocks(offer.size) > limits.PEER_BLOCKS_MAX:
             raise InvalidArgument(f"{offer.size} bytes are more than peers hold of one content")
@@ -59,15 +59,15 @@ class PeerClient:
             if isinstance(result, PeerFailed):
                 raise result
             return result
-        with link.reserve_content(offer.content, wanted):
-            return self._send_missing(link, offer, source_fd, wanted)
+        with link.reserve_content(offer.content, is_wanted):
+            return self._send_missing(link, offer, source_fd, is_wanted)
 
-    def _send_missing(self, link: Link, offer: Offer, source_fd: int, wanted: Callable[[], bool]) -> SendResult:
+    def _send_missing(self, link: Link, offer: Offer, source_fd: int, is_wanted: Callable[[], bool]) -> SendResult:
         """Offer a content and send the blocks that the peer asks for."""
         reply = link.call(link.stub.Offer, _build_offer_request(offer), limits.PEER_DISK_S)
         missing_blocks = _decode_missing(link, offer, reply.lacking)
         try:
-            moved = self._send_blocks(link, offer, source_fd, reply.transfer, missing_blocks, wanted)
+            moved = self._send_blocks(link, offer, source_fd, reply.transfer, missing_blocks, is_wanted)
             verified = link.call(link.stub.Finish, pb.TransferRequest(transfer=reply.transfer), limits.PEER_DISK_S).verified
         except BaseException:
             link.notify(link.stub.Abandon, pb.TransferRequest(transfer=reply.transfer))
@@ -92,11 +92,13 @@ class PeerClient:
         found |= {index: _interpret_verdict(link, offers[index][0], verdict) for index, verdict in zip(asked, verdicts, strict=True)}
         return [found[index] for index in range(len(offers))]
 
-    def _send_blocks(self, link: Link, offer: Offer, fd: int, transfer: int, missing_blocks: list[int], wanted: Callable[[], bool]) -> int:
+    def _send_blocks(
+        self, link: Link, offer: Offer, fd: int, transfer: int, missing_blocks: list[int], is_wanted: Callable[[], bool]
+    ) -> int:
         """Send until no block is missing, again after progress. Return the bytes on the wire."""
         moved, failures = 0, 0
         while missing_blocks:
-            job = block_client.SendJob(fd, offer.size, transfer, missing_blocks[::-1], wanted, link.stats.should_compress)
+            job = block_client.SendJob(fd, offer.size, transfer, missing_blocks[::-1], is_wanted, link.stats.should_compress)
             begun = time.monotonic()
             try:
                 block_client.send_blocks(link, job, min(self._streams, len(missing_blocks)))
@@ -105,7 +107,7 @@ class PeerClient:
                 return moved + job.sent_bytes
             except PeerFailed as failure:
                 moved += job.sent_bytes
-                if isinstance(failure, PeerCorrupt) or not wanted():
+                if isinstance(failure, PeerCorrupt) or not is_wanted():
                     raise
                 before = len(missing_blocks)
                 time.sleep(RETRY_S * 2**failures)
@@ -258,7 +260,7 @@ def _decode_missing(link: Link, offer: Offer, bits: bytes) -> list[int]:
     return numbers
 
 
-def _check_manifest(link: Link, reply: Any, content: int, wanted: bytes | None) -> ContentManifest:
+def _check_manifest(link: Link, reply: Any, content: int, expected_digest: bytes | None) -> ContentManifest:
     """Return the manifest of a peer, if its block digests make the digest that was asked for."""
     whole = (
         reply.size <= limits.PEER_BLOCKS_MAX * limits.BLOCK_BYTES
@@ -269,7 +271,7 @@ def _check_manifest(link: Link, reply: Any, content: int, wanted: bytes | None) 
         or not whole
         or not (0 < reply.inode <= messages.ID_MAX and reply.generation <= limits.GENERATION_MAX)
         or digest.hash_content(reply.blocks, reply.size) != reply.digest
-        or wanted not in (None, reply.digest)
+        or expected_digest not in (None, reply.digest)
     ):
         raise PeerCorrupt(f"{link.name} tells of another content than the one asked for")
     return ContentManifest(reply.content, reply.inode, reply.generation, reply.size, reply.digest, reply.blocks)

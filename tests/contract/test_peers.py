@@ -125,15 +125,15 @@ def test_what_goes_ahead_is_not_broken_off_by_the_rest(fast: Pair, tmp_path: Pat
     begun, go_on = threading.Event(), threading.Event()
     fd, ahead, rest = file_of(tmp_path, data), [], []
 
-    def wanted() -> bool:
+    def is_wanted() -> bool:
         begun.set()
         return go_on.wait(60)
 
-    first = threading.Thread(target=lambda: ahead.append(fast.peers.send(fast.node.there, early, fd, wanted=wanted)))
+    first = threading.Thread(target=lambda: ahead.append(fast.peers.send(fast.node.there, early, fd, is_wanted=is_wanted)))
     first.start()
     assert begun.wait(60)
     second = threading.Thread(
-        target=lambda: rest.append(fast.peers.send(fast.node.there, offer_of(data), fd, wanted=lambda: go_on.set() or True))
+        target=lambda: rest.append(fast.peers.send(fast.node.there, offer_of(data), fd, is_wanted=lambda: go_on.set() or True))
     )
     second.start()
     first.join()
@@ -207,7 +207,7 @@ def test_a_call_that_is_no_longer_wanted_ends(pair: Pair, tmp_path: Path) -> Non
     asked = iter([True, True, False])
     fd = file_of(tmp_path, data)
     with pytest.raises(PeerFailed, match="no longer wanted"):
-        pair.peers.send(pair.node.there, offer_of(data), fd, wanted=lambda: next(asked, False))
+        pair.peers.send(pair.node.there, offer_of(data), fd, is_wanted=lambda: next(asked, False))
     os.close(fd)
     eventually(lambda: pair.node.shelf.arriving() == 0, what="what had arrived is given up")
 

@@ -95,7 +95,7 @@ def test_a_node_that_answers_no_has_not_failed(world: World) -> None:
     with pytest.raises(PeerRefused), translate_errors(link):
         raise Rejection(RejectReason.UNKNOWN, "content 1 is not here")
     with pytest.raises(PeerFailed):
-        world.send(node, 2, wanted=lambda: False)
+        world.send(node, 2, is_wanted=lambda: False)
     assert not world.peers.get_figures()["node1"]["failed"]
     with pytest.raises(PeerRefused), translate_errors(link):
         raise Rejection(RejectReason.OUT_OF_ORDER, "the stream stopped before its end")
@@ -290,13 +290,13 @@ def test_a_sent_stream_that_breaks_goes_on_where_it_was(world: World, relay: Rel
     """What had arrived is not sent again."""
     asked = iter(range(1000))
 
-    def wanted() -> bool:
+    def is_wanted() -> bool:
         if next(asked) == 5:
             relay.cut()
         return True
 
     fd = os.open(world.source, os.O_RDONLY)
-    sent = world.peers.send(relay.there, offer_of(DATA, 50), fd, wanted=wanted)
+    sent = world.peers.send(relay.there, offer_of(DATA, 50), fd, is_wanted=is_wanted)
     os.close(fd)
     assert sent.is_verified and sent.bytes_moved < 13 * BLOCK
     assert world.nodes[0].shelf.path(50).read_bytes() == DATA

@@ -229,7 +229,7 @@ class LocalPeers:
             raise PeerFailed(f"{node.name} does not answer")
         return there.hold
 
-    def send(self, node: PeerAddress, offer: Offer, source_fd: int, *, wanted: Callable[[], bool] = lambda: True) -> SendResult:
+    def send(self, node: PeerAddress, offer: Offer, source_fd: int, *, is_wanted: Callable[[], bool] = lambda: True) -> SendResult:
         shelf = self._host_of("send", node)
         try:
             reception = shelf.begin_reception(replace(offer, sender=self._here.member.name))
@@ -238,7 +238,7 @@ class LocalPeers:
         moved = 0
         for number in reception.missing_blocks:
             data = os.pread(source_fd, limits.BLOCK_BYTES, number * limits.BLOCK_BYTES)[: offer.size - number * limits.BLOCK_BYTES]
-            if not wanted() or digest.hash_block(data) != offer.blocks[16 * number : 16 * number + 16]:
+            if not is_wanted() or digest.hash_block(data) != offer.blocks[16 * number : 16 * number + 16]:
                 shelf.abort_reception(reception.token)
                 raise PeerCorrupt("these are not the bytes that were offered")
             try:

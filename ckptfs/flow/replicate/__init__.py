@@ -217,7 +217,7 @@ class Replicate:
     def _transmit(self, node: Node, first: Content, offers: list[tuple[Offer, int]]) -> Sequence[SendResult | PeerFailed]:
         sender = self._cluster.peers
         if len(offers) == 1:
-            return [sender.send(node, *offers[0], wanted=lambda: is_unchanged(self._db, first))]
+            return [sender.send(node, *offers[0], is_wanted=lambda: is_unchanged(self._db, first))]
         return sender.send_many(node, offers) if offers else ()
 
     def _record_outcome(self, node: Node, content: Content, sent: SendResult) -> bool:
