@@ -24,7 +24,10 @@ Report = Callable[[str, Mapping[str, Any] | None], None]
 
 
 class Flow(Protocol):
-    """What a lane runs. Its methods are called in a worker thread, never concurrently."""
+    """What a lane runs.
+
+    Its methods are called in a worker thread. A flow that several lanes share (`Fetch`) locks its own state.
+    """
 
     def step(self) -> bool:
         """Do one bounded piece of work. Returns True if there may be more at once."""
