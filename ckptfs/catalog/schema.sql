@@ -227,12 +227,12 @@ CREATE TABLE retired (content INTEGER PRIMARY KEY);
 -- Requests of the mount and of commands to the mover. A wake-up of the mover is a hint; the row is the request.
 CREATE TABLE mover_request (
     id INTEGER PRIMARY KEY AUTOINCREMENT, -- the order of the requests
-    kind TEXT NOT NULL,                  -- 'scan', 'fetch', 'wait_level', 'replicate_now', 'replicate_later' or 'salvage'
+    kind TEXT NOT NULL,                  -- 'scan', 'fetch', 'wait_level', 'replicate_now', 'replicate_later', 'inspect' or 'salvage': see mover_requests.py
     inode INTEGER NOT NULL,              -- the directory or file it is about
-    argument TEXT NOT NULL DEFAULT '',   -- wait_level: the level; fetch: for reading or writing
+    argument TEXT NOT NULL DEFAULT '',   -- see mover_requests.py
     state INTEGER NOT NULL DEFAULT 0,    -- 0 open, 1 done, 2 failed
     error INTEGER NOT NULL DEFAULT 0,    -- errno when failed
-    result TEXT NOT NULL DEFAULT '',     -- when done: the reply of the lane ('fetch': 'here' or 'direct')
+    result TEXT NOT NULL DEFAULT '',     -- the reply of the lane; 'begun' while blocks of an open fetch can be read
     at_ns INTEGER NOT NULL,              -- when the request was made, then when it was answered
     until_ns INTEGER NOT NULL DEFAULT 0, -- until when a caller waits for the reply
     progress_ns INTEGER NOT NULL DEFAULT 0 -- when the lane last made progress: callers then wait longer
