@@ -80,7 +80,7 @@ class Cluster:
     peers: PeerApi
     store: Store
     view: Callable[[], ClusterView]
-    claims: ClusterLocks | None = None
+    locks: ClusterLocks | None = None
     lease: Callable[[], int] = lambda: 1
     """The lease of this node while it certainly holds, else 0. A new lease means that the node was dead in between."""
     copy_records: CopyRecords = field(init=False, compare=False, repr=False)

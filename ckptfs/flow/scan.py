@@ -163,7 +163,7 @@ class Scan:
 
     def _take_turn(self, directory: int) -> bool:
         """Take the lock for refreshing the directory in this interval. Return True if this node has it."""
-        locks, now_s = None if self._cluster is None else self._cluster.claims, time.monotonic()
+        locks, now_s = None if self._cluster is None else self._cluster.locks, time.monotonic()
         if locks is None:
             return True
         mine = None

@@ -87,8 +87,8 @@ class TakeOver:
 
     def _take_from(self, number: int) -> bool:
         """Take one page of rows. Return False if nothing is left to take."""
-        claim = None if self._cluster.claims is None else self._cluster.claims.try_acquire(f"write-back/{number}")
-        if claim is None or self._cluster.claims is None:
+        claim = None if self._cluster.locks is None else self._cluster.locks.try_acquire(f"write-back/{number}")
+        if claim is None or self._cluster.locks is None:
             return False
         found = self._cluster.store.read(self._build_gets(number, ROWS_TOGETHER)).results
         items = [item for page in found for item in page if decode_item(item) is not None][:ROWS_TOGETHER]
@@ -97,7 +97,7 @@ class TakeOver:
             log.info("node %d: this node takes over %d changes that it had not written back", number, len(items))
             self._notify.wake_lanes()
             return True
-        self._cluster.claims.release(claim)
+        self._cluster.locks.release(claim)
         return False
 
     def _build_gets(self, number: int, at_most: int) -> list[Get]:

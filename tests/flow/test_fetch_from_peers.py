@@ -310,7 +310,7 @@ def test_one_reading_of_the_pfs_serves_many_nodes(tmp_path: Path, monkeypatch: p
     read: list[int] = []
 
     def fetching(node: Node) -> Fetch:
-        flow = Fetch(node.db, node.tiers, node.config, node.told, replace(cluster_of(node), claims=claims.of(node.number)))
+        flow = Fetch(node.db, node.tiers, node.config, node.told, replace(cluster_of(node), locks=claims.of(node.number)))
 
         def from_pfs(*_: object, **__: object) -> str:
             read.append(node.number)

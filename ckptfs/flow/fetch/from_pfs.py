@@ -228,7 +228,7 @@ class PfsSingleFlight:
     def hold_lock(self, state: FetchState, progress: FetchProgress) -> Iterator[FetchState]:
         """Hold the lock of a file; yield its fresh state. Raises OthersFirst to wait, Busy if it changed."""
         assert state.published is not None
-        locks, lock = self._cluster.claims, None
+        locks, lock = self._cluster.locks, None
         try:
             if locks is not None and state.published.size >= limits.FETCH_SHARED_BYTES_MIN:
                 with suppress(StoreUnreachable, StoreRefused):
