@@ -191,7 +191,7 @@ def link(db: Database, inode: int, parent: int, name: bytes, *, allow_unimported
     _insert_entry(db, parent, name, inode)
     db.run("UPDATE inode SET nlink=nlink+1, history=history+?, ctime_ns=? WHERE id=?", history, row.ctime_ns if history else now, inode)
     _record_directory_change(db, parent, now)
-    pfs_hold.record_link(db, inode, parent, name)
+    pfs_hold.append_link_row(db, inode, parent, name)
     if not history:
         insert_candidates(db, [inode])
     return inodes.get(db, inode)
@@ -360,7 +360,7 @@ def _move_entry(db: Database, parent: int, name: bytes, source: Inode, new_paren
     replaced = 1 if target is not None and target.is_directory else 0
     _record_parent_changes(db, now, parent, -moved, new_parent, moved - replaced)
     _set_parent(db, now, source, new_parent)
-    pfs_hold.record_rename(db, source, parent, name, new_parent, new_name, target)
+    pfs_hold.append_rename_row(db, source, parent, name, new_parent, new_name, target)
     if not (source.is_directory and source.history):
         insert_candidates(db, [source.id])
 

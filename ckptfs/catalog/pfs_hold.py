@@ -63,7 +63,7 @@ def _is_place_held(db: Database, parent: int, name: bytes) -> bool:
     return is_held(db, parent) or (db.holds_back is not None and db.holds_back(get_path(db, parent), name))
 
 
-def record_link(db: Database, inode: int, parent: int, name: bytes) -> None:
+def append_link_row(db: Database, inode: int, parent: int, name: bytes) -> None:
     """Record a further name for the PFS. What has a name in a place that is not held is not held."""
     if db.holds_back is not None and is_held(db, inode):
         if not _is_place_held(db, parent, name):
@@ -73,7 +73,9 @@ def record_link(db: Database, inode: int, parent: int, name: bytes) -> None:
     journal.append(db, "link", inode, parent=parent, name=name)
 
 
-def record_rename(db: Database, source: Inode, parent: int, name: bytes, new_parent: int, new_name: bytes, target: Inode | None) -> None:
+def append_rename_row(
+    db: Database, source: Inode, parent: int, name: bytes, new_parent: int, new_name: bytes, target: Inode | None
+) -> None:
     """Record for the PFS that `source` was renamed and has replaced `target`."""
     if db.holds_back is not None and is_held(db, source.id):
         if not _is_place_held(db, new_parent, new_name):
