@@ -17,25 +17,23 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from ckptfs import disk, limits, step_durations
-from ckptfs.catalog import copies, identity, mover_requests
+from ckptfs.catalog import copies, mover_requests
 from ckptfs.catalog.copies import FetchState
 from ckptfs.catalog.database import Database
-from ckptfs.clique import locations
 from ckptfs.clique.cluster import Cluster
-from ckptfs.clique.locations import ContentLocations
 from ckptfs.clique.membership import Node
 from ckptfs.clique.peer_api import PeerBusy, PeerFailed
-from ckptfs.coherence import pfs_coordination
 from ckptfs.config import Config
-from ckptfs.errors import Busy, CkptfsError, DigestMismatch, NoSpace, StoreRefused, StoreUnreachable, posix_error
+from ckptfs.errors import Busy, CkptfsError, DigestMismatch, NoSpace, posix_error
 from ckptfs.flow.fetch.fetch_progress import FetchProgress, OthersFirst, choose_pause_s
 from ckptfs.flow.fetch.from_peers import NoCopyLeft, PeerFetcher, is_denial
 from ckptfs.flow.fetch.from_pfs import PfsFetcher, is_shown_by_pfs
+from ckptfs.flow.fetch.retry_policy import RetryPolicy, SalvageWait
 from ckptfs.model import ContentState, Notifier, Tier
 from ckptfs.tiers import fetch_map
 from ckptfs.tiers.storage import Tiers
@@ -223,20 +221,26 @@ class Fetch:
     def _retry_later(
         self, request: mover_requests.MoverRequest, state: FetchState | None, failure: Busy | NoCopyLeft, *, is_gone: bool
     ) -> bool:
-        """Defer a request, longer each time. Return False if retrying is pointless."""
+        """Defer a request, longer each time. Return False if retrying is pointless.
+
+        A request is tried again if
+
+        - salvage has still to decide on the file, or has just decided; this asks it to;
+        - or the failure may pass, and the tries are not used up. An island that has waited would only wait for the store again;
+        - or the file may still arrive, according to what the store says now. This node learns that.
+        """
         now_s = time.monotonic()
         with self._lock:
             previous = self._attempts.get(request.id, Attempt(0, now_s, now_s))
             pause_s = min(limits.RETRY_FIRST_S * 2**previous.tries / 2, limits.FETCH_PAUSE_MAX_S)
             self._attempts[request.id] = Attempt(previous.tries + 1, previous.since_s, now_s + pause_s)
-        # An island that has waited would only wait for the store again.
         is_connected = self._retry_policy is None or self._retry_policy.is_connected() or now_s - previous.since_s < limits.ETCD_WAIT_S
-        should_retry = isinstance(failure, Busy) and previous.tries + 1 < limits.FETCH_TRIES_MAX and is_connected
+        may_pass = isinstance(failure, Busy) and previous.tries + 1 < limits.FETCH_TRIES_MAX and is_connected
         is_unreachable = is_gone and not (state is not None and state.is_open)
-        if not is_unreachable:
-            should_retry = (self._salvage_wait is not None and self._salvage_wait.should_retry(request, state)) or should_retry
+        awaits_salvage = not is_unreachable and self._salvage_wait is not None and self._salvage_wait.request_salvage(request, state)
+        should_retry = awaits_salvage or may_pass
         if not should_retry and self._retry_policy is not None:
-            should_retry = self._retry_policy.should_retry(state, previous.since_s, is_denied=is_denial(failure.__cause__))
+            should_retry = self._retry_policy.refresh_and_judge(state, previous.since_s, is_denied=is_denial(failure.__cause__))
         if should_retry:
             mover_requests.record_progress(self._db, request.id)
         return should_retry
@@ -261,120 +265,3 @@ def _choose_sources(state: FetchState, live_nodes: Sequence[Node]) -> Sources | 
     if not sources.nodes and not sources.is_on_pfs:
         raise NoCopyLeft("no good copy is left, and the PFS does not show this generation of the file")
     return sources
-
-
-class RetryPolicy:
-    """How long to try for a file that did not arrive. One for all fetches of a node; any thread."""
-
-    def __init__(self, db: Database, cluster: Cluster) -> None:
-        self._db = db
-        self._cluster = cluster
-        self._view_since = (cluster.view(), time.monotonic())
-
-    def record_view(self) -> None:
-        """Note when the set of live nodes changes. Called before each fetch."""
-        view = self._cluster.view()
-        if view is not self._view_since[0]:
-            self._view_since = view, time.monotonic()
-
-    def is_connected(self) -> bool:
-        """Return False if this node is an island."""
-        return bool(self._cluster.lease())
-
-    def should_retry(self, state: FetchState | None, since_s: float, *, is_denied: bool) -> bool:
-        """Return whether a file that was first tried at `since_s` may still arrive.
-
-        `is_denied`: the nodes that were asked lack it.
-
-        An island cannot ask other nodes, and does not wait. If the file shows a previous content by now, this node learns of it, together
-        with what the PFS shows. A deleted file is tried as long as the node that made its content may answer.
-        """
-        if state is None or state.content_id is None or not self.is_connected():
-            return False
-        inode, number = state.inode, state.content_id
-        try:
-            file = locations.load_files(self._cluster.store, [inode]).get(inode)
-            shared = locations.load(self._cluster.store, [number])[number]
-        except (StoreUnreachable, StoreRefused):
-            return False
-        waited_s = time.monotonic() - since_s
-        if file is None:
-            maker = identity.get_origin_node(number)
-            can_answer = not is_denied and maker in self._view_since[0] and maker != self._cluster.node_number
-            return can_answer and waited_s < limits.FETCH_PATIENCE_S
-        if file.content != number:
-            with suppress(CkptfsError):
-                pfs_coordination.load_inodes(self._db, self._cluster.store, inode)
-            return waited_s < limits.FETCH_PATIENCE_S + _get_salvage_wait_s()
-        if not is_denied and self._is_on_live_node(shared):
-            return waited_s < limits.FETCH_PATIENCE_S
-        return self._may_be_salvaged() and waited_s < limits.FETCH_PATIENCE_S + _get_salvage_wait_s()
-
-    def _is_on_live_node(self, shared: ContentLocations) -> bool:
-        """Return whether another live node wrote what the file holds, or announced a copy of it."""
-        remote_state, view = shared.state, self._view_since[0]
-        if remote_state is None:
-            return False
-        candidates = [copy.node for copy in shared.copies if copy.generation == remote_state.generation]
-        if not shared.is_lost and shared.writer is not None:
-            candidates.append(shared.writer)
-        return any(node in view and node != self._cluster.node_number for node in candidates)
-
-    def _may_be_salvaged(self) -> bool:
-        """Return whether other nodes may still decide: the view changed a moment ago."""
-        return self._cluster.factor > 1 and time.monotonic() - self._view_since[1] < _get_salvage_wait_s()
-
-
-def _get_salvage_wait_s() -> float:
-    return limits.SALVAGE_RIVALS_S + limits.SALVAGE_POLL_S + limits.SALVAGE_MARGIN_S
-
-
-class SalvageWait:
-    """The salvage requests of failed fetches: the PFS may have a previous state. Any thread."""
-
-    def __init__(self, db: Database, cluster: Cluster, notify: Notifier) -> None:
-        self._db = db
-        self._cluster = cluster
-        self._notify = notify
-        self._lock = threading.Lock()
-        self._salvage_requests: dict[int, int] = {}
-        self._known_decisions: set[int] = set()
-
-    def forget_others(self, open_requests: Container[int]) -> None:
-        """Forget all fetches but these."""
-        with self._lock:
-            self._salvage_requests = {fetch: salvage for fetch, salvage in self._salvage_requests.items() if fetch in open_requests}
-            self._known_decisions = {fetch for fetch in self._known_decisions if fetch in open_requests}
-
-    def should_retry(self, request: mover_requests.MoverRequest, state: FetchState | None) -> bool:
-        """Return whether salvage still decides on the file, or has just decided.
-
-        The failed fetch is tried again then.
-
-        While the writer counts as alive, salvage can show nothing. It is then asked again after each attempt, and nothing else waits
-        for it. An island cannot decide.
-        """
-        if not self._cluster.lease():
-            return False
-        if state is None or state.content is None:
-            return self._take_decision(request.id)
-        with self._lock:
-            salvage_request = self._salvage_requests.get(request.id)
-        if salvage_request is not None and mover_requests.is_open(self._db, salvage_request):
-            return True
-        answer = None if salvage_request is None else mover_requests.get(self._db, salvage_request)
-        if answer is not None and answer.state == mover_requests.DONE:
-            return self._take_decision(request.id)
-        wait_s = limits.SALVAGE_RIVALS_S + limits.FETCH_STALL_S
-        new_request = mover_requests.insert_request(self._db, mover_requests.SALVAGE, request.inode, wait_s=wait_s)
-        with self._lock:
-            self._salvage_requests[request.id] = new_request
-        self._notify.wake_lanes("salvage")
-        return salvage_request is None
-
-    def _take_decision(self, request: int) -> bool:
-        """Return whether this fetch was not tried since the decision."""
-        with self._lock:
-            is_new = request in self._salvage_requests and request not in self._known_decisions
-            self._known_decisions.add(request)
-            return is_new
