@@ -16,13 +16,11 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 from ckptfs import digest, disk, limits
-from ckptfs.catalog import contents, copies, identity, peer_copies, remote_contents
+from ckptfs.catalog import copies, identity, peer_copies, remote_contents
 from ckptfs.catalog.contents import get_content, is_unchanged
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.peer_copies import PeerCopy
@@ -31,66 +29,10 @@ from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.peer_api import CopyNotFound, CopyUnavailable, Offer, OpenCopy, Reception
 from ckptfs.errors import Busy, CkptfsError, InvalidArgument
 from ckptfs.flow.host.incoming import IncomingCopy, OfferValidator, PeerQuota
+from ckptfs.flow.host.open_file_snapshots import OpenFileSnapshots
 from ckptfs.model import Content, ContentState, CopyState, Notifier, Tier
 from ckptfs.tiers import transfer
 from ckptfs.tiers.storage import Tiers, TierStorage
-
-SNAPSHOTS_MAX = 64
-transfer.declare_labels("host:open")
-
-
-class OpenFileSnapshots:
-    """The latest snapshots of open files, and of deleted unsealed ones. Thread-safe."""
-
-    def __init__(self, db: Database, tiers: Tiers) -> None:
-        self._db = db
-        self._tiers = tiers
-        self._lock = threading.Lock()
-        self._snapshots: OrderedDict[tuple[int, bytes], OpenCopy] = OrderedDict()
-
-    def take_snapshot(self, content: int) -> OpenCopy | None:
-        """Return the present state of an open or doomed content; None if it is neither or cannot be read."""
-        storage = self._find_storage(content)
-        if storage is None:
-            return None
-        fd = storage.open(content)
-        try:
-            # The number first: of two states the one with the higher number was read later, and lacks nothing that the other one has.
-            snapshot = peer_copies.record_open_snapshot(self._db, content) or contents.get_content(self._db, content)
-            size, whole, blocks = transfer.read(fd, label="host:open")
-            is_read = len(blocks) == digest.BLOCK_DIGEST_BYTES * -(-size // limits.BLOCK_BYTES)
-            if snapshot is None or not is_read or not self._is_unsealed(content):
-                os.close(fd)
-                return None
-        except BaseException:
-            os.close(fd)
-            raise
-        opened = OpenCopy(content, snapshot.inode, snapshot.generation, size, whole, blocks, fd)
-        with self._lock:
-            self._snapshots[content, whole] = replace(opened, fd=-1)
-            while len(self._snapshots) > SNAPSHOTS_MAX:
-                self._snapshots.popitem(last=False)
-        return opened
-
-    def open_snapshot(self, content: int, wanted_digest: bytes | None) -> tuple[OpenCopy, TierStorage] | None:
-        """Open the snapshot of an open content with this digest. Returns None if no peer asked for it."""
-        with self._lock:
-            snapshot = None if wanted_digest is None else self._snapshots.get((content, wanted_digest))
-        storage = self._find_storage(content)
-        if snapshot is None or storage is None:
-            return None
-        return replace(snapshot, fd=storage.open(content)), storage
-
-    def _is_unsealed(self, content: int) -> bool:
-        known = contents.get_content(self._db, content)
-        return known is not None and known.state in (ContentState.OPEN, ContentState.DOOMED)
-
-    def _find_storage(self, content: int) -> TierStorage | None:
-        good_tiers = [
-            copy.tier for copy in copies.list_copies(self._db, content) if copy.state is CopyState.GOOD and copy.tier is not Tier.PFS
-        ]
-        return self._tiers.get(good_tiers[0]) if good_tiers else None
-
 
 log = logging.getLogger(__name__)
 transfer.declare_labels("host:check")
@@ -138,11 +80,11 @@ class Host:
         self._offer_validator.validate(offer)
         token = self._take_token(offer.content)
         try:
-            arriving = self._prepare_incoming(offer)
+            incoming = self._prepare_incoming(offer)
         except BaseException:
             self._release_token(offer.content)
             raise
-        return Reception(token, arriving.fd, arriving.missing_blocks)
+        return Reception(token, incoming.fd, incoming.missing_blocks)
 
     def _take_token(self, content: int) -> int:
         with self._lock:
@@ -222,31 +164,38 @@ class Host:
 
     def finish_reception(self, token: int) -> bool:
         """Finish a reception: every missing block was written, and its digest was right."""
-        arriving = self._find_incoming(token)
-        offer = arriving.offer
+        incoming = self._find_incoming(token)
+        offer = incoming.offer
         try:
-            if arriving.is_complete:
-                arriving.close()
+            if incoming.is_complete:
+                incoming.close()
                 counts = remote_contents.record_remote(self._db, _build_remote_state(offer))
                 remote_contents.mark_unannounced(self._db, offer.content)
-                return self._finish(arriving, counts)
-            arriving.mark_received()
-            if offer.is_early:
-                arriving.idle_s = time.monotonic()
-                return True
-            return self._finish(arriving, self._record_copy(arriving, offer))
+            else:
+                incoming.mark_received()
+                if offer.is_early:
+                    incoming.idle_s = time.monotonic()
+                    return True
+                counts = self._record_copy(incoming, offer)
+            if counts:
+                self._forget(incoming)
+            else:
+                self._discard(incoming)
+            return counts
         except BaseException:
-            self._finish(arriving, False)
+            self._discard(incoming)
             raise
         finally:
             self._release_token(offer.content)
 
-    def _finish(self, incoming: IncomingCopy, is_counted: bool) -> bool:
+    def _forget(self, incoming: IncomingCopy) -> None:
         with self._lock:
             self._incoming.pop(incoming.offer.content, None)
-        if not is_counted:
-            incoming.discard(self._db)
-        return is_counted
+
+    def _discard(self, incoming: IncomingCopy) -> None:
+        """Forget what arrived, and drop its file and rows."""
+        self._forget(incoming)
+        incoming.discard(self._db)
 
     def _record_copy(self, incoming: IncomingCopy, offer: Offer) -> bool:
         """Make a complete file a copy that counts, under the content's name."""
@@ -310,18 +259,18 @@ class Host:
     def abort_reception(self, token: int, *, keep_blocks: bool = True) -> None:
         """End a transfer early. What came is used when the rest is offered."""
         try:
-            arriving = self._find_incoming(token)
+            incoming = self._find_incoming(token)
         except InvalidArgument:
             return
-        if arriving.is_complete:
-            arriving.close()
-            self._finish(arriving, True)
-        elif not (keep_blocks or arriving.has_received):
-            self._finish(arriving, False)
+        if incoming.is_complete:
+            incoming.close()
+            self._forget(incoming)
+        elif not (keep_blocks or incoming.has_received):
+            self._discard(incoming)
         else:
-            arriving.mark_unverified()
-            arriving.idle_s = time.monotonic()
-        self._release_token(arriving.offer.content)
+            incoming.mark_unverified()
+            incoming.idle_s = time.monotonic()
+        self._release_token(incoming.offer.content)
 
     def _find_incoming(self, token: int) -> IncomingCopy:
         with self._lock:
