@@ -157,8 +157,11 @@ def _set_final_state(batch: PfsBatch) -> None:
     batch.pending_entries = [(parent, name, inode) for (parent, name), inode in pending.items()]
 
 
-def build_batch_before(batch: PfsBatch, refused_key: int) -> PfsBatch:
-    """Return the batch that ends before a refused action; of its row only what was done counts."""
+def build_batch_before(batch: PfsBatch, refused_key: int, *, has_both_names: bool = False) -> PfsBatch:
+    """Return the batch that ends before a refused action; of its row only what was done counts.
+
+    `has_both_names`: a move has got as far as a link.
+    """
     index = next(index for index, action in enumerate(batch.actions) if action.key == refused_key)
     seq = refused_key // KEYS_PER_ROW
     done_keys = {action.key for action in batch.actions[:index]}
@@ -166,12 +169,15 @@ def build_batch_before(batch: PfsBatch, refused_key: int) -> PfsBatch:
     def counts(key: int) -> bool:
         return key in done_keys or key < seq * KEYS_PER_ROW
 
+    def is_linked(change: ExpectedEntry) -> bool:
+        return has_both_names and change.key == refused_key and change.inode is not None
+
     cut = replace(
         batch,
         last_seq=min(batch.last_seq, seq - 1),
         actions=batch.actions[:index],
         published_rows=[row for row in batch.published_rows if counts(row.key)],
-        name_changes=[change for change in batch.name_changes if counts(change.key)],
+        name_changes=[change for change in batch.name_changes if counts(change.key) or is_linked(change)],
         pending_changes=[change for change in batch.pending_changes if counts(change.key)],
         settle_rows=[(inode, row) for inode, row in batch.settle_rows if row < seq],
         requeued=[one for one, row in zip(batch.requeued, batch.requeued_seqs, strict=True) if row < seq],

@@ -375,3 +375,34 @@ def test_what_the_pfs_refuses_one_node_delays_nobody(tmp_path: Path, monkeypatch
             node.write_back.retry_now()
 
     run(tmp_path, 0, act)
+
+
+def test_a_move_of_which_the_pfs_refuses_the_second_half_is_no_external_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P6: the file has its new name, and may not lose the old one. What comes under the new name later replaces it, and nothing else."""
+    monkeypatch.setattr(deferred, "RETRY_FIRST_S", 1000.0)
+    rename, is_refusing = os.rename, [True]
+
+    def refuse(*values: Any, **named: Any) -> None:
+        if is_refusing[0] and values[0] == b"old":
+            raise OSError(errno.EACCES, "refused")
+        rename(*values, **named)
+
+    async def act(cluster: WriterCluster) -> None:
+        one, two = cluster.nodes
+        await one.put("old", b"one")
+        await one.put("new", b"0")
+        await cluster.settle()
+        monkeypatch.setattr(os, "rename", refuse)
+        await one.rename("old", "new")
+        while await cluster.step(one):
+            pass
+        assert {path.name: path.read_bytes() for path in cluster.pfs.iterdir() if path.is_file()} == {"old": b"one", "new": b"one"}
+        await two.put("newer", b"from two")
+        await two.rename("newer", "new")
+        for _ in range(20):
+            for node in cluster.nodes:
+                await cluster.step(node)
+        is_refusing[0] = False
+
+    cluster = run(tmp_path, 0, act)
+    assert set(cluster.shared()) == {b"new"}

@@ -391,7 +391,7 @@ class WriteBack:
             elif applier.is_half_done or not self._defer(action, self._choose_kind(action), failure):
                 raise OSError(failure.errno, failure.strerror, format_path(action.location)) from failure
             # The rows from the refused one on are planned again.
-            cut = build_batch_before(batch, action.key)
+            cut = build_batch_before(batch, action.key, has_both_names=applier.has_both_names)
             with self._db.transaction():
                 pfs_batch.set_batch(self._db, cut, ready=True)
             return self._apply(cut)

@@ -79,6 +79,8 @@ class Applier:
         self._directories: dict[tuple[bytes, ...], None] = {}
         self.current_action: PfsAction | None = None
         self.is_half_done = False
+        self.has_both_names = False
+        """The file of the current move has its new name, and could not lose the old one."""
 
     def run(self) -> ObservedNames:
         """Make all changes. Return the stat of every name of the batch, None if it shows another inode."""
@@ -185,7 +187,7 @@ class Applier:
         if target is not None and target.st_ino == source.st_ino and not stat.S_ISDIR(source.st_mode):
             # rename(2) would leave both names. A batch that is done again may already show a later link under the old one.
             if self._final_inodes.get(action.location.pfs_name) != action.inode:
-                self._take_name("write_back:unlink", action, source)
+                self._take_old_name(action, source)
             return
         if target is not None and self._is_copied(action, source, target):
             self._copied_inodes[source.st_ino] = target.st_ino
@@ -212,7 +214,7 @@ class Applier:
         new = action.target
         if self._is_shared and not stat.S_ISDIR(source.st_mode) and self._link_aside(action):
             self._rename("write_back:move", new, action.temporary, new)
-            self._take_name("write_back:unlink", action, source)
+            self._take_old_name(action, source)
             return
         self._rename("write_back:move", action.location, action.location.name, new)
         if self._is_late(self._fd(new), new.name, source):
@@ -236,6 +238,13 @@ class Applier:
                 raise
             return False
         return True
+
+    def _take_old_name(self, action: PfsAction, source: os.stat_result) -> None:
+        try:
+            self._take_name("write_back:unlink", action, source)
+        except OSError:
+            self.has_both_names = True
+            raise
 
     def _take_name(self, label: str, action: PfsAction, found: os.stat_result) -> None:
         """Remove the name of a file, of which `found` was the last stat."""
