@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shared_catalogs import run_seeded, stored
+from shared_catalogs import run_seeded, settled, stored
+from write_back_world import intercepted
 from writers_together import WriterCluster
 
 from ckptfs.coherence import key_state
@@ -406,3 +407,34 @@ def test_a_move_of_which_the_pfs_refuses_the_second_half_is_no_external_change(t
 
     cluster = run(tmp_path, 0, act)
     assert set(cluster.shared()) == {b"new"}
+
+
+def test_what_a_dead_node_replaced_itself_never_follows_what_a_survivor_wrote(tmp_path: Path) -> None:
+    """P6: a survivor takes over its rows, which are older than what the PFS shows of the survivor under the same name."""
+    shown: list[int] = []
+
+    def look(cluster: WriterCluster) -> None:
+        path = cluster.pfs / "run"
+        if path.exists() and shown[-1:] != [found := int(path.read_bytes())]:
+            shown.append(found)
+
+    async def act(cluster: WriterCluster) -> None:
+        cluster.replicates = True
+        survivor, dead = cluster.nodes
+        survivor.hold(dead, await dead.put("step1", b"1"))
+        await cluster.settle()
+        await dead.rename("step1", "run")
+        await dead.rename("run", "previous")
+        await settled(cluster.nodes)
+        dead.die()
+        with intercepted(lambda _: None, lambda _: look(cluster)):
+            for number in (3, 4):
+                await survivor.put(f"step{number}", b"%d" % number)
+                await survivor.rename(f"step{number}", "run")
+                while number == 3 and await cluster.step(survivor):
+                    pass
+                await cluster.take_over(survivor)
+            await cluster.settle()
+
+    run(tmp_path, 0, act)
+    assert shown == [3, 4]

@@ -12,7 +12,7 @@ names on the PFS of that inode are aligned with its names in the shared tree, wh
 import stat
 from collections.abc import Container
 
-from ckptfs.catalog import journal
+from ckptfs.catalog import identity, journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_state import PfsName, PfsView
@@ -329,13 +329,22 @@ class SharedPlanner(Planner):
         return shown is not None and shown.inode == inode
 
     def _has_name(self, row: JournalRow, name: PfsName) -> bool:
-        """Return True if the inode has the name that the row gives, or had it until a later row."""
+        """Return True if the inode has the name that the row gives, or had it until a later row.
+
+        A file of another node that is there by now may be newer (P6). The PFS then goes on with what the name holds in the end.
+        """
         child, shown = self._snapshot.get_child(name), self.view.get_entry(*name)
         if child == row.inode:
             return True
-        return journal.is_unlinked_later(self._db, row, name) and (shown is None or shown.inode != child)
+        if shown is not None and (shown.inode == child or not _have_same_origin(shown.inode, row.inode)):
+            return False
+        return journal.is_unlinked_later(self._db, row, name)
 
     def _is_directory(self, inode: int) -> bool:
         known = self._facts.get_inode(inode)
         seen = (self._snapshot.get_value(SharedKey(PFS_STATE, inode)) or {}).get("seen")
         return known.is_directory if known is not None else seen is not None and stat.S_ISDIR(seen[1])
+
+
+def _have_same_origin(one: int, other: int) -> bool:
+    return identity.get_origin_node(one) == identity.get_origin_node(other)
