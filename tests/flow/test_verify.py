@@ -1,11 +1,14 @@
 """P4, X5: a copy that differs from the sealed content never counts. It is remade from a good copy."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ckptfs_daemon.control.admin import GOOD, FileVerifier
 from local_node import MIB, Node, in_process
+from write_back_world import Mount
 
 from ckptfs import disk
 from ckptfs.catalog import copies
@@ -166,3 +169,23 @@ except OSError:
     for tier, state in node.copies(content).items():
         assert state is not CopyState.GOOD or node.data(content, tier) == b"data" * 1000
     assert node.copies(content)[Tier.RAM] is CopyState.GOOD
+
+
+def test_what_another_node_has_deleted_on_the_pfs_is_no_bad_copy(mount: Mount) -> None:
+    """This node has not heard of the removal yet, and the store tells it before the PFS is read."""
+    content = mount.put(b"file", b"data")
+    mount.settle()
+    inode = mount.inode(content)
+
+    def refresh(_: int) -> None:
+        (mount.pfs / "file").unlink()
+        mount.db.run("DELETE FROM pfs_file WHERE inode = ?", inode)
+        mount.db.run("DELETE FROM pfs_entry WHERE inode = ?", inode)
+
+    found = [(finding.tier, finding.verdict) for finding in verifier_of(mount, lambda _: None).verify_file(inode)[0]]
+    assert found == [("ram", GOOD), ("pfs", GOOD)]
+    assert [finding.tier for finding in verifier_of(mount, refresh).verify_file(inode)[0]] == ["ram"]
+
+
+def verifier_of(mount: Mount, refresh: Callable[[int], None]) -> FileVerifier:
+    return FileVerifier(mount.config, mount.db, mount.tiers, lambda: None, refresh)

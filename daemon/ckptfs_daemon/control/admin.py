@@ -18,7 +18,7 @@ from pathlib import Path
 
 import grpc
 
-from ckptfs import limits
+from ckptfs import disk, limits
 from ckptfs.catalog import copies, history_names, mover_requests, namespace, summary
 from ckptfs.catalog.database import Database
 from ckptfs.coherence import key_state, store_loss
@@ -119,25 +119,24 @@ class FileVerifier:
             return []
         try:
             self._refresh_pfs_path(inode)
-            return [self._compare_with_pfs(inode, self._config.pfs)]
+            fetch_state = copies.load_fetch_state(self._db, inode)
+            if fetch_state is None or fetch_state.published is None:
+                return []  # Another node has deleted it there.
+            return [self._compare_with_pfs(fetch_state, fetch_state.published, self._config.pfs)]
         except (OSError, CkptfsError) as failure:
             what = PFS_CHANGED_TEXT.get(failure.errno or 0, str(failure))
             return [pb.Finding(tier="pfs", verdict=UNREADABLE, what=what)]
 
-    def _compare_with_pfs(self, inode: int, pfs: Path) -> pb.Finding:
-        fetch_state = copies.load_fetch_state(self._db, inode)
-        expected = None if fetch_state is None or fetch_state.published is None else fetch_state.published.digest
-        fd = pfs_tree.open_inode(self._db, pfs, inode)
-        try:
+    def _compare_with_pfs(self, fetch_state: copies.FetchState, published: copies.PublishedFile, pfs: Path) -> pb.Finding:
+        expected = published.digest
+        with disk.closing(pfs_tree.open_published(pfs, fetch_state)) as fd:
             _, digest, _ = transfer.read(fd, label="verify")
-        finally:
-            os.close(fd)
         if expected is None:
             return pb.Finding(tier="pfs", verdict=UNKNOWN, what="was written by another program, so its digest is not known")
         if digest == expected:
             return pb.Finding(tier="pfs", verdict=GOOD)
         what = "its digest differs from that of the file that was written back"
-        if fetch_state is not None and fetch_state.has_local_copy and copies.record_pfs_damaged(self._db, fetch_state):
+        if fetch_state.has_local_copy and copies.record_pfs_damaged(self._db, fetch_state):
             self._retry_now()
             return pb.Finding(tier="pfs", verdict=BAD, what=f"{what}; it is written back again from the good copy here")
         return pb.Finding(tier="pfs", verdict=BAD, what=f"{what}; restore it from another copy")
