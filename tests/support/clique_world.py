@@ -325,7 +325,10 @@ class LocalPeers:
         there = self._cluster.node(node.name)
         shelf = self._host_of("seal_soon", node)
         there.seal()
-        loan = shelf.seal_and_open(content, min(timeout_s, 0.1))
+        try:
+            loan = shelf.seal_and_open(content, min(timeout_s, 0.1))
+        except CkptfsError as refusal:
+            raise PeerRefused(str(refusal), refusal.errno) from refusal
         if loan is None:
             return None
         os.close(loan.fd)

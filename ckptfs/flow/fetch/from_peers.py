@@ -92,8 +92,9 @@ class PeerFetcher:
                 failure = PeerFailed("it does not have it sealed yet")
             except PeerFailed as refusal:
                 failure = refusal
-        if content.state is ContentState.SEALED:
-            return  # Other nodes may have it.
+        others = [node for node in peer_copies.list_holders(self._db, content) if origin is None or node != origin.number]
+        if content.state is ContentState.SEALED and (others or not is_denial(failure)):
+            return
         if failure is None or is_denial(failure):
             raise NoCopyLeft("the file was deleted, and the node that wrote it does not have it any more") from failure
         raise Busy(f"the file was deleted, and the node that wrote it cannot be reached: {failure}") from failure
