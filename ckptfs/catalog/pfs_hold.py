@@ -118,6 +118,25 @@ def release(db: Database, inode: int) -> None:
         journal.append(db, "content", inode, content=content, origin=identity.get_origin_node(content) if remote else 0)
 
 
+def release_moved(db: Database, inode: int) -> bool:
+    """Have the PFS show a file that another node moved out of a held place before this node sealed it.
+
+    Nothing else does: this node closed what was held, and the other one had no bytes of it. Return True if it is such a file.
+    """
+    content = db.value("SELECT k.id FROM inode i JOIN content k ON k.id = i.content AND k.remote = 0 AND k.state = 2 WHERE i.id = ?", inode)
+    names = db.rows("SELECT e.parent, e.name FROM entry e JOIN inode d ON d.id = e.parent AND d.history = 0 WHERE e.child = ?", inode)
+    if content is None or all(_is_place_held(db, parent, bytes(name)) for parent, name in names):
+        return False
+    if is_held(db, inode):
+        release(db, inode)
+        return True
+    is_recorded = "SELECT EXISTS (SELECT 1 FROM journal WHERE inode = ?1) OR EXISTS (SELECT 1 FROM pfs_file WHERE inode = ?1)"
+    if db.value(is_recorded, inode):
+        return False
+    journal.append(db, "content", inode, content=content)
+    return True
+
+
 def release_misplaced(db: Database) -> None:
     """Release what the rules, which may have changed, do not hold back any more."""
     tops = db.rows(

@@ -18,7 +18,7 @@ from simulated_cluster import SETTLE_S, SimulatedCluster, SimulatedNode, track_s
 from simulated_store import SimulatedEtcd
 
 from ckptfs import limits
-from ckptfs.catalog import history, identity, pfs_hold, set_members
+from ckptfs.catalog import contents, history, identity, pfs_hold, set_members
 from ckptfs.catalog.set_members import SetTree
 from ckptfs.config import RetentionRule
 from ckptfs.model import Tier
@@ -352,6 +352,33 @@ def test_a_mount_process_that_starts_after_a_set_was_chosen() -> None:
             await trio.sleep(IN_TIME_S)
             nursery.cancel_scope.cancel()
         assert list_pfs(cluster) == expect_on_pfs(writers, 2)
+
+    simulate(act, 1, EVERY_SECOND)
+
+
+@pytest.mark.parametrize(("old", "new"), [("step_1/model.bin", "best.bin"), ("step_1", "best")])
+@pytest.mark.parametrize("other", [1, 2])
+def test_what_is_renamed_out_of_a_held_place_while_it_is_open(other: int, old: str, new: str) -> None:
+    """D7: the PFS shows it under its new name with all bytes, whichever node renames it."""
+
+    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
+        assert cluster.pfs is not None
+        writer, bytes_ = cluster.nodes[1], dice.randbytes(1000)
+        await writer.mkdir("step_1")
+        inode = (await writer.make("step_1/model.bin")).id
+        with writer.db.transaction():
+            content = contents.insert_content(writer.db, inode, Tier.RAM)
+            with os.fdopen(writer.tiers[Tier.RAM].create(content), "wb") as file:
+                file.write(bytes_)
+        await writer.sharing.wait_published()
+        await cluster.nodes[other].rename(old, new)
+        await trio.sleep(IN_TIME_S)
+        with writer.db.transaction():
+            now_ns = cluster.time.now_ns()
+            contents.mark_closed(writer.db, inode, content, len(bytes_), now_ns, now_ns)
+        writer.mover.wake_lanes()
+        await trio.sleep(SETTLE_S)
+        assert (cluster.pfs / "step_1/model.bin".replace(old, new)).read_bytes() == bytes_
 
     simulate(act, 1, EVERY_SECOND)
 

@@ -46,6 +46,15 @@ class SetRelease:
         self._due |= set(chosen) - self._released - self._left.keys()
         self._has_due.set()
 
+    def release_moved(self, sealed: Iterable[int]) -> None:
+        """Have written back what other nodes moved out of held places while it was open on this node."""
+        if self._context.shared_namespace is None or self._context.db.holds_back is None or self._context.config.pfs is None:
+            return
+        with self._context.open_files.change() as db:
+            moved = [inode for inode in sealed if pfs_hold.release_moved(db, inode)]
+        if moved:
+            self._context.wake_channel.notify(ipc.WORK)
+
     async def run(self) -> None:
         """Release until cancelled. A task."""
         if not any(rule.selects_for_pfs for rule in self._context.config.retention):

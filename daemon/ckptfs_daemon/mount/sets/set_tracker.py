@@ -357,6 +357,7 @@ class SetTracker:
         """
         db = self._context.db
         await self._refresh.refresh_above([inode for inode, _ in rows])
+        self._releases.release_moved(inode for inode, _ in rows)
         kept = {inode for inode, _ in rows if await self._note_sets_of(inode)}
         now_s = trio.current_time()
         self._rests = {directory: until_s for directory, until_s in self._rests.items() if until_s > now_s}
