@@ -163,7 +163,10 @@ def judge(member: MemberFacts, older: Sequence[OlderMember], age_s: float) -> Co
             quiet_s = 0.0
         else:
             reason = f"there is none before it to compare it with, and it was changed {max(0.0, age_s):.0f} s ago; accepted: {quiet_s:g} s"
-    reason = reason or _find_named_gap(member, older) or _find_shortfall(member, older)
+    if not reason:
+        named, shortfall = _find_named_gap(member, older), _find_shortfall(member, older)
+        is_else_complete = named and not shortfall and age_s >= QUIET_S and not any(set_kinds.TRAINER_END in one.sizes for one in older)
+        reason = f"{named}; if no Trainer writes here, `ckptfs commit` makes it a set" if is_else_complete else named or shortfall
     return replace(judge_set(member.files), incomplete_reason=reason, quiet_s=quiet_s)
 
 

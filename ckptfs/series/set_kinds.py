@@ -408,7 +408,7 @@ def _find_deepspeed_gap(directory: DirectoryFacts) -> str:
 
 
 def _find_trainer_gap(directory: DirectoryFacts) -> str:
-    return "" if b"trainer_state.json" in directory.files else "trainer_state.json is not there yet"
+    return "" if TRAINER_END in directory.files else f"{text(TRAINER_END)} is not there yet"
 
 
 def find_named_gap(name: bytes, directory: DirectoryFacts) -> str:
@@ -453,6 +453,8 @@ def _find_criu_gap(directory: DirectoryFacts) -> str:
     return "" if b"inventory.img" in directory.files else "inventory.img is not there yet"
 
 
+TRAINER_END = b"trainer_state.json"
+"""The file that a Trainer of Hugging Face writes last."""
 _TRAINER_NAME = re.compile(rb"checkpoint-[0-9]+")
 _ACCELERATE = re.compile(rb"random_states_[0-9]+\.pkl")
 """Without a Trainer, programs use the name and end with this file."""

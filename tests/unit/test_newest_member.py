@@ -560,10 +560,31 @@ def test_a_trainer_that_was_killed_at_its_first_checkpoint() -> None:
     """N7: nothing of it says yet who writes. Programs that use the name otherwise are believed at their third, or at their last file."""
     files: dict[str, bytes | TreeFile] = {"config.json": b"{}", "model.safetensors": safetensors()}
     tree = SeriesTree.of({f"checkpoint-{number}/{name}": data for number in (1, 2) for name, data in files.items()})
-    assert tree.find_reasons("checkpoint-*")["checkpoint-2"] == "trainer_state.json is not there yet"
+    gap, hint = "trainer_state.json is not there yet", "; if no Trainer writes here, `ckptfs commit` makes it a set"
+    assert tree.find_reasons("checkpoint-*") == {f"checkpoint-{number}": gap + hint for number in (1, 2)}
     assert tree.with_files(below("checkpoint-3", files)).find("checkpoint-*") == "checkpoint-3"
     assert tree.with_files({"checkpoint-2/random_states_0.pkl": b"\x80\x04."}).find("checkpoint-*") == "checkpoint-2"
     assert tree.with_files(below("checkpoint-2", MARKED["DCP"])).find("checkpoint-*") == "checkpoint-2"
+
+
+@pytest.mark.parametrize(
+    ("made", "gone"),
+    [
+        ({"checkpoint-2/training_args.bin": b"x"}, ()),
+        ({"checkpoint-1/trainer_state.json": b"{}"}, ()),
+        ({"checkpoint-1/generation_config.json": b"{}"}, ()),
+        ({}, ("checkpoint-2/model.safetensors",)),
+    ],
+)
+def test_a_commit_is_proposed_only_if_nothing_else_is_missing(made: dict[str, bytes | TreeFile], gone: tuple[str, ...]) -> None:
+    """N7: not if a Trainer shows, here or in an older member, and not if an older member has more files."""
+    files: dict[str, bytes | TreeFile] = {"config.json": b"{}", "model.safetensors": safetensors()}
+    tree = SeriesTree.of({f"checkpoint-{number}/{name}": data for number in (1, 2) for name, data in files.items()})
+    assert "ckptfs commit" in tree.find_reasons("checkpoint-*")["checkpoint-2"]
+    reason = tree.with_files(made).without(*gone).find_reasons("checkpoint-*")["checkpoint-2"]
+    assert reason == "trainer_state.json is not there yet"
+    young = SeriesTree.of(tree.files, age_s=1.0).find_reasons("checkpoint-*")["checkpoint-2"]
+    assert young == reason, "more may come"
 
 
 def test_tensorflow_in_one_directory() -> None:
