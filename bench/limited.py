@@ -21,7 +21,6 @@ import suites  # noqa: E402 - beside this file; the tests' daemon is found by th
 from daemon_under_test import DaemonUnderTest, eventually  # noqa: E402
 from memory_group import MemoryGroup, memory_group  # noqa: E402
 
-from ckptfs import limits  # noqa: E402
 from ckptfs.flow import prepare  # noqa: E402
 from ckptfs.tiers import space  # noqa: E402
 
@@ -64,8 +63,9 @@ def _once(node: DaemonUnderTest, group: MemoryGroup, size: int, piece: int) -> f
     for place in (ram / "expected").glob("*"):
         place.unlink()
     if node.options["data_path"] == "passthrough" and node.options.get("nvme", "") is None:
-        spares = [limits.TOP_UP_AHEAD_BYTES] * prepare.count_spares(space.read_capacity(ram).total)
-        eventually(lambda: list_prepared(ram) == spares, what="nothing but spare files is prepared")
+        total = space.read_capacity(ram).total
+        spares = prepare.choose_changes([], [], total // 2, prepare.count_spares(total)).missing
+        eventually(lambda: list_prepared(ram) == list(spares), what="nothing but spare files is prepared")
     heat = Path("/dev/shm") / f"ckptfs-bench-{os.getpid()}"
     suites.write_new(heat, size=HEAT_BYTES, piece=4 * MIB)
     heat.unlink()

@@ -47,16 +47,17 @@ class PreparedChanges:
 
 
 def choose_changes(
-    files: Sequence[PreparedFile], expected: Sequence[ExpectedSize], bytes_max: int, spare_count: int = 0
+    files: Sequence[PreparedFile], expected: Sequence[ExpectedSize], bytes_max: int, spares: tuple[int, int] = (0, 0)
 ) -> PreparedChanges:
     """Return the changes from `files` to spare files, and one file for each of `expected`, newest first.
 
-    `bytes_max` bounds them. The spare files come first.
+    `bytes_max` bounds them. Of `spares`, so many spare files come before the expected sizes, and so many after them.
 
     A file serves a size that it exceeds by at most `limits.PREPARED_TOLERANCE`: sizes of a series vary a little.
     """
     left, missing, room = sorted(files), [], bytes_max
-    for size in [limits.TOP_UP_AHEAD_BYTES] * spare_count + _round_sizes(expected):
+    spare, (first, last) = [limits.TOP_UP_AHEAD_BYTES], spares
+    for size in spare * first + _round_sizes(expected) + spare * last:
         found = next((file for file in left if size <= file.size_bytes <= size * (1 + limits.PREPARED_TOLERANCE)), None)
         needed = size if found is None else found.size_bytes
         if needed > room:
@@ -81,9 +82,13 @@ def get_bytes_max(setting: float, total: int) -> int:
     return int(setting * total) if isinstance(setting, float) else setting
 
 
-def count_spares(total: int) -> int:
-    """Return how many spare files a tier of `total` bytes has."""
-    return min(limits.SPARE_FILES_MAX, total // limits.SPARE_TIER_BYTES)
+def count_spares(total: int) -> tuple[int, int]:
+    """Return how many spare files a tier of `total` bytes has, before the expected sizes and after them.
+
+    A small tier has one if the expected sizes leave room for it.
+    """
+    first = min(limits.SPARE_FILES_MAX, total // limits.SPARE_TIER_BYTES)
+    return first, int(not first)
 
 
 def has_room(capacity: Capacity, size_bytes: int, high: float, reserve_bytes: int) -> bool:
@@ -118,8 +123,8 @@ class Prepare:
         files = pool.list_files()
         total = self._tiers[Tier.RAM].get_capacity().total
         bytes_max = get_bytes_max(self._config.prepared, total)
-        spare_count = 0 if self._config.data_path is DataPath.BUFFERED else count_spares(total)
-        changes = choose_changes(files, pool.list_expected() if bytes_max else [], bytes_max, spare_count)
+        spares = (0, 0) if self._config.data_path is DataPath.BUFFERED else count_spares(total)
+        changes = choose_changes(files, pool.list_expected() if bytes_max else [], bytes_max, spares)
         for file in changes.surplus:
             pool.remove(file)
         size = next((one for one in changes.missing if self._is_due(one)), None)

@@ -51,11 +51,21 @@ def test_one_file_serves_one_place() -> None:
 def test_spare_files_come_first() -> None:
     """M1: for programs with a memory limit whose sizes are unknown."""
     spare = limits.TOP_UP_AHEAD_BYTES
-    assert [prepare.count_spares(gib * 1024 * MIB) for gib in (0, 7, 8, 17, 64)] == [0, 0, 1, 2, 4]
-    assert choose_changes([], _expect(100), 10**12, 2) == PreparedChanges((), (spare, spare, 100 * MIB))
-    assert choose_changes([PreparedFile(spare, "a")], [], 10**12, 2) == PreparedChanges((), (spare,))
-    assert choose_changes([PreparedFile(spare, "a")], _expect(120), 2 * spare, 1).missing == (120 * MIB,)
-    assert choose_changes([], _expect(100), spare + 50 * MIB, 2).missing == (spare,), "they share the bound"
+    assert [prepare.count_spares(gib * 1024 * MIB) for gib in (0, 7, 8, 17, 64)] == [(0, 1), (0, 1), (1, 0), (2, 0), (4, 0)]
+    assert choose_changes([], _expect(100), 10**12, (2, 0)) == PreparedChanges((), (spare, spare, 100 * MIB))
+    assert choose_changes([PreparedFile(spare, "a")], [], 10**12, (2, 0)) == PreparedChanges((), (spare,))
+    assert choose_changes([PreparedFile(spare, "a")], _expect(120), 2 * spare, (1, 0)).missing == (120 * MIB,)
+    assert choose_changes([], _expect(100), spare + 50 * MIB, (2, 0)).missing == (spare,), "they share the bound"
+
+
+def test_in_a_small_tier_the_spare_file_comes_last() -> None:
+    """M1, X1: a tier of 4 GiB or more has room for one, until a series needs the room."""
+    spare, half = limits.TOP_UP_AHEAD_BYTES, 2048 * MIB
+    assert choose_changes([], [], half, (0, 1)) == PreparedChanges((), (spare,))
+    assert choose_changes([], [], half - 1, (0, 1)) == PreparedChanges((), ())
+    assert choose_changes([], _expect(100), half + 100 * MIB, (0, 1)).missing == (100 * MIB, spare)
+    idle = PreparedFile(spare, "a")
+    assert choose_changes([idle], _expect(100), half, (0, 1)) == PreparedChanges((idle,), (100 * MIB,))
 
 
 def test_the_bound_is_a_share_or_bytes() -> None:

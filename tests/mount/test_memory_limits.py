@@ -263,7 +263,7 @@ PREPARED_BYTES = 256 * limits.MIB
 @pytest.fixture
 def prepared_node(make_daemon: Callable[..., DaemonUnderTest]) -> DaemonUnderTest:
     """A node that expects files of 256 MiB, and has prepared two of them."""
-    node = make_daemon("passthrough", pfs=None, nvme=None, ram="5G")
+    node = make_daemon("passthrough", pfs=None, nvme=None, ram="5G", prepared="1G")  # No room for a spare file.
     (node.path / "ckpt-1").write_bytes(bytes(PREPARED_BYTES))
     node.settle()
     pool = PreparedFiles(TierStorage(Tier.RAM, node.state / "ram"))
@@ -287,7 +287,7 @@ def test_a_limited_program_writes_into_prepared_memory_and_does_not_pay(prepared
 
 def test_the_first_file_of_a_limited_program_takes_a_spare_one(make_daemon: Callable[..., DaemonUnderTest], group: MemoryGroup) -> None:
     """M1: nobody knows its size; it goes by passthrough all the same, and the program does not pay."""
-    node = make_daemon("passthrough", pfs=None, nvme=None, ram="9G")
+    node = make_daemon("passthrough", pfs=None, nvme=None, ram="4G")
     pool = PreparedFiles(TierStorage(Tier.RAM, node.state / "ram"))
     pool.add(limits.TOP_UP_AHEAD_BYTES)  # Without a touch, this is faster than the daemon.
     pool.close()
