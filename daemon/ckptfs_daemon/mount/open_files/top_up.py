@@ -79,6 +79,12 @@ class TopUpThread:
         self._thread: threading.Thread | None = None
         self._is_full_logged = False
 
+    @property
+    def is_growing(self) -> bool:
+        """Return True while a program writes such a file: what is ahead of it is free again soon."""
+        with self._lock:
+            return any(time.monotonic() - file.changed_s < limits.TOP_UP_IDLE_S for file in self._files.values())
+
     def add(self, inode: int, fd: int, prepared_bytes: int) -> None:
         """Keep pages ahead of an open file from now on. Takes `fd`, which is writable."""
         with self._lock:

@@ -1,7 +1,8 @@
 """The time that a request waits for space before it answers ENOSPC (P10).
 
-Space comes while the mover seals, writes back, evicts or removes. The wait goes on while such work is pending and something changes; the
-mover learns how much is wanted, and drops copies that it would keep otherwise.
+Space comes while the mover seals, writes back, evicts or removes. It also comes when a program below a memory limit closes its file, which
+gives back what was prepared ahead of it. The wait goes on while such work is pending and something changes; the mover learns how much is
+wanted, and drops copies that it would keep otherwise.
 
 Crash safety: a demand in the catalog expires by its time.
 """
@@ -37,6 +38,8 @@ class SpaceWait:
             self._outlook = outlook
             summary.set_space_demand(self._context.db, wanted_bytes)
             self._context.wake_channel.notify(ipc.WORK)
+        if self._context.open_files.top_up.is_growing:
+            self._changed_s = now_s
         patience_s = limits.NO_SPACE_PENDING_WAIT_S if self._outlook.is_pending else limits.NO_SPACE_WAIT_S
         if now_s - self._changed_s > patience_s or now_s - self._began_s > limits.NO_SPACE_LONGEST_WAIT_S:
             return False
