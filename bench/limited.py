@@ -78,7 +78,7 @@ def _once(node: DaemonUnderTest, group: MemoryGroup, size: int, piece: int) -> f
 
 def list_prepared(ram: Path) -> list[int]:
     """Return the sizes of the prepared files of a RAM tier."""
-    return [int(name.partition("-")[0], 16) for name in os.listdir(ram / "prepared") if not name.startswith("new-")]
+    return [int(path.name.partition("-")[0], 16) for path in (ram / "prepared").glob("*") if not path.name.startswith("new-")]
 
 
 def main() -> None:
