@@ -11,7 +11,7 @@ Crash safety: a batch is in the catalog and its intents are in the store; the ne
 """
 
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ckptfs import limits
 from ckptfs.catalog import handles, identity, journal, pfs_batch, pfs_state
@@ -391,35 +391,42 @@ def _build_final_values(db: Database, batch: PfsBatch, found: ObservedNames, key
 
 
 def resolve_abandoned_intent(store: Transactions, key: SharedKey, cached: CachedValue, found: ObservedStat | None) -> None:
-    """Resolve the intent of a dead node. `found`: what the PFS shows under that name, None for nothing.
+    """Resolve the intent of a dead node. `found`: what the PFS shows under that name, None for nothing."""
+    intent = cached.fields or {}
+    if key.kind == PFS_STATE:
+        states, told = {key.number: _strip_intent(cached.fields or {"names": []})}, {key: cached}
+        changes: list[Operation] = []
+    else:
+        subjects = [SharedKey(PFS_STATE, inode) for inode in sorted({intent.get("inode", 0), intent.get("next", 0)} - {0})]
+        read_values = read.parse_outcome(subjects, store.read(read.build_gets(subjects)))
+        told = {key: cached} | {subject: one.value for subject, one in read_values.items()}
+        before = {subject.number: one.value.fields or {"names": []} for subject, one in read_values.items()}
+        shows, states = choose_outcome((key.number, key.name), intent, before, found)
+        changes = [Put(encode_key(key), encode_fields({"inode": shows})) if shows else Delete(encode_key(key))]
+    for inode, state in states.items():
+        wire = encode_key(SharedKey(PFS_STATE, inode))
+        changes.append(Put(wire, encode_fields(state)) if state["names"] else Delete(wire))
+    store.commit([Compare(encode_key(one), CompareTarget.MOD, "=", value.revision) for one, value in told.items()], changes)
+
+
+def choose_outcome(name: PfsName, intent: Value, states: Mapping[int, Value], found: ObservedStat | None) -> tuple[int, dict[int, Value]]:
+    """Return the inode that a name shows after the intent of a dead node (0: none), and the new `states`. Pure.
 
     The intent was fulfilled if the PFS shows what was announced, and showed something else before.
     """
-    value = cached.fields or {}
-    if key.kind == PFS_STATE:
-        _clear_pfs_state_intent(store, key, cached)
-        return
-    before, after = value.get("inode", 0), value.get("next", 0)
-    name = [key.number, key.name.decode("latin-1")]
-    subjects = [SharedKey(PFS_STATE, inode) for inode in sorted({before, after} - {0})]
-    told = read.parse_outcome(subjects, store.read(read.build_gets(subjects)))
-    known = told[SharedKey(PFS_STATE, before)].value.fields if before else None
+    before, after, shared_name = intent.get("inode", 0), intent.get("next", 0), [name[0], name[1].decode("latin-1")]
     ino = None if found is None else found.ino
-    done = ino == (value.get("ino") if after else None) and (ino is None or ino != _get_ino(known or {}))
-    shows = after if done else before
-    changes: list[Operation] = [Put(encode_key(key), encode_fields({"inode": shows})) if shows else Delete(encode_key(key))]
-    compares = [Compare(encode_key(key), CompareTarget.MOD, "=", cached.revision)]
-    for subject, one in told.items():
-        now = _strip_intent(one.value.fields or {"names": []})
-        now["names"] = sorted([*(other for other in now["names"] if other != name), *([name] if subject.number == shows else [])])
-        if done and subject.number == after and "published" in value:
-            now["published"] = value["published"]
-        if subject.number == shows and found is not None and (done or ino == _get_ino(now)):
+    is_done = ino == (intent.get("ino") if after else None) and (ino is None or ino != _get_ino(states.get(before, {})))
+    shows = after if is_done else before
+    outcome: dict[int, Value] = {}
+    for inode, state in states.items():
+        now = outcome[inode] = _strip_intent(state)
+        now["names"] = sorted([*(other for other in now["names"] if other != shared_name), *([shared_name] if inode == shows else [])])
+        if is_done and inode == after and "published" in intent:
+            now["published"] = intent["published"]
+        if inode == shows and found is not None and (is_done or ino == _get_ino(now)):
             now |= _build_observed(now, found)
-        wire = encode_key(subject)
-        changes.append(Put(wire, encode_fields(now)) if now["names"] else Delete(wire))
-        compares.append(Compare(wire, CompareTarget.MOD, "=", one.value.revision))
-    store.commit(compares, changes)
+    return shows, outcome
 
 
 def _get_ino(state: Value) -> int | None:
@@ -437,13 +444,6 @@ def _build_observed(state: Value, found: ObservedStat) -> Value:
     if "published" in state and (state["published"][2], state["published"][4]) == (found.size, found.ino):
         changes["published"] = [*state["published"][:3], found.mtime_ns, *state["published"][4:]]
     return changes
-
-
-def _clear_pfs_state_intent(store: Transactions, key: SharedKey, cached: CachedValue) -> None:
-    """Clear the intent of a dead node on the PFS state of an inode. Its names are resolved one by one."""
-    value, wire = _strip_intent(cached.fields or {"names": []}), encode_key(key)
-    change: Operation = Put(wire, encode_fields(value)) if value["names"] else Delete(wire)
-    store.commit([Compare(wire, CompareTarget.MOD, "=", cached.revision)], [change])
 
 
 def _strip_intent(value: Value) -> Value:
