@@ -175,7 +175,8 @@ class WriteBack:
         if self._coordination is not None:
             store_loss.require_adopted(self._db)
         self._tree.reopen_root(self._db)
-        identity = copies.get_tier_uuid(self._db, Tier.PFS) or ""
+        identity = copies.get_tier_uuid(self._db, Tier.PFS)
+        assert identity is not None
         if journal.set_pfs(self._db, identity if pfs_identity.is_mark(identity) else journal.UNIDENTIFIED):
             log.info("%s: new PFS for this catalog; all files are written back to it", self._config.pfs)
         self._has_checked = True
