@@ -336,7 +336,10 @@ def _list_temporaries(batch: PfsBatch, key: SharedKey) -> list[str]:
 
 
 def resume_intents(db: Database, store: Transactions, batch: PfsBatch, instance: str) -> bool:
-    """Record the intents of a batch. Return False if it was never announced, or another node has resolved it."""
+    """Record the intents of an interrupted batch.
+
+    Return False if it was never announced, or another node has resolved it.
+    """
     keys, mine = list_pfs_name_keys(batch), (identity.get_node_number(db), instance, batch.announced_seq or batch.last_seq)
     told = read.parse_outcome(keys, store.read(read.build_gets(keys))) if keys else {}
     for one in told.values():
@@ -410,9 +413,9 @@ def resolve_abandoned_intent(store: Transactions, key: SharedKey, cached: Cached
 
 
 def choose_outcome(name: PfsName, intent: Value, states: Mapping[int, Value], found: ObservedStat | None) -> tuple[int, dict[int, Value]]:
-    """Return the inode that a name shows after the intent of a dead node (0: none), and the new `states`. Pure.
+    """Return what a name shows after the intent of a dead node, and the new `states`. Pure.
 
-    The intent was fulfilled if the PFS shows what was announced, and showed something else before.
+    The inode is 0 if the name shows none. The intent was fulfilled if the PFS shows what was announced, and showed something else before.
     """
     before, after, shared_name = intent.get("inode", 0), intent.get("next", 0), [name[0], name[1].decode("latin-1")]
     ino = None if found is None else found.ino

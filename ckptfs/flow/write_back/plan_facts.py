@@ -61,7 +61,7 @@ class Facts:
         self.unstable_contents: set[tuple[int, int]] = set()
         """(id, change) of those that kept changing while they were read as open files."""
         self.last_unsealed = (0, 0)
-        """(id, change) of the last one that was copied early in vain."""
+        """(id, change) of the last one whose early copy was of no use."""
 
     def get_inode(self, inode: int) -> Inode | None:
         """Return the row of an inode."""

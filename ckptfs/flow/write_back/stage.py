@@ -75,7 +75,7 @@ class Staged:
 
 
 class PfsBlocks:
-    """The blocks of files that this node has written back lately: cloned into a temporary file instead of written.
+    """The blocks of files that this node has written back lately. A copy begins as a clone of them.
 
     A clone is made by the PFS itself. Nothing is believed of it: the copy that follows compares every piece with the content, as it does
     with what an interrupted copy left, and writes what differs. So other programs may change the files on the PFS at any time (P4).
