@@ -55,6 +55,7 @@ class EventKind(StrEnum):
     TROUBLE_OVER = "trouble-over"
     NOTICE = "notice"
     DRAINED = "drained"
+    REPAIRED = "repaired"
 
 
 class Position(NamedTuple):

@@ -60,6 +60,35 @@ def set_copy_state(db: Database, content: int, tier: Tier, state: CopyState) -> 
             remote_contents.mark_copy_present(db, content)
 
 
+def mark_copy_bad(db: Database, content: int, tier: Tier) -> None:
+    """Quarantine a copy that differs from its seal, and count it."""
+    with db.transaction():
+        set_copy_state(db, content, tier, CopyState.QUARANTINED)
+        db.run("INSERT INTO meta (key, value) VALUES ('bad_copies', 1) ON CONFLICT (key) DO UPDATE SET value = value + 1")
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCheckFigures:
+    """How far the copies in RAM and on NVMe are verified."""
+
+    copies: int
+    oldest_ns: int
+    """When the one that waits longest was verified."""
+    bad_found: int
+    """Since the catalog was made."""
+    quarantined: int
+
+
+def load_check_figures(db: Database) -> CopyCheckFigures:
+    """Return how far the copies on this node are verified."""
+    copies, oldest_ns = db.row(
+        "SELECT count(*), coalesce(min(c.verified_ns), 0) FROM copy c JOIN content k ON k.id = c.content"
+        " WHERE c.state = 1 AND k.state = 2 AND c.tier <> 'pfs'"
+    ) or (0, 0)
+    bad_found = int(db.value("SELECT value FROM meta WHERE key = 'bad_copies'") or 0)
+    return CopyCheckFigures(copies, oldest_ns, bad_found, int(db.value("SELECT count(*) FROM copy WHERE state = 2 AND state <> 1")))
+
+
 def delete_copy(db: Database, content: int, tier: Tier) -> None:
     """Delete the row of a copy. Its file may go after the commit, unless `has_copy` finds a new row."""
     with db.transaction():
@@ -130,6 +159,17 @@ def list_verified_on_nvme(db: Database, after: tuple[int, int], at_most: int) ->
         " ORDER BY verified_ns, content LIMIT ?",
         *after, at_most,
     )  # fmt: skip
+
+
+def list_unverified(db: Database, tiers: Iterable[Tier], interval_s: float, at_most: int) -> list[int]:
+    """Return sealed contents with copies that were not verified in the last `interval_s`, oldest first."""
+    now = time.time_ns()
+    rows = db.rows(
+        "SELECT c.content FROM copy c JOIN content k ON k.id = c.content WHERE c.state = 1 AND k.state = 2"
+        " AND c.tier IN (SELECT value FROM json_each(?)) AND c.verified_ns NOT BETWEEN ? AND ? ORDER BY c.verified_ns LIMIT ?",
+        json.dumps([*tiers]), now - int(interval_s * 1e9), now, at_most,
+    )  # fmt: skip
+    return list(dict.fromkeys(row[0] for row in rows))
 
 
 def has_unchecked(db: Database) -> bool:

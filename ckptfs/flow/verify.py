@@ -1,22 +1,28 @@
-"""The verify step: a check of all local copies of a content against its seal.
+"""The verify step: checks of all local copies against their seals, on demand and in the background.
 
-Takes: a sealed content with copies in any tier.
-Leaves: good copies with a new time of verification. Bad copies are quarantined, and rebuilt if a good copy exists.
-If we die here: a quarantined copy never counts, rebuilt or not.
+Takes: a sealed content with copies in any tier; quarantined copies, wherever they were found bad.
+Leaves: good copies with a new time of verification. Bad copies are quarantined, and made again from the nearest good copy: another tier,
+another node, the PFS.
+If we die here: a quarantined copy never counts, made again or not. The next mover goes on with the copy that was verified longest ago.
+
+`Scrub` is the least urgent work of the mover. Before each block it waits as its bandwidth asks, and while files are being sealed, copied,
+fetched or written back, or the machine is short of memory. That wait is bounded: a PFS that is away for days delays it and does not end it.
 """
 
 import logging
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ckptfs import disk, limits
-from ckptfs.catalog import contents, mover_requests, peer_copies
-from ckptfs.catalog.copies import has_copy, list_copies, set_copy_state
+from ckptfs import disk, limits, procfs
+from ckptfs.catalog import contents, mover_requests, peer_copies, pfs_state, summary
+from ckptfs.catalog.copies import has_copy, list_bad_copies, list_copies, list_unverified, set_copy_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get_shown_path
-from ckptfs.errors import Busy, DigestMismatch
+from ckptfs.errors import Busy, CkptfsError, DigestMismatch
 from ckptfs.lifecycle import is_on_pfs
-from ckptfs.model import Content, ContentState, CopyState, Tier
+from ckptfs.model import Content, ContentState, CopyState, Notifier, Tier
 from ckptfs.tiers import local_copies, transfer
 from ckptfs.tiers.storage import Tiers
 
@@ -24,6 +30,18 @@ log = logging.getLogger(__name__)
 
 transfer.declare_labels("verify")
 disk.declare_labels("verify:quarantined", "verify:repaired")
+
+LOCAL_TIERS = (Tier.RAM, Tier.NVME)
+INTERVAL_S = 86_400.0
+BYTES_PER_S = 256 * limits.MIB
+"""Every copy in RAM and on NVMe is read once in this time, at no more than so many bytes per second."""
+BATCH_CONTENTS = 256
+PATIENCE_S = 1.0
+"""How long other work goes first before each block."""
+PAUSE_S = 0.1
+POLL_S = 60.0
+RETRY_S = 3600.0
+"""The time until a content that is bad or busy is verified again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +132,112 @@ def find_repair_source(db: Database, request: int) -> str:
     answer = mover_requests.get(db, request)
     is_here = answer is not None and answer.state == mover_requests.DONE and answer.result != mover_requests.DIRECT
     return answer.result if is_here and answer is not None else ""
+
+
+class Scrub:
+    """Verifies one content a step: quarantined ones first, then those not verified for the longest time."""
+
+    def __init__(self, db: Database, tiers: Tiers, notify: Notifier, record_repaired: Callable[[str, CheckResult], None]) -> None:
+        """`record_repaired` gets the path of the file and the result, for the event log."""
+        self._db = db
+        self._tiers = tiers
+        self._notify = notify
+        self._record_repaired = record_repaired
+        self._pause = threading.Event()
+        self._due: list[int] = []
+        self._next_list_s = 0.0
+        self._not_before_s: dict[int, float] = {}
+        self._repairs: dict[int, tuple[int, CheckResult]] = {}
+        """Content -> the request for it, and what is bad."""
+        self._stale_pages: set[int] = set()
+        """Contents of which the kernel may have pages of a bad copy: an open file keeps its descriptor, and reads them again."""
+
+    def step(self) -> bool:
+        """Verify one content. Return True if there may be another one."""
+        self._finish_repairs()
+        # Applications fetch, too, and their requests come in the same order.
+        number = None if len(self._repairs) >= limits.REFETCHES_MAX else self._take_next()
+        if number is None:
+            return False
+        found: list[CheckResult] = []
+        try:
+            found = verify(self._db, self._tiers, number, self._wait)
+        except (OSError, CkptfsError) as failure:
+            log.debug("content %d: not verified: %s; trying again", number, failure)
+        if not found or any(not one.ok for one in found):
+            self._not_before_s[number] = time.monotonic() + RETRY_S
+            self._repair(number, found)
+        return True
+
+    def next_due_s(self) -> float | None:
+        """Return the seconds until a repair may be done, or copies are due."""
+        return limits.REQUEST_POLL_S if self._repairs else max(0.0, self._next_list_s - time.monotonic())
+
+    def _take_next(self) -> int | None:
+        now_s = time.monotonic()
+        tiers = [tier for tier in LOCAL_TIERS if tier in self._tiers and not self._tiers[tier].failure]
+        bad = (number for tier in tiers for number in list_bad_copies(self._db, CopyState.QUARANTINED, tier))
+        if (urgent := next((number for number in bad if self._is_due(number, now_s)), None)) is not None:
+            return urgent
+        if not self._due and now_s >= self._next_list_s:
+            self._drop_stale_pages()
+            self._not_before_s = {number: until_s for number, until_s in self._not_before_s.items() if until_s > now_s}
+            found = list_unverified(self._db, tiers, INTERVAL_S, BATCH_CONTENTS + len(self._not_before_s))
+            self._due = [number for number in found if self._is_due(number, now_s)]
+            self._next_list_s = now_s if self._due else now_s + POLL_S
+        return self._due.pop(0) if self._due else None
+
+    def _is_due(self, number: int, now_s: float) -> bool:
+        return number not in self._repairs and self._not_before_s.get(number, 0.0) <= now_s
+
+    def _wait(self) -> None:
+        """Keep to the bandwidth, and let all other work go first for a while."""
+        until_s = time.monotonic() + PATIENCE_S
+        self._pause.wait(limits.BLOCK_BYTES / BYTES_PER_S)
+        while time.monotonic() < until_s and self._must_yield():
+            self._pause.wait(PAUSE_S)
+
+    def _must_yield(self) -> bool:
+        return (
+            procfs.get_memory_pressure() >= limits.PREPARED_PRESSURE_HIGH
+            or summary.count_unsealed(self._db) > 0
+            or pfs_state.has_work(self._db)
+            or bool(mover_requests.list_open(self._db, mover_requests.FETCH, at_most=1))
+            or bool(peer_copies.list_under_replicated(self._db, 0, 1))
+        )
+
+    # --- repair ------------------------------------------------------------------------------------------------------
+
+    def _repair(self, number: int, found: list[CheckResult]) -> None:
+        """Report what another tier has repaired; request the content if no copy here is good."""
+        if not found or (content := contents.get_content(self._db, number)) is None:
+            return
+        self._stale_pages.add(number)
+        self._drop_stale_pages()
+        for one in found:
+            if one.repaired:
+                self._record_repaired(get_shown_path(self._db, content.inode), one)
+        if not any(one.ok or one.repaired for one in found) and (request := request_repair(self._db, number)) is not None:
+            self._repairs[number] = request, found[0]
+            self._notify.wake_lanes(mover_requests.LANE_BY_KIND[mover_requests.FETCH])
+
+    def _drop_stale_pages(self) -> None:
+        """Have the kernel drop its pages of bad copies, again until no process has opened the bad copy."""
+        for number in list(self._stale_pages):
+            record = contents.get_file_record(self._db, number)
+            if record.content is not None:
+                self._notify.invalidate_inode(record.content.inode)
+            if not record.open_handles:
+                self._stale_pages.discard(number)
+
+    def _finish_repairs(self) -> None:
+        for number, (request, bad) in list(self._repairs.items()):
+            if mover_requests.is_open(self._db, request):
+                continue
+            del self._repairs[number]
+            content, source = contents.get_content(self._db, number), find_repair_source(self._db, request)
+            if content is not None and source:
+                self._not_before_s.pop(number, None)  # Other copies here may be bad still.
+                path = get_shown_path(self._db, content.inode)
+                log.info("%s: the copy in %s was bad; repaired from %s", path, bad.tier, source)
+                self._record_repaired(path, replace(bad, source=source))

@@ -23,7 +23,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("name", "mountpoint", "state", "version", "health", "data_path", "data_path_reason", "fsync", "pfs", "drain_deadline_s", "tiers", "write_back", "counts", "processes", "troubles", "refused", "clique", "handles", "memory", "survives_kill", "survives_supervisor_kill", "notice", "request_timeout_s", "history")
+    __slots__ = ("name", "mountpoint", "state", "version", "health", "data_path", "data_path_reason", "fsync", "pfs", "drain_deadline_s", "tiers", "write_back", "counts", "processes", "troubles", "refused", "clique", "handles", "memory", "survives_kill", "survives_supervisor_kill", "notice", "request_timeout_s", "history", "scrub")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MOUNTPOINT_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class Status(_message.Message):
     NOTICE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     HISTORY_FIELD_NUMBER: _ClassVar[int]
+    SCRUB_FIELD_NUMBER: _ClassVar[int]
     name: str
     mountpoint: str
     state: str
@@ -72,7 +73,20 @@ class Status(_message.Message):
     notice: Notice
     request_timeout_s: int
     history: History
-    def __init__(self, name: _Optional[str] = ..., mountpoint: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[str] = ..., health: _Optional[str] = ..., data_path: _Optional[str] = ..., data_path_reason: _Optional[str] = ..., fsync: _Optional[str] = ..., pfs: _Optional[str] = ..., drain_deadline_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., write_back: _Optional[_Union[WriteBack, _Mapping]] = ..., counts: _Optional[_Union[Counts, _Mapping]] = ..., processes: _Optional[_Iterable[_Union[Process, _Mapping]]] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., clique: _Optional[_Union[Clique, _Mapping]] = ..., handles: _Optional[_Iterable[_Union[HandleCount, _Mapping]]] = ..., memory: _Optional[_Union[ServiceMemory, _Mapping]] = ..., survives_kill: _Optional[bool] = ..., survives_supervisor_kill: _Optional[bool] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ..., request_timeout_s: _Optional[int] = ..., history: _Optional[_Union[History, _Mapping]] = ...) -> None: ...
+    scrub: Scrub
+    def __init__(self, name: _Optional[str] = ..., mountpoint: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[str] = ..., health: _Optional[str] = ..., data_path: _Optional[str] = ..., data_path_reason: _Optional[str] = ..., fsync: _Optional[str] = ..., pfs: _Optional[str] = ..., drain_deadline_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., write_back: _Optional[_Union[WriteBack, _Mapping]] = ..., counts: _Optional[_Union[Counts, _Mapping]] = ..., processes: _Optional[_Iterable[_Union[Process, _Mapping]]] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., clique: _Optional[_Union[Clique, _Mapping]] = ..., handles: _Optional[_Iterable[_Union[HandleCount, _Mapping]]] = ..., memory: _Optional[_Union[ServiceMemory, _Mapping]] = ..., survives_kill: _Optional[bool] = ..., survives_supervisor_kill: _Optional[bool] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ..., request_timeout_s: _Optional[int] = ..., history: _Optional[_Union[History, _Mapping]] = ..., scrub: _Optional[_Union[Scrub, _Mapping]] = ...) -> None: ...
+
+class Scrub(_message.Message):
+    __slots__ = ("copies", "oldest_age_s", "bad_found", "quarantined")
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    BAD_FOUND_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    copies: int
+    oldest_age_s: float
+    bad_found: int
+    quarantined: int
+    def __init__(self, copies: _Optional[int] = ..., oldest_age_s: _Optional[float] = ..., bad_found: _Optional[int] = ..., quarantined: _Optional[int] = ...) -> None: ...
 
 class History(_message.Message):
     __slots__ = ("series", "sets", "bytes", "bytes_max", "held_files", "held_bytes", "rules")

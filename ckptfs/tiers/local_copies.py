@@ -75,7 +75,7 @@ def quarantine(db: Database, seen: Content, tier: Tier, problem: str) -> bool:
             return False
         if known[0] is CopyState.QUARANTINED:
             return True
-        copies.set_copy_state(db, seen.id, tier, CopyState.QUARANTINED)
+        copies.mark_copy_bad(db, seen.id, tier)
         is_lost = seen.state is ContentState.SEALED and contents.mark_lost(db, seen)
     path = get_shown_path(db, seen.inode)
     log.error("%s: the copy in %s is quarantined: %s", path, tier, problem)

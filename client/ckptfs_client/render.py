@@ -135,6 +135,7 @@ def build_status(answer: "pb.Status") -> "RenderableType":
     lines.append(f"  memory      {escape(describe_service_memory(answer.memory))}")
     lines += _describe_write_back(answer)
     lines += describe_history(answer.history)
+    lines.append(f"  scrub       {describe_scrub(answer.scrub)}")
     lines += _describe_clique(answer.clique) if answer.HasField("clique") else []
     lines += _describe_refused(answer)
     tables = [_build_tier_table(answer), _build_process_table(answer)]
@@ -186,6 +187,13 @@ def describe_history(history: "pb.History") -> list[str]:
             f"  held back   {format_count(history.held_files, 'file')} ({format_size(history.held_bytes)}) stay off the PFS by a rule"
         )
     return lines + [f"  {'' if number else 'retention':<11} {escape(rule)}" for number, rule in enumerate(history.rules)]
+
+
+def describe_scrub(scrub: "pb.Scrub") -> str:
+    """Describe how far the copies in local tiers are verified."""
+    copies = format_count(scrub.copies, "copy", "copies")
+    verified = f"{copies}, verified in the last {format_duration(scrub.oldest_age_s)}" if scrub.copies else copies
+    return f"{verified}; bad so far: {scrub.bad_found}, of which {scrub.quarantined} are not repaired"
 
 
 def describe_survival(answer: "pb.Status") -> str:

@@ -34,7 +34,7 @@ OPERATIONS = REPOSITORY / "docs/operations.md"
 LEFT_OUT = {
     "drain_deadline_s", "request_timeout_s", "counts.files", "processes.pid", "troubles.age_s", "notice.age_s", "notice.deadline_s",
     "write_back.current_copied_bytes", "write_back.current_size_bytes", "clique.short.copies", "clique.links.rtt_s",
-    "clique.links.bytes_per_s",
+    "clique.links.bytes_per_s", "scrub.copies",
 }  # fmt: skip
 """Figures of status that are no metrics: settings, a sum of others, and what belongs to one file, process or node."""
 SUMS = {"clique.links.waiting_files", "clique.links.sending_files", "clique.links.waiting_bytes", "clique.links.sending_bytes"}

@@ -96,4 +96,7 @@ _DETAILS: dict[str, Callable[[LoggedEvent], list[str]]] = {
     EventKind.TROUBLE_OVER: _describe_trouble,
     EventKind.NOTICE: lambda event: [f"{event.get_text('source')}: {event.get_text('what')}"],
     EventKind.DRAINED: _describe_drain,
+    EventKind.REPAIRED: lambda event: [
+        f"{event.get_text('path')}: the copy in {event.get_text('tier')} from {event.get_text('source')}: {event.get_text('what')}"
+    ],
 }

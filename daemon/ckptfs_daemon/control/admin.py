@@ -21,10 +21,12 @@ import grpc
 from ckptfs import disk, limits
 from ckptfs.catalog import copies, history_names, mover_requests, namespace, summary
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.inodes import get_shown_path
 from ckptfs.coherence import key_state, store_loss
 from ckptfs.config import Config
 from ckptfs.config.schema import LOG_LEVELS
 from ckptfs.errors import Busy, CkptfsError, InvalidArgument, TimedOut, posix_error
+from ckptfs.event_log import EventKind
 from ckptfs.flow import verify
 from ckptfs.lifecycle import FileRecord
 from ckptfs.model import Content, ContentState, Level
@@ -36,6 +38,7 @@ from ckptfs_daemon import logs
 from ckptfs_daemon.control.methods import RefusedCalls, require_inode_number, stream_changes, translate_errors, translate_stream_errors
 from ckptfs_daemon.control.status import StatusFigures
 from ckptfs_daemon.drain import load_pending, record_result
+from ckptfs_daemon.event_writer import events
 from ckptfs_daemon.ipc import Successor
 from ckptfs_daemon.rescue import Rescue, parse_drain_level
 
@@ -65,9 +68,14 @@ class FileVerifier:
         tiers: Tiers,
         retry_now: Callable[[], None],
         refresh_pfs_path: Callable[[int], None] = lambda inode: None,
+        invalidate_inode: Callable[[int], None] = lambda inode: None,
     ) -> None:
-        """`retry_now` runs all lanes. `refresh_pfs_path` reads from the store where a file is on the PFS."""
+        """`retry_now` runs all lanes. `refresh_pfs_path` reads from the store where a file is on the PFS.
+
+        `invalidate_inode` has the kernel drop its pages of a file.
+        """
         self._refresh_pfs_path = refresh_pfs_path
+        self._invalidate_inode = invalidate_inode
         self._config = config
         self._db = db
         self._tiers = tiers
@@ -97,6 +105,11 @@ class FileVerifier:
             return [pb.Finding(verdict=UNKNOWN, what=str(failure))]
         except (OSError, CkptfsError) as failure:
             return [pb.Finding(verdict=UNREADABLE, what=str(failure))]
+        path = get_shown_path(self._db, content.inode)
+        for one in checked:
+            if one.repaired:
+                self._invalidate_inode(content.inode)
+                events.record(EventKind.REPAIRED, path=path, tier=one.tier.value, what=one.problem, source=one.source)
         return [_build_finding(one) for one in checked]
 
     def _repair_from_elsewhere(self, content: Content, before: list[verify.CheckResult]) -> list[verify.CheckResult]:
@@ -161,13 +174,14 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
         self, config: Config, db: Database, tiers: Tiers, retry_now: Callable[[], None], refused: RefusedCalls | None = None,
         request_log_level: Callable[[str], None] = logs.set_level, refresh_pfs_path: Callable[[int], None] = lambda inode: None,
         record_missed_drain: Callable[[], None] = lambda: None, request_upgrade: Callable[[Successor], None] | None = None,
+        invalidate_inode: Callable[[int], None] = lambda inode: None,
     ) -> None:  # fmt: skip
         """`request_log_level` sets the level of all processes, and may return before it is set.
 
         `record_missed_drain`: a drain took as long as an unmount would wait. `request_upgrade` ends this process if the supervisor hands
         over to the successor, or raises its refusal.
         """
-        self._verifier = FileVerifier(config, db, tiers, retry_now, refresh_pfs_path)
+        self._verifier = FileVerifier(config, db, tiers, retry_now, refresh_pfs_path, invalidate_inode)
         self._record_missed_drain = record_missed_drain
         self.refused = refused or RefusedCalls()
         self._config = config

@@ -195,6 +195,11 @@ METRICS: tuple[MetricRow, ...] = (
         lambda clique: clique.incoming_transfers),
     _clique("ckptfs_clique_outgoing_reads", "Files that other nodes are reading from this one.", lambda clique: clique.outgoing_reads),
 
+    _one("ckptfs_scrub_age_seconds", "Time in which every copy in RAM and on NVMe was verified.", lambda status: status.scrub.oldest_age_s),
+    _one("ckptfs_bad_copies_total", "Copies that differed from their seals.", lambda status: status.scrub.bad_found),
+    _one("ckptfs_quarantined_copies", "Copies that differ from their seals and are not repaired.",
+        lambda status: status.scrub.quarantined),
+
     _one("ckptfs_history_series", "Series of checkpoints that have sets.", lambda status: status.history.series),
     _one("ckptfs_history_sets", "Checkpoint sets that are kept.", lambda status: status.history.sets),
     _one("ckptfs_history_bytes", "Bytes that only the history holds.", lambda status: status.history.bytes),

@@ -62,6 +62,7 @@ class StatusFigures:
         self._counts = CachedFigure(lambda: summary.load_counts(db))
         self._write_back_counts = CachedFigure(lambda: summary.load_write_back_figures(db))
         self._copies = CachedFigure(lambda: summary.count_copies_by_tier(db))
+        self._checks = CachedFigure(lambda: copies.load_check_figures(db))
         self._bytes = CachedFigure(lambda: {tier: summary.count_bytes_in_tier(db, tier) for tier in (Tier.RAM, Tier.NVME)})
 
     def build_status(self) -> pb.Status:
@@ -75,6 +76,7 @@ class StatusFigures:
             memory=build_service_memory(config, self._tiers), survives_kill=bool(processes),
             survives_supervisor_kill=bool(processes.get("is_kept_by_systemd")),
             request_timeout_s=int(processes.get("request_timeout_s") or 0), history=build_history(config, self._db, self._tiers),
+            scrub=self._build_scrub(),
         )  # fmt: skip
         if (notice := self._load_notice()) is not None:
             status.notice.CopyFrom(notice)
@@ -127,6 +129,11 @@ class StatusFigures:
             lag_s=found.lag_s, unsealed_files=found.unsealed_files, current_path=str(now.get("path", "")),
             current_copied_bytes=int(now.get("copied_bytes", 0)), current_size_bytes=int(now.get("size_bytes", 0)),
         )  # fmt: skip
+
+    def _build_scrub(self) -> pb.Scrub:
+        found = self._checks.get()
+        age_s = max(0.0, time.time() - found.oldest_ns / 1e9) if found.copies else 0.0
+        return pb.Scrub(copies=found.copies, oldest_age_s=age_s, bad_found=found.bad_found, quarantined=found.quarantined)
 
     def _build_counts(self) -> pb.Counts:
         found = self._counts.get()

@@ -21,6 +21,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import get_instance_id
 from ckptfs.coherence.key_state import DirtyKeyTracker
 from ckptfs.config import Config
+from ckptfs.event_log import EventKind
 from ckptfs.flow.check_pfs import CheckPfs
 from ckptfs.flow.evict import Evict
 from ckptfs.flow.fetch import Fetch
@@ -30,6 +31,7 @@ from ckptfs.flow.recover import Recover
 from ckptfs.flow.scan import Scan
 from ckptfs.flow.seal import Seal
 from ckptfs.flow.share_blocks import ShareBlocks
+from ckptfs.flow.verify import CheckResult, Scrub
 from ckptfs.flow.wait_level import WaitLevel
 from ckptfs.flow.write_back import WriteBack
 from ckptfs.model import Notifier, Tier
@@ -41,6 +43,7 @@ from ckptfs_daemon.control.admin import AdminService
 from ckptfs_daemon.control.methods import RefusedCalls
 from ckptfs_daemon.control.queries import QueryService
 from ckptfs_daemon.drain import Drain
+from ckptfs_daemon.event_writer import events
 from ckptfs_daemon.ipc import READY, ChildSetup, ProgressSignal, UpgradeRequests
 from ckptfs_daemon.mover import preemption, trouble_events
 from ckptfs_daemon.mover.cluster_services import ClusterServices
@@ -92,7 +95,7 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
         nursery.start_soon(ipc.send_heartbeats, setup.link, name="heartbeats")
         nursery.start_soon(_handle_wake_ups, wake_channel, lanes, name="wake-ups")
         nursery.start_soon(lanes.run, name="lanes")
-        queries, admin = _build_control(setup, db, tiers, lanes, cluster_services, progress, drain, upgrades)
+        queries, admin = _build_control(setup, db, tiers, lanes, cluster_services, progress, drain, upgrades, notify)
         nursery.start_soon(server.serve, config, queries, admin, name="control")
         if cluster_services is not None:
             cluster_services.membership.subscribe(lambda _: lanes.wake())
@@ -117,7 +120,7 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
 
 def _build_control(
     setup: ChildSetup, db: Database, tiers: Tiers, lanes: Lanes, cluster_services: ClusterServices | None, progress: ProgressSignal,
-    drain: Drain, upgrades: UpgradeRequests,
+    drain: Drain, upgrades: UpgradeRequests, notify: Notifier,
 ) -> tuple[QueryService, AdminService]:  # fmt: skip
     token = trio.lowlevel.current_trio_token()
     retry_now = functools.partial(trio.from_thread.run_sync, lanes.retry_now, trio_token=token)
@@ -127,7 +130,16 @@ def _build_control(
         figures, refresh_pfs_path = cluster_services.figures, cluster_services.refresh_pfs_path
     refused, request_log_level = RefusedCalls(), functools.partial(ipc.request_log_level, setup.link)
     return QueryService(setup.config, db, tiers, figures, refused, progress, wake_lanes), AdminService(
-        setup.config, db, tiers, retry_now, refused, request_log_level, refresh_pfs_path, drain.record_missed, upgrades.ask
+        setup.config,
+        db,
+        tiers,
+        retry_now,
+        refused,
+        request_log_level,
+        refresh_pfs_path,
+        drain.record_missed,
+        upgrades.ask,
+        notify.invalidate_inode,
     )
 
 
@@ -163,6 +175,7 @@ class _Flows:
             ("reclaim", Reclaim(db, tiers, config, notify, LOCAL_TIERS)),
             ("wait level", WaitLevel(db, tiers, config, notify)),
             ("blocks", ShareBlocks(db, tiers)),
+            ("scrub", Scrub(db, tiers, notify, _record_repaired)),
         ]
         if not config.is_read_only:
             self.lanes += [("prepare", self._prepare)]
@@ -195,6 +208,10 @@ class _Flows:
         self._scan.prepare()
         if self._cluster_services is not None:
             self._cluster_services.prepare()
+
+
+def _record_repaired(path: str, copy: CheckResult) -> None:
+    events.record(EventKind.REPAIRED, path=path, tier=copy.tier.value, what=copy.problem, source=copy.source)
 
 
 def _build_monitors(db: Database, tiers: Tiers, config: Config, lanes: Lanes) -> list[TierMonitor]:
