@@ -29,7 +29,7 @@ from ckptfs.errors import Busy, CkptfsError, InvalidArgument, TimedOut, posix_er
 from ckptfs.event_log import EventKind
 from ckptfs.flow import verify
 from ckptfs.lifecycle import FileRecord
-from ckptfs.model import Content, ContentState, Level
+from ckptfs.model import Content, ContentState, Level, PublishedRow
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
 from ckptfs.tiers import pfs_tree, transfer
@@ -140,7 +140,7 @@ class FileVerifier:
             what = PFS_CHANGED_TEXT.get(failure.errno or 0, str(failure))
             return [pb.Finding(tier="pfs", verdict=UNREADABLE, what=what)]
 
-    def _compare_with_pfs(self, fetch_state: copies.FetchState, published: copies.PublishedFile, pfs: Path) -> pb.Finding:
+    def _compare_with_pfs(self, fetch_state: copies.FetchState, published: PublishedRow, pfs: Path) -> pb.Finding:
         expected = published.digest
         with disk.closing(pfs_tree.open_published(pfs, fetch_state)) as fd:
             _, digest, _ = transfer.read(fd, label="verify")
