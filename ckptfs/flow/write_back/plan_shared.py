@@ -4,7 +4,8 @@ Takes: the journal's next rows, and a snapshot of the store about everything tha
 Leaves: a plan that brings the PFS nearer to the tree that all nodes share. Nothing is touched.
 If we die here: the next mover plans again.
 
-A row applies as written if the shared tree agrees with it: the name leads to the inode now, or a later row of this journal moves it on.
+A row applies as written if the shared tree agrees with it: the name leads to the inode now, or a later row of this journal moves it on
+and the PFS shows no file of another node there.
 So the rows of one node keep their order (P6). If another node changed the same names, its row may come earlier or later. Then the
 names on the PFS of that inode are aligned with its names in the shared tree, whichever node set them.
 """
