@@ -7,6 +7,7 @@ import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -64,10 +65,15 @@ def short(path: Path) -> str:
     return str(path.relative_to(REPOSITORY))
 
 
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
 def trees(paths: list[Path]) -> Iterator[tuple[Path, ast.Module]]:
     """Each module with its syntax tree."""
     for path in paths:
-        yield path, ast.parse(path.read_text(), filename=str(path))
+        yield path, parse(path)
 
 
 def functions() -> Iterator[tuple[str, int]]:
@@ -83,7 +89,7 @@ def functions() -> Iterator[tuple[str, int]]:
 def test_a_module_says_what_it_owns_and_is_short(path: Path) -> None:
     text = path.read_text()
     if text.strip():
-        assert ast.get_docstring(ast.parse(text)), "no docstring"
+        assert ast.get_docstring(parse(path)), "no docstring"
     assert len(text.splitlines()) <= MODULE_LINES_MAX
     assert path.stem not in FORBIDDEN_MODULES
 
@@ -181,7 +187,7 @@ STEPS = sorted({path for path in FLOW.glob("*.py") if path.stem != "__init__"} |
 
 @pytest.mark.parametrize("path", STEPS, ids=short)
 def test_a_step_of_the_flow_says_what_it_takes_and_leaves(path: Path) -> None:
-    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+    docstring = ast.get_docstring(parse(path)) or ""
     starts = [line.split(":")[0] for line in docstring.splitlines()[:12]]
     assert [word for word in ("Takes", "Leaves", "If we die here") if word not in starts] == []
 
