@@ -4,6 +4,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import pytest
 from clique_world import (
@@ -30,6 +31,7 @@ from ckptfs.coherence import pfs_coordination
 from ckptfs.errors import Busy
 from ckptfs.flow.copy_records import AnnounceCopies
 from ckptfs.flow.fetch import Fetch
+from ckptfs.flow.fetch.fetch_progress import FetchProgress
 from ckptfs.flow.fetch.from_peers import PeerFetcher
 from ckptfs.flow.recover import Recover
 from ckptfs.flow.verify import verify
@@ -42,7 +44,7 @@ def refresh(node: Node, inode: int) -> None:
     """Ask the store and the writer for the state of a file."""
     state = copies.load_fetch_state(node.db, inode)
     assert state is not None
-    PeerFetcher(node.db, node.tiers, cluster_of(node)).refresh(state, lambda: None)
+    PeerFetcher(node.db, node.tiers, cluster_of(node)).refresh(state, create_autospec(FetchProgress, instance=True))
 
 
 def test_any_node_reads_what_another_one_wrote(tmp_path: Path) -> None:
