@@ -109,7 +109,7 @@ def test_a_file_that_others_replace_all_the_time_can_be_opened(memory: ClusterUn
         others = [threads.submit(replace), threads.submit(stand_still)]
         try:
             read: list[int] = []
-            while len(set(read)) < 12 or len(read) < 50:
+            while len(set(read)) < 8 or len(read) < 25:
                 read.append(int((reader.path / "replaced" / "file").read_bytes()))
         finally:
             ended.set()
