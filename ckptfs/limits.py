@@ -198,8 +198,7 @@ TOP_UP_STEP_BYTES = 32 * MIB
 TOP_UP_RESERVE_BYTES = MIB
 # A smaller prepared file is enlarged to that at open, if this takes at most so much processor time. It takes 6 ms with huge pages.
 TOP_UP_OPEN_CPU_S = 0.02
-# Spare files of that size, for unknown sizes: one for so much of the RAM tier, at most so many, and a new one at most so often. A smaller
-# tier has one if the expected sizes leave room for it in `prepared=`, so not below 4 GiB.
+# Spare files of that size: one for so much of the RAM tier (or one if `prepared=` leaves room), at most so many, and a new one so often.
 SPARE_TIER_BYTES = 8 * GIB
 SPARE_FILES_MAX = 4
 SPARE_INTERVAL_S = 1.0
