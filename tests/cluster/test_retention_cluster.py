@@ -55,6 +55,7 @@ def list_own_copies(node: NodeUnderTest) -> set[str]:
 
 
 def test_sets_of_many_writers_expire(ruled: ClusterUnderTest) -> None:
+    """D13, too: each node keeps the file that it wrote."""
     for step in range(1, 6):
         save(ruled, step)
         kept = {f"step_{one}" for one in (step - 1, step) if one}
