@@ -326,7 +326,8 @@ def test_directories_show_series_and_subdirectories(mount: Area) -> None:
     assert sorted(os.listdir(latest(mount, "run"))) == ["step_*", "step_1", "step_2"]
     assert os.listdir(latest(mount)) == ["run"] and os.listdir(latest(mount, "run", "step_1")) == []
     assert mount.path.name in os.listdir(mount.daemon.path / ".ckptfs" / "latest")
-    assert {*os.listdir(mount.daemon.path / ".ckptfs")} - {"history"} == {"latest"} and ".ckptfs" not in os.listdir(mount.daemon.path)
+    assert {*os.listdir(mount.daemon.path / ".ckptfs")} - {"history"} == {"complete", "latest"}
+    assert ".ckptfs" not in os.listdir(mount.daemon.path)
     found = [entry.name for entry in os.scandir(latest(mount, "run")) if entry.is_symlink()]
     assert found == ["step_*"] and latest(mount, "run").is_dir()
     assert not latest(mount, "run", "notes").exists() and not latest(mount, "none").exists()
