@@ -45,7 +45,8 @@ PFS_ERRNOS = {
     errno.ENXIO, errno.EREMOTEIO, errno.ENOMEM, errno.ENOBUFS, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.ECOMM,
     errno.EPROTO, errno.ENOLINK, errno.ENOLCK, errno.EUCLEAN,
 }  # fmt: skip
-FULL_ERRNOS = {errno.ENOSPC, errno.EROFS}
+# Of these, what concerns every file: no probe is needed.
+WHOLE_PFS_ERRNOS = {errno.ENOSPC, errno.EROFS}
 # A change that failed so often with one of PFS_ERRNOS is deferred if the PFS takes another file.
 TRIES_MAX = 3
 # If so many files are refused the whole PFS refuses, and write-back waits for it.
@@ -160,7 +161,7 @@ class DeferredFiles:
 
     def _is_stubborn(self, key: tuple[int, RefusedKind], failure: OSError, is_pfs_well: Callable[[], bool]) -> bool:
         """Return True if the change fails again and again while the PFS takes other files."""
-        if failure.errno in FULL_ERRNOS:
+        if failure.errno in WHOLE_PFS_ERRNOS:
             return False
         self._failures[key] = self._failures.get(key, 0) + 1
         return self._failures[key] >= TRIES_MAX and is_pfs_well()
