@@ -51,7 +51,7 @@ class Facts:
     def is_seal_overdue(self, row: JournalRow, content: Content) -> bool:
         return self.late
 
-    def is_paused(self, inode: int, content: int) -> bool:
+    def defer_if_paused(self, inode: int, content: int) -> bool:
         return False
 
     def is_deferred(self, inode: int) -> bool:

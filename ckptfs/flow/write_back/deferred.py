@@ -244,8 +244,8 @@ class CopyPacing:
             self._until_s = {number: until_s for number, until_s in self._until_s.items() if until_s > now}
             self._until_s[content] = time.monotonic() + seconds * self._ratio
 
-    def defer_if_early(self, inode: int, content: int) -> bool:
-        """Return True, and remember the content, if its pause is not over."""
+    def defer_if_paused(self, inode: int, content: int) -> bool:
+        """Return True, and note the content for a later copy, if its last copy took too long to repeat it now."""
         if time.monotonic() >= self._until_s.get(content, 0.0):
             self._until_s.pop(content, None)
             return False

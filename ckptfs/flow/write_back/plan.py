@@ -1,7 +1,7 @@
-"""The plan of one batch: pure decisions over a view of the PFS and facts from the catalog.
+"""The plan of one batch: decisions over a view of the PFS and facts from the catalog. Touches no file.
 
 Takes: the journal's next rows, and the catalog's record of what the PFS shows.
-Leaves: PFS changes in journal order, and the entries that the PFS shows after them. The PFS is not touched.
+Leaves: PFS changes in journal order, and the entries that the PFS shows after them.
 If we die here: the next mover plans again.
 
 A file that the PFS does not show yet has its names in `pfs_pending` only; changes of these names cost nothing. A file that is created,
@@ -399,7 +399,7 @@ class Planner:
         content = self._facts.get_content(row.content or 0)
         if content is None or content.state is not ContentState.OPEN or self._facts.is_repeated(row):
             return True
-        if (content.id, content.change) in self._facts.unstable_contents or self._facts.is_paused(content.inode, content.id):
+        if (content.id, content.change) in self._facts.unstable_contents or self._facts.defer_if_paused(content.inode, content.id):
             return True
         return self._publish(row, content, SourceKind.STABLE)
 

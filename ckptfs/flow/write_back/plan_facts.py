@@ -55,7 +55,7 @@ class Facts:
         self.is_in_history = partial(inodes.is_history, db)
         self.can_link_history = True
         """False: the PFS refused a hard link into the history of sets."""
-        self.is_paused = pacing.defer_if_early
+        self.defer_if_paused = pacing.defer_if_paused
         self.unfit_inodes: set[int] = set()
         """Those that the PFS cannot hold, such as devices."""
         self.unstable_contents: set[tuple[int, int]] = set()
