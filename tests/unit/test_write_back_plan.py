@@ -54,10 +54,10 @@ class Facts:
     def defer_if_paused(self, inode: int, content: int) -> bool:
         return False
 
-    def is_deferred(self, inode: int) -> bool:
+    def has_refused_bytes(self, inode: int) -> bool:
         return inode in self.refused
 
-    def is_held(self, inode: int) -> bool:
+    def has_refused_names(self, inode: int) -> bool:
         return False
 
     def has_refused_attributes(self, inode: int) -> bool:

@@ -166,11 +166,11 @@ class DeferredFiles:
         self._failures[key] = self._failures.get(key, 0) + 1
         return self._failures[key] >= TRIES_MAX and is_pfs_well()
 
-    def is_deferred(self, inode: int) -> bool:
+    def has_refused_bytes(self, inode: int) -> bool:
         """Return True if the PFS refuses the bytes of a file, until `start_batch` releases it."""
         return (inode, RefusedKind.BYTES) in self._files
 
-    def is_held(self, inode: int) -> bool:
+    def has_refused_names(self, inode: int) -> bool:
         """Return True if the PFS refuses a change of the names of an inode."""
         return (inode, RefusedKind.NAMES) in self._files
 

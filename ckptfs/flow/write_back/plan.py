@@ -218,7 +218,7 @@ class Planner:
     def _make(self, row: JournalRow) -> bool:
         (name,) = row.names
         inode = self._facts.get_inode(row.inode)
-        if self._facts.is_held(row.inode) or self._is_guarded(name, row.inode) or self._is_directory_pending(name):
+        if self._facts.has_refused_names(row.inode) or self._is_guarded(name, row.inode) or self._is_directory_pending(name):
             self._set_wanted(name, row.inode, row)
             return True
         if self._find_location(name) is None or row.inode in self._facts.unfit_inodes or not can_be_made(row, inode):
@@ -234,7 +234,7 @@ class Planner:
     def _link(self, row: JournalRow) -> bool:
         (name,) = row.names
         shown = self._list_shown_names(row.inode)
-        is_refused = self._facts.is_held(row.inode) or self._is_guarded(name, row.inode) or self._is_directory_pending(name)
+        is_refused = self._facts.has_refused_names(row.inode) or self._is_guarded(name, row.inode) or self._is_directory_pending(name)
         if not shown or is_refused or self._find_location(name) is None or not self._list_linkable([name], shown):
             self.view.set_pending(*name, row.inode)
             if is_refused or self._list_stale_names(row.inode):
@@ -259,7 +259,7 @@ class Planner:
         shown = self._get_shown(name)
         if self._find_location(name) is None:
             self.view.delete_entry(*name)
-        elif self._facts.is_held(shown.inode) or self._is_guarded(name) or self.view.has_entries(shown.inode):
+        elif self._facts.has_refused_names(shown.inode) or self._is_guarded(name) or self.view.has_entries(shown.inode):
             self._set_wanted(name, NO_INODE, row)
         elif (refuge := self._find_refuge(name)) is not None:
             self._move_to_refuge(name, refuge)
@@ -275,7 +275,7 @@ class Planner:
         is_directory = stat.S_ISDIR(row.mode)
         if is_directory and self.actions:
             return False
-        if self._facts.is_held(row.inode) or self._is_guarded(new, row.inode) or self._is_directory_pending(new):
+        if self._facts.has_refused_names(row.inode) or self._is_guarded(new, row.inode) or self._is_directory_pending(new):
             self.view.delete_pending(*new)
             self._set_wanted(name, NO_INODE, row)
             self._set_wanted(new, row.inode, row)
@@ -295,7 +295,7 @@ class Planner:
         """Rename an inode that is not under its name on the PFS yet; the file that it replaced goes."""
         has_pending = self.view.get_pending(*name) is not None
         was_refused = (
-            stat.S_ISDIR(row.mode) or self._facts.is_held(row.inode) or self._facts.is_deferred(row.inode)
+            stat.S_ISDIR(row.mode) or self._facts.has_refused_names(row.inode) or self._facts.has_refused_bytes(row.inode)
             or self._is_directory_pending(name) or self._is_guarded(name, row.inode)
         )  # fmt: skip
         self.view.delete_pending(*name)
@@ -347,7 +347,7 @@ class Planner:
             if self.view.get_pending(*name) == NO_INODE or self._is_guarded(name) or self._is_directory_pending(name):
                 return True
             if shown is not None and (
-                self._facts.is_held(shown.inode) or (self.view.is_stale(*name) and self.view.list_pending_names(shown.inode))
+                self._facts.has_refused_names(shown.inode) or (self.view.is_stale(*name) and self.view.list_pending_names(shown.inode))
             ):
                 return True
         return False
@@ -378,7 +378,7 @@ class Planner:
             if (
                 content.size >= BATCH_BYTES_MAX
                 and not self.actions
-                and not self._facts.is_deferred(row.inode)
+                and not self._facts.has_refused_bytes(row.inode)
                 and (content.id, content.change) != self._facts.last_unsealed
             ):
                 self._is_full = True
@@ -408,12 +408,12 @@ class Planner:
         inode = self._facts.get_inode(row.inode)
         shown = self._list_shown_names(row.inode)
         pending = self._list_linkable(self.view.list_pending_names(row.inode), shown)
-        is_held = self._facts.is_held(row.inode)
-        waiting = [] if is_held else [name for name in pending if self._find_location(name) and not self._is_guarded(name, row.inode)]
+        is_refused = self._facts.has_refused_names(row.inode)
+        waiting = [] if is_refused else [name for name in pending if self._find_location(name) and not self._is_guarded(name, row.inode)]
         if inode is None or inode.nlink == 0:
             return True
         if not shown + waiting:
-            if is_held or any(self._is_directory_pending(name) or self._is_guarded(name, row.inode) for name in pending):
+            if is_refused or any(self._is_directory_pending(name) or self._is_guarded(name, row.inode) for name in pending):
                 self.kept_seqs.append(row.seq)
             return True
         if any(parent in self._made_directories for parent, _ in shown + waiting):
@@ -435,7 +435,7 @@ class Planner:
                     self._plan_attributes(row.inode, first)
                 self.renewed_rows.append(replace(published, generation=content.generation, key=self._key, is_checked=False))
         elif kind is not SourceKind.SEALED or shown or not self._adopt_entry(row, content, first):
-            if self._facts.is_deferred(row.inode):
+            if self._facts.has_refused_bytes(row.inode):
                 self.kept_seqs.append(row.seq)
                 return True
             if self.puts and self.planned_bytes + content.size > BATCH_BYTES_MAX:
@@ -451,7 +451,7 @@ class Planner:
         for name in self._list_stale_names(inode):
             taker = self.view.get_pending(*name)
             gone = self._facts.get_inode(taker or NO_INODE)
-            if taker and (gone is None or gone.nlink == 0) and not self._facts.is_held(inode):
+            if taker and (gone is None or gone.nlink == 0) and not self._facts.has_refused_names(inode):
                 self._plan_removal(name)
 
     def _adopt_entry(self, row: JournalRow, content: Content, name: PfsName) -> bool:
@@ -480,7 +480,7 @@ class Planner:
             return True
         wanted = self._list_linkable(self.view.list_pending_names(row.inode), self._list_shown_names(row.inode))
         stale = self._list_stale_names(row.inode)
-        if self._facts.is_held(row.inode) or any(self._is_directory_pending(name) for name in wanted):
+        if self._facts.has_refused_names(row.inode) or any(self._is_directory_pending(name) for name in wanted):
             self.kept_seqs.append(row.seq)
             return True
         wanted = [name for name in wanted if self._find_location(name)]
@@ -520,7 +520,7 @@ class Planner:
             return False
         shown, other = self._get_shown(name), self.view.get_entry(*new)
         if other is not None and self._is_guarded(new, row.inode):
-            if self._facts.is_held(other.inode) or not self._is_stranded(other.inode):
+            if self._facts.has_refused_names(other.inode) or not self._is_stranded(other.inode):
                 self.kept_seqs.append(row.seq)
                 return True
             self._append("exchange", row.inode, name, shown.fingerprint, new, other.fingerprint)

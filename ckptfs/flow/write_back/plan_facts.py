@@ -46,8 +46,8 @@ class Facts:
 
     def __init__(self, db: Database, pacing: CopyPacing, deferred: DeferredFiles) -> None:
         self._db = db
-        self.is_deferred = deferred.is_deferred
-        self.is_held = deferred.is_held
+        self.has_refused_bytes = deferred.has_refused_bytes
+        self.has_refused_names = deferred.has_refused_names
         self.has_refused_attributes = deferred.has_refused_attributes
         self.get_content = partial(contents.get_publishable, db)
         self.get_published = partial(pfs_state.get_published, db, with_blocks=True)

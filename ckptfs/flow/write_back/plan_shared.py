@@ -64,7 +64,7 @@ class SharedPlanner(Planner):
 
     def _plan_row(self, row: JournalRow) -> bool:
         """Plan a row. Raises SetAside if it depends on an inode of which the PFS refuses a change of names."""
-        if row.seq in self._aside_seqs or self._facts.is_held(row.inode):
+        if row.seq in self._aside_seqs or self._facts.has_refused_names(row.inode):
             self.kept_seqs.append(row.seq)
             return True
         plan = {
@@ -207,7 +207,7 @@ class SharedPlanner(Planner):
 
     def _align(self, inode: int) -> bool:
         """Plan that the PFS shows an inode under its present names. Return False if that is not possible yet."""
-        if self._facts.is_held(inode):
+        if self._facts.has_refused_names(inode):
             raise SetAside
         self._snapshot.require_loaded(inode)
         if inode in self._aligning or self._snapshot.has_intent(inode):
