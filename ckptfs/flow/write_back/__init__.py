@@ -51,7 +51,7 @@ from ckptfs.flow.write_back.deferred import (
     takes_a_file,
 )
 from ckptfs.flow.write_back.plan import Planner, format_path
-from ckptfs.flow.write_back.plan_facts import Facts, PlannedFile, SourceKind
+from ckptfs.flow.write_back.plan_facts import BatchPlan, Facts, PlannedFile, SourceKind
 from ckptfs.flow.write_back.plan_shared import SetAside
 from ckptfs.flow.write_back.stage import Staged, Stager, Unfit, Unsealed, Unstable, build_batch
 from ckptfs.model import ROOT, Level, Notifier, Tier
@@ -199,18 +199,18 @@ class WriteBack:
     def _write_rows(self, rows: list[JournalRow], *, is_ahead: bool) -> bool:
         """Plan, stage and apply rows, again if a content changes. `is_ahead`: older rows stay."""
         for _ in range(PLANS_MAX):
-            planner = self._plan(rows)
-            self._is_waiting = planner.waiting_for is not None or planner.is_blocked or planner.missing_inode is not None
-            if planner.missing_inode is not None and self._coordination is not None:
-                self._coordination.fetch(planner.missing_inode)
+            plan = self._plan(rows)
+            self._is_waiting = plan.is_waiting
+            if plan.missing_inode is not None and self._coordination is not None:
+                self._coordination.fetch(plan.missing_inode)
                 self._notify.wake_lanes()
-            if planner.last_seq == 0 and not planner.actions:
+            if plan.last_seq == 0 and not plan.actions:
                 return False
             if is_ahead:
                 seqs = [row.seq for row in rows]
-                planner.kept_seqs += journal.list_other_seqs(self._db, self._deferred.after_seq, planner.last_seq, seqs)
+                plan.kept_seqs += journal.list_other_seqs(self._db, self._deferred.after_seq, plan.last_seq, seqs)
             try:
-                batch = self._stage(planner)
+                batch = self._stage(plan)
             except Busy as reason:
                 log.debug("batch planned again: %s", reason)
                 if self._coordination is not None:
@@ -221,14 +221,14 @@ class WriteBack:
                 self._ahead.drop_planned(applied.last_seq)
             else:
                 self._deferred.after_seq = max(self._deferred.after_seq, applied.last_seq)
-            if planner.moved_pending and applied is batch:
-                self._deferred.release(planner.moved_pending)
+            if plan.moved_pending and applied is batch:
+                self._deferred.release(plan.moved_pending)
             if self._fence is not None and applied.last_seq >= self._fence:
                 self._fence = None
             return True
         return True
 
-    def _plan(self, rows: list[JournalRow]) -> Planner:
+    def _plan(self, rows: list[JournalRow]) -> BatchPlan:
         """Plan the next rows, without those that depend on what the PFS refuses."""
         aside_seqs: set[int] = set()
         while True:
@@ -238,39 +238,39 @@ class WriteBack:
                 planner = self._coordination.build_planner(self._facts, aside_seqs)
             with self._db.read_transaction():
                 for row in rows:
-                    if self._fence is not None and row.seq >= self._fence and planner.last_seq:
-                        return planner
+                    if self._fence is not None and row.seq >= self._fence and planner.plan.last_seq:
+                        return planner.plan
                     try:
                         if not planner.plan_row(row):
-                            return planner
+                            return planner.plan
                     except SetAside:
                         aside_seqs.add(row.seq)
                         break
                 else:
-                    return planner
+                    return planner.plan
 
     # --- act: stage ---------------------------------------------------------------------------------------------------
 
-    def _stage(self, planner: Planner) -> PfsBatch:
+    def _stage(self, plan: BatchPlan) -> PfsBatch:
         """Make the temporary files of a plan, and store the batch. Raises Busy if it must be planned again."""
-        puts = [action for action in planner.actions if action.key in planner.puts]
+        puts = [action for action in plan.actions if action.key in plan.puts]
         self._stager.remove_leftovers(puts)
         if puts:
             with self._db.transaction():
-                pfs_batch.set_batch(self._db, PfsBatch(planner.last_seq, puts), ready=False)
+                pfs_batch.set_batch(self._db, PfsBatch(plan.last_seq, puts), ready=False)
             disk.act("write_back:begun", lambda: None)
         try:
             began_s = time.monotonic()
-            staged = {action.key: self._stage_file(planner, action) for action in puts}
-            self._persist(planner, puts)
-            summary.record_pfs_speed(self._db, planner.planned_bytes, time.monotonic() - began_s)
+            staged = {action.key: self._stage_file(plan, action) for action in puts}
+            self._persist(plan, puts)
+            summary.record_pfs_speed(self._db, plan.planned_bytes, time.monotonic() - began_s)
         except BaseException:
             with contextlib.suppress(OSError):
                 self._discard(puts)
             raise
         finally:
             self._stager.close()
-        batch = build_batch(planner, staged)
+        batch = build_batch(plan, staged)
         batch.after_seq = self._deferred.after_seq
         if batch.actions:
             with self._db.transaction():
@@ -295,9 +295,9 @@ class WriteBack:
         with self._db.transaction():
             pfs_batch.delete_batch(self._db)
 
-    def _stage_file(self, planner: Planner, action: PfsAction) -> Staged:
+    def _stage_file(self, plan: BatchPlan, action: PfsAction) -> Staged:
         """Make one temporary file. Note what the next plan must know about a failure; raises Busy or OSError."""
-        planned = planner.puts[action.key]
+        planned = plan.puts[action.key]
         content, began_s = planned.content, time.monotonic()
         try:
             staged = self._stager.stage(action, planned)
@@ -318,7 +318,7 @@ class WriteBack:
             raise
         except OSError as failure:
             self._fence = action.key // KEYS_PER_ROW
-            if planner.actions[0] is not action:
+            if plan.actions[0] is not action:
                 raise Busy(str(failure)) from failure  # The rows before this one are written back without it.
             self._refuse(action, planned, failure)
         if content is not None:
@@ -328,14 +328,14 @@ class WriteBack:
                 self._pacing.record_duration(content.id, duration_s)
         return staged
 
-    def _persist(self, planner: Planner, puts: list[PfsAction]) -> None:
+    def _persist(self, plan: BatchPlan, puts: list[PfsAction]) -> None:
         try:
             self._stager.sync()
         except OSError as failure:
             if len(puts) > 1:
                 self._fence = puts[len(puts) // 2].key // KEYS_PER_ROW
                 raise Busy(str(failure)) from failure  # The PFS may have room for half of them.
-            self._refuse(puts[0], planner.puts[puts[0].key], failure)
+            self._refuse(puts[0], plan.puts[puts[0].key], failure)
 
     def _refuse(self, action: PfsAction, planned: PlannedFile, failure: OSError) -> NoReturn:
         """Defer a file if the error is its own, so that others proceed. Raises Busy then, and else OSError."""

@@ -25,7 +25,7 @@ from ckptfs import limits
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, PfsAction, PfsLocation
 from ckptfs.catalog.pfs_state import NO_INODE, Fingerprint, PfsEntry, PfsName, PfsView
-from ckptfs.flow.write_back.plan_facts import Facts, PlannedFile, SourceKind, can_be_made
+from ckptfs.flow.write_back.plan_facts import BatchPlan, Facts, PlannedFile, SourceKind, can_be_made
 from ckptfs.model import ROOT, Content, ContentState, PublishedRow
 
 PUTS_MAX = 64
@@ -40,42 +40,26 @@ class Planner:
     puts_max = PUTS_MAX
 
     def __init__(self, view: PfsView, facts: Facts, instance: str) -> None:
-        """`instance` tells the temporary names of this catalog from those of others.
-
-        `waiting_for`, `is_blocked`, `missing_inode`: what the plan waits for: a seal, another node, and the bytes of a file.
-        """
+        """`instance` tells the temporary names of this catalog from those of others."""
         self.view = view
-        self.actions: list[PfsAction] = []
-        self.puts: dict[int, PlannedFile] = {}
-        self.requeued: list[tuple[int, int]] = []
-        self.requeued_seqs: list[int] = []
-        self.settle_rows: list[tuple[int, int]] = []
-        self.moved_pending: set[int] = set()
-        self.kept_seqs: list[int] = []
-        self.renewed_rows: list[PublishedRow] = []
-        self.lost_inodes: list[int] = []
-        self.last_seq = 0
-        self.waiting_for: Content | None = None
-        self.is_blocked = False
-        self.missing_inode: int | None = None
+        self.plan = BatchPlan(view)
         self._facts = facts
         self._instance = instance
         self._key = 0
         self._made_directories: set[int] = set()
         self._with_set_attributes: set[int] = set()
         self._rewritten: set[int] = set()
-        self.planned_bytes = 0
         self._is_full = False
 
     def plan_row(self, row: JournalRow) -> bool:
         """Plan one row. Return False if it has to wait for another batch; then nothing of it is planned."""
-        is_full = self._is_full or len(self.actions) >= self.actions_max or len(self.puts) >= self.puts_max
-        if is_full or self.planned_bytes >= BATCH_BYTES_MAX or self._must_wait_for_refuge(row):
+        is_full = self._is_full or len(self.plan.actions) >= self.actions_max or len(self.plan.puts) >= self.puts_max
+        if is_full or self.plan.planned_bytes >= BATCH_BYTES_MAX or self._must_wait_for_refuge(row):
             return False
         self._key = self.view.key = row.seq * KEYS_PER_ROW
         is_planned = self._plan_row(row)
         if is_planned:
-            self.last_seq = row.seq
+            self.plan.last_seq = row.seq
         return is_planned
 
     def _plan_row(self, row: JournalRow) -> bool:
@@ -167,8 +151,8 @@ class Planner:
             self._settle_later(shown.inode, row)
 
     def _settle_later(self, inode: int, row: JournalRow) -> None:
-        if (inode, row.seq) not in self.settle_rows:
-            self.settle_rows.append((inode, row.seq))
+        if (inode, row.seq) not in self.plan.settle_rows:
+            self.plan.settle_rows.append((inode, row.seq))
 
     def _append(
         self, act: str, inode: int, name: PfsName, own: Fingerprint | None, new: PfsName | None = None, replaced: Fingerprint | None = None
@@ -177,14 +161,14 @@ class Planner:
         self._key = self.view.key = key = self._key + 1
         at, to, temporary = self._get_location(name), None if new is None else self._get_location(new), f".ckptfs.{self._instance}.{key:x}"
         action = PfsAction(act, key, inode, at, own or Fingerprint(-key), to, replaced, temporary.encode())
-        self.actions.append(action)
+        self.plan.actions.append(action)
         return action
 
     def _plan_file(self, kind: SourceKind, inode: int, content: Content | None, mode: int, name: PfsName) -> None:
         action = self._append("put", inode, name, None, replaced=self._find_fingerprint(name))
-        self.puts[action.key] = PlannedFile(kind, inode, content, mode)
+        self.plan.puts[action.key] = PlannedFile(kind, inode, content, mode)
         self._rewritten.add(inode)
-        self.planned_bytes += content.size if content is not None else 0
+        self.plan.planned_bytes += content.size if content is not None else 0
         self.view.delete_pending(*name)
         self.view.set_entry(*name, PfsEntry(inode, action.fingerprint))
 
@@ -273,7 +257,7 @@ class Planner:
             self._rename_pending(row, name, new)
             return True
         is_directory = stat.S_ISDIR(row.mode)
-        if is_directory and self.actions:
+        if is_directory and self.plan.actions:
             return False
         if self._facts.has_refused_names(row.inode) or self._is_guarded(new, row.inode) or self._is_directory_pending(new):
             self.view.delete_pending(*new)
@@ -304,13 +288,13 @@ class Planner:
         self.view.delete_pending(*new)
         self.view.set_pending(*new, row.inode)
         if was_refused:
-            self.moved_pending.add(row.inode)
+            self.plan.moved_pending.add(row.inode)
         if has_pending and (self.view.list_names(row.inode) or not stat.S_ISREG(row.mode)):
             self._settle_later(row.inode, row)
 
     def _exchange(self, row: JournalRow) -> bool:
         """Exchange the two names as far as the PFS shows them."""
-        if self.actions:
+        if self.plan.actions:
             return False
         name, new = row.names
         one, other = self.view.get_entry(*name), self.view.get_entry(*new)
@@ -319,7 +303,7 @@ class Planner:
             wanted, other_wanted = _get_wanted(one, one_pending), _get_wanted(other, other_pending)
             self._set_wanted(name, other_wanted, row)
             self._set_wanted(new, wanted, row)
-            self.moved_pending.update({wanted, other_wanted} - {NO_INODE})
+            self.plan.moved_pending.update({wanted, other_wanted} - {NO_INODE})
             return True
         self.view.delete_pending(*name)
         self.view.delete_pending(*new)
@@ -356,7 +340,7 @@ class Planner:
         if self._facts.is_repeated(row) or self._facts.get_inode(row.inode) is None:
             return True
         if self._facts.has_refused_attributes(row.inode):
-            self.kept_seqs.append(row.seq)
+            self.plan.kept_seqs.append(row.seq)
             return True
         if row.inode == ROOT:
             self._append("attributes", ROOT, (ROOT, b"."), Fingerprint())
@@ -368,7 +352,7 @@ class Planner:
     def _content(self, row: JournalRow) -> bool:
         content = self._facts.get_content(row.content or 0)
         if content is not None and content.state is ContentState.LOST:
-            self.lost_inodes.append(row.inode)
+            self.plan.lost_inodes.append(row.inode)
         if content is None or content.state not in {ContentState.CLOSED, ContentState.SEALED} or self._facts.is_repeated(row):
             return True
         if content.state is ContentState.SEALED:
@@ -377,22 +361,22 @@ class Planner:
             # An early copy may wait for its seal: it goes alone into a batch, so that no finished row waits with it.
             if (
                 content.size >= BATCH_BYTES_MAX
-                and not self.actions
+                and not self.plan.actions
                 and not self._facts.has_refused_bytes(row.inode)
                 and (content.id, content.change) != self._facts.last_unsealed
             ):
                 self._is_full = True
                 return self._publish(row, content, SourceKind.EARLY)
-            self.waiting_for = content
+            self.plan.waiting_for = content
             return False
         # A process still has the file mapped for writing. The row moves to the journal's end; the content is sealed later.
         published, is_unstable = self._facts.get_published(row.inode), (content.id, content.change) in self._facts.unstable_contents
         shown = published is not None and published.generation == content.generation
         if not shown and not is_unstable and not self._publish(row, content, SourceKind.STABLE):
             return False
-        if row.seq not in self.kept_seqs:
-            self.requeued.append((row.inode, content.id))
-            self.requeued_seqs.append(row.seq)
+        if row.seq not in self.plan.kept_seqs:
+            self.plan.requeued.append((row.inode, content.id))
+            self.plan.requeued_seqs.append(row.seq)
         return True
 
     def _synced(self, row: JournalRow) -> bool:
@@ -414,7 +398,7 @@ class Planner:
             return True
         if not shown + waiting:
             if is_refused or any(self._is_directory_pending(name) or self._is_guarded(name, row.inode) for name in pending):
-                self.kept_seqs.append(row.seq)
+                self.plan.kept_seqs.append(row.seq)
             return True
         if any(parent in self._made_directories for parent, _ in shown + waiting):
             return False
@@ -433,12 +417,12 @@ class Planner:
             if published.generation != content.generation:
                 if not self._facts.has_refused_attributes(row.inode):
                     self._plan_attributes(row.inode, first)
-                self.renewed_rows.append(replace(published, generation=content.generation, key=self._key, is_checked=False))
+                self.plan.renewed_rows.append(replace(published, generation=content.generation, key=self._key, is_checked=False))
         elif kind is not SourceKind.SEALED or shown or not self._adopt_entry(row, content, first):
             if self._facts.has_refused_bytes(row.inode):
-                self.kept_seqs.append(row.seq)
+                self.plan.kept_seqs.append(row.seq)
                 return True
-            if self.puts and self.planned_bytes + content.size > BATCH_BYTES_MAX:
+            if self.plan.puts and self.plan.planned_bytes + content.size > BATCH_BYTES_MAX:
                 return False
             self._remove_forgotten(row.inode)
             self._plan_file(kind, row.inode, content, row.mode, first)
@@ -468,7 +452,7 @@ class Planner:
             self.view.set_pending(*other, shown.inode)
         self.view.delete_pending(*name)
         self.view.set_entry(*name, PfsEntry(row.inode, shown.fingerprint))
-        self.renewed_rows.append(replace(published, inode=row.inode, generation=content.generation, key=self._key, is_checked=False))
+        self.plan.renewed_rows.append(replace(published, inode=row.inode, generation=content.generation, key=self._key, is_checked=False))
         self._plan_attributes(row.inode, name)  # Those of the application's file may have been set since.
         return True
 
@@ -481,7 +465,7 @@ class Planner:
         wanted = self._list_linkable(self.view.list_pending_names(row.inode), self._list_shown_names(row.inode))
         stale = self._list_stale_names(row.inode)
         if self._facts.has_refused_names(row.inode) or any(self._is_directory_pending(name) for name in wanted):
-            self.kept_seqs.append(row.seq)
+            self.plan.kept_seqs.append(row.seq)
             return True
         wanted = [name for name in wanted if self._find_location(name)]
         if not wanted and not stale:
@@ -492,7 +476,7 @@ class Planner:
             if wanted:
                 return self._settle_move(row, stale[0], wanted[0]) if stale else True
             if self.view.has_entries(row.inode):
-                self.kept_seqs.append(row.seq)
+                self.plan.kept_seqs.append(row.seq)
                 return True
         return self._settle_links(row, wanted, stale)
 
@@ -502,7 +486,7 @@ class Planner:
         if inode is None or not can_be_made(replace(row, mode=inode.mode), inode):
             return True
         if self._is_guarded(name, row.inode):
-            self.kept_seqs.append(row.seq)
+            self.plan.kept_seqs.append(row.seq)
             return True
         if name[0] in self._made_directories:
             return False
@@ -511,17 +495,17 @@ class Planner:
             self._made_directories.add(row.inode)
         for other in wanted[1:]:
             self._plan_link(row.inode, name, other)
-        self.moved_pending.add(row.inode)
+        self.plan.moved_pending.add(row.inode)
         return True
 
     def _settle_move(self, row: JournalRow, name: PfsName, new: PfsName) -> bool:
         """Plan that an inode moves to a right name, or changes places with another one that is stranded."""
-        if self.actions:
+        if self.plan.actions:
             return False
         shown, other = self._get_shown(name), self.view.get_entry(*new)
         if other is not None and self._is_guarded(new, row.inode):
             if self._facts.has_refused_names(other.inode) or not self._is_stranded(other.inode):
-                self.kept_seqs.append(row.seq)
+                self.plan.kept_seqs.append(row.seq)
                 return True
             self._append("exchange", row.inode, name, shown.fingerprint, new, other.fingerprint)
             self.view.set_entry(*name, other)
@@ -534,7 +518,7 @@ class Planner:
                 self.view.delete_pending(*name)
         self.view.delete_pending(*new)
         self._is_full = True
-        self.moved_pending.add(row.inode)
+        self.plan.moved_pending.add(row.inode)
         self._settle_later(row.inode, row)
         return True
 
@@ -547,10 +531,10 @@ class Planner:
         for name in wanted:
             source = self._list_shown_names(row.inode)[0]
             if self._is_guarded(name, row.inode):
-                self.kept_seqs.append(row.seq)
+                self.plan.kept_seqs.append(row.seq)
                 continue
             self._plan_link(row.inode, source, name)
-        self.moved_pending.add(row.inode)
+        self.plan.moved_pending.add(row.inode)
         return True
 
 

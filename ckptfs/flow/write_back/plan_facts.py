@@ -1,10 +1,10 @@
-"""The input and output of a plan: facts that the planner reads, temporary files that it needs.
+"""The input and the output of a planner: the facts that it reads, and its plan.
 
 The facts come from the catalog and from earlier attempts. Nothing here outlives the mover: if we die, the next one plans again.
 """
 
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 
@@ -12,9 +12,11 @@ from ckptfs.catalog import contents, inodes, journal, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
 from ckptfs.catalog.journal import JournalRow
+from ckptfs.catalog.pfs_batch import PfsAction
+from ckptfs.catalog.pfs_state import PfsView
 from ckptfs.flow.write_back.deferred import CopyPacing, DeferredFiles
 from ckptfs.limits import MIB
-from ckptfs.model import Content, Inode
+from ckptfs.model import Content, Inode, PublishedRow
 
 # A content may block the rows behind it until its seal for as long as its digest takes on a slow disk, and a margin.
 SEAL_WAIT_S = 10.0
@@ -39,6 +41,37 @@ class PlannedFile:
     inode: int
     content: Content | None
     mode: int
+
+
+@dataclass(slots=True)
+class BatchPlan:
+    """What a planner has decided. `PfsBatch` explains the fields that both have.
+
+    `view`: what the PFS shows afterwards. `puts`: what the actions 'put' make, by key. `renewed_rows`: bytes that the PFS shows already,
+    as a newer generation. `moved_pending`: inodes that appear or have other names now: what the PFS refused of them is tried again.
+    `waiting_for`, `is_blocked`, `missing_inode`: what the next row waits for: a seal, another node, and the bytes of a file.
+    """
+
+    view: PfsView
+    last_seq: int = 0
+    actions: list[PfsAction] = field(default_factory=list)
+    puts: dict[int, PlannedFile] = field(default_factory=dict)
+    planned_bytes: int = 0
+    renewed_rows: list[PublishedRow] = field(default_factory=list)
+    requeued: list[tuple[int, int]] = field(default_factory=list)
+    requeued_seqs: list[int] = field(default_factory=list)
+    settle_rows: list[tuple[int, int]] = field(default_factory=list)
+    kept_seqs: list[int] = field(default_factory=list)
+    lost_inodes: list[int] = field(default_factory=list)
+    moved_pending: set[int] = field(default_factory=set)
+    waiting_for: Content | None = None
+    is_blocked: bool = False
+    missing_inode: int | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return True if the next row waits for something outside the journal."""
+        return self.waiting_for is not None or self.is_blocked or self.missing_inode is not None
 
 
 class Facts:

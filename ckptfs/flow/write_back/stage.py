@@ -28,8 +28,8 @@ from ckptfs.catalog.pfs_batch import PfsAction, PfsBatch, PfsLocation
 from ckptfs.catalog.pfs_state import Fingerprint, PfsView
 from ckptfs.errors import Busy, CkptfsError
 from ckptfs.flow.write_back.deferred import SourceFailed
-from ckptfs.flow.write_back.plan import Planner, format_path
-from ckptfs.flow.write_back.plan_facts import PlannedFile, SourceKind
+from ckptfs.flow.write_back.plan import format_path
+from ckptfs.flow.write_back.plan_facts import BatchPlan, PlannedFile, SourceKind
 from ckptfs.model import Content, ContentState, CopyState, Inode, PublishedRow, Tier
 from ckptfs.tiers import local_copies, pfs_ownership, pfs_sync, pfs_tree, reflink, transfer
 from ckptfs.tiers.pfs_tree import PfsTree, find_stat, run_as_owner
@@ -434,37 +434,37 @@ def drop_taken(directory: int, action: PfsAction, ino: int = 0) -> None:
     run_as_owner(directory, action.temporary, drop)
 
 
-def build_batch(planner: Planner, staged: dict[int, Staged]) -> PfsBatch:
+def build_batch(plan: BatchPlan, staged: dict[int, Staged]) -> PfsBatch:
     """Build the batch for the catalog: staged files get their st_ino on the PFS as fingerprint."""
 
     def resolve(fingerprint: Fingerprint) -> Fingerprint:
         return staged[-fingerprint.ino].fingerprint if fingerprint.ino < 0 else fingerprint
 
-    restamped = {action.inode for action in planner.actions if action.act == "attributes"}
+    restamped = {action.inode for action in plan.actions if action.act == "attributes"}
 
     def resolve_replaced(fingerprint: Fingerprint) -> Fingerprint:
         """Use st_ino alone for a file that this batch makes and whose times it sets later."""
         return (
             Fingerprint(resolve(fingerprint).ino)
-            if fingerprint.ino < 0 and planner.puts[-fingerprint.ino].inode in restamped
+            if fingerprint.ino < 0 and plan.puts[-fingerprint.ino].inode in restamped
             else resolve(fingerprint)
         )
 
-    planner.view.replace_fingerprints(resolve)
-    batch = pfs_batch.build_batch(planner.view, planner.last_seq)
+    plan.view.replace_fingerprints(resolve)
+    batch = pfs_batch.build_batch(plan.view, plan.last_seq)
     batch.actions = [
         replace(
             one,
             fingerprint=resolve(one.fingerprint),
             replaced_fingerprint=None if one.replaced_fingerprint is None else resolve_replaced(one.replaced_fingerprint),
         )
-        for one in planner.actions
+        for one in plan.actions
     ]
-    batch.requeued, batch.requeued_seqs, batch.settle_rows = planner.requeued, planner.requeued_seqs, planner.settle_rows
-    batch.kept_seqs = planner.kept_seqs
-    batch.lost_inodes = planner.lost_inodes
-    batch.published_rows = planner.renewed_rows + [one.published for one in staged.values() if one.published is not None]
-    batch.merged_directories = [planner.puts[key].inode for key, one in staged.items() if one.is_merged]
+    batch.requeued, batch.requeued_seqs, batch.settle_rows = plan.requeued, plan.requeued_seqs, plan.settle_rows
+    batch.kept_seqs = plan.kept_seqs
+    batch.lost_inodes = plan.lost_inodes
+    batch.published_rows = plan.renewed_rows + [one.published for one in staged.values() if one.published is not None]
+    batch.merged_directories = [plan.puts[key].inode for key, one in staged.items() if one.is_merged]
     return batch
 
 
