@@ -484,7 +484,7 @@ INSPECT_REST_S = 10.0
 # Hints are gathered for SET_GATHER_S before the tracker looks; without any it looks every SET_POLL_S.
 SET_GATHER_S = 0.05
 SET_POLL_S = 1.0
-# Candidates of one look, and files of one set: a directory with more is no set.
+# Candidates of one batch, and files of one set: a directory with more is no set.
 SET_CANDIDATES_MAX = 512
 SET_FILES_MAX = 100_000
 # A change that makes or removes a set ends after SET_CHANGE_S or SET_NAMES_PER_CHANGE names: requests of applications come in between.
@@ -495,8 +495,8 @@ SET_RETRY_S = 1.0
 SET_RETRY_MAX_S = 60.0
 # How often a series is asked what it keeps while an older set waits until a newer one is as safe.
 SET_REVIEW_S = 2.0
-# After its names were read, a directory is left alone for SET_SEARCH_REST times as long as that took; so it is by removals that waited.
-SET_SEARCH_REST = 10
+# A directory whose names were read pauses for SET_SEARCH_PAUSE times as long as that took; so does one with a removal that waited.
+SET_SEARCH_PAUSE = 10
 # A set that a program was told as the newest stays for SET_TOLD_S, if RAM and NVMe have room for two more: it is about to be read.
 SET_TOLD_S = 30.0
 # An open through `.ckptfs/complete` looks this often whether its set is complete. So many may wait at once; others get EAGAIN.

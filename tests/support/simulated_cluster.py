@@ -580,6 +580,6 @@ def track_sets(node: SimulatedNode, nursery: trio.Nursery) -> SetTracker:
             namespace.delete_forgotten(node.db, unlinked)
 
     tracker = SetTracker(context, changes, MountMemberReader(context, changes), delete)
-    node.on_sealed, node.before_change, node.guard_writer = tracker.wake, tracker.wait_looked, tracker.guard_writer
+    node.on_sealed, node.before_change, node.guard_writer = tracker.wake, tracker.wait_for_set_before_change, tracker.guard_writer
     nursery.start_soon(node.track, tracker.run, name="checkpoint sets")
     return tracker

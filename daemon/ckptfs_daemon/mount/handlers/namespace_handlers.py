@@ -158,7 +158,7 @@ class NamespaceHandlers:
             return None
         replaced = namespace.find_child(self._context.db, *removed) if removed is not None else None
         if replaced is not None and replaced.is_file:
-            await self._tracker.wait_looked(replaced.id)
+            await self._tracker.wait_for_set_before_change(replaced.id)
 
         def act(db: Database, allow_unimported: bool) -> Inode | None:
             handles.record_reply(db, request.number)

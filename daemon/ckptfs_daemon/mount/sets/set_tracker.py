@@ -86,20 +86,20 @@ class _MemberSearch:
     Runs in a worker thread; each directory is read once.
     """
 
-    def __init__(self, db: Database, resting: frozenset[int]) -> None:
-        """`resting`: directories that must not be read now."""
-        self._db, self._resting = db, resting
+    def __init__(self, db: Database, paused: frozenset[int]) -> None:
+        """`paused`: directories that must not be read now."""
+        self._db, self._paused = db, paused
         self._directories: dict[int, _Names] = {}
-        self.rests_s: dict[int, float] = {}
-        """For how long to leave each directory alone: a multiple of the time that it took to read."""
+        self.pauses_s: dict[int, float] = {}
+        """For how long not to read each directory again: a multiple of the time that it took to read."""
 
     def find(self, inode: int) -> list[FoundMember] | None:
-        """Return the members, the innermost first. Returns None if a directory on the way rests."""
+        """Return the members, the innermost first. Returns None if a directory on the way is paused."""
         found: list[FoundMember] = []
         todo = set_members.list_places(self._db, inode)
         while todo:
             directory, name = todo.pop(0)
-            if directory in self._resting:
+            if directory in self._paused:
                 return None
             found += self._match(directory, name)
             if directory != ROOT:
@@ -128,7 +128,7 @@ class _MemberSearch:
             siblings = {name: inode for name, (inode, _) in names.items()}
             directories = {name for name, (_, is_directory) in names.items() if is_directory}
             self._directories[directory] = _Names(siblings, directories, members)
-            self.rests_s[directory] = (time.monotonic() - began_s) * limits.SET_SEARCH_REST
+            self.pauses_s[directory] = (time.monotonic() - began_s) * limits.SET_SEARCH_PAUSE
         return self._directories[directory]
 
     def _has_kind(self, directory: int) -> bool:
@@ -172,11 +172,12 @@ class SetTracker:
         self._ruled: dict[int, list[CheckpointSet]] = {}
         """The sets of each series that nothing but a rule keeps."""
         self._woken = trio.Event()
-        self._wakes, self._looked_wakes = 0, -1
-        """How often it was woken, and how often before the last look at all candidates."""
-        self._after = 0
-        self._looks: dict[Row, float] = {}
-        """When to look at candidates that are not looked at at once."""
+        self._wakes, self._wakes_at_last_pass = 0, -1
+        """How often it was woken, and how often before it last processed all candidates in one batch."""
+        self._last_inode = 0
+        """The last inode of the former batch of candidates; 0: the next batch is the first of all."""
+        self._candidate_due_s: dict[Row, float] = {}
+        """When to process candidates that wait for their turn or for a directory."""
         self._waiting: dict[tuple[int, bytes], _Waiting] = {}
         self._reviews: dict[int, float] = {}
         """When to ask next what a series keeps."""
@@ -185,48 +186,50 @@ class SetTracker:
         self._touched: dict[int, set[int]] = defaultdict(set)
         """Sets by series of which a file lost a name."""
         self._noted: dict[tuple[int, bytes], set[str]] = {}
-        self._rests: dict[int, float] = {}
-        self._looked = trio.Event()
-        """The next look ends."""
+        self._directory_pauses: dict[int, float] = {}
+        """Until when not to read the names of a directory again."""
+        self._batch_ended = trio.Event()
+        """The next batch of candidates is processed."""
         self._rebuild_due_s = 0.0
-        self._change_rests: dict[int, float] = {}
-        """Until when changes in a directory do not wait for a look."""
+        self._wait_pauses: dict[int, float] = {}
+        """Until when changes in a directory do not wait for sets: one has waited."""
         self._has_changed = True
 
     def wake(self) -> None:
-        """Look soon: there may be candidates. A hint."""
+        """Process candidates soon: there may be new ones. A hint."""
         self._wakes += 1
         self._woken.set()
 
-    async def wait_looked(self, inode: int) -> None:
+    async def wait_for_set_before_change(self, inode: int) -> None:
         """Wait until what is complete now is a set.
 
         The application is about to write a part of it, or to remove a name of it.
 
         Only the first of several changes in a directory waits, and not for long. In a cluster another node may have sealed the file: this
-        one looks for its set, too.
+        one inserts a candidate for it, too.
         """
         now_s, is_shared = trio.current_time(), self._context.shared_namespace is not None
-        if not is_shared and not self._looks and self._looked_wakes == self._wakes and not self._context.open_files.producers.has(inode):
+        is_all_processed = not self._candidate_due_s and self._wakes_at_last_pass == self._wakes
+        if not is_shared and is_all_processed and not self._context.open_files.producers.has(inode):
             return
         directory = self._find_directory(inode)
-        if directory is None or now_s < self._change_rests.get(directory, 0.0):
+        if directory is None or now_s < self._wait_pauses.get(directory, 0.0):
             return
         if is_shared:
             with self._context.db.transaction() as db:
                 namespace.insert_candidates(db, [inode])
         before_ns = time.time_ns()
         with trio.move_on_after(limits.SET_LOOK_WAIT_S):
-            while unlooked := self._list_unlooked(before_ns):
-                self._looks |= dict.fromkeys(unlooked, now_s)
+            while unprocessed := self._list_unprocessed(before_ns):
+                self._candidate_due_s |= dict.fromkeys(unprocessed, now_s)
                 for one in self._waiting.values():
-                    if one.row in unlooked:
+                    if one.row in unprocessed:
                         one.due_s = min(one.due_s, trio.current_time() + limits.SET_RETRY_S)
                 self.wake()
-                await self._looked.wait()
+                await self._batch_ended.wait()
         if waited_s := trio.current_time() - now_s:
-            self._change_rests = {one: until_s for one, until_s in self._change_rests.items() if until_s > now_s}
-            self._change_rests[directory] = trio.current_time() + waited_s * limits.SET_SEARCH_REST
+            self._wait_pauses = {one: until_s for one, until_s in self._wait_pauses.items() if until_s > now_s}
+            self._wait_pauses[directory] = trio.current_time() + waited_s * limits.SET_SEARCH_PAUSE
 
     @contextlib.asynccontextmanager
     async def guard_writer(self, inode: int) -> AsyncIterator[None]:
@@ -234,7 +237,7 @@ class SetTracker:
 
         First what is complete becomes a set, then no node takes the file for a part of one.
         """
-        await self.wait_looked(inode)
+        await self.wait_for_set_before_change(inode)
         db, shared_namespace = self._context.db, self._context.shared_namespace
         if shared_namespace is None or self._find_directory(inode) is None:
             yield
@@ -259,7 +262,7 @@ class SetTracker:
         is_counted = any(patterns.counts_checkpoints(inodes.get_path(db, directory) + b"/" + name) for directory, name in places[:1])
         return places[0][0] if is_counted else None
 
-    def _list_unlooked(self, before_ns: int) -> list[Row]:
+    def _list_unprocessed(self, before_ns: int) -> list[Row]:
         waiting = {one.row for one in self._waiting.values() if not one.is_contended}
         rows = namespace.list_candidates(self._context.db, 0, limits.SET_CANDIDATES_MAX)
         return [row for row in rows if row[1] <= before_ns and row not in waiting]
@@ -282,9 +285,9 @@ class SetTracker:
                     for directory in user_settings.list_removals(self._context.db):
                         record_expired(self._context.db, directory, "removed by a user")
                         await self._maker.remove(directory)
-                    more = await self._look()
-                    self._looked.set()
-                    self._looked = trio.Event()
+                    more = await self._process_candidates()
+                    self._batch_ended.set()
+                    self._batch_ended = trio.Event()
                     await self._review_due()
                     await self._events.record_loads()
                     await self._events.record_levels()
@@ -326,16 +329,16 @@ class SetTracker:
 
     # --- candidates ---------------------------------------------------------------------------------------------------
 
-    async def _look(self) -> bool:
-        """Look at some candidates. Return True if there are more."""
-        wakes, is_first = self._wakes, not self._after
-        rows = namespace.list_candidates(self._context.db, self._after, limits.SET_CANDIDATES_MAX)
-        self._after = rows[-1][0] if len(rows) == limits.SET_CANDIDATES_MAX else 0
-        due_s = self._looks | {one.row: one.due_s for one in self._waiting.values()}
+    async def _process_candidates(self) -> bool:
+        """Process a batch of candidates. Return True if there are more."""
+        wakes, is_first = self._wakes, not self._last_inode
+        rows = namespace.list_candidates(self._context.db, self._last_inode, limits.SET_CANDIDATES_MAX)
+        self._last_inode = rows[-1][0] if len(rows) == limits.SET_CANDIDATES_MAX else 0
+        due_s = self._candidate_due_s | {one.row: one.due_s for one in self._waiting.values()}
         now_s = trio.current_time()
         for row in rows:
             if row not in due_s:
-                due_s[row] = self._looks[row] = now_s + self._refresh.choose_delay_s()
+                due_s[row] = self._candidate_due_s[row] = now_s + self._refresh.choose_delay_s()
         fresh = [row for row in rows if due_s[row] <= now_s]
         if fresh:
             found = await self._find(fresh)
@@ -343,28 +346,28 @@ class SetTracker:
             done = set(found)
             for place in {one.key: one for members in found.values() for one in members}.values():
                 parts = [row for row, members in found.items() if any(one.key == place.key for one in members)]
-                done |= await self._look_at(place, parts)
+                done |= await self._process_member(place, parts)
             namespace.delete_candidates(self._context.db, done - {one.row for one in self._waiting.values()})
-            self._looks = {row: due_s for row, due_s in self._looks.items() if row not in done}
-        if is_first and not self._after:
-            self._looked_wakes = wakes
-        return bool(self._after)
+            self._candidate_due_s = {row: due_s for row, due_s in self._candidate_due_s.items() if row not in done}
+        if is_first and not self._last_inode:
+            self._wakes_at_last_pass = wakes
+        return bool(self._last_inode)
 
     async def _find(self, rows: list[Row]) -> dict[Row, list[FoundMember]]:
         """Return the members of which each candidate is a part.
 
-        Candidates in directories that rest are left out.
+        Candidates in paused directories are left out.
         """
         db = self._context.db
         await self._refresh.refresh_above([inode for inode, _ in rows])
         self._releases.release_moved(inode for inode, _ in rows)
         kept = {inode for inode, _ in rows if await self._note_sets_of(inode)}
         now_s = trio.current_time()
-        self._rests = {directory: until_s for directory, until_s in self._rests.items() if until_s > now_s}
-        search = _MemberSearch(db, frozenset(self._rests))
+        self._directory_pauses = {directory: until_s for directory, until_s in self._directory_pauses.items() if until_s > now_s}
+        search = _MemberSearch(db, frozenset(self._directory_pauses))
         found = await trio.to_thread.run_sync(lambda: {row: search.find(row[0]) for row in rows})
-        self._rests |= {directory: trio.current_time() + seconds for directory, seconds in search.rests_s.items()}
-        self._looks |= {row: max(self._rests.values()) for row, members in found.items() if members is None}
+        self._directory_pauses |= {directory: trio.current_time() + seconds for directory, seconds in search.pauses_s.items()}
+        self._candidate_due_s |= {row: max(self._directory_pauses.values()) for row, members in found.items() if members is None}
         # A file that is written gets another inode than its name in the history. So its one member needs no new set because of it.
         return {row: [] if row[0] in kept and len(members) == 1 else members for row, members in found.items() if members is not None}
 
@@ -403,7 +406,7 @@ class SetTracker:
 
     # --- members ------------------------------------------------------------------------------------------------------
 
-    async def _look_at(self, found: FoundMember, rows: list[Row]) -> set[Row]:
+    async def _process_member(self, found: FoundMember, rows: list[Row]) -> set[Row]:
         """Judge a member, and make its set if it is complete.
 
         Return candidates that nothing waits for any more.
