@@ -2,16 +2,14 @@
 
 It removes sets that nothing protects.
 
-Rows of `set_candidate` say where to look. For each, the tracker finds the members of series of which the inode is a part: among its
-siblings, and in the directories above. It judges a member as `latest` does, and links what is complete into the history. A candidate stays
-while its member may become complete without a change that would make a new one: until a quiet period is over, or while it is the newest.
+Rows of `set_candidate` say where to look. For each, `MemberSearch` finds the members of series of which the inode is a part. The tracker
+judges a member as `latest` does, and links what is complete into the history. A candidate stays while its member may become complete
+without a change that would make a new one: until a quiet period is over, or while it is the newest.
 
 After a set was made, and when a file that the history names lost a name, the tracker asks `retention` what stays, and removes the rest. It
 asks again while an older set only waits until a newer one is as safe.
 
-Invariants:
-- Only series whose numbers count checkpoints are tracked: others are data sets, experiments or users.
-- After its names were read, a directory is left alone for a multiple of the time that this took.
+After its names were read, a directory is left alone for a multiple of the time that this took.
 
 Crash safety: candidates are rows, and a set appears with one rename. Unfinished sets are removed at the start.
 """
@@ -25,7 +23,6 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import trio
 
@@ -35,14 +32,13 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet
 from ckptfs.catalog.set_members import SetTree
 from ckptfs.errors import Busy, CkptfsError
-from ckptfs.model import ROOT, Level
-from ckptfs.series import Series, patterns, retention, set_kinds
+from ckptfs.model import Level
+from ckptfs.series import patterns, retention
 from ckptfs.series.expiry import list_beyond
-from ckptfs.series.patterns import Member
 from ckptfs.series.retention import KeepReason, SetFacts, is_unchanged
-from ckptfs.series.set_kinds import DirectoryFacts
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.sets.member_reader import MountMemberReader
+from ckptfs_daemon.mount.sets.member_search import MemberSearch
 from ckptfs_daemon.mount.sets.set_events import SetEvents, record_expired
 from ckptfs_daemon.mount.sets.set_expiry import SetExpiry
 from ckptfs_daemon.mount.sets.set_maker import FoundMember, SetMaker
@@ -67,88 +63,6 @@ class _Waiting:
     delay_s: float
     is_contended: bool
     """Another node makes a set of the series now."""
-
-
-class _Names(NamedTuple):
-    """The entries of a directory.
-
-    `siblings`: inodes by name. `members`: the members that each name belongs to, with whether a member is the newest.
-    """
-
-    siblings: dict[bytes, int]
-    directories: set[bytes]
-    members: dict[bytes, list[tuple[Series, Member, bool]]]
-
-
-class _MemberSearch:
-    """The search for the members of which some inodes are a part.
-
-    Runs in a worker thread; each directory is read once.
-    """
-
-    def __init__(self, db: Database, paused: frozenset[int]) -> None:
-        """`paused`: directories that must not be read now."""
-        self._db, self._paused = db, paused
-        self._directories: dict[int, _Names] = {}
-        self.pauses_s: dict[int, float] = {}
-        """For how long not to read each directory again: a multiple of the time that it took to read."""
-
-    def find(self, inode: int) -> list[FoundMember] | None:
-        """Return the members, the innermost first. Returns None if a directory on the way is paused."""
-        found: list[FoundMember] = []
-        todo = set_members.list_places(self._db, inode)
-        while todo:
-            directory, name = todo.pop(0)
-            if directory in self._paused:
-                return None
-            found += self._match(directory, name)
-            if directory != ROOT:
-                todo += set_members.list_places(self._db, directory)
-        return found or self._find_committed(inode)
-
-    def _match(self, directory: int, name: bytes) -> list[FoundMember]:
-        siblings, directories, members = self._load(directory)
-        found = []
-        for one, member, is_newest in members.get(name, ()):
-            source = siblings[name] if name in directories and member.files == (name,) else None
-            if one.is_step_count or (source is not None and self._has_kind(source)):
-                found.append(FoundMember(directory, one, member, siblings, source, is_newest))
-        return found
-
-    def _load(self, directory: int) -> _Names:
-        """Return what is in a directory. Reading it takes as long as there are names."""
-        if directory not in self._directories:
-            began_s = time.monotonic()
-            names = set_members.list_possible_members(self._db, directory)
-            members: dict[bytes, list[tuple[Series, Member, bool]]] = defaultdict(list)
-            for one in series.list_series(names):
-                for number, member in enumerate(patterns.list_members(one, names)):
-                    for file in member.files:
-                        members[file].append((one, member, number == 0))
-            siblings = {name: inode for name, (inode, _) in names.items()}
-            directories = {name for name, (_, is_directory) in names.items() if is_directory}
-            self._directories[directory] = _Names(siblings, directories, members)
-            self.pauses_s[directory] = (time.monotonic() - began_s) * limits.SET_SEARCH_PAUSE
-        return self._directories[directory]
-
-    def _has_kind(self, directory: int) -> bool:
-        names = set_members.list_possible_members(self._db, directory)
-        files = {name: set_kinds.MemberFile(0, Level.NONE) for name, (_, is_directory) in names.items() if not is_directory}
-        return bool(set_kinds.list_kinds(DirectoryFacts(files, frozenset(names.keys() - files.keys()))))
-
-    def _find_committed(self, inode: int) -> list[FoundMember]:
-        """Return a file or directory outside any series that a user committed as complete.
-
-        It is a series of its own.
-        """
-        if not set_members.is_committed(self._db, [inode]):
-            return []
-        found = []
-        for directory, name in set_members.list_places(self._db, inode):
-            is_directory = set_members.list_possible_members(self._db, directory)[name][1]
-            member = Member((0,), name, name, (name,))
-            found.append(FoundMember(directory, Series((name,)), member, {name: inode}, inode if is_directory else None, True))
-        return found
 
 
 class SetTracker:
@@ -364,7 +278,7 @@ class SetTracker:
         kept = {inode for inode, _ in rows if await self._note_sets_of(inode)}
         now_s = trio.current_time()
         self._directory_pauses = {directory: until_s for directory, until_s in self._directory_pauses.items() if until_s > now_s}
-        search = _MemberSearch(db, frozenset(self._directory_pauses))
+        search = MemberSearch(db, frozenset(self._directory_pauses))
         found = await trio.to_thread.run_sync(lambda: {row: search.find(row[0]) for row in rows})
         self._directory_pauses |= {directory: trio.current_time() + seconds for directory, seconds in search.pauses_s.items()}
         self._candidate_due_s |= {row: max(self._directory_pauses.values()) for row, members in found.items() if members is None}
