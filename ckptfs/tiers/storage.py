@@ -334,41 +334,43 @@ class Tiers(Mapping[Tier, TierStorage]):
         self,
         expected_bytes: int = 0,
         reserved_bytes: Mapping[Tier, int] = _NO_RESERVATIONS,
-        taking: PreparedFile | None = None,
+        prepared_file: PreparedFile | None = None,
         excluded: Container[Tier] = (),
     ) -> Tier:
         """Return the tier of a new content. Raises NoSpace if every tier is full (P10).
 
-        `expected_bytes` 0 means unknown; `reserved_bytes` are still expected from other writers; `taking` is the prepared file that the
-        content will take in RAM. If other prepared files are what keeps the content out of RAM, they are given back. The PFS counts as
-        having space: a create there finds out, in a thread that may hang. Tiers that fail, and those in `excluded`, get no file.
+        `expected_bytes` 0 means unknown; `reserved_bytes` are still expected from other writers; the content will take `prepared_file` in
+        RAM. If other prepared files are what keeps the content out of RAM, they are given back. The PFS counts as having space: a create
+        there finds out, in a thread that may hang. Tiers that fail, and those in `excluded`, get no file.
         """
-        tier = self._choose_tier(expected_bytes, reserved_bytes, taking, excluded)
+        tier = self._choose_tier(expected_bytes, reserved_bytes, prepared_file, excluded)
         if tier is not Tier.RAM and Tier.RAM not in excluded:
             own_bytes = reserved_bytes.get(Tier.RAM, 0)
-            if self.give_back_prepared(lambda ram: space.fits(ram, expected_bytes, self._ram_high), own_bytes, taking):
-                tier = self._choose_tier(expected_bytes, reserved_bytes, taking, excluded)
+            if self.give_back_prepared(lambda ram: space.fits(ram, expected_bytes, self._ram_high), own_bytes, prepared_file):
+                tier = self._choose_tier(expected_bytes, reserved_bytes, prepared_file, excluded)
         if tier is None:
             raise NoSpace("every tier is full", remedy="remove files, or configure a larger tier")
         return tier
 
     def _choose_tier(
-        self, expected_bytes: int, reserved_bytes: Mapping[Tier, int], taking: PreparedFile | None, excluded: Container[Tier]
+        self, expected_bytes: int, reserved_bytes: Mapping[Tier, int], prepared_file: PreparedFile | None, excluded: Container[Tier]
     ) -> Tier | None:
         candidates = {tier for tier, storage in self._tiers.items() if storage.is_usable and tier not in excluded}
         capacities = {tier: own for tier, own in self.get_local_capacities().items() if tier in candidates}
-        if taking is not None and Tier.RAM in candidates:
-            capacities = capacities | {Tier.RAM: self.get_capacity(Tier.RAM, taking)}
+        if prepared_file is not None and Tier.RAM in candidates:
+            capacities = capacities | {Tier.RAM: self.get_capacity(Tier.RAM, prepared_file)}
         if reserved_bytes:
             capacities = {tier: space.subtract_reserved(own, reserved_bytes.get(tier, 0)) for tier, own in capacities.items()}
         if Tier.PFS in candidates:
             capacities = capacities | _PFS_CAPACITY
         return space.choose_tier(capacities, expected_bytes, self._ram_high)
 
-    def give_back_prepared(self, is_enough: Callable[[Capacity], bool], reserved_bytes: int, taking: PreparedFile | None = None) -> bool:
-        """Give files but `taking` back until RAM `is_enough`. False: that cannot be reached."""
-        capacity = space.subtract_reserved(self.get_capacity(Tier.RAM, taking), reserved_bytes)
-        others = sorted((file for file in self.prepared.list_files() if file != taking), reverse=True)
+    def give_back_prepared(
+        self, is_enough: Callable[[Capacity], bool], reserved_bytes: int, prepared_file: PreparedFile | None = None
+    ) -> bool:
+        """Give files but `prepared_file` back until RAM `is_enough`. False: that cannot be reached."""
+        capacity = space.subtract_reserved(self.get_capacity(Tier.RAM, prepared_file), reserved_bytes)
+        others = sorted((file for file in self.prepared.list_files() if file != prepared_file), reverse=True)
         if not others or not is_enough(space.add_free(capacity, sum(file.size_bytes for file in others))):
             return False
         for file in others:
@@ -399,7 +401,7 @@ class Tiers(Mapping[Tier, TierStorage]):
         return None if needs_buffered_path else tier
 
     def needs_buffered_path(
-        self, tier: Tier, expected_bytes: int | None, reserved_bytes: int = 0, taking: PreparedFile | None = None
+        self, tier: Tier, expected_bytes: int | None, reserved_bytes: int = 0, prepared_file: PreparedFile | None = None
     ) -> bool:
         """Return True if the tier, with prepared files given back, is too full for passthrough."""
         if tier is Tier.PFS:
@@ -407,11 +409,11 @@ class Tiers(Mapping[Tier, TierStorage]):
         if self._tiers[tier].shares_filesystem:
             return True  # Nothing but the mount process enforces the budget.
         decide = space.needs_buffered_path if any(self.list_next(tier)) else space.needs_buffered_path_in_last_tier
-        if not decide(space.subtract_reserved(self.get_capacity(tier, taking), reserved_bytes), expected_bytes):
+        if not decide(space.subtract_reserved(self.get_capacity(tier, prepared_file), reserved_bytes), expected_bytes):
             return False
         if tier is not Tier.RAM:
             return True
-        return not self.give_back_prepared(lambda ram: not decide(ram, expected_bytes), reserved_bytes, taking)
+        return not self.give_back_prepared(lambda ram: not decide(ram, expected_bytes), reserved_bytes, prepared_file)
 
     def get_local_capacities(self) -> dict[Tier, Capacity]:
         """Return the capacities of RAM and NVMe, at most `limits.CAPACITY_AGE_S` old."""
@@ -426,10 +428,10 @@ class Tiers(Mapping[Tier, TierStorage]):
         """Return the bytes of a setting: an int, or a share of RAM and NVMe. Raises OSError."""
         return size if isinstance(size, int) else int(size * sum(one.total for one in self.get_local_capacities().values()))
 
-    def get_capacity(self, tier: Tier, taking: PreparedFile | None = None) -> Capacity:
-        """Return the capacity of RAM or NVMe for a content that is `taking` a prepared file."""
+    def get_capacity(self, tier: Tier, prepared_file: PreparedFile | None = None) -> Capacity:
+        """Return the capacity of RAM or NVMe for a content that will take `prepared_file`."""
         capacity = self.get_local_capacities()[tier]
-        return capacity if taking is None or tier is not Tier.RAM else space.add_free(capacity, taking.size_bytes)
+        return capacity if prepared_file is None or tier is not Tier.RAM else space.add_free(capacity, prepared_file.size_bytes)
 
     def list_next(self, tier: Tier) -> Iterator[Tier]:
         """Return the tiers below `tier`, in order."""

@@ -56,7 +56,7 @@ class OpenAttempt:
         self._db = context.db
         self._files = context.open_files
         self._open_request = open_request
-        self._reserved: tuple[int, int] | None = None
+        self._new_pfs_file: tuple[int, int] | None = None
         """(content, descriptor) of a new file on the PFS that no attempt has taken yet."""
         self._pfs_fd = -1
         self._pfs_facts: open_acts.PfsFacts | None = None
@@ -167,32 +167,32 @@ class OpenAttempt:
     def _create_content(self, held: FileContent, undo: UndoLog, expected_bytes: int, *, is_new_file: bool = False) -> OpenFile:
         """Start a content of about `expected_bytes` (0: unknown), in a prepared file that suits it if any."""
         reserved_bytes, tiers = self._files.get_reserved_bytes(), self._context.tiers
-        taking = tiers.find_prepared(expected_bytes, is_limited=bool(self._limit_reason))
-        disk_tier = None if self._may_fill(taking) else self._choose_disk_tier(expected_bytes, reserved_bytes)
-        tier = disk_tier or tiers.choose_tier(expected_bytes, reserved_bytes, taking, self._refusing_tiers)
+        prepared_file = tiers.find_prepared(expected_bytes, is_limited=bool(self._limit_reason))
+        disk_tier = None if self._may_fill(prepared_file) else self._choose_disk_tier(expected_bytes, reserved_bytes)
+        tier = disk_tier or tiers.choose_tier(expected_bytes, reserved_bytes, prepared_file, self._refusing_tiers)
         storage = tiers[tier]
-        reason = self._find_buffered_reason(storage, expected_bytes or None, reserved_bytes, taking)
+        reason = self._find_buffered_reason(storage, expected_bytes or None, reserved_bytes, prepared_file)
         changed_ns = None if is_new_file or self._files.kernel_owns_times else time.time_ns()
         times = held.inode.atime_ns, held.inode.mtime_ns if changed_ns is None else changed_ns
         if tier is Tier.PFS:
-            content, fd = self._take_reserved(storage, times, undo)
+            content, fd = self._take_new_pfs_file(storage, times, undo)
             reason = self._find_reason_on_pfs(expected_bytes or None)
             contents.insert_content(self._db, held.inode.id, tier, reserved_content=content, changed_ns=changed_ns)
         else:
             content = contents.insert_content(self._db, held.inode.id, tier, changed_ns=changed_ns)
-            fd = self._create_local(storage, content, os.O_RDWR if reason else os.O_RDONLY, times, taking, undo)
-        file = self._build_open_file(held, content, storage, fd, undo, reason=reason)
+            fd = self._create_local(storage, content, os.O_RDWR if reason else os.O_RDONLY, times, prepared_file, undo)
+        file = self._register_open_file(held, content, storage, fd, undo, reason=reason)
         file.expected_bytes = expected_bytes
-        file.prepared_bytes = taking.size_bytes if taking is not None and tier is Tier.RAM else 0
+        file.prepared_bytes = prepared_file.size_bytes if prepared_file is not None and tier is Tier.RAM else 0
         return file
 
     def _create_local(
-        self, storage: TierStorage, content: int, flags: int, times: tuple[int, int], taking: PreparedFile | None, undo: UndoLog
+        self, storage: TierStorage, content: int, flags: int, times: tuple[int, int], prepared_file: PreparedFile | None, undo: UndoLog
     ) -> int:
         """Create a file in RAM or NVMe. If that fails, the next attempt chooses another tier (P10)."""
         try:
             undo.callback(open_acts.remove_quietly, storage, content)
-            fd = self._create_file(storage, content, flags, taking)
+            fd = self._create_file(storage, content, flags, prepared_file)
             undo.callback(os.close, fd)
             os.utime(fd, ns=times)
         except OSError as failure:
@@ -202,10 +202,10 @@ class OpenAttempt:
             raise MustWait(trio.lowlevel.checkpoint) from failure
         return fd
 
-    def _create_file(self, storage: TierStorage, content: int, flags: int, taking: PreparedFile | None) -> int:
+    def _create_file(self, storage: TierStorage, content: int, flags: int, prepared_file: PreparedFile | None) -> int:
         """Return the descriptor of an empty file for `content`: prepared, unless another process took it."""
-        if taking is not None and storage.tier is Tier.RAM:
-            if self._context.tiers.prepared.take_file(taking, content):
+        if prepared_file is not None and storage.tier is Tier.RAM:
+            if self._context.tiers.prepared.take_file(prepared_file, content):
                 return storage.open(content, flags)
             if self._limit_reason:
                 raise MustWait(trio.lowlevel.checkpoint)  # Without it, the way is another one.
@@ -218,21 +218,22 @@ class OpenAttempt:
             return Reason.NONE
         return get_limit_reason(context.memory_limits.find(open_request.pid))
 
-    def _may_fill(self, taking: PreparedFile | None) -> bool:
-        """Return True if the caller may write into RAM by passthrough: `taking`, or fresh memory without it."""
-        return not self._limit_reason or (taking is not None and taking.size_bytes >= limits.TOP_UP_AHEAD_BYTES)
+    def _may_fill(self, prepared_file: PreparedFile | None) -> bool:
+        """Return True if the caller may write into RAM by passthrough: `prepared_file`, or fresh memory."""
+        return not self._limit_reason or (prepared_file is not None and prepared_file.size_bytes >= limits.TOP_UP_AHEAD_BYTES)
 
     def _find_buffered_reason(
-        self, storage: TierStorage, expected_bytes: int | None, reserved_bytes: Mapping[Tier, int], taking: PreparedFile | None = None
-    ) -> Reason:
+        self, storage: TierStorage, expected_bytes: int | None, reserved_bytes: Mapping[Tier, int],
+        prepared_file: PreparedFile | None = None,
+    ) -> Reason:  # fmt: skip
         """Return why a writer's bytes must pass through this process; NONE if they need not."""
         if self._context.data_path is not DataPath.PASSTHROUGH:
             return Reason.DATA_PATH
         if storage.tier is Tier.PFS:
             return self._find_reason_on_pfs(expected_bytes)
-        if storage.is_memory and not self._may_fill(taking):
+        if storage.is_memory and not self._may_fill(prepared_file):
             return self._limit_reason
-        is_full = self._context.tiers.needs_buffered_path(storage.tier, expected_bytes, reserved_bytes.get(storage.tier, 0), taking)
+        is_full = self._context.tiers.needs_buffered_path(storage.tier, expected_bytes, reserved_bytes.get(storage.tier, 0), prepared_file)
         return Reason.FULL if is_full else Reason.NONE
 
     def _find_reason_on_pfs(self, expected_bytes: int | None) -> Reason:
@@ -274,7 +275,7 @@ class OpenAttempt:
             set_inode_times(fd, held.inode)
         elif is_writer:
             reason = self._find_reason_on_pfs(0)
-        return self._build_open_file(held, content, storage, fd, undo, reason=reason)
+        return self._register_open_file(held, content, storage, fd, undo, reason=reason)
 
     def _open_incoming(self, held: FileContent, undo: UndoLog) -> OpenFile | None:
         """Open a file whose blocks are being fetched. Returns None if no fetch of it is published."""
@@ -300,12 +301,12 @@ class OpenAttempt:
         fd = self._take_pfs_fd()
         undo.callback(self._files.slow_calls.close, fd, None)
         reason = Reason.NONE if self._context.data_path is DataPath.PASSTHROUGH else Reason.DATA_PATH
-        return self._build_open_file(held, None, None, fd, undo, reason=reason)
+        return self._register_open_file(held, None, None, fd, undo, reason=reason)
 
-    def _build_open_file(
+    def _register_open_file(
         self, held: FileContent, content: int | None, storage: TierStorage | None, fd: int, undo: UndoLog, *, reason: Reason
     ) -> OpenFile:
-        """Build the open file. `reason` for no passthrough; NONE registers it with the kernel."""
+        """Return the open file. Register it with the kernel for passthrough unless `reason` is against it."""
         row = held.inode
         file = OpenFile(row.id, content, storage, fd, self._open_request.shown, atime_ns=row.atime_ns, generation=row.generation)
         file.buffered_reason = reason = reason or self._files.find_history_reason(file.shown, row)
@@ -423,10 +424,10 @@ class OpenAttempt:
         """Give back what was waited for and then not needed."""
         if self._pfs_fd >= 0:
             self._files.slow_calls.close(self._pfs_fd, Tier.PFS)
-        if self._reserved is not None:
-            self._files.slow_calls.close(self._reserved[1], Tier.PFS)
+        if self._new_pfs_file is not None:
+            self._files.slow_calls.close(self._new_pfs_file[1], Tier.PFS)
             with self._db.transaction() as db:
-                contents.mark_doomed(db, self._reserved[0])
+                contents.mark_doomed(db, self._new_pfs_file[0])
         if self._unsealed_content is not None:
             open_acts.reclose_unsealed(self._context, self._unsealed_content)
 
@@ -471,13 +472,13 @@ class OpenAttempt:
         fd, self._pfs_fd = self._pfs_fd, -1
         return fd
 
-    def _take_reserved(self, storage: TierStorage, times: tuple[int, int], undo: UndoLog) -> tuple[int, int]:
+    def _take_new_pfs_file(self, storage: TierStorage, times: tuple[int, int], undo: UndoLog) -> tuple[int, int]:
         """Return (content, descriptor) of a new file on the PFS. Raises MustWait if there is none yet."""
-        if self._reserved is None:
+        if self._new_pfs_file is None:
             raise MustWait(lambda: self._create_on_pfs(storage, times))
-        reserved, self._reserved = self._reserved, None
-        undo.callback(setattr, self, "_reserved", reserved)
-        return reserved
+        taken, self._new_pfs_file = self._new_pfs_file, None
+        undo.callback(setattr, self, "_new_pfs_file", taken)
+        return taken
 
     async def _create_on_pfs(self, storage: TierStorage, times: tuple[int, int]) -> None:
         with self._db.transaction() as db:
@@ -490,7 +491,7 @@ class OpenAttempt:
 
         try:
             fd, self._pfs_facts = await run_on_pfs(create)
-            self._reserved = content, fd
+            self._new_pfs_file = content, fd
         except BaseException as failure:
             with self._db.transaction() as db:
                 contents.mark_doomed(db, content)
