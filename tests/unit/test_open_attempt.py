@@ -15,13 +15,14 @@ from ckptfs_daemon.mount.open_files.handle_ways import Reason
 from ckptfs_daemon.mount.open_files.open_file import OpenFile
 from ckptfs_daemon.mount.opening.open_acts import link_successor
 from ckptfs_daemon.mount.opening.open_attempt import OpenAttempt
+from ckptfs_daemon.mount.opening.open_request import OpenRequest
 from local_node import Node
 from loop_disk import mounted
 from opener import Opener
 
 from ckptfs import disk, limits
 from ckptfs.catalog import contents, handles, inodes, mover_requests
-from ckptfs.errors import ContentLost, TimedOut
+from ckptfs.errors import Busy, ContentLost, TimedOut
 from ckptfs.flow.reclaim import Reclaim
 from ckptfs.model import ROOT, ContentState, Tier
 from ckptfs.tiers import local_copies, transfer
@@ -100,6 +101,31 @@ def test_a_content_that_another_node_has_never_changes(tmp_path: Path, truncates
         return
     assert opener.node.files(Tier.RAM) == {shown} and opener.node.copies(opener.content) == {}
     assert opener.node.path(shown).stat().st_ino == before and opener.node.data(shown) == (b"" if truncates else b"sealed")
+
+
+def test_an_open_that_fails_twice_undoes_each_attempt_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P3: a descriptor that is closed again may be that of another file meanwhile."""
+    opener, closed = Opener(tmp_path), list[str]()
+    close = os.close
+
+    def count_close(fd: int) -> None:
+        closed.append(os.readlink(f"/proc/self/fd/{fd}"))
+        close(fd)
+
+    def refuse(*_: object, **__: object) -> int:
+        raise Busy("refused")
+
+    async def scenario() -> None:
+        attempt = OpenAttempt(opener.context, OpenRequest(opener.inode, True, True, Request(4, False, False)))
+        monkeypatch.setattr(handles, "insert", refuse)
+        monkeypatch.setattr(os, "close", count_close)
+        for _ in range(2):
+            with pytest.raises(Busy):
+                await attempt.run()
+
+    trio.run(scenario)
+    assert len([path for path in closed if "/contents/" in path]) == 2
+    assert opener.node.files(Tier.RAM) == {opener.content}
 
 
 def test_a_pfs_without_hard_links_lends_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

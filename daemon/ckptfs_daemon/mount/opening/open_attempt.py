@@ -56,6 +56,8 @@ class OpenAttempt:
         self._db = context.db
         self._files = context.open_files
         self._open_request = open_request
+        self._undo = UndoLog()
+        """What undoes the attempt that runs. Empty between attempts."""
         self._new_pfs_file: tuple[int, int] | None = None
         """(content, descriptor) of a new file on the PFS that no attempt has taken yet."""
         self._pfs_fd = -1
@@ -90,12 +92,12 @@ class OpenAttempt:
 
     def _attempt(self) -> OpenResult:
         file = self._find_open_file()
-        with UndoLog() as undo:
+        with self._undo:
             with self._files.change():
                 held = self._load_or_create()
-                file = self._act(file, held, undo)
+                file = self._act(file, held)
                 opened = self._record(file, held)
-            undo.pop_all()
+            self._undo.pop_all()
         if self.separates:
             self._files.follow_history(opened.inode)
         is_writer = self._open_request.is_writer
@@ -134,37 +136,37 @@ class OpenAttempt:
 
     # --- act ----------------------------------------------------------------------------------------------------------
 
-    def _act(self, file: OpenFile | None, held: FileContent, undo: UndoLog) -> OpenFile:
+    def _act(self, file: OpenFile | None, held: FileContent) -> OpenFile:
         if file is None:
-            return self._open_first(held, undo)
+            return self._open_first(held)
         if self._open_request.is_writer:
             self._require_newest(file, held)
             self._add_writer(file, held)
         return file
 
-    def _open_first(self, held: FileContent, undo: UndoLog) -> OpenFile:
+    def _open_first(self, held: FileContent) -> OpenFile:
         """Open an inode that has no open file."""
         if self._open_request.is_writer:
             choice = open_decision.choose_write_target(held, truncate=self._open_request.truncates)
             if choice is open_decision.WriteTarget.NEW:
-                return self._create_content(held, undo, held.inode.size)
+                return self._create_content(held, held.inode.size)
             if choice is open_decision.WriteTarget.IN_PLACE:
-                return self._open_local(held, undo)
+                return self._open_local(held)
             if choice is open_decision.WriteTarget.FETCH:
                 raise MustWait(self._request_fetch)
         else:
             source = open_decision.choose_read_source(held)
             if source is open_decision.ReadSource.HERE:
-                return self._open_local(held, undo)
+                return self._open_local(held)
             if source is open_decision.ReadSource.EMPTY:
-                return self._open_empty(held, undo)
+                return self._open_empty(held)
             if source is open_decision.ReadSource.FETCH:
-                return self._open_incoming(held, undo) or self._open_pfs_file(held, undo)
+                return self._open_incoming(held) or self._open_pfs_file(held)
         if self._context.shared_namespace is not None and not self._has_searched:
             raise MustWait(self._search_other_nodes)
         raise self._build_lost_error("no copy of its content is left")
 
-    def _create_content(self, held: FileContent, undo: UndoLog, expected_bytes: int, *, is_new_file: bool = False) -> OpenFile:
+    def _create_content(self, held: FileContent, expected_bytes: int, *, is_new_file: bool = False) -> OpenFile:
         """Start a content of about `expected_bytes` (0: unknown), in a prepared file that suits it if any."""
         reserved_bytes, tiers = self._files.get_reserved_bytes(), self._context.tiers
         prepared_file = tiers.find_prepared(expected_bytes, is_limited=bool(self._limit_reason))
@@ -175,25 +177,25 @@ class OpenAttempt:
         changed_ns = None if is_new_file or self._files.kernel_owns_times else time.time_ns()
         times = held.inode.atime_ns, held.inode.mtime_ns if changed_ns is None else changed_ns
         if tier is Tier.PFS:
-            content, fd = self._take_new_pfs_file(storage, times, undo)
+            content, fd = self._take_new_pfs_file(storage, times)
             reason = self._find_reason_on_pfs(expected_bytes or None)
             contents.insert_content(self._db, held.inode.id, tier, reserved_content=content, changed_ns=changed_ns)
         else:
             content = contents.insert_content(self._db, held.inode.id, tier, changed_ns=changed_ns)
-            fd = self._create_local(storage, content, os.O_RDWR if reason else os.O_RDONLY, times, prepared_file, undo)
-        file = self._register_open_file(held, content, storage, fd, undo, reason=reason)
+            fd = self._create_local(storage, content, os.O_RDWR if reason else os.O_RDONLY, times, prepared_file)
+        file = self._register_open_file(held, content, storage, fd, reason=reason)
         file.expected_bytes = expected_bytes
         file.prepared_bytes = prepared_file.size_bytes if prepared_file is not None and tier is Tier.RAM else 0
         return file
 
     def _create_local(
-        self, storage: TierStorage, content: int, flags: int, times: tuple[int, int], prepared_file: PreparedFile | None, undo: UndoLog
+        self, storage: TierStorage, content: int, flags: int, times: tuple[int, int], prepared_file: PreparedFile | None
     ) -> int:
         """Create a file in RAM or NVMe. If that fails, the next attempt chooses another tier (P10)."""
         try:
-            undo.callback(open_acts.remove_quietly, storage, content)
+            self._undo.callback(open_acts.remove_quietly, storage, content)
             fd = self._create_file(storage, content, flags, prepared_file)
-            undo.callback(os.close, fd)
+            self._undo.callback(os.close, fd)
             os.utime(fd, ns=times)
         except OSError as failure:
             if failure.errno not in health.FULL_ERRNOS and not health.is_tier_failure(failure):
@@ -246,14 +248,14 @@ class OpenAttempt:
     def _choose_disk_tier(self, expected_bytes: int, reserved_bytes: Mapping[Tier, int]) -> Tier | None:
         return None if Tier.NVME in self._refusing_tiers else self._context.tiers.choose_disk_tier(expected_bytes, reserved_bytes)
 
-    def _open_empty(self, held: FileContent, undo: UndoLog) -> OpenFile:
+    def _open_empty(self, held: FileContent) -> OpenFile:
         """Open a file that mknod made and nothing has written: give it a content that is closed at once."""
-        file = self._create_content(held, undo, 0, is_new_file=True)
+        file = self._create_content(held, 0, is_new_file=True)
         assert file.content is not None
         contents.mark_closed(self._db, held.inode.id, file.content, 0, held.inode.atime_ns, held.inode.mtime_ns)
         return file
 
-    def _open_local(self, held: FileContent, undo: UndoLog) -> OpenFile:
+    def _open_local(self, held: FileContent) -> OpenFile:
         """Open the copy in the first tier that has one."""
         is_writer, content, tier = self._open_request.is_writer, held.content, held.tiers[0]
         assert content is not None
@@ -268,16 +270,16 @@ class OpenAttempt:
             fd = self._open_or_wait(storage, content, NONBLOCKING_WRITE if reason or (is_writer and tier is Tier.PFS) else os.O_RDONLY)
         except FileNotFoundError as failure:
             raise MustWait(lambda: self._delete_missing_copy(content, tier)) from failure
-        undo.callback(self._files.slow_calls.close, fd, tier)
+        self._undo.callback(self._files.slow_calls.close, fd, tier)
         if is_writer:
             self._mark_content_open(held, content, storage)
         if tier is not Tier.PFS:
             set_inode_times(fd, held.inode)
         elif is_writer:
             reason = self._find_reason_on_pfs(0)
-        return self._register_open_file(held, content, storage, fd, undo, reason=reason)
+        return self._register_open_file(held, content, storage, fd, reason=reason)
 
-    def _open_incoming(self, held: FileContent, undo: UndoLog) -> OpenFile | None:
+    def _open_incoming(self, held: FileContent) -> OpenFile | None:
         """Open a file whose blocks are being fetched. Returns None if no fetch of it is published."""
         content = None if held.content is None else contents.get_content(self._db, held.content)
         if content is None or content.state is not ContentState.SEALED or content.generation != held.inode.generation:
@@ -287,24 +289,24 @@ class OpenAttempt:
         if found is None:
             return None
         storage, fd = found
-        undo.callback(os.close, fd)
+        self._undo.callback(os.close, fd)
         generation = held.inode.generation
         return OpenFile(
             held.inode.id, content.id, storage, fd, self._open_request.shown, atime_ns=held.inode.atime_ns, generation=generation,
             fetch_waiter=waiter, buffered_reason=Reason.FETCHED,
         )  # fmt: skip
 
-    def _open_pfs_file(self, held: FileContent, undo: UndoLog) -> OpenFile:
+    def _open_pfs_file(self, held: FileContent) -> OpenFile:
         """Open the PFS's own file if the mover allowed it; otherwise request a fetch."""
         if self._pfs_fd < 0:
             raise MustWait(self._request_fetch)
         fd = self._take_pfs_fd()
-        undo.callback(self._files.slow_calls.close, fd, None)
+        self._undo.callback(self._files.slow_calls.close, fd, None)
         reason = Reason.NONE if self._context.data_path is DataPath.PASSTHROUGH else Reason.DATA_PATH
-        return self._register_open_file(held, None, None, fd, undo, reason=reason)
+        return self._register_open_file(held, None, None, fd, reason=reason)
 
     def _register_open_file(
-        self, held: FileContent, content: int | None, storage: TierStorage | None, fd: int, undo: UndoLog, *, reason: Reason
+        self, held: FileContent, content: int | None, storage: TierStorage | None, fd: int, *, reason: Reason
     ) -> OpenFile:
         """Return the open file. Register it with the kernel for passthrough unless `reason` is against it."""
         row = held.inode
@@ -316,7 +318,7 @@ class OpenAttempt:
             file.is_writable = self._open_request.is_writer
         else:
             file.backing_id = self._files.register_backing(fd, file.tier)
-            undo.callback(self._files.unregister_backing, file.backing_id)
+            self._undo.callback(self._files.unregister_backing, file.backing_id)
             if not file.backing_id:
                 is_refused = self._context.data_path is DataPath.PASSTHROUGH
                 file.buffered_reason = Reason.REFUSED if is_refused else Reason.DATA_PATH
@@ -472,12 +474,12 @@ class OpenAttempt:
         fd, self._pfs_fd = self._pfs_fd, -1
         return fd
 
-    def _take_new_pfs_file(self, storage: TierStorage, times: tuple[int, int], undo: UndoLog) -> tuple[int, int]:
+    def _take_new_pfs_file(self, storage: TierStorage, times: tuple[int, int]) -> tuple[int, int]:
         """Return (content, descriptor) of a new file on the PFS. Raises MustWait if there is none yet."""
         if self._new_pfs_file is None:
             raise MustWait(lambda: self._create_on_pfs(storage, times))
         taken, self._new_pfs_file = self._new_pfs_file, None
-        undo.callback(setattr, self, "_new_pfs_file", taken)
+        self._undo.callback(setattr, self, "_new_pfs_file", taken)
         return taken
 
     async def _create_on_pfs(self, storage: TierStorage, times: tuple[int, int]) -> None:
@@ -592,8 +594,8 @@ class CreateAttempt(OpenAttempt):
         )
         return FileContent(self._inode, None, None, (), False)
 
-    def _act(self, file: OpenFile | None, held: FileContent, undo: UndoLog) -> OpenFile:
+    def _act(self, file: OpenFile | None, held: FileContent) -> OpenFile:
         expected_bytes = self._files.expected_sizes.get(self._parent, self._name)
-        created = self._create_content(held, undo, expected_bytes, is_new_file=True)
+        created = self._create_content(held, expected_bytes, is_new_file=True)
         created.created_as = (self._parent, self._name)
         return created

@@ -22,7 +22,10 @@ class MustWait(Exception):
 
 
 class UndoLog:
-    """The acts that undo a failed attempt, last first. Most attempts succeed and need no ExitStack."""
+    """The acts that undo a failed attempt, last first. Most attempts succeed and need no ExitStack.
+
+    Empty after each `with`, so that several attempts can use it.
+    """
 
     def __init__(self) -> None:
         self._acts: list[tuple[Callable[..., object], tuple[object, ...]]] = []
@@ -42,6 +45,7 @@ class UndoLog:
             with contextlib.ExitStack() as stack:
                 for act, values in self._acts:
                     stack.callback(act, *values)
+                self._acts.clear()
 
 
 @dataclass(frozen=True, slots=True)
