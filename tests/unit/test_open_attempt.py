@@ -13,6 +13,7 @@ from ckptfs_daemon.mount.handlers import file_handlers
 from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers
 from ckptfs_daemon.mount.open_files.handle_ways import Reason
 from ckptfs_daemon.mount.open_files.open_file import OpenFile
+from ckptfs_daemon.mount.opening import tier_choice
 from ckptfs_daemon.mount.opening.open_acts import link_successor
 from ckptfs_daemon.mount.opening.open_attempt import OpenAttempt
 from ckptfs_daemon.mount.opening.open_request import OpenRequest
@@ -315,11 +316,11 @@ def test_old_bytes_that_are_shared_need_room(tmp_path: Path, monkeypatch: pytest
     """P10: the kernel writes without asking. A write over a block that the history shares takes a new one."""
     needed = []
 
-    def find_reason(_: OpenAttempt, storage: TierStorage, expected_bytes: int, *__: object) -> Reason:
+    def find_reason(_: object, storage: TierStorage, expected_bytes: int, *__: object) -> Reason:
         needed.append(expected_bytes)
         return Reason.DATA_PATH
 
-    monkeypatch.setattr(OpenAttempt, "_find_buffered_reason", find_reason)
+    monkeypatch.setattr(tier_choice, "find_buffered_reason", find_reason)
     with mounted("xfs", tmp_path) as place:
         opener = Opener(tmp_path / "node")
         node = Node(place / "node")

@@ -14,7 +14,6 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Mapping
 
 import trio
 
@@ -24,12 +23,12 @@ from ckptfs.catalog.contents import FileContent
 from ckptfs.errors import Busy, CkptfsError, ContentLost, NoSpace, TimedOut, posix_error
 from ckptfs.flow import open_decision
 from ckptfs.model import ContentState, CopyState, DataPath, Inode, Tier
-from ckptfs.tiers import health, space
+from ckptfs.tiers import health
 from ckptfs.tiers.prepared import PreparedFile
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon.fuse.request import Request
 from ckptfs_daemon.mount.context import MountContext
-from ckptfs_daemon.mount.open_files.handle_ways import HandleWay, Reason, Way, choose_way, get_limit_reason
+from ckptfs_daemon.mount.open_files.handle_ways import HandleWay, Reason, Way, choose_way
 from ckptfs_daemon.mount.open_files.open_file import (
     NONBLOCKING_WRITE,
     FetchWaiter,
@@ -39,7 +38,7 @@ from ckptfs_daemon.mount.open_files.open_file import (
     run_on_pfs,
     set_inode_times,
 )
-from ckptfs_daemon.mount.opening import open_acts
+from ckptfs_daemon.mount.opening import open_acts, tier_choice
 from ckptfs_daemon.mount.opening.history_separation import separate_for_writer
 from ckptfs_daemon.mount.opening.open_request import MustWait, OpenRequest, OpenResult, UndoLog
 from ckptfs_daemon.mount.opening.space_wait import SpaceWait
@@ -67,7 +66,7 @@ class OpenAttempt:
         """Tiers that could not make the file."""
         self._truncated: OpenFile | None = None
         self._unsealed_content: int | None = None
-        self._limit_reason = self._find_limit_reason()
+        self._limit_reason = tier_choice.find_limit_reason(context, open_request)
         self._leases_until_s = 0.0
         self._has_begun_fetch = self._has_searched = self.separates = False
         self._announce_deadline_s = trio.current_time() + limits.PUBLISHED_WAIT_S
@@ -168,24 +167,20 @@ class OpenAttempt:
 
     def _create_content(self, held: FileContent, expected_bytes: int, *, is_new_file: bool = False) -> OpenFile:
         """Start a content of about `expected_bytes` (0: unknown), in a prepared file that suits it if any."""
-        reserved_bytes, tiers = self._files.get_reserved_bytes(), self._context.tiers
-        prepared_file = tiers.find_prepared(expected_bytes, is_limited=bool(self._limit_reason))
-        disk_tier = None if self._may_fill(prepared_file) else self._choose_disk_tier(expected_bytes, reserved_bytes)
-        tier = disk_tier or tiers.choose_tier(expected_bytes, reserved_bytes, prepared_file, self._refusing_tiers)
-        storage = tiers[tier]
-        reason = self._find_buffered_reason(storage, expected_bytes or None, reserved_bytes, prepared_file)
+        placement = tier_choice.choose_placement(self._context, expected_bytes, self._limit_reason, self._refusing_tiers, self._pfs_facts)
+        tier, reason, prepared_file = placement
+        storage = self._context.tiers[tier]
         changed_ns = None if is_new_file or self._files.kernel_owns_times else time.time_ns()
         times = held.inode.atime_ns, held.inode.mtime_ns if changed_ns is None else changed_ns
         if tier is Tier.PFS:
             content, fd = self._take_new_pfs_file(storage, times)
-            reason = self._find_reason_on_pfs(expected_bytes or None)
             contents.insert_content(self._db, held.inode.id, tier, reserved_content=content, changed_ns=changed_ns)
         else:
             content = contents.insert_content(self._db, held.inode.id, tier, changed_ns=changed_ns)
             fd = self._create_local(storage, content, os.O_RDWR if reason else os.O_RDONLY, times, prepared_file)
         file = self._register_open_file(held, content, storage, fd, reason=reason)
         file.expected_bytes = expected_bytes
-        file.prepared_bytes = prepared_file.size_bytes if prepared_file is not None and tier is Tier.RAM else 0
+        file.prepared_bytes = prepared_file.size_bytes if prepared_file is not None else 0
         return file
 
     def _create_local(
@@ -206,47 +201,12 @@ class OpenAttempt:
 
     def _create_file(self, storage: TierStorage, content: int, flags: int, prepared_file: PreparedFile | None) -> int:
         """Return the descriptor of an empty file for `content`: prepared, unless another process took it."""
-        if prepared_file is not None and storage.tier is Tier.RAM:
+        if prepared_file is not None:
             if self._context.tiers.prepared.take_file(prepared_file, content):
                 return storage.open(content, flags)
             if self._limit_reason:
                 raise MustWait(trio.lowlevel.checkpoint)  # Without it, the way is another one.
         return storage.create(content, flags)
-
-    def _find_limit_reason(self) -> Reason:
-        """Return why the caller must not fill fresh memory. On the buffered path this process fills it."""
-        open_request, context = self._open_request, self._context
-        if not open_request.is_writer or open_request.fuse_request is None or context.data_path is not DataPath.PASSTHROUGH:
-            return Reason.NONE
-        return get_limit_reason(context.memory_limits.find(open_request.pid))
-
-    def _may_fill(self, prepared_file: PreparedFile | None) -> bool:
-        """Return True if the caller may write into RAM by passthrough: `prepared_file`, or fresh memory."""
-        return not self._limit_reason or (prepared_file is not None and prepared_file.size_bytes >= limits.TOP_UP_AHEAD_BYTES)
-
-    def _find_buffered_reason(
-        self, storage: TierStorage, expected_bytes: int | None, reserved_bytes: Mapping[Tier, int],
-        prepared_file: PreparedFile | None = None,
-    ) -> Reason:  # fmt: skip
-        """Return why a writer's bytes must pass through this process; NONE if they need not."""
-        if self._context.data_path is not DataPath.PASSTHROUGH:
-            return Reason.DATA_PATH
-        if storage.tier is Tier.PFS:
-            return self._find_reason_on_pfs(expected_bytes)
-        if storage.is_memory and not self._may_fill(prepared_file):
-            return self._limit_reason
-        is_full = self._context.tiers.needs_buffered_path(storage.tier, expected_bytes, reserved_bytes.get(storage.tier, 0), prepared_file)
-        return Reason.FULL if is_full else Reason.NONE
-
-    def _find_reason_on_pfs(self, expected_bytes: int | None) -> Reason:
-        """Return why a new writer on the PFS must not use passthrough: a full PFS moves files on."""
-        if self._context.data_path is not DataPath.PASSTHROUGH:
-            return Reason.DATA_PATH
-        is_full = self._pfs_facts is None or space.needs_buffered_path(self._pfs_facts.capacity, expected_bytes)
-        return Reason.FULL if is_full else Reason.NONE
-
-    def _choose_disk_tier(self, expected_bytes: int, reserved_bytes: Mapping[Tier, int]) -> Tier | None:
-        return None if Tier.NVME in self._refusing_tiers else self._context.tiers.choose_disk_tier(expected_bytes, reserved_bytes)
 
     def _open_empty(self, held: FileContent) -> OpenFile:
         """Open a file that mknod made and nothing has written: give it a content that is closed at once."""
@@ -263,9 +223,9 @@ class OpenAttempt:
         if is_writer and held.is_on_other_nodes:
             raise MustWait(lambda: self._begin_successor(held.inode.id, content, storage))
         reason = Reason.NONE
-        if is_writer:
+        if is_writer and tier is not Tier.PFS:
             needed = storage.get_shared_bytes_of(content) if tier is Tier.NVME else 0
-            reason = self._find_buffered_reason(storage, needed, self._files.get_reserved_bytes())
+            reason = tier_choice.find_buffered_reason(self._context, storage, needed, self._limit_reason)
         try:
             fd = self._open_or_wait(storage, content, NONBLOCKING_WRITE if reason or (is_writer and tier is Tier.PFS) else os.O_RDONLY)
         except FileNotFoundError as failure:
@@ -276,7 +236,7 @@ class OpenAttempt:
         if tier is not Tier.PFS:
             set_inode_times(fd, held.inode)
         elif is_writer:
-            reason = self._find_reason_on_pfs(0)
+            reason = tier_choice.find_buffered_reason(self._context, storage, 0, self._limit_reason, self._pfs_facts)
         return self._register_open_file(held, content, storage, fd, reason=reason)
 
     def _open_incoming(self, held: FileContent) -> OpenFile | None:

@@ -1,0 +1,76 @@
+"""The choice of the tier of a new content, and of the way of its writer's bytes.
+
+Nothing here waits or touches the rows.
+
+Crash safety: a prepared file that was enlarged or given back belongs to no row.
+"""
+
+from collections.abc import Container
+from typing import NamedTuple
+
+from ckptfs import limits
+from ckptfs.model import DataPath, Tier
+from ckptfs.tiers import space
+from ckptfs.tiers.prepared import PreparedFile
+from ckptfs.tiers.storage import TierStorage
+from ckptfs_daemon.mount.context import MountContext
+from ckptfs_daemon.mount.open_files.handle_ways import Reason, get_limit_reason
+from ckptfs_daemon.mount.opening.open_acts import PfsFacts
+from ckptfs_daemon.mount.opening.open_request import OpenRequest
+
+
+class Placement(NamedTuple):
+    """Where a new content begins.
+
+    `buffered_reason`: why its writer must not use passthrough; NONE if it may. `prepared_file`: the one to take, in RAM.
+    """
+
+    tier: Tier
+    buffered_reason: Reason
+    prepared_file: PreparedFile | None
+
+
+def find_limit_reason(context: MountContext, open_request: OpenRequest) -> Reason:
+    """Return why the caller must not fill fresh memory. On the buffered path this process fills it."""
+    if not open_request.is_writer or open_request.fuse_request is None or context.data_path is not DataPath.PASSTHROUGH:
+        return Reason.NONE
+    return get_limit_reason(context.memory_limits.find(open_request.pid))
+
+
+def choose_placement(
+    context: MountContext, expected_bytes: int, limit_reason: Reason, refusing_tiers: Container[Tier], pfs_facts: PfsFacts | None
+) -> Placement:
+    """Choose where a content of about `expected_bytes` (0: unknown) begins. Raises NoSpace.
+
+    Changes no file but prepared ones: one may be enlarged, others may be given back.
+    """
+    tiers, reserved_bytes = context.tiers, context.open_files.get_reserved_bytes()
+    prepared_file = tiers.find_prepared(expected_bytes, is_limited=bool(limit_reason))
+    tier = None
+    if not _may_fill(limit_reason, prepared_file) and Tier.NVME not in refusing_tiers:
+        tier = tiers.choose_disk_tier(expected_bytes, reserved_bytes)
+    tier = tier or tiers.choose_tier(expected_bytes, reserved_bytes, prepared_file, refusing_tiers)
+    reason = find_buffered_reason(context, tiers[tier], expected_bytes or None, limit_reason, pfs_facts, prepared_file)
+    return Placement(tier, reason, prepared_file if tier is Tier.RAM else None)
+
+
+def find_buffered_reason(
+    context: MountContext, storage: TierStorage, expected_bytes: int | None, limit_reason: Reason,
+    pfs_facts: PfsFacts | None = None, prepared_file: PreparedFile | None = None,
+) -> Reason:  # fmt: skip
+    """Return why a writer's bytes must pass through this process; NONE if they need not."""
+    if context.data_path is not DataPath.PASSTHROUGH:
+        return Reason.DATA_PATH
+    if storage.tier is Tier.PFS:  # A full PFS moves files on.
+        is_full = pfs_facts is None or space.needs_buffered_path(pfs_facts.capacity, expected_bytes)
+    elif storage.is_memory and not _may_fill(limit_reason, prepared_file):
+        return limit_reason
+    else:
+        reserved_bytes = context.open_files.get_reserved_bytes().get(storage.tier, 0)
+        is_full = context.tiers.needs_buffered_path(storage.tier, expected_bytes, reserved_bytes, prepared_file)
+    return Reason.FULL if is_full else Reason.NONE
+
+
+def _may_fill(limit_reason: Reason, prepared_file: PreparedFile | None) -> bool:
+    """Return True if the caller may write into RAM by passthrough: `prepared_file`, or fresh memory."""
+    return not limit_reason or (prepared_file is not None and prepared_file.size_bytes >= limits.TOP_UP_AHEAD_BYTES)
