@@ -10,8 +10,13 @@ are there.
 
 What the PFS refuses to do with the names of an inode becomes pending in the same way: the row is planned as if it were done, the names
 that the inode should have are pending, and a row `settle` at the end of the journal brings the PFS in line when the inode is tried again.
-An entry under a name that the journal gives to another inode, or to none, is *stale*. It is never replaced or removed while it is all that
-the PFS shows of an inode that has other names by now (P5). What is below a directory that is missing for this reason waits for it.
+What is below a directory that is missing for this reason waits for it. Of names and inodes the code says:
+- *shown*: the PFS has an entry under this name (`pfs_entry`). The shown names of an inode are those that are not stale.
+- *pending*: the inode that a name should show and does not show yet, or `NO_INODE` (`pfs_pending`).
+- *stale*: an entry under a name that the journal gives to another inode, or to none.
+- *stranded*: an inode that has pending names, and of which the PFS shows stale names only.
+- *guarded*: a name whose entry must stay for now (P5): its inode is stranded, or is a directory with entries that another would replace.
+- *refuge*: a pending name in the history, to which a file moves before the last name goes under which the PFS shows it.
 
 Invariant: every path in a plan is valid from the beginning of the batch to its end. A row that needs a directory made by this batch,
 or that moves a directory, begins the next batch. So each change can be recognised as done by its own names (apply.py).
