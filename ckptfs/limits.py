@@ -497,8 +497,8 @@ SET_RETRY_MAX_S = 60.0
 SET_REVIEW_S = 2.0
 # A directory whose names were read pauses for SET_SEARCH_PAUSE times as long as that took; so does one with a removal that waited.
 SET_SEARCH_PAUSE = 10
-# A set that a program was told as the newest stays for SET_TOLD_S, if RAM and NVMe have room for two more: it is about to be read.
-SET_TOLD_S = 30.0
+# A set that a program got as the newest stays for SET_NAMED_S, if RAM and NVMe have room for two more: it is about to be read.
+SET_NAMED_S = 30.0
 # An open through `.ckptfs/complete` looks this often whether its set is complete. So many may wait at once; others get EAGAIN.
 SET_WAIT_POLL_S = 0.5
 SET_WAITERS_MAX = 256

@@ -57,7 +57,7 @@ class MountMemberReader:
         self._context, self._changes = context, changes
         self._known: OrderedDict[tuple[int, int, bytes], FileFormat] = OrderedDict()
         self._pfs_silent_until_s = float("-inf")
-        self._told: dict[int, float] = {}
+        self._named_until_s: dict[int, float] = {}
 
     # --- the catalog --------------------------------------------------------------------------------------------------
 
@@ -151,15 +151,15 @@ class MountMemberReader:
         known = await self.compute(functools.partial(_load_known_sets, self._context.db, record))
         newest = max(known.sets, key=lambda one: (one.numbers, one.number), default=known.target)
         if newest is not None:
-            self._told = {**self.list_told(), newest.entry: trio.current_time() + limits.SET_TOLD_S}
+            self._named_until_s = {**self.list_recently_named(), newest.entry: trio.current_time() + limits.SET_NAMED_S}
         return known
 
-    def list_told(self) -> dict[int, float]:
-        """Return sets that programs were told as the newest and may be about to read.
+    def list_recently_named(self) -> dict[int, float]:
+        """Return sets that programs got as the newest, and may be about to read.
 
         The value says until when they stay for that.
         """
-        return {one: until_s for one, until_s in self._told.items() if trio.current_time() < until_s}
+        return {one: until_s for one, until_s in self._named_until_s.items() if trio.current_time() < until_s}
 
     def _find_group_series(self, directory: int, series_name: bytes) -> SeriesRecord | None:
         """Return the series of groups of which this is the pattern of one file."""

@@ -1,17 +1,15 @@
 """The task that finds complete checkpoint sets and keeps them in the history (D1, X3, T6).
 
-It removes sets that nothing protects.
-
 Rows of `set_candidate` say where to look. For each, `MemberSearch` finds the members of series of which the inode is a part. The tracker
-judges a member as `latest` does, and links what is complete into the history. A candidate stays while its member may become complete
-without a change that would make a new one: until a quiet period is over, or while it is the newest.
+judges a member as `latest` does, has `SetMaker` link what is complete into the history, and has `SetReview` remove what nothing protects.
 
-After a set was made, and when a file that the history names lost a name, the tracker asks `retention` what stays, and removes the rest. It
-asks again while an older set only waits until a newer one is as safe.
+Wakes: a seal, a change of names and a request that waits for sets wake the tracker; else it runs every `SET_POLL_S`.
 
-After its names were read, a directory is left alone for a multiple of the time that this took.
+Holds: when each candidate is due, members that are not complete, and until when a directory is left alone: for a multiple of the time that
+the read of its names took. A candidate stays while its member may become complete without a change that would make a new one: until a quiet
+period is over, or while it is the newest.
 
-Crash safety: candidates are rows, and a set appears with one rename. Unfinished sets are removed at the start.
+Crash safety: candidates are rows, and a set appears with one rename. The next process begins with the rows and removes unfinished sets.
 """
 
 import contextlib
@@ -20,22 +18,19 @@ import logging
 import math
 import os
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 
 import trio
 
 from ckptfs import limits, series
-from ckptfs.catalog import history, history_names, inodes, namespace, set_members, summary, user_settings
+from ckptfs.catalog import history, history_names, inodes, namespace, set_members, user_settings
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet
 from ckptfs.catalog.set_members import SetTree
 from ckptfs.errors import Busy, CkptfsError
-from ckptfs.model import Level
-from ckptfs.series import patterns, retention
-from ckptfs.series.expiry import list_beyond
-from ckptfs.series.retention import KeepReason, SetFacts, is_unchanged
+from ckptfs.series import patterns
+from ckptfs.series.retention import is_unchanged
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.sets.member_reader import MountMemberReader
 from ckptfs_daemon.mount.sets.member_search import MemberSearch
@@ -45,6 +40,7 @@ from ckptfs_daemon.mount.sets.set_maker import FoundMember, SetMaker
 from ckptfs_daemon.mount.sets.set_rebuild import SetRebuild
 from ckptfs_daemon.mount.sets.set_refresh import SetRefresh
 from ckptfs_daemon.mount.sets.set_release import SetRelease
+from ckptfs_daemon.mount.sets.set_review import SetReview
 
 log = logging.getLogger(__name__)
 Row = tuple[int, int]
@@ -55,7 +51,7 @@ Row = tuple[int, int]
 class _Waiting:
     """A candidate whose member is not complete.
 
-    `due_s`: when to look again; `delay_s`: how long that is after the last look.
+    `due_s`: when to judge it again; `delay_s`: how long that is after the last verdict.
     """
 
     row: Row
@@ -82,9 +78,8 @@ class SetTracker:
         self._maker = SetMaker(context, changes, self._refresh, on_unlinked)
         self._rebuild = SetRebuild(context, changes, reader)
         self._releases = SetRelease(context, self._refresh)
-        self._expiry = SetExpiry(context, changes, reader, on_unlinked, self._releases.add)
-        self._ruled: dict[int, list[CheckpointSet]] = {}
-        """The sets of each series that nothing but a rule keeps."""
+        expiry = SetExpiry(context, changes, reader, on_unlinked, self._releases.add)
+        self._review = SetReview(context, reader, self._refresh, self._maker, expiry)
         self._woken = trio.Event()
         self._wakes, self._wakes_at_last_pass = 0, -1
         """How often it was woken, and how often before it last processed all candidates in one batch."""
@@ -93,13 +88,8 @@ class SetTracker:
         self._candidate_due_s: dict[Row, float] = {}
         """When to process candidates that wait for their turn or for a directory."""
         self._waiting: dict[tuple[int, bytes], _Waiting] = {}
-        self._reviews: dict[int, float] = {}
-        """When to ask next what a series keeps."""
-        self._review_delays_s: dict[int, float] = {}
-        """How long the last wait was until a newer set is as safe."""
-        self._touched: dict[int, set[int]] = defaultdict(set)
-        """Sets by series of which a file lost a name."""
-        self._noted: dict[tuple[int, bytes], set[str]] = {}
+        self._noted_producers: dict[tuple[int, bytes], set[str]] = {}
+        """Processes that are noted on a file of each waiting member."""
         self._directory_pauses: dict[int, float] = {}
         """Until when not to read the names of a directory again."""
         self._batch_ended = trio.Event()
@@ -107,7 +97,6 @@ class SetTracker:
         self._rebuild_due_s = 0.0
         self._wait_pauses: dict[int, float] = {}
         """Until when changes in a directory do not wait for sets: one has waited."""
-        self._has_changed = True
 
     def wake(self) -> None:
         """Process candidates soon: there may be new ones. A hint."""
@@ -188,7 +177,7 @@ class SetTracker:
             await self._track()
 
     async def _track(self) -> None:
-        self._reviews = {one.directory: 0.0 for one in history.list_series(self._context.db)}
+        self._review.schedule_all()
         delay_s = limits.SET_GATHER_S
         while True:
             try:
@@ -202,10 +191,10 @@ class SetTracker:
                     more = await self._process_candidates()
                     self._batch_ended.set()
                     self._batch_ended = trio.Event()
-                    await self._review_due()
+                    await self._review.run_due()
                     await self._events.record_loads()
                     await self._events.record_levels()
-                    await self._report()
+                    await self._review.report()
                     delay_s = limits.SET_GATHER_S
                     await self._wait(0.0 if more else limits.SET_POLL_S)
             except (OSError, CkptfsError) as failure:
@@ -226,7 +215,7 @@ class SetTracker:
             self._rebuild_due_s = trio.current_time() + limits.RETRY_LAST_S
             return
         self._rebuild_due_s = math.inf
-        self._reviews |= {one.directory: 0.0 for one in history.list_series(self._context.db) if one.directory not in self._reviews}
+        self._review.schedule_all()
 
     async def _wait(self, seconds: float) -> None:
         with trio.move_on_after(seconds):
@@ -295,10 +284,7 @@ class SetTracker:
         if not inodes.is_history(self._context.db, inode):
             return False
         for directory, one in await self._refresh.list_sets_of_file(inode):
-            if directory not in self._reviews:
-                await self._refresh.refresh_series(directory)
-                self._reviews[directory] = trio.current_time() + self._refresh.choose_delay_s()
-            self._touched[directory].add(one)
+            await self._review.add_lost_name(directory, one)
             is_kept |= set_members.is_finished(self._context.db, one)
         return is_kept
 
@@ -312,7 +298,7 @@ class SetTracker:
             file = self._context.open_files.producers.take(inode)
             if file is not None and members:
                 self._events.note_written(members[0], file)
-                known, producer = self._noted.setdefault(members[0].key, set()), file.process.text
+                known, producer = self._noted_producers.setdefault(members[0].key, set()), file.process.text
                 notes[inode] = "" if producer in known else producer
                 known.add(producer)
         if notes:
@@ -338,7 +324,7 @@ class SetTracker:
             )
             delay_s, is_contended = limits.SET_RETRY_S, isinstance(reason, Busy) and self._context.shared_namespace is not None
         if delay_s is None:
-            self._noted.pop(found.key, None)
+            self._noted_producers.pop(found.key, None)
         else:
             if former is not None and former.row in rows:
                 delay_s = max(delay_s, min(2 * former.delay_s, limits.SET_RETRY_MAX_S))
@@ -365,7 +351,7 @@ class SetTracker:
         if tree is None or tree != before:
             raise Busy("it changes")
         directory, made = await self._maker.make(found, tree)
-        self._reviews[directory] = trio.current_time()
+        self._review.schedule(directory)
         await self._events.record_complete(found, directory, made)
         if made is not None:
             log.info("%s: complete: %d files, %d bytes", os.fsdecode(made.name), made.record.files, made.record.size)
@@ -377,111 +363,6 @@ class SetTracker:
         if former:
             log.info("%s: has the same bytes as %s: training may not progress", os.fsdecode(made.name), former)
             self._events.record_unchanged(made.directory, former)
-
-    # --- what stays ---------------------------------------------------------------------------------------------------
-
-    async def _review_due(self) -> None:
-        for directory, due_s in list(self._reviews.items()):
-            if due_s <= trio.current_time():
-                del self._reviews[directory]
-                try:
-                    await self._review(directory)
-                except (OSError, CkptfsError):
-                    self._reviews.setdefault(directory, due_s)
-                    raise
-                self._has_changed = True
-        if self._has_changed:
-            await self._keep_bound()
-
-    async def _keep_bound(self) -> None:
-        """Remove sets that nothing but a rule keeps while the history holds too many bytes, the oldest first."""
-        excess = self._expiry.get_excess(await trio.to_thread.run_sync(set_members.count_history_bytes, self._context.db))
-        known = {one.directory: one for sets in self._ruled.values() for one in sets}
-        beyond = list_beyond([(one.directory, one.record.completed_ns, one.record.size) for one in known.values()], excess)
-        self._ruled = {series: [one for one in sets if one.directory not in beyond] for series, sets in self._ruled.items()}
-        for directory in beyond:
-            record_expired(self._context.db, directory, "the history holds more than history_size")
-            await self._maker.remove(directory)
-            log.info("%s: removed from the history: it holds more than history_size", os.fsdecode(known[directory].name))
-
-    async def _review(self, directory: int) -> None:
-        """Remove the sets of a series that nothing protects."""
-        db, touched = self._context.db, self._touched.pop(directory, set())
-        await self._refresh.refresh_series(directory)
-        known = history.get_series(db, directory)
-        if known is None:
-            self._ruled.pop(directory, None)
-            return
-        listed = await trio.to_thread.run_sync(history.list_sets, db, directory)
-        for number, one in enumerate(listed):
-            if number < len(Level) or one.directory in touched:
-                await self._refresh.refresh_set(one.directory, with_copies=True)
-        await self._expiry.refresh(known, listed)
-        facts = await trio.to_thread.run_sync(load_facts, db, directory, listed)
-        ruled = await self._expiry.review(known, listed, facts)
-        if ruled.has_deleted:
-            facts = await trio.to_thread.run_sync(load_facts, db, directory, listed)
-        if ruled.again_s is not None:
-            self._reviews[directory] = trio.current_time() + ruled.again_s
-        sets = {one.record.number: one for one in listed}
-        reasons = retention.find_reasons(facts, None if known.rollback is None else known.rollback.number)
-        self._ruled[directory] = [sets[number] for number, why in reasons.items() if not why and number in ruled.kept]
-        unneeded = [number for number, why in reasons.items() if not why and number not in ruled.kept]
-        if told := self._list_told(sets[number] for number in unneeded):
-            unneeded = [number for number in unneeded if sets[number].directory not in told]
-            self._reviews[directory] = min([*told.values(), self._reviews.get(directory, math.inf)])
-        for number in unneeded:
-            record_expired(db, sets[number].directory, "nothing protects it")
-            await self._maker.remove(sets[number].directory)
-            log.info("%s: removed from the history: nothing protects it", os.fsdecode(sets[number].name))
-        former_s = 0.0 if unneeded or touched else self._review_delays_s.pop(directory, 0.0)
-        if any(why == {KeepReason.NEWEST} and number != max(sets) for number, why in reasons.items()):
-            self._review_delays_s[directory] = delay_s = min(max(2 * former_s, limits.SET_REVIEW_S), limits.SET_RETRY_MAX_S)
-            due_s = trio.current_time() + delay_s + self._refresh.choose_delay_s()
-            self._reviews[directory] = min(due_s, self._reviews.get(directory, due_s))
-
-    def _list_told(self, sets: Iterable[CheckpointSet]) -> dict[int, float]:
-        """Return those of the sets that a program may be about to read, and until when.
-
-        Returns none if there is no room for two more.
-        """
-        told = self._reader.list_told()
-        free = sum(capacity.free for capacity in self._context.tiers.get_local_capacities().values()) if told else 0
-        return {one.directory: told[one.directory] for one in sets if one.directory in told and 2 * one.record.size < free}
-
-    async def _report(self) -> None:
-        """Record the figures of `status`, if they have changed."""
-        if not self._has_changed:
-            return
-        self._has_changed = False
-        figures = await trio.to_thread.run_sync(load_figures, self._context.db)
-        summary.set_report(self._context.db, "sets", figures)
-
-
-def load_facts(db: Database, directory: int, sets: Iterable[CheckpointSet]) -> list[SetFacts]:
-    """Return the facts for the retention of the sets of a series, newest first.
-
-    Sets of which not all files are known are left out.
-
-    Of several sets of one name, only the newest may count as in its place.
-    """
-    with db.read_transaction():
-        directories = history.list_set_directories(db, directory)
-        levels, known = summary.list_lowest_levels(db, directories), set_members.list_known_sets(db, directories)
-    found, names = [], set()
-    for one in sets:
-        if one.directory in known and one.directory in levels:
-            is_in_place = known[one.directory] and one.record.name not in names
-            found.append(SetFacts(one.record.number, levels[one.directory], is_in_place, one.is_pinned, one.record.size))
-        names.add(one.record.name)
-    return found
-
-
-def load_figures(db: Database) -> dict[str, int]:
-    """Return how many series and sets there are, and the bytes that only the history holds."""
-    directories = [one.directory for one in history.list_series(db)]
-    sets = sum(len(history.list_sets(db, directory)) for directory in directories)
-    return {"series": len(directories), "sets": sets, "bytes": set_members.count_history_bytes(db)}
 
 
 def _find_equal(db: Database, series_directory: int, made: CheckpointSet, tree: SetTree) -> str:
