@@ -43,6 +43,12 @@ def pfs_refuses(daemon: DaemonUnderTest) -> Iterator[None]:
         subprocess.run(["mount", "-o", "remount,rw", str(daemon.pfs)], check=True)
 
 
+def save(daemon: DaemonUnderTest, name: str, data: bytes) -> None:
+    """Save a file, and wait until the daemon has heard of its close: the kernel tells of it a moment later."""
+    (daemon.path / name).write_bytes(data)
+    daemon.command("wait", daemon.path / name, "--level", "local")
+
+
 def terminate(daemon: DaemonUnderTest) -> None:
     assert daemon.process is not None
     daemon.process.send_signal(signal.SIGTERM)
@@ -58,7 +64,7 @@ def test_sigterm_drains_with_the_mount_attached(data_path: str, make_refusable: 
     daemon = make_refusable(data_path)
     daemon.expect_warning("pfs|write.back|[Rr]ead-only")
     with pfs_refuses(daemon):
-        (daemon.path / "before").write_bytes(b"x" * 100_000)
+        save(daemon, "before", b"x" * 100_000)
         terminate(daemon)
         eventually(lambda: "draining before the unmount" in daemon.log, what="the drain begins")
         assert os.stat(daemon.path).st_dev == daemon.device, "the mount is attached"
@@ -80,7 +86,7 @@ def test_what_is_not_drained_is_named_with_its_place_and_remedy(make_refusable: 
     daemon = make_refusable(drain_deadline="1s", nvme=None)
     daemon.expect_warning("pfs|write.back|[Rr]ead-only|drained until the deadline")
     with pfs_refuses(daemon):
-        (daemon.path / "only").write_bytes(b"x" * 5000)
+        save(daemon, "only", b"x" * 5000)
         terminate(daemon)
         assert wait_for_end(daemon) == 0
         assert "drain: 1 other file (4.9 KiB) not at the level pfs" in daemon.log, "G1"
@@ -105,7 +111,7 @@ def test_systemd_is_asked_for_time_while_it_drains(make_refusable: MakeDaemon, t
         daemon.expect_warning("pfs|write.back|[Rr]ead-only")
         heard = []
         with pfs_refuses(daemon):
-            (daemon.path / "kept").write_bytes(b"x" * 5000)
+            save(daemon, "kept", b"x" * 5000)
             terminate(daemon)
             while not any(b"blocked: " in message for message in heard):
                 heard.append(manager.recv(4096))
@@ -119,7 +125,7 @@ def test_a_second_sigterm_does_not_wait_for_the_drain(make_refusable: MakeDaemon
     daemon = make_refusable()
     daemon.expect_warning("pfs|write.back|[Rr]ead-only|cut short|drained until the deadline")
     with pfs_refuses(daemon):
-        (daemon.path / "kept").write_bytes(b"x" * 5000)
+        save(daemon, "kept", b"x" * 5000)
         terminate(daemon)
         eventually(lambda: "draining before the unmount" in daemon.log, what="the drain begins")
         terminate(daemon)
@@ -135,7 +141,7 @@ def test_a_mover_that_is_killed_in_the_drain_begins_it_anew(make_refusable: Make
     daemon = make_refusable()
     daemon.expect_warning("pfs|write.back|[Rr]ead-only")
     with pfs_refuses(daemon):
-        (daemon.path / "kept").write_bytes(b"x" * 5000)
+        save(daemon, "kept", b"x" * 5000)
         terminate(daemon)
         eventually(lambda: "draining before the unmount" in daemon.log, what="the drain begins")
         daemon.kill("mover")
@@ -149,8 +155,7 @@ def test_an_unmount_in_the_middle_of_the_drain_drains_the_rest(make_refusable: M
     daemon = make_refusable()
     daemon.expect_warning("pfs|write.back|[Rr]ead-only")
     with pfs_refuses(daemon):
-        (daemon.path / "kept").write_bytes(b"x" * 5000)
-        daemon.command("wait", daemon.path / "kept", "--level", "local")  # The kernel tells of a close a moment later.
+        save(daemon, "kept", b"x" * 5000)
         terminate(daemon)
         eventually(lambda: "draining before the unmount" in daemon.log, what="the drain begins")
         subprocess.run(["umount", "-i", str(daemon.path)], check=True)

@@ -21,6 +21,7 @@ import os
 import select
 import socket
 import subprocess
+import time
 from base64 import b64decode, b64encode
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,6 +46,8 @@ CONNECTIONS_DIR = Path("/sys/fs/fuse/connections")
 INIT_WAIT_S = 10.0
 INIT_BYTES_MAX = 65536
 STALE_PROBE_WAIT_S = 5.0
+BUSY_WAIT_S = 1.0
+BUSY_POLL_S = 0.02
 MS_RDONLY = 1
 KERNEL_TOO_OLD = "this kernel has no FUSE passthrough (Linux 6.9 or later with CONFIG_FUSE_PASSTHROUGH)"
 NO_CAPABILITY = "passthrough needs CAP_SYS_ADMIN, which this user does not have"
@@ -307,16 +310,22 @@ def _is_dead_mount(point: Path) -> bool:
 
 
 def unmount(connection: Connection) -> None:
-    """Unmount. A mount in use is detached: it disappears, and open files work until they are closed."""
-    if not connection.is_mounted():
-        return
-    try:
-        unmount_at(connection.mountpoint)
-    except OSError as failure:
-        if failure.errno != errno.EBUSY:
-            raise
-        log.warning("%s: is in use; it is detached now and ends when the last open file is closed", connection.mountpoint)
-        unmount_at(connection.mountpoint, MNT_DETACH)
+    """Unmount. A mount in use is detached: it disappears, and open files work until they are closed.
+
+    A call such as the statfs of `df` ends soon: BUSY_WAIT_S are left to it.
+    """
+    until_s = time.monotonic() + BUSY_WAIT_S
+    while connection.is_mounted():
+        try:
+            return unmount_at(connection.mountpoint)
+        except OSError as failure:
+            if failure.errno != errno.EBUSY:
+                raise
+        if time.monotonic() >= until_s:
+            log.warning("%s: is in use; it is detached now and ends when the last open file is closed", connection.mountpoint)
+            return unmount_at(connection.mountpoint, MNT_DETACH)
+        time.sleep(BUSY_POLL_S)
+    return None
 
 
 def abort(connection: Connection) -> None:
