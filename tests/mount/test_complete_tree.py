@@ -88,6 +88,7 @@ def test_what_it_shows(mount: Area) -> None:
     assert set(os.listdir(get_link(mount, "exp1"))) == {"run", "epoch=1-step=20.ckpt"}
     subprocess.run(["ls", "-lR", get_link(mount)], check=True, timeout=60, stdout=subprocess.DEVNULL)
     assert refusal(lambda: get_link(mount, "exp1", "run", "config.json").read_bytes()) == "ENOENT"
+    assert refusal(lambda: get_link(mount, "exp1", "run", "step_9.pt.tmp").read_bytes()) == "ENOENT"
     assert refusal(lambda: get_link(mount, "exp1", "notes").symlink_to("x")) == "EROFS"
     assert refusal(lambda: os.readlink(get_link(mount, "exp1"))) == "EINVAL"
 
@@ -100,6 +101,14 @@ def test_a_file_of_a_group(mount: Area) -> None:
     make_set(mount.daemon, mount.path / "ckpt-5.index", "ckpt-*", numbers=(5,), name="ckpt-5", more=["ckpt-5.data-00000-of-00001"])
     assert get_link(mount, "ckpt-5.index").read_bytes() == b"ckpt-5.index"
     assert sorted(os.listdir(get_link(mount, "ckpt-5"))) == ["ckpt-5.data-00000-of-00001", "ckpt-5.index"]
+
+
+def test_a_file_of_each_rank(mount: Area) -> None:
+    """The files of all ranks are one set, which has the name of the first."""
+    for step in (1, 2):
+        for rank in (0, 1):
+            numpy.save(mount.path / f"step{step}_rank{rank}.npy", [step, rank])
+    assert [list(numpy.load(get_link(mount, f"step2_rank{rank}.npy"))) for rank in (0, 1)] == [[2, 0], [2, 1]]
 
 
 def test_a_set_that_the_application_has_deleted(mount: Area) -> None:

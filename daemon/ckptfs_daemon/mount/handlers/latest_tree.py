@@ -168,7 +168,7 @@ class LatestTree(ReadOnlyTree):
         if entry == TOP:
             return VirtualEntry(ROOT, tree=name) if name in {LATEST, COMPLETE} else None
         link = VirtualEntry(entry.directory, name, entry.tree)
-        if series.counts_checkpoints(name) if entry.tree == COMPLETE else series.parse(name) is not None:
+        if _is_awaited(name) if entry.tree == COMPLETE else series.parse(name) is not None:
             return link
         if entry.tree == COMPLETE and await self._reader.find_set_path(entry.directory, name):
             return link
@@ -188,7 +188,7 @@ class LatestTree(ReadOnlyTree):
         found = await self._reader.list_possible_members(entry.directory)
         shown = {name: VirtualEntry(inode, tree=entry.tree) for name, (inode, is_directory) in found.items() if is_directory}
         if entry.tree == COMPLETE:
-            shown = {name: one for name, one in shown.items() if not series.counts_checkpoints(name)}
+            shown = {name: one for name, one in shown.items() if not _is_awaited(name)}
             links = await self._reader.list_set_members(entry.directory)
         else:
             patterns = await self._reader.compute(lambda: series.list_patterns(found))
@@ -236,6 +236,11 @@ class LatestTree(ReadOnlyTree):
     def _list_parts(self, entry: VirtualEntry) -> list[bytes]:
         """Return the names on the path of its directory."""
         return [part for part in namespace.get_path(self._context.db, entry.directory).split(b"/") if part]
+
+
+def _is_awaited(name: bytes) -> bool:
+    """Return True if a name may become that of a checkpoint."""
+    return series.counts_checkpoints(name) and not series.is_temporary(name)
 
 
 def _find_pair(name: bytes, found: Iterable[bytes]) -> Series | None:

@@ -205,15 +205,16 @@ class MountMemberReader:
     async def find_set_path(self, directory: int, name: bytes) -> bytes:
         """Return the path below the history of the newest set of a member, or of a file of a group.
 
-        It is empty if there is none.
+        It is empty if there is none. A group has the name of its first file, so its series does not follow from the names of the others.
         """
         pattern = series.name if (series := find_series(name, ())) is not None else name
-        record = await self._find_series_record(directory, pattern) or self._find_group_series(directory, pattern)
-        if record is None:
-            return b""
-        if self._context.shared_namespace is not None:
-            await self._context.shared_namespace.refresh_directory(record.directory)
-        return await self.compute(functools.partial(_find_set_path, self._context.db, record, name))
+        own = await self._find_series_record(directory, pattern)
+        for record in ([] if own is None else [own]) + [one for one in self._list_series(directory) if one != own]:
+            if self._context.shared_namespace is not None:
+                await self._context.shared_namespace.refresh_directory(record.directory)
+            if path := await self.compute(functools.partial(_find_set_path, self._context.db, record, name)):
+                return path
+        return b""
 
     async def _find_series_record(self, directory: int, pattern: bytes) -> SeriesRecord | None:
         """Return the series with this pattern.
