@@ -150,15 +150,22 @@ def test_a_replaced_file_is_not_waited_for_after_the_death_of_its_writer(tmp_pat
     assert answer(two, want) == (mover_requests.FAILED, errno.ESTALE)
 
 
-def replaced_beside_a_dead_mover(root: Path, *, sealed: bool) -> tuple[LocalCluster, int, Fetch, int]:
-    """The second node opens what it has looked up, its writer has replaced it since, and does not answer just now."""
-    cluster, one, two = make_cluster(root, 2)
+def deleted_after_its_lookup(root: Path, *, sealed: bool) -> tuple[LocalCluster, int, int]:
+    """Two nodes, and the content and inode of a file that the first one wrote, published and deleted."""
+    cluster, one, _ = make_cluster(root, 2)
     content = one.make(b"a", b"hello")
     if sealed:
         one.seal()
     one.publish_shared(content)
     inode = one.inode(content)
     delete_everywhere(cluster, content)
+    return cluster, content, inode
+
+
+def replaced_beside_a_dead_mover(root: Path, *, sealed: bool) -> tuple[LocalCluster, int, Fetch, int]:
+    """The second node opens what it has looked up, its writer has replaced it since, and does not answer just now."""
+    cluster, content, inode = deleted_after_its_lookup(root, sealed=sealed)
+    two = cluster.nodes[1]
     cluster.cut.add("n1")
     flow = fetch_of(two)
     return cluster, content, flow, tried(two, inode, flow, 3)
@@ -170,13 +177,8 @@ def test_a_file_that_is_deleted_after_its_lookup_is_fetched_all_the_same(tmp_pat
 
     `known`: the reader has learned of its content; it may have been deleted between the reads of the inode and of the content.
     """
-    cluster, one, two = make_cluster(tmp_path, 2)
-    content = one.make(b"a", b"hello")
-    if sealed:
-        one.seal()
-    one.publish_shared(content)
-    inode = one.inode(content)
-    delete_everywhere(cluster, content)
+    cluster, content, inode = deleted_after_its_lookup(tmp_path, sealed=sealed)
+    two = cluster.nodes[1]
     if not known:
         two.db.run("DELETE FROM content WHERE id = ?", content)
     assert bring(two, inode).result == mover_requests.FETCHED
