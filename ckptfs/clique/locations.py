@@ -150,9 +150,9 @@ def load_files(store: Store, inodes: Sequence[int]) -> dict[int, SharedFile]:
 class SharedPfsState:
     """What the PFS shows of a file, according to the store.
 
-    `is_complete` is False for an fsynced state of an open file. `in_hand`: a node is about to change it. `replaces`: it is the state of
-    that deleted file, which had the name before and is older than this file's contents; `rests_on` are the other rows that this depends
-    on.
+    `is_complete` is False for an fsynced state of an open file. `in_hand`: a node is about to change it, or to show
+    the file for the first time (generation 0). `replaces`: it is the state of that deleted file, which had the name before and is older
+    than this file's contents; `rests_on` are the other rows that this depends on.
     """
 
     generation: int
@@ -181,9 +181,9 @@ def load_pfs_state(store: Store, inode: int) -> SharedPfsState | None:
 
 def _parse_pfs_state(items: Sequence[Item]) -> SharedPfsState | None:
     value = value_checks.decode_item(items[0]) if items else None
-    if value is None or value.get("published") is None:
+    if value is None or ("published" not in value and "by" not in value):
         return None
-    generation, complete, size, mtime_ns = value["published"][:4]
+    generation, complete, size, mtime_ns = value.get("published", (0, 0, 0, 0))[:4]
     return SharedPfsState(generation, bool(complete), size, mtime_ns, "by" in value, value, items[0])
 
 

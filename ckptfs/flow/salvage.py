@@ -132,10 +132,10 @@ class Salvage:
             on_pfs = locations.load_pfs_state(store, inode)
             if self._is_safe(on_pfs, now, view, is_same_content=successors[number] == number):
                 continue
-            if (not now.is_lost and now.writer in view) or self._has_rivals(held_copy, one, view):
+            if (not now.is_lost and now.writer in view) or self._has_rivals(held_copy, one, view) or self._may_pfs_be_newer(on_pfs):
                 self._undecided.add(number)
             elif on_pfs is None or on_pfs.generation <= held_copy.generation:
-                self._show_held_copy(inode, files[inode], held_copy, one, now)
+                self._show_held_copy(inode, files[inode], held_copy, one, now, on_pfs)
             elif not self._show_pfs(inode, files[inode], on_pfs, now):
                 self._undecided.add(number)
 
@@ -158,13 +158,26 @@ class Salvage:
         newest, _ = shared.get_newest([node.number for node in view.nodes if node.number != self._cluster.node_number])
         return newest > held_copy.generation
 
+    def _may_pfs_be_newer(self, on_pfs: SharedPfsState | None) -> bool:
+        """Return whether a dead node was changing the file on the PFS: the taker of its rows looks.
+
+        The PFS may be away for long. What other nodes have is shown then.
+        """
+        return on_pfs is not None and on_pfs.in_hand and time.monotonic() - self._view_since_s < limits.FETCH_PATIENCE_S
+
     def _show_held_copy(
-        self, inode: int, file: SharedFile, held_copy: HeldCopy, shared: ContentLocations, successor: ContentLocations
+        self,
+        inode: int,
+        file: SharedFile,
+        held_copy: HeldCopy,
+        shared: ContentLocations,
+        successor: ContentLocations,
+        on_pfs: SharedPfsState | None,
     ) -> None:
         """Make the previous content that of the file, if the store agrees."""
         remote_state, content = shared.state, held_copy.content
         if remote_state is not None and _is_same_state(held_copy.generation, held_copy.digest, remote_state):
-            if not self._restore_previous(inode, file, content, shared, successor):
+            if not self._restore_previous(inode, file, content, shared, successor, on_pfs):
                 self._undecided.add(content.id)
             return
         try:
@@ -174,7 +187,7 @@ class Salvage:
             promoted = None
         if promoted is None:
             self._undecided.add(content.id)
-        elif self._restore_previous(inode, file, promoted, shared, successor):
+        elif self._restore_previous(inode, file, promoted, shared, successor, on_pfs):
             copies.delete_copy(self._db, content.id, held_copy.tier)
             local_copies.remove_unrecorded(self._db, self._tiers[held_copy.tier], content.id)
         else:
@@ -182,14 +195,20 @@ class Salvage:
             self._undecided.add(content.id)
 
     def _restore_previous(
-        self, inode: int, file: SharedFile, content: Content, shared: ContentLocations, successor: ContentLocations
+        self,
+        inode: int,
+        file: SharedFile,
+        content: Content,
+        shared: ContentLocations,
+        successor: ContentLocations,
+        on_pfs: SharedPfsState | None,
     ) -> bool:
         salvaged = _build_salvaged(file, successor, content.id, content.generation)
         shows = {
             "content": content.id,
             "generation": content.generation,
             "size": content.size,
-            "mtime_ns": _get_mtime_ns(content, shared, file),
+            "mtime_ns": _get_mtime_ns(content, shared, file, on_pfs),
         }
         value = {**file.value, **shows, "ctime_ns": time.time_ns(), "missed": keys.encode_fields(salvaged).decode()}
         content_value = salvage_records.build_content_value(content, inode, self._cluster.node_number)
@@ -225,7 +244,7 @@ class Salvage:
         if file is None or not file.is_readable:
             return False
         if file.content is None or file.content != copies.get_content_id(self._db, inode):
-            return on_pfs is not None and self._record_pfs_shown(inode, file, on_pfs)
+            return on_pfs is not None and "published" in on_pfs.value and self._record_pfs_shown(inode, file, on_pfs)
         on_pfs = on_pfs or locations.find_replaced_pfs_state(store, inode, file)
         if on_pfs is None:
             return False
@@ -371,11 +390,13 @@ def _is_same_state(generation: int, digest: bytes, remote_state: RemoteState) ->
     )
 
 
-def _get_mtime_ns(content: Content, shared: ContentLocations, file: SharedFile) -> int:
-    """Return the mtime of the file with this content, if known."""
+def _get_mtime_ns(content: Content, shared: ContentLocations, file: SharedFile, on_pfs: SharedPfsState | None) -> int:
+    """Return the mtime of the file with this content, if its last writer or the PFS has recorded it."""
     remote_state = shared.state
     if shared.superseded_mtime_ns is not None and remote_state is not None and remote_state.generation == content.generation:
         return shared.superseded_mtime_ns
+    if on_pfs is not None and on_pfs.generation == content.generation:
+        return on_pfs.mtime_ns
     return int(file.value["mtime_ns"])
 
 

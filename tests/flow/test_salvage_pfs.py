@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clique_world import LocalCluster, Node, make_cluster, send_copy
-from local_node import inject_fault
+from clique_world import LocalCluster, Node, cluster_of, make_cluster, send_copy
+from local_node import inject_fault, run_until_idle
 from salvage_world import (
     NEW,
     OLD,
@@ -36,6 +36,7 @@ from ckptfs.coherence import keys
 from ckptfs.coherence.key_state import DirtyKeyTracker
 from ckptfs.coherence.keys import INODE, PFS_STATE, SharedKey
 from ckptfs.coherence.pfs_coordination import StoreSnapshot
+from ckptfs.flow.copy_records import AnnounceCopies
 from ckptfs.model import ROOT
 
 pytestmark = pytest.mark.usefixtures("no_rivals")
@@ -195,6 +196,55 @@ def test_a_newer_former_content_takes_the_place_of_what_the_pfs_has(tmp_path: Pa
     decide(two)
     assert shown(cluster, inode)[:3] == (newer, 2, len(OLD + NEW)) and held(two, inode) == OLD + NEW
     assert (file_of(cluster, inode).salvaged or {})["content"] == lost
+
+
+@pytest.mark.parametrize("had_it", [True, False])
+@pytest.mark.parametrize("has_landed", [True, False])
+def test_a_write_back_in_hand_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, had_it: bool, has_landed: bool) -> None:
+    """P9: its writer died while it wrote the newer state back. What has landed there is shown, not what others had before."""
+    cluster, content, one, two = make_replicated(tmp_path, 2)
+    inode = one.inode(content)
+    if had_it:
+        write_back(one, content)
+    newer = change(one, content, appended)
+    on_pfs = locations.load_pfs_state(cluster.store, inode)
+    before = {"names": []} if on_pfs is None else on_pfs.value
+    cluster.put(f"f/{inode:016x}", {**before, "by": one.number})
+    one.kill()
+    back = fall_back_of(two)
+    run_until_idle(back)
+    assert shown(cluster, inode)[0] == newer and back.next_due_s() is not None, "the taker of its rows has not looked yet"
+    if has_landed:
+        write_back(one, newer, mtime_ns=3)
+    else:
+        cluster.put(f"f/{inode:016x}", before if had_it else None)
+    decide(two)
+    assert shown(cluster, inode) == ((newer, 2, len(OLD + NEW), 3) if has_landed else (content, 1, len(OLD), 2))
+
+
+def test_a_pfs_that_is_away_with_a_write_back_in_hand_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, content, one, two = make_replicated(tmp_path, 2)
+    inode = one.inode(content)
+    change(one, content, appended)
+    cluster.put(f"f/{inode:016x}", {"names": [], "by": one.number})
+    one.kill()
+    monkeypatch.setattr(limits, "FETCH_PATIENCE_S", -1.0)
+    decide(two)
+    assert shown(cluster, inode) == (content, 1, len(OLD), 2)
+
+
+def test_the_pfs_knows_the_time_of_what_is_shown(tmp_path: Path) -> None:
+    """The writer changed the file in place before it heard that another node had it, so no record says when that was written."""
+    cluster, one, two = make_cluster(tmp_path, 2)
+    content = alone(cluster)
+    inode = one.inode(content)
+    write_back(one, content)
+    send_copy(one, two, content)
+    AnnounceCopies(two.db, cluster_of(two)).step()
+    assert change(one, content, appended) == content
+    one.kill()
+    decide(two)
+    assert shown(cluster, inode)[1:] == (1, len(OLD), 2) and held(two, inode) == OLD
 
 
 @HOW
