@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ckptfs import disk, limits
@@ -41,6 +42,22 @@ disk.declare_labels("fallback:shown", "fallback:pfs")
 
 BATCH_CONTENTS = locations.LOAD_CONTENTS_MAX // 2
 FORMER_TROUBLE = "former"
+
+
+@dataclass(frozen=True, slots=True)
+class LostFile:
+    """A file whose newest state, `successor`, no live node has; and what the PFS shows of it."""
+
+    inode: int
+    file: SharedFile
+    successor: ContentLocations
+    on_pfs: SharedPfsState | None
+
+    def build_value(self, content: int | None, generation: int, size: int, mtime_ns: int) -> dict[str, Any]:
+        """Return the value of the file with this state, and with a record of the lost one."""
+        salvaged = {"node": self.successor.writer, **self.file.expected_state, "shows": content, "shown": generation}
+        state = {"content": content, "generation": generation, "size": size, "mtime_ns": mtime_ns, "ctime_ns": time.time_ns()}
+        return {**self.file.value, **state, "missed": keys.encode_fields(salvaged).decode()}
 
 
 class Salvage:
@@ -132,11 +149,12 @@ class Salvage:
             on_pfs = locations.load_pfs_state(store, inode)
             if self._is_safe(on_pfs, now, view, is_same_content=successors[number] == number):
                 continue
+            lost = LostFile(inode, files[inode], now, on_pfs)
             if (not now.is_lost and now.writer in view) or self._has_rivals(held_copy, one, view) or self._may_pfs_be_newer(on_pfs):
                 self._undecided.add(number)
             elif on_pfs is None or on_pfs.generation <= held_copy.generation:
-                self._show_held_copy(inode, files[inode], held_copy, one, now, on_pfs)
-            elif not self._show_pfs(inode, files[inode], on_pfs, now):
+                self._show_held_copy(lost, held_copy, one)
+            elif not self._show_pfs(lost):
                 self._undecided.add(number)
 
     def _is_safe(self, on_pfs: SharedPfsState | None, successor: ContentLocations, view: ClusterView, *, is_same_content: bool) -> bool:
@@ -165,62 +183,38 @@ class Salvage:
         """
         return on_pfs is not None and on_pfs.in_hand and time.monotonic() - self._view_since_s < limits.FETCH_PATIENCE_S
 
-    def _show_held_copy(
-        self,
-        inode: int,
-        file: SharedFile,
-        held_copy: HeldCopy,
-        shared: ContentLocations,
-        successor: ContentLocations,
-        on_pfs: SharedPfsState | None,
-    ) -> None:
+    def _show_held_copy(self, lost: LostFile, held_copy: HeldCopy, shared: ContentLocations) -> None:
         """Make the previous content that of the file, if the store agrees."""
         remote_state, content = shared.state, held_copy.content
         if remote_state is not None and _is_same_state(held_copy.generation, held_copy.digest, remote_state):
-            if not self._restore_previous(inode, file, content, shared, successor, on_pfs):
+            if not self._restore_previous(lost, content, shared):
                 self._undecided.add(content.id)
             return
         try:
-            promoted = local_copies.promote_stale(self._db, self._tiers, held_copy, inode)
+            promoted = local_copies.promote_stale(self._db, self._tiers, held_copy, lost.inode)
         except (OSError, DigestMismatch) as failure:
-            log.error("what is left of %s cannot be shown: %s", self._name(inode, file), failure)
+            log.error("what is left of %s cannot be shown: %s", self._name(lost), failure)
             promoted = None
         if promoted is None:
             self._undecided.add(content.id)
-        elif self._restore_previous(inode, file, promoted, shared, successor, on_pfs):
+        elif self._restore_previous(lost, promoted, shared):
             copies.delete_copy(self._db, content.id, held_copy.tier)
             local_copies.remove_unrecorded(self._db, self._tiers[held_copy.tier], content.id)
         else:
             contents.set_state(self._db, promoted.id, ContentState.DOOMED)
             self._undecided.add(content.id)
 
-    def _restore_previous(
-        self,
-        inode: int,
-        file: SharedFile,
-        content: Content,
-        shared: ContentLocations,
-        successor: ContentLocations,
-        on_pfs: SharedPfsState | None,
-    ) -> bool:
-        salvaged = _build_salvaged(file, successor, content.id, content.generation)
-        shows = {
-            "content": content.id,
-            "generation": content.generation,
-            "size": content.size,
-            "mtime_ns": _get_mtime_ns(content, shared, file, on_pfs),
-        }
-        value = {**file.value, **shows, "ctime_ns": time.time_ns(), "missed": keys.encode_fields(salvaged).decode()}
-        content_value = salvage_records.build_content_value(content, inode, self._cluster.node_number)
-        items = {item.key: item for item in (file.item, *shared.items, *_list_content_items(successor.items))}
-        revision = _commit_if_unchanged(
-            self._cluster.store, list(items.values()), [(file.item.key, value), (locations.build_content_key(content.id), content_value)]
-        )
+    def _restore_previous(self, lost: LostFile, content: Content, shared: ContentLocations) -> bool:
+        value = lost.build_value(content.id, content.generation, content.size, _get_mtime_ns(lost, content, shared))
+        content_value = salvage_records.build_content_value(content, lost.inode, self._cluster.node_number)
+        items = {item.key: item for item in (lost.file.item, *shared.items, *_list_content_items(lost.successor.items))}
+        puts = [(lost.file.item.key, value), (locations.build_content_key(content.id), content_value)]
+        revision = _commit_if_unchanged(self._cluster.store, list(items.values()), puts)
         if not revision:
             return False
         disk.act("fallback:shown", lambda: None)
-        salvage_records.record_previous_shown(self._db, content, inode, (value, content_value), revision)
-        self._report(inode, file, successor)
+        salvage_records.record_previous_shown(self._db, content, lost.inode, (value, content_value), revision)
+        self._report(lost)
         self._notify.wake_lanes()
         return True
 
@@ -260,7 +254,7 @@ class Salvage:
             return False
         if time.monotonic() - self._view_since_s < limits.SALVAGE_RIVALS_S:
             return None
-        return self._show_pfs(inode, file, on_pfs, successor) or None
+        return self._show_pfs(LostFile(inode, file, successor, on_pfs)) or None
 
     def _record_pfs_shown(self, inode: int, file: SharedFile, on_pfs: SharedPfsState) -> bool:
         """Record the decision of another node."""
@@ -269,23 +263,23 @@ class Salvage:
         self._notify.invalidate_inode(inode)
         return True
 
-    def _show_pfs(self, inode: int, file: SharedFile, on_pfs: SharedPfsState, successor: ContentLocations) -> bool:
+    def _show_pfs(self, lost: LostFile) -> bool:
         """Let the file show what the PFS has, if the store agrees, also a state that was only fsynced."""
-        if on_pfs.in_hand:
+        file, on_pfs = lost.file, lost.on_pfs
+        if on_pfs is None or on_pfs.in_hand:
             return False
-        salvaged = _build_salvaged(file, successor, None, on_pfs.generation)
-        shows = {"content": None, "generation": on_pfs.generation, "size": on_pfs.size, "mtime_ns": on_pfs.mtime_ns}
-        value = {**file.value, **shows, "ctime_ns": time.time_ns(), "missed": keys.encode_fields(salvaged).decode()}
-        puts = [*on_pfs.build_puts(inode, complete=True), (file.item.key, value)]
-        revision = _commit_if_unchanged(self._cluster.store, [file.item, on_pfs.item, *on_pfs.rests_on, *successor.items], puts)
+        value = lost.build_value(None, on_pfs.generation, on_pfs.size, on_pfs.mtime_ns)
+        puts = [*on_pfs.build_puts(lost.inode, complete=True), (file.item.key, value)]
+        compared = [file.item, on_pfs.item, *on_pfs.rests_on, *lost.successor.items]
+        revision = _commit_if_unchanged(self._cluster.store, compared, puts)
         if not revision:
             return False
         disk.act("fallback:pfs", lambda: None)
-        known = [] if on_pfs.replaces else [(SharedKey(PFS_STATE, inode), on_pfs.value, on_pfs.item.mod_revision)]
+        known = [] if on_pfs.replaces else [(SharedKey(PFS_STATE, lost.inode), on_pfs.value, on_pfs.item.mod_revision)]
         salvage_records.record_pfs_shown(self._db, [*known, *((keys.decode_key(key), said, revision) for key, said in puts)])
         self._writers_may_return = True
-        self._report(inode, file, successor)
-        self._notify.invalidate_inode(inode)
+        self._report(lost)
+        self._notify.invalidate_inode(lost.inode)
         return True
 
     def _is_already_shown(self, held_copy: HeldCopy, shared: ContentLocations, file: SharedFile) -> bool:
@@ -304,16 +298,16 @@ class Salvage:
         )
         self._notify.wake_lanes()
 
-    def _report(self, inode: int, file: SharedFile, successor: ContentLocations) -> None:
-        name, node = self._name(inode, file), successor.writer
+    def _report(self, lost: LostFile) -> None:
+        name, node = self._name(lost), lost.successor.writer
         log.warning("%s shows its former content: the newer one is lost with node %s, which alone had it", name, node)
         what = f"the file shows its former content: the newer one is lost with node {node}, unless that returns with it"
         remedy = "start that node again without wiping its RAM, or go on with the former content"
-        summary.set_trouble(self._db, _get_trouble_name(inode), {"what": what, "path": name, "remedy": remedy})
+        summary.set_trouble(self._db, _get_trouble_name(lost.inode), {"what": what, "path": name, "remedy": remedy})
 
-    def _name(self, inode: int, file: SharedFile) -> str:
-        name = os.fsdecode(namespace.get_path(self._db, inode))
-        return "/".join(str(part) for _, part in file.value["names"][:1]) if name == "?" else name
+    def _name(self, lost: LostFile) -> str:
+        name = os.fsdecode(namespace.get_path(self._db, lost.inode))
+        return "/".join(str(part) for _, part in lost.file.value["names"][:1]) if name == "?" else name
 
     # --- when the writer returns ---------------------------------------------------------------------------------------
 
@@ -378,11 +372,6 @@ def _is_candidate(held_copy: HeldCopy, shared: ContentLocations, file: SharedFil
     return (file.salvaged or {}).get("content") != held_copy.content.id
 
 
-def _build_salvaged(file: SharedFile, successor: ContentLocations, shows: int | None, shown: int) -> dict[str, Any]:
-    """Return the value of the field `missed` (see `coherence.salvage_records`)."""
-    return {"node": successor.writer, **file.expected_state, "shows": shows, "shown": shown}
-
-
 def _is_same_state(generation: int, digest: bytes, remote_state: RemoteState) -> bool:
     """Return True if a generation is the recorded state, which has no digest before its seal."""
     return generation == remote_state.generation and (
@@ -390,14 +379,14 @@ def _is_same_state(generation: int, digest: bytes, remote_state: RemoteState) ->
     )
 
 
-def _get_mtime_ns(content: Content, shared: ContentLocations, file: SharedFile, on_pfs: SharedPfsState | None) -> int:
+def _get_mtime_ns(lost: LostFile, content: Content, shared: ContentLocations) -> int:
     """Return the mtime of the file with this content, if its last writer or the PFS has recorded it."""
     remote_state = shared.state
     if shared.superseded_mtime_ns is not None and remote_state is not None and remote_state.generation == content.generation:
         return shared.superseded_mtime_ns
-    if on_pfs is not None and on_pfs.generation == content.generation:
-        return on_pfs.mtime_ns
-    return int(file.value["mtime_ns"])
+    if lost.on_pfs is not None and lost.on_pfs.generation == content.generation:
+        return lost.on_pfs.mtime_ns
+    return int(lost.file.value["mtime_ns"])
 
 
 def _list_content_items(items: Sequence[Item]) -> list[Item]:
