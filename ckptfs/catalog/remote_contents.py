@@ -50,26 +50,25 @@ _SET_REMOTE = "announce_state = CASE WHEN remote = 0 AND announce_state > 0 THEN
 """SQL: another node has written the content. Whether the store knows this node's copy is decided again."""
 
 
+def _list_contents(db: Database, where: str, *arguments: int | str) -> list[Content]:
+    """Return contents `k`, in the order of their ids. The last argument is their highest number."""
+    rows = db.rows(f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS} FROM content k WHERE {where} ORDER BY k.id LIMIT ?", *arguments)
+    return [build_content(row) for row in rows]
+
+
+_IS_HOSTED = "k.remote = 1 AND k.state = 2 AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
+
+
 def list_hosted(db: Database, after: int, at_most: int) -> list[Content]:
     """Return other nodes' contents of which this node has a good copy, in the order of their ids."""
-    rows = db.rows(
-        f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS} FROM content k WHERE k.remote = 1 AND k.id > ?"
-        " AND k.state = 2 AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY k.id LIMIT ?",
-        after, at_most,
-    )  # fmt: skip
-    return [build_content(row) for row in rows]
+    return _list_contents(db, f"{_IS_HOSTED} AND k.id > ?", after, at_most)
 
 
 def list_hosted_with(db: Database, node: int, after: int, at_most: int) -> list[Content]:
     """Return those of `list_hosted` that a node has made, or of which it is known to have a copy."""
-    rows = db.rows(
-        f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS} FROM content k"
-        " WHERE k.id IN (SELECT id FROM content WHERE remote = 1 AND id BETWEEN ? AND ?"
-        " UNION SELECT content FROM peer_copy WHERE node = ?) AND k.remote = 1 AND k.id > ? AND k.state = 2"
-        " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY k.id LIMIT ?",
-        node << limits.ID_COUNTER_BITS, ((node + 1) << limits.ID_COUNTER_BITS) - 1, node, after, at_most,
-    )  # fmt: skip
-    return [build_content(row) for row in rows]
+    made = node << limits.ID_COUNTER_BITS, ((node + 1) << limits.ID_COUNTER_BITS) - 1
+    concerned = "SELECT id FROM content WHERE remote = 1 AND id BETWEEN ? AND ? UNION SELECT content FROM peer_copy WHERE node = ?"
+    return _list_contents(db, f"k.id IN ({concerned}) AND {_IS_HOSTED} AND k.id > ?", *made, node, after, at_most)
 
 
 def list_not_held(db: Database, contents: Iterable[int]) -> list[int]:
@@ -321,13 +320,9 @@ def list_stale(db: Database, tier: Tier, before_ns: int, at_most: int) -> list[i
 
 def list_only_stale(db: Database, after: int, at_most: int) -> list[Content]:
     """Return contents of which this node has only a STALE copy, in the order of their ids."""
-    rows = db.rows(
-        f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS} FROM content k"
-        " WHERE k.id IN (SELECT content FROM copy WHERE state = 3 AND state <> 1 AND content > ?)"
-        " AND k.state IN (1, 2) AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY k.id LIMIT ?",
-        after, at_most,
-    )  # fmt: skip
-    return [build_content(row) for row in rows]
+    is_stale = "k.id IN (SELECT content FROM copy WHERE state = 3 AND state <> 1 AND content > ?) AND k.state IN (1, 2)"
+    has_good = "EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
+    return _list_contents(db, f"{is_stale} AND NOT {has_good}", after, at_most)
 
 
 def get_last_used_ns(db: Database, content: int) -> int:
@@ -337,22 +332,13 @@ def get_last_used_ns(db: Database, content: int) -> int:
 
 def list_own(db: Database, after: int, before_ns: int, at_most: int) -> list[Content]:
     """Return own contents, sealed or lost, that were closed before `before_ns`, in the order of their ids."""
-    rows = db.rows(
-        f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS} FROM content k"
-        " WHERE remote = 0 AND id > ? AND state IN (2, 4) AND closed_ns < ? ORDER BY id LIMIT ?",
-        after, before_ns, at_most,
-    )  # fmt: skip
-    return [build_content(row) for row in rows]
+    return _list_contents(db, "remote = 0 AND id > ? AND state IN (2, 4) AND closed_ns < ?", after, before_ns, at_most)
 
 
 def list_own_of_same_files(db: Database, contents: Iterable[int], at_most: int) -> list[Content]:
     """Return own contents, sealed or lost, of the files to which `contents` belong."""
-    rows = db.rows(
-        f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS} FROM content k WHERE remote = 0 AND state IN (2, 4)"
-        " AND inode IN (SELECT k.inode FROM content k WHERE k.id IN (SELECT value FROM json_each(?))) ORDER BY id LIMIT ?",
-        json.dumps([*contents]), at_most,
-    )  # fmt: skip
-    return [build_content(row) for row in rows]
+    same = "inode IN (SELECT s.inode FROM content s WHERE s.id IN (SELECT value FROM json_each(?)))"
+    return _list_contents(db, f"remote = 0 AND state IN (2, 4) AND {same}", json.dumps([*contents]), at_most)
 
 
 def delete_unneeded(db: Database, content: Content, *, gone: bool) -> bool:

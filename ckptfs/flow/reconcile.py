@@ -56,8 +56,8 @@ class Reconcile:
         self._next_batch_s = 0.0
         self._lease = 0
         self._was_dead = False
-        self._hosted_after: int | None = None
-        self._own_after: int | None = None
+        self._after: int | None = None
+        self._is_own_turn = False
         self._dropped = 0
         self._checked: set[int] = set()
         self._unconfirmed: dict[int, int] = {}
@@ -94,7 +94,7 @@ class Reconcile:
             interval_s = limits.RECONCILE_AGE_S if self._was_dead else limits.RECONCILE_INTERVAL_S
             self._sweep_s = time.monotonic() + interval_s * random.uniform(0.75, 1.25)
             self._was_dead = False
-            self._hosted_after = 0
+            self._after, self._is_own_turn = 0, False
             self._batches_left, self._next_batch_s = limits.SWEEP_BATCHES, 0.0
             self._sweeps += 1
         return time.monotonic() >= self._next_batch_s and self._sweep()
@@ -108,8 +108,7 @@ class Reconcile:
 
     def next_due_s(self) -> float | None:
         """Return the seconds until the next batch or sweep, or until unconfirmed contents are checked again."""
-        is_sweeping = self._hosted_after is not None or self._own_after is not None
-        due_s = self._next_batch_s if is_sweeping else self._sweep_s
+        due_s = self._sweep_s if self._after is None else self._next_batch_s
         return max(0.0, min(due_s, self._recheck_s if self._unconfirmed else due_s) - time.monotonic())
 
     def _schedule_recheck(self, unconfirmed: list[int], reported: list[int]) -> None:
@@ -125,27 +124,25 @@ class Reconcile:
         self._batches_left -= 1
         if self._batches_left <= 0:
             self._next_batch_s = time.monotonic() + limits.SWEEP_PAUSE_S * random.uniform(0.75, 1.25)
-        return self._sweep_batch() and self._batches_left > 0
+        return self._after is not None and self._sweep_batch(self._after) and self._batches_left > 0
 
-    def _sweep_batch(self) -> bool:
-        if self._hosted_after is not None:
-            batch = remote_contents.list_hosted(self._db, self._hosted_after, BATCH_CONTENTS)
+    def _sweep_batch(self, after: int) -> bool:
+        """Check a batch: hosted contents, then own ones, then stale generations. False: the end."""
+        if self._is_own_turn:
+            batch = remote_contents.list_own(self._db, after, time.time_ns() - _to_ns(limits.RECONCILE_AGE_S), BATCH_CONTENTS)
+            self._check_own(batch)
+        else:
+            batch = remote_contents.list_hosted(self._db, after, BATCH_CONTENTS)
             self._check_hosted(batch)
-            self._ask_holders(batch)
-            self._hosted_after = batch[-1].id if batch else None
-            self._own_after = self._own_after if batch else 0
+        self._ask_holders(batch)
+        if batch or not self._is_own_turn:
+            self._after, self._is_own_turn = batch[-1].id if batch else 0, self._is_own_turn or not batch
             return True
-        if self._own_after is not None:
-            own = remote_contents.list_own(self._db, self._own_after, time.time_ns() - _to_ns(limits.RECONCILE_AGE_S), BATCH_CONTENTS)
-            self._check_own(own)
-            self._ask_holders(own)
-            self._own_after = own[-1].id if own else None
-            if not own:
-                self._drop_stale()
-                if self._dropped:
-                    log.info("%d contents on this node are of no use any more: other nodes changed or deleted them", self._dropped)
-                    self._dropped = 0
-            return bool(own)
+        self._after = None
+        self._drop_stale()
+        if self._dropped:
+            log.info("%d contents on this node are of no use any more: other nodes changed or deleted them", self._dropped)
+            self._dropped = 0
         return False
 
     # --- what nodes have announced -----------------------------------------------------------------------------------
