@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import trio
-from ckptfs_daemon.mount.cluster.lookups import LookupPrefetch, read_syscall, successor
+from ckptfs_daemon.mount.cluster.lookups import LookupPrefetch, read_syscall
 from daemon_under_test import eventually
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, async_tests, in_virtual_time, running
@@ -113,25 +113,6 @@ async def test_a_walk_begins_where_the_kernel_asks_whether_it_may(_: Node, walke
 
 
 @walking
-async def test_names_with_numbers_are_expected(other: Node, walker: Walker) -> None:
-    """Files looked up one after the other cost one round trip each, also where two rows take turns, and where they are not there."""
-
-    async def look(name: str) -> None:
-        await walker.walks.refresh_inode(ROOT, pid=THREAD)
-        directory = await walker.stat("a/b/c")
-        for one in (f"{name}.tmp", name):
-            await walker.walks.refresh_name(directory, one.encode(), pid=THREAD)
-            walker.walks.extend_step_deadline(THREAD)
-
-    for name in ("f0008", "f0009", "f0010"):
-        await look(name)
-    assert [await walker.reads(lambda name=name: look(name)) for name in ("f0011", "f0012")] == [1, 1]
-    made = await other.make("a/b/c/f0013")
-    await look("f0013")
-    assert await walker.stat("a/b/c/f0013") == made.id
-
-
-@walking
 async def test_a_step_that_comes_late_is_asked_for_anew(_: Node, walker: Walker) -> None:
     top = await walker.stat("a")
     await trio.sleep(1.1 * limits.LOOKUP_STEP_S)
@@ -165,9 +146,3 @@ def test_the_system_call_of_a_thread(tmp_path: Path) -> None:
         os.write(target, b"x")
     reader.join()
     assert calls[0].split()[0] == calls[1].split()[0] and calls[0] != calls[1]
-
-
-def test_the_next_number() -> None:
-    assert [successor(name) for name in (b"f0009", b"s9.pt", b"__0_3.distcp", b"f999", b"plain", b"9" * 19)] == [
-        b"f0010", b"s10.pt", b"__0_4.distcp", b"f1000", None, b"9" + b"1" + b"0" * 18,
-    ]  # fmt: skip

@@ -1,15 +1,14 @@
 """Guesses about the names that a thread looks up next, from its lookups and system call.
 
 The kernel looks up one component of a path after the other, and each reply must be what the store says during the system call.
-The names that were looked up in a directory before, or their successors (f2 after f1), are read together with the directory, in one round
-trip. A prefetched name counts as fresh once, for the same thread in the same system call with the same arguments, in the order of the
-path, for LOOKUP_FRESH_S, and only if each step follows the previous reply within LOOKUP_STEP_S: a thread that knows of another node's
-change has returned from its system call. A wrong guess costs one more key in a read that happens anyway. Without /proc/PID/syscall (it
+The name that was looked up last in a directory is read together with the directory, in one round trip. A prefetched name counts as fresh
+once, for the same thread in the same system call with the same arguments, in the order of the path, for LOOKUP_FRESH_S, and only if each
+step follows the previous reply within LOOKUP_STEP_S: a thread that knows of another node's change has returned from its system call. A
+wrong guess costs one more key in a read that happens anyway. Without /proc/PID/syscall (it
 needs CAP_SYS_PTRACE) each name is read separately.
 """
 
 import os
-import re
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,8 +19,6 @@ from ckptfs import disk, limits
 from ckptfs.coherence import read
 from ckptfs_daemon.mount.cluster.shared_namespace import Name, SharedNamespace
 
-_NUMBERED = re.compile(rb"(.*?)([0-9]{1,18})([^0-9]*)", re.DOTALL)
-
 
 @dataclass(slots=True)
 class PathWalk:
@@ -30,30 +27,12 @@ class PathWalk:
     call: bytes
     until_s: float
     step_until_s: float
-    names: deque[tuple[Name, ...]]
+    names: deque[Name]
     reached: int = 0
 
     def is_valid(self, call: bytes) -> bool:
         """Return True if a request of this system call continues the walk."""
         return self.call == call != b"" and trio.current_time() < min(self.until_s, self.step_until_s)
-
-
-@dataclass(slots=True)
-class LookupPattern:
-    """The last names looked up in a directory, newest first, and the names expected next."""
-
-    recent_names: tuple[bytes, ...]
-    expected_names: tuple[bytes, ...]
-
-    def record_name(self, name: bytes) -> None:
-        """Record a lookup. Two series of names may alternate, as with programs that rename each finished file."""
-        for one in self.recent_names:
-            if successor(one) == name:
-                self.recent_names = (name, *(other for other in self.recent_names if other != one))
-                self.expected_names = tuple(filter(None, map(successor, self.recent_names)))
-                return
-        self.recent_names = (name, *(other for other in self.recent_names if other != name))[:2]
-        self.expected_names = (name,)
 
 
 def read_syscall(thread: int) -> bytes:
@@ -66,15 +45,6 @@ def read_syscall(thread: int) -> bytes:
     return said if said[:1].isdigit() else b""
 
 
-def successor(name: bytes) -> bytes | None:
-    """Return the name with the next number. Returns None if the name has no number."""
-    match = _NUMBERED.fullmatch(name)
-    if match is None:
-        return None
-    before, number, after = match.groups()
-    return before + b"%0*d" % (len(number), int(number) + 1) + after
-
-
 class LookupPrefetch:
     """The walks of all threads on this mount."""
 
@@ -83,12 +53,12 @@ class LookupPrefetch:
         self._shared_namespace = shared_namespace
         self._call_of = call_of
         self._walks: OrderedDict[int, PathWalk] = OrderedDict()
-        self._patterns: OrderedDict[int, LookupPattern] = OrderedDict()
+        self._last_names: OrderedDict[int, bytes] = OrderedDict()
 
     def consume_fresh_name(self, pid: int, parent: int, name: bytes) -> bool:
         """Return True, once, if a walk of thread `pid` has prefetched this name."""
         walk = self._walks.get(pid)
-        if walk is None or not walk.names or (parent, name) not in walk.names[0] or not walk.is_valid(self._call_of(pid)):
+        if walk is None or not walk.names or walk.names[0] != (parent, name) or not walk.is_valid(self._call_of(pid)):
             return False
         walk.names.popleft()
         self._record_lookup(parent, name)
@@ -110,7 +80,7 @@ class LookupPrefetch:
         self._record_lookup(parent, name)
         child = read.find_directory(self._shared_namespace.db, parent, name)
         ahead = [] if child is None else self._predict_steps(child)
-        await self._shared_namespace.refresh_name(parent, name, *_once(ahead))
+        await self._shared_namespace.refresh_name(parent, name, *ahead)
         self._start_walk(pid, ahead)
 
     async def refresh_inode(self, inode: int, *, pid: int) -> None:
@@ -118,7 +88,7 @@ class LookupPrefetch:
         if self.consume_fresh_inode(pid, inode):
             return
         ahead = self._predict_steps(inode)
-        await self._shared_namespace.refresh_inode(inode, *_once(ahead))
+        await self._shared_namespace.refresh_inode(inode, *ahead)
         self._start_walk(pid, ahead)
 
     def record_reached(self, pid: int, inode: int) -> None:
@@ -134,7 +104,7 @@ class LookupPrefetch:
         if walk is not None:
             walk.step_until_s = trio.current_time() + limits.LOOKUP_STEP_S
 
-    def _start_walk(self, pid: int, ahead: list[tuple[Name, ...]]) -> None:
+    def _start_walk(self, pid: int, ahead: list[Name]) -> None:
         if pid:
             now_s = trio.current_time()
             self._walks.pop(pid, None)
@@ -143,25 +113,16 @@ class LookupPrefetch:
                 self._walks.popitem(last=False)
 
     def _record_lookup(self, parent: int, name: bytes) -> None:
-        pattern = self._patterns.get(parent)
-        if pattern is None:
-            self._patterns[parent] = LookupPattern((name,), (name,))
-            if len(self._patterns) > limits.LOOKUPS_MAX:
-                self._patterns.popitem(last=False)
-            return
-        pattern.record_name(name)
-        self._patterns.move_to_end(parent)
+        self._last_names[parent] = name
+        self._last_names.move_to_end(parent)
+        if len(self._last_names) > limits.LOOKUPS_MAX:
+            self._last_names.popitem(last=False)
 
-    def _predict_steps(self, directory: int) -> list[tuple[Name, ...]]:
+    def _predict_steps(self, directory: int) -> list[Name]:
         """Return the names that will probably be looked up from a directory on, step by step."""
-        steps: list[tuple[Name, ...]] = []
+        steps: list[Name] = []
         child: int | None = directory
-        while child is not None and len(steps) < limits.LOOKUP_NAMES_MAX and (pattern := self._patterns.get(child)) is not None:
-            names = tuple((child, name) for name in pattern.expected_names)
-            steps.extend([names] * len(names))
-            child = next(filter(None, (read.find_directory(self._shared_namespace.db, *name) for name in names)), None)
+        while child is not None and len(steps) < limits.LOOKUP_NAMES_MAX and (name := self._last_names.get(child)) is not None:
+            steps.append((child, name))
+            child = read.find_directory(self._shared_namespace.db, child, name)
         return steps
-
-
-def _once(steps: list[tuple[Name, ...]]) -> list[Name]:
-    return list(dict.fromkeys(name for step in steps for name in step))
