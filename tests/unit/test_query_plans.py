@@ -21,7 +21,7 @@ GROWS_WITH_FILES = {"inode", "entry", "xattr", "content", "copy", "peer_copy", "
 ALIAS = re.compile(r"\b(?:FROM|JOIN|UPDATE|INTO)\s+(\w+)(?:\s+(?:AS\s+)?(\w+))?", re.IGNORECASE)
 SMALL_INDEX = re.compile(r" USING (COVERING )?INDEX (content_|inode_history|xattr_)")
 """Indexes of few rows."""
-ENDS_EARLY = re.compile(r"\bORDER BY (k\.)?id DESC LIMIT\b")
+ENDS_EARLY = re.compile(r"\bORDER BY ((k\.)?id DESC|c\.verified_ns) LIMIT\b")
 
 
 def list_scans(connection: sqlite3.Connection, sql: str) -> list[str]:
@@ -49,6 +49,7 @@ def run_steps(node: Node) -> None:
             copies.list_evictable(node.db, tier, elsewhere=elsewhere, at_most=64)
     with node.db.transaction():
         namespace.unlink(node.db, ROOT, b"closed")
+    copies.load_check_figures(node.db)
     contents.list_closed(node.db, [Tier.RAM], 0, 64)
     peer_copies.find_rebuildable(node.db, 0)
     peer_copies.count_rebuildable(node.db)

@@ -131,9 +131,10 @@ class StatusFigures:
         )  # fmt: skip
 
     def _build_scrub(self) -> pb.Scrub:
-        found = self._checks.get()
-        age_s = max(0.0, time.time() - found.oldest_ns / 1e9) if found.copies else 0.0
-        return pb.Scrub(copies=found.copies, oldest_age_s=age_s, bad_found=found.bad_found, quarantined=found.quarantined)
+        found, counts = self._checks.get(), self._copies.get()
+        copies_here = sum(count for tier, count in counts.items() if tier is not Tier.PFS)
+        age_s = max(0.0, time.time() - found.oldest_ns / 1e9) if found.oldest_ns else 0.0
+        return pb.Scrub(copies=copies_here, oldest_age_s=age_s, bad_found=found.bad_found, quarantined=found.quarantined)
 
     def _build_counts(self) -> pb.Counts:
         found = self._counts.get()
