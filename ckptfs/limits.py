@@ -297,10 +297,9 @@ CONTROL_LIST_MAX = 1000
 CONTROL_MESSAGE_S = 5.0
 CONTROL_IDLE_S = 10.0
 CONTROL_CONNECTIONS_MAX = 1024
-# `doctor` and `status --cluster`: nodes probed, concurrent probes, age of a probe.
+# `doctor` and `status --cluster`: nodes probed, and concurrent probes.
 PROBED_MAX = 64
 PROBES_AT_ONCE = 16
-PROBE_KEPT_S = 2.0
 # Published figures: how soon after a change they are published, and how often while they go on changing.
 FIGURES_INTERVAL_S = 5.0
 FIGURES_INTERVAL_S_MAX = 60.0

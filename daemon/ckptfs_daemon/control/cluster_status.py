@@ -51,30 +51,18 @@ PROGRESS_FIELDS = {
 LEASE_POLL_S = 0.5
 
 
-class NodeProbe:
-    """Rounds of pings. Concurrent callers share a round."""
+def probe_nodes(ping: Ping, nodes: Sequence[Node]) -> dict[int, ProbeResult]:
+    """Ping nodes, several at once and at most `limits.PROBED_MAX`; return {number: result}."""
 
-    def __init__(self, ping: Ping) -> None:
-        self._ping = ping
-        self._lock = threading.Lock()
-        self._results: dict[int, ProbeResult] = {}
-        self._asked_s = -limits.PROBE_KEPT_S
-
-    def get_results(self, nodes: Sequence[Node]) -> dict[int, ProbeResult]:
-        """Return {number: result} of these nodes, at most `limits.PROBED_MAX`."""
-        with self._lock:
-            if time.monotonic() - self._asked_s >= limits.PROBE_KEPT_S or any(node.number not in self._results for node in nodes):
-                with ThreadPoolExecutor(limits.PROBES_AT_ONCE, thread_name_prefix="probe") as threads:
-                    asked = nodes[: limits.PROBED_MAX]
-                    self._results = dict(zip((node.number for node in asked), threads.map(self._ping_node, asked), strict=True))
-                self._asked_s = time.monotonic()
-            return self._results
-
-    def _ping_node(self, node: Node) -> ProbeResult:
+    def probe(node: Node) -> ProbeResult:
         try:
-            return self._ping(node)
+            return ping(node)
         except PeerFailed as failure:
             return str(failure)
+
+    asked = nodes[: limits.PROBED_MAX]
+    with ThreadPoolExecutor(limits.PROBES_AT_ONCE, thread_name_prefix="probe") as threads:
+        return dict(zip((node.number for node in asked), threads.map(probe, asked), strict=True))
 
 
 def figures_key(number: int) -> bytes:
@@ -181,7 +169,6 @@ class ClusterFigures:
         self._store = store
         self._transport = transport
         self._keys = identity
-        self._probe = None if transport is None else NodeProbe(transport.ping)
         self._progress = CachedFigure(lambda: count_progress(db))
         self._short = CachedFigure(lambda: peer_copies.count_short(db))
         # Any user of the machine may ask, in a loop: the store is asked for it seldom, and by one thread at a time.
@@ -251,7 +238,7 @@ class ClusterFigures:
             answer.etcd_trouble = str(failure)
         known = {node.number: node for node in self._list_nodes_or_cached()}
         others = [known[member.number] for member in answer.members if member.number in known and member.number != answer.number]
-        found = {} if self._probe is None else self._probe.get_results(others)
+        found = {} if self._transport is None else probe_nodes(self._transport.ping, others)
         for member in answer.members:
             _set_probe_result(member, found.get(member.number))
         return answer
