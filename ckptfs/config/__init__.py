@@ -39,6 +39,7 @@ from ckptfs.config.schema import (
     Setting,
     is_loopback,
     is_wildcard,
+    named,
     parse_addresses,
     parse_bool,
     parse_label,
@@ -137,10 +138,8 @@ def _load_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"the configuration file {path} is not valid TOML: {failure}") from failure
     values: dict[str, Any] = {}
     for key, value in found.items():
-        try:
+        with named(str(path)):
             values.update(_TABLES[key](value) if key in _TABLES else _parse_setting(key, value, "key"))
-        except ConfigError as failure:
-            raise ConfigError(f"{path}: {failure}", remedy=failure.remedy) from failure
     return values
 
 
@@ -165,10 +164,8 @@ def _parse_value(key: Setting, text: Any) -> dict[str, Any]:
         text = "+".join(text)
     if isinstance(text, (dict, list)) or (isinstance(text, bool) and key.parse is not parse_bool):
         raise ConfigError(f"{key.name}: {text!r} is not a value of this setting")
-    try:
+    with named(key.name):
         return {key.field: key.parse(text if isinstance(text, bool) else str(text))}
-    except ConfigError as failure:
-        raise ConfigError(f"{key.name}: {failure}", remedy=failure.remedy) from failure
 
 
 _TABLES: dict[str, Callable[[Any], dict[str, Any]]] = {

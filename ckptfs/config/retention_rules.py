@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from ckptfs import limits
-from ckptfs.config.schema import RULE_SETTINGS, Config, RetentionRule, Setting
+from ckptfs.config.schema import RULE_SETTINGS, Config, RetentionRule, Setting, parse_tables
 from ckptfs.errors import ConfigError
 from ckptfs.model import Level
 from ckptfs.quantities import format_count, format_duration, format_ordinal
@@ -20,28 +20,19 @@ ParseSetting = Callable[[Setting, Any], dict[str, Any]]
 
 def parse_rules(tables: Any, parse: ParseSetting) -> tuple[RetentionRule, ...]:
     """Return the rules of the tables; `parse` returns {field: value} of one key. Raises ConfigError."""
-    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise ConfigError("retention: this is no list of tables", remedy="begin each rule with a line [[retention]]")
-    if len(tables) > limits.RETENTION_RULES_MAX:
-        raise ConfigError(f"retention: {len(tables)} rules were given; accepted: up to {limits.RETENTION_RULES_MAX}")
-    return tuple(_parse_rule(table, number, parse) for number, table in enumerate(tables, 1))
-
-
-def _parse_rule(table: dict[str, Any], number: int, parse: ParseSetting) -> RetentionRule:
     known = {key.name: key for key in RULE_SETTINGS}
-    values: dict[str, Any] = {}
-    try:
+
+    def parse_rule(table: dict[str, Any]) -> RetentionRule:
+        values: dict[str, Any] = {}
         for name, text in table.items():
-            if name not in known:
-                raise ConfigError(f"unknown key {name!r}; accepted: {', '.join(known)}")
             values |= parse(known[name], text)
         if "path" not in values:
             raise ConfigError("no path was given", remedy='name the series that it is for, as in path = "run*/step_*"')
         if len(values) == 1:
             raise ConfigError("it says nothing", remedy="give keep or another key, see ckptfs.toml(5)")
         return RetentionRule(**values)
-    except ConfigError as failure:
-        raise ConfigError(f"retention rule {number}: {failure}", remedy=failure.remedy) from failure
+
+    return parse_tables("retention", tables, limits.RETENTION_RULES_MAX, RULE_SETTINGS, parse_rule)
 
 
 def check_rules(config: Config) -> None:

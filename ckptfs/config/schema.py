@@ -4,18 +4,20 @@ Loading, refusals, the sample file and the reference all use the table `SETTINGS
 accepted (P11). The settings after `cluster` have no effect without it. Pure.
 """
 
+import contextlib
 import ipaddress
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptfs import limits
 from ckptfs.errors import ConfigError
 from ckptfs.model import UNIX_PREFIX, CliqueLost, DataPath, Level, SeriesRule
 
+T = TypeVar("T")
 PREEMPTION_SOURCES = ("gce", "aws", "azure")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 RAM_BYTES_MIN = 16 * limits.MIB
@@ -458,3 +460,27 @@ RULE_SETTINGS: tuple[Setting, ...] = (
         "has a newer complete set. Default: never.", '"1d"'),
 )  # fmt: skip
 """The keys of a table `[[retention]]`."""
+
+
+@contextlib.contextmanager
+def named(where: str) -> Iterator[None]:
+    """Put `where` in front of the message of a ConfigError of the block."""
+    try:
+        yield
+    except ConfigError as failure:
+        raise ConfigError(f"{where}: {failure}", remedy=failure.remedy) from failure
+
+
+def parse_tables(kind: str, tables: Any, at_most: int, settings: Iterable[Setting], parse: Callable[[dict[str, Any]], T]) -> tuple[T, ...]:
+    """Return the rules of the tables `[[kind]]` of a file. Raises ConfigError, which says of which one."""
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ConfigError(f"{kind}: this is no list of tables", remedy=f"begin each rule with a line [[{kind}]]")
+    if len(tables) > at_most:
+        raise ConfigError(f"{kind}: {len(tables)} rules were given; accepted: up to {at_most}")
+    known, rules = [key.name for key in settings], []
+    for number, table in enumerate(tables, 1):
+        with named(f"{kind} rule {number}"):
+            if unknown := [key for key in table if key not in known]:
+                raise ConfigError(f"unknown key {unknown[0]!r}; accepted: {', '.join(known)}")
+            rules.append(parse(table))
+    return tuple(rules)

@@ -4,11 +4,10 @@ What they mean is in `ckptfs.series.rules`.
 """
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 from ckptfs import limits
-from ckptfs.config.schema import Setting, parse_seconds
+from ckptfs.config.schema import Setting, named, parse_seconds, parse_tables
 from ckptfs.errors import ConfigError
 from ckptfs.model import SeriesRule
 
@@ -59,41 +58,26 @@ SERIES_SETTINGS: tuple[Setting, ...] = (
 
 def parse_series_rules(tables: Any) -> tuple[SeriesRule, ...]:
     """Return the rules of the tables. Raises ConfigError."""
-    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise ConfigError("series: this is no list of tables", remedy="begin each rule with a line [[series]]")
-    if len(tables) > limits.SERIES_RULES_MAX:
-        raise ConfigError(f"series: {len(tables)} rules were given; accepted: up to {limits.SERIES_RULES_MAX}")
-    rules: dict[str, SeriesRule] = {}
-    for number, table in enumerate(tables, 1):
-        try:
-            rule = _parse_rule(table)
-            if rule.pattern in rules:
-                raise ConfigError(f"{rule.pattern!r} has a rule already")
-        except ConfigError as failure:
-            raise ConfigError(f"series rule {number}: {failure}", remedy=failure.remedy) from failure
-        rules[rule.pattern] = rule
-    return tuple(rules.values())
+    known: set[str] = set()
+
+    def parse_rule(table: dict[str, Any]) -> SeriesRule:
+        rule = _parse_rule(table)
+        if rule.pattern in known:
+            raise ConfigError(f"{rule.pattern!r} has a rule already")
+        known.add(rule.pattern)
+        return rule
+
+    return parse_tables("series", tables, limits.SERIES_RULES_MAX, SERIES_SETTINGS, parse_rule)
 
 
 def _parse_rule(table: dict[str, Any]) -> SeriesRule:
-    known = [key.name for key in SERIES_SETTINGS]
-    unknown = [key for key in table if key not in known]
-    if unknown:
-        raise ConfigError(f"unknown key {unknown[0]!r}; accepted: {', '.join(known)}")
     if "pattern" not in table:
         raise ConfigError("no pattern was given", remedy='name the members, as in pattern = "snapshot*.bin"')
-    values = {"pattern": _parse(parse_pattern, "pattern", table)}
-    rule = SeriesRule(**values, **(_parse(parse_complete, "complete", table) if "complete" in table else {}))
-    if "*" in rule.last and ("/" in rule.last or rule.last.count("*") != rule.pattern.count("*")):
-        raise ConfigError(
-            f"complete: {rule.last!r} does not fit {rule.pattern!r}",
-            remedy="give a file beside the members one * for each * of the pattern",
-        )
+    with named("pattern"):
+        pattern = parse_pattern(table["pattern"])
+    with named("complete"):
+        rule = SeriesRule(pattern, **(parse_complete(table["complete"]) if "complete" in table else {}))
+        if "*" in rule.last and ("/" in rule.last or rule.last.count("*") != rule.pattern.count("*")):
+            remedy = "give a file beside the members one * for each * of the pattern"
+            raise ConfigError(f"{rule.last!r} does not fit {rule.pattern!r}", remedy=remedy)
     return rule
-
-
-def _parse(parse: Callable[[Any], Any], key: str, table: dict[str, Any]) -> Any:
-    try:
-        return parse(table[key])
-    except ConfigError as failure:
-        raise ConfigError(f"{key}: {failure}", remedy=failure.remedy) from failure
