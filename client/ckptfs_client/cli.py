@@ -8,6 +8,7 @@ import contextlib
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from json import dumps
 from pathlib import Path
@@ -15,15 +16,18 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptfs_client import entry
+from ckptfs import __version__
+from ckptfs.errors import CkptfsError
+from ckptfs_client import entry, mounts, render
 from ckptfs_client.chaos import chaos_command
 from ckptfs_client.errors import EPILOG, ClientError, CommandFailed, NoMount, PipeClosed, UsageError
 from ckptfs_client.events import event_commands
 from ckptfs_client.json_answers import CheckJson, LogLevelJson, VersionJson
 from ckptfs_client.lab import commands
 from ckptfs_client.node import node_commands
-from ckptfs_client.options import LEVELS, Directory, Json, JsonLines, Paths, Timeout, parse_option
+from ckptfs_client.options import LEVELS, Directory, Json, JsonLines, Paths, Timeout, connect, parse_option, parse_seconds
 from ckptfs_client.planning import advice_commands
+from ckptfs_client.progress_bar import follow_progress
 from ckptfs_client.sets import set_commands
 
 KeysDirectory = Annotated[Path, typer.Argument(metavar="DIR", help="The CA's directory. Keep ca.key secret: it can sign any node.")]
@@ -120,7 +124,6 @@ def status(
 
     Example: ckptfs status /ckpt --watch
     """
-    from ckptfs_client import mounts, render
     from ckptfs_client.node.node_health import is_silent, list_statuses
 
     if cluster:
@@ -145,10 +148,7 @@ def status(
 
 
 def _print_cluster(directory: Path | None, *, json: bool) -> None:
-    from ckptfs_client import mounts, render
-    from ckptfs_client.client import Client
-
-    with Client(mounts.choose(directory)) as client:
+    with connect(directory) as client:
         answer = client.get_cluster()
     render.print_answer(render.message_to_dict(answer), lambda: render.build_cluster(answer), json=json)
 
@@ -169,7 +169,6 @@ def df(
     Example: ckptfs df /ckpt --checkpoint 40G --keep 2 --ranks-per-node 8
     """
     from ckptfs import config
-    from ckptfs_client import mounts, render
     from ckptfs_client.client import ask_all
     from ckptfs_client.planning import capacity
 
@@ -215,17 +214,12 @@ def drain(
     open files are secured on other nodes and not waited for; and the end says which checkpoints are safe. Exit code 4: some closed files
     have not the level. The daemon goes on with them. Example: ckptfs drain /ckpt --deadline 25s --level clique
     """
-    from ckptfs import config
-    from ckptfs_client import mounts
-    from ckptfs_client.client import Client
-    from ckptfs_client.progress_bar import follow_progress
-
     if level is not None and level not in LEVELS[1:]:
         raise UsageError(f"{level[:20]!r} is not a level to drain to; accepted: {', '.join(LEVELS[1:])}")
-    with Client(mounts.choose(directory)) as client:
+    with connect(directory) as client:
         point = client.mount.mountpoint
         done = f"{point} is drained: every closed file has " + (f"the level {level}" if level else "its highest level")
-        follow_progress(client.drain(parse_option(config.parse_seconds, deadline), level or ""), f"draining {point}", done, json=json)
+        follow_progress(client.drain(parse_seconds(deadline), level or ""), f"draining {point}", done, json=json)
 
 
 def _get_log_levels() -> tuple[str, ...]:
@@ -252,14 +246,11 @@ def log_level(
 
     Example: ckptfs log-level /ckpt debug
     """
-    from ckptfs_client import mounts
-    from ckptfs_client.client import Client
-
     given, levels = list(words or []), _get_log_levels()
     level = given.pop() if given and given[-1] in levels else ""
     if len(given) > 1 or (given and "/" not in given[0] and not os.path.lexists(given[0])):
         raise UsageError(f"{given[-1]!r} is not a log level; accepted: {', '.join(levels)}")
-    with Client(mounts.choose(Path(given[0]) if given else None)) as client:
+    with connect(Path(given[0]) if given else None) as client:
         found = client.get_or_set_log_level(level)
     answer: LogLevelJson = {"level": found}
     print(dumps(answer) if json else found)
@@ -280,7 +271,6 @@ def list_files(
 
     Example: ckptfs ls /ckpt/run1/step_100
     """
-    from ckptfs_client import render
     from ckptfs_client.node.listing import build_listing, list_rows
 
     found = [row for path in paths for row in list_rows(path, itself=itself)]
@@ -306,13 +296,9 @@ def wait(
 
     Example: ckptfs wait /ckpt/run1/step_100 --level clique --timeout 5m
     """
-    import time
-
-    from ckptfs import config
     from ckptfs_client.client import open_client
-    from ckptfs_client.progress_bar import follow_progress
 
-    limit = parse_option(config.parse_seconds, timeout)
+    limit = parse_seconds(timeout)
     end = None if limit is None else time.monotonic() + limit
     for path in paths:
         client, inode = open_client(path)
@@ -331,13 +317,12 @@ def refresh(
 
     Example: ckptfs refresh /ckpt/data --recursive
     """
-    from ckptfs import config
     from ckptfs_client.client import open_client
 
     client, inode = open_client(path if path.is_dir() else path.parent)
     with client:
         try:
-            client.refresh(inode, recursive=recursive, timeout_s=parse_option(config.parse_seconds, timeout))
+            client.refresh(inode, recursive=recursive, timeout_s=parse_seconds(timeout))
         except CommandFailed as failure:
             remedy = failure.remedy or "`ckptfs status` says what is wrong with the PFS"
             raise CommandFailed(f"{path}: it could not be compared with the PFS: {failure.args[0]}", remedy=remedy) from None
@@ -359,8 +344,6 @@ def doctor(json: Json = False) -> None:
 
     found = checks.examine()
     if json:
-        from ckptfs_client import render
-
         answer: list[CheckJson] = [{"check": one.name, "verdict": one.verdict, "what": one.what, "remedy": one.remedy} for one in found]
         render.print_json(answer)
     else:
@@ -383,7 +366,6 @@ def list_names(
 
     Example: ckptfs mounts --delete run1
     """
-    from ckptfs_client import render
     from ckptfs_client.node import unmounted
 
     if delete is not None:
@@ -410,8 +392,6 @@ def version(json: Json = False) -> None:
 
     Example: ckptfs version --json
     """
-    from ckptfs import __version__
-
     answer: VersionJson = {"version": __version__}
     print(dumps(answer) if json else f"ckptfs {__version__}")
 
@@ -444,11 +424,7 @@ def adopt(
 
     Example: ckptfs cluster adopt /ckpt
     """
-    from ckptfs_client import mounts
-    from ckptfs_client.client import Client
-    from ckptfs_client.progress_bar import follow_progress
-
-    with Client(mounts.choose(directory)) as client:
+    with connect(directory) as client:
         point = client.mount.mountpoint
         done = f"{point}: etcd knows all that this node knows; go on with the next node"
         follow_progress(client.adopt(is_last=last), f"adopting the store of {point}", done, json=json)
@@ -511,8 +487,6 @@ def revoke(directory: KeysDirectory, node: KeysNode) -> None:
 
 @contextlib.contextmanager
 def _translated_errors() -> Iterator[None]:
-    from ckptfs.errors import CkptfsError
-
     try:
         yield
     except (CkptfsError, OSError) as failure:

@@ -2,12 +2,16 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar, overload
+from typing import TYPE_CHECKING, Annotated, TypeVar, overload
 
 import typer
 
 from ckptfs.model import Level
+from ckptfs_client import mounts
 from ckptfs_client.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckptfs_client.client import Client
 
 T = TypeVar("T")
 
@@ -31,3 +35,17 @@ def parse_option(parse: Callable[[str], T], text: str | None) -> T | None:
         return None if text is None else parse(text)
     except ConfigError as failure:
         raise UsageError(str(failure)) from failure
+
+
+def parse_seconds(text: str | None) -> float | None:
+    """Return the seconds of an option such as 5m. Raises UsageError."""
+    from ckptfs import config
+
+    return parse_option(config.parse_seconds, text)
+
+
+def connect(directory: Path | None) -> "Client":
+    """Return a client of the mount of a directory, or of the only one. Raises NoMount, UsageError."""
+    from ckptfs_client.client import Client
+
+    return Client(mounts.choose(directory))

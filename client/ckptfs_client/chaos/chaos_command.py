@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptfs_client.errors import EPILOG, UsageError
+from ckptfs_client import render
+from ckptfs_client.errors import EPILOG, ClientError, UsageError
 from ckptfs_client.options import Json
 
 if TYPE_CHECKING:
@@ -60,8 +61,6 @@ def chaos(
     setup = Setup(nodes, factor - 1, ETCD_MEMBERS, not no_pfs, faults=kinds)
     answer = _run(lab, seed, setup, minutes, keep=keep, json=json)
     if json:
-        from ckptfs_client import render
-
         render.print_json(answer)
     else:
         _print_verdict(answer)
@@ -72,7 +71,6 @@ def chaos(
 def _run(lab: "Laboratory", seed: int, setup: "Setup", minutes: float, *, keep: bool, json: bool) -> "ChaosJson":
     """Run a campaign in a new lab, and delete the lab."""
     from ckptfs_client.chaos.campaign import Campaign
-    from ckptfs_client.errors import ClientError
     from ckptfs_client.lab.live_cluster import LiveCluster
 
     lab.start(setup.nodes, setup.losses + 1, lab.directory / "pfs" if setup.with_pfs else None, {"ram": RAM}, setup.etcd_members)

@@ -4,6 +4,7 @@ Heavy modules are imported at their first use.
 """
 
 import select
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckptfs_client import mounts, render
 from ckptfs_client.errors import EPILOG, CommandFailed, NoMount, UsageError
 from ckptfs_client.options import Directory, Json
 
@@ -57,7 +59,6 @@ def events(
     Example: ckptfs events /ckpt --since 2h --follow
     """
     from ckptfs import event_log
-    from ckptfs_client import mounts
     from ckptfs_client.events.event_lines import format_event
     from ckptfs_client.events.event_source import EventSource
 
@@ -88,9 +89,6 @@ def goodput(
 
     Example: ckptfs goodput '/ckpt/run1/step_*'
     """
-    import shutil
-
-    from ckptfs_client import render
     from ckptfs_client.events import goodput_report
 
     name, found = measure_goodput(series, log or [])
@@ -103,7 +101,6 @@ def measure_goodput(series: Path, logs: list[Path]) -> "tuple[str, Goodput]":
 
     Raises CommandFailed, NoMount, UsageError.
     """
-    from ckptfs_client import mounts
     from ckptfs_client.events.event_source import EventSource, read_log
     from ckptfs_client.events.goodput import compute_goodput, select_series
     from ckptfs_client.sets.set_history import SetHistory

@@ -1,11 +1,13 @@
 """The commands `ckptfs lab ...` around `Laboratory`. Everything heavy is imported where it is used."""
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckptfs_client import render
 from ckptfs_client.errors import EPILOG, UsageError
 from ckptfs_client.options import Json, parse_option
 
@@ -185,8 +187,6 @@ def _require_etcd(what: str) -> None:
 
 def _parse_bits_per_s(rate: str) -> int:
     """Return bits per second for "100mbit"."""
-    import re
-
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg])(?:bit|bit/s|bps)?", rate.strip().lower())
     bits = int(float(match[1]) * {"k": 1_000, "m": 1_000_000, "g": 1_000_000_000}[match[2]]) if match else 0
     if bits < 8_000:
@@ -195,16 +195,12 @@ def _parse_bits_per_s(rate: str) -> int:
 
 
 def _print_status(lab: "Laboratory", *, json: bool) -> None:
-    from ckptfs_client import render
-
     found = lab.get_status()
     render.print_answer(found, lambda: _build_status_table(found), json=json)
 
 
 def _build_status_table(found: "LabJson") -> Any:
     from rich.console import Group
-
-    from ckptfs_client import render
 
     etcd = "answers" if found["etcd"]["answers"] else "down"
     where = f"PFS {found['pfs']}" if found["pfs"] else "no PFS"

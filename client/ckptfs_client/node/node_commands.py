@@ -1,13 +1,16 @@
 """The commands about the state of a mount on this node. Heavy modules are imported at their first use."""
 
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ckptfs.quantities import format_count, format_duration, format_size
+from ckptfs_client import mounts, render
 from ckptfs_client.errors import EPILOG, UsageError
-from ckptfs_client.options import Directory, Json, Paths, Timeout, parse_option
+from ckptfs_client.options import Directory, Json, Paths, Timeout, connect, parse_seconds
 
 app = typer.Typer()
 CONFIG_WIDTH_MAX = 60
@@ -27,11 +30,9 @@ def health(
 
     Example: ckptfs health /ckpt --timeout 2s
     """
-    from ckptfs import config
-    from ckptfs_client import mounts, render
     from ckptfs_client.node import node_health
 
-    seconds = parse_option(config.parse_seconds, timeout)
+    seconds = parse_seconds(timeout)
     if not seconds:
         raise UsageError("--timeout 0 leaves no time for an answer; accepted: a time such as 2s")
     chosen = mounts.choose_all(directory)
@@ -55,10 +56,8 @@ def show_config(
     Example: ckptfs config /ckpt --given
     """
     from ckptfs.config.effective import DEFAULT
-    from ckptfs_client import mounts, render
-    from ckptfs_client.client import Client
 
-    with Client(mounts.choose(directory)) as client:
+    with connect(directory) as client:
         found = [one for one in client.get_config().settings if not given or one.origin != DEFAULT]
     if json:
         render.print_json([render.message_to_dict(one) for one in found])
@@ -80,7 +79,6 @@ def who(
 
     Example: ckptfs who /ckpt/run1
     """
-    from ckptfs_client import render
     from ckptfs_client.node import file_users
 
     found = file_users.find_users(path)
@@ -105,14 +103,10 @@ def warm(
 
     Example: ckptfs warm /ckpt/run1/step_100 --timeout 10m
     """
-    import time
-
-    from ckptfs import config
-    from ckptfs.quantities import format_count, format_duration, format_size
     from ckptfs_client.node import warming
 
     begun_s = time.monotonic()
-    done = warming.warm(paths, parse_option(config.parse_seconds, timeout), json=json)
+    done = warming.warm(paths, parse_seconds(timeout), json=json)
     if not json:
         fetched, here = done.counts[warming.FETCHED], done.counts[warming.HERE]
         amount = f"{format_count(fetched, 'file')} ({format_size(done.fetched_bytes)}) fetched, {here} here already"
@@ -151,8 +145,6 @@ def upgrade(
 
     Example: ckptfs upgrade /ckpt
     """
-    from ckptfs.quantities import format_duration
-    from ckptfs_client import mounts, render
     from ckptfs_client.node import upgrading
 
     done = upgrading.upgrade(mounts.choose_named(mount))

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from ckptfs import limits
+from ckptfs_client import render
 from ckptfs_client.errors import EPILOG, CommandFailed, UsageError
 from ckptfs_client.options import Json, parse_option
 
@@ -74,7 +75,6 @@ def advise(
 
     Example: ckptfs advise '/ckpt/run1/step_*' --nodes 512 --node-mtbf 5y
     """
-    from ckptfs_client import render
     from ckptfs_client.planning import advice
     from ckptfs_client.sets.set_history import SetHistory
 
@@ -143,7 +143,6 @@ def simulate(
     Example: ckptfs simulate --nodes 10000 --mtbf 4h --factor 2 --domains 625 --domain-mtbf 20y --size 512G
     """
     from ckptfs import config
-    from ckptfs_client import render
     from ckptfs_client.planning import loss_simulation
 
     size_bytes = parse_option(config.parse_size, size)

@@ -9,6 +9,7 @@ import typer
 
 from ckptfs.model import Level
 from ckptfs.quantities import format_count, format_size
+from ckptfs_client import mounts, render
 from ckptfs_client.errors import EPILOG, UsageError
 from ckptfs_client.json_answers import SetChangeJson, VerifyJson
 from ckptfs_client.options import LEVELS, Json
@@ -63,7 +64,6 @@ def show(named: SetArgument, json: Json = False) -> None:
 
     Example: ckptfs show /ckpt/run1/step_100
     """
-    from ckptfs_client import render
     from ckptfs_client.sets import set_listing
 
     with _open_history(named) as history:
@@ -106,7 +106,6 @@ def verify(
 
     Example: ckptfs verify '/ckpt/run1/step_*@17'
     """
-    from ckptfs_client import render
     from ckptfs_client.sets import set_structure
 
     total: VerifyJson = {"files": 0, "bytes": 0, "findings": [], "formats": []}
@@ -149,7 +148,6 @@ def restore(
 
     Example: ckptfs restore '/ckpt/run1/step_*@17' /scratch
     """
-    from ckptfs_client import render
     from ckptfs_client.sets.set_restore import Restore
 
     with _open_history(named) as history:
@@ -239,7 +237,6 @@ def commit(
 
     Example: ckptfs commit /ckpt/run1/step_100
     """
-    from ckptfs_client import mounts
     from ckptfs_client.sets import set_changes
 
     mounts.find(path)
