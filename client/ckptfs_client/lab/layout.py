@@ -77,62 +77,21 @@ class Plan:
         return replace(self, nodes=(*self.nodes, name))
 
 
-@dataclass(frozen=True, slots=True)
 class LabNode:
     """One node of a lab: its names, address and paths."""
 
-    plan: Plan
-    name: str
-
-    @property
-    def number(self) -> int:
-        """1 for node1."""
-        return int(self.name.removeprefix("node"))
-
-    @property
-    def address(self) -> str:
-        """Its address within the lab."""
-        return f"10.111.1.{self.number}"
-
-    @property
-    def mount_name(self) -> str:
+    def __init__(self, plan: Plan, name: str) -> None:
+        self.plan, self.name, self.number = plan, name, int(name.removeprefix("node"))
+        self.address = f"10.111.1.{self.number}"
+        self.mount_name = f"{plan.cluster}-{name}"
         """The name of its mount, unique on this machine."""
-        return f"{self.plan.cluster}-{self.name}"
-
-    @property
-    def namespace(self) -> Path:
+        self.namespace = plan.networks / name
         """Its network namespace."""
-        return self.plan.networks / self.name
-
-    @property
-    def root(self) -> Path:
-        """Its directory, which holds all but its keys."""
-        return self.plan.directory / self.name
-
-    @property
-    def mountpoint(self) -> Path:
-        """The mountpoint."""
-        return self.root / "mnt"
-
-    @property
-    def state(self) -> Path:
+        self.root, self.keys = plan.directory / name, plan.directory / "keys" / name
+        """The directory of all that it has, and that of its certificate and key."""
+        self.mountpoint, self.nvme, self.log = self.root / "mnt", self.root / "nvme", self.root / "log"
+        self.state = self.root / "state"
         """The directory of its catalog and RAM tier."""
-        return self.root / "state"
-
-    @property
-    def nvme(self) -> Path:
-        """The directory of its NVMe tier."""
-        return self.root / "nvme"
-
-    @property
-    def keys(self) -> Path:
-        """The directory of its certificate and key."""
-        return self.plan.directory / "keys" / self.name
-
-    @property
-    def log(self) -> Path:
-        """The log of its daemon."""
-        return self.root / "log"
 
     def options(self) -> dict[str, str]:
         """Return the mount options of its daemon."""
