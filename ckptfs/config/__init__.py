@@ -24,7 +24,7 @@ from typing import Any
 
 from ckptfs import limits, procfs
 from ckptfs.bounded_waits import run_in_time
-from ckptfs.config.retention_rules import check_rules, parse_rules
+from ckptfs.config.rule_tables import SERIES_SETTINGS, check_rules, parse_rules, parse_series_rules
 from ckptfs.config.schema import (
     CLUSTER_SETTINGS,
     COMMAND_LINE,
@@ -47,7 +47,6 @@ from ckptfs.config.schema import (
     parse_seconds,
     parse_size,
 )
-from ckptfs.config.series_rules import SERIES_SETTINGS, parse_series_rules
 from ckptfs.errors import ConfigError, TimedOut
 from ckptfs.model import UNIX_PREFIX, CliqueLost, DataPath, Level, SeriesRule
 

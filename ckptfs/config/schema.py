@@ -10,14 +10,14 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ckptfs import limits
 from ckptfs.errors import ConfigError
 from ckptfs.model import UNIX_PREFIX, CliqueLost, DataPath, Level, SeriesRule
 
-T = TypeVar("T")
 PREEMPTION_SOURCES = ("gce", "aws", "azure")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 RAM_BYTES_MIN = 16 * limits.MIB
@@ -471,16 +471,56 @@ def named(where: str) -> Iterator[None]:
         raise ConfigError(f"{where}: {failure}", remedy=failure.remedy) from failure
 
 
-def parse_tables(kind: str, tables: Any, at_most: int, settings: Iterable[Setting], parse: Callable[[dict[str, Any]], T]) -> tuple[T, ...]:
-    """Return the rules of the tables `[[kind]]` of a file. Raises ConfigError, which says of which one."""
-    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise ConfigError(f"{kind}: this is no list of tables", remedy=f"begin each rule with a line [[{kind}]]")
-    if len(tables) > at_most:
-        raise ConfigError(f"{kind}: {len(tables)} rules were given; accepted: up to {at_most}")
-    known, rules = [key.name for key in settings], []
-    for number, table in enumerate(tables, 1):
-        with named(f"{kind} rule {number}"):
-            if unknown := [key for key in table if key not in known]:
-                raise ConfigError(f"unknown key {unknown[0]!r}; accepted: {', '.join(known)}")
-            rules.append(parse(table))
-    return tuple(rules)
+# --- effective settings (`ckptfs config`) -----------------------------------------------------------------------------
+
+DEFAULT = "default"
+DURATIONS = (parse_seconds, parse_optional_seconds, parse_positive_seconds)
+SIZES = (parse_memory, parse_optional_size, parse_size_or_share)
+
+
+def list_effective(config: Config) -> list[tuple[str, str, str]]:
+    """Return (name, value, origin) of all settings that have an effect, and of the rules.
+
+    They come in the order of the sample file, the rules last. The parser of a setting accepts its value again; it is empty if it is not
+    set. Secrets lie in files, so only their paths are settings.
+    The origin is `DEFAULT`, `COMMAND_LINE`, or the path of the file.
+    """
+    origins = dict(config.origins)
+
+    def build(name: str, field: str, value: str) -> tuple[str, str, str]:
+        return name, value, origins.get(field, DEFAULT)
+
+    settings = [key for key in SETTINGS if config.cluster is not None or key not in CLUSTER_SETTINGS]
+    found = [build(key.name, key.field, format_value(key, getattr(config, key.field))) for key in settings]
+    for rule in config.retention:
+        words = [f"{key.name}={format_value(key, value)}" for key in RULE_SETTINGS if (value := getattr(rule, key.field)) is not None]
+        found.append(build("retention", "retention", " ".join(words)))
+    return found + [build("series", "series", _format_series_rule(rule)) for rule in config.series]
+
+
+def _format_series_rule(rule: SeriesRule) -> str:
+    complete = rule.last or (str(rule.files) if rule.files else f"{rule.quiet_s:.15g}s")
+    return f"pattern={rule.pattern}" + (f" complete={complete}" if rule.says_complete else "")
+
+
+def format_value(key: Setting, value: Any) -> str:
+    """Return the value of a setting as it can be given; empty if it is not set."""
+    if value is None:
+        return "auto" if key.default == "auto" else ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return "+".join(value)
+    if key.parse in DURATIONS:
+        return f"{value:.15g}s"
+    if isinstance(value, float) and key.parse in (parse_ratio, parse_size_or_share):
+        return f"{100 * value:.12g}%"
+    if key.parse in SIZES:
+        return _format_exact_size(value)
+    return str(value.value if isinstance(value, Enum) else value)
+
+
+def _format_exact_size(count: int) -> str:
+    """Return bytes in the largest unit that divides them."""
+    unit = next(one for one, factor in reversed(SIZE_UNITS.items()) if count % factor == 0)
+    return f"{count // SIZE_UNITS[unit]}{unit}" if count else "0"

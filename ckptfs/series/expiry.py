@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ckptfs.config.retention_rules import find_directory_rule, find_rule
+from ckptfs.config.rule_tables import find_directory_rule, find_rule
 from ckptfs.config.schema import RetentionRule
 from ckptfs.model import HISTORY_NAME, Level
 from ckptfs.series.patterns import is_temporary, list_series

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfs import config, limits
-from ckptfs.config import Config, retention_rules
+from ckptfs.config import Config, rule_tables
 from ckptfs.config.schema import SETTINGS, RetentionRule
 from ckptfs.errors import ConfigError
 from ckptfs.model import CliqueLost, DataPath, Level
@@ -404,13 +404,13 @@ def test_retention_rules(place: Path) -> None:
 )
 def test_the_first_rule_that_matches_a_series_counts(place: Path, path: bytes, number: int | None) -> None:
     rules = load_rules(place, RULES, pfs=place / "pfs").retention
-    assert retention_rules.find_rule(rules, path) == (None if number is None else rules[number])
+    assert rule_tables.find_rule(rules, path) == (None if number is None else rules[number])
 
 
 def test_the_rule_of_a_directory(place: Path) -> None:
     rules = load_rules(place, RULES, pfs=place / "pfs").retention
-    assert [retention_rules.find_directory_rule(rules, path) for path in (b"run1", b"run1/a", b"")] == [rules[0], rules[1], rules[1]]
-    assert retention_rules.find_directory_rule(rules[:1], b"other") is None
+    assert [rule_tables.find_directory_rule(rules, path) for path in (b"run1", b"run1/a", b"")] == [rules[0], rules[1], rules[1]]
+    assert rule_tables.find_directory_rule(rules[:1], b"other") is None
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from local_node import Node
 
 from ckptfs import config
 from ckptfs.config import Config
-from ckptfs.config.effective import format_value, list_effective
-from ckptfs.config.schema import SETTINGS, SETTINGS_BY_NAME
+from ckptfs.config.schema import SETTINGS, SETTINGS_BY_NAME, format_value, list_effective
 
 Run = Callable[..., tuple[int, str, str]]
 SECRET = "-----BEGIN PRIVATE KEY-----"
@@ -43,7 +42,7 @@ def configured(tmp_path: Path) -> Config:
 
 def test_each_option_says_where_it_was_given(configured: Config, tmp_path: Path) -> None:
     """F5: an option of the command line wins over the file, also in what is shown."""
-    found = {one.name: (one.value, one.origin) for one in list_effective(configured)}
+    found = {name: (value, origin) for name, value, origin in list_effective(configured)}
     file = str(tmp_path / "job.toml")
     assert found["ram"] == ("2G", "command line") and found["mountpoint"] == (f"{tmp_path}/mnt", "command line")
     assert (found["ram_high"], found["pfs"], found["etcd"]) == (("70%", file), (f"{tmp_path}/pfs", file), ("a:1+b:2", file))
@@ -54,7 +53,7 @@ def test_each_option_says_where_it_was_given(configured: Config, tmp_path: Path)
 
 
 def test_without_a_cluster_its_settings_have_no_effect() -> None:
-    names = {one.name for one in list_effective(Config("job", Path("/mnt"), Path("/state")))}
+    names = {name for name, _, _ in list_effective(Config("job", Path("/mnt"), Path("/state")))}
     assert "cluster" in names and not names & {"etcd", "replication_factor"}
 
 

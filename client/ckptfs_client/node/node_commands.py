@@ -55,7 +55,7 @@ def show_config(
 
     Example: ckptfs config /ckpt --given
     """
-    from ckptfs.config.effective import DEFAULT
+    from ckptfs.config.schema import DEFAULT
 
     with connect(directory) as client:
         found = [one for one in client.get_config().settings if not given or one.origin != DEFAULT]

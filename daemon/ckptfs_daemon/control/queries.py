@@ -22,7 +22,7 @@ from ckptfs.catalog import handles, history_names, journal, namespace, pfs_hold,
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.summary import ListedFile
 from ckptfs.config import Config
-from ckptfs.config.effective import list_effective
+from ckptfs.config.schema import list_effective
 from ckptfs.errors import ContentLost, InvalidArgument, posix_error
 from ckptfs.event_log import Position
 from ckptfs.lifecycle import is_on_pfs
@@ -189,7 +189,8 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
     @translate_errors
     def GetConfig(self, request: pb.ConfigRequest, context: grpc.ServicerContext) -> pb.ConfigReply:
         """Return the effective settings, and where each was given."""
-        return pb.ConfigReply(settings=list_effective(self._config))
+        found = list_effective(self._config)
+        return pb.ConfigReply(settings=[pb.ConfigSetting(name=name, value=value, origin=origin) for name, value, origin in found])
 
     @translate_errors
     def List(self, request: pb.ListRequest, context: grpc.ServicerContext) -> pb.ListReply:

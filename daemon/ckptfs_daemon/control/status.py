@@ -16,7 +16,7 @@ from ckptfs import __version__, cgroups, limits, procfs
 from ckptfs.catalog import copies, pfs_hold, remote_contents, summary
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
-from ckptfs.config.retention_rules import describe_rule
+from ckptfs.config.rule_tables import describe_rule
 from ckptfs.errors import CkptfsError
 from ckptfs.flow.host.incoming import PeerQuota
 from ckptfs.model import Tier

@@ -24,7 +24,7 @@ from ckptfs.catalog import history, namespace, retention_state, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet, SeriesRecord
 from ckptfs.catalog.set_members import MANIFEST_NAMES
-from ckptfs.config.retention_rules import find_rule
+from ckptfs.config.rule_tables import find_rule
 from ckptfs.config.schema import RetentionRule
 from ckptfs.errors import CkptfsError
 from ckptfs.model import Inode, Level
