@@ -11,8 +11,7 @@ import pytest
 from ckptfs_client.errors import UsageError
 from ckptfs_client.events import event_commands
 from ckptfs_client.events.event_lines import format_event
-from ckptfs_client.events.goodput import compute_goodput
-from ckptfs_client.events.goodput_report import WIDTH_MIN, format_goodput
+from ckptfs_client.events.goodput import WIDTH_MIN, compute_goodput, format_goodput
 from ckptfs_daemon.control.public_listings import hide_names
 from ckptfs_daemon.event_writer import append_lines
 from ckptfs_daemon.mover import trouble_events

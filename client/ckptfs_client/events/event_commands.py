@@ -89,11 +89,11 @@ def goodput(
 
     Example: ckptfs goodput '/ckpt/run1/step_*'
     """
-    from ckptfs_client.events import goodput_report
+    from ckptfs_client.events.goodput import build_answer, format_goodput
 
     name, found = measure_goodput(series, log or [])
     columns = shutil.get_terminal_size().columns
-    render.print_answer(goodput_report.build_answer(name, found), lambda: goodput_report.format_goodput(name, found, columns), json=json)
+    render.print_answer(build_answer(name, found), lambda: format_goodput(name, found, columns), json=json)
 
 
 def measure_goodput(series: Path, logs: list[Path]) -> "tuple[str, Goodput]":
