@@ -40,89 +40,86 @@ def make_switch(plan: Plan) -> None:
     plan.networks.mkdir(exist_ok=True)
     make_namespace(plan.switch)
 
-    def act() -> None:
-        with _route() as route:
-            route.link("set", index=LOOPBACK, state="up")
-            if not route.link_lookup(ifname=BRIDGE):
-                route.link("add", ifname=BRIDGE, kind="bridge")
-                index = _index(route, BRIDGE)
-                route.addr("add", index=index, address=ETCD_ADDRESS, prefixlen=PREFIX_LENGTH)
-                route.link("set", index=index, state="up")
+    def act(route: Any) -> None:
+        route.link("set", index=LOOPBACK, state="up")
+        if not route.link_lookup(ifname=BRIDGE):
+            route.link("add", ifname=BRIDGE, kind="bridge")
+            index = _index(route, BRIDGE)
+            route.addr("add", index=index, address=ETCD_ADDRESS, prefixlen=PREFIX_LENGTH)
+            route.link("set", index=index, state="up")
 
-    run_in_namespace(plan.switch, act)
+    _configure(plan.switch, act)
 
 
 def connect(node: LabNode) -> None:
     """Create a node's namespace, its interface and its port at the switch."""
     make_namespace(node.namespace)
 
-    def plug() -> None:
-        with open(node.namespace, "rb") as namespace, _route() as route:
-            if not route.link_lookup(ifname=_port(node)):
+    def plug(route: Any) -> None:
+        if not route.link_lookup(ifname=_port(node)):
+            with open(node.namespace, "rb") as namespace:
                 route.link("add", ifname=_port(node), kind="veth", peer={"ifname": CARD, "net_ns_fd": namespace.fileno()})
-                route.link("set", index=_index(route, _port(node)), master=_index(route, BRIDGE), state="up")
+            route.link("set", index=_index(route, _port(node)), master=_index(route, BRIDGE), state="up")
 
-    def configure() -> None:
-        with _route() as route:
-            index = _index(route, CARD)
-            route.link("set", index=LOOPBACK, state="up")
-            if not route.get_addr(index=index, address=node.address):
-                route.addr("add", index=index, address=node.address, prefixlen=PREFIX_LENGTH)
-            route.link("set", index=index, state="up")
+    def configure(route: Any) -> None:
+        index = _index(route, CARD)
+        route.link("set", index=LOOPBACK, state="up")
+        if not route.get_addr(index=index, address=node.address):
+            route.addr("add", index=index, address=node.address, prefixlen=PREFIX_LENGTH)
+        route.link("set", index=index, state="up")
 
-    run_in_namespace(node.plan.switch, plug)
-    run_in_namespace(node.namespace, configure)
+    _configure(node.plan.switch, plug)
+    _configure(node.namespace, configure)
 
 
 def set_link(node: LabNode, *, up: bool) -> None:
     """Take the link of a node up or down."""
-
-    def act() -> None:
-        with _route() as route:
-            route.link("set", index=_index(route, _port(node)), state="up" if up else "down")
-
-    run_in_namespace(node.plan.switch, act)
+    _configure(node.plan.switch, lambda route: route.link("set", index=_index(route, _port(node)), state="up" if up else "down"))
 
 
 def set_etcd_route(node: LabNode, *, up: bool) -> None:
     """Let a node reach etcd, or only the other nodes."""
+    from pyroute2.netlink.exceptions import NetlinkError
 
-    def act() -> None:
-        from pyroute2.netlink.exceptions import NetlinkError
-
-        with _route() as route, contextlib.suppress(NetlinkError):  # It is so already.
-            route.route("del" if up else "add", dst=f"{ETCD_ADDRESS}/32", type="blackhole")
-
-    run_in_namespace(node.namespace, act)
+    with contextlib.suppress(NetlinkError):  # It is so already.
+        _configure(node.namespace, lambda route: route.route("del" if up else "add", dst=f"{ETCD_ADDRESS}/32", type="blackhole"))
 
 
 def set_rate(node: LabNode, bits_per_s: int | None) -> None:
     """Limit each direction of a node's link; None: no limit. Uses tbf, because not every kernel has netem."""
 
-    def limit(name: str) -> None:
-        with _route() as route:
-            index = _index(route, name)
-            if bits_per_s is not None:
-                route.tc("replace", "tbf", index, rate=bits_per_s // 8, burst=BURST_BYTES, latency=f"{LATENCY_MS}ms")
-            elif _is_limited(route, index):
-                route.tc("del", index=index, parent=0xFFFF_FFFF)
+    def limit(route: Any, name: str) -> None:
+        index = _index(route, name)
+        if bits_per_s is not None:
+            route.tc("replace", "tbf", index, rate=bits_per_s // 8, burst=BURST_BYTES, latency=f"{LATENCY_MS}ms")
+        elif _is_limited(route, index):
+            route.tc("del", index=index, parent=0xFFFF_FFFF)
 
-    run_in_namespace(node.plan.switch, lambda: limit(_port(node)))
-    run_in_namespace(node.namespace, lambda: limit(CARD))
+    _configure(node.plan.switch, lambda route: limit(route, _port(node)))
+    _configure(node.namespace, lambda route: limit(route, CARD))
 
 
 def list_link_states(plan: Plan) -> dict[str, tuple[bool, bool]]:
     """Return (link is up, rate is limited) for each connected node."""
 
-    def act() -> dict[str, tuple[bool, bool]]:
-        found = {}
-        with _route() as route:
-            for node in plan.all_nodes():
-                for link in route.get_links(ifname=_port(node)):
-                    found[node.name] = (bool(link["flags"] & 1), _is_limited(route, link["index"]))
-        return found
+    def act(route: Any) -> dict[str, tuple[bool, bool]]:
+        found = {node.name: route.get_links(ifname=_port(node)) for node in plan.all_nodes()}
+        return {name: (bool(link["flags"] & 1), _is_limited(route, link["index"])) for name, links in found.items() for link in links}
 
-    return run_in_namespace(plan.switch, act) if has_namespace(plan.switch) else {}
+    return _configure(plan.switch, act) if has_namespace(plan.switch) else {}
+
+
+def _configure(namespace: Path, act: Callable[[Any], Result]) -> Result:
+    """Return what `act` returns for the netlink socket of a namespace."""
+
+    def run() -> Result:
+        # A lazy import: it takes 0.1 s, which `ckptfs --help` must not pay.
+        from pyroute2.iproute.linux import IPRoute
+
+        with IPRoute() as route:
+            return act(route)
+
+    return run_in_namespace(namespace, run)
 
 
 def _is_limited(route: Any, index: int) -> bool:
@@ -136,13 +133,6 @@ def _port(node: LabNode) -> str:
 def _index(route: Any, name: str) -> int:
     found: list[int] = route.link_lookup(ifname=name)
     return found[0]
-
-
-def _route() -> Any:
-    # A lazy import: it takes 0.1 s, which `ckptfs --help` must not pay.
-    from pyroute2.iproute.linux import IPRoute
-
-    return IPRoute()
 
 
 # --- namespaces and mounts --------------------------------------------------------------------------------------------
