@@ -1,7 +1,9 @@
 """M1: a program below a memory limit is never killed for what it writes here, on both data paths, with and without NVMe."""
 
+import contextlib
 import json
 import os
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -313,6 +315,26 @@ for _ in range(size >> 20):
     os.write(fd, bytes(1 << 20))
 os.close(fd)
 """
+
+
+@pytest.mark.parametrize("data_path, tier", [("passthrough", "nvme"), ("passthrough", "pfs"), ("buffered", "nvme")])
+def test_a_tier_that_lies_in_memory_is_not_filled_by_a_limited_program(
+    data_path: str, tier: str, make_daemon: Callable[..., DaemonUnderTest], group: MemoryGroup
+) -> None:
+    """M1: the prepared file cannot be taken in RAM, and pages of the next tier, on a tmpfs, would be the program's for good."""
+    others = {"pfs": None} if tier == "nvme" else {"nvme": None}
+    node = make_daemon(data_path, ram="4G", env={"CKPTFS_FAULT": "prepare:take=ENOSPC@*"}, start=False, **others)
+    place = node.root / tier
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=0700,size=3G", "ckptfs-test", place], check=True)
+    try:
+        node.start()
+        with contextlib.closing(TierStorage(Tier.RAM, node.state / "ram")) as ram, contextlib.closing(PreparedFiles(ram)) as pool:
+            pool.add(limits.TOP_UP_AHEAD_BYTES)
+        group.run(MAP, node.path / "mapped", str(FILE_BYTES))
+        assert (node.path / "mapped").read_bytes() == b"m" * FILE_BYTES
+        node.unmount()
+    finally:
+        subprocess.run(["umount", "--lazy", place], check=True)
 
 
 def test_one_write_of_four_times_what_is_prepared_is_survived(prepared_node: DaemonUnderTest, group: MemoryGroup) -> None:

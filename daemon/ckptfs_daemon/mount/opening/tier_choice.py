@@ -50,21 +50,24 @@ def choose_placement(
     if not _may_fill(limit_reason, prepared_file) and Tier.NVME not in refusing_tiers:
         tier = tiers.choose_disk_tier(expected_bytes, reserved_bytes)
     tier = tier or tiers.choose_tier(expected_bytes, reserved_bytes, prepared_file, refusing_tiers)
-    reason = find_buffered_reason(context, tiers[tier], expected_bytes or None, limit_reason, pfs_facts, prepared_file)
-    return Placement(tier, reason, prepared_file if tier is Tier.RAM else None)
+    taken = prepared_file if tier is Tier.RAM else None
+    return Placement(tier, find_buffered_reason(context, tiers[tier], expected_bytes or None, limit_reason, pfs_facts, taken), taken)
 
 
 def find_buffered_reason(
     context: MountContext, storage: TierStorage, expected_bytes: int | None, limit_reason: Reason,
     pfs_facts: PfsFacts | None = None, prepared_file: PreparedFile | None = None,
 ) -> Reason:  # fmt: skip
-    """Return why a writer's bytes must pass through this process; NONE if they need not."""
+    """Return why a writer's bytes must pass through this process; NONE if they need not.
+
+    `prepared_file`: the one that becomes the file. Any tier may lie in memory, whose pages a limited program would pay for until they go.
+    """
     if context.data_path is not DataPath.PASSTHROUGH:
         return Reason.DATA_PATH
+    if storage.is_memory and not _may_fill(limit_reason, prepared_file):
+        return limit_reason
     if storage.tier is Tier.PFS:  # A full PFS moves files on.
         is_full = pfs_facts is None or space.needs_buffered_path(pfs_facts.capacity, expected_bytes)
-    elif storage.is_memory and not _may_fill(limit_reason, prepared_file):
-        return limit_reason
     else:
         reserved_bytes = context.open_files.get_reserved_bytes().get(storage.tier, 0)
         is_full = context.tiers.needs_buffered_path(storage.tier, expected_bytes, reserved_bytes, prepared_file)
