@@ -447,7 +447,7 @@ def _build_set(directory: int, value: bytes, pin: bytes | None, note: bytes | No
     fields = json.loads(value)
     fields["name"], fields["numbers"] = _to_bytes(fields["name"]), tuple(fields["numbers"])
     fields["producers"] = tuple(Producer(*one) for one in fields["producers"])
-    return CheckpointSet(directory, SetRecord(**fields), pin is not None, (note or b"").decode())
+    return CheckpointSet(directory, SetRecord(**fields), pin is not None, (note or b"").decode(errors="replace"))
 
 
 def _to_text(name: bytes) -> str:

@@ -7,14 +7,12 @@ number of its *name* there: the cookie of the entry, which never leads to other 
 No state: the next process finds the same numbers, and a number whose name is gone leads to nothing.
 """
 
-import json
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptfs import limits
 from ckptfs.catalog import history, inodes, namespace
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.history import CheckpointSet
 from ckptfs.catalog.inodes import INODE_COLUMNS_JOINED, build_inode
 from ckptfs.model import ROOT, Inode
 
@@ -128,58 +126,13 @@ def find_set_path(db: Database, inode: Inode) -> bytes | None:
     return inodes.get_path(db, found).removeprefix(history.NAME + b"/") if found else None
 
 
-# --- figures of sets, for `ckptfs list` -------------------------------------------------------------------------------
-
-_SETS = (
-    "FROM (SELECT e.name, x.inode, CAST(x.value AS TEXT) AS fields FROM entry e JOIN xattr x ON x.inode = e.child AND x.name = ?"
-    " WHERE {} AND substr(e.name, 1, 1) <> x'2e')"
-)
-_CHOSEN = "e.child IN (SELECT value FROM json_each(?))"
-_SELECT_FIGURES = (
-    "SELECT name, inode, json_extract(fields, '$.number'), json_extract(fields, '$.numbers'), json_extract(fields, '$.files'),"
-    " json_extract(fields, '$.size'), json_extract(fields, '$.completed_ns'), json_extract(fields, '$.is_group') "
-)
-
-
-@dataclass(frozen=True, slots=True)
-class SetFigures:
-    """A set in `ckptfs list`, by its directory. `step`: the digits that decide the order of the series."""
-
-    name: bytes
-    directory: int
-    number: int
-    step: str
-    files: int
-    size: int
-    completed_ns: int
-    is_group: bool
-    is_pinned: bool
-    note: str
-
-
-def list_set_figures(db: Database, directories: Iterable[int]) -> list[SetFigures]:
-    """Return the figures of sets by their directories, the newest first. What is gone is left out."""
-    chosen = json.dumps([*directories])
-    attributes = "SELECT x.inode, x.value FROM json_each(?2) j JOIN xattr x ON x.inode = j.value AND x.name = ?1"
-    with db.read_transaction():
-        rows = db.rows(f"{_SELECT_FIGURES}{_SETS.format(_CHOSEN)} ORDER BY 3 DESC", history.SET_XATTR, chosen)
-        pinned = {row[0] for row in db.rows(attributes, history.PIN_XATTR, chosen)}
-        notes = {row[0]: bytes(row[1]).decode(errors="replace") for row in db.rows(attributes, history.NOTE_XATTR, chosen)}
-    return [
-        SetFigures(
-            bytes(name), directory, number, numbers.strip("[]").split(",")[0], files, size, at_ns, bool(is_group), directory in pinned,
-            notes.get(directory, ""),
-        )
-        for name, directory, number, numbers, files, size, at_ns, is_group in rows
-    ]  # fmt: skip
-
-
-def load_series_figures(db: Database, series: int) -> tuple[int, int, SetFigures | None]:
+def load_series_figures(db: Database, series: int) -> tuple[int, int, CheckpointSet | None]:
     """Return (number of sets, bytes of all, the newest one)."""
+    sizes = (
+        "SELECT coalesce(sum(json_extract(CAST(x.value AS TEXT), '$.size')), 0) FROM entry e JOIN xattr x ON x.inode = e.child"
+        " AND x.name = ? WHERE e.parent = ? AND substr(e.name, 1, 1) <> x'2e'"
+    )
     with db.read_transaction():
         directories = history.list_set_directories(db, series)
-        size = db.value(
-            "SELECT coalesce(sum(json_extract(fields, '$.size')), 0) " + _SETS.format("e.parent = ?"), history.SET_XATTR, series
-        )
-        newest = list_set_figures(db, directories[:1])
-    return len(directories), int(size), newest[0] if newest else None
+        newest = history.get_set(db, directories[0]) if directories else None
+        return len(directories), int(db.value(sizes, history.SET_XATTR, series)), newest

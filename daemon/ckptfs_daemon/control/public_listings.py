@@ -12,7 +12,7 @@ from pathlib import Path
 from ckptfs import event_log, limits
 from ckptfs.catalog import history, history_names, inodes, set_members, summary
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.history_names import SetFigures
+from ckptfs.catalog.history import CheckpointSet
 from ckptfs.errors import InvalidArgument
 from ckptfs.event_log import LoggedEvent, Position
 from ckptfs.model import ROOT, Level
@@ -60,21 +60,19 @@ def list_sets(db: Database, series: int, refresh_files: Callable[[list[int]], No
     for start in range(0, len(directories), SETS_AT_ONCE):
         some = directories[start : start + SETS_AT_ONCE]
         with db.read_transaction():
-            sets, levels, known = (
-                history_names.list_set_figures(db, some),
-                summary.list_lowest_levels(db, some),
-                set_members.list_known_sets(db, some),
-            )
+            sets = [one for directory in some if (one := history.get_set(db, directory)) is not None]
+            levels, known = summary.list_lowest_levels(db, some), set_members.list_known_sets(db, some)
         found = [_build_set(one, levels.get(one.directory, Level.NONE), known.get(one.directory, False), shows_names) for one in sets]
         yield pb.SetList(sets=found)
     yield pb.SetList(done=True)
 
 
-def _build_set(one: SetFigures, level: Level, is_in_place: bool, shows_names: bool) -> pb.SetInfo:
+def _build_set(one: CheckpointSet, level: Level, is_in_place: bool, shows_names: bool) -> pb.SetInfo:
+    record = one.record
     return pb.SetInfo(
-        number=one.number, directory=one.directory, name=one.name.rpartition(b"@")[0] if shows_names else b"", files=one.files,
-        size=one.size, completed_ns=one.completed_ns, level=level.value, in_place=is_in_place, pinned=one.is_pinned,
-        noted=bool(one.note), note=one.note if shows_names else "", group=one.is_group, step=one.step,
+        number=record.number, directory=one.directory, name=one.name.rpartition(b"@")[0] if shows_names else b"", files=record.files,
+        size=record.size, completed_ns=record.completed_ns, level=level.value, in_place=is_in_place, pinned=one.is_pinned,
+        noted=bool(one.note), note=one.note if shows_names else "", group=record.is_group, step="".join(map(str, record.numbers[:1])),
     )  # fmt: skip
 
 
