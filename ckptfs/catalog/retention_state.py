@@ -19,7 +19,9 @@ from ckptfs.catalog.database import Database
 from ckptfs.model import Content, Tier
 
 CHOSEN_XATTR = b"ckptfs.pfs"
+"""The set was chosen for the PFS: nothing of it has to be held back any more."""
 EXPIRING_XATTR = b"ckptfs.expiring"
+"""The names of the set in the application's directories are being deleted, also after a crash."""
 _WITH_TREES = (
     "WITH RECURSIVE tree(top, id) AS (SELECT value, value FROM json_each(?)"
     " UNION ALL SELECT tree.top, e.child FROM tree JOIN entry e ON e.parent = tree.id)"
@@ -28,29 +30,15 @@ _WITH_TREES = (
 _IS_LOCAL = "c.state = 1 AND c.tier <> 'pfs'"
 
 
-def _list_marked(db: Database, series: int, name: bytes) -> set[int]:
-    rows = db.rows("SELECT e.child FROM entry e JOIN xattr x ON x.inode = e.child AND x.name = ? WHERE e.parent = ?", name, series)
+def list_marked(db: Database, series: int, mark: bytes) -> set[int]:
+    """Return the directories of the sets of a series with `CHOSEN_XATTR` or `EXPIRING_XATTR`."""
+    rows = db.rows("SELECT e.child FROM entry e JOIN xattr x ON x.inode = e.child AND x.name = ? WHERE e.parent = ?", mark, series)
     return {row[0] for row in rows}
 
 
-def list_chosen(db: Database, series: int) -> set[int]:
-    """Return the directories of the sets of a series that were chosen for the PFS."""
-    return _list_marked(db, series, CHOSEN_XATTR)
-
-
-def mark_chosen(db: Database, set_directory: int) -> None:
-    """Choose a set for the PFS: nothing of it has to be held back any more."""
-    inodes.set_internal_xattr(db, set_directory, CHOSEN_XATTR, b"1")
-
-
-def list_expiring(db: Database, series: int) -> set[int]:
-    """Return the directories of the sets whose names in the application's directories are being deleted."""
-    return _list_marked(db, series, EXPIRING_XATTR)
-
-
-def mark_expiring(db: Database, set_directory: int) -> None:
-    """Record that the application's names of a set are being deleted, also after a crash."""
-    inodes.set_internal_xattr(db, set_directory, EXPIRING_XATTR, b"1")
+def mark_set(db: Database, set_directory: int, mark: bytes) -> None:
+    """Give a set `CHOSEN_XATTR` or `EXPIRING_XATTR`."""
+    inodes.set_internal_xattr(db, set_directory, mark, b"1")
 
 
 def list_unchecked(db: Database, set_directories: Iterable[int]) -> set[int]:

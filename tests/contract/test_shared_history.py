@@ -25,7 +25,7 @@ async def test_a_set_of_one_node_is_seen_by_the_other(a: Node, b: Node) -> None:
     (series,) = history.list_series(b.db)
     assert [one.record.name for one in history.list_sets(b.db, series.directory)] == [b"f"]
     with a.db.transaction():
-        history.set_pin(a.db, history.list_sets(a.db, series.directory)[0].directory, True)
+        inodes.set_internal_xattr(a.db, history.list_sets(a.db, series.directory)[0].directory, history.PIN_XATTR, b"1")
     await settled([a])
     await read_history(b)
     for one in history.list_sets(b.db, series.directory):
@@ -47,7 +47,7 @@ async def test_the_key_of_a_chosen_set_is_there_as_long_as_the_set(a: Node, b: N
     (made,) = history.list_sets(a.db, series.directory)
     assert list_chosen() == []
     with a.db.transaction():
-        retention_state.mark_chosen(a.db, made.directory)
+        retention_state.mark_set(a.db, made.directory, retention_state.CHOSEN_XATTR)
     await settled([a])
     assert list_chosen() == [made.directory]
     await read_history(b)

@@ -161,7 +161,7 @@ def test_a_set_in_the_history_is_held_with_its_files(held: Mount) -> None:
     assert shown == {b"run"} and os.listdir(held.pfs / ".ckptfs.history" / "run") == []
     with held.db.transaction():
         for number in (1, 2, 3):
-            retention_state.mark_chosen(held.db, sets[number])
+            retention_state.mark_set(held.db, sets[number], retention_state.CHOSEN_XATTR)
             pfs_hold.release_tree(held.db, sets[number])
     held.settle()
     kept = held.pfs / ".ckptfs.history" / "run" / "step_*"
@@ -170,4 +170,4 @@ def test_a_set_in_the_history_is_held_with_its_files(held: Mount) -> None:
     }
     assert os.listdir(held.pfs / "run") == ["step_3"], "what is written again waits for its own set"
     series = held.db.value("SELECT parent FROM entry WHERE child = ?", sets[1])
-    assert retention_state.list_chosen(held.db, series) == {sets[1], sets[2], sets[3]}
+    assert retention_state.list_marked(held.db, series, retention_state.CHOSEN_XATTR) == {sets[1], sets[2], sets[3]}

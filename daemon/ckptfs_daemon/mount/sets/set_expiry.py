@@ -107,7 +107,9 @@ class SetExpiry:
         if rule is None:
             return None
         directories = {one.record.number: one.directory for one in sets}
-        chosen = retention_state.list_chosen(self._context.db, series.directory) if rule.selects_for_pfs else set()
+        chosen = (
+            retention_state.list_marked(self._context.db, series.directory, retention_state.CHOSEN_XATTR) if rule.selects_for_pfs else set()
+        )
         has_copies = self._context.config.cluster is not None and self._context.config.replication_factor > 1
         rollback_ns = 0 if series.rollback is None else series.rollback.at_ns
         records = [one.record for one in sets]
@@ -147,7 +149,7 @@ class SetExpiry:
         self._choose(series, rule, [one for one in sets if one.record.number in ruling.for_pfs])
         self._retire(sets, ruling)
         in_place = {one.number for one in facts if one.is_in_place}
-        expiring = retention_state.list_expiring(db, series.directory)
+        expiring = retention_state.list_marked(db, series.directory, retention_state.EXPIRING_XATTR)
         due = [one for one in sets if one.directory in expiring or one.record.number in ruling.expired & in_place]
         deleted = {one.record.number: await self._delete_place(series, one, has_begun=one.directory in expiring) for one in reversed(due)}
         in_use = {number for number, count in deleted.items() if count is None}
@@ -158,11 +160,11 @@ class SetExpiry:
 
     def _choose(self, series: SeriesRecord, rule: RetentionRule, sets: Iterable[CheckpointSet]) -> None:
         """Choose sets for the PFS, and have released what is held back of them."""
-        chosen = retention_state.list_chosen(self._context.db, series.directory)
+        chosen = retention_state.list_marked(self._context.db, series.directory, retention_state.CHOSEN_XATTR)
         for one in [one for one in sets if rule.selects_for_pfs]:
             if one.directory not in chosen:
                 with self._context.open_files.change() as db:
-                    retention_state.mark_chosen(db, one.directory)
+                    retention_state.mark_set(db, one.directory, retention_state.CHOSEN_XATTR)
                 log.info("%s: set %d goes to the PFS", _format(series), one.record.number)
             self._on_chosen([one.directory])
 
@@ -235,7 +237,7 @@ class SetExpiry:
     async def _delete_batch(self, batch: list[Name], expiring: int | None) -> None:
         def act(db: Database, _: bool) -> list[Inode]:
             if expiring is not None:
-                retention_state.mark_expiring(db, expiring)
+                retention_state.mark_set(db, expiring, retention_state.EXPIRING_XATTR)
             found = []
             for parent, name in batch:
                 with contextlib.suppress(FileNotFoundError, OSError):

@@ -1,6 +1,6 @@
 """The release of chosen sets for the PFS: each node has its own files of them written back (D7).
 
-A review of the tracker chooses a set (`retention_state.mark_chosen`), on one node of a cluster. The transaction that publishes the choice
+A review of the tracker chooses a set (`retention_state.CHOSEN_XATTR`), on one node of a cluster. The transaction that publishes the choice
 puts a key of the set below `keys.CHOSEN_PREFIX`. All nodes with such a rule watch these keys. A node that is told of one reads the set and
 releases its own files. What a dead node wrote, the others release when they know that it is dead.
 
