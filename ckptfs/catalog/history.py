@@ -402,16 +402,6 @@ def separate(db: Database, inode: int, copied: int | None = None) -> int:
 # --- changing and removing a set --------------------------------------------------------------------------------------
 
 
-def set_pin(db: Database, set_directory: int, pinned: bool) -> None:
-    """Pin a set: no rule deletes it. Or unpin it."""
-    set_internal_xattr(db, set_directory, PIN_XATTR, b"1" if pinned else None)
-
-
-def set_note(db: Database, set_directory: int, note: str) -> None:
-    """Set the note of a set; an empty one deletes it."""
-    set_internal_xattr(db, set_directory, NOTE_XATTR, note.encode() or None)
-
-
 def set_rollback(db: Database, series: int, rollback: Rollback | None) -> None:
     """Set which set of a series counts as the newest; None: the newest one."""
     set_internal_xattr(db, series, ROLLBACK_XATTR, None if rollback is None else json.dumps(asdict(rollback)).encode())

@@ -74,32 +74,22 @@ def _is_member(_: Database, inode: Inode) -> bool:
     return inode.is_file or (inode.is_directory and not inode.history)
 
 
-def _get_pin(db: Database, inode: int) -> bytes | None:
-    found = history.get_set(db, inode)
-    return _YES if found is not None and found.is_pinned else None
+def _build_getter(name: bytes) -> Callable[[Database, int], bytes | None]:
+    """Return the function for an attribute whose value is stored as users gave it."""
+    return lambda db, inode: db.value("SELECT value FROM xattr WHERE inode = ? AND name = ?", inode, name)
 
 
 def _set_pin(db: Database, inode: int, value: bytes | None) -> None:
     _require(value in (_YES, None))
-    history.set_pin(db, inode, value is not None)
+    inodes.set_internal_xattr(db, inode, history.PIN_XATTR, value)
     # A file of the set leads the tracker to its series, whose rule may say something else now.
     namespace.insert_candidates(db, [file.id for _, file in itertools.islice(history.list_files(db, inode), 1)])
-
-
-def _get_note(db: Database, inode: int) -> bytes | None:
-    found = history.get_set(db, inode)
-    return found.note.encode() if found is not None and found.note else None
 
 
 def _set_note(db: Database, inode: int, value: bytes | None) -> None:
     note = (value or b"").decode()  # UnicodeDecodeError is a ValueError.
     _require(len(value or b"") <= limits.NOTE_BYTES_MAX and all(char.isprintable() or char in "\n\t" for char in note))
-    history.set_note(db, inode, note)
-
-
-def _get_removal(db: Database, inode: int) -> bytes | None:
-    value: bytes | None = db.value("SELECT value FROM xattr WHERE inode = ? AND name = ?", inode, REMOVE_XATTR)
-    return value
+    inodes.set_internal_xattr(db, inode, history.NOTE_XATTR, value or None)
 
 
 def _set_removal(db: Database, inode: int, value: bytes | None) -> None:
@@ -120,10 +110,6 @@ def _set_rollback(db: Database, inode: int, value: bytes | None) -> None:
     history.set_rollback(db, inode, history.Rollback(int(value), time.time_ns()))
 
 
-def _get_commit(db: Database, inode: int) -> bytes | None:
-    return _YES if set_members.is_committed(db, [inode]) else None
-
-
 def _set_commit(db: Database, inode: int, value: bytes | None) -> None:
     _require(value in (_YES, None))
     if value is None:
@@ -139,20 +125,24 @@ def _require(is_accepted: bool) -> None:
 
 
 USER_SETTINGS = {
-    b"pin": UserSetting(_is_set, _get_pin, _set_pin, "1", "On a set in the history: no rule deletes it. Remove the attribute to unpin it."),
+    b"pin": UserSetting(
+        _is_set, _build_getter(history.PIN_XATTR), _set_pin, "1",
+        "On a set in the history: no rule deletes it. Remove the attribute to unpin it.",
+    ),
     b"note": UserSetting(
-        _is_set, _get_note, _set_note, f"printable UTF-8, up to {limits.NOTE_BYTES_MAX} bytes",
+        _is_set, _build_getter(history.NOTE_XATTR), _set_note, f"printable UTF-8, up to {limits.NOTE_BYTES_MAX} bytes",
         "On a set in the history: a note of the owner.",
     ),
     b"remove": UserSetting(
-        _is_set, _get_removal, _set_removal, "now", "On a set in the history: it goes from the history, whatever keeps it."
+        _is_set, _build_getter(REMOVE_XATTR), _set_removal, "now",
+        "On a set in the history: it goes from the history, whatever keeps it.",
     ),
     b"rollback": UserSetting(
         _is_series, _get_rollback, _set_rollback, "the number of a set of this series",
         "On a series in the history: this set is the latest until a newer one completes. Remove the attribute to end that.",
     ),
     b"commit": UserSetting(
-        _is_member, _get_commit, _set_commit, "1",
+        _is_member, _build_getter(set_members.COMMIT_XATTR), _set_commit, "1",
         "On a file or directory: it is a complete checkpoint as it is now, whatever it lacks. The attribute goes when its set is made.",
     ),
 }  # fmt: skip

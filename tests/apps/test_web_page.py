@@ -20,7 +20,7 @@ from headless_browser import Browser, browsing
 from local_node import Node
 from made_overviews import HOSTILE, make_five_nodes, make_mount, make_series, make_status
 
-from ckptfs.catalog import history, namespace
+from ckptfs.catalog import history, inodes, namespace
 from ckptfs.catalog.history import SetRecord
 from ckptfs.http_server import HttpServer
 from ckptfs.model import ROOT
@@ -119,7 +119,7 @@ def make_history(served: Served) -> None:
                 one = history.begin_set(node.db, series, record)
                 history.insert_link(node.db, file, one, b"model.pt")
                 history.finish_set(node.db, one)
-                history.set_pin(node.db, one, number == 2)
+                inodes.set_internal_xattr(node.db, one, history.PIN_XATTR, b"1" if number == 2 else None)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -120,16 +120,16 @@ def test_sets_are_listed_the_newest_first(db: Database) -> None:
     series = make_series(db)
     made = [make_set(db, series, number, [write_file(db, series.origin, b"f%d" % number)]) for number in (9, 10, 11)]
     with db.transaction():
-        history.set_pin(db, made[0], True)
-        history.set_note(db, made[1], "gut")
+        inodes.set_internal_xattr(db, made[0], history.PIN_XATTR, b"1")
+        inodes.set_internal_xattr(db, made[1], history.NOTE_XATTR, b"gut")
         history.set_rollback(db, series.directory, Rollback(10, 5))
     found = history.list_sets(db, series.directory)
     assert [(one.record.number, one.is_pinned, one.note) for one in found] == [(11, False, ""), (10, False, "gut"), (9, True, "")]
     rolled = history.get_series(db, series.directory)
     assert rolled is not None and rolled.rollback == Rollback(10, 5)
     with db.transaction():
-        history.set_pin(db, made[0], False)
-        history.set_note(db, made[1], "")
+        inodes.set_internal_xattr(db, made[0], history.PIN_XATTR, None)
+        inodes.set_internal_xattr(db, made[1], history.NOTE_XATTR, None)
         history.set_rollback(db, series.directory, None)
     assert history.list_series(db) == [series] and not any(one.is_pinned or one.note for one in history.list_sets(db, series.directory))
 

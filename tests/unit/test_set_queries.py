@@ -5,7 +5,7 @@ from ckptfs_client.errors import UsageError
 from control_served import Served
 
 from ckptfs import limits
-from ckptfs.catalog import history, history_names, namespace
+from ckptfs.catalog import history, history_names, inodes, namespace
 from ckptfs.catalog.history import Rollback, SetRecord
 from ckptfs.model import ROOT
 
@@ -36,8 +36,8 @@ def test_series_and_sets(served: Served) -> None:
     add_set(served, series, 1, b"step_10")
     last = add_set(served, series, 2, b"step_2\xff0", file)
     with db.transaction():
-        history.set_pin(db, last, True)
-        history.set_note(db, last, "größer")
+        inodes.set_internal_xattr(db, last, history.PIN_XATTR, b"1")
+        inodes.set_internal_xattr(db, last, history.NOTE_XATTR, "größer".encode())
         history.set_rollback(db, series, Rollback(1, 17))
     (one,) = served.client.list_series().series
     assert (one.directory, one.path, one.pattern, one.rollback) == (series, b"run1/step_*", b"step_*", 1)
@@ -60,7 +60,7 @@ def test_names_of_a_private_directory_are_not_told(served: Served, mode: int) ->
     """F6: any user may ask about any number, and gets figures only."""
     series = add_series(served, b"run1", b"step_*", mode)
     with served.node.db.transaction():
-        history.set_note(served.node.db, add_set(served, series, 1, b"step_10"), "secret")
+        inodes.set_internal_xattr(served.node.db, add_set(served, series, 1, b"step_10"), history.NOTE_XATTR, b"secret")
     (one,) = served.client.list_series().series
     assert (one.directory, one.path, one.pattern) == (series, b"", b"")
     (only,) = served.client.list_sets(series)
