@@ -50,9 +50,6 @@ INTERNAL_XATTR_PREFIX = b"ckptfs."
 XATTRS_ON_PFS = {b"ckptfs.%s" % name: b"user.ckptfs_set.%s" % name for name in (b"pin", b"note", b"rollback")}
 """What users said of checkpoint sets: under these names it survives the loss of the catalog on the PFS."""
 
-XATTR_CREATE = 1
-XATTR_REPLACE = 2
-
 
 def set_attributes(
     db: Database, inode: int, *, mode: int | None = None, uid: int | None = None, gid: int | None = None,
@@ -96,17 +93,13 @@ def list_xattrs(db: Database, inode: int) -> list[bytes]:
     return [name for (name,) in db.rows("SELECT name FROM xattr WHERE inode=?", inode) if not name.startswith(INTERNAL_XATTR_PREFIX)]
 
 
-def set_xattr(db: Database, inode: int, name: bytes, value: bytes, flags: int = 0) -> None:
-    """Set an attribute with the flags of setxattr(2). Raises EEXIST, ENODATA, ERANGE, E2BIG and ENOSPC."""
+def set_xattr(db: Database, inode: int, name: bytes, value: bytes) -> None:
+    """Set an extended attribute. Raises ERANGE, E2BIG and ENOSPC."""
     if len(name) > limits.NAME_BYTES_MAX:
         raise posix_error(errno.ERANGE)
     if len(value) > limits.XATTR_VALUE_BYTES_MAX:
         raise posix_error(errno.E2BIG)
     names = list_xattrs(db, inode)
-    if flags & XATTR_CREATE and name in names:
-        raise posix_error(errno.EEXIST)
-    if flags & XATTR_REPLACE and name not in names:
-        raise posix_error(errno.ENODATA)
     if name not in names and sum(map(len, names)) + len(names) + len(name) + 1 > limits.XATTR_LIST_BYTES_MAX:
         raise posix_error(errno.ENOSPC)
     if db.is_clustered and _count_xattr_bytes(db, inode, name) + len(name) + len(value) > limits.XATTR_SHARED_BYTES_MAX:
