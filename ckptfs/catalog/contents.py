@@ -191,7 +191,7 @@ def set_state(db: Database, content: int, state: ContentState) -> None:
     db.change("UPDATE content SET state = ?, change = change + 1 WHERE id = ?", state, content)
 
 
-CAN_DELETE = (
+_CAN_DELETE = (
     "(superseded_mtime_ns IS NULL OR CASE remote WHEN 0 THEN superseded_mtime_ns > 0"
     " ELSE NOT EXISTS (SELECT 1 FROM cached_key WHERE kind = 'c' AND number = content.id) END)"
 )
@@ -454,11 +454,9 @@ def is_current(db: Database, inode: int, content: int) -> bool:
 
 def mark_all_doomed(db: Database, inode: int) -> list[int]:
     """Doom the contents of a deleted file that no other file may need. Return their ids."""
-    rows = db.rows(f"SELECT id FROM content WHERE inode = ? AND state <> 3 AND {CAN_DELETE}", inode)
-    contents = [row[0] for row in rows]
-    for content in contents:
-        mark_doomed(db, content)
-    return contents
+    # One that other nodes have may be a previous content of another file: the store is asked before it is deleted.
+    doom = f"UPDATE content SET state = 3, change = change + 1 WHERE inode = ? AND state <> 3 AND {_CAN_DELETE} RETURNING id"
+    return [row[0] for row in db.rows(doom, inode)]
 
 
 def list_abandoned(db: Database) -> list[tuple[int, int, Tier]]:

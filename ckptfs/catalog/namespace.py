@@ -29,7 +29,7 @@ from ckptfs.catalog.inodes import INODE_COLUMNS_JOINED, build_inode
 from ckptfs.catalog.inodes import get as get
 from ckptfs.catalog.inodes import get_path as get_path
 from ckptfs.errors import CkptfsError, posix_error
-from ckptfs.model import HISTORY_NAME, ROOT, ContentState, Entry, Inode
+from ckptfs.model import HISTORY_NAME, ROOT, Entry, Inode
 
 _SELECT_ENTRIES = (
     f"SELECT entry.cookie, entry.name, {INODE_COLUMNS_JOINED} FROM entry INDEXED BY entry_order JOIN inode ON inode.id = entry.child"
@@ -247,11 +247,7 @@ def delete_forgotten(db: Database, inodes: Iterable[int]) -> dict[int, list[int]
 
 
 def _delete_inode(db: Database, inode: int) -> list[int]:
-    # A content that other nodes have may be a previous one of another file: the store is asked before it is deleted.
-    known = f"inode=? AND {contents.CAN_DELETE}"
-    doomed = [row[0] for row in db.rows(f"SELECT id FROM content WHERE {known}", inode)]
-    if doomed:
-        db.run(f"UPDATE content SET state=? WHERE {known}", ContentState.DOOMED, inode)
+    doomed = contents.mark_all_doomed(db, inode)
     db.run("DELETE FROM xattr WHERE inode=?", inode)
     db.run("DELETE FROM inode WHERE id=?", inode)
     return doomed
