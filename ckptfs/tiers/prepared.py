@@ -44,7 +44,7 @@ PLAIN_MODE = 0o600
 _PREPARED_NAME = re.compile(r"([0-9a-f]{1,16})-[0-9a-f]{32}")
 _UNFINISHED = "new-"
 _DIRECTORY_NAME = "prepared"
-KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
+KEEP_SIZE, PUNCH_HOLE = 0x01, 0x02
 _PIECE_BYTES = 16 * limits.MIB
 _ZEROS = bytes(2 * limits.MIB)
 _TRIM_BYTES = 256 * limits.MIB
@@ -342,7 +342,7 @@ def _trim_end(fd: int, end: int) -> bool:
 
 
 def _punch(fd: int, offset: int, length: int) -> None:
-    disk.act("prepare:trim", fallocate, fd, KEEP_SIZE | _PUNCH_HOLE, offset, length)
+    disk.act("prepare:trim", fallocate, fd, KEEP_SIZE | PUNCH_HOLE, offset, length)
 
 
 def _round_to_page(size: int) -> int:

@@ -11,7 +11,6 @@ catalog, an error, and in a cluster for everything that needs the store.
 Crash safety: see `context`. A raw request may be executed twice. A create is committed before its reply.
 """
 
-import ctypes
 import errno
 import os
 from collections.abc import Awaitable, Callable
@@ -23,6 +22,7 @@ from ckptfs.catalog import namespace
 from ckptfs.errors import posix_error
 from ckptfs.model import DataPath
 from ckptfs.tiers import prepared
+from ckptfs.tiers.prepared import KEEP_SIZE, PUNCH_HOLE, fallocate
 from ckptfs_daemon.fuse import request, session
 from ckptfs_daemon.fuse.request import (
     BLOCK_BYTES,
@@ -45,12 +45,8 @@ from ckptfs_daemon.mount.opening.open_request import OpenResult
 # After fuse.session, which loads the shim before pyfuse3.
 import pyfuse3  # isort: skip
 
-KEEP_SIZE = 0x01
-PUNCH_HOLE = 0x02
 ZERO_RANGE = 0x10
 MODES = {0, KEEP_SIZE, PUNCH_HOLE | KEEP_SIZE, ZERO_RANGE, ZERO_RANGE | KEEP_SIZE}
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 class ShimHandlers:
@@ -201,14 +197,9 @@ def _fallocate_or_punch(fd: int, mode: int, offset: int, length: int) -> None:
     if not mode & PUNCH_HOLE:
         prepared.mark_allocated_by_application(fd)
     try:
-        _call_fallocate(fd, mode, offset, length)
+        fallocate(fd, mode, offset, length)
     except OSError as failure:
         if failure.errno != errno.EOPNOTSUPP or not mode & ZERO_RANGE:
             raise
-        _call_fallocate(fd, PUNCH_HOLE | KEEP_SIZE, offset, length)
-        _call_fallocate(fd, mode & KEEP_SIZE, offset, length)
-
-
-def _call_fallocate(fd: int, mode: int, offset: int, length: int) -> None:
-    if _libc.fallocate(fd, mode, offset, length):
-        raise posix_error(ctypes.get_errno())
+        fallocate(fd, PUNCH_HOLE | KEEP_SIZE, offset, length)
+        fallocate(fd, mode & KEEP_SIZE, offset, length)
