@@ -178,37 +178,27 @@ class TreeFigures:
 
 def load_tree_figures(db: Database, roots: Iterable[int]) -> TreeFigures:
     """Return the figures of the regular files at and below these inodes."""
-    below, seeds = f"i.id IN ({inodes.WITH_TREE} SELECT id FROM tree)", json.dumps([*roots])
-    with db.read_transaction():
-        files, size = db.row(
-            f"SELECT count(*), coalesce(sum({_SIZE}), 0)"
-            f" FROM inode i LEFT JOIN content c ON c.id = i.content WHERE {_REGULAR} AND i.nlink > 0 AND {below}",
-            seeds,
-        ) or (0, 0)
-        by_level, _, _ = _count_levels(db, below, seeds)
-    return TreeFigures(int(files), int(size), min(by_level, key=list(Level).index, default=None))
+    groups = [*_list_level_groups(db, "inode i", f"i.id IN ({inodes.WITH_TREE} SELECT id FROM tree)", json.dumps([*roots]))]
+    known = [level for _, level, *_ in groups if level is not None]
+    return TreeFigures(
+        sum(count for _, _, count, _, _ in groups), sum(size for _, _, _, size, _ in groups), min(known, key=_LEVELS.index, default=None)
+    )
 
 
 def load_counts(db: Database) -> FileCounts:
     """Count everything."""
-    with db.read_transaction():
-        directories = db.value("SELECT count(*) FROM inode WHERE (mode & 61440) = 16384 AND nlink > 0")
-        handles, writers = db.row("SELECT count(*), coalesce(sum(writer), 0) FROM handle") or (0, 0)
-        by_level, bytes_by_level, lost = _count_levels(db, "1")
-    return FileCounts(sum(by_level.values()), int(directories), dict(by_level), dict(bytes_by_level), lost, int(handles), int(writers))
-
-
-def _count_levels(db: Database, condition: str, *values: str | int) -> tuple[Counter[Level], Counter[Level], int]:
-    """Return (files by level, their bytes, lost files) of the inodes `i` that meet an SQL condition."""
     by_level: Counter[Level] = Counter()
     bytes_by_level: Counter[Level] = Counter()
     lost = 0
-    for _, level, count, size, is_lost in _list_level_groups(db, "inode i", condition, *values):
-        if level is not None:
-            by_level[level] += count
-            bytes_by_level[level] += size
-            lost += count if is_lost else 0
-    return by_level, bytes_by_level, lost
+    with db.read_transaction():
+        directories = db.value("SELECT count(*) FROM inode WHERE (mode & 61440) = 16384 AND nlink > 0")
+        handles, writers = db.row("SELECT count(*), coalesce(sum(writer), 0) FROM handle") or (0, 0)
+        for _, level, count, size, is_lost in _list_level_groups(db, "inode i", "1"):
+            if level is not None:
+                by_level[level] += count
+                bytes_by_level[level] += size
+                lost += count if is_lost else 0
+    return FileCounts(sum(by_level.values()), int(directories), dict(by_level), dict(bytes_by_level), lost, int(handles), int(writers))
 
 
 def list_lowest_levels(db: Database, directories: Iterable[int]) -> dict[int, Level]:
