@@ -124,6 +124,7 @@ demo() {
 # run_tests ARGUMENT...: run the tests, three modules at a time since they wait more than they compute; `-n 0` runs them one by one.
 run_tests() {
   setup
+  unset PYTHONDONTWRITEBYTECODE  # Hundreds of processes would compile the same modules.
   exec "$VENV/bin/python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
 }
 

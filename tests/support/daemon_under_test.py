@@ -31,7 +31,8 @@ from ckptfs import mount_record, mountpoint_guard, procfs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(str(REPOSITORY / part) for part in (".", "daemon", "client")), "PYTHONDONTWRITEBYTECODE": "1"}
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(str(REPOSITORY / part) for part in (".", "daemon", "client")), "PYTHONDONTWRITEBYTECODE": ""}
+"""Each of the many processes takes the compiled modules from the tree: to compile them costs more than to run."""
 OLD_KERNEL = "resend,passthrough,init_ext,killpriv_v2,direct_io_allow_mmap,max_pages"
 """What Linux 4.20 lacks of FUSE, or a later one that is built without passthrough."""
 
