@@ -3,8 +3,8 @@
 - `StoreSnapshot` loads what the store says of the names and inodes in journal rows, and of what the PFS shows of them. What later
   transactions rest on is compared with its revisions.
 - A batch is announced before the PFS is touched, and settled when the PFS shows it. An intent under `x/` names the node that changes a
-  name and the state that it will show; one under `f/`, the node that adds or removes names of an inode. So two nodes never change one
-  name. The intent of a dead node is resolved by the node that needs the name, from what the PFS shows.
+  name and each state that it will show in turn; one under `f/`, the node that adds or removes names of an inode. So two nodes never
+  change one name. The intent of a dead node is resolved by the node that needs the name, from what the PFS shows.
 - A scan reads the store after the PFS listing, so it knows of every entry that another node made or is about to make.
 
 Crash safety: a batch is in the catalog and its intents are in the store; the next mover finds out how far it came.
@@ -12,12 +12,13 @@ Crash safety: a batch is in the catalog and its intents are in the store; the ne
 
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from ckptfs import limits
 from ckptfs.catalog import handles, identity, journal, pfs_batch, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_batch import ObservedNames, ObservedStat, PfsBatch
+from ckptfs.catalog.pfs_batch import ExpectedEntry, ObservedNames, ObservedStat, PfsBatch
 from ckptfs.catalog.pfs_state import PfsName
 from ckptfs.coherence import key_state, read, store_loss
 from ckptfs.coherence.key_state import CachedValue
@@ -277,7 +278,7 @@ def list_pfs_name_keys(batch: PfsBatch) -> list[SharedKey]:
 def _list_subjects(db: Database, batch: PfsBatch) -> set[int]:
     """Return the inodes whose state on the PFS a batch changes."""
     now = (
-        {show.inode for show in [*batch.expected_entries, *batch.abandoned_entries] if show.inode is not None}
+        {show.inode for show in [*batch.name_changes, *batch.abandoned_entries] if show.inode is not None}
         | {row.inode for row in batch.published_rows}
         | set(batch.inodes_with_set_attributes)
     )
@@ -318,15 +319,23 @@ def _build_unchanged_compare(snapshot: StoreSnapshot, key: SharedKey) -> Compare
 
 
 def _build_intent(db: Database, batch: PfsBatch, key: SharedKey) -> Value:
-    show = next(show for show in batch.expected_entries if (show.location.parent, show.location.name) == (key.number, key.name))
+    """Return the intent for a name: what it shows now, after the batch (`next`), and between (`passes`)."""
+    *passed, last = [_build_step(db, batch, change) for change in batch.name_changes if change.location.pfs_name == (key.number, key.name)]
     value = (get_value(db, key) or {"inode": 0}) | {"temporary": _list_temporaries(batch, key)}
-    if show.inode is not None:
-        value |= {"next": show.inode, "ino": show.fingerprint.ino}
-        rows = (row for row in batch.published_rows if row.inode == show.inode)
-        if row := next(rows, None) or pfs_state.get_published(db, show.inode):
-            digest = None if row.digest is None else row.digest.hex()
-            value["published"] = [row.generation, row.is_complete, row.size, row.mtime_ns, row.pfs_inode, digest]
-    return value
+    if last[0]:
+        value |= {"next": last[0], "ino": last[1]} | ({"published": last[2]} if last[2] else {})
+    return value | ({"passes": passed} if passed else {})
+
+
+def _build_step(db: Database, batch: PfsBatch, change: ExpectedEntry) -> list[Any]:
+    """Return what a name shows after a change: [inode or 0, st_ino, published bytes or None]."""
+    if change.inode is None:
+        return [0, 0, None]
+    ino = change.fingerprint.ino
+    rows = (row for row in batch.published_rows if (row.inode, row.pfs_inode) == (change.inode, ino))
+    row = next(rows, None) or pfs_state.get_published(db, change.inode)
+    digest = None if row is None or row.digest is None else row.digest.hex()
+    return [change.inode, ino, row and [row.generation, row.is_complete, row.size, row.mtime_ns, row.pfs_inode, digest]]
 
 
 def _list_temporaries(batch: PfsBatch, key: SharedKey) -> list[str]:
@@ -400,7 +409,8 @@ def resolve_abandoned_intent(store: Transactions, key: SharedKey, cached: Cached
         states, told = {key.number: _strip_intent(cached.fields or {"names": []})}, {key: cached}
         changes: list[Operation] = []
     else:
-        subjects = [SharedKey(PFS_STATE, inode) for inode in sorted({intent.get("inode", 0), intent.get("next", 0)} - {0})]
+        shown = {intent.get("inode", 0), *(inode for inode, _, _ in _list_steps(intent))}
+        subjects = [SharedKey(PFS_STATE, inode) for inode in sorted(shown - {0})]
         read_values = read.parse_outcome(subjects, store.read(read.build_gets(subjects)))
         told = {key: cached} | {subject: one.value for subject, one in read_values.items()}
         before = {subject.number: one.value.fields or {"names": []} for subject, one in read_values.items()}
@@ -415,21 +425,28 @@ def resolve_abandoned_intent(store: Transactions, key: SharedKey, cached: Cached
 def choose_outcome(name: PfsName, intent: Value, states: Mapping[int, Value], found: ObservedStat | None) -> tuple[int, dict[int, Value]]:
     """Return what a name shows after the intent of a dead node, and the new `states`. Pure.
 
-    The inode is 0 if the name shows none. The intent was fulfilled if the PFS shows what was announced, and showed something else before.
+    The inode is 0 if the name shows none. The PFS shows which of the announced steps was the last: the one whose inode has the st_ino that
+    is found. If none has, or it is that of the inode that was there before, nothing was done.
     """
-    before, after, shared_name = intent.get("inode", 0), intent.get("next", 0), [name[0], name[1].decode("latin-1")]
-    ino = None if found is None else found.ino
-    is_done = ino == (intent.get("ino") if after else None) and (ino is None or ino != _get_ino(states.get(before, {})))
-    shows = after if is_done else before
+    before, shared_name = intent.get("inode", 0), [name[0], name[1].decode("latin-1")]
+    ino = 0 if found is None else found.ino
+    done = next((step for step in reversed(_list_steps(intent)) if step[1] == ino and bool(step[0]) == (found is not None)), None)
+    is_done = done is not None and (found is None or ino != _get_ino(states.get(before, {})))
+    shows, _, published = done if done is not None and is_done else (before, 0, None)
     outcome: dict[int, Value] = {}
     for inode, state in states.items():
         now = outcome[inode] = _strip_intent(state)
         now["names"] = sorted([*(other for other in now["names"] if other != shared_name), *([shared_name] if inode == shows else [])])
-        if is_done and inode == after and "published" in intent:
-            now["published"] = intent["published"]
+        if inode == shows and published:
+            now["published"] = published
         if inode == shows and found is not None and (is_done or ino == _get_ino(now)):
             now |= _build_observed(now, found)
     return shows, outcome
+
+
+def _list_steps(intent: Value) -> list[list[Any]]:
+    """Return what a name shows after each change of an intent, as `_build_step` does."""
+    return [*intent.get("passes", ()), [intent.get("next", 0), intent.get("ino", 0), intent.get("published")]]
 
 
 def _get_ino(state: Value) -> int | None:

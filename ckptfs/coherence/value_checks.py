@@ -43,7 +43,7 @@ UNREADABLE = b"null"
 """Stands for a value that is not readable; it is no value of any kind."""
 
 FORMAT_KEY = b"format"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """1: ckptfs 0.2.0, which wrote no key `format`. 2: `closed_ns` of inodes, the chain of transactions."""
 
 Check = Callable[[object], bool]
@@ -164,7 +164,10 @@ OPTIONAL: Mapping[str, Mapping[str, Check]] = {
     CONTENT: {"former_ns": _is_int, "before": _is_list_of(_is_count, _or_none(_is_int))},
     COPY: {"away": _is_flag},
     LAST_COMMIT: {"sequence": _is_count, "fence": _is_count},
-    PFS_NAME: {**_INTENT, "next": _is_count, "ino": _is_ino, "published": _PUBLISHED, "temporary": _is_each(_is_temporary)},
+    PFS_NAME: {
+        **_INTENT, "next": _is_count, "ino": _is_ino, "published": _PUBLISHED, "temporary": _is_each(_is_temporary),
+        "passes": _is_each(_is_list_of(_is_count, _is_ino, _PUBLISHED)),
+    },
     PFS_STATE: {
         **_INTENT, "seen": _is_list_of(_or_none(_is_ino), *3 * [_or_none(_is_int)]), "published": _PUBLISHED, "is_checked": _is_flag,
     },

@@ -1,6 +1,8 @@
 """P6 on several nodes: each node writes its changes back to one PFS, which ends as the shared tree."""
 
+import contextlib
 import errno
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ from writers_together import WriterCluster
 
 from ckptfs.coherence import key_state
 from ckptfs.coherence.keys import PFS_NAME, SharedKey
+from ckptfs.errors import CkptfsError
 from ckptfs.flow.write_back import deferred
 from ckptfs.model import ROOT
 
@@ -438,3 +441,91 @@ def test_what_a_dead_node_replaced_itself_never_follows_what_a_survivor_wrote(tm
 
     run(tmp_path, 0, act)
     assert shown == [3, 4]
+
+
+def test_what_a_dead_node_had_done_of_a_batch_is_no_external_change(tmp_path: Path) -> None:
+    """P6, P9: its batch changes names more than once, and the node dies before each of the changes in turn."""
+    for point in itertools.count():
+        reached: list[str] = []
+
+        async def act(cluster: WriterCluster, point: int = point, reached: list[str] = reached) -> None:
+            def look(label: str) -> None:
+                if label in {"write_back:put", "write_back:link", "write_back:move", "write_back:unlink"}:
+                    reached.append(label)
+                    cluster.dying_at = {label} if len(reached) == point + 1 else cluster.dying_at
+
+            cluster.replicates = True
+            one, two = cluster.nodes
+            await one.put("run", b"0")
+            await cluster.settle()
+            for number in (1, 2):
+                two.hold(one, await one.put("new", b"%d" % number))
+                with contextlib.suppress(FileNotFoundError):
+                    await one.rename("run", "previous")
+                await one.rename("new", "run")
+            with intercepted(look):
+                await cluster.step(one)
+            await cluster.settle()
+
+        (tmp_path / str(point)).mkdir()
+        cluster = run(tmp_path / str(point), 0, act)
+        assert set(cluster.shared()) == {b"run", b"previous"}
+        if len(reached) <= point:
+            return
+
+
+@pytest.mark.parametrize("seed", [34, 125, 128, 146])
+def test_files_that_are_replaced_all_the_time_never_become_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """P6, P9: applications that keep a file, the one before and the best one, each in a directory of its own, move to a survivor."""
+    monkeypatch.setattr(deferred, "RETRY_FIRST_S", 0.0)
+    shown: dict[Path, int] = {}
+
+    async def act(cluster: WriterCluster) -> None:
+        dice, busy = cluster.dice, set[str]()
+        places, serials = {f"g{i}": i % len(cluster.nodes) for i in range(3)}, dict.fromkeys(("g0", "g1", "g2"), 0)
+        for group, place in places.items():
+            await cluster.nodes[place].mkdir(group)
+
+        def look(_: str) -> None:
+            for path in [cluster.pfs / group / name for group in places for name in ("run.cpt", "run_prev.cpt", "model", "best")]:
+                number = int(path.read_bytes() or b"0") if path.exists() else shown.get(path, 0)
+                assert number >= shown.get(path, 0), (path, number, shown[path], cluster.log)
+                shown[path] = number
+
+        async def save(node: Any, group: str, number: int, kind: str) -> None:
+            name = {"run": f"step{number}", "model": "model", "best": "best.tmp"}[kind]
+            await node.put(f"{group}/{name}", b"%d" % number, number)
+            if kind == "run":
+                with contextlib.suppress(FileNotFoundError):
+                    await node.rename(f"{group}/run.cpt", f"{group}/run_prev.cpt")
+            if kind != "model":
+                await node.rename(f"{group}/{name}", f"{group}/{'run.cpt' if kind == 'run' else 'best'}")
+
+        async def act_once() -> None:
+            if cluster.refusing and dice.random() < cluster.refusing:
+                cluster.is_pfs_refusing = not cluster.is_pfs_refusing
+            elif cluster.dying and dice.random() < 0.05:
+                cluster.return_dead()
+            elif dice.random() < 0.3:
+                await cluster.step(dice.choice(cluster.nodes))
+            elif (group := dice.choice(list(places))) not in busy:
+                busy.add(group)
+                if not cluster.nodes[places[group]].alive:
+                    places[group] = dice.choice([place for place, node in enumerate(cluster.nodes) if node.alive])
+                serials[group] += 1
+                kind = dice.choice(["run", "run", "model", "best"])
+                with contextlib.suppress(OSError, CkptfsError):
+                    await save(cluster.nodes[places[group]], group, serials[group], kind)
+                busy.discard(group)
+
+        cluster.disturbing = act_once
+        cluster.disturbance = dice.choice([0.0, 0.1, 0.3])
+        cluster.killing = dice.choice([0.0, 0.0, 0.05])
+        cluster.dying = dice.choice([0.0, 0.0, 0.01])
+        cluster.replicates = cluster.dying > 0
+        cluster.refusing = dice.choice([0.0, 0.05, 0.2])
+        with intercepted(look):
+            for _ in range(60):
+                await act_once()
+
+    run(tmp_path, seed, act, count=2 + seed % 2)

@@ -23,6 +23,8 @@ def shown(ino: int, *names: list[Any]) -> dict[str, Any]:
 MAKE = {"next": 7, "ino": 70, "published": PUBLISHED}
 REPLACE = {"inode": 5, **MAKE}
 REMOVE = {"inode": 5}
+PASS = {"inode": 5, "passes": [[7, 70, PUBLISHED], [0, 0, None]], "next": 8, "ino": 80}
+PASS_AND_REMOVE = {"passes": [[7, 70, PUBLISHED]]}
 
 
 @pytest.mark.parametrize(
@@ -37,10 +39,16 @@ REMOVE = {"inode": 5}
         (REMOVE, None, 0, {5: [[2, "other"]]}),
         (REMOVE, 50, 5, {5: [SHARED, [2, "other"]]}),
         (REMOVE, 99, 5, {5: [SHARED, [2, "other"]]}),
+        (PASS, 50, 5, {5: [SHARED, [2, "other"]], 7: [], 8: []}),
+        (PASS, 70, 7, {5: [[2, "other"]], 7: [SHARED], 8: []}),
+        (PASS, None, 0, {5: [[2, "other"]], 7: [], 8: []}),
+        (PASS, 80, 8, {5: [[2, "other"]], 7: [], 8: [SHARED]}),
+        (PASS_AND_REMOVE, 70, 7, {7: [SHARED]}),
+        (PASS_AND_REMOVE, None, 0, {7: []}),
     ],
 )
 def test_the_name_shows_what_the_pfs_shows(intent: dict[str, Any], ino: int | None, shows: int, names: dict[int, list[Any]]) -> None:
-    known = {5: shown(50, SHARED, [2, "other"]), 7: {"names": []}}
+    known = {5: shown(50, SHARED, [2, "other"]), 7: {"names": []}, 8: {"names": []}}
     states = {inode: known[inode] for inode in names}
     now, outcome = choose_outcome(NAME, intent, states, None if ino is None else found(ino))
     assert now == shows and {inode: state["names"] for inode, state in outcome.items()} == names
