@@ -18,26 +18,12 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 from ckptfs.catalog import journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import can_recreate, insert_rows_for_tree
-from ckptfs.catalog.pfs_state import NO_INODE, Fingerprint, PfsName, PfsView, PlannedPending
+from ckptfs.catalog.pfs_state import NO_INODE, ExpectedEntry, Fingerprint, PfsLocation, PfsName, PlannedPending
 from ckptfs.errors import CatalogTooNew
 from ckptfs.model import PublishedRow
 
 KEYS_PER_ROW = 1 << 20
 """The key of an action is `seq * KEYS_PER_ROW` plus its number among the actions of the row `seq`."""
-
-
-@dataclass(frozen=True, slots=True)
-class PfsLocation:
-    """A name on the PFS: its directory as our inode, and the names from the root to that."""
-
-    parent: int
-    name: bytes
-    path: tuple[bytes, ...]
-
-    @property
-    def pfs_name(self) -> PfsName:
-        """Return (directory, name in it)."""
-        return self.parent, self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +51,9 @@ class PfsAction:
         return self.new_location
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectedEntry:
-    """The state of a name after the batch, or after its action `key`; `inode` None: nothing of ours."""
-
-    location: PfsLocation
-    inode: int | None
-    fingerprint: Fingerprint
-    key: int = 0
-
-
 @dataclass(slots=True)
 class PfsBatch:
-    """Changes in order, and the state after them. The names of its fields are stored in the catalog.
+    """Changes in order, and what each of them leads to. The names of its fields are stored in the catalog.
 
     `requeued`: (inode, content) whose rows go to the end of the journal again. `merged_directories` were on the PFS already. `kept_seqs`:
     rows that stay in the journal, of files that the PFS refuses. `lost_inodes`: files without a copy, which the PFS may show nevertheless.
@@ -88,8 +64,6 @@ class PfsBatch:
 
     last_seq: int
     actions: list[PfsAction] = field(default_factory=list)
-    expected_entries: list[ExpectedEntry] = field(default_factory=list)
-    pending_entries: list[tuple[int, bytes, int | None]] = field(default_factory=list)
     published_rows: list[PublishedRow] = field(default_factory=list)
     requeued: list[tuple[int, int]] = field(default_factory=list)
     merged_directories: list[int] = field(default_factory=list)
@@ -103,6 +77,16 @@ class PfsBatch:
     abandoned: list[PfsAction] = field(default_factory=list)
     abandoned_entries: list[ExpectedEntry] = field(default_factory=list)
     announced_seq: int = 0
+
+    @property
+    def expected_entries(self) -> list[ExpectedEntry]:
+        """Return what each name shows after the batch."""
+        return list({change.location.pfs_name: change for change in self.name_changes}.values())
+
+    @property
+    def pending_entries(self) -> dict[PfsName, int | None]:
+        """Return what each name is to show later, as `PlannedPending`."""
+        return {change.name: change.inode for change in self.pending_changes}
 
     @property
     def inodes_with_set_attributes(self) -> list[int]:
@@ -130,33 +114,6 @@ ObservedNames = dict[PfsName, ObservedStat | None]
 """What the names of a batch show when it is done; None: another inode than the one that was meant, or nothing."""
 
 
-def build_batch(view: PfsView, last: int) -> PfsBatch:
-    """Return the state after the plan in `view`; the caller adds actions and published rows."""
-    batch = PfsBatch(last)
-    for change in view.changes:
-        if isinstance(change, PlannedPending):
-            batch.pending_changes.append(change)
-            continue
-        (parent, name), shown = change.name, change.entry
-        location = PfsLocation(parent, name, view.get_path(parent) or ())
-        batch.name_changes.append(
-            ExpectedEntry(location, None, Fingerprint(), change.key)
-            if shown is None
-            else ExpectedEntry(location, shown.inode, shown.fingerprint, change.key)
-        )
-    _set_final_state(batch)
-    return batch
-
-
-def _set_final_state(batch: PfsBatch) -> None:
-    entries: dict[PfsName, ExpectedEntry] = {}
-    for change in batch.name_changes:
-        entries[change.location.pfs_name] = replace(change, key=0)
-    batch.expected_entries = list(entries.values())
-    pending = {one.name: one.inode for one in batch.pending_changes}
-    batch.pending_entries = [(parent, name, inode) for (parent, name), inode in pending.items()]
-
-
 def build_batch_before(batch: PfsBatch, refused_key: int, *, has_both_names: bool = False) -> PfsBatch:
     """Return the batch that ends before a refused action; of its row only what was done counts.
 
@@ -172,7 +129,7 @@ def build_batch_before(batch: PfsBatch, refused_key: int, *, has_both_names: boo
     def is_linked(change: ExpectedEntry) -> bool:
         return has_both_names and change.key == refused_key and change.inode is not None
 
-    cut = replace(
+    return replace(
         batch,
         last_seq=min(batch.last_seq, seq - 1),
         actions=batch.actions[:index],
@@ -183,11 +140,9 @@ def build_batch_before(batch: PfsBatch, refused_key: int, *, has_both_names: boo
         requeued=[one for one, row in zip(batch.requeued, batch.requeued_seqs, strict=True) if row < seq],
         requeued_seqs=[row for row in batch.requeued_seqs if row < seq],
         abandoned=[*batch.abandoned, *batch.actions[index:]],
+        abandoned_entries=[*batch.abandoned_entries, *batch.expected_entries],
         announced_seq=batch.announced_seq or batch.last_seq,
     )
-    _set_final_state(cut)
-    cut.abandoned_entries = [*batch.abandoned_entries, *batch.expected_entries]
-    return cut
 
 
 def set_batch(db: Database, batch: PfsBatch, *, ready: bool) -> None:
@@ -206,7 +161,7 @@ def delete_batch(db: Database) -> None:
     db.run("DELETE FROM pfs_batch")
 
 
-_BATCH_VERSION = 4
+_BATCH_VERSION = 5
 
 
 def _encode(value: Any) -> Any:
@@ -250,15 +205,17 @@ def _load_batch(text: str) -> PfsBatch:
         )
     if version in {2, 3}:  # These lists had objects.
         body |= {name: [list(item.values()) for item in body[name]] for name in ("pending_entries", "requeued")}
+    expected_entries = _decode(list[ExpectedEntry], body.pop("expected_entries", []))  # Until version 4, the state after the batch.
+    pending_entries = _decode(list[tuple[int, bytes, int | None]], body.pop("pending_entries", []))
     batch = cast(PfsBatch, _decode(PfsBatch, body))
     if version < 3:
-        _derive_changes(batch)
+        _derive_changes(batch, expected_entries, pending_entries)
     return batch
 
 
-def _derive_changes(batch: PfsBatch) -> None:
+def _derive_changes(batch: PfsBatch, expected: list[ExpectedEntry], pending: list[tuple[int, bytes, int | None]]) -> None:
     """Fill in what versions 1 and 2 did not store: which action leads to which part of the state."""
-    final = {show.location.pfs_name: show for show in batch.expected_entries}
+    final = {show.location.pfs_name: show for show in expected}
     key_of: dict[PfsName, int] = {}
 
     def add(action: PfsAction, location: PfsLocation, inode: int | None) -> None:
@@ -285,9 +242,7 @@ def _derive_changes(batch: PfsBatch) -> None:
         if action.act == "put":
             name = action.location.pfs_name
             batch.pending_changes += [PlannedPending(0, name, action.inode), PlannedPending(action.key, name, None)]
-    batch.pending_changes += [
-        PlannedPending(key_of.get((parent, name), 0), (parent, name), inode) for parent, name, inode in batch.pending_entries
-    ]
+    batch.pending_changes += [PlannedPending(key_of.get((parent, name), 0), (parent, name), inode) for parent, name, inode in pending]
     put_keys = {action.inode: action.key for action in batch.actions if action.act == "put"}
     batch.published_rows = [replace(row, key=put_keys.get(row.inode, 0)) for row in batch.published_rows]
     batch.requeued_seqs = [0] * len(batch.requeued)
@@ -331,7 +286,7 @@ def record_batch_done(db: Database, batch: PfsBatch, observed: ObservedNames) ->
     for inode in batch.merged_directories:
         db.run("UPDATE inode SET imported = 0 WHERE id = ?", inode)
     # A name that was removed before it appeared has changed the times of its directory in the mount, too.
-    for directory in {show.location.parent for show in batch.expected_entries} | {parent for parent, _, _ in batch.pending_entries}:
+    for directory in {show.location.parent for show in batch.name_changes} | {change.name[0] for change in batch.pending_changes}:
         db.run("INSERT OR IGNORE INTO pfs_stale_times (directory) VALUES (?)", directory)
     for inode, content in batch.requeued:
         journal.append(db, "content", inode, content=content)
@@ -401,7 +356,7 @@ def _record_moved_files(db: Database, batch: PfsBatch, observed: ObservedNames) 
 
 
 def _record_pending(db: Database, batch: PfsBatch) -> None:
-    for parent, name, inode in batch.pending_entries:
+    for (parent, name), inode in batch.pending_entries.items():
         if inode is None:
             db.run("DELETE FROM pfs_pending WHERE parent = ? AND name = ?", parent, name)
         else:

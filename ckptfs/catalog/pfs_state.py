@@ -7,8 +7,8 @@ the PFS and its commit the PFS is ahead of the catalog: code that follows these 
 
 import json
 import stat
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from ckptfs import digest, limits
@@ -42,12 +42,27 @@ class PfsEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedName:
-    """A change of a plan: after the action `key` the name shows `entry`, or nothing."""
+class PfsLocation:
+    """A name on the PFS: its directory as our inode, and the names from the root to that."""
 
-    key: int
-    name: PfsName
-    entry: PfsEntry | None
+    parent: int
+    name: bytes
+    path: tuple[bytes, ...]
+
+    @property
+    def pfs_name(self) -> PfsName:
+        """Return (directory, name in it)."""
+        return self.parent, self.name
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedEntry:
+    """What a name shows after the action `key`; `inode` None: nothing of ours."""
+
+    location: PfsLocation
+    inode: int | None
+    fingerprint: Fingerprint
+    key: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +120,8 @@ class PfsView:
     def __init__(self, db: Database) -> None:
         self._db = db
         self.key = 0
-        self.changes: list[PlannedName | PlannedPending] = []
+        self.name_changes: list[ExpectedEntry] = []
+        self.pending_changes: list[PlannedPending] = []
         self.entries: dict[PfsName, PfsEntry | None] = {}
         self.pending_entries: dict[PfsName, int | None] = {}
         self._paths: dict[int, tuple[bytes, ...] | None] = {ROOT: ()}
@@ -176,14 +192,18 @@ class PfsView:
     def set_entry(self, parent: int, name: bytes, entry: PfsEntry) -> None:
         """Plan an entry under a name."""
         self.entries[parent, name] = entry
-        self.changes.append(PlannedName(self.key, (parent, name), entry))
+        self._add_change(parent, name, entry.inode, entry.fingerprint)
         self._paths = {ROOT: ()} if entry.inode in self._paths else self._paths
 
     def delete_entry(self, parent: int, name: bytes) -> None:
         """Plan that nothing is under a name."""
         self.entries[parent, name] = None
-        self.changes.append(PlannedName(self.key, (parent, name), None))
+        self._add_change(parent, name, None, Fingerprint())
         self._paths = {ROOT: ()}
+
+    def _add_change(self, parent: int, name: bytes, inode: int | None, fingerprint: Fingerprint) -> None:
+        location = PfsLocation(parent, name, self.get_path(parent) or ())
+        self.name_changes.append(ExpectedEntry(location, inode, fingerprint, self.key))
 
     def set_pending(self, parent: int, name: bytes, inode: int) -> None:
         """Plan that an inode or nothing is under a name later, unless the name shows it already."""
@@ -192,25 +212,13 @@ class PfsView:
             self.delete_pending(parent, name)
             return
         self.pending_entries[parent, name] = inode
-        self.changes.append(PlannedPending(self.key, (parent, name), inode))
+        self.pending_changes.append(PlannedPending(self.key, (parent, name), inode))
 
     def delete_pending(self, parent: int, name: bytes) -> None:
         """Plan that a name is as it should be."""
         if self.get_pending(parent, name) is not None:
             self.pending_entries[parent, name] = None
-            self.changes.append(PlannedPending(self.key, (parent, name), None))
-
-    def replace_fingerprints(self, change: Callable[[Fingerprint], Fingerprint]) -> None:
-        """Replace the fingerprint of each planned entry: what the batch has made has its real number now."""
-        for name, shown in self.entries.items():
-            if shown is not None:
-                self.entries[name] = replace(shown, fingerprint=change(shown.fingerprint))
-        self.changes = [
-            replace(one, entry=replace(one.entry, fingerprint=change(one.entry.fingerprint)))
-            if isinstance(one, PlannedName) and one.entry is not None
-            else one
-            for one in self.changes
-        ]
+            self.pending_changes.append(PlannedPending(self.key, (parent, name), None))
 
 
 _SELECT_MOVES = (

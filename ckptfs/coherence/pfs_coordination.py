@@ -18,8 +18,8 @@ from ckptfs import limits
 from ckptfs.catalog import handles, identity, journal, pfs_batch, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_batch import ExpectedEntry, ObservedNames, ObservedStat, PfsBatch
-from ckptfs.catalog.pfs_state import PfsName
+from ckptfs.catalog.pfs_batch import ObservedNames, ObservedStat, PfsBatch
+from ckptfs.catalog.pfs_state import ExpectedEntry, PfsName
 from ckptfs.coherence import key_state, read, store_loss
 from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import (

@@ -575,7 +575,9 @@ def test_a_batch_that_an_older_version_left_stuck(mount: Mount, act: str, monkey
     found = pfs_batch.find_batch(mount.db)
     assert found is not None
     order = "last_seq actions expected_entries pending_entries published_rows requeued merged_directories after_seq kept_seqs"
-    mount.db.run("UPDATE pfs_batch SET body = ?", json.dumps([by_position(getattr(found[1], name)) for name in order.split()]))
+    pending = [(*name, inode) for name, inode in found[1].pending_entries.items()]
+    values = [pending if name == "pending_entries" else getattr(found[1], name) for name in order.split()]
+    mount.db.run("UPDATE pfs_batch SET body = ?", json.dumps(by_position(values)))
     with monkeypatch.context() as patch:
         Refusal(patch, call, lambda name: name == b"bad", errno.EACCES)
         rest(mount.write_back())

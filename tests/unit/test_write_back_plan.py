@@ -9,8 +9,8 @@ from ckptfs import limits
 from ckptfs.catalog import database
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, PfsAction, PfsLocation
-from ckptfs.catalog.pfs_state import Fingerprint, PfsEntry, PfsView
+from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, PfsAction
+from ckptfs.catalog.pfs_state import Fingerprint, PfsEntry, PfsLocation, PfsView
 from ckptfs.flow.write_back.deferred import RefusedKind, choose_kind
 from ckptfs.flow.write_back.plan import BATCH_BYTES_MAX, PUTS_MAX, Planner
 from ckptfs.flow.write_back.plan_facts import SourceKind
@@ -76,7 +76,7 @@ def planner(tmp_path: Path, facts: Facts) -> Planner:
 
 
 def acts(planner: Planner) -> list[tuple[str, int, bytes]]:
-    return [(action.act, action.inode, (action.new_location or action.location).name) for action in planner.plan.actions]
+    return [(action.act, action.inode, (action.new_location or action.location).name) for action in planner.batch.actions]
 
 
 def make(seq: int, inode: int, name: bytes, mode: int = FILE, parent: int = ROOT) -> JournalRow:
@@ -96,7 +96,7 @@ def test_a_large_one_goes_before_its_seal_and_alone(planner: Planner, facts: Fac
     facts.states[7], facts.sizes[7] = ContentState.CLOSED, BATCH_BYTES_MAX
     assert [planner.plan_row(row) for row in (make(1, 7, b"a"), content(2, 7), content(3, 8))] == [True, True, False]
     assert [put.kind for put in planner.plan.puts.values()] == [SourceKind.EARLY]
-    assert planner.plan.last_seq == 2 and not planner.plan.is_waiting
+    assert planner.batch.last_seq == 2 and not planner.plan.is_waiting
 
 
 @pytest.mark.parametrize("why", ["small", "in vain before", "set aside", "others could go at once"])
@@ -107,19 +107,19 @@ def test_what_does_not_go_before_its_seal(planner: Planner, facts: Facts, why: s
     assert planner.plan_row(make(1, 7, b"a"))
     if why == "others could go at once":
         assert planner.plan_row(make(2, 6, b"d", DIRECTORY))
-    assert not planner.plan_row(content(3, 7)) and planner.plan.waiting_for is not None and planner.plan.last_seq < 3
+    assert not planner.plan_row(content(3, 7)) and planner.plan.waiting_for is not None and planner.batch.last_seq < 3
 
 
 def test_one_that_waits_too_long_is_published_as_it_is_and_comes_again(planner: Planner, facts: Facts) -> None:
     facts.states[7], facts.late = ContentState.CLOSED, True
     assert planner.plan_row(make(1, 7, b"a")) and planner.plan_row(content(2, 7))
-    assert [put.kind for put in planner.plan.puts.values()] == [SourceKind.STABLE] and planner.plan.requeued == [(7, 7)]
+    assert [put.kind for put in planner.plan.puts.values()] == [SourceKind.STABLE] and planner.batch.requeued == [(7, 7)]
 
 
 def test_one_that_changes_all_the_time_only_comes_again(planner: Planner, facts: Facts) -> None:
     facts.states[7], facts.late, facts.unstable_contents = ContentState.CLOSED, True, {(7, 1)}
     assert planner.plan_row(make(1, 7, b"a")) and planner.plan_row(content(2, 7))
-    assert acts(planner) == [] and planner.plan.requeued == [(7, 7)]
+    assert acts(planner) == [] and planner.batch.requeued == [(7, 7)]
 
 
 @pytest.mark.parametrize("state", [ContentState.OPEN, ContentState.DOOMED, ContentState.LOST])
@@ -139,7 +139,7 @@ def test_a_moved_directory_is_a_batch_of_its_own(planner: Planner) -> None:
     planner.view.set_entry(ROOT, b"d", PfsEntry(5, Fingerprint(50)))
     assert planner.plan_row(make(1, 7, b"a")) and planner.plan_row(content(2, 7))
     assert not planner.plan_row(rename(3, 5, b"d", b"e", DIRECTORY))
-    assert planner.plan.last_seq == 2
+    assert planner.batch.last_seq == 2
 
 
 def test_batches_are_bounded(planner: Planner, facts: Facts) -> None:

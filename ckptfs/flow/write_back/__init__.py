@@ -53,7 +53,7 @@ from ckptfs.flow.write_back.deferred import (
 from ckptfs.flow.write_back.plan import Planner, format_path
 from ckptfs.flow.write_back.plan_facts import BatchPlan, Facts, PlannedFile, SourceKind
 from ckptfs.flow.write_back.plan_shared import SetAside
-from ckptfs.flow.write_back.stage import Staged, Stager, Unfit, Unsealed, Unstable, build_batch
+from ckptfs.flow.write_back.stage import Staged, Stager, Unfit, Unsealed, Unstable, finish_batch
 from ckptfs.model import ROOT, Level, Notifier, Tier
 from ckptfs.tiers import pfs_identity
 from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree
@@ -204,11 +204,11 @@ class WriteBack:
             if plan.missing_inode is not None and self._coordination is not None:
                 self._coordination.fetch(plan.missing_inode)
                 self._notify.wake_lanes()
-            if plan.last_seq == 0 and not plan.actions:
+            if plan.batch.last_seq == 0 and not plan.batch.actions:
                 return False
             if is_ahead:
                 seqs = [row.seq for row in rows]
-                plan.kept_seqs += journal.list_other_seqs(self._db, self._deferred.after_seq, plan.last_seq, seqs)
+                plan.batch.kept_seqs += journal.list_other_seqs(self._db, self._deferred.after_seq, plan.batch.last_seq, seqs)
             try:
                 batch = self._stage(plan)
             except Busy as reason:
@@ -238,7 +238,7 @@ class WriteBack:
                 planner = self._coordination.build_planner(self._facts, aside_seqs)
             with self._db.read_transaction():
                 for row in rows:
-                    if self._fence is not None and row.seq >= self._fence and planner.plan.last_seq:
+                    if self._fence is not None and row.seq >= self._fence and planner.batch.last_seq:
                         return planner.plan
                     try:
                         if not planner.plan_row(row):
@@ -253,11 +253,11 @@ class WriteBack:
 
     def _stage(self, plan: BatchPlan) -> PfsBatch:
         """Make the temporary files of a plan, and store the batch. Raises Busy if it must be planned again."""
-        puts = [action for action in plan.actions if action.key in plan.puts]
+        puts = [action for action in plan.batch.actions if action.key in plan.puts]
         self._stager.remove_leftovers(puts)
         if puts:
             with self._db.transaction():
-                pfs_batch.set_batch(self._db, PfsBatch(plan.last_seq, puts), ready=False)
+                pfs_batch.set_batch(self._db, PfsBatch(plan.batch.last_seq, puts), ready=False)
             disk.act("write_back:begun", lambda: None)
         try:
             began_s = time.monotonic()
@@ -270,7 +270,7 @@ class WriteBack:
             raise
         finally:
             self._stager.close()
-        batch = build_batch(plan, staged)
+        batch = finish_batch(plan, staged)
         batch.after_seq = self._deferred.after_seq
         if batch.actions:
             with self._db.transaction():
@@ -318,7 +318,7 @@ class WriteBack:
             raise
         except OSError as failure:
             self._fence = action.key // KEYS_PER_ROW
-            if plan.actions[0] is not action:
+            if plan.batch.actions[0] is not action:
                 raise Busy(str(failure)) from failure  # The rows before this one are written back without it.
             self._refuse(action, planned, failure)
         if content is not None:

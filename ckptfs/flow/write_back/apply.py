@@ -25,8 +25,8 @@ from ckptfs import disk, limits
 from ckptfs.catalog import inodes, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
-from ckptfs.catalog.pfs_batch import ObservedNames, ObservedStat, PfsAction, PfsBatch, PfsLocation
-from ckptfs.catalog.pfs_state import Fingerprint
+from ckptfs.catalog.pfs_batch import ObservedNames, ObservedStat, PfsAction, PfsBatch
+from ckptfs.catalog.pfs_state import Fingerprint, PfsLocation
 from ckptfs.errors import Busy
 from ckptfs.flow.write_back.plan import format_path
 from ckptfs.flow.write_back.stage import drop_taken

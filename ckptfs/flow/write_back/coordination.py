@@ -17,8 +17,8 @@ from ckptfs import disk, limits
 from ckptfs.catalog import copies, journal, mover_requests, namespace, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_batch import ExpectedEntry, ObservedNames, ObservedStat, PfsBatch, PfsLocation
-from ckptfs.catalog.pfs_state import PfsName, PfsView
+from ckptfs.catalog.pfs_batch import ObservedNames, ObservedStat, PfsBatch
+from ckptfs.catalog.pfs_state import PfsLocation, PfsName, PfsView
 from ckptfs.clique import membership
 from ckptfs.clique.cluster import Cluster
 from ckptfs.coherence import chain, key_state, pfs_coordination
@@ -250,5 +250,5 @@ def _relocate_batch(view: PfsView, batch: PfsBatch) -> PfsBatch:
             replace(one, location=now(one.location), new_location=None if one.new_location is None else now(one.new_location))
             for one in batch.actions
         ],
-        expected_entries=[ExpectedEntry(now(show.location), show.inode, show.fingerprint) for show in batch.expected_entries],
+        name_changes=[replace(change, location=now(change.location)) for change in batch.name_changes],
     )

@@ -28,8 +28,8 @@ from dataclasses import replace
 
 from ckptfs import limits
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, PfsAction, PfsLocation
-from ckptfs.catalog.pfs_state import NO_INODE, Fingerprint, PfsEntry, PfsName, PfsView
+from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, PfsAction, PfsBatch
+from ckptfs.catalog.pfs_state import NO_INODE, Fingerprint, PfsEntry, PfsLocation, PfsName, PfsView
 from ckptfs.flow.write_back.plan_facts import BatchPlan, Facts, PlannedFile, SourceKind, can_be_made
 from ckptfs.model import ROOT, Content, ContentState, PublishedRow
 
@@ -47,7 +47,8 @@ class Planner:
     def __init__(self, view: PfsView, facts: Facts, instance: str) -> None:
         """`instance` tells the temporary names of this catalog from those of others."""
         self.view = view
-        self.plan = BatchPlan(view)
+        self.batch = PfsBatch(0, name_changes=view.name_changes, pending_changes=view.pending_changes)
+        self.plan = BatchPlan(self.batch)
         self._facts = facts
         self._instance = instance
         self._key = 0
@@ -58,13 +59,13 @@ class Planner:
 
     def plan_row(self, row: JournalRow) -> bool:
         """Plan one row. Return False if it has to wait for another batch; then nothing of it is planned."""
-        is_full = self._is_full or len(self.plan.actions) >= self.actions_max or len(self.plan.puts) >= self.puts_max
+        is_full = self._is_full or len(self.batch.actions) >= self.actions_max or len(self.plan.puts) >= self.puts_max
         if is_full or self.plan.planned_bytes >= BATCH_BYTES_MAX or self._must_wait_for_refuge(row):
             return False
         self._key = self.view.key = row.seq * KEYS_PER_ROW
         is_planned = self._plan_row(row)
         if is_planned:
-            self.plan.last_seq = row.seq
+            self.batch.last_seq = row.seq
         return is_planned
 
     def _plan_row(self, row: JournalRow) -> bool:
@@ -156,8 +157,8 @@ class Planner:
             self._settle_later(shown.inode, row)
 
     def _settle_later(self, inode: int, row: JournalRow) -> None:
-        if (inode, row.seq) not in self.plan.settle_rows:
-            self.plan.settle_rows.append((inode, row.seq))
+        if (inode, row.seq) not in self.batch.settle_rows:
+            self.batch.settle_rows.append((inode, row.seq))
 
     def _append(
         self, act: str, inode: int, name: PfsName, own: Fingerprint | None, new: PfsName | None = None, replaced: Fingerprint | None = None
@@ -166,7 +167,7 @@ class Planner:
         self._key = self.view.key = key = self._key + 1
         at, to, temporary = self._get_location(name), None if new is None else self._get_location(new), f".ckptfs.{self._instance}.{key:x}"
         action = PfsAction(act, key, inode, at, own or Fingerprint(-key), to, replaced, temporary.encode())
-        self.plan.actions.append(action)
+        self.batch.actions.append(action)
         return action
 
     def _plan_file(self, kind: SourceKind, inode: int, content: Content | None, mode: int, name: PfsName) -> None:
@@ -262,7 +263,7 @@ class Planner:
             self._rename_pending(row, name, new)
             return True
         is_directory = stat.S_ISDIR(row.mode)
-        if is_directory and self.plan.actions:
+        if is_directory and self.batch.actions:
             return False
         if self._facts.has_refused_names(row.inode) or self._is_guarded(new, row.inode) or self._is_directory_pending(new):
             self.view.delete_pending(*new)
@@ -299,7 +300,7 @@ class Planner:
 
     def _exchange(self, row: JournalRow) -> bool:
         """Exchange the two names as far as the PFS shows them."""
-        if self.plan.actions:
+        if self.batch.actions:
             return False
         name, new = row.names
         one, other = self.view.get_entry(*name), self.view.get_entry(*new)
@@ -345,7 +346,7 @@ class Planner:
         if self._facts.is_repeated(row) or self._facts.get_inode(row.inode) is None:
             return True
         if self._facts.has_refused_attributes(row.inode):
-            self.plan.kept_seqs.append(row.seq)
+            self.batch.kept_seqs.append(row.seq)
             return True
         if row.inode == ROOT:
             self._append("attributes", ROOT, (ROOT, b"."), Fingerprint())
@@ -357,7 +358,7 @@ class Planner:
     def _content(self, row: JournalRow) -> bool:
         content = self._facts.get_content(row.content or 0)
         if content is not None and content.state is ContentState.LOST:
-            self.plan.lost_inodes.append(row.inode)
+            self.batch.lost_inodes.append(row.inode)
         if content is None or content.state not in {ContentState.CLOSED, ContentState.SEALED} or self._facts.is_repeated(row):
             return True
         if content.state is ContentState.SEALED:
@@ -366,7 +367,7 @@ class Planner:
             # An early copy may wait for its seal: it goes alone into a batch, so that no finished row waits with it.
             if (
                 content.size >= BATCH_BYTES_MAX
-                and not self.plan.actions
+                and not self.batch.actions
                 and not self._facts.has_refused_bytes(row.inode)
                 and (content.id, content.change) != self._facts.last_unsealed
             ):
@@ -379,9 +380,9 @@ class Planner:
         shown = published is not None and published.generation == content.generation
         if not shown and not is_unstable and not self._publish(row, content, SourceKind.STABLE):
             return False
-        if row.seq not in self.plan.kept_seqs:
-            self.plan.requeued.append((row.inode, content.id))
-            self.plan.requeued_seqs.append(row.seq)
+        if row.seq not in self.batch.kept_seqs:
+            self.batch.requeued.append((row.inode, content.id))
+            self.batch.requeued_seqs.append(row.seq)
         return True
 
     def _synced(self, row: JournalRow) -> bool:
@@ -403,7 +404,7 @@ class Planner:
             return True
         if not shown + waiting:
             if is_refused or any(self._is_directory_pending(name) or self._is_guarded(name, row.inode) for name in pending):
-                self.plan.kept_seqs.append(row.seq)
+                self.batch.kept_seqs.append(row.seq)
             return True
         if any(parent in self._made_directories for parent, _ in shown + waiting):
             return False
@@ -422,10 +423,10 @@ class Planner:
             if published.generation != content.generation:
                 if not self._facts.has_refused_attributes(row.inode):
                     self._plan_attributes(row.inode, first)
-                self.plan.renewed_rows.append(replace(published, generation=content.generation, key=self._key, is_checked=False))
+                self.batch.published_rows.append(replace(published, generation=content.generation, key=self._key, is_checked=False))
         elif kind is not SourceKind.SEALED or shown or not self._adopt_entry(row, content, first):
             if self._facts.has_refused_bytes(row.inode):
-                self.plan.kept_seqs.append(row.seq)
+                self.batch.kept_seqs.append(row.seq)
                 return True
             if self.plan.puts and self.plan.planned_bytes + content.size > BATCH_BYTES_MAX:
                 return False
@@ -457,7 +458,9 @@ class Planner:
             self.view.set_pending(*other, shown.inode)
         self.view.delete_pending(*name)
         self.view.set_entry(*name, PfsEntry(row.inode, shown.fingerprint))
-        self.plan.renewed_rows.append(replace(published, inode=row.inode, generation=content.generation, key=self._key, is_checked=False))
+        self.batch.published_rows.append(
+            replace(published, inode=row.inode, generation=content.generation, key=self._key, is_checked=False)
+        )
         self._plan_attributes(row.inode, name)  # Those of the application's file may have been set since.
         return True
 
@@ -470,7 +473,7 @@ class Planner:
         wanted = self._list_linkable(self.view.list_pending_names(row.inode), self._list_shown_names(row.inode))
         stale = self._list_stale_names(row.inode)
         if self._facts.has_refused_names(row.inode) or any(self._is_directory_pending(name) for name in wanted):
-            self.plan.kept_seqs.append(row.seq)
+            self.batch.kept_seqs.append(row.seq)
             return True
         wanted = [name for name in wanted if self._find_location(name)]
         if not wanted and not stale:
@@ -481,7 +484,7 @@ class Planner:
             if wanted:
                 return self._settle_move(row, stale[0], wanted[0]) if stale else True
             if self.view.has_entries(row.inode):
-                self.plan.kept_seqs.append(row.seq)
+                self.batch.kept_seqs.append(row.seq)
                 return True
         return self._settle_links(row, wanted, stale)
 
@@ -491,7 +494,7 @@ class Planner:
         if inode is None or not can_be_made(replace(row, mode=inode.mode), inode):
             return True
         if self._is_guarded(name, row.inode):
-            self.plan.kept_seqs.append(row.seq)
+            self.batch.kept_seqs.append(row.seq)
             return True
         if name[0] in self._made_directories:
             return False
@@ -505,12 +508,12 @@ class Planner:
 
     def _settle_move(self, row: JournalRow, name: PfsName, new: PfsName) -> bool:
         """Plan that an inode moves to a right name, or changes places with another one that is stranded."""
-        if self.plan.actions:
+        if self.batch.actions:
             return False
         shown, other = self._get_shown(name), self.view.get_entry(*new)
         if other is not None and self._is_guarded(new, row.inode):
             if self._facts.has_refused_names(other.inode) or not self._is_stranded(other.inode):
-                self.plan.kept_seqs.append(row.seq)
+                self.batch.kept_seqs.append(row.seq)
                 return True
             self._append("exchange", row.inode, name, shown.fingerprint, new, other.fingerprint)
             self.view.set_entry(*name, other)
@@ -536,7 +539,7 @@ class Planner:
         for name in wanted:
             source = self._list_shown_names(row.inode)[0]
             if self._is_guarded(name, row.inode):
-                self.plan.kept_seqs.append(row.seq)
+                self.batch.kept_seqs.append(row.seq)
                 continue
             self._plan_link(row.inode, source, name)
         self.plan.moved_pending.add(row.inode)

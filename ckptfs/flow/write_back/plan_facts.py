@@ -12,11 +12,10 @@ from ckptfs.catalog import contents, inodes, journal, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_batch import PfsAction
-from ckptfs.catalog.pfs_state import PfsView
+from ckptfs.catalog.pfs_batch import PfsBatch
 from ckptfs.flow.write_back.deferred import CopyPacing, DeferredFiles
 from ckptfs.limits import MIB
-from ckptfs.model import Content, Inode, PublishedRow
+from ckptfs.model import Content, Inode
 
 # A content may block the rows behind it until its seal for as long as its digest takes on a slow disk, and a margin.
 SEAL_WAIT_S = 10.0
@@ -45,24 +44,15 @@ class PlannedFile:
 
 @dataclass(slots=True)
 class BatchPlan:
-    """What a planner has decided. `PfsBatch` explains the fields that both have.
+    """What a planner has decided: the batch, whose files are still to be staged, and what becomes of the next row.
 
-    `view`: what the PFS shows afterwards. `puts`: what the actions 'put' make, by key. `renewed_rows`: bytes that the PFS shows already,
-    as a newer generation. `moved_pending`: inodes that appear or have other names now: what the PFS refused of them is tried again.
-    `waiting_for`, `is_blocked`, `missing_inode`: what the next row waits for: a seal, another node, and the bytes of a file.
+    `puts`: what the actions 'put' make, by key. `moved_pending`: inodes that appear or have other names now: what the PFS refused of them
+    is tried again. `waiting_for`, `is_blocked`, `missing_inode`: the next row waits for a seal, another node, or the bytes of a file.
     """
 
-    view: PfsView
-    last_seq: int = 0
-    actions: list[PfsAction] = field(default_factory=list)
+    batch: PfsBatch
     puts: dict[int, PlannedFile] = field(default_factory=dict)
     planned_bytes: int = 0
-    renewed_rows: list[PublishedRow] = field(default_factory=list)
-    requeued: list[tuple[int, int]] = field(default_factory=list)
-    requeued_seqs: list[int] = field(default_factory=list)
-    settle_rows: list[tuple[int, int]] = field(default_factory=list)
-    kept_seqs: list[int] = field(default_factory=list)
-    lost_inodes: list[int] = field(default_factory=list)
     moved_pending: set[int] = field(default_factory=set)
     waiting_for: Content | None = None
     is_blocked: bool = False

@@ -65,7 +65,7 @@ class SharedPlanner(Planner):
     def _plan_row(self, row: JournalRow) -> bool:
         """Plan a row. Raises SetAside if it depends on an inode of which the PFS refuses a change of names."""
         if row.seq in self._aside_seqs or self._facts.has_refused_names(row.inode):
-            self.plan.kept_seqs.append(row.seq)
+            self.batch.kept_seqs.append(row.seq)
             return True
         plan = {
             "make": self._shared_make, "link": self._shared_link, "unlink": self._shared_remove, "rmdir": self._shared_remove,
@@ -261,7 +261,7 @@ class SharedPlanner(Planner):
         if self.view.get_entry(*name) is None or self._find_location(name) is None or self._find_location(new) is None:
             return self._block()
         if self._is_directory(inode):
-            if self.plan.actions:
+            if self.batch.actions:
                 return False
             self._is_full = True
         self._plan_move(name, new)
@@ -297,11 +297,11 @@ class SharedPlanner(Planner):
             shown = self.view.get_entry(*name)
             if shown is not None:
                 remaining.append(shown.inode)
-        if remaining and not any(action.location.parent == directory for action in self.plan.actions):
+        if remaining and not any(action.location.parent == directory for action in self.batch.actions):
             for inode in remaining:
                 if not self._align(inode):
                     return False
-            self.plan.is_blocked = not self.plan.actions
+            self.plan.is_blocked = not self.batch.actions
         return not remaining
 
     def _ensure_directory(self, directory: int) -> bool:
@@ -316,7 +316,7 @@ class SharedPlanner(Planner):
         if not self._ensure_directory(names[0][0]):
             return False
         self._align(directory)
-        self.plan.is_blocked = self.plan.is_blocked or not self.plan.actions
+        self.plan.is_blocked = self.plan.is_blocked or not self.batch.actions
         return False
 
     # --- pieces -------------------------------------------------------------------------------------------------------

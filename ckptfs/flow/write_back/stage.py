@@ -24,8 +24,8 @@ from ckptfs.catalog import contents, pfs_batch, pfs_state, summary
 from ckptfs.catalog.copies import list_copies
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
-from ckptfs.catalog.pfs_batch import PfsAction, PfsBatch, PfsLocation
-from ckptfs.catalog.pfs_state import Fingerprint, PfsView
+from ckptfs.catalog.pfs_batch import PfsAction, PfsBatch
+from ckptfs.catalog.pfs_state import Fingerprint, PfsLocation, PfsView
 from ckptfs.errors import Busy, CkptfsError
 from ckptfs.flow.write_back.deferred import SourceFailed
 from ckptfs.flow.write_back.plan import format_path
@@ -434,13 +434,13 @@ def drop_taken(directory: int, action: PfsAction, ino: int = 0) -> None:
     run_as_owner(directory, action.temporary, drop)
 
 
-def build_batch(plan: BatchPlan, staged: dict[int, Staged]) -> PfsBatch:
-    """Build the batch for the catalog: staged files get their st_ino on the PFS as fingerprint."""
+def finish_batch(plan: BatchPlan, staged: dict[int, Staged]) -> PfsBatch:
+    """Return the batch of a plan with what was staged: its files have their st_ino on the PFS as fingerprint."""
 
     def resolve(fingerprint: Fingerprint) -> Fingerprint:
         return staged[-fingerprint.ino].fingerprint if fingerprint.ino < 0 else fingerprint
 
-    restamped = {action.inode for action in plan.actions if action.act == "attributes"}
+    restamped = set(plan.batch.inodes_with_set_attributes)
 
     def resolve_replaced(fingerprint: Fingerprint) -> Fingerprint:
         """Use st_ino alone for a file that this batch makes and whose times it sets later."""
@@ -450,20 +450,17 @@ def build_batch(plan: BatchPlan, staged: dict[int, Staged]) -> PfsBatch:
             else resolve(fingerprint)
         )
 
-    plan.view.replace_fingerprints(resolve)
-    batch = pfs_batch.build_batch(plan.view, plan.last_seq)
+    batch = plan.batch
     batch.actions = [
         replace(
             one,
             fingerprint=resolve(one.fingerprint),
             replaced_fingerprint=None if one.replaced_fingerprint is None else resolve_replaced(one.replaced_fingerprint),
         )
-        for one in plan.actions
+        for one in batch.actions
     ]
-    batch.requeued, batch.requeued_seqs, batch.settle_rows = plan.requeued, plan.requeued_seqs, plan.settle_rows
-    batch.kept_seqs = plan.kept_seqs
-    batch.lost_inodes = plan.lost_inodes
-    batch.published_rows = plan.renewed_rows + [one.published for one in staged.values() if one.published is not None]
+    batch.name_changes = [replace(change, fingerprint=resolve(change.fingerprint)) for change in batch.name_changes]
+    batch.published_rows += [one.published for one in staged.values() if one.published is not None]
     batch.merged_directories = [plan.puts[key].inode for key, one in staged.items() if one.is_merged]
     return batch
 
