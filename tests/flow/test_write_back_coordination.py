@@ -529,3 +529,33 @@ def test_files_that_are_replaced_all_the_time_never_become_older(tmp_path: Path,
                 await act_once()
 
     run(tmp_path, seed, act, count=2 + seed % 2)
+
+
+def test_a_move_whose_last_temporary_name_stays_for_now_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P6: the mover dies before it removes the file that has lost its name, and then the PFS refuses that for a while."""
+    monkeypatch.setattr(deferred, "RETRY_FIRST_S", 1000.0)
+
+    async def act(cluster: WriterCluster) -> None:
+        one, two = cluster.nodes
+        await one.put("old", b"one")
+        await one.put("new", b"0")
+        await cluster.settle()
+        await one.rename("old", "new")
+        labels: list[str] = []
+
+        def look(label: str) -> None:
+            labels.append(label)
+            cluster.deadly = {label} if labels.count("write_back:unlink") == 2 else set()
+
+        with intercepted(look):
+            await cluster.step(one)
+        assert labels[-1] == "write_back:unlink" and not (cluster.pfs / "old").exists()
+        cluster.refusing, cluster.is_pfs_refusing = 1.0, True
+        for _ in range(3):
+            await cluster.step(one)
+        cluster.is_pfs_refusing = False
+        await two.put("newer", b"from two")
+        await two.rename("newer", "new")
+
+    cluster = run(tmp_path, 0, act)
+    assert set(cluster.shared()) == {b"new"}

@@ -79,6 +79,7 @@ class Applier:
         self._directories: dict[tuple[bytes, ...], None] = {}
         self.current_action: PfsAction | None = None
         self.is_half_done = False
+        """The current change is neither done nor undone: the batch must not end before it."""
         self.has_both_names = False
         """The file of the current move has its new name, and could not lose the old one."""
 
@@ -179,7 +180,7 @@ class Applier:
 
     def _move(self, action: PfsAction) -> None:
         if self._is_shared:
-            drop_taken(self._fd(action.location), action)
+            self._drop_taken(self._fd(action.location), action)
         source = self._stat(action.location)
         if source is None or not self._matches(source, action.fingerprint):
             return
@@ -253,7 +254,13 @@ class Applier:
             return
         directory, name = self._fd(action.location), action.location.name
         self._run_as_owner(directory, name, lambda: disk.rename(label, name, action.temporary, old_fd=directory, new_fd=directory))
-        drop_taken(directory, action, found.st_ino)
+        self._drop_taken(directory, action, found.st_ino)
+
+    def _drop_taken(self, directory: int, action: PfsAction, ino: int = 0) -> None:
+        """Remove the file that has lost its name. The change is done: if the PFS refuses this, the batch waits."""
+        self.is_half_done = True
+        drop_taken(directory, action, ino)
+        self.is_half_done = False
 
     def _is_late(self, directory: int, name: bytes, moved: os.stat_result | None) -> bool:
         """Return True if a call took effect after other nodes gave the name to another than `moved`."""
@@ -358,7 +365,7 @@ class Applier:
 
     def _unlink(self, action: PfsAction) -> None:
         if self._is_shared:
-            drop_taken(self._fd(action.location), action)
+            self._drop_taken(self._fd(action.location), action)
         found = self._stat(action.location)
         if found is None or stat.S_ISDIR(found.st_mode):
             return
