@@ -173,3 +173,12 @@ def test_what_of_a_file_the_pfs_refuses(act: str, row: JournalRow | None, kind: 
     """P1: only what was refused waits; a name that cannot be made does not hold back bytes, nor the other way round."""
     action = PfsAction(act, 3 * KEYS_PER_ROW + 1, 7, PfsLocation(ROOT, b"a", ()), Fingerprint())
     assert choose_kind(action, row) is kind
+
+
+def test_a_row_that_begins_the_next_batch_leaves_nothing_in_this_one(planner: Planner, facts: Facts) -> None:
+    """P6: one of its names cannot appear yet, which a later row is to settle; that comes with the row itself."""
+    planner.view.set_pending(99, b"elsewhere", 8)
+    facts.sizes[8] = BATCH_BYTES_MAX
+    for row in (make(1, 7, b"a"), content(2, 7), make(3, 8, b"b")):
+        assert planner.plan_row(row)
+    assert not planner.plan_row(content(4, 8)) and planner.batch.settle_rows == []

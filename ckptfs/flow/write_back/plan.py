@@ -408,8 +408,6 @@ class Planner:
             return True
         if any(parent in self._made_directories for parent, _ in shown + waiting):
             return False
-        if len(waiting) < len(pending):
-            self._settle_later(row.inode, row)
         first, *others = shown + waiting
         published = self._facts.get_published(row.inode)
         if (
@@ -427,13 +425,16 @@ class Planner:
         elif kind is not SourceKind.SEALED or shown or not self._adopt_entry(row, content, first):
             if self._facts.has_refused_bytes(row.inode):
                 self.batch.kept_seqs.append(row.seq)
-                return True
-            if self.plan.puts and self.plan.planned_bytes + content.size > BATCH_BYTES_MAX:
+                others = []
+            elif self.plan.puts and self.plan.planned_bytes + content.size > BATCH_BYTES_MAX:
                 return False
-            self._remove_forgotten(row.inode)
-            self._plan_file(kind, row.inode, content, row.mode, first)
+            else:
+                self._remove_forgotten(row.inode)
+                self._plan_file(kind, row.inode, content, row.mode, first)
         for name in others:
             self._plan_link(row.inode, first, name)
+        if len(waiting) < len(pending):
+            self._settle_later(row.inode, row)
         return True
 
     def _remove_forgotten(self, inode: int) -> None:
