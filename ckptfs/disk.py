@@ -46,6 +46,11 @@ def act(label: str, call: Callable[..., Result], *values: Any, **named: Any) -> 
     return result
 
 
+def reach(label: str) -> None:
+    """Mark a point between two disk operations, where a test can fail or kill."""
+    act(label, lambda: None)
+
+
 @contextlib.contextmanager
 def closing(fd: int) -> Iterator[int]:
     """Close a descriptor at the end of the block."""

@@ -174,7 +174,7 @@ class Evict:
                 copies.delete_copy(self._db, content.id, storage.tier)
         if gone and storage.tier is Tier.NVME:
             self._db.persist()  # A power cut must not keep the removal and undo the row of the copy that replaces this one.
-        disk.act("evict:forgotten", lambda: None)
+        disk.reach("evict:forgotten")
         local_copies.remove_unrecorded(self._db, storage, *(content.id for content in gone))
         if gone:
             log.debug("dropped %d copies from %s", len(gone), storage.tier)

@@ -109,7 +109,7 @@ class Recover:
 
     def _decide_fate(self, content: Content) -> None:
         """Restore the previous state of a content that nothing has, or mark it lost."""
-        disk.act("recover:fate", lambda: None)
+        disk.reach("recover:fate")
         with self._db.transaction():
             record = contents.get_file_record(self._db, content.id)
             if record.content != content or lifecycle.is_on_pfs(record) or any(map(lifecycle.is_good, record.copies)):

@@ -212,7 +212,7 @@ class Salvage:
         revision = _commit_if_unchanged(self._cluster.store, list(items.values()), puts)
         if not revision:
             return False
-        disk.act("fallback:shown", lambda: None)
+        disk.reach("fallback:shown")
         salvage_records.record_previous_shown(self._db, content, lost.inode, (value, content_value), revision)
         self._report(lost)
         self._notify.wake_lanes()
@@ -274,7 +274,7 @@ class Salvage:
         revision = _commit_if_unchanged(self._cluster.store, compared, puts)
         if not revision:
             return False
-        disk.act("fallback:pfs", lambda: None)
+        disk.reach("fallback:pfs")
         known = [] if on_pfs.replaces else [(SharedKey(PFS_STATE, lost.inode), on_pfs.value, on_pfs.item.mod_revision)]
         salvage_records.record_pfs_shown(self._db, [*known, *((keys.decode_key(key), said, revision) for key, said in puts)])
         self._writers_may_return = True

@@ -402,7 +402,7 @@ class DirectoryScan:
             with scans.import_transaction(self._db, self._directory):
                 self._pending.update(self._db)
                 done += [(seen, *scans.import_entry(self._db, self._pending, seen)) for seen in part]
-                disk.act("scan:import", lambda: None)
+                disk.reach("scan:import")
             for seen, verdict, inode in done:
                 self._notify_mount(seen, verdict, inode)
                 if verdict is ScanVerdict.REPLACED and seen.is_directory != scans.is_directory(self._db, inode):
@@ -465,7 +465,7 @@ class DirectoryScan:
             with scans.import_transaction(self._db, pending.directory):
                 pending.update(self._db)
                 gone += [name for name in part if scans.record_vanished(self._db, pending, name)]
-                disk.act("scan:vanish", lambda: None)
+                disk.reach("scan:vanish")
         for name in gone:
             self._notify.invalidate_entry(pending.directory, name)
         if gone:

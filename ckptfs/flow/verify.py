@@ -69,7 +69,7 @@ def verify(db: Database, tiers: Tiers, number: int, before_block: Callable[[], N
     checked = [copy.tier for copy in list_copies(db, number) if copy.state is not CopyState.FILLING and copy.tier in tiers]
     found = [CheckResult(tier, _find_problem(db, tiers, content, tier, before_block)) for tier in checked]
     _record(db, content, found)
-    disk.act("verify:quarantined", lambda: None)
+    disk.reach("verify:quarantined")
     good = [checked.tier for checked in found if checked.ok]
     content = contents.get_content(db, number) or content
     return [checked if checked.ok or not good else _rebuild_copy(db, tiers, content, good[0], checked) for checked in found]
@@ -111,7 +111,7 @@ def _rebuild_copy(db: Database, tiers: Tiers, content: Content, source: Tier, ba
     except (OSError, Busy, DigestMismatch) as failure:
         log.warning("%s: the copy in %s cannot be rebuilt: %s", get_shown_path(db, content.inode), bad.tier, failure)
         return bad
-    disk.act("verify:repaired", lambda: None)
+    disk.reach("verify:repaired")
     log.info("%s: the copy in %s was rebuilt from the one in %s", get_shown_path(db, content.inode), bad.tier, source)
     return replace(bad, source=source.value)
 

@@ -92,7 +92,7 @@ def copy_to_tier(db: Database, tiers: Tiers, content: Content, source: Tier, tar
     """
     if not copies.insert_filling_copy(db, content, target):
         raise Busy("the content has changed")
-    disk.act("duplicate:announced", lambda: None)
+    disk.reach("duplicate:announced")
     try:
         _copy_bytes(db, tiers, content, source, target)
         if not copies.mark_copy_good(db, content, target):
@@ -100,7 +100,7 @@ def copy_to_tier(db: Database, tiers: Tiers, content: Content, source: Tier, tar
     except BaseException:
         _remove_unfinished(db, tiers, content, target)
         raise
-    disk.act("duplicate:counted", lambda: None)
+    disk.reach("duplicate:counted")
     if target is not Tier.RAM:
         disk.act("duplicate:persist", db.persist)
 
@@ -165,7 +165,7 @@ def record_open_move(db: Database, content: int, source: TierStorage, target: Ti
     """Record that an open content has moved, durably if its source was durable (P5)."""
     with db.transaction():
         contents.record_move(db, content, source.tier, target)
-    disk.act("move:recorded", lambda: None)
+    disk.reach("move:recorded")
     if source.tier is not Tier.RAM:
         disk.act("move:persist", db.persist)
 

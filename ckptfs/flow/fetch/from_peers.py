@@ -188,7 +188,7 @@ class PeerFetcher:
         try:
             stash_id = self._insert_copy(content, storage)
             try:
-                disk.act("fetch:peer:reserved", lambda: None)
+                disk.reach("fetch:peer:reserved")
                 self._fill(content, manifest, sources, storage, stale_fd, progress)
                 if not disk.act("fetch:peer:arrived", remote_contents.record_fetched_copy, self._db, content, tier, manifest.blocks):
                     raise Busy("the file changed while it was fetched")

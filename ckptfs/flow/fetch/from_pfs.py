@@ -108,7 +108,7 @@ class PfsFetcher:
         else:
             raise Busy("the file changed while it was fetched")
         try:
-            disk.act("fetch:reserved", lambda: None)
+            disk.reach("fetch:reserved")
             storage.remove(number)
             fetched = _copy_to_storage(state, storage, number, source, progress)
             self._verify(state, fetched.size, fetched.digest, source)

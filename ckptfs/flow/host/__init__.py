@@ -214,7 +214,7 @@ class Host:
             if not remote_contents.record_hosted_copy(self._db, _build_remote_state(offer), incoming.reserved_id, storage.tier):
                 raise Busy("the content moved on")
         incoming.close()
-        disk.act("host:counted", lambda: None)
+        disk.reach("host:counted")
         if storage.tier is not Tier.RAM:
             storage.fsync_directory()
             disk.act("host:persist", self._db.persist)

@@ -247,7 +247,7 @@ class Replicate:
                 with self._db.transaction():
                     for copy in done:
                         peer_copies.insert_peer_copy(self._db, copy)
-                disk.act("replicate:counted", lambda: None)
+                disk.reach("replicate:counted")
 
     def _finish_content(self, content: Content) -> bool:
         """Mark a content replicated if it has all its copies. Return whether it has."""

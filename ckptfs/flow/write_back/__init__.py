@@ -258,7 +258,7 @@ class WriteBack:
         if puts:
             with self._db.transaction():
                 pfs_batch.set_batch(self._db, PfsBatch(plan.batch.last_seq, puts), ready=False)
-            disk.act("write_back:begun", lambda: None)
+            disk.reach("write_back:begun")
         try:
             began_s = time.monotonic()
             staged = {action.key: self._stage_file(plan, action) for action in puts}
@@ -275,7 +275,7 @@ class WriteBack:
         if batch.actions:
             with self._db.transaction():
                 pfs_batch.set_batch(self._db, batch, ready=True)
-            disk.act("write_back:written_down", lambda: None)
+            disk.reach("write_back:written_down")
         if self._coordination is not None:
             with self._discarded_if_busy(batch):
                 self._coordination.publish_intents(batch)
@@ -412,7 +412,7 @@ class WriteBack:
         else:
             with self._db.transaction():
                 pfs_batch.record_batch_done(self._db, batch, found)
-                disk.act("write_back:finish", lambda: None)
+                disk.reach("write_back:finish")
         self._stager.blocks.record(batch.published_rows)
         if batch.published_rows:
             self._db.persist()  # A file that is reported to be on the PFS must not be lost with the last seconds of the catalog.

@@ -168,7 +168,7 @@ class ClusterWriteBack:
         """Publish the intents of a batch. Raises Busy if it must be planned again, or StoreUnreachable."""
         if batch.expected_entries or batch.published_rows:
             pfs_coordination.publish_intents(self._db, self._store, self._snapshot, batch, self._instance)
-        disk.act("write_back:intent_announced", lambda: None)
+        disk.reach("write_back:intent_announced")
 
     def relocate(self, batch: PfsBatch) -> PfsBatch:
         """Return an interrupted batch with the present paths. Raises Busy without a lease, StoreUnreachable."""
@@ -184,7 +184,7 @@ class ClusterWriteBack:
     def complete_intents(self, batch: PfsBatch, found: ObservedNames) -> None:
         """Publish that the PFS shows the batch. Raises Busy if this node was declared dead, StoreUnreachable."""
         changed = pfs_coordination.complete_intents(self._db, self._store, batch, found, self._snapshot)
-        disk.act("write_back:intent_settled", lambda: None)
+        disk.reach("write_back:intent_settled")
         self._extra_inodes = set()
         if changed:
             with self._db.transaction():

@@ -95,7 +95,7 @@ async def _copy_in_tier(context: MountContext, content: Content, source: TierSto
     is_separated = False
     try:
         await run(lambda: _copy(source, target, content, copied))
-        disk.act("history:copied", lambda: None)
+        disk.reach("history:copied")
         readers = await _switch_readers(context, content.inode, target, copied)
         with context.open_files.change() as db:
             if contents.is_current(db, content.inode, content.id) and contents.is_unchanged(db, content):
@@ -104,7 +104,7 @@ async def _copy_in_tier(context: MountContext, content: Content, source: TierSto
             context.open_files.follow_history(content.inode)
             for file in readers:
                 file.content, file.storage = copied, target
-        disk.act("history:separated", lambda: None)
+        disk.reach("history:separated")
     except DigestMismatch:
         local_copies.quarantine(context.db, content, source.tier, "it does not have the digest of its seal")
     finally:
