@@ -24,6 +24,7 @@ from ckptfs.catalog import peer_copies, summary
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.event_log import EventKind
+from ckptfs.model import Tier
 from ckptfs.quantities import format_count, format_size
 from ckptfs_daemon.event_writer import events
 from ckptfs_daemon.rescue import Rescue, get_highest_level, get_needed_s
@@ -110,10 +111,10 @@ def record_result(db: Database, cause: str, *, is_done: bool, began_s: float) ->
 
 
 def find_obstacle(db: Database) -> tuple[str, str]:
-    """Return (what blocks the drain, remedy) as the lanes and the tiers report it, or empty strings."""
-    for _, value, _ in summary.list_obstacles(db):
-        what, path = value["what"], str(value.get("path") or "")
-        return f"{path}: {what}" if path not in what else what, str(value.get("remedy") or "")
+    """Return (what blocks a drain or a wait, remedy) as the lanes and the tiers report it, or empty strings."""
+    for where, value, _ in summary.list_obstacles(db):
+        what, subject = value["what"], str(value.get("path") or (where if where in {*Tier} else ""))
+        return f"{subject}: {what}" if subject not in what else what, str(value.get("remedy") or "")
     return "", ""
 
 

@@ -42,6 +42,7 @@ from ckptfs_daemon.control.methods import (
     translate_stream_errors,
 )
 from ckptfs_daemon.control.status import StatusFigures, build_capacity
+from ckptfs_daemon.drain import find_obstacle
 from ckptfs_daemon.ipc import ProgressSignal
 
 CHECKED_MAX = 4096
@@ -303,7 +304,7 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
     def _find_obstacle(self, wanted: Level) -> tuple[str, str]:
         if wanted is Level.CLIQUE and self._cluster is not None and (missing := self._cluster.find_missing_domains()):
             return missing, START_NODES
-        return self._figures.get_first_trouble()
+        return find_obstacle(self._db)
 
 
 def _get_copied_ratio(under_way: dict[str, Any]) -> float:

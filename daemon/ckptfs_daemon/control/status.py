@@ -106,12 +106,6 @@ class StatusFigures:
             found.append(pb.Trouble(where=where, age_s=max(0.0, (time.time_ns() - at_ns) / 1e9), **fields))
         return found
 
-    def get_first_trouble(self) -> tuple[str, str]:
-        """Return (what, remedy) of the first problem, or empty strings."""
-        for trouble in self.list_troubles():
-            return (f"{trouble.path}: {trouble.what}" if trouble.path else trouble.what), trouble.remedy
-        return "", ""
-
     def get_current_write_back(self) -> dict[str, Any]:
         """Return inode, path, copied_bytes and size_bytes of the large file being written back, or {}."""
         return summary.get_report(self._db, "write_back")
