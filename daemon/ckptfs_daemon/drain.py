@@ -111,7 +111,7 @@ def record_result(db: Database, cause: str, *, is_done: bool, began_s: float) ->
 
 
 def find_obstacle(db: Database) -> tuple[str, str]:
-    """Return (what blocks a drain or a wait, remedy) as the lanes and the tiers report it, or empty strings."""
+    """Return (what blocks a drain or a wait, remedy), from lanes and tiers, or empty strings."""
     for where, value, _ in summary.list_obstacles(db):
         what, subject = value["what"], str(value.get("path") or (where if where in {*Tier} else ""))
         return f"{subject}: {what}" if subject not in what else what, str(value.get("remedy") or "")

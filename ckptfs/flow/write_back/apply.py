@@ -257,7 +257,7 @@ class Applier:
         self._drop_taken(directory, action, found.st_ino)
 
     def _drop_taken(self, directory: int, action: PfsAction, ino: int = 0) -> None:
-        """Remove the file that has lost its name. The change is done: if the PFS refuses this, the batch waits."""
+        """Remove the file that has lost its name. If the PFS refuses, the batch waits; the change is done."""
         self.is_half_done = True
         drop_taken(directory, action, ino)
         self.is_half_done = False

@@ -44,7 +44,7 @@ class PlannedFile:
 
 @dataclass(slots=True)
 class BatchPlan:
-    """What a planner has decided: the batch, whose files are still to be staged, and what becomes of the next row.
+    """The decisions of a planner: the batch, with files still to stage, and the fate of the next row.
 
     `puts`: what the actions 'put' make, by key. `moved_pending`: inodes that appear or have other names now: what the PFS refused of them
     is tried again. `waiting_for`, `is_blocked`, `missing_inode`: the next row waits for a seal, another node, or the bytes of a file.

@@ -435,7 +435,7 @@ def drop_taken(directory: int, action: PfsAction, ino: int = 0) -> None:
 
 
 def finish_batch(plan: BatchPlan, staged: dict[int, Staged]) -> PfsBatch:
-    """Return the batch of a plan with what was staged: its files have their st_ino on the PFS as fingerprint."""
+    """Return the batch of a plan; the fingerprint of each staged file is its st_ino on the PFS."""
 
     def resolve(fingerprint: Fingerprint) -> Fingerprint:
         return staged[-fingerprint.ino].fingerprint if fingerprint.ino < 0 else fingerprint
