@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckptfs import lifecycle
-from ckptfs.catalog import copies, handles, identity, journal, peer_copies
+from ckptfs.catalog import copies, handles, identity, journal, peer_copies, remote_contents
 from ckptfs.catalog.content_rows import CONTENT_COLUMNS, IS_ON_PFS, build_content
 from ckptfs.catalog.content_rows import get_content as get_content
 from ckptfs.catalog.content_rows import is_unchanged as is_unchanged
@@ -354,7 +354,7 @@ def record_successor(db: Database, inode: int, content: int, successor: int) -> 
     mark_superseded(db, inode)
     db.run("UPDATE OR REPLACE copy SET content = ? WHERE content = ? AND tier = ?", successor, content, tier)
     bump_change(db, content)  # A reader of its bytes in this tier has to stop.
-    copies.mark_unannounced_if_gone(db, content)
+    remote_contents.mark_copy_changed(db, content)
     generation = "(SELECT max(k.generation, i.generation) + 1 FROM content k, inode i WHERE k.id = ?3 AND i.id = ?2)"
     db.run(f"UPDATE content SET inode = ?2, generation = {generation} WHERE id = ?1", successor, inode, content)
     handles.set_content(db, inode, successor)
@@ -384,7 +384,7 @@ def mark_open(db: Database, inode: int, content: int, tier: Tier) -> None:
     # Above every generation that a node has shown: after a loss, the content that is reopened may be an earlier state of the file.
     db.run(
         "UPDATE content SET state = 0, change = change + 1, digest = NULL, blocks = NULL, remote = 0,"
-        " announce_state = CASE announce_state WHEN 0 THEN 0 ELSE 3 END,"
+        " announce_state = CASE announce_state WHEN 0 THEN 0 ELSE 2 END,"
         " generation = max(generation, coalesce((SELECT generation FROM inode WHERE id = ?1), 0)) + 1 WHERE id = ?2",
         inode, content,
     )  # fmt: skip

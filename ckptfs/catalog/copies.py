@@ -55,9 +55,7 @@ def set_copy_state(db: Database, content: int, tier: Tier, state: CopyState) -> 
         verified_ns = time.time_ns() if state is CopyState.GOOD else 0
         checked = "UPDATE copy SET state = ?, verified_ns = ? WHERE content = ? AND tier = ? AND state <> 0"
         db.run(checked, state, verified_ns, content, tier)
-        mark_unannounced_if_gone(db, content)
-        if state is CopyState.GOOD:
-            remote_contents.mark_copy_present(db, content)
+        remote_contents.mark_copy_changed(db, content)
 
 
 def mark_copy_bad(db: Database, content: int, tier: Tier) -> None:
@@ -92,16 +90,7 @@ def delete_copy(db: Database, content: int, tier: Tier) -> None:
     """Delete the row of a copy. Its file may go after the commit, unless `has_copy` finds a new row."""
     with db.transaction():
         db.run("DELETE FROM copy WHERE content = ? AND tier = ?", content, tier)
-        mark_unannounced_if_gone(db, content)
-
-
-def mark_unannounced_if_gone(db: Database, content: int) -> None:
-    """Mark the content to be withdrawn from the store if no copy of it counts any more."""
-    left = "SELECT 1 FROM copy WHERE copy.content = content.id AND (copy.state = 1 OR (copy.state = 3 AND copy.digest IS NOT NULL))"
-    db.run(
-        f"UPDATE content SET announce_state = 3 WHERE id = ? AND announce_state IN (1, 2) AND remote = 1 AND NOT EXISTS ({left})", content
-    )
-    remote_contents.mark_copy_absent(db, content)
+        remote_contents.mark_copy_changed(db, content)
 
 
 def list_bad_copies(db: Database, state: CopyState, tier: Tier) -> list[int]:
@@ -400,7 +389,7 @@ def record_fetched(db: Database, expected: FetchState, fetched: FetchedContent) 
             db.run(
                 "UPDATE content SET blocks = coalesce(blocks, ?), announce_state = 2 WHERE id = ?", fetched.block_digests, fetched.content
             )
-        remote_contents.mark_copy_present(db, fetched.content)
+        remote_contents.mark_copy_changed(db, fetched.content)
         _set_pfs_digest(db, expected.inode, fetched.digest, fetched.block_digests)
         return True
 

@@ -5,7 +5,8 @@ content that was open has several generations. When a newer one is learned, the 
 the file if the newer generation is lost with its writer. They stay until other nodes have that (P5, P9).
 
 The store has to know of a remote content if this node has a copy; of an own one, if this node lost it while other nodes have it and the PFS
-does not. Code that inserts or deletes a copy marks that in the same transaction. Functions that change rows join the caller's transaction.
+does not (`IS_ANNOUNCED`). `announce_state` is 1 if the store knows, 0 if it has nothing, and higher if it has to learn what is true then.
+Code that inserts or deletes a copy marks that in the same transaction. Functions that change rows join the caller's transaction.
 
 Crash safety: a state that is not marked as announced is announced again. Files without a row are leftovers of the reclaim lane.
 """
@@ -43,8 +44,16 @@ class RemoteState:
 
 HAS_GOOD_COPY = "EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c.state = 1)"
 
-HAS_STALE_COPY_UNCLOSED = "EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c.state = 3 AND c.digest IS NOT NULL"
-"""SQL about a row of `content`: this node has a STALE copy of a known generation. The parenthesis is left open."""
+IS_ANNOUNCED = (
+    f"(CASE remote WHEN 0 THEN state = 2 AND NOT {HAS_GOOD_COPY} AND {peer_copies.IS_KNOWN_ELSEWHERE.format('content')}"
+    f" AND NOT {IS_ON_PFS.format('content')} ELSE (state = 2 AND {HAS_GOOD_COPY}) OR (state IN (1, 2)"
+    " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c.state = 3 AND c.digest IS NOT NULL)) END)"
+)
+"""SQL about a row of `content`: 1 if the store is to have this node's key of it, else 0.
+
+Of another node's content: this node has a copy, whole or STALE, of a known generation. Of its own: it has lost the copy, other nodes have
+it, and the PFS does not.
+"""
 
 _SET_REMOTE = "announce_state = CASE WHEN remote = 0 AND announce_state > 0 THEN 2 ELSE announce_state END, remote = 1"
 """SQL: another node has written the content. Whether the store knows this node's copy is decided again."""
@@ -231,7 +240,7 @@ def mark_copies_stale(db: Database, content: int) -> None:
         " used_ns = ?4 WHERE content = ?5 AND state IN (1, 2)",
         generation, digest, CopyState.STALE, time.time_ns(), content,
     )  # fmt: skip
-    db.run("UPDATE content SET announce_state = 2 WHERE id = ? AND announce_state = 0", content)
+    mark_copy_changed(db, content)
 
 
 def record_hosted_copy(db: Database, remote: RemoteState, reserved_content: int, tier: Tier) -> bool:
@@ -246,11 +255,11 @@ def record_hosted_copy(db: Database, remote: RemoteState, reserved_content: int,
             remote.block_digests,
             remote.content,
         )
-        mark_copy_present(db, remote.content)
         db.run(
             "INSERT OR REPLACE INTO copy (content, tier, state, verified_ns, used_ns) VALUES (?, ?, 1, ?, ?)",
             remote.content, tier, now, now,
         )  # fmt: skip
+        mark_copy_changed(db, remote.content)
         return True
 
 
@@ -269,20 +278,8 @@ def record_fetched_copy(db: Database, seen: Content, tier: Tier, block_digests: 
             block_digests,
             seen.id,
         )
-        mark_copy_present(db, seen.id)
+        mark_copy_changed(db, seen.id)
         return True
-
-
-def mark_unannounced(db: Database, content: int) -> None:
-    """Mark that the store has to learn of this node's copy of a remote content."""
-    with db.transaction():
-        db.run("UPDATE content SET announce_state = 2 WHERE id = ? AND remote = 1", content)
-
-
-def mark_copy_present(db: Database, content: int) -> None:
-    """Mark that the store has to learn that this node has a copy of its own content again."""
-    with db.transaction():
-        db.run("UPDATE content SET announce_state = 3 WHERE id = ? AND remote = 0 AND announce_state > 0", content)
 
 
 def was_in_store(db: Database, inode: int) -> bool:
@@ -387,70 +384,45 @@ def _list_blocks(db: Database, where: str, *arguments: int) -> list[tuple[int, T
     return [(row[0], Tier(row[1]), row[2]) for row in rows]
 
 
-_IS_ABSENT = (
-    f"(content.remote = 0 AND content.state = 2 AND NOT {HAS_GOOD_COPY} AND {peer_copies.IS_KNOWN_ELSEWHERE.format('content')}"
-    f" AND NOT {IS_ON_PFS.format('content')})"
+def mark_unannounced(db: Database, content: int) -> None:
+    """Mark that the store has to learn of this node's copy of a remote content again."""
+    db.change("UPDATE content SET announce_state = 2 WHERE id = ? AND remote = 1", content)
+
+
+def mark_copy_changed(db: Database, content: int) -> None:
+    """Mark that the store has to learn of this node's copy, or that it is gone, unless it knows."""
+    db.change(f"UPDATE content SET announce_state = 2 WHERE id = ? AND announce_state <> {IS_ANNOUNCED}", content)
+
+
+def mark_all_unannounced(db: Database) -> None:
+    """Do so for all contents, because copies may be gone with their tier."""
+    db.change(f"UPDATE content SET announce_state = 2 WHERE announce_state <> {IS_ANNOUNCED}")
+
+
+_SELECT_UNANNOUNCED = (
+    f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS.replace('k.', 'content.')}, {IS_ANNOUNCED}, {HAS_GOOD_COPY} FROM content"
+    " WHERE announce_state > 1"
 )
-"""SQL about a row of `content`: this node wrote it and has lost it, other nodes have it, and the PFS does not."""
-
-
-def mark_copy_absent(db: Database, content: int) -> None:
-    """Mark that other nodes have to learn that this node lost its own content, if they have it."""
-    with db.transaction():
-        db.run(f"UPDATE content SET announce_state = 2 WHERE id = ? AND announce_state <> 1 AND {_IS_ABSENT}", content)
 
 
 def list_unannounced(db: Database, at_most: int) -> list[tuple[Content, bool]]:
-    """Return contents of which the store has to learn, with what it has to learn.
+    """Return contents of which the store has to learn; True if their key is to be there, else it is to go.
 
-    Of another node's: True if a copy is here, with the generation of that one. Of an own content: True if its copy is gone.
+    Of another node's content, this is the generation that is here.
     """
-    rows = db.rows(
-        f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS.replace('k.', 'content.')}, announce_state = 2,"
-        f" state = 2 AND {HAS_GOOD_COPY} FROM content WHERE announce_state > 1 LIMIT ?",
-        at_most,
-    )  # fmt: skip
-    unannounced = []
-    for row in rows:
-        content, is_present = build_content(row), bool(row[9])
-        if not content.is_remote:
-            is_present = is_present and content.state is ContentState.SEALED and not row[10]
-        elif is_present and not row[10]:
-            found = find_held_copy(db, content.id)
-            is_present = found is not None
-            content = content if found is None else replace(content, generation=found.generation, digest=found.digest)
-        unannounced.append((content, is_present))
-    return unannounced
+    return [_build_announcement(db, row) for row in db.rows(f"{_SELECT_UNANNOUNCED} LIMIT ?", at_most)]
 
 
-def mark_announced(db: Database, contents: Iterable[tuple[Content, bool]]) -> None:
-    """Record what the store has learned. Contents that have changed meanwhile stay to be announced."""
+def _build_announcement(db: Database, row: tuple[Any, ...]) -> tuple[Content, bool]:
+    content, is_announced, has_good_copy = build_content(row), bool(row[9]), row[10]
+    held = find_held_copy(db, content.id) if content.is_remote and is_announced and not has_good_copy else None
+    return content if held is None else replace(content, generation=held.generation, digest=held.digest), is_announced
+
+
+def mark_announced(db: Database, announced: Iterable[tuple[Content, bool]]) -> None:
+    """Record what the store has learned, unless it has to learn something else by now."""
     with db.transaction():
-        for content, is_present in contents:
-            if is_present:
-                db.run(
-                    "UPDATE content SET announce_state = 1 WHERE id = ?1 AND change = ?2 AND announce_state = 2 AND"
-                    f" ((state = 2 AND generation = ?3 AND digest = ?4 AND {HAS_GOOD_COPY} = remote)"
-                    f" OR {HAS_STALE_COPY_UNCLOSED} AND c.generation = ?3 AND c.digest = ?4))",
-                    content.id, content.change, content.generation, content.digest,
-                )  # fmt: skip
-            else:
-                db.run(
-                    "UPDATE content SET announce_state = 0 WHERE id = ? AND change = ?"
-                    f" AND (announce_state = 3 OR (announce_state = 2 AND CASE remote WHEN 0 THEN state <> 2 OR {HAS_GOOD_COPY}"
-                    f" ELSE NOT (state = 2 AND {HAS_GOOD_COPY}) AND NOT {HAS_STALE_COPY_UNCLOSED}) END))",
-                    content.id, content.change,
-                )  # fmt: skip
-
-
-def mark_dropped_unannounced(db: Database) -> int:
-    """Mark for the store copies that are gone, for example with their tier. Return how many."""
-    with db.transaction():
-        db.run(
-            f"UPDATE content SET announce_state = CASE WHEN {_IS_ABSENT} THEN 2 ELSE 3 END"
-            f" WHERE remote = 0 AND (announce_state > 0 OR {_IS_ABSENT})"
-        )
-        return db.run(
-            f"UPDATE content SET announce_state = 3 WHERE announce_state IN (1, 2) AND remote = 1"
-            f" AND NOT {HAS_GOOD_COPY} AND NOT {HAS_STALE_COPY_UNCLOSED})"
-        )
+        for content, is_announced in announced:
+            row = db.row(f"{_SELECT_UNANNOUNCED} AND id = ?", content.id)
+            if row is not None and _build_announcement(db, row) == (content, is_announced):
+                db.run("UPDATE content SET announce_state = ? WHERE id = ?", is_announced, content.id)

@@ -223,7 +223,7 @@ def record(db: Database, number: int, shared: ContentLocations, own_number: int)
         for copy in copies:
             peer_copies.insert_peer_copy(db, copy)
         mark_found(db, number)
-        remote_contents.mark_copy_absent(db, number)
+        remote_contents.mark_copy_changed(db, number)
         return
     if remote_contents.is_own_unpublished(db, number):
         return

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ckptfs.catalog import identity
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.remote_contents import HAS_GOOD_COPY
+from ckptfs.catalog.remote_contents import IS_ANNOUNCED
 from ckptfs.coherence import key_state, keys, merge, store_loss
 from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import INODE, NAME, PFS_NAME, PFS_STATE, TIMES, SharedKey, Value
@@ -73,7 +73,7 @@ def begin(db: Database, epoch: bytes) -> None:
         for statement in (*_FORGET_STORE, *_WALK_STATEMENTS, *_MARK_ALL_DIRTY):
             db.run(statement)
         db.run("DELETE FROM walk")
-        db.run(f"UPDATE content SET announce_state = 2 WHERE remote = 1 AND state = 2 AND {HAS_GOOD_COPY}")
+        db.run(f"UPDATE content SET announce_state = 2 WHERE {IS_ANNOUNCED}")
         store_loss.record_epoch(db, epoch)
         store_loss.set_adoption_step(db, AdoptionStep.MERGING)
 

@@ -111,7 +111,7 @@ class AnnounceCopies:
 
     def prepare(self) -> None:
         """Mark announced copies that were lost with a tier. Called once, before the first step."""
-        remote_contents.mark_dropped_unannounced(self._db)
+        remote_contents.mark_all_unannounced(self._db)
 
     def step(self) -> bool:
         """Announce one batch. Return True if there may be more at once."""

@@ -223,7 +223,7 @@ def test_a_content_without_other_copies_is_not_announced(tmp_path: Path) -> None
     alone = one.written(b"alone", b"data")
     one.publish(there)
     one.lose_ram()
-    remote_contents.mark_dropped_unannounced(one.db)
+    remote_contents.mark_all_unannounced(one.db)
     assert remote_contents.list_unannounced(one.db, 10) == [] and one.copies(alone) == {}
 
 

@@ -160,7 +160,7 @@ def test_a_writer_refetches_the_copies_that_it_lost(tmp_path: Path) -> None:
     written = [one.written(b"f%d" % number, os.urandom(1000)) for number in range(3)]
     settle(cluster)
     one.lose_ram()
-    remote_contents.mark_dropped_unannounced(one.db)
+    remote_contents.mark_all_unannounced(one.db)
     one.member = replace(one.member, incarnation="another.2")
     cluster.changed()
     fetch = Fetch(one.db, one.tiers, one.config, one.told, cluster_of(one))
@@ -182,7 +182,7 @@ def test_a_full_tier_stops_further_requests(tmp_path: Path) -> None:
         one.written(b"f%d" % number, os.urandom(1000))
     settle(cluster)
     one.lose_ram()
-    remote_contents.mark_dropped_unannounced(one.db)
+    remote_contents.mark_all_unannounced(one.db)
     one.member = replace(one.member, incarnation="another.2")
     cluster.changed()
     asked = set()
