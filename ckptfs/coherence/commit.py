@@ -8,8 +8,9 @@ Changes are sent whole and in order, as many as fit. Invariants, which keep the 
 Crash safety: nothing is changed. A transaction that was sent but not recorded is recognised by its link (see `chain`).
 """
 
+import copy
 import stat
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 
 from ckptfs import limits
 from ckptfs.catalog.database import Database
@@ -361,14 +362,7 @@ def _is_directory(entry: bytes | None) -> int:
 
 
 def _copy_transaction(transaction: StoreTransaction) -> StoreTransaction:
-    return replace(
-        transaction,
-        new_values=dict(transaction.new_values),
-        unchanged_keys=list(transaction.unchanged_keys),
-        expected_revisions=dict(transaction.expected_revisions),
-        required_directories=set(transaction.required_directories),
-        required_empty=set(transaction.required_empty),
-        deleted_later=set(transaction.deleted_later),
-        extra_deletes=list(transaction.extra_deletes),
-        told_chosen=dict(transaction.told_chosen),
-    )
+    copied = copy.copy(transaction)
+    for name in (one.name for one in fields(transaction)):
+        setattr(copied, name, copy.copy(getattr(transaction, name)))
+    return copied

@@ -26,7 +26,6 @@ from ckptfs.store.kv import Outcome
 class CommitResult:
     """The names whose changes were undone, and the inodes that have no name any more."""
 
-    is_committed: bool
     reverted_names: set[SharedKey] = field(default_factory=set)
     unlinked_inodes: list[int] = field(default_factory=list)
 
@@ -52,7 +51,7 @@ class ConflictResolver:
         self._restored_inodes: set[int] = set()
         self._values_to_merge: list[tuple[SharedKey, CachedValue]] = []
         self._inodes_to_recount: set[int] = set()
-        self._result = CommitResult(False)
+        self._result = CommitResult()
 
     def mark_not_empty(self, directory: int) -> None:
         """Mark as contested a directory that was removed on this node but has entries in the store."""
@@ -277,7 +276,7 @@ def record_commit(
                 set_link_count(db, key)
         if revision:
             key_state.set_cached(db, transaction.link.key, CachedValue(revision, transaction.build_link_put().value))
-    return CommitResult(True)
+    return CommitResult()
 
 
 def _get_writer(db: Database, content: SharedKey) -> int:
@@ -296,7 +295,7 @@ def record_fence(
         for key in chain.list_deleted(found):
             key_state.set_cached(db, key, key_state.ABSENT)
         key_state.set_cached(db, link.key, found)
-    return CommitResult(False)
+    return CommitResult()
 
 
 def drop_change(db: Database, transaction: StoreTransaction) -> str:

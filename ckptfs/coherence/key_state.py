@@ -224,22 +224,15 @@ def get_cached(db: Database, key: SharedKey) -> CachedValue:
 
 def set_cached(db: Database, key: SharedKey, cached: CachedValue) -> None:
     """Record that the store has this value."""
-    if cached.raw is None:
-        db.run("DELETE FROM cached_key WHERE kind = ? AND number = ? AND name = ?", *key)
-    else:
-        db.run("INSERT OR REPLACE INTO cached_key (kind, number, name, revision, value) VALUES (?,?,?,?,?)", *key, *cached)
+    set_cached_each(db, [(key, cached)])
 
 
 def set_cached_each(db: Database, cached: Iterable[tuple[SharedKey, CachedValue]]) -> None:
     """Record that the store has these values."""
-    rows, absent = [], []
-    for key, one in cached:
-        if one.raw is None:
-            absent.append(key)
-        else:
-            rows.append((*key, *one))
+    known = list(cached)
+    absent, present = [key for key, one in known if one.raw is None], [(*key, *one) for key, one in known if one.raw is not None]
     db.run_each("DELETE FROM cached_key WHERE kind = ? AND number = ? AND name = ?", absent)
-    db.run_each("INSERT OR REPLACE INTO cached_key (kind, number, name, revision, value) VALUES (?,?,?,?,?)", rows)
+    db.run_each("INSERT OR REPLACE INTO cached_key (kind, number, name, revision, value) VALUES (?,?,?,?,?)", present)
 
 
 def list_cached_names(db: Database, directory: int, after: bytes, up_to: bytes | None) -> list[bytes]:

@@ -229,7 +229,7 @@ class ReintegrationResolver(ConflictResolver):
         names = list_local_names(self._db, inode)
         self._mark_unpublished(key for key in names if self._get_store_child(key) == inode)
         if content is not None:
-            self._append_content_row(inode, content)
+            self._append_journal_row("content", inode, content=content)  # Earlier rows are about another file.
         if not names:
             self._add_first_free_name(ROOT, b"", ISLAND_MARK, inode)
             self._db.run("UPDATE inode SET parent = ? WHERE id = ? AND mode & 61440 = 16384", ROOT, inode)
@@ -257,10 +257,6 @@ class ReintegrationResolver(ConflictResolver):
         for key in keys:
             key_state.set_cached(self._db, key, ABSENT)
             key_state.mark_dirty(self._db, key)
-
-    def _append_content_row(self, inode: int, content: int) -> None:
-        """Append a journal row for the bytes of a restored file: earlier rows are about another file."""
-        self._append_journal_row("content", inode, content=content)
 
     def _append_journal_row(self, op: str, inode: int, **what: Any) -> None:
         if self._db.is_journalled:
@@ -296,7 +292,7 @@ class ReintegrationResolver(ConflictResolver):
         self._inodes_to_recount |= {made, key.number}
         self._mark_unpublished([SharedKey(INODE, made), SharedKey(CONTENT, content)])
         self._name_split_file(key.number, made, later=merge.get_write_order(ours) > merge.get_write_order(theirs))
-        self._append_content_row(made, content)
+        self._append_journal_row("content", made, content=content)
         return True
 
     def _name_split_file(self, theirs: int, ours: int, *, later: bool) -> None:

@@ -38,32 +38,22 @@ def record_previous_shown(db: Database, content: Content, inode: int, values: tu
         )  # fmt: skip
         journal.append(db, "content", inode, content=content.id)
         key_state.set_cached(db, SharedKey(CONTENT, content.id), CachedValue(revision, keys.encode_value(values[1])))
-        apply_inode_value(db, inode, values[0], revision)
+        apply_values(db, [(SharedKey(INODE, inode), values[0], revision)])
 
 
-def apply_inode_value(db: Database, inode: int, value: Value, revision: int) -> None:
-    """Apply the value of a file, except fields with unpublished changes of this node."""
-    _apply_value(db, SharedKey(INODE, inode), value, revision)
-
-
-def _apply_value(db: Database, key: SharedKey, value: Value | None, revision: int) -> None:
+def apply_values(db: Database, store_values: Iterable[tuple[SharedKey, Value | None, int]]) -> None:
+    """Apply values of the store, (key, value, revision), in order; not to keys that are dirty here."""
     with key_state.change_unmarked(db):
-        if not key_state.is_dirty(db, key) and key_state.get_cached(db, key).revision < revision:
-            keys.write_value(db, key, value)
-            key_state.set_cached(db, key, CachedValue(revision, keys.encode_value(value)))
-
-
-def record_pfs_shown(db: Database, store_values: Iterable[tuple[SharedKey, Value | None, int]]) -> None:
-    """Record that a file shows what the PFS has. `store_values`: (key, value, revision), in order."""
-    with db.transaction():
         for key, value, revision in store_values:
-            _apply_value(db, key, value, revision)
+            if not key_state.is_dirty(db, key) and key_state.get_cached(db, key).revision < revision:
+                keys.write_value(db, key, value)
+                key_state.set_cached(db, key, CachedValue(revision, keys.encode_value(value)))
 
 
 def record_salvage_undone(db: Database, inode: int, value: Value, revision: int, node: int) -> None:
     """Record that `inode` has its lost state again, of `node`. This one writes it back."""
     with db.transaction():
-        apply_inode_value(db, inode, value, revision)
+        apply_values(db, [(SharedKey(INODE, inode), value, revision)])
         if db.is_journalled:
             row = journal.JournalRow(0, "content", inode, content=value["content"], mode=value["mode"], at_ns=time.time_ns(), origin=node)
             journal.insert_taken_over(db, [row])

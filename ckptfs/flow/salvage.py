@@ -259,7 +259,7 @@ class Salvage:
     def _record_pfs_shown(self, inode: int, file: SharedFile, on_pfs: SharedPfsState) -> bool:
         """Record the decision of another node."""
         rows = [(PFS_STATE, on_pfs.value, on_pfs.item), (INODE, file.value, file.item)]
-        salvage_records.record_pfs_shown(self._db, [(SharedKey(kind, inode), value, item.mod_revision) for kind, value, item in rows])
+        salvage_records.apply_values(self._db, [(SharedKey(kind, inode), value, item.mod_revision) for kind, value, item in rows])
         self._notify.invalidate_inode(inode)
         return True
 
@@ -276,7 +276,7 @@ class Salvage:
             return False
         disk.reach("fallback:pfs")
         known = [] if on_pfs.replaces else [(SharedKey(PFS_STATE, lost.inode), on_pfs.value, on_pfs.item.mod_revision)]
-        salvage_records.record_pfs_shown(self._db, [*known, *((keys.decode_key(key), said, revision) for key, said in puts)])
+        salvage_records.apply_values(self._db, [*known, *((keys.decode_key(key), said, revision) for key, said in puts)])
         self._writers_may_return = True
         self._report(lost)
         self._notify.invalidate_inode(lost.inode)
@@ -323,7 +323,7 @@ class Salvage:
                 if file is None:
                     salvage_records.delete_salvage_record(self._db, inode)
                 else:
-                    salvage_records.apply_inode_value(self._db, inode, file.value, file.item.mod_revision)
+                    salvage_records.apply_values(self._db, [(SharedKey(INODE, inode), file.value, file.item.mod_revision)])
                 summary.set_trouble(self._db, _get_trouble_name(inode), None)
             elif salvaged["node"] in view:
                 is_undecided = not self._restore_from_writer(inode, file, salvaged, view) or is_undecided

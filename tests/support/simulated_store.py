@@ -95,7 +95,7 @@ class VirtualTime:
                 ("time.clock_gettime", lambda _: self.now_s()), ("time.sleep", self.spend), ("trio.to_thread.run_sync", self.run_inline),
             ):  # fmt: skip
                 patches.enter_context(mock.patch(name, act))
-            patches.enter_context(mock.patch("ckptfs_daemon.mount.cluster.key_watch.next_events", SimulatedWatch.wait))
+            patches.enter_context(mock.patch("ckptfs_daemon.mount.cluster.shared_namespace.next_events", SimulatedWatch.wait))
             patches.enter_context(mock.patch.object(peer_queues.threading, "Thread", functools.partial(TaskThread, self)))
             patches.enter_context(mock.patch.object(threading.Event, "wait", self._build_wait()))
             yield

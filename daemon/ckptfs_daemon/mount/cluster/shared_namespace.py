@@ -31,8 +31,8 @@ from ckptfs.coherence.keys import NAME, SharedKey, describe_path
 from ckptfs.coherence.read import RecentDeletes, StoreValue
 from ckptfs.coherence.store_loss import AdoptionStep, EpochCheckedStore
 from ckptfs.errors import CkptfsError, StoreLost, StoreUnreachable, TransactionInvalid, posix_error
-from ckptfs.store.kv import Get, Outcome, Store
-from ckptfs_daemon.mount.cluster import cluster_recovery, key_watch
+from ckptfs.store.kv import Get, Outcome, Store, Watch, WatchEvents, prefix_end
+from ckptfs_daemon.mount.cluster import cluster_recovery
 from ckptfs_daemon.mount.cluster.cluster_recovery import wait_outcome
 
 
@@ -76,6 +76,11 @@ class CommitRounds:
         """Make all waiting callers check again."""
         self._changed.set()
         self._changed = trio.Event()
+
+
+async def next_events(watch: Watch) -> WatchEvents | None:
+    """Wait for the next events of a watch. Returns None if it has ended."""
+    return await trio.to_thread.run_sync(lambda: next(watch, None), abandon_on_cancel=True)
 
 
 log = logging.getLogger(__name__)
@@ -249,8 +254,34 @@ class SharedNamespace:
                 question.done.set()
 
     async def follow_keys(self, prefix: bytes, on_keys: Callable[[Iterable[bytes]], None]) -> None:
-        """Call `on_keys` with all keys below a prefix, then with those that are put. A task."""
-        await key_watch.follow_keys(self._store, prefix, on_keys)
+        """Call `on_keys` with all keys below a prefix, then with those that are put. A task.
+
+        A key may come twice. None is missed: after a break all are read again.
+        """
+        while True:
+            try:
+                revision = await self._read_keys(prefix, on_keys)
+                watch = self._store.watch(prefix, prefix_end(prefix), revision + 1)
+                try:
+                    while (batch := await next_events(watch)) is not None:
+                        on_keys([event.key for event in batch.events if event.item is not None])
+                finally:
+                    watch.close()
+            except CkptfsError as failure:
+                log.debug("etcd: %s: cannot be watched: %s; reading it again", prefix.decode(), failure)
+            await trio.sleep(limits.STORE_PROBE_S)
+
+    async def _read_keys(self, prefix: bytes, on_keys: Callable[[Iterable[bytes]], None]) -> int:
+        """Call `on_keys` with the keys, in pages. Return the revision that they are of."""
+        revision, key = 0, prefix
+        while True:
+            get = Get(key, prefix_end(prefix), limit=limits.ETCD_PAGE_ITEMS, revision=revision)
+            found = await wait_outcome(self._store.read_soon([get]))
+            revision, items = revision or found.revision, found.results[0]
+            on_keys([item.key for item in items])
+            if len(items) < limits.ETCD_PAGE_ITEMS:
+                return revision
+            key = items[-1].key + b"\0"
 
     # --- publishing ---------------------------------------------------------------------------------------------------
 
