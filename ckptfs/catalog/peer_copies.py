@@ -7,7 +7,6 @@ these tables are empty. Functions that change rows join the caller's transaction
 """
 
 import json
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -62,6 +61,7 @@ class KnownNode:
     name: str
     domain: str
     incarnation: str = ""
+    is_alive: bool = True
 
 
 # --- nodes -----------------------------------------------------------------------------------------------------------
@@ -79,27 +79,21 @@ def set_live_nodes(db: Database, own_number: int, factor: int, nodes: Iterable[K
         db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('factor', ?)", factor)
 
 
+def list_nodes(db: Database) -> dict[int, KnownNode]:
+    """Return all nodes that were ever seen, as last recorded, this one included."""
+    rows = db.rows("SELECT number, name, domain, incarnation, alive FROM peer")
+    return {number: KnownNode(number, name, domain, incarnation, bool(alive)) for number, name, domain, incarnation, alive in rows}
+
+
 def list_live_nodes(db: Database) -> dict[int, KnownNode]:
-    """Return the nodes that were alive when last recorded, this one included."""
-    rows = db.rows("SELECT number, name, domain, incarnation FROM peer WHERE alive = 1")
-    return {row[0]: KnownNode(*row) for row in rows}
+    """Return those that were alive when last recorded."""
+    return {number: node for number, node in list_nodes(db).items() if node.is_alive}
 
 
 def delete_dead_node(db: Database, node: int) -> None:
     """Forget a dead node, unless it may return with copies that count."""
     with db.transaction():
         db.run("DELETE FROM peer WHERE number = ?1 AND alive = 0 AND NOT EXISTS (SELECT 1 FROM peer_copy WHERE node = ?1)", node)
-
-
-def find_incarnation(db: Database, node: int) -> str | None:
-    """Return the incarnation in which a node was last seen. Returns None if it never was."""
-    found: str | None = db.value("SELECT incarnation FROM peer WHERE number = ?", node)
-    return found
-
-
-def list_node_names(db: Database) -> dict[int, str]:
-    """Return number -> name of all nodes that were ever seen."""
-    return dict(db.rows("SELECT number, name FROM peer"))
 
 
 def load_clique_copies(db: Database, content: Content | None, inode: int = 0) -> CliqueCopies | None:
@@ -377,11 +371,11 @@ def mark_node_copies_lost(db: Database, node: int) -> int:
         )
 
 
-def get_replication_lag(db: Database) -> tuple[int, int, float]:
-    """Return (files, bytes, age of the oldest in seconds) of own contents that need copies on other nodes."""
-    found = db.row(f"SELECT count(*), coalesce(sum(k.size), 0), min(k.closed_ns) FROM {_UNDER_REPLICATED} AND k.remote = 0")
-    files, size, oldest = found or (0, 0, None)
-    return int(files), int(size), 0.0 if oldest is None else max(0.0, (time.time_ns() - oldest) / 1e9)
+def get_replication_lag(db: Database) -> tuple[int, int, int]:
+    """Return (files, bytes, close of the oldest in ns or 0) of own contents that need more copies."""
+    found = db.row(f"SELECT count(*), coalesce(sum(k.size), 0), coalesce(min(k.closed_ns), 0) FROM {_UNDER_REPLICATED} AND k.remote = 0")
+    files, size, oldest_ns = found or (0, 0, 0)
+    return int(files), int(size), int(oldest_ns)
 
 
 def count_unsafe(db: Database) -> int:
@@ -389,16 +383,6 @@ def count_unsafe(db: Database) -> int:
     if len(list_live_nodes(db)) < 2:
         return 0
     return int(db.value(f"SELECT count(*) FROM {_UNDER_REPLICATED} AND NOT {IS_ON_PFS.format('k')}"))
-
-
-def get_oldest_under_replicated_ns(db: Database) -> int:
-    """Return when the oldest of these contents was closed, in ns since the epoch; 0 if there is none."""
-    return int(db.value(f"SELECT min(k.closed_ns) FROM {_UNDER_REPLICATED} AND k.remote = 0") or 0)
-
-
-def list_known_nodes(db: Database) -> list[tuple[int, str, str, bool]]:
-    """Return (number, name, failure domain, alive) of every node that was ever seen."""
-    return [(number, name, domain, bool(alive)) for number, name, domain, alive in db.rows("SELECT number, name, domain, alive FROM peer")]
 
 
 def get_replication_factor(db: Database) -> int:

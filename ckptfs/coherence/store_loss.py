@@ -162,23 +162,23 @@ class EpochCheckedStore:
         return self._epoch_and_revision
 
     def read(self, gets: Sequence[Get], *, timeout_s: float = WAIT_S) -> Outcome:
-        epoch_gets, check = self._prepare_read()
+        _, epoch_gets, check = self._prepare(is_read=True)
         return check(self.inner.read([*epoch_gets, *gets], timeout_s=timeout_s))
 
     def read_soon(self, gets: Sequence[Get], *, timeout_s: float = WAIT_S) -> "Future[Outcome]":
-        epoch_gets, check = self._prepare_read()
+        _, epoch_gets, check = self._prepare(is_read=True)
         return _check_when_done(self.inner.read_soon([*epoch_gets, *gets], timeout_s=timeout_s), check)
 
     def commit(
         self, compares: Sequence[Compare], changes: Sequence[Operation], otherwise: Sequence[Get] = (), *, timeout_s: float = WAIT_S
     ) -> Outcome:
-        same, epoch_gets, check = self._prepare_commit()
+        same, epoch_gets, check = self._prepare(is_read=False)
         return check(self.inner.commit([*same, *compares], changes, [*epoch_gets, *otherwise], timeout_s=timeout_s))
 
     def commit_soon(
         self, compares: Sequence[Compare], changes: Sequence[Operation], otherwise: Sequence[Get] = (), *, timeout_s: float = WAIT_S
     ) -> "Future[Outcome]":
-        same, epoch_gets, check = self._prepare_commit()
+        same, epoch_gets, check = self._prepare(is_read=False)
         return _check_when_done(self.inner.commit_soon([*same, *compares], changes, [*epoch_gets, *otherwise], timeout_s=timeout_s), check)
 
     # --- checks -------------------------------------------------------------------------------------------------------
@@ -191,22 +191,16 @@ class EpochCheckedStore:
                 self._epoch_and_revision = value, get_highest_revision(self._db)
             return self._epoch_and_revision
 
-    def _prepare_read(self) -> tuple[list[Get], OutcomeCheck]:
-        value, revision_min = self._load_expected()
-        if value is None:
-            return [], lambda outcome: outcome
-        return [Get(EPOCH_KEY)], lambda outcome: self._check_outcome(outcome, value, revision_min, has_epoch=True)
-
-    def _prepare_commit(self) -> tuple[list[Compare], list[Get], OutcomeCheck]:
+    def _prepare(self, *, is_read: bool) -> tuple[list[Compare], list[Get], OutcomeCheck]:
+        """Return what to add to the conditions and the reads of a request, and the check of its answer."""
         value, revision_min = self._load_expected()
         if value is None:
             return [], [], lambda outcome: outcome
-        same = build_epoch_compare(value)
-        return (
-            [same],
-            [Get(EPOCH_KEY)],
-            lambda outcome: self._check_outcome(outcome, value, revision_min, has_epoch=not outcome.succeeded),
-        )
+
+        def check(outcome: Outcome) -> Outcome:
+            return self._check_outcome(outcome, value, revision_min, has_epoch=is_read or not outcome.succeeded)
+
+        return [build_epoch_compare(value)], [Get(EPOCH_KEY)], check
 
     def _check_outcome(self, outcome: Outcome, value: bytes, revision_min: int, *, has_epoch: bool) -> Outcome:
         """Return the answer without what was added to the question. `has_epoch`: it begins with the epoch."""

@@ -60,7 +60,7 @@ class DropDeadRecords:
 
     def _acquire_lock(self) -> bool:
         """Acquire the lock for life. Return False if nothing is to be done, or another node has it."""
-        gone = peer_copies.list_node_names(self._db).keys() - self._cluster.view().by_number.keys() - {self._cluster.node_number}
+        gone = peer_copies.list_nodes(self._db).keys() - self._cluster.view().by_number.keys() - {self._cluster.node_number}
         if not gone or store_loss.is_adopting(self._db) or not self._cluster.lease():
             return False
         return self._cluster.locks is None or self._cluster.locks.try_acquire("bury") is not None

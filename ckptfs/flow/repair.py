@@ -82,15 +82,16 @@ class Repair:
 
     def _note_dead_nodes(self, current: dict[int, KnownNode], previous: dict[int, KnownNode]) -> None:
         """Note the nodes to check: at the start all dead ones, then each that dies, after a delay."""
-        known = peer_copies.list_node_names(self._db) if self._last_view is None else previous
+        known = peer_copies.list_nodes(self._db) if self._last_view is None else previous
         delay_s = 0.0 if self._last_view is None else self._cluster.draw_delay_s(limits.SPREAD_URGENT_S_MAX)
         dead = {number: time.monotonic() + delay_s for number in known if number not in current}
         self._dead_nodes = {number: due_s for number, due_s in (dead | self._dead_nodes).items() if number not in current}
 
     def _list_restarted(self, current: dict[int, KnownNode]) -> list[int]:
         """Return the nodes that have restarted since they were last seen."""
-        known = {number: peer_copies.find_incarnation(self._db, number) for number in current if number != self._cluster.node_number}
-        return [number for number, incarnation in known.items() if incarnation not in (None, current[number].incarnation)]
+        known = peer_copies.list_nodes(self._db)
+        others = (node for number, node in current.items() if number in known and number != self._cluster.node_number)
+        return [node.number for node in others if node.incarnation != known[node.number].incarnation]
 
     # --- contents that this node lost --------------------------------------------------------------------------------
 

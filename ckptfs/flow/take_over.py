@@ -71,7 +71,7 @@ class TakeOver:
 
     def _find_nodes_with_rows(self, view: ClusterView) -> list[int]:
         """Return the dead nodes with pending rows, and this one if a previous catalog of it has any."""
-        dead = sorted(peer_copies.list_node_names(self._db).keys() - view.by_number.keys() - {self._cluster.node_number})
+        dead = sorted(peer_copies.list_nodes(self._db).keys() - view.by_number.keys() - {self._cluster.node_number})
         asked = [(number, get) for number in (self._cluster.node_number, *dead) for get in self._build_gets(number, 1)]
         results = self._cluster.store.read([get for _, get in asked]).results
         found = {number for (number, _), items in zip(asked, results, strict=True) if items}

@@ -60,9 +60,9 @@ def test_nodes_that_are_dead_for_ever_cost_one_request_and_in_the_end_none(tmp_p
 
     assert count_requests(0) == 1 and count_requests(1) == 0
     assert sum(count_requests(30) for _ in range(120)) < 15, "an hour"
-    assert set(peer_copies.list_node_names(one.db)) == {1, 2, 3, 4, 5, 6}
+    assert set(peer_copies.list_nodes(one.db)) == {1, 2, 3, 4, 5, 6}
     count_requests(take_over.FORGET_S)
-    assert set(peer_copies.list_node_names(one.db)) == {1, 2}
+    assert set(peer_copies.list_nodes(one.db)) == {1, 2}
 
 
 @in_cluster

@@ -72,7 +72,7 @@ def figures_key(number: int) -> bytes:
 def encode_figures(db: Database) -> bytes:
     """Return this node's figures as they are stored. They change with the catalog only, not with the time."""
     held_files, held_bytes = remote_contents.count_hosted(db)
-    figures = {"oldest_ns": peer_copies.get_oldest_under_replicated_ns(db), "held_files": held_files, "held_bytes": held_bytes}
+    figures = {"oldest_ns": peer_copies.get_replication_lag(db)[2], "held_files": held_files, "held_bytes": held_bytes}
     progress = count_progress(db)
     figures |= {stored: progress[field] for stored, field in PROGRESS_FIELDS.items()}
     return json.dumps(figures, separators=(",", ":")).encode()
@@ -184,7 +184,8 @@ class ClusterFigures:
 
     def build_clique(self) -> pb.Clique:
         """Build the figures of the traffic between this node and the others."""
-        answer = pb.Clique(lag_s=peer_copies.get_replication_lag(self._db)[2])
+        oldest_ns = peer_copies.get_replication_lag(self._db)[2]
+        answer = pb.Clique(lag_s=max(0.0, (time.time_ns() - oldest_ns) / 1e9) if oldest_ns else 0.0)
         for name, count in self._progress.get().items():
             setattr(answer, name, count)
         answer.short.extend(pb.Short(copies=missing, files=files) for missing, files in sorted(self._short.get().items()))
@@ -270,9 +271,9 @@ class ClusterFigures:
         # A node that returned without its catalog has another number now; its old record is left out.
         names = {node.name for node in view.nodes}
         answer.members.extend(
-            pb.Member(name=name, number=number, domain=domain, alive=alive and answer.island)
-            for number, name, domain, alive in sorted(peer_copies.list_known_nodes(self._db), key=lambda one: one[1])
-            if number not in view and name not in names
+            pb.Member(name=node.name, number=node.number, domain=node.domain, alive=node.is_alive and answer.island)
+            for node in sorted(peer_copies.list_nodes(self._db).values(), key=lambda one: one.name)
+            if node.number not in view and node.name not in names
         )
         return answer
 

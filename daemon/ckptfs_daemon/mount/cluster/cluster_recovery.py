@@ -143,8 +143,8 @@ async def check_adoption(db: Database, store: Store) -> None:
         store_loss.record_adopted(db)
         summary.set_trouble(db, ADOPTION_TROUBLE, None)
         return
-    known = peer_copies.list_node_names(db)
-    names = ", ".join(known.get(one, f"number {one}") for one in missing[: limits.NODES_NAMED_MAX])
+    known = peer_copies.list_nodes(db)
+    names = ", ".join(known[one].name if one in known else f"number {one}" for one in missing[: limits.NODES_NAMED_MAX])
     what = f"not adopted by {len(missing)} nodes yet ({names}); until then nothing is written back to the PFS or imported from it"
     if what not in str(summary.list_troubles(db, ADOPTION_TROUBLE)):
         summary.set_trouble(db, ADOPTION_TROUBLE, {"what": what, "path": "", "remedy": REST_REMEDY})
