@@ -28,6 +28,7 @@ from ckptfs.clique.locations import ContentLocations, SharedFile
 from ckptfs.clique.membership import ClusterView, Node
 from ckptfs.clique.peer_api import PeerFailed, PeerRefused
 from ckptfs.coherence import salvage_records, store_loss
+from ckptfs.errors import StoreUnreachable
 from ckptfs.model import Content, ContentState, Notifier, Tier
 from ckptfs.tiers import local_copies
 from ckptfs.tiers.storage import Tiers
@@ -62,7 +63,6 @@ class Reconcile:
         self._checked: set[int] = set()
         self._unconfirmed: dict[int, int] = {}
         self._recheck_s = 0.0
-        self._tries: dict[int, int] = {}
 
     def step(self) -> bool:
         """Check one batch. Return True if there is more. Raises StoreUnreachable; the batch is then repeated."""
@@ -71,17 +71,14 @@ class Reconcile:
             self._sweep_s = time.monotonic() + limits.RECONCILE_AGE_S
             return False
         if self._unconfirmed and time.monotonic() >= self._recheck_s:
-            self._tries |= self._unconfirmed
             self._reported_unneeded.update(self._unconfirmed)
-            self._unconfirmed = {}
         if self._reported_unneeded:
             reported = [self._reported_unneeded.pop() for _ in range(min(len(self._reported_unneeded), BATCH_CONTENTS))]
-            found = [
-                content for number in reported if (content := contents.get_content(self._db, number)) is not None and content.is_remote
-            ]
-            self._schedule_recheck(self._check_hosted(found, include_young=True), reported)
-            self._check_own(remote_contents.list_own_of_same_files(self._db, reported, BATCH_CONTENTS))
-            self._withdraw_phantoms(reported)
+            try:
+                self._check_reported(reported)
+            except StoreUnreachable:
+                self._reported_unneeded.update(reported)  # Nobody reports them again.
+                raise
             return bool(self._reported_unneeded)
         if marked := [
             content for content in contents.list_awaiting_store_check(self._db, limits.UNCONFIRMED_MAX) if content.id not in self._checked
@@ -111,13 +108,19 @@ class Reconcile:
         due_s = self._sweep_s if self._after is None else self._next_batch_s
         return max(0.0, min(due_s, self._recheck_s if self._unconfirmed else due_s) - time.monotonic())
 
+    def _check_reported(self, reported: list[int]) -> None:
+        found = [content for number in reported if (content := contents.get_content(self._db, number)) is not None and content.is_remote]
+        self._schedule_recheck(self._check_hosted(found, include_young=True), reported)
+        self._check_own(remote_contents.list_own_of_same_files(self._db, reported, BATCH_CONTENTS))
+        self._withdraw_phantoms(reported)
+
     def _schedule_recheck(self, unconfirmed: list[int], reported: list[int]) -> None:
         """Check again later: the writer may not know of a deletion yet that another node announced at once."""
-        tries = {number: self._tries.pop(number, 0) + 1 for number in reported}
-        again = {number: tries[number] for number in unconfirmed if tries[number] < limits.UNCONFIRMED_TRIES}
-        if again:
-            self._unconfirmed |= again
-            self._recheck_s = time.monotonic() + limits.UNCONFIRMED_RECHECK_S
+        for number in reported:
+            tries = self._unconfirmed.pop(number, 0) + 1
+            if number in unconfirmed and tries < limits.UNCONFIRMED_TRIES:
+                self._unconfirmed[number] = tries
+                self._recheck_s = time.monotonic() + limits.UNCONFIRMED_RECHECK_S
 
     def _sweep(self) -> bool:
         """Check the next batch of the sweep. Return True if there is more to check at once."""

@@ -313,6 +313,21 @@ def test_without_the_store_nothing_goes(tmp_path: Path) -> None:
     assert two.copies(content) == {Tier.RAM: CopyState.GOOD}
 
 
+def test_a_report_outlives_a_store_that_is_away(tmp_path: Path) -> None:
+    """The node that told it has deleted its own copy by then, and tells it no more."""
+    cluster, content, one, two = make_replicated(tmp_path, 2)
+    flow = Reconcile(two.db, two.tiers, two.told, cluster_of(two), two.hold.reported_unneeded)
+    run_until_idle(flow)  # The first sweep.
+    delete(cluster, f"i/{one.inode(content):016x}")
+    two.hold.release_copies([content])
+    two.store.reachable = False
+    with pytest.raises(StoreUnreachable):
+        flow.step()
+    two.store.reachable = True
+    run_until_idle(flow)
+    assert two.state(content) is ContentState.DOOMED and two.hold.reported_unneeded == set()
+
+
 @pytest.mark.parametrize("label", sorted(label for label in disk.LABELS if label.startswith("reconcile:")))
 def test_a_failure_is_made_good_by_the_next_sweep(tmp_path: Path, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, content, one, two = make_replicated(tmp_path, 2)
