@@ -20,6 +20,8 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
 
 from ckptfs import disk, limits
 from ckptfs.catalog import inodes, pfs_state
@@ -145,7 +147,7 @@ class Applier:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(action.temporary, dir_fd=self._fd(action.target))
         self._preserve_external(action.target, action.fingerprint, action.replaced_fingerprint)
-        self._run_as_owner(self._fd(action.location), action.location.name, lambda: disk.act("write_back:link", self._link_or_copy, action))
+        self._change("write_back:link", self._fd(action.location), action.location.name, self._link_or_copy, action)
         self._rename("write_back:put", action.target, action.temporary, action.target)
 
     def _link_or_copy(self, action: PfsAction) -> None:
@@ -228,12 +230,9 @@ class Applier:
         name, temporary = action.location.name, action.temporary
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=target)
-
-        def link() -> None:
-            disk.act("write_back:link", os.link, name, temporary, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
-
+        how: dict[str, Any] = {"src_dir_fd": source, "dst_dir_fd": target, "follow_symlinks": False}
         try:
-            self._run_as_owner(source, name, link)
+            self._change("write_back:link", source, name, os.link, name, temporary, **how)
         except OSError as failure:
             if failure.errno not in _NO_LINKS:
                 raise
@@ -252,9 +251,8 @@ class Applier:
         if not self._is_shared:
             self._remove(label, action.location, action.location.name, found)
             return
-        directory, name = self._fd(action.location), action.location.name
-        self._run_as_owner(directory, name, lambda: disk.rename(label, name, action.temporary, old_fd=directory, new_fd=directory))
-        self._drop_taken(directory, action, found.st_ino)
+        self._rename(label, action.location, action.location.name, replace(action.location, name=action.temporary))
+        self._drop_taken(self._fd(action.location), action, found.st_ino)
 
     def _drop_taken(self, directory: int, action: PfsAction, ino: int = 0) -> None:
         """Remove the file that has lost its name. If the PFS refuses, the batch waits; the change is done."""
@@ -295,7 +293,7 @@ class Applier:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(action.temporary, dir_fd=directory)
         try:
-            self._run_as_owner(self._fd(action.location), action.location.name, lambda: self._copy_entry(action, source))
+            self._change("write_back:copy", self._fd(action.location), action.location.name, self._copy_entry, action, source)
             copied = os.stat(action.temporary, dir_fd=directory, follow_symlinks=False)
             self._rename("write_back:move", new, action.temporary, new)
         except BaseException:
@@ -317,11 +315,9 @@ class Applier:
             self._copy(action)
             return
         if stat.S_ISLNK(source.st_mode):
-            disk.act(
-                "write_back:copy", os.symlink, os.readlink(action.location.name, dir_fd=directory), action.temporary, dir_fd=new_directory
-            )
+            os.symlink(os.readlink(action.location.name, dir_fd=directory), action.temporary, dir_fd=new_directory)
         else:
-            disk.act("write_back:copy", os.mknod, action.temporary, source.st_mode, source.st_rdev, dir_fd=new_directory)
+            os.mknod(action.temporary, source.st_mode, source.st_rdev, dir_fd=new_directory)
         self._apply_attributes(action.inode, new_directory, action.temporary)
 
     def _exchange(self, action: PfsAction) -> None:
@@ -333,7 +329,7 @@ class Applier:
         elif self._matches(one, action.fingerprint) and self._matches(other, action.replaced_fingerprint):
             try:
                 name, new = action.location.name, action.target.name
-                self._run_as_owner(directory, name, lambda: disk.act("write_back:swap", exchange, directory, name, new_directory, new))
+                self._change("write_back:swap", directory, name, exchange, directory, name, new_directory, new)
                 if self._is_late(new_directory, new, one):
                     disk.act("write_back:late", exchange, directory, name, new_directory, new)
             except OSError as failure:
@@ -344,7 +340,7 @@ class Applier:
 
     def _exchange_by_renames(self, action: PfsAction, other: os.stat_result | None) -> None:
         """Exchange two names on a PFS without RENAME_EXCHANGE. If it refuses a part of it, undo the rest."""
-        parked = PfsLocation(action.location.parent, action.temporary, action.location.path)
+        parked = replace(action.location, name=action.temporary)
         self._rename("write_back:move", action.location, action.location.name, parked)
         try:
             self._finish_exchange(action, other)
@@ -410,13 +406,9 @@ class Applier:
         return True
 
     def _set_attributes(self, action: PfsAction) -> None:
-        directory = self._fd(action.location)
-        found = find_stat(directory, action.location.name)
-        if self._matches(found, action.fingerprint):
-            name = action.location.name
-            self._run_as_owner(
-                directory, name, lambda: disk.act("write_back:attributes", self._apply_attributes, action.inode, directory, name)
-            )
+        directory, name = self._fd(action.location), action.location.name
+        if self._matches(find_stat(directory, name), action.fingerprint):
+            self._change("write_back:attributes", directory, name, self._apply_attributes, action.inode, directory, name)
 
     def _apply_attributes(self, number: int, directory: int, name: bytes) -> None:
         if number in self._attributes:
@@ -464,9 +456,7 @@ class Applier:
         log.warning(
             "%s: changed externally on the PFS; that version is kept there as %s", format_path(location), os.fsdecode(conflict_name)
         )
-        self._run_as_owner(
-            directory, location.name, lambda: disk.act("write_back:aside", _link_or_rename, directory, location.name, conflict_name, there)
-        )
+        self._change("write_back:aside", directory, location.name, _link_or_rename, directory, location.name, conflict_name, there)
 
     def _shows_later_change(self, target: os.stat_result | None, expected: Fingerprint | None) -> bool:
         """Return True if a later change of this batch was done under this name: then this one was, too."""
@@ -491,23 +481,23 @@ class Applier:
         return find_stat(self._fd(location), location.name)
 
     def _rename(self, label: str, old: PfsLocation, old_name: bytes, new: PfsLocation) -> None:
-        old_fd, new_fd = self._fd(old), self._fd(new)
-        self._run_as_owner(old_fd, old_name, lambda: disk.rename(label, old_name, new.name, old_fd=old_fd, new_fd=new_fd))
+        old_fd = self._fd(old)
+        self._change(label, old_fd, old_name, os.rename, old_name, new.name, src_dir_fd=old_fd, dst_dir_fd=self._fd(new))
 
     def _remove(self, label: str, location: PfsLocation, name: bytes, found: os.stat_result) -> None:
         directory = self._fd(location)
         call = os.rmdir if stat.S_ISDIR(found.st_mode) else os.unlink
-        self._run_as_owner(directory, name, lambda: disk.act(label, call, name, dir_fd=directory))
+        self._change(label, directory, name, call, name, dir_fd=directory)
 
-    def _run_as_owner(self, directory: int, name: bytes, call: Callable[[], None]) -> None:
-        """Call `call`, a visible change, with a valid lease; as an owner if root is refused."""
+    def _change(self, label: str, directory: int, name: bytes, call: Callable[..., None], *values: Any, **named: Any) -> None:
+        """Make a visible change of a name with a valid lease; as an owner if root is refused."""
 
-        def guarded_call() -> None:
+        def change() -> None:
             if self._require_lease is not None:
                 self._require_lease()
-            call()
+            disk.act(label, call, *values, **named)
 
-        run_as_owner(directory, name, guarded_call)
+        run_as_owner(directory, name, change)
 
     def _observe(self, location: PfsLocation, fingerprint: Fingerprint) -> ObservedStat | None:
         try:
