@@ -187,6 +187,14 @@ class PfsView:
         path = self._paths[directory] = tuple(reversed(found)) if inode == ROOT else None
         return path
 
+    def has_directory(self, parent: int, name: bytes) -> bool:
+        """Return True if the PFS shows the directory of a name."""
+        return self.get_path(parent) is not None
+
+    def get_location(self, parent: int, name: bytes) -> PfsLocation:
+        """Return the location of a name; the path of a directory that the PFS does not show is empty."""
+        return PfsLocation(parent, name, self.get_path(parent) or ())
+
     # --- planning -------------------------------------------------------------------------------------------------------
 
     def set_entry(self, parent: int, name: bytes, entry: PfsEntry) -> None:
@@ -202,8 +210,7 @@ class PfsView:
         self._paths = {ROOT: ()}
 
     def _add_change(self, parent: int, name: bytes, inode: int | None, fingerprint: Fingerprint) -> None:
-        location = PfsLocation(parent, name, self.get_path(parent) or ())
-        self.name_changes.append(ExpectedEntry(location, inode, fingerprint, self.key))
+        self.name_changes.append(ExpectedEntry(self.get_location(parent, name), inode, fingerprint, self.key))
 
     def set_pending(self, parent: int, name: bytes, inode: int) -> None:
         """Plan that an inode or nothing is under a name later, unless the name shows it already."""

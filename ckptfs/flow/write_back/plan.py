@@ -77,16 +77,6 @@ class Planner:
 
     # --- actions ------------------------------------------------------------------------------------------------------
 
-    def _find_location(self, name: PfsName) -> PfsLocation | None:
-        path = self.view.get_path(name[0])
-        return None if path is None else PfsLocation(name[0], name[1], path)
-
-    def _get_location(self, name: PfsName) -> PfsLocation:
-        """Return the location of a name in a directory that the PFS shows."""
-        location = self._find_location(name)
-        assert location is not None
-        return location
-
     def _get_shown(self, name: PfsName) -> PfsEntry:
         shown = self.view.get_entry(*name)
         assert shown is not None
@@ -101,14 +91,14 @@ class Planner:
 
     def _list_shown_names(self, inode: int) -> list[PfsName]:
         """Return the names under which the PFS shows an inode, and is to show it."""
-        return [name for name in self.view.list_names(inode) if self._find_location(name) is not None and not self.view.is_stale(*name)]
+        return [name for name in self.view.list_names(inode) if self.view.has_directory(*name) and not self.view.is_stale(*name)]
 
     def _list_stale_names(self, inode: int) -> list[PfsName]:
-        return [name for name in self.view.list_names(inode) if self._find_location(name) is not None and self.view.is_stale(*name)]
+        return [name for name in self.view.list_names(inode) if self.view.has_directory(*name) and self.view.is_stale(*name)]
 
     def _is_directory_pending(self, name: PfsName) -> bool:
         """Return True if the directory of a name is missing on the PFS, and will appear later."""
-        return self._find_location(name) is None and bool(self.view.list_pending_names(name[0]))
+        return not self.view.has_directory(*name) and bool(self.view.list_pending_names(name[0]))
 
     def _list_linkable(self, names: list[PfsName], shown: list[PfsName]) -> list[PfsName]:
         """Return those of `names` that the PFS can show beside `shown`."""
@@ -124,7 +114,7 @@ class Planner:
         if shown is None or shown.inode == inode or any(other != name for other in self._list_shown_names(shown.inode)):
             return None
         wanted = [other for other in self.view.list_pending_names(shown.inode) if other != name and self._facts.is_in_history(other[0])]
-        return next((other for other in wanted if self._find_location(other)), None)
+        return next((other for other in wanted if self.view.has_directory(*other)), None)
 
     def _must_wait_for_refuge(self, row: JournalRow) -> bool:
         """Return True if a file must move into a directory that this batch makes."""
@@ -147,6 +137,10 @@ class Planner:
             return False
         return self._is_stranded(shown.inode) or (inode != NO_INODE and self.view.has_entries(shown.inode))
 
+    def _is_refused(self, name: PfsName, inode: int = NO_INODE) -> bool:
+        """Return True if a name cannot show `inode`, or nothing, for now; it may become pending."""
+        return self._facts.has_refused_names(inode) or self._is_guarded(name, inode) or self._is_directory_pending(name)
+
     def _set_wanted(self, name: PfsName, inode: int, row: JournalRow) -> None:
         """Plan that a name shows `inode`, or nothing (`NO_INODE`), only when the PFS lets it."""
         shown = self.view.get_entry(*name)
@@ -165,7 +159,8 @@ class Planner:
     ) -> PfsAction:
         """Plan an action on a name, to `new` if it has two. `own`: its subject; None for what it makes."""
         self._key = self.view.key = key = self._key + 1
-        at, to, temporary = self._get_location(name), None if new is None else self._get_location(new), f".ckptfs.{self._instance}.{key:x}"
+        assert all(self.view.has_directory(*one) for one in (name, new) if one is not None), "the path of an action is known"
+        at, to, temporary = self.view.get_location(*name), new and self.view.get_location(*new), f".ckptfs.{self._instance}.{key:x}"
         action = PfsAction(act, key, inode, at, own or Fingerprint(-key), to, replaced, temporary.encode())
         self.batch.actions.append(action)
         return action
@@ -208,10 +203,10 @@ class Planner:
     def _make(self, row: JournalRow) -> bool:
         (name,) = row.names
         inode = self._facts.get_inode(row.inode)
-        if self._facts.has_refused_names(row.inode) or self._is_guarded(name, row.inode) or self._is_directory_pending(name):
+        if self._is_refused(name, row.inode):
             self._set_wanted(name, row.inode, row)
             return True
-        if self._find_location(name) is None or row.inode in self._facts.unfit_inodes or not can_be_made(row, inode):
+        if not self.view.has_directory(*name) or row.inode in self._facts.unfit_inodes or not can_be_made(row, inode):
             self.view.set_pending(*name, row.inode)
             return True
         if row.parent in self._made_directories:
@@ -224,8 +219,8 @@ class Planner:
     def _link(self, row: JournalRow) -> bool:
         (name,) = row.names
         shown = self._list_shown_names(row.inode)
-        is_refused = self._facts.has_refused_names(row.inode) or self._is_guarded(name, row.inode) or self._is_directory_pending(name)
-        if not shown or is_refused or self._find_location(name) is None or not self._list_linkable([name], shown):
+        is_refused = self._is_refused(name, row.inode)
+        if not shown or is_refused or not self.view.has_directory(*name) or not self._list_linkable([name], shown):
             self.view.set_pending(*name, row.inode)
             if is_refused or self._list_stale_names(row.inode):
                 self._settle_later(row.inode, row)
@@ -247,7 +242,7 @@ class Planner:
     def _remove_shown(self, row: JournalRow, name: PfsName, act: str) -> None:
         """Plan that a name shows nothing, now or when the PFS allows it."""
         shown = self._get_shown(name)
-        if self._find_location(name) is None:
+        if not self.view.has_directory(*name):
             self.view.delete_entry(*name)
         elif self._facts.has_refused_names(shown.inode) or self._is_guarded(name) or self.view.has_entries(shown.inode):
             self._set_wanted(name, NO_INODE, row)
@@ -265,14 +260,14 @@ class Planner:
         is_directory = stat.S_ISDIR(row.mode)
         if is_directory and self.batch.actions:
             return False
-        if self._facts.has_refused_names(row.inode) or self._is_guarded(new, row.inode) or self._is_directory_pending(new):
+        if self._is_refused(new, row.inode):
             self.view.delete_pending(*new)
             self._set_wanted(name, NO_INODE, row)
             self._set_wanted(new, row.inode, row)
             return True
         self._is_full = self._is_full or is_directory
         self.view.delete_pending(*new)
-        if self._find_location(name) is None or self._find_location(new) is None:
+        if not self.view.has_directory(*name) or not self.view.has_directory(*new):
             self.view.delete_entry(*name)
             self.view.set_pending(*new, row.inode)
             return True
@@ -284,10 +279,7 @@ class Planner:
     def _rename_pending(self, row: JournalRow, name: PfsName, new: PfsName) -> None:
         """Rename an inode that is not under its name on the PFS yet; the file that it replaced goes."""
         has_pending = self.view.get_pending(*name) is not None
-        was_refused = (
-            stat.S_ISDIR(row.mode) or self._facts.has_refused_names(row.inode) or self._facts.has_refused_bytes(row.inode)
-            or self._is_directory_pending(name) or self._is_guarded(name, row.inode)
-        )  # fmt: skip
+        was_refused = stat.S_ISDIR(row.mode) or self._is_refused(name, row.inode) or self._facts.has_refused_bytes(row.inode)
         self.view.delete_pending(*name)
         if has_pending and self.view.get_entry(*name) is not None:
             self._remove_shown(row, name, "unlink")
@@ -313,7 +305,7 @@ class Planner:
             return True
         self.view.delete_pending(*name)
         self.view.delete_pending(*new)
-        if self._find_location(name) is not None and self._find_location(new) is not None:
+        if self.view.has_directory(*name) and self.view.has_directory(*new):
             self._is_full = True
             if one_pending is None and other_pending is None and one is not None and other is not None:
                 self._append("exchange", one.inode, name, one.fingerprint, new, other.fingerprint)
@@ -334,7 +326,7 @@ class Planner:
         """Return True if one of the two names cannot be changed now."""
         for name in names:
             shown = self.view.get_entry(*name)
-            if self.view.get_pending(*name) == NO_INODE or self._is_guarded(name) or self._is_directory_pending(name):
+            if self.view.get_pending(*name) == NO_INODE or self._is_refused(name):
                 return True
             if shown is not None and (
                 self._facts.has_refused_names(shown.inode) or (self.view.is_stale(*name) and self.view.list_pending_names(shown.inode))
@@ -398,12 +390,12 @@ class Planner:
         inode = self._facts.get_inode(row.inode)
         shown = self._list_shown_names(row.inode)
         pending = self._list_linkable(self.view.list_pending_names(row.inode), shown)
-        is_refused = self._facts.has_refused_names(row.inode)
-        waiting = [] if is_refused else [name for name in pending if self._find_location(name) and not self._is_guarded(name, row.inode)]
+        refused = [name for name in pending if self._is_refused(name, row.inode)]
+        waiting = [name for name in pending if name not in refused and self.view.has_directory(*name)]
         if inode is None or inode.nlink == 0:
             return True
         if not shown + waiting:
-            if is_refused or any(self._is_directory_pending(name) or self._is_guarded(name, row.inode) for name in pending):
+            if refused or self._facts.has_refused_names(row.inode):
                 self.batch.kept_seqs.append(row.seq)
             return True
         if any(parent in self._made_directories for parent, _ in shown + waiting):
@@ -476,7 +468,7 @@ class Planner:
         if self._facts.has_refused_names(row.inode) or any(self._is_directory_pending(name) for name in wanted):
             self.batch.kept_seqs.append(row.seq)
             return True
-        wanted = [name for name in wanted if self._find_location(name)]
+        wanted = [name for name in wanted if self.view.has_directory(*name)]
         if not wanted and not stale:
             return True
         if not self.view.list_names(row.inode):

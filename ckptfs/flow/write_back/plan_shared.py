@@ -251,14 +251,14 @@ class SharedPlanner(Planner):
         for name in shown:
             if name in shared_names:
                 continue
-            if self._find_location(name) is None:
+            if not self.view.has_directory(*name):
                 self.view.delete_entry(*name)
                 continue
             self._plan_removal(name, "rmdir" if self._is_directory(inode) else "unlink")
         return True
 
     def _move(self, inode: int, name: PfsName, new: PfsName) -> bool:
-        if self.view.get_entry(*name) is None or self._find_location(name) is None or self._find_location(new) is None:
+        if self.view.get_entry(*name) is None or not (self.view.has_directory(*name) and self.view.has_directory(*new)):
             return self._block()
         if self._is_directory(inode):
             if self.batch.actions:
