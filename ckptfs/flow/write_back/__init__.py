@@ -386,10 +386,11 @@ class WriteBack:
             action = applier.current_action
             if action is None or isinstance(failure, DirectoryMissing):
                 raise
+            seq = action.key // KEYS_PER_ROW
             if applier.is_history_link(action, failure):
                 log.info("the PFS cannot link: %s; a file goes to the history of sets when it loses all other names", failure.strerror)
                 self._facts.can_link_history = False
-            elif applier.is_half_done or not self._defer(action, self._choose_kind(action), failure):
+            elif applier.is_half_done or not self._defer(action, choose_kind(action, journal.get(self._db, seq)), failure):
                 raise OSError(failure.errno, failure.strerror, format_path(action.location)) from failure
             # The rows from the refused one on are planned again.
             cut = build_batch_before(batch, action.key, has_both_names=applier.has_both_names)
@@ -398,9 +399,6 @@ class WriteBack:
             return self._apply(cut)
         self._record(batch, found)
         return batch
-
-    def _choose_kind(self, action: PfsAction) -> RefusedKind:
-        return choose_kind(action, journal.get(self._db, action.key // KEYS_PER_ROW))
 
     def _record(self, batch: PfsBatch, found: ObservedNames) -> None:
         for entry in batch.expected_entries:

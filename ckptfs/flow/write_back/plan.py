@@ -60,7 +60,7 @@ class Planner:
     def plan_row(self, row: JournalRow) -> bool:
         """Plan one row. Return False if it has to wait for another batch; then nothing of it is planned."""
         is_full = self._is_full or len(self.batch.actions) >= self.actions_max or len(self.plan.puts) >= self.puts_max
-        if is_full or self.plan.planned_bytes >= BATCH_BYTES_MAX or self._must_wait_for_refuge(row):
+        if is_full or self.plan.planned_bytes >= BATCH_BYTES_MAX or (self._made_directories and self._must_wait_for_refuge(row)):
             return False
         self._key = self.view.key = row.seq * KEYS_PER_ROW
         is_planned = self._plan_row(row)
@@ -118,7 +118,7 @@ class Planner:
 
     def _must_wait_for_refuge(self, row: JournalRow) -> bool:
         """Return True if a file must move into a directory that this batch makes."""
-        names = row.names if row.op in ("unlink", "rename") and self._made_directories else []
+        names = row.names if row.op in ("unlink", "rename") else []
         refuges = (self._find_refuge(name, row.inode if row.op == "rename" else NO_INODE) for name in names)
         return any(name is not None and name[0] in self._made_directories for name in refuges)
 
@@ -150,6 +150,11 @@ class Planner:
         elif shown is not None:
             self._settle_later(shown.inode, row)
 
+    def _keep(self, row: JournalRow) -> bool:
+        """Leave a row in the journal, because the PFS refuses its change; those behind it are planned."""
+        self.batch.kept_seqs.append(row.seq)
+        return True
+
     def _settle_later(self, inode: int, row: JournalRow) -> None:
         if (inode, row.seq) not in self.batch.settle_rows:
             self.batch.settle_rows.append((inode, row.seq))
@@ -169,6 +174,8 @@ class Planner:
         action = self._append("put", inode, name, None, replaced=self._find_fingerprint(name))
         self.plan.puts[action.key] = PlannedFile(kind, inode, content, mode)
         self._rewritten.add(inode)
+        if stat.S_ISDIR(mode):
+            self._made_directories.add(inode)
         self.plan.planned_bytes += content.size if content is not None else 0
         self.view.delete_pending(*name)
         self.view.set_entry(*name, PfsEntry(inode, action.fingerprint))
@@ -212,8 +219,6 @@ class Planner:
         if row.parent in self._made_directories:
             return False
         self._plan_file(SourceKind.INODE, row.inode, None, row.mode, name)
-        if stat.S_ISDIR(row.mode):
-            self._made_directories.add(row.inode)
         return True
 
     def _link(self, row: JournalRow) -> bool:
@@ -338,8 +343,7 @@ class Planner:
         if self._facts.is_repeated(row) or self._facts.get_inode(row.inode) is None:
             return True
         if self._facts.has_refused_attributes(row.inode):
-            self.batch.kept_seqs.append(row.seq)
-            return True
+            return self._keep(row)
         if row.inode == ROOT:
             self._append("attributes", ROOT, (ROOT, b"."), Fingerprint())
             return True
@@ -395,9 +399,7 @@ class Planner:
         if inode is None or inode.nlink == 0:
             return True
         if not shown + waiting:
-            if refused or self._facts.has_refused_names(row.inode):
-                self.batch.kept_seqs.append(row.seq)
-            return True
+            return self._keep(row) if refused or self._facts.has_refused_names(row.inode) else True
         if any(parent in self._made_directories for parent, _ in shown + waiting):
             return False
         first, *others = shown + waiting
@@ -416,7 +418,7 @@ class Planner:
                 self.batch.published_rows.append(replace(published, generation=content.generation, key=self._key, is_checked=False))
         elif kind is not SourceKind.SEALED or shown or not self._adopt_entry(row, content, first):
             if self._facts.has_refused_bytes(row.inode):
-                self.batch.kept_seqs.append(row.seq)
+                self._keep(row)
                 others = []
             elif self.plan.puts and self.plan.planned_bytes + content.size > BATCH_BYTES_MAX:
                 return False
@@ -466,8 +468,7 @@ class Planner:
         wanted = self._list_linkable(self.view.list_pending_names(row.inode), self._list_shown_names(row.inode))
         stale = self._list_stale_names(row.inode)
         if self._facts.has_refused_names(row.inode) or any(self._is_directory_pending(name) for name in wanted):
-            self.batch.kept_seqs.append(row.seq)
-            return True
+            return self._keep(row)
         wanted = [name for name in wanted if self.view.has_directory(*name)]
         if not wanted and not stale:
             return True
@@ -477,8 +478,7 @@ class Planner:
             if wanted:
                 return self._settle_move(row, stale[0], wanted[0]) if stale else True
             if self.view.has_entries(row.inode):
-                self.batch.kept_seqs.append(row.seq)
-                return True
+                return self._keep(row)
         return self._settle_links(row, wanted, stale)
 
     def _settle_missing(self, row: JournalRow, wanted: list[PfsName]) -> bool:
@@ -487,13 +487,10 @@ class Planner:
         if inode is None or not can_be_made(replace(row, mode=inode.mode), inode):
             return True
         if self._is_guarded(name, row.inode):
-            self.batch.kept_seqs.append(row.seq)
-            return True
+            return self._keep(row)
         if name[0] in self._made_directories:
             return False
         self._plan_file(SourceKind.INODE, row.inode, None, inode.mode, name)
-        if inode.is_directory:
-            self._made_directories.add(row.inode)
         for other in wanted[1:]:
             self._plan_link(row.inode, name, other)
         self.plan.moved_pending.add(row.inode)
@@ -506,8 +503,7 @@ class Planner:
         shown, other = self._get_shown(name), self.view.get_entry(*new)
         if other is not None and self._is_guarded(new, row.inode):
             if self._facts.has_refused_names(other.inode) or not self._is_stranded(other.inode):
-                self.batch.kept_seqs.append(row.seq)
-                return True
+                return self._keep(row)
             self._append("exchange", row.inode, name, shown.fingerprint, new, other.fingerprint)
             self.view.set_entry(*name, other)
             self.view.set_entry(*new, shown)
@@ -532,7 +528,7 @@ class Planner:
         for name in wanted:
             source = self._list_shown_names(row.inode)[0]
             if self._is_guarded(name, row.inode):
-                self.batch.kept_seqs.append(row.seq)
+                self._keep(row)
                 continue
             self._plan_link(row.inode, source, name)
         self.plan.moved_pending.add(row.inode)

@@ -65,8 +65,7 @@ class SharedPlanner(Planner):
     def _plan_row(self, row: JournalRow) -> bool:
         """Plan a row. Raises SetAside if it depends on an inode of which the PFS refuses a change of names."""
         if row.seq in self._aside_seqs or self._facts.has_refused_names(row.inode):
-            self.batch.kept_seqs.append(row.seq)
-            return True
+            return self._keep(row)
         plan = {
             "make": self._shared_make, "link": self._shared_link, "unlink": self._shared_remove, "rmdir": self._shared_remove,
             "rename": self._shared_rename, "exchange": self._shared_exchange, "attributes": self._shared_attributes,
@@ -220,7 +219,7 @@ class SharedPlanner(Planner):
 
     def _show_names(self, inode: int) -> bool:
         """Show an inode under each name that it lacks: move it, link it, or make it if it needs no bytes."""
-        shared_names = self._snapshot.list_names(inode) if self._snapshot.is_alive(inode) else []
+        shared_names = self._snapshot.list_names(inode)
         shown = self.view.list_names(inode)
         if any(self._snapshot.get_intent(name) for name in {*shared_names, *shown}):
             return self._block()
@@ -234,15 +233,13 @@ class SharedPlanner(Planner):
                 return False
             if not self.view.list_names(inode) and known is not None and not (known.is_file and known.content is not None):
                 self._plan_file(SourceKind.INODE, inode, None, known.mode, name)
-                if known.is_directory:
-                    self._made_directories.add(inode)
             elif (others := self._list_shown_names(inode)) and name not in others:
                 self._plan_link(inode, others[0], name)
         return True
 
     def _remove_stale_names(self, inode: int) -> bool:
         """Remove names that the inode no longer has, if it is deleted or shown under a name that it has."""
-        shared_names = self._snapshot.list_names(inode) if self._snapshot.is_alive(inode) else []
+        shared_names = self._snapshot.list_names(inode)
         shown = self.view.list_names(inode)
         if shared_names and not any(name in shared_names for name in shown):
             return True  # The row that gave it a name will move it.

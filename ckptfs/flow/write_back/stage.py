@@ -242,7 +242,8 @@ class Stager:
         try:
             if resumed_fd is None:
                 _check_owner(os.fstat(fd))
-            size, whole, blocks = self._fill(fd, planned.kind, planned.content)
+            fill = {SourceKind.SEALED: self._fill_sealed, SourceKind.EARLY: self._fill_early, SourceKind.STABLE: self._fill_stable}
+            size, whole, blocks = fill[planned.kind](fd, planned.content) if planned.content else (0, *digest.RunningDigest().finish())
             pfs_ownership.apply_attributes(directory, action.temporary, wanted, xattrs, is_new=resumed_fd is None)
             found = os.fstat(fd)
         except BaseException:
@@ -269,13 +270,6 @@ class Stager:
         _check_owner(made)
         pfs_ownership.apply_attributes(directory, name, wanted, xattrs, is_new=True)
         return Staged(Fingerprint(made.st_ino))
-
-    def _fill(self, fd: int, kind: SourceKind, content: Content | None) -> transfer.ContentDigests:
-        if content is None:
-            return (0, *digest.RunningDigest().finish())
-        if kind is SourceKind.STABLE:
-            return self._fill_stable(fd, content)
-        return self._fill_early(fd, content) if kind is SourceKind.EARLY else self._fill_sealed(fd, content)
 
     def _fill_sealed(self, fd: int, content: Content) -> transfer.ContentDigests:
         """Copy from the first copy that has the digest; quarantine those that have not."""
@@ -436,30 +430,19 @@ def drop_taken(directory: int, action: PfsAction, ino: int = 0) -> None:
 
 def finish_batch(plan: BatchPlan, staged: dict[int, Staged]) -> PfsBatch:
     """Return the batch of a plan; the fingerprint of each staged file is its st_ino on the PFS."""
-
-    def resolve(fingerprint: Fingerprint) -> Fingerprint:
-        return staged[-fingerprint.ino].fingerprint if fingerprint.ino < 0 else fingerprint
-
-    restamped = set(plan.batch.inodes_with_set_attributes)
-
-    def resolve_replaced(fingerprint: Fingerprint) -> Fingerprint:
-        """Use st_ino alone for a file that this batch makes and whose times it sets later."""
-        return (
-            Fingerprint(resolve(fingerprint).ino)
-            if fingerprint.ino < 0 and plan.puts[-fingerprint.ino].inode in restamped
-            else resolve(fingerprint)
-        )
-
-    batch = plan.batch
+    batch, restamped = plan.batch, set(plan.batch.inodes_with_set_attributes)
+    made = {-key: one.fingerprint for key, one in staged.items()}
+    # A file that this batch makes and whose times it sets later is recognised by its st_ino alone.
+    replaced = {-key: Fingerprint(made[-key].ino) if plan.puts[key].inode in restamped else made[-key] for key in staged}
     batch.actions = [
         replace(
             one,
-            fingerprint=resolve(one.fingerprint),
-            replaced_fingerprint=None if one.replaced_fingerprint is None else resolve_replaced(one.replaced_fingerprint),
+            fingerprint=made.get(one.fingerprint.ino, one.fingerprint),
+            replaced_fingerprint=one.replaced_fingerprint and replaced.get(one.replaced_fingerprint.ino, one.replaced_fingerprint),
         )
         for one in batch.actions
     ]
-    batch.name_changes = [replace(change, fingerprint=resolve(change.fingerprint)) for change in batch.name_changes]
+    batch.name_changes = [replace(one, fingerprint=made.get(one.fingerprint.ino, one.fingerprint)) for one in batch.name_changes]
     batch.published_rows += [one.published for one in staged.values() if one.published is not None]
     batch.merged_directories = [plan.puts[key].inode for key, one in staged.items() if one.is_merged]
     return batch
