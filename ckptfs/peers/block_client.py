@@ -90,7 +90,7 @@ class FetchJob:
             self._pending.extendleft(number for number in reversed(left) if not self._assigned[number])
             self.condition.notify_all()
 
-    def write_block(self, number: int, data: memoryview) -> None:
+    def write_block(self, number: int, pieces: Sequence[bytes]) -> None:
         """Write a block that is right, unless another worker did."""
         with self.condition:
             if self.is_stopped:
@@ -101,7 +101,7 @@ class FetchJob:
             self._assigned.pop(number, None)
             self._writer_count += 1
         try:
-            pwrite_all(self._fd, data, number * limits.BLOCK_BYTES)
+            pwrite_all(self._fd, pieces, number * limits.BLOCK_BYTES)
             self._on_block(number)
         except BaseException as failure:
             self.stop(failure if isinstance(failure, Exception) else None)
@@ -109,7 +109,7 @@ class FetchJob:
         finally:
             with self.condition:
                 self._writer_count -= 1
-                self.received_bytes += len(data)
+                self.received_bytes += sum(map(len, pieces))
                 self.condition.notify_all()
 
     def stop(self, failure: Exception | None = None) -> None:
@@ -178,11 +178,11 @@ class FetchWorker:
         self._expected_blocks.popleft()
         return self._job.manifest.blocks[number * BLOCK_DIGEST_BYTES : (number + 1) * BLOCK_DIGEST_BYTES]
 
-    def write_block(self, number: int, data: memoryview) -> None:
+    def write_block(self, number: int, pieces: Sequence[bytes]) -> None:
         # Before the write: it may complete the fetch, which then interrupts those that still owe blocks.
         self.awaits_end = not self._expected_blocks
         self._has_progress = True
-        self._job.write_block(number, data)
+        self._job.write_block(number, pieces)
 
     def release_block(self, number: int) -> None:
         """Do nothing: the block is returned with the rest of its run."""
@@ -345,7 +345,7 @@ class SendJob:
             yield taken[-1]
         raise NoLongerWanted("it is no longer wanted")
 
-    def encode_messages(self) -> Iterator[bytes | memoryview]:
+    def encode_messages(self) -> Iterator[bytes]:
         """Yield the raw messages of one stream. Raises PeerFailed, PeerCorrupt, OSError."""
         yield Command(CommandKind.SEND, self.transfer).pack()
         taken: list[int] = []
@@ -395,8 +395,7 @@ class _MessageSource:
 
     def __iter__(self) -> Iterator[bytes]:
         try:
-            for message in self._job.encode_messages():
-                yield bytes(message)
+            yield from self._job.encode_messages()
         except (PeerFailed, OSError) as failure:
             self.failure = failure
         finally:

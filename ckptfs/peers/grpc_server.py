@@ -297,10 +297,10 @@ class RawStreams:
         """Stream blocks of an open copy."""
         with self._watch_call(context, peer):
             for message in self.encode_run(peer, _parse_command(request, CommandKind.READ)):
-                yield bytes(message)
+                yield message
                 self._watchdog.extend_deadline(context, limits.PEER_STALL_S)
 
-    def encode_run(self, peer: str, command: Command) -> Iterator[bytes | memoryview]:
+    def encode_run(self, peer: str, command: Command) -> Iterator[bytes]:
         """Yield the messages of blocks of an open copy, with their end. Raises Rejection, OSError."""
         read = self._table.reads.get(peer, command.id)
         size, numbers = read.copy.size, parse_block_range(command, read.copy.size)

@@ -16,7 +16,7 @@ import os
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -176,7 +176,7 @@ class BlockSink(Protocol):
     def claim_block(self, number: int) -> bytes:
         """Begin a block; return its digest. Raises Rejection if it was not asked for or arrives already."""
 
-    def write_block(self, number: int, data: memoryview) -> None:
+    def write_block(self, number: int, pieces: Sequence[bytes]) -> None:
         """Write a block whose digest was checked."""
 
     def release_block(self, number: int) -> None:
@@ -184,13 +184,12 @@ class BlockSink(Protocol):
 
 
 class BlockReceiver:
-    """One stream of blocks."""
+    """One stream of blocks. The pieces of a block are written as they came: nothing is copied."""
 
     def __init__(self, sink: BlockSink) -> None:
         self._sink = sink
-        self._block = memoryview(bytearray(min(limits.BLOCK_BYTES, max(sink.size, 1))))
-        self._body = self._block[:0]
-        self._filled_bytes = 0
+        self._pieces: list[bytes] = []
+        self._missing_bytes = 0
         self._number: int | None = None
         self._digest = b""
         self._is_compressed = False
@@ -202,19 +201,18 @@ class BlockReceiver:
 
     def accept_message(self, message: bytes) -> None:
         """Take the next message. Raises Rejection."""
-        room = self._body[self._filled_bytes : self._filled_bytes + limits.PEER_PIECE_BYTES]
-        due = HEADER.size if self._number is None else len(room)
+        due = HEADER.size if self._number is None else min(self._missing_bytes, limits.PEER_PIECE_BYTES)
         if len(message) != due:
             raise Rejection(RejectReason.OUT_OF_ORDER, f"a message of {due} bytes was due, not one of {len(message)}")
         if self._number is None:
             self._handle_header(*HEADER.unpack(message))
             return
-        room[:] = message
-        self._filled_bytes += due
+        self._pieces.append(message)
+        self._missing_bytes -= due
         self.wire_bytes += due
         if not self._is_compressed:
-            self._running.update(room)
-        if self._filled_bytes == len(self._body):
+            self._running.update(message)
+        if not self._missing_bytes:
             self._finish_block()
 
     def close(self) -> None:
@@ -242,24 +240,23 @@ class BlockReceiver:
             raise Rejection(RejectReason.MALFORMED, f"block {number} has {self._length} bytes, not {wire_bytes}")
         self._digest = self._sink.claim_block(number)
         self._number = number
-        self._filled_bytes = 0
+        self._missing_bytes = wire_bytes
         self._running.reset()
-        self._body = self._block[:wire_bytes]
 
     def _finish_block(self) -> None:
         assert self._number is not None
-        number, data = self._number, self._body
+        number, pieces, self._pieces = self._number, self._pieces, []
         if self._is_compressed:
-            data = _decompress_block(self._body, self._length)
-            self._running.update(data)
+            pieces = [_decompress_block(b"".join(pieces), self._length)]
+            self._running.update(pieces[0])
         if self._running.digest() != self._digest:
             raise Rejection(RejectReason.WRONG_DIGEST, f"block {number} has not the digest that it should have")
-        self._sink.write_block(number, data)
+        self._sink.write_block(number, pieces)
         self._number = None
         self.block_count += 1
 
 
-def _decompress_block(body: memoryview, length: int) -> memoryview:
+def _decompress_block(body: bytes, length: int) -> bytes:
     """Return the block in `body`. It is never longer than `length`, even if `body` says so."""
     try:
         if zstandard.frame_content_size(body) != length:
@@ -269,16 +266,16 @@ def _decompress_block(body: memoryview, length: int) -> memoryview:
         raise Rejection(RejectReason.MALFORMED, "a squeezed block cannot be read") from failure
     if len(data) != length:
         raise Rejection(RejectReason.MALFORMED, "a squeezed block has another length")
-    return memoryview(data)
+    return data
 
 
-def is_compressible(block: memoryview) -> bool:
+def is_compressible(block: bytes) -> bool:
     """Return whether zstd shrinks a sample of the block enough to pay on a slow link."""
     sample = block[len(block) // 2 :][:SAMPLE_BYTES]
     return len(zstandard.ZstdCompressor(ZSTD_LEVEL).compress(sample)) < SAMPLE_RATIO_MAX * len(sample)
 
 
-def never_compress(_block: memoryview) -> bool:
+def never_compress(_block: bytes) -> bool:
     """Return False: for links that are faster than zstd."""
     return False
 
@@ -287,47 +284,42 @@ class SourceChanged(Exception):
     """The file that is being sent became shorter."""
 
 
-def encode_blocks(fd: int, size: int, numbers: Iterable[int], should_compress: Callable[[memoryview], bool]) -> Iterator[memoryview]:
-    """Yield the messages of these blocks, without the end; each is valid until the next one.
+def encode_blocks(fd: int, size: int, numbers: Iterable[int], should_compress: Callable[[bytes], bool]) -> Iterator[bytes]:
+    """Yield the messages of these blocks, without the end.
 
     A function of the block (`is_compressible`, `never_compress`) decides whether zstd is tried. A block that does not shrink is
     sent raw. Raises OSError, SourceChanged.
     """
-    piece = memoryview(bytearray(min(limits.PEER_PIECE_BYTES, max(size, 1))))
     for number in numbers:
         start, length = number * limits.BLOCK_BYTES, block_bytes(size, number)
         compressed = _compress_block(fd, start, length, should_compress)
         if compressed is not None:
-            yield memoryview(HEADER.pack(number, len(compressed), Encoding.ZSTD))
+            yield HEADER.pack(number, len(compressed), Encoding.ZSTD)
             for offset in range(0, len(compressed), limits.PEER_PIECE_BYTES):
                 yield compressed[offset : offset + limits.PEER_PIECE_BYTES]
             continue
-        yield memoryview(HEADER.pack(number, length, Encoding.RAW))
-        # Piece by piece through a buffer that stays in the processor's cache.
+        yield HEADER.pack(number, length, Encoding.RAW)
         for offset in range(0, length, limits.PEER_PIECE_BYTES):
-            part = piece[: length - offset]
-            _read_fully(fd, part, start + offset)
-            yield part
+            yield _read_exactly(fd, min(limits.PEER_PIECE_BYTES, length - offset), start + offset)
 
 
-def _compress_block(fd: int, start: int, length: int, should_compress: Callable[[memoryview], bool]) -> memoryview | None:
+def _compress_block(fd: int, start: int, length: int, should_compress: Callable[[bytes], bool]) -> bytes | None:
     """Return the compressed block if that is wanted and smaller."""
     if should_compress is never_compress:
         return None
-    block = memoryview(bytearray(length))
-    _read_fully(fd, block, start)
+    block = _read_exactly(fd, length, start)
     if not should_compress(block):
         return None
     compressed = zstandard.ZstdCompressor(ZSTD_LEVEL).compress(block)
-    return memoryview(compressed) if len(compressed) < length else None
+    return compressed if len(compressed) < length else None
 
 
-def _read_fully(fd: int, block: memoryview, offset: int) -> None:
-    while block:
-        count = os.preadv(fd, [block], offset)
-        if not count:
-            raise SourceChanged
-        block, offset = block[count:], offset + count
+def _read_exactly(fd: int, length: int, offset: int) -> bytes:
+    """Return these bytes of a file in a tier. A regular file gives fewer only at its end."""
+    data = os.pread(fd, length, offset)
+    if len(data) != length:
+        raise SourceChanged
+    return data
 
 
 ID_MAX = 2**63 - 1

@@ -105,8 +105,8 @@ class IncomingTransfer(PeerResource):
             self._incoming_blocks.add(number)
         return self.offer.blocks[number * BLOCK_DIGEST_BYTES : (number + 1) * BLOCK_DIGEST_BYTES]
 
-    def write_block(self, number: int, data: memoryview) -> None:
-        pwrite_all(self._fd, data, number * limits.BLOCK_BYTES)
+    def write_block(self, number: int, pieces: Sequence[bytes]) -> None:
+        pwrite_all(self._fd, pieces, number * limits.BLOCK_BYTES)
         with self.lock:
             self._incoming_blocks.discard(number)
             self._missing_blocks.discard(number)
@@ -215,7 +215,7 @@ class TransferTable:
             with transfer.hold_stream():  # A peer that offers the same content waits for the end: the descriptor is in use until then.
                 for block_number in missing_blocks:
                     transfer.claim_block(block_number)
-                    transfer.write_block(block_number, memoryview(data))
+                    transfer.write_block(block_number, [data])
         except BaseException:
             self.abandon(peer, number)
             raise
@@ -296,11 +296,13 @@ class TransferTable:
                 end(peer, number)
 
 
-def pwrite_all(fd: int, data: memoryview, offset: int) -> None:
-    """Write all bytes with pwrite(2)."""
-    while data:
-        count = os.pwrite(fd, data, offset)
-        data, offset = data[count:], offset + count
+def pwrite_all(fd: int, pieces: Sequence[bytes], offset: int) -> None:
+    """Write the pieces, one after the other."""
+    done = os.pwritev(fd, pieces, offset)
+    rest = b"".join(pieces)[done:] if done < sum(map(len, pieces)) else b""
+    while rest:  # A disk that is nearly full took a part; the next write says so.
+        count = os.pwrite(fd, rest, offset + done)
+        rest, done = rest[count:], done + count
 
 
 class ConcurrencyLimit:

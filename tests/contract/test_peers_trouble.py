@@ -348,7 +348,7 @@ def test_a_peer_that_stands_still_holds_up_nobody_else(world: World, monkeypatch
     held, stuck = threading.Event(), world.nodes[0]
     write_at = transfer_table.pwrite_all
 
-    def slow(fd: int, data: memoryview, offset: int) -> None:
+    def slow(fd: int, data: list[bytes], offset: int) -> None:
         if os.readlink(f"/proc/self/fd/{fd}").startswith(str(stuck.shelf.directory)):
             held.wait(120)
         write_at(fd, data, offset)
@@ -387,7 +387,7 @@ def test_a_small_content_that_is_offered_twice_at_once_is_not_mixed(
         with path.open("rb") as file:
             return sender.send(node.there, offer_of(data, generation=generation), file.fileno()).is_verified
 
-    def slowly(fd: int, data: memoryview, offset: int) -> None:
+    def slowly(fd: int, data: list[bytes], offset: int) -> None:
         monkeypatch.setattr(transfer_table, "pwrite_all", written)
         with pytest.raises(PeerRefused) as refusal:
             send(b"second " * 100, 2)
