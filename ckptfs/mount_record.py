@@ -66,7 +66,7 @@ class MountRecord:
         if left is None or left.is_nothing:
             return ""
         words = []
-        if self.pfs is not None:
+        if self.pfs is not None and (left.files or left.changes or left.obstacle):
             amount = f"{format_count(left.files, 'file')} ({format_size(left.size_bytes)}), {format_count(left.changes, 'other change')}"
             words.append(f"{amount} not on the PFS {self.pfs}" + (f": {left.obstacle}" if left.obstacle else ""))
         if left.ram_files:

@@ -25,7 +25,7 @@ from ckptfs_client.events import event_commands
 from ckptfs_client.json_answers import CheckJson, LogLevelJson, VersionJson
 from ckptfs_client.lab import commands
 from ckptfs_client.node import node_commands
-from ckptfs_client.options import LEVELS, Directory, Json, JsonLines, Paths, Timeout, connect, parse_option, parse_seconds
+from ckptfs_client.options import LEVELS, AnyDirectory, Directory, Json, JsonLines, Paths, Timeout, connect, parse_option, parse_seconds
 from ckptfs_client.planning import advice_commands
 from ckptfs_client.progress_bar import follow_progress
 from ckptfs_client.sets import set_commands
@@ -112,15 +112,17 @@ def _take_common_options(
 
 @app.command(epilog=EPILOG)
 def status(
-    directory: Directory = None,
+    directory: AnyDirectory = None,
     json: Json = False,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show every second if the newest checkpoints are safe; q ends.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Show every second whether the newest checkpoints are safe; q ends it.")
+    ] = False,
     cluster: Annotated[bool, typer.Option("--cluster", help="Show the cluster: its nodes, their peers and what lags.")] = False,
 ) -> None:
     """Show tiers, write-back, troubles and processes of mounts.
 
-    All mounts are asked at once; if there are several, each has one line, and DIR shows all of one. The exit code is 3 if one does not
-    answer. With --json: one object for one mount, a list for several.
+    If there are several mounts, each has one line; DIR shows all figures of one. The exit code is 3 if a mount does not answer. With
+    --json: one object for one mount, a list for several.
 
     Example: ckptfs status /ckpt --watch
     """
@@ -155,7 +157,7 @@ def _print_cluster(directory: Path | None, *, json: bool) -> None:
 
 @app.command(epilog=EPILOG)
 def df(
-    directory: Directory = None,
+    directory: AnyDirectory = None,
     checkpoint: Annotated[str | None, typer.Option(metavar="SIZE", help="Check whether checkpoints of this size per node fit.")] = None,
     keep: Annotated[int, typer.Option(min=0, help="Complete checkpoints to keep while the next one is written.")] = 1,
     ranks_per_node: Annotated[int, typer.Option(min=1, help="Ranks on each node; each of them writes SIZE.")] = 1,
@@ -163,8 +165,7 @@ def df(
 ) -> None:
     """Show the space of each tier; check whether a run fits.
 
-    Without DIR all mounts are shown. With --checkpoint the exit code is 1 if the checkpoints do not fit. With --json: one object for
-    one mount, a list for several.
+    With --checkpoint, the exit code is 1 if the checkpoints do not fit. With --json: one object for one mount, a list for several.
 
     Example: ckptfs df /ckpt --checkpoint 40G --keep 2 --ranks-per-node 8
     """
@@ -210,9 +211,11 @@ def drain(
 ) -> None:
     """Bring every closed file up to its highest level now.
 
-    With --deadline or --level, the newest checkpoint of each series comes first, the one with the fewest bytes missing before the others;
-    open files are secured on other nodes and not waited for; and the end says which checkpoints are safe. Exit code 4: some closed files
-    have not the level. The daemon goes on with them. Example: ckptfs drain /ckpt --deadline 25s --level clique
+    With --deadline or --level, the newest checkpoint of each series comes first; of these, the one with the fewest bytes missing. The
+    command does not wait for open files, but copies of them are made on other nodes. At the end it says which checkpoints are safe. The
+    exit code is 4 if some closed files have not reached the level; the daemon goes on with them.
+
+    Example: ckptfs drain /ckpt --deadline 25s --level clique
     """
     if level is not None and level not in LEVELS[1:]:
         raise UsageError(f"{level[:20]!r} is not a level to drain to; accepted: {', '.join(LEVELS[1:])}")
@@ -267,7 +270,8 @@ def list_files(
 ) -> None:
     """List files with level, generation, digest and copies.
 
-    A `*` marks a file with changes that are not on the PFS yet. A directory has the lowest level and the size of all files below.
+    A `*` marks a file with changes that are not on the PFS yet. A directory is shown with the lowest level of the files below it, and with
+    the sum of their sizes.
 
     Example: ckptfs ls /ckpt/run1/step_100
     """

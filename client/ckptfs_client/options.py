@@ -20,6 +20,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JsonLines = Annotated[bool, typer.Option("--json", help="Print the progress as JSON, one line per change.")]
 Timeout = Annotated[str | None, typer.Option(metavar="TIME", help="Give up (exit code 4) after this time, such as 30s or 5m.")]
 Paths = Annotated[list[Path], typer.Argument(metavar="PATH", help="Files or directories in a mount.")]
+AnyDirectory = Annotated[Path | None, typer.Argument(metavar="DIR", help="A path in the mount. Without it: all mounts.")]
 Directory = Annotated[Path | None, typer.Argument(metavar="DIR", help="A path in the mount. Optional if only one ckptfs is mounted.")]
 
 

@@ -180,7 +180,7 @@ def _describe_handles(answer: "pb.Status") -> list[str]:
 def describe_history(history: "pb.History") -> list[str]:
     """Describe what ckptfs keeps of checkpoint sets, and what the retention rules say, a line each."""
     series, sets = format_count(history.series, "series", "series"), format_count(history.sets, "set")
-    only = f"{format_size(history.bytes)} only there, of at most {format_size(history.bytes_max)}"
+    only = f"{format_size(history.bytes)} that only .ckptfs/history holds, of at most {format_size(history.bytes_max)}"
     lines = [f"  history     {sets} of {series}; {only}"]
     if history.held_files:
         lines.append(
@@ -192,15 +192,16 @@ def describe_history(history: "pb.History") -> list[str]:
 def describe_scrub(scrub: "pb.Scrub") -> str:
     """Describe how far the copies in local tiers are verified."""
     copies = format_count(scrub.copies, "copy", "copies")
-    verified = f"{copies}, verified in the last {format_duration(scrub.oldest_age_s)}" if scrub.copies else copies
-    return f"{verified}; bad so far: {scrub.bad_found}, of which {scrub.quarantined} are not repaired"
+    verified = f"; those of sealed files were verified in the last {format_duration(scrub.oldest_age_s)}" if scrub.oldest_age_s else ""
+    repaired = f", of which {scrub.quarantined} are not repaired" if scrub.bad_found else ""
+    return f"{copies}{verified}; bad so far: {scrub.bad_found}{repaired}"
 
 
 def describe_survival(answer: "pb.Status") -> str:
     """Return whether applications survive a kill of the daemon's processes, and why."""
     if not answer.survives_kill:
         return "survives a kill: unknown"
-    supervisor = "systemd keeps the mount" if answer.survives_supervisor_kill else "not of the supervisor, which runs without systemd"
+    supervisor = "systemd keeps the mount" if answer.survives_supervisor_kill else "but not of the supervisor, which runs without systemd"
     words = f"survives a kill: yes (the supervisor keeps the requests in flight; {supervisor})"
     if answer.request_timeout_s:
         silence = format_duration(answer.request_timeout_s)
@@ -230,12 +231,12 @@ def _describe_write_back(answer: "pb.Status") -> list[str]:
     if not answer.pfs:
         return ["  write-back  none: this mount has no PFS"]
     figures = answer.write_back
-    behind = "nothing is behind"
+    behind = "nothing waits"
     if figures.dirty_files or figures.changes:
         files = f"{format_count(figures.dirty_files, 'file')} ({format_size(figures.dirty_bytes)})"
-        behind = f"{files} and {format_count(figures.changes, 'other change')} behind"
+        behind = f"{files} and {format_count(figures.changes, 'other change')} are not on the PFS yet"
     lag = f", the oldest for {format_duration(figures.lag_s)}" if figures.lag_s else ""
-    lines = [f"  write-back  {behind}{lag}, to {escape(answer.pfs)}"]
+    lines = [f"  write-back  {behind}{lag}; the PFS is {escape(answer.pfs)}"]
     if figures.current_path:
         copied = f"{format_size(figures.current_copied_bytes)} of {format_size(figures.current_size_bytes)}"
         lines.append(f"              now {escape(figures.current_path)}: {copied}")

@@ -53,8 +53,8 @@ def events(
 ) -> None:
     """Show what has happened on this node: saves, loads, restarts, failures.
 
-    The daemon keeps a log of events: sets that were begun, complete, read, safe and expired, processes and tiers that failed, and drains.
-    The oldest go when it is full. Of series that you may not list, nothing is shown.
+    The daemon logs when a set was begun, was complete, was read, became safe or expired, when a process or a tier failed, and drains. When
+    the log is full, the oldest events are deleted. Events of series that you may not list are not shown.
 
     Example: ckptfs events /ckpt --since 2h --follow
     """

@@ -10,7 +10,7 @@ import typer
 from ckptfs.quantities import format_count, format_duration, format_size
 from ckptfs_client import mounts, render
 from ckptfs_client.errors import EPILOG, UsageError
-from ckptfs_client.options import Directory, Json, Paths, Timeout, connect, parse_seconds
+from ckptfs_client.options import AnyDirectory, Directory, Json, Paths, Timeout, connect, parse_seconds
 
 app = typer.Typer()
 CONFIG_WIDTH_MAX = 60
@@ -18,15 +18,15 @@ CONFIG_WIDTH_MAX = 60
 
 @app.command(epilog=EPILOG)
 def health(
-    directory: Annotated[Path | None, typer.Argument(metavar="DIR", help="A path in the mount. Without it: all mounts.")] = None,
+    directory: AnyDirectory = None,
     timeout: Annotated[str, typer.Option(metavar="TIME", help="After this time without an answer the daemon counts as down.")] = "5s",
     json: Json = False,
 ) -> None:
     """Say in one line whether the tiers and peers of this node are sound.
 
-    For health checks of Slurm and of rendezvous. The exit code is 0 only if all is well; 1 if a tier, a peer or a file is not, or if this
-    node is about to be taken away; 3 if there is no mount or no answer. Neither the PFS nor a file is touched. With --json: one object for
-    one mount, a list for several.
+    It is meant for the health checks of Slurm and of rendezvous. The exit code is 0 only if all is well. It is 1 if a tier, a peer or a
+    file is not, or if this node is about to be taken away, and 3 if there is no mount or no answer. Neither the PFS nor a file is touched.
+    With --json: one object for one mount, a list for several.
 
     Example: ckptfs health /ckpt --timeout 2s
     """
@@ -50,8 +50,9 @@ def show_config(
 ) -> None:
     """Show the effective options of a mount, and where each was given.
 
-    That is on the command line (mount -o, fstab, a unit), in the file of config=, or nowhere: a default. They are as the daemon has them
-    since its start; a file that was changed since then counts at the next mount. Of secrets the paths are shown, never what is in them.
+    An option was given on the command line (mount -o, fstab, a unit) or in the file of config=; any other has its default. The options are
+    those with which the daemon was started. If the file was changed since, that counts from the next mount on. Of keys, only the paths are
+    shown.
 
     Example: ckptfs config /ckpt --given
     """
@@ -74,8 +75,9 @@ def who(
 ) -> None:
     """Show which processes have a file or directory open.
 
-    Also those that map a file or work in a directory, and those in containers. Root sees all processes, others their own. Of a file, the
-    handles that the daemon counts are compared with what was found. The exit code is 0, also if there is none.
+    Processes that map a file or work in a directory count too, and those in containers. Root sees all processes, other users their own. For
+    a file, the command also says if the daemon counts an open handle of a process that it cannot see. The exit code is 0 even if no process
+    was found.
 
     Example: ckptfs who /ckpt/run1
     """
@@ -99,7 +101,8 @@ def warm(
 ) -> None:
     """Fetch files to RAM or NVMe of this node before they are needed.
 
-    Of directories, all files below. Files that are here already cost nothing. If the rest does not fit, nothing is fetched (exit code 1).
+    For a directory, all files below it are fetched. Files that are on this node already are skipped. If the rest does not fit, nothing is
+    fetched, and the exit code is 1.
 
     Example: ckptfs warm /ckpt/run1/step_100 --timeout 10m
     """
@@ -120,8 +123,8 @@ def web(
 ) -> None:
     """Serve a page that shows whether the newest checkpoints are safe.
 
-    Read-only: checkpoints, nodes, tiers, troubles, and write-back and replication over time, of all mounts of this machine. It shows what
-    every user of the machine may ask: no names of series that not all users may list. There is neither TLS nor a password. Ctrl-C ends it.
+    The page is read-only. For all mounts of this machine it shows checkpoints, nodes, tiers and troubles, and write-back and replication
+    over time. Names of series that not every user may list are left out. There is neither TLS nor a password. Ctrl-C ends it.
 
     Example: ckptfs web --listen 127.0.0.1:8080
     """

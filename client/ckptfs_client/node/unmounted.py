@@ -56,7 +56,7 @@ class UnmountedName:
         if self.record is None or self.record.leftovers is None:
             return "its daemon was killed, so nobody counted what it holds"
         if self.has_lost_ram:
-            return f"{self.record.describe_leftovers()} - and the RAM tier is gone: the machine was rebooted"
+            return f"{self.record.describe_leftovers()}; the machine was rebooted since, and the RAM tier is gone"
         return self.record.describe_leftovers() or "nothing that the PFS does not have"
 
     @property

@@ -69,9 +69,9 @@ def advise(
 ) -> None:
     """Say how often to save, from the cost of a checkpoint and the failure rate.
 
-    The cost is measured from the times of the newest sets, and is at least what is shown: give --cost if the job knows better, for example
-    because it works while it saves. The intervals are those of Young and of Daly. Without a failure rate, that of the event log counts, as
-    `ckptfs goodput` shows it.
+    The cost is measured from the times of the newest sets. The real one may be higher; give --cost if you know it, or if the job works
+    while it saves. The intervals are those of Young and of Daly. Without a failure rate, that of the event log counts, as `ckptfs goodput`
+    shows it.
 
     Example: ckptfs advise '/ckpt/run1/step_*' --nodes 512 --node-mtbf 5y
     """
@@ -137,8 +137,8 @@ def simulate(
 ) -> None:
     """Compute how likely the loss of a checkpoint set is before the PFS has it.
 
-    A simulation with the placement of ckptfs: all copies of one node's files are lost before they are remade. It asks no daemon. Failures
-    are drawn with a seed; the answer has its 95 % confidence interval.
+    A set is lost if all nodes that hold copies of some file fail before the copies are remade. The simulation uses the placement of ckptfs,
+    and asks no daemon. Failures are drawn with a seed; the answer has its 95 % confidence interval.
 
     Example: ckptfs simulate --nodes 10000 --mtbf 4h --factor 2 --domains 625 --domain-mtbf 20y --size 512G
     """

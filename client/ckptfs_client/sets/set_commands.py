@@ -45,9 +45,9 @@ def list_sets(
 ) -> None:
     """List series of checkpoints, or the sets of a series.
 
-    Without an argument (all mounts), or for a directory with several series: one line for each series; with --level the sets of all of them
-    that have it. A set whose files the application has deleted or overwritten is in the history only. The newest checkpoint that is not
-    complete is listed with the reason.
+    Without an argument, or for a directory with several series, each series has one line. With --level, all sets that have this level are
+    listed. A set whose files the application has deleted or overwritten is in the history only. The newest checkpoint that is not complete
+    is listed with the reason.
 
     Example: ckptfs list '/ckpt/run1/step_*' --level pfs
     """
@@ -84,8 +84,9 @@ def latest(
 ) -> None:
     """Print the path of the newest complete checkpoint.
 
-    A checkpoint is complete if every file is sealed and readable and was written to its end, and if no file is missing: by the marks of its
-    kind, or compared with the one before it. What was rejected is said on standard error. The exit code is 1 if there is none.
+    A checkpoint is complete if every file is sealed, readable and written to its end, and if no file is missing. Which files it must have
+    follows from the marks of its kind, or from the checkpoint before it. Newer checkpoints that were rejected are named on standard error.
+    The exit code is 1 if none is complete.
 
     Example: ckptfs latest '/ckpt/run1/step_*' --level clique
     """
@@ -101,8 +102,9 @@ def verify(
 ) -> None:
     """Read every copy of files, directories or checkpoint sets; check digests and formats.
 
-    Of zip archives (torch.save), safetensors, HDF5 and others, headers and ends are compared with the size; of a set, the files with its
-    manifest and with what its kind asks for. The exit code is 1 if something is bad. A bad copy is quarantined and remade from a good one.
+    The header and the end of files of known formats (zip archives of torch.save, safetensors, HDF5 and others) are compared with their
+    sizes. The files of a set are compared with its manifest, and with what such a checkpoint must have. A bad copy is quarantined and
+    remade from a good one. The exit code is 1 if something is bad.
 
     Example: ckptfs verify '/ckpt/run1/step_*@17'
     """
@@ -121,7 +123,11 @@ def verify(
             rows = [{"verdict": "bad", "tier": "", "path": one["path"], "what": f"{one['format']}: {one['flaw']}"} for one in flawed]
             render.print_renderable(render.build_findings(bad + rows))
         verdict = f"bad: {format_count(len(bad), 'copy', 'copies')}" if bad else "no bad copy"
-        unchecked = f"; {len(unknown)} could not be compared: not sealed yet, or written by others" if unknown else ""
+        unchecked = (
+            f"; {format_count(len(unknown), 'copy', 'copies')} could not be compared: not sealed yet, or written by others"
+            if unknown
+            else ""
+        )
         formats = (
             f"; {len(total['formats']) - len(flawed)} of {len(total['formats'])} known formats and sets are whole"
             if total["formats"]
@@ -171,7 +177,7 @@ def rollback(
 ) -> None:
     """Make an older complete set the latest of its series.
 
-    No data moves, and nothing newer is destroyed. A set that is completed afterwards is the latest again.
+    No data moves, and nothing newer is deleted. The next set that is completed is the latest again.
 
     Example: ckptfs rollback '/ckpt/run1/step_*' step_90
     """
@@ -251,8 +257,8 @@ def rm(
 ) -> None:
     """Remove a checkpoint set.
 
-    The names of the application go, as far as they still lead to files of the set. Without --now, the history keeps the set while it is
-    pinned, while no newer set is as safe, and while a rule says so.
+    Names of the application that still lead to files of the set are deleted. Without --now, the history keeps the set as long as it is
+    pinned, no newer set is as safe, or a rule says so.
 
     Example: ckptfs rm /ckpt/run1/step_100
     """
