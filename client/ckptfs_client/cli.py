@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from json import dumps
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -445,9 +446,7 @@ def init(
 
     Example: ckptfs keys init /etc/ckptfs/ca --cluster training
     """
-    from ckptfs.clique import certificates
-
-    with _translated_errors():
+    with _certificates() as certificates:
         certificates.init(directory, cluster)
     authority = f"{directory}/{certificates.CA_CERTIFICATE}"
     print(f"{authority} is the CA of cluster {cluster}; ckptfs keys issue {directory} NODE makes the keys of a node")
@@ -465,9 +464,7 @@ def issue(
 
     Example: ckptfs keys issue /etc/ckptfs/ca node7 --address 10.0.0.7
     """
-    from ckptfs.clique import certificates
-
-    with _translated_errors():
+    with _certificates() as certificates:
         target = certificates.issue(directory, node, address or [])
     print(f"{target} holds the keys of node {node}; copy it to the node and mount with keys=DIRECTORY")
 
@@ -480,9 +477,7 @@ def revoke(directory: KeysDirectory, node: KeysNode) -> None:
 
     Example: ckptfs keys revoke /etc/ckptfs/ca node7
     """
-    from ckptfs.clique import certificates
-
-    with _translated_errors():
+    with _certificates() as certificates:
         lists = certificates.revoke(directory, node)
     if not any(directory.glob(f".{node}.revoked-*")):
         print(f"there are no keys of a node {node} in {directory}: check the name")
@@ -490,8 +485,11 @@ def revoke(directory: KeysDirectory, node: KeysNode) -> None:
 
 
 @contextlib.contextmanager
-def _translated_errors() -> Iterator[None]:
+def _certificates() -> Iterator[ModuleType]:
+    """Yield the module that makes keys. Its errors become those of a command."""
+    from ckptfs.clique import certificates
+
     try:
-        yield
+        yield certificates
     except (CkptfsError, OSError) as failure:
         raise CommandFailed(str(failure), remedy=getattr(failure, "remedy", "")) from failure

@@ -24,17 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from ckptfs import limits, series
 from ckptfs.errors import posix_error
 from ckptfs.model import Level
-from ckptfs.series import (
-    MANIFESTS,
-    KnownSet,
-    KnownSets,
-    LatestMember,
-    Listing,
-    MemberFile,
-    SearchResult,
-    SearchStart,
-    Series,
-)
+from ckptfs.series import MANIFESTS, KnownSet, KnownSets, LatestMember, Listing, MemberFile, SearchResult, SearchStart, Series
 from ckptfs.series.file_formats import FileFormat
 from ckptfs.series.pickle_scan import ReadRange
 from ckptfs_client import render
