@@ -2,13 +2,17 @@
 
 import json
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
-from ckptfs_client.errors import ClientError, CommandFailed, UsageError
-from ckptfs_client.mounts import HISTORY
+from ckptfs_client import mounts
+from ckptfs_client.errors import ClientError, CommandFailed, NoMount, UsageError
+from ckptfs_client.mounts import HISTORY, Mount
+from ckptfs_client.sets import set_listing
 from ckptfs_client.sets.set_changes import annotate
-from ckptfs_client.sets.set_history import split_number
+from ckptfs_client.sets.set_history import ListedSeries, split_number
 from ckptfs_client.sets.set_listing import (
     build_series_row,
     describe_set,
@@ -230,3 +234,30 @@ def test_of_very_many_sets_people_see_the_newest(tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().err == "ckptfs: only the newest 3 sets are listed; --all lists all\n"
     for at_most in (5, None):
         assert len(list_all_rows(history, tmp_path / STEP, one, at_most)) == 5 and not capsys.readouterr().err
+
+
+def test_a_silent_mount_does_not_keep_the_list_of_others_waiting(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """D12: all are asked at once, as for the status; who does not answer is named, and the exit code says so."""
+    found = [Mount(name, Path(f"/{name}"), 0, 1) for name in ("one", "two", "three")]
+    all_asked = threading.Barrier(len(found), timeout=30)
+
+    class History:
+        def __init__(self, mount: Mount, client: Any, *, figures: bool) -> None:
+            self.mount = mount
+
+        @property
+        def series(self) -> list[ListedSeries]:
+            all_asked.wait()
+            if self.mount.name == "two":
+                raise NoMount("the daemon of two does not answer")
+            return [ListedSeries(self.mount, 1, 1, "run1/step_*", "step_*", 0, 1, 5, None)]
+
+    monkeypatch.setattr(mounts, "list_mounts", lambda: found)
+    monkeypatch.setattr(set_listing, "SetHistory", History)
+    with pytest.raises(SystemExit) as end:
+        set_listing.print_list(None, None, is_json=True)
+    shown = capsys.readouterr()
+    assert [one["series"] for one in json.loads(shown.out)] == ["/one/run1/step_*", "/three/run1/step_*"]
+    assert (end.value.code, shown.err) == (3, "ckptfs: the daemon of two does not answer\n")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckptfs.model import Level
 from ckptfs.quantities import format_age, format_count, format_size
 from ckptfs_client import mounts
-from ckptfs_client.client import build_path_error
+from ckptfs_client.client import Client, ask_all, build_path_error
 from ckptfs_client.errors import ClientError, CommandFailed, NoMount
 from ckptfs_client.json_answers import ProducerJson, SeriesJson, SetFileJson, SetJson, ShowJson
 from ckptfs_client.render import escape_unprintable, format_columns, print_json
@@ -36,34 +36,37 @@ SHOWN_MAX = 500
 def print_list(where: Path | None, wanted: Level | None, *, lists_all: bool = False, is_json: bool) -> None:
     """Print the series of all mounts or of a directory, or the sets of a series.
 
-    Ends with an exit code if a mount does not answer.
+    All mounts are asked at once. Ends with an exit code if one does not answer.
 
     `wanted`: only sets with this level, of all series.
     """
-    series_rows: list[SeriesJson] = []
-    rows: list[SetJson] = []
     chosen = mounts.choose_all(where)
-    silent = False
-    for mount in chosen:
-        with SetHistory(mount, figures=wanted is None and (where is None or "*" not in str(where))) as history:
-            try:
-                found = history.series if where is None else history.find_series(where)
-                if wanted is not None:
-                    rows += [row for one in found for row in list_set_rows(history, one, wanted)]
-                elif where is None or len(found) > 1:
-                    series_rows += map(build_series_row, found)
-                else:
-                    rows = list_all_rows(history, where, found[0] if found else None, None if lists_all or is_json else SHOWN_MAX)
-            except ClientError as failure:
-                if len(chosen) == 1:
-                    raise
-                silent = True
-                print(f"ckptfs: {failure}", file=sys.stderr)
+
+    def ask(client: Client) -> tuple[list[SeriesJson], list[SetJson]]:
+        history = SetHistory(client.mount, client, figures=wanted is None and (where is None or "*" not in str(where)))
+        found = history.series if where is None else history.find_series(where)
+        if wanted is not None:
+            return [], [row for one in found for row in list_set_rows(history, one, wanted)]
+        if where is None or len(found) > 1:
+            return list(map(build_series_row, found)), []
+        return [], list_all_rows(history, where, found[0] if found else None, None if lists_all or is_json else SHOWN_MAX)
+
+    series_rows, rows, failures = list[SeriesJson](), list[SetJson](), list[ClientError]()
+    for _, answer in ask_all(chosen, ask):
+        if isinstance(answer, ClientError):
+            failures.append(answer)
+        else:
+            series_rows += answer[0]
+            rows += answer[1]
+    if len(chosen) == 1 and failures:
+        raise failures[0]
+    for failure in failures:
+        print(f"ckptfs: {failure}", file=sys.stderr)
     if is_json:
         print_json(series_rows or rows)
     elif series_rows or rows:
         print(format_series(series_rows) if series_rows else format_sets(rows))
-    if silent:
+    if failures:
         sys.exit(NoMount.exit_code)
 
 
