@@ -7,7 +7,6 @@ A drain goes on in the daemon if the command is interrupted.
 import contextlib
 import functools
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from json import dumps
@@ -21,7 +20,7 @@ from ckptfs import __version__
 from ckptfs.errors import CkptfsError
 from ckptfs_client import entry, mounts, render
 from ckptfs_client.chaos import chaos_command
-from ckptfs_client.errors import EPILOG, ClientError, CommandFailed, NoMount, PipeClosed, UsageError
+from ckptfs_client.errors import EPILOG, CommandFailed, NoMount, PipeClosed, UsageError
 from ckptfs_client.events import event_commands
 from ckptfs_client.json_answers import CheckJson, LogLevelJson, VersionJson
 from ckptfs_client.lab import commands
@@ -171,18 +170,13 @@ def df(
     Example: ckptfs df /ckpt --checkpoint 40G --keep 2 --ranks-per-node 8
     """
     from ckptfs import config
-    from ckptfs_client.client import ask_all
+    from ckptfs_client.client import ask_answering
     from ckptfs_client.planning import capacity
 
     size = parse_option(config.parse_size, checkpoint)
     asked = mounts.choose_all(directory)
-    reports, silent = [], 0
-    for mount, answer in ask_all(asked, capacity.ask):
-        if isinstance(answer, ClientError):
-            silent += 1
-            print(f"ckptfs: {answer}", file=sys.stderr)
-        else:
-            reports.append((mount, capacity.build_report(*answer, size and size * ranks_per_node, keep)))
+    answers, has_silent = ask_answering(asked, capacity.ask)
+    reports = [(mount, capacity.build_report(*answer, size and size * ranks_per_node, keep)) for mount, answer in answers]
     if json and reports:
         plain = [capacity.report_to_json(report) for _, report in reports]
         render.print_json(plain[0] if len(asked) == 1 else plain)
@@ -191,7 +185,7 @@ def df(
             if len(asked) > 1:
                 print("\n" * bool(number) + f"{mount.name} on {mount.mountpoint}")
             capacity.print_report(report)
-    if silent:
+    if has_silent:
         raise typer.Exit(NoMount.exit_code)
     if any(report.fit is not None and not report.fit["fits"] for _, report in reports):
         raise typer.Exit(1)

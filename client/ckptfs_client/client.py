@@ -5,6 +5,7 @@ If the mover restarts, calls wait for it and streams are resumed, so callers not
 """
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -243,6 +244,20 @@ def ask_all(
 
     with ThreadPoolExecutor(max_workers=min(len(chosen), ASKED_AT_ONCE_MAX) or 1) as threads:
         return list(zip(chosen, threads.map(ask, chosen), strict=True))
+
+
+def ask_answering(chosen: Sequence[Mount], question: Callable[[Client], Answer]) -> tuple[list[tuple[Mount, Answer]], bool]:
+    """Ask several daemons at once, and name on stderr those that do not answer.
+
+    Returns the others with their answers, and whether one was silent. Raises the error of an only one.
+    """
+    found = ask_all(chosen, question)
+    failures = [answer for _, answer in found if isinstance(answer, ClientError)]
+    if len(found) == 1 and failures:
+        raise failures[0]
+    for failure in failures:
+        print(f"ckptfs: {failure}", file=sys.stderr)
+    return [(mount, answer) for mount, answer in found if not isinstance(answer, ClientError)], bool(failures)
 
 
 def open_client(path: str | os.PathLike[str]) -> tuple[Client, int]:

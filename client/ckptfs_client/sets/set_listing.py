@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckptfs.model import Level
 from ckptfs.quantities import format_age, format_count, format_size
 from ckptfs_client import mounts
-from ckptfs_client.client import Client, ask_all, build_path_error
+from ckptfs_client.client import Client, ask_answering, build_path_error
 from ckptfs_client.errors import ClientError, CommandFailed, NoMount
 from ckptfs_client.json_answers import ProducerJson, SeriesJson, SetFileJson, SetJson, ShowJson
 from ckptfs_client.render import escape_unprintable, format_columns, print_json
@@ -40,7 +40,6 @@ def print_list(where: Path | None, wanted: Level | None, *, lists_all: bool = Fa
 
     `wanted`: only sets with this level, of all series.
     """
-    chosen = mounts.choose_all(where)
 
     def ask(client: Client) -> tuple[list[SeriesJson], list[SetJson]]:
         history = SetHistory(client.mount, client, figures=wanted is None and (where is None or "*" not in str(where)))
@@ -51,22 +50,14 @@ def print_list(where: Path | None, wanted: Level | None, *, lists_all: bool = Fa
             return list(map(build_series_row, found)), []
         return [], list_all_rows(history, where, found[0] if found else None, None if lists_all or is_json else SHOWN_MAX)
 
-    series_rows, rows, failures = list[SeriesJson](), list[SetJson](), list[ClientError]()
-    for _, answer in ask_all(chosen, ask):
-        if isinstance(answer, ClientError):
-            failures.append(answer)
-        else:
-            series_rows += answer[0]
-            rows += answer[1]
-    if len(chosen) == 1 and failures:
-        raise failures[0]
-    for failure in failures:
-        print(f"ckptfs: {failure}", file=sys.stderr)
+    answers, has_silent = ask_answering(mounts.choose_all(where), ask)
+    series_rows = [row for _, (found, _) in answers for row in found]
+    rows = [row for _, (_, found) in answers for row in found]
     if is_json:
         print_json(series_rows or rows)
     elif series_rows or rows:
         print(format_series(series_rows) if series_rows else format_sets(rows))
-    if failures:
+    if has_silent:
         sys.exit(NoMount.exit_code)
 
 
