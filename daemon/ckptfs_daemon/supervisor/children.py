@@ -26,6 +26,8 @@ from ckptfs import limits, procfs
 from ckptfs_daemon import ipc
 from ckptfs_daemon.ipc import Assignment, Successor
 
+PLACES = tuple(dict.fromkeys(str(Path(package.__path__[0]).parent) for package in (ckptfs, ckptfs_daemon)))
+"""The directories of our packages."""
 LONG_LIFE_S = 10.0
 """A child that lived this long did not fail to start."""
 
@@ -149,9 +151,8 @@ def _environment() -> dict[str, str]:
 
     gRPC writes no lines of its own, such as one for each failed TLS handshake, unless the user asked for them.
     """
-    places = [str(Path(package.__path__[0]).parent) for package in (ckptfs, ckptfs_daemon)]
     known = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
-    return {"GRPC_VERBOSITY": "NONE", **os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*places, *known]))}
+    return {"GRPC_VERBOSITY": "NONE", **os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*PLACES, *known]))}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,8 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import ckptfs
-import ckptfs_daemon
 from ckptfs import __version__, disk, limits
 from ckptfs.catalog import database, identity
 from ckptfs.clique import certificates
@@ -32,6 +29,7 @@ from ckptfs.config import Config
 from ckptfs.errors import InvalidArgument
 from ckptfs_daemon.fuse import connection, shim_build
 from ckptfs_daemon.ipc import Successor
+from ckptfs_daemon.supervisor.children import PLACES
 from ckptfs_daemon.supervisor.pfs_check import require_pfs_of_catalog
 from ckptfs_daemon.supervisor.systemd import take_stored_descriptors
 
@@ -54,8 +52,7 @@ class Handed:
 
 def get_own_successor() -> Successor:
     """Return this installation as it is on the disk now."""
-    places = (str(Path(package.__path__[0]).parent) for package in (ckptfs, ckptfs_daemon))
-    return Successor(sys.executable, tuple(dict.fromkeys(places)))
+    return Successor(sys.executable, PLACES)
 
 
 class Trial:
@@ -180,5 +177,5 @@ def _build_command(successor: Successor, arguments: list[str]) -> list[str]:
 
 def _build_environment(successor: Successor, more: dict[str, str]) -> dict[str, str]:
     """Return this environment with the successor's packages instead of this version's."""
-    known = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place and place not in get_own_successor().places]
+    known = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place and place not in PLACES]
     return {**os.environ, **more, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*successor.places, *known]))}
