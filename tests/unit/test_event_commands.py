@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ckptfs_client.errors import UsageError
 from ckptfs_client.events import event_commands
-from ckptfs_client.events.event_lines import format_event
+from ckptfs_client.events.event_source import format_event
 from ckptfs_client.events.goodput import WIDTH_MIN, compute_goodput, format_goodput
 from ckptfs_daemon.control.public_listings import hide_names
 from ckptfs_daemon.event_writer import append_lines

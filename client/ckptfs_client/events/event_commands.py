@@ -59,8 +59,7 @@ def events(
     Example: ckptfs events /ckpt --since 2h --follow
     """
     from ckptfs import event_log
-    from ckptfs_client.events.event_lines import format_event
-    from ckptfs_client.events.event_source import EventSource
+    from ckptfs_client.events.event_source import EventSource, format_event
 
     since_ns = parse_since(since)
     source = EventSource(mounts.choose(directory))
