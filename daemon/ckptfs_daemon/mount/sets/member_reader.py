@@ -66,6 +66,18 @@ class MountMemberReader:
         await self._refresh_directory(directory)
         return {entry.name: inode for entry, inode in namespace.iterate_entries(self._context.db, directory)}
 
+    async def list_tree(self, directory: int) -> dict[bytes, Inode]:
+        """Return what is below a directory and no directory itself, by path."""
+        found, todo = dict[bytes, Inode](), [(b"", directory)]
+        while todo:
+            path, one = todo.pop()
+            for name, inode in (await self.list_directory(one)).items():
+                if inode.is_directory:
+                    todo.append((path + name + b"/", inode.id))
+                else:
+                    found[path + name] = inode
+        return found
+
     async def list_possible_members(self, directory: int) -> dict[bytes, tuple[int, bool]]:
         """Return (inode, whether it is a directory) of the files and directories in a directory, by name.
 
@@ -221,32 +233,31 @@ class MountMemberReader:
 
         It is that of the directory, or of one that is gone and had the same path.
         """
-        db, series = self._context.db, ROOT
+        db = self._context.db
         own = history.find_series(db, directory, pattern)
+        place = await self.find_place(directory, pattern)
+        found = None if place is None else history.get_series(db, place)
+        return own or (found if found is not None and not contents.has_name(db, found.origin) else None)
+
+    async def find_place(self, directory: int, pattern: bytes) -> int | None:
+        """Return the directory of the history that has the path of a series. Returns None if there is none."""
+        db, place = self._context.db, ROOT
         for name in (history.NAME, *filter(None, namespace.get_path(db, directory).split(b"/")), pattern):
             if self._context.shared_namespace is not None:
-                await self._context.shared_namespace.refresh_name(series, name)
-            child = namespace.find_child(db, series, name)
+                await self._context.shared_namespace.refresh_name(place, name)
+            child = namespace.find_child(db, place, name)
             if child is None:
-                return own
-            series = child.id
-        found = history.get_series(db, series)
-        return own or (found if found is not None and not contents.has_name(db, found.origin) else None)
+                return None
+            place = child.id
+        return place
 
     async def find_missing(self, files: Mapping[bytes, int], known: KnownSet[int]) -> set[bytes] | None:
         """Return the paths of a set that are not among these files.
 
         Returns None if one of them is not that of the set. Names of the application and of the history lead to the same inodes.
         """
-        found: dict[bytes, int] = {}
-        todo = [(b"", known.entry)]
-        while todo:
-            path, directory = todo.pop()
-            for name, inode in (await self.list_directory(directory)).items():
-                if inode.is_directory:
-                    todo.append((path + name + b"/", inode.id))
-                elif inode.is_file and path + name not in MANIFESTS:
-                    found[path + name] = inode.id
+        below = await self.list_tree(known.entry)
+        found = {path: inode.id for path, inode in below.items() if inode.is_file and path not in MANIFESTS}
         return found.keys() - files.keys() if files.items() <= found.items() else None
 
     # --- bytes --------------------------------------------------------------------------------------------------------

@@ -203,11 +203,9 @@ class SetExpiry:
 
     async def _refresh_below(self, tops: Iterable[int]) -> None:
         """Load the names that other nodes of the cluster have made below these inodes."""
-        todo = list(tops) if self._context.shared_namespace is not None else []
-        while todo:
-            inode = self._context.get_inode(todo.pop())
-            if inode.is_directory:
-                todo += [child.id for child in (await self._reader.list_directory(inode.id)).values() if child.is_directory]
+        for inode in tops if self._context.shared_namespace is not None else ():
+            if self._context.get_inode(inode).is_directory:
+                await self._reader.list_tree(inode)
 
     def _find_child(self, parent: int, name: bytes) -> int | None:
         found = namespace.find_child(self._context.db, parent, name)

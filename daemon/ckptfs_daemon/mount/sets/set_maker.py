@@ -25,7 +25,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet, Producer, SetRecord
 from ckptfs.catalog.set_members import MANIFEST_NAMES, SetFile, SetTree
 from ckptfs.errors import Busy, CkptfsError, NoSpace
-from ckptfs.model import ROOT, Inode, Tier
+from ckptfs.model import Inode, Tier
 from ckptfs.series import Series, manifest
 from ckptfs.series.file_groups import DMTCP_SCRIPT
 from ckptfs.series.manifest import ManifestFile
@@ -100,7 +100,8 @@ class SetMaker:
                 await self._refresh.refresh_set(former.directory)
         if await trio.to_thread.run_sync(set_members.has_set_of, db, series, files):
             return series, None
-        await self._remove_leftovers(series)
+        if await self.remove_leftovers(series):
+            raise Busy("another node makes a set of this series")
         made = await self._begin(found, tree, series)
         try:
             await self._fill(made.directory, tree)
@@ -126,7 +127,7 @@ class SetMaker:
         """Return the directory of the series in the history; make it if there is none."""
         db, shared_namespace = self._context.db, self._context.shared_namespace
         for _ in range(limits.SHARED_TRIES_MAX):
-            await self._refresh_series(found)
+            await self._refresh.refresh_place(found.directory, found.series.name)
             record = history.find_series(db, found.directory, found.series.name)
             if record is not None:
                 return record.directory
@@ -135,34 +136,20 @@ class SetMaker:
                 await shared_namespace.wait_published()
         raise Busy("other nodes change the history of the series")
 
-    async def _refresh_series(self, found: FoundMember) -> None:
-        """Load what other nodes made of the series."""
-        shared_namespace = self._context.shared_namespace
-        if shared_namespace is None:
-            return
-        directory, path = ROOT, inodes.get_path(self._context.db, found.directory)
-        for name in (history.NAME, *filter(None, path.split(b"/")), found.series.name):
-            await shared_namespace.refresh_name(directory, name)
-            child = namespace.find_child(self._context.db, directory, name)
-            if child is None:
-                return
-            directory = child.id
-        await shared_namespace.refresh_directory(directory)
-
-    async def _remove_leftovers(self, series: int) -> None:
+    async def remove_leftovers(self, series: int) -> bool:
         """Remove unfinished sets of this node, and of nodes that are gone.
 
-        Raises Busy if another node is making one.
+        Return True if another node is making one. Must not be called while this node makes one.
         """
-        for directory in history.list_unfinished(self._context.db, series):
-            if not self.is_leftover(directory):
-                raise Busy("another node makes a set of this series")
-            await self.remove(directory)
-
-    def is_leftover(self, directory: int) -> bool:
-        """Return True if no node works on an unfinished set. Must not be called while this node makes one."""
-        maker = identity.get_origin_node(directory)
-        return maker in (0, identity.get_node_number(self._context.db)) or maker not in peer_copies.list_live_nodes(self._context.db)
+        db, is_made_elsewhere = self._context.db, False
+        own, live = (0, identity.get_node_number(db)), peer_copies.list_live_nodes(db)
+        for directory in history.list_unfinished(db, series):
+            maker = identity.get_origin_node(directory)
+            if maker in own or maker not in live:
+                await self.remove(directory)
+            else:
+                is_made_elsewhere = True
+        return is_made_elsewhere
 
     # --- one set ------------------------------------------------------------------------------------------------------
 

@@ -74,7 +74,7 @@ class SetRebuild:
         places = {} if not origin else await self._reader.list_directory(origin)
         for record in records.values():
             if record.name in places and places[record.name].is_directory:
-                await self._list_sizes(places[record.name].id)
+                await self._reader.list_tree(places[record.name].id)
         if records:
             await self._changes.run_change(lambda db, _: history.restore_series(db, directory, origin, pattern, records))
             log.info("%s: %d sets are known again by their manifests", os.fsdecode(path), len(records))
@@ -100,23 +100,11 @@ class SetRebuild:
         inode = inside[MANIFEST_NAMES[0]]
         found = json.loads(await self._reader.examine(inode.id, MemberFile(inode.size, Level.PFS), _read_all))
         sizes = {os.fsencode(one["path"]): one["size"] for one in found["files"]}
-        there = {path: size for path, size in (await self._list_sizes(directory.id)).items() if path not in MANIFEST_NAMES}
+        below = await self._reader.list_tree(directory.id)
+        there = {path: one.size for path, one in below.items() if one.is_file and path not in MANIFEST_NAMES}
         if found["set"] != os.fsdecode(name) or sizes != there:
             raise ValueError("it names other files")
         return _build_record(found, name)
-
-    async def _list_sizes(self, directory: int) -> dict[bytes, int]:
-        """Return the sizes of the files below a directory."""
-        found: dict[bytes, int] = {}
-        todo = [(b"", directory)]
-        while todo:
-            path, one = todo.pop()
-            for name, inode in (await self._reader.list_directory(one)).items():
-                if inode.is_directory:
-                    todo.append((path + name + b"/", inode.id))
-                elif inode.is_file:
-                    found[path + name] = inode.size
-        return found
 
 
 def _build_record(found: dict[str, Any], name: bytes) -> SetRecord:

@@ -91,6 +91,12 @@ class SetRefresh:
             if directory > ROOT:
                 await shared_namespace.refresh_directory(directory)
 
+    async def refresh_place(self, directory: int, pattern: bytes) -> None:
+        """Load what other nodes made of a series that this one may not know."""
+        shared_namespace = self._context.shared_namespace
+        if shared_namespace is not None and (place := await self._reader.find_place(directory, pattern)) is not None:
+            await shared_namespace.refresh_directory(place)
+
     async def refresh_series(self, series: int) -> None:
         """Load the sets of a series, and what users said of them."""
         if self._context.shared_namespace is not None:
@@ -100,11 +106,7 @@ class SetRefresh:
     async def refresh_set(self, directory: int, *, with_copies: bool = False) -> None:
         """Load what is in a set, and where the copies of its files are."""
         shared_namespace = self._context.shared_namespace
-        todo = [directory] if shared_namespace is not None else []
-        while todo:
+        below = {} if shared_namespace is None else await self._reader.list_tree(directory)
+        for inode in below.values() if with_copies else ():
             assert shared_namespace is not None
-            for inode in (await self._reader.list_directory(todo.pop())).values():
-                if inode.is_directory:
-                    todo.append(inode.id)
-                elif with_copies:
-                    await shared_namespace.refresh_copies(inode.id)
+            await shared_namespace.refresh_copies(inode.id)

@@ -181,7 +181,8 @@ class SetTracker:
         delay_s = limits.SET_GATHER_S
         while True:
             try:
-                await self._remove_leftovers()
+                for one in history.list_series(self._context.db):
+                    await self._maker.remove_leftovers(one.directory)
                 await self._events.start()
                 while True:
                     await self._rebuild_due()
@@ -222,13 +223,6 @@ class SetTracker:
             await self._woken.wait()
         await trio.sleep(limits.SET_GATHER_S)
         self._woken = trio.Event()
-
-    async def _remove_leftovers(self) -> None:
-        """Remove unfinished sets of this node, and of nodes that are gone."""
-        for one in history.list_series(self._context.db):
-            for directory in history.list_unfinished(self._context.db, one.directory):
-                if self._maker.is_leftover(directory):
-                    await self._maker.remove(directory)
 
     # --- candidates ---------------------------------------------------------------------------------------------------
 
