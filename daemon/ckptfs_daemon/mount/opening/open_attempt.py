@@ -9,6 +9,7 @@ Invariants:
 Crash safety: the mover deletes a file that no row names. A backing id without a handle ends with the connection.
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -40,7 +41,7 @@ from ckptfs_daemon.mount.open_files.open_file import (
 )
 from ckptfs_daemon.mount.opening import open_acts, tier_choice
 from ckptfs_daemon.mount.opening.history_separation import separate_for_writer
-from ckptfs_daemon.mount.opening.open_request import MustWait, OpenRequest, OpenResult, UndoLog
+from ckptfs_daemon.mount.opening.open_request import MustWait, OpenRequest, OpenResult
 from ckptfs_daemon.mount.opening.space_wait import SpaceWait
 
 log = logging.getLogger(__name__)
@@ -55,8 +56,8 @@ class OpenAttempt:
         self._db = context.db
         self._files = context.open_files
         self._open_request = open_request
-        self._undo = UndoLog()
-        """What undoes the attempt that runs. Empty between attempts."""
+        self._undo = contextlib.ExitStack()
+        """What undoes the attempt that runs, last first. Empty between attempts."""
         self._new_pfs_file: tuple[int, int] | None = None
         """(content, descriptor) of a new file on the PFS that no attempt has taken yet."""
         self._pfs_fd = -1

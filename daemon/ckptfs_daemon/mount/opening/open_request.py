@@ -1,9 +1,8 @@
-"""The values of one open: request, result, reasons to wait, and the undo of a failed attempt.
+"""The values of one open: request, result, and reasons to wait.
 
 Crash safety: the reply cache keeps an `OpenResult` packed, so its layout must not change while a connection lives.
 """
 
-import contextlib
 import struct
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -19,33 +18,6 @@ class MustWait(Exception):
     def __init__(self, wait: Callable[[], Awaitable[object]]) -> None:
         super().__init__()
         self.wait = wait
-
-
-class UndoLog:
-    """The acts that undo a failed attempt, last first. Most attempts succeed and need no ExitStack.
-
-    Empty after each `with`, so that several attempts can use it.
-    """
-
-    def __init__(self) -> None:
-        self._acts: list[tuple[Callable[..., object], tuple[object, ...]]] = []
-
-    def callback(self, act: Callable[..., object], *values: object) -> None:
-        self._acts.append((act, values))
-
-    def pop_all(self) -> None:
-        """Forget all: the attempt succeeded."""
-        self._acts.clear()
-
-    def __enter__(self) -> "UndoLog":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._acts:
-            with contextlib.ExitStack() as stack:
-                for act, values in self._acts:
-                    stack.callback(act, *values)
-                self._acts.clear()
 
 
 @dataclass(frozen=True, slots=True)
