@@ -94,6 +94,7 @@ _INSERT_INODE = (
     "INSERT INTO inode (id, mode, uid, gid, rdev, nlink, size, atime_ns, mtime_ns, ctime_ns, birth_ns, target, parent, history)"
     " VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)"
 )
+_DELETE_ENTRY = "DELETE FROM entry WHERE parent=? AND name=?"
 
 
 def find_child(db: Database, parent: int, name: bytes) -> Inode | None:
@@ -203,7 +204,7 @@ def unlink(db: Database, parent: int, name: bytes) -> Inode:
     inode = lookup(db, parent, name)
     if inode.is_directory:
         raise posix_error(errno.EISDIR)
-    _delete_entry(db, parent, name)
+    db.run(_DELETE_ENTRY, parent, name)
     if get(db, parent).history:
         db.run("UPDATE inode SET nlink=nlink-1, history=history-1 WHERE id=?", inode.id)
     else:
@@ -220,7 +221,7 @@ def rmdir(db: Database, parent: int, name: bytes) -> Inode:
     if not inode.is_directory:
         raise posix_error(errno.ENOTDIR)
     require_empty(db, inode.id, is_imported=inode.is_imported)
-    _delete_entry(db, parent, name)
+    db.run(_DELETE_ENTRY, parent, name)
     decrement_nlink(db, inode, now)
     _record_directory_change(db, parent, now, -1)
     journal.append(db, "rmdir", inode.id, parent=parent, name=name)
@@ -270,10 +271,6 @@ def _insert_entry(db: Database, parent: int, name: bytes, child: int) -> None:
         db.run("INSERT INTO entry (parent, name, child) VALUES (?,?,?)", parent, name, child)
     except sqlite3.IntegrityError:
         raise posix_error(errno.EEXIST) from None
-
-
-def _delete_entry(db: Database, parent: int, name: bytes) -> None:
-    db.run("DELETE FROM entry WHERE parent=? AND name=?", parent, name)
 
 
 def _record_directory_change(db: Database, directory: int, now: int, links: int = 0) -> None:
@@ -344,13 +341,13 @@ def _move_entry(db: Database, parent: int, name: bytes, source: Inode, new_paren
     now = time.time_ns()
     if target is not None:
         contents.move_to_successor(db, target, source)
-        db.run("DELETE FROM entry WHERE parent=? AND name=?", parent, name)
+        db.run(_DELETE_ENTRY, parent, name)
         db.run("UPDATE entry SET child=? WHERE parent=? AND name=?", source.id, new_parent, new_name)
         decrement_nlink(db, target, now)
     elif parent == new_parent:
         db.run("UPDATE entry SET name=? WHERE parent=? AND name=?", new_name, parent, name)
     else:
-        db.run("DELETE FROM entry WHERE parent=? AND name=?", parent, name)
+        db.run(_DELETE_ENTRY, parent, name)
         db.run("INSERT INTO entry (parent, name, child) VALUES (?,?,?)", new_parent, new_name, source.id)
     moved = 1 if source.is_directory else 0
     replaced = 1 if target is not None and target.is_directory else 0
@@ -376,9 +373,9 @@ def _exchange_entries(db: Database, parent: int, name: bytes, source: Inode, new
 
 def _record_parent_changes(db: Database, now: int, parent: int, links: int, new_parent: int, new_links: int) -> None:
     """Record that both directories changed, and how many more subdirectories they have."""
-    db.run("UPDATE inode SET mtime_ns=?, ctime_ns=?, nlink=max(nlink+?, 2) WHERE id=?", now, now, links, parent)
+    _record_directory_change(db, parent, now, links)
     if new_links or parent != new_parent:
-        db.run("UPDATE inode SET mtime_ns=?, ctime_ns=?, nlink=max(nlink+?, 2) WHERE id=?", now, now, new_links, new_parent)
+        _record_directory_change(db, new_parent, now, new_links)
 
 
 def _set_parent(db: Database, now: int, inode: Inode, directory: int) -> None:
