@@ -299,8 +299,8 @@ def count_journal_left(db: Database, up_to: int) -> tuple[int, int, int]:
 
 HANDLES_REPORT = "handles"
 """The key of the mount process's report of open handles by their way."""
-
-
+SHARED_ON_PFS_REPORT = "shared:pfs"
+"""The key of the `bytes` that the PFS does not store because files share blocks there."""
 URGENT_REPORT = "urgent"
 """The key of the order of a drain with a deadline, see `exposure`."""
 NOTICE_REPORT = "preemption"
@@ -399,16 +399,6 @@ def record_pfs_speed(db: Database, size_bytes: int, seconds: float) -> None:
         before = get_pfs_speed(db)
         speed = size_bytes / seconds
         set_report(db, "pfs_speed", {"bytes_per_s": (before + speed) / 2 if before else speed})
-
-
-def set_shared_on_pfs(db: Database, size: int) -> None:
-    """Record how many bytes the PFS does not store because files share blocks there."""
-    set_report(db, "shared:pfs", {"bytes": size})
-
-
-def get_shared_on_pfs(db: Database) -> int:
-    """Return what `set_shared_on_pfs` recorded last; 0 if it did not."""
-    return int(get_report(db, "shared:pfs").get("bytes", 0))
 
 
 def set_report(db: Database, key: str, value: Mapping[str, Any] | None) -> None:

@@ -274,7 +274,7 @@ class ShareBlocks:
         if self._measured_pfs.is_due(now_s):
             state = pfs_state.count_sharing(self._db)
             if state != self._measured_pfs.state:
-                summary.set_shared_on_pfs(self._db, pfs_state.count_shared_bytes(self._db))
+                summary.set_report(self._db, summary.SHARED_ON_PFS_REPORT, {"bytes": pfs_state.count_shared_bytes(self._db)})
             self._measured_pfs.renew(now_s, state)
 
 

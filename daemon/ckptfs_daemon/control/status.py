@@ -154,7 +154,7 @@ class StatusFigures:
         answer = pb.TierStatus(name=tier.value, path=str(self._root(tier)), contents=count, health=str(health.get("state", "normal")))
         if tier is Tier.PFS:
             answer.budget_bytes, answer.free_bytes = int(health.get("total", 0)), int(health.get("free", 0))
-            answer.shared_bytes = summary.get_shared_on_pfs(self._db)
+            answer.shared_bytes = summary.get_report(self._db, summary.SHARED_ON_PFS_REPORT).get("bytes", 0)
             if answer.health == "normal" and any(value.get("is_full") for _, value, _ in summary.list_troubles(self._db, "write back")):
                 answer.health = "full"  # A full tier answers well, and its figures are some seconds old.
             return answer
@@ -168,7 +168,7 @@ class StatusFigures:
                 answer.prepared_bytes = self._tiers.prepared.get_bytes() if tier is Tier.RAM else 0
                 answer.shared_bytes = storage.get_shared_bytes()
                 if os.path.ismount(storage.root):  # Only ckptfs uses this filesystem.
-                    _, used_bytes = space.get_filesystem_size(storage.root)
+                    used_bytes = space.read_capacity(storage.root).used
                 else:
                     used_bytes = self._bytes.get()[tier] - answer.shared_bytes
                 answer.used_bytes = max(0, used_bytes - doomed_bytes)
@@ -252,7 +252,9 @@ def _build_local_tier(config: Config, db: Database, tiers: Tiers, tier: Tier) ->
 
 
 def _build_pfs_tier(db: Database, root: Path) -> pb.TierCapacity:
-    answer = pb.TierCapacity(name=Tier.PFS.value, path=str(root), shared_bytes=summary.get_shared_on_pfs(db))
+    answer = pb.TierCapacity(
+        name=Tier.PFS.value, path=str(root), shared_bytes=summary.get_report(db, summary.SHARED_ON_PFS_REPORT).get("bytes", 0)
+    )
     found = summary.get_report(db, f"tier:{Tier.PFS}")
     answer.total_bytes, answer.free_bytes = int(found.get("total", 0)), int(found.get("free", 0))
     answer.used_bytes = max(0, answer.total_bytes - answer.free_bytes)
