@@ -228,10 +228,11 @@ class Evict:
         root = self._tiers[Tier.RAM].root
         if os.geteuid() != 0 or not os.path.ismount(root) or not count_writers(self._db):
             return
-        total, used = space.get_filesystem_size(root)
+        capacity = space.read_capacity(root)
+        total = capacity.total
         memory, available = procfs.get_memory()
         configured, limit = self._config.ram_bytes, cgroups.find_own_limit().limit_bytes or None
-        larger = space.choose_ram_size(total, used, configured=configured, available=available, memory=memory, limit=limit)
+        larger = space.choose_ram_size(total, capacity.used, configured=configured, available=available, memory=memory, limit=limit)
         if larger > total:
             space.resize_ram(root, larger)
             log.info("ram: enlarged from %d to %d MiB", total // limits.MIB, larger // limits.MIB)

@@ -120,12 +120,6 @@ def choose_ram_size(total: int, used: int, *, configured: int | None, available:
     return larger if larger >= total + RAISE_BYTES_MIN else total
 
 
-def get_filesystem_size(root: Path) -> tuple[int, int]:
-    """Return (total, used) bytes of the filesystem at `root`."""
-    figures = os.statvfs(root)
-    return figures.f_blocks * figures.f_frsize, (figures.f_blocks - figures.f_bfree) * figures.f_frsize
-
-
 def resize_ram(root: Path, size_bytes: int) -> None:
     """Remount the tmpfs at `root`, a mount of our own, with a new size. Raises OSError."""
     command = ["mount", "-o", f"remount,size={size_bytes}", str(root)]
