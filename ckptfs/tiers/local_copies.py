@@ -30,11 +30,7 @@ from ckptfs.tiers.storage import Tiers, TierStorage
 
 log = logging.getLogger(__name__)
 
-transfer.declare_labels("duplicate")
-transfer.declare_labels("duplicate:check")
-transfer.declare_labels("fetch:peer:older")
-transfer.declare_labels("move:copy")
-transfer.declare_labels("move:check")
+transfer.declare_labels("duplicate", "duplicate:check", "fetch:peer:older", "move:copy", "move:check")
 disk.declare_labels("move:create", "move:fsync", "move:directory", "move:recorded", "move:persist", "move:remove")
 disk.declare_labels("duplicate:announced", "duplicate:fsync", "duplicate:directory", "duplicate:counted", "duplicate:persist")
 

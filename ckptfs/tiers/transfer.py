@@ -44,9 +44,9 @@ class SourceReadFailed(OSError):
     """The source of a copy cannot be read; nothing is wrong with the target."""
 
 
-def declare_labels(label: str) -> None:
-    """Declare the disk labels of `copy(label=label)`."""
-    disk.declare_labels(f"{label}:read", f"{label}:write", f"{label}:truncate")
+def declare_labels(*labels: str) -> None:
+    """Declare the disk labels of `copy(label=...)`."""
+    disk.declare_labels(*(f"{label}:{act}" for label in labels for act in ("read", "write", "truncate")))
 
 
 def copy(source_fd: int, target_fd: int, *, label: str, before_block: Callable[[], None] = lambda: None) -> ContentDigests:
