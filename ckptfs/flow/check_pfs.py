@@ -10,10 +10,10 @@ while write-back has nothing to do, or at once when a tier has so much in it tha
 """
 
 import errno
+import itertools
 import logging
 import os
 import time
-from collections.abc import Callable
 
 from ckptfs import disk, limits
 from ckptfs.catalog import copies, mover_requests, pfs_state
@@ -102,21 +102,15 @@ class CheckPfs:
     def _read(self, state: FetchState) -> transfer.ContentDigests:
         """Return the digests of the file as the server has it. Raises Busy if it changed meanwhile."""
         assert self._config.pfs is not None
+        blocks = itertools.count(1)
 
-        def build_check() -> Callable[[], None]:
-            blocks = 0
+        def check() -> None:
+            if next(blocks) % limits.CHECK_BLOCKS == 0 and copies.load_fetch_state(self._db, state.inode) != state:
+                raise Busy("the file changed meanwhile")
 
-            def check() -> None:
-                nonlocal blocks
-                blocks += 1
-                if blocks % limits.CHECK_BLOCKS == 0 and copies.load_fetch_state(self._db, state.inode) != state:
-                    raise Busy("the file changed meanwhile")
-
-            return check
-
-        with disk.closing(pfs_tree.open_inode(self._db, self._config.pfs, state.inode)) as fd:
+        with disk.closing(pfs_tree.open_published(self._config.pfs, state)) as fd:
             disk.act("check_pfs:drop_pages", os.posix_fadvise, fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            found = transfer.read(fd, label="check_pfs", before_block=build_check())
+            found = transfer.read(fd, label="check_pfs", before_block=check)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             assert state.published is not None
             if not pfs_tree.matches_catalog(fd, state.published):

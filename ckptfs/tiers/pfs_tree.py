@@ -148,9 +148,9 @@ def stat_entry(directory_fd: int, name: bytes) -> PfsEntryStat:
     return _build_stat(name, pfs_ownership.retry_as_owner(call, lambda: [get_owner(directory_fd)]))
 
 
-def stat_descriptor(fd: int, name: bytes = b"") -> PfsEntryStat:
-    """Call fstat for an open file or directory."""
-    return _build_stat(name, os.fstat(fd))
+def stat_descriptor(fd: int) -> PfsEntryStat:
+    """Call fstat for an open file or directory, whose name is left out."""
+    return _build_stat(b"", os.fstat(fd))
 
 
 def _build_stat(name: bytes, found: os.stat_result) -> PfsEntryStat:
@@ -324,7 +324,7 @@ def _rename2(directory: int, name: bytes, new_directory: int, new_name: bytes, f
         raise posix_error(ctypes.get_errno())
 
 
-def open_inode(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) -> int:
+def open_inode(db: Database, pfs: Path, inode: int) -> int:
     """Open the file on the PFS that `inode` shows. May hang: call it in a worker thread.
 
     Raises ESTALE if the PFS shows another file or another state than the catalog; a scan of its directory resolves that.
@@ -332,14 +332,14 @@ def open_inode(db: Database, pfs: Path, inode: int, flags: int = os.O_RDONLY) ->
     known = copies.load_fetch_state(db, inode)
     if known is None:
         raise posix_error(errno.ESTALE)
-    return open_published(pfs, known, flags)
+    return open_published(pfs, known)
 
 
-def open_published(pfs: Path, known: FetchState, flags: int = os.O_RDONLY) -> int:
+def open_published(pfs: Path, known: FetchState) -> int:
     """Open the file on the PFS of a state that was loaded. Needs no catalog."""
     if known.published is None:
         raise posix_error(errno.ESTALE)
-    fd = open_unchecked(pfs, known, flags)
+    fd = open_unchecked(pfs, known)
     try:
         if not matches_catalog(fd, known.published):
             raise posix_error(errno.ESTALE, "the file on the PFS was changed externally")
@@ -349,7 +349,7 @@ def open_published(pfs: Path, known: FetchState, flags: int = os.O_RDONLY) -> in
     return fd
 
 
-def open_unchecked(pfs: Path, known: FetchState, flags: int = os.O_RDONLY) -> int:
+def open_unchecked(pfs: Path, known: FetchState) -> int:
     """Return a descriptor of the file under the known path. Raises OSError and TierUnavailable."""
     if not known.pfs_names:
         raise posix_error(errno.ENOENT, "the file is not on the PFS")
@@ -357,7 +357,7 @@ def open_unchecked(pfs: Path, known: FetchState, flags: int = os.O_RDONLY) -> in
         directory_fd = open_directory(root_fd, known.pfs_names[:-1])
     with disk.closing(directory_fd):
         # O_NONBLOCK: the open of a fifo must not hang.
-        return _open_entry("pfs:open", directory_fd, known.pfs_names[-1], flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+        return _open_entry("pfs:open", directory_fd, known.pfs_names[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def matches_catalog(fd: int, known: PublishedRow) -> bool:
