@@ -13,7 +13,7 @@ Crash safety: recovery deletes FILLING copies and returns stashed ones. Files wi
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from ckptfs.catalog import identity, inodes, journal, peer_copies, pfs_state, remote_contents
@@ -28,6 +28,11 @@ def list_copies(db: Database, content: int) -> tuple[Copy, ...]:
     rows = db.rows("SELECT content, tier, state, verified_ns, used_ns FROM copy WHERE content = ?", content)
     found = [Copy(row[0], Tier(row[1]), CopyState(row[2]), row[3], row[4]) for row in rows]
     return tuple(sorted(found, key=lambda copy: order.index(copy.tier)))
+
+
+def list_good_tiers(db: Database, content: int, tiers: Container[Tier]) -> list[Tier]:
+    """Return those of `tiers` that have a good copy of a content, RAM first."""
+    return [copy.tier for copy in list_copies(db, content) if copy.state is CopyState.GOOD and copy.tier in tiers]
 
 
 def insert_filling_copy(db: Database, seen: Content, tier: Tier) -> bool:

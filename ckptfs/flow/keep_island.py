@@ -20,7 +20,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.coherence import key_state
 from ckptfs.config import Config
 from ckptfs.errors import DigestMismatch
-from ckptfs.model import ROOT, Content, CopyState, Inode
+from ckptfs.model import ROOT, Content, Inode
 from ckptfs.tiers import pfs_identity, pfs_ownership, pfs_tree, transfer
 from ckptfs.tiers.storage import Tiers
 
@@ -104,13 +104,12 @@ class KeepIsland:
 
     def _fill(self, fd: int, content: Content) -> None:
         """Copy a content from the first copy that has its digest. Raises DigestMismatch if none has."""
-        for copy in copies.list_copies(self._db, content.id):
-            if copy.state is CopyState.GOOD and copy.tier in self._tiers:
-                with pfs_ownership.as_process_user():
-                    source = self._tiers[copy.tier].open(content.id)
-                with disk.closing(source):
-                    if transfer.copy(source, fd, label="island")[:2] == (content.size, content.digest):
-                        return
+        for tier in copies.list_good_tiers(self._db, content.id, self._tiers):
+            with pfs_ownership.as_process_user():
+                source = self._tiers[tier].open(content.id)
+            with disk.closing(source):
+                if transfer.copy(source, fd, label="island")[:2] == (content.size, content.digest):
+                    return
         raise DigestMismatch(f"no copy of content {content.id} on this node is right")
 
     # --- after the return ---------------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ class FileHandlers:
             await file.fetch_waiter.wait_range(file, offset, size)
         await self.ensure_open(file)
         with file.in_use():
-            return await _run_on_tier(file, lambda: os.pread(file.fd, size, offset))
+            return await _run_on_tier(file.tier, lambda: os.pread(file.fd, size, offset))
 
     async def write(self, fh: int, offset: int, data: bytes) -> int:
         """Write all of `data`. If a tier is full, move the content to the next one (P10)."""
@@ -172,7 +172,9 @@ class FileHandlers:
             try:
                 budget = contextlib.nullcontext() if file.storage is None else file.storage.growing(growth)
                 with budget, file.in_use(), (source or file).in_use():
-                    return await self._act_on_tier(file, act, fd, long=long, reads_pfs=source is not None and not source.is_local)
+                    return await self._act_on_tier(
+                        file, act, fd, long=long, reads_pfs=source is not None and source.tier in (Tier.PFS, None)
+                    )
             except OSError as failure:
                 if failure.errno != errno.ENOSPC or file.backing_id:
                     raise
@@ -193,7 +195,7 @@ class FileHandlers:
             return await run_on_pfs(act_and_look)
         if reads_pfs:
             return await run_on_pfs(lambda: act(fd))
-        return await (run_in_thread if long else _run_on_tier)(file, lambda: act(fd))
+        return await (run_in_thread if long else _run_on_tier)(file.tier, lambda: act(fd))
 
     async def ensure_open(self, file: OpenFile) -> None:
         """Make sure that `file` has a descriptor. After a restart, those on the PFS have none."""
@@ -239,9 +241,8 @@ class FileHandlers:
 
     async def _move_to(self, file: OpenFile, source: TierStorage, content: int, target: TierStorage) -> bool:
         """Copy, verify, record, and only then remove the source (P5)."""
-        run = run_on_pfs if target.tier is Tier.PFS else trio.to_thread.run_sync
         try:
-            fd = await run(lambda: local_copies.copy_open(file.fd, target, content))
+            fd = await run_in_thread(target.tier, lambda: local_copies.copy_open(file.fd, target, content))
         except (OSError, CkptfsError) as failure:
             level = logging.DEBUG if failure.errno in health.FULL_ERRNOS else logging.INFO
             log.log(level, "content %d: cannot move from %s to %s: %s", content, source.tier, target.tier, failure)
@@ -282,7 +283,7 @@ class FileHandlers:
         if file.tier is not None and file.tier is not Tier.RAM:
             await self.ensure_open(file)
             with file.in_use():
-                await run_in_thread(file, lambda: self._fsync_local(file))
+                await run_in_thread(file.tier, lambda: self._fsync_local(file))
         self._record_fsync(file)
         if context.config.fsync is Level.PFS:
             await self._wait_journal_applied(file.inode, journal.get_last_seq(context.db, file.inode))
@@ -397,8 +398,8 @@ class FileHandlers:
             files.commit_releases()
 
 
-async def _run_on_tier(file: OpenFile, act: Callable[[], T]) -> T:
-    return act() if file.tier is Tier.RAM else await run_in_thread(file, act)
+async def _run_on_tier(tier: Tier | None, act: Callable[[], T]) -> T:
+    return act() if tier is Tier.RAM else await run_in_thread(tier, act)
 
 
 def _get_size(file: OpenFile) -> int:

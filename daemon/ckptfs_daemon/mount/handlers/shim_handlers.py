@@ -134,7 +134,7 @@ class ShimHandlers:
             # The kernel asks before it writes its dirty pages: make it write them.
             await trio.to_thread.run_sync(pyfuse3.invalidate_inode, pyfuse3.InodeT(file.inode))
         with file.in_use():
-            found = await run_in_thread(file, lambda: os.lseek(file.fd, offset, whence))
+            found = await run_in_thread(file.tier, lambda: os.lseek(file.fd, offset, whence))
         session.reply_lseek(req, found)
 
     # --- fast path ----------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from ckptfs import limits
 from ckptfs.catalog import contents, copies, inodes, mover_requests
 from ckptfs.catalog.database import Database
 from ckptfs.errors import CkptfsError, ContentLost, TimedOut, posix_error
-from ckptfs.model import Content, ContentState, CopyState, Inode, Tier
+from ckptfs.model import Content, ContentState, Inode, Tier
 from ckptfs.tiers import pfs_tree, prepared
 from ckptfs.tiers.fetch_map import FetchMap
 from ckptfs.tiers.storage import Tiers, TierStorage
@@ -97,10 +97,6 @@ class OpenFile:
     @property
     def tier(self) -> Tier | None:
         return None if self.storage is None else self.storage.tier
-
-    @property
-    def is_local(self) -> bool:
-        return self.tier in (Tier.RAM, Tier.NVME)
 
     @property
     def writer_count(self) -> int:
@@ -192,7 +188,7 @@ class OpenFile:
                 return fd, False
             if self.move_done is None and self.storage is storage:
                 return fd, True
-            await run_in_thread(self, functools.partial(os.close, fd))
+            await run_in_thread(self.tier, functools.partial(os.close, fd))
 
     def swap_fd(self, fd: int) -> int:
         """Take another descriptor. Returns the former one, to be closed in a thread after `wait_idle`."""
@@ -251,11 +247,9 @@ def set_inode_times(fd: int, row: Inode) -> None:
                 raise
 
 
-async def run_in_thread(file: OpenFile, act: Callable[[], T]) -> T:
-    """Run a slow `act` on an open file in a thread; for a file on the PFS, in a thread that may hang."""
-    if file.is_local:
-        return await trio.to_thread.run_sync(act)
-    return await run_on_pfs(act)
+async def run_in_thread(tier: Tier | None, act: Callable[[], T]) -> T:
+    """Run a slow `act` on `tier` in a thread; on the PFS (also for None) in a thread that may hang."""
+    return await (trio.to_thread.run_sync(act) if tier in (Tier.RAM, Tier.NVME) else run_on_pfs(act))
 
 
 async def run_on_pfs(act: Callable[[], T]) -> T:
@@ -370,10 +364,8 @@ class FetchWaiter:
         known = contents.get_content(self._db, self.content.id)
         if known is None or known.state is not ContentState.SEALED or known.digest != self.content.digest:
             raise ContentLost("the file was written again during the fetch")
-        good = (copy.tier for copy in copies.list_copies(self._db, known.id) if copy.state is CopyState.GOOD)
-        tier = next((tier for tier in good if tier in self._tiers), None)
-        if tier is not None:
-            await self._switch_to_copy(file, self._tiers[tier])
+        if tiers := copies.list_good_tiers(self._db, known.id, self._tiers):
+            await self._switch_to_copy(file, self._tiers[tiers[0]])
         elif (found := self._find_partial()) is not None:
             fetch_map, storage, fd = found
             await self._switch_descriptor(file, storage, fd)

@@ -25,7 +25,7 @@ from ckptfs import disk, limits
 from ckptfs.catalog import contents, copies, handles, inodes
 from ckptfs.catalog.database import Database
 from ckptfs.errors import CkptfsError, posix_error
-from ckptfs.model import CopyState, Handle, Inode, Tier
+from ckptfs.model import Handle, Inode, Tier
 from ckptfs.tiers import prepared
 from ckptfs.tiers.storage import Tiers, TierStorage
 from ckptfs_daemon import ipc
@@ -484,8 +484,7 @@ class OpenFileTable:
     def _find_storage(self, content: int | None) -> TierStorage | None:
         if content is None:
             return None
-        good = (copy.tier for copy in copies.list_copies(self.db, content) if copy.state is CopyState.GOOD)
-        return next((self.tiers[tier] for tier in good if tier in self.tiers), None)
+        return next((self.tiers[tier] for tier in copies.list_good_tiers(self.db, content, self.tiers)), None)
 
     def _reopen_file(self, file: OpenFile, storage: TierStorage, content: int) -> None:
         try:

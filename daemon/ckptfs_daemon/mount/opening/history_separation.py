@@ -27,7 +27,7 @@ from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.mount.cluster.shared_namespace import SharedNamespace
 from ckptfs_daemon.mount.context import MountContext
-from ckptfs_daemon.mount.open_files.open_file import OpenFile, run_on_pfs
+from ckptfs_daemon.mount.open_files.open_file import OpenFile, run_in_thread
 from ckptfs_daemon.mount.opening.open_request import MustWait
 from ckptfs_daemon.mount.opening.space_wait import SpaceWait
 
@@ -89,12 +89,11 @@ async def _copy_to_history(context: MountContext, content: Content, source: Tier
 
 
 async def _copy_in_tier(context: MountContext, content: Content, source: TierStorage, target: TierStorage) -> None:
-    run = run_on_pfs if Tier.PFS in (source.tier, target.tier) else trio.to_thread.run_sync
     with context.db.transaction() as db:
         copied = contents.insert_reserved_content(db, target.tier)
     is_separated = False
     try:
-        await run(lambda: _copy(source, target, content, copied))
+        await run_in_thread(max(source.tier, target.tier, key=list(Tier).index), lambda: _copy(source, target, content, copied))
         disk.reach("history:copied")
         readers = await _switch_readers(context, content.inode, target, copied)
         with context.open_files.change() as db:
@@ -128,13 +127,12 @@ async def _switch_readers(context: MountContext, inode: int, target: TierStorage
     opened, so a program would have to write it by a descriptor from before.
     """
     switched: list[OpenFile] = []
-    run = run_on_pfs if target.tier is Tier.PFS else trio.to_thread.run_sync
     while left := [file for file in context.open_files.list_history_readers(inode) if file not in switched and file.content is not None]:
         file = left[0]
         if file.backing_id:
             path = inodes.get_shown_path(context.db, inode)
             raise Busy(f"{path}: a program reads its set in the history; try again when it is done")
-        fd, tier = await run(lambda: target.open(copied)), file.tier
+        fd, tier = await run_in_thread(target.tier, lambda: target.open(copied)), file.tier
         if file in context.open_files.list_history_readers(inode):
             file.fetch_waiter = None
             fd = file.swap_fd(fd)

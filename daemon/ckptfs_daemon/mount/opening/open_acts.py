@@ -8,8 +8,6 @@ import errno
 import os
 from typing import NamedTuple
 
-import trio
-
 from ckptfs import disk
 from ckptfs.catalog import contents
 from ckptfs.catalog.database import Database
@@ -19,7 +17,7 @@ from ckptfs.tiers import local_copies, space
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.mount.context import MountContext
-from ckptfs_daemon.mount.open_files.open_file import run_on_pfs
+from ckptfs_daemon.mount.open_files.open_file import run_in_thread
 
 _NO_LINKS_ERRNOS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
 
@@ -50,12 +48,11 @@ async def begin_successor(context: MountContext, inode: int, content: int, stora
     The file keeps both names until the rows are recorded. Other nodes read `content` until this node has recorded something of the new
     one. Returns None if the file changed meanwhile. Raises FileNotFoundError.
     """
-    run = run_on_pfs if storage.tier is Tier.PFS else trio.to_thread.run_sync
     with context.db.transaction() as db:
         successor = contents.insert_reserved_content(db, storage.tier)
     is_begun = False
     try:
-        await run(lambda: link_successor(storage, content, successor))
+        await run_in_thread(storage.tier, lambda: link_successor(storage, content, successor))
         with context.open_files.change() as db:
             is_begun = contents.record_successor(db, inode, content, successor)
             if is_begun:
@@ -70,7 +67,7 @@ async def begin_successor(context: MountContext, inode: int, content: int, stora
     file = context.open_files.by_inode.get(inode)
     if file is not None and file.content == content:
         file.content = successor
-    await run(lambda: _leave_name(context.db, storage, content))
+    await run_in_thread(storage.tier, lambda: _leave_name(context.db, storage, content))
     return successor
 
 

@@ -335,8 +335,8 @@ class OpenAttempt:
         if file.storage is not storage or self._files.by_inode.get(file.inode) is not file:
             return  # It moved or was closed meanwhile: the next attempt sees that.
         with file.in_use():
-            await run_in_thread(file, lambda: open_acts.truncate_content(storage, content))
-            await run_in_thread(file, lambda: self._files.top_up.restore(file.inode))
+            await run_in_thread(file.tier, lambda: open_acts.truncate_content(storage, content))
+            await run_in_thread(file.tier, lambda: self._files.top_up.restore(file.inode))
         self._truncated = file
 
     def _mark_content_open(self, held: FileContent, content: int, storage: TierStorage) -> None:
