@@ -11,7 +11,7 @@ import pytest
 import trio
 from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.open_files.top_up import TopUpThread
-from ckptfs_daemon.mount.opening.space_wait import SpaceWait
+from ckptfs_daemon.mount.opening.tier_choice import SpaceWait
 from daemon_under_test import eventually
 from trio.testing import MockClock
 

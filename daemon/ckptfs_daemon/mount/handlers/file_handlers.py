@@ -34,7 +34,7 @@ from ckptfs_daemon.mount.open_files.open_file import STAT_BLOCK_BYTES, OpenFile,
 from ckptfs_daemon.mount.open_files.open_file_table import HANDLE_MASK
 from ckptfs_daemon.mount.opening.open_attempt import SET_ID_BITS, CreateAttempt, OpenAttempt
 from ckptfs_daemon.mount.opening.open_request import OpenRequest, OpenResult
-from ckptfs_daemon.mount.opening.space_wait import SpaceWait
+from ckptfs_daemon.mount.opening.tier_choice import SpaceWait
 
 # After fuse.session, which loads the shim before pyfuse3.
 from pyfuse3 import EntryAttributes  # isort: skip

@@ -29,7 +29,7 @@ from ckptfs_daemon.mount.cluster.shared_namespace import SharedNamespace
 from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.open_files.open_file import OpenFile, run_in_thread
 from ckptfs_daemon.mount.opening.open_request import MustWait
-from ckptfs_daemon.mount.opening.space_wait import SpaceWait
+from ckptfs_daemon.mount.opening.tier_choice import SpaceWait
 
 log = logging.getLogger(__name__)
 disk.declare_labels("history:copied", "history:separated")

@@ -42,7 +42,7 @@ from ckptfs_daemon.mount.open_files.open_file import (
 from ckptfs_daemon.mount.opening import open_acts, tier_choice
 from ckptfs_daemon.mount.opening.history_separation import separate_for_writer
 from ckptfs_daemon.mount.opening.open_request import MustWait, OpenRequest, OpenResult
-from ckptfs_daemon.mount.opening.space_wait import SpaceWait
+from ckptfs_daemon.mount.opening.tier_choice import SpaceWait
 
 log = logging.getLogger(__name__)
 SET_ID_BITS = stat.S_ISUID | stat.S_ISGID
