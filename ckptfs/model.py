@@ -51,6 +51,10 @@ class Tier(StrEnum):
     PFS = "pfs"
 
 
+LOCAL_TIERS = (Tier.RAM, Tier.NVME)
+"""The tiers that belong to this node alone."""
+
+
 class ContentState(IntEnum):
     """OPEN has writers, CLOSED awaits its seal, DOOMED awaits deletion, LOST has no good copy."""
 

@@ -22,7 +22,7 @@ from ckptfs.catalog.copies import FetchState
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.errors import Busy, CkptfsError
-from ckptfs.model import Notifier, Tier
+from ckptfs.model import LOCAL_TIERS, Notifier, Tier
 from ckptfs.tiers import pfs_tree, space, transfer
 from ckptfs.tiers.storage import Tiers
 
@@ -53,7 +53,7 @@ class CheckPfs:
         if self._config.pfs is None or not self._config.pfs_verify:
             return False
         is_idle = not pfs_state.has_work(self._db)
-        tiers = [tier for tier in (Tier.RAM, Tier.NVME) if tier in self._tiers and (is_idle or self._is_filling(tier))]
+        tiers = [tier for tier in LOCAL_TIERS if tier in self._tiers and (is_idle or self._is_filling(tier))]
         self._has_candidates = copies.has_unchecked(self._db)
         for tier in tiers:
             inode = self._find_candidate(tier)

@@ -15,7 +15,7 @@ from ckptfs.catalog import contents, copies, peer_copies
 from ckptfs.catalog.database import Database, delete_clean_start
 from ckptfs.catalog.inodes import get_shown_path
 from ckptfs.config import Config
-from ckptfs.model import Content, ContentState, CopyState, Notifier, Tier
+from ckptfs.model import LOCAL_TIERS, Content, ContentState, CopyState, Notifier, Tier
 from ckptfs.tiers import local_copies
 from ckptfs.tiers.storage import Tiers, TierStorage, adopt_tiers
 
@@ -52,7 +52,7 @@ class Recover:
 
     def _are_tiers_known(self) -> bool:
         """Return True if every local tier works and is the one that the catalog met last."""
-        present = [self._tiers[tier] for tier in (Tier.RAM, Tier.NVME) if tier in self._tiers]
+        present = [self._tiers[tier] for tier in LOCAL_TIERS if tier in self._tiers]
         return all(not storage.failure and copies.get_tier_uuid(self._db, storage.tier) in {None, storage.uuid} for storage in present)
 
     def next_due_s(self) -> float | None:

@@ -22,7 +22,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get_shown_path
 from ckptfs.errors import Busy, CkptfsError, DigestMismatch
 from ckptfs.lifecycle import is_on_pfs
-from ckptfs.model import Content, ContentState, CopyState, Notifier, Tier
+from ckptfs.model import LOCAL_TIERS, Content, ContentState, CopyState, Notifier, Tier
 from ckptfs.tiers import local_copies, transfer
 from ckptfs.tiers.storage import Tiers
 
@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 transfer.declare_labels("verify")
 disk.declare_labels("verify:quarantined", "verify:repaired")
 
-LOCAL_TIERS = (Tier.RAM, Tier.NVME)
 INTERVAL_S = 86_400.0
 BYTES_PER_S = 256 * limits.MIB
 """Every copy in RAM and on NVMe is read once in this time, at no more than so many bytes per second."""

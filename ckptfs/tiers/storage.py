@@ -24,7 +24,7 @@ from ckptfs.catalog import copies, summary
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.errors import NoSpace
-from ckptfs.model import Tier, file_name
+from ckptfs.model import LOCAL_TIERS, Tier, file_name
 from ckptfs.tiers import health, prepared, reflink, space
 from ckptfs.tiers.prepared import PreparedFile, PreparedFiles
 from ckptfs.tiers.space import Capacity
@@ -456,7 +456,7 @@ class Tiers(Mapping[Tier, TierStorage]):
 
 def adopt_tiers(db: Database, tiers: Tiers) -> None:
     """Record the uuids of RAM and NVMe; a new one ends all copies there, or excludes NVMe if it is needed."""
-    for tier in (Tier.RAM, Tier.NVME):
+    for tier in LOCAL_TIERS:
         if tier not in tiers:
             continue
         if tiers[tier].failure:

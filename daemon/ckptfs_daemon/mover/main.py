@@ -34,7 +34,7 @@ from ckptfs.flow.share_blocks import ShareBlocks
 from ckptfs.flow.verify import CheckResult, Scrub
 from ckptfs.flow.wait_level import WaitLevel
 from ckptfs.flow.write_back import WriteBack
-from ckptfs.model import Notifier, Tier
+from ckptfs.model import LOCAL_TIERS, Notifier, Tier
 from ckptfs.tiers import transfer
 from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon import ipc
@@ -53,7 +53,6 @@ from ckptfs_daemon.mover.tier_monitor import TierMonitor
 log = logging.getLogger(__name__)
 
 NICE = 5
-LOCAL_TIERS = (Tier.RAM, Tier.NVME)
 REMOTE_TIERS = (Tier.PFS,)
 
 

@@ -32,7 +32,7 @@ from ckptfs import limits
 from ckptfs.catalog import contents, copies, inodes, mover_requests
 from ckptfs.catalog.database import Database
 from ckptfs.errors import CkptfsError, ContentLost, TimedOut, posix_error
-from ckptfs.model import Content, ContentState, Inode, Tier
+from ckptfs.model import LOCAL_TIERS, Content, ContentState, Inode, Tier
 from ckptfs.tiers import pfs_tree, prepared
 from ckptfs.tiers.fetch_map import FetchMap
 from ckptfs.tiers.storage import Tiers, TierStorage
@@ -249,7 +249,7 @@ def set_inode_times(fd: int, row: Inode) -> None:
 
 async def run_in_thread(tier: Tier | None, act: Callable[[], T]) -> T:
     """Run a slow `act` on `tier` in a thread; on the PFS (also for None) in a thread that may hang."""
-    return await (trio.to_thread.run_sync(act) if tier in (Tier.RAM, Tier.NVME) else run_on_pfs(act))
+    return await (trio.to_thread.run_sync(act) if tier in LOCAL_TIERS else run_on_pfs(act))
 
 
 async def run_on_pfs(act: Callable[[], T]) -> T:

@@ -25,7 +25,7 @@ from ckptfs import disk, limits
 from ckptfs.catalog import contents, copies, handles, inodes
 from ckptfs.catalog.database import Database
 from ckptfs.errors import CkptfsError, posix_error
-from ckptfs.model import Handle, Inode, Tier
+from ckptfs.model import LOCAL_TIERS, Handle, Inode, Tier
 from ckptfs.tiers import prepared
 from ckptfs.tiers.storage import Tiers, TierStorage
 from ckptfs_daemon import ipc
@@ -101,7 +101,7 @@ class OpenFileTable:
             return file.read_attributes(row)
         if row.content is None or row.size < SPARSE_BYTES_MIN or not row.is_file:
             return row
-        for tier in (Tier.RAM, Tier.NVME):
+        for tier in LOCAL_TIERS:
             status = None
             with contextlib.suppress(OSError):  # A tier that fails: the row knows the size.
                 status = self.tiers[tier].stat(row.content) if tier in self.tiers else None

@@ -20,7 +20,7 @@ from typing import TypeVar
 import trio
 
 from ckptfs import limits
-from ckptfs.model import Tier
+from ckptfs.model import LOCAL_TIERS, Tier
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class SlowCalls:
         async def run() -> None:
             if after is not None:
                 await after()
-            limiter = self._local_threads if tier in (Tier.RAM, Tier.NVME) else self._pfs_threads
+            limiter = self._local_threads if tier in LOCAL_TIERS else self._pfs_threads
             result = await trio.to_thread.run_sync(act, abandon_on_cancel=True, limiter=limiter)
             if then is not None:
                 then(result)
