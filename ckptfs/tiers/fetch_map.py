@@ -18,7 +18,7 @@ import struct
 from collections.abc import Collection
 from pathlib import Path
 
-from ckptfs import limits
+from ckptfs import disk, limits
 from ckptfs.model import Content, Tier
 
 _HEADER = struct.Struct("<8s16sQQQ8s")
@@ -61,17 +61,15 @@ class FetchMap:
         block_count = -(-content.size // limits.BLOCK_BYTES)
         # Never truncated: access to a mapped page beyond the end of a file kills the process.
         temporary.unlink(missing_ok=True)
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            # In a full tier, access to a mapped page that is not allocated kills the process.
-            os.posix_fallocate(fd, 0, _MARKS_OFFSET + 2 * block_count)
-            memory = mmap.mmap(fd, _MARKS_OFFSET + 2 * block_count)
-            identity = _get_identity(fd)
+            with disk.closing(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)) as fd:
+                # In a full tier, access to a mapped page that is not allocated kills the process.
+                os.posix_fallocate(fd, 0, _MARKS_OFFSET + 2 * block_count)
+                memory = mmap.mmap(fd, _MARKS_OFFSET + 2 * block_count)
+                identity = _get_identity(fd)
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
-        finally:
-            os.close(fd)
         inode = os.fstat(target_fd).st_ino
         _HEADER.pack_into(memory, 0, _MAGIC, content.digest, content.generation, content.size, inode, tier.encode())
         memory[_MARKS_OFFSET : _MARKS_OFFSET + block_count] = _MARKED * block_count
@@ -85,17 +83,12 @@ class FetchMap:
         """Return the published map of a content for a reader; None without one, or if it is damaged."""
         path = _get_path(ram, content)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return None
-        try:
-            memory = mmap.mmap(fd, 0)
-            found = cls(path, memory, _get_identity(fd))
+            with disk.closing(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)) as fd:
+                memory = mmap.mmap(fd, 0)
+                found = cls(path, memory, _get_identity(fd))
             return found if memory[: len(_MAGIC)] == _MAGIC and len(memory) == _MARKS_OFFSET + 2 * found.block_count else None
-        except (ValueError, struct.error):
+        except (FileNotFoundError, ValueError, struct.error):
             return None
-        finally:
-            os.close(fd)
 
     def is_for(self, fd: int) -> bool:
         """Return True if `fd`, opened after `find`, is the target and is still being filled."""

@@ -72,10 +72,8 @@ def open_directory(root_fd: int, names: tuple[bytes, ...]) -> int:
     """Open the directory `names` below `root_fd`, without following symlinks. Raises OSError."""
     fd = pfs_ownership.retry_as_owner(lambda: os.open(b".", _DIRECTORY, dir_fd=root_fd), lambda: [get_owner(root_fd)])
     for name in names:
-        try:
+        with disk.closing(fd):
             child_fd = _open_entry("scan:walk", fd, name, _DIRECTORY)
-        finally:
-            os.close(fd)
         fd = child_fd
     return fd
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 import trio
 
-from ckptfs import lifecycle, limits
+from ckptfs import disk, lifecycle, limits
 from ckptfs.catalog import contents, copies, history, history_names, mover_requests, namespace, set_members, summary
 from ckptfs.catalog.copies import FetchState
 from ckptfs.catalog.database import Database
@@ -393,10 +393,8 @@ def _build_known_set(series: Series, name: SetName) -> KnownSet[int] | None:
 
 def _run_on(fd: int, act: Callable[[int, ReadRange], Result]) -> Result:
     """Run `act` on a descriptor, and close it."""
-    try:
+    with disk.closing(fd):
         return act(os.fstat(fd).st_size, lambda offset, length: os.pread(fd, length, offset))
-    finally:
-        os.close(fd)
 
 
 def _read_nothing(offset: int, length: int) -> bytes:
