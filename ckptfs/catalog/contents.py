@@ -423,11 +423,9 @@ def record_access(db: Database, inode: int, atime_ns: int) -> None:
     db.run("UPDATE inode SET atime_ns = ? WHERE id = ?", atime_ns, inode)
 
 
-def record_use(db: Database, contents: Iterable[int]) -> None:
-    """Record that contents were opened now: eviction takes others first."""
-    now = time.time_ns()
-    for content in contents:
-        db.run("UPDATE copy SET used_ns = ? WHERE content = ?", now, content)
+def record_use(db: Database, content: int) -> None:
+    """Record that a content was used now: eviction takes others first."""
+    db.run("UPDATE copy SET used_ns = ? WHERE content = ?", time.time_ns(), content)
 
 
 def record_move(db: Database, content: int, source: Tier, target: Tier) -> None:

@@ -102,7 +102,8 @@ def set_xattr(db: Database, inode: int, name: bytes, value: bytes) -> None:
     names = list_xattrs(db, inode)
     if name not in names and sum(map(len, names)) + len(names) + len(name) + 1 > limits.XATTR_LIST_BYTES_MAX:
         raise posix_error(errno.ENOSPC)
-    if db.is_clustered and _count_xattr_bytes(db, inode, name) + len(name) + len(value) > limits.XATTR_SHARED_BYTES_MAX:
+    others = "SELECT coalesce(sum(length(name) + length(value)), 0) FROM xattr WHERE inode = ? AND name <> ?"
+    if db.is_clustered and db.value(others, inode, name) + len(name) + len(value) > limits.XATTR_SHARED_BYTES_MAX:
         raise posix_error(errno.ENOSPC)
     db.run("INSERT OR REPLACE INTO xattr (inode, name, value) VALUES (?,?,?)", inode, name, value)
     _record_attribute_change(db, inode)
@@ -122,10 +123,6 @@ def restore_xattrs(db: Database, inode: int) -> None:
     """Take back the `XATTRS_ON_PFS` of an imported inode."""
     for name, on_pfs in XATTRS_ON_PFS.items():
         db.run("UPDATE OR REPLACE xattr SET name = ? WHERE inode = ? AND name = ?", name, inode, on_pfs)
-
-
-def _count_xattr_bytes(db: Database, inode: int, excluded: bytes) -> int:
-    return int(db.value("SELECT coalesce(sum(length(name) + length(value)), 0) FROM xattr WHERE inode = ? AND name <> ?", inode, excluded))
 
 
 def remove_xattr(db: Database, inode: int, name: bytes) -> None:

@@ -80,14 +80,6 @@ def get_level(db: Database, inode: int) -> Level:
     return lifecycle.level(load_file_record(db, inode))
 
 
-def get_digest(db: Database, inode: int) -> bytes | None:
-    """Return the digest of the content that a reader of the file gets. Returns None if it is not known."""
-    found = load_file_record(db, inode)
-    if found.content is not None:
-        return found.content.digest if found.content.state is ContentState.SEALED else None
-    return found.published.digest if found.published is not None else None
-
-
 def list_copy_places(db: Database, inode: int, found: FileRecord) -> list[tuple[str, str, int]]:
     """Return (tier or node, state, when this node verified it or 0) of every copy and the PFS."""
     words = {CopyState.FILLING: "filling", CopyState.GOOD: "good", CopyState.QUARANTINED: "quarantined", CopyState.STALE: "older"}
@@ -105,7 +97,10 @@ def _format_level(db: Database, inode: int) -> bytes:
 
 
 def _format_digest(db: Database, inode: int) -> bytes | None:
-    digest = get_digest(db, inode)
+    """Return the digest of the content that a reader of the file gets. Returns None if it is not known."""
+    found = load_file_record(db, inode)
+    read = found.published if found.content is None else found.content if found.content.state is ContentState.SEALED else None
+    digest = None if read is None else read.digest
     return None if digest is None else digest.hex().encode()
 
 

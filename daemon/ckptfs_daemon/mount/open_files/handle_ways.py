@@ -16,7 +16,6 @@ import trio
 from ckptfs import limits
 from ckptfs.catalog import summary
 from ckptfs.catalog.database import Database
-from ckptfs.cgroups import MemoryLimit
 from ckptfs.model import Tier
 
 
@@ -61,13 +60,6 @@ def choose_way(tier: Tier | None, limit_reason: Reason, buffered_reason: Reason 
     if is_prepared:
         return HandleWay(Way.PREPARED, limit_reason)
     return HandleWay(Way.PASSTHROUGH, Reason.NONE if tier is Tier.RAM else limit_reason)
-
-
-def get_limit_reason(limit: MemoryLimit) -> Reason:
-    """Return why a program with this limit must not fill fresh memory."""
-    if not limit.is_limited:
-        return Reason.NONE
-    return Reason.LIMITED if limit.is_known else Reason.UNKNOWN
 
 
 def count_ways(handles: Iterable[tuple[HandleWay, Tier | None]]) -> list[dict[str, str | int]]:

@@ -364,7 +364,7 @@ class OpenFileTable:
             return
         if status.st_atime_ns != file.atime_ns and file.fetch_waiter is None:
             contents.record_access(self.db, file.inode, status.st_atime_ns)
-        contents.record_use(self.db, (content,))
+        contents.record_use(self.db, content)
 
     def _trim_end(self, file: OpenFile, status: os.stat_result) -> None:
         """Remove a small rest of prepared memory before any other open. The seal removes what is left."""

@@ -21,7 +21,7 @@ from ckptfs.tiers.prepared import PreparedFile
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.mount.context import MountContext
-from ckptfs_daemon.mount.open_files.handle_ways import Reason, get_limit_reason
+from ckptfs_daemon.mount.open_files.handle_ways import Reason
 from ckptfs_daemon.mount.opening.open_acts import PfsFacts
 from ckptfs_daemon.mount.opening.open_request import OpenRequest
 
@@ -41,7 +41,8 @@ def find_limit_reason(context: MountContext, open_request: OpenRequest) -> Reaso
     """Return why the caller must not fill fresh memory. On the buffered path this process fills it."""
     if not open_request.is_writer or open_request.fuse_request is None or context.data_path is not DataPath.PASSTHROUGH:
         return Reason.NONE
-    return get_limit_reason(context.memory_limits.find(open_request.pid))
+    limit = context.memory_limits.find(open_request.pid)
+    return Reason.NONE if not limit.is_limited else Reason.LIMITED if limit.is_known else Reason.UNKNOWN
 
 
 def choose_placement(
