@@ -430,6 +430,14 @@ def list_obstacles(db: Database) -> list[tuple[str, dict[str, Any], int]]:
     return [one for one in failed + list_troubles(db) if one[1].get("what")]
 
 
+def find_obstacle(db: Database) -> tuple[str, str]:
+    """Return (what blocks a drain or a wait, remedy), from lanes and tiers, or empty strings."""
+    for where, value, _ in list_obstacles(db):
+        what, subject = value["what"], str(value.get("path") or (where if where in {*Tier} else ""))
+        return f"{subject}: {what}" if subject not in what else what, str(value.get("remedy") or "")
+    return "", ""
+
+
 def delete_reports(db: Database) -> None:
     """Delete the reports of an earlier mover, which may be wrong by now."""
     db.change(f"DELETE FROM report WHERE key LIKE '{_TROUBLE_PREFIX}%' OR key LIKE 'tier:%' OR key IN (?, ?)", URGENT_REPORT, NOTICE_REPORT)

@@ -110,14 +110,6 @@ def record_result(db: Database, cause: str, *, is_done: bool, began_s: float) ->
     events.record(EventKind.DRAINED, cause=cause, done=is_done, files_left=left.files, bytes_left=left.size_bytes, duration_s=seconds)
 
 
-def find_obstacle(db: Database) -> tuple[str, str]:
-    """Return (what blocks a drain or a wait, remedy), from lanes and tiers, or empty strings."""
-    for where, value, _ in summary.list_obstacles(db):
-        what, subject = value["what"], str(value.get("path") or (where if where in {*Tier} else ""))
-        return f"{subject}: {what}" if subject not in what else what, str(value.get("remedy") or "")
-    return "", ""
-
-
 class Drain:
     """The drains of one mover."""
 
@@ -191,7 +183,7 @@ class Drain:
             left_s = clock.get_left_s(time.monotonic())
             if left_s <= 0:
                 return False
-            obstacle, remedy = find_obstacle(self._db) if time.monotonic() > clock.moved_s + limits.DRAIN_SILENCE_S else ("", "")
+            obstacle, remedy = summary.find_obstacle(self._db) if time.monotonic() > clock.moved_s + limits.DRAIN_SILENCE_S else ("", "")
             report(left_s, f"{pending.describe()} left" + (f"; blocked: {obstacle}" if obstacle else ""))
             if obstacle and obstacle != named:
                 log.info("drain: blocked: %s; %s (%s left, for up to %.0f s)", obstacle, remedy or "waiting", pending.describe(), left_s)

@@ -30,8 +30,6 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-import trio
-
 from ckptfs import __version__, config, limits
 from ckptfs.bounded_waits import wait_ready
 from ckptfs.config import Config
@@ -116,6 +114,8 @@ class WakeChannel:
 
     async def receive_messages(self) -> AsyncIterator[bytes]:
         """Yield every message until all copies of the other end are closed."""
+        import trio  # Here and below: the supervisor, which runs none of these, does without.
+
         while True:
             await trio.lowlevel.wait_readable(self._end)
             try:
@@ -223,6 +223,8 @@ def receive_assignment(link: socket.socket) -> ChildSetup | None:
 
 async def send_heartbeats(link: socket.socket) -> None:
     """Send heartbeats until cancelled: they show that the trio thread runs, even if worker threads hang."""
+    import trio
+
     while True:
         # If the supervisor has ended, `wait_for_stop` notices.
         with contextlib.suppress(OSError):
@@ -299,6 +301,8 @@ async def wait_for_stop(
     link: socket.socket, on_drain: Callable[[], None] = lambda: None, on_refusal: Callable[[str], None] = lambda reason: None
 ) -> None:
     """Wait for the stop request; exit if the supervisor has ended. Serve its other messages meanwhile."""
+    import trio
+
     while True:
         await trio.lowlevel.wait_readable(link)
         try:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from ckptfs_daemon import ipc
-from ckptfs_daemon.drain import Pending, advance_clock, find_obstacle, get_deadline_s, start_clock
+from ckptfs_daemon.drain import Pending, advance_clock, get_deadline_s, start_clock
 from local_node import Node
 
 from ckptfs import limits
@@ -62,8 +62,8 @@ def test_a_report_survives_its_way() -> None:
 def test_what_blocks_it_names_its_subject(tmp_path: Path) -> None:
     """F2: the file or the tier, unless the problem names it itself."""
     node = Node(tmp_path)
-    assert find_obstacle(node.db) == ("", "")
+    assert summary.find_obstacle(node.db) == ("", "")
     summary.set_trouble(node.db, "write back", {"what": "cannot write /p/f: EIO", "path": "/p/f", "remedy": "look"})
-    assert find_obstacle(node.db) == ("cannot write /p/f: EIO", "look")
+    assert summary.find_obstacle(node.db) == ("cannot write /p/f: EIO", "look")
     summary.set_report(node.db, "tier:pfs", {"error": "EIO: Input/output error", "remedy": "mount it again"})
-    assert find_obstacle(node.db) == ("pfs: EIO: Input/output error", "mount it again")
+    assert summary.find_obstacle(node.db) == ("pfs: EIO: Input/output error", "mount it again")

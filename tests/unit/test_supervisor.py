@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from ckptfs_daemon.supervisor import children, handover, supervisor
 from ckptfs_daemon.supervisor.state_directory import ReadyPipe
 from ckptfs_daemon.supervisor.supervisor import Supervisor
 from ckptfs_daemon.supervisor.systemd import Systemd
+from daemon_under_test import environment
 
 from ckptfs import limits, procfs
 from ckptfs.config import Config
@@ -281,3 +283,10 @@ def test_a_connection_can_be_written_down_and_read_back(world: World) -> None:
         connection.restore(world.fuse_fd, request_table.create(b'{"no": 1}'))
     with pytest.raises(ValueError, match=r"has \d+ bytes"):
         connection.restore(world.fuse_fd, os.memfd_create("of-another-version"))
+
+
+def test_the_supervisor_loads_neither_the_event_loop_nor_grpc() -> None:
+    """It only watches its children, for as long as the mount lives."""
+    program = "import sys, ckptfs_daemon.supervisor.main; print(sorted({'trio', 'google', 'grpc', 'pyfuse3'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout == "[]\n"

@@ -37,7 +37,7 @@ from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon import logs
 from ckptfs_daemon.control.methods import RefusedCalls, require_inode_number, stream_changes, translate_errors, translate_stream_errors
 from ckptfs_daemon.control.status import StatusFigures
-from ckptfs_daemon.drain import find_obstacle, load_pending, record_result
+from ckptfs_daemon.drain import load_pending, record_result
 from ckptfs_daemon.event_writer import events
 from ckptfs_daemon.ipc import Successor
 from ckptfs_daemon.rescue import Rescue, parse_drain_level
@@ -264,7 +264,7 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
 
     def _add_obstacle(self, progress: pb.Progress) -> pb.Progress:
         if not progress.done:
-            progress.blocked_by, progress.remedy = find_obstacle(self._db)
+            progress.blocked_by, progress.remedy = summary.find_obstacle(self._db)
         return progress
 
     @translate_stream_errors
@@ -309,7 +309,7 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
             if row.state == mover_requests.FAILED:
                 raise OSError(row.error, os.strerror(row.error or errno.EIO))
             threading.Event().wait(POLL_S)
-        what, remedy = find_obstacle(self._db)
+        what, remedy = summary.find_obstacle(self._db)
         raise TimedOut(f"the PFS was not compared in time{f': {what}' if what else ''}", remedy=remedy or "it continues in the background")
 
     @translate_stream_errors

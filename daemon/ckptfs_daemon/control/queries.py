@@ -42,7 +42,6 @@ from ckptfs_daemon.control.methods import (
     translate_stream_errors,
 )
 from ckptfs_daemon.control.status import StatusFigures, build_capacity
-from ckptfs_daemon.drain import find_obstacle
 from ckptfs_daemon.ipc import ProgressSignal
 
 CHECKED_MAX = 4096
@@ -304,7 +303,7 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
     def _find_obstacle(self, wanted: Level) -> tuple[str, str]:
         if wanted is Level.CLIQUE and self._cluster is not None and (missing := self._cluster.find_missing_domains()):
             return missing, START_NODES
-        return find_obstacle(self._db)
+        return summary.find_obstacle(self._db)
 
 
 def _get_copied_ratio(under_way: dict[str, Any]) -> float:

@@ -22,7 +22,6 @@ from ckptfs.model import Tier
 from ckptfs.mount_record import Leftovers
 from ckptfs.tiers import pfs_sync
 from ckptfs_daemon import logs
-from ckptfs_daemon.drain import find_obstacle
 from ckptfs_daemon.event_writer import events
 from ckptfs_daemon.fuse import connection, shim_build
 from ckptfs_daemon.fuse.connection import Connection
@@ -166,7 +165,7 @@ def _load_leftovers(config: Config) -> Leftovers:
     with _open_catalog(config) as db:
         found = summary.load_write_back_figures(db)
         ram_files, ram_bytes = summary.count_only_in_ram(db)
-        obstacle, remedy = find_obstacle(db)
+        obstacle, remedy = summary.find_obstacle(db)
         return Leftovers(found.dirty_files, found.dirty_bytes, found.changes, ram_files, ram_bytes, obstacle, remedy)
 
 
