@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from programs import MELT, PROGRAM_S, need, run
@@ -12,7 +13,6 @@ from series_tree import SeriesTree, TreeFile, prefixes
 
 from ckptfs.series import list_series
 
-torch = pytest.importorskip("torch", reason="torch is not installed (./bootstrap.sh setup installs it)")
 pytestmark = pytest.mark.apps
 
 DCP = """
@@ -49,6 +49,7 @@ def save_dcp(directory: Path, world: int, *names: str) -> SeriesTree:
     return SeriesTree.of_directory(directory)
 
 
+@pytest.mark.usefixtures("torch")
 def test_distributed_checkpoints(tmp_path: Path) -> None:
     """T6, T7: two ranks; any file missing or cut, an old `.metadata` over new shards, and then a save on one rank only."""
     saved = tmp_path / "saved"
@@ -67,7 +68,7 @@ def test_distributed_checkpoints(tmp_path: Path) -> None:
     assert save_dcp(saved, 1, "step_3").find("step_*") == "step_3", "fewer ranks after a restart"
 
 
-def test_single_files_of_torch(tmp_path: Path) -> None:
+def test_single_files_of_torch(tmp_path: Path, torch: Any) -> None:
     """N7: as `torch.save` writes, today and before 1.6, cut wherever its writer may be killed."""
     for number in (100, 200):
         state = {"model": torch.nn.Linear(40, 40).state_dict(), "step": number, "rng": torch.get_rng_state()}
@@ -83,7 +84,7 @@ def test_single_files_of_torch(tmp_path: Path) -> None:
             assert tree.with_files({second: data[:length]}).find(pattern) == first, f"{second} cut after {length} of {len(data)} bytes"
 
 
-def test_shards_of_safetensors(tmp_path: Path) -> None:
+def test_shards_of_safetensors(tmp_path: Path, torch: Any) -> None:
     """D6: as Hugging Face lays them out: numbered shards, then the index, then the state of the trainer."""
     safetensors = pytest.importorskip("safetensors.torch")
     for number in (500, 1000):

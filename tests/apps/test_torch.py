@@ -1,13 +1,14 @@
 """PyTorch through the mount: save and load, saving over a mapped file. T1. Distributed checkpoints are in the guides (test_guides)."""
 
+from typing import Any
+
 import pytest
 from daemon_under_test import Area
 
-torch = pytest.importorskip("torch", reason="torch is not installed (./bootstrap.sh setup installs it)")
 pytestmark = pytest.mark.apps
 
 
-def test_what_torch_saves_it_loads(mount: Area) -> None:
+def test_what_torch_saves_it_loads(mount: Area, torch: Any) -> None:
     """T1: a synchronous save and load, and the same file on the PFS."""
     state = {"weights": torch.arange(1_000_000, dtype=torch.float32), "step": 7}
     torch.save(state, mount.path / "state.pt")
@@ -17,7 +18,7 @@ def test_what_torch_saves_it_loads(mount: Area) -> None:
     assert torch.equal(torch.load(mount.pfs / "state.pt")["weights"], state["weights"])
 
 
-def test_saving_over_a_mapped_file_leaves_the_mapping_whole(mount: Area) -> None:
+def test_saving_over_a_mapped_file_leaves_the_mapping_whole(mount: Area, torch: Any) -> None:
     """torch.load(mmap=True) maps the file; a rename over it must leave the old bytes to those who have it mapped."""
     path = mount.path / "state.pt"
     torch.save({"weights": torch.zeros(500_000)}, path)
