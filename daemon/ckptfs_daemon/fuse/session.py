@@ -172,7 +172,6 @@ interrupted_requests = (ctypes.c_uint64 * INTERRUPTED_COUNT).in_dll(_shim, "shim
 
 request_kills_set_id = ctypes.c_uint32.in_dll(_shim, "shim_kill_privileges")
 _open_flags = ctypes.c_uint32.in_dll(_shim, "shim_open_flags")
-_sessions = ctypes.c_uint32.in_dll(_shim, "shim_sessions")
 _left = ctypes.c_uint32.in_dll(_shim, "shim_left")
 _is_full = ctypes.c_uint32.in_dll(_shim, "shim_is_full")
 _I, _U, _Q, _R = ctypes.c_int, ctypes.c_uint64, ctypes.c_int64, ctypes.c_void_p
@@ -185,12 +184,11 @@ GETATTR = ctypes.PYFUNCTYPE(ctypes.c_int, _R, _U, ctypes.c_uint32)
 CREATE = ctypes.PYFUNCTYPE(ctypes.c_int, _R, _U, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32)
 
 
-class _RawCallbacks(ctypes.Structure):
-    _fields_ = [("fallocate", FALLOCATE), ("copy_file_range", COPY_FILE_RANGE), ("lseek", LSEEK), ("release", RELEASE)]
-
-
-class _FastPathCallbacks(ctypes.Structure):
-    _fields_ = [("lookup", LOOKUP), ("getattr", GETATTR), ("create", CREATE)]
+class _Callbacks(ctypes.Structure):
+    _fields_ = [
+        ("fallocate", FALLOCATE), ("copy_file_range", COPY_FILE_RANGE), ("lseek", LSEEK), ("release", RELEASE),
+        ("lookup", LOOKUP), ("getattr", GETATTR), ("create", CREATE),
+    ]  # fmt: skip
 
 
 _reply_buf = _shim.fuse_reply_buf
@@ -210,8 +208,8 @@ reply_lseek.argtypes = [_R, _Q]
 _shim.shim_set_writer.argtypes = [ctypes.c_uint32, _I]
 _shim.shim_process_saved_init.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
 _shim.shim_map_table.argtypes = [_I, _I, _Q, *[ctypes.c_uint32] * 4]
-_raw_callbacks = _RawCallbacks()
-_fast_path_callbacks = _FastPathCallbacks()
+_callbacks = _Callbacks()
+"""The shim calls them for as long as this object lives."""
 
 
 class ShimNotLoaded(CkptfsError):
@@ -228,23 +226,31 @@ def set_writer(handle: int, fd: int) -> None:
     _shim.shim_set_writer(handle, fd)
 
 
-def set_raw_callbacks(
+def set_callbacks(
     *,
     fallocate: Callable[[int, int, int, int, int, int], None],
     copy_file_range: Callable[[int, int, int, int, int, int, int, int, int], None],
     lseek: Callable[[int, int, int, int, int], None],
     release: Callable[[int, int, int], None],
+    lookup: Callable[[int, int, bytes, int], bool],
+    getattr: Callable[[int, int, int], bool],
+    create: Callable[[int, int, bytes, int, int, int, int], bool],
 ) -> None:
-    """Set what serves these requests. Call it before `open_session`.
+    """Set what serves these requests before pyfuse3, or instead of it. Call it before `open_session`.
 
-    They are plain functions, called where a handler would start, so `get_current_request` is valid in them. Each request needs exactly one
-    `reply*`, at once or later from a task. pyfuse3's own handler for RELEASE would occupy a task of pyfuse3 while it waits for a batch.
+    They are plain functions, called where a handler would start, so `get_current_request` is valid in them. The first four serve each
+    request with exactly one `reply*`, at once or later from a task; pyfuse3's own handler for RELEASE would occupy a task of pyfuse3 while
+    it waits for a batch. The others are the fast path: they send exactly one reply at once and return True, or return False and leave the
+    request to pyfuse3's handler.
     """
-    _raw_callbacks.fallocate = FALLOCATE(_guard_raw_callback(fallocate))
-    _raw_callbacks.copy_file_range = COPY_FILE_RANGE(_guard_raw_callback(copy_file_range))
-    _raw_callbacks.lseek = LSEEK(_guard_raw_callback(lseek))
-    _raw_callbacks.release = RELEASE(_guard_raw_callback(release))
-    _shim.shim_set_raw_callbacks(ctypes.byref(_raw_callbacks))
+    _callbacks.fallocate = FALLOCATE(_guard_raw_callback(fallocate))
+    _callbacks.copy_file_range = COPY_FILE_RANGE(_guard_raw_callback(copy_file_range))
+    _callbacks.lseek = LSEEK(_guard_raw_callback(lseek))
+    _callbacks.release = RELEASE(_guard_raw_callback(release))
+    _callbacks.lookup = LOOKUP(_guard_fast_path_callback(lookup))
+    _callbacks.getattr = GETATTR(_guard_fast_path_callback(getattr))
+    _callbacks.create = CREATE(_guard_fast_path_callback(create))
+    _shim.shim_set_callbacks(ctypes.byref(_callbacks))
 
 
 def _guard_raw_callback(function: Callable[..., None]) -> Callable[..., None]:
@@ -254,27 +260,10 @@ def _guard_raw_callback(function: Callable[..., None]) -> Callable[..., None]:
         try:
             function(req, *arguments)
         except Exception:
-            log.exception("unexpected error in %s", getattr(function, "__name__", function))
+            log.exception("unexpected error in %s", function.__name__)
             reply_err(req, errno.EIO)
 
     return guarded
-
-
-def set_fast_path_callbacks(
-    *,
-    lookup: Callable[[int, int, bytes, int], bool],
-    getattr: Callable[[int, int, int], bool],
-    create: Callable[[int, int, bytes, int, int, int, int], bool],
-) -> None:
-    """Set what may serve LOOKUP, GETATTR and CREATE before pyfuse3. Call it before `open_session`.
-
-    They are called like those of `set_raw_callbacks`. They send exactly one reply at once and return True, or return False and leave the
-    request to pyfuse3's handler.
-    """
-    _fast_path_callbacks.lookup = LOOKUP(_guard_fast_path_callback(lookup))
-    _fast_path_callbacks.getattr = GETATTR(_guard_fast_path_callback(getattr))
-    _fast_path_callbacks.create = CREATE(_guard_fast_path_callback(create))
-    _shim.shim_set_fast_path_callbacks(ctypes.byref(_fast_path_callbacks))
 
 
 def _guard_fast_path_callback(function: Callable[..., bool]) -> Callable[..., bool]:
@@ -299,11 +288,10 @@ def open_session(operations: pyfuse3.Operations, connection: Connection, *, is_c
     os.set_blocking(connection.fd, False)
     pyfuse3.trio = TrioAdapter(is_clustered=is_clustered)  # type: ignore[attr-defined]
     pyfuse3.init(operations, f"/dev/fd/{connection.fd}", set())
-    if _sessions.value == 0:
+    if not _shim.shim_process_saved_init(connection.init_request, len(connection.init_request)):
         raise ShimNotLoaded(
             "the mount's C part was not loaded before libfuse", remedy="rebuild it: python -m ckptfs_daemon.fuse.shim_build"
         )
-    _shim.shim_process_saved_init(connection.init_request, len(connection.init_request))
     _map_table(connection.fd, connection.table_fd)
 
 

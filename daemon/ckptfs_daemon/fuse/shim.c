@@ -42,17 +42,16 @@
 /* Marks the file info of an opendir. Its fh uses all 64 bits and holds no backing id. */
 #define DIRECTORY_MARK 0x64697231u
 
-/* Callbacks into Python, called inside fuse_session_process_buf. Each sends one reply, now or later. */
-struct raw_callbacks {
+/*
+ * Callbacks into Python, called inside fuse_session_process_buf. The first four send one reply, now or later. The others are the fast path:
+ * 0 means that no reply was sent, and pyfuse3 handles the request.
+ */
+struct callbacks {
     void (*fallocate)(fuse_req_t req, uint64_t ino, int mode, int64_t offset, int64_t length, uint64_t fh);
     void (*copy_file_range)(fuse_req_t req, uint64_t ino_in, int64_t offset_in, uint64_t fh_in, uint64_t ino_out, int64_t offset_out,
                             uint64_t fh_out, uint64_t length, int flags);
     void (*lseek)(fuse_req_t req, uint64_t ino, int64_t offset, int whence, uint64_t fh);
     void (*release)(fuse_req_t req, uint64_t ino, uint64_t fh);
-};
-
-/* Like raw_callbacks, but a result of 0 means that no reply was sent and pyfuse3 handles the request. */
-struct fast_path_callbacks {
     int (*lookup)(fuse_req_t req, uint64_t parent, const char *name, uint32_t pid);
     int (*getattr)(fuse_req_t req, uint64_t ino, uint32_t pid);
     int (*create)(fuse_req_t req, uint64_t parent, const char *name, uint32_t mode, uint32_t uid, uint32_t gid, uint32_t pid);
@@ -70,11 +69,8 @@ uint32_t shim_open_flags;
 uint32_t shim_left;
 /* 1 if the last request stayed in the kernel because all slots are taken. */
 uint32_t shim_is_full;
-/* Number of sessions created through this file. 0 after pyfuse3.init: pyfuse3 was loaded first. */
-uint32_t shim_sessions;
 
-static struct raw_callbacks raw;
-static struct fast_path_callbacks fast_path;
+static struct callbacks python;
 static struct fuse_session *session;
 static void (*write_buf_of_pyfuse3)(fuse_req_t req, fuse_ino_t ino, struct fuse_bufvec *in, off_t offset, struct fuse_file_info *fi);
 static void (*init_of_pyfuse3)(void *userdata, struct fuse_conn_info *conn);
@@ -418,19 +414,25 @@ void fuse_session_process_buf(struct fuse_session *se, const struct fuse_buf *bu
         received->len = 0;
 }
 
-/* Process the saved INIT request as if it had been read from the kernel, which sends INIT only once. */
-void shim_process_saved_init(void *bytes, size_t size)
+/*
+ * Process the saved INIT request as if it had been read from the kernel, which sends INIT only once. Returns 0 if no session was made through
+ * this file: pyfuse3 was loaded first.
+ */
+int shim_process_saved_init(void *bytes, size_t size)
 {
     struct fuse_buf buf = {.mem = bytes, .size = size};
 
-    process(session, &buf, 0);
+    if (session)
+        process(session, &buf, 0);
+    return session != NULL;
 }
 
 /* --- operations without pyfuse3 --------------------------------------------------------------------------------------- */
 
-void shim_set_raw_callbacks(const struct raw_callbacks *callbacks)
+/* Call it before a session is made. */
+void shim_set_callbacks(const struct callbacks *callbacks)
 {
-    raw = *callbacks;
+    python = *callbacks;
 }
 
 static void on_init(void *userdata, struct fuse_conn_info *conn)
@@ -464,23 +466,23 @@ static void on_getxattr(fuse_req_t req, fuse_ino_t ino, const char *name, size_t
 
 static void on_fallocate(fuse_req_t req, fuse_ino_t ino, int mode, off_t offset, off_t length, struct fuse_file_info *fi)
 {
-    raw.fallocate(req, ino, mode, offset, length, fi->fh);
+    python.fallocate(req, ino, mode, offset, length, fi->fh);
 }
 
 static void on_copy_file_range(fuse_req_t req, fuse_ino_t ino_in, off_t offset_in, struct fuse_file_info *fi_in, fuse_ino_t ino_out,
                                off_t offset_out, struct fuse_file_info *fi_out, size_t length, int flags)
 {
-    raw.copy_file_range(req, ino_in, offset_in, fi_in->fh, ino_out, offset_out, fi_out->fh, length, flags);
+    python.copy_file_range(req, ino_in, offset_in, fi_in->fh, ino_out, offset_out, fi_out->fh, length, flags);
 }
 
 static void on_lseek(fuse_req_t req, fuse_ino_t ino, off_t offset, int whence, struct fuse_file_info *fi)
 {
-    raw.lseek(req, ino, offset, whence, fi->fh);
+    python.lseek(req, ino, offset, whence, fi->fh);
 }
 
 static void on_release(fuse_req_t req, fuse_ino_t ino, struct fuse_file_info *fi)
 {
-    raw.release(req, ino, fi->fh);
+    python.release(req, ino, fi->fh);
 }
 
 static void on_ioctl(fuse_req_t req, fuse_ino_t ino, unsigned int cmd, void *arg, struct fuse_file_info *fi, unsigned flags, const void *in,
@@ -492,20 +494,15 @@ static void on_ioctl(fuse_req_t req, fuse_ino_t ino, unsigned int cmd, void *arg
 
 /* --- the fast path ---------------------------------------------------------------------------------------------------- */
 
-void shim_set_fast_path_callbacks(const struct fast_path_callbacks *callbacks)
-{
-    fast_path = *callbacks;
-}
-
 static void on_lookup(fuse_req_t req, fuse_ino_t parent, const char *name)
 {
-    if (!fast_path.lookup(req, parent, name, fuse_req_ctx(req)->pid))
+    if (!python.lookup(req, parent, name, fuse_req_ctx(req)->pid))
         lookup_of_pyfuse3(req, parent, name);
 }
 
 static void on_getattr(fuse_req_t req, fuse_ino_t ino, struct fuse_file_info *fi)
 {
-    if (!fast_path.getattr(req, ino, fuse_req_ctx(req)->pid))
+    if (!python.getattr(req, ino, fuse_req_ctx(req)->pid))
         getattr_of_pyfuse3(req, ino, fi);
 }
 
@@ -513,7 +510,7 @@ static void on_create(fuse_req_t req, fuse_ino_t parent, const char *name, mode_
 {
     const struct fuse_ctx *caller = fuse_req_ctx(req);
 
-    if (!fast_path.create(req, parent, name, mode, caller->uid, caller->gid, caller->pid))
+    if (!python.create(req, parent, name, mode, caller->uid, caller->gid, caller->pid))
         create_of_pyfuse3(req, parent, name, mode, fi);
 }
 
@@ -550,57 +547,47 @@ static void on_write_buf(fuse_req_t req, fuse_ino_t ino, struct fuse_bufvec *in,
         write_buf_of_pyfuse3(req, ino, in, offset, fi);
 }
 
-static void add_operations(struct fuse_lowlevel_ops *ops)
+/* Return the operations of pyfuse3 with ours. */
+static struct fuse_lowlevel_ops add_operations(const struct fuse_lowlevel_ops *of_pyfuse3, size_t size)
 {
-    init_of_pyfuse3 = ops->init;
-    opendir_of_pyfuse3 = ops->opendir;
-    getxattr_of_pyfuse3 = ops->getxattr;
-    ops->init = on_init;
-    ops->opendir = on_opendir;
-    ops->getxattr = on_getxattr;
-    ops->ioctl = on_ioctl;
-    if (raw.fallocate)
-        ops->fallocate = on_fallocate;
-    if (raw.copy_file_range)
-        ops->copy_file_range = on_copy_file_range;
-    if (raw.lseek)
-        ops->lseek = on_lseek;
-    if (raw.release)
-        ops->release = on_release;
-    if (!fast_path.lookup)
-        return;
-    lookup_of_pyfuse3 = ops->lookup;
-    getattr_of_pyfuse3 = ops->getattr;
-    create_of_pyfuse3 = ops->create;
-    write_buf_of_pyfuse3 = ops->write_buf;
-    if (ops->write_buf)
-        ops->write_buf = on_write_buf;
-    ops->lookup = on_lookup;
-    ops->getattr = on_getattr;
-    ops->create = on_create;
+    struct fuse_lowlevel_ops ops = {0};
+
+    memcpy(&ops, of_pyfuse3, size < sizeof(ops) ? size : sizeof(ops));
+    init_of_pyfuse3 = ops.init;
+    opendir_of_pyfuse3 = ops.opendir;
+    getxattr_of_pyfuse3 = ops.getxattr;
+    lookup_of_pyfuse3 = ops.lookup;
+    getattr_of_pyfuse3 = ops.getattr;
+    create_of_pyfuse3 = ops.create;
+    write_buf_of_pyfuse3 = ops.write_buf;
+    ops.init = on_init;
+    ops.opendir = on_opendir;
+    ops.getxattr = on_getxattr;
+    ops.ioctl = on_ioctl;
+    ops.fallocate = on_fallocate;
+    ops.copy_file_range = on_copy_file_range;
+    ops.lseek = on_lseek;
+    ops.release = on_release;
+    ops.lookup = on_lookup;
+    ops.getattr = on_getattr;
+    ops.create = on_create;
+    ops.write_buf = on_write_buf;
+    return ops;
 }
 
 #if FUSE_VERSION >= FUSE_MAKE_VERSION(3, 17)
 struct fuse_session *fuse_session_new_versioned(struct fuse_args *args, const struct fuse_lowlevel_ops *op, size_t op_size,
                                                 struct libfuse_version *version, void *userdata)
 {
-    struct fuse_lowlevel_ops ops = {0};
+    struct fuse_lowlevel_ops ops = add_operations(op, op_size);
 
-    memcpy(&ops, op, op_size < sizeof(ops) ? op_size : sizeof(ops));
-    add_operations(&ops);
-    session = NEXT(fuse_session_new_versioned)(args, &ops, sizeof(ops), version, userdata);
-    shim_sessions++;
-    return session;
+    return session = NEXT(fuse_session_new_versioned)(args, &ops, sizeof(ops), version, userdata);
 }
 #else
 struct fuse_session *fuse_session_new(struct fuse_args *args, const struct fuse_lowlevel_ops *op, size_t op_size, void *userdata)
 {
-    struct fuse_lowlevel_ops ops = {0};
+    struct fuse_lowlevel_ops ops = add_operations(op, op_size);
 
-    memcpy(&ops, op, op_size < sizeof(ops) ? op_size : sizeof(ops));
-    add_operations(&ops);
-    session = NEXT(fuse_session_new)(args, &ops, sizeof(ops), userdata);
-    shim_sessions++;
-    return session;
+    return session = NEXT(fuse_session_new)(args, &ops, sizeof(ops), userdata);
 }
 #endif

@@ -80,8 +80,10 @@ class ShimHandlers:
         def release(req: int, inode: int, fh: int) -> None:
             self._context.open_files.release(fh & HANDLE_MASK, lambda: session.reply_err(req, 0))
 
-        session.set_raw_callbacks(fallocate=fallocate, copy_file_range=copy_file_range, lseek=lseek, release=release)
-        session.set_fast_path_callbacks(lookup=self._fast_lookup, getattr=self._fast_getattr, create=self._fast_create)
+        session.set_callbacks(
+            fallocate=fallocate, copy_file_range=copy_file_range, lseek=lseek, release=release,
+            lookup=self._fast_lookup, getattr=self._fast_getattr, create=self._fast_create,
+        )  # fmt: skip
 
     def start_tasks(self, nursery: trio.Nursery) -> None:
         """Run the tasks of raw handlers in `nursery`, before the first request is read."""
