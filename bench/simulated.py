@@ -34,7 +34,7 @@ def fit(costs: list[Costs]) -> tuple[float, float]:
 
 
 def growth(costs: list[Costs]) -> float:
-    """Return the extrapolated cost of a checkpoint per node in the largest cluster, relative to a small one."""
+    """Return the extrapolated cost of a checkpoint per node in the largest cluster, relative to the second one that was measured."""
     start, slope = fit(costs)
     return (start + slope * FAR[-1]) / costs[1].checkpoint[0]
 
