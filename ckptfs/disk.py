@@ -89,7 +89,7 @@ def open_file(label: str, path: str | bytes, flags: int, mode: int = 0o600, *, d
 
 
 def rename(label: str, old: str | bytes, new: str | bytes, *, old_fd: int | None = None, new_fd: int | None = None) -> None:
-    """Call renameat2(2). It is atomic and replaces an existing target."""
+    """Call renameat(2). It is atomic and replaces an existing target."""
     act(label, os.rename, old, new, src_dir_fd=old_fd, dst_dir_fd=new_fd)
 
 

@@ -279,7 +279,7 @@ RESTART_FIRST_S = 0.05
 RESTART_LAST_S = 5.0
 RESTARTS_MAX = 200
 RESTARTS_WINDOW_S = 600.0
-# Consecutive deaths of a child that never became ready.
+# Failures in a row after which a role that has been ready is given up.
 FAILURES_MAX = 20
 WATCHDOG_S = 60.0
 READY_WAIT_S = 60.0

@@ -29,6 +29,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 UMOUNT_NOFOLLOW = 8
 COVER_SOURCE = "ckptfs-away"
 MODE_BITS = 0o555
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class GuardKind(StrEnum):
@@ -93,7 +94,7 @@ def _set_immutable(fd: int, *, immutable: bool) -> None:
 
 def set_immutable(path: Path, *, immutable: bool) -> None:
     """Have a directory refuse new names, also root's, or not any more. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = os.open(path, _DIRECTORY)
     try:
         _set_immutable(fd, immutable=immutable)
     finally:
@@ -102,7 +103,7 @@ def set_immutable(path: Path, *, immutable: bool) -> None:
 
 def open_directory(guard: Guard) -> int:
     """Return a descriptor of the guarded directory, before it is covered by a mount. Raises OSError."""
-    return os.open(guard.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    return os.open(guard.path, _DIRECTORY)
 
 
 def set_on(guard: Guard, fd: int) -> None:

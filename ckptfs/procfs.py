@@ -124,11 +124,10 @@ def is_running(pid: int) -> bool:
 def is_dying(pid: int) -> bool:
     """Return True if the process was killed, though threads of it may still hang in system calls.
 
-    None of them runs a program again.
-
-    Its descriptors stay open until the last thread ends. The main thread is a zombie by then, or has SIGKILL pending.
+    None of them runs its program again. Its descriptors stay open until the last thread ends. The main thread is a zombie by then, or has
+    SIGKILL pending.
     """
-    if _get_stat(pid)[0] in ("", "Z"):
+    if not is_running(pid):
         return True
     try:
         pending = re.findall(r"^(?:SigPnd|ShdPnd):\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)

@@ -173,8 +173,7 @@ serving() {
 }
 
 uninstall() {
-  local file
-  local running
+  local file running
   running=$(serving)
   [ -n "$DESTDIR" ] || [ -z "$running" ] || fail "daemons of this installation serve mounts (processes $running); umount them first"
   if [ -e "$MARK" ]; then
@@ -195,5 +194,5 @@ case ${1:-} in
   install) install ;;
   uninstall) uninstall ;;
   layout) layout ;;
-  *) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
+  *) sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
 esac

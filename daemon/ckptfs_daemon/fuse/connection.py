@@ -48,7 +48,6 @@ INIT_BYTES_MAX = 65536
 STALE_PROBE_WAIT_S = 5.0
 BUSY_WAIT_S = 1.0
 BUSY_POLL_S = 0.02
-MS_RDONLY = 1
 KERNEL_TOO_OLD = "this kernel has no FUSE passthrough (Linux 6.9 or later with CONFIG_FUSE_PASSTHROUGH)"
 NO_CAPABILITY = "passthrough needs CAP_SYS_ADMIN, which this user does not have"
 
@@ -73,7 +72,7 @@ def unmount_at(point: Path, flags: int = 0) -> None:
     """Call umount2(2), or fusermount3 if not permitted. Raises OSError (EINVAL: nothing is mounted there)."""
     if _libc.umount2(os.fsencode(point), flags | UMOUNT_NOFOLLOW):
         code = ctypes.get_errno()
-        if code == 1 and not procfs.has_capability(procfs.CAP_SYS_ADMIN):
+        if code == errno.EPERM and not procfs.has_capability(procfs.CAP_SYS_ADMIN):
             _unmount_with_fusermount(point, lazy=bool(flags & MNT_DETACH))
             return
         raise OSError(code, os.strerror(code), str(point))
@@ -90,9 +89,7 @@ def mount_with_fusermount(name: str, point: Path, options: list[str]) -> int:
             words = done.stderr.decode(errors="replace").strip() or "it gave no reason"
             remedy = f"{point} must be yours and writable, and /dev/fuse open to everybody (chmod 666 /dev/fuse)"
             raise CannotMount(f"an ordinary user cannot mount {point}: {words}", remedy=remedy)
-        if not wait_ready(ours, select.POLLIN, FUSERMOUNT_WAIT_S):
-            raise CannotMount("fusermount3 did not hand over the connection")
-        _body, descriptors, _flags, _address = socket.recv_fds(ours, 16, 1)
+        descriptors = socket.recv_fds(ours, 16, 1)[1] if wait_ready(ours, select.POLLIN, FUSERMOUNT_WAIT_S) else []
         if not descriptors:
             raise CannotMount("fusermount3 did not hand over the connection")
         os.set_inheritable(descriptors[0], False)
@@ -117,7 +114,7 @@ def _unmount_with_fusermount(point: Path, *, lazy: bool) -> None:
     done = _run_fusermount(["fusermount3", "-u", *(["-z"] if lazy else []), "--", str(point)], None)
     if done.returncode != 0:
         words = done.stderr.decode(errors="replace").strip()
-        raise OSError(16 if "busy" in words.lower() else 22, words, str(point))
+        raise OSError(errno.EBUSY if "busy" in words.lower() else errno.EINVAL, words, str(point))
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +262,7 @@ def _open_device() -> int:
 
 
 def _mount_fuse_unprivileged(config: Config) -> int:
-    options = ["default_permissions"] + (["ro"] if config.mount_flags & MS_RDONLY else [])
+    options = ["default_permissions"] + (["ro"] if config.is_read_only else [])
     if config.allow_other:
         try:
             return mount_with_fusermount(config.name, config.mountpoint, [*options, "allow_other"])
@@ -316,16 +313,16 @@ def unmount(connection: Connection) -> None:
     """
     until_s = time.monotonic() + BUSY_WAIT_S
     while connection.is_mounted():
-        try:
-            return unmount_at(connection.mountpoint)
-        except OSError as failure:
-            if failure.errno != errno.EBUSY:
-                raise
-        if time.monotonic() >= until_s:
+        is_late = time.monotonic() >= until_s
+        if is_late:
             log.warning("%s: is in use; it is detached now and ends when the last open file is closed", connection.mountpoint)
-            return unmount_at(connection.mountpoint, MNT_DETACH)
+        try:
+            unmount_at(connection.mountpoint, MNT_DETACH if is_late else 0)
+            return
+        except OSError as failure:
+            if failure.errno != errno.EBUSY or is_late:
+                raise
         time.sleep(BUSY_POLL_S)
-    return None
 
 
 def abort(connection: Connection) -> None:
