@@ -52,12 +52,12 @@ def serve(directory: Path, keyring: Path | None) -> None:
     db = Database(node.root / "state" / "catalog.db", journalled=False, clustered=True)
     identity.set_node_number(db, 2)
     tiers = Tiers.from_config(replace(node.config, pfs=None, nvme=None, ram_bytes=limits.GIB * 64))
-    world = membership.build_view(
+    view = membership.build_view(
         membership.Node(number, f"node{number}", f"node{number}:7420", number, f"node{number}") for number in (1, 2)
     )
     nobody: Any = None
-    hold = Host(db, tiers, 0.9, node.told, Cluster(db, 2, 2, 1, nobody, nobody, lambda: world))
-    server = PeerServer(hold, "127.0.0.1:0", CLUSTER, certificates.load(keyring / "node2") if keyring else None)
+    host = Host(db, tiers, 0.9, node.told, Cluster(db, 2, 2, 1, nobody, nobody, lambda: view))
+    server = PeerServer(host, "127.0.0.1:0", CLUSTER, certificates.load(keyring / "node2") if keyring else None)
     raw = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_raw_server, args=(raw, directory), daemon=True).start()
     print(server.port, raw.getsockname()[1], flush=True)

@@ -55,9 +55,9 @@ def _find_compaction(store: EtcdStore) -> tuple[int, bool]:
 def _is_open(config: Config) -> bool:
     """Return True if etcd answers a client without a certificate."""
     assert config.cluster is not None
-    with closing(EtcdStore(config.etcd, config.cluster, ca=config.etcd_ca)) as stranger:
+    with closing(EtcdStore(config.etcd, config.cluster, ca=config.etcd_ca)) as anonymous:
         try:
-            stranger.read([Get(b"epoch")], timeout_s=limits.STORE_PROBE_WAIT_S)
+            anonymous.read([Get(b"epoch")], timeout_s=limits.STORE_PROBE_WAIT_S)
         except CkptfsError:
             return False
     return True
