@@ -30,7 +30,7 @@ from ckptfs.clique.peer_api import PeerFailed, PeerRefused
 from ckptfs.coherence import keys, salvage_records, store_loss
 from ckptfs.coherence.keys import INODE, PFS_STATE, SharedKey
 from ckptfs.coherence.value_checks import decode_item
-from ckptfs.errors import DigestMismatch
+from ckptfs.errors import DigestMismatch, StoreUnreachable
 from ckptfs.model import Content, ContentState, Notifier
 from ckptfs.store.kv import Compare, CompareTarget, Delete, Get, Item, Operation, Put, Store
 from ckptfs.tiers import local_copies
@@ -98,14 +98,21 @@ class Salvage:
         self._answer_all(view)
         if time.monotonic() >= self._next_look_s:
             self._next_look_s = time.monotonic() + limits.SALVAGE_POLL_S
-            numbers = sorted(self._undecided)[:BATCH_CONTENTS]
-            self._undecided -= set(numbers)
-            self._salvage_batch(
-                [found for number in numbers if (found := remote_contents.find_held_copy(self._db, number)) is not None], view
-            )
-            self._undecided |= copies.list_stashed_contents(self._db)
+            self._salvage_undecided(view)
             self._writers_may_return = self._writers_may_return and self._restore_returned(view)
         return False
+
+    def _salvage_undecided(self, view: ClusterView) -> None:
+        """Check again what could not be decided. It stays undecided if the store does not answer."""
+        numbers = sorted(self._undecided)[:BATCH_CONTENTS]
+        self._undecided -= set(numbers)
+        batch = [held_copy for number in numbers if (held_copy := remote_contents.find_held_copy(self._db, number)) is not None]
+        try:
+            self._salvage_batch(batch, view)
+        except StoreUnreachable:
+            self._undecided.update(numbers)
+            raise
+        self._undecided |= copies.list_stashed_contents(self._db)
 
     def next_due_s(self) -> float | None:
         """Return the seconds until the next check; nothing is decided before all have adopted the store."""

@@ -36,6 +36,7 @@ from ckptfs.coherence import keys
 from ckptfs.coherence.key_state import DirtyKeyTracker
 from ckptfs.coherence.keys import INODE, PFS_STATE, SharedKey
 from ckptfs.coherence.pfs_coordination import StoreSnapshot
+from ckptfs.errors import StoreUnreachable
 from ckptfs.flow.copy_records import AnnounceCopies
 from ckptfs.model import ROOT
 
@@ -220,6 +221,24 @@ def test_a_write_back_in_hand_is_waited_for(tmp_path: Path, monkeypatch: pytest.
         cluster.put(f"f/{inode:016x}", before if had_it else None)
     decide(two)
     assert shown(cluster, inode) == ((newer, 2, len(OLD + NEW), 3) if has_landed else (content, 1, len(OLD), 2))
+
+
+def test_what_is_undecided_outlives_a_store_that_is_away(tmp_path: Path) -> None:
+    """P9: no other death comes to have all looked at again."""
+    cluster, content, one, two = make_replicated(tmp_path, 2)
+    inode = one.inode(content)
+    change(one, content, appended)
+    cluster.put(f"f/{inode:016x}", {"names": [], "by": one.number})
+    one.kill()
+    back = fall_back_of(two)
+    run_until_idle(back)
+    two.store.reachable = False
+    with pytest.raises(StoreUnreachable):
+        run_until_idle(back)
+    two.store.reachable = True
+    cluster.put(f"f/{inode:016x}", None)
+    run_until_idle(back)
+    assert shown(cluster, inode) == (content, 1, len(OLD), 2)
 
 
 def test_a_pfs_that_is_away_with_a_write_back_in_hand_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
