@@ -71,6 +71,7 @@ class Salvage:
         self._last_view: ClusterView | None = None
         self._after: int | None = None
         self._undecided: set[int] = set()
+        self._undecided_after = 0
         self._writers_may_return = False
         self._next_look_s = 0.0
         self._view_since_s = 0.0
@@ -103,8 +104,10 @@ class Salvage:
         return False
 
     def _salvage_undecided(self, view: ClusterView) -> None:
-        """Check again what could not be decided. It stays undecided if the store does not answer."""
-        numbers = sorted(self._undecided)[:BATCH_CONTENTS]
+        """Check the next batch of what could not be decided. It stays so if the store does not answer."""
+        later = [number for number in self._undecided if number > self._undecided_after]
+        numbers = sorted(later or self._undecided)[:BATCH_CONTENTS]
+        self._undecided_after = numbers[-1] if numbers else 0
         self._undecided -= set(numbers)
         batch = [held_copy for number in numbers if (held_copy := remote_contents.find_held_copy(self._db, number)) is not None]
         try:

@@ -24,6 +24,7 @@ from salvage_world import (
     overwrite,
     publish,
     replicated,
+    send,
     shown,
     tidy,
 )
@@ -37,6 +38,7 @@ from ckptfs.coherence.key_state import DirtyKeyTracker
 from ckptfs.coherence.keys import INODE, PFS_STATE, SharedKey
 from ckptfs.coherence.pfs_coordination import StoreSnapshot
 from ckptfs.errors import StoreUnreachable
+from ckptfs.flow import salvage
 from ckptfs.flow.copy_records import AnnounceCopies
 from ckptfs.model import ROOT
 
@@ -239,6 +241,28 @@ def test_what_is_undecided_outlives_a_store_that_is_away(tmp_path: Path) -> None
     cluster.put(f"f/{inode:016x}", None)
     run_until_idle(back)
     assert shown(cluster, inode) == (content, 1, len(OLD), 2)
+
+
+def test_what_cannot_be_decided_does_not_hold_up_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P9: there are more such files than one look takes."""
+    monkeypatch.setattr(salvage, "BATCH_CONTENTS", 1)
+    cluster, first, one, two = make_replicated(tmp_path, 2)
+    second = one.make(b"second", OLD)
+    one.seal()
+    publish(one)
+    send(one, second)
+    AnnounceCopies(two.db, cluster_of(two)).step()
+    inodes = [one.inode(content) for content in (first, second)]
+    for inode, content in zip(inodes, (first, second), strict=True):
+        change(one, content, appended)
+        cluster.put(f"f/{inode:016x}", {"names": [], "by": one.number})
+    one.kill()
+    back = fall_back_of(two)
+    run_until_idle(back)
+    cluster.put(f"f/{inodes[1]:016x}", None)
+    for _ in range(4):
+        run_until_idle(back)
+    assert [shown(cluster, inode)[0] == content for inode, content in zip(inodes, (first, second), strict=True)] == [False, True]
 
 
 def test_a_pfs_that_is_away_with_a_write_back_in_hand_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
