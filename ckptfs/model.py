@@ -37,7 +37,7 @@ class DataPath(StrEnum):
 
 
 class CliqueLost(StrEnum):
-    """The result of fsync=clique if too few failure domains are left: an error, or success at the level local."""
+    """The result of fsync=clique if too few failure domains are left: an error, or level local."""
 
     ERROR = "error"
     LOCAL = "local"

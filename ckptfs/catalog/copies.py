@@ -170,14 +170,14 @@ def has_unchecked(db: Database) -> bool:
     return db.value(f"SELECT 1{_UNCHECKED} AND c.tier <> 'pfs' LIMIT 1") is not None
 
 
-def find_unchecked(db: Database, tier: Tier, excluded: Iterable[int]) -> int | None:
-    """Return the file whose copy in `tier` eviction would take next if it were read back on the PFS."""
-    found: int | None = db.value(
+def list_unchecked(db: Database, tier: Tier, excluded: Iterable[int], at_most: int) -> list[int]:
+    """Return the files whose copies in `tier` eviction would take next if the PFS copy were read back."""
+    rows = db.rows(
         f"SELECT k.inode{_UNCHECKED} AND c.tier = ? AND k.inode NOT IN (SELECT value FROM json_each(?))"
-        " ORDER BY k.remote DESC, c.used_ns, k.id LIMIT 1",
-        tier, json.dumps([*excluded]),
+        " ORDER BY k.remote DESC, c.used_ns, k.id LIMIT ?",
+        tier, json.dumps([*excluded]), at_most,
     )  # fmt: skip
-    return found
+    return [row[0] for row in rows]
 
 
 def count_only_copies(db: Database, tier: Tier) -> int:

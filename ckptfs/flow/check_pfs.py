@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 disk.declare_labels("check_pfs:drop_pages", "check_pfs:read", "check_pfs:checked")
 
 POLL_S = 2.0
+CANDIDATES = 256
 # A file that cannot be read is tried again after a pause, which grows.
 RETRY_FIRST_S = 5.0
 RETRY_LAST_S = 300.0
@@ -46,6 +47,7 @@ class CheckPfs:
         self._config = config
         self._notify = notify
         self._pauses: dict[int, tuple[float, float]] = {}
+        self._next: dict[Tier, list[int]] = {}
         self._has_candidates = False
 
     def step(self) -> bool:
@@ -54,12 +56,12 @@ class CheckPfs:
             return False
         is_idle = not pfs_state.has_work(self._db)
         tiers = [tier for tier in LOCAL_TIERS if tier in self._tiers and (is_idle or self._is_filling(tier))]
-        self._has_candidates = copies.has_unchecked(self._db)
         for tier in tiers:
-            inode = self._find_candidate(tier)
-            if inode is not None:
-                self._check(inode)
+            if candidates := self._find_candidates(tier):
+                self._check(candidates.pop(0))
+                self._has_candidates = True
                 return True
+        self._has_candidates = copies.has_unchecked(self._db)
         return False
 
     def next_due_s(self) -> float | None:
@@ -73,11 +75,15 @@ class CheckPfs:
         next_size = get_largest_recent_size(self._db, limits.RECENT_CONTENTS)
         return bool(space.get_excess_bytes(capacity, low, low) or space.get_excess_bytes_for(capacity, next_size, high, low))
 
-    def _find_candidate(self, tier: Tier) -> int | None:
+    def _find_candidates(self, tier: Tier) -> list[int]:
+        """Return the files to check next. To find them takes a look at all copies in the tier, so that each look finds many."""
+        if found := self._next.get(tier):
+            return found
         now = time.monotonic()
         self._pauses = {inode: pause for inode, pause in self._pauses.items() if pause[0] > now - RETRY_LAST_S}
         waiting = [inode for inode, (until_s, _) in self._pauses.items() if until_s > now]
-        return copies.find_unchecked(self._db, tier, waiting)
+        self._next[tier] = copies.list_unchecked(self._db, tier, waiting, CANDIDATES)
+        return self._next[tier]
 
     def _check(self, inode: int) -> None:
         state = copies.load_fetch_state(self._db, inode)

@@ -133,6 +133,20 @@ def test_each_operation_fails_once(full: Mount, label: str, monkeypatch: pytest.
     assert full.db.value("SELECT count(*) FROM pfs_file WHERE checked_ns > 0") == 2
 
 
+def test_the_copies_are_not_searched_again_for_each_file(mount: Mount) -> None:
+    """A search looks at every copy: with one for each file, the work grows with the square of their number."""
+    for number in range(30):
+        mount.put(b"f%d" % number, b"x")
+    mount.settle()
+    statements: list[str] = []
+    mount.db.connection.set_trace_callback(statements.append)
+    run_until_idle(build_check(mount))
+    mount.db.connection.set_trace_callback(None)
+    assert mount.db.value("SELECT count(*) FROM pfs_file WHERE checked_ns > 0") == 30
+    searches = [sql for sql in statements if "AND p.checked_ns = 0" in sql]
+    assert 0 < len(searches) < 10
+
+
 def test_it_waits_for_write_back_unless_a_tier_fills_up(mount: Mount) -> None:
     mount.put(b"a", b"x" * SIZE)
     mount.settle()
