@@ -76,7 +76,8 @@ def run_page(place: DaemonUnderTest, blocks: list[Block]) -> str:
     # The page may leave the mount behind, and must not if a command fails.
     leave = f"cd /; ! mountpoint -q '{place.path}' || umount '{place.path}' || umount -l '{place.path}'"
     script = "\n".join(["set -e", f"mount --bind '{place.root}/sbin' $(readlink -f /sbin)", f'trap "{leave}" EXIT', *commands])
-    env = {**environment(), "PATH": f"{place.root}/bin:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    # Ranks that print at once print whole lines, unless the caller has Python write every piece.
+    env = {**environment(PYTHONUNBUFFERED=""), "PATH": f"{place.root}/bin:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     command = [*with_mounts_of_its_own(), "sh", "-c", script]
     result = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, errors="replace", timeout=PAGE_S,
