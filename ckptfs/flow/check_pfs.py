@@ -76,7 +76,7 @@ class CheckPfs:
         return bool(space.get_excess_bytes(capacity, low, low) or space.get_excess_bytes_for(capacity, next_size, high, low))
 
     def _find_candidates(self, tier: Tier) -> list[int]:
-        """Return the files to check next. To find them takes a look at all copies in the tier, so that each look finds many."""
+        """Return the files to check next. A search looks at all copies in the tier, so one finds many files."""
         if found := self._next.get(tier):
             return found
         now = time.monotonic()

@@ -48,7 +48,7 @@ complete -c ckptfs -n '__ckptfs_at ""' -f -a cluster -d 'Repair what the nodes o
 complete -c ckptfs -n '__ckptfs_at ""' -l version -d 'Print the version of ckptfs and exit'
 complete -c ckptfs -n '__ckptfs_at ""' -s h -l help -d 'Show help and exit.'
 complete -c ckptfs -n '__ckptfs_at " status"' -l json -d 'Print JSON'
-complete -c ckptfs -n '__ckptfs_at " status"' -s w -l watch -d 'Show every second if the newest checkpoints are safe'
+complete -c ckptfs -n '__ckptfs_at " status"' -s w -l watch -d 'Show every second whether the newest checkpoints are safe'
 complete -c ckptfs -n '__ckptfs_at " status"' -l cluster -d 'Show the cluster, its nodes, their peers and what lags'
 complete -c ckptfs -n '__ckptfs_at " status"' -s h -l help -d 'Show help and exit.'
 complete -c ckptfs -n '__ckptfs_at " df"' -l checkpoint -r -d 'Check whether checkpoints of this size per node fit'
