@@ -77,7 +77,7 @@ class Reconcile:
             try:
                 self._check_reported(reported)
             except StoreUnreachable:
-                self._reported_unneeded.update(reported)  # Nobody reports them again.
+                self._reported_unneeded.update(reported)  # They are reported only once.
                 raise
             return bool(self._reported_unneeded)
         if marked := [

@@ -24,7 +24,6 @@ from ckptfs.catalog import peer_copies, summary
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.event_log import EventKind
-from ckptfs.model import Tier
 from ckptfs.quantities import format_count, format_size
 from ckptfs_daemon.event_writer import events
 from ckptfs_daemon.rescue import Rescue, get_highest_level, get_needed_s
