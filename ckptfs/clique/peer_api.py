@@ -112,9 +112,6 @@ class ContentHost(Protocol):
     def release_copies(self, contents: Sequence[int]) -> None:
         """Note that a peer no longer needs these copies. Contents of this node are not affected."""
 
-    def get_free_bytes(self) -> int:
-        """Return how many more bytes this node would hold for its peers."""
-
 
 class PeerFailed(CkptfsError):
     """A peer is down, too slow, or broke off. Another peer, or a later try, may succeed."""
@@ -169,14 +166,11 @@ class ContentManifest:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerStats:
-    """Exponential averages of one peer; None if not measured yet."""
+class PingResult:
+    """The answer to a ping. `clock_offset_s`: how far its clock is ahead of ours, within the round trip."""
 
-    rtt_s: float | None
-    bytes_per_s: float | None
-    free_bytes: int | None
-    clock_offset_s: float | None = None
-    """How far its clock is ahead of ours, within the round trip."""
+    rtt_s: float
+    clock_offset_s: float
 
 
 OnBlock = Callable[[int], None]
@@ -235,11 +229,8 @@ class PeerApi(Protocol):
     def release_copies(self, node: PeerAddress, contents: Sequence[int]) -> None:
         """Tell the peer that it need not hold these contents any more."""
 
-    def ping(self, node: PeerAddress) -> PeerStats:
-        """Measure the round trip and the free space."""
-
-    def get_stats(self, node: PeerAddress) -> PeerStats:
-        """Return the last measurements, without a call."""
+    def ping(self, node: PeerAddress) -> PingResult:
+        """Measure the round trip, and how far its clock is ahead."""
 
     def rank(self, nodes: Sequence[PeerAddress]) -> list[PeerAddress]:
         """Sort nodes by speed, fastest first; unknown ones precede those that failed lately."""

@@ -244,7 +244,7 @@ class UnaryCalls:
         return pb.Nothing()
 
     def Ping(self, peer: str, request: pb.Nothing) -> pb.PingReply:
-        return pb.PingReply(room=max(0, self._content_host.get_free_bytes()), now_ns=time.time_ns())
+        return pb.PingReply(now_ns=time.time_ns())
 
     def Hello(self, peer: str, request: pb.Nothing) -> pb.HelloReply:
         return pb.HelloReply(version=PROTOCOL_VERSION)

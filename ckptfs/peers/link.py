@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 
 from ckptfs import limits
 from ckptfs.clique.certificates import Identity, target_name
-from ckptfs.clique.peer_api import PeerBusy, PeerCorrupt, PeerFailed, PeerRefused, PeerStats
+from ckptfs.clique.peer_api import PeerBusy, PeerCorrupt, PeerFailed, PeerRefused
 from ckptfs.errors import describe_connection_fault
 from ckptfs.peers.messages import PROTOCOL_VERSION, Rejection, RejectReason
 from ckptfs.peers.security import (
@@ -63,8 +63,6 @@ class LinkStats:
         self.rtt_s: float | None = None
         self.bytes_per_s: float | None = None
         self.wire_bytes_per_s: float | None = None
-        self.free_bytes: int | None = None
-        self.clock_offset_s: float | None = None
         self.failed_at = -limits.PEER_SUSPECT_S
 
     def record_rtt(self, seconds: float) -> None:
@@ -88,9 +86,6 @@ class LinkStats:
     def should_compress(self) -> bool:
         """Return whether the link is known to be slower than zstd on this node."""
         return self.wire_bytes_per_s is not None and self.wire_bytes_per_s < limits.PEER_COMPRESS_BYTES_PER_S
-
-    def get_peer_stats(self) -> PeerStats:
-        return PeerStats(self.rtt_s, self.bytes_per_s, self.free_bytes, self.clock_offset_s)
 
 
 def _average(old: float | None, new: float) -> float:

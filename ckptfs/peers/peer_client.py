@@ -21,7 +21,7 @@ from ckptfs.clique.peer_api import (
     PeerAddress,
     PeerCorrupt,
     PeerFailed,
-    PeerStats,
+    PingResult,
     SendResult,
     UrgentBlocks,
 )
@@ -161,21 +161,14 @@ class PeerClient:
         for start in range(0, len(contents), limits.PEER_FORGET_MAX):
             link.call(link.stub.Forget, pb.ForgetRequest(contents=contents[start : start + limits.PEER_FORGET_MAX]))
 
-    def ping(self, node: PeerAddress) -> PeerStats:
+    def ping(self, node: PeerAddress) -> PingResult:
         link = self._get_link(node)
         begun, begun_ns = time.monotonic(), time.time_ns()
         reply = link.call(link.stub.Ping, pb.Nothing())
         took_s = time.monotonic() - begun
-        link.stats.free_bytes = reply.room
         link.stats.record_rtt(took_s)
         # The peer read its clock half a round trip ago.
-        link.stats.clock_offset_s = (reply.now_ns - begun_ns) / 1e9 - took_s / 2 if reply.now_ns else None
-        return link.stats.get_peer_stats()
-
-    def get_stats(self, node: PeerAddress) -> PeerStats:
-        with self._lock:
-            link = self._links.get(node.name)
-        return link.stats.get_peer_stats() if link else PeerStats(None, None, None)
+        return PingResult(took_s, (reply.now_ns - begun_ns) / 1e9 - took_s / 2)
 
     def rank(self, nodes: Sequence[PeerAddress]) -> list[PeerAddress]:
         with self._lock:

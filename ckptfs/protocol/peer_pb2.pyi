@@ -133,12 +133,10 @@ class Nothing(_message.Message):
     def __init__(self) -> None: ...
 
 class PingReply(_message.Message):
-    __slots__ = ("room", "now_ns")
-    ROOM_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("now_ns",)
     NOW_NS_FIELD_NUMBER: _ClassVar[int]
-    room: int
     now_ns: int
-    def __init__(self, room: _Optional[int] = ..., now_ns: _Optional[int] = ...) -> None: ...
+    def __init__(self, now_ns: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
     __slots__ = ("version",)

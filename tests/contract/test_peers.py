@@ -167,7 +167,6 @@ def test_no_room_says_so(pair: Pair, tmp_path: Path) -> None:
     with pytest.raises(PeerRefused) as refused:
         send(pair.peers, pair.node.there, tmp_path, os.urandom(BLOCK + 1))
     assert refused.value.code == errno.ENOSPC
-    assert pair.peers.ping(pair.node.there).free_bytes == BLOCK
     assert pair.node.server.rejections.get_counts() == {"node2": {"full": 1}}
 
 
@@ -198,8 +197,8 @@ def test_the_rest_of_the_calls(fast: Pair) -> None:
     assert fast.node.shelf.sealed_soon == [(5, 3.0), (6, limits.PEER_SEAL_WAIT_S_MAX)]
     fast.peers.release_copies(fast.node.there, list(range(1, limits.PEER_FORGET_MAX + 2)))
     assert len(fast.node.shelf.forgotten) == limits.PEER_FORGET_MAX + 1
-    speed = fast.peers.ping(fast.node.there)
-    assert speed.rtt_s is not None and speed == fast.peers.get_stats(fast.node.there)
+    answer = fast.peers.ping(fast.node.there)
+    assert answer.rtt_s > 0 and abs(answer.clock_offset_s) <= answer.rtt_s, "both read one clock"
 
 
 def test_a_call_that_is_no_longer_wanted_ends(pair: Pair, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from ckptfs.clique.peer_api import (
     PeerCorrupt,
     PeerFailed,
     PeerRefused,
-    PeerStats,
+    PingResult,
     SendResult,
     UrgentBlocks,
 )
@@ -337,12 +337,9 @@ class LocalPeers:
     def release_copies(self, node: PeerAddress, contents_: Sequence[int]) -> None:
         self._host_of("forget", node).release_copies(contents_)
 
-    def ping(self, node: PeerAddress) -> PeerStats:
+    def ping(self, node: PeerAddress) -> PingResult:
         self._host_of("ping", node)
-        return PeerStats(0.001, None, None)
-
-    def get_stats(self, node: PeerAddress) -> PeerStats:
-        return PeerStats(None, None, None)
+        return PingResult(0.001, 0.0)
 
     def rank(self, nodes: Sequence[PeerAddress]) -> list[PeerAddress]:
         return list(nodes)

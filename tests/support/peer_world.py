@@ -112,9 +112,6 @@ class MemoryContentHost:
     def release_copies(self, contents: Sequence[int]) -> None:
         self.forgotten += contents
 
-    def get_free_bytes(self) -> int:
-        return self.room_bytes
-
     def arriving(self) -> int:
         return len(self._arriving)
 

@@ -25,7 +25,7 @@ from ckptfs.catalog.identity import record_last_members
 from ckptfs.catalog.peer_copies import KnownNode, PeerCopy
 from ckptfs.clique import membership
 from ckptfs.clique.certificates import Identity
-from ckptfs.clique.peer_api import PeerFailed, PeerStats
+from ckptfs.clique.peer_api import PeerFailed, PingResult
 from ckptfs.flow.replicate.peer_queues import PeerLoad
 from ckptfs.model import Tier
 from ckptfs.protocol import control_pb2 as pb
@@ -85,7 +85,7 @@ def test_users_who_ask_in_a_loop_do_not_make_the_store_work(node: Node, store: M
     content = node.make(b"file", b"x" * 1000)
     node.db.run("UPDATE content SET remote = 1 WHERE id = ?", content)
     inode = node.row(content).inode
-    transport = TransportFigures(list, dict, dict, lambda node: PeerStats(None, None, None))
+    transport = TransportFigures(list, dict, dict, lambda node: PingResult(0.001, 0.0))
     figures = ClusterFigures(node.config, node.db, store, transport)
 
     def ask() -> int:
@@ -129,7 +129,7 @@ def test_current_work_is_published_and_shown(node: Node, store: MemoryStore) -> 
             "node3": {"rtt_s": None, "bytes_per_s": None, "failed": 1.0},
         },
         lambda: {"transfers": 2, "loans": 1, "refused": {"node2": {"malformed": 3}, "unknown": {"stranger": 4, "malformed": 1}}},
-        lambda node: PeerStats(None, None, None),
+        lambda node: PingResult(0.001, 0.0),
     )
     figures = ClusterFigures(node.config, node.db, store, transport)
     found = figures.build_clique()
@@ -187,7 +187,7 @@ def test_doctor_judges_how_etcd_is_run(changes: dict[str, Any], verdict: str | N
 
 
 def examined(
-    node: Node, store: MemoryStore, ping: Callable[[membership.Node], PeerStats], identity: Identity | None = None
+    node: Node, store: MemoryStore, ping: Callable[[membership.Node], PingResult], identity: Identity | None = None
 ) -> list[Finding]:
     """What doctor says of the cluster."""
     transport = TransportFigures(list, dict, dict, ping)
@@ -196,7 +196,7 @@ def examined(
 
 def test_doctor_is_content_with_a_cluster_that_is_well(node: Node, store: MemoryStore) -> None:
     """F5."""
-    found = examined(node, store, lambda _: PeerStats(0.002, None, 5, 0.1))
+    found = examined(node, store, lambda _: PingResult(0.002, 0.1))
     assert [one.verdict for one in found] == [doctor.GOOD, doctor.GOOD]
     assert "1 other node answers, the slowest within 2.0 ms" in found[1].what
 
@@ -204,23 +204,23 @@ def test_doctor_is_content_with_a_cluster_that_is_well(node: Node, store: Memory
 def test_doctor_names_whom_it_cannot_reach_and_whose_clock_is_off(node: Node, store: MemoryStore) -> None:
     """F5, N5."""
 
-    def silent(_: membership.Node) -> PeerStats:
+    def silent(_: membership.Node) -> PingResult:
         raise PeerFailed("node2 does not answer: unavailable")
 
     (reach,) = [one for one in examined(node, store, silent) if one.verdict == doctor.BAD]
     assert "node2 at node2:1: node2 does not answer" in reach.what and "open" in reach.remedy
 
-    def revoked(_: membership.Node) -> PeerStats:
+    def revoked(_: membership.Node) -> PingResult:
         raise PeerFailed("node2 refuses: these keys were revoked")
 
     assert "issue new ones" in next(one.remedy for one in examined(node, store, revoked) if one.verdict == doctor.BAD)
-    (clock,) = [one for one in examined(node, store, lambda _: PeerStats(0.001, None, None, -90.0)) if one.verdict == doctor.NOTE]
+    (clock,) = [one for one in examined(node, store, lambda _: PingResult(0.001, -90.0)) if one.verdict == doctor.NOTE]
     assert "node2 by 1 min behind" in clock.what
 
 
 def test_doctor_doubts_domains_ranks_and_numbers(node: Node, store: MemoryStore) -> None:
     """N1."""
-    well = lambda _: PeerStats(0.001, None, None, 0.0)  # noqa: E731
+    well = lambda _: PingResult(0.001, 0.0)  # noqa: E731
     for number in (1, 2):
         one = membership.Node(number, f"node{number}", f"node{number}:1", 7, "rack", 5000)
         store.commit([], [Put(membership.node_key(number), membership.encode_node(one))])
@@ -234,13 +234,13 @@ def test_doctor_doubts_domains_ranks_and_numbers(node: Node, store: MemoryStore)
 def test_doctor_sees_etcd_away_and_certificates_that_end(node: Node, store: MemoryStore) -> None:
     """P1, F6."""
     store.reachable = False
-    found = examined(node, store, lambda _: PeerStats(0.001, None, None, 0.0))
+    found = examined(node, store, lambda _: PingResult(0.001, 0.0))
     assert found[0].verdict == doctor.BAD and "etcd" in found[0].what
     cases = (400, doctor.GOOD, "good for 400 days"), (20, doctor.NOTE, "expires in 20 days"), (-1, doctor.BAD, "expired")
     for days, verdict, words in cases:
         expires = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days, seconds=-60)
         identity = Identity("node1", "c", b"", b"", b"", expires)
-        last = examined(node, store, lambda _: PeerStats(0.001, None, None, 0.0), identity)[-1]
+        last = examined(node, store, lambda _: PingResult(0.001, 0.0), identity)[-1]
         assert last.verdict == verdict and words in last.what, last
 
 

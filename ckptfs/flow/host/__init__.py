@@ -357,10 +357,6 @@ class Host:
             self.reported_unneeded.update(contents[: max(0, limits.UNCONFIRMED_MAX - len(self.reported_unneeded))])
         self._notify.wake_lanes()
 
-    def get_free_bytes(self) -> int:
-        """Return the bytes that peers may still store on this node."""
-        return self._quota.get_largest_free_bytes()
-
     def close(self) -> None:
         """Give up what is arriving."""
         with self._lock:

@@ -268,10 +268,6 @@ class PeerQuota:
                 return tier
         raise NoSpace(f"the share of this node's tiers that is set aside for peers has no room for {size} bytes")
 
-    def get_largest_free_bytes(self) -> int:
-        """Return the size of the largest content that would be accepted now."""
-        return max(0, *(self.get_free_bytes_in(tier) for tier in WATERMARKS if tier in self._tiers), 0)
-
     def get_free_bytes_in(self, tier: Tier) -> int:
         """Return the bytes that a tier may still hold. Prepared memory counts as free: it makes way."""
         capacity = self._tiers.get_capacity(tier)

@@ -25,7 +25,7 @@ from ckptfs.catalog.identity import list_last_members
 from ckptfs.clique import locations, membership, placement
 from ckptfs.clique.certificates import Identity
 from ckptfs.clique.membership import ClusterView, Node
-from ckptfs.clique.peer_api import PeerFailed, PeerStats
+from ckptfs.clique.peer_api import PeerFailed, PingResult
 from ckptfs.coherence import key_state, pfs_coordination
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError
@@ -35,9 +35,9 @@ from ckptfs.store.etcd_health import EtcdHealth
 from ckptfs.store.kv import Put, Store, iter_range, prefix_end
 from ckptfs_daemon.control.status import CACHE_RATIO, CachedFigure
 
-Ping = Callable[[Node], PeerStats]
+Ping = Callable[[Node], PingResult]
 
-ProbeResult = PeerStats | str
+ProbeResult = PingResult | str
 """The reply of a node, or the reason why there is none."""
 FIGURES_PREFIX = b"s/"
 
@@ -303,7 +303,7 @@ def _set_probe_result(member: pb.Member, answer: ProbeResult | None) -> None:
     if isinstance(answer, str):
         member.probe_error = answer
     else:
-        member.rtt_s, member.clock_offset_s = answer.rtt_s or 0.0, answer.clock_offset_s or 0.0
+        member.rtt_s, member.clock_offset_s = answer.rtt_s, answer.clock_offset_s
 
 
 def _set_figures(member: pb.Member, figures: bytes) -> None:
