@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+import stat
 import subprocess
 import sys
 import zipfile
@@ -359,6 +360,18 @@ def test_nothing_can_be_changed_there(mount: Area, change: Callable[[Path], obje
     save(mount.path / "run" / "step_1", "a")
     assert refusal(change, latest(mount, "run")) == "EROFS"
     assert os.listdir(mount.path / "run") == ["step_1"] and os.listxattr(latest(mount, "run")) == []
+
+
+def test_a_set_of_a_name_without_a_number_is_no_series_there(mount: Area) -> None:
+    """D15: what is listed as a symlink is one. Its directory is listed as such, as long as there is one."""
+    save(mount.path / "one", "a")
+    os.setxattr(mount.path / "one", "user.ckptfs.commit", b"1")
+    kept = mount.daemon.path / ".ckptfs" / "history" / mount.path.name / "one"
+    eventually(lambda: os.path.lexists(kept) and os.listdir(kept), what="it is a set")
+    assert [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in os.scandir(latest(mount))] == [("one", True)]
+    assert stat.S_ISDIR(os.lstat(latest(mount, "one")).st_mode)
+    shutil.rmtree(mount.path / "one")
+    assert os.listdir(latest(mount)) == [] and not os.path.lexists(latest(mount, "one"))
 
 
 def test_its_own_name_is_not_given_away_and_tools_pass_through(mount: Area, tmp_path: Path) -> None:

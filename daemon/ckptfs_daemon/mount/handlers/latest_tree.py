@@ -192,7 +192,8 @@ class LatestTree(ReadOnlyTree):
             links = await self._reader.list_set_members(entry.directory)
         else:
             patterns = await self._reader.compute(lambda: series.list_patterns(found))
-            links = {*patterns, *self._reader.list_history_patterns(entry.directory)}
+            # A set of a name without a number is in the history only: a directory of that name is shown as one.
+            links = {*patterns, *(name for name in self._reader.list_history_patterns(entry.directory) if series.parse(name) is not None)}
         return sorted((shown | {link: VirtualEntry(entry.directory, link, entry.tree) for link in links}).items())
 
     # --- targets ------------------------------------------------------------------------------------------------------
