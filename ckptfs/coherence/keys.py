@@ -84,7 +84,7 @@ def get_pfs_name_value(db: Database, parent: int, name: bytes) -> Value | None:
 
 
 def write_pfs_name(db: Database, parent: int, name: bytes, value: Value | None) -> None:
-    """Make the row of a name say so. Of an intention the state before it counts."""
+    """Make the row of a name say so. Of an intent the state before it counts."""
     inode = 0 if value is None else value["inode"]
     if not inode:
         db.run("DELETE FROM pfs_entry WHERE parent = ? AND name = ?", parent, name)

@@ -1,7 +1,7 @@
 """The salvage step: previous states of files whose content only dead nodes had.
 
 Takes: previous or STALE contents on this node whose successor was only on a dead node, and requests for a file that no live node has.
-Leaves: the previous content as that of the file, or the state that the PFS shows if that is newer or all that is left. `inode.missed`
+Leaves: the previous content as that of the file, or the state that the PFS shows if that is newer or all that is left. `inode.salvaged`
 records what the file should hold; if its writer returns with it, the file holds that again.
 If we die here: the store has all of a decision or nothing. The next mover checks everything once.
 

@@ -260,12 +260,12 @@ def _decompress_block(body: bytes, length: int) -> bytes:
     """Return the block in `body`. It is never longer than `length`, even if `body` says so."""
     try:
         if zstandard.frame_content_size(body) != length:
-            raise Rejection(RejectReason.MALFORMED, "a squeezed block announces another length")
+            raise Rejection(RejectReason.MALFORMED, "a compressed block announces another length")
         data = zstandard.ZstdDecompressor().decompress(body, max_output_size=length)
     except zstandard.ZstdError as failure:
-        raise Rejection(RejectReason.MALFORMED, "a squeezed block cannot be read") from failure
+        raise Rejection(RejectReason.MALFORMED, "a compressed block cannot be read") from failure
     if len(data) != length:
-        raise Rejection(RejectReason.MALFORMED, "a squeezed block has another length")
+        raise Rejection(RejectReason.MALFORMED, "a compressed block has another length")
     return data
 
 

@@ -321,7 +321,7 @@ def _check_nodes(name: str, cluster: "pb.Cluster", living: list["pb.Member"]) ->
     silent = [member for member in living if member.probe_error]
     if silent:
         words = "; ".join(f"{member.name} at {member.address}: {member.probe_error}" for member in silent[:NAMED_MAX])
-        remedy = "give address= on that node so that this one reaches it, and open its port and the one after it"
+        remedy = "give address= on that node so that this one reaches it, and open the port of listen="
         if any("keys" in member.probe_error for member in silent):
             remedy = "give each node its own keys; if they were revoked, issue new ones and restart the node"
         return Finding(name, BAD, f"{format_count(len(silent), 'node')} of {len(living)} cannot be reached: {words}", remedy)
