@@ -13,7 +13,7 @@ from simulated_cluster import EVENTS, Costs, fit_slope
 from ckptfs import limits
 from ckptfs.flow import scan
 
-COUNTS = tuple(map(int, os.environ.get("CKPTFS_SIMULATED_NODES", "3,10,60").split(",")))
+COUNTS = tuple(map(int, os.environ.get("CKPTFS_SIMULATED_NODES", "3,10,45").split(",")))
 GROWTH = 0.12
 """By how much more a checkpoint may cost a node of the largest cluster than one of a small cluster."""
 IDLE_RATE_MAX = 1.0
