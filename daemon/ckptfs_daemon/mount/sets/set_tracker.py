@@ -400,7 +400,8 @@ class MemberSearch:
         """`paused`: directories that must not be read now."""
         self._db, self._paused = db, paused
         self._directories: dict[int, _DirectoryNames] = {}
-        self.pauses_s: dict[int, float] = {}
+        self._kinds: dict[int, bool] = {}
+        self.pauses_s: dict[int, float] = defaultdict(float)
         """For how long not to read each directory again: a multiple of the time that it took to read."""
 
     def find(self, inode: int) -> list[FoundMember] | None:
@@ -438,13 +439,18 @@ class MemberSearch:
             siblings = {name: inode for name, (inode, _) in names.items()}
             directories = {name for name, (_, is_directory) in names.items() if is_directory}
             self._directories[directory] = _DirectoryNames(siblings, directories, members)
-            self.pauses_s[directory] = (time.monotonic() - began_s) * limits.SET_SEARCH_PAUSE
+            self.pauses_s[directory] += (time.monotonic() - began_s) * limits.SET_SEARCH_PAUSE
         return self._directories[directory]
 
     def _has_kind(self, directory: int) -> bool:
-        names = set_members.list_possible_members(self._db, directory)
-        files = {name: set_kinds.MemberFile(0, Level.NONE) for name, (_, is_directory) in names.items() if not is_directory}
-        return bool(set_kinds.list_kinds(DirectoryFacts(files, frozenset(names.keys() - files.keys()))))
+        """Return True if a directory is of a known kind by its names. Reading it takes as long as there are names."""
+        if directory not in self._kinds:
+            began_s = time.monotonic()
+            names = set_members.list_possible_members(self._db, directory)
+            files = {name: set_kinds.MemberFile(0, Level.NONE) for name, (_, is_directory) in names.items() if not is_directory}
+            self._kinds[directory] = bool(set_kinds.list_kinds(DirectoryFacts(files, frozenset(names.keys() - files.keys()))))
+            self.pauses_s[directory] += (time.monotonic() - began_s) * limits.SET_SEARCH_PAUSE
+        return self._kinds[directory]
 
     def _find_committed(self, inode: int) -> list[FoundMember]:
         """Return a file or directory outside any series that a user committed as complete.
