@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import pytest
 from ckptfs_daemon.fuse import connection, request_table, shim_build
 from ckptfs_daemon.fuse.connection import Connection
 from daemon_under_test import environment, eventually
+from programs import need
 
 from ckptfs import limits
 from ckptfs.config import Config
@@ -44,7 +45,8 @@ class Buffer(ctypes.Structure):
     _fields_ = [("size", ctypes.c_size_t), ("flags", ctypes.c_int), ("mem", ctypes.c_void_p), ("fd", ctypes.c_int), ("pos", ctypes.c_int64)]
 said = {"failed": shim.shim_map_table(fuse_fd, table_fd, offset, *slots)}
 said["left"] = ctypes.c_uint32.in_dll(shim, "shim_left").value
-said["sizes"] = [shim.fuse_session_receive_buf(None, ctypes.byref(Buffer())) for _ in range(count)]
+session = ctypes.create_string_buffer(65536)
+said["sizes"] = [shim.fuse_session_receive_buf(session, ctypes.byref(Buffer())) for _ in range(count)]
 print("received", flush=True)
 sys.stdin.readline()
 shim.shim_trim_table(kept)
@@ -76,14 +78,17 @@ class Served:
         thread.start()
         return thread
 
-    def process(self, count: int, *, kept: int = SLOTS[2], meanwhile: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    def process(
+        self, count: int, *, kept: int = SLOTS[2], meanwhile: Callable[[], object] = lambda: None, prefix: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """A process that takes up what is left, receives `count` times and ends without an answer: as if killed.
 
-        `meanwhile` runs when it has received; after that it gives back the memory of large slots but for `kept`.
+        `meanwhile` runs when it has received; after that it gives back the memory of large slots but for `kept`. `prefix`: a command that
+        runs it.
         """
         fds = (self.connected.fd, self.connected.table_fd)
         told = json.dumps([str(shim_build.ensure()), *fds, request_table.SMALL_OFFSET, self.slots, count, kept])
-        command = [sys.executable, "-c", PROCESS, told]
+        command = [*prefix, sys.executable, "-c", PROCESS, told]
         with subprocess.Popen(
             command, pass_fds=fds, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as process:
@@ -137,6 +142,14 @@ def served() -> Iterator[Served]:
             connection.unmount_at(place, connection.MNT_DETACH)
         connected.close()
         place.rmdir()
+
+
+@pytest.mark.parametrize(("error", "size"), [("ECONNABORTED", 0), ("ENODEV", 0), ("ENOENT", -errno.EINTR), ("EIO", -errno.EIO)])
+def test_the_end_of_the_connection_is_no_failure(served: Served, error: str, size: int) -> None:
+    """The kernel says ECONNABORTED to a read that takes a request at the moment at which the filesystem is unmounted."""
+    need("strace")
+    prefix = ("strace", "-qq", "-o", os.devnull, "-P", "/dev/fuse", "-e", f"inject=read:error={error}")
+    assert served.process(1, prefix=prefix)["sizes"] == [size]
 
 
 def test_a_request_waits_for_the_next_process(served: Served) -> None:

@@ -369,7 +369,8 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
     received->len = 0;
     if (size >= 0)
         return -EIO;
-    if (errno == ENODEV) {
+    /* The connection has ended. A read that takes a request at that moment gets ECONNABORTED, later ones get ENODEV. */
+    if (errno == ENODEV || errno == ECONNABORTED) {
         fuse_session_exit(se);
         return 0;
     }
