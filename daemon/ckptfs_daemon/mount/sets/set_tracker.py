@@ -443,7 +443,7 @@ class MemberSearch:
         return self._directories[directory]
 
     def _has_kind(self, directory: int) -> bool:
-        """Return True if a directory is of a known kind by its names. Reading it takes as long as there are names."""
+        """Return True if a directory is of a known kind. Reading it takes as long as there are names."""
         if directory not in self._kinds:
             began_s = time.monotonic()
             names = set_members.list_possible_members(self._db, directory)
