@@ -4,8 +4,8 @@ The kernel looks up one component of a path after the other, and each reply must
 The name that was looked up last in a directory is read together with the directory, in one round trip. A prefetched name counts as fresh
 once, for the same thread in the same system call with the same arguments, in the order of the path, for LOOKUP_FRESH_S, and only if each
 step follows the previous reply within LOOKUP_STEP_S: a thread that knows of another node's change has returned from its system call. A
-wrong guess costs one more key in a read that happens anyway. Without /proc/PID/syscall (it
-needs CAP_SYS_PTRACE) each name is read separately.
+wrong guess costs one more key in a read that happens anyway. Each name is read separately without /proc/PID/syscall, which needs
+CAP_SYS_PTRACE.
 """
 
 import os
