@@ -80,10 +80,9 @@ def get_last_seq(db: Database, inode: int) -> int:
     return int(db.value("SELECT max(seq) FROM journal WHERE inode = ?", inode) or 0)
 
 
-def has_pending(db: Database, inode: int, up_to: int | None = None) -> bool:
-    """Return True if a row about `inode` is left, up to the row `up_to` if that is given."""
-    bound = 2**63 - 1 if up_to is None else up_to
-    return db.value("SELECT 1 FROM journal WHERE inode = ? AND seq <= ? LIMIT 1", inode, bound) is not None
+def has_pending(db: Database, inode: int, up_to: int) -> bool:
+    """Return True if a row about `inode` is left, up to the row `up_to`."""
+    return db.value("SELECT 1 FROM journal WHERE inode = ? AND seq <= ? LIMIT 1", inode, up_to) is not None
 
 
 def find_last_in_directory(db: Database, directory: int) -> tuple[int, int]:
@@ -95,6 +94,11 @@ def find_last_in_directory(db: Database, directory: int) -> tuple[int, int]:
 def list_oldest(db: Database, at_most: int, after: int = 0) -> list[JournalRow]:
     """Return the oldest rows after the row `after`, in order."""
     return [JournalRow(*row) for row in db.rows(f"SELECT {_COLUMNS} FROM journal WHERE seq > ? ORDER BY seq LIMIT ?", after, at_most)]
+
+
+def has_removal(db: Database) -> bool:
+    """Return True if a row may remove or replace something."""
+    return db.value("SELECT 1 FROM journal WHERE op IN ('unlink', 'rmdir', 'rename', 'exchange', 'settle') LIMIT 1") is not None
 
 
 def list_by_seq(db: Database, seqs: Iterable[int]) -> list[JournalRow]:
@@ -145,16 +149,27 @@ def insert_missing(db: Database, at_most: int) -> int:
     return len(found)
 
 
+_IS_UNCOMMITTED = (
+    "EXISTS (SELECT 1 FROM dirty_key t WHERE t.kind = 'j' AND t.number = (SELECT value FROM meta WHERE key = 'number')"
+    " AND t.name = CAST(? || printf('-%016x', seq) AS BLOB))"
+)
+"""Whether the shared namespace lacks a row. Takes the instance id."""
+
+
+def get_committed_end(db: Database) -> int:
+    """Return the number of the last row that write-back can reach if nothing is committed any more."""
+    first = db.value(f"SELECT min(seq) FROM journal WHERE {_IS_UNCOMMITTED}", get_instance_id(db))
+    return int(db.value("SELECT coalesce(max(seq), 0) FROM journal") if first is None else first - 1)
+
+
 def delete_reverted(db: Database, instance: str, names: Iterable[tuple[int, bytes]], inodes: Iterable[int]) -> None:
     """Delete unpublished rows of reverted changes: removals of `names`, and all of `inodes`."""
-    uncommitted = (
-        " AND EXISTS (SELECT 1 FROM dirty_key t WHERE t.kind = 'j' AND t.number = (SELECT value FROM meta WHERE key = 'number')"
-        " AND t.name = CAST(? || printf('-%016x', seq) AS BLOB))"
-    )
     for parent, name in names:
-        db.run(f"DELETE FROM journal WHERE op IN ('unlink', 'rmdir') AND parent = ? AND name = ?{uncommitted}", parent, name, instance)
+        db.run(
+            f"DELETE FROM journal WHERE op IN ('unlink', 'rmdir') AND parent = ? AND name = ? AND {_IS_UNCOMMITTED}", parent, name, instance
+        )
     for inode in inodes:
-        db.run(f"DELETE FROM journal WHERE inode = ?{uncommitted}", inode, instance)
+        db.run(f"DELETE FROM journal WHERE inode = ? AND {_IS_UNCOMMITTED}", inode, instance)
 
 
 def is_unlinked_later(db: Database, row: JournalRow, name: tuple[int, bytes]) -> bool:

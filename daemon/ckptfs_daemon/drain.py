@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import trio
 
 from ckptfs import limits
-from ckptfs.catalog import peer_copies, summary
+from ckptfs.catalog import journal, peer_copies, summary
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.event_log import EventKind
@@ -141,17 +141,23 @@ class Drain:
         return is_done
 
     async def drain_rest(self, report: Callable[[float, str], None]) -> None:
-        """Drain after the unmount, and say what is left."""
+        """Drain after the unmount, and say what is left.
+
+        Only a mount process commits rows to the shared namespace, so those that it has not committed wait for the next mount.
+        """
         configured_s, began_s = self._configured_s, time.monotonic()
         if time.monotonic() < self._missed_s + limits.DRAIN_RECENT_S:
             configured_s = min(limits.DRAIN_LAST_S, limits.DRAIN_LAST_S if configured_s is None else configured_s)
-        is_done = await self._drain(configured_s, report)
+        end = journal.get_committed_end(self._db)
+        is_all = end == summary.get_journal_end(self._db)
+        is_done = await self._drain(configured_s, report, end) and is_all
         record_result(self._db, "unmounted", is_done=is_done, began_s=began_s)
         if not is_done:
             left = load_pending(self._db, summary.get_journal_end(self._db))
             unsafe = f", {left.unsafe} lack copies on other nodes" if left.unsafe else ""
-            message = "drained until the deadline: the PFS lacks %d changes, %d files are not sealed%s; the next start continues"
-            log.warning(message, left.files + left.changes, left.unsealed, unsafe)
+            reason = "drained until the deadline" if is_all else "drain: etcd lacks some of the changes"
+            message = "%s: the PFS lacks %d changes, %d files are not sealed%s; the next start continues"
+            log.warning(message, reason, left.files + left.changes, left.unsealed, unsafe)
 
     async def drain_noticed(self, deadline_s: float) -> bool:
         """Drain because this node is about to be taken away. Returns False at the deadline."""
@@ -160,21 +166,28 @@ class Drain:
         record_result(self._db, "notice", is_done=is_done, began_s=began_s)
         return is_done
 
-    async def _drain(self, configured_s: float | None, report: Callable[[float, str], None], *, is_last: bool = False) -> bool:
-        """Drain what was closed before now, the most urgent first. Returns False at the deadline."""
+    async def _drain(
+        self, configured_s: float | None, report: Callable[[float, str], None], end: int | None = None, *, is_last: bool = False
+    ) -> bool:
+        """Drain up to the row `end`, by default what was closed before now, the most urgent first.
+
+        Returns False at the deadline.
+        """
+        end = summary.get_journal_end(self._db) if end is None else end
         if self._level is None:
-            return await self._drain_in_order(configured_s, report, None)
+            return await self._drain_in_order(configured_s, report, end, None)
         rescue = Rescue(self._db, self._level, configured_s, is_last=is_last)
         try:
             if is_last:
                 await trio.to_thread.run_sync(rescue.refresh_if_due)  # What it releases is pending from then on.
-            return await self._drain_in_order(configured_s, report, rescue)
+            return await self._drain_in_order(configured_s, report, end, rescue)
         finally:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(rescue.end)
 
-    async def _drain_in_order(self, configured_s: float | None, report: Callable[[float, str], None], rescue: Rescue | None) -> bool:
-        end = summary.get_journal_end(self._db)
+    async def _drain_in_order(
+        self, configured_s: float | None, report: Callable[[float, str], None], end: int, rescue: Rescue | None
+    ) -> bool:
         pending = load_pending(self._db, end)
         clock = start_clock(configured_s, pending, summary.get_pfs_speed(self._db), time.monotonic())
         named = ""

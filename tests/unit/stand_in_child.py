@@ -1,12 +1,13 @@
 """A child for the supervisor's tests: takes its role, serves nothing, and dies as the file SCRIPT says (one word per life and role).
 
 `serve`: ready, then until stopped; `upgrade`: the same, but asks for an upgrade and writes down its refusal; `die`: ready, then exit 3;
-`fail`: exit 4 before ready; `unmounted`: ready, then exit 0 at once.
+`fail`: exit 4 before ready; `unmounted`: ready, then exit 0 at once; `linger`: as `serve`, but end only when the file `leave` is there.
 """
 
 import os
 import socket
 import sys
+import threading
 from pathlib import Path
 
 
@@ -37,6 +38,10 @@ def main() -> int:
             link.send(b'upgrade ["/python", "/place"]')
         elif message.startswith(b"upgrade "):
             (script.parent / "refusal").write_bytes(message)
+    if word == "linger":
+        (script.parent / "leaving").touch()
+        while not (script.parent / "leave").exists():
+            threading.Event().wait(0.01)
     return 0
 
 

@@ -1,15 +1,19 @@
 """How long a drain may take (P3): the deadline follows from what is left and from the speed of the PFS."""
 
+import logging
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import trio
 from ckptfs_daemon import ipc
-from ckptfs_daemon.drain import Pending, advance_clock, get_deadline_s, start_clock
+from ckptfs_daemon.drain import Drain, Pending, advance_clock, get_deadline_s, start_clock
 from local_node import Node
 
 from ckptfs import limits
-from ckptfs.catalog import summary
+from ckptfs.catalog import identity, journal, summary
+from ckptfs.coherence import key_state, pfs_coordination
 from ckptfs.limits import GIB, MIB
 
 
@@ -67,3 +71,21 @@ def test_what_blocks_it_names_its_subject(tmp_path: Path) -> None:
     assert summary.find_obstacle(node.db) == ("cannot write /p/f: EIO", "look")
     summary.set_report(node.db, "tier:pfs", {"error": "EIO: Input/output error", "remedy": "mount it again"})
     assert summary.find_obstacle(node.db) == ("pfs: EIO: Input/output error", "mount it again")
+
+
+def test_without_a_mount_nothing_waits_for_rows_that_only_a_mount_commits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    node = Node(tmp_path)
+    with node.db.transaction():
+        identity.set_node_number(node.db, 7)
+    node.make_sealed(b"f", b"1")
+    instance, end = journal.get_instance_id(node.db), summary.get_journal_end(node.db)
+    assert journal.get_committed_end(node.db) == end
+    for row in journal.list_oldest(node.db, 10, 0):
+        key_state.mark_dirty(node.db, pfs_coordination.build_row_key(node.db, instance, row))
+    assert journal.get_committed_end(node.db) == 0
+    waits: list[float] = []
+    drain = Drain(node.db, replace(node.config, drain_deadline_s=0.3), lambda: None)
+    with caplog.at_level(logging.WARNING):
+        trio.run(drain.drain_rest, lambda seconds, text: waits.append(seconds))
+    assert not waits
+    assert "etcd lacks some of the changes: the PFS lacks 2 changes" in caplog.text

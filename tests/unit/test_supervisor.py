@@ -191,6 +191,23 @@ def test_a_mover_killed_while_it_drains_is_asked_again(world: World) -> None:
     assert len(world.lives("mover")) >= 2
 
 
+def test_a_mover_that_ends_slowly_is_not_taken_for_dead(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads in system calls of a slow PFS keep a process that has drained."""
+
+    def reap(child: children.Child, patience_s: float) -> int | None:
+        if (world.place / "leaving").exists() and patience_s >= supervisor.REAP_WAIT_S:
+            (world.place / "leave").touch()
+        return reap_child(child, patience_s)
+
+    reap_child = children.Child.reap
+    monkeypatch.setattr(children.Child, "reap", reap)
+    monkeypatch.setattr(children.Child, "is_stuck", lambda child: (world.place / "leaving").exists())
+    monkeypatch.setattr(supervisor, "TURN_MAX_S", 0.1)
+    world.script.write_text("mount unmounted\nmover linger\n")
+    assert world.run() == 0
+    assert len(world.lives("mover")) == 1
+
+
 Trials = list[tuple[Successor, list[str]]]
 
 
