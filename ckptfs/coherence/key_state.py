@@ -188,11 +188,25 @@ def mark_root_dirty(db: Database) -> None:
                 mark_dirty(db, SharedKey(kind, ROOT))
 
 
-def delete_older_marks(db: Database) -> None:
-    """Delete all but the last mark of each key, after a long disconnection."""
+def order_marks(db: Database) -> None:
+    """Keep the last mark of each key, and put removals behind all else, after a long disconnection.
+
+    A transaction holds a part of the changes, and each key in it has its last value. So a name that was made and removed since is never
+    published, and what it had replaced must not go before what came in the end.
+    """
     db.run(
         "DELETE FROM dirty_key WHERE EXISTS (SELECT 1 FROM dirty_key l WHERE l.kind = dirty_key.kind"
         " AND l.number = dirty_key.number AND l.name = dirty_key.name AND l.change > dirty_key.change)"
+    )
+    # A removal takes names or inodes away, and gives no name to an inode, not even another one instead.
+    db.run(
+        "UPDATE dirty_key SET change = change + ? WHERE change IN (SELECT d.change FROM dirty_key d"
+        " LEFT JOIN cached_key k ON d.kind = 'e' AND k.kind = 'e' AND k.number = d.number AND k.name = d.name"
+        " WHERE d.kind IN ('e', 'i') GROUP BY d.change"
+        " HAVING max(d.kind = 'e' OR NOT EXISTS (SELECT 1 FROM inode i WHERE i.id = d.number AND i.nlink > 0))"
+        " AND NOT max(d.kind = 'e' AND (EXISTS (SELECT 1 FROM entry e WHERE e.parent = d.number AND e.name = d.name)"
+        " OR EXISTS (SELECT 1 FROM entry e WHERE e.child = json_extract(CAST(k.value AS TEXT), '$.child')))))",
+        get_last_change(db),
     )
 
 

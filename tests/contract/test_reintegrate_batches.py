@@ -2,7 +2,9 @@
 
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 
+import pytest
 import trio
 from shared_catalogs import Node, async_tests, play_on_two_nodes, reconnect, replayed
 
@@ -97,3 +99,38 @@ async def test_a_restored_file_is_published_with_a_name(a: Node, b: Node) -> Non
     await a.mkdir("name")
     await reconnect(a, b)
     assert (await a.stat("name.ckptfs-conflict-n2-1")).id == kept.id
+
+
+@pytest.mark.parametrize("are_directories", [False, True])
+@pytest.mark.parametrize("renamed_first", [False, True])
+def test_others_always_see_a_member_of_a_rotation(tmp_path: Path, renamed_first: bool, are_directories: bool) -> None:
+    """N2: a reader that finds none begins at zero."""
+
+    async def save(node: Node, number: int) -> None:
+        await (node.mkdir if are_directories else node.make)("tmp")
+        await node.rename("tmp", f"step_{number}")
+
+    async def remove(node: Node, number: int) -> None:
+        name = f"step_{number}"
+        if renamed_first:
+            await node.rename(name, name := f"old_{number}")
+        await (node.rmdir if are_directories else node.unlink)(name)
+
+    async def act(a: Node, b: Node) -> None:
+        await save(b, 1)
+        await cut(b)
+        await save(b, 2)
+        await remove(b, 1)
+        await b.build(*OTHERS)
+        await save(b, 3)
+        await remove(b, 2)
+        await reconnect(a, b)
+        steps: set[bytes] = set()
+        for _, events in groupby(a.store.etcd.events_from(b"e/", b"e0", 0), key=lambda event: event.revision):
+            had_steps = bool(steps)
+            for event in (one for one in events if b"step_" in one.key):
+                (steps.add if event.item else steps.discard)(event.key)
+            assert steps or not had_steps
+        assert steps
+
+    play_on_two_nodes(tmp_path, act, partial(replayed, 0))
