@@ -20,20 +20,20 @@ from ckptfs.series.search import (
     MANIFESTS,
     KnownSet,
     KnownSets,
+    LatestAnswer,
     LatestMember,
     Listing,
     MemberReader,
     SearchResult,
-    SearchStart,
-    encode_start,
     find_newest,
     judge,
+    judge_kept,
 )
 from ckptfs.series.set_kinds import MemberFile
 
 __all__ = [
-    "MANIFESTS", "Completeness", "KnownSet", "KnownSets", "LatestMember", "Listing", "MemberFile", "MemberReader", "SearchResult",
-    "SearchStart", "Series", "build_series", "counts_checkpoints", "decode_rules", "encode_rules", "encode_start",
-    "find_incomplete_reason", "find_newest", "find_series", "get_place", "install_rules", "is_temporary", "judge", "list_members",
+    "MANIFESTS", "Completeness", "KnownSet", "KnownSets", "LatestAnswer", "LatestMember", "Listing", "MemberFile", "MemberReader",
+    "SearchResult", "Series", "build_series", "counts_checkpoints", "decode_rules", "encode_rules", "find_incomplete_reason",
+    "find_newest", "find_series", "get_place", "install_rules", "is_temporary", "judge", "judge_kept", "list_members",
     "list_patterns", "list_series", "parse", "replace_group", "suggest_series",
 ]  # fmt: skip

@@ -34,7 +34,6 @@ NEAR_SIZES = (9, 10)
 """Sizes of one file in several members vary by at most this ratio, or one of the files was cut."""
 
 T = TypeVar("T")
-_LEVELS = list(Level)
 _NUMBER = re.compile(rb"[0-9]+")
 _TEXT_FILE = re.compile(rb".*\.(txt|ya?ml|md|log|csv|cfg|ini|toml|py|sh|xml|jsonl)", re.IGNORECASE | re.DOTALL)
 
@@ -56,7 +55,7 @@ class Completeness:
 
     def has_level(self, wanted: Level) -> bool:
         """Return True if the member is complete and at least as safe as `wanted`."""
-        return not self.incomplete_reason and _LEVELS.index(self.level) >= _LEVELS.index(wanted)
+        return not self.incomplete_reason and self.level.rank >= wanted.rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,17 @@ class MemberFacts:
             directory, _, name = path.rpartition(b"/")
             directories[directory].add(name)
         files, indexes, formats = _split_by_directory(self.files), _split_by_directory(self.indexes), _split_by_directory(self.formats)
-        return {path: DirectoryFacts(files[path], frozenset(directories[path]), indexes[path], formats[path]) for path in sorted(paths)}
+        return {
+            path: DirectoryFacts(
+                files[path], frozenset(directories[path]), indexes[path], formats[path], self._get_named_below(path, indexes[path])
+            )
+            for path in sorted(paths)
+        }
+
+    def _get_named_below(self, directory: bytes, indexes: Mapping[bytes, SetIndex]) -> dict[bytes, MemberFile]:
+        prefix = directory + b"/" if directory else b""
+        named = {name for index in indexes.values() for name in index.files if b"/" in name}
+        return {name: self.files[prefix + name] for name in named if prefix + name in self.files}
 
     @cached_property
     def kinds(self) -> dict[bytes, list[SetKind]]:
@@ -117,7 +126,8 @@ class MemberFacts:
         """Return whether the marks of a kind tell that no such file is missing."""
         directories = _list_directories(path)
         closing = [kind for directory in directories for kind in self.closed_directories.get(directory, ())]
-        if any(kind.awaits_ranks for kind in closing) or (closing and not any(map(set_kinds.is_of_rank, path.split(b"/")))):
+        is_of_rank = any(map(set_kinds.is_of_rank, path.split(b"/")))
+        if any(kind.awaits_all and (kind.awaits_ranks or not is_of_rank) for kind in closing):
             return True
         name = path.rpartition(b"/")[2]
         return any(kind.covers.fullmatch(name) for kind in self.kinds.get(directories[0], ()))
@@ -175,7 +185,7 @@ def judge_set(files: Mapping[bytes, MemberFile]) -> Completeness:
 
     Only the catalog contradicts.
     """
-    level = min((file.level for file in files.values()), key=_LEVELS.index, default=Level.NONE)
+    level = min((file.level for file in files.values()), key=lambda level: level.rank, default=Level.NONE)
     return Completeness(len(files), sum(file.size for file in files.values()), level, find_reason(files))
 
 
@@ -185,7 +195,7 @@ def is_comparable(member: MemberFacts) -> bool:
         return False
     if member.is_single_file:
         return not member.is_size_right(b"")
-    return not any(kind.tells_sizes and kind.awaits_ranks for kind in member.closed_directories.get(b"", ()))
+    return not any(kind.tells_sizes and kind.awaits_all for kind in member.closed_directories.get(b"", ()))
 
 
 def find_reason(files: Mapping[bytes, MemberFile]) -> str:
@@ -227,7 +237,7 @@ def _find_gap(member: MemberFacts) -> str:
 
 def _get_quiet_s(member: MemberFacts) -> float:
     """Return how long a member without any before it must be left alone."""
-    if member.is_single_file or all(map(member.is_vouched_for, member.files)):
+    if member.is_single_file or (b"" in member.closed_directories and all(map(member.is_vouched_for, member.files))):
         return 0.0
     return QUIET_RANKS_S if any(map(set_kinds.has_unknown_count, member.directories.values())) else QUIET_S
 

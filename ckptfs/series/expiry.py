@@ -17,8 +17,6 @@ from ckptfs.model import HISTORY_NAME, Level
 from ckptfs.series.patterns import is_temporary, list_series
 from ckptfs.series.retention import KeepReason, SetFacts, find_reasons
 
-_LEVELS = list(Level)
-
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
@@ -79,7 +77,7 @@ def _list_shielded(newest_first: Sequence[SetFacts]) -> set[int]:
 def assume_final(series: RuledSeries, ruling: Ruling) -> RuledSeries:
     """Return the series as it will be when each set is as safe as it will ever be."""
     sets = (
-        replace(one, level=max(one.level, Level.PFS if one.number in ruling.for_pfs else series.base_level, key=_LEVELS.index))
+        replace(one, level=max(one.level, Level.PFS if one.number in ruling.for_pfs else series.base_level, key=lambda level: level.rank))
         for one in series.sets
     )
     return replace(series, sets=tuple(sets), chosen=series.chosen | ruling.for_pfs)
@@ -116,11 +114,11 @@ class _Newer(NamedTuple):
 def _count_newer(newest_first: Iterable[SetFacts], for_pfs: set[int], base_level: Level) -> Iterator[tuple[SetFacts, _Newer]]:
     """Yield each set with the newer ones that are as safe as it is, or as safe as they will ever be."""
     final, on_pfs = 0, 0
-    rising = [0] * len(_LEVELS)
+    rising = [0] * len(Level)
     for one in newest_first:
-        reached = _LEVELS.index(one.level)
+        reached = one.level.rank
         yield one, _Newer(final + sum(rising[reached:]), on_pfs)
-        if reached >= _LEVELS.index(Level.PFS if one.number in for_pfs else base_level):
+        if reached >= (Level.PFS if one.number in for_pfs else base_level).rank:
             final += 1
         else:
             rising[reached] += 1

@@ -66,10 +66,10 @@ def _find_newest(sets: Sequence[SetFacts]) -> set[int]:
     The newest of all belongs to them, even if it cannot be read now: the node that has its copies may return.
     """
     found: set[int] = set()
-    levels, (part, whole) = list(Level), NEAR_SIZES
+    part, whole = NEAR_SIZES
     ordered = sorted(sets, key=lambda one: one.number, reverse=True)
-    for lowest in range(len(levels)):
-        newest = list(itertools.islice((one for one in ordered if levels.index(one.level) >= lowest), 2))
+    for lowest in Level:
+        newest = list(itertools.islice((one for one in ordered if one.level.rank >= lowest.rank), 2))
         is_doubtful = len(newest) == 2 and newest[0].size * whole < newest[1].size * part
         found |= {one.number for one in (newest if is_doubtful else newest[:1])}
     return found

@@ -1,8 +1,7 @@
 """The search for the newest complete member of a series (N2, D4).
 
-`ckptfs latest` and `.ckptfs/latest` both call it.
-
-It reads through `MemberReader`, each caller with its own way. Members are judged newest first, and only as many as it takes.
+The mount searches, for `.ckptfs/latest` and for `ckptfs latest`. It reads through `MemberReader`. Members are judged newest first, and
+only as many as it takes.
 
 A set in the history is complete; only its files may have become unreadable. A member whose files are those of a set needs no other verdict,
 and a set whose files are not all in their place any more is named by its path in the history. So while a member is overwritten, the set
@@ -10,8 +9,11 @@ with the bytes before is the answer. After a rollback, only sets count that were
 """
 
 import contextlib
+import errno
 import heapq
+import itertools
 import json
+import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -38,10 +40,8 @@ Entry = TypeVar("Entry")
 Result = TypeVar("Result")
 MANIFESTS = (b"MANIFEST.json", b"MANIFEST.xxh128")
 """What ckptfs itself writes into a set of the history."""
-_SET_BYTES_MIN = 16
-"""No set takes fewer bytes in `KnownSets.encode`."""
-TOLD_MAX = 256
-"""With how many of the newest members and sets a search through the mount begins."""
+TOLD_MAX = 64
+"""How many members one answer of the mount rejects at most; the command asks for the rest."""
 _SERIES_TOLD_MAX = 5
 
 
@@ -87,49 +87,6 @@ class KnownSets(NamedTuple, Generic[Entry]):
     def get(self, path: bytes) -> KnownSet[Entry] | None:
         """Return the set with this path. Returns None if it does not count."""
         return next((one for one in (*self.sets, self.target) if one is not None and self.build_path(one) == path), None)
-
-    def cut(self, first: int, count: int) -> "KnownSets[Entry]":
-        """Return `count` of the sets only, in the order of a search, from `first` on."""
-        return self._replace(sets=_order_sets(self.sets)[first : first + count])
-
-    def encode(self, bytes_max: int, first: int = 0) -> bytes:
-        """Encode as many sets as fit, from `first` on, the newest first.
-
-        Programs that search through the mount need them.
-        """
-        count = bytes_max // _SET_BYTES_MIN
-        while len(text := _encode(self.cut(first, count).build_fields())) > bytes_max:
-            count //= 2
-        return text
-
-    @classmethod
-    def decode(cls, text: bytes, top: bytes) -> "KnownSets[bytes]":
-        """Return what `encode` has encoded. Sets are identified by paths; `top`: that of the history."""
-        return cls.read_fields(json.loads(text), top)
-
-    def build_fields(self) -> list[Any]:
-        """Return the values that `read_fields` needs."""
-        return [self.path, [one[:-1] for one in self.sets], self.target and self.target[:-1]]
-
-    @classmethod
-    def read_fields(cls, fields: list[Any], top: bytes) -> "KnownSets[bytes]":
-        """Return the sets that `build_fields` was given."""
-        series, sets, target = fields
-        path = os.fsencode(series)
-
-        def build(numbers: list[int], name: str, number: int, is_group: bool) -> KnownSet[bytes]:
-            member = os.fsencode(name)
-            return KnownSet(tuple(numbers), member, number, is_group, b"%s/%s/%s@%d" % (top, path, member, number))
-
-        return KnownSets([build(*one) for one in sets], build(*target) if target else None, path)
-
-
-def _order_sets(sets: Iterable[KnownSet[Entry]]) -> list[KnownSet[Entry]]:
-    return sorted(sets, key=lambda one: (one.numbers, one.number), reverse=True)
-
-
-def _encode(fields: list[Any]) -> bytes:
-    return json.dumps(fields, default=os.fsdecode, separators=(",", ":")).encode()
 
 
 class MemberReader(Protocol[Entry]):
@@ -185,78 +142,68 @@ class LatestMember(NamedTuple):
 
 
 class SearchResult(NamedTuple):
-    """The newest complete member, None without one, and the newer ones that were rejected, newest first."""
+    """The newest complete member, None without one, and the newer ones that were rejected, newest first.
+
+    `next_position`: where the search goes on; 0: it is over.
+    """
 
     newest: LatestMember | None
     rejected: list[LatestMember]
+    next_position: int = 0
 
 
-class SearchStart(NamedTuple):
-    """The start of a search through the mount, which need not list a directory with very many names.
+class LatestAnswer(NamedTuple):
+    """The answer of the mount to `ckptfs latest`: the series that is meant, and what a search found.
 
-    `series`: the one that was asked for, or those in the directory. If it is one, `names` are those of its members, and of what may mark
-    them, and `known` are its sets. `told`: how many of the newest members and sets these are; None: all.
+    With several series, or none, nothing was searched.
     """
 
     series: list[Series]
-    names: list[bytes]
-    known: KnownSets[bytes]
-    told: int | None
+    result: SearchResult = SearchResult(None, [])
 
-    def is_enough(self, found: SearchResult) -> bool:
-        """Return whether a search in the whole directory finds the same.
-
-        It does if nothing that was judged or compared is beyond what is told.
-        """
-        return self.told is None or (found.newest is not None and len(found.rejected) + completeness.COMPARED_MAX < self.told)
+    def encode(self) -> bytes:
+        """Encode it as the value of an extended attribute."""
+        newest, rejected, next_position = self.result
+        series = [[one.name, one.previous] for one in self.series[:_SERIES_TOLD_MAX]]
+        fields = [series, newest and _list_fields(newest), [_list_fields(one) for one in rejected], next_position]
+        return json.dumps(fields, default=os.fsdecode, separators=(",", ":")).encode()
 
     @classmethod
-    def decode(cls, text: bytes, top: bytes) -> "SearchStart":
-        """Return what `encode_start` has encoded. `top`: the path of the history."""
-        found, names, known, told = json.loads(text)
-        series = [Series(tuple(os.fsencode(name).split(rules.WILDCARD)), os.fsencode(previous)) for name, previous in found]
-        return cls(series, [os.fsencode(name) for name in names], KnownSets.read_fields(known, top), told)
+    def decode(cls, text: bytes) -> "LatestAnswer":
+        """Return what `encode` has encoded."""
+        series, newest, rejected, next_position = json.loads(text)
+        result = SearchResult(newest and _build_latest(*newest), [_build_latest(*one) for one in rejected], next_position)
+        return cls([Series(tuple(os.fsencode(name).split(rules.WILDCARD)), os.fsencode(previous)) for name, previous in series], result)
 
 
-def encode_start(found: Sequence[Series], names: Collection[bytes], known: KnownSets[Entry], bytes_max: int) -> bytes:
-    """Encode a `SearchStart` from all names of a directory and all sets of the series, if it is one."""
-    members = patterns.list_members(found[0], names) if len(found) == 1 else []
-    total = max(len(members), len(known.sets))
-    count = min(total, TOLD_MAX)
-    while True:
-        few = known.cut(0, count)
-        chosen = _choose_names(found[0], members, names, few, count) if count else []
-        told = 0 if chosen is None else None if count == total else count
-        fields = [[[one.name, one.previous] for one in found[:_SERIES_TOLD_MAX]], chosen or [], few.build_fields(), told]
-        if len(text := _encode(fields)) <= bytes_max or not count:
-            return text
-        count //= 2
+def _list_fields(one: LatestMember) -> list[Any]:
+    verdict = one.verdict
+    return [one.number, one.name, one.entry, one.path, verdict.files, verdict.size, verdict.level, verdict.incomplete_reason]
 
 
-def _choose_names(
-    series: Series, members: Sequence[Member], names: Collection[bytes], known: KnownSets[Entry], count: int
-) -> list[bytes] | None:
-    """Return the names of the newest members, of those that are sets, and of what may mark them.
-
-    Returns None if these names alone do not make the same members.
-    """
-    kept = {one.name for one in (*known.sets, known.target) if one is not None}
-    chosen = [one for position, one in enumerate(members) if position < count or one.name in kept]
-    marks = rules.find_marks(names)
-    found = {name for one in chosen for name in one.files} | {marks[one.entry] for one in chosen if one.entry in marks}
-    found.update(tag for tag in TAGS if tag in names)
-    return sorted(found) if patterns.list_members(series, found) == chosen else None
+def _build_latest(number: int, name: str, entry: str, path: str, files: int, size: int, level: str, reason: str) -> LatestMember:
+    return LatestMember(number, os.fsencode(name), os.fsencode(entry), Completeness(files, size, Level(level), reason), os.fsencode(path))
 
 
 async def find_newest(
-    series: Series, siblings: Mapping[bytes, Entry], reader: MemberReader[Entry], wanted: Level, known: KnownSets[Entry] | None = None
+    series: Series,
+    siblings: Mapping[bytes, Entry],
+    reader: MemberReader[Entry],
+    wanted: Level,
+    known: KnownSets[Entry] | None = None,
+    *,
+    may_read: Callable[[Entry], bool] = lambda entry: True,
+    first: int = 0,
+    at_most: int | None = None,
 ) -> SearchResult:
     """Return the newest complete member that has the level, or the newest such set of the history.
 
-    `known`: what the history has.
+    `known`: what the history has. `may_read`: whether the caller may read a file or list a directory; others are no answer for it.
+
+    `first`: where a search begins that ended after `at_most` rejected members.
     """
     members = await reader.compute(lambda: patterns.list_members(series, siblings.keys()))
-    return await _Search(series, members, siblings, reader, known or KnownSets()).find_newest(wanted)
+    return await _Search(series, members, siblings, reader, known or KnownSets(), may_read).find_newest(wanted, first, at_most)
 
 
 async def judge(
@@ -273,6 +220,16 @@ async def judge(
     return await search.judge(member, [one for one in members if one.numbers < member.numbers])
 
 
+async def judge_kept(
+    series: Series, known: KnownSet[Entry], reader: MemberReader[Entry], may_read: Callable[[Entry], bool] = lambda entry: True
+) -> Completeness:
+    """Return the verdict on the files of a set, by the rules for a member.
+
+    Raises PermissionError if the caller may not read one.
+    """
+    return await _Search(series, [], {}, reader, KnownSets(), may_read, waits=False).judge_kept(known)
+
+
 class _Search(Generic[Entry]):
     """One search. Listings are kept: a member is judged, and then compared with the one after it."""
 
@@ -283,26 +240,40 @@ class _Search(Generic[Entry]):
         siblings: Mapping[bytes, Entry],
         reader: MemberReader[Entry],
         known: KnownSets[Entry],
+        may_read: Callable[[Entry], bool] = lambda entry: True,
         *,
         waits: bool = True,
     ) -> None:
         """`waits`: wait for the end of a short quiet period."""
         self._members, self._siblings, self._reader, self._known, self._waits = members, siblings, reader, known, waits
-        self._sets = _order_sets(known.sets)
+        self._may_read = may_read
+        self._sets = sorted(known.sets, key=lambda one: (one.numbers, one.number), reverse=True)
         self._set_by_name = {one.name: one for one in reversed(self._sets)}
         self._judged_in_place: set[KnownSet[Entry]] = set()
         self._rule, self._marks = series.rule, rules.find_marks(siblings) if series.rule is not None else {}
         self._are_groups = series.has_parts or any(member.files != (member.entry,) for member in self._members)
         self._listed: dict[Member, dict[bytes, tuple[MemberFile, Entry]]] = {}
 
-    async def find_newest(self, wanted: Level) -> SearchResult:
+    async def find_newest(self, wanted: Level, first: int, at_most: int | None) -> SearchResult:
         rejected: list[LatestMember] = []
-        for candidate in self._list_candidates():
+        for position, candidate in itertools.islice(enumerate(self._list_candidates()), first, None):
+            if len(rejected) == at_most:
+                return SearchResult(None, rejected, position)
             found = await self._judge_candidate(candidate)
             if found is not None and found.verdict.has_level(wanted):
                 return SearchResult(found, rejected)
             rejected += [found] if found is not None else []
         return SearchResult(None, rejected)
+
+    async def judge_kept(self, known: KnownSet[Entry]) -> Completeness:
+        """Return the verdict on the files of a set: names, and what they show of themselves."""
+        member = Member(known.numbers, known.name, known.name, (known.name,))
+        listed = await self._list_set(known)
+        self._listed[member] = {b"": listed[known.name]} if known.is_group and listed.keys() == {known.name} else listed
+        facts = await self._load(member)
+        if facts.rule is not None:  # A mark beside it was there when the set was made.
+            facts = replace(facts, mark=MemberFile(0, Level.NONE, mtime_ns=max(one.mtime_ns for one in facts.files.values())))
+        return await self._compute_verdict(facts, [], math.inf)
 
     async def judge_committed(self, member: Member) -> Completeness:
         """Return the verdict on a member that a user calls complete: only the catalog can contradict."""
@@ -324,6 +295,16 @@ class _Search(Generic[Entry]):
 
     async def _judge_candidate(self, one: Member | KnownSet[Entry]) -> LatestMember | None:
         """Return the verdict. Returns None for a set that was judged in its place."""
+        try:
+            return await self._judge_readable(one)
+        except PermissionError as failure:
+            verdict = Completeness(0, 0, Level.NONE, f"{failure.filename or 'it'} cannot be read: {failure.strerror}")
+        if isinstance(one, Member):
+            return LatestMember(one.numbers[0], one.name, one.entry, verdict)
+        return LatestMember(one.numbers[0], one.name, one.name, verdict, self._known.build_path(one))
+
+    async def _judge_readable(self, one: Member | KnownSet[Entry]) -> LatestMember | None:
+        """Return the verdict. Raises PermissionError if the caller may not read all of it."""
         member, known = one if isinstance(one, Member) else self._member_by_name.get(one.name), self._set_by_name.get(one.name)
         if isinstance(one, KnownSet):
             known = one
@@ -352,14 +333,14 @@ class _Search(Generic[Entry]):
             return None
         verdict = completeness.judge_set(files)
         if missing:
+            await self._list_set(known)  # Its names are told to those only who may list it.
             reason = f"{text(min(missing))} is missing, which its set {text(known.name)}@{known.number} has"
             return replace(verdict, incomplete_reason=reason)
         self._judged_in_place.add(known)
         return verdict
 
     async def _judge_set(self, known: KnownSet[Entry]) -> Completeness:
-        listed = await self._list_below([(b"", known.entry)])
-        return completeness.judge_set({path: file for path, (file, _) in listed.items() if path not in MANIFESTS})
+        return completeness.judge_set({path: file for path, (file, _) in (await self._list_set(known)).items()})
 
     async def judge(self, member: Member, before: Sequence[Member]) -> Completeness:
         """Return the verdict on a member. `before`: those before it, the newest first."""
@@ -427,9 +408,10 @@ class _Search(Generic[Entry]):
     async def _load_older(self, before: Sequence[Member]) -> list[OlderMember]:
         found = []
         for member in before[: completeness.COMPARED_MAX]:
-            sizes = {path: file.size for path, (file, _) in (await self._list(member)).items()}
-            if sizes:
-                found.append(OlderMember(text(member.name), member.numbers, sizes))
+            with contextlib.suppress(PermissionError):
+                sizes = {path: file.size for path, (file, _) in (await self._list(member)).items()}
+                if sizes:
+                    found.append(OlderMember(text(member.name), member.numbers, sizes))
         return found
 
     async def _list(self, member: Member) -> dict[bytes, tuple[MemberFile, Entry]]:
@@ -443,19 +425,34 @@ class _Search(Generic[Entry]):
             )
         return self._listed[member]
 
+    async def _list_set(self, known: KnownSet[Entry]) -> dict[bytes, tuple[MemberFile, Entry]]:
+        """Return the regular files of a set but its manifest, by their paths below it."""
+        return {path: one for path, one in (await self._list_below([(b"", known.entry)])).items() if path not in MANIFESTS}
+
     async def _list_below(self, todo: list[tuple[bytes, Entry]]) -> dict[bytes, tuple[MemberFile, Entry]]:
+        """Return the regular files at and below some paths.
+
+        Raises PermissionError if the caller may not read one, or list a directory.
+        """
         found: dict[bytes, tuple[MemberFile, Entry]] = {}
         while todo:
             path, entry = todo.pop()
             try:
+                self._require_readable(path, entry)
                 files, directories = await self._reader.list_files(entry)
             except FileNotFoundError:
                 return {path: (MemberFile(0, Level.NONE, "was deleted just now"), entry)}
+            for name, (_, child) in files.items():
+                self._require_readable(_join(path, name), child)
             found |= {_join(path, name): file for name, file in files.items()}
             if any(file.incomplete_reason for file, _ in files.values()):
                 break
             todo += [(_join(path, name), child) for name, child in directories.items()]
         return found
+
+    def _require_readable(self, path: bytes, entry: Entry) -> None:
+        if not self._may_read(entry):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), text(path))
 
     async def _is_tagged(self, member: Member) -> bool:
         """Return whether a file beside the members says that this one is the newest."""

@@ -4,6 +4,7 @@
 times and what its index files say.
 """
 
+import itertools
 import json
 import re
 from collections import defaultdict
@@ -34,15 +35,6 @@ class MemberFile:
     mtime_ns: int = 0
     ctime_ns: int = 0
 
-    def encode(self) -> bytes:
-        """Encode all but the times, for programs that search through the mount."""
-        return f"{self.size} {self.level} {self.incomplete_reason}".encode()
-
-    @classmethod
-    def decode(cls, encoded: bytes, mtime_ns: int, ctime_ns: int) -> "MemberFile":
-        size, level, reason = encoded.decode().split(" ", 2)
-        return cls(int(size), Level(level), reason, mtime_ns, ctime_ns)
-
 
 @dataclass(frozen=True, slots=True)
 class ZeroWorld:
@@ -67,7 +59,7 @@ class SetIndex:
     flaw: str = ""
     is_commit: bool = False
     """It says that nothing is still to come."""
-    world: "ZeroWorld | None" = None
+    world: ZeroWorld | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +70,16 @@ class DirectoryFacts:
     directories: frozenset[bytes] = frozenset()
     indexes: Mapping[bytes, SetIndex] = field(default_factory=dict)
     formats: Mapping[bytes, FileFormat] = field(default_factory=dict)
+    below: Mapping[bytes, MemberFile] = field(default_factory=dict)
+    """The files in its subdirectories that its index files name, by their paths from here."""
 
     @property
     def names(self) -> list[bytes]:
         return sorted({*self.files, *self.directories})
+
+    @property
+    def world(self) -> ZeroWorld | None:
+        return next((index.world for index in self.indexes.values() if index.world is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +88,8 @@ class SetKind:
 
     `sign`: a directory with such a name is of this kind. `find_gap`: what it lacks; empty if nothing. `covers`: names that `find_gap`
     vouches for, so that they need not be those of the member before. `last`: the file that is written when all others are there.
-    `tells_sizes`: then their sizes are right, too. `awaits_ranks`: `last` is also written after the files of all other ranks.
-    `applies`: what else must hold of a directory that has the sign.
+    `tells_sizes`: then their sizes are right, too. `awaits_all`: `last` is written after all other files of the rank, not only those that
+    `covers` names; `awaits_ranks`: also after those of all other ranks. `applies`: what else must hold of a directory that has the sign.
     """
 
     name: str
@@ -100,6 +98,7 @@ class SetKind:
     covers: re.Pattern[bytes]
     last: re.Pattern[bytes]
     tells_sizes: bool = False
+    awaits_all: bool = False
     awaits_ranks: bool = True
     applies: Callable[[DirectoryFacts], bool] = lambda directory: True
 
@@ -147,6 +146,8 @@ def load_index(name: bytes, size: int, read: ReadRange) -> SetIndex:
 _SHARD = re.compile(rb"__[0-9]+_[0-9]+\.distcp")
 _TABLE_END = 0xDB4775248B80FB57.to_bytes(8, "little")
 """The last bytes of a sorted table."""
+_MODEL_RANK = re.compile(rb"(?:.*zero_pp_rank_[0-9]+_)?mp_rank_([0-9]+)_model_states\.pt", re.DOTALL)
+"""Of DeepSpeed. With a pipeline, or experts, files of layers stand beside it."""
 _DMTCP_SCRIPT = re.compile(re.escape(DMTCP_SCRIPT).replace(rb"\.sh", rb"(_.+)?\.sh"), re.DOTALL)
 
 
@@ -214,7 +215,7 @@ def _load_deepspeed_state(size: int, read: ReadRange) -> SetIndex:
         return SetIndex()
     if not found.keys() >= {b"dp_world_size", b"mp_world_size"}:
         return SetIndex()
-    return SetIndex(is_commit=True, world=ZeroWorld(found[b"dp_world_size"], found[b"mp_world_size"], found.get(b"stage", 0)))
+    return SetIndex(world=ZeroWorld(found[b"dp_world_size"], found[b"mp_world_size"], found.get(b"stage", 0)))
 
 
 def _load_tensorflow_index(size: int, read: ReadRange) -> SetIndex:
@@ -245,7 +246,7 @@ _LOADERS: tuple[tuple[re.Pattern[bytes], Callable[[int, ReadRange], SetIndex]], 
     (re.compile(rb"\.metadata"), _load_dcp_metadata),
     (re.compile(rb".*\.index\.json"), _load_weight_map),
     (re.compile(rb"_CHECKPOINT_METADATA"), _load_orbax_metadata),
-    (re.compile(rb".*mp_rank_[0-9]+_model_states\.pt"), _load_deepspeed_state),
+    (_MODEL_RANK, _load_deepspeed_state),
     (re.compile(rb".+\.index", re.DOTALL), _load_tensorflow_index),
     (_DMTCP_SCRIPT, _load_restart_script),
 )
@@ -287,12 +288,11 @@ def _find_index_gap(directory: DirectoryFacts, name: bytes) -> str:
     if index.flaw:
         return f"{text(name)} {index.flaw}"
     for file, size in sorted(index.files.items()):
-        # A path below the directory is checked as far as its first part.
-        base, _, below = file.partition(b"/")
-        if base not in (directory.directories if below else directory.files):
+        found = directory.files.get(file) or directory.below.get(file)
+        if found is None:
             return f"{text(file)} is missing, which {text(name)} names"
-        if not below and directory.files[file].size < size:
-            return f"{text(file)} has {directory.files[file].size} bytes, but {text(name)} says {size}"
+        if found.size < size:
+            return f"{text(file)} has {found.size} bytes, but {text(name)} says {size}"
     return ""
 
 
@@ -383,28 +383,30 @@ def _is_lammps_part(name: bytes, before: bytes, after: bytes) -> bool:
 
 
 def _find_deepspeed_gap(directory: DirectoryFacts) -> str:
+    return "" if any(map(_MODEL_RANK.fullmatch, directory.names)) else "no file of model_states is there yet"
+
+
+def _find_zero_gap(directory: DirectoryFacts) -> str:
     """Find a missing file of the model, or with ZeRO of a rank's optimizer.
 
     The model's file says how many there must be.
     """
-    if not any(name.endswith(b"model_states.pt") for name in directory.names):
-        return "no file of model_states is there yet"
-    worlds = [index.world for index in directory.indexes.values() if index.world is not None]
-    if not worlds:
-        return ""
-    world = worlds[0]
-    ranks: dict[tuple[bytes, bytes, bytes, bytes], set[int]] = defaultdict(set)
+    world = directory.world
+    assert world is not None
+    model_ranks = {int(found[1]) for name in directory.files if (found := _MODEL_RANK.fullmatch(name))}
+    if (missing := _find_missing(model_ranks, 0, world.model_ranks)) is not None:
+        return f"a file of mp_rank_{missing:02} is missing"
+    ranks: dict[tuple[bytes, bytes, bytes], set[tuple[int, int]]] = defaultdict(set)
     for name in directory.files:
         if found := _ZERO.fullmatch(name):
-            ranks[found[1], found[3], found[4], found[5]].add(int(found[2]))
+            ranks[found[1], found[3], found[5]].add((int(found[2]), int(found[4])))
     if world.stage and not any(after.endswith(b"_optim_states.pt") for *_, after in ranks):
         return "no file of optim_states is there yet"
-    for (before, between, model_rank, after), numbers in sorted(ranks.items()):
-        if (missing := _find_missing(numbers, 0, world.data_ranks)) is not None:
-            return f"{text(before)}{missing}{text(between + model_rank + after)} is missing"
-    model_ranks = {int(found[1]) for name in directory.files if (found := _MODEL_RANK.fullmatch(name))}
-    missing = _find_missing(model_ranks, 0, world.model_ranks)
-    return "" if missing is None else f"a file of mp_rank_{missing:02} is missing"
+    wanted = list(itertools.product(range(world.data_ranks), range(world.model_ranks)))
+    for (before, between, after), numbers in sorted(ranks.items()):
+        if missing_ranks := [one for one in wanted if one not in numbers]:
+            return f"{text(before)}{missing_ranks[0][0]}{text(between)}{missing_ranks[0][1]:02}{text(after)} is missing"
+    return ""
 
 
 def _find_trainer_gap(directory: DirectoryFacts) -> str:
@@ -459,29 +461,32 @@ _TRAINER_NAME = re.compile(rb"checkpoint-[0-9]+")
 _ACCELERATE = re.compile(rb"random_states_[0-9]+\.pkl")
 """Without a Trainer, programs use the name and end with this file."""
 _TENSORFLOW_DATA = re.compile(rb".+\.data-[0-9]+-of-[0-9]+", re.DOTALL)
-_MODEL_RANK = re.compile(rb".*mp_rank_([0-9]+)_model_states\.pt", re.DOTALL)
+_DEEPSPEED = re.compile(rb".*(model|optim)_states\.pt", re.DOTALL)
 _NOTHING = re.compile(rb"(?!)")
 
 KINDS = (
     SetKind("torch.distributed.checkpoint", re.compile(rb"__[0-9]+_[0-9]+\.distcp|\.metadata"), _find_dcp_gap,
             re.compile(rb".*\.distcp|\.metadata", re.DOTALL), re.compile(rb"\.metadata"), tells_sizes=True),
     SetKind("Hugging Face Trainer", re.compile(rb"trainer_state\.json|training_args\.bin"), _find_trainer_gap,
-            _NOTHING, re.compile(rb"trainer_state\.json"), awaits_ranks=False),
+            _NOTHING, re.compile(rb"trainer_state\.json"), awaits_all=True, awaits_ranks=False),
     SetKind("index of weights", re.compile(rb".*\.index\.json", re.DOTALL), _find_weights_gap,
             re.compile(rb".*\.index\.json", re.DOTALL), _NOTHING),
     SetKind("parts N of M", _OF, _find_of_gap, _OF, _NOTHING),
     SetKind("ranks of a world size", _WORLD, _find_world_gap, _WORLD, _NOTHING),
     SetKind("ranks", _RANK, _find_rank_gap, _NOTHING, _NOTHING),
-    SetKind("DeepSpeed", re.compile(rb".*(model|optim)_states\.pt", re.DOTALL), _find_deepspeed_gap, _NOTHING, _NOTHING),
+    SetKind("DeepSpeed", _DEEPSPEED, _find_deepspeed_gap, _NOTHING, _NOTHING),
+    SetKind("DeepSpeed of a known world", _DEEPSPEED, _find_zero_gap,
+            re.compile(_MODEL_RANK.pattern + b"|" + _ZERO.pattern, re.DOTALL), _NOTHING,
+            applies=lambda directory: directory.world is not None),
     SetKind("TensorFlow", _TENSORFLOW_DATA, _find_tensorflow_gap, re.compile(rb".+\.(index|meta|data-[0-9]+-of-[0-9]+)", re.DOTALL),
             re.compile(rb".+\.index", re.DOTALL)),
     SetKind("Orbax", re.compile(rb"_CHECKPOINT_METADATA|commit_success\.txt"), _find_orbax_gap,
-            _NOTHING, re.compile(rb"commit_success\.txt"), tells_sizes=True),
+            _NOTHING, re.compile(rb"commit_success\.txt"), tells_sizes=True, awaits_all=True),
     SetKind("LAMMPS", _LAMMPS_BASE, _find_lammps_gap, _NOTHING, _NOTHING, applies=lambda directory: bool(_list_lammps_parts(directory))),
     SetKind("DMTCP", re.compile(DMTCP_IMAGE.pattern + b"|" + _DMTCP_SCRIPT.pattern, re.DOTALL), _find_dmtcp_gap,
-            _NOTHING, _DMTCP_SCRIPT, tells_sizes=True),
+            _NOTHING, _DMTCP_SCRIPT, tells_sizes=True, awaits_all=True),
     SetKind("CRIU", re.compile(rb"(inventory|pstree|(core|mm|pagemap)-[0-9]+)\.img"), _find_criu_gap,
-            _NOTHING, re.compile(rb"stats-dump|inventory\.img"), tells_sizes=True),
+            _NOTHING, re.compile(rb"stats-dump|inventory\.img"), tells_sizes=True, awaits_all=True),
 )  # fmt: skip
 
 

@@ -62,7 +62,9 @@ def test_a_file_that_only_other_nodes_have(lab: ClusterUnderTest) -> None:
         archive.writestr("data", os.urandom(SIZE))
     data = (run / "step_1.pt").read_bytes()
     (run / "step_2.pt").write_bytes(data[:-100])
-    wait_for(run, "clique")
+    for node in lab.nodes:
+        wait_for(node.path / "killed", "clique")
+        wait_for(node.path / "killed", "pfs")
     holders = {node.name: _list_places(node, node.path / "killed" / "step_2.pt") for node in lab.nodes}
     for node in lab.nodes:
         result = eventually(

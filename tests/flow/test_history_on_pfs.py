@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from write_back_world import Mount, Refusal, intercepted, rest
 
-from ckptfs.catalog import history, summary
+from ckptfs.catalog import history, journal, summary
 from ckptfs.flow.write_back import deferred
 
 SET = ".ckptfs.history/a*/a@1/a"
@@ -252,3 +252,31 @@ def test_a_pfs_that_refuses_the_history_gets_all_else(mount: Mount, closed: Refu
     if way in ("put", "append"):
         mount.settle_exactly(flow)
         assert (mount.pfs / SET).read_bytes() == b"old"
+
+
+def test_a_file_of_a_set_is_on_a_pfs_that_refuses_the_history(mount: Mount, closed: Refusal) -> None:
+    """T6: a wait for the level pfs is over when the file is there under its own name."""
+    mount.keep(b"a")
+    rest(mount.write_back())
+    inode = mount.number(b"a")
+    assert closed.calls and journal.has_pending(mount.db, inode, 10**9) and not summary.has_pending(mount.db, inode)
+    mount.append(b"a", b"new")
+    assert summary.has_pending(mount.db, mount.number(b"a")), "new bytes are waited for"
+
+
+def test_a_full_pfs_keeps_a_file_of_a_set_until_there_is_room_for_its_directory(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: a removal makes room, but the last copy of a set is no room."""
+    flow = mount.write_back()
+    mount.put(b"other", b"other")
+    mount.settle(flow)
+    full = Refusal(monkeypatch, "rename", lambda name: name in {b".ckptfs.history", b"new"}, errno.ENOSPC)
+    mount.put(b"new", b"new")
+    mount.keep(b"a")
+    mount.unlink(b"a")
+    mount.unlink(b"other")
+    rest(flow)
+    assert full.calls and {name: value[1] for name, value in mount.on_pfs().items()} == {b"a": b"old"}
+    monkeypatch.undo()
+    flow.retry_now()
+    mount.settle_exactly(flow)
+    assert (mount.pfs / SET).read_bytes() == b"old" and (mount.pfs / "new").read_bytes() == b"new" and not (mount.pfs / "a").exists()

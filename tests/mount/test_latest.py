@@ -12,10 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from another_user import as_user
+from another_user import OTHER_STRANGER, as_user
 from daemon_under_test import Area, DaemonUnderTest, environment, eventually
 from made_sets import make_set
 from programs import refusal
+
+from ckptfs.model import Level
+from ckptfs.series import LatestAnswer
 
 pytestmark = pytest.mark.fuse
 
@@ -82,6 +85,19 @@ def test_a_directory_is_searched_inside(mount: Area) -> None:
     assert f"ckptfs latest '{mount.path}/exp1/step_*'" in mount.command("latest", mount.path / "exp1" / "step_1", check=False).stderr
     result = mount.command("latest", mount.path / "rep*", check=False)
     assert result.stdout == f"{mount.path}/rep2\n", "who writes the pattern means it"
+
+
+def test_a_directory_of_experiments_is_no_series(mount: Area) -> None:
+    """N2: `llama-13b` is no newer checkpoint than `llama-7b`, at whatever depth their steps lie."""
+    for name in ("size/llama-7b/step_900", "size/llama-13b/step_100", "rate/lr1/checkpoints/step_1", "rate/lr2/checkpoints/step_1"):
+        save(mount.path / name, "model", "optimizer")
+    (mount.path / "steps" / "100").mkdir(parents=True)
+    (mount.path / "steps" / "100" / "ckpt-100.pt").write_bytes(b"x")
+    mount.settle()
+    for name, inside in (("size", "llama-7b/step_*"), ("rate", "lr2/checkpoints/step_*")):
+        said = mount.command("latest", mount.path / name, check=False)
+        assert (said.returncode, said.stdout) == (1, "") and f"'{mount.path}/{name}/{inside}'" in said.stderr
+    assert newest(mount, mount.path / "steps") == str(mount.path / "steps" / "100"), "it repeats its number"
 
 
 def test_the_pattern_that_was_meant(mount: Area) -> None:
@@ -243,7 +259,7 @@ def test_what_only_a_lost_pfs_has(make_daemon: Callable[..., DaemonUnderTest]) -
 
 
 def test_very_many_that_are_not_complete(mount: Area) -> None:
-    """N2: the names that the daemon tells first are not enough. Symlinks are members, but hold no file."""
+    """N2: one answer of the mount does not tell all. Symlinks are members, but hold no file."""
     run, count = mount.path / "run", 300
     save(run / "step_1", "rank0.pt", "rank1.pt")
     save(run / "step_2", "rank0.pt", "rank1.pt")
@@ -398,10 +414,32 @@ def test_who_may_not_look_sees_no_more_there(mount: Area) -> None:
     (mount.path / "through").chmod(0o711)
     assert as_user(lambda: os.readlink(latest(mount, "closed", "step_*"))) == "EACCES"
     assert as_user(lambda: os.readlink(latest(mount, "through", "step_*"))) == "EACCES", "whoever may not list it"
-    for name in ("newest.", "newest.step_*", "sets.0.step_*"):
+    for name in ("latest.local.0.", "latest.local.0.step_*"):
         assert as_user(lambda name=name: os.getxattr(mount.path / "through", f"user.ckptfs.{name}")) == "EACCES"
     (mount.path / "through").chmod(0o755)
     assert as_user(lambda: os.readlink(latest(mount, "through", "step_*"))) == "ok"
+
+
+@pytest.mark.others
+def test_what_the_caller_may_not_read_is_no_answer(mount: Area) -> None:
+    """F6: the mount searches with the rights of the caller, and tells nothing of what that may not read."""
+    run = mount.path / "run"
+    for number in (1, 2, 3):
+        save(run / f"step_{number}", "secret")
+    mount.settle()
+    (run / "step_3").chmod(0o700)
+    (run / "step_2" / "secret").chmod(0o640)
+    os.chown(run / "step_2" / "secret", -1, OTHER_STRANGER)
+
+    def require(*expected: tuple[bytes, str]) -> None:
+        found, rejected, _ = LatestAnswer.decode(os.getxattr(run, "user.ckptfs.latest.local.0.step_*")).result
+        assert {one.name: one.find_obstacle(Level.LOCAL) for one in (*rejected, found) if one is not None} == dict(expected)
+
+    directory = (b"step_3", "it cannot be read: Permission denied")
+    file = (b"step_2", "secret cannot be read: Permission denied")
+    assert as_user(lambda: require(directory, file, (b"step_1", ""))) == "ok"
+    assert as_user(lambda: require(directory, (b"step_2", "")), groups=(OTHER_STRANGER,)) == "ok"
+    assert newest(mount, run) == str(run / "step_3")
 
 
 @pytest.mark.crash

@@ -22,6 +22,7 @@ from ckptfs.catalog import contents, history, identity, pfs_hold, set_members
 from ckptfs.catalog.set_members import SetTree
 from ckptfs.config import RetentionRule
 from ckptfs.model import Tier
+from ckptfs.series import completeness
 
 NODES = 3
 
@@ -311,7 +312,7 @@ def test_a_set_that_is_complete_after_a_later_one_goes_to_the_pfs(pause_s: float
             await trio.sleep(pause_s * (node.number == maker))
             await node.ensure_directory(directory)
             await node.write(f"{directory}/{shard(node)}", dice.randbytes(1000))
-        await trio.sleep(IN_TIME_S)
+        await trio.sleep(completeness.QUIET_S + IN_TIME_S)  # No step is there before it.
 
     async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
         nonlocal maker

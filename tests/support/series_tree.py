@@ -2,10 +2,10 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ckptfs.model import Level
 from ckptfs.series import (
@@ -15,10 +15,9 @@ from ckptfs.series import (
     Listing,
     MemberFile,
     SearchResult,
-    SearchStart,
-    encode_start,
     file_formats,
     find_newest,
+    judge_kept,
     parse,
 )
 from ckptfs.series.file_formats import FileFormat
@@ -51,6 +50,8 @@ class SeriesTree:
     age_s: float = 3600.0
     """How long ago OLD_NS is."""
     known: KnownSets[bytes] = field(default_factory=KnownSets)
+    private: frozenset[bytes] = frozenset()
+    """Paths that the caller may not read."""
     read_bytes: int = 0
     waited_s: float = 0.0
     while_waiting: Callable[["SeriesTree"], None] = lambda tree: None
@@ -92,30 +93,20 @@ class SeriesTree:
         target = next(one for one in self.known.sets if one.number == number)
         return replace(self, known=KnownSets([], target, self.known.path))
 
-    def search(self, pattern: "str | Series", wanted: Level = Level.LOCAL) -> SearchResult:
-        """Search all names, as the mount does."""
-        return self._search(_parse(pattern), self.siblings, wanted, self.known)
+    def search(self, pattern: "str | Series", wanted: Level = Level.LOCAL, *, first: int = 0, at_most: int | None = None) -> SearchResult:
+        """Search as the mount does."""
+        one = pattern if isinstance(pattern, Series) else parse(os.fsencode(pattern))
+        assert one is not None
+        found = find_newest(
+            one, self.siblings, self, wanted, self.known, may_read=lambda entry: entry not in self.private, first=first, at_most=at_most
+        )
+        return run(found)
 
-    def search_from_start(self, pattern: "str | Series", wanted: Level = Level.LOCAL, bytes_max: int = 65536) -> SearchResult | None:
-        """Search the names that the command is told first. Returns None if it would have to list all."""
-        one = _parse(pattern)
-        told = encode_start([one], self.siblings.keys(), self.known, bytes_max)
-        assert len(told) <= bytes_max
-        start = SearchStart.decode(told, b"")
-        assert start.series == [one]
-        sets, target = [_place(found) for found in start.known.sets], start.known.target
-        known = KnownSets(sets, target and _place(target), start.known.path)
-        found = self._search(one, {name: name for name in start.names}, wanted, known)
-        return found if start.is_enough(found) else None
-
-    def _search(self, one: Series, siblings: Mapping[bytes, bytes], wanted: Level, known: KnownSets[bytes]) -> SearchResult:
-        coroutine = find_newest(one, siblings, self, wanted, known)
-        try:
-            coroutine.send(None)
-        except StopIteration as end:
-            result: SearchResult = end.value
-            return result
-        raise AssertionError("it waits")
+    def find_flaw(self, pattern: str, number: int = 1) -> str:
+        """What the rules have against a set of the history."""
+        one, known = parse(os.fsencode(pattern)), next(one for one in self.known.sets if one.number == number)
+        assert one is not None
+        return run(judge_kept(one, known, self, lambda entry: entry not in self.private)).incomplete_reason
 
     def find(self, pattern: "str | Series") -> str:
         """The name that is found, or the path below the history; empty if there is none."""
@@ -173,15 +164,14 @@ class SeriesTree:
         return OLD_NS + int((self.age_s + self.waited_s) * 1e9)
 
 
-def _parse(pattern: "str | Series") -> Series:
-    one = pattern if isinstance(pattern, Series) else parse(os.fsencode(pattern))
-    assert one is not None
-    return one
-
-
-def _place(found: KnownSet[bytes]) -> KnownSet[bytes]:
-    """Return a set with the path that it has in a tree."""
-    return found._replace(entry=HISTORY + b"%s@%d" % (found.name, found.number))
+def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of a coroutine that never waits for another one."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: Result = end.value
+        return result
+    raise AssertionError("it waits")
 
 
 def prefixes(data: bytes, count: int) -> Iterable[int]:

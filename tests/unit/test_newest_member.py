@@ -8,6 +8,7 @@ import functools
 import io
 import itertools
 import json
+import os
 import pickle
 import zipfile
 from collections.abc import Mapping
@@ -16,12 +17,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from series_tree import OLD_NS, SeriesTree, TreeFile
+from series_tree import HISTORY, OLD_NS, SeriesTree, TreeFile
 
 from ckptfs import series
 from ckptfs.lifecycle import CliqueCopies, FileRecord
-from ckptfs.model import Content, ContentState, Copy, CopyState, Level, PublishedRow, Tier
-from ckptfs.series import KnownSet, KnownSets, MemberFile, set_kinds
+from ckptfs.model import Content, ContentState, Copy, CopyState, Level, PublishedRow, SeriesRule, Tier
+from ckptfs.series import Completeness, KnownSet, KnownSets, LatestAnswer, LatestMember, MemberFile, SearchResult, set_kinds
 from ckptfs.series.completeness import MemberFacts, is_plausible_size, judge
 from ckptfs.series.patterns import Series
 from ckptfs.series.set_kinds import DirectoryFacts
@@ -54,6 +55,16 @@ def weights(*files: str) -> bytes:
     return json.dumps({"metadata": {}, "weight_map": {f"w{number}": file for number, file in enumerate(files)}}).encode()
 
 
+def zero_model(data_ranks: int, model_ranks: int = 1) -> bytes:
+    """A `mp_rank_00_model_states.pt` of DeepSpeed with ZeRO 1."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as found:
+        settings = {"zero_optimization": {"stage": 1}}
+        state = {"dp_world_size": data_ranks, "mp_world_size": model_ranks, "ds_config": settings}
+        found.writestr("archive/data.pkl", pickle.dumps(state, protocol=2))
+    return file.getvalue()
+
+
 def below(directory: str, files: Mapping[str, bytes | TreeFile]) -> dict[str, bytes | TreeFile]:
     return {f"{directory}/{name}": data for name, data in files.items()}
 
@@ -72,6 +83,17 @@ MARKED: dict[str, dict[str, bytes | TreeFile]] = {
     "verl": {f"model_world_size_4_rank_{number}.pt": archive() for number in range(4)},
     "parts": {f"shard-{number:05}-of-00003.bin": X for number in range(3)},
     "index": {**{part: safetensors() for part in PARTS[:2]}, "model.safetensors.index.json": weights(*PARTS[:2])},
+    "Lightning FSDP": {
+        "__0_0.distcp": X, "__1_0.distcp": X, ".metadata": TreeFile(metadata("__0_0.distcp", "__1_0.distcp"), NEWER), "meta.pt": archive(),
+    },
+    "ZeRO of 2 x 2 ranks": {
+        **{f"mp_rank_{model:02}_model_states.pt": zero_model(2, 2) for model in range(2)},
+        **{f"bf16_zero_pp_rank_{data}_mp_rank_{model:02}_optim_states.pt": archive() for data in range(2) for model in range(2)},
+    },
+    "ZeRO with a pipeline": {
+        "mp_rank_00_model_states.pt": zero_model(1), "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": archive(),
+        **{f"layer_{layer:02}-model_00-model_states.pt": archive() for layer in range(3)},
+    },
     "TensorFlow": {"ckpt.index": TABLE, "ckpt.data-00000-of-00002": X, "ckpt.data-00001-of-00002": X},
 }  # fmt: skip
 MARKED["index"] = {name.replace("00004", "00002"): data for name, data in MARKED["index"].items()}
@@ -136,6 +158,8 @@ def test_marks_need_no_member_before(kind: str) -> None:
     """T6: an incomplete first set is not named either, however long it lies there."""
     files = MARKED[kind]
     for name in files:
+        if kind.startswith("ZeRO") and files[name] == zero_model(2, 2):
+            continue  # The other file still tells the world.
         if ".distcp" in name or "-of-" in name or "rank" in name or name == ".metadata" or name == "ckpt.index":
             left = {other: data for other, data in files.items() if other != name}
             assert series_of(left, 100).find("step_*") == "", name
@@ -194,10 +218,22 @@ def test_what_a_dcp_directory_lacks(change: dict[str, bytes | TreeFile], reason:
     assert tree.find("step_*") == "step_100" and tree.find_reasons("step_*")["step_200"].startswith(reason)
 
 
+def test_an_index_names_files_of_subdirectories() -> None:
+    """T6: all of the path counts, not only its first part."""
+    files = {"model.safetensors.index.json": weights("a/1.safetensors", "2.safetensors"), "2.safetensors": safetensors()}
+    whole = series_of({**files, "a/1.safetensors": safetensors(), "b/c": X}, 100)
+    assert whole.find("step_*") == "step_100"
+    tree = series_of({**files, "a/c": X}, 100)
+    assert tree.find_reasons("step_*") == {"step_100": "a/1.safetensors is missing, which model.safetensors.index.json names"}
+
+
 def test_fewer_ranks_after_a_restart() -> None:
     """T7, late and right: `.metadata` says how many shards there are; without marks the third member of the smaller size counts."""
     fewer: dict[str, bytes | TreeFile] = {"__0_0.distcp": X, ".metadata": TreeFile(metadata("__0_0.distcp"), NEWER)}
     assert series_of(MARKED["DCP"], 100).with_files(below("step_200", fewer)).find("step_*") == "step_200"
+    tree = series_of({"mp_rank_00_model_states.pt": zero_model(4), **dict.fromkeys(RANKS, X)}, 100)
+    tree = tree.with_files(below("step_200", {"mp_rank_00_model_states.pt": zero_model(2), **dict.fromkeys(RANKS[:2], X)}))
+    assert tree.find("step_*") == "step_200"
     tree = series_of(OPEN["ranks"], 100)
     for number, expected in ((200, "step_100"), (300, "step_100"), (400, "step_400")):
         tree = tree.with_files(below(f"step_{number}", {"rank0.pt": X}))
@@ -229,6 +265,22 @@ def test_a_first_set_without_marks_must_be_left_alone() -> None:
     tree = series_of(OPEN["three files"], 100, 200)
     tree.age_s = 0.0
     assert tree.find("step_*") == "step_200" and tree.waited_s == 0, "a member before it tells"
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        {f"model/{name}": data for name, data in MARKED["DCP"].items()},
+        {f"actor/{name}": data for name, data in MARKED["verl"].items()},
+        MARKED["index"],
+    ],
+)
+def test_a_first_set_whose_other_part_is_not_begun(begun: dict[str, bytes | TreeFile]) -> None:
+    """N7, D6: the marks of one directory, or of the weights, tell nothing of the optimizer."""
+    tree = series_of(begun, 100)
+    tree.age_s = 0.0
+    tree.while_waiting = lambda tree: tree.files.update({b"step_100/optim.pt": TreeFile(X, reason="is not sealed yet")})
+    assert tree.find("step_*") == "" and tree.waited_s == pytest.approx(2.0)
 
 
 def test_a_first_set_of_ranks() -> None:
@@ -363,23 +415,7 @@ def test_a_rollback() -> None:
     assert replace(made, known=made.known._replace(target=back.known.target)).find("step_*") == "step_150"
 
 
-def test_sets_travel_as_an_attribute() -> None:
-    """D4, N2: with any name; very many in several answers, in the order of a search."""
-    names = [b"step_1", b"caf\xe9_2", "größe_3".encode(), b"4 *\n"]
-    sets = [KnownSet((number, 7), name, number, number % 2 == 0, b"") for number, name in enumerate(names)]
-    known = KnownSets(sets, sets[2], b"run \xff/*_*")
-    found = KnownSets.decode(known.encode(10_000), b"/mnt/.ckptfs/history")
-    assert [one[:-1] for one in found.sets] == [one[:-1] for one in sets[::-1]] and found.path == known.path
-    assert found.target is not None and found.target.entry == b"/mnt/.ckptfs/history/run \xff/*_*/" + names[2] + b"@2"
-    many = KnownSets([KnownSet((1000 - number,), b"step_%d" % (1000 - number), number, False, b"") for number in range(1000)], None, b"s")
-    told: list[KnownSet[bytes]] = []
-    while more := KnownSets.decode(many.encode(2000, len(told)), b"").sets:
-        assert len(many.encode(2000, len(told))) <= 2000
-        told += more
-    assert [one[:-1] for one in told] == [one[:-1] for one in many.sets], "the last ones are the newest by their names"
-
-
-# --- very many members ----------------------------------------------------------------------------------------------------
+# --- what the mount answers -----------------------------------------------------------------------------------------------
 
 
 MANY = series_of(OPEN["ranks"], *range(1, 41))
@@ -391,46 +427,87 @@ def spoil(tree: SeriesTree, *numbers: int) -> SeriesTree:
     return tree.with_files({f"step_{number}/rank0.pt": UNSAFE for number in numbers})
 
 
+def test_an_answer_travels_as_an_attribute() -> None:
+    """D4, N2: with any name."""
+    names = [b"step_1", b"caf\xe9_2", "größe_3".encode(), b"4 *\n"]
+    found = [LatestMember(number, name, name, Completeness(2, 7, Level.PFS, "wörds"), b"p\xff") for number, name in enumerate(names)]
+    for answer in (
+        LatestAnswer([Series((b"\xff_", b""))], SearchResult(found[0], found[1:])),
+        LatestAnswer([Series((b"state.cpt",), b"state_prev.cpt")], SearchResult(None, found, 17)),
+        LatestAnswer([]),
+    ):
+        assert LatestAnswer.decode(answer.encode()) == answer
+    several = LatestAnswer([Series((b"%d_" % number, b"")) for number in range(1000)])
+    assert len(several.encode()) < 1000 and len(LatestAnswer.decode(several.encode()).series) > 1, "some are told"
+
+
+@pytest.mark.parametrize("level", [Level.LOCAL, Level.CLIQUE])
+@pytest.mark.parametrize("tree", [MANY, SETS, spoil(MANY, *range(9, 41)), spoil(SETS, *range(9, 41)), spoil(MANY, *range(1, 41))])
+def test_a_long_answer_comes_in_parts(tree: SeriesTree, level: Level) -> None:
+    """N2: together they are what one search finds."""
+    expected, parts, position = tree.search("step_*", level), list[LatestMember](), 0
+    while True:
+        found = tree.search("step_*", level, first=position, at_most=3)
+        assert len(found.rejected) <= 3
+        parts += [one for one in found.rejected if one not in parts[-1:]]
+        if not (position := found.next_position):
+            break
+    assert SearchResult(found.newest, parts) == expected
+
+
 @pytest.mark.parametrize(
-    ("tree", "expected", "is_enough"),
+    ("private", "expected", "reason"),
     [
-        (MANY, "step_40", True),
-        (SETS, "step_40", True),
-        (spoil(MANY, 40, 39, 38), "step_37", True),
-        (spoil(SETS, 40, 39, 38), "run/step_*/step_40@40", True),
-        (spoil(MANY, *range(35, 41)), "step_34", False),
-        (spoil(MANY, *range(2, 41)), "step_1", False),
-        (spoil(MANY, *range(1, 41)), "", False),
-        (SETS.without(*MANY.files), "run/step_*/step_40@40", True),
-        (SETS.without("step_40/rank0.pt", "step_39/rank0.pt"), "run/step_*/step_40@40", True),
-        (spoil(MANY, *range(9, 41)).with_set("step_5", 1), "step_8", False),
-        (replace(SETS, known=KnownSets([], SETS.known.sets[2], b"run/step_*")), "step_3", True),
-        (spoil(replace(SETS, known=KnownSets(SETS.known.sets[-3:], SETS.known.sets[2], b"run/step_*")), 40), "run/step_*/step_40@40", True),
-        (MANY.with_files({"step_41.tmp": X, "step_41/rank0.pt": X}), "step_40", True),
+        ({"step_3"}, "step_2", "it cannot be read: Permission denied"),
+        ({"step_3/rank1.pt"}, "step_2", "rank1.pt cannot be read: Permission denied"),
+        ({"step_2"}, "step_3", ""),
+        ({"step_2", "step_1"}, "step_3", ""),
+        ({"step_3", "step_2", "step_1"}, "", "it cannot be read: Permission denied"),
     ],
-)  # fmt: skip
-def test_a_search_begins_with_the_newest(monkeypatch: pytest.MonkeyPatch, tree: SeriesTree, expected: str, is_enough: bool) -> None:
-    """N2, D4: what is found among them is what is found among all; otherwise all are listed."""
-    monkeypatch.setattr("ckptfs.series.search.TOLD_MAX", 10)
+)
+def test_what_the_caller_may_not_read_is_no_answer(private: set[str], expected: str, reason: str) -> None:
+    """F6: neither names nor sizes of it are told, and others are not compared with it."""
+    tree = replace(series_of(OPEN["ranks"], 1, 2, 3), private=frozenset(map(os.fsencode, private)))
     assert tree.find("step_*") == expected
-    found = tree.search_from_start("step_*")
-    assert found == (tree.search("step_*") if is_enough else None)
-    short = tree.search_from_start("step_*", bytes_max=300)
-    assert short in (None, tree.search("step_*")), "few bytes are few names"
+    rejected = tree.search("step_*").rejected
+    assert [one.verdict.incomplete_reason for one in rejected[:1]] == [reason] * bool(reason)
+    assert all(one.verdict.size == 0 for one in rejected)
 
 
-@pytest.mark.parametrize("pattern", ["ckpt-*", "ckpt-*.index", "iter_*_rank_0.pt", "step_*"])
-def test_a_search_begins_with_all_names_of_a_member(monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
-    """H4, T5: groups and parts in one directory; and the file that says which one is whole."""
-    monkeypatch.setattr("ckptfs.series.search.TOLD_MAX", 7)
-    files = {f"ckpt-{number}.{name}": TABLE for number in range(20) for name in ("index", "data-00000-of-00001")}
-    files |= {f"iter_{number}_rank_{rank}.pt": archive() for number in range(20) for rank in range(3)}
-    tree = SeriesTree.of({**files, "checkpoint": b'model_checkpoint_path: "ckpt-19"'}).with_files(below("step_1", OPEN["ranks"]))
-    for one in (tree, tree.without("ckpt-19.data-00000-of-00001", "iter_19_rank_1.pt")):
-        found = one.search_from_start(pattern)
-        assert found is not None and found == one.search(pattern) and found.newest is not None
-    alone = tree.without(*(f"ckpt-{number}.data-00000-of-00001" for number in range(5, 20)))
-    assert alone.search_from_start(pattern) in (None, alone.search(pattern)), "an index that has its data elsewhere"
+def test_what_a_private_set_has_is_not_told() -> None:
+    """F6, X3: the application deleted a part of it, whose name stands in the history only."""
+    tree = SETS.without("step_40/rank1.pt")
+    assert "rank1.pt is missing" in tree.find_reasons("step_*")["step_40"]
+    hidden = replace(tree, private=frozenset({HISTORY + b"step_40@40"}))
+    assert {one.verdict.incomplete_reason for one in hidden.search("step_*").rejected} == {"it cannot be read: Permission denied"}
+    assert hidden.find("step_*") == "step_39"
+
+
+@pytest.mark.parametrize("kind", [*MARKED, *OPEN])
+def test_verify_finds_no_fault_with_a_whole_set(kind: str) -> None:
+    """H8."""
+    assert series_of(MARKED.get(kind) or OPEN[kind], 7).with_set("step_7").find_flaw("step_*") == ""
+
+
+def test_verify_finds_what_a_set_lacks() -> None:
+    """H8: the user said that it was complete."""
+    tree = series_of(MARKED["DCP"], 7).without("step_7/__1_0.distcp").with_set("step_7")
+    assert "__1_0.distcp is missing" in tree.find_flaw("step_*")
+    cut = SeriesTree.of({"step_7.pt": archive()[:-40]})
+    entry = HISTORY + b"step_7.pt@1"
+    files = {entry + b"/step_7.pt": cut.files[b"step_7.pt"], entry + b"/MANIFEST.json": TreeFile(b"{}")}
+    cut = replace(cut, files=files, known=KnownSets([KnownSet((7,), b"step_7.pt", 1, True, entry)]))
+    assert "ends before its zip directory" in cut.find_flaw("step_*.pt")
+
+
+def test_the_mark_beside_a_member_is_no_part_of_its_set() -> None:
+    """H8, D6: a rule named it when the set was made."""
+    series.install_rules([SeriesRule("step_*", last="step_*.done")])
+    try:
+        tree = series_of(OPEN["ranks"], 7).with_files({"step_7.done": TreeFile(b"", NEWER)}).with_set("step_7")
+        assert tree.find("step_*") == "step_7" and tree.find_flaw("step_*") == ""
+    finally:
+        series.install_rules([])
 
 
 # --- files --------------------------------------------------------------------------------------------------------------
@@ -632,7 +709,7 @@ def test_levels_and_reasons() -> None:
     assert reasons == [(b"s_3", "it is not sealed yet"), (b"s_2", "has the level local only")]
     assert found.newest.find_obstacle(Level.CLIQUE) == ""
     assert tree.search("s_*", Level.NONE).newest == tree.search("s_*", Level.LOCAL).newest
-    assert tree.search("other_*") == (None, [])
+    assert tree.search("other_*") == SearchResult(None, [])
 
 
 def test_a_member_that_is_deleted_meanwhile() -> None:

@@ -1,59 +1,46 @@
-"""What `ckptfs latest` finds: which series is meant, and its newest complete member.
+"""What `ckptfs latest` prints: which series is meant, and what the mount answers.
 
-All is read through the mount: names and times with readdir(3) and lstat(2), what the daemon knows with getxattr(2), and index files with
-read(2). So the kernel checks the caller's permissions, and in a cluster lstat refreshes the name from the other nodes.
+The mount searches, as for `.ckptfs/latest`. A directory tells the newest complete member of a series in it as an extended attribute, and
+only to a caller that may list the directory. What the caller may not read is no answer for it. Names that a user gives are looked up
+through the mount, too, so the kernel checks the permissions.
 
 A directory that is given is searched inside, always. So the answer is never in another directory than the one that was named.
-
-Listing a directory with thousands of names takes long. So the daemon tells the newest ones by an attribute of the directory, for which the
-kernel wants the same permission. Only if the answer is not among them, all are listed (`SearchStart`).
 """
 
 import contextlib
 import ctypes
-import errno
 import functools
 import os
-import stat
 import sys
-import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from ckptfs import limits, series
 from ckptfs.errors import posix_error
 from ckptfs.model import Level
-from ckptfs.series import MANIFESTS, KnownSet, KnownSets, LatestMember, Listing, MemberFile, SearchResult, SearchStart, Series
-from ckptfs.series.file_formats import FileFormat
-from ckptfs.series.pickle_scan import ReadRange
+from ckptfs.series import LatestAnswer, LatestMember, SearchResult, Series
 from ckptfs_client import render
 from ckptfs_client.errors import CommandFailed, UsageError
 from ckptfs_client.json_answers import LatestJson
-from ckptfs_client.mounts import HISTORY, SET_XATTR, build_path_error, find, find_inode
+from ckptfs_client.mounts import build_path_error, find, find_inode
 
-FORMAT_XATTR = "user.ckptfs.format"
-MEMBER_XATTR = "user.ckptfs.member"
-NEWEST_XATTR_PREFIX = b"user.ckptfs.newest."
-SETS_XATTR_PREFIX = b"user.ckptfs.sets."
+LATEST_XATTR = b"user.ckptfs.latest.%s.%d.%s"
+"""Level, where the search begins, and series."""
 RULES_XATTR = "user.ckptfs.rules"
-COPIES_XATTR = "user.ckptfs.copies"
-_INSIDE_HISTORY = os.fsencode(f"/{HISTORY}/")
 CHOICES_MAX = 4
 NOTES_MAX = 4
-SEARCHED_MAX = 64
-"""How many subdirectories a remedy looks into."""
+SEARCHED_MAX, SEARCHED_DEPTH = 64, 2
+"""How many subdirectories of each depth are looked into for other series."""
 SEAL_REMEDY = "wait until what was written is closed and sealed: ckptfs wait PATH --level local"
-DESCRIPTORS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-T = TypeVar("T")
 
 
 class NamedSeries(NamedTuple):
-    """A series in a directory, and what a search in it begins with, if that is known already."""
+    """A series in a directory, and what a search in it found, if that is known already."""
 
     directory: Path
     series: Series
-    start: SearchStart | None = None
+    result: SearchResult | None = None
 
     @property
     def pattern(self) -> str:
@@ -80,18 +67,9 @@ def find_newest(named: Sequence[Path], wanted: Level) -> Found:
     """
     _list_names.cache_clear()
     _install_rules(named[0])
-    searched = _find_series(named)
-    top, history = os.fsencode(searched.directory), _find_history(searched.directory)
-    start = searched.start or _ask_start(top, searched.series.name, history)
-
-    def search(names: list[bytes], known: KnownSets[bytes]) -> SearchResult:
-        members = {name: os.path.join(top, name) for name in names}
-        return run_reader(series.find_newest(searched.series, members, PathReader(), wanted, known))
-
-    found = search(start.names, start.known)
-    if start.series != [searched.series] or not start.is_enough(found):
-        found = search(_list_names(searched.directory), _ask_known_sets(top, searched.series.name, history))
-    return Found(searched, found, history)
+    searched = _find_series(named, wanted)
+    history = _find_history(searched.directory)
+    return Found(searched, searched.result or _ask(searched.directory, searched.series.name, wanted).result, history)
 
 
 def build_failure(found: Found, wanted: Level) -> CommandFailed:
@@ -113,7 +91,7 @@ def print_newest(named: Sequence[Path], wanted: Level, *, is_json: bool) -> None
     Raises as `find_newest`.
     """
     found = find_newest(named, wanted)
-    member, rejected = found.result
+    member, rejected, _ = found.result
     if is_json:
         answer: LatestJson = {}
         if rejected:
@@ -144,22 +122,17 @@ def _find_history(directory: Path) -> bytes:
     return os.fsencode(mount.history)
 
 
-def _ask_start(directory: bytes, name: bytes, history: bytes) -> SearchStart:
-    """Return the start of a search for a series in a directory.
-
-    If the name is empty, it is that for the only series.
-    """
-    return SearchStart.decode(_read_attribute(directory, NEWEST_XATTR_PREFIX + name), history)
-
-
-def _ask_known_sets(top: bytes, name: bytes, history: bytes) -> KnownSets[bytes]:
-    """Return all that the history has of a series, which may be more than fits into one attribute."""
-    sets: list[KnownSet[bytes]] = []
+def _ask(directory: Path, name: bytes, wanted: Level) -> LatestAnswer:
+    """Return what the mount finds. If the name is empty, it searches the only series there."""
+    rejected: list[LatestMember] = []
+    position = 0
     while True:
-        told = KnownSets.decode(_read_attribute(top, b"%s%d.%s" % (SETS_XATTR_PREFIX, len(sets), name)), history)
-        sets += told.sets
-        if not told.sets:
-            return told._replace(sets=sets)
+        attribute = LATEST_XATTR % (wanted.value.encode(), position, name)
+        found, result = LatestAnswer.decode(_read_attribute(os.fsencode(directory), attribute))
+        # A member and its set may stand on both sides of the border.
+        rejected += [one for one in result.rejected if one not in rejected[-1:]]
+        if not (position := result.next_position):
+            return LatestAnswer(found, SearchResult(result.newest, rejected))
 
 
 def _read_attribute(path: bytes, name: bytes) -> bytes:
@@ -187,7 +160,7 @@ def _install_rules(named: Path) -> None:
 # --- which series -----------------------------------------------------------------------------------------------------
 
 
-def _find_series(named: Sequence[Path]) -> NamedSeries:
+def _find_series(named: Sequence[Path], wanted: Level) -> NamedSeries:
     """Return the series that a user names: by a pattern with `*`, by its directory, or by files of it."""
     where = named[0]
     if len(named) > 1:
@@ -201,7 +174,7 @@ def _find_series(named: Sequence[Path]) -> NamedSeries:
         return NamedSeries(where.parent, found)
     _require_directory(where.parent if where.exists() else where, where)
     if where.is_dir():
-        return _find_series_inside(where)
+        return _find_series_inside(where, wanted)
     find_inode(where)
     own = series.find_series(os.fsencode(where.name), _list_names(where.parent))
     if own is None:
@@ -229,18 +202,58 @@ def _find_series_of_names(named: Sequence[Path]) -> NamedSeries:
     return NamedSeries(directory, found[0])
 
 
-def _find_series_inside(where: Path) -> NamedSeries:
+def _find_series_inside(where: Path, wanted: Level) -> NamedSeries:
     """Return the only series in a directory. Never one beside it."""
     find_inode(where)
-    start = _ask_start(os.fsencode(where), b"", _find_history(where))
-    found = [NamedSeries(where, one, start) for one in start.series] or [NamedSeries(where, one) for one in _list_kept_series(where)]
+    meant, result = _ask(where, b"", wanted)
+    found = [NamedSeries(where, one, result) for one in meant] or [NamedSeries(where, one) for one in _list_kept_series(where)]
     if not found:
         raise CommandFailed(
             f"{where}: there is no series in it: no name there has a number that counts checkpoints", remedy=_suggest(where)
         )
     if len(found) > 1:
         raise UsageError(f"{where} may mean several series", remedy=f"say which, in quotes: {_join_choices(found)}")
+    if inside := _list_experiments(found[0]):
+        raise CommandFailed(
+            f"{where}: there is no series in it: members of {os.fsdecode(found[0].series.name)} hold series themselves",
+            remedy=f"say which: {_join_choices(inside)}",
+        )
     return found[0]
+
+
+def _list_experiments(named: NamedSeries) -> list[NamedSeries]:
+    """Return the series that members hold themselves.
+
+    `llama-7b` and `llama-13b` are no checkpoints if each has its own steps. A checkpoint may repeat its number inside:
+    `100/ckpt-100.index`.
+    """
+    if named.series.is_step_count:
+        return []
+    members = series.list_members(named.series, _list_names(named.directory))[:SEARCHED_MAX]
+    return [
+        one
+        for member in members
+        for one in _list_series_below(named.directory, member.files)
+        if one.series.is_step_count
+        and any(inner.numbers[0] != member.numbers[0] for inner in series.list_members(one.series, _list_names(one.directory)))
+    ]
+
+
+def _list_series_below(where: Path, names: Iterable[bytes]) -> list[NamedSeries]:
+    """Return the series in these subdirectories of a directory, and in those below them.
+
+    What cannot be read has none.
+    """
+    found, directories = [], [where / os.fsdecode(name) for name in names]
+    for _ in range(SEARCHED_DEPTH):
+        below: list[Path] = []
+        for directory in directories[:SEARCHED_MAX]:
+            with contextlib.suppress(OSError), os.scandir(directory) as entries:
+                inside = sorted(entries, key=lambda entry: entry.name)
+                found += [NamedSeries(directory, one) for one in series.list_series([os.fsencode(entry.name) for entry in inside])]
+                below += [Path(entry.path) for entry in inside if entry.is_dir(follow_symlinks=False)]
+        directories = below
+    return found
 
 
 def _list_kept_series(where: Path) -> list[Series]:
@@ -260,8 +273,7 @@ def _find_in_history(where: Path) -> Path | None:
 
 def _suggest(where: Path) -> str:
     """Return a remedy for a directory without series: those below it, or the one it belongs to."""
-    below = [where / os.fsdecode(name) for name in sorted(_list_names(where))]
-    inside = [NamedSeries(one, found) for one in below[:SEARCHED_MAX] if one.is_dir() for found in series.list_series(_list_names(one))]
+    inside = _list_series_below(where, sorted(_list_names(where)))
     own = series.find_series(os.fsencode(where.name), _list_names(where.parent)) if where.name else None
     if own is not None and own.is_step_count:
         return f"for the series to which it belongs: ckptfs latest '{NamedSeries(where.parent, own).pattern}'"
@@ -270,98 +282,6 @@ def _suggest(where: Path) -> str:
 
 def _join_choices(found: Sequence[NamedSeries]) -> str:
     return " or ".join(f"'{one.pattern}'" for one in found[:CHOICES_MAX])
-
-
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
-class PathReader:
-    """`series.MemberReader` over paths. Its coroutines never wait for one another."""
-
-    async def list_files(self, entry: bytes) -> Listing[bytes]:
-        """List a file or directory through the mount."""
-        files: dict[bytes, tuple[MemberFile, bytes]] = {}
-        directories: dict[bytes, bytes] = {}
-        try:
-            names = os.listdir(entry) if stat.S_ISDIR(os.lstat(entry).st_mode) else [b""]
-            for name in names:
-                below = entry + b"/" + name if name else entry
-                status = os.lstat(below)
-                if stat.S_ISREG(status.st_mode):
-                    files[name] = _load_file(below, status), below
-                elif stat.S_ISDIR(status.st_mode):
-                    directories[name] = below
-        except FileNotFoundError:
-            raise
-        except OSError as failure:
-            raise build_path_error(os.fsdecode(failure.filename or entry), failure) from failure
-        return Listing(files, directories)
-
-    async def inspect(self, entry: bytes, name: bytes, file: MemberFile) -> FileFormat:
-        """Ask the daemon what a file shows of itself: it reads both ends, wherever the bytes are."""
-        return FileFormat.decode(os.getxattr(entry, FORMAT_XATTR, follow_symlinks=False))
-
-    async def examine(self, entry: bytes, file: MemberFile, act: Callable[[int, ReadRange], T]) -> T:
-        """Run `act` on an index file.
-
-        Raises OSError if it is large and this node has no copy: opening it would fetch all of it.
-        """
-        if file.size > limits.FETCH_WHOLE_BYTES and not {b"ram:good", b"nvme:good"} & set(os.getxattr(entry, COPIES_XATTR).split()):
-            raise posix_error(errno.ENODATA)
-        fd = os.open(entry, DESCRIPTORS)
-        try:
-            return act(os.fstat(fd).st_size, lambda offset, length: os.pread(fd, length, offset))
-        finally:
-            os.close(fd)
-
-    async def find_missing(self, files: Mapping[bytes, bytes], known: KnownSet[bytes]) -> set[bytes] | None:
-        """Ask the daemon to which set each file belongs."""
-        in_set = {os.path.relpath(os.path.join(top, name), known.entry) for top, _, names in os.walk(known.entry) for name in names}
-        own = known.entry.partition(_INSIDE_HISTORY)[2]
-        is_part = files.keys() <= in_set and all(_get_attribute(path, SET_XATTR) == own for path in files.values())
-        return in_set - {*MANIFESTS} - files.keys() if is_part else None
-
-    async def compute(self, act: Callable[[], T]) -> T:
-        """Return `act()`."""
-        return act()
-
-    async def wait(self, seconds: float) -> None:
-        """Wait."""
-        time.sleep(seconds)
-
-    def get_now_ns(self) -> int:
-        """Return the time by the clock of this node."""
-        return time.time_ns()
-
-
-def _load_file(path: bytes, status: os.stat_result) -> MemberFile:
-    """Ask the daemon what it knows of a file. Raises FileNotFoundError."""
-    try:
-        return MemberFile.decode(os.getxattr(path, MEMBER_XATTR, follow_symlinks=False), status.st_mtime_ns, status.st_ctime_ns)
-    except OSError as failure:
-        if failure.errno in (errno.ENOENT, errno.ESTALE):
-            raise FileNotFoundError(path) from failure
-        return MemberFile(status.st_size, Level.NONE, f"cannot be read: {os.strerror(failure.errno or 0)}")
-
-
-def _get_attribute(path: bytes, name: str) -> bytes:
-    """Return an extended attribute; empty if there is none."""
-    try:
-        return os.getxattr(path, name, follow_symlinks=False)
-    except OSError as failure:
-        if failure.errno != errno.ENODATA:
-            raise
-        return b""
-
-
-def run_reader(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine that never waits for another one."""
-    try:
-        coroutine.send(None)
-    except StopIteration as end:
-        result: T = end.value
-        return result
-    raise RuntimeError("the coroutine waits")
 
 
 @functools.lru_cache(maxsize=SEARCHED_MAX)

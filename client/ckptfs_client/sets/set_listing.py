@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 MANIFEST = "MANIFEST.json"
 MANIFEST_FILES = frozenset({MANIFEST, "MANIFEST.xxh128"})
 COMPLETE, ONLY_IN_HISTORY, INCOMPLETE = "complete", "in history only", "incomplete"
-LEVELS = list(Level)
 SHOWN_MAX = 500
 """How many sets of a series people see, unless they ask for all."""
 
@@ -72,7 +71,7 @@ def build_series_row(one: ListedSeries) -> SeriesJson:
 
 def list_set_rows(history: SetHistory, one: ListedSeries, wanted: Level = Level.NONE) -> list[SetJson]:
     """Return the rows of the sets of a series that have the level, the newest first."""
-    enough = LEVELS[LEVELS.index(wanted) :]
+    enough = [level for level in Level if level.rank >= wanted.rank]
     return _build_set_rows(one, [each for each in history.list_sets(one) if each.level in enough])
 
 

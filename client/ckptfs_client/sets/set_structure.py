@@ -1,8 +1,8 @@
 """The structure of files and sets, for `ckptfs verify` (H8).
 
 The daemon reads what the format of a file shows of itself (zip, safetensors, HDF5, ...), wherever its bytes are. Whether the files of a set
-fit together (`.metadata` of torch.distributed.checkpoint, index files) is judged by the rules of `ckptfs.series`, and its names and digests
-by its manifest.
+fit together (`.metadata` of torch.distributed.checkpoint, index files) is judged by the daemon as well. Names and digests are compared with
+the manifest.
 """
 
 import contextlib
@@ -10,18 +10,17 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckptfs import series
-from ckptfs.model import Level
-from ckptfs.series import Listing
 from ckptfs.series.file_formats import FileFormat
 from ckptfs_client.errors import ClientError, CommandFailed
 from ckptfs_client.json_answers import FormatJson, VerifyJson
-from ckptfs_client.mounts import find_inode
+from ckptfs_client.mounts import build_path_error, find_inode
 from ckptfs_client.node.listing import DIGEST_XATTR
 from ckptfs_client.progress_bar import follow_verification
-from ckptfs_client.sets.newest import FORMAT_XATTR, PathReader, run_reader
 from ckptfs_client.sets.set_history import FoundSet, SetHistory, split_number
 from ckptfs_client.sets.set_listing import MANIFEST_FILES, list_set_files, load_manifest
+
+FORMAT_XATTR = "user.ckptfs.format"
+FLAW_XATTR = "user.ckptfs.flaw"
 
 
 def verify(path: Path, total: VerifyJson) -> None:
@@ -72,7 +71,7 @@ def list_formats(top: Path) -> Iterator[FormatJson]:
 def judge_set(history: SetHistory, found: FoundSet) -> FormatJson:
     """Return what is wrong with a set as a whole."""
     try:
-        flaw = _find_difference(history, found) or _find_gap(history, found)
+        flaw = _find_difference(history, found) or _find_gap(found)
     except CommandFailed as failure:
         flaw = str(failure)
     return {"path": str(found.history), "format": "checkpoint set", "flaw": flaw}
@@ -94,27 +93,9 @@ def _find_difference(history: SetHistory, found: FoundSet) -> str:
     return ""
 
 
-def _find_gap(history: SetHistory, found: FoundSet) -> str:
+def _find_gap(found: FoundSet) -> str:
     """Return what the rules of its kind have against a set."""
-    one = series.parse(os.fsencode(found.series.pattern))
-    if one is None:
-        return ""
-    top = os.fsencode(found.history)
-    names = [name for name in os.listdir(top) if os.fsdecode(name) not in MANIFEST_FILES]
-    members = {name: os.path.join(top, name) for name in names} if found.set.group else {found.set.name: top}
-    result = run_reader(series.find_newest(one, members, SetReader(top), Level.NONE))
-    return result.rejected[0].find_obstacle(Level.NONE) if result.rejected else ""
-
-
-class SetReader(PathReader):
-    """`PathReader` over one set: the manifest is none of its files."""
-
-    def __init__(self, top: bytes) -> None:
-        self._top = top
-
-    async def list_files(self, entry: bytes) -> Listing[bytes]:
-        """List a file or directory of the set."""
-        files, directories = await super().list_files(entry)
-        if entry == self._top:
-            files = {name: file for name, file in files.items() if os.fsdecode(name) not in MANIFEST_FILES}
-        return Listing(files, directories)
+    try:
+        return os.fsdecode(os.getxattr(found.history, FLAW_XATTR))
+    except OSError as failure:
+        raise build_path_error(found.history, failure) from failure

@@ -9,16 +9,19 @@ Crash safety: see `context`. A change of length without a reply is made again.
 """
 
 import errno
+import functools
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ckptfs import limits, series
+from ckptfs import limits, procfs, series
 from ckptfs.catalog import handles, history, history_names, inodes, summary, user_settings
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.namespace import get_path
 from ckptfs.errors import posix_error
-from ckptfs.model import Inode
+from ckptfs.model import Inode, Level
+from ckptfs.series.search import TOLD_MAX
 from ckptfs_daemon.fuse.request import Request, get_current_request
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers
@@ -65,7 +68,8 @@ class AttributeHandlers:
         if fields.update_size:
             await self._changes.refresh_inode(inode)
             await self._files.resize(inode, attr.st_size)
-        changed = await self._changes.commit_shared(lambda: self._set_attributes(request, inode, attr, fields), inodes=[inode])
+        shared_namespace = self._context.shared_namespace
+        changed = await shared_namespace.commit_shared(lambda: self._set_attributes(request, inode, attr, fields), inodes=[inode])
         return self._context.build_reply(changed)
 
     def _build_reply(self, inode: int) -> EntryAttributes:
@@ -104,7 +108,7 @@ class AttributeHandlers:
 
     # --- extended attributes ------------------------------------------------------------------------------------------
 
-    async def getxattr(self, inode: int, name: bytes) -> bytes:
+    async def getxattr(self, inode: int, name: bytes, ctx: "RequestContext") -> bytes:
         if name.startswith(SECURITY_PREFIX):
             # The kernel asks for a capability at the first write to each file: do not query the catalog.
             raise posix_error(errno.ENODATA)
@@ -114,28 +118,29 @@ class AttributeHandlers:
             raise posix_error(errno.ENODATA)
         await self._changes.refresh_inode(inode)
         if name.startswith(summary.VIRTUAL_XATTR_PREFIX):
-            if self._context.shared_namespace is not None:
-                await self._context.shared_namespace.refresh_copies(inode)
+            await self._context.shared_namespace.refresh_copies(inode)
             name = name.removeprefix(summary.VIRTUAL_XATTR_PREFIX)
-            if name.startswith(summary.NEWEST_XATTR_PREFIX):
-                return await self._reader.encode_start(inode, name.removeprefix(summary.NEWEST_XATTR_PREFIX))
-            if name.startswith(summary.SETS_XATTR_PREFIX):
-                return await self._get_known_sets(inode, name.removeprefix(summary.SETS_XATTR_PREFIX))
-            if name == summary.RULES_XATTR:
-                return series.encode_rules(self._context.config.series)
-            if name in (summary.FORMAT_XATTR, summary.MEMBER_XATTR):
-                return await self._get_member_xattr(inode, name)
-            return self._get_virtual_xattr(inode, name)
+            return await self._get_virtual_xattr(inode, name, ctx)
         if name in STORED_PREFIXES:
             raise posix_error(errno.EINVAL)
         if name.startswith(STORED_PREFIXES):
             return inodes.get_xattr(self._context.db, inode, name)
         raise posix_error(errno.EOPNOTSUPP)
 
-    def _get_virtual_xattr(self, inode: int, name: bytes) -> bytes:
+    async def _get_virtual_xattr(self, inode: int, name: bytes, ctx: "RequestContext") -> bytes:
         db, row = self._context.db, self._context.get_inode(inode)
         virtual = summary.VIRTUAL_XATTRS.get(name) if row.is_file else None
-        if name == summary.SET_XATTR:
+        value: bytes | None
+        if name.startswith(summary.LATEST_XATTR_PREFIX):
+            value = await self._find_latest(row, name.removeprefix(summary.LATEST_XATTR_PREFIX), ctx)
+        elif name == summary.FLAW_XATTR:
+            flaw = await self._reader.find_flaw(inode, self._build_check(ctx))
+            value = None if flaw is None else os.fsencode(flaw)
+        elif name == summary.RULES_XATTR:
+            value = series.encode_rules(self._context.config.series)
+        elif name == summary.FORMAT_XATTR:
+            value = await self._find_format(inode)
+        elif name == summary.SET_XATTR:
             value = history_names.find_set_path(db, row)
         else:
             value = user_settings.get_setting(db, row, name) if virtual is None else virtual[0](db, inode)
@@ -143,19 +148,37 @@ class AttributeHandlers:
             raise posix_error(errno.ENODATA)
         return value
 
-    async def _get_known_sets(self, inode: int, asked: bytes) -> bytes:
-        first, _, series_name = asked.partition(b".")
-        if not first.isdigit():
-            raise posix_error(errno.ENODATA)
-        return (await self._reader.load_known_sets(inode, series_name)).encode(limits.XATTR_VALUE_BYTES_MAX, int(first))
+    async def _find_latest(self, directory: Inode, asked: bytes, ctx: "RequestContext") -> bytes | None:
+        """Return the answer to `ckptfs latest`. If it is too long, it tells of fewer members."""
+        level, first, name = (asked.split(b".", 2) + [b"", b""])[:3]
+        if not directory.is_directory or level.decode("latin-1") not in list(Level) or not first.isdigit():
+            return None
+        search = functools.partial(self._reader.find_latest, directory.id, name, Level(level.decode()), may_read=self._build_check(ctx))
+        at_most = TOLD_MAX
+        while len(text := (await search(first=int(first), at_most=at_most)).answer.encode()) > limits.XATTR_VALUE_BYTES_MAX:
+            at_most //= 2
+        return text
 
-    async def _get_member_xattr(self, inode: int, name: bytes) -> bytes:
+    async def _find_format(self, inode: int) -> bytes | None:
         found = (await self._reader.list_files(inode)).files.get(b"")
-        if found is not None and name == summary.MEMBER_XATTR:
-            return found[0].encode()
         if found is None or found[0].incomplete_reason:
-            raise posix_error(errno.ENODATA)
+            return None
         return (await self._reader.inspect(inode, get_path(self._context.db, inode).rpartition(b"/")[2], found[0])).encode()
+
+    def _build_check(self, ctx: "RequestContext") -> Callable[[int], bool]:
+        """Return a function that tells whether the caller may read a file or list a directory.
+
+        It decides by the mode, as the kernel does. There are no ACLs.
+        """
+        groups = {ctx.gid, *procfs.list_groups(ctx.pid)}
+
+        def may_read(number: int) -> bool:
+            inode = self._context.get_inode(number)
+            shift = 6 if inode.uid == ctx.uid else 3 if inode.gid in groups else 0
+            wanted = 0o5 if inode.is_directory else 0o4
+            return ctx.uid == 0 or inode.mode >> shift & wanted == wanted
+
+        return may_read
 
     async def listxattr(self, inode: int, ctx: "RequestContext") -> Sequence[bytes]:
         """Return the names of the stored attributes; `trusted.*` only to root."""
@@ -201,4 +224,4 @@ class AttributeHandlers:
             handles.record_reply(db, request.number)
             change(db)
 
-        await self._changes.commit_shared(lambda: self._changes.run_change(act), inodes=[inode])
+        await self._context.shared_namespace.commit_shared(lambda: self._changes.run_change(act), inodes=[inode])

@@ -53,8 +53,7 @@ class HistoryTree(ReadOnlyTree):
 
     async def find_top(self) -> EntryAttributes | None:
         """Return the attributes of the directory `history`. Returns None if there is none yet."""
-        if self._context.shared_namespace is not None:
-            await self._context.shared_namespace.refresh_name(ROOT, history.NAME)
+        await self._context.shared_namespace.refresh_name(ROOT, history.NAME)
         if not self._context.get_inode(ROOT).is_imported:
             await self._changes.request_scan(ROOT, must_succeed=True)
         number = history_names.find_number(self._context.db, ROOT, history.NAME)
@@ -64,8 +63,7 @@ class HistoryTree(ReadOnlyTree):
 
     async def lookup(self, parent_inode: int, name: bytes, _: "RequestContext") -> EntryAttributes:
         directory = await self._load_directory(parent_inode)
-        if self._context.shared_namespace is not None:
-            await self._context.shared_namespace.refresh_name(directory.id, name)
+        await self._context.shared_namespace.refresh_name(directory.id, name)
         number = history_names.find_number(self._context.db, directory.id, name)
         if number is None or self._is_hidden(directory.id, name):
             return request.build_negative_entry(0)
@@ -73,7 +71,7 @@ class HistoryTree(ReadOnlyTree):
 
     async def readdir(self, fh: int, start_id: int, token: "ReaddirToken") -> None:
         directory = await self._load_directory(fh)
-        if self._context.shared_namespace is not None and start_id == 0:
+        if start_id == 0:
             await self._context.shared_namespace.refresh_directory(directory.id)
         for offset, name in ((DOT, b"."), (DOTS, b"..")):
             if start_id < offset and not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(name), self._build_reply(fh), offset):
@@ -116,8 +114,8 @@ class HistoryTree(ReadOnlyTree):
             raise posix_error(errno.EINVAL)
         return target
 
-    async def getxattr(self, inode: int, name: bytes) -> bytes:
-        return await self._attributes.getxattr(self._get(inode).id, name)
+    async def getxattr(self, inode: int, name: bytes, ctx: "RequestContext") -> bytes:
+        return await self._attributes.getxattr(self._get(inode).id, name, ctx)
 
     async def listxattr(self, inode: int, ctx: "RequestContext") -> Sequence[bytes]:
         """Return the names of the attributes that the application gave it."""

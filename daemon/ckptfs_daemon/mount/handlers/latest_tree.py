@@ -18,7 +18,7 @@ import contextlib
 import errno
 import stat
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,8 +28,7 @@ import xxhash
 from ckptfs import limits, series
 from ckptfs.catalog import namespace
 from ckptfs.errors import posix_error
-from ckptfs.model import ROOT, Level
-from ckptfs.series import Series
+from ckptfs.model import ROOT
 from ckptfs_daemon.fuse import request
 from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.handlers.history_tree import HISTORY, HistoryTree, ReadOnlyTree
@@ -125,7 +124,7 @@ class LatestTree(ReadOnlyTree):
             raise posix_error(errno.EINVAL)
         return await (self._get_newest_path(entry) if entry.tree == LATEST else self._wait_for_set(entry, number))
 
-    async def getxattr(self, inode: int, name: bytes) -> bytes:
+    async def getxattr(self, inode: int, name: bytes, _: "RequestContext") -> bytes:
         raise posix_error(errno.ENODATA)
 
     async def listxattr(self, inode: int, _: "RequestContext") -> Sequence[bytes]:
@@ -180,7 +179,7 @@ class LatestTree(ReadOnlyTree):
             return None
         # A pair such as `state.cpt` and `state_prev.cpt` has the name of its first file, which may be away for a moment.
         found = await self._reader.list_possible_members(entry.directory)
-        return link if _find_pair(name, found) is not None else None
+        return link if any(one.name == name for one in series.list_series(found)) else None
 
     async def _list_entries(self, entry: VirtualEntry) -> list[tuple[bytes, VirtualEntry]]:
         if entry == TOP:
@@ -200,17 +199,12 @@ class LatestTree(ReadOnlyTree):
 
     async def _get_newest_path(self, entry: VirtualEntry) -> bytes:
         """Return the relative path from a series' symlink to its newest complete member. Raises ENOENT."""
-        found = await self._reader.list_possible_members(entry.directory)
-        one = series.parse(entry.link) or _find_pair(entry.link, found)
-        if one is None:
-            raise posix_error(errno.ENOENT)
-        members = {name: inode for name, (inode, _) in found.items()}
-        known = await self._reader.load_known_sets(entry.directory, one.name)
-        newest = (await series.find_newest(one, members, self._reader, Level.LOCAL, known)).newest
+        answer, known = await self._reader.find_latest(entry.directory, entry.link)
+        newest = answer.result.newest
         if newest is None:
             raise posix_error(errno.ENOENT)
         if newest.path:
-            return self._build_history_target(entry, self._reader.find_path(known, newest, one.name))
+            return self._build_history_target(entry, self._reader.find_path(known, newest, entry.link))
         parts = self._list_parts(entry)
         return b"../" * (len(parts) + 2) + b"/".join([*parts, newest.entry])
 
@@ -242,8 +236,3 @@ class LatestTree(ReadOnlyTree):
 def _is_awaited(name: bytes) -> bool:
     """Return True if a name may become that of a checkpoint."""
     return series.counts_checkpoints(name) and not series.is_temporary(name)
-
-
-def _find_pair(name: bytes, found: Iterable[bytes]) -> Series | None:
-    """Return the series that has no number and this name."""
-    return next((one for one in series.list_series(found) if one.name == name), None)

@@ -11,7 +11,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import trio
 
@@ -23,20 +23,22 @@ from ckptfs.catalog.history import SeriesRecord
 from ckptfs.catalog.history_names import SetName
 from ckptfs.catalog.namespace import NotImported
 from ckptfs.errors import CkptfsError, posix_error
-from ckptfs.model import ROOT, ContentState, CopyState, Inode, Tier
+from ckptfs.model import ROOT, ContentState, CopyState, Inode, Level, Tier
 from ckptfs.series import (
     MANIFESTS,
     KnownSet,
     KnownSets,
+    LatestAnswer,
     LatestMember,
     Listing,
     MemberFile,
     Series,
     build_series,
-    encode_start,
     file_formats,
     find_incomplete_reason,
+    find_newest,
     find_series,
+    judge_kept,
     list_series,
     parse,
     replace_group,
@@ -48,6 +50,13 @@ from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.open_files.open_file import run_on_pfs
 
 Result = TypeVar("Result")
+
+
+class FoundLatest(NamedTuple):
+    """What a search found, and what the history has of the series."""
+
+    answer: LatestAnswer
+    known: KnownSets[int]
 
 
 class MountMemberReader:
@@ -86,31 +95,53 @@ class MountMemberReader:
         await self._refresh_directory(directory)
         return await self.compute(functools.partial(set_members.list_possible_members, self._context.db, directory))
 
-    async def encode_start(self, directory: int, pattern: bytes) -> bytes:
-        """Return `series.encode_start` of a series; if the name is empty, of those in the directory.
+    async def find_latest(
+        self,
+        directory: int,
+        name: bytes,
+        wanted: Level = Level.LOCAL,
+        *,
+        may_read: Callable[[int], bool] = lambda entry: True,
+        first: int = 0,
+        at_most: int | None = None,
+    ) -> FoundLatest:
+        """Search the newest complete member of the series with this name.
 
-        A caller that may list the directory may ask for it. The kernel checks the same permission for both.
+        If the name is empty, that of the only series in the directory. The other arguments are those of `series.find_newest`. A caller that
+        may list the directory may ask for it.
         """
-        if not self._context.get_inode(directory).is_directory:
-            raise posix_error(errno.ENODATA)
         await self._refresh_directory(directory)
-        names = {*await self.compute(functools.partial(history_names.list_shown_names, self._context.db, directory))}
-        found = await self.compute(lambda: _find_series(pattern, names))
-        known: KnownSets[int] = await self.load_known_sets(directory, found[0].name) if len(found) == 1 else KnownSets()
-        return await self.compute(lambda: encode_start(found, names, known, limits.XATTR_VALUE_BYTES_MAX))
+        siblings = await self.compute(functools.partial(history_names.list_shown_names, self._context.db, directory))
+        found = await self.compute(lambda: _find_series(name, siblings))
+        if len(found) != 1:
+            return FoundLatest(LatestAnswer(found), KnownSets())
+        known = await self.load_known_sets(directory, found[0].name)
+        result = await find_newest(found[0], siblings, self, wanted, known, may_read=may_read, first=first, at_most=at_most)
+        return FoundLatest(LatestAnswer(found, result), known)
+
+    async def find_flaw(self, directory: int, may_read: Callable[[int], bool]) -> str | None:
+        """Return what the rules of its kind have against a set of the history.
+
+        Returns None for any other directory.
+        """
+        db, one = self._context.db, history.get_set(self._context.db, directory)
+        record = None if one is None else history.get_series(db, set_members.get_parent(db, directory))
+        series = None if record is None else parse(record.pattern)
+        if one is None or series is None:
+            return None if record is None else ""
+        known = KnownSet(one.record.numbers, one.record.name, one.record.number, one.record.is_group, directory)
+        return (await judge_kept(series, known, self, may_read)).incomplete_reason
 
     async def _refresh_directory(self, directory: int) -> None:
         shared_namespace = self._context.shared_namespace
-        if shared_namespace is not None:
-            await shared_namespace.refresh_inode(directory)
-            await shared_namespace.refresh_directory(directory)
+        await shared_namespace.refresh_inode(directory)
+        await shared_namespace.refresh_directory(directory)
         if not self._context.get_inode(directory).is_imported:
             await self._changes.request_scan(directory, must_succeed=True)
 
     async def lookup_child(self, directory: int, name: bytes) -> Inode:
         """Return the inode of a name. Raises FileNotFoundError."""
-        if self._context.shared_namespace is not None:
-            await self._context.shared_namespace.refresh_name(directory, name)
+        await self._context.shared_namespace.refresh_name(directory, name)
         try:
             return namespace.lookup(self._context.db, directory, name)
         except NotImported:
@@ -133,8 +164,7 @@ class MountMemberReader:
 
     async def _load_member_file(self, number: int) -> MemberFile:
         await self._changes.refresh_inode(number)
-        if self._context.shared_namespace is not None:
-            await self._context.shared_namespace.refresh_copies(number)
+        await self._context.shared_namespace.refresh_copies(number)
         inode, record = self._context.get_inode(number), summary.load_file_record(self._context.db, number)
         reason = find_incomplete_reason(record, inode.size)
         return MemberFile(inode.size, lifecycle.level(record), reason, inode.mtime_ns, inode.ctime_ns)
@@ -158,8 +188,7 @@ class MountMemberReader:
         record = await self._find_series_record(directory, series_name) or self._find_group_series(directory, series_name)
         if record is None:
             return KnownSets()
-        if self._context.shared_namespace is not None:
-            await self._context.shared_namespace.refresh_directory(record.directory)
+        await self._context.shared_namespace.refresh_directory(record.directory)
         known = await self.compute(functools.partial(_load_known_sets, self._context.db, record))
         newest = max(known.sets, key=lambda one: (one.numbers, one.number), default=known.target)
         if newest is not None:
@@ -222,8 +251,7 @@ class MountMemberReader:
         pattern = series.name if (series := find_series(name, ())) is not None else name
         own = await self._find_series_record(directory, pattern)
         for record in ([] if own is None else [own]) + [one for one in self._list_series(directory) if one != own]:
-            if self._context.shared_namespace is not None:
-                await self._context.shared_namespace.refresh_directory(record.directory)
+            await self._context.shared_namespace.refresh_directory(record.directory)
             if path := await self.compute(functools.partial(_find_set_path, self._context.db, record, name)):
                 return path
         return b""
@@ -243,8 +271,7 @@ class MountMemberReader:
         """Return the directory of the history that has the path of a series. Returns None if there is none."""
         db, place = self._context.db, ROOT
         for name in (history.NAME, *filter(None, namespace.get_path(db, directory).split(b"/")), pattern):
-            if self._context.shared_namespace is not None:
-                await self._context.shared_namespace.refresh_name(place, name)
+            await self._context.shared_namespace.refresh_name(place, name)
             child = namespace.find_child(db, place, name)
             if child is None:
                 return None

@@ -141,7 +141,7 @@ class SetEvents:
         `made`: its set; None if it had one already, or another node made it.
         """
         begun = self._begun.pop(found.key, None)
-        if made is not None or (begun is not None and self._context.shared_namespace is not None):
+        if made is not None or (begun is not None and self._context.shared_namespace.is_shared):
             with _leaving_out():
                 await self._record_set(found, series_directory, made, list(begun.writers.values()) if begun is not None else [])
 
@@ -231,12 +231,11 @@ class SetEvents:
                 if history.get_set(db, directory) is not None:
                     await self._refresh.refresh_set(directory, with_copies=True)
         levels = await trio.to_thread.run_sync(summary.list_lowest_levels, db, list(due))
-        order = list(Level)
         for directory, one in due.items():
             level = levels.get(directory)
             one.delay_s = min(one.delay_s * 1.5, limits.SET_RETRY_MAX_S)
             one.due_s = trio.current_time() + one.delay_s
-            if level is not None and order.index(level) > order.index(one.level):
+            if level is not None and level.rank > one.level.rank:
                 one.level = level
                 if level is not Level.LOCAL:
                     _record_of_set(db, EventKind.LEVEL, directory, level=level.value)

@@ -87,7 +87,7 @@ class SetExpiry:
         Only sets that may be safer than this node knows are loaded.
         """
         shared_namespace, db = self._context.shared_namespace, self._context.db
-        if shared_namespace is None or self.find_rule(series) is None:
+        if not shared_namespace.is_shared or self.find_rule(series) is None:
             return
         levels = summary.list_lowest_levels(db, history.list_set_directories(db, series.directory))
         highest = Level.CLIQUE if self._context.config.pfs is None else Level.PFS
@@ -142,7 +142,7 @@ class SetExpiry:
         rule = self.find_rule(series)
         if ruled is None or rule is None:
             return Review()
-        if self._context.shared_namespace is not None and self._context.shared_namespace.is_disconnected:
+        if self._context.shared_namespace.is_disconnected:
             return Review(frozenset(one.record.number for one in sets), again_s=limits.SET_REVIEW_S)
         db, ruling = self._context.db, await trio.to_thread.run_sync(apply_rule, rule, ruled)
         final = await trio.to_thread.run_sync(lambda: apply_rule(rule, assume_final(ruled, ruling)))
@@ -203,7 +203,7 @@ class SetExpiry:
 
     async def _refresh_below(self, tops: Iterable[int]) -> None:
         """Load the names that other nodes of the cluster have made below these inodes."""
-        for inode in tops if self._context.shared_namespace is not None else ():
+        for inode in tops if self._context.shared_namespace.is_shared else ():
             if self._context.get_inode(inode).is_directory:
                 await self._reader.list_tree(inode)
 
@@ -243,7 +243,7 @@ class SetExpiry:
                     found.append((namespace.rmdir if inode.is_directory else namespace.unlink)(db, parent, name))
             return found
 
-        gone = await self._changes.commit_shared(lambda: self._changes.run_change(act), batch)
+        gone = await self._context.shared_namespace.commit_shared(lambda: self._changes.run_change(act), batch)
         self._add_unlinked(inode.id for inode in gone if inode.nlink == 0)
 
     # --- incomplete members ------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class SetMaker:
         """
         db, files = self._context.db, [file.inode for file in tree.files.values()]
         series = await self._open_series(found)
-        if self._context.shared_namespace is not None:
+        if self._context.shared_namespace.is_shared:
             sets = await trio.to_thread.run_sync(history.list_sets, db, series)
             for former in [one for one in sets if one.record.name == found.member.name][:1]:
                 await self._refresh.refresh_set(former.directory)
@@ -132,8 +132,7 @@ class SetMaker:
             if record is not None:
                 return record.directory
             await self._changes.run_change(lambda db, _: history.insert_series(db, found.directory, found.series.name))
-            if shared_namespace is not None:
-                await shared_namespace.wait_published()
+            await shared_namespace.wait_published()
         raise Busy("other nodes change the history of the series")
 
     async def remove_leftovers(self, series: int) -> bool:
@@ -169,7 +168,7 @@ class SetMaker:
             return CheckpointSet(history.begin_set(db, series, record, like), record)
 
         names = [(series, history.build_hidden_name(record))]
-        return await self._changes.commit_shared(lambda: self._changes.run_change(act), names)
+        return await self._context.shared_namespace.commit_shared(lambda: self._changes.run_change(act), names)
 
     async def _fill(self, directory: int, tree: SetTree) -> None:
         """Make the directories, symlinks and links of a set, each change for a short time.
@@ -198,7 +197,7 @@ class SetMaker:
         Busy: another node wrote a file before.
         """
         shared_namespace = self._context.shared_namespace
-        if shared_namespace is None:
+        if not shared_namespace.is_shared:
             return
         await shared_namespace.wait_published()
         files = list(tree.files.values())
@@ -216,7 +215,7 @@ class SetMaker:
             set_members.delete_commit(db, found.inodes)
 
         names = [(series, history.build_hidden_name(made.record)), (series, made.name)]
-        await self._changes.commit_shared(lambda: self._changes.run_change(act), names)
+        await self._context.shared_namespace.commit_shared(lambda: self._changes.run_change(act), names)
 
     # --- the manifest -------------------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ class SetRebuild:
         In a cluster the other nodes and etcd know the records.
         """
         db = self._context.db
-        if self._context.config.pfs is None or self._context.shared_namespace is not None:
+        if self._context.config.pfs is None or self._context.shared_namespace.is_shared:
             return
         if not await trio.to_thread.run_sync(history.has_unrecorded, db):
             return

@@ -24,7 +24,7 @@ class SetRefresh:
 
     def choose_delay_s(self) -> float:
         """Return after which time this node looks at what it has just changed."""
-        if self._context.shared_namespace is None:
+        if not self._context.shared_namespace.is_shared:
             return 0.0
         return random.uniform(0.0, limits.SET_SPREAD_S * len(peer_copies.list_live_nodes(self._context.db)))
 
@@ -34,10 +34,8 @@ class SetRefresh:
         Publish first what this node sealed: of nodes that look at the same time, one then sees the files of all.
         """
         shared_namespace, seen = self._context.shared_namespace, set[int]()
-        if shared_namespace is not None:
-            await shared_namespace.wait_published()
-        for inode in inodes if shared_namespace is not None else ():
-            assert shared_namespace is not None
+        await shared_namespace.wait_published()
+        for inode in inodes if shared_namespace.is_shared else ():
             await shared_namespace.refresh_inode(inode)
             if not set_members.list_places(self._context.db, inode):
                 await self._refresh_names(inode)
@@ -50,7 +48,6 @@ class SetRefresh:
 
     async def _refresh_names(self, inode: int) -> None:
         """Load the names of a file that this node only has a copy of."""
-        assert self._context.shared_namespace is not None
         with contextlib.suppress(FileNotFoundError):
             is_file = self._context.get_inode(inode).is_file
             for directory, name in keys.list_shared_names(self._context.db, inode) if is_file else ():
@@ -64,7 +61,7 @@ class SetRefresh:
         Sets that this node has never read count, too.
         """
         db, shared_namespace = self._context.db, self._context.shared_namespace
-        if shared_namespace is None:
+        if not shared_namespace.is_shared:
             return set_members.list_sets_of_file(db, inode)
         with contextlib.suppress(FileNotFoundError):
             if self._context.get_inode(inode).is_directory:
@@ -83,9 +80,8 @@ class SetRefresh:
     async def refresh_way(self, directory: int) -> None:
         """Load a directory of the history and the names that lead to it."""
         shared_namespace = self._context.shared_namespace
-        if shared_namespace is not None:
-            await shared_namespace.refresh_name(ROOT, history.NAME)
-        while shared_namespace is not None and directory > ROOT:
+        await shared_namespace.refresh_name(ROOT, history.NAME)
+        while shared_namespace.is_shared and directory > ROOT:
             await shared_namespace.refresh_inode(directory)
             directory = set_members.get_parent(self._context.db, directory)
             if directory > ROOT:
@@ -94,19 +90,17 @@ class SetRefresh:
     async def refresh_place(self, directory: int, pattern: bytes) -> None:
         """Load what other nodes made of a series that this one may not know."""
         shared_namespace = self._context.shared_namespace
-        if shared_namespace is not None and (place := await self._reader.find_place(directory, pattern)) is not None:
+        if shared_namespace.is_shared and (place := await self._reader.find_place(directory, pattern)) is not None:
             await shared_namespace.refresh_directory(place)
 
     async def refresh_series(self, series: int) -> None:
         """Load the sets of a series, and what users said of them."""
-        if self._context.shared_namespace is not None:
-            await self._context.shared_namespace.refresh_inode(series)
-            await self._context.shared_namespace.refresh_directory(series)
+        await self._context.shared_namespace.refresh_inode(series)
+        await self._context.shared_namespace.refresh_directory(series)
 
     async def refresh_set(self, directory: int, *, with_copies: bool = False) -> None:
         """Load what is in a set, and where the copies of its files are."""
         shared_namespace = self._context.shared_namespace
-        below = {} if shared_namespace is None else await self._reader.list_tree(directory)
+        below = await self._reader.list_tree(directory) if shared_namespace.is_shared else {}
         for inode in below.values() if with_copies else ():
-            assert shared_namespace is not None
             await shared_namespace.refresh_copies(inode.id)

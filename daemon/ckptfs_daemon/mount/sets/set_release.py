@@ -48,7 +48,7 @@ class SetRelease:
 
     def release_moved(self, sealed: Iterable[int]) -> None:
         """Have written back what other nodes moved out of held places while it was open on this node."""
-        if self._context.shared_namespace is None or self._context.db.holds_back is None or self._context.config.pfs is None:
+        if not self._context.shared_namespace.is_shared or self._context.db.holds_back is None or self._context.config.pfs is None:
             return
         with self._context.open_files.change() as db:
             moved = [inode for inode in sealed if pfs_hold.release_moved(db, inode)]
@@ -60,8 +60,7 @@ class SetRelease:
         if not any(rule.selects_for_pfs for rule in self._context.config.retention):
             return
         async with trio.open_nursery() as nursery:
-            if self._context.shared_namespace is not None:
-                nursery.start_soon(self._context.shared_namespace.follow_keys, keys.CHOSEN_PREFIX, self._add_keys)
+            nursery.start_soon(self._context.shared_namespace.follow_keys, keys.CHOSEN_PREFIX, self._add_keys)
             while True:
                 self._has_due = trio.Event()
                 self._add_left()
@@ -107,8 +106,7 @@ class SetRelease:
         await self._refresh.refresh_set(directory)
         chosen = history.get_set(db, directory)
         files = sum(inode.is_file and path not in MANIFEST_NAMES for path, inode in history.list_files(db, directory))
-        is_known = shared_namespace is None or not shared_namespace.is_disconnected
-        return is_known and (chosen is None or files >= chosen.record.files)
+        return not shared_namespace.is_disconnected and (chosen is None or files >= chosen.record.files)
 
     def _release_below(self, directory: int) -> bool:
         """Return True if nothing of the set is held any more."""

@@ -115,7 +115,7 @@ class SetTracker:
         Only the first of several changes in a directory waits, and not for long. In a cluster another node may have sealed the file: this
         one inserts a candidate for it, too.
         """
-        now_s, is_shared = trio.current_time(), self._context.shared_namespace is not None
+        now_s, is_shared = trio.current_time(), self._context.shared_namespace.is_shared
         is_all_processed = not self._candidate_due_s and self._wakes_at_last_pass == self._wakes
         if not is_shared and is_all_processed and not self._context.open_files.producers.has(inode):
             return
@@ -146,7 +146,7 @@ class SetTracker:
         """
         await self.wait_for_set_before_change(inode)
         db, shared_namespace = self._context.db, self._context.shared_namespace
-        if shared_namespace is None or self._find_directory(inode) is None:
+        if not shared_namespace.is_shared or self._find_directory(inode) is None:
             yield
             return
         with self._context.open_files.change():
@@ -320,7 +320,7 @@ class SetTracker:
                 os.fsdecode(found.member.name),
                 reason,
             )
-            delay_s, is_contended = limits.SET_RETRY_S, isinstance(reason, Busy) and self._context.shared_namespace is not None
+            delay_s, is_contended = limits.SET_RETRY_S, isinstance(reason, Busy) and self._context.shared_namespace.is_shared
         if delay_s is None:
             self._noted_producers.pop(found.key, None)
         else:
