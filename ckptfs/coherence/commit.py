@@ -20,6 +20,7 @@ from ckptfs.coherence.chain import ChainLink
 from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import (
     CONTENT,
+    COPY,
     INODE,
     KINDS,
     NAME,
@@ -300,7 +301,7 @@ class _TransactionBuilder:
         """Delete the content of a removed file and its copies, unless it is the previous one of another file."""
         if self._db.value("SELECT 1 FROM content WHERE id = ? AND inode <> ? AND superseded_mtime_ns IS NOT NULL", content, inode):
             return
-        copies = encode_key(SharedKey(CONTENT, content)).replace(b"c/", b"p/", 1) + b"/"
+        copies = encode_key(SharedKey(COPY, content))
         self._transaction.extra_deletes.append(Delete(copies, prefix_end(copies)))
         key = SharedKey(CONTENT, content)
         if key not in self._transaction.new_values:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptfs import limits
-from ckptfs.catalog import handles, identity, journal, pfs_batch, pfs_state
+from ckptfs.catalog import handles, identity, journal, pfs_batch, pfs_state, scans
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import ObservedNames, ObservedStat, PfsBatch
@@ -44,7 +44,7 @@ from ckptfs.coherence.read import RecentDeletes, StoreValue
 from ckptfs.coherence.value_checks import UNREADABLE, parse_key, parse_value
 from ckptfs.errors import Busy
 from ckptfs.model import ROOT
-from ckptfs.store.kv import Compare, CompareTarget, Delete, Operation, Put, Transactions, iter_range, prefix_end
+from ckptfs.store.kv import Compare, CompareTarget, Delete, Operation, Put, Transactions, iter_pages, read_all
 
 ROUNDS_MAX = 64
 
@@ -84,7 +84,8 @@ class StoreSnapshot:
         self.store_values: dict[SharedKey, StoreValue] = {}
         self._directory_names: dict[int, PfsName | None] = {}
         self._pfs_names: dict[int, list[PfsName]] = {}
-        self._is_loading = False
+        self._guessed: dict[SharedKey, StoreValue] = {}
+        self._is_loading = self._is_guessing = False
 
     def load(self, instance: str, rows: Iterable[JournalRow] = (), inodes: Iterable[int] = ()) -> None:
         """Read all that these rows and inodes lead to. Raises StoreUnreachable, and Busy if it keeps changing."""
@@ -93,18 +94,28 @@ class StoreSnapshot:
         try:
             self._load_in_rounds(instance, rows, inodes)
         finally:
-            self._is_loading = False
+            self._is_loading = self._is_guessing = False
 
     def _load_in_rounds(self, instance: str, rows: list[JournalRow], inodes: list[int]) -> None:
+        # What the catalog knows leads to most keys at once. Of these, `store_values` gets what is needed by what the store says.
+        self._is_guessing = True
+        keys = list(dict.fromkeys(self._list_needed_keys(instance, rows, inodes)))
+        self._is_guessing = False
+        self._guessed = self._read(keys)
         for _ in range(ROUNDS_MAX):
             wanted = dict.fromkeys(self._list_needed_keys(instance, rows, inodes))
             keys = [key for key in wanted if key not in self.store_values]
             if not keys:
                 return self._require_published()
-            found = read.parse_outcome(keys, self._store.read(read.build_gets(keys)))
+            found = self._read(keys)
             self.store_values |= found
             self._apply_to_catalog(found)
         raise Busy("what is to be written back moves about")
+
+    def _read(self, keys: list[SharedKey]) -> dict[SharedKey, StoreValue]:
+        """Return what the store says of these keys, or of those among them that were read already."""
+        known = {key: self._guessed[key] for key in keys if key in self._guessed}
+        return known or (read.parse_outcome(keys, self._store.read(read.build_gets(keys))) if keys else {})
 
     def _require_published(self) -> None:
         """Raise Busy if this node has unpublished changes of PFS state that other nodes changed, too."""
@@ -166,15 +177,16 @@ class StoreSnapshot:
     def list_pfs_names_in(self, directory: int) -> list[PfsName]:
         """Return the names that the PFS shows in a directory, or is about to show."""
         if directory not in self._pfs_names:
-            start = encode_key(SharedKey(PFS_NAME, directory))
-            items = iter_range(self._store, start, prefix_end(start), keys_only=True)
-            keys = [parse_key(item.key) for _, item in items]
+            _, items = read_all(self._store, encode_key(SharedKey(PFS_NAME, directory)), keys_only=True)
+            keys = [parse_key(item.key) for item in items]
             self._pfs_names[directory] = [(directory, key.name) for key in keys if key is not None]
         return self._pfs_names[directory]
 
     def get_value(self, key: SharedKey) -> Value | None:
         """Return the value of a key. Returns None if it is missing or was not read."""
         one = self.store_values.get(key)
+        if one is None and self._is_guessing:
+            return get_value(self._db, key)
         if one is None and key.kind in {INODE, PFS_STATE} and not self._is_loading:
             raise NotLoaded(key.number)
         return None if one is None else one.value.fields
@@ -244,6 +256,8 @@ class StoreSnapshot:
 
     def _get_directory_name(self, directory: int, parent: int) -> PfsName | None:
         """Return a directory's name in its parent: the remembered one, or search for it."""
+        if self._is_guessing:
+            return next(iter(scans.list_names(self._db, directory)), None)
         if directory not in self._directory_names or (name := self._directory_names[directory]) is None or name[0] != parent:
             self._directory_names[directory] = self._find_directory_name(directory, parent)
         return self._directory_names[directory]
@@ -253,12 +267,10 @@ class StoreSnapshot:
         for (name,) in [*rows, *((key.name,) for key in self.store_values if key.kind == NAME and key.number == parent)]:
             key = SharedKey(NAME, parent, bytes(name))
             if key not in self.store_values:
-                found = read.parse_outcome([key], self._store.read(read.build_gets([key])))
-                self.store_values |= found
+                self.store_values |= self._read([key])
             if self.get_child((parent, key.name)) == directory:
                 return parent, key.name
-        inside = build_names_prefix(parent)
-        for _, item in iter_range(self._store, inside, prefix_end(inside)):
+        for item in (item for _, items in iter_pages(self._store, build_names_prefix(parent)) for item in items):
             named = parse_key(item.key)
             if named is not None and (decode_value(parse_value(named, item)) or {"child": 0})["child"] == directory:
                 return parent, named.name

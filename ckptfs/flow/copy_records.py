@@ -63,7 +63,7 @@ class DropDeadRecords:
         gone = peer_copies.list_nodes(self._db).keys() - self._cluster.view().by_number.keys() - {self._cluster.node_number}
         if not gone or store_loss.is_adopting(self._db) or not self._cluster.lease():
             return False
-        return self._cluster.locks is None or self._cluster.locks.try_acquire("bury") is not None
+        return self._cluster.locks.try_acquire("bury") is not None
 
     def _drop_dead(self, items: tuple[Item, ...], view: ClusterView) -> None:
         writers = {item.key: value["node"] for item in items if (value := decode_item(item)) is not None}

@@ -28,7 +28,7 @@ from ckptfs.tiers.storage import Tiers, TierStorage
 
 log = logging.getLogger(__name__)
 
-disk.declare_labels("drop:forget", "drop:quarantined", "drop:leftover")
+disk.declare_labels("reclaim:forget", "reclaim:quarantined", "reclaim:leftover")
 
 BATCH_CONTENTS = 128
 LEFTOVER_AGE_S = 60.0
@@ -106,7 +106,7 @@ class Reclaim:
         self._report(failures)
         batch = [(number, tier) for number, tier in batch if tier not in failures]
         if batch:
-            disk.act("drop:forget", copies.delete_doomed, self._db, batch)
+            disk.act("reclaim:forget", copies.delete_doomed, self._db, batch)
             if self._db.is_clustered:
                 self._notify.wake_lanes()  # Another lane tells the other nodes that they may delete their copies.
         self._after = last if more else 0
@@ -153,7 +153,7 @@ class Reclaim:
                 if not lifecycle.can_drop(contents.get_file_record(self._db, number), tier, pfs_verify=self._config.pfs_verify):
                     continue
                 copies.delete_copy(self._db, number, tier)
-            disk.act("drop:quarantined", local_copies.remove_unrecorded, self._db, storage, number)
+            disk.act("reclaim:quarantined", local_copies.remove_unrecorded, self._db, storage, number)
 
     def _remove_leftovers(self, tier: Tier, storage: TierStorage) -> tuple[int, int]:
         """Remove old files without a row, listed before the rows. Return (number, bytes)."""
@@ -175,7 +175,7 @@ class Reclaim:
         with contextlib.nullcontext() if tier is Tier.PFS else self._db.transaction():
             if copies.has_copy(self._db, number, tier):
                 return None
-            fd = disk.act("drop:leftover", storage.detach, number)
+            fd = disk.act("reclaim:leftover", storage.detach, number)
         if fd >= 0:
             os.close(fd)  # Frees a large file, which takes long, after the transaction.
         return found.st_size

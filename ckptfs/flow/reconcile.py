@@ -29,7 +29,7 @@ from ckptfs.clique.membership import ClusterView, Node
 from ckptfs.clique.peer_api import PeerFailed, PeerRefused
 from ckptfs.coherence import salvage_records, store_loss
 from ckptfs.errors import StoreUnreachable
-from ckptfs.model import Content, ContentState, Notifier, Tier
+from ckptfs.model import LOCAL_TIERS, Content, ContentState, Notifier
 from ckptfs.tiers import local_copies
 from ckptfs.tiers.storage import Tiers
 
@@ -38,7 +38,6 @@ log = logging.getLogger(__name__)
 disk.declare_labels("reconcile:forgotten", "reconcile:released")
 
 BATCH_CONTENTS = locations.LOAD_CONTENTS_MAX // 2
-LOCAL_TIERS = (Tier.RAM, Tier.NVME)
 
 
 class Reconcile:

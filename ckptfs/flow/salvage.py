@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptfs import disk, limits
@@ -38,7 +38,7 @@ from ckptfs.tiers.storage import Tiers
 
 log = logging.getLogger(__name__)
 
-disk.declare_labels("fallback:shown", "fallback:pfs")
+disk.declare_labels("salvage:shown", "salvage:pfs")
 
 BATCH_CONTENTS = locations.LOAD_CONTENTS_MAX // 2
 FORMER_TROUBLE = "former"
@@ -222,7 +222,7 @@ class Salvage:
         revision = _commit_if_unchanged(self._cluster.store, list(items.values()), puts)
         if not revision:
             return False
-        disk.reach("fallback:shown")
+        disk.reach("salvage:shown")
         salvage_records.record_previous_shown(self._db, content, lost.inode, (value, content_value), revision)
         self._report(lost)
         self._notify.wake_lanes()
@@ -284,7 +284,7 @@ class Salvage:
         revision = _commit_if_unchanged(self._cluster.store, compared, puts)
         if not revision:
             return False
-        disk.reach("fallback:pfs")
+        disk.reach("salvage:pfs")
         known = [] if on_pfs.replaces else [(SharedKey(PFS_STATE, lost.inode), on_pfs.value, on_pfs.item.mod_revision)]
         salvage_records.apply_values(self._db, [*known, *((keys.decode_key(key), said, revision) for key, said in puts)])
         self._writers_may_return = True
@@ -358,9 +358,7 @@ class Salvage:
         revision = _commit_if_unchanged(self._cluster.store, [file.item], [(file.item.key, value)])
         if not revision:
             return False
-        remote_contents.record_remote(
-            self._db, RemoteState(record.content, inode, record.generation, record.size, record.digest, record.blocks)
-        )
+        remote_contents.record_remote(self._db, replace(record, inode=inode))
         salvage_records.record_salvage_undone(self._db, inode, value, revision, node.number)
         self._notify.wake_lanes()
         summary.set_trouble(self._db, _get_trouble_name(inode), None)

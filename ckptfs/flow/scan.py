@@ -163,10 +163,9 @@ class Scan:
 
     def _take_turn(self, directory: int) -> bool:
         """Take the lock for refreshing the directory in this interval. Return True if this node has it."""
-        locks, now_s = None if self._cluster is None else self._cluster.locks, time.monotonic()
-        if locks is None:
+        if self._cluster is None:
             return True
-        mine = None
+        locks, now_s, mine = self._cluster.locks, time.monotonic(), None
         with contextlib.suppress(StoreUnreachable, StoreRefused):
             for lock in [lock for lock, until_s in self._turns.items() if until_s <= now_s]:
                 del self._turns[lock]

@@ -87,8 +87,8 @@ class TakeOver:
 
     def _take_from(self, number: int) -> bool:
         """Take one page of rows. Return False if nothing is left to take."""
-        claim = None if self._cluster.locks is None else self._cluster.locks.try_acquire(f"write-back/{number}")
-        if claim is None or self._cluster.locks is None:
+        claim = self._cluster.locks.try_acquire(f"write-back/{number}")
+        if claim is None:
             return False
         found = self._cluster.store.read(self._build_gets(number, ROWS_TOGETHER)).results
         items = [item for page in found for item in page if decode_item(item) is not None][:ROWS_TOGETHER]

@@ -11,7 +11,7 @@ This step only checks. The steps that raise levels wake all lanes when they made
 import errno
 
 from ckptfs import limits
-from ckptfs.catalog import journal, mover_requests, summary
+from ckptfs.catalog import mover_requests, summary
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.model import Level, Notifier
@@ -42,7 +42,7 @@ class WaitLevel:
     def _answer(self, request: mover_requests.MoverRequest) -> bool:
         kind, _, number = request.argument.partition(":")
         if kind == "journal":
-            if journal.has_pending(self._db, request.inode, int(number)):
+            if summary.has_pending(self._db, request.inode, int(number)):
                 return False
             self._db.persist()
             mover_requests.mark_done(self._db, request.id)
@@ -59,5 +59,4 @@ class WaitLevel:
 
 
 def _has_reached(listed: summary.ListedFile, level: Level) -> bool:
-    order = list(Level)
-    return order.index(listed.level) >= order.index(level) and not (level is Level.PFS and listed.has_pending_changes)
+    return listed.level.rank >= level.rank and not (level is Level.PFS and listed.has_pending_changes)

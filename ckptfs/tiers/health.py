@@ -1,4 +1,4 @@
-"""The health of a tier: NORMAL, SUSPECT, DOWN.
+"""The health of a tier: NORMAL, SUSPECT, DOWN. What errors of a tier mean, and their remedies.
 
 Errors and probes that answer late or not at all change the state. Transitions are pure functions from one frozen value to the next.
 ENOSPC and EDQUOT are no failures: a full tier is healthy. `probe` is the only effect and may hang as long as the tier does, so it
@@ -29,17 +29,34 @@ TIER_FAILURE_ERRNOS = {
 }  # fmt: skip
 """Errors that say something of a tier, not of one file."""
 
-REMEDIES = {
-    errno.EIO: "check the kernel log for this device or server",
-    errno.EROFS: "mount it read-write again",
-    errno.ESTALE: "mount it again",
-    errno.ENOENT: "mount it, or create the directory",
-    errno.ENOTCONN: "mount it again",
-    errno.EACCES: "give the owners of the files write permission",
-    errno.EPERM: "give the owners of the files write permission",
-    errno.ENOSPC: "free space, or raise the quota",
-    errno.EDQUOT: "free space, or raise the quota",
-    errno.ETIMEDOUT: "check whether its server answers",
+PFS_FAILURE_ERRNOS = TIER_FAILURE_ERRNOS - {errno.ENOTDIR} | {
+    errno.ENOSPC, errno.ENOENT, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
+    errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ENOMEM, errno.ENOBUFS, errno.EMFILE, errno.ENFILE,
+    errno.EINTR, errno.EAGAIN, errno.ECOMM, errno.EPROTO, errno.ENOLINK, errno.ENOLCK,
+}  # fmt: skip
+"""Errors of a change on the PFS that say something of its server, the network or the whole filesystem, not of one file."""
+
+_WRITABLE = ("give the owners of the files write permission", "let the file's owner write to this directory on the PFS")
+_MOUNTED = ("mount it again", "mount the PFS again")
+_CHECKED = "check the kernel log for this device or server"
+_REMEDIES = {  # (of an error of a tier, of a change on the PFS)
+    errno.EIO: (_CHECKED, _CHECKED),
+    errno.EROFS: ("mount it read-write again", "mount the PFS for writing"),
+    errno.ESTALE: _MOUNTED,
+    errno.ENOTCONN: _MOUNTED,
+    errno.ENOENT: ("mount it, or create the directory", ""),
+    errno.ETIMEDOUT: ("check whether its server answers", ""),
+    errno.EACCES: _WRITABLE,
+    errno.EPERM: _WRITABLE,
+    errno.ENOSPC: ("free space, or raise the quota", "make room on the PFS"),
+    errno.EDQUOT: ("free space, or raise the quota", "make room within the quota on the PFS, or have it raised"),
+    errno.ENAMETOOLONG: ("", "give it a shorter name"),
+    errno.EINVAL: ("", "give it a name that the PFS takes"),
+    errno.EILSEQ: ("", "give it a name that the PFS takes"),
+    errno.EXDEV: ("", "copy it to the other directory and delete it here: on the PFS they are different filesystems or quota projects"),
+    errno.EBUSY: ("", "see whether something is mounted there on the PFS"),
+    errno.EMLINK: ("", "make fewer links to the file"),
+    errno.EFBIG: ("", "raise the PFS's limit on the size of a file, or keep the file elsewhere"),
 }
 
 
@@ -105,8 +122,13 @@ def is_tier_failure(failure: OSError) -> bool:
 
 
 def remedy(code: int | None) -> str:
-    """Return what the operator can do about an errno; empty if unknown."""
-    return REMEDIES.get(code or 0, "")
+    """Return what the operator can do about an error of a tier; empty if unknown."""
+    return _REMEDIES.get(code or 0, ("", ""))[0]
+
+
+def pfs_remedy(code: int | None) -> str:
+    """Return what a user can do about a change that the PFS refuses; empty if unknown."""
+    return _REMEDIES.get(code or 0, ("", ""))[1]
 
 
 def probe(root: Path) -> Capacity:

@@ -223,7 +223,7 @@ class PfsTree:
     def reopen_root(self, db: Database) -> None:
         """Reopen the root, before each batch. Raises as `open_adopted_root` does."""
         fd = open_adopted_root(db, self.root)
-        if self._root_fd >= 0 and not os.path.sameopenfile(fd, self._root_fd):
+        if self._root_fd >= 0 and not _is_same(self._root_fd, fd):
             self.clear_cache()
         self._close_forgotten()
         old, self._root_fd = self._root_fd, fd
@@ -284,6 +284,17 @@ class PfsTree:
         """Forget cached descriptors, after a directory was or may have been moved."""
         for names in list(self._cached):
             self._forget(names)
+
+
+def _is_same(old_fd: int, fd: int) -> bool:
+    """Return whether two descriptors lead to one directory.
+
+    The filesystem of the old one may be dead, and mounted again.
+    """
+    try:
+        return os.path.sameopenfile(old_fd, fd)
+    except OSError:
+        return False
 
 
 def find_stat(directory: int, name: bytes) -> os.stat_result | None:

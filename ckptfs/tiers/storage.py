@@ -31,7 +31,7 @@ from ckptfs.tiers.space import Capacity
 from ckptfs.tiers.tier_root import TierRoot
 
 log = logging.getLogger(__name__)
-disk.declare_labels("health:write", "place:create", "place:reserve", "place:open", "place:remove", "place:rename", "place:shared")
+disk.declare_labels("health:write", "tier:create", "tier:reserve", "tier:open", "tier:remove", "tier:rename", "tier:shared")
 PFS_WORK_DIRECTORY = ".ckptfs"
 GIVEN_UP = "given-up"
 """A file of this name in the NVMe directory confirms that the previous device will not come back."""
@@ -91,10 +91,10 @@ class TierStorage(TierRoot):
         flags |= os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         try:
             try:
-                fd = disk.open_file("place:create", file_name(content), flags, 0o600, dir_fd=self.directory)
+                fd = disk.open_file("tier:create", file_name(content), flags, 0o600, dir_fd=self.directory)
             except FileExistsError:
                 self.remove(content)
-                fd = disk.open_file("place:create", file_name(content), flags, 0o600, dir_fd=self.directory)
+                fd = disk.open_file("tier:create", file_name(content), flags, 0o600, dir_fd=self.directory)
         except OSError as failure:
             self.record_failure(failure)
             raise
@@ -104,7 +104,7 @@ class TierStorage(TierRoot):
     def open(self, content: int, flags: int = os.O_RDONLY) -> int:
         """Open the file of `content`. Raises ENOENT, and EWOULDBLOCK as open(2) under a lease."""
         try:
-            return disk.open_file("place:open", file_name(content), flags | os.O_NOFOLLOW, dir_fd=self.directory)
+            return disk.open_file("tier:open", file_name(content), flags | os.O_NOFOLLOW, dir_fd=self.directory)
         except OSError as failure:
             self.record_failure(failure)
             raise
@@ -112,7 +112,7 @@ class TierStorage(TierRoot):
     def remove(self, content: int) -> None:
         """Delete the file of `content` if it exists."""
         try:
-            disk.unlink("place:remove", file_name(content), dir_fd=self.directory)
+            disk.unlink("tier:remove", file_name(content), dir_fd=self.directory)
         except FileNotFoundError:
             pass
         except OSError as failure:
@@ -121,7 +121,7 @@ class TierStorage(TierRoot):
 
     def rename(self, reserved_id: int, content: int) -> None:
         """Rename a file that was created under a reserved id. Readers of a replaced file keep it."""
-        disk.rename("place:rename", file_name(reserved_id), file_name(content), old_fd=self.directory, new_fd=self.directory)
+        disk.rename("tier:rename", file_name(reserved_id), file_name(content), old_fd=self.directory, new_fd=self.directory)
 
     def link(self, content: int, other: int) -> bool:
         """Give the file of `content` the name of `other` as well. Return False if it does not exist."""
@@ -196,7 +196,7 @@ class TierStorage(TierRoot):
     def record_shared_bytes(self, size: int) -> None:
         """Record for all processes how many bytes the filesystem does not store because contents share blocks."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        with disk.closing(disk.open_file("place:shared", _SHARED, flags, dir_fd=self.directory)) as fd:
+        with disk.closing(disk.open_file("tier:shared", _SHARED, flags, dir_fd=self.directory)) as fd:
             os.write(fd, b"%d" % size)
 
     def get_shared_bytes(self) -> int:
@@ -264,7 +264,7 @@ class TierStorage(TierRoot):
         """Allocate the space of a copy, so that all processes keep the budget. Raises ENOSPC."""
         if self.shares_filesystem and size:
             with self.growing(size), contextlib.suppress(OSError):  # Not every filesystem can; ENOSPC comes from the copy.
-                disk.act("place:reserve", prepared.fallocate, fd, prepared.KEEP_SIZE, 0, size)
+                disk.act("tier:reserve", prepared.fallocate, fd, prepared.KEEP_SIZE, 0, size)
 
     def _measure_used(self, age_s: float = limits.USED_AGE_S) -> int:
         """Return the bytes in our files, at most about `age_s` old, and what this process has written since.

@@ -26,7 +26,7 @@ from ckptfs.model import Tier
 from ckptfs.tiers import health, pfs_identity
 
 log = logging.getLogger(__name__)
-disk.declare_labels("place:root")
+disk.declare_labels("tier:root")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -137,7 +137,7 @@ class TierRoot:
         return self._open_directory()
 
     def _require_mark(self) -> None:
-        with disk.closing(pfs_identity.open_directory("place:root", self.root.parent)) as root_fd:
+        with disk.closing(pfs_identity.open_directory("tier:root", self.root.parent)) as root_fd:
             if not pfs_identity.read_mark(root_fd):
                 raise TierUnavailable(f"{self.root.parent} has no ckptfs work area", remedy="mount the filesystem that belongs there")
             pfs_identity.require_same(root_fd, self.root.parent, self._get_pfs_identity())
@@ -168,7 +168,7 @@ class TierRoot:
     def uuid(self) -> str:
         """Return the identity of this root, created if missing; concurrent callers get the same one."""
         if self.tier is Tier.PFS:
-            with disk.closing(pfs_identity.open_directory("place:root", self.root.parent)) as root_fd:
+            with disk.closing(pfs_identity.open_directory("tier:root", self.root.parent)) as root_fd:
                 return pfs_identity.make_mark(root_fd)
         self._uuid = self._read_uuid()
         return self._uuid

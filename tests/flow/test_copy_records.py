@@ -66,7 +66,7 @@ def test_of_what_a_dead_node_replaced_of_a_dead_nodes(tmp_path: Path) -> None:
     third = three.write(inode, OLD)
     three.seal()
     publish(three)
-    drop_dead_records(cluster, 3)
+    drop_dead_records(cluster, 2)
     assert said(cluster) == {content, newer, third}, "nobody else has the third"
     send(three, third)
     row = three.row(third)
@@ -76,10 +76,10 @@ def test_of_what_a_dead_node_replaced_of_a_dead_nodes(tmp_path: Path) -> None:
     value = {**file_of(cluster, inode).value, "missed": json.dumps(missed)}
     plain = file_of(cluster, inode).value
     cluster.put(f"i/{inode:016x}", value)
-    drop_dead_records(cluster, 3)
+    drop_dead_records(cluster, 2)
     assert said(cluster) == {newer, third}, "one is missed"
     cluster.put(f"i/{inode:016x}", plain)
-    drop_dead_records(cluster, 3)
+    drop_dead_records(cluster, 2)
     assert said(cluster) == {third}
 
 

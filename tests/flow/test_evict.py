@@ -272,7 +272,7 @@ def test_how_far_the_ram_tier_is_raised(total: int, used: int, hard: int | None,
 
 LABELS = [
     "duplicate:announced", "duplicate:read", "duplicate:write", "duplicate:truncate", "duplicate:fsync", "duplicate:directory",
-    "duplicate:check:read", "duplicate:counted", "duplicate:persist", "evict:forgotten", "place:create", "place:open", "place:remove",
+    "duplicate:check:read", "duplicate:counted", "duplicate:persist", "evict:forgotten", "tier:create", "tier:open", "tier:remove",
 ]  # fmt: skip
 
 

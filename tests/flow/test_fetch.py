@@ -201,7 +201,7 @@ def test_several_at_once_and_askers_share(world: World) -> None:
 
 
 LABELS = [
-    "place:create", "pfs:open", "fetch:reserved", "fetch:read", "fetch:write", "fetch:truncate", "fetch:arrived", "fetch:answered",
+    "tier:create", "pfs:open", "fetch:reserved", "fetch:read", "fetch:write", "fetch:truncate", "fetch:arrived", "fetch:answered",
 ]  # fmt: skip
 
 
@@ -215,7 +215,7 @@ def test_an_error_is_answered_and_leaves_nothing(world: World, label: str, monke
     assert world.bring("d/file").result == mover_requests.FETCHED
 
 
-@pytest.mark.parametrize("label", ["place:create", "fetch:write"])
+@pytest.mark.parametrize("label", ["tier:create", "fetch:write"])
 @pytest.mark.parametrize("argument", ["", mover_requests.NEEDS_COPY])
 def test_room_that_others_took_meanwhile(world: World, label: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """P10: a reader gets the PFS's own file, a writer a copy there; only where that is full as well does it fail."""
@@ -269,7 +269,7 @@ def test_a_tier_that_fails_costs_a_reader_another_try_and_no_error(world: World,
     nvme = TierStorage(Tier.NVME, tmp_path / "nvme")
     monkeypatch.setattr(world.tiers, "_tiers", {**world.tiers, Tier.NVME: nvme})
     monkeypatch.setattr(world.tiers, "choose_tier", lambda expected_bytes=0: Tier.NVME if nvme.is_usable else Tier.RAM)
-    inject_fault(monkeypatch, "place:create=EIO@1")
+    inject_fault(monkeypatch, "tier:create=EIO@1")
     request = world.bring("d/file")
     assert (request.state, request.result) == (mover_requests.DONE, mover_requests.FETCHED)
     assert not nvme.is_usable and bytes_here(world, "d/file")[0] is Tier.RAM

@@ -4,6 +4,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import create_autospec
 
 import pytest
@@ -291,12 +292,14 @@ class OneClaim:
 class Claimer:
     """One node's."""
 
+    node_lease = SimpleNamespace(lease_id=1)
+
     def __init__(self, every: OneClaim, number: int) -> None:
         self._every, self._number = every, number
 
     def try_acquire(self, name: str) -> ClusterLock | None:
         mine = self._every.taken.setdefault(name, self._number) == self._number
-        return ClusterLock(name, self._number, 1) if mine else None
+        return ClusterLock(name, 1) if mine else None
 
     def release(self, lock: ClusterLock) -> None:
         del self._every.taken[lock.name]

@@ -125,7 +125,8 @@ def test_an_island_looks_again_for_a_short_while_only(tmp_path: Path, monkeypatc
     locations.refresh(two.db, two.store, [content], two.number)
     cluster.cut.add("n1")
     two.store.reachable = False
-    failed = bring(two, one.inode(content), flow=Fetch(two.db, two.tiers, two.config, two.told, replace(cluster_of(two), lease=lambda: 0)))
+    two.presence.lease_id = 0
+    failed = bring(two, one.inode(content))
     assert (failed.state, failed.error) == FAILED
     assert 1 < len([act for act, _ in two.peers.asked if act == "record"]) < 500
 

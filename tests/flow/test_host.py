@@ -311,7 +311,7 @@ def test_a_closed_content_is_sealed_for_who_asks(two: LocalCluster) -> None:
 
 @pytest.mark.parametrize("tier", [Tier.RAM, Tier.NVME])
 @pytest.mark.parametrize("older", [False, True])
-@pytest.mark.parametrize("label", [*sorted(label for label in disk.LABELS if label.startswith("host:")), "place:rename"])
+@pytest.mark.parametrize("label", [*sorted(label for label in disk.LABELS if label.startswith("host:")), "tier:rename"])
 def test_a_failure_anywhere_leaves_nothing_wrong(
     tmp_path: Path, label: str, older: bool, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:

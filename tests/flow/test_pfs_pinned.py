@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from local_node import inject_fault
 from pfs_world import World
+from silent_pfs import SilentPfs
 from write_back_world import Mount
 
 from ckptfs.catalog import copies, mover_requests, namespace, summary
@@ -240,3 +241,23 @@ def test_the_owner_of_the_directory_makes_the_mark(reachable: Path, mode: int) -
 )
 def test_what_tells_a_pfs_from_another(pinned: PfsPin, found: PfsPin, same: bool) -> None:
     assert (find_pin_difference(pinned, found) == "") is same
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
+def test_a_pfs_that_is_mounted_again_under_a_running_mount(tmp_path: Path) -> None:
+    """P1: what the tree held open of the dead filesystem answers ENOTCONN, and says nothing of the new one."""
+    mount, first = Mount(tmp_path), SilentPfs(tmp_path)
+    tree = pfs_tree.PfsTree(first.path)
+    try:
+        (first.source / "d").mkdir()
+        tree.reopen_root(mount.db)
+        tree.get_directory((b"d",))
+    finally:
+        first.close()
+    second = SilentPfs(tmp_path)
+    try:
+        tree.reopen_root(mount.db)
+        assert os.fstat(tree.get_directory((b"d",))).st_ino == (second.source / "d").stat().st_ino
+    finally:
+        second.close()

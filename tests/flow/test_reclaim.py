@@ -225,7 +225,7 @@ def test_a_tier_that_was_left_out_is_not_touched(node: Node) -> None:
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("label", ["place:remove", "drop:forget"])
+@pytest.mark.parametrize("label", ["tier:remove", "reclaim:forget"])
 @pytest.mark.parametrize("action", ["kill", "kill-after", "EIO"])
 def test_dying_anywhere_drops_the_same_in_the_end(tmp_path: Path, label: str, action: str) -> None:
     node = Node(tmp_path)
@@ -248,7 +248,7 @@ except OSError:
 def test_a_leftover_that_cannot_be_removed_is_removed_later(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     os.close(node.tiers[Tier.RAM].create(4711))
     age(node, Tier.RAM, 4711, monkeypatch)
-    inject_fault(monkeypatch, "drop:leftover=EIO@*")
+    inject_fault(monkeypatch, "reclaim:leftover=EIO@*")
     with pytest.raises(OSError, match="injected"):
         drop(node, sweep=True).step()
     assert node.files(Tier.RAM) == {4711}
@@ -261,7 +261,7 @@ def test_a_quarantined_copy_that_cannot_be_removed_is_forgotten_all_the_same(nod
     content = node.make_sealed(b"file", b"data")
     node.copy_to_tier(content, Tier.NVME)
     node.db.run("UPDATE copy SET state = ? WHERE tier = ?", int(CopyState.QUARANTINED), str(Tier.RAM))
-    inject_fault(monkeypatch, "drop:quarantined=EIO@*")
+    inject_fault(monkeypatch, "reclaim:quarantined=EIO@*")
     with pytest.raises(OSError, match="injected"):
         drop(node, sweep=True).step()
     inject_fault(monkeypatch, "")

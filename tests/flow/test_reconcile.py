@@ -1,7 +1,6 @@
 """P5, P7, P9: a node that returns never serves old data as new. It drops useless copies and keeps all that count."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -291,13 +290,12 @@ def test_a_node_that_was_dead_to_the_others_looks_through_what_it_has(tmp_path: 
     """It was cut off while they deleted, and its mover lives on; what is young it looks at once more."""
     cluster, one, two = make_cluster(tmp_path, 2)
     content, kept = replicated(cluster), replicated(cluster, b"b")
-    lease = [1]
-    flow = Reconcile(two.db, two.tiers, two.told, replace(cluster_of(two), lease=lambda: lease[0]), two.hold.reported_unneeded)
+    flow = Reconcile(two.db, two.tiers, two.told, cluster_of(two), two.hold.reported_unneeded)
     run_until_idle(flow)
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}")
     contents.set_state(one.db, content, ContentState.DOOMED)
-    for one_lease, left in ((0, {content, kept}), (1, {content, kept}), (2, {kept})):
-        lease[0] = one_lease
+    for one_lease, left in ((0, {content, kept}), (two.presence.lease_id, {content, kept}), (99, {kept})):
+        two.presence.lease_id = one_lease
         two.db.run("UPDATE copy SET used_ns = 1, verified_ns = 1")
         run_until_idle(flow)
         Reclaim(two.db, two.tiers, two.config, two.told, (Tier.RAM,)).step()

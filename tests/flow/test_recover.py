@@ -334,7 +334,7 @@ def test_a_tier_that_fails_now_is_believed(node: Node, monkeypatch: pytest.Monke
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("label", ["recover:adopt", "recover:filling", "recover:missing", "recover:fate", "place:remove"])
+@pytest.mark.parametrize("label", ["recover:adopt", "recover:filling", "recover:missing", "recover:fate", "tier:remove"])
 @pytest.mark.parametrize("action", ["kill", "kill-after"])
 def test_dying_in_recovery_and_recovering_again_ends_the_same(tmp_path: Path, label: str, action: str) -> None:
     node = Node(tmp_path)

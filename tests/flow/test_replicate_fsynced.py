@@ -135,7 +135,7 @@ def test_a_file_that_was_closed_meanwhile_waits_for_its_level(two: LocalCluster)
     until(lambda: is_done(one, want), secure.step)
 
 
-@pytest.mark.parametrize("label", ["secure:read", "secure:counted", "early:read"])
+@pytest.mark.parametrize("label", ["replicate:open:read", "replicate:open:counted", "early:read"])
 def test_a_failure_is_tried_again(two: LocalCluster, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = two.nodes
     content = one.make(b"log", os.urandom(20 * MIB), closed=False)

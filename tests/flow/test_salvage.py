@@ -148,7 +148,7 @@ def test_a_failure_after_the_store_was_told(tmp_path: Path, monkeypatch: pytest.
     cluster, content, one, two = make_replicated(tmp_path, 2)
     newer = overwrite(one, content, "truncated")
     one.kill()
-    inject_fault(monkeypatch, "fallback:shown=EIO")
+    inject_fault(monkeypatch, "salvage:shown=EIO")
     with pytest.raises(OSError):
         decide(two)
     tidy(two)

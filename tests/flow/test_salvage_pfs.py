@@ -334,7 +334,7 @@ def test_a_failure_after_the_store_was_told(tmp_path: Path, monkeypatch: pytest.
     _, content, inode, one, two = make_on_pfs(tmp_path, 2)
     change(one, content, appended)
     one.kill()
-    inject_fault(monkeypatch, "fallback:pfs=EIO")
+    inject_fault(monkeypatch, "salvage:pfs=EIO")
     with contextlib.suppress(OSError):
         ask(two, inode)
     inject_fault(monkeypatch, "")

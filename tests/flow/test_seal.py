@@ -190,7 +190,7 @@ def test_lanes_for_other_tiers_do_not_touch_the_pfs(node: Node) -> None:
     assert node.state(content) is ContentState.CLOSED
 
 
-LABELS = ["seal:read", "seal:fdatasync", "seal:directory", "seal:commit", "seal:persist", "place:open"]
+LABELS = ["seal:read", "seal:fdatasync", "seal:directory", "seal:commit", "seal:persist", "tier:open"]
 
 
 @pytest.mark.parametrize("label", LABELS)

@@ -286,7 +286,7 @@ def test_a_kill_in_between_loses_nothing(node: Node, clock: Clock, fault: str) -
     assert (node.data(first, Tier.NVME), node.data(second, Tier.NVME)) == (FIRST, SECOND)
 
 
-@pytest.mark.parametrize("label", ["share:range", "share:compare", "share:read", "place:shared"])
+@pytest.mark.parametrize("label", ["share:range", "share:compare", "share:read", "tier:shared"])
 def test_an_error_delays_it(xfs_node: Node, clock: Clock, monkeypatch: pytest.MonkeyPatch, label: str) -> None:
     """An older content went bad, so that the bytes of a block are looked at. The content in hand is left as it is, and others follow."""
     node = xfs_node

@@ -159,7 +159,6 @@ async def test_what_was_left_out_is_written_back_when_it_is_sealed_only_after_th
     dead.live()
     dead.revive()
     dead.db.run("UPDATE content SET state = 1 WHERE id = ?", content)
-    await cluster.settle()
     for _ in range(3):
         await cluster.step(dead)
     assert not (cluster.pfs / "lost").exists()

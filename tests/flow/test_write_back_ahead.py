@@ -86,7 +86,7 @@ def test_a_checkpoint_that_is_renamed_into_place_goes_ahead_under_its_name(mount
     flow = mount.write_back()
     shown_after(mount, 1, flow)
     hurry(mount, files_of(300), files_of(100))  # The order changes while the group is under way.
-    while journal.has_pending(mount.db, mount.number(b"run/step_300")):
+    while journal.has_pending(mount.db, mount.number(b"run/step_300"), 10**9):
         assert flow.step()
     assert {path for path in mount.on_pfs() if path.endswith(b".pt")} == set(files_of(300))
     mount.settle_exactly()

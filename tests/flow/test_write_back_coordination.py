@@ -4,6 +4,7 @@ import contextlib
 import errno
 import itertools
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,31 @@ def test_what_an_island_wrote_too_is_there_beside_the_other(tmp_path: Path, late
 
     cluster = run(tmp_path, 0, act)
     assert set(cluster.shared()) == {b"f", b"f.ckptfs-conflict-n2-1"}
+
+
+def test_the_store_is_asked_nothing_while_a_seal_is_awaited_and_then_once_for_all_keys(tmp_path: Path) -> None:
+    async def act(cluster: WriterCluster) -> None:
+        one = cluster.nodes[0]
+        await one.mkdir("d")
+        await one.mkdir("d/e")
+        await one.mkdir("d/e/f")
+        await cluster.settle()
+        content = await one.put("d/e/f/g", b"1")
+        one.db.run("UPDATE content SET state = 1, closed_ns = ? WHERE id = ?", time.time_ns(), content)
+        while await cluster.step(one):
+            pass
+        await settled(cluster.nodes)
+        before = cluster.etcd.transactions
+        for _ in range(5):
+            await cluster.step(one)
+        assert cluster.etcd.transactions == before
+        assert not (cluster.pfs / "d/e/f/g").exists()
+        one.db.run("UPDATE content SET state = 2 WHERE id = ?", content)
+        await cluster.step(one)
+        assert (cluster.pfs / "d/e/f/g").read_bytes() == b"1"
+        assert cluster.etcd.transactions - before <= 3, "one read, the intents, and that the PFS shows them"
+
+    run(tmp_path, 0, act)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -88,7 +88,7 @@ def moments(seen: list[str], at_most: int) -> list[int]:
 
 def test_the_scenario_comes_to_every_operation(seen: list[str]) -> None:
     never = {
-        "write_back:double:read", "write_back:double:write", "write_back:double:truncate", "write_back:discard", "write_back:aside",
+        "write_back:double:read", "write_back:double:write", "write_back:double:truncate", "write_back:discard", "write_back:conflict",
         "write_back:check:read", "write_back:resume", "write_back:intent_announced", "write_back:intent_settled", "write_back:copy",
         "write_back:probe", "write_back:late",
     }  # fmt: skip
@@ -221,7 +221,7 @@ def test_a_batch_that_was_done_is_done_again_without_harm(
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("label", ["write_back:discard", "write_back:aside", "write_back:check:read", "write_back:double:write"])
+@pytest.mark.parametrize("label", ["write_back:discard", "write_back:conflict", "write_back:check:read", "write_back:double:write"])
 def test_killed_on_the_byways(area: Path, monkeypatch: pytest.MonkeyPatch, label: str, after: bool) -> None:
     """What the scenario does not come to: taking back, strangers' files, open files, a PFS without links."""
     mount = Mount(area)

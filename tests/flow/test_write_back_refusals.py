@@ -541,6 +541,32 @@ def test_a_full_filesystem_inside_the_pfs_is_not_the_whole_pfs(mount: Mount) -> 
         mount.settle_exactly(flow)
 
 
+@needs_root
+def test_what_is_removed_makes_room_on_a_full_pfs(mount: Mount) -> None:
+    """P10: the removal stands in the journal behind what does not fit. Without one, write-back says that the PFS is full."""
+    with mounted(mount.pfs, "-t", "tmpfs", "-o", "mode=755,size=128k", "none"):
+        mount.put(b"old", bytes(80 << 10))
+        flow = mount.write_back()
+        rest(flow)
+        mount.put(b"new", os.urandom(70 << 10))
+        mount.mkdir(b"run")
+        mount.put(b"run/more", os.urandom(20 << 10))
+        mount.link(b"new", b"also")
+        mount.put(b"large", os.urandom(80 << 10))
+        with pytest.raises(TierUnavailable, match=r"write-back of (new|large) to the PFS failed: No space left"):
+            rest(flow, failures_max=3)
+        mount.unlink(b"old")
+        with pytest.raises(TierUnavailable, match="write-back of large to the PFS failed: No space left"):
+            rest(flow, failures_max=3)
+        shown = mount.on_pfs()
+        assert {b"new", b"also", b"run/more"} <= {*shown} and not {b"old", b"large"} & {*shown}
+        assert mount.troubles() == []
+        mount.unlink(b"new")
+        mount.unlink(b"also")
+        mount.settle_exactly(flow)
+        assert {b"large", b"run/more"} <= {*mount.on_pfs()} and mount.temporaries() == []
+
+
 def by_position(value: Any) -> Any:
     """A value as 0.2.0 has stored it in JSON."""
     if dataclasses.is_dataclass(value):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import simulated_cluster
+import simulated_store
 from simulated_cluster import EVENTS, Costs, fit_slope
 
 from ckptfs import limits
@@ -16,6 +17,8 @@ from ckptfs.flow import scan
 COUNTS = tuple(map(int, os.environ.get("CKPTFS_SIMULATED_NODES", "3,10,45").split(",")))
 GROWTH = 0.12
 """By how much more a checkpoint may cost a node of the largest cluster than one of a small cluster."""
+SLOW_GROWTH = 0.4
+"""By how much more it may cost a node if the store has a twentieth of the answers: the names come one by one, in smaller batches."""
 IDLE_RATE_MAX = 1.0
 AT_ONCE_SHARE = 0.7
 """Which share of the nodes may act within one second of an event, in a cluster that is large enough to spread its work."""
@@ -43,6 +46,15 @@ def test_a_checkpoint_costs_a_node_the_same_among_many(costs: list[Costs], of: C
     at_none, slope = fit_slope(points)
     assert slope * COUNTS[-1] < GROWTH * at_none, f"{at_none:.1f} + {slope:.4f} for each node: {points}"
     assert of(costs[-1]) < (1 + GROWTH) * of(costs[1])
+
+
+def test_a_slow_store_is_not_asked_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store with few answers for each node is what many nodes have: with a twentieth of them, 20 nodes wait as 400 do."""
+    quick = simulated_cluster.measure(20, checkpoints=1)
+    monkeypatch.setattr(simulated_store, "ANSWERS_PER_MS", simulated_store.ANSWERS_PER_MS // 20)
+    slow = simulated_cluster.measure(20, checkpoints=1)
+    assert quick.problems == slow.problems == []
+    assert slow.checkpoint[0] < (1 + SLOW_GROWTH) * quick.checkpoint[0], (slow.checkpoint, quick.checkpoint)
 
 
 def test_a_node_that_does_nothing_asks_less_than_once_in_a_second(costs: list[Costs]) -> None:

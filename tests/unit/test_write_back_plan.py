@@ -54,6 +54,9 @@ class Facts:
     def defer_if_paused(self, inode: int, content: int) -> bool:
         return False
 
+    def is_pfs_full(self) -> bool:
+        return False
+
     def has_refused_bytes(self, inode: int) -> bool:
         return inode in self.refused
 

@@ -20,7 +20,6 @@ from ckptfs import digest, disk, limits
 from ckptfs.catalog import copies, identity, peer_copies, remote_contents
 from ckptfs.catalog.copies import FetchState
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.remote_contents import RemoteState
 from ckptfs.clique import locations
 from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.locations import ContentLocations
@@ -160,16 +159,14 @@ class PeerFetcher:
                     continue
                 with self._db.transaction():
                     peer_copies.insert_peer_copy(self._db, copy)
-                    return remote_contents.restore_verified(
-                        self._db, content, replace(_build_remote_state(manifest), generation=copy.generation)
-                    )
+                    return remote_contents.restore_verified(self._db, content, replace(manifest, generation=copy.generation))
         return False
 
     def _record_manifest(self, manifest: ContentManifest, node: Node) -> bool:
         with self._db.transaction():
             copy = peer_copies.PeerCopy(manifest.content, node.number, manifest.generation, manifest.digest)
             peer_copies.insert_peer_copy(self._db, copy)
-            return remote_contents.record_remote(self._db, _build_remote_state(manifest))
+            return remote_contents.record_remote(self._db, manifest)
 
     # --- copying -----------------------------------------------------------------------------------------------------
 
@@ -319,15 +316,11 @@ def _copy_block(source: int, target: int, manifest: ContentManifest, number: int
     length = min(limits.BLOCK_BYTES, manifest.size - start)
     is_shared = reflink.try_clone_range(source, start, target, start, length)
     data = os.pread(target if is_shared else source, limits.BLOCK_BYTES, start)
-    if digest.hash_block(data) != manifest.blocks[number * digest.BLOCK_DIGEST_BYTES :][: digest.BLOCK_DIGEST_BYTES]:
+    if digest.hash_block(data) != manifest.get_block_digest(number):
         return False
     if not is_shared:
         disk.write_all("fetch:peer:write", target, data, start)
     return True
-
-
-def _build_remote_state(manifest: ContentManifest) -> RemoteState:
-    return RemoteState(manifest.content, manifest.inode, manifest.generation, manifest.size, manifest.digest, manifest.blocks)
 
 
 def _create_file(storage: TierStorage, content: int) -> int:

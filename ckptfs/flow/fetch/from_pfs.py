@@ -230,7 +230,7 @@ class PfsSingleFlight:
         assert state.published is not None
         locks, lock = self._cluster.locks, None
         try:
-            if locks is not None and state.published.size >= limits.FETCH_SHARED_BYTES_MIN:
+            if state.published.size >= limits.FETCH_SHARED_BYTES_MIN:
                 with suppress(StoreUnreachable, StoreRefused):
                     lock = locks.try_acquire(_get_lock_name(state))
                     if lock is None and progress.can_wait(state.published.size):
@@ -242,7 +242,7 @@ class PfsSingleFlight:
                 raise Busy("the file changed before it was fetched")
             yield locked
         finally:
-            if locks is not None and lock is not None:
+            if lock is not None:
                 with suppress(CkptfsError):
                     locks.release(lock)
 

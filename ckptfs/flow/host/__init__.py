@@ -24,7 +24,6 @@ from ckptfs.catalog import copies, identity, peer_copies, remote_contents
 from ckptfs.catalog.contents import get_content, is_unchanged
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.peer_copies import PeerCopy
-from ckptfs.catalog.remote_contents import RemoteState
 from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.peer_api import CopyNotFound, CopyUnavailable, Offer, OpenCopy, Reception
 from ckptfs.errors import Busy, CkptfsError, InvalidArgument
@@ -169,7 +168,7 @@ class Host:
         try:
             if incoming.is_complete:
                 incoming.close()
-                counts = remote_contents.record_remote(self._db, _build_remote_state(offer))
+                counts = remote_contents.record_remote(self._db, offer)
                 remote_contents.mark_unannounced(self._db, offer.content)
             else:
                 incoming.mark_received()
@@ -211,7 +210,7 @@ class Host:
             # One generation of a content arrives at a time. A fetch that runs now finds this one in its place.
             self._require_replaceable(offer)
             disk.act("host:rename", storage.rename, incoming.reserved_id, offer.content)
-            if not remote_contents.record_hosted_copy(self._db, _build_remote_state(offer), incoming.reserved_id, storage.tier):
+            if not remote_contents.record_hosted_copy(self._db, offer, incoming.reserved_id, storage.tier):
                 raise Busy("the content moved on")
         incoming.close()
         disk.reach("host:counted")
@@ -316,9 +315,8 @@ class Host:
             except FileNotFoundError:
                 continue
             if is_unchanged(self._db, known):
-                return OpenCopy(
-                    number, known.inode, known.generation, known.size, known.digest, known.block_digests or b"", fd
-                ), self._tiers[copy.tier]
+                blocks = known.block_digests or b""
+                return OpenCopy(number, known.inode, known.generation, known.size, known.digest, blocks, fd=fd), self._tiers[copy.tier]
             os.close(fd)
         raise _build_not_found(known, f"no copy of content {number} is here")
 
@@ -372,7 +370,3 @@ def _build_not_found(known: Content | None, message: str) -> CopyNotFound:
     """Return the error for a missing copy. An own content that cannot be opened is not gone."""
     is_own = known is not None and not known.is_remote and known.state is not ContentState.DOOMED
     return CopyUnavailable(message) if is_own else CopyNotFound(message)
-
-
-def _build_remote_state(offer: Offer) -> RemoteState:
-    return RemoteState(offer.content, offer.inode, offer.generation, offer.size, offer.digest, offer.blocks)

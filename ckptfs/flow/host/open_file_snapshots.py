@@ -46,7 +46,7 @@ class OpenFileSnapshots:
         except BaseException:
             os.close(fd)
             raise
-        opened = OpenCopy(content, snapshot.inode, snapshot.generation, size, whole, blocks, fd)
+        opened = OpenCopy(content, snapshot.inode, snapshot.generation, size, whole, blocks, fd=fd)
         with self._lock:
             self._snapshots[content, whole] = replace(opened, fd=-1)
             while len(self._snapshots) > SNAPSHOTS_MAX:

@@ -28,7 +28,7 @@ from ckptfs.tiers import transfer
 from ckptfs.tiers.storage import Tiers
 
 log = logging.getLogger(__name__)
-disk.declare_labels("secure:read", "secure:counted")
+disk.declare_labels("replicate:open:read", "replicate:open:counted")
 TRIES_MAX = 5
 
 
@@ -58,7 +58,7 @@ class SnapshotReplicator:
         with disk.closing(self._tiers[tier].open(number)) as fd:
             # The generation first: of two snapshots, the higher generation was read later and includes all writes of the other.
             snapshot = self._take_snapshot(number, fd)
-            size, whole, blocks = transfer.read(fd, label="secure")
+            size, whole, blocks = transfer.read(fd, label="replicate:open")
             if snapshot is None or (size and len(blocks) != digest.BLOCK_DIGEST_BYTES * -(-size // limits.BLOCK_BYTES)):
                 return set()
             return self._send_until_enough(snapshot, Offer(number, snapshot.inode, snapshot.generation, size, whole, blocks), fd)
@@ -93,7 +93,7 @@ class SnapshotReplicator:
                 continue
             assert offer.digest is not None
             copy = PeerCopy(offer.content, node.number, offer.generation, offer.digest)
-            disk.act("secure:counted", peer_copies.insert_peer_copy, self._db, copy)
+            disk.act("replicate:open:counted", peer_copies.insert_peer_copy, self._db, copy)
             holding_nodes.add(node.number)
         return holding_nodes
 

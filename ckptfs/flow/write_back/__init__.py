@@ -22,6 +22,7 @@ import os
 import random
 import time
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
 
@@ -50,7 +51,7 @@ from ckptfs.flow.write_back.deferred import (
     is_elsewhere,
     takes_a_file,
 )
-from ckptfs.flow.write_back.plan import Planner, format_path
+from ckptfs.flow.write_back.plan import Planner, format_path, waits_for_seal
 from ckptfs.flow.write_back.plan_facts import BatchPlan, Facts, PlannedFile, SourceKind
 from ckptfs.flow.write_back.plan_shared import SetAside
 from ckptfs.flow.write_back.stage import Staged, Stager, Unfit, Unsealed, Unstable, finish_batch
@@ -76,6 +77,7 @@ PUBLISHED_POLL_S_MAX = 1.0
 PAUSE_RATIO = 4.0
 
 _STALE_PATH_ERRNOS = {errno.ENOENT, errno.ESTALE}
+_REMOVALS = {"unlink", "rmdir", "remove"}
 
 
 class WriteBack:
@@ -136,6 +138,10 @@ class WriteBack:
             return False
         except OSError as failure:
             self._tree.clear_cache()
+            if failure.errno == errno.ENOSPC and not self._deferred.skips_bytes and journal.has_removal(self._db):
+                self._deferred.skip_bytes(failure)
+                self._fence = None
+                return True
             if failure.errno in _STALE_PATH_ERRNOS and not self._has_retried_walk:
                 self._has_retried_walk = True  # A directory in the cache may have been removed: walk its path again.
                 return True
@@ -187,11 +193,19 @@ class WriteBack:
         urgent = self._ahead.list_next(after, BATCH_ROWS)
         rows = urgent or journal.list_oldest(self._db, BATCH_ROWS, after)
         if self._coordination is not None:
-            rows = self._coordination.choose_rows(rows)
+            # The store is asked about rows that can be written back, not again and again about one that waits for a seal of this node.
+            sealed = [*takewhile(lambda row: not waits_for_seal(self._facts, row), rows)]
+            if rows and not sealed:
+                self._is_waiting = True
+                return False
+            rows = self._coordination.choose_rows(sealed)
         if not rows:
             self._is_waiting = self._coordination is not None and bool(journal.list_oldest(self._db, 1, after))
             self._deferred.finish_journal()
             self._stager.remove_leftovers([])
+            if self._deferred.skips_bytes:
+                self._deferred.try_bytes_again()
+                return True
             requeued = not self._is_waiting and self._coordination is not None and self._coordination.requeue_left_out()
             return requeued or self._set_times()
         return self._write_rows(rows, is_ahead=bool(urgent))
@@ -401,6 +415,8 @@ class WriteBack:
         return batch
 
     def _record(self, batch: PfsBatch, found: ObservedNames) -> None:
+        if any(action.act in _REMOVALS or action.replaced_fingerprint is not None for action in batch.actions):
+            self._deferred.note_removal()
         for entry in batch.expected_entries:
             if entry.inode is not None and found.get(entry.location.pfs_name) is None:
                 log.warning("%s: gone from the PFS; it is written back again if this node has its bytes", format_path(entry.location))

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 transfer.declare_labels("write_back:double")
 disk.declare_labels(
-    "write_back:put", "write_back:link", "write_back:move", "write_back:swap", "write_back:rmdir", "write_back:aside",
+    "write_back:put", "write_back:link", "write_back:move", "write_back:swap", "write_back:rmdir", "write_back:conflict",
     "write_back:attributes", "write_back:directory", "write_back:look", "write_back:copy",
 )  # fmt: skip
 
@@ -456,7 +456,7 @@ class Applier:
         log.warning(
             "%s: changed externally on the PFS; that version is kept there as %s", format_path(location), os.fsdecode(conflict_name)
         )
-        self._change("write_back:aside", directory, location.name, _link_or_rename, directory, location.name, conflict_name, there)
+        self._change("write_back:conflict", directory, location.name, _link_or_rename, directory, location.name, conflict_name, there)
 
     def _shows_later_change(self, target: os.stat_result | None, expected: Fingerprint | None) -> bool:
         """Return True if a later change of this batch was done under this name: then this one was, too."""

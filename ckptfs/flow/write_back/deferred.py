@@ -13,6 +13,9 @@ all others proceed, and is tried again after a pause, or when it is renamed. The
 - Its attributes: everything else applies.
 An error that concerns the whole PFS defers nothing. It does if the same change fails again and again while the PFS takes another file.
 
+A full PFS is the exception: removals make room, and they may stand in the journal behind the file that does not fit. So the rest of the
+journal is written back once without the bytes of any file. Only then does write-back wait for room.
+
 `CopyPacing`: pauses between copies of a large file that stays open and is fsynced all the time, so that it does not occupy the PFS.
 """
 
@@ -38,16 +41,9 @@ log = logging.getLogger(__name__)
 
 disk.declare_labels("write_back:probe")
 
-# Errors of the server, the network or the whole filesystem. All others concern one file or directory.
-PFS_ERRNOS = {
-    errno.ENOSPC, errno.EROFS, errno.EIO, errno.ENOENT, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH,
-    errno.ENETDOWN, errno.ENETUNREACH, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ESHUTDOWN, errno.EPIPE, errno.ENODEV,
-    errno.ENXIO, errno.EREMOTEIO, errno.ENOMEM, errno.ENOBUFS, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN, errno.ECOMM,
-    errno.EPROTO, errno.ENOLINK, errno.ENOLCK, errno.EUCLEAN,
-}  # fmt: skip
-# Of these, what concerns every file: no probe is needed.
+# Of the errors of the whole PFS, those that concern every file: no probe is needed.
 WHOLE_PFS_ERRNOS = {errno.ENOSPC, errno.EROFS}
-# A change that failed so often with one of PFS_ERRNOS is deferred if the PFS takes another file.
+# A change that failed so often with an error of the whole PFS is deferred if the PFS takes another file.
 TRIES_MAX = 3
 # If so many files are refused the whole PFS refuses, and write-back waits for it.
 FILES_MAX = 1024
@@ -56,24 +52,6 @@ REPORTED_MAX = 20
 RETRY_FIRST_S = 1.0
 RETRY_LAST_S = 120.0
 PAUSE_S_MIN = 0.25
-
-_REMEDIES = {
-    errno.ENOSPC: "make room on the PFS",
-    errno.EDQUOT: "make room within the quota on the PFS, or have it raised",
-    errno.EROFS: "mount the PFS for writing",
-    errno.EACCES: "let the file's owner write to this directory on the PFS",
-    errno.EPERM: "let the file's owner write to this directory on the PFS",
-    errno.ENAMETOOLONG: "give it a shorter name",
-    errno.EINVAL: "give it a name that the PFS takes",
-    errno.EILSEQ: "give it a name that the PFS takes",
-    errno.EXDEV: "copy it to the other directory and delete it here: on the PFS they are different filesystems or quota projects",
-    errno.EBUSY: "see whether something is mounted there on the PFS",
-    errno.EMLINK: "make fewer links to the file",
-    errno.EIO: "check the kernel log for this device or server",
-    errno.EFBIG: "raise the PFS's limit on the size of a file, or keep the file elsewhere",
-    errno.ESTALE: "mount the PFS again",
-    errno.ENOTCONN: "mount the PFS again",
-}
 
 
 class SourceFailed(OSError):
@@ -107,11 +85,12 @@ class _DeferredFile:
     path: str
     what: str
     remedy: str
+    lacks_room: bool
 
 
 def concerns_one_file(failure: OSError) -> bool:
     """Return True if an error says something about one file or directory, and nothing about the PFS."""
-    return isinstance(failure, SourceFailed) or failure.errno not in PFS_ERRNOS
+    return isinstance(failure, SourceFailed) or failure.errno not in health.PFS_FAILURE_ERRNOS
 
 
 class DeferredFiles:
@@ -126,6 +105,30 @@ class DeferredFiles:
         self._failures: dict[tuple[int, RefusedKind], int] = {}
         self._reported_count = 0
         self._retries_all = False
+        self._full_failure: OSError | None = None
+        self._has_made_room = False
+
+    def skip_bytes(self, failure: OSError) -> None:
+        """Refuse the bytes of all files until the end of the journal, because the PFS is full."""
+        self._full_failure, self._has_made_room = failure, False
+
+    @property
+    def skips_bytes(self) -> bool:
+        return self._full_failure is not None
+
+    def is_pfs_full(self) -> bool:
+        """Return True if the PFS had no room for something that waits."""
+        return self.skips_bytes or any(one.lacks_room for one in self._files.values())
+
+    def note_removal(self) -> None:
+        """Note that something went from the PFS: the bytes of files may fit now."""
+        self._has_made_room = True
+
+    def try_bytes_again(self) -> None:
+        """Read the journal again with the bytes of files. Raises TierUnavailable if nothing made room."""
+        full, self._full_failure, self.after_seq = self._full_failure, None, 0
+        if full is not None and not self._has_made_room:
+            raise build_unavailable_error(full, str(full.filename))
 
     def defer(
         self,
@@ -144,7 +147,9 @@ class DeferredFiles:
         file again and again.
         """
         key = inode, kind
-        if not concerns_one_file(failure) and not is_elsewhere() and not self._is_stubborn(key, failure, is_pfs_well):
+        is_known_full = self.skips_bytes and failure.errno == errno.ENOSPC
+        is_own = concerns_one_file(failure) or is_known_full or is_elsewhere() or self._is_stubborn(key, failure, is_pfs_well)
+        if not is_own:
             return False
         if len(self._files) >= FILES_MAX and not isinstance(failure, SourceFailed):
             return False
@@ -152,8 +157,8 @@ class DeferredFiles:
         before_s = self._delays_s.pop(key, 0.0)
         delay_s = min(max(2 * before_s, RETRY_FIRST_S), RETRY_LAST_S)
         what = f"{health.describe(failure)}: {kind.value.format(act=act)}"
-        remedy = failure.remedy if isinstance(failure, SourceFailed) else _REMEDIES.get(failure.errno or 0, "see the PFS's own log")
-        self._files[key] = _DeferredFile(time.monotonic() + delay_s, delay_s, path, what, remedy)
+        remedy = failure.remedy if isinstance(failure, SourceFailed) else health.pfs_remedy(failure.errno) or "see the PFS's own log"
+        self._files[key] = _DeferredFile(time.monotonic() + delay_s, delay_s, path, what, remedy, failure.errno == errno.ENOSPC)
         level = logging.WARNING if not before_s and len(self._files) <= LOGGED_MAX else logging.DEBUG
         log.log(level, "%s: %s; all others are written back (%s)", path, what, remedy)
         self._report_deferred()
@@ -168,7 +173,7 @@ class DeferredFiles:
 
     def has_refused_bytes(self, inode: int) -> bool:
         """Return True if the PFS refuses the bytes of a file, until `start_batch` releases it."""
-        return (inode, RefusedKind.BYTES) in self._files
+        return self.skips_bytes or (inode, RefusedKind.BYTES) in self._files
 
     def has_refused_names(self, inode: int) -> bool:
         """Return True if the PFS refuses a change of the names of an inode."""
@@ -270,7 +275,7 @@ class CopyPacing:
 def build_unavailable_error(failure: OSError, path: str) -> CkptfsError:
     """Return the error that describes a failing PFS: the path, the cause and the remedy."""
     sentence = f"write-back of {path} to the PFS failed: {failure.strerror or failure}"
-    error = TierUnavailable(sentence, remedy=_REMEDIES.get(failure.errno or 0, ""))
+    error = TierUnavailable(sentence, remedy=health.pfs_remedy(failure.errno))
     error.errno = failure.errno or errno.EIO
     return error
 

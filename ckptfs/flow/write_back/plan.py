@@ -108,13 +108,21 @@ class Planner:
         others = [name for name in names if not self._facts.is_in_history(name[0])]
         return others if others or shown else names[:1]
 
-    def _find_refuge(self, name: PfsName, inode: int = NO_INODE) -> PfsName | None:
-        """Return the name in the history to which a file moves before `name` goes; None if none is needed."""
+    def _list_refuges(self, name: PfsName, inode: int = NO_INODE) -> list[PfsName]:
+        """Return the names in the history to which a file may move before its last name goes."""
         shown = self.view.get_entry(*name)
         if shown is None or shown.inode == inode or any(other != name for other in self._list_shown_names(shown.inode)):
-            return None
-        wanted = [other for other in self.view.list_pending_names(shown.inode) if other != name and self._facts.is_in_history(other[0])]
-        return next((other for other in wanted if self.view.has_directory(*other)), None)
+            return []
+        return [other for other in self.view.list_pending_names(shown.inode) if other != name and self._facts.is_in_history(other[0])]
+
+    def _find_refuge(self, name: PfsName, inode: int = NO_INODE) -> PfsName | None:
+        """Return the name in the history to which a file moves before `name` goes; None if none is needed."""
+        return next((other for other in self._list_refuges(name, inode) if self.view.has_directory(*other)), None)
+
+    def _lacks_refuge(self, name: PfsName, inode: int) -> bool:
+        """Return True if a full PFS has no directory in the history yet to which a file is to move."""
+        refuges = self._list_refuges(name, inode)
+        return bool(refuges) and not any(self.view.has_directory(*other) for other in refuges) and self._facts.is_pfs_full()
 
     def _must_wait_for_refuge(self, row: JournalRow) -> bool:
         """Return True if a file must move into a directory that this batch makes."""
@@ -131,11 +139,16 @@ class Planner:
         return bool(self.view.list_pending_names(inode)) and not self._list_shown_names(inode)
 
     def _is_guarded(self, name: PfsName, inode: int = NO_INODE) -> bool:
-        """Return True if an entry must stay for now: it is stranded, or a directory with entries."""
+        """Return True if an entry must stay for now.
+
+        It is stranded, has no place in the history yet, or is a directory with entries.
+        """
         shown = self.view.get_entry(*name)
         if shown is None or shown.inode == inode:
             return False
-        return self._is_stranded(shown.inode) or (inode != NO_INODE and self.view.has_entries(shown.inode))
+        return (
+            self._is_stranded(shown.inode) or self._lacks_refuge(name, inode) or (inode != NO_INODE and self.view.has_entries(shown.inode))
+        )
 
     def _is_refused(self, name: PfsName, inode: int = NO_INODE) -> bool:
         """Return True if a name cannot show `inode`, or nothing, for now; it may become pending."""
@@ -361,12 +374,7 @@ class Planner:
             return self._publish(row, content, SourceKind.SEALED)
         if not self._facts.is_seal_overdue(row, content):
             # An early copy may wait for its seal: it goes alone into a batch, so that no finished row waits with it.
-            if (
-                content.size >= BATCH_BYTES_MAX
-                and not self.batch.actions
-                and not self._facts.has_refused_bytes(row.inode)
-                and (content.id, content.change) != self._facts.last_unsealed
-            ):
+            if not self.batch.actions and _can_be_copied_early(self._facts, content):
                 self._is_full = True
                 return self._publish(row, content, SourceKind.EARLY)
             self.plan.waiting_for = content
@@ -533,6 +541,20 @@ class Planner:
             self._plan_link(row.inode, source, name)
         self.plan.moved_pending.add(row.inode)
         return True
+
+
+def waits_for_seal(facts: Facts, row: JournalRow) -> bool:
+    """Return True if a row can only wait until this node has sealed its content."""
+    content = facts.get_content(row.content) if row.op == "content" and row.content else None
+    if content is None or content.is_remote or content.state is not ContentState.CLOSED or facts.is_repeated(row):
+        return False
+    return not facts.is_seal_overdue(row, content) and not _can_be_copied_early(facts, content)
+
+
+def _can_be_copied_early(facts: Facts, content: Content) -> bool:
+    """Return True if a CLOSED content is large, and no copy before its seal has been of no use."""
+    is_new = (content.id, content.change) != facts.last_unsealed
+    return is_new and content.size >= BATCH_BYTES_MAX and not facts.has_refused_bytes(content.inode)
 
 
 def _get_wanted(shown: PfsEntry | None, pending: int | None) -> int:

@@ -69,6 +69,7 @@ class Facts:
 
     def __init__(self, db: Database, pacing: CopyPacing, deferred: DeferredFiles) -> None:
         self._db = db
+        self.is_pfs_full = deferred.is_pfs_full
         self.has_refused_bytes = deferred.has_refused_bytes
         self.has_refused_names = deferred.has_refused_names
         self.has_refused_attributes = deferred.has_refused_attributes
