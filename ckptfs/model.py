@@ -20,12 +20,22 @@ def file_name(content: int) -> str:
 
 
 class Level(StrEnum):
-    """What a file survives (P3). Derived from verified copies, never stored."""
+    """What a file survives (P3), the lowest first. Derived from verified copies, never stored."""
 
     NONE = "none"
     LOCAL = "local"
     CLIQUE = "clique"
     PFS = "pfs"
+
+    @property
+    def rank(self) -> int:
+        """Return the place in the order of levels. The levels themselves compare as strings."""
+        return _LEVEL_RANKS[self]
+
+
+_LEVEL_RANKS = {level: rank for rank, level in enumerate(Level)}
+WAITABLE_LEVELS = (Level.LOCAL, Level.CLIQUE, Level.PFS)
+"""The levels that an application can wait for."""
 
 
 class DataPath(StrEnum):

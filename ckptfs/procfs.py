@@ -3,6 +3,7 @@
 The list of mounts is read without touching them, so a mount that hangs cannot hang the reader.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -146,6 +147,14 @@ def get_started_ns(pid: int) -> int:
     ticks = get_start_ticks(pid)
     age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
     return time.time_ns() - age_ns if ticks else 0
+
+
+def list_groups(pid: int) -> list[int]:
+    """Return the supplementary groups of a process; none if it is gone."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^Groups:(.*)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return [int(one) for one in found[1].split()] if found else []
+    return []
 
 
 def get_resident_bytes(pid: int) -> int:

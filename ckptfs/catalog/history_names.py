@@ -83,11 +83,12 @@ def is_series(db: Database, directory: int) -> bool:
     return db.value("SELECT 1 FROM xattr WHERE inode = ? AND name = ?", directory, history.SERIES_XATTR) is not None
 
 
-def list_shown_names(db: Database, directory: int) -> list[bytes]:
-    """Return the names in a directory as readdir(3) shows them, without asking what they are."""
+def list_shown_names(db: Database, directory: int) -> dict[bytes, int]:
+    """Return {name: inode} of a directory as readdir(3) shows them, without asking what they are."""
     hides_dots = is_series(db, directory)
-    names = [bytes(row[0]) for row in db.rows("SELECT name FROM entry WHERE parent = ?", directory)]
-    return [name for name in names if not (hides_dots and name.startswith(b".")) and (directory != ROOT or name != history.NAME)]
+    names = {bytes(name): child for name, child in db.rows("SELECT name, child FROM entry WHERE parent = ?", directory)}
+    hidden = {name for name in names if hides_dots and name.startswith(b".")} | ({history.NAME} if directory == ROOT else set())
+    return {name: child for name, child in names.items() if name not in hidden}
 
 
 def list_set_names(db: Database, series: int) -> list[SetName]:

@@ -21,25 +21,34 @@ from ckptfs import limits
 from ckptfs.catalog import peer_copies
 from ckptfs.catalog.content_rows import CONTENT_COLUMNS_WITHOUT_BLOCKS, IS_ON_PFS, build_content, is_unchanged
 from ckptfs.catalog.database import Database
+from ckptfs.digest import BLOCK_DIGEST_BYTES
 from ckptfs.model import Content, ContentState, CopyState, Tier
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteState:
-    """A state that another node wrote. `digest` is None if the content is closed and not sealed."""
+    """A state that another node wrote. `digest` is None if the content is closed and not sealed.
+
+    `blocks` are the digests of its blocks, 16 bytes for each 4 MiB begun.
+    """
 
     content: int
     inode: int
     generation: int
     size: int
     digest: bytes | None
-    block_digests: bytes | None = None
+    blocks: bytes | None = None
     is_open: bool = False
     """A node writes it just now: all other nodes still read the state that was closed before."""
 
     @property
     def state(self) -> ContentState:
         return ContentState.CLOSED if self.digest is None else ContentState.SEALED
+
+    def get_block_digest(self, number: int) -> bytes:
+        """Return the digest that block `number` must have."""
+        assert self.blocks is not None
+        return self.blocks[number * BLOCK_DIGEST_BYTES : (number + 1) * BLOCK_DIGEST_BYTES]
 
 
 HAS_GOOD_COPY = "EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c.state = 1)"
@@ -161,7 +170,7 @@ def record_remote(db: Database, remote: RemoteState) -> bool:
         if (
             is_same_generation
             and peer
-            and (remote.digest is None or (digest == remote.digest and (blocks is not None or remote.block_digests is None)))
+            and (remote.digest is None or (digest == remote.digest and (blocks is not None or remote.blocks is None)))
         ):
             return True
         if digest is None or digest != remote.digest:
@@ -170,7 +179,7 @@ def record_remote(db: Database, remote: RemoteState) -> bool:
         db.run(
             "UPDATE content SET inode = ?, generation = ?, state = ?, size = ?, digest = ?, blocks = ?, under_replicated = 0,"
             f" {_SET_REMOTE}, change = change + 1 WHERE id = ?",
-            remote.inode, remote.generation, remote.state, remote.size, remote.digest, remote.block_digests or blocks, remote.content,
+            remote.inode, remote.generation, remote.state, remote.size, remote.digest, remote.blocks or blocks, remote.content,
         )  # fmt: skip
         return True
 
@@ -182,7 +191,7 @@ def restore_verified(db: Database, seen: Content, to: RemoteState) -> bool:
             return False
         db.run(
             "UPDATE content SET generation = ?, state = 2, size = ?, digest = ?, blocks = ?, change = change + 1 WHERE id = ?",
-            to.generation, to.size, to.digest, to.block_digests, seen.id,
+            to.generation, to.size, to.digest, to.blocks, seen.id,
         )  # fmt: skip
         return True
 
@@ -223,7 +232,7 @@ def _insert_remote(db: Database, remote: RemoteState) -> None:
     db.run(
         "INSERT INTO content (id, inode, generation, state, size, digest, blocks, change, closed_ns, remote) VALUES (?,?,?,?,?,?,?,1,?,1)",
         remote.content, remote.inode, 0 if remote.is_open else remote.generation, remote.state, remote.size, remote.digest,
-        remote.block_digests, time.time_ns(),
+        remote.blocks, time.time_ns(),
     )  # fmt: skip
     if last is None:
         db.run("DELETE FROM sqlite_sequence WHERE name = 'content'")
@@ -252,7 +261,7 @@ def record_hosted_copy(db: Database, remote: RemoteState, reserved_content: int,
         db.run("DELETE FROM copy WHERE content = ? AND tier = ?", reserved_content, tier)
         db.run(
             "UPDATE content SET blocks = coalesce(blocks, ?), announce_state = 2 WHERE id = ? AND remote = 1",
-            remote.block_digests,
+            remote.blocks,
             remote.content,
         )
         db.run(

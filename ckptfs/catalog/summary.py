@@ -112,12 +112,10 @@ def _format_copies(db: Database, inode: int) -> bytes:
 VIRTUAL_XATTR_PREFIX = b"user.ckptfs."
 FORMAT_XATTR = b"format"
 SET_XATTR = b"set"
-MEMBER_XATTR = b"member"
-"""Size, level, and what speaks against a file: what `ckptfs latest` asks of each."""
-NEWEST_XATTR_PREFIX = b"newest."
-"""Before the name of a series, or before nothing for the only one: what `ckptfs latest` asks a directory for."""
-SETS_XATTR_PREFIX = b"sets."
-"""Before FIRST.SERIES: the sets of a series from this one on, for a search among very many."""
+LATEST_XATTR_PREFIX = b"latest."
+"""Before LEVEL.FIRST.SERIES: what `ckptfs latest` asks a directory for. FIRST: where the search goes on; no SERIES: the only one."""
+FLAW_XATTR = b"flaw"
+"""What the rules of its kind have against a set: what `ckptfs verify` asks its directory in the history for."""
 RULES_XATTR = b"rules"
 """The rules of the configuration for series, which `ckptfs latest` needs as well. Any directory answers."""
 # The extended attributes of a regular file: the name behind the prefix, the function for the value (None: not known yet), and the meaning.
@@ -145,7 +143,7 @@ def get_listed_file(db: Database, inode: int) -> ListedFile | None:
         size = row[2]
         if found.content is not None and found.content.state is ContentState.SEALED:
             size = found.content.size
-        return ListedFile(row[0], row[1], size, row[3], found, journal.has_pending(db, inode))
+        return ListedFile(row[0], row[1], size, row[3], found, has_pending(db, inode))
 
 
 def load_write_back_figures(db: Database) -> WriteBackFigures:
@@ -174,10 +172,8 @@ class TreeFigures:
 def load_tree_figures(db: Database, roots: Iterable[int]) -> TreeFigures:
     """Return the figures of the regular files at and below these inodes."""
     groups = [*_list_level_groups(db, "inode i", f"i.id IN ({inodes.WITH_TREE} SELECT id FROM tree)", json.dumps([*roots]))]
-    known = [level for _, level, *_ in groups if level is not None]
-    return TreeFigures(
-        sum(count for _, _, count, _, _ in groups), sum(size for _, _, _, size, _ in groups), min(known, key=_LEVELS.index, default=None)
-    )
+    lowest = min((level for _, level, *_ in groups if level is not None), key=lambda level: level.rank, default=None)
+    return TreeFigures(sum(count for _, _, count, _, _ in groups), sum(size for _, _, _, size, _ in groups), lowest)
 
 
 def load_counts(db: Database) -> FileCounts:
@@ -206,11 +202,8 @@ def list_lowest_levels(db: Database, directories: Iterable[int]) -> dict[int, Le
     files = "tree JOIN entry e ON e.parent = tree.id JOIN inode i ON i.id = e.child"
     lowest: dict[int, Level] = {}
     for top, level, *_ in _list_level_groups(db, files, "1", json.dumps([*directories]), top="tree.top", tables=tree):
-        lowest[top] = min(lowest.get(top, Level.PFS), level or Level.NONE, key=_LEVELS.index)
+        lowest[top] = min(lowest.get(top, Level.PFS), level or Level.NONE, key=lambda level: level.rank)
     return lowest
-
-
-_LEVELS = tuple(Level)
 
 
 def _list_level_groups(
@@ -278,11 +271,23 @@ _IS_OF_HISTORY = (
 )
 
 
-def count_journal_left(db: Database, up_to: int) -> tuple[int, int, int]:
-    """Return (files, bytes, other changes) up to a row that the PFS lacks and does not refuse."""
+def _build_waited_condition(db: Database) -> str:
+    """Return SQL about the rows up to one that a wait is for: not the history if the PFS refuses that."""
     history = os.fsdecode(HISTORY_NAME)
     is_refused = any(value.get("path") == history for _, value, _ in list_troubles(db, DEFERRED_TROUBLE))
-    condition = f"j.seq <= ? AND NOT {_IS_OF_HISTORY}" if is_refused else "j.seq <= ?"
+    return f"j.seq <= ? AND NOT {_IS_OF_HISTORY}" if is_refused else "j.seq <= ?"
+
+
+def has_pending(db: Database, inode: int, up_to: int = 2**63 - 1) -> bool:
+    """Return True if the PFS lacks a change of `inode` up to the row `up_to`; a refused history is none."""
+    if not journal.has_pending(db, inode, up_to):
+        return False
+    return db.value(f"SELECT 1 FROM journal j WHERE {_build_waited_condition(db)} AND j.inode = ? LIMIT 1", up_to, inode) is not None
+
+
+def count_journal_left(db: Database, up_to: int) -> tuple[int, int, int]:
+    """Return (files, bytes, other changes) up to a row that the PFS lacks and does not refuse."""
+    condition = _build_waited_condition(db)
     files, size = db.row(
         "SELECT count(*), coalesce(sum(size), 0) FROM content WHERE state IN (1, 2)"
         f" AND id IN (SELECT j.content FROM journal j WHERE j.op = 'content' AND {condition})",

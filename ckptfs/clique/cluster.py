@@ -1,7 +1,7 @@
 """The cluster as a flow sees it: live nodes, the transport, the shared store, locks.
 
 A lock is a key under the lease of its node, so that exactly one node does a piece of work and another takes it over after its death.
-During long work the holder checks `is_held`: it is False as soon as the lease may have expired by the local clock, even if the store
+During long work the holder checks `Cluster.lease`: it is 0 as soon as the lease may have expired by the local clock, even if the store
 cannot be asked. Transactions of the holder compare the lock (`build_guard`).
 
 Crash safety: the lease expires, and another node acquires the lock.
@@ -29,7 +29,6 @@ class ClusterLock:
     """A lock that is held; `revision` of its creation distinguishes it from other acquisitions."""
 
     name: str
-    lease: int
     revision: int
 
     def build_guard(self) -> Compare:
@@ -42,23 +41,19 @@ class ClusterLocks:
 
     def __init__(self, store: Store, node_lease: NodeLease) -> None:
         self._store = store
-        self._node_lease = node_lease
+        self.node_lease = node_lease
 
     def try_acquire(self, name: str) -> ClusterLock | None:
         """Return the lock, also if this node has it; None if another one has it, or without a lease."""
-        lease = self._node_lease.lease_id
+        lease = self.node_lease.lease_id
         if not lease:
             return None
-        key, value = _build_key(name), b"%d %d" % (self._node_lease.node.number, lease)
+        key, value = _build_key(name), b"%d %d" % (self.node_lease.node.number, lease)
         try:
             outcome = self._store.commit([Compare(key, CompareTarget.VERSION, "=", 0)], [Put(key, value, lease), Get(key)], [Get(key)])
         except LeaseGone:
             return None
-        return next((ClusterLock(name, lease, item.create_revision) for item in outcome.results[0] if item.value == value), None)
-
-    def is_held(self, lock: ClusterLock) -> bool:
-        """Return True if the lock certainly still holds."""
-        return self._node_lease.lease_id == lock.lease
+        return next((ClusterLock(name, item.create_revision) for item in outcome.results[0] if item.value == value), None)
 
     def release(self, lock: ClusterLock) -> None:
         """Release the lock. Raises StoreUnreachable; the lock then ends with the lease."""
@@ -80,13 +75,15 @@ class Cluster:
     peers: PeerApi
     store: Store
     view: Callable[[], ClusterView]
-    locks: ClusterLocks | None = None
-    lease: Callable[[], int] = lambda: 1
-    """The lease of this node while it certainly holds, else 0. A new lease means that the node was dead in between."""
+    locks: ClusterLocks
     copy_records: CopyRecords = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "copy_records", CopyRecords(self.store, self.db, self.node_number))
+
+    def lease(self) -> int:
+        """Return this node's lease while it certainly holds, else 0. With a new one it was dead meanwhile."""
+        return self.locks.node_lease.lease_id
 
     def draw_delay_s(self, at_most_s: float = limits.SPREAD_S_MAX) -> float:
         """Return a random delay for what many nodes begin at one event; none in a small cluster."""

@@ -22,7 +22,7 @@ from ckptfs.catalog.peer_copies import PeerCopy
 from ckptfs.catalog.remote_contents import RemoteState
 from ckptfs.coherence import chain, keys, value_checks
 from ckptfs.coherence.chain import ChainedStore
-from ckptfs.coherence.keys import CONTENT, INODE, PFS_NAME, PFS_STATE, SharedKey
+from ckptfs.coherence.keys import CONTENT, COPY, INODE, PFS_NAME, PFS_STATE, SharedKey
 from ckptfs.model import Content, ContentState
 from ckptfs.store.kv import Compare, CompareTarget, Delete, Get, Item, Operation, Put, Store, Transactions, prefix_end, split_changes
 
@@ -79,7 +79,7 @@ def build_pfs_state_key(inode: int) -> bytes:
 
 def build_copies_prefix(content: int) -> bytes:
     """Return the prefix of the keys of all copies of a content."""
-    return b"p/%016x/" % content
+    return keys.encode_key(SharedKey(COPY, content))
 
 
 def build_copy_key(content: int, node: int) -> bytes:

@@ -27,7 +27,7 @@ from ckptfs.coherence.store_loss import EpochCheckedStore
 from ckptfs.config import Config
 from ckptfs.errors import InvalidArgument, StoreUnreachable
 from ckptfs.store import etcd
-from ckptfs.store.kv import Compare, CompareTarget, Get, Item, Operation, Put, Store, Transactions, prefix_end, split_changes
+from ckptfs.store.kv import Compare, CompareTarget, Get, Item, Operation, Put, Store, Transactions, prefix_end, read_all, split_changes
 
 log = logging.getLogger(__name__)
 NODES_PREFIX = b"n/"
@@ -111,16 +111,8 @@ def node_key(number: int) -> bytes:
 
 def load_nodes(store: Store) -> tuple[list[Node], int]:
     """Return (nodes with a record, revision of the read). Raises Compacted: start again."""
-    nodes: list[Node] = []
-    revision, key = 0, NODES_PREFIX
-    while True:
-        outcome = store.read([Get(key, NODES_END, limit=limits.ETCD_PAGE_ITEMS, revision=revision)])
-        revision = revision or outcome.revision
-        items = outcome.results[0]
-        nodes += (node for item in items if (node := decode_node(item.value)) is not None)
-        if len(items) < limits.ETCD_PAGE_ITEMS:
-            return nodes, revision
-        key = items[-1].key + b"\0"
+    revision, items = read_all(store, NODES_PREFIX)
+    return [node for item in items if (node := decode_node(item.value)) is not None], revision
 
 
 def list_live(store: Transactions, numbers: Sequence[int]) -> set[int]:

@@ -13,10 +13,11 @@ Crash safety: a reception that did not reach `finish_reception` is a file that d
 
 import errno
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ckptfs import limits
+from ckptfs.catalog.remote_contents import RemoteState
 from ckptfs.digest import BLOCK_DIGEST_BYTES
 from ckptfs.errors import CkptfsError
 
@@ -37,18 +38,13 @@ class CopyUnavailable(CopyNotFound):
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(RemoteState):
     """A content that one node asks another to hold. An *early* offer is of one that is still written.
 
-    `digest` is None in an early offer. `blocks` are the digests of all `size` bytes, 16 bytes for each 4 MiB begun; in an early offer, a
-    block that may still change is `UNKNOWN_BLOCK`. A later offer continues the earlier ones. `sender`: its authenticated node.
+    `digest` is None in an early offer, and a block that may still change is `UNKNOWN_BLOCK`. A later offer continues the earlier ones.
+    `sender`: its authenticated node.
     """
 
-    content: int
-    inode: int
-    generation: int
-    size: int
-    digest: bytes | None
     blocks: bytes
     sender: str = ""
 
@@ -70,16 +66,18 @@ class Reception:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenCopy:
-    """A sealed, verified copy to read. The caller closes `fd`; the removal of the file does not affect it."""
+class ContentManifest(RemoteState):
+    """A peer's description of a sealed content; `blocks` was verified against `digest`."""
 
-    content: int
-    inode: int
-    generation: int
-    size: int
     digest: bytes
     blocks: bytes
-    fd: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCopy(ContentManifest):
+    """A sealed, verified copy to read. The caller closes `fd`; the removal of the file does not affect it."""
+
+    fd: int = field(kw_only=True)
 
 
 class ContentHost(Protocol):
@@ -151,18 +149,6 @@ class SendResult:
     blocks_missing: int
     bytes_moved: int
     is_verified: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ContentManifest:
-    """A peer's description of a sealed content; `blocks` was verified against `digest`."""
-
-    content: int
-    inode: int
-    generation: int
-    size: int
-    digest: bytes
-    blocks: bytes
 
 
 @dataclass(frozen=True, slots=True)

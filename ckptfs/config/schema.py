@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptfs import limits
 from ckptfs.errors import ConfigError
-from ckptfs.model import UNIX_PREFIX, CliqueLost, DataPath, Level, SeriesRule
+from ckptfs.model import UNIX_PREFIX, WAITABLE_LEVELS, CliqueLost, DataPath, Level, SeriesRule
 
 PREEMPTION_SOURCES = ("gce", "aws", "azure")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -348,7 +348,7 @@ SETTINGS: tuple[Setting, ...] = (
         "NVMe pass through the daemon, which is slower than passthrough. A filesystem of its own for the tier gives both."),
     Setting("pfs", "pfs", parse_path, None,
         "The directory on the parallel filesystem that this mount mirrors. Default: nothing is written back.", '"/lustre/project/ckpt"'),
-    Setting("fsync", "fsync", build_choice_parser((Level.LOCAL, Level.CLIQUE, Level.PFS), Level), "local",
+    Setting("fsync", "fsync", build_choice_parser(WAITABLE_LEVELS, Level), "local",
         "What fsync(2) waits for: local (the file survives the death of every ckptfs process), clique (it survives the loss of this\n"
         "node; needs a cluster) or pfs (it is on the PFS)."),
     Setting("data_path", "data_path", build_choice_parser(DataPath, DataPath), "auto",

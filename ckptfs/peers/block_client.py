@@ -20,7 +20,6 @@ import grpc
 
 from ckptfs import limits
 from ckptfs.clique.peer_api import ContentManifest, OnBlock, PeerBusy, PeerCorrupt, PeerFailed, UrgentBlocks
-from ckptfs.digest import BLOCK_DIGEST_BYTES
 from ckptfs.peers import messages
 from ckptfs.peers.link import Link, NoLongerWanted, cancel_call, hold_slot, translate_errors
 from ckptfs.peers.messages import BlockReceiver, Command, CommandKind, Rejection, RejectReason, SourceChanged, block_bytes
@@ -176,7 +175,7 @@ class FetchWorker:
         if not self._expected_blocks or number != self._expected_blocks[0]:
             raise Rejection(RejectReason.OUT_OF_ORDER, f"block {number} was not due")
         self._expected_blocks.popleft()
-        return self._job.manifest.blocks[number * BLOCK_DIGEST_BYTES : (number + 1) * BLOCK_DIGEST_BYTES]
+        return self._job.manifest.get_block_digest(number)
 
     def write_block(self, number: int, pieces: Sequence[bytes]) -> None:
         # Before the write: it may complete the fetch, which then interrupts those that still owe blocks.
@@ -363,26 +362,24 @@ class SendJob:
 
 def send_stream(link: Link, job: SendJob) -> None:
     """Send on one stream until no block is left. Raises PeerFailed."""
-    with hold_slot(link.send_slots, job.is_wanted), translate_errors(link):
-        _send_messages(link, job)
-
-
-def _send_messages(link: Link, job: SendJob) -> None:
     source = _MessageSource(job)
-    call = link.open_send_stream(iter(source))
-    try:
-        while not call.done():
-            if not source.finished.wait(1.0) and time.monotonic() - job.progress_at <= limits.PEER_STALL_S:
-                continue
-            if not source.finished.is_set():
-                raise PeerFailed(f"{link.name} takes nothing")
-            call.result(limits.PEER_DISK_S)
-        call.result()
-    except (grpc.RpcError, grpc.FutureTimeoutError) as failure:
-        raise source.failure or (failure if isinstance(failure, grpc.RpcError) else PeerFailed(f"{link.name} does not answer")) from failure
-    finally:
-        cancel_call(call)
-        source.finished.wait(limits.PEER_CALL_S)
+    with hold_slot(link.send_slots, job.is_wanted), translate_errors(link):
+        call = link.open_send_stream(iter(source))
+        try:
+            while not call.done():
+                if not source.finished.wait(1.0) and time.monotonic() - job.progress_at <= limits.PEER_STALL_S:
+                    continue
+                if not source.finished.is_set():
+                    raise PeerFailed(f"{link.name} takes nothing")
+                call.result(limits.PEER_DISK_S)
+            call.result()
+        except grpc.RpcError as failure:
+            raise source.failure or failure from failure
+        except grpc.FutureTimeoutError as failure:
+            raise source.failure or PeerFailed(f"{link.name} does not answer") from failure
+        finally:
+            cancel_call(call)
+            source.finished.wait(limits.PEER_CALL_S)
 
 
 class _MessageSource:

@@ -28,7 +28,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from ckptfs import limits, server_limits
 from ckptfs.clique.certificates import Identity, RevocationList
-from ckptfs.clique.peer_api import ContentHost, Offer, OpenCopy
+from ckptfs.clique.peer_api import ContentHost, Offer
 from ckptfs.errors import CkptfsError
 from ckptfs.peers.messages import (
     PROTOCOL_VERSION,
@@ -39,6 +39,7 @@ from ckptfs.peers.messages import (
     Rejection,
     RejectReason,
     SourceChanged,
+    build_fields,
     build_rejection,
     count_blocks,
     encode_bitmap,
@@ -223,9 +224,9 @@ class UnaryCalls:
     def GetRecord(self, peer: str, request: pb.RecordRequest) -> pb.Record:
         content, expected_digest = parse_content_id(request.content), parse_digest(request.digest)
         if not request.borrow:
-            return build_manifest(self._table.describe_copy(peer, content, expected_digest, can_wait=request.queued), 0)
+            return pb.Record(**build_fields(self._table.describe_copy(peer, content, expected_digest, can_wait=request.queued)))
         number, copy = self._table.open_copy(peer, content, expected_digest, can_wait=request.queued)
-        return build_manifest(copy, number)
+        return pb.Record(**build_fields(copy), loan=number)
 
     def Return(self, peer: str, request: pb.ReturnRequest) -> pb.Nothing:
         self._table.close_copy(peer, request.loan)
@@ -237,7 +238,7 @@ class UnaryCalls:
             if copy is None:
                 return pb.SealReply()
             os.close(copy.fd)
-            return pb.SealReply(record=build_manifest(copy, 0))
+            return pb.SealReply(record=pb.Record(**build_fields(copy)))
 
     def Forget(self, peer: str, request: pb.ForgetRequest) -> pb.Nothing:
         self._content_host.release_copies(parse_forgotten_contents(request))
@@ -257,18 +258,6 @@ def receive_one(table: TransferTable, guard: RpcGuard, peer: str, offer: Offer, 
     except (Rejection, CkptfsError, OSError) as failure:
         rejection = guard.record_rejection(peer, build_rejection(failure))
         return pb.Verdict(code=rejection.reason, why=str(rejection))
-
-
-def build_manifest(copy: OpenCopy, number: int) -> pb.Record:
-    return pb.Record(
-        content=copy.content,
-        inode=copy.inode,
-        generation=copy.generation,
-        size=copy.size,
-        digest=copy.digest,
-        blocks=copy.blocks,
-        loan=number,
-    )
 
 
 class RawStreams:

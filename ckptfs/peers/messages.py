@@ -19,12 +19,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import xxhash
 import zstandard
 
 from ckptfs import digest, limits
+from ckptfs.catalog.remote_contents import RemoteState
 from ckptfs.clique.peer_api import UNKNOWN_BLOCK, Offer
 from ckptfs.errors import CkptfsError
 from ckptfs.protocol import peer_pb2 as pb
@@ -92,7 +93,7 @@ class PeerRejections:
 
 COMMAND = struct.Struct("<BB6xQQQ")
 HEADER = struct.Struct("<QIB3x")
-NUMBER_MAX = 2**63 - 1
+ID_MAX = 2**63 - 1
 ZSTD_LEVEL = 1
 SAMPLE_BYTES = 64 * limits.KIB
 SAMPLE_RATIO_MAX = 0.8
@@ -132,7 +133,7 @@ class Command:
         if len(message) != COMMAND.size:
             raise Rejection(RejectReason.MALFORMED, f"a command has {COMMAND.size} bytes, not {len(message)}")
         kind, compress, number, first, count = COMMAND.unpack(message)
-        if kind not in set(CommandKind) or compress > 1 or max(number, first, count) > NUMBER_MAX or bytes(message[2:8]) != bytes(6):
+        if kind not in set(CommandKind) or compress > 1 or max(number, first, count) > ID_MAX or bytes(message[2:8]) != bytes(6):
             raise Rejection(RejectReason.MALFORMED, "this is no command")
         return cls(CommandKind(kind), number, first, count, bool(compress))
 
@@ -322,9 +323,6 @@ def _read_exactly(fd: int, length: int, offset: int) -> bytes:
     return data
 
 
-ID_MAX = 2**63 - 1
-
-
 def require(condition: bool, message: str) -> None:
     """Refuse as malformed unless `condition`."""
     if not condition:
@@ -340,6 +338,14 @@ def parse_digest(value: bytes) -> bytes | None:
     """Return the digest, or None without one."""
     require(len(value) in (0, digest.BLOCK_DIGEST_BYTES), f"a digest has {digest.BLOCK_DIGEST_BYTES} bytes, not {len(value)}")
     return value or None
+
+
+def build_fields(state: RemoteState) -> dict[str, Any]:
+    """Return the fields of OfferRequest and Record for a state."""
+    return {
+        "content": state.content, "inode": state.inode, "generation": state.generation, "size": state.size, "digest": state.digest or b"",
+        "blocks": state.blocks or b"",
+    }  # fmt: skip
 
 
 def parse_offer(request: pb.OfferRequest) -> Offer:
@@ -376,15 +382,10 @@ def parse_offers(request: pb.OffersRequest) -> list[Offer]:
     return found
 
 
-def get_block_digest(offer: Offer, number: int) -> bytes:
-    """Return the digest that block `number` must have."""
-    return offer.blocks[number * digest.BLOCK_DIGEST_BYTES : (number + 1) * digest.BLOCK_DIGEST_BYTES]
-
-
 def are_valid_missing_blocks(offer: Offer, numbers: list[int]) -> bool:
     """Return whether a list of missing blocks is ascending, in range, and was offered."""
     count = count_blocks(offer.size)
-    return all(0 <= number < count and get_block_digest(offer, number) != UNKNOWN_BLOCK for number in numbers)
+    return all(0 <= number < count and offer.get_block_digest(number) != UNKNOWN_BLOCK for number in numbers)
 
 
 def parse_block_range(command: Command, size: int) -> range:

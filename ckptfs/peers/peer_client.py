@@ -64,7 +64,7 @@ class PeerClient:
 
     def _send_missing(self, link: Link, offer: Offer, source_fd: int, is_wanted: Callable[[], bool]) -> SendResult:
         """Offer a content and send the blocks that the peer asks for."""
-        reply = link.call(link.stub.Offer, _build_offer_request(offer), limits.PEER_DISK_S)
+        reply = link.call(link.stub.Offer, pb.OfferRequest(**messages.build_fields(offer)), limits.PEER_DISK_S)
         missing_blocks = _decode_missing(link, offer, reply.lacking)
         try:
             moved = self._send_blocks(link, offer, source_fd, reply.transfer, missing_blocks, is_wanted)
@@ -82,7 +82,7 @@ class PeerClient:
         asked: list[int] = []
         for index, (offer, fd) in enumerate(offers):
             try:
-                request.offers.append(_embed_content(_build_offer_request(offer), fd))
+                request.offers.append(_embed_content(pb.OfferRequest(**messages.build_fields(offer)), fd))
                 asked.append(index)
             except PeerCorrupt as failure:
                 found[index] = failure
@@ -213,17 +213,6 @@ class PeerClient:
         for one in old:
             one.close()
         return link
-
-
-def _build_offer_request(offer: Offer) -> Any:
-    return pb.OfferRequest(
-        content=offer.content,
-        inode=offer.inode,
-        generation=offer.generation,
-        size=offer.size,
-        digest=offer.digest or b"",
-        blocks=offer.blocks,
-    )
 
 
 def _embed_content(request: Any, fd: int) -> Any:

@@ -18,7 +18,6 @@ from typing import Generic, TypeVar
 
 from ckptfs import limits
 from ckptfs.clique.peer_api import ContentHost, Offer, OpenCopy, Reception
-from ckptfs.digest import BLOCK_DIGEST_BYTES
 from ckptfs.peers.messages import Rejection, RejectReason
 
 Clock = Callable[[], float]
@@ -103,7 +102,7 @@ class IncomingTransfer(PeerResource):
             if number in self._incoming_blocks:
                 raise Rejection(RejectReason.BUSY, f"block {number} is arriving already")
             self._incoming_blocks.add(number)
-        return self.offer.blocks[number * BLOCK_DIGEST_BYTES : (number + 1) * BLOCK_DIGEST_BYTES]
+        return self.offer.get_block_digest(number)
 
     def write_block(self, number: int, pieces: Sequence[bytes]) -> None:
         pwrite_all(self._fd, pieces, number * limits.BLOCK_BYTES)

@@ -192,17 +192,19 @@ def split_changes(changes: Sequence[Operation]) -> list[list[Operation]]:
     return [list(changes[start : start + size]) for start in range(0, len(changes), size)]
 
 
-def iter_range(
-    store: Transactions, key: bytes, end: bytes, *, keys_only: bool = False, timeout_s: float = WAIT_S
-) -> Iterator[tuple[int, Item]]:
-    """Yield (revision of the whole read, item), page by page. Raises Compacted: start again."""
-    revision = 0
+def iter_pages(store: Transactions, prefix: bytes, *, keys_only: bool = False) -> Iterator[tuple[int, tuple[Item, ...]]]:
+    """Yield (revision of the whole read, next items), at least once. Raises Compacted: start again."""
+    revision, key = 0, prefix
     while True:
-        get = Get(key, end, limit=limits.ETCD_PAGE_ITEMS, keys_only=keys_only, revision=revision)
-        outcome = store.read([get], timeout_s=timeout_s)
-        revision = revision or outcome.revision
-        for item in outcome.results[0]:
-            yield revision, item
-        if len(outcome.results[0]) < limits.ETCD_PAGE_ITEMS:
+        outcome = store.read([Get(key, prefix_end(prefix), limit=limits.ETCD_PAGE_ITEMS, keys_only=keys_only, revision=revision)])
+        revision, items = revision or outcome.revision, outcome.results[0]
+        yield revision, items
+        if len(items) < limits.ETCD_PAGE_ITEMS:
             return
-        key = outcome.results[0][-1].key + b"\0"
+        key = items[-1].key + b"\0"
+
+
+def read_all(store: Transactions, prefix: bytes, *, keys_only: bool = False) -> tuple[int, list[Item]]:
+    """Return (revision of the read, all items below `prefix`). Raises Compacted: start again."""
+    pages = list(iter_pages(store, prefix, keys_only=keys_only))
+    return pages[0][0], [item for _, items in pages for item in items]

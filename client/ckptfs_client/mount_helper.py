@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from ckptfs import config, limits, mount_record, procfs
+from ckptfs import __version__, config, limits, mount_record, procfs
 from ckptfs.bounded_waits import wait_ready
 from ckptfs.config import Config
 from ckptfs.errors import ConfigError
@@ -90,6 +90,7 @@ def build_mount_parser() -> argparse.ArgumentParser:
     parser.add_argument("-n", dest="no_table", action="store_true", help="ignored")
     parser.add_argument("-v", dest="verbose", action="store_true", help="report the mount")
     parser.add_argument("-t", dest="type", help="ignored")
+    parser.add_argument("-V", "--version", action="version", version=f"mount.ckptfs {__version__}")
     return parser
 
 
@@ -237,6 +238,7 @@ def build_umount_parser() -> argparse.ArgumentParser:
         parser.add_argument(flag, action="store_true", help="ignored")
     for flag in ("-N", "-t", "-O"):
         parser.add_argument(flag, help="ignored")
+    parser.add_argument("-V", "--version", action="version", version=f"umount.ckptfs {__version__}")
     return parser
 
 

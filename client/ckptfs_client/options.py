@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, overload
 
 import typer
 
-from ckptfs.model import Level
+from ckptfs.model import WAITABLE_LEVELS
 from ckptfs_client import mounts
 from ckptfs_client.errors import UsageError
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LEVELS = [Level.LOCAL.value, Level.CLIQUE.value, Level.PFS.value]
+LEVELS = [level.value for level in WAITABLE_LEVELS]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JsonLines = Annotated[bool, typer.Option("--json", help="Print the progress as JSON, one line per change.")]
 Timeout = Annotated[str | None, typer.Option(metavar="TIME", help="Give up (exit code 4) after this time, such as 30s or 5m.")]

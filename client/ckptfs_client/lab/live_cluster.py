@@ -20,6 +20,7 @@ from ckptfs_client.lab import network, nodes
 from ckptfs_client.lab.laboratory import Laboratory
 from ckptfs_client.lab.layout import ETCD, LabNode
 from ckptfs_client.mounts import find
+from ckptfs_client.progress_bar import describe_progress
 
 WAIT_S = 120.0
 POLL_S = 0.02
@@ -161,9 +162,13 @@ class LiveCluster:
     def settle(self, timeout_s: float = WAIT_S) -> None:
         """Wait until the PFS shows what all nodes show."""
         for node in self.nodes:
+            left = ""
             with Client(find(node.path)) as client:
-                for _ in client.drain(timeout_s):
-                    pass
+                try:
+                    for progress in client.drain(timeout_s):
+                        left = f"; left: {describe_progress(progress)}"
+                except NotInTime as failure:
+                    raise NotInTime(f"{node.name}: drain: {failure.args[0]}{left}", remedy=failure.remedy) from None
 
     def tree(self, root: Path) -> Tree:
         """Return {relative path: bytes, None for a directory, or the errno of reading it} of all below `root`.

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +29,12 @@ from ckptfs.clique.membership import ClusterView, Node
 from ckptfs.clique.peer_api import PeerFailed, PingResult
 from ckptfs.coherence import key_state, pfs_coordination
 from ckptfs.config import Config
-from ckptfs.errors import CkptfsError
+from ckptfs.config.schema import is_loopback
+from ckptfs.errors import CkptfsError, Compacted
 from ckptfs.flow.replicate.peer_queues import PeerLoad
 from ckptfs.protocol import control_pb2 as pb
-from ckptfs.store.etcd_health import EtcdHealth
-from ckptfs.store.kv import Put, Store, iter_range, prefix_end
+from ckptfs.store.etcd import EtcdStore, open_store
+from ckptfs.store.kv import Get, Put, Store, read_all
 from ckptfs_daemon.control.status import CACHE_RATIO, CachedFigure
 
 Ping = Callable[[Node], PingResult]
@@ -148,11 +150,40 @@ def _list_due(done_s: dict[int, float], numbers: list[int]) -> list[int]:
     return [number for number in numbers if number not in done_s]
 
 
-def _build_etcd_health(found: EtcdHealth) -> pb.EtcdHealth:
+def examine_etcd(config: Config) -> pb.EtcdHealth:
+    """Ask etcd for its size, quota, alarms, compaction and authentication. Raises StoreUnreachable."""
+    with closing(open_store(config)) as store:
+        revision, is_compacted = _find_compaction(store)
+        status = store.get_member_status(timeout_s=limits.STORE_PROBE_WAIT_S)
+        try:
+            alarms = store.list_alarms(timeout_s=limits.STORE_PROBE_WAIT_S)
+        except CkptfsError:
+            alarms = []
     return pb.EtcdHealth(
-        size_bytes=found.size_bytes, quota_bytes=found.quota_bytes, alarms=found.alarms, revision=found.revision,
-        compacted=found.is_compacted, tls=found.has_tls, open=found.is_open, remote=found.is_remote,
+        size_bytes=status.size_bytes, quota_bytes=status.quota_bytes, alarms=alarms, revision=revision, compacted=is_compacted,
+        tls=config.etcd_ca is not None, open=_is_open(config), remote=not all(map(is_loopback, config.etcd)),
     )  # fmt: skip
+
+
+def _find_compaction(store: EtcdStore) -> tuple[int, bool]:
+    """Return (the revision of etcd, whether the first one has been forgotten)."""
+    revision = store.read([Get(b"epoch")], timeout_s=limits.STORE_PROBE_WAIT_S).revision
+    try:
+        store.read([Get(b"epoch", revision=1)], timeout_s=limits.STORE_PROBE_WAIT_S)
+    except Compacted:
+        return revision, True
+    return revision, False
+
+
+def _is_open(config: Config) -> bool:
+    """Return True if etcd answers a client without a certificate."""
+    assert config.cluster is not None
+    with closing(EtcdStore(config.etcd, config.cluster, ca=config.etcd_ca)) as anonymous:
+        try:
+            anonymous.read([Get(b"epoch")], timeout_s=limits.STORE_PROBE_WAIT_S)
+        except CkptfsError:
+            return False
+    return True
 
 
 class ClusterFigures:
@@ -160,7 +191,7 @@ class ClusterFigures:
 
     def __init__(
         self, config: Config, db: Database, store: Store, transport: TransportFigures | None = None, identity: Identity | None = None,
-        examine_store: Callable[[], EtcdHealth] | None = None,
+        examine_store: Callable[[], pb.EtcdHealth] | None = None,
     ) -> None:  # fmt: skip
         """`identity`: the keys of this node. `examine_store` asks etcd how it is. Raises StoreUnreachable."""
         self._examine_store = examine_store
@@ -234,7 +265,7 @@ class ClusterFigures:
         try:
             self._scan(membership.node_key(answer.number))
             if self._examine_store is not None:
-                answer.etcd_health.CopyFrom(_build_etcd_health(self._examine_store()))
+                answer.etcd_health.CopyFrom(self._examine_store())
         except CkptfsError as failure:
             answer.etcd_trouble = str(failure)
         known = {node.number: node for node in self._list_nodes_or_cached()}
@@ -282,7 +313,7 @@ class ClusterFigures:
         return nodes, dict(self._scan(FIGURES_PREFIX))
 
     def _scan(self, prefix: bytes) -> list[tuple[bytes, bytes]]:
-        return [(item.key, item.value) for _, item in iter_range(self._store, prefix, prefix_end(prefix))]
+        return [(item.key, item.value) for item in read_all(self._store, prefix)[1]]
 
     def _build_member(self, view: ClusterView, node: Node, figures: bytes | None) -> pb.Member:
         config = self._config

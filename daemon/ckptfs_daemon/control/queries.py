@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from ckptfs import limits
-from ckptfs.catalog import handles, history_names, journal, namespace, pfs_hold, summary
+from ckptfs.catalog import handles, history_names, namespace, pfs_hold, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.summary import ListedFile
 from ckptfs.config import Config
@@ -26,7 +26,7 @@ from ckptfs.config.schema import list_effective
 from ckptfs.errors import ContentLost, InvalidArgument, posix_error
 from ckptfs.event_log import Position
 from ckptfs.lifecycle import is_on_pfs
-from ckptfs.model import ContentState, Level
+from ckptfs.model import WAITABLE_LEVELS, ContentState, Level
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
 from ckptfs.series import find_incomplete_reason
@@ -112,7 +112,7 @@ class LevelCheck:
             return True
         if not stat.S_ISREG(found.mode):
             self._non_files.add(inode)
-            return self._wanted is not Level.PFS or not journal.has_pending(self._db, inode, self._end)
+            return self._wanted is not Level.PFS or not summary.has_pending(self._db, inode, self._end)
         content = found.record.content
         if content is not None and content.state is ContentState.LOST and not is_on_pfs(found.record):
             path = namespace.get_path(self._db, inode).decode(errors="backslashreplace")
@@ -123,9 +123,8 @@ class LevelCheck:
             self._has_writers |= content.state is ContentState.OPEN
             return False
         if self._wanted is not Level.PFS:
-            order = list(Level)
-            return order.index(found.level) >= order.index(self._wanted)
-        return found.level is Level.PFS and not journal.has_pending(self._db, inode, self._end)
+            return found.level.rank >= self._wanted.rank
+        return found.level is Level.PFS and not summary.has_pending(self._db, inode, self._end)
 
     def _is_left_out(self, inode: int) -> bool:
         """Return True if a rule keeps an inode off the PFS. Raises InvalidArgument if the wait is for that."""
@@ -268,8 +267,8 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
             self._waits.release()
 
     def _parse_level(self, text: str) -> Level:
-        if text not in (Level.LOCAL, Level.CLIQUE, Level.PFS):
-            raise InvalidArgument(f"{text[:20]!r} is not a level that can be waited for; accepted: local, clique, pfs")
+        if text not in WAITABLE_LEVELS:
+            raise InvalidArgument(f"{text[:20]!r} is not a level that can be waited for; accepted: {', '.join(WAITABLE_LEVELS)}")
         if text == Level.CLIQUE and (self._cluster is None or self._config.replication_factor < 2):
             raise InvalidArgument(
                 "this mount keeps no copies on other nodes, so no file will ever reach the level clique",

@@ -9,8 +9,8 @@ Crash safety: before the commit nothing happened; after it the reply is in the c
 import contextlib
 import errno
 import logging
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ckptfs import limits
@@ -27,7 +27,7 @@ from ckptfs_daemon.fuse.request import BLOCK_BYTES, PASSTHROUGH_BLKSIZE, Request
 from ckptfs_daemon.ipc import WakeChannel
 from ckptfs_daemon.mount.cluster.cluster_recovery import StandbyLease
 from ckptfs_daemon.mount.cluster.lookups import LookupPrefetch
-from ckptfs_daemon.mount.cluster.shared_namespace import SharedNamespace
+from ckptfs_daemon.mount.cluster.shared_namespace import LocalNamespace
 from ckptfs_daemon.mount.open_files.mover_client import MoverClient
 from ckptfs_daemon.mount.open_files.open_file_table import OpenFileTable
 
@@ -43,7 +43,7 @@ SCANS_PER_REQUEST_MAX = 3
 
 @dataclass(frozen=True, slots=True)
 class MountContext:
-    """The services of a mount process. The last three are None outside a cluster."""
+    """The services of a mount process. The last two are None outside a cluster."""
 
     config: Config
     data_path: DataPath
@@ -53,7 +53,7 @@ class MountContext:
     mover_client: MoverClient
     open_files: OpenFileTable
     memory_limits: MemoryLimits
-    shared_namespace: SharedNamespace | None = None
+    shared_namespace: LocalNamespace = field(default_factory=LocalNamespace)
     prefetch: LookupPrefetch | None = None
     standby_lease: StandbyLease | None = None
 
@@ -68,7 +68,7 @@ class MountContext:
         """Return the attributes of the row `inode`, with the timeouts that this mount allows the kernel."""
         is_passthrough = self.data_path is DataPath.PASSTHROUGH
         entry = build_attributes(inode, PASSTHROUGH_BLKSIZE if is_passthrough else BLOCK_BYTES)
-        if self.shared_namespace is not None:
+        if self.shared_namespace.is_shared:
             # Another node may change it at any time without notice.
             entry.entry_timeout, entry.attr_timeout = 0, limits.SHARED_ATTRIBUTE_TIMEOUT_S
             if inode.is_directory and inode.nlink:
@@ -78,7 +78,7 @@ class MountContext:
         return entry
 
     def build_negative_entry(self) -> EntryAttributes:
-        return build_negative_entry(limits.CACHE_TIMEOUT_S if self.shared_namespace is None else 0)
+        return build_negative_entry(0 if self.shared_namespace.is_shared else limits.CACHE_TIMEOUT_S)
 
 
 class ChangeRunner:
@@ -95,30 +95,15 @@ class ChangeRunner:
         """Return the reply that this request got before a crash, unless its change was reverted since."""
         if not request.is_repeated:
             return None
-        if self._context.shared_namespace is not None:
-            await self._context.shared_namespace.wait_published()
+        await self._context.shared_namespace.wait_published()
         return handles.get_reply(self._context.db, request.number)
 
     async def refresh_inode(self, inode: int, *, pid: int = 0) -> None:
         """Load what other nodes did to an inode. `pid`: the calling thread; 0 if unknown."""
         if self._context.prefetch is not None and pid:
             await self._context.prefetch.refresh_inode(inode, pid=pid)
-        elif self._context.shared_namespace is not None:
+        else:
             await self._context.shared_namespace.refresh_inode(inode)
-
-    async def commit_shared(
-        self,
-        act: Callable[[], Awaitable[T]],
-        names: Iterable[tuple[int, bytes]] = (),
-        inodes: Iterable[int] = (),
-        undo: Callable[[T], None] = lambda _: None,
-        is_own: Callable[[], bool] = lambda: True,
-    ) -> T:
-        """Run `act`; in a cluster, as `SharedNamespace.commit_shared` does."""
-        shared_namespace = self._context.shared_namespace
-        if shared_namespace is None:
-            return await act()
-        return await shared_namespace.commit_shared(act, tuple(names), tuple(inodes), undo, is_own)
 
     async def run_change(self, act: Callable[[Database, bool], T], *, creates: bool = False) -> T:
         """Run `act(db, allow_unimported)` as one change, together with the pending releases.

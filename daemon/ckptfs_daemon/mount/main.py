@@ -32,7 +32,7 @@ from ckptfs_daemon.fuse.kernel import Passthrough
 from ckptfs_daemon.ipc import READY, ChildSetup, WakeChannel
 from ckptfs_daemon.mount.cluster.cluster_recovery import StandbyLease
 from ckptfs_daemon.mount.cluster.lookups import LookupPrefetch
-from ckptfs_daemon.mount.cluster.shared_namespace import SharedNamespace
+from ckptfs_daemon.mount.cluster.shared_namespace import LocalNamespace, SharedNamespace
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.handlers.attribute_handlers import AttributeHandlers
 from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers
@@ -67,12 +67,11 @@ def run(setup: ChildSetup) -> int:
     history = HistoryTree(context, changes, files, attributes)
     latest = LatestTree(context, reader, history)
     shim = ShimHandlers(context, files, latest)
-    if context.shared_namespace is not None:
-        context.shared_namespace.on_nameless = orphans.add_unlinked
+    context.shared_namespace.on_nameless = orphans.add_unlinked
     shim.register()
     operations = ReadOnlyOperations if context.config.is_read_only else Operations
     handlers = operations(names, directories, attributes, files, orphans, latest, history)
-    session.open_session(handlers, connection, is_clustered=context.shared_namespace is not None)
+    session.open_session(handlers, connection, is_clustered=context.shared_namespace.is_shared)
     trio.run(_serve, setup, context, shim, orphans, tracker)
     pyfuse3.close(unmount=False)  # The connection lives as long as any process holds its descriptor.
     return 0
@@ -93,7 +92,7 @@ def _build_context(setup: ChildSetup, data_path: DataPath) -> MountContext:
     wake_channel = WakeChannel(setup.wake_socket)
     passthrough = Passthrough(setup.fuse_fd) if data_path is DataPath.PASSTHROUGH else None
     open_files = OpenFileTable(db, tiers, passthrough, wake_channel, kernel_owns_times=passthrough is None and not is_clustered)
-    shared_namespace = prefetch = standby_lease = None
+    shared_namespace, prefetch, standby_lease = LocalNamespace(), None, None
     if dirty_keys is not None:
         store = etcd.open_store(config)
         shared_namespace = SharedNamespace(db, store, config.node, open_files.is_open_for_writing)
@@ -127,9 +126,8 @@ async def _serve(setup: ChildSetup, context: MountContext, shim: ShimHandlers, o
         resume_fetches(context.open_files.by_inode.values(), context.db, context.tiers, context.mover_client)
         # The previous process may have died between a commit and its wake-up.
         context.wake_channel.notify(ipc.WORK)
-        if context.shared_namespace is not None:
-            nursery.start_soon(context.shared_namespace.run, name="shared namespace")
-            nursery.start_soon(context.shared_namespace.report_loop, name="shared namespace's figures")
+        nursery.start_soon(context.shared_namespace.run, name="shared namespace")
+        nursery.start_soon(context.shared_namespace.report_loop, name="shared namespace's figures")
         if context.standby_lease is not None:
             nursery.start_soon(context.standby_lease.run, name="standby lease")
         shim.start_tasks(nursery)
@@ -142,10 +140,9 @@ async def _serve(setup: ChildSetup, context: MountContext, shim: ShimHandlers, o
         await session.serve()
         # At unmount the kernel drops the releases that it has not sent yet.
         await context.open_files.release_all()
-        if context.shared_namespace is not None:
-            # No later process publishes these changes, and unpublished files get no copies.
-            with trio.move_on_after(limits.ETCD_WAIT_S):
-                await context.shared_namespace.wait_published()
+        # No later process publishes the changes of this one, and unpublished files get no copies.
+        with trio.move_on_after(limits.ETCD_WAIT_S):
+            await context.shared_namespace.wait_published()
         nursery.cancel_scope.cancel()
 
 
@@ -164,8 +161,7 @@ async def _route_messages(context: MountContext, tracker: SetTracker) -> None:
                 elif message == ipc.SEALED:
                     tracker.wake()
                 elif message == ipc.DIRTY_KEYS:
-                    if context.shared_namespace is not None:
-                        context.shared_namespace.notify_dirty()
+                    context.shared_namespace.notify_dirty()
                 elif message[:1] == ipc.LEASE_RENEWED:
                     if context.standby_lease is not None:
                         context.standby_lease.record_renewal(ipc.parse_message(message)[1])

@@ -148,7 +148,7 @@ class Operations(pyfuse3.Operations):
         return await self._choose(self._attributes, inode).readlink(inode)
 
     async def getxattr(self, inode: int, name: bytes, ctx: "RequestContext") -> bytes:
-        return await self._choose(self._attributes, inode).getxattr(inode, name)
+        return await self._choose(self._attributes, inode).getxattr(inode, name, ctx)
 
     async def listxattr(self, inode: int, ctx: "RequestContext") -> Sequence[bytes]:
         return await self._choose(self._attributes, inode).listxattr(inode, ctx)

@@ -34,10 +34,9 @@ from ckptfs.flow.replicate.early import EarlyReplication
 from ckptfs.flow.replicate.open_files import FsyncReplication, PeriodicReplication
 from ckptfs.flow.salvage import Salvage
 from ckptfs.flow.take_over import TakeOver
-from ckptfs.model import Notifier, Tier
+from ckptfs.model import LOCAL_TIERS, Notifier
 from ckptfs.peers.grpc_server import PeerServer
 from ckptfs.peers.peer_client import PeerClient
-from ckptfs.store import etcd_health
 from ckptfs.store.etcd import open_store
 from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon.control import cluster_status
@@ -47,7 +46,6 @@ from ckptfs_daemon.mover.membership_service import MembershipService, build_node
 
 log = logging.getLogger(__name__)
 
-LOCAL_TIERS = (Tier.RAM, Tier.NVME)
 TROUBLE = "peers"
 
 
@@ -70,13 +68,13 @@ class ClusterServices:
         self.membership.subscribe(self._apply_view_change)
         self.cluster = Cluster(
             db, node.number, config.replication_factor, config.replication_jump, self._peers, self._store, lambda: self.membership.view,
-            self.membership.locks, lambda: self.membership.node_lease.lease_id,
+            self.membership.locks,
         )  # fmt: skip
         self._running_server: PeerServer | None = None
         self._host = Host(db, tiers, config.peer_share, notify, self.cluster)
         self._replicate = Replicate(db, tiers, notify, self.cluster)
         transport = TransportFigures(self._replicate.list_loads, self._peers.get_figures, self._get_server_figures, self._peers.ping)
-        self.figures = ClusterFigures(config, db, self._store, transport, self._identity, lambda: etcd_health.examine(config))
+        self.figures = ClusterFigures(config, db, self._store, transport, self._identity, lambda: cluster_status.examine_etcd(config))
         self._announce = AnnounceCopies(db, self.cluster)
         self._repair = Repair(db, notify, self.cluster)
         self._take_over = TakeOver(db, notify, self.cluster)

@@ -11,6 +11,7 @@ Crash safety: unpublished changes are dirty in the catalog, and the next process
 import contextlib
 import errno
 import functools
+import itertools
 import logging
 import random
 import time
@@ -31,7 +32,7 @@ from ckptfs.coherence.keys import NAME, SharedKey, describe_path
 from ckptfs.coherence.read import RecentDeletes, StoreValue
 from ckptfs.coherence.store_loss import AdoptionStep, EpochCheckedStore
 from ckptfs.errors import CkptfsError, StoreLost, StoreUnreachable, TransactionInvalid, posix_error
-from ckptfs.store.kv import Get, Outcome, Store, Watch, WatchEvents, prefix_end
+from ckptfs.store.kv import Get, Outcome, Store, Watch, WatchEvents, prefix_end, read_all
 from ckptfs_daemon.mount.cluster import cluster_recovery
 from ckptfs_daemon.mount.cluster.cluster_recovery import wait_outcome
 
@@ -91,8 +92,48 @@ REACH_REMEDY = "see that etcd runs and can be reached; what was changed here is 
 UNSHARED_TROUBLE = "unshared"
 
 
-class SharedNamespace:
+class LocalNamespace:
+    """The tree of a mount without a cluster: always fresh, and no other node waits for changes."""
+
+    is_shared = False
+    on_nameless: Callable[[Iterable[int]], None]
+    """Called with inodes that lost their last name on another node."""
+
+    @property
+    def is_disconnected(self) -> bool:
+        """Return True if the store does not answer."""
+        return False
+
+    async def refresh_name(self, parent: int, name: bytes, *prefetch_names: Name) -> None: ...
+    async def refresh_inode(self, inode: int, *prefetch_names: Name) -> None: ...
+    async def refresh_copies(self, inode: int) -> None: ...
+    async def refresh_directory(self, inode: int, at_most: int | None = None) -> None: ...
+    async def refresh_change(self, names: Iterable[Name]) -> None: ...
+    async def follow_keys(self, prefix: bytes, on_keys: Callable[[Iterable[bytes]], None]) -> None: ...
+    async def run(self) -> None: ...
+    async def report_loop(self) -> None: ...
+    def notify_dirty(self) -> None: ...
+
+    async def wait_published(self, names: Iterable[Name] = ()) -> bool:
+        """Wait for the store or a disconnection. Return False if one of `names` was reverted."""
+        return True
+
+    async def commit_shared(
+        self,
+        act: Callable[[], Awaitable[T]],
+        names: Sequence[Name] = (),
+        inodes: Sequence[int] = (),
+        undo: Callable[[T], None] = lambda _: None,
+        is_own: Callable[[], bool] = lambda: True,
+    ) -> T:
+        """Run `act`, a change of these names and inodes, and wait until other nodes see it."""
+        return await act()
+
+
+class SharedNamespace(LocalNamespace):
     """This node's view of the shared tree."""
+
+    is_shared = True
 
     def __init__(self, db: Database, store: Store, label: str, is_open_for_writing: Callable[[int], bool]) -> None:
         """`label` marks this node in names of conflict copies."""
@@ -103,8 +144,7 @@ class SharedNamespace:
         self.counts = {"reads": 0, "commits": 0, "conflicts": 0}
         self.disconnected_ns = key_state.get_disconnected_ns(db)
         self._store = EpochCheckedStore(store, db)
-        self.on_nameless: Callable[[Iterable[int]], None] = lambda _: None
-        """Called with inodes that lost their last name on another node."""
+        self.on_nameless = lambda _: None
         self._recent_deletes = RecentDeletes()
         self._pending_reads: deque[PendingRead] = deque()
         self._running_reads = 0
@@ -120,7 +160,6 @@ class SharedNamespace:
 
     @property
     def is_disconnected(self) -> bool:
-        """Return True if the store does not answer."""
         return self.disconnected_ns != 0
 
     # --- reading ------------------------------------------------------------------------------------------------------
@@ -206,52 +245,37 @@ class SharedNamespace:
         self._pending_reads.append(question)
         if self._running_reads < limits.SHARED_READS_MAX:
             self._running_reads += 1
-            try:
-                await self._read_batch()
-            finally:
-                self._running_reads -= 1
-                self._start_next_read()
+            await self._read_batch()
         await question.done.wait()
         return question.outcome
 
-    def _start_next_read(self) -> None:
-        """Start a task that reads for all handlers that still wait."""
-        if self._pending_reads and self._running_reads < limits.SHARED_READS_MAX:
-            self._running_reads += 1
-            trio.lowlevel.spawn_system_task(self._read_in_background, name="shared reads")
-
-    async def _read_in_background(self) -> None:
-        try:
-            await self._read_batch()
-        finally:
-            self._running_reads -= 1
-            self._start_next_read()
-
     async def _read_batch(self) -> None:
+        """Read for as many waiting handlers as fit; then start a task that reads for the others."""
         questions: list[PendingRead] = []
         count = 0
         while self._pending_reads and (not questions or count + len(self._pending_reads[0].gets) <= limits.ETCD_OPERATIONS_MAX):
             questions.append(self._pending_reads.popleft())
             count += len(questions[-1].gets)
-        if not questions or self.is_disconnected:
-            for question in questions:
-                question.done.set()
-            return
-        gets = [get for question in questions for get in question.gets]
-        self._next_probe_s = trio.current_time() + limits.STORE_POLL_S * random.uniform(0.8, 1.2)
         try:
-            self.counts["reads"] += 1
-            found = await wait_outcome(self._store.read_soon(gets))
-            start = 0
-            for question in questions:
-                end = start + len(question.gets)
-                question.outcome = Outcome(True, found.revision, found.results[start:end])
-                start = end
+            if questions and not self.is_disconnected:
+                await self._answer_together(questions)
         except CkptfsError as failure:
             self._handle_failure(failure)
         finally:
             for question in questions:
                 question.done.set()
+            self._running_reads -= 1
+            if self._pending_reads:
+                self._running_reads += 1
+                trio.lowlevel.spawn_system_task(self._read_batch, name="shared reads")
+
+    async def _answer_together(self, questions: Iterable[PendingRead]) -> None:
+        self._next_probe_s = trio.current_time() + limits.STORE_POLL_S * random.uniform(0.8, 1.2)
+        self.counts["reads"] += 1
+        found = await wait_outcome(self._store.read_soon([get for question in questions for get in question.gets]))
+        results = iter(found.results)
+        for question in questions:
+            question.outcome = Outcome(True, found.revision, tuple(itertools.islice(results, len(question.gets))))
 
     async def follow_keys(self, prefix: bytes, on_keys: Callable[[Iterable[bytes]], None]) -> None:
         """Call `on_keys` with all keys below a prefix, then with those that are put. A task.
@@ -260,7 +284,9 @@ class SharedNamespace:
         """
         while True:
             try:
-                revision = await self._read_keys(prefix, on_keys)
+                load = functools.partial(read_all, self._store, prefix, keys_only=True)
+                revision, items = await trio.to_thread.run_sync(load, abandon_on_cancel=True)
+                on_keys([item.key for item in items])
                 watch = self._store.watch(prefix, prefix_end(prefix), revision + 1)
                 try:
                     while (batch := await next_events(watch)) is not None:
@@ -271,18 +297,6 @@ class SharedNamespace:
                 log.debug("etcd: %s: cannot be watched: %s; reading it again", prefix.decode(), failure)
             await trio.sleep(limits.STORE_PROBE_S)
 
-    async def _read_keys(self, prefix: bytes, on_keys: Callable[[Iterable[bytes]], None]) -> int:
-        """Call `on_keys` with the keys, in pages. Return the revision that they are of."""
-        revision, key = 0, prefix
-        while True:
-            get = Get(key, prefix_end(prefix), limit=limits.ETCD_PAGE_ITEMS, revision=revision)
-            found = await wait_outcome(self._store.read_soon([get]))
-            revision, items = revision or found.revision, found.results[0]
-            on_keys([item.key for item in items])
-            if len(items) < limits.ETCD_PAGE_ITEMS:
-                return revision
-            key = items[-1].key + b"\0"
-
     # --- publishing ---------------------------------------------------------------------------------------------------
 
     def notify_dirty(self) -> None:
@@ -290,7 +304,6 @@ class SharedNamespace:
         self._has_dirty.set()
 
     async def wait_published(self, names: Iterable[Name] = ()) -> bool:
-        """Wait for the store or a disconnection. Return False if one of `names` was reverted."""
         reverts = self._reverts
         last = key_state.get_last_change(self.db)
         while last and not self.is_disconnected and key_state.has_dirty(self.db, last):
@@ -300,12 +313,12 @@ class SharedNamespace:
     async def commit_shared(
         self,
         act: Callable[[], Awaitable[T]],
-        names: Sequence[Name],
-        inodes: Sequence[int],
+        names: Sequence[Name] = (),
+        inodes: Sequence[int] = (),
         undo: Callable[[T], None] = lambda _: None,
         is_own: Callable[[], bool] = lambda: True,
     ) -> T:
-        """Run `act`, a change of these names and inodes, and wait until other nodes see it.
+        """Run `act` until other nodes see what it changed.
 
         If it fails on the rows of this node, or another node was faster, it runs again on fresh rows. `undo` gets the result of an `act`
         that was reverted. Raises EAGAIN after `limits.SHARED_TRIES_MAX` tries, and if this node is disconnected and the change is not
@@ -392,9 +405,7 @@ class SharedNamespace:
             return True
         try:
             if not transaction.new_values:
-                self._record_result(
-                    conflict.record_commit(self.db, transaction, 0, self._recent_deletes, recount_links=self.is_disconnected)
-                )
+                self._record_commit(transaction, 0)
                 return True
             self._unconfirmed = transaction
             self.counts["commits"] += 1
@@ -405,9 +416,7 @@ class SharedNamespace:
                 # An earlier copy of it may still be applied.
                 return await self._confirm_last_commit()
             if reply.succeeded:
-                self._record_result(
-                    conflict.record_commit(self.db, transaction, reply.revision, self._recent_deletes, recount_links=self.is_disconnected)
-                )
+                self._record_commit(transaction, reply.revision)
             else:
                 self.counts["conflicts"] += 1
                 resolver = await self._build_resolver(transaction, reply) if self.is_disconnected else ConflictResolver
@@ -420,6 +429,10 @@ class SharedNamespace:
             self._handle_failure(failure)
             return False
         return True
+
+    def _record_commit(self, transaction: commit.StoreTransaction, revision: int) -> None:
+        recount = self.is_disconnected
+        self._record_result(conflict.record_commit(self.db, transaction, revision, self._recent_deletes, recount_links=recount))
 
     def _handle_invalid(self, transaction: commit.StoreTransaction, refusal: TransactionInvalid) -> None:
         """Find, by halves, the change that the store refuses for ever. It stays here; the others go on."""
@@ -450,12 +463,13 @@ class SharedNamespace:
     # --- without the store --------------------------------------------------------------------------------------------
 
     def _handle_failure(self, failure: CkptfsError) -> None:
+        was_connected = not self.is_disconnected
+        if was_connected:
+            self.disconnected_ns = time.time_ns()
+            key_state.mark_disconnected(self.db, self.disconnected_ns)
         if isinstance(failure, StoreLost):
-            self._is_store_lost = True
-            if not self.is_disconnected:
-                self._enter_disconnected()  # Applications go on, until a person has this node adopt the store.
-        elif not self.is_disconnected:
-            self._enter_disconnected()
+            self._is_store_lost = True  # Applications go on, until a person has this node adopt the store.
+        elif was_connected:
             is_silent = type(failure) is StoreUnreachable
             cause = "etcd does not answer" if is_silent else str(failure)
             what = f"{cause}: this node goes on alone, and other nodes do not see what changes here"
@@ -468,10 +482,6 @@ class SharedNamespace:
         self._has_dirty.set()
         self._commit_rounds.wake_waiters()
 
-    def _enter_disconnected(self) -> None:
-        self.disconnected_ns = time.time_ns()
-        key_state.mark_disconnected(self.db, self.disconnected_ns)
-
     async def _probe_store(self) -> None:
         """Check whether the store is back, and publish everything if it is."""
         away_s = (time.time_ns() - self.disconnected_ns) / 1e9
@@ -479,7 +489,7 @@ class SharedNamespace:
         await self._commit_rounds.wait_idle()
         if not await self._meet_store() or not await self._confirm_last_commit():
             return
-        key_state.delete_older_marks(self.db)
+        key_state.order_marks(self.db)
         while key_state.get_last_change(self.db) and await self._commit_batch():
             pass
         if key_state.get_last_change(self.db) == 0:

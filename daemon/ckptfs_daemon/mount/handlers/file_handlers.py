@@ -66,7 +66,7 @@ class FileHandlers:
             return self._build_file_info(opened), context.build_reply(context.get_inode(opened.inode))
         attempt = CreateAttempt(context, request, parent, name, mode, (ctx.uid, ctx.gid), ctx.pid)
         try:
-            opened = await self._changes.commit_shared(
+            opened = await self._context.shared_namespace.commit_shared(
                 lambda: self._create_with_scan(attempt), [(parent, name)], undo=lambda reverted: context.open_files.release(reverted.handle)
             )
         except FileExistsError:
@@ -116,13 +116,13 @@ class FileHandlers:
         attempt = OpenAttempt(self._context, open_request)
         async with self.guard_writer(inode) if is_writer else contextlib.nullcontext():
             opened = await attempt.run()
-        if attempt.separates and self._context.shared_namespace is not None:
+        if attempt.separates:
             await self._context.shared_namespace.wait_published()
         return self._build_file_info(opened)
 
     def _build_file_info(self, opened: OpenResult) -> FileInfo:
         """Build the reply. The caller must return it without another await."""
-        is_alone = self._context.shared_namespace is None
+        is_alone = not self._context.shared_namespace.is_shared
         if opened.backing_id and is_alone:
             # The kernel keeps no pages, so there is nothing to flush: saves a round trip at each close.
             session.set_open_flags(session.FOPEN_NOFLUSH)
@@ -262,7 +262,7 @@ class FileHandlers:
         The kernel has written its pages, and other nodes that open the file see them.
         """
         shared_namespace, handle = self._context.shared_namespace, fh & HANDLE_MASK
-        if shared_namespace is None:
+        if not shared_namespace.is_shared:
             return
         file = self._context.open_files.by_handle.get(handle)
         if file is None or not file.handles.get(handle):
@@ -289,7 +289,7 @@ class FileHandlers:
             await self._wait_journal_applied(file.inode, journal.get_last_seq(context.db, file.inode))
         elif context.config.fsync is Level.CLIQUE:
             await self._wait_clique_copies(file.inode)
-        if context.config.fsync is not Level.CLIQUE and context.shared_namespace is not None and file.writer_count:
+        if context.config.fsync is not Level.CLIQUE and context.shared_namespace.is_shared and file.writer_count:
             # Without a wake-up: no caller waits for it, and a file that is closed soon does not need it.
             mover_requests.insert_request(context.db, mover_requests.REPLICATE_LATER, file.inode, wait_s=limits.REQUEST_KEEP_S)
 
@@ -330,8 +330,7 @@ class FileHandlers:
         if summary.get_level(db, inode) in (Level.CLIQUE, Level.PFS):
             return
         degrades = config.clique_lost is CliqueLost.LOCAL
-        is_disconnected = shared_namespace is not None and shared_namespace.is_disconnected
-        if not degrades or (peer_copies.count_domains(db).are_enough and not is_disconnected):
+        if not degrades or (peer_copies.count_domains(db).are_enough and not shared_namespace.is_disconnected):
             try:
                 # The argument makes the request unique: the reply to an older one may be about older bytes.
                 argument, wait_s = f"{time.time_ns()}", config.clique_wait_s
@@ -341,8 +340,7 @@ class FileHandlers:
                 pass
         path = inodes.get_shown_path(db, inode)
         if not degrades:
-            is_disconnected = shared_namespace is not None and shared_namespace.is_disconnected
-            cause = "etcd does not answer" if is_disconnected else "too few other nodes took a copy"
+            cause = "etcd does not answer" if shared_namespace.is_disconnected else "too few other nodes took a copy"
             log.error("%s: fsync fails: %s within %g s (see `ckptfs status --cluster`)", path, cause, config.clique_wait_s)
             raise posix_error(errno.EIO)
         log.warning("%s: fsync degrades: too few other nodes take a copy; the file may be lost with this node", path)
@@ -361,7 +359,7 @@ class FileHandlers:
         """Wait until other nodes see the names; else fail with EIO, unless `clique_lost` is LOCAL."""
         config, db, shared_namespace = self._context.config, self._context.db, self._context.shared_namespace
         degrades = config.clique_lost is CliqueLost.LOCAL
-        if shared_namespace is None or (await shared_namespace.wait_published() and not shared_namespace.is_disconnected):
+        if await shared_namespace.wait_published() and not shared_namespace.is_disconnected:
             return
         with trio.move_on_after(0.0 if degrades else config.clique_wait_s):
             while not peer_copies.has_published_names(db, directory):

@@ -14,7 +14,7 @@ import errno
 import logging
 import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import trio
@@ -109,7 +109,7 @@ class NamespaceHandlers:
             handles.record_reply(db, request.number, inode.id.to_bytes(INODE_ID_BYTES, "little"))
             return inode
 
-        created = await self._changes.commit_shared(lambda: self._changes.run_change(act, creates=True), [(parent, name)])
+        created = await self._context.shared_namespace.commit_shared(lambda: self._changes.run_change(act, creates=True), [(parent, name)])
         return self._context.build_reply(created)
 
     async def link(self, inode: int, new_parent_inode: int, new_name: bytes) -> EntryAttributes:
@@ -144,7 +144,7 @@ class NamespaceHandlers:
         change: Callable[[Database, bool], Inode | None],
         names: list[tuple[int, bytes]],
         *,
-        inodes: Iterable[int] = (),
+        inodes: Sequence[int] = (),
         creates: bool = False,
         removed: tuple[int, bytes] | None = None,
         is_own: Callable[[], bool] = lambda: True,
@@ -164,7 +164,8 @@ class NamespaceHandlers:
             handles.record_reply(db, request.number)
             return change(db, allow_unimported)
 
-        changed = await self._changes.commit_shared(lambda: self._changes.run_change(act, creates=creates), names, inodes, is_own=is_own)
+        shared_namespace = self._context.shared_namespace
+        changed = await shared_namespace.commit_shared(lambda: self._changes.run_change(act, creates=creates), names, inodes, is_own=is_own)
         self._tracker.wake()
         return changed
 
@@ -187,7 +188,7 @@ class DirectoryHandlers:
 
     async def readdir(self, fh: int, start_id: int, token: "ReaddirToken") -> None:
         context = self._context
-        if context.shared_namespace is not None and start_id == 0:
+        if start_id == 0:
             await context.shared_namespace.refresh_inode(fh)
             await context.shared_namespace.refresh_directory(fh)
         directory = context.get_inode(fh)
@@ -318,5 +319,5 @@ class OrphanTracker:
         self._forgotten.difference_update(deleted)
         doomed = [content for contents in deleted.values() for content in contents]
         self._context.open_files.delete_ram_files(doomed)
-        if doomed or (deleted and self._context.shared_namespace is not None):
+        if doomed or (deleted and self._context.shared_namespace.is_shared):
             self._context.wake_channel.notify(ipc.WORK)  # The mover announces the deletion of contents that other nodes wrote.

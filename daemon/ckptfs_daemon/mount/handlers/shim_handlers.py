@@ -56,7 +56,7 @@ class ShimHandlers:
 
     def __init__(self, context: MountContext, files: FileHandlers, latest: LatestTree) -> None:
         self._context, self._files, self._latest = context, files, latest
-        is_passthrough, is_alone = context.data_path is DataPath.PASSTHROUGH, context.shared_namespace is None
+        is_passthrough, is_alone = context.data_path is DataPath.PASSTHROUGH, not context.shared_namespace.is_shared
         self._blksize = PASSTHROUGH_BLKSIZE if is_passthrough else BLOCK_BYTES
         self._attr_timeout_s = limits.CACHE_TIMEOUT_S if is_alone else limits.SHARED_ATTRIBUTE_TIMEOUT_S
         self._written_attr_timeout_s = limits.WRITTEN_ATTRIBUTE_TIMEOUT_S if is_passthrough else self._attr_timeout_s

@@ -25,7 +25,7 @@ from ckptfs.model import Content, ContentState, Tier
 from ckptfs.tiers import health, local_copies
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
-from ckptfs_daemon.mount.cluster.shared_namespace import SharedNamespace
+from ckptfs_daemon.mount.cluster.shared_namespace import LocalNamespace
 from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.open_files.open_file import OpenFile, run_in_thread
 from ckptfs_daemon.mount.opening.open_request import MustWait
@@ -44,7 +44,7 @@ def separate_for_writer(
     none of them then takes the file for a part of another set.
     """
     inode, shared_namespace = held.inode.id, context.shared_namespace
-    if shared_namespace is not None and not shared_namespace.is_disconnected and (unread := keys.list_unread_history(context.db, inode)):
+    if shared_namespace.is_shared and not shared_namespace.is_disconnected and (unread := keys.list_unread_history(context.db, inode)):
         raise MustWait(lambda: _read_history(shared_namespace, inode, unread))
     is_alone = inode not in context.open_files.by_inode
     target = choose_write_target(held, truncate=False)
@@ -62,7 +62,7 @@ def separate_for_writer(
     raise MustWait(lambda: _copy_to_history(context, content, source, size))
 
 
-async def _read_history(shared_namespace: SharedNamespace, inode: int, names: list[tuple[int, bytes]]) -> None:
+async def _read_history(shared_namespace: LocalNamespace, inode: int, names: list[tuple[int, bytes]]) -> None:
     """Read names of a file in the history that this node has not read yet."""
     await shared_namespace.refresh_inode(inode)
     await shared_namespace.refresh_change(names)
@@ -113,7 +113,7 @@ async def _copy_in_tier(context: MountContext, content: Content, source: TierSto
     if is_separated and target.tier is not Tier.RAM:
         # A power cut must not undo the rows and keep what the writer does to the bytes.
         await trio.to_thread.run_sync(context.db.persist)
-    if is_separated and context.shared_namespace is not None:
+    if is_separated:
         await context.shared_namespace.wait_published()
     context.wake_channel.notify(ipc.WORK)
 

@@ -121,7 +121,7 @@ class OpenAttempt:
         return file
 
     def _load_or_create(self) -> FileContent:
-        in_cluster = self._context.shared_namespace is not None
+        in_cluster = self._context.shared_namespace.is_shared
         held = contents.get_file_content(self._db, self._open_request.inode)
         if held is None:
             raise posix_error(errno.ESTALE if in_cluster else errno.ENOENT)
@@ -162,7 +162,7 @@ class OpenAttempt:
                 return self._open_empty(held)
             if source is open_decision.ReadSource.FETCH:
                 return self._open_incoming(held) or self._open_pfs_file(held)
-        if self._context.shared_namespace is not None and not self._has_searched:
+        if self._context.shared_namespace.is_shared and not self._has_searched:
             raise MustWait(self._search_other_nodes)
         raise self._build_lost_error("no copy of its content is left")
 
@@ -476,8 +476,7 @@ class OpenAttempt:
 
     async def _wait_and_refresh(self) -> None:
         await trio.sleep(limits.STORE_PUBLISHED_POLL_S)
-        if self._context.shared_namespace is not None:
-            await self._context.shared_namespace.refresh_inode(self._open_request.inode)
+        await self._context.shared_namespace.refresh_inode(self._open_request.inode)
 
     async def _delete_missing_copy(self, content: int, tier: Tier) -> None:
         """Delete the row of a copy whose file does not exist."""
