@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 import resource
+import signal
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +30,12 @@ _clusters = itertools.count(1)
 
 
 def pytest_configure() -> None:
-    """Tests of single steps open a catalog and its tiers each, and a shell's limit of open files is often as low as 1,024."""
+    """Tests of single steps open a catalog and its tiers each, and a shell's limit of open files is often as low as 1,024.
+
+    A shell without job control starts what it runs in the background with SIGINT ignored, and all children inherit that.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     wanted, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(wanted, min(most, FILES_OPEN_MAX)), most))
 

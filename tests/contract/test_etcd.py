@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
+from ckptfs_daemon.control import cluster_status
 from daemon_under_test import eventually
 from etcd_server import Etcd, Member, revision_at, serving
 from etcd_server import three as three
@@ -15,7 +16,6 @@ from etcd_server import three as three
 from ckptfs.config import Config
 from ckptfs.errors import Compacted, StoreRefused, StoreUnreachable
 from ckptfs.protocol import etcd_pb2 as pb
-from ckptfs.store import etcd_health
 from ckptfs.store.etcd import EtcdStore
 from ckptfs.store.kv import ENDLESS, Compare, CompareTarget, Delete, Get, Item, Outcome, Put
 
@@ -160,11 +160,11 @@ def test_a_full_etcd_is_as_good_as_none(tmp_path: Path) -> None:
                 put(store, b"%d" % number, bytes(1_000_000))
         assert value(store, b"0") == bytes(1_000_000)
         assert store.commit((), [Delete(b"0")], timeout_s=PATIENCE_S).succeeded
-        found = etcd_health.examine(config_for(tmp_path, etcd))
-        assert found.alarms == ("NOSPACE",) and found.size_bytes > 1_000_000
-        assert found.is_open and not found.is_remote and not found.has_tls and not found.is_compacted
+        found = cluster_status.examine_etcd(config_for(tmp_path, etcd))
+        assert found.alarms == ["NOSPACE"] and found.size_bytes > 1_000_000
+        assert found.open and not found.remote and not found.tls and not found.compacted
         etcd.compact(found.revision)
-        assert etcd_health.examine(config_for(tmp_path, etcd)).is_compacted
+        assert cluster_status.examine_etcd(config_for(tmp_path, etcd)).compacted
 
 
 def config_for(directory: Path, etcd: Etcd, **keys: Path) -> Config:
@@ -228,13 +228,13 @@ def test_tls_with_a_certificate_for_each_side(keys: Path) -> None:
             with pytest.raises(StoreUnreachable) as refusal:
                 stranger.read([Get(b"a")], timeout_s=1.0)
             assert "Deadline" not in str(refusal.value), "why it failed, not how long it took"
-        found = etcd_health.examine(config_for(keys, etcd, etcd_ca=ca, etcd_cert=cert, etcd_key=key))
-        assert found.has_tls and not found.is_open
+        found = cluster_status.examine_etcd(config_for(keys, etcd, etcd_ca=ca, etcd_cert=cert, etcd_key=key))
+        assert found.tls and not found.open
 
 
 def test_an_etcd_that_asks_nobody_who_they_are_is_open(keys: Path) -> None:
     tls = [f"--cert-file={keys}/server.pem", f"--key-file={keys}/server.key"]
     with serving(keys, tls=tls) as etcd:
         given = {"etcd_ca": keys / "ca.pem", "etcd_cert": keys / "client.pem", "etcd_key": keys / "client.key"}
-        found = etcd_health.examine(config_for(keys, etcd, **given))
-        assert found.has_tls and found.is_open
+        found = cluster_status.examine_etcd(config_for(keys, etcd, **given))
+        assert found.tls and found.open

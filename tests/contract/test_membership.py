@@ -232,7 +232,7 @@ def test_one_of_many_gets_the_lock(store: Store) -> None:
 def test_only_the_holder_gets_a_lock_again(store: Store) -> None:
     (_, ours), (_, theirs) = claims_of(store, 2)
     claim = ours.try_acquire("x")
-    assert claim is not None and ours.try_acquire("x") == claim and ours.is_held(claim)
+    assert claim is not None and ours.try_acquire("x") == claim
     assert theirs.try_acquire("x") is None and theirs.try_acquire("y") is not None
     ours.release(claim)
     assert not store.read([Get(b"claim/x")]).results[0]
@@ -249,7 +249,7 @@ def test_a_lock_ends_with_its_node(store: Store) -> None:
     store.revoke(dead.lease_id)
     assert eventually(lambda: theirs.try_acquire("x"), what="the claim is free") is not None
     dead.renew()
-    assert not ours.is_held(claim) and ours.try_acquire("x") is None
+    assert ours.try_acquire("x") is None
 
 
 def test_a_lock_guards_what_only_its_holder_may_change(store: Store) -> None:

@@ -15,7 +15,7 @@ from memory_store import MemoryEtcd, MemoryStore
 from ckptfs import limits
 from ckptfs.errors import Compacted, LeaseGone, StoreRefused, StoreUnreachable
 from ckptfs.store.etcd import EtcdStore
-from ckptfs.store.kv import ENDLESS, Compare, CompareTarget, Delete, Get, Item, Outcome, Put, Store, WatchEvents, iter_range, prefix_end
+from ckptfs.store.kv import ENDLESS, Compare, CompareTarget, Delete, Get, Item, Outcome, Put, Store, WatchEvents, iter_pages, prefix_end
 
 PATIENCE_S = 60.0
 
@@ -184,11 +184,13 @@ def test_a_long_range_comes_in_pages_of_one_revision(store: Store, monkeypatch: 
     keys = [b"d/%03d" % number for number in range(21)]
     revision = put(store, *((key, b"x") for key in keys))
     found = []
-    for seen, item in iter_range(store, b"d/", prefix_end(b"d/")):
+    for seen, items in iter_pages(store, b"d/"):
         put(store, (b"d/999", b"later"))
         assert seen == revision
-        found.append(item.key)
+        found += [item.key for item in items]
     assert found == keys
+    ((seen, items),) = iter_pages(store, b"none/")
+    assert seen > revision and items == (), "a watch begins where the read ended, also of nothing"
 
 
 def test_a_commit_does_its_changes_in_order_and_says_what_it_read(store: Store) -> None:

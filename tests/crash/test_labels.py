@@ -17,11 +17,10 @@ pytestmark = pytest.mark.crash
 
 
 REACHED = (
-    "drop:forget", "pfs:chmod", "pfs:utime", "pfs:walk", "pfs:xattr", "place:create", "place:open", "place:remove", "recover:adopt",
-    "recover:missing", "seal:commit", "seal:read", "write_back:attributes", "write_back:begun", "write_back:create",
-    "write_back:directory", "write_back:finish", "write_back:link", "write_back:look", "write_back:make", "write_back:move",
-    "write_back:put", "write_back:read", "write_back:source", "write_back:syncfs", "write_back:truncate", "write_back:write",
-    "write_back:written_down",
+    "pfs:chmod", "pfs:utime", "pfs:walk", "pfs:xattr", "reclaim:forget", "recover:adopt", "recover:missing", "seal:commit", "seal:read",
+    "tier:create", "tier:open", "tier:remove", "write_back:attributes", "write_back:begun", "write_back:create", "write_back:directory",
+    "write_back:finish", "write_back:link", "write_back:look", "write_back:make", "write_back:move", "write_back:put",
+    "write_back:read", "write_back:source", "write_back:syncfs", "write_back:truncate", "write_back:write", "write_back:written_down",
 )  # fmt: skip
 LONG = int(os.environ.get("CKPTFS_KILLS", "10")) >= 100
 ACTIONS = ("kill", "kill-after", "EIO") if LONG else ("kill",)
@@ -117,7 +116,7 @@ class Fault:
 @pytest.mark.parametrize("action", ACTIONS)
 def test_it_goes_on_after(faulty: tuple[DaemonUnderTest, Path], label: str, action: str) -> None:
     """The tree on the PFS is the mount's in the end, wherever it was struck."""
-    if action == "EIO" and label.startswith("place:"):
+    if action == "EIO" and label.startswith("tier:"):
         pytest.skip("this one runs while an application waits, and the application is told")
     daemon, faults = faulty
     name = f"{label.replace(':', '-')}-{action}"

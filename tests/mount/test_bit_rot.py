@@ -29,7 +29,11 @@ def test_a_flipped_byte_is_found_and_repaired_in_the_background(data_path: str, 
         assert len(reader.read()) == SIZE, "an open file keeps its descriptor"
     assert backing.read_bytes() == data
     eventually(lambda: path.read_bytes() == data, timeout=60.0, what="the kernel has no pages of the bad copy", pause_s=0.2)
-    events = [json.loads(line) for line in daemon.command("events", "--json", daemon.path).stdout.splitlines()]
-    (repaired,) = [event for event in events if event["kind"] == "repaired"]
+
+    def list_repairs() -> list[dict[str, str]]:
+        events = [json.loads(line) for line in daemon.command("events", "--json", daemon.path).stdout.splitlines()]
+        return [event for event in events if event["kind"] == "repaired"]
+
+    (repaired,) = eventually(list_repairs, what="the repair is an event")
     assert (repaired["path"], repaired["tier"], repaired["source"]) == ("model.pt", "ram", "the PFS")
     assert "bad so far: 1, of which 0 are not repaired" in daemon.command("status", daemon.path).stdout

@@ -13,6 +13,7 @@ from ckptfs_client.mount_helper import LOG
 from daemon_under_test import REPOSITORY, DaemonUnderTest, environment
 from programs import with_mounts_of_its_own
 
+from ckptfs import __version__
 from ckptfs.procfs import is_running
 
 Result = subprocess.CompletedProcess[str]
@@ -83,6 +84,14 @@ def test_bad_options_are_refused_by_name(place: DaemonUnderTest) -> None:
     assert helper("mount", place.name).returncode == 1
     assert helper("mount", place.name, place.path, "-o", options(place, "pfss=/x"), "-s", "-f").returncode == 0
     assert not os.path.ismount(place.path) and list(place.state.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["mount", "umount"])
+def test_the_version(name: str) -> None:
+    """P11: asked as of any other program, without a name and a directory."""
+    for option in ("-V", "--version"):
+        said = helper(name, option)
+        assert (said.returncode, said.stdout, said.stderr) == (0, f"{name}.ckptfs {__version__}\n", "")
 
 
 def test_what_the_daemon_says_is_shown(place: DaemonUnderTest) -> None:

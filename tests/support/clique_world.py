@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from local_node import Node as LocalNode
 from local_node import run_until_idle
@@ -22,8 +23,8 @@ from ckptfs.catalog import contents, copies, identity, mover_requests, remote_co
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.remote_contents import RemoteState
 from ckptfs.clique import membership
-from ckptfs.clique.cluster import Cluster
-from ckptfs.clique.membership import ClusterView
+from ckptfs.clique.cluster import Cluster, ClusterLocks
+from ckptfs.clique.membership import ClusterView, NodeLease
 from ckptfs.clique.peer_api import (
     UNKNOWN_BLOCK,
     ContentManifest,
@@ -54,6 +55,7 @@ from ckptfs.store.kv import Put
 from ckptfs.tiers.storage import Tiers
 
 MIB = limits.MIB
+LEASE_S = 1_000_000
 
 
 class Node(LocalNode):
@@ -69,6 +71,7 @@ class Node(LocalNode):
         identity.set_node_number(self.db, number)
         self.tiers = Tiers.from_config(self.config)
         self.store = MemoryStore(cluster.etcd)
+        self.presence = SimpleNamespace(node=self.member, lease_id=cluster.etcd.grant(LEASE_S))
         self.peers = LocalPeers(cluster, self)
         self.hold_anew()
         self.alive = True
@@ -149,10 +152,12 @@ class Node(LocalNode):
     def kill(self) -> None:
         """The node answers nobody, and its lease runs out."""
         self.alive = False
+        self.cluster.etcd.revoke(self.presence.lease_id)
         self.cluster.changed()
 
     def revive(self) -> None:
         self.alive = True
+        self.presence.lease_id = self.cluster.etcd.grant(LEASE_S)
         self.cluster.changed()
 
 
@@ -319,7 +324,7 @@ class LocalPeers:
             raise PeerBusy(str(refusal), refusal.reason) from refusal
         except CkptfsError as refusal:
             raise PeerRefused(str(refusal), refusal.errno) from refusal
-        return ContentManifest(copy.content, copy.inode, copy.generation, copy.size, copy.digest, copy.blocks)
+        return copy
 
     def request_seal(self, node: PeerAddress, content: int, timeout_s: float) -> ContentManifest | None:
         there = self._cluster.node(node.name)
@@ -332,7 +337,7 @@ class LocalPeers:
         if loan is None:
             return None
         os.close(loan.fd)
-        return ContentManifest(loan.content, loan.inode, loan.generation, loan.size, loan.digest, loan.blocks)
+        return loan
 
     def release_copies(self, node: PeerAddress, contents_: Sequence[int]) -> None:
         self._host_of("forget", node).release_copies(contents_)
@@ -372,7 +377,8 @@ def is_at_rest(flow: Replicate) -> bool:
 
 def cluster_of(node: Node) -> Cluster:
     """What the flows of a node know of the others."""
-    return Cluster(node.db, node.number, node.cluster.factor, 1, node.peers, node.store, lambda: node.view)
+    locks = ClusterLocks(node.store, cast(NodeLease, node.presence))
+    return Cluster(node.db, node.number, node.cluster.factor, 1, node.peers, node.store, lambda: node.view, locks)
 
 
 def send_copy(source: Node, target: Node, content: int) -> bool:

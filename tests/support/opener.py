@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from ckptfs_daemon.fuse.request import Request
+from ckptfs_daemon.mount.cluster.shared_namespace import LocalNamespace
 from ckptfs_daemon.mount.open_files.open_file_table import OpenFileTable
 from ckptfs_daemon.mount.opening.open_attempt import OpenAttempt
 from ckptfs_daemon.mount.opening.open_request import OpenRequest
@@ -30,7 +31,9 @@ class Opener:
         bell = cast(Any, SimpleNamespace(notify=lambda message: None))
         self.files = OpenFileTable(self.node.db, self.node.tiers, None, bell)
         shared: dict[str, Any] = {"db": self.node.db, "tiers": self.node.tiers, "open_files": self.files, "wake_channel": bell}
-        self.context = cast(Any, SimpleNamespace(**shared, mover_client=None, data_path=DataPath.BUFFERED, shared_namespace=None))
+        self.context = cast(
+            Any, SimpleNamespace(**shared, mover_client=None, data_path=DataPath.BUFFERED, shared_namespace=LocalNamespace())
+        )
         self.inode = namespace.lookup(node.db, ROOT, b"file").id
         self.content = node.shown(self.inode) or 0
 

@@ -101,7 +101,7 @@ class MemoryContentHost:
         if offer is None or offer.digest is None or digest not in (None, offer.digest):
             raise CopyNotFound("no such copy")
         fd = os.open(self.path(content), os.O_RDONLY | os.O_CLOEXEC)
-        return OpenCopy(offer.content, offer.inode, offer.generation, offer.size, offer.digest, offer.blocks, fd)
+        return OpenCopy(offer.content, offer.inode, offer.generation, offer.size, offer.digest, offer.blocks, fd=fd)
 
     def seal_and_open(self, content: int, timeout_s: float) -> OpenCopy | None:
         self.sealed_soon.append((content, timeout_s))

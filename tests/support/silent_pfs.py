@@ -27,7 +27,7 @@ class SilentPfs:
     def __init__(self, root: Path) -> None:
         self.source, self.path = root / "behind", root / "pfs-mount"
         for directory in (self.source, self.path):
-            directory.mkdir()
+            directory.mkdir(exist_ok=True)
         ready, child_end = os.pipe()
         command = [sys.executable, __file__, str(self.source), str(self.path), str(child_end)]
         self.process = subprocess.Popen(command, pass_fds=[child_end], start_new_session=True)

@@ -104,7 +104,6 @@ class SimulatedMover:
             store,
             lambda: self.membership.view,
             self.membership.locks,
-            self._lease,
         )
         node.member = self.membership.node_lease.node
         node.hold = Host(db, tiers, 0.5, self, self.cluster)

@@ -21,7 +21,7 @@ from ckptfs.model import ROOT, ContentState, Tier
 from ckptfs.tiers import local_copies
 
 Tree = dict[bytes, tuple[Any, ...]]
-CHANGES = ("put", "link", "move", "swap", "unlink", "rmdir", "aside")
+CHANGES = ("put", "link", "move", "swap", "unlink", "rmdir", "conflict")
 
 
 def memory() -> Path:

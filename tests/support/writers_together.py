@@ -41,7 +41,7 @@ from ckptfs.tiers.storage import Tiers
 
 DEPTH_MAX = 3
 # What a directory that no name may be added to or taken from refuses.
-NAME_CHANGES = {"create", "make", "put", "link", "move", "swap", "unlink", "rmdir", "aside", "discard", "late", "probe"}
+NAME_CHANGES = {"create", "make", "put", "link", "move", "swap", "unlink", "rmdir", "conflict", "discard", "late", "probe"}
 
 
 class Writer(Node):
@@ -64,7 +64,7 @@ class Writer(Node):
         self.others: list[Writer] = []
         nobody: Any = None
         claims = ClusterLocks(self.store, self.presence)
-        self.cluster = Cluster(self.db, number, 2, 1, nobody, self.store, self.see, claims, lambda: self.presence.lease_id)
+        self.cluster = Cluster(self.db, number, 2, 1, nobody, self.store, self.see, claims)
         self.take_over = TakeOver(self.db, self.told, self.cluster)
         self.busy = False
         self.is_killed = False

@@ -96,7 +96,8 @@ def test_every_figure_of_status_is_a_metric() -> None:
     """A new field of Status gets a metric, or a reason why not."""
     status = pb.Status()
     given = fill(status, count(1001))
-    values = set(read(encode_metrics(status)).values())
+    # The figures of steps count this process's own steps: one of them may be any number.
+    values = {value for (name, _), value in read(encode_metrics(status)).items() if not name.startswith(STEP_METRICS)}
     missing = {path for path, number in given.items() if number not in values}
     assert missing == LEFT_OUT | SUMS
     found = plain(read(encode_metrics(status)))
@@ -158,7 +159,7 @@ def test_the_number_of_series_does_not_grow_with_the_data() -> None:
         status.handles.add(way="buffered", tier="ram", reason=f"{number}", count=1)
         status.clique.links.add(node=f"node{number}", waiting_files=1)
         status.clique.short.add(copies=number, files=1)
-    found = {name: value for name, value in plain(read(encode_metrics(status))).items() if not name.startswith("ckptfs_step_")}
+    found = {name: value for name, value in plain(read(encode_metrics(status))).items() if not name.startswith(STEP_METRICS)}
     assert {name: value for name, value in found.items() if name.startswith("ckptfs_troubles")} == {
         "ckptfs_troubles{kind=hidden}": 300, "ckptfs_troubles{kind=fetch}": 300,
     }  # fmt: skip

@@ -238,7 +238,7 @@ def test_what_is_lost_here_is_looked_for_elsewhere_once(tmp_path: Path, code: in
     """P9: on the node that wrote it too; and whoever opens it gets an answer."""
     opener = Opener(tmp_path)
     mover = Mover(opener, code, comes=comes)
-    opener.context.shared_namespace, opener.context.mover_client = object(), mover
+    opener.context.shared_namespace, opener.context.mover_client = SimpleNamespace(is_shared=True), mover
     contents.set_state(opener.node.db, opener.content, ContentState.LOST)
 
     async def scenario() -> int:

@@ -36,7 +36,7 @@ def test_new_files_go_elsewhere_until_it_works(node: Node, monkeypatch: pytest.M
     nvme = node.tiers[Tier.NVME]
     assert node.tiers.choose_tier(excluded={Tier.RAM}) is Tier.NVME
     for _ in range(2):
-        inject_fault(monkeypatch, f"place:create={code}@*")
+        inject_fault(monkeypatch, f"tier:create={code}@*")
         with pytest.raises(OSError, match="injected"):
             nvme.create(7)
         assert not nvme.is_usable and nvme.failure.startswith(code)
@@ -53,7 +53,7 @@ def test_errors_of_one_file_say_nothing_of_the_tier(node: Node, monkeypatch: pyt
     with pytest.raises(FileNotFoundError):
         nvme.open(12345)
     for code in ("ENOSPC", "EDQUOT", "EMFILE"):
-        inject_fault(monkeypatch, f"place:create={code}")
+        inject_fault(monkeypatch, f"tier:create={code}")
         with pytest.raises(OSError, match="injected"):
             nvme.create(7)
         assert nvme.is_usable
@@ -131,12 +131,12 @@ def test_a_copy_reserves_its_space_where_nothing_else_keeps_the_budget(node: Nod
             pass
         with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
             mover.reserve(file.fileno(), 3 << 20)
-        inject_fault(monkeypatch, "place:reserve=EOPNOTSUPP")
+        inject_fault(monkeypatch, "tier:reserve=EOPNOTSUPP")
         mover.reserve(file.fileno(), 1 << 20)
 
 
 def test_every_tier_that_fails_is_as_full(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    inject_fault(monkeypatch, "place:create=EIO@*")
+    inject_fault(monkeypatch, "tier:create=EIO@*")
     with pytest.raises(OSError, match="injected"):
         node.tiers[Tier.NVME].create(7)
     with pytest.raises(NoSpace):
