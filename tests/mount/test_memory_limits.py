@@ -1,6 +1,7 @@
 """M1: a program below a memory limit is never killed for what it writes here, on both data paths, with and without NVMe."""
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -267,24 +268,40 @@ def prepared_node(make_daemon: Callable[..., DaemonUnderTest]) -> DaemonUnderTes
     """A node that expects files of 256 MiB, and has prepared two of them."""
     node = make_daemon("passthrough", pfs=None, nvme=None, ram="5G", prepared="1G")  # No room for a spare file.
     (node.path / "ckpt-1").write_bytes(bytes(PREPARED_BYTES))
-    node.settle()
-    pool = PreparedFiles(TierStorage(Tier.RAM, node.state / "ram"))
-    while pool.get_bytes() < 2 * PREPARED_BYTES:
-        pool.add(PREPARED_BYTES)
-    pool.close()
+    prepare_two(node)
     return node
 
 
+def prepare_two(node: DaemonUnderTest) -> None:
+    """Prepare what the daemon has not prepared yet, without a touch, which is faster."""
+    node.settle()
+    with contextlib.closing(TierStorage(Tier.RAM, node.state / "ram")) as ram, contextlib.closing(PreparedFiles(ram)) as pool:
+        while pool.get_bytes() < 2 * PREPARED_BYTES:
+            pool.add(PREPARED_BYTES)
+
+
 def test_a_limited_program_writes_into_prepared_memory_and_does_not_pay(prepared_node: DaemonUnderTest, group: MemoryGroup) -> None:
-    """M1, X1: by passthrough; the pages are charged to the service."""
-    path = prepared_node.path / "ckpt-2"
-    with group.holding(path, CREATE) as write_mib:
-        expected = [("prepared", "ram", "the program is below a memory limit", 1)]
-        eventually(lambda: ways(prepared_node) == expected, what=f"{expected}, not {ways(prepared_node)}")
-        before = group.used_bytes
-        write_mib(PREPARED_BYTES // limits.MIB)
-        assert group.used_bytes - before < 8 * limits.MIB
-    assert path.read_bytes() == b"w" * PREPARED_BYTES
+    """M1, X1: by passthrough; the pages are charged to the service.
+
+    On a busy machine, an open may not find the time to enlarge what is prepared, and its file takes the buffered way: another one is tried.
+    """
+    expected = [("prepared", "ram", "the program is below a memory limit", 1)]
+    numbers = itertools.count(2)
+
+    def write_one() -> bool:
+        """Return True if the file took the prepared way. No file is charged to the program."""
+        path = prepared_node.path / f"ckpt-{next(numbers)}"
+        with group.holding(path, CREATE) as write_mib:
+            eventually(lambda: len(ways(prepared_node)) == 1, what="only this file is open")
+            is_prepared, before = ways(prepared_node) == expected, group.used_bytes
+            write_mib(PREPARED_BYTES // limits.MIB)
+            assert group.used_bytes - before < 8 * limits.MIB
+        assert path.read_bytes() == b"w" * PREPARED_BYTES
+        path.unlink()
+        prepare_two(prepared_node)
+        return is_prepared
+
+    eventually(write_one, what=f"a handle is {expected}")
 
 
 def test_the_first_file_of_a_limited_program_takes_a_spare_one(make_daemon: Callable[..., DaemonUnderTest], group: MemoryGroup) -> None:

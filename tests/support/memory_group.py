@@ -61,17 +61,20 @@ class MemoryGroup:
     @contextlib.contextmanager
     def holding(self, path: Path, flags: int) -> Iterator[Callable[[int], None]]:
         """A program of this group has a file open during the block, and writes so many MiB when told. Fails the test if it was killed."""
-        process = self.start(HOLD, path, str(flags))
-        assert process.stdin is not None and process.stdout is not None
-        written = process.stdout
-        assert written.readline() == "open\n"
+        with self.start(HOLD, path, str(flags)) as process:
+            assert process.stdin is not None and process.stdout is not None
+            written = process.stdout
 
-        def write_mib(count: int) -> None:
-            print(count, file=process.stdin, flush=True)
-            assert written.readline() == "written\n"
+            def write_mib(count: int) -> None:
+                print(count, file=process.stdin, flush=True)
+                assert written.readline() == "written\n"
 
-        yield write_mib
-        process.communicate(timeout=60)
+            try:
+                assert written.readline() == "open\n"
+                yield write_mib
+                process.communicate(timeout=60)
+            finally:
+                process.kill()
         assert process.returncode == 0
 
     def remove(self) -> None:
