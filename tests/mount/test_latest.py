@@ -191,6 +191,19 @@ def test_a_writer_that_was_killed_in_the_middle(mount: Area) -> None:
         os.getxattr(mount.path / "step_3.pt", "user.ckptfs.format")
 
 
+def test_each_of_several_that_ended_early_is_explained(mount: Area) -> None:
+    """D6: the error names the newest one; the lines before it say why the others are not named either."""
+    for number in (1, 2, 3):
+        subprocess.run([sys.executable, "-c", KILLED, mount.path / f"epoch_{number}.pt"], check=False, timeout=60)
+    mount.settle()
+    result = mount.command("latest", mount.path / "epoch_*.pt", check=False)
+    assert result.returncode == 1 and result.stdout == ""
+    notes, error = result.stderr.splitlines()[:2], result.stderr.splitlines()[2]
+    assert [note.split(" was passed over: ")[0] for note in notes] == [f"ckptfs: {mount.path}/epoch_{number}.pt" for number in (2, 1)]
+    assert all("it ends before its zip directory" in note for note in notes), result.stderr
+    assert "no complete checkpoint" in error and "of epoch_3.pt, it ends before its zip directory" in error
+
+
 def test_members_of_tensorflow_and_gromacs(mount: Area) -> None:
     """H1, H4: the prefix for TensorFlow; `state_prev.cpt` while `state.cpt` is away or cut."""
     for number in (1, 2):

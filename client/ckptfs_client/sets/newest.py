@@ -80,8 +80,7 @@ def build_failure(found: Found, wanted: Level) -> CommandFailed:
         meant = [NamedSeries(found.searched.directory, one) for one in series.suggest_series(found.searched.series.name, names)]
         return CommandFailed(what + "there is no member", remedy=f"did you mean {_join_choices(meant)}?" if meant else "")
     newest = found.result.rejected[0]
-    more = f", nor is any of the {len(found.result.rejected) - 1} before it complete" if len(found.result.rejected) > 1 else ""
-    why = f"of {os.fsdecode(newest.name)}, {newest.find_obstacle(wanted)}{more}"
+    why = f"of {os.fsdecode(newest.name)}, {newest.find_obstacle(wanted)}"
     return CommandFailed(what + why, remedy=SEAL_REMEDY if "not sealed" in why or "holds no file" in why else "")
 
 
@@ -103,13 +102,16 @@ def print_newest(named: Sequence[Path], wanted: Level, *, is_json: bool) -> None
                 "files": verdict.files,
             }  # fmt: skip
         render.print_json(answer)
+    else:
+        # The error says why the newest one is not named.
+        notes = rejected if member is not None else rejected[1:]
+        for one in notes[:NOTES_MAX]:
+            print(f"ckptfs: {found.build_path(one)} was passed over: {one.find_obstacle(wanted)}", file=sys.stderr)
+        if len(notes) > NOTES_MAX:
+            print(f"ckptfs: {len(notes) - NOTES_MAX} more were passed over; --json lists them", file=sys.stderr)
     if member is None:
         raise build_failure(found, wanted)
     if not is_json:
-        for one in rejected[:NOTES_MAX]:
-            print(f"ckptfs: {found.build_path(one)} was passed over: {one.find_obstacle(wanted)}", file=sys.stderr)
-        if len(rejected) > NOTES_MAX:
-            print(f"ckptfs: {len(rejected) - NOTES_MAX} more were passed over; --json lists them", file=sys.stderr)
         # A program reads this: the bytes of the name, unchanged.
         sys.stdout.flush()
         sys.stdout.buffer.write(os.fsencode(found.build_path(member)) + b"\n")
