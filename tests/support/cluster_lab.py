@@ -30,6 +30,7 @@ from daemon_under_test import COMPLAINT, ENVIRONMENT, ckptfs, deadline, environm
 PREFIX = "ckptfs-lab-"
 TEST_S = 300.0
 LABS = pytest.StashKey[list["ClusterUnderTest"]]()
+RECORD_START = re.compile(r"\n(?=\d{4}-\d\d-\d\d |Traceback )")
 _numbers = itertools.count(1)
 
 
@@ -125,9 +126,9 @@ class ClusterUnderTest(LiveCluster):
         self._expected.append(re.compile(pattern))
 
     def complaints(self) -> list[str]:
-        """WARNING, ERROR and Traceback lines of all logs that no test announced."""
-        found = [f"{node.name}: {line}" for node in self.nodes for line in node.log.splitlines() if COMPLAINT.search(line)]
-        return [line for line in found if not any(expected.search(line) for expected in self._expected)]
+        """WARNING and ERROR messages and whole tracebacks of all logs that no test announced."""
+        found = [f"{node.name}: {record}" for node in self.nodes for record in RECORD_START.split(node.log) if COMPLAINT.search(record)]
+        return [record for record in found if not any(expected.search(record) for expected in self._expected)]
 
 
 def limited(cluster: ClusterUnderTest, seconds: float = TEST_S) -> contextlib.AbstractContextManager[None]:
