@@ -245,6 +245,8 @@ def delete_doomed(db: Database, dropped: Iterable[tuple[int, Tier | None]]) -> N
             db.run(
                 "DELETE FROM content WHERE id = ? AND state = 3 AND NOT EXISTS (SELECT 1 FROM copy WHERE copy.content = content.id)", number
             )
+            # Another node may have restored the file meanwhile.
+            db.run("UPDATE content SET announce_state = 2 WHERE id = ? AND state <> 3 AND announce_state = 1", number)
 
 
 def has_copy(db: Database, content: int, tier: Tier) -> bool:

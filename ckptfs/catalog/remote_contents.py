@@ -184,6 +184,19 @@ def record_remote(db: Database, remote: RemoteState) -> bool:
         return True
 
 
+def mark_restored(db: Database, content: int) -> None:
+    """Take a doomed content back: another node restored its file and owns it now.
+
+    Copies on this node count again.
+    """
+    db.run(
+        "UPDATE content SET state = CASE WHEN digest IS NULL THEN 1 ELSE 2 END, superseded_mtime_ns = NULL, under_replicated = 0,"
+        f" {_SET_REMOTE}, change = change + 1 WHERE id = ? AND state = 3",
+        content,
+    )
+    mark_copy_changed(db, content)
+
+
 def restore_verified(db: Database, seen: Content, to: RemoteState) -> bool:
     """Let a content that was not sealed hold its last verified generation. Return False if it changed."""
     with db.transaction():

@@ -390,6 +390,7 @@ def _write_content(db: Database, number: int, _: bytes, value: Value | None) -> 
         return
     digest = None if value["digest"] is None else bytes.fromhex(value["digest"])
     is_open = value["state"] == ContentState.OPEN
+    remote_contents.mark_restored(db, number)
     remote_contents.record_remote(db, RemoteState(number, value["inode"], value["generation"], value["size"], digest, is_open=is_open))
 
 

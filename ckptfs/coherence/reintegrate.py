@@ -218,9 +218,15 @@ class ReintegrationResolver(ConflictResolver):
         return self._db.value("SELECT 1 FROM copy WHERE content = ? AND state = 1", content) is not None
 
     def _restore_deleted(self, inode: int, *, is_directory: bool) -> None:
-        """Publish an inode again, as if it were new, under the names that it has on this node."""
+        """Publish a deleted inode again, under its names on this node. This node owns its content now."""
         self._restored_inodes.add(inode)
         content = self._db.value("SELECT content FROM inode WHERE id = ?", inode)
+        self._db.run(
+            "UPDATE content SET remote = 0, superseded_mtime_ns = NULL, under_replicated = 1,"
+            " announce_state = CASE WHEN announce_state > 0 THEN 2 ELSE 0 END, change = change + 1"
+            " WHERE id = ? AND remote = 1 AND state = 2",
+            content,
+        )
         more = [SharedKey(TIMES, inode)] if is_directory else [] if content is None else [SharedKey(CONTENT, content)]
         self._mark_unpublished([SharedKey(INODE, inode), *more])
         if is_directory:

@@ -1,6 +1,7 @@
 """P1, P8, P9: nodes that are cut off, an etcd that is away, slow links, and restarts under load."""
 
 import contextlib
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -88,6 +89,26 @@ def test_a_file_that_both_sides_changed_becomes_two(lab: ClusterUnderTest, place
     assert tree.pop("changed") == data[later]
     ((name, other),) = tree.items()
     assert name.startswith("changed.ckptfs-conflict-node1-") and other == data[1 - later]
+
+
+def test_a_file_that_was_linked_here_and_deleted_by_its_writer_can_be_read(lab: ClusterUnderTest, places: list[Path]) -> None:
+    """P1: the new name leads to the bytes that the cut-off node has, also on the node that deleted its own."""
+    data = os.urandom(SIZE)
+    (places[0] / "theirs").write_bytes(data)
+    wait_for(places[0] / "theirs", "clique")
+    assert (places[1] / "theirs").read_bytes() == data
+
+    def has_copy() -> bool:
+        (row,) = json.loads(lab[1].command("ls", "--json", places[1] / "theirs").stdout)
+        return any(copy["tier"] == "ram" and copy["state"] == "good" for copy in row["copies"])
+
+    eventually(has_copy, what="the second node has a copy")
+    lab[1].cut()
+    os.link(places[1] / "theirs", places[1] / "linked")
+    (places[0] / "theirs").unlink()
+    lab[1].mend()
+    eventually(lambda: all("linked" in os.listdir(place) for place in places), what="all nodes show the new name")
+    eventually(lambda: alike(lab, places).get("linked") == data, what="all nodes can read it")
 
 
 def test_etcd_stops_in_the_middle_and_returns(lab: ClusterUnderTest, places: list[Path]) -> None:

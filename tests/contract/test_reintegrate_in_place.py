@@ -11,10 +11,12 @@ import pytest
 import trio
 import trio.testing
 from memory_store import MemoryEtcd, MemoryStore
-from shared_catalogs import Node, Slow, in_virtual_time, running, settled, stored, stored_tree
+from shared_catalogs import Node, Slow, in_virtual_time, reconnect, running, settled, stored, stored_tree
 
+from ckptfs.catalog import contents, copies
 from ckptfs.coherence import keys
 from ckptfs.coherence.keys import INODE, SharedKey
+from ckptfs.model import ContentState, Tier
 from ckptfs.store.kv import Put
 
 OURS, THEIRS = 5 << 20, 6 << 20
@@ -78,3 +80,60 @@ def test_a_file_that_a_disconnected_node_wrote_on(tmp_path: Path, inode: dict[st
         await running(nodes, act)
 
     in_virtual_time(main)
+
+
+@pytest.mark.parametrize("is_reclaimed", [False, True], ids=["reclaimed later", "reclaimed before"])
+def test_a_disconnected_node_answers_for_what_it_linked_and_its_writer_deleted(tmp_path: Path, is_reclaimed: bool) -> None:
+    """P1, P9: its new name leads to the bytes that it has, on each node; the writer may still be deleting its own copy."""
+    etcd, content = MemoryEtcd(), 0
+
+    async def main() -> None:
+        nodes = [Node(tmp_path / str(number), number, Slow(etcd, random.Random(number))) for number in (1, 2, 3)]
+        writer, linker, reader = nodes
+
+        def reclaim() -> None:
+            copies.delete_doomed(writer.db, [(content, Tier.RAM)])
+
+        async def act() -> None:
+            nonlocal content
+            inode = (await writer.make("f")).id
+            content = await make_sealed(writer, inode)
+            for node in (linker, reader):
+                await node.stat("f")
+            linker.db.change("INSERT INTO copy (content, tier, state) VALUES (?, 'ram', 1)", content)
+            linker.cut(True)
+            await linker.link("f", "g")
+            await writer.unlink("f")
+            with writer.db.transaction():
+                contents.mark_doomed(writer.db, content)
+            await writer.sharing.wait_published()
+            if is_reclaimed:
+                reclaim()
+            await reconnect(*nodes)
+            for node in nodes:
+                await node.stat("g")
+            if not is_reclaimed:
+                reclaim()
+            value = stored(etcd)[SharedKey(keys.CONTENT, content)]
+            assert (value["node"], value["inode"], value["digest"]) == (2, inode, bytes(16).hex())
+            for node in nodes:
+                found = await node.stat("g")
+                await node.sharing.refresh_inode(found.id)
+                seen = contents.get_content(node.db, content)
+                assert seen is not None and found.content == content and seen.is_remote == (node is not linker)
+                assert seen.state is ContentState.SEALED
+
+        await running(nodes, act)
+
+    in_virtual_time(main)
+
+
+async def make_sealed(node: Node, inode: int) -> int:
+    """Give a file of this node a sealed content in RAM. Return its id."""
+    with node.db.transaction():
+        content = contents.insert_content(node.db, inode, Tier.RAM)
+        contents.mark_closed(node.db, inode, content, 5, 1, 2)
+        node.db.run("UPDATE content SET state = 2, digest = zeroblob(16), change = change + 1 WHERE id = ?", content)
+        node.db.run("UPDATE copy SET state = 1 WHERE content = ?", content)
+    await node.sharing.wait_published()
+    return content
