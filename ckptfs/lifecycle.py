@@ -38,6 +38,8 @@ class FileRecord:
     published: PublishedRow | None = None
     open_handles: int = 0
     clique: CliqueCopies | None = None
+    is_leaving_pfs: bool = False
+    """The file stays in the history only, and the PFS shows it under a name that goes."""
 
 
 def is_good(copy: Copy) -> bool:
@@ -111,7 +113,8 @@ def can_drop(record: FileRecord, tier: Tier, *, pfs_verify: bool = True) -> bool
         return True
     if content.state is not ContentState.SEALED:
         return False
-    is_safe_on_pfs = is_on_pfs(record) and record.published is not None and (record.published.is_checked or not pfs_verify)
+    is_checked = record.published is not None and (record.published.is_checked or not pfs_verify)
+    is_safe_on_pfs = is_on_pfs(record) and is_checked and not record.is_leaving_pfs
     return is_safe_on_pfs or any(is_verified(copy) and _outlasts(copy.tier, tier) for copy in record.copies)
 
 

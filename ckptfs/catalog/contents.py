@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from ckptfs import lifecycle
 from ckptfs.catalog import copies, handles, identity, journal, peer_copies, remote_contents
-from ckptfs.catalog.content_rows import CONTENT_COLUMNS, IS_ON_PFS, build_content
+from ckptfs.catalog.content_rows import CONTENT_COLUMNS, IS_LEAVING_PFS, IS_ON_PFS, build_content
 from ckptfs.catalog.content_rows import get_content as get_content
 from ckptfs.catalog.content_rows import is_unchanged as is_unchanged
 from ckptfs.catalog.content_rows import require_unchanged as require_unchanged
@@ -68,7 +68,8 @@ def build_file_record(db: Database, inode: int, content: Content | None) -> File
     number = None if content is None else content.id
     handles = int(db.value("SELECT count(*) FROM handle WHERE inode = ? OR content = ?", inode, number))
     found = () if content is None else copies.list_copies(db, content.id)
-    return FileRecord(content, found, published, handles, peer_copies.load_clique_copies(db, content, inode))
+    is_leaving_pfs = content is not None and db.value(f"SELECT {IS_LEAVING_PFS.format('k')} FROM content k WHERE k.id = ?", number) == 1
+    return FileRecord(content, found, published, handles, peer_copies.load_clique_copies(db, content, inode), is_leaving_pfs)
 
 
 def list_closed(db: Database, tiers: Iterable[Tier], after: int, at_most: int) -> list[tuple[Content, Tier]]:

@@ -17,7 +17,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from ckptfs.catalog import identity, inodes, journal, peer_copies, pfs_state, remote_contents
-from ckptfs.catalog.content_rows import CONTENT_COLUMNS, build_content, get_content, is_unchanged
+from ckptfs.catalog.content_rows import CONTENT_COLUMNS, IS_LEAVING_PFS, build_content, get_content, is_unchanged
 from ckptfs.catalog.database import Database
 from ckptfs.model import Content, ContentState, Copy, CopyState, PublishedRow, Tier
 
@@ -108,7 +108,9 @@ IS_SAFE_ELSEWHERE = (
     "(EXISTS (SELECT 1 FROM copy o WHERE o.content = k.id AND o.state = 1 AND o.verified_ns > 0"
     " AND ((c.tier = 'ram' AND o.tier <> 'ram') OR (c.tier = 'nvme' AND o.tier = 'pfs')))"
     " OR EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = k.inode AND p.complete = 1 AND p.generation = k.generation"
-    " AND p.digest = k.digest AND (p.checked_ns > 0 OR NOT {pfs_verify})))"
+    " AND p.digest = k.digest AND (p.checked_ns > 0 OR NOT {pfs_verify}) AND NOT "
+    + IS_LEAVING_PFS.format("k")
+    + "))"
 )
 IS_AT_REST = (
     "c.state = 1 AND k.state = 2 AND k.inode NOT IN (SELECT inode FROM handle)"
@@ -199,6 +201,19 @@ def list_paths_only_in(db: Database, tier: Tier, at_most: int) -> list[str]:
         tier, at_most,
     )  # fmt: skip
     return [inodes.get_shown_path(db, inode) for (inode,) in rows]
+
+
+def is_only_on_pfs(db: Database, inode: int) -> bool:
+    """Return True if a file has names, and no good copy of its content on this node or on a live peer."""
+    return (
+        db.value(
+            "SELECT 1 FROM inode i LEFT JOIN content k ON k.id = i.content WHERE i.id = ? AND i.nlink > 0"
+            " AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1 AND c.tier <> 'pfs')"
+            f" AND NOT EXISTS (SELECT 1 FROM {peer_copies.HOLDERS.format('k')})",
+            inode,
+        )
+        is not None
+    )
 
 
 def count_good_copies(db: Database, tier: Tier) -> int:

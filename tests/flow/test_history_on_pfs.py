@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from write_back_world import Mount, Refusal, intercepted, rest
 
-from ckptfs.catalog import history, journal, summary
+from ckptfs import lifecycle
+from ckptfs.catalog import contents, copies, history, journal, summary
 from ckptfs.flow.write_back import deferred
+from ckptfs.model import Tier
 
 SET = ".ckptfs.history/a*/a@1/a"
 
@@ -248,10 +250,60 @@ def test_a_pfs_that_refuses_the_history_gets_all_else(mount: Mount, closed: Refu
     monkeypatch.undo()
     flow.retry_now()
     rest(flow)
-    assert mount.troubles() == [] and (mount.pfs / SET).parent.is_dir()
-    if way in ("put", "append"):
-        mount.settle_exactly(flow)
-        assert (mount.pfs / SET).read_bytes() == b"old"
+    assert mount.troubles() == []
+    mount.settle_exactly(flow)
+    assert (mount.pfs / SET).read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("way", ["rename", "unlink"])
+def test_the_last_copy_of_a_set_stays_on_a_pfs_that_refuses_the_history(
+    mount: Mount, closed: Refusal, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P5: RAM and NVMe do not have it any more, so it changes places with the file that replaces it. All else is written back."""
+    flow, content = mount.write_back(), mount.shown(mount.number(b"a"))
+    assert content is not None
+    mount.keep(b"a")
+    rest(flow)
+    copies.delete_copy(mount.db, content, Tier.RAM)
+    mount.tiers[Tier.RAM].remove(content)
+    gone(mount, way)
+    mount.put(b"c", b"other")
+    rest(flow)
+    kept = {b"tmp": b"old", b"a": b"new"} if way == "rename" else {b"a": b"old"}
+    assert closed.calls and {name: value[1] for name, value in mount.on_pfs().items()} == {**kept, b"c": b"other"}
+    assert count_left(mount) == (0, 0, 0)
+    monkeypatch.undo()
+    flow.retry_now()
+    rest(flow)
+    assert (mount.pfs / SET).read_bytes() == b"old" and mount.troubles() == []
+    assert {name: value[1] for name, value in mount.on_pfs().items() if not name.startswith(b".ckptfs.history") and value[0] == "file"} == {
+        b"c": b"other", **({b"a": b"new"} if way == "rename" else {}),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["rename", "unlink"])
+def test_a_set_that_leaves_the_pfs_is_not_evicted(mount: Mount, closed: Refusal, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: the application deleted the file of the set. Until the history has it, its copy in RAM is the last one."""
+    flow, content = mount.write_back(), mount.shown(mount.number(b"a"))
+    assert content is not None
+
+    def is_evictable() -> bool:
+        rows = copies.list_evictable(mount.db, Tier.RAM, elsewhere=True, at_most=9, pfs_verify=False)
+        can_drop = lifecycle.can_drop(contents.get_file_record(mount.db, content), Tier.RAM, pfs_verify=False)
+        assert can_drop == (content in [row.id for row in rows])
+        return can_drop
+
+    mount.keep(b"a")
+    rest(flow)
+    assert is_evictable()
+    gone(mount, way)
+    assert not is_evictable(), "write-back may have planned the removal"
+    rest(flow)
+    assert not is_evictable()
+    monkeypatch.undo()
+    flow.retry_now()
+    rest(flow)
+    assert (mount.pfs / SET).read_bytes() == b"old" and is_evictable()
 
 
 def test_a_file_of_a_set_is_on_a_pfs_that_refuses_the_history(mount: Mount, closed: Refusal) -> None:

@@ -57,6 +57,9 @@ class Facts:
     def is_pfs_full(self) -> bool:
         return False
 
+    def is_only_on_pfs(self, inode: int) -> bool:
+        return False
+
     def has_refused_bytes(self, inode: int) -> bool:
         return inode in self.refused
 

@@ -120,9 +120,14 @@ class Planner:
         return next((other for other in self._list_refuges(name, inode) if self.view.has_directory(*other)), None)
 
     def _lacks_refuge(self, name: PfsName, inode: int) -> bool:
-        """Return True if a full PFS has no directory in the history yet to which a file is to move."""
+        """Return True if a file must stay under a name, because its directory in the history is missing.
+
+        It may go if other copies are left, unless the PFS is full: then the directory follows as soon as there is room.
+        """
         refuges = self._list_refuges(name, inode)
-        return bool(refuges) and not any(self.view.has_directory(*other) for other in refuges) and self._facts.is_pfs_full()
+        if not refuges or any(self.view.has_directory(*other) for other in refuges):
+            return False
+        return self._facts.is_pfs_full() or self._facts.is_only_on_pfs(self._get_shown(name).inode)
 
     def _must_wait_for_refuge(self, row: JournalRow) -> bool:
         """Return True if a file must move into a directory that this batch makes."""
@@ -133,6 +138,14 @@ class Planner:
     def _move_to_refuge(self, name: PfsName, new: PfsName) -> None:
         self._plan_move(name, new)
         self.view.delete_pending(*new)
+
+    def _write_to_history_later(self, row: JournalRow, name: PfsName) -> None:
+        """Append a row with the bytes of a file that goes before its directory in the history is there."""
+        if self._list_refuges(name, row.inode if row.op == "rename" else NO_INODE):
+            file = self._facts.get_inode(self._get_shown(name).inode)
+            if file is not None and file.content is not None:
+                self.batch.requeued.append((file.id, file.content))
+                self.batch.requeued_seqs.append(row.seq)
 
     def _is_stranded(self, inode: int) -> bool:
         """Return True if the PFS shows an inode under stale names only, and is to show it under others."""
@@ -267,6 +280,7 @@ class Planner:
         elif (refuge := self._find_refuge(name)) is not None:
             self._move_to_refuge(name, refuge)
         else:
+            self._write_to_history_later(row, name)
             self._plan_removal(name, "remove" if self.view.was_directory(*name) and act == "unlink" else act)
 
     def _rename(self, row: JournalRow) -> bool:
@@ -291,6 +305,8 @@ class Planner:
             return True
         if (refuge := self._find_refuge(new, row.inode)) is not None:
             self._move_to_refuge(new, refuge)
+        else:
+            self._write_to_history_later(row, new)
         self._plan_move(name, new)
         return True
 

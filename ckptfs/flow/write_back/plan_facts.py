@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 
-from ckptfs.catalog import contents, inodes, journal, pfs_state
+from ckptfs.catalog import contents, copies, inodes, journal, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
 from ckptfs.catalog.journal import JournalRow
@@ -76,6 +76,7 @@ class Facts:
         self.get_content = partial(contents.get_publishable, db)
         self.get_published = partial(pfs_state.get_published, db, with_blocks=True)
         self.is_repeated = partial(journal.is_repeated_later, db)
+        self.is_only_on_pfs = partial(copies.is_only_on_pfs, db)
         self.is_in_history = partial(inodes.is_history, db)
         self.can_link_history = True
         """False: the PFS refused a hard link into the history of sets."""
