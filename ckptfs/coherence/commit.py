@@ -241,18 +241,22 @@ class _TransactionBuilder:
             key = SharedKey(INODE, _get_child(entry))
             if not key.number or key in self._transaction.new_values or key in self._transaction.unchanged_keys:
                 continue
-            if self._load_value(key)[1] is not None:
-                self._add_key(key)
-            else:
+            if self._load_value(key)[1] is None and not _is_directory(entry):
                 self._defer_inode_delete(key)
+            else:
+                self._add_key(key)
         if now is not None and _get_child(before) not in (0, _get_child(now)):
             for name in list_local_names(self._db, _get_child(before)):
                 if name not in self._transaction.new_values and key_state.is_dirty(self._db, name):
                     self._add_key(name)
         if now is not None and _is_directory(now) and self._load_value(SharedKey(INODE, _get_child(now)))[0].revision:
-            for name in key_state.list_dirty_names(self._db):
-                if name not in self._transaction.new_values and _get_child(key_state.get_cached(self._db, name).raw) == _get_child(now):
-                    self._add_key(name)
+            self._add_changed_names(_get_child(now))
+
+    def _add_changed_names(self, directory: int) -> None:
+        """Add the names that a directory has in the store, and no longer on this node."""
+        for name in key_state.list_dirty_names(self._db):
+            if name not in self._transaction.new_values and _get_child(key_state.get_cached(self._db, name).raw) == directory:
+                self._add_key(name)
 
     def _set_file_names(self) -> None:
         """Give each file the names that it has after this transaction; other new names may still be undone."""
@@ -284,6 +288,7 @@ class _TransactionBuilder:
         if now is None and kind == stat.S_IFDIR:
             self._transaction.required_empty.add(key.number)
             self._transaction.extra_deletes.append(Delete(encode_key(SharedKey(TIMES, key.number))))
+            self._add_changed_names(key.number)
         elif now is None and before is not None and before["content"] is not None:
             self._delete_content(key.number, before["content"])
         elif now is not None and before is not None and kind == stat.S_IFDIR and now["parent"] != before["parent"]:

@@ -198,13 +198,20 @@ def order_marks(db: Database) -> None:
         "DELETE FROM dirty_key WHERE EXISTS (SELECT 1 FROM dirty_key l WHERE l.kind = dirty_key.kind"
         " AND l.number = dirty_key.number AND l.name = dirty_key.name AND l.change > dirty_key.change)"
     )
-    # A removal takes names or inodes away, and gives no name to an inode, not even another one instead.
+    # A removal takes names or inodes away, and gives no name to an inode, not even another one instead. What goes with a directory whose
+    # name leads to something else by now keeps its place: that name changes hands when the directory is empty.
     db.run(
-        "UPDATE dirty_key SET change = change + ? WHERE change IN (SELECT d.change FROM dirty_key d"
+        "WITH RECURSIVE replaced (id) AS (SELECT json_extract(CAST(k.value AS TEXT), '$.child') AS was FROM dirty_key d"
+        " JOIN cached_key k ON d.kind = 'e' AND k.kind = 'e' AND k.number = d.number AND k.name = d.name"
+        " JOIN entry e ON e.parent = d.number AND e.name = d.name WHERE NOT EXISTS (SELECT 1 FROM entry o WHERE o.child = was)"
+        " UNION SELECT json_extract(CAST(k.value AS TEXT), '$.child') FROM replaced r"
+        " JOIN cached_key k ON k.kind = 'e' AND k.number = r.id)"
+        " UPDATE dirty_key SET change = change + ? WHERE change IN (SELECT d.change FROM dirty_key d"
         " LEFT JOIN cached_key k ON d.kind = 'e' AND k.kind = 'e' AND k.number = d.number AND k.name = d.name"
         " WHERE d.kind IN ('e', 'i') GROUP BY d.change"
         " HAVING max(d.kind = 'e' OR NOT EXISTS (SELECT 1 FROM inode i WHERE i.id = d.number AND i.nlink > 0))"
-        " AND NOT max(d.kind = 'e' AND (EXISTS (SELECT 1 FROM entry e WHERE e.parent = d.number AND e.name = d.name)"
+        " AND NOT max(d.number IN (SELECT id FROM replaced) OR d.kind = 'e' AND ("
+        "EXISTS (SELECT 1 FROM entry e WHERE e.parent = d.number AND e.name = d.name)"
         " OR EXISTS (SELECT 1 FROM entry e WHERE e.child = json_extract(CAST(k.value AS TEXT), '$.child')))))",
         get_last_change(db),
     )

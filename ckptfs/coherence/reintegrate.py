@@ -60,6 +60,7 @@ class ReintegrationResolver(ConflictResolver):
         self._node_label = label.encode()
         self._is_written = is_written
         self._conflicting_names: dict[SharedKey, CachedValue] = {}
+        self._named_in_store: set[int] = set()
 
     def resolve(self) -> CommitResult:
         """Resolve all conflicts; names that are undone first, conflict names last."""
@@ -97,10 +98,18 @@ class ReintegrationResolver(ConflictResolver):
         """Keep what this node made, with its contents."""
         return set()
 
+    def _revert_contested(self) -> None:
+        self._named_in_store = {self._get_store_child(key) for key in key_state.list_dirty_names(self._db)}
+        super()._revert_contested()
+
     def _set_name(self, key: SharedKey) -> None:
         """Keep an entry that this node made and that has no other name, under a conflict name."""
         here = self._get_local_child(key)
-        made = here and here not in self._deleted_inodes and not self._is_cached(SharedKey(INODE, here))
+        # A new directory may be in the store before its name.
+        is_unnamed = not self._is_cached(SharedKey(INODE, here)) or (
+            stat.S_ISDIR(self._get_mode(here)) and here not in self._named_in_store
+        )
+        made = here and here not in self._deleted_inodes and is_unnamed
         super()._set_name(key)
         if not made or self._get_local_child(key) == here:
             return

@@ -134,3 +134,33 @@ def test_others_always_see_a_member_of_a_rotation(tmp_path: Path, renamed_first:
         assert steps
 
     play_on_two_nodes(tmp_path, act, partial(replayed, 0))
+
+
+@pytest.mark.parametrize("filled", ["", "run", "run/step"])
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_directory_that_was_emptied_and_replaced_here_and_filled_there_keeps_its_name(
+    tmp_path: Path, filled: str, is_large: bool
+) -> None:
+    """P1: the return ends, and both directories are there: the one that others filled under its name, the other one beside it."""
+
+    async def act(a: Node, b: Node) -> None:
+        theirs = (await b.mkdir("run")).id
+        await b.build("run/step/", "run/step/old")
+        await cut(b)
+        await b.build("new/", "new/ours", *(OTHERS if is_large else ()))
+        for path in ("run/step/old", "run/step", "run"):
+            await (b.unlink if path.endswith("old") else b.rmdir)(path)
+        await b.rename("new", "run")
+        if filled:
+            await a.make(f"{filled}/theirs")
+        await reconnect(a, b)
+        found = await a.tree()
+        assert b"/run.ckptfs-conflict-n2-1/ours" in found if filled else b"/run/ours" in found
+        if filled:
+            assert found[b"/run"][0] == theirs and f"/{filled}/theirs".encode() in found
+        names: dict[bytes, int] = {}
+        for _, events in groupby(a.store.etcd.events_from(b"e/", b"e0", 0), key=lambda event: event.revision):
+            names |= {event.key: (keys.decode_value(event.item.value if event.item else None) or {"child": 0})["child"] for event in events}
+            assert theirs in names.values() or not any(name.startswith(b"e/%016x/" % theirs) and names[name] for name in names)
+
+    play_on_two_nodes(tmp_path, act, partial(replayed, 0))
