@@ -446,6 +446,11 @@ def has_name(db: Database, inode: int) -> bool:
     return bool(db.value("SELECT nlink FROM inode WHERE id = ?", inode))
 
 
+def is_deleted(db: Database, inode: int) -> bool:
+    """Return True if `inode` has no name, and the store knows that: until then another node may give it one."""
+    return not has_name(db, inode) and db.value("SELECT 1 FROM cached_key WHERE kind = 'i' AND number = ?", inode) is None
+
+
 def is_current(db: Database, inode: int, content: int) -> bool:
     """Return True if `content` is the present content of `inode`."""
     return db.row("SELECT 1 FROM inode WHERE id = ? AND content = ?", inode, content) is not None

@@ -7,7 +7,7 @@ that moves within its directory.
 
 Invariants:
 - The nlink of a directory is 2 plus its subdirectories. In a cluster no node counts what others made: it is 2 or more.
-- An inode with nlink 0 has no entry and waits for `delete_forgotten`.
+- An inode with nlink 0 has no entry and waits for `delete_forgotten`; its bytes stay until the store has deleted it, too.
 - `parent` of a directory is where its entry is.
 - `history` of a directory is 1 below `HISTORY_NAME`, and 0 elsewhere; that of anything else counts its names there. Applications see
   neither that name nor these links, whose changes leave ctime alone.
@@ -243,7 +243,7 @@ def list_orphans(db: Database) -> set[int]:
 def delete_forgotten(db: Database, inodes: Iterable[int]) -> dict[int, list[int]]:
     """Delete unlinked, closed inodes that the kernel forgot. Return the contents that are doomed."""
     opened = {row[0] for row in db.rows("SELECT DISTINCT inode FROM handle")}
-    gone = [inode for inode in inodes if inode not in opened and not db.value("SELECT nlink FROM inode WHERE id=?", inode)]
+    gone = [inode for inode in inodes if inode not in opened and contents.is_deleted(db, inode)]
     return {inode: _delete_inode(db, inode) for inode in gone}
 
 

@@ -13,7 +13,7 @@ import trio.testing
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, Slow, in_virtual_time, reconnect, running, settled, stored, stored_tree
 
-from ckptfs.catalog import contents, copies
+from ckptfs.catalog import contents, copies, namespace
 from ckptfs.coherence import keys
 from ckptfs.coherence.keys import INODE, SharedKey
 from ckptfs.model import ContentState, Tier
@@ -122,6 +122,45 @@ def test_a_disconnected_node_answers_for_what_it_linked_and_its_writer_deleted(t
                 seen = contents.get_content(node.db, content)
                 assert seen is not None and found.content == content and seen.is_remote == (node is not linker)
                 assert seen.state is ContentState.SEALED
+
+        await running(nodes, act)
+
+    in_virtual_time(main)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_disconnected_node_keeps_the_bytes_of_what_it_deleted_until_others_know(tmp_path: Path, is_replaced: bool) -> None:
+    """P5: another node gives the file a name meanwhile. What the store never had goes at once."""
+    etcd = MemoryEtcd()
+
+    async def main() -> None:
+        nodes = [Node(tmp_path / str(number), number, Slow(etcd, random.Random(number))) for number in (1, 2)]
+        writer, linker = nodes
+
+        async def act() -> None:
+            inode = (await writer.make("f")).id
+            content = await make_sealed(writer, inode)
+            await linker.stat("f")
+            writer.cut(True)
+            for name in ("own", "f"):
+                new = (await writer.make("tmp")).id
+                own = await make_sealed(writer, new)
+                await writer.rename("tmp", name) if is_replaced or name == "own" else await writer.unlink("f")
+            await writer.unlink("own")
+            deleted = namespace.delete_forgotten(writer.db, namespace.list_orphans(writer.db))
+            assert inode not in deleted and len(deleted) == 1
+            await linker.link("f", "g")
+            await reconnect(*nodes)
+            namespace.delete_forgotten(writer.db, namespace.list_orphans(writer.db))
+            for node in nodes:
+                assert (await node.stat("g")).content == content
+            seen = contents.get_content(writer.db, content)
+            assert seen is not None and (seen.is_remote, seen.state, seen.inode) == (False, ContentState.SEALED, inode)
+            assert stored(etcd)[SharedKey(keys.CONTENT, content)]["node"] == writer.number
+            assert (await linker.stat("f")).content == own if is_replaced else b"f" not in await linker.names()
+            await linker.unlink("g")
+            await writer.sharing.refresh_inode(inode)
+            assert namespace.delete_forgotten(writer.db, namespace.list_orphans(writer.db)) == {inode: [content]}
 
         await running(nodes, act)
 
