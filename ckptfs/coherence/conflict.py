@@ -262,6 +262,8 @@ def record_commit(
         for key, value in transaction.new_values.items():
             if value is None:
                 recent_deletes.record_deleted(key, revision)
+            if value is None and key.kind == INODE:
+                read.forget_names(db, key.number)
         for operation in transaction.extra_deletes:
             if operation.end is None:
                 key = decode_key(operation.key)

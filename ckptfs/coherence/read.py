@@ -116,6 +116,11 @@ def apply_inode_deleted(db: Database, inode: int, read_revision: int, recent_del
     for key in (SharedKey(INODE, inode), SharedKey(TIMES, inode)):
         key_state.set_cached(db, key, key_state.ABSENT)
         recent_deletes.record_deleted(key, read_revision)
+    forget_names(db, inode)
+
+
+def forget_names(db: Database, inode: int) -> None:
+    """Delete the cached names of an inode that is gone, and those in it: others have removed them before."""
     for parent, name in db.rows("SELECT parent, name FROM entry WHERE child = ?1 OR parent = ?1", inode):
         key = SharedKey(NAME, parent, bytes(name))
         if not key_state.is_dirty(db, key):

@@ -366,3 +366,19 @@ async def test_a_name_that_another_node_gave_goes_with_the_file_s_move(a: Node, 
     assert await a.sharing.wait_published([(ROOT, b"newer"), (ROOT, b"newest")])
     assert [(await node.stat("newest")).nlink for node in (a, b)] == [1, 1]
     assert (await a.unlink("newest")).nlink == 0
+
+
+@two_nodes
+async def test_a_name_that_another_node_gave_away_is_free_when_its_file_is_deleted(a: Node, b: Node) -> None:
+    """P1: this node has not looked at the name since. Without etcd it asks nobody."""
+    await a.build("old", "new")
+    await b.link("old", "last")
+    await b.stat("old")
+    await a.rename("new", "old")
+    await b.unlink("last")
+    namespace.delete_forgotten(b.db, namespace.list_orphans(b.db))
+    b.cut(True)
+    made = await b.make("tmp")
+    await b.rename("tmp", "old")
+    assert (await b.stat("old")).id == made.id
+    await reconnect(a, b)
