@@ -139,9 +139,13 @@ class ConflictResolver:
         return self._get_store_child(name) == inode != self._get_local_child(name)
 
     def _keep_if_named(self, key: SharedKey, base: Value | None, theirs: Value) -> None:
-        """Keep an inode that lost its last name on this node, if it has other names in the store."""
-        if base is not None and "names" in theirs and (names := merge.merge_names(base, None, theirs)):
-            keys.write_value(self._db, key, {**theirs, "names": names})
+        """Keep an inode that lost its last name on this node, if it has other names in the store, with what this node wrote before."""
+        if base is None or "names" not in theirs or not (names := merge.merge_names(base, None, theirs)):
+            return
+        row = self._db.row(f"SELECT {', '.join(merge.CONTENT_FIELDS)} FROM inode WHERE id = ?", key.number)
+        is_written_there = any(theirs.get(name) != base.get(name) for name in ("content", "generation"))
+        ours = theirs if row is None or is_written_there else dict(zip(merge.CONTENT_FIELDS, row, strict=True))
+        keys.write_value(self._db, key, {**merge.merge_later_content(theirs, ours), "names": names})
 
     def _handle_inode_deleted(self, inode: int) -> None:
         """Handle an inode that was deleted in the store: names made in it or for it are undone."""
