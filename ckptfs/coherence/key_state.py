@@ -198,6 +198,13 @@ def order_marks(db: Database) -> None:
         "DELETE FROM dirty_key WHERE EXISTS (SELECT 1 FROM dirty_key l WHERE l.kind = dirty_key.kind"
         " AND l.number = dirty_key.number AND l.name = dirty_key.name AND l.change > dirty_key.change)"
     )
+    # A directory that was renamed before its removal keeps the name that the store has until it is empty there, too.
+    db.run(
+        "UPDATE dirty_key SET change = max(dirty_key.change, i.change) FROM cached_key k JOIN dirty_key i ON i.kind = 'i'"
+        " AND i.number = json_extract(CAST(k.value AS TEXT), '$.child') JOIN inode n ON n.id = i.number AND n.nlink = 0"
+        " WHERE dirty_key.kind = 'e' AND k.kind = 'e' AND k.number = dirty_key.number AND k.name = dirty_key.name"
+        " AND json_extract(CAST(k.value AS TEXT), '$.type') = 16384"
+    )
     # A removal takes names or inodes away, and gives no name to an inode, not even another one instead. What goes with a directory whose
     # name leads to something else by now keeps its place: that name changes hands when the directory is empty.
     db.run(

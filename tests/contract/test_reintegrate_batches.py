@@ -164,3 +164,23 @@ def test_a_directory_that_was_emptied_and_replaced_here_and_filled_there_keeps_i
             assert theirs in names.values() or not any(name.startswith(b"e/%016x/" % theirs) and names[name] for name in names)
 
     play_on_two_nodes(tmp_path, act, partial(replayed, 0))
+
+
+@pytest.mark.parametrize("is_filled", [False, True])
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_directory_that_was_renamed_and_removed_here_keeps_its_name_if_others_filled_it(
+    tmp_path: Path, is_filled: bool, is_large: bool
+) -> None:
+    async def act(a: Node, b: Node) -> None:
+        await b.build("step/", "step/old")
+        await cut(b)
+        await b.rename("step", "gone")
+        await b.unlink("gone/old")
+        await b.build(*(OTHERS if is_large else ()))
+        await b.rmdir("gone")
+        if is_filled:
+            await a.make("step/theirs")
+        await reconnect(a, b)
+        assert sorted({*await a.tree()} - {f"/{name}".encode() for name in OTHERS}) == ([b"/step", b"/step/theirs"] if is_filled else [])
+
+    play_on_two_nodes(tmp_path, act, partial(replayed, 0))
