@@ -64,8 +64,12 @@ def load_next_link(db: Database, chain: bytes = MOUNT_CHAIN) -> ChainLink:
     """Return the link after the last one that is known of a chain of this node."""
     key = SharedKey(LAST_COMMIT, identity.get_node_number(db), chain)
     known = key_state.get_cached(db, key)
-    fields = known.fields or {}
-    return ChainLink(key, known.revision, fields.get("sequence", 0) + 1, fields.get("fence", known.revision))
+    return ChainLink(key, known.revision, (known.fields or {}).get("sequence", 0) + 1, get_own_revision(known))
+
+
+def get_own_revision(link_value: CachedValue) -> int:
+    """Return the revision of the last transaction that was no fence, as the key of the chain tells."""
+    return int((link_value.fields or {}).get("fence", link_value.revision))
 
 
 def list_deleted(link_value: CachedValue) -> list[SharedKey]:

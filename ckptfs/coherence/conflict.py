@@ -7,7 +7,7 @@ Crash safety: an outcome is applied in one transaction of the catalog. The next 
 """
 
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ckptfs import limits
@@ -59,12 +59,8 @@ class ConflictResolver:
 
     def resolve(self) -> CommitResult:
         """Resolve all conflicts; inodes first, because they decide about names and contents."""
-        own = self._transaction.link.own_revision
         for key, one in sorted(self._store_values.items(), key=lambda pair: pair[0].kind != INODE):
-            if one.value.revision == own and own:
-                # A process of this node put this value and died before it recorded that.
-                key_state.set_cached(self._db, key, one.value)
-            elif key in self._transaction.expected_revisions and one.value.revision != self._transaction.expected_revisions[key]:
+            if key in self._transaction.expected_revisions and one.value.revision != self._transaction.expected_revisions[key]:
                 self._handle_difference(key, one)
             elif key.kind == INODE and key not in self._transaction.expected_revisions and one.value.raw is None:
                 self._handle_inode_deleted(key.number)
@@ -292,14 +288,24 @@ def _get_writer(db: Database, content: SharedKey) -> int:
 
 
 def record_fence(
-    db: Database, link: ChainLink, found: CachedValue, sent: StoreTransaction | None, recent_deletes: RecentDeletes
+    db: Database,
+    link: ChainLink,
+    found: CachedValue,
+    sent: StoreTransaction | None,
+    recent_deletes: RecentDeletes,
+    dirty_values: Mapping[SharedKey, StoreValue],
 ) -> CommitResult:
-    """Record if `sent` has passed. Without it, what a process that died has deleted is known as gone."""
+    """Record if `sent` has passed. Without it, a process that died has sent it: what it put and deleted is known from now on.
+
+    `dirty_values`: what the store has of the dirty keys. The rows may have changed back since that process put its values.
+    """
     if sent is not None and sent.link.is_taken(found):
         return record_commit(db, sent, found.revision, recent_deletes)
     with key_state.change_unmarked(db):
         for key in chain.list_deleted(found):
             key_state.set_cached(db, key, key_state.ABSENT)
+        own = chain.get_own_revision(found)
+        key_state.set_cached_each(db, ((key, one.value) for key, one in dirty_values.items() if one.value.revision == own))
         key_state.set_cached(db, link.key, found)
     return CommitResult()
 

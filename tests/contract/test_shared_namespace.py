@@ -2,6 +2,7 @@
 
 import errno
 import random
+import stat
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -227,6 +228,33 @@ async def test_a_process_that_died_before_it_noted_its_success_did_it_all_the_sa
         assert (await next_one.stat("d")).id == made.id and await next_one.names() == [b"d"]
 
     await running([next_one], look)
+
+
+@two_nodes
+async def test_the_next_process_takes_back_what_one_that_died_has_published(a: Node, b: Node, tmp_path: Path) -> None:
+    """P8: the store has taken a new file, a rename and a mode. The catalog does not know, and by now it is as it was before."""
+    await a.build("mode", "d/", "d/name")
+    snapshot = tmp_path / "again" / "catalog.db"
+    snapshot.parent.mkdir()
+    a.cut(True)
+    await a.make("f")
+    await a.rename("d", "e")
+    await a.set("mode", mode=stat.S_IFREG | 0o600)
+    a.db.connection.execute("VACUUM INTO ?", (str(snapshot),))
+    await reconnect(a)
+    next_one = Node(snapshot.parent, a.number, a.store)
+
+    async def undo() -> None:
+        await next_one.unlink("f")
+        await next_one.rename("e", "d")
+        await next_one.set("mode", mode=stat.S_IFREG | 0o644)
+        await next_one.unlink("d/name")
+        await next_one.rmdir("d")
+        await reconnect(next_one)
+        assert await b.names() == [b"mode"] and (await b.stat("mode")).mode == stat.S_IFREG | 0o644
+
+    assert next_one.sharing.is_disconnected
+    await running([next_one], undo)
 
 
 @two_nodes

@@ -529,11 +529,13 @@ class SharedNamespace(LocalNamespace):
             change = value_checks.check_format(reply.results[-1], ckptfs.__version__)
             if change is not None:
                 await wait_outcome(self._store.commit_soon([change[0]], [change[1]]))
+            found = chain.parse_link(link, reply, fence)
+            is_of_dead_process = self._unconfirmed is None and chain.get_own_revision(found) > link.revision
+            dirty = [key for _, key in key_state.list_dirty(self.db, -1)] if is_of_dead_process else []
+            values = await cluster_recovery.load_values(self._store, list(dict.fromkeys(dirty)))
         except CkptfsError as failure:
             self._handle_failure(failure)
             return False
-        self._record_result(
-            conflict.record_fence(self.db, link, chain.parse_link(link, reply, fence), self._unconfirmed, self._recent_deletes)
-        )
+        self._record_result(conflict.record_fence(self.db, link, found, self._unconfirmed, self._recent_deletes, values))
         self._unconfirmed = None
         return True
