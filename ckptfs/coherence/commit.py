@@ -271,8 +271,7 @@ class _TransactionBuilder:
             if key.kind == INODE and (now := decode_value(value)) is not None and "names" in now:
                 before = {(parent, name) for parent, name in (self._load_value(key)[0].fields or {"names": ()})["names"]}
                 names = (before - taken.get(key.number, set())) | given.get(key.number, set())
-                if names:
-                    self._transaction.new_values[key] = encode_value({**now, "names": [list(name) for name in sorted(names)]})
+                self._transaction.new_values[key] = encode_value({**now, "names": [list(name) for name in sorted(names)]})
 
     def _require_directory(self, directory: int) -> None:
         key = SharedKey(INODE, directory)

@@ -74,6 +74,19 @@ async def test_a_file_that_loses_all_names_one_after_the_other_keeps_what_others
 
 
 @two_nodes
+async def test_a_file_that_loses_one_name_here_and_one_there_is_gone(a: Node, b: Node) -> None:
+    """Its last name goes in one transaction, the file in another one."""
+    await b.build("first", *OTHERS)
+    await b.link("first", "last")
+    await cut(b)
+    for name in ("first", *OTHERS, "last"):
+        await b.unlink(name)
+    await a.unlink("last")
+    await reconnect(a, b)
+    assert await a.names() == []
+
+
+@two_nodes
 async def test_nobody_sees_a_directory_under_two_names(a: Node, b: Node) -> None:
     """What has its former name by now is told much later."""
     moved = (await b.mkdir("old")).id
