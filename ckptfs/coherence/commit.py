@@ -274,9 +274,17 @@ class _TransactionBuilder:
                 self._transaction.new_values[key] = encode_value({**now, "names": [list(name) for name in sorted(names)]})
 
     def _require_directory(self, directory: int) -> None:
+        """Require that a directory exists; add it with its name if the store does not have it yet."""
         key = SharedKey(INODE, directory)
-        if key not in self._transaction.expected_revisions and key_state.get_cached(self._db, key).revision:
+        if key in self._transaction.new_values or key in self._transaction.expected_revisions:
+            return
+        if key_state.get_cached(self._db, key).revision:
             self._transaction.required_directories.add(directory)
+        else:
+            self._add_key(key)
+            self._add_key(SharedKey(TIMES, directory))
+            for name in list_local_names(self._db, directory):
+                self._add_key(name)
 
     def _add_inode_conditions(self, key: SharedKey, known: CachedValue, value: bytes | None) -> None:
         before, now = known.fields, decode_value(value)
@@ -299,7 +307,8 @@ class _TransactionBuilder:
         """Add one name of a new inode, which would else list names that may never be published."""
         names = list_local_names(self._db, inode)
         if not any(name in self._keys_of_change or name in self._transaction.new_values for name in names):
-            self._include_names(*[name for name in names if key_state.is_dirty(self._db, name)][:1])
+            for name in [name for name in names if key_state.is_dirty(self._db, name)][:1]:
+                self._add_key(name)
 
     def _delete_content(self, inode: int, content: int) -> None:
         """Delete the content of a removed file and its copies, unless it is the previous one of another file."""
@@ -335,20 +344,11 @@ class _TransactionBuilder:
                 waiting[key] = others
         rest = {*self._transaction.new_values, *self._transaction.unchanged_keys} - {*waiting} - self._transaction.deleted_later
         if waiting and not any(key_state.is_dirty(self._db, key) for key in rest):
-            self._include_names(*waiting.popitem()[1])  # The next changes may depend on this one.
+            for name in waiting.popitem()[1]:  # The next changes may depend on this one.
+                self._add_key(name)
         for key in waiting:
             del self._transaction.new_values[key]
             self._transaction.expected_revisions.pop(key)
-
-    def _include_names(self, *names: SharedKey) -> None:
-        """Add names, with the directories that the store does not have yet."""
-        for name in names:
-            self._add_key(name)
-            directory = SharedKey(INODE, name.number)
-            if not key_state.get_cached(self._db, directory).revision and directory not in self._transaction.new_values:
-                self._add_key(directory)
-                self._add_key(SharedKey(TIMES, name.number))
-                self._include_names(*list_local_names(self._db, name.number))
 
 
 def _get_child(entry: bytes | None) -> int:

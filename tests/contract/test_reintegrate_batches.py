@@ -1,5 +1,6 @@
 """P1: what an island changed goes in several transactions when it is much. A name and the files that get or lose it go together."""
 
+import stat
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -197,3 +198,20 @@ def test_a_directory_that_was_renamed_and_removed_here_keeps_its_name_if_others_
         assert sorted({*await a.tree()} - {f"/{name}".encode() for name in OTHERS}) == ([b"/step", b"/step/theirs"] if is_filled else [])
 
     play_on_two_nodes(tmp_path, act, partial(replayed, 0))
+
+
+@two_nodes
+async def test_a_name_in_a_new_directory_is_never_seen_without_it(a: Node, b: Node) -> None:
+    """The mark of the directory is that of its last change."""
+    await cut(b)
+    await b.build("tmp/", "tmp/e/", "tmp/e/f", *OTHERS)
+    await b.rename("tmp/e", "tmp/d")
+    await b.build(*MORE)
+    await b.rename("tmp", "d")
+    for path in ("d", "d/d"):
+        await b.set(path, mode=stat.S_IFDIR | 0o700)
+    await reconnect(a, b)
+    seen: set[bytes] = set()
+    for _, events in groupby(a.store.etcd.events_from(b"e/", b"j", 0), key=lambda event: event.revision):
+        seen |= {event.key for event in events}
+        assert {b"i/" + key[2:18] for key in seen if key.startswith(b"e/")} <= seen
