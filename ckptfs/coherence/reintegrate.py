@@ -209,8 +209,8 @@ class ReintegrationResolver(ConflictResolver):
             super()._handle_inode_deleted(inode)
 
     def _has_changed_names(self, directory: int) -> bool:
-        names = [(key.number, self._get_local_child(key)) for key in key_state.list_dirty_names(self._db)]
-        return any((parent == directory and child) or child == directory for parent, child in names)
+        changed = [key for key in key_state.list_dirty_names(self._db) if self._get_local_child(key) not in (0, self._get_store_child(key))]
+        return any(directory in (key.number, self._get_local_child(key)) for key in changed)
 
     def _is_worth_restoring(self, inode: int) -> bool:
         """Return whether this node wrote or named a file and has its bytes."""
@@ -239,7 +239,7 @@ class ReintegrationResolver(ConflictResolver):
         more = [SharedKey(TIMES, inode)] if is_directory else [] if content is None else [SharedKey(CONTENT, content)]
         self._mark_unpublished([SharedKey(INODE, inode), *more])
         if is_directory:
-            self._delete_clean_names(inode)
+            self._delete_known_names(inode)
             self._delete_stale_names(inode)
         names = list_local_names(self._db, inode)
         self._mark_unpublished(key for key in names if self._get_store_child(key) == inode)
@@ -250,11 +250,11 @@ class ReintegrationResolver(ConflictResolver):
             self._db.run("UPDATE inode SET parent = ? WHERE id = ? AND mode & 61440 = 16384", ROOT, inode)
         self._inodes_to_recount |= {inode, *(key.number for key in names)}
 
-    def _delete_clean_names(self, inode: int) -> None:
-        """Delete the names in a directory that another node emptied and deleted."""
+    def _delete_known_names(self, inode: int) -> None:
+        """Delete the names in a directory that another node emptied and deleted, but not those that this node gave."""
         for (name,) in self._db.rows("SELECT name FROM entry WHERE parent = ?", inode):
             key = SharedKey(NAME, inode, bytes(name))
-            if not key_state.is_dirty(self._db, key):
+            if self._get_local_child(key) == self._get_store_child(key):
                 write_value(self._db, key, None)
             key_state.set_cached(self._db, key, ABSENT)
 

@@ -215,3 +215,28 @@ async def test_a_name_in_a_new_directory_is_never_seen_without_it(a: Node, b: No
     for _, events in groupby(a.store.etcd.events_from(b"e/", b"j", 0), key=lambda event: event.revision):
         seen |= {event.key for event in events}
         assert {b"i/" + key[2:18] for key in seen if key.startswith(b"e/")} <= seen
+
+
+@two_nodes
+async def test_what_others_put_into_a_directory_and_deleted_with_it_stays_deleted(a: Node, b: Node) -> None:
+    """Between two transactions of a return, of which the first one took their name over."""
+    await b.mkdir("d")
+    await cut(b)
+    await b.make("d/f")
+    await a.make("d/f")
+    await a.grow("d/f", 2, 2)
+    commit_batch, is_deleted = b.sharing._commit_batch, False
+
+    async def commit_and_delete() -> bool:
+        nonlocal is_deleted
+        is_answered = await commit_batch()
+        if not is_deleted and b.sharing.counts["conflicts"]:
+            is_deleted = True
+            await a.unlink("d/f")
+            await a.rmdir("d")
+        return is_answered
+
+    b.sharing._commit_batch = commit_and_delete  # type: ignore[method-assign]
+    b.sharing.counts["conflicts"] = 0
+    await reconnect(a, b)
+    assert is_deleted and list(await a.tree()) == [b"/d", b"/d/f.ckptfs-conflict-n2-1"]
