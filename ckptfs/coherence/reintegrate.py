@@ -128,6 +128,9 @@ class ReintegrationResolver(ConflictResolver):
             self._take_store_name(key, now)
             return
         if there not in (0, here):
+            known = key_state.get_cached(self._db, SharedKey(INODE, there)).fields
+            if not self._get_mode(there) and known is not None:
+                write_value(self._db, SharedKey(INODE, there), known)  # This node has forgotten it; its deletion is not published.
             if not self._get_mode(there):
                 return  # It was deleted meanwhile. The next transaction finds out.
             self._resolve_both_named(key, here, there, now)

@@ -240,3 +240,17 @@ async def test_what_others_put_into_a_directory_and_deleted_with_it_stays_delete
     b.sharing.counts["conflicts"] = 0
     await reconnect(a, b)
     assert is_deleted and list(await a.tree()) == [b"/d", b"/d/f.ckptfs-conflict-n2-1"]
+
+
+@two_nodes
+async def test_a_removed_directory_whose_name_this_node_forgot_is_merged_with_its_successor(a: Node, b: Node) -> None:
+    """As after processes that died: the rows are gone, and of the two keys in the store only one is known."""
+    made = await b.mkdir("d")
+    await cut(b)
+    await b.rmdir("d")
+    b.db.run("DELETE FROM inode WHERE id = ?", made.id)
+    b.db.run("DELETE FROM cached_key WHERE kind = 'e' AND name = ?", b"d")
+    await b.build("d/", "d/ours")
+    await a.make("d/theirs")
+    await reconnect(a, b)
+    assert {*await a.tree()} == {b"/d", b"/d/ours", b"/d/theirs"}

@@ -258,6 +258,30 @@ async def test_the_next_process_takes_back_what_one_that_died_has_published(a: N
 
 
 @two_nodes
+async def test_the_next_process_replaces_a_directory_that_one_that_died_has_published(a: Node, b: Node, tmp_path: Path) -> None:
+    """P8: it has removed and forgotten the directory before it learned that others see it, and the return ends."""
+    await a.make("before")
+    snapshot = tmp_path / "again" / "catalog.db"
+    snapshot.parent.mkdir()
+    a.cut(True)
+    await a.build("d/", "d/old")
+    a.db.connection.execute("VACUUM INTO ?", (str(snapshot),))
+    await reconnect(a)
+    next_one = Node(snapshot.parent, a.number, a.store)
+
+    async def replace() -> None:
+        await next_one.unlink("d/old")
+        await next_one.rmdir("d")
+        assert len(namespace.delete_forgotten(next_one.db, namespace.list_orphans(next_one.db))) == 2
+        await next_one.build("d/", "d/ours")
+        await b.make("d/theirs")
+        await reconnect(next_one)
+        assert {*await b.tree()} >= {b"/d", b"/d/theirs"} and sum(path.endswith(b"/ours") for path in await b.tree()) == 1
+
+    await running([next_one], replace)
+
+
+@two_nodes
 async def test_a_directorys_times_do_not_go_back(a: Node, b: Node) -> None:
     """An island tells of an older change after a newer one was told: the newer one stays, everywhere."""
     made = await a.mkdir("d")
