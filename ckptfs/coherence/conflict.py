@@ -141,7 +141,14 @@ class ConflictResolver:
         row = self._db.row(f"SELECT {', '.join(merge.CONTENT_FIELDS)} FROM inode WHERE id = ?", key.number)
         is_written_there = any(theirs.get(name) != base.get(name) for name in ("content", "generation"))
         ours = theirs if row is None or is_written_there else dict(zip(merge.CONTENT_FIELDS, row, strict=True))
-        keys.write_value(self._db, key, {**merge.merge_later_content(theirs, ours), "names": names})
+        value = {**merge.merge_later_content(theirs, ours), "names": names}
+        keys.write_value(self._db, key, value)
+        # It may have become the previous content of the file that took its name.
+        take_back = (
+            "UPDATE content SET inode = ?1, superseded_mtime_ns = NULL, change = change + 1 WHERE id = ?2 AND inode <> ?1 AND state <> 3"
+        )
+        if self._db.run(take_back, key.number, value["content"]):
+            key_state.mark_dirty(self._db, SharedKey(CONTENT, value["content"]))
 
     def _handle_inode_deleted(self, inode: int) -> None:
         """Handle an inode that was deleted in the store: names made in it or for it are undone."""

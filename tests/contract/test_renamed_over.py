@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from memory_store import MemoryEtcd, MemoryStore
-from shared_catalogs import Node, Slow, async_tests, in_virtual_time, running
+from shared_catalogs import Node, Slow, async_tests, in_virtual_time, reconnect, running
 
 from ckptfs.catalog import contents, copies, namespace, peer_copies
 from ckptfs.catalog.peer_copies import KnownNode, PeerCopy
@@ -97,3 +97,32 @@ async def test_a_former_content_that_its_writer_has_dropped_is_gone_from_the_sto
     await one.sharing.wait_published()
     (found,) = MemoryStore(etcd).read([Get(b"c/%016x" % former)]).results
     assert not found and contents.get_content(one.db, former) is None
+
+
+@two_nodes
+async def test_what_was_renamed_over_while_another_node_linked_it_stays_its_own(one: Node, two: Node, etcd: MemoryEtcd) -> None:
+    """P5: the node that renamed had no etcd. Its return takes the content back, so the newer file does not expire it."""
+    replaced = await one.make("file")
+    content = write(one, replaced, sealed=True)
+    await one.sharing.wait_published()
+    await two.stat("file")
+    one.cut(True)
+    heir = await one.make("file.tmp")
+    newer = write(one, heir, sealed=False)
+    await one.rename("file.tmp", "file")
+    await two.link("file", "linked")
+    await reconnect(one)
+    assert (await one.stat("linked")).content == (await two.stat("linked")).content == content
+    row = contents.get_content(one.db, newer)
+    assert row is not None
+    contents.mark_sealed(one.db, [contents.SealResult(newer, heir.id, row.change, Tier.RAM, 3, DIGEST, DIGEST)])
+    peer_copies.insert_peer_copy(one.db, PeerCopy(newer, 2, row.generation, DIGEST))
+    current = contents.get_content(one.db, newer)
+    assert current is not None
+    contents.expire_previous(one.db, current)
+    await one.sharing.wait_published()
+    kept = contents.get_content(one.db, content)
+    assert kept is not None and (kept.inode, kept.state) == (replaced.id, ContentState.SEALED)
+    (items,) = MemoryStore(etcd).read([Get(b"c/%016x" % content)]).results
+    value = json.loads(items[0].value)
+    assert value["inode"] == replaced.id and "former_ns" not in value
