@@ -463,6 +463,21 @@ def mark_all_doomed(db: Database, inode: int) -> list[int]:
     return [row[0] for row in db.rows(doom, inode)]
 
 
+def mark_deleted_doomed(db: Database, tier: Tier, at_most: int) -> int:
+    """Doom contents in `tier` of files that no name leads to and no process has open. Return their number.
+
+    A disconnected node keeps them otherwise: see `is_deleted`.
+    """
+    with db.transaction():
+        deleted = db.rows(
+            "SELECT DISTINCT i.id FROM inode i CROSS JOIN content k ON k.inode = i.id AND k.state IN (1, 2) AND k.remote = 0"
+            " CROSS JOIN copy c ON c.content = k.id AND c.tier = ? AND c.state = 1"
+            " WHERE i.nlink = 0 AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.inode = i.id) LIMIT ?",
+            tier, at_most,
+        )  # fmt: skip
+        return sum(len(mark_all_doomed(db, inode)) for (inode,) in deleted)
+
+
 def list_abandoned(db: Database) -> list[tuple[int, int, Tier]]:
     """Return (content, inode, tier) of OPEN contents without a handle that writes them."""
     return [

@@ -108,9 +108,7 @@ IS_SAFE_ELSEWHERE = (
     "(EXISTS (SELECT 1 FROM copy o WHERE o.content = k.id AND o.state = 1 AND o.verified_ns > 0"
     " AND ((c.tier = 'ram' AND o.tier <> 'ram') OR (c.tier = 'nvme' AND o.tier = 'pfs')))"
     " OR EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = k.inode AND p.complete = 1 AND p.generation = k.generation"
-    " AND p.digest = k.digest AND (p.checked_ns > 0 OR NOT {pfs_verify}) AND NOT "
-    + IS_LEAVING_PFS.format("k")
-    + "))"
+    " AND p.digest = k.digest AND (p.checked_ns > 0 OR NOT {pfs_verify}) AND NOT " + IS_LEAVING_PFS.format("k") + "))"
 )
 IS_AT_REST = (
     "c.state = 1 AND k.state = 2 AND k.inode NOT IN (SELECT inode FROM handle)"

@@ -1,9 +1,10 @@
 """The evict step: room in RAM and on NVMe.
 
 Takes: tiers above their high watermark, and a RAM tier in which the next content would not fit.
-Leaves: tiers below their low watermark, as far as P5 allows. Prepared files go first: they hold nothing. Then copies that are whole
-elsewhere are dropped, and others move from RAM to NVMe. A file on the PFS counts as whole after `check_pfs` has read it back, unless
-`pfs_verify=false`. Contents that retention rules keep on the PFS only leave both tiers even if there is room.
+Leaves: tiers below their low watermark, as far as P5 allows. Prepared files go first: they hold nothing. Then go files that were deleted
+while this node was disconnected: they are kept only because other nodes do not know that yet. Then copies that are whole elsewhere are
+dropped, and others move from RAM to NVMe. A file on the PFS counts as whole after `check_pfs` has read it back, unless `pfs_verify=false`.
+Contents that retention rules keep on the PFS only leave both tiers even if there is room.
 If we die here: a copy's row is deleted before its file, which is then a leftover. An unfinished move leaves a FILLING row. No copy is lost.
 
 The kernel writes to backing files without a notification. While writers are open, the free space is therefore polled: often while it
@@ -16,7 +17,7 @@ import time
 
 from ckptfs import cgroups, disk, lifecycle, limits, procfs
 from ckptfs.catalog import copies, remote_contents, retention_state, summary
-from ckptfs.catalog.contents import count_writers, get_file_record, get_largest_recent_size, is_unchanged
+from ckptfs.catalog.contents import count_writers, get_file_record, get_largest_recent_size, is_unchanged, mark_deleted_doomed
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get_shown_path
 from ckptfs.config import Config
@@ -47,6 +48,7 @@ class Evict:
         self._db = db
         self._tiers = tiers
         self._config = config
+        self._notify = notify
         self._watermarks = {Tier.RAM: (config.ram_high, config.ram_low), Tier.NVME: (limits.NVME_HIGH, NVME_LOW)}
         self._evicting: set[Tier] = set()
         self._stuck: set[Tier] = set()
@@ -104,6 +106,9 @@ class Evict:
         if time.monotonic() < self._idle_until_s.get(tier, 0.0) and not self._demand:
             self._deferred.add(tier)
             return False
+        if required and mark_deleted_doomed(self._db, tier, BATCH_CONTENTS):
+            self._notify.wake_lanes()  # The reclaim step deletes them.
+            return True
         if (
             self._drop_stale(self._tiers[tier])
             or self._drop_evictable(self._tiers[tier], desired)

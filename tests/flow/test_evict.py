@@ -10,10 +10,10 @@ import pytest
 from local_node import MIB, Node, in_process
 
 from ckptfs import disk
-from ckptfs.catalog import copies, retention_state, summary
+from ckptfs.catalog import copies, namespace, retention_state, summary
 from ckptfs.flow.evict import TROUBLE, Evict
 from ckptfs.flow.seal import Seal
-from ckptfs.model import ContentState, CopyState, Tier
+from ckptfs.model import ROOT, ContentState, CopyState, Tier
 from ckptfs.tiers import space
 from ckptfs.tiers.space import Capacity
 
@@ -99,6 +99,20 @@ def test_an_unpublished_content_moves_to_nvme_verified(node: Node) -> None:
         (copy,) = copies.list_copies(node.db, content)
         assert copy.tier is Tier.NVME and copy.state is CopyState.GOOD and copy.verified_ns > 0
         assert node.data(content, Tier.NVME) == data
+
+
+def test_what_a_disconnected_node_deleted_leaves_before_anything_else(node: Node) -> None:
+    """P1, P10: it is kept for other nodes that may have named it, but never at the price of a new file."""
+    contents = filled(node)
+    for number in (8, 9):
+        with node.db.transaction():
+            inode = namespace.unlink(node.db, ROOT, b"%d" % number).id
+            node.db.run("INSERT INTO cached_key (kind, number, name, revision, value) VALUES ('i', ?, x'', 1, x'7b7d')", inode)
+            assert not namespace.delete_forgotten(node.db, [inode])
+    node.hold(contents[9])
+    assert evict(node).step()
+    assert [content for content in contents if node.state(content) is ContentState.DOOMED] == [contents[8]], "the other one is open"
+    assert node.files(Tier.NVME) == set(), "nothing is moved for it"
 
 
 def test_an_open_file_stays(node: Node) -> None:
