@@ -85,6 +85,11 @@ def test_a_directory_is_searched_inside(mount: Area) -> None:
     assert f"ckptfs latest '{mount.path}/exp1/step_*'" in mount.command("latest", mount.path / "exp1" / "step_1", check=False).stderr
     result = mount.command("latest", mount.path / "rep*", check=False)
     assert result.stdout == f"{mount.path}/rep2\n", "who writes the pattern means it"
+    (mount.path / "lr=* [2]").mkdir()
+    (mount.path / "lr=* [2]" / "step_1.pt").write_bytes(b"x")
+    mount.settle()
+    for named in ("lr=* [2]", "lr=* [2]/step_*.pt"):
+        assert newest(mount, mount.path / named) == str(mount.path / "lr=* [2]" / "step_1.pt"), "a * in the name of a directory"
 
 
 def test_a_directory_of_experiments_is_no_series(mount: Area) -> None:

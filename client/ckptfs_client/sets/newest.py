@@ -167,9 +167,9 @@ def _find_series(named: Sequence[Path], wanted: Level) -> NamedSeries:
     where = named[0]
     if len(named) > 1:
         return _find_series_of_names(named)
-    if "*" in str(where):
+    if "*" in str(where) and not where.is_dir():
         found = series.parse(os.fsencode(where.name))
-        if found is None or "*" in str(where.parent):
+        if found is None or ("*" in str(where.parent) and not where.parent.is_dir()):
             words = "one * is accepted, in the last part of the path, for each number in the name"
             raise UsageError(f"{where}: {words}", remedy="such as 'run1/step_*'")
         _require_directory(where.parent, where)
