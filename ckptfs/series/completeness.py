@@ -269,7 +269,8 @@ def _find_shortfall(member: MemberFacts, older: Sequence[OlderMember]) -> str:
     # Fewer files than before are believed if two members in a row had just these: the job may run on fewer nodes.
     for one in () if _is_usual(member, older) else older:
         if path := _find_missing(member, one):
-            return f"{text(path)} is missing, which {one.name} has"
+            is_renamed = len(_list_counterparts(member, one, path)) > 1
+            return f"{f'no file is like {text(path)}' if is_renamed else f'{text(path)} is missing'}, which {one.name} has"
     return _find_short_file(member, older)
 
 
@@ -291,16 +292,21 @@ def _has_no_more(member: MemberFacts, older: OlderMember) -> bool:
 
 
 def _find_same(member: MemberFacts, older: OlderMember, path: bytes) -> list[bytes]:
-    """Return the files of this member that correspond to `path` in an older one.
+    """Return the files of this member that correspond to `path` in an older one."""
+    return sorted(_list_counterparts(member, older, path) & member.files.keys())
 
-    They have the same name, perhaps with the own number in it.
+
+def _list_counterparts(member: MemberFacts, older: OlderMember, path: bytes) -> set[bytes]:
+    """Return the names that a file of an older member may have in this one.
+
+    They are the same name, and those with the own number in it.
     """
     candidates = {path}
     positions = [found for found in _NUMBER.finditer(path) if int(found[0]) in older.numbers]
     if positions:
         candidates.add(_replace_numbers(path, positions, older.numbers, member.numbers))
         candidates |= {_replace_numbers(path, [position], older.numbers, member.numbers) for position in positions}
-    return sorted(candidates & member.files.keys())
+    return candidates
 
 
 def _replace_numbers(path: bytes, positions: Sequence["re.Match[bytes]"], old: tuple[int, ...], new: tuple[int, ...]) -> bytes:

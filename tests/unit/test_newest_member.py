@@ -691,8 +691,9 @@ def test_numbers_in_the_names_of_files() -> None:
         {f"step_{number}/{name}": X for number in (1, 2) for name in (f"model_{number:03}.bin", "rank_0.bin", "rank_1.bin")}
     )
     assert tree.find("step_*") == "step_2"
-    assert tree.without("step_2/model_002.bin").find_reasons("step_*") == {"step_2": "model_001.bin is missing, which step_1 has"}
-    assert tree.without("step_2/rank_1.bin").find_reasons("step_*") == {"step_2": "rank_1.bin is missing, which step_1 has"}
+    assert tree.without("step_2/model_002.bin").find_reasons("step_*") == {"step_2": "no file is like model_001.bin, which step_1 has"}
+    assert tree.without("step_2/rank_1.bin").find_reasons("step_*") == {"step_2": "no file is like rank_1.bin, which step_1 has"}
+    assert tree.without("step_2/rank_0.bin").find_reasons("step_*") == {"step_2": "rank_0.bin is missing, which step_1 has"}
 
 
 # --- the search ---------------------------------------------------------------------------------------------------------
