@@ -52,6 +52,7 @@ def test_a_name_whose_daemon_was_killed_is_listed_too(make_daemon: MakeDaemon) -
     daemon = make_daemon()
     (daemon.path / "file").write_bytes(b"x" * 1000)
     daemon.crash()
+    assert ckptfs("mounts").stdout.count(f"{daemon.name}: ") == 1, "its mountpoint is still there"
     subprocess.run(["umount", "-l", str(daemon.path)], check=True)
     one = listed(daemon.name)
     assert one is not None and one["has_data"] and "killed" in str(one["what"])

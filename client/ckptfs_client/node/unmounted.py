@@ -107,13 +107,18 @@ def _locked(state: Path) -> Iterator[None]:
 
 
 def describe_all() -> list[MountJson]:
-    """Return all names: the mounted ones, and those without a daemon."""
+    """Return all names: the mounted ones, and those without a daemon.
+
+    A daemon that was killed leaves its mountpoint behind, and counts as none.
+    """
+    unmounted = list_unmounted()
+    dead = {one.name for one in unmounted}
     mounted: list[MountJson] = [
         {"name": one.name, "mountpoint": str(one.mountpoint), "state": "", "mounted": True, "has_data": True, "what": "mounted",
          "mount_command": ""}
-        for one in list_mounts()
+        for one in list_mounts() if one.name not in dead
     ]  # fmt: skip
-    return mounted + [_describe(one) for one in list_unmounted()]
+    return mounted + [_describe(one) for one in unmounted]
 
 
 def _describe(one: UnmountedName) -> MountJson:
