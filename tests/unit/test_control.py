@@ -87,6 +87,18 @@ def test_a_tier_that_is_gone_is_down(served: Served, monkeypatch: pytest.MonkeyP
     assert {tier.name: tier.health for tier in found.tiers}["nvme"] == "down" and found.health == "degraded"
 
 
+def test_a_tier_that_has_just_failed_is_not_called_normal(served: Served) -> None:
+    """F3: the monitor probes it a while later."""
+    nvme = served.node.tiers[Tier.NVME]
+    for act, health, whole in (
+        (lambda: nvme.record_failure(OSError(errno.EIO, "broken")), "suspect", "degraded"),
+        (nvme.probe, "normal", "ok"),
+    ):
+        act()
+        found = served.client.get_status()
+        assert {tier.name: tier.health for tier in found.tiers}["nvme"] == health and found.health == whole
+
+
 def test_status_and_ls_do_not_touch_the_pfs(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """P1: while the PFS hangs, questions are answered."""
     touched = threading.Event()

@@ -165,6 +165,8 @@ class StatusFigures:
                 doomed_bytes = copies.count_doomed_bytes(self._db, tier)
                 capacity = space.add_free(storage.get_capacity(), doomed_bytes)
                 answer.budget_bytes, answer.free_bytes = capacity.total, capacity.free
+                if storage.failure and answer.health == "normal":
+                    answer.health = "suspect"  # The monitor has not probed it since.
                 answer.prepared_bytes = self._tiers.prepared.get_bytes() if tier is Tier.RAM else 0
                 answer.shared_bytes = storage.get_shared_bytes()
                 if os.path.ismount(storage.root):  # Only ckptfs uses this filesystem.
