@@ -165,6 +165,10 @@ deb_test() {
 command=${1:-help}
 [ $# = 0 ] || shift
 case $command in
+  test|bench) ;;
+  *) [ $# = 0 ] || fail "$command takes no arguments; a variable goes first: PREFIX=/opt/ckptfs ./bootstrap.sh install" ;;
+esac
+case $command in
   setup) setup ;;
   demo) demo ;;
   test) run_tests "$@" ;;

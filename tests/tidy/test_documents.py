@@ -382,6 +382,13 @@ def test_make_and_bootstrap_offer_the_same_commands() -> None:
     subprocess.run(["bash", "-n", REPOSITORY / ".ci" / "run"], check=True)
 
 
+def test_bootstrap_refuses_what_it_would_ignore() -> None:
+    """P11: `uninstall PREFIX=/x` must not touch another installation."""
+    command = ["bash", REPOSITORY / "bootstrap.sh", "uninstall", "PREFIX=/x"]
+    result = subprocess.run(command, check=False, capture_output=True, text=True, env=os.environ | {"PREFIX": "no/absolute/path"})
+    assert result.returncode == 1 and "uninstall takes no arguments; a variable goes first" in result.stderr
+
+
 def test_the_contracts_hold() -> None:
     """Imports run one way."""
     result = subprocess.run(["lint-imports"], cwd=REPOSITORY, capture_output=True, text=True, check=False, env=_path())
