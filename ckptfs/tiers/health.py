@@ -53,7 +53,7 @@ _REMEDIES = {  # (of an error of a tier, of a change on the PFS)
     errno.ENAMETOOLONG: ("", "give it a shorter name"),
     errno.EINVAL: ("", "give it a name that the PFS takes"),
     errno.EILSEQ: ("", "give it a name that the PFS takes"),
-    errno.EXDEV: ("", "copy it to the other directory and delete it here: on the PFS they are different filesystems or quota projects"),
+    errno.EXDEV: ("", "copy it to a new name beside it and delete it: it comes from another filesystem or quota project of the PFS"),
     errno.EBUSY: ("", "see whether something is mounted there on the PFS"),
     errno.EMLINK: ("", "make fewer links to the file"),
     errno.EFBIG: ("", "raise the PFS's limit on the size of a file, or keep the file elsewhere"),
