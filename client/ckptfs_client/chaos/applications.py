@@ -129,6 +129,8 @@ class Gromacs(Application):
     def begin(self, root: Path) -> None:
         super().begin(root)
         self.end()
+        for path in root.glob("run_step*.cpt"):
+            path.unlink()  # A run that was killed left it, perhaps empty.
         run, previous = self.found(self.run, root / "run.cpt"), self.found(self.previous, root / "run_prev.cpt")
         self.expect(self.run, max(run or 0, previous or 0))
         if max(run or 0, previous or 0) < self.safe:
