@@ -317,7 +317,10 @@ class _TransactionBuilder:
         copies = encode_key(SharedKey(COPY, content))
         self._transaction.extra_deletes.append(Delete(copies, prefix_end(copies)))
         key = SharedKey(CONTENT, content)
-        if key not in self._transaction.new_values:
+        self._values[key] = self._load_value(key)[0], None
+        if key in self._transaction.new_values:
+            self._transaction.new_values[key] = None
+        else:
             self._transaction.extra_deletes.append(Delete(encode_key(key)))
 
     def _require_ancestors(self, moved: Value) -> None:

@@ -159,7 +159,9 @@ _SELECT_INODE = f"SELECT {', '.join(_INODE_COLUMN_BY_FIELD.get(name, name) for n
 _SELECT_CONTENT = (
     "SELECT k.inode, k.generation, k.state, k.size, k.digest, k.closed_ns, k.superseded_mtime_ns"
     " FROM content k JOIN inode i ON i.id = k.inode"
-    " WHERE k.id = ? AND k.remote = 0 AND k.state <> 3 AND i.nlink > 0"
+    " WHERE k.id = ? AND k.remote = 0 AND k.state <> 3"
+    # What is deleted here goes with its file: another node may have named that meanwhile.
+    " AND (i.nlink > 0 OR EXISTS (SELECT 1 FROM cached_key s WHERE s.kind = 'i' AND s.number = i.id))"
 )
 
 

@@ -13,6 +13,7 @@ import trio.testing
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, Slow, in_virtual_time, reconnect, running, settled, stored, stored_tree
 
+from ckptfs import limits
 from ckptfs.catalog import contents, copies, namespace
 from ckptfs.coherence import keys
 from ckptfs.coherence.keys import INODE, SharedKey
@@ -166,6 +167,34 @@ def test_a_disconnected_node_keeps_the_bytes_of_what_it_deleted_until_others_kno
             await linker.unlink("g")
             await writer.sharing.refresh_inode(inode)
             assert content in namespace.delete_forgotten(writer.db, namespace.list_orphans(writer.db))[inode]
+
+        await running(nodes, act)
+
+    in_virtual_time(main)
+
+
+def test_the_content_of_a_file_is_deleted_with_the_file(tmp_path: Path) -> None:
+    """P5: its seal is published in an earlier transaction than its removal, which another node's link takes back."""
+    etcd = MemoryEtcd()
+
+    async def main() -> None:
+        nodes = [Node(tmp_path / str(number), number, Slow(etcd, random.Random(number))) for number in (1, 2)]
+        writer, linker = nodes
+
+        async def act() -> None:
+            for name in ("f", "gone"):
+                await make_sealed(writer, (await writer.make(name)).id)
+            content = (await linker.stat("f")).content
+            writer.cut(True)
+            await writer.build("other")
+            writer.db.change("UPDATE content SET digest = ?", b"d" * 16)
+            await writer.build(*(f"other{number}" for number in range(limits.ETCD_OPERATIONS_MAX)))
+            await writer.unlink("f")
+            await writer.unlink("gone")
+            await linker.link("f", "g")
+            await reconnect(*nodes)
+            assert [key.number for key in stored(etcd) if key.kind == keys.CONTENT] == [content]
+            assert (await linker.stat("g")).content == (await writer.stat("g")).content == content
 
         await running(nodes, act)
 
