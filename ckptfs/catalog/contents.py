@@ -447,7 +447,10 @@ def has_name(db: Database, inode: int) -> bool:
 
 
 def is_deleted(db: Database, inode: int) -> bool:
-    """Return True if `inode` has no name, and the store knows that: until then another node may give it one."""
+    """Return True if `inode` has no name, and the store knows that.
+
+    Until then another node may give it one.
+    """
     return not has_name(db, inode) and db.value("SELECT 1 FROM cached_key WHERE kind = 'i' AND number = ?", inode) is None
 
 

@@ -135,7 +135,10 @@ class ConflictResolver:
         return self._get_store_child(name) == inode != self._get_local_child(name)
 
     def _keep_if_named(self, key: SharedKey, base: Value | None, theirs: Value) -> None:
-        """Keep an inode that lost its last name on this node, if it has other names in the store, with what this node wrote before."""
+        """Keep an inode that lost its last name on this node, if the store has others.
+
+        It shows what this node wrote before, unless another node has written it.
+        """
         if base is None or "names" not in theirs or not (names := merge.merge_names(base, None, theirs)):
             return
         row = self._db.row(f"SELECT {', '.join(merge.CONTENT_FIELDS)} FROM inode WHERE id = ?", key.number)
@@ -302,7 +305,7 @@ def record_fence(
     recent_deletes: RecentDeletes,
     dirty_values: Mapping[SharedKey, StoreValue],
 ) -> CommitResult:
-    """Record if `sent` has passed. Without it, a process that died has sent it: what it put and deleted is known from now on.
+    """Record if `sent` has passed; without it, what a process that died has put and deleted.
 
     `dirty_values`: what the store has of the dirty keys. The rows may have changed back since that process put its values.
     """
