@@ -241,7 +241,7 @@ class _TransactionBuilder:
             key = SharedKey(INODE, _get_child(entry))
             if not key.number or key in self._transaction.new_values or key in self._transaction.unchanged_keys:
                 continue
-            if self._load_value(key)[1] is None and not _is_directory(entry):
+            if self._load_value(key)[1] is None and (now is None or not _is_directory(entry)):
                 self._defer_inode_delete(key)
             else:
                 self._add_key(key)
