@@ -275,6 +275,8 @@ class Reconcile:
         return (record.generation, record.digest) == (content.generation, content.digest)
 
     def _drop_content(self, content: Content) -> None:
+        if remote_contents.is_uncommitted(self._db, content):
+            return  # This node returns, and gave a file a name that another one deleted.
         self._cluster.copy_records.announce([(content, False)])
         if disk.act("reconcile:forgotten", remote_contents.delete_unneeded, self._db, content, gone=True):
             self._dropped += 1

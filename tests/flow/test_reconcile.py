@@ -70,6 +70,26 @@ def test_a_file_that_another_node_deleted_is_removed(tmp_path: Path) -> None:
     assert locations.load(two.store, [content])[content].copies == ()
 
 
+def test_a_deleted_file_that_this_node_is_about_to_name_again_keeps_its_bytes(tmp_path: Path) -> None:
+    """P1: it linked the file without the store. The writer, which deleted it, tells before the mount has published the link."""
+    cluster, content, one, two = make_replicated(tmp_path, 2)
+    inode = one.inode(content)
+    delete(cluster, f"i/{inode:016x}", f"c/{content:016x}")
+    two.db.run("DELETE FROM entry WHERE child = ?", inode)
+    two.db.run("INSERT INTO entry (parent, name, child) VALUES (1, x'6c', ?)", inode)
+    two.db.run("INSERT INTO dirty_key (change, kind, number, name) VALUES (1, 'e', 1, x'6c')")
+    one.db.run("DELETE FROM entry")
+    tidy(one)
+    two.hold.reported_unneeded.add(content)
+    tidy(two)
+    assert one.files(Tier.RAM) == set() and two.copies(content) == {Tier.RAM: CopyState.GOOD}
+    assert [copy.node for copy in locations.load(two.store, [content])[content].copies] == [two.number]
+    two.db.run("DELETE FROM entry")
+    two.hold.reported_unneeded.add(content)
+    tidy(two)
+    assert two.files(Tier.RAM) == set()
+
+
 def test_a_holder_removes_the_records_of_a_dead_node_s_deleted_file(tmp_path: Path) -> None:
     """Its holder takes its word out of the store."""
     cluster, content, one, two = make_replicated(tmp_path, 2)
