@@ -361,12 +361,15 @@ def list_own_of_same_files(db: Database, contents: Iterable[int], at_most: int) 
 
 
 def is_uncommitted(db: Database, content: Content) -> bool:
-    """Return True if the store lacks this content, or a name of its file, from this node: the mount is about to publish it."""
+    """Return True if the mount has still to publish this content, or a name of its file."""
     return bool(db.value(f"SELECT {peer_copies.IS_UNCOMMITTED.format('?1', '?2')}", content.id, content.inode))
 
 
 def delete_unneeded(db: Database, content: Content, *, gone: bool) -> bool:
-    """Doom a content that is `gone`, or delete its copies here. Return False if it is open, changed or uncommitted."""
+    """Doom a content that is `gone`, or delete its copies here.
+
+    Returns False if it is open, changed or uncommitted.
+    """
     with db.transaction():
         if not is_unchanged(db, content) or is_uncommitted(db, content):
             return False

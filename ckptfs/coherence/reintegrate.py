@@ -254,7 +254,7 @@ class ReintegrationResolver(ConflictResolver):
         self._inodes_to_recount |= {inode, *(key.number for key in names)}
 
     def _delete_known_names(self, inode: int) -> None:
-        """Delete the names in a directory that another node deleted, but those that this node gave."""
+        """Delete the names in a directory that another node deleted, except those of this node."""
         for (name,) in self._db.rows("SELECT name FROM entry WHERE parent = ?", inode):
             key = SharedKey(NAME, inode, bytes(name))
             if self._get_local_child(key) == self._get_store_child(key):
