@@ -22,6 +22,7 @@ IS_LEAVING_PFS = (
     " AND NOT EXISTS (SELECT 1 FROM pfs_entry e JOIN inode d ON d.id = e.parent WHERE e.inode = {0}.inode AND d.history > 0))"
 )
 """SQL: only the history names the file of a row of `content`, and the PFS shows it under other names, which go. See history.py."""
+
 HELD_XATTR = b"ckptfs.held"
 """The internal attribute of an inode that is held back from the PFS, see `pfs_hold`."""
 IS_HELD_MARK = f"h.name = x'{HELD_XATTR.hex()}'"

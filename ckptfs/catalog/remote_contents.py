@@ -189,12 +189,12 @@ def mark_restored(db: Database, content: int) -> None:
 
     Copies on this node count again.
     """
-    db.run(
+    if db.run(
         "UPDATE content SET state = CASE WHEN digest IS NULL THEN 1 ELSE 2 END, superseded_mtime_ns = NULL, under_replicated = 0,"
         f" {_SET_REMOTE}, change = change + 1 WHERE id = ? AND state = 3",
         content,
-    )
-    mark_copy_changed(db, content)
+    ):
+        mark_copy_changed(db, content)
 
 
 def restore_verified(db: Database, seen: Content, to: RemoteState) -> bool:
