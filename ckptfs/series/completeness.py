@@ -9,6 +9,7 @@ Rather late than wrongly. A member is complete if nothing speaks against it:
    the sizes. A member without any before it must be left alone for a while instead.
 """
 
+import math
 import os
 import re
 from collections import defaultdict
@@ -171,6 +172,8 @@ def judge(member: MemberFacts, older: Sequence[OlderMember], age_s: float) -> Co
         quiet_s = _get_quiet_s(member)
         if quiet_s <= max(0.0, age_s):
             quiet_s = 0.0
+        elif quiet_s == math.inf:
+            reason = "Megatron has not named it in latest_checkpointed_iteration.txt yet; `ckptfs commit` makes it a set without that"
         else:
             reason = f"there is none before it to compare it with, and it was changed {max(0.0, age_s):.0f} s ago; accepted: {quiet_s:g} s"
     if not reason:
@@ -236,7 +239,12 @@ def _find_gap(member: MemberFacts) -> str:
 
 
 def _get_quiet_s(member: MemberFacts) -> float:
-    """Return how long a member without any before it must be left alone."""
+    """Return how long a member without any before it must be left alone.
+
+    Returns infinity if a file beside it must name it.
+    """
+    if any(set_kinds.MEGATRON_MODEL in directory.files for directory in member.directories.values()):
+        return math.inf
     if member.is_single_file or (b"" in member.closed_directories and all(map(member.is_vouched_for, member.files))):
         return 0.0
     return QUIET_RANKS_S if any(map(set_kinds.has_unknown_count, member.directories.values())) else QUIET_S

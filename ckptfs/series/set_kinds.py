@@ -455,6 +455,8 @@ def _find_criu_gap(directory: DirectoryFacts) -> str:
     return "" if b"inventory.img" in directory.files else "inventory.img is not there yet"
 
 
+MEGATRON_MODEL = b"model_optim_rng.pt"
+"""The file of each rank of Megatron, in a directory of its own. Nothing in the member says how many ranks there are."""
 TRAINER_END = b"trainer_state.json"
 """The file that a Trainer of Hugging Face writes last."""
 _TRAINER_NAME = re.compile(rb"checkpoint-[0-9]+")

@@ -296,6 +296,10 @@ def test_a_first_set_of_ranks() -> None:
     assert tagged.find("step_*") == "step_100"
     assert tagged.with_files({"latest_checkpointed_iteration.txt": b"1000"}).find("step_*") == "", "it names another one"
     assert tagged.without("latest_checkpointed_iteration.txt").with_files({"latest": b"step_100"}).find("step_*") == "", "of one rank"
+    megatron = series_of({f"mp_rank_{rank:02}/model_optim_rng.pt": archive() for rank in range(3)}, 100)
+    megatron.age_s = 3600
+    assert megatron.find("step_*") == "" and "latest_checkpointed_iteration.txt" in megatron.find_reasons("step_*")["step_100"]
+    assert megatron.with_files({"latest_checkpointed_iteration.txt": b"100"}).find("step_*") == "step_100"
     late = series_of(OPEN["DeepSpeed"], 100).with_files(
         {"latest": b"step_200", f"step_200/{RANKS[0]}": X, "step_200/mp_rank_00_model_states.pt": X}
     )
