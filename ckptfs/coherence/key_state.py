@@ -263,12 +263,13 @@ def set_cached_each(db: Database, cached: Iterable[tuple[SharedKey, CachedValue]
     db.run_each("INSERT OR REPLACE INTO cached_key (kind, number, name, revision, value) VALUES (?,?,?,?,?)", present)
 
 
-def list_cached_names(db: Database, directory: int, after: bytes, up_to: bytes | None) -> list[bytes]:
-    """Return the cached names of a directory between `after` and `up_to` (None: the last), in order."""
+def load_name_revisions(db: Database, directory: int, after: bytes, up_to: bytes | None) -> dict[bytes, int]:
+    """Return the revisions of the cached names of a directory after `after`, until `up_to` (None: all)."""
     rows = db.rows(
-        "SELECT name FROM cached_key WHERE kind = 'e' AND number = ?1 AND name > ?2 AND (?3 IS NULL OR name <= ?3)", directory, after, up_to
-    )
-    return [bytes(row[0]) for row in rows]
+        "SELECT name, revision FROM cached_key WHERE kind = 'e' AND number = ?1 AND name > ?2 AND (?3 IS NULL OR name <= ?3)",
+        directory, after, up_to,
+    )  # fmt: skip
+    return {bytes(name): revision for name, revision in rows}
 
 
 def get_disconnected_ns(db: Database) -> int:

@@ -128,6 +128,8 @@ def forget_names(db: Database, inode: int) -> None:
             key_state.set_cached(db, key, key_state.ABSENT)
 
 
+INODE_KEYS_MAX = 3
+"""How many keys `list_inode_keys` returns at most."""
 DIRECTORY_TYPE = 0o040000
 FILE_TYPE = 0o100000
 
@@ -233,18 +235,22 @@ def build_page_get(directory: int, after: bytes, at_most: int) -> Get:
 
 
 def parse_page(
-    db: Database, directory: int, after: bytes, at_most: int, outcome: Outcome
+    db: Database, directory: int, after: bytes, at_most: int, outcome: Outcome, *, only_new: bool = False
 ) -> tuple[dict[SharedKey, StoreValue], bytes | None]:
-    """Return the values of a page with the names that are gone, and after which name the next begins."""
-    items = outcome.results[0]
-    found = {
-        key: StoreValue(outcome.revision, CachedValue(item.mod_revision, parse_value(key, item)))
-        for item in items
-        if (key := parse_key(item.key)) is not None
-    }
-    last = items[-1].key[len(build_names_prefix(directory)) :] if len(items) == at_most else None
-    for name in key_state.list_cached_names(db, directory, after, last):
-        found.setdefault(SharedKey(NAME, directory, name), StoreValue(outcome.revision, key_state.ABSENT))
+    """Return the values of a page with the names that are gone, and after which name the next begins.
+
+    `only_new`: without the values that are cached. A cached name has its inode, so it leads to nothing unknown.
+    """
+    items, start = outcome.results[0], len(build_names_prefix(directory))
+    last = items[-1].key[start:] if len(items) == at_most else None
+    revisions = key_state.load_name_revisions(db, directory, after, last)
+    found = {}
+    for item in items:
+        is_known = revisions.pop(item.key[start:], 0) == item.mod_revision
+        if not (is_known and only_new) and (key := parse_key(item.key)) is not None:
+            found[key] = StoreValue(outcome.revision, CachedValue(item.mod_revision, parse_value(key, item)))
+    for name in revisions:
+        found[SharedKey(NAME, directory, name)] = StoreValue(outcome.revision, key_state.ABSENT)
     return found, last
 
 

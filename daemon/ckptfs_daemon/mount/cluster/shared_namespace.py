@@ -106,6 +106,7 @@ class LocalNamespace:
 
     async def refresh_name(self, parent: int, name: bytes, *prefetch_names: Name) -> None: ...
     async def refresh_inode(self, inode: int, *prefetch_names: Name) -> None: ...
+    async def refresh_inodes(self, inodes: Sequence[int]) -> None: ...
     async def refresh_copies(self, inode: int) -> None: ...
     async def refresh_directory(self, inode: int, at_most: int | None = None) -> None: ...
     async def refresh_change(self, names: Iterable[Name]) -> None: ...
@@ -172,6 +173,12 @@ class SharedNamespace(LocalNamespace):
         """Make the rows of an inode fresh, and those of names that will probably be looked up next."""
         await self._refresh(read.list_inode_keys(self.db, inode), prefetch_names)
 
+    async def refresh_inodes(self, inodes: Sequence[int]) -> None:
+        """Make the rows of these inodes fresh, of many in one round trip."""
+        at_once = limits.ETCD_OPERATIONS_MAX // read.INODE_KEYS_MAX
+        for start in range(0, len(inodes), at_once):
+            await self._refresh([key for inode in inodes[start : start + at_once] for key in read.list_inode_keys(self.db, inode)])
+
     async def refresh_copies(self, inode: int) -> None:
         """Load which nodes hold the content of a file that another node wrote."""
         content = peer_copies.find_remote_content(self.db, inode)
@@ -192,7 +199,7 @@ class SharedNamespace(LocalNamespace):
             found = await self._read([read.build_page_get(inode, after, items)])
             if found is None:
                 return
-            values, after = read.parse_page(self.db, inode, after, items, found)
+            values, after = read.parse_page(self.db, inode, after, items, found, only_new=True)
             keys = read.list_uncached(self.db, read.list_missing_keys(self.db, values))
             self._apply({**values, **await self._load_values(keys)})
             if at_most:

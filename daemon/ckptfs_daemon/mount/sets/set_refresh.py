@@ -7,6 +7,7 @@ and the others then see from their own files that these are in the history. Outs
 
 import contextlib
 import random
+from collections.abc import Iterable
 
 from ckptfs import limits
 from ckptfs.catalog import history, identity, peer_copies, set_members
@@ -28,15 +29,15 @@ class SetRefresh:
             return 0.0
         return random.uniform(0.0, limits.SET_SPREAD_S * len(peer_copies.list_live_nodes(self._context.db)))
 
-    async def refresh_above(self, inodes: list[int]) -> None:
-        """Load these inodes and the names in all directories above them.
+    async def refresh_above(self, inodes: list[int], paused: Iterable[int]) -> None:
+        """Load these inodes and the names in all directories above them, but none from a `paused` one on.
 
         Publish first what this node sealed: of nodes that look at the same time, one then sees the files of all.
         """
-        shared_namespace, seen = self._context.shared_namespace, set[int]()
+        shared_namespace, seen = self._context.shared_namespace, set(paused)
         await shared_namespace.wait_published()
+        await shared_namespace.refresh_inodes(inodes)
         for inode in inodes if shared_namespace.is_shared else ():
-            await shared_namespace.refresh_inode(inode)
             if not set_members.list_places(self._context.db, inode):
                 await self._refresh_names(inode)
             for directory, _ in set_members.list_places(self._context.db, inode):

@@ -260,11 +260,11 @@ class SetTracker:
         Candidates in paused directories are left out.
         """
         db = self._context.db
-        await self._refresh.refresh_above([inode for inode, _ in rows])
-        self._releases.release_moved(inode for inode, _ in rows)
-        kept = {inode for inode, _ in rows if await self._note_sets_of(inode)}
         now_s = trio.current_time()
         self._directory_pauses = {directory: until_s for directory, until_s in self._directory_pauses.items() if until_s > now_s}
+        await self._refresh.refresh_above([inode for inode, _ in rows], self._directory_pauses)
+        self._releases.release_moved(inode for inode, _ in rows)
+        kept = {inode for inode, _ in rows if await self._note_sets_of(inode)}
         search = MemberSearch(db, frozenset(self._directory_pauses))
         found = await trio.to_thread.run_sync(lambda: {row: search.find(row[0]) for row in rows})
         self._directory_pauses |= {directory: trio.current_time() + seconds for directory, seconds in search.pauses_s.items()}

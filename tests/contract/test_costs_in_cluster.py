@@ -1,0 +1,56 @@
+"""What a change in a cluster costs its node: statements of SQL, and round trips to the store."""
+
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+from ckptfs_daemon.mount.sets.set_refresh import SetRefresh
+from shared_catalogs import Node, async_tests, play_on_two_nodes
+
+from ckptfs.catalog import inodes
+from ckptfs.model import ROOT
+
+two_nodes = async_tests(play_on_two_nodes)
+FILES = 40
+
+
+async def list_statements(node: Node, act: Callable[[], Awaitable[object]]) -> list[str]:
+    found: list[str] = []
+    node.db.connection.set_trace_callback(found.append)
+    await act()
+    node.db.connection.set_trace_callback(None)
+    return found
+
+
+async def count_reads(node: Node, act: Callable[[], Awaitable[object]]) -> int:
+    before = node.sharing.counts["reads"]
+    await act()
+    return node.sharing.counts["reads"] - before
+
+
+async def make_files(node: Node) -> tuple[int, list[int]]:
+    directory = await node.mkdir("d")
+    return directory.id, [(await node.make(f"d/f{number}")).id for number in range(FILES)]
+
+
+@two_nodes
+async def test_names_that_are_known_cost_nothing_when_their_directory_is_read(a: Node, b: Node) -> None:
+    """The tracker of sets reads the directory of each file that was sealed or renamed, again and again."""
+    directory, _ = await make_files(a)
+    assert len(await list_statements(a, lambda: a.sharing.refresh_directory(directory))) <= 5
+    await b.make("d/theirs")
+    await b.unlink("d/f0")
+    assert await a.names("d") == sorted([b"theirs", *(f"f{number}".encode() for number in range(1, FILES))])
+    assert (await a.stat("d/theirs")).id
+
+
+@two_nodes
+async def test_the_tracker_of_sets_asks_for_many_files_at_once(a: Node, b: Node) -> None:
+    """And not for names in directories that it must not read now."""
+    directory, files = await make_files(a)
+    context: Any = SimpleNamespace(db=a.db, shared_namespace=a.sharing, get_inode=lambda inode: inodes.get(a.db, inode))
+    refresh = SetRefresh(context, reader=None)  # type: ignore[arg-type]
+    await b.set("d/f3", mode=0o600)
+    assert await count_reads(a, lambda: refresh.refresh_above(files, [])) <= 2 + 2 * len([directory, ROOT])
+    assert inodes.get(a.db, files[3]).mode & 0o777 == 0o600
+    assert await count_reads(a, lambda: refresh.refresh_above(files, [directory])) <= 2
