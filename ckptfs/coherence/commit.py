@@ -8,9 +8,8 @@ Changes are sent whole and in order, as many as fit. Invariants, which keep the 
 Crash safety: nothing is changed. A transaction that was sent but not recorded is recognised by its link (see `chain`).
 """
 
-import copy
 import stat
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from ckptfs import limits
 from ckptfs.catalog.database import Database
@@ -112,6 +111,9 @@ class StoreTransaction:
             len(self.new_values) + len(self.extra_deletes) + len(self.told_chosen) + 1,
             len(self.expected_revisions) + len(self.required_directories) + len(self.required_empty) + 1,
         )
+
+
+_FIELDS = tuple(one.name for one in fields(StoreTransaction))
 
 
 def build_transaction(db: Database, changes_max: int = limits.ETCD_OPERATIONS_MAX) -> StoreTransaction | None:
@@ -370,7 +372,9 @@ def _is_directory(entry: bytes | None) -> int:
 
 
 def _copy_transaction(transaction: StoreTransaction) -> StoreTransaction:
-    copied = copy.copy(transaction)
-    for name in (one.name for one in fields(transaction)):
-        setattr(copied, name, copy.copy(getattr(transaction, name)))
+    copied = replace(transaction)
+    for name in _FIELDS:
+        held = getattr(transaction, name)
+        if isinstance(held, dict | list | set):
+            setattr(copied, name, held.copy())
     return copied

@@ -157,14 +157,15 @@ _INODE_COLUMN_BY_FIELD = {"complete": "imported", "missed": "salvaged"}
 _SELECT_INODE = f"SELECT {', '.join(_INODE_COLUMN_BY_FIELD.get(name, name) for name in INODE_FIELDS)} FROM inode WHERE id = ?"
 
 _SELECT_CONTENT = (
-    "SELECT k.inode, k.generation, k.state, k.size, k.digest, k.closed_ns, k.superseded_mtime_ns"
-    " FROM content k JOIN inode i ON i.id = k.inode"
+    "SELECT k.inode, k.generation, k.state, k.size, k.digest, k.closed_ns, k.superseded_mtime_ns,"
+    " (SELECT value FROM meta WHERE key = 'number') FROM content k JOIN inode i ON i.id = k.inode"
     " WHERE k.id = ? AND k.remote = 0 AND k.state <> 3"
     # What is deleted here goes with its file: another node may have named that meanwhile.
     " AND (i.nlink > 0 OR EXISTS (SELECT 1 FROM cached_key s WHERE s.kind = 'i' AND s.number = i.id))"
 )
 
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"), sort_keys=True)
 _KEY = re.compile(rb"([a-z])/([0-9a-f]{16})(?:/([^/\0]+))?\Z")
 
 
@@ -215,7 +216,7 @@ def encode_value(value: Value | None) -> bytes | None:
 
 def encode_fields(value: Value) -> bytes:
     """Encode a value that exists, as `encode_value` does."""
-    return json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
+    return _ENCODER.encode(value).encode()
 
 
 def decode_value(raw: bytes | None) -> Value | None:
@@ -317,7 +318,7 @@ def _get_content_value(db: Database, number: int, _: bytes) -> Value | None:
     digest = None if row[4] is None else bytes(row[4]).hex()
     former = {} if row[6] is None else {"former_ns": row[6]}
     return {
-        "node": identity.get_node_number(db), "inode": row[0], "generation": row[1], "state": row[2], "size": row[3], "digest": digest,
+        "node": row[7] or 0, "inode": row[0], "generation": row[1], "state": row[2], "size": row[3], "digest": digest,
         "closed_ns": row[5], **former,
     }  # fmt: skip
 

@@ -170,14 +170,14 @@ def list_missing_keys(db: Database, store_values: dict[SharedKey, StoreValue]) -
     """Return the keys that these answers lead to and do not contain: inodes of names, contents of inodes."""
     wanted: list[SharedKey] = []
     for key, one in store_values.items():
-        value = one.value.fields
+        value = one.value.fields if key.kind in (NAME, INODE) else None
         if value is None:
             continue
         if key.kind == NAME:
             wanted.append(SharedKey(INODE, value["child"]))
             if value["type"] == DIRECTORY_TYPE:
                 wanted.append(SharedKey(TIMES, value["child"]))
-        elif key.kind == INODE and value["mode"] & 0o170000 == FILE_TYPE:
+        elif value["mode"] & 0o170000 == FILE_TYPE:
             if db.is_journalled:
                 wanted.append(SharedKey(PFS_STATE, key.number))
             if value["content"] is not None:
@@ -221,10 +221,10 @@ def require_readable(store_values: Mapping[SharedKey, StoreValue], keys: Iterabl
         one = store_values.get(key)
         if one is not None and one.value.raw == UNREADABLE:
             raise ValueUnreadable(f"etcd holds no value of ckptfs under {encode_key(key)!a}")
-        fields = None if one is None else one.value.fields
+        fields = one.value.fields if one is not None and key.kind in (NAME, INODE) else None
         if fields is not None and key.kind == NAME:
             require_readable(store_values, [SharedKey(INODE, fields["child"])])
-        elif fields is not None and key.kind == INODE and fields["content"] is not None:
+        elif fields is not None and fields["content"] is not None:
             require_readable(store_values, [SharedKey(CONTENT, fields["content"])])
 
 

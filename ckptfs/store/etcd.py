@@ -407,7 +407,7 @@ class EndpointCall(Generic[Answer]):
         self._deadline_s = time.monotonic() + timeout_s
         self._was_suspended = False
         self._tries = 0
-        self._failure = build_error(None, "the time was up before the call", endpoints.get_current().address)
+        self._failure: CkptfsError | None = None
 
     def start_next_try(self) -> None:
         left_s = self._deadline_s - time.monotonic()
@@ -416,7 +416,8 @@ class EndpointCall(Generic[Answer]):
             self._was_suspended, left_s = True, self._timeout_s
             self._deadline_s = time.monotonic() + left_s
         if left_s <= 0 or self._endpoints.closed.is_set():
-            self.future.set_exception(self._failure)
+            early = "the time was up before the call"
+            self.future.set_exception(self._failure or build_error(None, early, self._endpoints.get_current().address))
             return
         self._endpoint = self._endpoints.get_current()
         count = len(self._endpoints)

@@ -4,10 +4,13 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from ckptfs_daemon.mount.sets.set_refresh import SetRefresh
 from shared_catalogs import Node, async_tests, play_on_two_nodes
 
 from ckptfs.catalog import inodes
+from ckptfs.coherence import key_state
+from ckptfs.coherence.keys import decode_value
 from ckptfs.model import ROOT
 
 two_nodes = async_tests(play_on_two_nodes)
@@ -42,6 +45,16 @@ async def test_names_that_are_known_cost_nothing_when_their_directory_is_read(a:
     await b.unlink("d/f0")
     assert await a.names("d") == sorted([b"theirs", *(f"f{number}".encode() for number in range(1, FILES))])
     assert (await a.stat("d/theirs")).id
+
+
+@two_nodes
+async def test_a_value_is_decoded_only_if_it_may_lead_further(a: Node, b: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name leads to an inode, an inode to a content. The times of a directory lead nowhere."""
+    directory, _ = await make_files(a)
+    decoded: list[bytes | None] = []
+    monkeypatch.setattr(key_state, "decode_value", lambda raw: decoded.append(raw) or decode_value(raw))
+    await a.sharing.refresh_inode(directory)
+    assert decoded and all(b'"mode"' in (raw or b"") for raw in decoded)
 
 
 @two_nodes

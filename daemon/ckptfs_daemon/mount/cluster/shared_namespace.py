@@ -253,7 +253,8 @@ class SharedNamespace(LocalNamespace):
         if self._running_reads < limits.SHARED_READS_MAX:
             self._running_reads += 1
             await self._read_batch()
-        await question.done.wait()
+        if not question.done.is_set():
+            await question.done.wait()
         return question.outcome
 
     async def _read_batch(self) -> None:
