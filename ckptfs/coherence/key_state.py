@@ -264,9 +264,14 @@ def set_cached_each(db: Database, cached: Iterable[tuple[SharedKey, CachedValue]
 
 
 def load_name_revisions(db: Database, directory: int, after: bytes, up_to: bytes | None) -> dict[bytes, int]:
-    """Return the revisions of the cached names of a directory after `after`, until `up_to` (None: all)."""
+    """Return the revisions of the cached names of a directory after `after`, until `up_to` (None: all).
+
+    The revision of a name whose inode is not cached is 0.
+    """
     rows = db.rows(
-        "SELECT name, revision FROM cached_key WHERE kind = 'e' AND number = ?1 AND name > ?2 AND (?3 IS NULL OR name <= ?3)",
+        "SELECT k.name, CASE WHEN i.number IS NULL THEN 0 ELSE k.revision END FROM cached_key k"
+        " LEFT JOIN entry e ON e.parent = k.number AND e.name = k.name LEFT JOIN cached_key i ON i.kind = 'i' AND i.number = e.child"
+        " WHERE k.kind = 'e' AND k.number = ?1 AND k.name > ?2 AND (?3 IS NULL OR k.name <= ?3)",
         directory, after, up_to,
     )  # fmt: skip
     return {bytes(name): revision for name, revision in rows}

@@ -239,7 +239,7 @@ def parse_page(
 ) -> tuple[dict[SharedKey, StoreValue], bytes | None]:
     """Return the values of a page with the names that are gone, and after which name the next begins.
 
-    `only_new`: without the values that are cached. A cached name has its inode, so it leads to nothing unknown.
+    `only_new`: without the names that are cached together with their inodes.
     """
     items, start = outcome.results[0], len(build_names_prefix(directory))
     last = items[-1].key[start:] if len(items) == at_most else None

@@ -10,7 +10,7 @@ from shared_catalogs import Node, async_tests, play_on_two_nodes
 
 from ckptfs.catalog import inodes
 from ckptfs.coherence import key_state
-from ckptfs.coherence.keys import decode_value
+from ckptfs.coherence.keys import INODE, SharedKey, decode_value
 from ckptfs.model import ROOT
 
 two_nodes = async_tests(play_on_two_nodes)
@@ -45,6 +45,15 @@ async def test_names_that_are_known_cost_nothing_when_their_directory_is_read(a:
     await b.unlink("d/f0")
     assert await a.names("d") == sorted([b"theirs", *(f"f{number}".encode() for number in range(1, FILES))])
     assert (await a.stat("d/theirs")).id
+
+
+@two_nodes
+async def test_a_known_name_whose_inode_was_forgotten_leads_to_it_again(a: Node, b: Node) -> None:
+    directory, files = await make_files(a)
+    await b.set("d/f3", mode=0o600)
+    key_state.set_cached(a.db, SharedKey(INODE, files[3]), key_state.ABSENT)
+    await a.sharing.refresh_directory(directory)
+    assert inodes.get(a.db, files[3]).mode & 0o777 == 0o600
 
 
 @two_nodes
