@@ -254,3 +254,17 @@ async def test_a_removed_directory_whose_name_this_node_forgot_is_merged_with_it
     await a.make("d/theirs")
     await reconnect(a, b)
     assert {*await a.tree()} == {b"/d", b"/d/ours", b"/d/theirs"}
+
+
+@two_nodes
+async def test_a_name_leads_to_a_directory_that_others_have_not_removed(a: Node, b: Node) -> None:
+    """As after a process that died while its rename was in doubt: the former name is known to be gone, the new one is published again."""
+    made = await b.mkdir("tmp")
+    await cut(b)
+    await b.rename("tmp", "d")
+    for table in ("cached_key", "dirty_key"):
+        b.db.run(f"DELETE FROM {table} WHERE kind = 'e' AND name = ?", b"tmp")
+    await a.rmdir("tmp")
+    await a.build("d/", "d/theirs")
+    await reconnect(a, b)
+    assert {*await a.tree()} == {b"/d", b"/d/theirs"} and (await a.stat("d")).id != made.id
