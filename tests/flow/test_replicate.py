@@ -27,7 +27,7 @@ def test_a_sealed_content_is_copied_and_reaches_clique(tmp_path: Path) -> None:
     assert level(one, content) is Level.LOCAL
     before = step_durations.get_histograms()[step_durations.REPLICATE].size_bytes
     flow = replicate(one, content)
-    assert step_durations.get_histograms()[step_durations.REPLICATE].size_bytes - before == len(data)
+    until(lambda: step_durations.get_histograms()[step_durations.REPLICATE].size_bytes - before == len(data))
     assert two.data(content) == data and three.copies(content) == {}
     until(lambda: not peer_copies.list_under_replicated(one.db, 0, 10), flow.step)
     assert peer_copies.get_replication_lag(one.db)[0] == 0
