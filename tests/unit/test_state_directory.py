@@ -1,5 +1,6 @@
 """One daemon per state directory (issue: a second daemon on the same state directory is refused)."""
 
+import errno
 import json
 import os
 import subprocess
@@ -81,3 +82,16 @@ def test_a_read_only_mount_refuses_a_catalog_with_changes(db: Database, tmp_path
     _require_nothing_to_write_back(writing, db)
     with pytest.raises(InvalidArgument, match="run1 holds changes that are not on the PFS"):
         _require_nothing_to_write_back(reading, db)
+
+
+def test_a_ram_tier_that_the_kernel_has_just_closed_is_unmounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel closes backing files after it has ended their connection; until then the tier is busy."""
+    answers = [OSError(errno.EBUSY, "busy"), OSError(errno.EBUSY, "busy"), None]
+
+    def unmount(point: Path) -> None:
+        if failure := answers.pop(0):
+            raise failure
+
+    monkeypatch.setattr(state_directory.connection, "find_mount_at", lambda point: object())
+    monkeypatch.setattr(state_directory.connection, "unmount_at", unmount)
+    assert state_directory.release_ram_tier(Config("run1", tmp_path, tmp_path)) and not answers
