@@ -266,3 +266,9 @@ def test_what_the_kernel_does_not_know_is_dropped(served: Served) -> None:
     os.pwrite(served.connected.table_fd, HEADER.pack(7, STATFS, 2), request_table.SMALL_OFFSET)
     assert served.process(0)["left"] == 0
     assert served.held() == []
+
+
+def test_a_connection_ends_with_its_mount(served: Served) -> None:
+    assert not served.connected.has_ended()
+    connection.unmount_at(served.connected.mountpoint)
+    assert served.connected.has_ended()

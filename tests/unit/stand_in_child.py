@@ -1,7 +1,8 @@
 """A child for the supervisor's tests: takes its role, serves nothing, and dies as the file SCRIPT says (one word per life and role).
 
 `serve`: ready, then until stopped; `upgrade`: the same, but asks for an upgrade and writes down its refusal; `die`: ready, then exit 3;
-`fail`: exit 4 before ready; `unmounted`: ready, then exit 0 at once; `linger`: as `serve`, but end only when the file `leave` is there.
+`fail`: exit 4 before ready; `unmounted`: ready, then exit 0 at once; `linger` as `serve`, and `ending` as `unmounted`, but they end only when the file `leave` is
+there.
 """
 
 import os
@@ -33,12 +34,12 @@ def main() -> int:
         return 0
     if word == "upgrade":
         link.send(b'upgrade ["/python", "/place"]')
-    while (message := link.recv(1024)) and message != b"stop":
+    while word != "ending" and (message := link.recv(1024)) and message != b"stop":
         if message == b"upgrade the daemon starts, is about to end, or hands over already":
             link.send(b'upgrade ["/python", "/place"]')
         elif message.startswith(b"upgrade "):
             (script.parent / "refusal").write_bytes(message)
-    if word == "linger":
+    if word in {"linger", "ending"}:
         (script.parent / "leaving").touch()
         while not (script.parent / "leave").exists():
             threading.Event().wait(0.01)

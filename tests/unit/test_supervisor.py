@@ -191,8 +191,9 @@ def test_a_mover_killed_while_it_drains_is_asked_again(world: World) -> None:
     assert len(world.lives("mover")) >= 2
 
 
-def test_a_mover_that_ends_slowly_is_not_taken_for_dead(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads in system calls of a slow PFS keep a process that has drained."""
+@pytest.mark.parametrize(("script", "role"), [("mount unmounted\nmover linger\n", "mover"), ("mount ending\n", "mount")])
+def test_a_process_that_ends_slowly_is_not_taken_for_dead(world: World, monkeypatch: pytest.MonkeyPatch, script: str, role: str) -> None:
+    """Threads in system calls of a slow PFS keep a process that has drained, a busy machine one that was unmounted."""
 
     def reap(child: children.Child, patience_s: float) -> int | None:
         if (world.place / "leaving").exists() and patience_s >= supervisor.REAP_WAIT_S:
@@ -202,10 +203,11 @@ def test_a_mover_that_ends_slowly_is_not_taken_for_dead(world: World, monkeypatc
     reap_child = children.Child.reap
     monkeypatch.setattr(children.Child, "reap", reap)
     monkeypatch.setattr(children.Child, "is_stuck", lambda child: (world.place / "leaving").exists())
+    monkeypatch.setattr(Connection, "has_ended", lambda served: role == "mount")
     monkeypatch.setattr(supervisor, "TURN_MAX_S", 0.1)
-    world.script.write_text("mount unmounted\nmover linger\n")
+    world.script.write_text(script)
     assert world.run() == 0
-    assert len(world.lives("mover")) == 1
+    assert len(world.lives(role)) == 1
 
 
 Trials = list[tuple[Successor, list[str]]]

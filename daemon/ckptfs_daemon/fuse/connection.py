@@ -157,6 +157,12 @@ class Connection:
     def is_mounted(self) -> bool:
         return any(mounted.mountpoint == self.mountpoint and mounted.device == self.device for mounted in procfs.list_mount_entries())
 
+    def has_ended(self) -> bool:
+        """Return True if the kernel has ended the connection: no application waits for an answer any more."""
+        poll = select.poll()
+        poll.register(self.fd, 0)
+        return any(events & select.POLLERR for _, events in poll.poll(0))
+
 
 def restore(fd: int, table_fd: int) -> Connection:
     """Return the connection that was saved in its table. Raises ValueError or KeyError if none was."""

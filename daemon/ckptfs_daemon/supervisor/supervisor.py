@@ -249,9 +249,9 @@ class Supervisor:
             if not alive:
                 self._handle_child_end(role, slot, child)
             elif child.is_stuck():
-                # At the end it may also have ended in an orderly way, and no application waits for another one.
-                patience_s = REAP_WAIT_S if self._phase is Phase.FINISHING else STUCK_REAP_WAIT_S
-                self._handle_child_end(role, slot, child, patience_s)
+                # Once the connection has ended it may have ended in an orderly way, and no application waits for another one.
+                is_over = self._phase is Phase.FINISHING or self._connection.has_ended()
+                self._handle_child_end(role, slot, child, REAP_WAIT_S if is_over else STUCK_REAP_WAIT_S)
         self._announce_ready()
 
     def _set_log_level(self, requester: Child) -> None:
