@@ -447,11 +447,15 @@ def has_name(db: Database, inode: int) -> bool:
 
 
 def is_deleted(db: Database, inode: int) -> bool:
-    """Return True if `inode` has no name, and the store knows that.
+    """Return True if `inode` has no name, and the store does not have it, also not by a commit in doubt.
 
-    Until then another node may give it one.
+    Until then another node may give it a name.
     """
-    return not has_name(db, inode) and db.value("SELECT 1 FROM cached_key WHERE kind = 'i' AND number = ?", inode) is None
+    may_have = (
+        "SELECT EXISTS (SELECT 1 FROM cached_key WHERE kind = 'i' AND number = ?1) OR EXISTS (SELECT 1 FROM dirty_key"
+        " WHERE kind = 'i' AND number = ?1 AND change <= (SELECT value FROM meta WHERE key = 'in_doubt'))"
+    )
+    return not has_name(db, inode) and not db.value(may_have, inode)
 
 
 def is_current(db: Database, inode: int, content: int) -> bool:

@@ -2,7 +2,8 @@
 -- Times are ns since the epoch, sizes are bytes, names are BLOBs (any byte but '/' and NUL).
 
 -- Facts about this catalog: 'instance' (uuid, hex), 'connection' (counts FUSE connections; handles belong to one), see identity.py;
--- 'start' (how the last end and the present start went), see database.py.
+-- 'start' (how the last end and the present start went), see database.py; 'island' (since when), 'in_doubt' (up to which change the store may
+-- have all), see coherence/key_state.py.
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 
 -- Every file, directory, symlink, fifo, socket and device. AUTOINCREMENT: an id is never used twice.

@@ -242,6 +242,7 @@ class CachedValue(NamedTuple):
 
 
 ABSENT = CachedValue(0, None)
+_EVERY_CHANGE = 1 << 62
 
 
 def get_cached(db: Database, key: SharedKey) -> CachedValue:
@@ -282,14 +283,27 @@ def get_disconnected_ns(db: Database) -> int:
     return int(db.value("SELECT value FROM meta WHERE key = 'island'") or 0)
 
 
-def mark_disconnected(db: Database, now_ns: int) -> None:
-    """Mark the node disconnected: applications see success for changes that are not published."""
-    db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('island', ?)", now_ns)
+def mark_disconnected(db: Database, since_ns: int) -> None:
+    """Mark the node disconnected: applications see success for changes that are not published.
+
+    The last commit is in doubt: the store may have any change so far, but none from now on.
+    """
+    with db.transaction():
+        db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('island', ?)", since_ns)
+        db.run(
+            "INSERT INTO meta (key, value) VALUES ('in_doubt', ?) ON CONFLICT (key) DO UPDATE SET value = min(value, excluded.value)",
+            get_last_change(db),
+        )
+
+
+def mark_returning(db: Database) -> None:
+    """Record that changes are published again: each may be in the store before that is known."""
+    db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('in_doubt', ?)", _EVERY_CHANGE)
 
 
 def mark_reintegrated(db: Database, now_ns: int) -> None:
     """Mark the node connected: all changes are published."""
-    db.run("DELETE FROM meta WHERE key = 'island'")
+    db.run("DELETE FROM meta WHERE key IN ('island', 'in_doubt')")
     db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('returned', ?)", now_ns)
 
 

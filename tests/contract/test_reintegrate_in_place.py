@@ -4,6 +4,7 @@ stays one file. What another node did write in place stays beside it.
 
 import json
 import random
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ckptfs import limits
 from ckptfs.catalog import contents, copies, namespace
 from ckptfs.coherence import keys
 from ckptfs.coherence.keys import INODE, SharedKey
-from ckptfs.model import ContentState, Tier
+from ckptfs.model import ROOT, ContentState, Tier
 from ckptfs.store.kv import Put
 
 OURS, THEIRS = 5 << 20, 6 << 20
@@ -146,6 +147,7 @@ def test_a_disconnected_node_keeps_the_bytes_of_what_it_deleted_until_others_kno
             content = await make_sealed(writer, inode)
             await linker.stat("f")
             writer.cut(True)
+            await writer.make("not in the store")
             if is_written:
                 content = await make_sealed(writer, inode)
             for name in ("own", "f"):
@@ -167,6 +169,39 @@ def test_a_disconnected_node_keeps_the_bytes_of_what_it_deleted_until_others_kno
             await linker.unlink("g")
             await writer.sharing.refresh_inode(inode)
             assert content in namespace.delete_forgotten(writer.db, namespace.list_orphans(writer.db))[inode]
+
+        await running(nodes, act)
+
+    in_virtual_time(main)
+
+
+def test_a_disconnected_node_keeps_the_bytes_of_what_the_store_may_have(tmp_path: Path) -> None:
+    """P5: the answer to the creation was lost, and another node names the file before its removal is published."""
+    etcd = MemoryEtcd()
+
+    async def main() -> None:
+        nodes = [Node(tmp_path / str(number), number, Slow(etcd, random.Random(number))) for number in (1, 2)]
+        writer, linker = nodes
+
+        async def act() -> None:
+            for node in nodes:
+                await node.make(f"of {node.number}")
+            writer.store.lose(10_000)
+            with writer.db.transaction():
+                inode = namespace.create(writer.db, ROOT, b"f", stat.S_IFREG, uid=0, gid=0).id
+                content = insert_sealed(writer, inode)
+            await writer.sharing.wait_published()
+            writer.cut(True)
+            own = (await writer.make("own")).id
+            for name in ("f", "own"):
+                await writer.unlink(name)
+            assert [*namespace.delete_forgotten(writer.db, namespace.list_orphans(writer.db))] == [own]
+            await linker.link("f", "g")
+            writer.store.lose(0)
+            await reconnect(*nodes)
+            namespace.delete_forgotten(writer.db, namespace.list_orphans(writer.db))
+            assert (await linker.stat("g")).content == content == (await writer.stat("g")).content
+            assert stored(etcd)[SharedKey(keys.CONTENT, content)]["node"] == writer.number
 
         await running(nodes, act)
 
@@ -204,9 +239,14 @@ def test_the_content_of_a_file_is_deleted_with_the_file(tmp_path: Path) -> None:
 async def make_sealed(node: Node, inode: int) -> int:
     """Give a file of this node a sealed content in RAM. Return its id."""
     with node.db.transaction():
-        content = contents.insert_content(node.db, inode, Tier.RAM)
-        contents.mark_closed(node.db, inode, content, 5, 1, 2)
-        node.db.run("UPDATE content SET state = 2, digest = zeroblob(16), change = change + 1 WHERE id = ?", content)
-        node.db.run("UPDATE copy SET state = 1 WHERE content = ?", content)
+        content = insert_sealed(node, inode)
     await node.sharing.wait_published()
+    return content
+
+
+def insert_sealed(node: Node, inode: int) -> int:
+    content = contents.insert_content(node.db, inode, Tier.RAM)
+    contents.mark_closed(node.db, inode, content, 5, 1, 2)
+    node.db.run("UPDATE content SET state = 2, digest = zeroblob(16), change = change + 1 WHERE id = ?", content)
+    node.db.run("UPDATE copy SET state = 1 WHERE content = ?", content)
     return content

@@ -259,12 +259,13 @@ async def test_the_next_process_takes_back_what_one_that_died_has_published(a: N
 
 @two_nodes
 async def test_the_next_process_replaces_a_directory_that_one_that_died_has_published(a: Node, b: Node, tmp_path: Path) -> None:
-    """P8: it has removed and forgotten the directory before it learned that others see it, and the return ends."""
+    """P8: it removes the directory before it learns that others see it, and the return ends."""
     await a.make("before")
     snapshot = tmp_path / "again" / "catalog.db"
     snapshot.parent.mkdir()
     a.cut(True)
     await a.build("d/", "d/old")
+    key_state.mark_returning(a.db)
     a.db.connection.execute("VACUUM INTO ?", (str(snapshot),))
     await reconnect(a)
     next_one = Node(snapshot.parent, a.number, a.store)
@@ -272,7 +273,7 @@ async def test_the_next_process_replaces_a_directory_that_one_that_died_has_publ
     async def replace() -> None:
         await next_one.unlink("d/old")
         await next_one.rmdir("d")
-        assert len(namespace.delete_forgotten(next_one.db, namespace.list_orphans(next_one.db))) == 2
+        assert not namespace.delete_forgotten(next_one.db, namespace.list_orphans(next_one.db)), "the store may have both"
         await next_one.build("d/", "d/ours")
         await b.make("d/theirs")
         await reconnect(next_one)

@@ -472,9 +472,8 @@ class SharedNamespace(LocalNamespace):
 
     def _handle_failure(self, failure: CkptfsError) -> None:
         was_connected = not self.is_disconnected
-        if was_connected:
-            self.disconnected_ns = time.time_ns()
-            key_state.mark_disconnected(self.db, self.disconnected_ns)
+        self.disconnected_ns = self.disconnected_ns or time.time_ns()
+        key_state.mark_disconnected(self.db, self.disconnected_ns)
         if isinstance(failure, StoreLost):
             self._is_store_lost = True  # Applications go on, until a person has this node adopt the store.
         elif was_connected:
@@ -497,6 +496,7 @@ class SharedNamespace(LocalNamespace):
         await self._commit_rounds.wait_idle()
         if not await self._meet_store() or not await self._confirm_last_commit():
             return
+        key_state.mark_returning(self.db)
         key_state.order_marks(self.db)
         while key_state.get_last_change(self.db) and await self._commit_batch():
             pass
