@@ -110,11 +110,7 @@ class ConflictResolver:
             writing = key.kind == INODE and handles.has_writer(self._db, key.number)
             merged = merge.merge_values(key.kind, base, ours, theirs, is_writing=writing)
             if "names" in merged:
-                merged["names"] = [
-                    name
-                    for name in merged["names"]
-                    if not self._is_name_removed_here(key.number, SharedKey(NAME, name[0], name[1].encode("latin-1")))
-                ]
+                merged["names"] = [name for name in merged["names"] if not keys.is_name_removed(self._db, key.number, *name)]
             keys.write_value(self._db, key, merged)
             if merged.get("names") == []:
                 # Two nodes removed one name each, and these were the last two.
@@ -129,10 +125,6 @@ class ConflictResolver:
         """Return True for a content that this node wrote and deleted: it goes in any case."""
         own = key.kind == CONTENT and theirs["node"] == self._transaction.link.key.number
         return own and self._db.value("SELECT 1 FROM content WHERE id = ?", key.number) is None
-
-    def _is_name_removed_here(self, inode: int, name: SharedKey) -> bool:
-        """Return True if this node removed a name that it saw in the store, and has not published that."""
-        return self._get_store_child(name) == inode != self._get_local_child(name)
 
     def _keep_if_named(self, key: SharedKey, base: Value | None, theirs: Value) -> None:
         """Keep an inode that lost its last name on this node, if the store has others.

@@ -269,9 +269,19 @@ def list_shared_names(db: Database, inode: int) -> list[list[Any]]:
     fields = decode_value(value)
     if fields is None:
         return [list(name) for name in sorted(here)]
-    there = {(parent, name) for parent, name in fields["names"]}
-    changed = {name for name in here | there if _is_name_changed(db, *name)}
-    return [list(name) for name in sorted((there - changed) | (here & changed))]
+    kept = {(parent, name) for parent, name in fields["names"] if not is_name_removed(db, inode, parent, name)}
+    return [list(name) for name in sorted(kept | {name for name in here if _is_name_changed(db, *name)})]
+
+
+def is_name_removed(db: Database, inode: int, parent: int, name: str) -> bool:
+    """Return True if this node took a name from an inode that it saw there in the store, and has not published that."""
+    return _is_name_changed(db, parent, name) and _get_cached_child(db, parent, name.encode("latin-1")) == inode
+
+
+def _get_cached_child(db: Database, parent: int, name: bytes) -> int | None:
+    value = db.value("SELECT value FROM cached_key WHERE kind = 'e' AND number = ? AND name = ?", parent, name)
+    child: int | None = (decode_value(value) or {"child": None})["child"]
+    return child
 
 
 def count_in_history(names: Iterable[Sequence[Any]]) -> int:
@@ -301,9 +311,7 @@ def _is_name_changed(db: Database, parent: int, name: str) -> bool:
     key = (parent, name.encode("latin-1"))
     if db.value("SELECT 1 FROM dirty_key WHERE kind = 'e' AND number = ? AND name = ? LIMIT 1", *key) is None:
         return False
-    value = db.value("SELECT value FROM cached_key WHERE kind = 'e' AND number = ? AND name = ?", *key)
-    there = (decode_value(value) or {"child": None})["child"]
-    return bool(there != db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", *key))
+    return bool(_get_cached_child(db, *key) != db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", *key))
 
 
 def _get_times_value(db: Database, number: int, _: bytes) -> Value | None:

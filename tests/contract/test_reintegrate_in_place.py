@@ -208,6 +208,31 @@ def test_a_disconnected_node_keeps_the_bytes_of_what_the_store_may_have(tmp_path
     in_virtual_time(main)
 
 
+def test_a_file_keeps_the_name_that_a_disconnected_node_gave_to_another(tmp_path: Path) -> None:
+    """P5: the node replaced the file under the only name that it knew, and never saw the one that came meanwhile."""
+    etcd = MemoryEtcd()
+
+    async def main() -> None:
+        nodes = [Node(tmp_path / str(number), number, Slow(etcd, random.Random(number))) for number in (1, 2)]
+        writer, linker = nodes
+
+        async def act() -> None:
+            content = await make_sealed(writer, (await writer.make("f")).id)
+            await linker.link("f", "g")
+            await linker.unlink("f")
+            writer.cut(True)
+            await writer.make("tmp")
+            await writer.rename("tmp", "f")
+            await writer.build(*(f"other{number}" for number in range(limits.ETCD_OPERATIONS_MAX)), "g")
+            await reconnect(*nodes)
+            assert [key.number for key in stored(etcd) if key.kind == keys.CONTENT] == [content]
+            assert (await linker.stat("g.ckptfs-conflict-n1-1")).content == content
+
+        await running(nodes, act)
+
+    in_virtual_time(main)
+
+
 def test_the_content_of_a_file_is_deleted_with_the_file(tmp_path: Path) -> None:
     """P5: its seal is published in an earlier transaction than its removal, which another node's link takes back."""
     etcd = MemoryEtcd()
