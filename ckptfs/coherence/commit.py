@@ -1,7 +1,7 @@
 """One transaction of the store, built from dirty keys: compares, changes, reads after a refusal.
 
 Changes are sent whole and in order, as many as fit. Invariants, which keep the shared tree consistent:
-- A name is put only if its directory exists.
+- A name is put only if its directory exists, and leads only to a directory that is where this node saw it.
 - The last name of an inode in the store is not deleted while the inode has another name on this node.
 - A directory is deleted only if it is empty in the store, and moved only while all its new ancestors stay in place (no loops).
 
@@ -253,7 +253,9 @@ class _TransactionBuilder:
             for name in list_local_names(self._db, _get_child(before)):
                 if name not in self._transaction.new_values and key_state.is_dirty(self._db, name):
                     self._add_key(name)
-        if now is not None and _is_directory(now) and self._load_value(SharedKey(INODE, _get_child(now)))[0].revision:
+        if now is not None and _is_directory(now) and (revision := self._load_value(SharedKey(INODE, _get_child(now)))[0].revision):
+            # Another node may have moved or removed it, also if nothing but its name changes.
+            self._transaction.expected_revisions.setdefault(SharedKey(INODE, _get_child(now)), revision)
             self._add_changed_names(_get_child(now))
 
     def _add_changed_names(self, directory: int) -> None:

@@ -49,6 +49,7 @@ class ConflictResolver:
         self._contested_names: set[SharedKey] = set()
         self._deleted_inodes: set[int] = set()
         self._restored_inodes: set[int] = set()
+        self._moved_directories: set[int] = set()
         self._values_to_merge: list[tuple[SharedKey, CachedValue]] = []
         self._inodes_to_recount: set[int] = set()
         self._result = CommitResult()
@@ -75,6 +76,8 @@ class ConflictResolver:
         """Another node changed this key since it was cached."""
         if key.kind == INODE and store_value.value.raw is None:
             self._handle_inode_deleted(key.number)
+        elif key not in self._transaction.new_values and key.kind == INODE:
+            self._handle_directory_change(key, store_value.value)
         elif key not in self._transaction.new_values:
             self._handle_ancestor_change(key, store_value)
         elif key.kind == NAME:
@@ -103,6 +106,13 @@ class ConflictResolver:
         if not key_state.is_dirty(self._db, key):
             read.apply_value(self._db, key, store_value.value, self._read_revision, self._recent_deletes)
         self._contested_names |= self._list_moved_names()
+
+    def _handle_directory_change(self, key: SharedKey, now: CachedValue) -> None:
+        """Handle a changed directory that got a name here, or is above a moved one. Where others put it, it stays."""
+        self._values_to_merge.append((key, now))
+        if (key_state.get_cached(self._db, key).fields or {}).get("parent") != (now.fields or {}).get("parent"):
+            self._moved_directories.add(key.number)
+            self._contested_names |= self._list_names_of(key.number) | self._list_moved_names()
 
     def _merge_key(self, key: SharedKey, now: CachedValue) -> None:
         base, ours, theirs = key_state.get_cached(self._db, key).fields, keys.get_value(self._db, key), now.fields

@@ -99,7 +99,7 @@ class ReintegrationResolver(ConflictResolver):
         return set()
 
     def _revert_contested(self) -> None:
-        self._named_in_store = {self._get_store_child(key) for key in key_state.list_dirty_names(self._db)}
+        self._named_in_store = self._moved_directories | {self._get_store_child(key) for key in key_state.list_dirty_names(self._db)}
         super()._revert_contested()
 
     def _set_name(self, key: SharedKey) -> None:

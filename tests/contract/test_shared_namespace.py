@@ -282,6 +282,24 @@ async def test_the_next_process_replaces_a_directory_that_one_that_died_has_publ
     await running([next_one], replace)
 
 
+@pytest.mark.parametrize("is_moved", [False, True])
+@two_nodes
+async def test_the_next_process_leaves_a_directory_where_others_put_it(a: Node, b: Node, is_moved: bool, tmp_path: Path) -> None:
+    """P8: the process died before it learned that others see its rename, and another node has moved or removed the directory since."""
+    await a.build("d.tmp/", "other/")
+    snapshot = tmp_path / "again" / "catalog.db"
+    snapshot.parent.mkdir()
+    a.cut(True)
+    await a.rename("d.tmp", "d")
+    key_state.mark_returning(a.db)
+    a.db.connection.execute("VACUUM INTO ?", (str(snapshot),))
+    await reconnect(a)
+    await (b.rename("d", "other/e") if is_moved else b.rmdir("d"))
+    next_one = Node(snapshot.parent, a.number, a.store)
+    await running([next_one], lambda: reconnect(next_one))
+    assert {*await b.tree()} == {b"/other", b"/other/e" if is_moved else b"/d"}
+
+
 @two_nodes
 async def test_a_directorys_times_do_not_go_back(a: Node, b: Node) -> None:
     """An island tells of an older change after a newer one was told: the newer one stays, everywhere."""
