@@ -99,6 +99,12 @@ def list_not_held(db: Database, contents: Iterable[int]) -> list[int]:
     return [row[0] for row in rows]
 
 
+def list_announced(db: Database, contents: Iterable[int]) -> set[int]:
+    """Return those of these contents of other nodes of which the store has this node's copy, unless somebody deleted its key."""
+    known = "SELECT id FROM content WHERE id IN (SELECT value FROM json_each(?)) AND remote = 1 AND announce_state = 1"
+    return {row[0] for row in db.rows(known, json.dumps([*contents]))}
+
+
 @dataclass(frozen=True, slots=True)
 class HeldCopy:
     """The newest generation of a content that this node has. The row of the content may be newer."""

@@ -169,11 +169,14 @@ class Reconcile:
         """Withdraw announcements of copies that this node lacks."""
         if phantoms := remote_contents.list_not_held(self._db, reported):
             self._cluster.copy_records.withdraw_all(phantoms)
+            for content in phantoms:
+                remote_contents.mark_unannounced(self._db, content)  # A copy may have arrived and been announced meanwhile.
 
     # --- what is held for others -------------------------------------------------------------------------------------
 
     def _check_hosted(self, batch: list[Content], *, include_young: bool = False) -> list[int]:
         """Check hosted contents. Return those that the store lacks and their writer has."""
+        announced = remote_contents.list_announced(self._db, [content.id for content in batch])
         batch, content_locations, files = self._load_store_records(batch)
         unconfirmed = []
         replaced = self._list_replaced(batch, content_locations, files)
@@ -185,7 +188,9 @@ class Reconcile:
             if shared.state is None:
                 file = files.get(content.inode)
                 is_replaced = file is None or (file.is_readable and file.content != content.id)
-                is_unneeded = is_replaced and self._is_unknown_everywhere(content, age_s)
+                own_key = locations.build_copy_key(content.id, self._cluster.node_number)
+                is_revoked = content.id in announced and all(item.key != own_key for item in shared.items)
+                is_unneeded = is_replaced and self._is_unknown_everywhere(content, age_s, is_revoked=is_revoked)
                 unconfirmed += [content.id] if is_replaced and not is_unneeded else []
             else:
                 is_unneeded = content.inode not in files or content.id in replaced
@@ -229,11 +234,14 @@ class Reconcile:
             return True
         return any(node in self._cluster.view() for node in successor.holders if node != successor.writer)
 
-    def _is_unknown_everywhere(self, content: Content, age_s: float) -> bool:
-        """Return True if the writer of a content is gone or lacks it: an island may not have published it."""
+    def _is_unknown_everywhere(self, content: Content, age_s: float, *, is_revoked: bool) -> bool:
+        """Return True if the writer of a content is gone or lacks it: an island may not have published it.
+
+        `is_revoked`: another node deleted the key of the copy here, as it does with a content that was published.
+        """
         home = self._cluster.view().by_number.get(identity.get_origin_node(content.id))
         if home is None:
-            return age_s > limits.UNPUBLISHED_KEEP_S
+            return is_revoked or age_s > limits.UNPUBLISHED_KEEP_S
         if home.number == self._cluster.node_number:
             return True
         try:

@@ -112,6 +112,43 @@ def test_an_unpublished_file_is_not_taken_for_deleted(tmp_path: Path) -> None:
     assert two.copies(content) == {Tier.RAM: CopyState.GOOD}, "its writer may come back"
 
 
+def test_a_copy_of_a_deleted_file_goes_also_if_its_writer_is_dead(tmp_path: Path) -> None:
+    """Who deletes a file deletes the announcements of its copies. Of a file that was never published they stay."""
+    cluster, content, one, two = make_replicated(tmp_path, 2)
+    one.kill()
+    delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}", f"p/{content:016x}/00000002")
+    two.db.run("DELETE FROM entry")
+    remote_contents.mark_unannounced(two.db, content)
+    tidy(two)
+    assert two.copies(content) == {Tier.RAM: CopyState.GOOD}, "it may have arrived just now"
+    AnnounceCopies(two.db, cluster_of(two)).step()
+    tidy(two)
+    assert two.copies(content) == {Tier.RAM: CopyState.GOOD}, "its writer may have been an island"
+    delete(cluster, f"p/{content:016x}/00000002")
+    tidy(two)
+    assert two.files(Tier.RAM) == set() and two.state(content) is None
+
+
+def test_a_copy_that_arrives_while_it_counts_as_missing_is_announced_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: else its key would seem to have been deleted with its file."""
+    _, content, _, two = make_replicated(tmp_path, 2)
+    two.db.run("DELETE FROM copy")
+    host = cluster_of(two)
+    withdraw_all = host.copy_records.withdraw_all
+
+    def arrive(lacking: list[int]) -> None:
+        two.db.run("INSERT INTO copy (content, tier, state) VALUES (?, 'ram', 1)", content)
+        remote_contents.mark_unannounced(two.db, content)
+        AnnounceCopies(two.db, host).step()
+        withdraw_all(lacking)
+
+    monkeypatch.setattr(host.copy_records, "withdraw_all", arrive)
+    two.hold.reported_unneeded.add(content)
+    Reconcile(two.db, two.tiers, two.told, host, two.hold.reported_unneeded).step()
+    AnnounceCopies(two.db, host).step()
+    assert [copy.node for copy in locations.load(two.store, [content])[content].copies] == [two.number]
+
+
 def test_who_hears_of_a_deletion_before_the_writer_looks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A third node deleted the file and tells both at once: the copy here stayed until the next sweep."""
     monkeypatch.setattr(limits, "UNCONFIRMED_RECHECK_S", 0.01)
