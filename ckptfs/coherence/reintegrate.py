@@ -81,7 +81,7 @@ class ReintegrationResolver(ConflictResolver):
                 self._contested_names.add(key)
             else:
                 self._conflicting_names[key] = store_value.value
-        elif key.kind == INODE and get_value(self._db, key) is None and self._is_written_since(key, store_value.value.fields):
+        elif key.kind == INODE and self._is_losing_last_name(key, store_value.value.fields):
             self._contested_names |= self._list_names_of(key.number)
         else:
             super()._handle_difference(key, store_value)
@@ -89,10 +89,11 @@ class ReintegrationResolver(ConflictResolver):
     def _is_cached(self, key: SharedKey) -> bool:
         return key_state.get_cached(self._db, key).revision != 0
 
-    def _is_written_since(self, key: SharedKey, theirs: Value | None) -> bool:
-        """Return True if others wrote what this node removed."""
-        known = key_state.get_cached(self._db, key).fields or {}
-        return theirs is not None and any(theirs.get(name) != known.get(name) for name in merge.CONTENT_FIELDS)
+    def _is_losing_last_name(self, key: SharedKey, theirs: Value | None) -> bool:
+        """Return True if others wrote a file to which no name would lead after the removals of this node."""
+        known, ours = key_state.get_cached(self._db, key).fields or {}, get_value(self._db, key)
+        is_written = theirs is not None and any(theirs.get(name) != known.get(name) for name in merge.CONTENT_FIELDS)
+        return is_written and (ours is None or ("names" in ours and not merge.merge_names(known, ours, theirs or {})))
 
     def _list_new_inodes(self, children: set[int]) -> set[int]:
         """Keep what this node made, with its contents."""

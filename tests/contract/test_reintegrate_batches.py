@@ -47,6 +47,20 @@ async def test_what_was_renamed_and_changed_much_later_is_called_what_it_is(a: N
 
 
 @two_nodes
+async def test_a_file_that_others_wrote_keeps_the_name_that_is_its_last(a: Node, b: Node) -> None:
+    """Each side removed one of its two names."""
+    await a.make("f")
+    await a.link("f", "g")
+    await b.names()
+    await cut(b)
+    await b.unlink("g")
+    await a.unlink("f")
+    await a.grow("g", 7, 1)
+    await reconnect(a, b)
+    assert ((await a.stat("g")).size, await a.names()) == (7, [b"g"])
+
+
+@two_nodes
 async def test_what_was_deleted_there_and_has_new_names_here_keeps_them_all(a: Node, b: Node) -> None:
     await b.make("old")
     await cut(b)
