@@ -55,8 +55,9 @@ class ConflictResolver:
         self._result = CommitResult()
 
     def mark_not_empty(self, directory: int) -> None:
-        """Mark as contested a directory that was removed on this node but has entries in the store."""
+        """Mark as contested a directory that was removed on this node but has entries in the store, under whatever name."""
         self._contested_names |= self._list_names_of(directory)
+        self._restore_removed(directory)
 
     def resolve(self) -> CommitResult:
         """Resolve all conflicts; inodes first, because they decide about names and contents."""
@@ -225,14 +226,19 @@ class ConflictResolver:
             return
         if here and stat.S_ISDIR(self._get_mode(here)) and not key_state.get_cached(self._db, SharedKey(INODE, here)).revision:
             self._db.run("UPDATE inode SET nlink = 0 WHERE id = ?", here)
-        known = key_state.get_cached(self._db, SharedKey(INODE, there)).fields
-        if known is None or there in self._deleted_inodes or there in self._restored_inodes:
+        if there not in self._deleted_inodes | self._restored_inodes:
+            self._restore_removed(there)
+
+    def _restore_removed(self, inode: int) -> None:
+        """Undo the removal of an inode, or the move of a directory, as far as the store has it."""
+        known = key_state.get_cached(self._db, SharedKey(INODE, inode)).fields
+        if known is None:
             return
-        if not self._get_mode(there):
-            keys.write_value(self._db, SharedKey(INODE, there), known)
-        if stat.S_ISDIR(self._get_mode(there)):
-            self._db.run("UPDATE inode SET nlink = max(nlink, 2), parent = ? WHERE id = ?", known["parent"], there)
-            key_state.mark_dirty(self._db, SharedKey(INODE, there))
+        if not self._get_mode(inode):
+            keys.write_value(self._db, SharedKey(INODE, inode), known)
+        if stat.S_ISDIR(self._get_mode(inode)):
+            self._db.run("UPDATE inode SET nlink = max(nlink, 2), parent = ? WHERE id = ?", known["parent"], inode)
+            key_state.mark_dirty(self._db, SharedKey(INODE, inode))
 
     def _get_mode(self, inode: int) -> int:
         """Return the mode of an inode; 0 without a row."""

@@ -282,10 +282,10 @@ async def test_the_next_process_replaces_a_directory_that_one_that_died_has_publ
     await running([next_one], replace)
 
 
-@pytest.mark.parametrize("is_moved", [False, True])
+@pytest.mark.parametrize("others", ["move", "remove", "fill"])
 @two_nodes
-async def test_the_next_process_leaves_a_directory_where_others_put_it(a: Node, b: Node, is_moved: bool, tmp_path: Path) -> None:
-    """P8: the process died before it learned that others see its rename, and another node has moved or removed the directory since."""
+async def test_the_next_process_leaves_a_directory_where_others_put_it(a: Node, b: Node, others: str, tmp_path: Path) -> None:
+    """P8: the process died before it learned that others see its rename. Another node has moved, removed or filled the directory since."""
     await a.build("d.tmp/", "other/")
     snapshot = tmp_path / "again" / "catalog.db"
     snapshot.parent.mkdir()
@@ -294,10 +294,21 @@ async def test_the_next_process_leaves_a_directory_where_others_put_it(a: Node, 
     key_state.mark_returning(a.db)
     a.db.connection.execute("VACUUM INTO ?", (str(snapshot),))
     await reconnect(a)
-    await (b.rename("d", "other/e") if is_moved else b.rmdir("d"))
+    if others == "remove":
+        await b.rmdir("d")
+    else:
+        await b.rename("d", "other/e" if others == "move" else "e")
     next_one = Node(snapshot.parent, a.number, a.store)
-    await running([next_one], lambda: reconnect(next_one))
-    assert {*await b.tree()} == {b"/other", b"/other/e" if is_moved else b"/d"}
+
+    async def act() -> None:
+        if others == "fill":
+            await b.make("e/f")
+            await next_one.rmdir("d")
+        await reconnect(next_one)
+
+    await running([next_one], act)
+    expected = {"move": {b"/other", b"/other/e"}, "remove": {b"/other", b"/d"}, "fill": {b"/other", b"/e", b"/e/f"}}
+    assert {*await b.tree()} == expected[others]
 
 
 @two_nodes
