@@ -198,9 +198,11 @@ def order_marks(db: Database) -> None:
         "DELETE FROM dirty_key WHERE EXISTS (SELECT 1 FROM dirty_key l WHERE l.kind = dirty_key.kind"
         " AND l.number = dirty_key.number AND l.name = dirty_key.name AND l.change > dirty_key.change)"
     )
-    # A directory that was renamed before its removal keeps the name that the store has until it is empty there, too.
+    # A removed directory keeps the name that the store has until it is empty there, too, whatever had that name since. If something has it
+    # now, the name changes hands then.
     db.run(
-        "UPDATE dirty_key SET change = max(dirty_key.change, i.change) FROM cached_key k JOIN dirty_key i ON i.kind = 'i'"
+        "UPDATE dirty_key SET change = iif(EXISTS (SELECT 1 FROM entry e WHERE e.parent = dirty_key.number AND e.name = dirty_key.name),"
+        " max(dirty_key.change, i.change), i.change) FROM cached_key k JOIN dirty_key i ON i.kind = 'i'"
         " AND i.number = json_extract(CAST(k.value AS TEXT), '$.child') JOIN inode n ON n.id = i.number AND n.nlink = 0"
         " WHERE dirty_key.kind = 'e' AND k.kind = 'e' AND k.number = dirty_key.number AND k.name = dirty_key.name"
         " AND json_extract(CAST(k.value AS TEXT), '$.type') = 16384"

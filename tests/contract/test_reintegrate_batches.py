@@ -47,6 +47,20 @@ async def test_what_was_renamed_and_changed_much_later_is_called_what_it_is(a: N
 
 
 @two_nodes
+async def test_a_removed_directory_keeps_its_name_until_it_can_go(a: Node, b: Node) -> None:
+    """Another one had its name for a while, and then none."""
+    await b.build("d/", "e/")
+    await cut(b)
+    await b.rmdir("d")
+    await b.rename("e", "d")
+    await b.rename("d", "e")
+    await b.build(*OTHERS)
+    await a.make("d/f")
+    await reconnect(a, b)
+    assert {*await a.tree()} >= {b"/d", b"/d/f", b"/e"}
+
+
+@two_nodes
 async def test_a_file_that_others_wrote_keeps_the_name_that_is_its_last(a: Node, b: Node) -> None:
     """Each side removed one of its two names."""
     await a.make("f")
