@@ -21,7 +21,7 @@ from ckptfs.coherence import key_state
 from ckptfs.config import Config
 from ckptfs.errors import DigestMismatch
 from ckptfs.model import ROOT, Content, Inode
-from ckptfs.tiers import pfs_identity, pfs_ownership, pfs_tree, transfer
+from ckptfs.tiers import pfs_identity, pfs_ownership, transfer
 from ckptfs.tiers.storage import Tiers
 
 transfer.declare_labels("island")
@@ -160,7 +160,7 @@ class KeepIsland:
     def _open_area(self) -> Iterator[bytes]:
         """Yield the path of this node's directory, which may be missing, on the recognised PFS."""
         assert self._config.pfs is not None
-        with disk.closing(pfs_tree.open_adopted_root(self._db, self._config.pfs)) as root:
+        with disk.closing(pfs_identity.open_adopted_root(self._db, self._config.pfs)) as root:
             yield b"/proc/self/fd/%d/%s/%s" % (root, pfs_identity.WORK_DIRECTORY, self._name)
 
     @property

@@ -32,7 +32,7 @@ from ckptfs.config import Config
 from ckptfs.errors import CkptfsError, StoreRefused, StoreUnreachable, TierUnavailable
 from ckptfs.model import ROOT, Notifier, PfsEntryStat
 from ckptfs.store.kv import Get
-from ckptfs.tiers import health, pfs_ownership, pfs_tree
+from ckptfs.tiers import health, pfs_identity, pfs_ownership, pfs_tree
 from ckptfs.tiers.storage import Tiers
 
 log = logging.getLogger(__name__)
@@ -253,7 +253,7 @@ class Scan:
         if self._config.pfs is None:
             raise TierUnavailable("no PFS is configured")
         try:
-            return pfs_tree.open_adopted_root(self._db, self._config.pfs, may_mark=not self._config.is_read_only)
+            return pfs_identity.open_adopted_root(self._db, self._config.pfs, may_mark=not self._config.is_read_only)
         except OSError as failure:
             remedy = health.remedy(failure.errno)
             raise TierUnavailable(f"{self._config.pfs} cannot be opened: {failure.strerror}", remedy=remedy) from failure

@@ -25,6 +25,7 @@ import logging
 import os
 import struct
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -187,10 +188,11 @@ def read_text(fd: int) -> str:
 
 def _list_owners(root_fd: int) -> list[pfs_ownership.Owner]:
     """Return the owner of the directory, and that of the work area if it exists."""
-    found = [os.fstat(root_fd)]
+    owners = [pfs_ownership.get_owner(root_fd)]
     with contextlib.suppress(OSError):
-        found.append(os.stat(WORK_DIRECTORY, dir_fd=root_fd, follow_symlinks=False))
-    return [(one.st_uid, one.st_gid) for one in found]
+        found = os.stat(WORK_DIRECTORY, dir_fd=root_fd, follow_symlinks=False)
+        owners.append((found.st_uid, found.st_gid))
+    return owners
 
 
 # --- the identity -----------------------------------------------------------------------------------------------------
@@ -218,6 +220,22 @@ def open_directory(label: str, pfs: Path) -> int:
         return [(found.st_uid, found.st_gid)]
 
     return pfs_ownership.retry_as_owner(lambda: disk.open_file(label, os.fsencode(pfs), os.O_RDONLY | os.O_DIRECTORY), owners)
+
+
+def open_adopted_root(db: Database, pfs: Path, *, may_mark: bool = True) -> int:
+    """Open the root of the PFS of this catalog, marked if it `may_mark`. Raises TierUnavailable."""
+    return open_checked(pfs, lambda fd: adopt(db, fd, pfs, may_mark=may_mark))
+
+
+def open_checked(pfs: Path, check: Callable[[int], object]) -> int:
+    """Open the directory `pfs=`, and close it again if `check` raises."""
+    fd = open_directory("scan:root", pfs)
+    try:
+        check(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def require_same(root_fd: int, pfs: Path, identity: str | None) -> None:
@@ -291,17 +309,6 @@ def _build_pin(root_fd: int) -> str:
 def _find_unexpected(db: Database, root_fd: int) -> str:
     """Return why a directory cannot be the PFS: none of the names that are known is there; or ""."""
     names = [name for name, _, _ in scans.list_expected(db, ROOT)][:EXPECTED_NAMES_MAX]
-    if not names or any(_exists(root_fd, name) for name in names):
+    if not names or any(pfs_ownership.find_stat(root_fd, name) is not None for name in names):
         return ""
     return f"none of the names that should be there is, such as {os.fsdecode(names[0])}"
-
-
-def _exists(root_fd: int, name: bytes) -> bool:
-    def exists() -> bool:
-        try:
-            os.stat(name, dir_fd=root_fd, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return True
-
-    return pfs_ownership.retry_as_owner(exists, lambda: _list_owners(root_fd))

@@ -103,6 +103,33 @@ def retry_as_owner(call: Callable[[], Result], owners: Callable[[], Iterable[Own
         raise refusal
 
 
+def get_owner(fd: int) -> Owner:
+    """Return (uid, gid) of an open file or directory."""
+    found = os.fstat(fd)
+    return found.st_uid, found.st_gid
+
+
+def find_stat(directory: int, name: bytes) -> os.stat_result | None:
+    """Call lstat for a name, as the owner of the directory if root may not; None if nothing is there."""
+
+    def call() -> os.stat_result | None:
+        with contextlib.suppress(FileNotFoundError):
+            return os.stat(name, dir_fd=directory, follow_symlinks=False)
+        return None
+
+    return retry_as_owner(call, lambda: [get_owner(directory)])
+
+
+def run_as_owner(directory: int, name: bytes, call: Callable[[], Result]) -> Result:
+    """Return `call()` for a name; if root is refused, as the owner of the file or of the directory."""
+
+    def owners() -> list[Owner]:
+        found = find_stat(directory, name)
+        return [*([] if found is None else [(found.st_uid, found.st_gid)]), get_owner(directory)]
+
+    return retry_as_owner(call, owners)
+
+
 def _set_id(call: Callable[[ctypes.c_uint32], int], kind: str, number: int) -> int:
     """Call setfsuid(2) or setfsgid(2), and return the former id.
 

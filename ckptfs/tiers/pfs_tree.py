@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from ckptfs import disk, limits
 from ckptfs.catalog import copies
@@ -29,13 +28,13 @@ from ckptfs.catalog.database import Database
 from ckptfs.errors import posix_error
 from ckptfs.lifecycle import is_same_file
 from ckptfs.model import HISTORY_NAME, PfsEntryStat, PublishedRow
-from ckptfs.tiers import pfs_identity, pfs_ownership
+from ckptfs.tiers import pfs_identity
 from ckptfs.tiers.pfs_identity import WORK_DIRECTORY
+from ckptfs.tiers.pfs_ownership import get_owner, retry_as_owner, run_as_owner
 
 disk.declare_labels("scan:root", "scan:walk", "scan:list", "scan:stat", "scan:readlink", "scan:xattrs")
 disk.declare_labels("pfs:walk", "pfs:exchange", "pfs:open")
 
-Result = TypeVar("Result")
 DirectoryPath = tuple[bytes, ...]
 """The names from the root down to a directory."""
 CACHED_MAX = 128
@@ -53,24 +52,9 @@ REPLACED_ERRNOS = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP}
 _NO_XATTRS = {errno.EOPNOTSUPP, errno.ENODATA, errno.EPERM, errno.EACCES, errno.ENOENT}
 
 
-def open_adopted_root(db: Database, pfs: Path, *, may_mark: bool = True) -> int:
-    """Open the root of the PFS of this catalog, marked if it `may_mark`. Raises TierUnavailable."""
-    return _open_checked(pfs, lambda fd: pfs_identity.adopt(db, fd, pfs, may_mark=may_mark))
-
-
-def _open_checked(pfs: Path, check: Callable[[int], object]) -> int:
-    fd = pfs_identity.open_directory("scan:root", pfs)
-    try:
-        check(fd)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
 def open_directory(root_fd: int, names: tuple[bytes, ...]) -> int:
     """Open the directory `names` below `root_fd`, without following symlinks. Raises OSError."""
-    fd = pfs_ownership.retry_as_owner(lambda: os.open(b".", _DIRECTORY, dir_fd=root_fd), lambda: [get_owner(root_fd)])
+    fd = retry_as_owner(lambda: os.open(b".", _DIRECTORY, dir_fd=root_fd), lambda: [get_owner(root_fd)])
     for name in names:
         with disk.closing(fd):
             child_fd = _open_entry("scan:walk", fd, name, _DIRECTORY)
@@ -80,18 +64,7 @@ def open_directory(root_fd: int, names: tuple[bytes, ...]) -> int:
 
 def _open_entry(label: str, directory_fd: int, name: bytes, flags: int) -> int:
     """Open an entry of a directory, as one of the two owners if root is refused."""
-
-    def owners() -> list[pfs_ownership.Owner]:
-        found = stat_entry(directory_fd, name)
-        return [(found.uid, found.gid), get_owner(directory_fd)]
-
-    return pfs_ownership.retry_as_owner(lambda: disk.open_file(label, name, flags, dir_fd=directory_fd), owners)
-
-
-def get_owner(fd: int) -> pfs_ownership.Owner:
-    """Return (uid, gid) of an open file or directory."""
-    found = os.fstat(fd)
-    return found.st_uid, found.st_gid
+    return run_as_owner(directory_fd, name, lambda: disk.open_file(label, name, flags, dir_fd=directory_fd))
 
 
 def list_entries(directory_fd: int, *, is_root: bool, on_external: Callable[[bytes], None] = lambda name: None) -> Iterator[PfsEntryStat]:
@@ -143,7 +116,7 @@ def stat_entry(directory_fd: int, name: bytes) -> PfsEntryStat:
     def call() -> os.stat_result:
         return disk.act("scan:stat", os.stat, name, dir_fd=directory_fd, follow_symlinks=False)
 
-    return _build_stat(name, pfs_ownership.retry_as_owner(call, lambda: [get_owner(directory_fd)]))
+    return _build_stat(name, retry_as_owner(call, lambda: [get_owner(directory_fd)]))
 
 
 def stat_descriptor(fd: int) -> PfsEntryStat:
@@ -179,11 +152,11 @@ def load_details(directory_fd: int, entry: PfsEntryStat) -> PfsEntryStat:
         return tuple((os.fsencode(name), os.getxattr(path, name, follow_symlinks=False)) for name in names)
 
     if stat.S_ISLNK(entry.mode):
-        return replace(entry, target=pfs_ownership.retry_as_owner(link, lambda: [get_owner(directory_fd)]))
+        return replace(entry, target=retry_as_owner(link, lambda: [get_owner(directory_fd)]))
     if not (entry.is_file or entry.is_directory):
         return entry
     try:
-        return replace(entry, xattrs=pfs_ownership.retry_as_owner(xattrs, lambda: [(entry.uid, entry.gid), get_owner(directory_fd)]))
+        return replace(entry, xattrs=retry_as_owner(xattrs, lambda: [(entry.uid, entry.gid), get_owner(directory_fd)]))
     except OSError as failure:
         if failure.errno in _NO_XATTRS:
             return entry
@@ -222,7 +195,7 @@ class PfsTree:
 
     def reopen_root(self, db: Database) -> None:
         """Reopen the root, before each batch. Raises as `open_adopted_root` does."""
-        fd = open_adopted_root(db, self.root)
+        fd = pfs_identity.open_adopted_root(db, self.root)
         if self._root_fd >= 0 and not _is_same(self._root_fd, fd):
             self.clear_cache()
         self._close_forgotten()
@@ -297,28 +270,6 @@ def _is_same(old_fd: int, fd: int) -> bool:
         return False
 
 
-def find_stat(directory: int, name: bytes) -> os.stat_result | None:
-    """Call lstat for a name, as the owner of the directory if root may not; None if nothing is there."""
-
-    def call() -> os.stat_result | None:
-        try:
-            return os.stat(name, dir_fd=directory, follow_symlinks=False)
-        except FileNotFoundError:
-            return None
-
-    return pfs_ownership.retry_as_owner(call, lambda: [get_owner(directory)])
-
-
-def run_as_owner(directory: int, name: bytes, call: Callable[[], Result]) -> Result:
-    """Return `call()` for a name; if root is refused, as the owner of the file or of the directory."""
-
-    def owners() -> list[pfs_ownership.Owner]:
-        found = find_stat(directory, name)
-        return [*([] if found is None else [(found.st_uid, found.st_gid)]), get_owner(directory)]
-
-    return pfs_ownership.retry_as_owner(call, owners)
-
-
 def exchange(directory: int, name: bytes, new_directory: int, new_name: bytes) -> None:
     """Call renameat2(RENAME_EXCHANGE). Raises EINVAL or ENOSYS if the filesystem cannot do it."""
     disk.act("pfs:exchange", _rename2, directory, name, new_directory, new_name, _RENAME_EXCHANGE)
@@ -362,7 +313,7 @@ def open_unchecked(pfs: Path, known: FetchState) -> int:
     """Return a descriptor of the file under the known path. Raises OSError and TierUnavailable."""
     if not known.pfs_names:
         raise posix_error(errno.ENOENT, "the file is not on the PFS")
-    with disk.closing(_open_checked(pfs, lambda fd: pfs_identity.require_same(fd, pfs, known.pfs_identity))) as root_fd:
+    with disk.closing(pfs_identity.open_checked(pfs, lambda fd: pfs_identity.require_same(fd, pfs, known.pfs_identity))) as root_fd:
         directory_fd = open_directory(root_fd, known.pfs_names[:-1])
     with disk.closing(directory_fd):
         # O_NONBLOCK: the open of a fifo must not hang.

@@ -133,7 +133,7 @@ def test_a_pin_becomes_a_mark_when_one_can_be_made(mount: PinnedMount, monkeypat
     pinned = copies.get_tier_uuid(mount.db, Tier.PFS)
     assert pinned is not None and not pfs_identity.is_mark(pinned)
     inject_fault(monkeypatch, "")
-    root_fd = pfs_tree.open_adopted_root(mount.db, mount.pfs)
+    root_fd = pfs_identity.open_adopted_root(mount.db, mount.pfs)
     pfs_identity.replace_pin(mount.db, root_fd)
     os.close(root_fd)
     marked = copies.get_tier_uuid(mount.db, Tier.PFS)

@@ -34,7 +34,8 @@ from ckptfs.flow.write_back.plan import format_path
 from ckptfs.flow.write_back.stage import drop_taken
 from ckptfs.model import Inode
 from ckptfs.tiers import pfs_ownership, transfer
-from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree, exchange, find_stat, parse_parked_name, run_as_owner
+from ckptfs.tiers.pfs_ownership import find_stat, run_as_owner
+from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree, exchange, parse_parked_name
 
 log = logging.getLogger(__name__)
 

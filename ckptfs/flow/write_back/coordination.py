@@ -30,7 +30,8 @@ from ckptfs.flow.write_back.plan_facts import Facts
 from ckptfs.flow.write_back.plan_shared import SharedPlanner
 from ckptfs.flow.write_back.stage import remove_temporary
 from ckptfs.model import ROOT
-from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree, find_stat
+from ckptfs.tiers.pfs_ownership import find_stat
+from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree
 
 log = logging.getLogger(__name__)
 

@@ -35,7 +35,8 @@ from ckptfs.catalog.pfs_batch import PfsAction
 from ckptfs.catalog.summary import DEFERRED_TROUBLE
 from ckptfs.errors import CkptfsError, TierUnavailable
 from ckptfs.tiers import health
-from ckptfs.tiers.pfs_tree import DirectoryPath, PfsTree, run_as_owner
+from ckptfs.tiers.pfs_ownership import run_as_owner
+from ckptfs.tiers.pfs_tree import DirectoryPath, PfsTree
 
 log = logging.getLogger(__name__)
 

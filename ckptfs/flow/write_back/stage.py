@@ -32,7 +32,8 @@ from ckptfs.flow.write_back.plan import format_path
 from ckptfs.flow.write_back.plan_facts import BatchPlan, PlannedFile, SourceKind
 from ckptfs.model import Content, ContentState, CopyState, Inode, PublishedRow, Tier
 from ckptfs.tiers import local_copies, pfs_ownership, pfs_sync, pfs_tree, reflink, transfer
-from ckptfs.tiers.pfs_tree import PfsTree, find_stat, run_as_owner
+from ckptfs.tiers.pfs_ownership import find_stat, run_as_owner
+from ckptfs.tiers.pfs_tree import PfsTree
 from ckptfs.tiers.reflink import BlockIndex
 from ckptfs.tiers.storage import Tiers
 
@@ -174,7 +175,7 @@ class Stager:
                 raise
 
         return pfs_ownership.retry_as_owner(
-            make, lambda: [(wanted.uid, wanted.gid), pfs_tree.get_owner(self._tree.get_directory(action.location.path))]
+            make, lambda: [(wanted.uid, wanted.gid), pfs_ownership.get_owner(self._tree.get_directory(action.location.path))]
         )
 
     def sync(self) -> None:

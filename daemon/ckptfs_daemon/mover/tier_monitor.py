@@ -20,7 +20,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.errors import TierUnavailable
 from ckptfs.event_log import EventKind
 from ckptfs.model import Tier
-from ckptfs.tiers import health, pfs_identity, pfs_tree
+from ckptfs.tiers import health, pfs_identity
 from ckptfs.tiers.health import Health, HealthState
 from ckptfs.tiers.space import Capacity
 from ckptfs.tiers.storage import TierStorage
@@ -143,7 +143,7 @@ class TierMonitor:
 
     def _identify_pfs(self) -> None:
         """Raise TierUnavailable if the root is not our PFS. Once in a process, try to mark a pinned PFS."""
-        with disk.closing(pfs_tree.open_adopted_root(self._db, self._root, may_mark=self._may_mark)) as root_fd:
+        with disk.closing(pfs_identity.open_adopted_root(self._db, self._root, may_mark=self._may_mark)) as root_fd:
             if not self._has_tried_mark:
                 self._has_tried_mark = True
                 pfs_identity.replace_pin(self._db, root_fd)
