@@ -6,6 +6,7 @@ the PFS and its commit the PFS is ahead of the catalog: code that follows these 
 """
 
 import json
+import os
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -53,6 +54,11 @@ class PfsLocation:
     def pfs_name(self) -> PfsName:
         """Return (directory, name in it)."""
         return self.parent, self.name
+
+    @property
+    def text(self) -> str:
+        """Return the path below the PFS's root, for messages."""
+        return "/" if self.name == b"." else os.fsdecode(b"/".join((*self.path, self.name)))
 
 
 @dataclass(frozen=True, slots=True)

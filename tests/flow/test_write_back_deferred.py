@@ -11,7 +11,7 @@ from write_back_world import Mount, intercepted, rest
 from ckptfs.catalog import journal
 from ckptfs.errors import TierUnavailable
 from ckptfs.flow.write_back import deferred, stage
-from ckptfs.flow.write_back.deferred import DeferredFiles
+from ckptfs.flow.write_back.deferred import DeferredFiles, RefusedKind
 
 pytestmark = pytest.mark.usefixtures("no_retries")
 # Those that sites see for one file or one owner.
@@ -113,13 +113,13 @@ def test_each_refusal_waits_longer_up_to_a_bound(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(deferred.time, "monotonic", lambda: now[0])
     aside, waits = DeferredFiles(lambda key, value: None), []
     for _ in range(12):
-        assert aside.defer(7, "f", OSError(errno.EDQUOT, "over the quota")) and aside.has_refused_bytes(7)
+        assert aside.defer(7, "f", OSError(errno.EDQUOT, "over the quota")) and aside.is_refused(RefusedKind.BYTES, 7)
         due_s = aside.next_due_s()
         assert due_s is not None
         waits.append(due_s)
         now[0] += due_s
         aside.after_seq = 5
         aside.start_batch()
-        assert not aside.has_refused_bytes(7) and aside.after_seq == 0
+        assert not aside.is_refused(RefusedKind.BYTES, 7) and aside.after_seq == 0
     assert waits == sorted(waits) and waits[0] == deferred.RETRY_FIRST_S and waits[-1] == deferred.RETRY_LAST_S
     assert not aside.defer(7, "f", OSError(errno.EIO, "broken")) and not aside.defer(7, "f", OSError(errno.ENOSPC, "full"))

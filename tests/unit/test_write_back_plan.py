@@ -113,7 +113,7 @@ def test_what_does_not_go_before_its_seal(planner: Planner, facts: Facts, why: s
     assert planner.plan_row(make(1, 7, b"a"))
     if why == "others could go at once":
         assert planner.plan_row(make(2, 6, b"d", DIRECTORY))
-    assert not planner.plan_row(content(3, 7)) and planner.plan.waiting_for is not None and planner.batch.last_seq < 3
+    assert not planner.plan_row(content(3, 7)) and planner.plan.is_waiting and planner.batch.last_seq < 3
 
 
 def test_one_that_waits_too_long_is_published_as_it_is_and_comes_again(planner: Planner, facts: Facts) -> None:

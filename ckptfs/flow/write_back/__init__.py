@@ -51,7 +51,7 @@ from ckptfs.flow.write_back.deferred import (
     is_elsewhere,
     takes_a_file,
 )
-from ckptfs.flow.write_back.plan import Planner, format_path, waits_for_seal
+from ckptfs.flow.write_back.plan import Planner, waits_for_seal
 from ckptfs.flow.write_back.plan_facts import BatchPlan, Facts, PlannedFile, SourceKind
 from ckptfs.flow.write_back.plan_shared import SetAside
 from ckptfs.flow.write_back.stage import Staged, Stager, Unfit, Unsealed, Unstable, finish_batch
@@ -316,7 +316,7 @@ class WriteBack:
         try:
             staged = self._stager.stage(action, planned)
         except Unfit:
-            log.warning("%s: not written back: the PFS cannot hold this type of file", format_path(action.location))
+            log.warning("%s: not written back: the PFS cannot hold this type of file", action.location.text)
             self._facts.unfit_inodes.add(planned.inode)
             raise Busy("the PFS cannot hold this") from None
         except Unsealed:
@@ -324,7 +324,7 @@ class WriteBack:
             self._facts.last_unsealed = (content.id, content.change)
             raise
         except Unstable as reason:
-            log.info("%s: not written back yet: %s; the next fsync or the close tries again", format_path(action.location), reason)
+            log.info("%s: not written back yet: %s; the next fsync or the close tries again", action.location.text, reason)
             assert content is not None
             self._facts.unstable_contents.add((content.id, content.change))
             raise
@@ -354,15 +354,15 @@ class WriteBack:
     def _refuse(self, action: PfsAction, planned: PlannedFile, failure: OSError) -> NoReturn:
         """Defer a file if the error is its own, so that others proceed. Raises Busy then, and else OSError."""
         if not self._defer(action, RefusedKind.NAMES if planned.content is None else RefusedKind.BYTES, failure):
-            raise OSError(failure.errno, failure.strerror, format_path(action.location)) from failure
+            raise OSError(failure.errno, failure.strerror, action.location.text) from failure
         self._fence = None
-        raise Busy(f"{format_path(action.location)} is deferred") from failure
+        raise Busy(f"{action.location.text} is deferred") from failure
 
     def _defer(self, action: PfsAction, kind: RefusedKind, failure: OSError) -> bool:
         """Defer what the PFS refused. Return False if the error concerns more than this file."""
         location, probe = action.new_location or action.location, f".ckptfs.{self._instance}.0".encode()
         return self._deferred.defer(
-            action.inode, format_path(location), failure, kind, _describe_act(action),
+            action.inode, location.text, failure, kind, _describe_act(action),
             lambda: is_elsewhere(self._tree, location.path), lambda: takes_a_file(self._tree, probe),
         )  # fmt: skip
 
@@ -405,7 +405,7 @@ class WriteBack:
                 log.info("the PFS cannot link: %s; a file goes to the history of sets when it loses all other names", failure.strerror)
                 self._facts.can_link_history = False
             elif applier.is_half_done or not self._defer(action, choose_kind(action, journal.get(self._db, seq)), failure):
-                raise OSError(failure.errno, failure.strerror, format_path(action.location)) from failure
+                raise OSError(failure.errno, failure.strerror, action.location.text) from failure
             # The rows from the refused one on are planned again.
             cut = build_batch_before(batch, action.key, has_both_names=applier.has_both_names)
             with self._db.transaction():
@@ -419,7 +419,7 @@ class WriteBack:
             self._deferred.note_removal()
         for entry in batch.expected_entries:
             if entry.inode is not None and found.get(entry.location.pfs_name) is None:
-                log.warning("%s: gone from the PFS; it is written back again if this node has its bytes", format_path(entry.location))
+                log.warning("%s: gone from the PFS; it is written back again if this node has its bytes", entry.location.text)
         if self._coordination is not None:
             with self._discarded_if_busy(batch):
                 self._coordination.complete_intents(batch, found)
@@ -470,6 +470,6 @@ class WriteBack:
 
 
 def _describe_act(action: PfsAction) -> str:
-    old = format_path(action.location)
+    old = action.location.text
     names = {"put": "creation", "link": f"link to {old}", "move": f"rename from {old}", "exchange": f"exchange with {old}"}
     return names.get(action.act, "removal")

@@ -30,7 +30,6 @@ from ckptfs.catalog.inodes import get
 from ckptfs.catalog.pfs_batch import ObservedNames, ObservedStat, PfsAction, PfsBatch
 from ckptfs.catalog.pfs_state import Fingerprint, PfsLocation
 from ckptfs.errors import Busy
-from ckptfs.flow.write_back.plan import format_path
 from ckptfs.flow.write_back.stage import drop_taken
 from ckptfs.model import Inode
 from ckptfs.tiers import pfs_ownership, transfer
@@ -161,7 +160,7 @@ class Applier:
             found = find_stat(source, action.location.name)
             if self.is_history_link(action, failure) or failure.errno not in _NO_LINKS or found is None or not stat.S_ISREG(found.st_mode):
                 raise
-            log.warning("%s: the PFS cannot link: %s; a copy is made instead", format_path(action.target), failure.strerror)
+            log.warning("%s: the PFS cannot link: %s; a copy is made instead", action.target.text, failure.strerror)
         self._copy(action)
 
     def is_history_link(self, action: PfsAction, failure: OSError) -> bool:
@@ -368,7 +367,7 @@ class Applier:
             return
         if not self._matches(found, action.fingerprint):
             if found.st_ino not in self._batch_inodes:
-                log.warning("%s: removed in the mount, but replaced externally on the PFS; it stays there", format_path(action.location))
+                log.warning("%s: removed in the mount, but replaced externally on the PFS; it stays there", action.location.text)
             return
         self._take_name("write_back:unlink", action, found)
 
@@ -387,7 +386,7 @@ class Applier:
                 raise
             if self._is_shared and self._drop_temporaries(action.location):
                 raise Busy("another node was making files in a directory that is being removed") from failure
-            log.warning("%s: removed in the mount, but holds other files on the PFS; it stays there", format_path(action.location))
+            log.warning("%s: removed in the mount, but holds other files on the PFS; it stays there", action.location.text)
         self._tree.clear_cache()
 
     def _drop_temporaries(self, removed: PfsLocation) -> bool:
@@ -454,9 +453,7 @@ class Applier:
                 return
             if found is None:
                 break
-        log.warning(
-            "%s: changed externally on the PFS; that version is kept there as %s", format_path(location), os.fsdecode(conflict_name)
-        )
+        log.warning("%s: changed externally on the PFS; that version is kept there as %s", location.text, os.fsdecode(conflict_name))
         self._change("write_back:conflict", directory, location.name, _link_or_rename, directory, location.name, conflict_name, there)
 
     def _shows_later_change(self, target: os.stat_result | None, expected: Fingerprint | None) -> bool:

@@ -172,17 +172,9 @@ class DeferredFiles:
         self._failures[key] = self._failures.get(key, 0) + 1
         return self._failures[key] >= TRIES_MAX and is_pfs_well()
 
-    def has_refused_bytes(self, inode: int) -> bool:
-        """Return True if the PFS refuses the bytes of a file, until `start_batch` releases it."""
-        return self.skips_bytes or (inode, RefusedKind.BYTES) in self._files
-
-    def has_refused_names(self, inode: int) -> bool:
-        """Return True if the PFS refuses a change of the names of an inode."""
-        return (inode, RefusedKind.NAMES) in self._files
-
-    def has_refused_attributes(self, inode: int) -> bool:
-        """Return True if the PFS refuses the attributes of an inode."""
-        return (inode, RefusedKind.ATTRIBUTES) in self._files
+    def is_refused(self, kind: RefusedKind, inode: int) -> bool:
+        """Return True if the PFS refuses this of an inode, until `start_batch` releases it."""
+        return (self.skips_bytes and kind is RefusedKind.BYTES) or (inode, kind) in self._files
 
     def start_batch(self) -> None:
         """Release the files that are due, and read the journal again for them. Call before each batch."""

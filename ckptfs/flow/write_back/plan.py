@@ -22,14 +22,13 @@ Invariant: every path in a plan is valid from the beginning of the batch to its 
 or that moves a directory, begins the next batch. So each change can be recognised as done by its own names (apply.py).
 """
 
-import os
 import stat
 from dataclasses import replace
 
 from ckptfs import limits
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, PfsAction, PfsBatch
-from ckptfs.catalog.pfs_state import NO_INODE, Fingerprint, PfsEntry, PfsLocation, PfsName, PfsView
+from ckptfs.catalog.pfs_state import NO_INODE, Fingerprint, PfsEntry, PfsName, PfsView
 from ckptfs.flow.write_back.plan_facts import BatchPlan, Facts, PlannedFile, SourceKind, can_be_made
 from ckptfs.model import ROOT, Content, ContentState, PublishedRow
 
@@ -135,17 +134,20 @@ class Planner:
         refuges = (self._find_refuge(name, row.inode if row.op == "rename" else NO_INODE) for name in names)
         return any(name is not None and name[0] in self._made_directories for name in refuges)
 
-    def _move_to_refuge(self, name: PfsName, new: PfsName) -> None:
-        self._plan_move(name, new)
-        self.view.delete_pending(*new)
+    def _move_to_refuge(self, row: JournalRow, name: PfsName, inode: int = NO_INODE) -> bool:
+        """Plan that a file moves to the history before `name` goes. Return False if it has no place there.
 
-    def _write_to_history_later(self, row: JournalRow, name: PfsName) -> None:
-        """Append a row with the bytes of a file that goes before its directory in the history is there."""
-        if self._list_refuges(name, row.inode if row.op == "rename" else NO_INODE):
+        If it is to have one, and the directory is missing, a row writes its bytes there later.
+        """
+        refuge = self._find_refuge(name, inode)
+        if refuge is not None:
+            self._plan_move(name, refuge)
+            self.view.delete_pending(*refuge)
+        elif self._list_refuges(name, inode):
             file = self._facts.get_inode(self._get_shown(name).inode)
             if file is not None and file.content is not None:
-                self.batch.requeued.append((file.id, file.content))
-                self.batch.requeued_seqs.append(row.seq)
+                self._requeue(row, file.id, file.content)
+        return refuge is not None
 
     def _is_stranded(self, inode: int) -> bool:
         """Return True if the PFS shows an inode under stale names only, and is to show it under others."""
@@ -180,6 +182,15 @@ class Planner:
         """Leave a row in the journal, because the PFS refuses its change; those behind it are planned."""
         self.batch.kept_seqs.append(row.seq)
         return True
+
+    def _wait(self) -> bool:
+        """Leave a row and all behind it to a later batch, because it waits for something outside the journal."""
+        self.plan.is_waiting = True
+        return False
+
+    def _requeue(self, row: JournalRow, inode: int, content: int) -> None:
+        self.batch.requeued.append((inode, content))
+        self.batch.requeued_seqs.append(row.seq)
 
     def _settle_later(self, inode: int, row: JournalRow) -> None:
         if (inode, row.seq) not in self.batch.settle_rows:
@@ -218,6 +229,12 @@ class Planner:
         self._append("move", shown.inode, name, self._find_fingerprint(name) or shown.fingerprint, new, self._find_fingerprint(new))
         self.view.delete_entry(*name)
         self.view.set_entry(*new, shown)
+
+    def _plan_exchange(self, name: PfsName, new: PfsName) -> None:
+        one, other = self._get_shown(name), self._get_shown(new)
+        self._append("exchange", one.inode, name, one.fingerprint, new, other.fingerprint)
+        self.view.set_entry(*name, other)
+        self.view.set_entry(*new, one)
 
     def _plan_removal(self, name: PfsName, act: str = "unlink") -> None:
         self._append(act, self._get_shown(name).inode, name, self._find_fingerprint(name) or Fingerprint())
@@ -277,10 +294,7 @@ class Planner:
             self.view.delete_entry(*name)
         elif self._facts.has_refused_names(shown.inode) or self._is_guarded(name) or self.view.has_entries(shown.inode):
             self._set_wanted(name, NO_INODE, row)
-        elif (refuge := self._find_refuge(name)) is not None:
-            self._move_to_refuge(name, refuge)
-        else:
-            self._write_to_history_later(row, name)
+        elif not self._move_to_refuge(row, name):
             self._plan_removal(name, "remove" if self.view.was_directory(*name) and act == "unlink" else act)
 
     def _rename(self, row: JournalRow) -> bool:
@@ -303,10 +317,7 @@ class Planner:
             self.view.delete_entry(*name)
             self.view.set_pending(*new, row.inode)
             return True
-        if (refuge := self._find_refuge(new, row.inode)) is not None:
-            self._move_to_refuge(new, refuge)
-        else:
-            self._write_to_history_later(row, new)
+        self._move_to_refuge(row, new, row.inode)
         self._plan_move(name, new)
         return True
 
@@ -342,9 +353,7 @@ class Planner:
         if self.view.has_directory(*name) and self.view.has_directory(*new):
             self._is_full = True
             if one_pending is None and other_pending is None and one is not None and other is not None:
-                self._append("exchange", one.inode, name, one.fingerprint, new, other.fingerprint)
-                self.view.set_entry(*name, other)
-                self.view.set_entry(*new, one)
+                self._plan_exchange(name, new)
                 return True
             if one is not None and one_pending is None:
                 self._plan_move(name, new)
@@ -393,16 +402,14 @@ class Planner:
             if not self.batch.actions and _can_be_copied_early(self._facts, content):
                 self._is_full = True
                 return self._publish(row, content, SourceKind.EARLY)
-            self.plan.waiting_for = content
-            return False
+            return self._wait()
         # A process still has the file mapped for writing. The row moves to the journal's end; the content is sealed later.
         published, is_unstable = self._facts.get_published(row.inode), (content.id, content.change) in self._facts.unstable_contents
         shown = published is not None and published.generation == content.generation
         if not shown and not is_unstable and not self._publish(row, content, SourceKind.STABLE):
             return False
         if row.seq not in self.batch.kept_seqs:
-            self.batch.requeued.append((row.inode, content.id))
-            self.batch.requeued_seqs.append(row.seq)
+            self._requeue(row, row.inode, content.id)
         return True
 
     def _synced(self, row: JournalRow) -> bool:
@@ -524,19 +531,16 @@ class Planner:
         """Plan that an inode moves to a right name, or changes places with another one that is stranded."""
         if self.batch.actions:
             return False
-        shown, other = self._get_shown(name), self.view.get_entry(*new)
+        other = self.view.get_entry(*new)
         if other is not None and self._is_guarded(new, row.inode):
             if self._facts.has_refused_names(other.inode) or not self._is_stranded(other.inode):
                 return self._keep(row)
-            self._append("exchange", row.inode, name, shown.fingerprint, new, other.fingerprint)
-            self.view.set_entry(*name, other)
-            self.view.set_entry(*new, shown)
-            if self.view.get_pending(*name) == other.inode:
-                self.view.delete_pending(*name)
+            self._plan_exchange(name, new)
         else:
+            other = None
             self._plan_move(name, new)
-            if self.view.get_pending(*name) == NO_INODE:
-                self.view.delete_pending(*name)
+        if self.view.get_pending(*name) == (NO_INODE if other is None else other.inode):
+            self.view.delete_pending(*name)
         self.view.delete_pending(*new)
         self._is_full = True
         self.plan.moved_pending.add(row.inode)
@@ -582,8 +586,3 @@ def _get_wanted(shown: PfsEntry | None, pending: int | None) -> int:
 def _is_on_pfs(published: PublishedRow, content: Content) -> bool:
     """Return True if the PFS shows exactly these bytes, of this or of an earlier generation."""
     return published.is_complete and content.digest is not None and (published.size, published.digest) == (content.size, content.digest)
-
-
-def format_path(location: PfsLocation) -> str:
-    """Return the path of a location below the PFS's root, for messages."""
-    return "/" if location.name == b"." else os.fsdecode(b"/".join((*location.path, location.name)))

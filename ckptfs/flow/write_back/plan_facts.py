@@ -13,7 +13,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import PfsBatch
-from ckptfs.flow.write_back.deferred import CopyPacing, DeferredFiles
+from ckptfs.flow.write_back.deferred import CopyPacing, DeferredFiles, RefusedKind
 from ckptfs.limits import MIB
 from ckptfs.model import Content, Inode
 
@@ -47,21 +47,16 @@ class BatchPlan:
     """The decisions of a planner: the batch, with files still to stage, and the fate of the next row.
 
     `puts`: what the actions 'put' make, by key. `moved_pending`: inodes that appear or have other names now: what the PFS refused of them
-    is tried again. `waiting_for`, `is_blocked`, `missing_inode`: the next row waits for a seal, another node, or the bytes of a file.
+    is tried again. `is_waiting`: the next row waits for something outside the journal, such as a seal or another node; `missing_inode`: for
+    the bytes of this file.
     """
 
     batch: PfsBatch
     puts: dict[int, PlannedFile] = field(default_factory=dict)
     planned_bytes: int = 0
     moved_pending: set[int] = field(default_factory=set)
-    waiting_for: Content | None = None
-    is_blocked: bool = False
+    is_waiting: bool = False
     missing_inode: int | None = None
-
-    @property
-    def is_waiting(self) -> bool:
-        """Return True if the next row waits for something outside the journal."""
-        return self.waiting_for is not None or self.is_blocked or self.missing_inode is not None
 
 
 class Facts:
@@ -70,9 +65,9 @@ class Facts:
     def __init__(self, db: Database, pacing: CopyPacing, deferred: DeferredFiles) -> None:
         self._db = db
         self.is_pfs_full = deferred.is_pfs_full
-        self.has_refused_bytes = deferred.has_refused_bytes
-        self.has_refused_names = deferred.has_refused_names
-        self.has_refused_attributes = deferred.has_refused_attributes
+        self.has_refused_bytes = partial(deferred.is_refused, RefusedKind.BYTES)
+        self.has_refused_names = partial(deferred.is_refused, RefusedKind.NAMES)
+        self.has_refused_attributes = partial(deferred.is_refused, RefusedKind.ATTRIBUTES)
         self.get_content = partial(contents.get_publishable, db)
         self.get_published = partial(pfs_state.get_published, db, with_blocks=True)
         self.is_repeated = partial(journal.is_repeated_later, db)

@@ -73,7 +73,7 @@ class SharedPlanner(Planner):
         }[row.op]  # fmt: skip
         names = {*row.names, *self.view.list_names(row.inode)}
         if self._snapshot.has_intent(row.inode) or any(self._snapshot.get_intent(name) for name in names):
-            return self._block()
+            return self._wait()
         for name in {*names, *self.view.list_pending_names(row.inode)}:
             self._forget_pending(row, name)
         return plan(row) and all(self._remove_gone(row, name) for name in row.names)
@@ -184,7 +184,7 @@ class SharedPlanner(Planner):
             if content in self._lost:
                 return True
             self.plan.missing_inode = row.inode
-            return False
+            return self._wait()
         for name in self.view.list_pending_names(row.inode):
             if not self._has_name(row, name):
                 self.view.delete_pending(*name)
@@ -210,7 +210,7 @@ class SharedPlanner(Planner):
             raise SetAside
         self._snapshot.require_loaded(inode)
         if inode in self._aligning or self._snapshot.has_intent(inode):
-            return self._block()
+            return self._wait()
         self._aligning.add(inode)
         try:
             return self._show_names(inode) and self._remove_stale_names(inode)
@@ -222,7 +222,7 @@ class SharedPlanner(Planner):
         shared_names = self._snapshot.list_names(inode)
         shown = self.view.list_names(inode)
         if any(self._snapshot.get_intent(name) for name in {*shared_names, *shown}):
-            return self._block()
+            return self._wait()
         missing = [name for name in shared_names if name not in shown]
         for name in self._list_linkable(missing, [name for name in shown if name in shared_names]):
             if not self._ensure_directory(name[0]) or not self._vacate(name, inode):
@@ -256,7 +256,7 @@ class SharedPlanner(Planner):
 
     def _move(self, inode: int, name: PfsName, new: PfsName) -> bool:
         if self.view.get_entry(*name) is None or not (self.view.has_directory(*name) and self.view.has_directory(*new)):
-            return self._block()
+            return self._wait()
         if self._is_directory(inode):
             if self.batch.actions:
                 return False
@@ -269,7 +269,7 @@ class SharedPlanner(Planner):
         """Free a name for `inode`: who lives moves to its own name, who is deleted goes unless replaced."""
         shown = self.view.get_entry(*name)
         if self._snapshot.get_intent(name):
-            return self._block()
+            return self._wait()
         if shown is None or shown.inode == inode or name in self._snapshot.list_names(shown.inode):
             return True
         if not self._snapshot.is_alive(shown.inode):
@@ -282,7 +282,7 @@ class SharedPlanner(Planner):
             return False
         now = self.view.get_entry(*name)
         if now is not None and now.inode == shown.inode:
-            return self._block()
+            return self._wait()
         return True
 
     def _empty_directory(self, directory: int) -> bool:
@@ -290,7 +290,7 @@ class SharedPlanner(Planner):
         remaining = []
         for name in self._snapshot.list_pfs_names_in(directory):
             if self._snapshot.get_intent(name):
-                return self._block()
+                return self._wait()
             shown = self.view.get_entry(*name)
             if shown is not None:
                 remaining.append(shown.inode)
@@ -298,7 +298,7 @@ class SharedPlanner(Planner):
             for inode in remaining:
                 if not self._align(inode):
                     return False
-            self.plan.is_blocked = not self.batch.actions
+            self.plan.is_waiting = not self.batch.actions
         return not remaining
 
     def _ensure_directory(self, directory: int) -> bool:
@@ -309,18 +309,14 @@ class SharedPlanner(Planner):
             return True
         names = self._snapshot.list_names(directory)
         if not names:
-            return self._block()
+            return self._wait()
         if not self._ensure_directory(names[0][0]):
             return False
         self._align(directory)
-        self.plan.is_blocked = self.plan.is_blocked or not self.batch.actions
+        self.plan.is_waiting = self.plan.is_waiting or not self.batch.actions
         return False
 
     # --- pieces -------------------------------------------------------------------------------------------------------
-
-    def _block(self) -> bool:
-        self.plan.is_blocked = True
-        return False
 
     def _shows(self, name: PfsName, inode: int) -> bool:
         shown = self.view.get_entry(*name)

@@ -28,7 +28,6 @@ from ckptfs.catalog.pfs_batch import PfsAction, PfsBatch
 from ckptfs.catalog.pfs_state import Fingerprint, PfsLocation, PfsView
 from ckptfs.errors import Busy, CkptfsError
 from ckptfs.flow.write_back.deferred import SourceFailed
-from ckptfs.flow.write_back.plan import format_path
 from ckptfs.flow.write_back.plan_facts import BatchPlan, PlannedFile, SourceKind
 from ckptfs.model import Content, ContentState, CopyState, Inode, PublishedRow, Tier
 from ckptfs.tiers import local_copies, pfs_ownership, pfs_sync, pfs_tree, reflink, transfer
@@ -153,7 +152,7 @@ class Stager:
 
     def stage(self, action: PfsAction, planned: PlannedFile) -> Staged:
         """Make one temporary file. Raises Busy if the content changed, Unsealed, Unstable, Unfit, and OSError."""
-        self._path = format_path(action.location)
+        self._path = action.location.text
         wanted, xattrs = self._load_inode(planned), pfs_state.get_xattrs(self._db, planned.inode)
         shown = PfsView(self._db).get_entry(*action.location.pfs_name)
         # If the name is known as another inode's, that one is ours, and this batch removes it first.
