@@ -34,10 +34,16 @@ _SELECT = f"SELECT {INODE_COLUMNS} FROM inode WHERE id=?"
 
 def get(db: Database, inode: int) -> Inode:
     """Return the inode with this id. Raises ENOENT."""
-    row = db.row(_SELECT, inode)
-    if row is None:
+    found = find(db, inode)
+    if found is None:
         raise posix_error(errno.ENOENT)
-    return build_inode(row)
+    return found
+
+
+def find(db: Database, inode: int) -> Inode | None:
+    """Return the inode with this id. Returns None if there is none."""
+    row = db.row(_SELECT, inode)
+    return None if row is None else build_inode(row)
 
 
 def is_history(db: Database, inode: int) -> bool:

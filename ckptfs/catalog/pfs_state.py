@@ -7,16 +7,16 @@ the PFS and its commit the PFS is ahead of the catalog: code that follows these 
 
 import json
 import os
-import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from ckptfs import digest, limits
+from ckptfs.catalog import inodes
 from ckptfs.catalog.content_rows import UNPUBLISHED
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import INTERNAL_XATTR_PREFIX, XATTRS_ON_PFS
-from ckptfs.model import ROOT, PublishedRow
+from ckptfs.model import ROOT, Inode, PublishedRow
 
 PfsName = tuple[int, bytes]
 """(directory, name in it)."""
@@ -120,6 +120,12 @@ def get_xattrs(db: Database, inode: int) -> dict[bytes, bytes]:
     return {name: value for name, value in named if not name.startswith(INTERNAL_XATTR_PREFIX)}
 
 
+def find_attributes(db: Database, inode: int) -> tuple[Inode, dict[bytes, bytes]] | None:
+    """Return an inode and its extended attributes that go to the PFS. Returns None if it is gone."""
+    found = inodes.find(db, inode)
+    return None if found is None else (found, get_xattrs(db, inode))
+
+
 class PfsView:
     """The PFS as it will be after all that was planned so far. `key` is the action that is being planned."""
 
@@ -170,10 +176,10 @@ class PfsView:
         shown, pending = self.get_entry(parent, name), self.get_pending(parent, name)
         return shown is not None and pending is not None and pending != shown.inode
 
-    def was_directory(self, parent: int, name: bytes) -> bool:
-        """Return True if the PFS showed a directory under a name before this plan."""
-        mode = self._db.value("SELECT seen_mode FROM pfs_entry WHERE parent = ? AND name = ?", parent, name)
-        return stat.S_ISDIR(mode or 0)
+    def get_former(self, parent: int, name: bytes) -> tuple[int | None, int]:
+        """Return (inode, st_mode) of what a name showed before this plan; (None, 0) if nothing."""
+        query = "SELECT inode, coalesce(seen_mode, 0) FROM pfs_entry WHERE parent = ? AND name = ?"
+        return self._db.row(query, parent, name) or (None, 0)
 
     def has_entries(self, directory: int) -> bool:
         """Return True if the PFS shows any entry of ours in a directory."""

@@ -19,14 +19,13 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from ckptfs import disk, limits
 from ckptfs.catalog import inodes, pfs_state
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.inodes import get
 from ckptfs.catalog.pfs_batch import ObservedNames, ObservedStat, PfsAction, PfsBatch
 from ckptfs.catalog.pfs_state import Fingerprint, PfsLocation
 from ckptfs.errors import Busy
@@ -67,7 +66,8 @@ class Applier:
         self._gone_directory = gone_directory
         self._tree = tree
         self._batch = batch
-        self._attributes = _load_attributes(db, {action.inode for action in batch.actions if action.act in {"attributes", "link", "move"}})
+        with_attributes = {action.inode for action in batch.actions if action.act in {"attributes", "link", "move"}}
+        self._attributes = {inode: pfs_state.find_attributes(db, inode) for inode in with_attributes}
         self._batch_inodes = {
             fingerprint.ino
             for action in batch.actions
@@ -411,9 +411,9 @@ class Applier:
             self._change("write_back:attributes", directory, name, self._apply_attributes, action.inode, directory, name)
 
     def _apply_attributes(self, number: int, directory: int, name: bytes) -> None:
-        if number in self._attributes:
+        if (known := self._attributes.get(number)) is not None:
             with contextlib.suppress(FileNotFoundError):
-                pfs_ownership.apply_attributes(directory, name, *self._attributes[number])
+                pfs_ownership.apply_attributes(directory, name, *known)
 
     # --- names in the way ---------------------------------------------------------------------------------------------
 
@@ -505,14 +505,6 @@ class Applier:
         if found is None or not self._matches(found, fingerprint):
             return None
         return ObservedStat.of(found)
-
-
-def _load_attributes(db: Database, inodes: Iterable[int]) -> dict[int, tuple[Inode, dict[bytes, bytes]]]:
-    found = {}
-    for inode in inodes:
-        with contextlib.suppress(FileNotFoundError):
-            found[inode] = get(db, inode), pfs_state.get_xattrs(db, inode)
-    return found
 
 
 def _is_externally_changed(found: os.stat_result, fingerprint: Fingerprint) -> bool:

@@ -10,7 +10,6 @@ from functools import partial
 
 from ckptfs.catalog import contents, copies, inodes, journal, pfs_state
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.inodes import get
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import PfsBatch
 from ckptfs.flow.write_back.deferred import CopyPacing, DeferredFiles, RefusedKind
@@ -34,12 +33,13 @@ class SourceKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A temporary file to make. `mode`: if the inode's row is gone."""
+    """A temporary file to make. `mode`: if the inode's row is gone; `can_merge`: unless it is there."""
 
     kind: SourceKind
     inode: int
     content: Content | None
     mode: int
+    can_merge: bool
 
 
 @dataclass(slots=True)
@@ -68,6 +68,7 @@ class Facts:
         self.has_refused_bytes = partial(deferred.is_refused, RefusedKind.BYTES)
         self.has_refused_names = partial(deferred.is_refused, RefusedKind.NAMES)
         self.has_refused_attributes = partial(deferred.is_refused, RefusedKind.ATTRIBUTES)
+        self.get_inode = partial(inodes.find, db)
         self.get_content = partial(contents.get_publishable, db)
         self.get_published = partial(pfs_state.get_published, db, with_blocks=True)
         self.is_repeated = partial(journal.is_repeated_later, db)
@@ -82,13 +83,6 @@ class Facts:
         """(id, change) of those that kept changing while they were read as open files."""
         self.last_unsealed = (0, 0)
         """(id, change) of the last one whose early copy was of no use."""
-
-    def get_inode(self, inode: int) -> Inode | None:
-        """Return the row of an inode."""
-        try:
-            return get(self._db, inode)
-        except FileNotFoundError:
-            return None
 
     def is_seal_overdue(self, row: JournalRow, content: Content) -> bool:
         """Return True if write-back has waited too long for the seal of a CLOSED content."""

@@ -15,7 +15,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,9 +23,8 @@ from ckptfs import digest, disk, limits
 from ckptfs.catalog import contents, pfs_batch, pfs_state, summary
 from ckptfs.catalog.copies import list_copies
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.inodes import get
 from ckptfs.catalog.pfs_batch import PfsAction, PfsBatch
-from ckptfs.catalog.pfs_state import Fingerprint, PfsLocation, PfsView
+from ckptfs.catalog.pfs_state import Fingerprint, PfsLocation
 from ckptfs.errors import Busy, CkptfsError
 from ckptfs.flow.write_back.deferred import SourceFailed
 from ckptfs.flow.write_back.plan_facts import BatchPlan, PlannedFile, SourceKind
@@ -153,15 +152,12 @@ class Stager:
     def stage(self, action: PfsAction, planned: PlannedFile) -> Staged:
         """Make one temporary file. Raises Busy if the content changed, Unsealed, Unstable, Unfit, and OSError."""
         self._path = action.location.text
-        wanted, xattrs = self._load_inode(planned), pfs_state.get_xattrs(self._db, planned.inode)
-        shown = PfsView(self._db).get_entry(*action.location.pfs_name)
-        # If the name is known as another inode's, that one is ours, and this batch removes it first.
-        can_merge = stat.S_ISDIR(wanted.mode) and (shown is None or shown.inode == planned.inode)
+        wanted, xattrs = pfs_state.find_attributes(self._db, planned.inode) or (_build_gone_directory(planned), {})
 
         def make() -> Staged:
             directory = self._tree.get_directory(action.location.path)
             resumed_fd = self._open_resumable(directory, action, planned, wanted)
-            there = find_stat(directory, action.location.name) if can_merge else None
+            there = find_stat(directory, action.location.name) if planned.can_merge else None
             if there is not None and stat.S_ISDIR(there.st_mode):
                 return Staged(Fingerprint(there.st_ino), is_merged=True)
             try:
@@ -278,9 +274,9 @@ class Stager:
         for tier in self._list_readable_tiers(content):
             try:
                 copied = self._copy(fd, content, tier)
-            except _BadCopy as failure:
+            except SourceFailed as failure:
                 self._require_unchanged(content)
-                refusal = refusal or _build_source_error(tier, failure)
+                refusal = refusal or failure
                 continue
             if (copied[0], copied[1]) == (content.size, content.digest):
                 return copied
@@ -307,8 +303,8 @@ class Stager:
             raise Unsealed("the content has no readable copy")
         try:
             copied = self._copy(fd, content, tiers[0])
-        except _BadCopy as failure:
-            raise Unsealed(str(failure.__cause__)) from failure
+        except SourceFailed as failure:
+            raise Unsealed(str(failure)) from failure
         if self._wait_for_seal(content).digest != copied[1]:
             raise Unsealed("the content was sealed with another digest")
         return copied
@@ -328,7 +324,7 @@ class Stager:
         return [copy.tier for copy in list_copies(self._db, content.id) if copy.state is CopyState.GOOD and copy.tier in self._tiers]
 
     def _copy(self, fd: int, content: Content, tier: Tier) -> transfer.ContentDigests:
-        """Copy from one tier. Raises _BadCopy if it cannot be read, Busy if the content changed, or OSError."""
+        """Copy from one tier. Raises SourceFailed if that fails, Busy if the content changed, or OSError."""
         blocks = 0
 
         def before_block() -> None:
@@ -338,19 +334,22 @@ class Stager:
                 self._report_progress(content, min(blocks * limits.BLOCK_BYTES, content.size))
                 self._require_unchanged(content)
 
+        with self._opened(tier, content) as source:
+            return transfer.copy(source, fd, label="write_back", before_block=before_block)
+
+    @contextlib.contextmanager
+    def _opened(self, tier: Tier, content: Content) -> Iterator[int]:
+        """Open a copy inside the block. Raises SourceFailed if it cannot be opened or read."""
         try:
-            source = self._open_source(tier, content)
+            with pfs_ownership.as_process_user():  # No other user may open files in the tiers.
+                source = disk.act("write_back:source", self._tiers[tier].open, content.id)
         except OSError as failure:
-            raise _BadCopy from failure
+            raise _build_source_error(tier, failure) from failure
         with disk.closing(source):
             try:
-                return transfer.copy(source, fd, label="write_back", before_block=before_block)
+                yield source
             except transfer.SourceReadFailed as failure:
-                raise _BadCopy from failure
-
-    def _open_source(self, tier: Tier, content: Content) -> int:
-        with pfs_ownership.as_process_user():  # No other user may open files in the tiers.
-            return disk.act("write_back:source", self._tiers[tier].open, content.id)
+                raise _build_source_error(tier, failure) from failure
 
     def _report_progress(self, content: Content, copied: int) -> None:
         now_s = time.monotonic()
@@ -374,30 +373,11 @@ class Stager:
             raise Unstable("the open file has no readable copy")
         for _ in range(STABLE_ATTEMPTS):
             os.ftruncate(fd, 0)
-            try:
-                source = self._open_source(tiers[0], content)
-            except OSError as failure:
-                raise _build_source_error(tiers[0], failure) from failure
-            with disk.closing(source):
-                try:
-                    copied = transfer.copy(source, fd, label="write_back")
-                    again = _digest_prefix(source, copied[0])
-                except transfer.SourceReadFailed as failure:
-                    raise _build_source_error(tiers[0], failure) from failure
-                if again[:2] == copied[:2]:
+            with self._opened(tiers[0], content) as source:
+                copied = transfer.copy(source, fd, label="write_back")
+                if _digest_prefix(source, copied[0])[:2] == copied[:2]:
                     return copied
         raise Unstable("the open file keeps changing")
-
-    # --- inodes and owners --------------------------------------------------------------------------------------------
-
-    def _load_inode(self, planned: PlannedFile) -> Inode:
-        """Return the inode as it is now; if a directory is gone from the catalog, one with the journal's mode."""
-        try:
-            return get(self._db, planned.inode)
-        except FileNotFoundError:
-            if not stat.S_ISDIR(planned.mode):
-                raise Busy("the inode is gone") from None
-            return Inode(planned.inode, planned.mode, os.geteuid(), os.getegid(), 0, 0, 0, 0, 0, 0, None, None, 0, 0, True)
 
 
 def remove_temporary(tree: PfsTree, location: PfsLocation, name: bytes) -> None:
@@ -448,16 +428,17 @@ def finish_batch(plan: BatchPlan, staged: dict[int, Staged]) -> PfsBatch:
     return batch
 
 
-class _BadCopy(Exception):
-    """A tier cannot deliver a copy that it should have."""
-
-
-def _build_source_error(tier: Tier, failure: Exception) -> SourceFailed:
-    """Return the error of a copy that cannot be read; `failure` is an OSError, or has one as its cause."""
-    cause = failure.__cause__ if isinstance(failure, _BadCopy) else failure
-    code = cause.errno if isinstance(cause, OSError) and cause.errno else errno.EIO
+def _build_source_error(tier: Tier, failure: OSError) -> SourceFailed:
+    code = failure.errno or errno.EIO
     remedy = f"see what is wrong with {tier}; write the file again if it cannot be read"
     return SourceFailed(code, f"its copy in {tier} cannot be read: {os.strerror(code)}", remedy)
+
+
+def _build_gone_directory(planned: PlannedFile) -> Inode:
+    """Return a directory that is gone from the catalog, with the journal's mode. Raises Busy for others."""
+    if not stat.S_ISDIR(planned.mode):
+        raise Busy("the inode is gone")
+    return Inode(planned.inode, planned.mode, os.geteuid(), os.getegid(), 0, 0, 0, 0, 0, 0, None, None, 0, 0, True)
 
 
 def _digest_prefix(source: int, size: int) -> transfer.ContentDigests:
