@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ckptfs.catalog.content_rows import IS_HELD, UNPUBLISHED
 from ckptfs.catalog.database import Database
@@ -115,8 +116,7 @@ def list_other_seqs(db: Database, after: int, up_to: int, seqs: Iterable[int]) -
 
 def get(db: Database, seq: int) -> JournalRow | None:
     """Return one row. Returns None if it is gone."""
-    row = db.row(f"SELECT {_COLUMNS} FROM journal WHERE seq = ?", seq)
-    return None if row is None else JournalRow(*row)
+    return next(iter(list_by_seq(db, [seq])), None)
 
 
 def insert_taken_over(db: Database, rows: Iterable[JournalRow]) -> list[JournalRow]:
@@ -174,25 +174,19 @@ def delete_reverted(db: Database, instance: str, names: Iterable[tuple[int, byte
 
 def is_unlinked_later(db: Database, row: JournalRow, name: tuple[int, bytes]) -> bool:
     """Return True if a later row removes that name from the same inode."""
-    later = (
-        "SELECT 1 FROM journal WHERE inode = ? AND seq > ? AND op IN ('unlink', 'rmdir', 'rename', 'exchange')"
-        " AND ((parent = ? AND name = ?) OR (op = 'exchange' AND new_parent = ? AND new_name = ?)) LIMIT 1"
-    )
-    return db.value(later, row.inode, row.seq, *name, *name) is not None
+    is_named = "((parent = ? AND name = ?) OR (op = 'exchange' AND new_parent = ? AND new_name = ?))"
+    return has_later_row(db, row.inode, row.seq, f"op IN ('unlink', 'rmdir', 'rename', 'exchange') AND {is_named}", *name, *name)
 
 
 def is_named_later(db: Database, row: JournalRow, name: tuple[int, bytes]) -> bool:
     """Return True if a later row gives that name to the same inode."""
-    later = (
-        "SELECT 1 FROM journal WHERE inode = ? AND seq > ?"
-        " AND ((op IN ('make', 'link') AND parent = ? AND name = ?) OR (new_parent = ? AND new_name = ?)) LIMIT 1"
-    )
-    return db.value(later, row.inode, row.seq, *name, *name) is not None
+    is_named = "((op IN ('make', 'link') AND parent = ? AND name = ?) OR (new_parent = ? AND new_name = ?))"
+    return has_later_row(db, row.inode, row.seq, is_named, *name, *name)
 
 
-def has_later_row(db: Database, inode: int, after: int) -> bool:
-    """Return True if a row after `after` is about this inode."""
-    return db.value("SELECT 1 FROM journal WHERE inode = ? AND seq > ? LIMIT 1", inode, after) is not None
+def has_later_row(db: Database, inode: int, after: int, condition: str = "1", *values: Any) -> bool:
+    """Return True if a row after `after` is about this inode and meets an SQL condition of `values`."""
+    return db.value(f"SELECT 1 FROM journal WHERE inode = ? AND seq > ? AND {condition} LIMIT 1", inode, after, *values) is not None
 
 
 def has_local_copy(db: Database, content: int) -> bool:
@@ -202,12 +196,8 @@ def has_local_copy(db: Database, content: int) -> bool:
 
 def is_repeated_later(db: Database, row: JournalRow) -> bool:
     """Return True if a later row about the same content, attributes or names includes this one."""
-    if row.op in {"attributes", "settle"}:
-        later = "SELECT 1 FROM journal WHERE inode = ? AND seq > ? AND op = ? LIMIT 1"
-        return db.value(later, row.inode, row.seq, row.op) is not None
-    ops = "('content')" if row.op == "content" else "('content', 'synced')"
-    later = f"SELECT 1 FROM journal WHERE inode = ? AND seq > ? AND op IN {ops} AND content = ? LIMIT 1"
-    return db.value(later, row.inode, row.seq, row.content) is not None
+    same = "(op = ? OR (op = 'content' AND ?)) AND content IS ?"  # A close includes what was fsynced before.
+    return has_later_row(db, row.inode, row.seq, same, row.op, row.op == "synced", row.content)
 
 
 def get_seal_wait(db: Database, row: JournalRow) -> tuple[float, bool]:

@@ -146,9 +146,9 @@ def build_batch_before(batch: PfsBatch, refused_key: int, *, has_both_names: boo
 
 
 def set_batch(db: Database, batch: PfsBatch, *, ready: bool) -> None:
-    """Store the batch that is being applied. Joins the caller's transaction."""
+    """Store the batch that is being applied."""
     body = json.dumps({"version": _BATCH_VERSION, **_encode(batch)})
-    db.run("INSERT OR REPLACE INTO pfs_batch (id, ready, body) VALUES (1, ?, ?)", ready, body)
+    db.change("INSERT OR REPLACE INTO pfs_batch (id, ready, body) VALUES (1, ?, ?)", ready, body)
 
 
 def find_batch(db: Database) -> tuple[bool, PfsBatch] | None:
@@ -158,7 +158,7 @@ def find_batch(db: Database) -> tuple[bool, PfsBatch] | None:
 
 
 def delete_batch(db: Database) -> None:
-    db.run("DELETE FROM pfs_batch")
+    db.change("DELETE FROM pfs_batch")
 
 
 _BATCH_VERSION = 5
@@ -274,14 +274,9 @@ def record_batch_done(db: Database, batch: PfsBatch, observed: ObservedNames) ->
     losers = _record_entries(db, batch, observed)
     for row in batch.published_rows:
         _insert_published(db, row)
-    restamped = set(batch.inodes_with_set_attributes)
-    for show in batch.expected_entries:
-        if show.inode in restamped and (seen := observed.get(show.location.pfs_name)) is not None:
-            _record_set_attributes(db, show.inode, seen)
     for inode in losers:
-        if db.value("SELECT 1 FROM pfs_entry WHERE inode = ? LIMIT 1", inode) is None:
-            db.run("DELETE FROM pfs_file WHERE inode = ?", inode)
-    _record_moved_files(db, batch, observed)
+        db.run("DELETE FROM pfs_file WHERE inode = ?1 AND NOT EXISTS (SELECT 1 FROM pfs_entry WHERE inode = ?1)", inode)
+    _record_observed(db, batch, observed)
     _record_pending(db, batch)
     for inode in batch.merged_directories:
         db.run("UPDATE inode SET imported = 0 WHERE id = ?", inode)
@@ -337,20 +332,23 @@ def _insert_published(db: Database, row: PublishedRow) -> None:
         db.run("UPDATE inode SET size = ?, mtime_ns = ? WHERE id = ?", row.size, row.mtime_ns, row.inode)
 
 
-def _record_set_attributes(db: Database, inode: int, seen: ObservedStat) -> None:
-    seen_now = "UPDATE pfs_entry SET seen_ino = ?, seen_mode = ?, seen_uid = ?, seen_gid = ? WHERE inode = ?"
-    db.run(seen_now, seen.ino, seen.mode, seen.uid, seen.gid, inode)
-    if stat.S_ISREG(seen.mode):
-        same = "UPDATE pfs_file SET mtime_ns = ? WHERE inode = ? AND size = ? AND pfs_inode = ?"
-        db.run(same, seen.mtime_ns, inode, seen.size, seen.ino)
-
-
-def _record_moved_files(db: Database, batch: PfsBatch, observed: ObservedNames) -> None:
-    """Record the new st_ino of files that were copied to a filesystem below the PFS."""
+def _record_observed(db: Database, batch: PfsBatch, observed: ObservedNames) -> None:
+    """Record set attributes, and the new st_ino of files that were copied to a filesystem below the PFS."""
+    restamped = set(batch.inodes_with_set_attributes)
     moved = {action.inode for action in batch.actions if action.act in {"move", "exchange"}}
     for show in batch.expected_entries:
         seen = observed.get(show.location.pfs_name)
-        if seen is not None and show.inode in moved and stat.S_ISREG(seen.mode):
+        if seen is None:
+            continue
+        if show.inode in restamped:
+            seen_now = "UPDATE pfs_entry SET seen_ino = ?, seen_mode = ?, seen_uid = ?, seen_gid = ? WHERE inode = ?"
+            db.run(seen_now, seen.ino, seen.mode, seen.uid, seen.gid, show.inode)
+        if not stat.S_ISREG(seen.mode):
+            continue
+        if show.inode in restamped:
+            same = "UPDATE pfs_file SET mtime_ns = ? WHERE inode = ? AND size = ? AND pfs_inode = ?"
+            db.run(same, seen.mtime_ns, show.inode, seen.size, seen.ino)
+        if show.inode in moved:
             same = "UPDATE pfs_file SET pfs_inode = ?, mtime_ns = ?, checked_ns = 0 WHERE inode = ? AND size = ? AND pfs_inode <> ?"
             db.run(same, seen.ino, seen.mtime_ns, show.inode, seen.size, seen.ino)
 

@@ -270,8 +270,7 @@ class WriteBack:
         puts = [action for action in plan.batch.actions if action.key in plan.puts]
         self._stager.remove_leftovers(puts)
         if puts:
-            with self._db.transaction():
-                pfs_batch.set_batch(self._db, PfsBatch(plan.batch.last_seq, puts), ready=False)
+            pfs_batch.set_batch(self._db, PfsBatch(plan.batch.last_seq, puts), ready=False)
             disk.reach("write_back:begun")
         try:
             began_s = time.monotonic()
@@ -287,8 +286,7 @@ class WriteBack:
         batch = finish_batch(plan, staged)
         batch.after_seq = self._deferred.after_seq
         if batch.actions:
-            with self._db.transaction():
-                pfs_batch.set_batch(self._db, batch, ready=True)
+            pfs_batch.set_batch(self._db, batch, ready=True)
             disk.reach("write_back:written_down")
         if self._coordination is not None:
             with self._discarded_if_busy(batch):
@@ -306,8 +304,7 @@ class WriteBack:
 
     def _discard(self, actions: Iterable[PfsAction]) -> None:
         self._stager.discard(actions)
-        with self._db.transaction():
-            pfs_batch.delete_batch(self._db)
+        pfs_batch.delete_batch(self._db)
 
     def _stage_file(self, plan: BatchPlan, action: PfsAction) -> Staged:
         """Make one temporary file. Note what the next plan must know about a failure; raises Busy or OSError."""
@@ -379,8 +376,7 @@ class WriteBack:
         is_ready, batch = found
         if self._coordination is not None:
             batch = self._coordination.relocate(batch)
-            with self._db.transaction():  # Its temporary files are where other nodes have moved their directories.
-                pfs_batch.set_batch(self._db, batch, ready=is_ready)
+            pfs_batch.set_batch(self._db, batch, ready=is_ready)  # Its temporary files are where other nodes have moved their directories.
         if not is_ready:
             return False
         if self._coordination is None or self._coordination.resume(batch):
@@ -408,8 +404,7 @@ class WriteBack:
                 raise OSError(failure.errno, failure.strerror, action.location.text) from failure
             # The rows from the refused one on are planned again.
             cut = build_batch_before(batch, action.key, has_both_names=applier.has_both_names)
-            with self._db.transaction():
-                pfs_batch.set_batch(self._db, cut, ready=True)
+            pfs_batch.set_batch(self._db, cut, ready=True)
             return self._apply(cut)
         self._record(batch, found)
         return batch

@@ -212,8 +212,7 @@ class Stager:
         again = {(action.location, action.temporary) for action in planned}
         self.discard(action for action in found[1].actions if (action.location, action.temporary) not in again)
         if not again:
-            with self._db.transaction():
-                pfs_batch.delete_batch(self._db)
+            pfs_batch.delete_batch(self._db)
 
     # --- one temporary file -------------------------------------------------------------------------------------------
 
