@@ -144,24 +144,14 @@ class Applier:
         source, target = self._stat(action.location), self._stat(action.target)
         if not self._matches(source, action.fingerprint) or (target is not None and source is not None and target.st_ino == source.st_ino):
             return
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(action.temporary, dir_fd=self._fd(action.target))
         self._preserve_external(action.target, action.fingerprint, action.replaced_fingerprint)
-        self._change("write_back:link", self._fd(action.location), action.location.name, self._link_or_copy, action)
-        self._rename("write_back:put", action.target, action.temporary, action.target)
-
-    def _link_or_copy(self, action: PfsAction) -> None:
-        """Link the file under the temporary name; if the PFS has no links, copy its bytes."""
-        source, target = self._fd(action.location), self._fd(action.target)
-        try:
-            os.link(action.location.name, action.temporary, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
-            return
-        except OSError as failure:
-            found = find_stat(source, action.location.name)
-            if self.is_history_link(action, failure) or failure.errno not in _NO_LINKS or found is None or not stat.S_ISREG(found.st_mode):
-                raise
+        failure = self._link_aside(action)
+        if failure is not None:
+            if self.is_history_link(action, failure) or source is None or not stat.S_ISREG(source.st_mode):
+                raise failure
             log.warning("%s: the PFS cannot link: %s; a copy is made instead", action.target.text, failure.strerror)
-        self._copy(action)
+            self._change("write_back:copy", self._fd(action.location), action.location.name, self._copy, action)
+        self._rename("write_back:put", action.target, action.temporary, action.target)
 
     def is_history_link(self, action: PfsAction, failure: OSError) -> bool:
         """Return True if the PFS cannot link into the history; see `Planner._find_refuge`."""
@@ -215,7 +205,7 @@ class Applier:
     def _rename_entry(self, action: PfsAction, source: os.stat_result) -> None:
         """Rename an entry; in a cluster so that nothing newer is replaced or moved if the call lands late."""
         new = action.target
-        if self._is_shared and not stat.S_ISDIR(source.st_mode) and self._link_aside(action):
+        if self._is_shared and not stat.S_ISDIR(source.st_mode) and self._link_aside(action) is None:
             self._rename("write_back:move", new, action.temporary, new)
             self._take_old_name(action, source)
             return
@@ -224,8 +214,8 @@ class Applier:
             old_fd, new_fd = self._fd(action.location), self._fd(new)
             disk.rename("write_back:late", new.name, action.location.name, old_fd=new_fd, new_fd=old_fd)
 
-    def _link_aside(self, action: PfsAction) -> bool:
-        """Link a file under its temporary name beside its new name. Return False if the PFS cannot link it."""
+    def _link_aside(self, action: PfsAction) -> OSError | None:
+        """Link a file under its temporary name beside its new name. Return the error if the PFS cannot."""
         source, target = self._fd(action.location), self._fd(action.target)
         name, temporary = action.location.name, action.temporary
         with contextlib.suppress(FileNotFoundError):
@@ -236,8 +226,8 @@ class Applier:
         except OSError as failure:
             if failure.errno not in _NO_LINKS:
                 raise
-            return False
-        return True
+            return failure
+        return None
 
     def _take_old_name(self, action: PfsAction, source: os.stat_result) -> None:
         try:
