@@ -11,7 +11,8 @@ names on the PFS of that inode are aligned with its names in the shared tree, wh
 """
 
 import stat
-from collections.abc import Container
+from collections.abc import Callable, Container
+from functools import partial
 
 from ckptfs.catalog import identity, journal
 from ckptfs.catalog.database import Database
@@ -55,7 +56,8 @@ class SharedPlanner(Planner):
     ) -> None:
         """`lost`: contents that no node has. `aside_seqs`: rows that wait for what the PFS refuses."""
         super().__init__(PfsView(db), facts, instance)
-        self._db = db
+        self._is_named_later, self._is_unlinked_later = partial(journal.is_named_later, db), partial(journal.is_unlinked_later, db)
+        self._has_later_row, self._has_local_copy = partial(journal.has_later_row, db), partial(journal.has_local_copy, db)
         self._snapshot = snapshot
         self._own_number = own_number
         self._lost = lost
@@ -66,24 +68,24 @@ class SharedPlanner(Planner):
         """Plan a row. Raises SetAside if it depends on an inode of which the PFS refuses a change of names."""
         if row.seq in self._aside_seqs or self._facts.has_refused_names(row.inode):
             return self._keep(row)
-        plan = {
-            "make": self._shared_make, "link": self._shared_link, "unlink": self._shared_remove, "rmdir": self._shared_remove,
+        plans: dict[str, Callable[[JournalRow], bool]] = {
+            "make": self._shared_name, "link": self._shared_name, "unlink": self._shared_remove, "rmdir": self._shared_remove,
             "rename": self._shared_rename, "exchange": self._shared_exchange, "attributes": self._shared_attributes,
-            "content": self._shared_content, "synced": self._shared_content, "settle": self._shared_settle,
-        }[row.op]  # fmt: skip
+            "content": self._shared_content, "synced": self._shared_content, "settle": lambda row: self._align(row.inode),
+        }  # fmt: skip
         names = {*row.names, *self.view.list_names(row.inode)}
         if self._snapshot.has_intent(row.inode) or any(self._snapshot.get_intent(name) for name in names):
             return self._wait()
         for name in {*names, *self.view.list_pending_names(row.inode)}:
             self._forget_pending(row, name)
-        return plan(row) and all(self._remove_gone(row, name) for name in row.names)
+        return plans[row.op](row) and all(self._remove_gone(row, name) for name in row.names)
 
     def _forget_pending(self, row: JournalRow, name: PfsName) -> None:
         """Drop a pending name that another node has already shown, or that the inode no longer has."""
         inode, shown = self.view.get_pending(*name), self.view.get_entry(*name)
         if inode is None:
             return
-        is_due = inode == row.inode or journal.has_later_row(self._db, inode, row.seq)
+        is_due = inode == row.inode or self._has_later_row(inode, row.seq)
         if (shown is not None and shown.inode == inode) or (self._snapshot.get_child(name) != inode and not is_due):
             self.view.delete_pending(*name)
 
@@ -92,41 +94,29 @@ class SharedPlanner(Planner):
         shown = self.view.get_entry(*name)
         if shown is None or self._snapshot.is_alive(shown.inode) or self._snapshot.get_child(name) is not None:
             return True
-        return journal.has_later_row(self._db, shown.inode, row.seq) or self._align(shown.inode)
+        return self._has_later_row(shown.inode, row.seq) or self._align(shown.inode)
 
     # --- rows by operation --------------------------------------------------------------------------------------------
 
-    def _shared_make(self, row: JournalRow) -> bool:
-        name = row.names[0]
-        if self._shows(name, row.inode) or not (self._snapshot.is_alive(row.inode) or journal.is_unlinked_later(self._db, row, name)):
+    def _shared_name(self, row: JournalRow) -> bool:
+        (name,) = row.names
+        is_made = row.op == "make"
+        if self._shows(name, row.inode) or (is_made and not self._snapshot.is_alive(row.inode) and not self._is_unlinked_later(row, name)):
             return True
-        if not self._has_name(row, name) or self.view.list_names(row.inode):
+        if not self._has_name(row, name) or (is_made and self.view.list_names(row.inode)):
             return self._align(row.inode)
-        return self._ensure_directory(name[0]) and self._vacate(name, row.inode) and self._make(row)
-
-    def _shared_link(self, row: JournalRow) -> bool:
-        name = row.names[0]
-        if self._shows(name, row.inode):
-            return True
-        if not self._has_name(row, name):
-            return self._align(row.inode)
-        return self._ensure_directory(name[0]) and self._vacate(name, row.inode) and self._link(row)
+        return self._ensure_directory(name[0]) and self._vacate(name, row.inode) and super()._plan_row(row)
 
     def _shared_remove(self, row: JournalRow) -> bool:
-        name = row.names[0]
+        (name,) = row.names
         shown = self.view.get_entry(*name)
-        if self._snapshot.get_child(name) == (row.inode if shown is None else shown.inode) and not journal.is_named_later(
-            self._db, row, name
-        ):
+        if self._snapshot.get_child(name) == (row.inode if shown is None else shown.inode) and not self._is_named_later(row, name):
             self.view.delete_pending(*name)
             return True
-        if shown is not None and shown.inode != row.inode and self._snapshot.is_alive(shown.inode):
+        is_last = shown is not None and (shown.inode != row.inode or self.view.list_names(row.inode) == [name])
+        if shown is not None and is_last and self._snapshot.is_alive(shown.inode):
             self.view.delete_pending(*name)
             return self._align(shown.inode)
-        is_only_name = self._shows(name, row.inode) and self.view.list_names(row.inode) == [name]
-        if is_only_name and self._snapshot.is_alive(row.inode):
-            self.view.delete_pending(*name)
-            return self._align(row.inode)
         return self._empty_directory(row.inode) and self._remove(row) if row.op == "rmdir" else self._remove(row)
 
     def _shared_rename(self, row: JournalRow) -> bool:
@@ -154,14 +144,8 @@ class SharedPlanner(Planner):
         other = self._snapshot.get_child(name)
         if self._shows(new, row.inode) and not self._shows(name, row.inode):
             return other is None or self._align(other)
-        one, two = self.view.get_entry(*name), self.view.get_entry(*new)
-        if (
-            other is not None
-            and self._snapshot.get_child(new) == row.inode
-            and one
-            and two
-            and (one.inode, two.inode) == (row.inode, other)
-        ):
+        is_agreed = self._snapshot.get_child(new) == row.inode and self._shows(name, row.inode)
+        if other is not None and is_agreed and self._shows(new, other):
             return self._exchange(row)
         return all(self._align(inode) for inode in (row.inode, other) if inode is not None)
 
@@ -180,7 +164,7 @@ class SharedPlanner(Planner):
         known = self._facts.get_content(content)
         if known is not None and known.is_remote and known.state is not ContentState.SEALED:
             return True  # A dead node had not sealed it, so no node has it.
-        if known is not None and known.is_remote and not journal.has_local_copy(self._db, content):
+        if known is not None and known.is_remote and not self._has_local_copy(content):
             if content in self._lost:
                 return True
             self.plan.missing_inode = row.inode
@@ -192,15 +176,12 @@ class SharedPlanner(Planner):
         # Another node may have removed the directory of a name that a later row changes: then the bytes go to that row's name at once.
         can_appear = any(self.view.get_path(parent) is not None or snapshot.is_alive(parent) for parent, _ in names)
         for name in snapshot.list_names(row.inode):
-            if name not in names and not (can_appear and journal.is_named_later(self._db, row, name)):
+            if name not in names and not (can_appear and self._is_named_later(row, name)):
                 self.view.set_pending(*name, row.inode)
                 names.append(name)
         if not all(self._ensure_directory(parent) and self._vacate((parent, name), row.inode) for parent, name in names):
             return False
         return self._content(row) if row.op == "content" else self._synced(row)
-
-    def _shared_settle(self, row: JournalRow) -> bool:
-        return self._align(row.inode)
 
     # --- alignment ----------------------------------------------------------------------------------------------------
 
@@ -332,7 +313,7 @@ class SharedPlanner(Planner):
             return True
         if shown is not None and (shown.inode == child or not _have_same_origin(shown.inode, row.inode)):
             return False
-        return journal.is_unlinked_later(self._db, row, name)
+        return self._is_unlinked_later(row, name)
 
     def _is_directory(self, inode: int) -> bool:
         known = self._facts.get_inode(inode)
