@@ -54,7 +54,7 @@ from ckptfs.flow.write_back.deferred import (
 from ckptfs.flow.write_back.plan import Planner, waits_for_seal
 from ckptfs.flow.write_back.plan_facts import BatchPlan, Facts, PlannedFile, SourceKind
 from ckptfs.flow.write_back.plan_shared import SetAside
-from ckptfs.flow.write_back.stage import Staged, Stager, Unfit, Unsealed, Unstable, finish_batch
+from ckptfs.flow.write_back.stage import Staged, Stager, finish_batch
 from ckptfs.model import ROOT, Level, Notifier, Tier
 from ckptfs.tiers import pfs_identity
 from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree
@@ -91,11 +91,11 @@ class WriteBack:
         self._tree = PfsTree(config.pfs or Path())  # Not used without a PFS.
         self._instance = journal.get_instance_id(db)
         self._coordination = None if cluster is None or config.pfs is None else ClusterWriteBack(db, cluster, self._instance, self._tree)
-        self._stager = Stager(db, tiers, self._tree)
         self._pacing = CopyPacing(0.0 if config.fsync is Level.PFS else PAUSE_RATIO)
         self._deferred = DeferredFiles(lambda where, value: summary.set_trouble(db, where, value))
         self._ahead = RowsAhead(db)
         self._facts = Facts(db, self._pacing, self._deferred)
+        self._stager = Stager(db, tiers, self._tree, self._facts)
         self._fence: int | None = None
         self._is_waiting = False
         self._waits = 0
@@ -307,24 +307,11 @@ class WriteBack:
         pfs_batch.delete_batch(self._db)
 
     def _stage_file(self, plan: BatchPlan, action: PfsAction) -> Staged:
-        """Make one temporary file. Note what the next plan must know about a failure; raises Busy or OSError."""
+        """Make one temporary file. Raises Busy if it must be planned again, and OSError."""
         planned = plan.puts[action.key]
         content, began_s = planned.content, time.monotonic()
         try:
             staged = self._stager.stage(action, planned)
-        except Unfit:
-            log.warning("%s: not written back: the PFS cannot hold this type of file", action.location.text)
-            self._facts.unfit_inodes.add(planned.inode)
-            raise Busy("the PFS cannot hold this") from None
-        except Unsealed:
-            assert content is not None
-            self._facts.last_unsealed = (content.id, content.change)
-            raise
-        except Unstable as reason:
-            log.info("%s: not written back yet: %s; the next fsync or the close tries again", action.location.text, reason)
-            assert content is not None
-            self._facts.unstable_contents.add((content.id, content.change))
-            raise
         except DirectoryMissing:
             raise
         except OSError as failure:

@@ -27,7 +27,7 @@ from ckptfs.catalog.pfs_batch import PfsAction, PfsBatch
 from ckptfs.catalog.pfs_state import Fingerprint, PfsLocation
 from ckptfs.errors import Busy, CkptfsError
 from ckptfs.flow.write_back.deferred import SourceFailed
-from ckptfs.flow.write_back.plan_facts import BatchPlan, PlannedFile, SourceKind
+from ckptfs.flow.write_back.plan_facts import BatchPlan, Facts, PlannedFile, SourceKind
 from ckptfs.model import Content, ContentState, CopyState, Inode, PublishedRow, Tier
 from ckptfs.tiers import local_copies, pfs_ownership, pfs_sync, pfs_tree, reflink, transfer
 from ckptfs.tiers.pfs_ownership import find_stat, run_as_owner
@@ -50,18 +50,6 @@ BLOCK_FILES_MAX = 4096
 """Files on the PFS whose blocks are loaded at the first use."""
 _TAKES_A_NAME = {"move", "unlink", "remove"}
 _NO_SUCH_KIND = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-
-
-class Unfit(Exception):
-    """The PFS cannot hold this kind of inode (a device or a socket); it is not written back."""
-
-
-class Unsealed(Busy):
-    """A content that was copied early was not sealed, or not with the digest of the copied bytes."""
-
-
-class Unstable(Busy):
-    """An open file changed while it was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +127,11 @@ class PfsBlocks:
 class Stager:
     """Makes the temporary files of one plan after the other. `discard` or `close` ends a plan."""
 
-    def __init__(self, db: Database, tiers: Tiers, tree: PfsTree) -> None:
+    def __init__(self, db: Database, tiers: Tiers, tree: PfsTree, facts: Facts) -> None:
+        """`facts` gets what the next plan must know about a file that was not made."""
         self._db = db
         self._tiers = tiers
+        self._facts = facts
         self._tree = tree
         self.blocks = PfsBlocks(db, tree.root)
         self._path = ""
@@ -150,7 +140,7 @@ class Stager:
         self._is_reporting = False
 
     def stage(self, action: PfsAction, planned: PlannedFile) -> Staged:
-        """Make one temporary file. Raises Busy if the content changed, Unsealed, Unstable, Unfit, and OSError."""
+        """Make one temporary file. Raises Busy if it must be planned again, and OSError."""
         self._path = action.location.text
         wanted, xattrs = pfs_state.find_attributes(self._db, planned.inode) or (_build_gone_directory(planned), {})
 
@@ -258,7 +248,9 @@ class Stager:
             is_special = not (stat.S_ISDIR(wanted.mode) or stat.S_ISLNK(wanted.mode))
             unsupported = _NO_SUCH_KIND - {errno.EPERM} if pfs_ownership.is_root() else _NO_SUCH_KIND
             if is_special and failure.errno in unsupported:
-                raise Unfit from failure
+                log.warning("%s: not written back: the PFS cannot hold this type of file", self._path)
+                self._facts.unfit_inodes.add(wanted.id)
+                raise Busy("the PFS cannot hold this") from failure
             raise
         made = find_stat(directory, name)
         assert made is not None
@@ -299,25 +291,30 @@ class Stager:
             return self._fill_sealed(fd, self._wait_for_seal(content))
         tiers = self._list_readable_tiers(content)
         if not tiers:
-            raise Unsealed("the content has no readable copy")
+            raise self._build_unsealed(content, "the content has no readable copy")
         try:
             copied = self._copy(fd, content, tiers[0])
         except SourceFailed as failure:
-            raise Unsealed(str(failure)) from failure
+            raise self._build_unsealed(content, str(failure)) from failure
         if self._wait_for_seal(content).digest != copied[1]:
-            raise Unsealed("the content was sealed with another digest")
+            raise self._build_unsealed(content, "the content was sealed with another digest")
         return copied
 
     def _wait_for_seal(self, content: Content) -> Content:
-        """Return the content as it was sealed. Raises Unsealed if it is not, or not in time."""
+        """Return the content as it was sealed. Raises Busy if it is not, or not in time."""
         deadline_s = time.monotonic() + limits.EARLY_SEAL_WAIT_S
         while (now := contents.get_content(self._db, content.id)) == content:
             if time.monotonic() > deadline_s:
-                raise Unsealed("the seal takes too long")
+                raise self._build_unsealed(content, "the seal takes too long")
             time.sleep(limits.EARLY_SEAL_POLL_S)
         if now is None or now.change != content.change or now.digest is None:
-            raise Unsealed("the content was deleted or opened for writing")
+            raise self._build_unsealed(content, "the content was deleted or opened for writing")
         return now
+
+    def _build_unsealed(self, content: Content, reason: str) -> Busy:
+        """Return the error of an early copy that was of no use: the next plan waits for the seal."""
+        self._facts.last_unsealed = (content.id, content.change)
+        return Busy(reason)
 
     def _list_readable_tiers(self, content: Content) -> list[Tier]:
         return [copy.tier for copy in list_copies(self._db, content.id) if copy.state is CopyState.GOOD and copy.tier in self._tiers]
@@ -369,14 +366,20 @@ class Stager:
         """Copy an open file in a state that it had between two equal readings."""
         tiers = self._list_readable_tiers(content)
         if not tiers:
-            raise Unstable("the open file has no readable copy")
+            raise self._build_unstable(content, "the open file has no readable copy")
         for _ in range(STABLE_ATTEMPTS):
             os.ftruncate(fd, 0)
             with self._opened(tiers[0], content) as source:
                 copied = transfer.copy(source, fd, label="write_back")
                 if _digest_prefix(source, copied[0])[:2] == copied[:2]:
                     return copied
-        raise Unstable("the open file keeps changing")
+        raise self._build_unstable(content, "the open file keeps changing")
+
+    def _build_unstable(self, content: Content, reason: str) -> Busy:
+        """Return the error of an open file that is left out until it changes or is closed."""
+        log.info("%s: not written back yet: %s; the next fsync or the close tries again", self._path, reason)
+        self._facts.unstable_contents.add((content.id, content.change))
+        return Busy(reason)
 
 
 def remove_temporary(tree: PfsTree, location: PfsLocation, name: bytes) -> None:
