@@ -57,9 +57,9 @@ def get_file_record(db: Database, content: int) -> FileRecord:
 def get_publishable(db: Database, content: int) -> Content | None:
     """Return a content for write-back; None for a previous one whose file its successor has."""
     has_copy = "EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
-    if db.value(f"SELECT 1 FROM content k WHERE k.id = ? AND (k.superseded_mtime_ns IS NULL OR {has_copy})", content) is None:
-        return None
-    return get_content(db, content)
+    is_publishable = f"k.id = ? AND (k.superseded_mtime_ns IS NULL OR {has_copy})"
+    row = db.row(f"SELECT {CONTENT_COLUMNS} FROM content k WHERE {is_publishable}", content)
+    return None if row is None else build_content(row)
 
 
 def build_file_record(db: Database, inode: int, content: Content | None) -> FileRecord:

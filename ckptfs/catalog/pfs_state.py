@@ -176,6 +176,27 @@ class PfsView:
         shown, pending = self.get_entry(parent, name), self.get_pending(parent, name)
         return shown is not None and pending is not None and pending != shown.inode
 
+    def shows(self, name: PfsName, inode: int) -> bool:
+        """Return True if the PFS shows an inode under a name."""
+        shown = self.get_entry(*name)
+        return shown is not None and shown.inode == inode
+
+    def list_shown_names(self, inode: int) -> list[PfsName]:
+        """Return the names under which the PFS shows an inode, and is to show it."""
+        return [name for name in self.list_names(inode) if self.has_directory(*name) and not self.is_stale(*name)]
+
+    def list_stale_names(self, inode: int) -> list[PfsName]:
+        """Return the names under which the PFS shows an inode, and is to show another one or nothing."""
+        return [name for name in self.list_names(inode) if self.has_directory(*name) and self.is_stale(*name)]
+
+    def is_stranded(self, inode: int) -> bool:
+        """Return True if the PFS shows an inode under stale names only, and is to show it under others."""
+        return bool(self.list_pending_names(inode)) and not self.list_shown_names(inode)
+
+    def is_directory_pending(self, parent: int, name: bytes) -> bool:
+        """Return True if the directory of a name is missing on the PFS, and will appear later."""
+        return not self.has_directory(parent, name) and bool(self.list_pending_names(parent))
+
     def get_former(self, parent: int, name: bytes) -> tuple[int | None, int]:
         """Return (inode, st_mode) of what a name showed before this plan; (None, 0) if nothing."""
         query = "SELECT inode, coalesce(seen_mode, 0) FROM pfs_entry WHERE parent = ? AND name = ?"

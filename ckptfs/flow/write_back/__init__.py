@@ -276,7 +276,7 @@ class WriteBack:
             began_s = time.monotonic()
             staged = {action.key: self._stage_file(plan, action) for action in puts}
             self._persist(plan, puts)
-            summary.record_pfs_speed(self._db, plan.planned_bytes, time.monotonic() - began_s)
+            spent_s = time.monotonic() - began_s
         except BaseException:
             with contextlib.suppress(OSError):
                 self._discard(puts)
@@ -285,6 +285,7 @@ class WriteBack:
             self._stager.close()
         batch = finish_batch(plan, staged)
         batch.after_seq = self._deferred.after_seq
+        summary.record_pfs_speed(self._db, plan.planned_bytes, spent_s)
         if batch.actions:
             pfs_batch.set_batch(self._db, batch, ready=True)
             disk.reach("write_back:written_down")
@@ -376,7 +377,8 @@ class WriteBack:
         """Apply and record a batch. Return it, or the part of it before an action that the PFS refused."""
         require_lease = None if self._coordination is None else self._coordination.require_lease
         applier = Applier(self._db, self._tree, batch, require_lease, self._gone_directory)
-        self._stager.discard(batch.abandoned)
+        if batch.abandoned:
+            self._stager.discard(batch.abandoned)
         try:
             found = applier.run()
         except OSError as failure:

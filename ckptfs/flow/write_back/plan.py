@@ -29,8 +29,8 @@ from ckptfs import limits
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, PfsAction, PfsBatch
 from ckptfs.catalog.pfs_state import NO_INODE, Fingerprint, PfsEntry, PfsName, PfsView
-from ckptfs.flow.write_back.plan_facts import BatchPlan, Facts, PlannedFile, SourceKind, can_be_made
-from ckptfs.model import ROOT, Content, ContentState, PublishedRow
+from ckptfs.flow.write_back.plan_facts import BatchPlan, Facts, PlannedFile, SourceKind
+from ckptfs.model import ROOT, Content, ContentState, Inode, PublishedRow
 
 PUTS_MAX = 64
 ACTIONS_MAX = 256
@@ -88,17 +88,6 @@ class Planner:
             return None
         return Fingerprint(shown.fingerprint.ino) if shown.inode in self._with_set_attributes else shown.fingerprint
 
-    def _list_shown_names(self, inode: int) -> list[PfsName]:
-        """Return the names under which the PFS shows an inode, and is to show it."""
-        return [name for name in self.view.list_names(inode) if self.view.has_directory(*name) and not self.view.is_stale(*name)]
-
-    def _list_stale_names(self, inode: int) -> list[PfsName]:
-        return [name for name in self.view.list_names(inode) if self.view.has_directory(*name) and self.view.is_stale(*name)]
-
-    def _is_directory_pending(self, name: PfsName) -> bool:
-        """Return True if the directory of a name is missing on the PFS, and will appear later."""
-        return not self.view.has_directory(*name) and bool(self.view.list_pending_names(name[0]))
-
     def _list_linkable(self, names: list[PfsName], shown: list[PfsName]) -> list[PfsName]:
         """Return those of `names` that the PFS can show beside `shown`."""
         if self._facts.can_link_history:
@@ -110,7 +99,7 @@ class Planner:
     def _list_refuges(self, name: PfsName, inode: int = NO_INODE) -> list[PfsName]:
         """Return the names in the history to which a file may move before its last name goes."""
         shown = self.view.get_entry(*name)
-        if shown is None or shown.inode == inode or any(other != name for other in self._list_shown_names(shown.inode)):
+        if shown is None or shown.inode == inode or any(other != name for other in self.view.list_shown_names(shown.inode)):
             return []
         return [other for other in self.view.list_pending_names(shown.inode) if other != name and self._facts.is_in_history(other[0])]
 
@@ -149,10 +138,6 @@ class Planner:
                 self._requeue(row, file.id, file.content)
         return refuge is not None
 
-    def _is_stranded(self, inode: int) -> bool:
-        """Return True if the PFS shows an inode under stale names only, and is to show it under others."""
-        return bool(self.view.list_pending_names(inode)) and not self._list_shown_names(inode)
-
     def _is_guarded(self, name: PfsName, inode: int = NO_INODE) -> bool:
         """Return True if an entry must stay for now.
 
@@ -162,12 +147,14 @@ class Planner:
         if shown is None or shown.inode == inode:
             return False
         return (
-            self._is_stranded(shown.inode) or self._lacks_refuge(name, inode) or (inode != NO_INODE and self.view.has_entries(shown.inode))
+            self.view.is_stranded(shown.inode)
+            or self._lacks_refuge(name, inode)
+            or (inode != NO_INODE and self.view.has_entries(shown.inode))
         )
 
     def _is_refused(self, name: PfsName, inode: int = NO_INODE) -> bool:
         """Return True if a name cannot show `inode`, or nothing, for now; it may become pending."""
-        return self._facts.has_refused_names(inode) or self._is_guarded(name, inode) or self._is_directory_pending(name)
+        return self._facts.has_refused_names(inode) or self._is_guarded(name, inode) or self.view.is_directory_pending(*name)
 
     def _set_wanted(self, name: PfsName, inode: int, row: JournalRow) -> None:
         """Plan that a name shows `inode`, or nothing (`NO_INODE`), only when the PFS lets it."""
@@ -246,7 +233,7 @@ class Planner:
         self._append("attributes", inode, name, Fingerprint(self._get_shown(name).fingerprint.ino))
         self._with_set_attributes.add(inode)
         # All names are observed: the new times would look like an external change if the name that they were set under were removed later.
-        for other in {name, *self._list_shown_names(inode)}:
+        for other in {name, *self.view.list_shown_names(inode)}:
             if (kept := self.view.get_entry(*other)) is not None:
                 self.view.set_entry(*other, kept)
 
@@ -258,7 +245,7 @@ class Planner:
         if self._is_refused(name, row.inode):
             self._set_wanted(name, row.inode, row)
             return True
-        if not self.view.has_directory(*name) or row.inode in self._facts.unfit_inodes or not can_be_made(row, inode):
+        if not self.view.has_directory(*name) or row.inode in self._facts.unfit_inodes or not _can_be_made(row, inode):
             self.view.set_pending(*name, row.inode)
             return True
         if row.parent in self._made_directories:
@@ -268,11 +255,11 @@ class Planner:
 
     def _link(self, row: JournalRow) -> bool:
         (name,) = row.names
-        shown = self._list_shown_names(row.inode)
+        shown = self.view.list_shown_names(row.inode)
         is_refused = self._is_refused(name, row.inode)
         if not shown or is_refused or not self.view.has_directory(*name) or not self._list_linkable([name], shown):
             self.view.set_pending(*name, row.inode)
-            if is_refused or self._list_stale_names(row.inode):
+            if is_refused or self.view.list_stale_names(row.inode):
                 self._settle_later(row.inode, row)
             return True
         if name not in shown:
@@ -387,7 +374,7 @@ class Planner:
         if row.inode == ROOT:
             self._append("attributes", ROOT, (ROOT, b"."), Fingerprint())
             return True
-        for name in (self._list_shown_names(row.inode) or self._list_stale_names(row.inode))[:1]:
+        for name in (self.view.list_shown_names(row.inode) or self.view.list_stale_names(row.inode))[:1]:
             self._plan_attributes(row.inode, name)
         return True
 
@@ -425,7 +412,7 @@ class Planner:
     def _publish(self, row: JournalRow, content: Content, kind: SourceKind) -> bool:
         """Plan that all names of a file show this content."""
         inode = self._facts.get_inode(row.inode)
-        shown = self._list_shown_names(row.inode)
+        shown = self.view.list_shown_names(row.inode)
         pending = self._list_linkable(self.view.list_pending_names(row.inode), shown)
         refused = [name for name in pending if self._is_refused(name, row.inode)]
         waiting = [name for name in pending if name not in refused and self.view.has_directory(*name)]
@@ -466,7 +453,7 @@ class Planner:
 
     def _remove_forgotten(self, inode: int) -> None:
         """Plan the removal of names that deleted files of the history took over: they are not new bytes."""
-        for name in self._list_stale_names(inode):
+        for name in self.view.list_stale_names(inode):
             taker = self.view.get_pending(*name)
             gone = self._facts.get_inode(taker or NO_INODE)
             if taker and (gone is None or gone.nlink == 0) and not self._facts.has_refused_names(inode):
@@ -481,7 +468,7 @@ class Planner:
         published = None if shown is None or shown.inode in self._rewritten else self._facts.get_published(shown.inode)
         if shown is None or published is None or not _is_on_pfs(published, content) or not self._facts.is_in_history(name[0]):
             return False
-        for other in self._list_shown_names(shown.inode):
+        for other in self.view.list_shown_names(shown.inode):
             self.view.set_entry(*other, PfsEntry(row.inode, shown.fingerprint))
             self.view.set_pending(*other, shown.inode)
         self.view.delete_pending(*name)
@@ -498,16 +485,16 @@ class Planner:
         """Bring the names of an inode on the PFS in line with the journal; if impossible now, keep the row."""
         if self._facts.is_repeated(row):
             return True
-        wanted = self._list_linkable(self.view.list_pending_names(row.inode), self._list_shown_names(row.inode))
-        stale = self._list_stale_names(row.inode)
-        if self._facts.has_refused_names(row.inode) or any(self._is_directory_pending(name) for name in wanted):
+        wanted = self._list_linkable(self.view.list_pending_names(row.inode), self.view.list_shown_names(row.inode))
+        stale = self.view.list_stale_names(row.inode)
+        if self._facts.has_refused_names(row.inode) or any(self.view.is_directory_pending(*name) for name in wanted):
             return self._keep(row)
         wanted = [name for name in wanted if self.view.has_directory(*name)]
         if not wanted and not stale:
             return True
         if not self.view.list_names(row.inode):
             return self._settle_missing(row, wanted)
-        if not self._list_shown_names(row.inode):
+        if not self.view.list_shown_names(row.inode):
             if wanted:
                 return self._settle_move(row, stale[0], wanted[0]) if stale else True
             if self.view.has_entries(row.inode):
@@ -517,7 +504,7 @@ class Planner:
     def _settle_missing(self, row: JournalRow, wanted: list[PfsName]) -> bool:
         """Plan that an inode appears that the PFS does not show. A file with bytes appears with its content."""
         inode, name = self._facts.get_inode(row.inode), wanted[0]
-        if inode is None or not can_be_made(replace(row, mode=inode.mode), inode):
+        if inode is None or not _can_be_made(replace(row, mode=inode.mode), inode):
             return True
         if self._is_guarded(name, row.inode):
             return self._keep(row)
@@ -535,7 +522,7 @@ class Planner:
             return False
         other = self.view.get_entry(*new)
         if other is not None and self._is_guarded(new, row.inode):
-            if self._facts.has_refused_names(other.inode) or not self._is_stranded(other.inode):
+            if self._facts.has_refused_names(other.inode) or not self.view.is_stranded(other.inode):
                 return self._keep(row)
             self._plan_exchange(name, new)
         else:
@@ -556,7 +543,7 @@ class Planner:
             if self.view.get_pending(*name) == NO_INODE:
                 self.view.delete_pending(*name)
         for name in wanted:
-            source = self._list_shown_names(row.inode)[0]
+            source = self.view.list_shown_names(row.inode)[0]
             if self._is_guarded(name, row.inode):
                 self._keep(row)
                 continue
@@ -577,6 +564,15 @@ def _can_be_copied_early(facts: Facts, content: Content) -> bool:
     """Return True if a CLOSED content is large, and no copy before its seal has been of no use."""
     is_new = (content.id, content.change) != facts.last_unsealed
     return is_new and content.size >= BATCH_BYTES_MAX and not facts.has_refused_bytes(content.inode)
+
+
+def _can_be_made(row: JournalRow, inode: Inode | None) -> bool:
+    """Return True if an inode is made without a content: a directory, or known and without bytes."""
+    if stat.S_ISDIR(row.mode):
+        return True
+    if inode is None or inode.nlink == 0:
+        return False
+    return not stat.S_ISREG(inode.mode) or inode.content is None
 
 
 def _get_wanted(shown: PfsEntry | None, pending: int | None) -> int:

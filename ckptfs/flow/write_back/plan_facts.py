@@ -3,7 +3,6 @@
 The facts come from the catalog and from earlier attempts. Nothing here outlives the mover: if we die, the next one plans again.
 """
 
-import stat
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -14,7 +13,7 @@ from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import PfsBatch
 from ckptfs.flow.write_back.deferred import CopyPacing, DeferredFiles, RefusedKind
 from ckptfs.limits import MIB
-from ckptfs.model import Content, Inode
+from ckptfs.model import Content
 
 # A content may block the rows behind it until its seal for as long as its digest takes on a slow disk, and a margin.
 SEAL_WAIT_S = 10.0
@@ -88,12 +87,3 @@ class Facts:
         """Return True if write-back has waited too long for the seal of a CLOSED content."""
         waited_s, has_waited_before = journal.get_seal_wait(self._db, row)
         return waited_s > (SEAL_WAIT_REPEATED_S if has_waited_before else SEAL_WAIT_S + content.size / SEAL_BYTES_PER_S)
-
-
-def can_be_made(row: JournalRow, inode: Inode | None) -> bool:
-    """Return True if an inode is made without a content: a directory, or known and without bytes."""
-    if stat.S_ISDIR(row.mode):
-        return True
-    if inode is None or inode.nlink == 0:
-        return False
-    return not stat.S_ISREG(inode.mode) or inode.content is None

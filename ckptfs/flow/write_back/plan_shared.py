@@ -101,7 +101,9 @@ class SharedPlanner(Planner):
     def _shared_name(self, row: JournalRow) -> bool:
         (name,) = row.names
         is_made = row.op == "make"
-        if self._shows(name, row.inode) or (is_made and not self._snapshot.is_alive(row.inode) and not self._is_unlinked_later(row, name)):
+        if self.view.shows(name, row.inode):
+            return True
+        if is_made and not self._snapshot.is_alive(row.inode) and not self._is_unlinked_later(row, name):
             return True
         if not self._has_name(row, name) or (is_made and self.view.list_names(row.inode)):
             return self._align(row.inode)
@@ -121,7 +123,7 @@ class SharedPlanner(Planner):
 
     def _shared_rename(self, row: JournalRow) -> bool:
         name, new = row.names
-        if self._shows(new, row.inode) and not self._shows(name, row.inode):
+        if self.view.shows(new, row.inode) and not self.view.shows(name, row.inode):
             self.view.delete_pending(*name)
             return True
         if not self._has_name(row, new):
@@ -129,7 +131,7 @@ class SharedPlanner(Planner):
             return self._align(row.inode)
         if not self._ensure_directory(new[0]) or not self._vacate(new, row.inode):
             return False
-        if self._shows(name, row.inode) and self.view.get_path(name[0]) is not None:
+        if self.view.shows(name, row.inode) and self.view.get_path(name[0]) is not None:
             self.view.delete_pending(*name)
             return self._rename(row)
         if stat.S_ISREG(row.mode) and not self.view.list_names(row.inode):
@@ -142,10 +144,10 @@ class SharedPlanner(Planner):
     def _shared_exchange(self, row: JournalRow) -> bool:
         name, new = row.names
         other = self._snapshot.get_child(name)
-        if self._shows(new, row.inode) and not self._shows(name, row.inode):
+        if self.view.shows(new, row.inode) and not self.view.shows(name, row.inode):
             return other is None or self._align(other)
-        is_agreed = self._snapshot.get_child(new) == row.inode and self._shows(name, row.inode)
-        if other is not None and is_agreed and self._shows(new, other):
+        is_agreed = self._snapshot.get_child(new) == row.inode and self.view.shows(name, row.inode)
+        if other is not None and is_agreed and self.view.shows(new, other):
             return self._exchange(row)
         return all(self._align(inode) for inode in (row.inode, other) if inode is not None)
 
@@ -214,7 +216,7 @@ class SharedPlanner(Planner):
                 return False
             if not self.view.list_names(inode) and known is not None and not (known.is_file and known.content is not None):
                 self._plan_file(SourceKind.INODE, inode, None, known.mode, name)
-            elif (others := self._list_shown_names(inode)) and name not in others:
+            elif (others := self.view.list_shown_names(inode)) and name not in others:
                 self._plan_link(inode, others[0], name)
         return True
 
@@ -298,10 +300,6 @@ class SharedPlanner(Planner):
         return False
 
     # --- pieces -------------------------------------------------------------------------------------------------------
-
-    def _shows(self, name: PfsName, inode: int) -> bool:
-        shown = self.view.get_entry(*name)
-        return shown is not None and shown.inode == inode
 
     def _has_name(self, row: JournalRow, name: PfsName) -> bool:
         """Return True if the inode has the name that the row gives, or had it until a later row.
