@@ -113,17 +113,14 @@ def delete_entries(db: Database, inode: int) -> None:
     db.run("DELETE FROM pfs_entry WHERE inode = ?", inode)
 
 
-def get_xattrs(db: Database, inode: int) -> dict[bytes, bytes]:
-    """Return the extended attributes of an inode that go to the PFS."""
-    rows = db.rows("SELECT name, value FROM xattr WHERE inode = ?", inode)
-    named = ((XATTRS_ON_PFS.get(bytes(name), bytes(name)), bytes(value)) for name, value in rows)
-    return {name: value for name, value in named if not name.startswith(INTERNAL_XATTR_PREFIX)}
-
-
 def find_attributes(db: Database, inode: int) -> tuple[Inode, dict[bytes, bytes]] | None:
     """Return an inode and its extended attributes that go to the PFS. Returns None if it is gone."""
     found = inodes.find(db, inode)
-    return None if found is None else (found, get_xattrs(db, inode))
+    if found is None:
+        return None
+    rows = db.rows("SELECT name, value FROM xattr WHERE inode = ?", inode)
+    named = ((XATTRS_ON_PFS.get(bytes(name), bytes(name)), bytes(value)) for name, value in rows)
+    return found, {name: value for name, value in named if not name.startswith(INTERNAL_XATTR_PREFIX)}
 
 
 class PfsView:

@@ -220,9 +220,7 @@ class ClusterWriteBack:
         return bool(gone)
 
     def _observe(self, name: PfsName, temporaries: Iterable[str]) -> ObservedStat | None:
-        """Return what the PFS shows under a name.
-
-        The temporary names of the intent are removed first.
+        """Return what the PFS shows under a name, after the temporary names of the intent were removed.
 
         A rename of the dead node that still hangs in the kernel then finds no source, and cannot land any more.
         """

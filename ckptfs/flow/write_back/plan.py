@@ -412,18 +412,18 @@ class Planner:
     def _publish(self, row: JournalRow, content: Content, kind: SourceKind) -> bool:
         """Plan that all names of a file show this content."""
         inode = self._facts.get_inode(row.inode)
-        shown = self.view.list_shown_names(row.inode)
-        pending = self._list_linkable(self.view.list_pending_names(row.inode), shown)
-        refused = [name for name in pending if self._is_refused(name, row.inode)]
-        waiting = [name for name in pending if name not in refused and self.view.has_directory(*name)]
         if inode is None or inode.nlink == 0:
             return True
+        shown, pending = self.view.list_shown_names(row.inode), self.view.list_pending_names(row.inode)
+        published = self._facts.get_published(row.inode)
+        pending = self._list_linkable(pending, shown)
+        refused = [name for name in pending if self._is_refused(name, row.inode)]
+        waiting = [name for name in pending if name not in refused and self.view.has_directory(*name)]
         if not shown + waiting:
             return self._keep(row) if refused or self._facts.has_refused_names(row.inode) else True
         if any(parent in self._made_directories for parent, _ in shown + waiting):
             return False
         first, *others = shown + waiting
-        published = self._facts.get_published(row.inode)
         if (
             kind is SourceKind.SEALED
             and shown
@@ -511,10 +511,7 @@ class Planner:
         if name[0] in self._made_directories:
             return False
         self._plan_file(SourceKind.INODE, row.inode, None, inode.mode, name)
-        for other in wanted[1:]:
-            self._plan_link(row.inode, name, other)
-        self.plan.moved_pending.add(row.inode)
-        return True
+        return self._settle_links(row, wanted[1:], [])
 
     def _settle_move(self, row: JournalRow, name: PfsName, new: PfsName) -> bool:
         """Plan that an inode moves to a right name, or changes places with another one that is stranded."""

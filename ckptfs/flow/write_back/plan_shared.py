@@ -115,8 +115,8 @@ class SharedPlanner(Planner):
         if self._snapshot.get_child(name) == (row.inode if shown is None else shown.inode) and not self._is_named_later(row, name):
             self.view.delete_pending(*name)
             return True
-        is_last = shown is not None and (shown.inode != row.inode or self.view.list_names(row.inode) == [name])
-        if shown is not None and is_last and self._snapshot.is_alive(shown.inode):
+        is_to_stay = shown is not None and (shown.inode != row.inode or self.view.list_names(row.inode) == [name])
+        if shown is not None and is_to_stay and self._snapshot.is_alive(shown.inode):
             self.view.delete_pending(*name)
             return self._align(shown.inode)
         return self._empty_directory(row.inode) and self._remove(row) if row.op == "rmdir" else self._remove(row)
