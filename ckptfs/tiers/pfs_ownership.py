@@ -166,9 +166,10 @@ def apply_attributes(
         found = os.fstat(fd)
         is_symlink = stat.S_ISLNK(found.st_mode)
         path = b"/proc/self/fd/%d" % fd
-        owner = (wanted.uid, wanted.gid)
-        if (found.st_uid, found.st_gid) != owner:
-            _tolerate("owners", _NOT_ALLOWED, lambda: disk.act("pfs:chown", _chown, path, owner, directory, name, is_symlink))
+        # What the path of a symlink's descriptor leads to is its target.
+        at, how = (name, {"dir_fd": directory, "follow_symlinks": False}) if is_symlink else (path, {})
+        if (found.st_uid, found.st_gid) != (wanted.uid, wanted.gid):
+            _tolerate("owners", _NOT_ALLOWED, lambda: disk.act("pfs:chown", os.chown, at, wanted.uid, wanted.gid, **how))
         if not is_symlink:
             # A change of owner and ACLs may change the mode as well, so it is always set.
             _tolerate("modes", _NOT_ALLOWED, lambda: disk.act("pfs:chmod", os.chmod, path, stat.S_IMODE(wanted.mode)))
@@ -176,21 +177,7 @@ def apply_attributes(
             _tolerate("extended attributes", _NO_XATTR, lambda: _set_xattrs(path, xattrs, is_new=is_new))
         if with_times:
             when = (wanted.atime_ns, wanted.mtime_ns)
-            _tolerate("times", _NOT_ALLOWED, lambda: disk.act("pfs:utime", _utime, path, when, directory, name, is_symlink))
-
-
-def _chown(path: bytes, owner: tuple[int, int], directory: int, name: bytes, is_symlink: bool) -> None:
-    if is_symlink:
-        os.chown(name, *owner, dir_fd=directory, follow_symlinks=False)
-    else:
-        os.chown(path, *owner)
-
-
-def _utime(path: bytes, when: tuple[int, int], directory: int, name: bytes, is_symlink: bool) -> None:
-    if is_symlink:
-        os.utime(name, ns=when, dir_fd=directory, follow_symlinks=False)
-    else:
-        os.utime(path, ns=when)
+            _tolerate("times", _NOT_ALLOWED, lambda: disk.act("pfs:utime", os.utime, at, ns=when, **how))
 
 
 def _set_xattrs(path: bytes, wanted: Mapping[bytes, bytes], *, is_new: bool) -> None:

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ckptfs import disk, limits
@@ -112,10 +113,7 @@ def _list_external_in_work_area(root_fd: int) -> list[bytes]:
 
 def stat_entry(directory_fd: int, name: bytes) -> PfsEntryStat:
     """Call lstat for a name, as the owner of the directory if root may not. Raises OSError."""
-
-    def call() -> os.stat_result:
-        return disk.act("scan:stat", os.stat, name, dir_fd=directory_fd, follow_symlinks=False)
-
+    call = partial(disk.act, "scan:stat", os.stat, name, dir_fd=directory_fd, follow_symlinks=False)
     return _build_stat(name, retry_as_owner(call, lambda: [get_owner(directory_fd)]))
 
 
@@ -144,14 +142,12 @@ def load_details(directory_fd: int, entry: PfsEntryStat) -> PfsEntryStat:
     """Return `entry` with the target of a symlink and the user xattrs. Raises FileNotFoundError."""
     path = b"/proc/self/fd/%d/%s" % (directory_fd, entry.name)
 
-    def link() -> bytes:
-        return bytes(disk.act("scan:readlink", os.readlink, entry.name, dir_fd=directory_fd))
-
     def xattrs() -> tuple[tuple[bytes, bytes], ...]:
         names = [name for name in disk.act("scan:xattrs", os.listxattr, path, follow_symlinks=False) if _is_user_xattr(name)]
         return tuple((os.fsencode(name), os.getxattr(path, name, follow_symlinks=False)) for name in names)
 
     if stat.S_ISLNK(entry.mode):
+        link = partial(disk.act, "scan:readlink", os.readlink, entry.name, dir_fd=directory_fd)
         return replace(entry, target=retry_as_owner(link, lambda: [get_owner(directory_fd)]))
     if not (entry.is_file or entry.is_directory):
         return entry
