@@ -1,5 +1,6 @@
 """G1, P5, P6: with too little time, new files of an urgent checkpoint go to the PFS ahead of older changes, and nothing else does."""
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,11 @@ from write_back_world import Mount
 from ckptfs.catalog import exposure, history, journal
 from ckptfs.catalog.exposure import UrgentOrder
 from ckptfs.catalog.history import SetRecord
+from ckptfs.catalog.pfs_batch import PfsAction
+from ckptfs.catalog.pfs_state import Fingerprint, PfsLocation
 from ckptfs.flow.write_back import WriteBack, plan
+from ckptfs.flow.write_back.deferred import RefusedKind
+from ckptfs.model import ROOT
 
 STEPS = (100, 200, 300)
 
@@ -178,8 +183,8 @@ def test_a_refused_file_does_not_hold_up_the_others(mount: Mount, monkeypatch: p
         save(mount, step)
     hurry(mount, files_of(300), files_of(200))
     flow = mount.write_back()
-    number = mount.number(files_of(300)[0])
-    flow._deferred.defer(number, "run/step_300/a.pt", OSError(122, "over the quota"))
+    put = PfsAction("put", 1, mount.number(files_of(300)[0]), PfsLocation(ROOT, b"a.pt", ()), Fingerprint())
+    flow._deferred.defer(put, RefusedKind.BYTES, OSError(errno.EDQUOT, "over the quota"))
     for _ in range(100):
         if not flow.step():
             break

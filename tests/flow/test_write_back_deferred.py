@@ -4,14 +4,19 @@ import errno
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from write_back_world import Mount, intercepted, rest
 
 from ckptfs.catalog import journal
+from ckptfs.catalog.pfs_batch import PfsAction
+from ckptfs.catalog.pfs_state import Fingerprint, PfsLocation
 from ckptfs.errors import TierUnavailable
 from ckptfs.flow.write_back import deferred, stage
 from ckptfs.flow.write_back.deferred import DeferredFiles, RefusedKind
+from ckptfs.model import ROOT
+from ckptfs.tiers.pfs_tree import PfsTree
 
 pytestmark = pytest.mark.usefixtures("no_retries")
 # Those that sites see for one file or one owner.
@@ -108,12 +113,13 @@ def test_a_pfs_that_refuses_everything_is_waited_for(mount: Mount, monkeypatch: 
     mount.settle_exactly()
 
 
-def test_each_refusal_waits_longer_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_refusal_waits_longer_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(deferred.time, "monotonic", lambda: now[0])
-    aside, waits = DeferredFiles(lambda key, value: None), []
+    aside, waits = DeferredFiles(lambda key, value: None, PfsTree(tmp_path), b".ckptfs.probe"), []
+    put = PfsAction("put", 1, 7, PfsLocation(ROOT, b"f", ()), Fingerprint())
     for _ in range(12):
-        assert aside.defer(7, "f", OSError(errno.EDQUOT, "over the quota")) and aside.is_refused(RefusedKind.BYTES, 7)
+        assert aside.defer(put, RefusedKind.BYTES, OSError(errno.EDQUOT, "over the quota")) and aside.is_refused(RefusedKind.BYTES, 7)
         due_s = aside.next_due_s()
         assert due_s is not None
         waits.append(due_s)
@@ -122,4 +128,5 @@ def test_each_refusal_waits_longer_up_to_a_bound(monkeypatch: pytest.MonkeyPatch
         aside.start_batch()
         assert not aside.is_refused(RefusedKind.BYTES, 7) and aside.after_seq == 0
     assert waits == sorted(waits) and waits[0] == deferred.RETRY_FIRST_S and waits[-1] == deferred.RETRY_LAST_S
-    assert not aside.defer(7, "f", OSError(errno.EIO, "broken")) and not aside.defer(7, "f", OSError(errno.ENOSPC, "full"))
+    for failure in (OSError(errno.EIO, "broken"), OSError(errno.ENOSPC, "full")):
+        assert not aside.defer(put, RefusedKind.BYTES, failure)

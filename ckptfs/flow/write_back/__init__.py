@@ -22,6 +22,7 @@ import os
 import random
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
@@ -48,8 +49,6 @@ from ckptfs.flow.write_back.deferred import (
     build_unavailable_error,
     choose_kind,
     concerns_one_file,
-    is_elsewhere,
-    takes_a_file,
 )
 from ckptfs.flow.write_back.plan import Planner, waits_for_seal
 from ckptfs.flow.write_back.plan_facts import BatchPlan, Facts, PlannedFile, SourceKind
@@ -92,7 +91,7 @@ class WriteBack:
         self._instance = journal.get_instance_id(db)
         self._coordination = None if cluster is None or config.pfs is None else ClusterWriteBack(db, cluster, self._instance, self._tree)
         self._pacing = CopyPacing(0.0 if config.fsync is Level.PFS else PAUSE_RATIO)
-        self._deferred = DeferredFiles(lambda where, value: summary.set_trouble(db, where, value))
+        self._deferred = DeferredFiles(partial(summary.set_trouble, db), self._tree, f".ckptfs.{self._instance}.0".encode())
         self._ahead = RowsAhead(db)
         self._facts = Facts(db, self._pacing, self._deferred)
         self._stager = Stager(db, tiers, self._tree, self._facts)
@@ -338,18 +337,10 @@ class WriteBack:
 
     def _refuse(self, action: PfsAction, planned: PlannedFile, failure: OSError) -> NoReturn:
         """Defer a file if the error is its own, so that others proceed. Raises Busy then, and else OSError."""
-        if not self._defer(action, RefusedKind.NAMES if planned.content is None else RefusedKind.BYTES, failure):
+        if not self._deferred.defer(action, RefusedKind.NAMES if planned.content is None else RefusedKind.BYTES, failure):
             raise OSError(failure.errno, failure.strerror, action.location.text) from failure
         self._fence = None
         raise Busy(f"{action.location.text} is deferred") from failure
-
-    def _defer(self, action: PfsAction, kind: RefusedKind, failure: OSError) -> bool:
-        """Defer what the PFS refused. Return False if the error concerns more than this file."""
-        location, probe = action.new_location or action.location, f".ckptfs.{self._instance}.0".encode()
-        return self._deferred.defer(
-            action.inode, location.text, failure, kind, _describe_act(action),
-            lambda: is_elsewhere(self._tree, location.path), lambda: takes_a_file(self._tree, probe),
-        )  # fmt: skip
 
     # --- act: apply, and record ---------------------------------------------------------------------------------------
 
@@ -389,7 +380,7 @@ class WriteBack:
             if applier.is_history_link(action, failure):
                 log.info("the PFS cannot link: %s; a file goes to the history of sets when it loses all other names", failure.strerror)
                 self._facts.can_link_history = False
-            elif applier.is_half_done or not self._defer(action, choose_kind(action, journal.get(self._db, seq)), failure):
+            elif applier.is_half_done or not self._deferred.defer(action, choose_kind(action, journal.get(self._db, seq)), failure):
                 raise OSError(failure.errno, failure.strerror, action.location.text) from failure
             # The rows from the refused one on are planned again.
             cut = build_batch_before(batch, action.key, has_both_names=applier.has_both_names)
@@ -451,9 +442,3 @@ class WriteBack:
                 log.debug("%s: its times on the PFS are left as they are: %s", os.fsdecode(b"/".join(path)), failure)
         pfs_state.delete_stale_times(self._db, directories)
         return bool(directories)
-
-
-def _describe_act(action: PfsAction) -> str:
-    old = action.location.text
-    names = {"put": "creation", "link": f"link to {old}", "move": f"rename from {old}", "exchange": f"exchange with {old}"}
-    return names.get(action.act, "removal")

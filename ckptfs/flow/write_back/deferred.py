@@ -97,10 +97,12 @@ def concerns_one_file(failure: OSError) -> bool:
 class DeferredFiles:
     """What the PFS refuses, by inode. Up to row `after_seq` the journal holds only rows of such inodes."""
 
-    def __init__(self, report: Callable[[str, Mapping[str, Any] | None], None]) -> None:
-        """`report(key, value)` publishes a trouble, or clears it if `value` is None."""
+    def __init__(self, report: Callable[[str, Mapping[str, Any] | None], None], tree: PfsTree, probe: bytes) -> None:
+        """`report(key, value)` publishes a trouble, or clears it if that is None. `probe`: a temporary name."""
         self.after_seq = 0
         self._report = report
+        self._tree = tree
+        self._probe = probe
         self._files: dict[tuple[int, RefusedKind], _DeferredFile] = {}
         self._delays_s: dict[tuple[int, RefusedKind], float] = {}
         self._failures: dict[tuple[int, RefusedKind], int] = {}
@@ -131,33 +133,19 @@ class DeferredFiles:
         if full is not None and not self._has_made_room:
             raise build_unavailable_error(full, str(full.filename))
 
-    def defer(
-        self,
-        inode: int,
-        path: str,
-        failure: OSError,
-        kind: RefusedKind = RefusedKind.BYTES,
-        act: str = "",
-        is_elsewhere: Callable[[], bool] = lambda: False,
-        is_pfs_well: Callable[[], bool] = lambda: False,
-    ) -> bool:
-        """Defer a file that the PFS refused. `act` names the change of its names.
-
-        Returns False if the error concerns more than this file, or if too many files are deferred. Of an error that may concern the whole
-        PFS, `is_elsewhere` says whether the file belongs on another filesystem below it. `is_pfs_well` is asked if it comes for the same
-        file again and again.
-        """
-        key = inode, kind
+    def defer(self, action: PfsAction, kind: RefusedKind, failure: OSError) -> bool:
+        """Defer what the PFS refused. Return False if that concerns more than this file, or too many wait."""
+        key, location = (action.inode, kind), action.new_location or action.location
         is_known_full = self.skips_bytes and failure.errno == errno.ENOSPC
-        is_own = concerns_one_file(failure) or is_known_full or is_elsewhere() or self._is_stubborn(key, failure, is_pfs_well)
-        if not is_own:
+        is_own = concerns_one_file(failure) or is_known_full or _is_elsewhere(self._tree, location.path)
+        if not is_own and not self._is_stubborn(key, failure):
             return False
         if len(self._files) >= FILES_MAX and not isinstance(failure, SourceFailed):
             return False
         self._failures.pop(key, None)
         before_s = self._delays_s.pop(key, 0.0)
         delay_s = min(max(2 * before_s, RETRY_FIRST_S), RETRY_LAST_S)
-        what = f"{health.describe(failure)}: {kind.value.format(act=act)}"
+        path, what = location.text, f"{health.describe(failure)}: {kind.value.format(act=_describe_act(action))}"
         remedy = failure.remedy if isinstance(failure, SourceFailed) else health.pfs_remedy(failure.errno) or "see the PFS's own log"
         self._files[key] = _DeferredFile(time.monotonic() + delay_s, delay_s, path, what, remedy, failure.errno == errno.ENOSPC)
         level = logging.WARNING if not before_s and len(self._files) <= LOGGED_MAX else logging.DEBUG
@@ -165,12 +153,22 @@ class DeferredFiles:
         self._report_deferred()
         return True
 
-    def _is_stubborn(self, key: tuple[int, RefusedKind], failure: OSError, is_pfs_well: Callable[[], bool]) -> bool:
+    def _is_stubborn(self, key: tuple[int, RefusedKind], failure: OSError) -> bool:
         """Return True if the change fails again and again while the PFS takes other files."""
         if failure.errno in WHOLE_PFS_ERRNOS:
             return False
         self._failures[key] = self._failures.get(key, 0) + 1
-        return self._failures[key] >= TRIES_MAX and is_pfs_well()
+        return self._failures[key] >= TRIES_MAX and self._takes_a_file()
+
+    def _takes_a_file(self) -> bool:
+        """Return True if the PFS takes a small file. Then it is well, even if it refuses another one."""
+        root = self._tree.get_directory(())
+        try:
+            run_as_owner(root, self._probe, lambda: disk.act("write_back:probe", _make_and_remove, root, self._probe))
+        except OSError as failure:
+            log.debug("the PFS does not take a file: %s", failure)
+            return False
+        return True
 
     def is_refused(self, kind: RefusedKind, inode: int) -> bool:
         """Return True if the PFS refuses this of an inode, until `start_batch` releases it."""
@@ -181,14 +179,15 @@ class DeferredFiles:
         retries_all, self._retries_all = self._retries_all, False
         now = time.monotonic()
         due = [key for key, one in self._files.items() if retries_all or one.until_s <= now]
-        for key in due:
-            self._delays_s[key] = self._files.pop(key).delay_s
         if due:
-            self.after_seq = 0
+            self._release(due)
 
     def release(self, inodes: Iterable[int]) -> None:
         """Release renamed or new inodes, and read the journal again for rows that wait for them."""
-        for key in [(inode, kind) for inode in inodes for kind in RefusedKind if (inode, kind) in self._files]:
+        self._release([(inode, kind) for inode in inodes for kind in RefusedKind if (inode, kind) in self._files])
+
+    def _release(self, keys: list[tuple[int, RefusedKind]]) -> None:
+        for key in keys:
             self._delays_s[key] = self._files.pop(key).delay_s
         self.after_seq = 0
 
@@ -273,7 +272,13 @@ def build_unavailable_error(failure: OSError, path: str) -> CkptfsError:
     return error
 
 
-def is_elsewhere(tree: PfsTree, path: DirectoryPath) -> bool:
+def _describe_act(action: PfsAction) -> str:
+    old = action.location.text
+    names = {"put": "creation", "link": f"link to {old}", "move": f"rename from {old}", "exchange": f"exchange with {old}"}
+    return names.get(action.act, "removal")
+
+
+def _is_elsewhere(tree: PfsTree, path: DirectoryPath) -> bool:
     """Return True if a directory is on a filesystem that is mounted below the PFS's root."""
     try:
         directory, root = tree.get_directory(path), tree.get_directory(())
@@ -282,20 +287,6 @@ def is_elsewhere(tree: PfsTree, path: DirectoryPath) -> bool:
         return os.fstat(directory).st_dev != os.fstat(root).st_dev and (found.f_blocks, found.f_bfree) != (whole.f_blocks, whole.f_bfree)
     except OSError:
         return False
-
-
-def takes_a_file(tree: PfsTree, name: bytes) -> bool:
-    """Return True if the PFS takes a small file under a temporary name.
-
-    Then it is well, even if it refuses another one.
-    """
-    root = tree.get_directory(())
-    try:
-        run_as_owner(root, name, lambda: disk.act("write_back:probe", _make_and_remove, root, name))
-    except OSError as failure:
-        log.debug("the PFS does not take a file: %s", failure)
-        return False
-    return True
 
 
 def _make_and_remove(directory: int, name: bytes) -> None:
