@@ -12,6 +12,7 @@ Crash safety: a batch is in the catalog and its intents are in the store; the ne
 
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from ckptfs import limits
@@ -51,10 +52,7 @@ ROUNDS_MAX = 64
 
 def list_published_rows(db: Database, instance: str, rows: list[JournalRow]) -> list[JournalRow]:
     """Return the rows before the first unpublished one, which may still be undone."""
-    for place, row in enumerate(rows):
-        if key_state.is_dirty(db, build_row_key(db, instance, row)):
-            return rows[:place]
-    return rows
+    return [*takewhile(lambda row: not key_state.is_dirty(db, build_row_key(db, instance, row)), rows)]
 
 
 def build_row_key(db: Database, instance: str, row: JournalRow) -> SharedKey:
@@ -378,12 +376,9 @@ def complete_intents(db: Database, store: Transactions, batch: PfsBatch, found: 
     subjects = _list_subjects(db, batch) | set(pfs_batch.list_unfinished(batch, found))
     keys = [*list_pfs_name_keys(batch), *(SharedKey(PFS_STATE, inode) for inode in sorted(subjects))]
     values = _build_final_values(db, batch, found, keys)
-    changes: list[Operation] = []
-    for key, value in values.items():
-        changes.append(Delete(encode_key(key)) if value is None else Put(encode_key(key), value))
-    compares = [
-        Compare(encode_key(key), CompareTarget.MOD, "=", key_state.get_cached(db, key).revision) for key in list_pfs_name_keys(batch)
-    ]
+    changes = [Delete(encode_key(key)) if value is None else Put(encode_key(key), value) for key, value in values.items()]
+    names = [key for key in keys if key.kind == PFS_NAME]
+    compares = [Compare(encode_key(key), CompareTarget.MOD, "=", key_state.get_cached(db, key).revision) for key in names]
     attributes = [SharedKey(INODE, inode) for inode in sorted(subjects)]
     outcome = store.commit(compares, [*changes, *read.build_gets(attributes)], read.build_gets(keys))
     if outcome.succeeded:
