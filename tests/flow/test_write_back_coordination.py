@@ -19,6 +19,7 @@ from ckptfs.coherence.keys import PFS_NAME, SharedKey
 from ckptfs.errors import CkptfsError
 from ckptfs.flow.write_back import deferred
 from ckptfs.model import ROOT
+from ckptfs.tiers import pfs_tree
 
 
 def run(root: Path, seed: int, act: Callable[[WriterCluster], Any], count: int = 2) -> WriterCluster:
@@ -372,6 +373,32 @@ def test_what_a_mover_was_making_goes_from_a_directory_that_was_moved(tmp_path: 
             pass
         await two.unlink("e/f")
         await two.rmdir("e")
+
+    run(tmp_path, 0, act)
+
+
+@pytest.mark.parametrize("label", ["write_back:truncate", "write_back:written_down"])
+def test_what_is_planned_again_leaves_nothing_in_a_directory_that_was_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, label: str
+) -> None:
+    """P6: while a node makes a file, another one moves the directory on the PFS, and deletes the file."""
+    monkeypatch.setattr(pfs_tree, "CACHED_S", 0.0)
+
+    async def act(cluster: WriterCluster) -> None:
+        one, two = cluster.nodes
+        await one.mkdir("d")
+        await cluster.settle()
+        await two.put("d/f", b"2")
+
+        async def move_meanwhile() -> None:
+            await one.rename("d", "e")
+            while await cluster.step(one):
+                pass
+            await one.unlink("e/f")
+
+        cluster.meanwhile[label] = move_meanwhile
+        while cluster.meanwhile:
+            await cluster.step(two)
 
     run(tmp_path, 0, act)
 

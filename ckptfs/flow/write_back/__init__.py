@@ -21,7 +21,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -268,8 +268,9 @@ class WriteBack:
         """Make the temporary files of a plan, and store the batch. Raises Busy if it must be planned again."""
         puts = [action for action in plan.batch.actions if action.key in plan.puts]
         self._stager.remove_leftovers(puts)
+        begun = PfsBatch(plan.batch.last_seq, puts)
         if puts:
-            pfs_batch.set_batch(self._db, PfsBatch(plan.batch.last_seq, puts), ready=False)
+            pfs_batch.set_batch(self._db, begun, ready=False)
             disk.reach("write_back:begun")
         try:
             began_s = time.monotonic()
@@ -278,7 +279,7 @@ class WriteBack:
             spent_s = time.monotonic() - began_s
         except BaseException:
             with contextlib.suppress(OSError):
-                self._discard(puts)
+                self._discard(begun)
             raise
         finally:
             self._stager.close()
@@ -299,12 +300,19 @@ class WriteBack:
         try:
             yield
         except Busy:
-            self._discard(batch.actions)
+            self._discard(batch)
             raise
 
-    def _discard(self, actions: Iterable[PfsAction]) -> None:
-        self._stager.discard(actions)
-        pfs_batch.delete_batch(self._db)
+    def _discard(self, batch: PfsBatch) -> None:
+        """Remove the temporary files of a batch that is planned again.
+
+        In a cluster it stays as an interrupted one: the next step finds files of which another node has moved the directory.
+        """
+        self._stager.discard(batch.actions)
+        if self._coordination is None:
+            pfs_batch.delete_batch(self._db)
+        else:
+            pfs_batch.set_batch(self._db, batch, ready=False)
 
     def _stage_file(self, plan: BatchPlan, action: PfsAction) -> Staged:
         """Make one temporary file. Raises Busy if it must be planned again, and OSError."""
@@ -361,7 +369,7 @@ class WriteBack:
         if self._coordination is None or self._coordination.resume(batch):
             self._apply(batch)
         else:
-            self._discard(batch.actions)
+            self._discard(batch)
         return True
 
     def _apply(self, batch: PfsBatch) -> PfsBatch:
