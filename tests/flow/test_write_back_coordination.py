@@ -403,6 +403,35 @@ def test_what_is_planned_again_leaves_nothing_in_a_directory_that_was_moved(
     run(tmp_path, 0, act)
 
 
+def test_an_interrupted_batch_is_not_finished_in_another_directory_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P6: another node moves the directory and makes a new one, just before the batch is finished there."""
+    monkeypatch.setattr(pfs_tree, "CACHED_S", 0.0)
+
+    async def act(cluster: WriterCluster) -> None:
+        one, two = cluster.nodes
+        await one.mkdir("d")
+        await cluster.settle()
+        await two.put("d/f", b"2")
+        cluster.deadly = {"write_back:intent_announced"}
+        while cluster.deadly:
+            await cluster.step(two)
+
+        async def replace_meanwhile() -> None:
+            await one.rename("d", "e")
+            await one.mkdir("d")
+            while await cluster.step(one):
+                pass
+
+        cluster.meanwhile["pfs:walk"] = replace_meanwhile
+        while cluster.meanwhile:
+            await cluster.step(two)
+
+    run(tmp_path, 0, act)
+    assert "gone from the PFS" not in caplog.text
+
+
 def test_what_the_pfs_refuses_one_node_delays_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P1, P6: a directory, a rename and a removal; other files of both nodes go on, and no intent stays in the store."""
     monkeypatch.setattr(deferred, "RETRY_FIRST_S", 1000.0)

@@ -152,13 +152,13 @@ class ClusterWriteBack:
             raise Busy("another node is moving the directory")
         return {key: self._snapshot.get_revision(key) for key in self._snapshot.store_values if key.kind in {PFS_NAME, PFS_STATE}}
 
-    def _set_expected_inodes(self) -> None:
-        """Expect directories by st_ino. No descriptor is kept: others may have replaced the directory."""
+    def _set_expected_inodes(self, directories: Iterable[int] = ()) -> None:
+        """Expect these and loaded directories by st_ino. No descriptor is kept: others may have replaced them."""
         self._tree.clear_cache()
         view, inodes = PfsView(self._db), dict[DirectoryPath, int]()
-        for key in self._snapshot.store_values:
-            number = None if key.kind != PFS_NAME or key.number == ROOT else pfs_state.find_pfs_inode(self._db, key.number)
-            path = None if number is None else view.get_path(key.number)
+        for directory in {key.number for key in self._snapshot.store_values if key.kind == PFS_NAME}.union(directories):
+            number = None if directory == ROOT else pfs_state.find_pfs_inode(self._db, directory)
+            path = None if number is None else view.get_path(directory)
             if path and number is not None:
                 inodes[path] = number
         self._tree.set_expected_inodes(inodes)
@@ -175,7 +175,9 @@ class ClusterWriteBack:
         """Return an interrupted batch with the present paths. Raises Busy without a lease, StoreUnreachable."""
         self._take_lease()
         locations = [location for action in batch.actions for location in (action.location, action.new_location) if location is not None]
-        self.load_directories([*{location.parent for location in [*locations, *(show.location for show in batch.expected_entries)]}])
+        directories = {location.parent for location in [*locations, *(show.location for show in batch.expected_entries)]}
+        self._load([], directories)
+        self._set_expected_inodes(directories)
         return _relocate_batch(PfsView(self._db), batch)
 
     def resume(self, batch: PfsBatch) -> bool:
