@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import trio
 from shared_catalogs import settled
-from writers_together import Writer, WriterCluster
+from writers_together import Writer, WriterCluster, in_cluster
 
 from ckptfs.catalog import scans
 from ckptfs.flow import scan
@@ -28,20 +28,19 @@ async def refresh(node: Writer, interval_s: float) -> Scan:
     return flow
 
 
-def test_a_node_finds_what_appears_in_a_directory_that_only_it_knows(cluster: WriterCluster) -> None:
-    async def act() -> None:
-        two = cluster.nodes[1]
-        await two.mkdir("d")
-        await cluster.settle()
-        (cluster.pfs / "d" / "new").write_bytes(b"external")
-        await refresh(two, 0.0)
-        await settled(cluster.nodes)
-        assert await two.names("d") == await cluster.nodes[2].names("d") == [b"new"]
-
-    trio.run(cluster.run, act)
+@in_cluster
+async def test_a_node_finds_what_appears_in_a_directory_that_only_it_knows(cluster: WriterCluster) -> None:
+    two = cluster.nodes[1]
+    await two.mkdir("d")
+    await cluster.settle()
+    (cluster.pfs / "d" / "new").write_bytes(b"external")
+    await refresh(two, 0.0)
+    await settled(cluster.nodes)
+    assert await two.names("d") == await cluster.nodes[2].names("d") == [b"new"]
 
 
-def test_of_several_nodes_one_refreshes_a_directory_in_each_interval(cluster: WriterCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_cluster
+async def test_of_several_nodes_one_refreshes_a_directory_in_each_interval(cluster: WriterCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Scan, int]] = []
 
     def note(flow: Scan, directory: int) -> None:
@@ -49,20 +48,16 @@ def test_of_several_nodes_one_refreshes_a_directory_in_each_interval(cluster: Wr
         scans.record_postponed(flow._db, directory)
 
     monkeypatch.setattr(Scan, "_scan", note)
-
-    async def act() -> None:
-        one, two, _ = cluster.nodes
-        await settled(cluster.nodes)
-        for node in (one, two):
-            node.db.run("UPDATE inode SET birth_ns = 0, imported = 1")
-        await settled(cluster.nodes)
-        assert [node.db.value("SELECT imported FROM inode WHERE id = 1") for node in (one, two)] == [1, 1]
-        first = await refresh(one, 1000.0)
-        await refresh(two, 1000.0)
-        assert seen == [(first, 1)]
-        one.die()
-        two.db.run("UPDATE inode SET scanned_ns = 0")
-        next_one = await refresh(two, 1000.0)
-        assert seen == [(first, 1), (next_one, 1)], "another node takes over when the one that did it is dead"
-
-    trio.run(cluster.run, act)
+    one, two, _ = cluster.nodes
+    await settled(cluster.nodes)
+    for node in (one, two):
+        node.db.run("UPDATE inode SET birth_ns = 0, imported = 1")
+    await settled(cluster.nodes)
+    assert [node.db.value("SELECT imported FROM inode WHERE id = 1") for node in (one, two)] == [1, 1]
+    first = await refresh(one, 1000.0)
+    await refresh(two, 1000.0)
+    assert seen == [(first, 1)]
+    one.die()
+    two.db.run("UPDATE inode SET scanned_ns = 0")
+    next_one = await refresh(two, 1000.0)
+    assert seen == [(first, 1), (next_one, 1)], "another node takes over when the one that did it is dead"

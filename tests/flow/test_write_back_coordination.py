@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shared_catalogs import run_seeded, settled, stored
+from shared_catalogs import async_tests, run_seeded, settled, stored
 from write_back_world import intercepted
 from writers_together import WriterCluster
 
@@ -44,6 +44,16 @@ def run(root: Path, seed: int, act: Callable[[WriterCluster], Any], count: int =
     assert not [key for key, value in stored(cluster.etcd).items() if "by" in value], "a live node is at this for ever"
     cluster.exact()
     return cluster
+
+
+def on_two_nodes(*left: bytes) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """A decorator for async tests of a cluster. In the end the PFS shows what is shared: these paths, if any are given."""
+
+    def play(tmp_path: Path, act: Callable[[WriterCluster], Any]) -> None:
+        cluster = run(tmp_path, 0, act)
+        assert not left or set(cluster.shared()) == {*left}
+
+    return async_tests(play, given=1)
 
 
 def do_anything(
@@ -96,78 +106,68 @@ def test_what_two_nodes_made_is_one_tree_there(tmp_path: Path) -> None:
     assert len(cluster.shared()) == 5
 
 
-def test_each_undoes_what_the_other_has_written_back(tmp_path: Path) -> None:
-    async def act(cluster: WriterCluster) -> None:
-        one, two = cluster.nodes
-        await one.mkdir("d")
-        for name in ("removed", "renamed", "overwritten", "dressed"):
-            await one.put(f"d/{name}", name.encode())
-        await cluster.settle()
-        await two.unlink("d/removed")
-        await two.rename("d/renamed", "there")
-        await two.put("d/overwritten", b"by two")
-        await two.set("d/dressed", mode=0o600)
-        await two.rename("d", "e")
-        await one.put("e/late", b"late")
-
-    cluster = run(tmp_path, 0, act)
-    assert set(cluster.shared()) == {b"there", b"e", b"e/overwritten", b"e/dressed", b"e/late"}
+@on_two_nodes(b"there", b"e", b"e/overwritten", b"e/dressed", b"e/late")
+async def test_each_undoes_what_the_other_has_written_back(cluster: WriterCluster) -> None:
+    one, two = cluster.nodes
+    await one.mkdir("d")
+    for name in ("removed", "renamed", "overwritten", "dressed"):
+        await one.put(f"d/{name}", name.encode())
+    await cluster.settle()
+    await two.unlink("d/removed")
+    await two.rename("d/renamed", "there")
+    await two.put("d/overwritten", b"by two")
+    await two.set("d/dressed", mode=0o600)
+    await two.rename("d", "e")
+    await one.put("e/late", b"late")
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_what_an_island_wrote_too_is_there_beside_the_other(tmp_path: Path, later: bool) -> None:
+@on_two_nodes(b"f", b"f.ckptfs-conflict-n2-1")
+async def test_what_an_island_wrote_too_is_there_beside_the_other(cluster: WriterCluster, later: bool) -> None:
     """P1, P6: a file of its own, of which the island's journal has said nothing under that name."""
-
-    async def act(cluster: WriterCluster) -> None:
-        one, two = cluster.nodes
-        await one.put("f", b"1")
-        await cluster.settle()
-        await two.stat("f")
-        two.cut(True)
-        await two.put("f", b"of the island")
-        await one.put("f", b"of the main land")
-        await two.set("f", mtime_ns=9 if later else 1)
-        while await cluster.step(one):
-            pass
-        two.cut(False)
-
-    cluster = run(tmp_path, 0, act)
-    assert set(cluster.shared()) == {b"f", b"f.ckptfs-conflict-n2-1"}
+    one, two = cluster.nodes
+    await one.put("f", b"1")
+    await cluster.settle()
+    await two.stat("f")
+    two.cut(True)
+    await two.put("f", b"of the island")
+    await one.put("f", b"of the main land")
+    await two.set("f", mtime_ns=9 if later else 1)
+    while await cluster.step(one):
+        pass
+    two.cut(False)
 
 
-def test_the_store_is_asked_nothing_while_a_seal_is_awaited_and_then_once_for_all_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@on_two_nodes()
+async def test_the_store_is_asked_nothing_while_a_seal_is_awaited_and_then_once_for_all_keys(
+    cluster: WriterCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only what write-back asks counts: the mount publishes the seal, and asks whether the store is there, at any time."""
+    one, transact, asked = cluster.nodes[0], cluster.etcd.transact, list[object]()
 
-    async def act(cluster: WriterCluster) -> None:
-        one, transact, asked = cluster.nodes[0], cluster.etcd.transact, list[object]()
+    def count(*question: Any) -> Any:
+        asked.extend(question[:1] if getattr(cluster.stepping, "node", None) is one else ())
+        return transact(*question)
 
-        def count(*question: Any) -> Any:
-            asked.extend(question[:1] if getattr(cluster.stepping, "node", None) is one else ())
-            return transact(*question)
-
-        monkeypatch.setattr(cluster.etcd, "transact", count)
-        await one.mkdir("d")
-        await one.mkdir("d/e")
-        await one.mkdir("d/e/f")
-        await cluster.settle()
-        content = await one.put("d/e/f/g", b"1")
-        one.db.run("UPDATE content SET state = 1, closed_ns = ? WHERE id = ?", time.time_ns(), content)
-        while await cluster.step(one):
-            pass
-        await settled(cluster.nodes)
-        asked.clear()
-        for _ in range(5):
-            await cluster.step(one)
-        assert asked == []
-        assert not (cluster.pfs / "d/e/f/g").exists()
-        one.db.run("UPDATE content SET state = 2 WHERE id = ?", content)
+    monkeypatch.setattr(cluster.etcd, "transact", count)
+    await one.mkdir("d")
+    await one.mkdir("d/e")
+    await one.mkdir("d/e/f")
+    await cluster.settle()
+    content = await one.put("d/e/f/g", b"1")
+    one.db.run("UPDATE content SET state = 1, closed_ns = ? WHERE id = ?", time.time_ns(), content)
+    while await cluster.step(one):
+        pass
+    await settled(cluster.nodes)
+    asked.clear()
+    for _ in range(5):
         await cluster.step(one)
-        assert (cluster.pfs / "d/e/f/g").read_bytes() == b"1"
-        assert 2 <= len(asked) <= 3, "one read, the intents, and that the PFS shows them"
-
-    run(tmp_path, 0, act)
+    assert asked == []
+    assert not (cluster.pfs / "d/e/f/g").exists()
+    one.db.run("UPDATE content SET state = 2 WHERE id = ?", content)
+    await cluster.step(one)
+    assert (cluster.pfs / "d/e/f/g").read_bytes() == b"1"
+    assert 2 <= len(asked) <= 3, "one read, the intents, and that the PFS shows them"
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -200,79 +200,64 @@ def test_with_late_commits_it_ends_as_what_is_shared_too(tmp_path: Path, seed: i
     do_anything(tmp_path, seed, 0.06, late=0.1)
 
 
-def test_what_is_announced_is_not_taken_back_by_an_older_mark(tmp_path: Path) -> None:
+@on_two_nodes()
+async def test_what_is_announced_is_not_taken_back_by_an_older_mark(cluster: WriterCluster) -> None:
     """P6: what the last batch left to be told must not look like news about the name that the next one is at."""
+    one, _ = cluster.nodes
+    name = SharedKey(PFS_NAME, ROOT, b"f")
 
-    async def act(cluster: WriterCluster) -> None:
-        one, _ = cluster.nodes
-        name = SharedKey(PFS_NAME, ROOT, b"f")
+    async def tell_again() -> None:
+        with one.db.transaction():
+            key_state.mark_dirty(one.db, name)
+        await one.sharing.wait_published()
+        assert stored(cluster.etcd)[name]["by"] == one.number
 
-        async def tell_again() -> None:
-            with one.db.transaction():
-                key_state.mark_dirty(one.db, name)
-            await one.sharing.wait_published()
-            assert stored(cluster.etcd)[name]["by"] == one.number
-
-        await one.put("f", b"1")
-        cluster.meanwhile["write_back:intent_announced"] = tell_again
-        while cluster.meanwhile:
-            await cluster.step(one)
-
-    run(tmp_path, 0, act)
+    await one.put("f", b"1")
+    cluster.meanwhile["write_back:intent_announced"] = tell_again
+    while cluster.meanwhile:
+        await cluster.step(one)
 
 
-def test_a_file_that_left_a_removed_directory_before_it_appeared_is_there(tmp_path: Path) -> None:
+@on_two_nodes(b"d", b"d/f")
+async def test_a_file_that_left_a_removed_directory_before_it_appeared_is_there(cluster: WriterCluster) -> None:
     """P6: its rows lead through a directory that the other node has made and removed, there as well."""
-
-    async def act(cluster: WriterCluster) -> None:
-        one, two = cluster.nodes
-        await one.mkdir("d")
-        await two.mkdir("e")
-        await cluster.settle()
-        await one.put("e/f", b"1")
-        await one.rename("e/f", "d/f")
-        await two.rmdir("e")
-        while await cluster.step(two):
-            pass
-
-    cluster = run(tmp_path, 0, act)
-    assert set(cluster.shared()) == {b"d", b"d/f"}
+    one, two = cluster.nodes
+    await one.mkdir("d")
+    await two.mkdir("e")
+    await cluster.settle()
+    await one.put("e/f", b"1")
+    await one.rename("e/f", "d/f")
+    await two.rmdir("e")
+    while await cluster.step(two):
+        pass
 
 
-def test_a_directory_that_is_emptied_removed_and_made_again_is_there(tmp_path: Path) -> None:
+@on_two_nodes(b"d", b"f")
+async def test_a_directory_that_is_emptied_removed_and_made_again_is_there(cluster: WriterCluster) -> None:
     """P6: all in one batch, which is then in a directory that was another one before."""
-
-    async def act(cluster: WriterCluster) -> None:
-        one, _ = cluster.nodes
-        await one.mkdir("d")
-        await one.put("d/f", b"1")
-        await cluster.settle()
-        await one.rename("d/f", "f")
-        await one.rmdir("d")
-        await one.mkdir("d")
-
-    cluster = run(tmp_path, 0, act)
-    assert set(cluster.shared()) == {b"d", b"f"}
+    one, _ = cluster.nodes
+    await one.mkdir("d")
+    await one.put("d/f", b"1")
+    await cluster.settle()
+    await one.rename("d/f", "f")
+    await one.rmdir("d")
+    await one.mkdir("d")
 
 
-def test_a_name_that_an_exchange_gave_away_goes(tmp_path: Path) -> None:
+@on_two_nodes(b"d", b"d/b", b"b")
+async def test_a_name_that_an_exchange_gave_away_goes(cluster: WriterCluster) -> None:
     """P6: the other node has shown the file under its new name already, with newer bytes, and its old name leads nowhere by now."""
-
-    async def act(cluster: WriterCluster) -> None:
-        one, two = cluster.nodes
-        await one.mkdir("d")
-        await one.put("a", b"1")
-        await one.put("b", b"2")
-        await cluster.settle()
-        await two.exchange("a", "b")
-        await one.rename("a", "d/b")
-        await one.put("b", b"3")
-        for node in (one, two):
-            while await cluster.step(node):
-                pass
-
-    cluster = run(tmp_path, 0, act)
-    assert set(cluster.shared()) == {b"d", b"d/b", b"b"}
+    one, two = cluster.nodes
+    await one.mkdir("d")
+    await one.put("a", b"1")
+    await one.put("b", b"2")
+    await cluster.settle()
+    await two.exchange("a", "b")
+    await one.rename("a", "d/b")
+    await one.put("b", b"3")
+    for node in (one, two):
+        while await cluster.step(node):
+            pass
 
 
 @pytest.mark.parametrize("deep", [False, True])
@@ -325,23 +310,20 @@ def test_a_directory_has_the_times_there_that_the_last_change_gave_it(tmp_path: 
 
 
 @pytest.mark.parametrize("label", ["write_back:intent_announced", "write_back:intent_settled", "write_back:written_down"])
-def test_a_mover_that_dies_finds_out_how_far_its_batch_came(tmp_path: Path, label: str) -> None:
+@on_two_nodes()
+async def test_a_mover_that_dies_finds_out_how_far_its_batch_came(cluster: WriterCluster, label: str) -> None:
     """P8: killed when the others know of the batch, and when it is settled there but not here."""
-
-    async def act(cluster: WriterCluster) -> None:
-        one, two = cluster.nodes
-        await one.mkdir("d")
-        await one.put("d/f", b"1")
-        await one.put("d/g", b"2")
-        cluster.deadly = {label}
-        while cluster.deadly:
-            await cluster.step(one)
-        await two.rename("d/f", "f")
-        await two.unlink("d/g")
-        await two.rename("d", "e")
-        await cluster.step(two)
-
-    run(tmp_path, 0, act)
+    one, two = cluster.nodes
+    await one.mkdir("d")
+    await one.put("d/f", b"1")
+    await one.put("d/g", b"2")
+    cluster.deadly = {label}
+    while cluster.deadly:
+        await cluster.step(one)
+    await two.rename("d/f", "f")
+    await two.unlink("d/g")
+    await two.rename("d", "e")
+    await cluster.step(two)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -357,24 +339,21 @@ def test_nodes_die_while_the_pfs_refuses_names(tmp_path: Path, seed: int) -> Non
 
 
 @pytest.mark.parametrize("label", ["write_back:truncate", "write_back:written_down"])
-def test_what_a_mover_was_making_goes_from_a_directory_that_was_moved(tmp_path: Path, label: str) -> None:
+@on_two_nodes()
+async def test_what_a_mover_was_making_goes_from_a_directory_that_was_moved(cluster: WriterCluster, label: str) -> None:
     """P6, P8: its temporary files are hidden, and a directory with one cannot be removed."""
-
-    async def act(cluster: WriterCluster) -> None:
-        one, two = cluster.nodes
-        await one.mkdir("d")
-        await cluster.settle()
-        await two.put("d/f", b"2")
-        cluster.deadly = {label}
-        while cluster.deadly:
-            await cluster.step(two)
-        await one.rename("d", "e")
-        while await cluster.step(one):
-            pass
-        await two.unlink("e/f")
-        await two.rmdir("e")
-
-    run(tmp_path, 0, act)
+    one, two = cluster.nodes
+    await one.mkdir("d")
+    await cluster.settle()
+    await two.put("d/f", b"2")
+    cluster.deadly = {label}
+    while cluster.deadly:
+        await cluster.step(two)
+    await one.rename("d", "e")
+    while await cluster.step(one):
+        pass
+    await two.unlink("e/f")
+    await two.rmdir("e")
 
 
 @pytest.mark.parametrize("label", ["write_back:truncate", "write_back:written_down"])
@@ -432,7 +411,8 @@ def test_an_interrupted_batch_is_not_finished_in_another_directory_of_that_name(
     assert "gone from the PFS" not in caplog.text
 
 
-def test_what_the_pfs_refuses_one_node_delays_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_two_nodes()
+async def test_what_the_pfs_refuses_one_node_delays_nobody(cluster: WriterCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """P1, P6: a directory, a rename and a removal; other files of both nodes go on, and no intent stays in the store."""
     monkeypatch.setattr(deferred, "RETRY_FIRST_S", 1000.0)
     rename, rmdir, is_refusing = os.rename, os.rmdir, [True]
@@ -445,35 +425,35 @@ def test_what_the_pfs_refuses_one_node_delays_nobody(tmp_path: Path, monkeypatch
 
         return refusing
 
-    async def act(cluster: WriterCluster) -> None:
-        one, two = cluster.nodes
-        await one.mkdir("gone")
-        await one.put("old", b"1")
-        await cluster.settle()
-        monkeypatch.setattr(os, "rename", refuse(rename))
-        monkeypatch.setattr(os, "rmdir", refuse(rmdir))
-        await one.put("before", b"1")
-        await one.mkdir("bad")
-        await one.put("bad/below", b"1")
-        await one.rename("old", "worse")
-        await one.rmdir("gone")
-        await one.put("after", b"1")
-        await two.put("bad/by two", b"2")
-        await two.put("elsewhere", b"2")
-        for _ in range(60):
-            for node in cluster.nodes:
-                await cluster.step(node)
-        assert {path.name for path in cluster.pfs.iterdir()} >= {"before", "old", "gone", "after", "elsewhere"}
-        assert not (cluster.pfs / "bad").exists() and not (cluster.pfs / "worse").exists()
-        assert [key for key, value in stored(cluster.etcd).items() if "by" in value] == []
-        is_refusing[0] = False
+    one, two = cluster.nodes
+    await one.mkdir("gone")
+    await one.put("old", b"1")
+    await cluster.settle()
+    monkeypatch.setattr(os, "rename", refuse(rename))
+    monkeypatch.setattr(os, "rmdir", refuse(rmdir))
+    await one.put("before", b"1")
+    await one.mkdir("bad")
+    await one.put("bad/below", b"1")
+    await one.rename("old", "worse")
+    await one.rmdir("gone")
+    await one.put("after", b"1")
+    await two.put("bad/by two", b"2")
+    await two.put("elsewhere", b"2")
+    for _ in range(60):
         for node in cluster.nodes:
-            node.write_back.retry_now()
+            await cluster.step(node)
+    assert {path.name for path in cluster.pfs.iterdir()} >= {"before", "old", "gone", "after", "elsewhere"}
+    assert not (cluster.pfs / "bad").exists() and not (cluster.pfs / "worse").exists()
+    assert [key for key, value in stored(cluster.etcd).items() if "by" in value] == []
+    is_refusing[0] = False
+    for node in cluster.nodes:
+        node.write_back.retry_now()
 
-    run(tmp_path, 0, act)
 
-
-def test_a_move_of_which_the_pfs_refuses_the_second_half_is_no_external_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_two_nodes(b"new")
+async def test_a_move_of_which_the_pfs_refuses_the_second_half_is_no_external_change(
+    cluster: WriterCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """P6: the file has its new name, and may not lose the old one. What comes under the new name later replaces it, and nothing else."""
     monkeypatch.setattr(deferred, "RETRY_FIRST_S", 1000.0)
     rename, is_refusing = os.rename, [True]
@@ -483,25 +463,21 @@ def test_a_move_of_which_the_pfs_refuses_the_second_half_is_no_external_change(t
             raise OSError(errno.EACCES, "refused")
         rename(*values, **named)
 
-    async def act(cluster: WriterCluster) -> None:
-        one, two = cluster.nodes
-        await one.put("old", b"one")
-        await one.put("new", b"0")
-        await cluster.settle()
-        monkeypatch.setattr(os, "rename", refuse)
-        await one.rename("old", "new")
-        while await cluster.step(one):
-            pass
-        assert {path.name: path.read_bytes() for path in cluster.pfs.iterdir() if path.is_file()} == {"old": b"one", "new": b"one"}
-        await two.put("newer", b"from two")
-        await two.rename("newer", "new")
-        for _ in range(20):
-            for node in cluster.nodes:
-                await cluster.step(node)
-        is_refusing[0] = False
-
-    cluster = run(tmp_path, 0, act)
-    assert set(cluster.shared()) == {b"new"}
+    one, two = cluster.nodes
+    await one.put("old", b"one")
+    await one.put("new", b"0")
+    await cluster.settle()
+    monkeypatch.setattr(os, "rename", refuse)
+    await one.rename("old", "new")
+    while await cluster.step(one):
+        pass
+    assert {path.name: path.read_bytes() for path in cluster.pfs.iterdir() if path.is_file()} == {"old": b"one", "new": b"one"}
+    await two.put("newer", b"from two")
+    await two.rename("newer", "new")
+    for _ in range(20):
+        for node in cluster.nodes:
+            await cluster.step(node)
+    is_refusing[0] = False
 
 
 def test_what_a_dead_node_replaced_itself_never_follows_what_a_survivor_wrote(tmp_path: Path) -> None:
@@ -623,31 +599,27 @@ def test_files_that_are_replaced_all_the_time_never_become_older(tmp_path: Path,
     run(tmp_path, seed, act, count=2 + seed % 2)
 
 
-def test_a_move_whose_last_temporary_name_stays_for_now_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_two_nodes(b"new")
+async def test_a_move_whose_last_temporary_name_stays_for_now_is_done(cluster: WriterCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """P6: the mover dies before it removes the file that has lost its name, and then the PFS refuses that for a while."""
     monkeypatch.setattr(deferred, "RETRY_FIRST_S", 1000.0)
+    one, two = cluster.nodes
+    await one.put("old", b"one")
+    await one.put("new", b"0")
+    await cluster.settle()
+    await one.rename("old", "new")
+    labels: list[str] = []
 
-    async def act(cluster: WriterCluster) -> None:
-        one, two = cluster.nodes
-        await one.put("old", b"one")
-        await one.put("new", b"0")
-        await cluster.settle()
-        await one.rename("old", "new")
-        labels: list[str] = []
+    def look(label: str) -> None:
+        labels.append(label)
+        cluster.deadly = {label} if labels.count("write_back:unlink") == 2 else set()
 
-        def look(label: str) -> None:
-            labels.append(label)
-            cluster.deadly = {label} if labels.count("write_back:unlink") == 2 else set()
-
-        with intercepted(look):
-            await cluster.step(one)
-        assert labels[-1] == "write_back:unlink" and not (cluster.pfs / "old").exists()
-        cluster.refusing, cluster.is_pfs_refusing = 1.0, True
-        for _ in range(3):
-            await cluster.step(one)
-        cluster.is_pfs_refusing = False
-        await two.put("newer", b"from two")
-        await two.rename("newer", "new")
-
-    cluster = run(tmp_path, 0, act)
-    assert set(cluster.shared()) == {b"new"}
+    with intercepted(look):
+        await cluster.step(one)
+    assert labels[-1] == "write_back:unlink" and not (cluster.pfs / "old").exists()
+    cluster.refusing, cluster.is_pfs_refusing = 1.0, True
+    for _ in range(3):
+        await cluster.step(one)
+    cluster.is_pfs_refusing = False
+    await two.put("newer", b"from two")
+    await two.rename("newer", "new")
