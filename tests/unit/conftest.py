@@ -1,17 +1,37 @@
 """Fixtures of the unit tests."""
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import trio
 from control_served import Served, serving
 from local_node import Node
+from opener import Opener
 
 from ckptfs.catalog import database
 from ckptfs.catalog.database import Database
 
 Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run an async test in a loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    fixtures = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    trio.run(functools.partial(pyfuncitem.obj, **fixtures))
+    return True
+
+
+@pytest.fixture
+def opener(tmp_path: Path) -> Opener:
+    """What opens a file as a mount process does."""
+    return Opener(tmp_path)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import trio
@@ -52,22 +53,19 @@ def write(opener: Opener, data: bytes) -> None:
 @pytest.mark.parametrize("truncates", [False, True])
 @pytest.mark.parametrize("is_read", [False, True])
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_the_history_keeps_the_bytes_of_a_file_that_is_written(tmp_path: Path, truncates: bool, is_read: bool, is_shared: bool) -> None:
-    opener = Opener(tmp_path)
+async def test_the_history_keeps_the_bytes_of_a_file_that_is_written(
+    opener: Opener, truncates: bool, is_read: bool, is_shared: bool
+) -> None:
     directory = keep(opener)
     if is_shared:
         opener.share()
     before = opener.node.path(opener.content).stat().st_ino
-
-    async def scenario() -> None:
-        if is_read:
-            await opener.open(2, writer=False)
-        writer = await opener.open(4, writer=True, truncates=truncates)
-        write(opener, b"new")
-        opener.files.release(writer)
-        opener.files.commit_releases()
-
-    trio.run(scenario)
+    if is_read:
+        await opener.open(2, writer=False)
+    writer = await opener.open(4, writer=True, truncates=truncates)
+    write(opener, b"new")
+    opener.files.release(writer)
+    opener.files.commit_releases()
     opener.seal()
     assert read_set(opener, directory) == b"sealed"
     shown = opener.node.shown(opener.inode)
@@ -85,23 +83,18 @@ def test_the_history_keeps_the_bytes_of_a_file_that_is_written(tmp_path: Path, t
     assert row.id in opener.node.files(Tier.RAM)
 
 
-def test_a_second_writer_and_a_second_set_separate_once_each(tmp_path: Path) -> None:
-    opener = Opener(tmp_path)
+async def test_a_second_writer_and_a_second_set_separate_once_each(opener: Opener) -> None:
     first = keep(opener)
-
-    async def scenario() -> None:
-        async with trio.open_nursery() as nursery:
-            for number in (2, 4):
-                nursery.start_soon(lambda number=number: opener.open(number, writer=True, truncates=False))  # type: ignore[misc]
-
-    trio.run(scenario)
+    async with trio.open_nursery() as nursery:
+        for number in (2, 4):
+            nursery.start_soon(lambda number=number: opener.open(number, writer=True, truncates=False))  # type: ignore[misc]
     write(opener, b"second")
     for handle in handles.list_all(opener.node.db):
         opener.files.release(handle.id)
     opener.files.commit_releases()
     opener.seal()
     second = keep(opener, 2)
-    trio.run(lambda: opener.open(6, writer=True))
+    await opener.open(6, writer=True)
     write(opener, b"third")
     assert (read_set(opener, first), read_set(opener, second)) == (b"sealed", b"second")
     while Reclaim(opener.node.db, opener.node.tiers, opener.node.config, opener.node.told).step():
@@ -109,21 +102,19 @@ def test_a_second_writer_and_a_second_set_separate_once_each(tmp_path: Path) -> 
     assert len(opener.node.files(Tier.RAM)) == 3, "two sets and the file; no copy is left over"
 
 
-def test_an_empty_file_is_separated_without_a_copy(tmp_path: Path) -> None:
-    opener = Opener(tmp_path)
+async def test_an_empty_file_is_separated_without_a_copy(opener: Opener) -> None:
     with opener.node.db.transaction():
         opener.inode = namespace.create(opener.node.db, ROOT, b"empty", 0o100644, uid=0, gid=0).id
     directory = keep(opener)
-    trio.run(lambda: opener.open(2, writer=True, truncates=False))
+    await opener.open(2, writer=True, truncates=False)
     write(opener, b"new")
     assert read_set(opener, directory) == b""
 
 
-def test_a_file_that_is_not_sealed_yet_is_separated(tmp_path: Path) -> None:
-    opener = Opener(tmp_path)
+async def test_a_file_that_is_not_sealed_yet_is_separated(opener: Opener) -> None:
     opener.content = opener.node.write(opener.inode, b"closed")
     directory = keep(opener)
-    trio.run(lambda: opener.open(2, writer=True, truncates=False))
+    await opener.open(2, writer=True, truncates=False)
     write(opener, b"new")
     opener.seal()
     ((_, kept),) = history.list_files(opener.node.db, directory)
@@ -131,8 +122,7 @@ def test_a_file_that_is_not_sealed_yet_is_separated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("truncates", [False, True])
-def test_bytes_that_only_the_pfs_has_are_fetched_first(tmp_path: Path, truncates: bool) -> None:
-    opener = Opener(tmp_path)
+async def test_bytes_that_only_the_pfs_has_are_fetched_first(opener: Opener, truncates: bool) -> None:
     directory = keep(opener)
     opener.node.publish(opener.content)
     with opener.node.db.transaction():
@@ -146,29 +136,23 @@ def test_bytes_that_only_the_pfs_has_are_fetched_first(tmp_path: Path, truncates
         return "here"
 
     opener.context.mover_client = SimpleNamespace(request=fetch)
-    trio.run(lambda: opener.open(2, writer=True, truncates=truncates))
+    await opener.open(2, writer=True, truncates=truncates)
     write(opener, b"new")
     assert asked == ["fetch"] and read_set(opener, directory) == b"sealed"
 
 
-def test_no_room_for_the_copy_is_enospc_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opener = Opener(tmp_path)
+async def test_no_room_for_the_copy_is_enospc_and_changes_nothing(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = keep(opener)
     for name in ("NO_SPACE_WAIT_S", "NO_SPACE_PENDING_WAIT_S", "NO_SPACE_LONGEST_WAIT_S"):
         monkeypatch.setattr(limits, name, 0.0)
-
-    def refuse(*_: object, **__: object) -> Tier:
-        raise NoSpace("every tier is full")
-
-    monkeypatch.setattr(type(opener.node.tiers), "choose_tier", refuse)
+    monkeypatch.setattr(type(opener.node.tiers), "choose_tier", Mock(side_effect=NoSpace("every tier is full")))
     with pytest.raises(NoSpace) as full:
-        trio.run(lambda: opener.open(2, writer=True, truncates=False))
+        await opener.open(2, writer=True, truncates=False)
     assert full.value.errno == errno.ENOSPC and read_set(opener, directory) == b"sealed"
     assert inodes.get(opener.node.db, opener.inode).history == 1 and opener.node.state(opener.content) is ContentState.SEALED
 
 
-def test_a_full_tier_sends_the_copy_to_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opener = Opener(tmp_path)
+async def test_a_full_tier_sends_the_copy_to_the_next_one(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = keep(opener)
     create = type(opener.node.tiers[Tier.RAM]).create
 
@@ -178,20 +162,19 @@ def test_a_full_tier_sends_the_copy_to_the_next_one(tmp_path: Path, monkeypatch:
         return cast(int, create(self, content, flags))
 
     monkeypatch.setattr(type(opener.node.tiers[Tier.RAM]), "create", full)
-    trio.run(lambda: opener.open(2, writer=True, truncates=False))
+    await opener.open(2, writer=True, truncates=False)
     write(opener, b"new")
     ((_, kept),) = history.list_files(opener.node.db, directory)
     assert opener.node.copies(kept.content or 0) == {Tier.NVME: CopyState.GOOD} and read_set(opener, directory) == b"sealed"
 
 
-def test_a_bad_copy_is_not_kept_as_the_history(tmp_path: Path) -> None:
+async def test_a_bad_copy_is_not_kept_as_the_history(opener: Opener) -> None:
     """P4: the bytes are verified on the way."""
-    opener = Opener(tmp_path)
     keep(opener)
     opener.node.spoil(opener.content, Tier.RAM)
     with pytest.raises((ContentLost, OSError)):
         opener.context.mover_client = SimpleNamespace(request=_refuse)
-        trio.run(lambda: opener.open(2, writer=True, truncates=False))
+        await opener.open(2, writer=True, truncates=False)
     assert opener.node.copies(opener.content) == {Tier.RAM: CopyState.QUARANTINED}
 
 
@@ -215,16 +198,15 @@ with open(node.path(node.shown(opener.inode)), "r+b") as file:
 @pytest.mark.crash
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("action", ["kill", "kill-after"])
-def test_dying_anywhere_tears_neither_the_file_nor_the_history(tmp_path: Path, label: str, action: str) -> None:
-    opener = Opener(tmp_path)
+async def test_dying_anywhere_tears_neither_the_file_nor_the_history(opener: Opener, tmp_path: Path, label: str, action: str) -> None:
     directory = keep(opener)
     code = in_process(tmp_path, OPEN, fault=f"{label}={action}")
     assert read_set(opener, directory) == b"sealed"
     assert code == -9 and opener.node.data(opener.node.shown(opener.inode) or 0) == b"sealed"
-    trio.run(lambda: opener.files.start(is_resumed=True))
+    await opener.files.start(is_resumed=True)
     leftover = [content for content in opener.node.files(Tier.RAM) if opener.node.state(content) is ContentState.OPEN]
     assert leftover == [], "what was copied for nothing goes"
-    trio.run(lambda: opener.open(6, writer=True, truncates=False))
+    await opener.open(6, writer=True, truncates=False)
     write(opener, b"new")
     assert read_set(opener, directory) == b"sealed"
 

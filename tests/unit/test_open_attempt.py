@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import trio
@@ -45,35 +46,25 @@ def refuse_writers(monkeypatch: pytest.MonkeyPatch, meanwhile: Any = None) -> No
     monkeypatch.setattr(limits, "LEASE_WAIT_S", 0.0)
 
 
-def test_a_truncation_that_comes_too_late_leaves_the_file_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opener = Opener(tmp_path)
-
-    async def scenario() -> None:
-        await opener.open(2, writer=False)
-        with monkeypatch.context() as patch:
-            refuse_writers(patch)
-            with pytest.raises(TimedOut):
-                await opener.open(4, writer=True)
-
-    trio.run(scenario)
+async def test_a_truncation_that_comes_too_late_leaves_the_file_closed(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    await opener.open(2, writer=False)
+    with monkeypatch.context() as patch:
+        refuse_writers(patch)
+        with pytest.raises(TimedOut):
+            await opener.open(4, writer=True)
     assert opener.node.state(opener.content) is ContentState.CLOSED, "its seal and its write-back would never come"
     opener.seal()
     assert opener.node.state(opener.content) is ContentState.SEALED and opener.node.data(opener.content) == b"sealed"
     assert [handle.is_writer for handle in handles.list_all(opener.node.db)] == [False]
 
 
-def test_a_truncation_whose_reader_leaves_meanwhile_leaves_the_old_content_to_be_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_truncation_whose_reader_leaves_meanwhile_leaves_the_old_content_to_be_dropped(
+    opener: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opener = Opener(tmp_path)
-
-    async def scenario() -> None:
-        reader = await opener.open(2, writer=False)
-        with monkeypatch.context() as patch:
-            refuse_writers(patch, lambda: opener.files.release(reader))
-            await opener.open(4, writer=True)
-
-    trio.run(scenario)
+    reader = await opener.open(2, writer=False)
+    with monkeypatch.context() as patch:
+        refuse_writers(patch, lambda: opener.files.release(reader))
+        await opener.open(4, writer=True)
     assert opener.node.state(opener.content) is ContentState.DOOMED, "nobody would ever give its room back"
     shown = opener.node.shown(opener.inode)
     assert shown is not None and opener.node.state(shown) is ContentState.OPEN
@@ -81,18 +72,13 @@ def test_a_truncation_whose_reader_leaves_meanwhile_leaves_the_old_content_to_be
 
 @pytest.mark.parametrize("truncates", [False, True])
 @pytest.mark.parametrize("is_read", [False, True])
-def test_a_content_that_another_node_has_never_changes(tmp_path: Path, truncates: bool, is_read: bool) -> None:
+async def test_a_content_that_another_node_has_never_changes(opener: Opener, truncates: bool, is_read: bool) -> None:
     """P7: the file goes on in a new content, with the same backing file; so open descriptors stay valid."""
-    opener = Opener(tmp_path)
     opener.share()
     before = opener.node.path(opener.content).stat().st_ino
-
-    async def scenario() -> None:
-        if is_read:
-            await opener.open(2, writer=False)
-        await opener.open(4, writer=True, truncates=truncates)
-
-    trio.run(scenario)
+    if is_read:
+        await opener.open(2, writer=False)
+    await opener.open(4, writer=True, truncates=truncates)
     shown = opener.node.shown(opener.inode)
     assert shown not in (None, opener.content) and opener.node.state(shown) is ContentState.OPEN
     assert opener.node.state(opener.content) is ContentState.SEALED
@@ -104,7 +90,7 @@ def test_a_content_that_another_node_has_never_changes(tmp_path: Path, truncates
     assert opener.node.path(shown).stat().st_ino == before and opener.node.data(shown) == (b"" if truncates else b"sealed")
 
 
-def test_an_open_that_fails_twice_undoes_each_attempt_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_open_that_fails_twice_undoes_each_attempt_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P3: a descriptor that is closed again may be that of another file meanwhile."""
     opener, closed = Opener(tmp_path), list[str]()
     close = os.close
@@ -113,18 +99,12 @@ def test_an_open_that_fails_twice_undoes_each_attempt_once(tmp_path: Path, monke
         closed.append(os.readlink(f"/proc/self/fd/{fd}"))
         close(fd)
 
-    def refuse(*_: object, **__: object) -> int:
-        raise Busy("refused")
-
-    async def scenario() -> None:
-        attempt = OpenAttempt(opener.context, OpenRequest(opener.inode, True, True, Request(4, False, False)))
-        monkeypatch.setattr(handles, "insert", refuse)
-        monkeypatch.setattr(os, "close", count_close)
-        for _ in range(2):
-            with pytest.raises(Busy):
-                await attempt.run()
-
-    trio.run(scenario)
+    attempt = OpenAttempt(opener.context, OpenRequest(opener.inode, True, True, Request(4, False, False)))
+    monkeypatch.setattr(handles, "insert", Mock(side_effect=Busy("refused")))
+    monkeypatch.setattr(os, "close", count_close)
+    for _ in range(2):
+        with pytest.raises(Busy):
+            await attempt.run()
     assert len([path for path in closed if "/contents/" in path]) == 2
     assert opener.node.files(Tier.RAM) == {opener.content}
 
@@ -132,35 +112,27 @@ def test_an_open_that_fails_twice_undoes_each_attempt_once(tmp_path: Path, monke
 def test_a_pfs_without_hard_links_lends_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Node(tmp_path).tiers[Tier.PFS]
     os.close(storage.create(5))
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EPERM, "no hard links here")
-
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EPERM, "no hard links here")))
     link_successor(storage, 5, 6)
     assert storage.exists(6) and not storage.exists(5)
     with pytest.raises(FileNotFoundError):
         link_successor(storage, 5, 7)
 
 
-def test_two_writers_begin_one_successor(tmp_path: Path) -> None:
-    opener = Opener(tmp_path)
+async def test_two_writers_begin_one_successor(opener: Opener) -> None:
     opener.share()
-
-    async def scenario() -> None:
-        async with trio.open_nursery() as nursery:
-            for number in (2, 4):
-                nursery.start_soon(lambda number=number: opener.open(number, writer=True, truncates=False))  # type: ignore[misc]
-
-    trio.run(scenario)
+    async with trio.open_nursery() as nursery:
+        for number in (2, 4):
+            nursery.start_soon(lambda number=number: opener.open(number, writer=True, truncates=False))  # type: ignore[misc]
     shown = opener.node.shown(opener.inode)
     assert {handle.content for handle in handles.list_all(opener.node.db)} == {shown}
     assert [row[0] for row in opener.node.db.rows("SELECT id FROM content WHERE state = 0")] == [shown]
 
 
 @pytest.mark.parametrize("where", ["link", "record"])
-def test_a_successor_that_cannot_begin_leaves_the_content_as_it_was(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    opener = Opener(tmp_path)
+async def test_a_successor_that_cannot_begin_leaves_the_content_as_it_was(
+    opener: Opener, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opener.share()
 
     def fail(*_: object) -> bool:
@@ -169,27 +141,27 @@ def test_a_successor_that_cannot_begin_leaves_the_content_as_it_was(tmp_path: Pa
     with monkeypatch.context() as patch:
         patch.setattr(*((TierStorage, "link", fail) if where == "link" else (contents, "record_successor", fail)))
         with pytest.raises(OSError, match="injected"):
-            trio.run(lambda: opener.open(2, writer=True, truncates=False))
+            await opener.open(2, writer=True, truncates=False)
     assert opener.node.shown(opener.inode) == opener.content and opener.node.state(opener.content) is ContentState.SEALED
     Reclaim(opener.node.db, opener.node.tiers, opener.node.config, opener.node.told).step()
     assert opener.node.files(Tier.RAM) == {opener.content} and opener.node.data(opener.content) == b"sealed"
 
 
-def test_a_file_whose_name_another_node_took_away_is_looked_up_again(tmp_path: Path) -> None:
+async def test_a_file_whose_name_another_node_took_away_is_looked_up_again(tmp_path: Path) -> None:
     """P7: between look-up and open. The kernel does that at ESTALE, and finds what has the name now."""
     opener = gone_elsewhere(tmp_path)
     opener.node.db.run("DELETE FROM copy")
-    assert trio.run(opened, opener) == errno.ESTALE
+    assert await opened(opener) == errno.ESTALE
 
 
-def test_a_file_whose_name_another_node_took_away_is_opened_while_its_bytes_are_here(tmp_path: Path) -> None:
+async def test_a_file_whose_name_another_node_took_away_is_opened_while_its_bytes_are_here(tmp_path: Path) -> None:
     """P7: as it was looked up, in the same system call; not with the bytes of a former generation."""
     opener = gone_elsewhere(tmp_path)
-    assert trio.run(opened, opener) == 0
+    assert await opened(opener) == 0
     opener.node.db.run("DELETE FROM handle")
     opener.files.by_inode.clear()
     opener.node.db.run("UPDATE inode SET generation = generation + 1")
-    assert trio.run(opened, opener) == errno.ESTALE
+    assert await opened(opener) == errno.ESTALE
 
 
 def gone_elsewhere(root: Path) -> Opener:
@@ -234,9 +206,8 @@ class Mover:
 @pytest.mark.parametrize(
     ("code", "comes", "ends"), [(0, True, 0), (errno.EIO, True, 0), (errno.EIO, False, errno.EIO), (errno.ENOSPC, False, errno.ENOSPC)]
 )
-def test_what_is_lost_here_is_looked_for_elsewhere_once(tmp_path: Path, code: int, comes: bool, ends: int) -> None:
+def test_what_is_lost_here_is_looked_for_elsewhere_once(opener: Opener, code: int, comes: bool, ends: int) -> None:
     """P9: on the node that wrote it too; and whoever opens it gets an answer."""
-    opener = Opener(tmp_path)
     mover = Mover(opener, code, comes=comes)
     opener.context.shared_namespace, opener.context.mover_client = SimpleNamespace(is_shared=True), mover
     contents.set_state(opener.node.db, opener.content, ContentState.LOST)
@@ -251,9 +222,8 @@ def test_what_is_lost_here_is_looked_for_elsewhere_once(tmp_path: Path, code: in
     assert trio.run(scenario) == ends and mover.asked == [mover_requests.FETCH]
 
 
-def test_a_file_that_is_replaced_on_the_pfs_after_the_mover_looked_is_asked_for_again(tmp_path: Path) -> None:
+async def test_a_file_that_is_replaced_on_the_pfs_after_the_mover_looked_is_asked_for_again(opener: Opener) -> None:
     """P7: the answer was that the PFS's own file may be read. Another file is there by now, and ESTALE would reach the program."""
-    opener = Opener(tmp_path)
     mover = Mover(opener, 0, comes=True)
     answers = [mover_requests.DIRECT]
 
@@ -261,12 +231,11 @@ def test_a_file_that_is_replaced_on_the_pfs_after_the_mover_looked_is_asked_for_
         return answers.pop() if answers else await mover.request(mover_requests.FETCH, opener.inode)
 
     opener.context.config, opener.context.mover_client = opener.node.config, SimpleNamespace(request=request)
-    assert trio.run(opened, opener) == 0 and mover.asked == [mover_requests.FETCH]
+    assert await opened(opener) == 0 and mover.asked == [mover_requests.FETCH]
 
 
-def test_a_read_never_says_estale(tmp_path: Path) -> None:
+def test_a_read_never_says_estale(opener: Opener) -> None:
     """P8: the mount process has restarted, and its file on the PFS was replaced meanwhile. The kernel walks again only for paths."""
-    opener = Opener(tmp_path)
     opener.context.config = opener.node.config
     file = OpenFile(opener.inode, None, None, -1)
     with pytest.raises(ContentLost):
@@ -283,10 +252,9 @@ def test_a_read_never_says_estale(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_create_that_meets_the_file_of_another_node_opens_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uid: int, mode: int, flags: int, expected: int
+    opener: Opener, monkeypatch: pytest.MonkeyPatch, uid: int, mode: int, flags: int, expected: int
 ) -> None:
     """P2: at ESTALE the kernel looks the name up once more, checks permissions and opens the file; a second one reaches the program."""
-    opener = Opener(tmp_path)
     opener.node.db.run("UPDATE inode SET uid = 7, mode = ? WHERE id = ?", 0o100000 | mode, opener.inode)
 
     async def met(*_: object, **__: object) -> None:
@@ -312,7 +280,7 @@ def test_a_create_that_meets_the_file_of_another_node_opens_it(
 
 
 @pytest.mark.root
-def test_old_bytes_that_are_shared_need_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_old_bytes_that_are_shared_need_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P10: the kernel writes without asking. A write over a block that the history shares takes a new one."""
     needed = []
 
@@ -330,5 +298,5 @@ def test_old_bytes_that_are_shared_need_room(tmp_path: Path, monkeypatch: pytest
         storage = node.tiers[Tier.NVME]
         with disk.closing(storage.open(content)) as fd:
             os.close(local_copies.copy_open(fd, storage, content + 1, transfer.read(fd, label="seal")[:2]))
-        trio.run(lambda: opener.open(4, writer=True, truncates=False))
+        await opener.open(4, writer=True, truncates=False)
     assert needed == [limits.MIB]

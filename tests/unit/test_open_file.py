@@ -23,7 +23,7 @@ from ckptfs.tiers.storage import TierStorage
 QUIET = cast(Any, SimpleNamespace(notify=lambda message: None))
 
 
-def test_a_file_moves_on_only_when_nobody_writes_it(tmp_path: Path) -> None:
+async def test_a_file_moves_on_only_when_nobody_writes_it(tmp_path: Path) -> None:
     """A write that a thread still has in hand is there after the move."""
     node = Node(tmp_path)
     content = node.make(b"file", b"." * 8, closed=False)
@@ -45,18 +45,15 @@ def test_a_file_moves_on_only_when_nobody_writes_it(tmp_path: Path) -> None:
             raise OSError(errno.ENOSPC, "full")
         os.pwrite(fd, b"late", 4)
 
-    async def scenario() -> None:
-        with trio.fail_after(60):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(lambda: handlers.with_room(file, slow, long=True))
-                await trio.to_thread.run_sync(begun.wait)
-                nursery.start_soon(handlers.with_room, file, full_once)
-                await trio.testing.wait_all_tasks_blocked()
-                assert file.tier is Tier.RAM, "it waits for the thread"
-                assert stopped == [Tier.RAM], "the shim writes no more to what is left behind"
-                go_on.set()
-
-    trio.run(scenario)
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: handlers.with_room(file, slow, long=True))
+            await trio.to_thread.run_sync(begun.wait)
+            nursery.start_soon(handlers.with_room, file, full_once)
+            await trio.testing.wait_all_tasks_blocked()
+            assert file.tier is Tier.RAM, "it waits for the thread"
+            assert stopped == [Tier.RAM], "the shim writes no more to what is left behind"
+            go_on.set()
     os.close(file.take_fd())
     assert file.tier is Tier.NVME and node.data(content, Tier.NVME) == b"slowlate"
 
