@@ -1,12 +1,13 @@
 """Fixtures of the tests of single steps."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from local_node import Node
 from loop_disk import SHARING, mounted
-from write_back_world import Mount
+from write_back_world import Mount, memory
 
 from ckptfs import limits
 from ckptfs.flow.write_back import deferred
@@ -20,6 +21,14 @@ def node(tmp_path: Path) -> Node:
 @pytest.fixture
 def mount(tmp_path: Path) -> Mount:
     return Mount(tmp_path)
+
+
+@pytest.fixture
+def area() -> Iterator[Path]:
+    """A directory in memory, for many trees or catalogs."""
+    root = memory()
+    yield root
+    shutil.rmtree(root)
 
 
 @pytest.fixture(scope="module", params=SHARING)

@@ -1,6 +1,5 @@
 """P4, P5: a file on the PFS is read back and compared before its last copy leaves this node."""
 
-import errno
 import logging
 import os
 from pathlib import Path
@@ -108,17 +107,10 @@ def test_a_file_that_changes_meanwhile_is_not_called_checked(full: Mount, monkey
     assert full.db.value("SELECT count(*) FROM pfs_file WHERE checked_ns > 0") == 0
 
 
-def test_a_file_that_cannot_be_read_holds_up_no_other(full: Mount) -> None:
+def test_a_file_that_cannot_be_read_holds_up_no_other(full: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
     check = build_check(full)
-    failures = []
-
-    def broken(label: str) -> None:
-        if label == "pfs:open" and not failures:
-            failures.append(label)
-            raise OSError(errno.EIO, "broken")
-
-    with intercepted(broken):
-        run_until_idle(check)
+    inject_fault(monkeypatch, "pfs:open=EIO")
+    run_until_idle(check)
     assert full.db.value("SELECT count(*) FROM pfs_file WHERE checked_ns > 0") == 1
     assert check.next_due_s() is not None
 

@@ -1,7 +1,6 @@
 """Many nodes fetch one file at once (2.2): all succeed, the first that have it serve the others, and what has come stays."""
 
 import os
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -26,13 +25,6 @@ def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "PEER_READERS_BYTES_MIN", BLOCK)
     monkeypatch.setattr(limits, "FETCH_SHARED_POLL_S_MAX", 0.0)
     monkeypatch.setattr(limits, "PEER_READER_S", 600.0)
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    """In memory: so many catalogs take minutes on a busy disk."""
-    with tempfile.TemporaryDirectory(prefix="ckptfs-test-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as made:
-        yield Path(made)
 
 
 class Crowd:
@@ -97,9 +89,9 @@ class Crowd:
 
 
 @pytest.mark.parametrize("readers", [5, 17, 40])
-def test_a_crowd_has_the_file_after_log_n_rounds(root: Path, readers: int) -> None:
+def test_a_crowd_has_the_file_after_log_n_rounds(area: Path, readers: int) -> None:
     """Each node that has it sends it to a few others in a round, and those that have it then do so, too."""
-    crowd = Crowd(root, readers)
+    crowd = Crowd(area, readers)
     nodes = list(crowd.waiting)
     rounds, holders = 0, 2
     while holders < 2 + readers:
@@ -111,22 +103,22 @@ def test_a_crowd_has_the_file_after_log_n_rounds(root: Path, readers: int) -> No
 
 
 @pytest.mark.parametrize("name", ["PEER_OPEN_COPIES_MAX", "PEER_READERS_MAX"])
-def test_a_crowd_waits_at_every_bound(root: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_crowd_waits_at_every_bound(area: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A refusal is not counted as a try, and the patience with failures does not matter."""
     monkeypatch.setattr(limits, name, 1)
     monkeypatch.setattr(limits, "FETCH_PATIENCE_S", 0.0)
     monkeypatch.setattr(limits, "FETCH_TRIES_MAX", 1)
     monkeypatch.setattr(limits, "PEER_READERS_BYTES_MIN", BLOCK if name == "PEER_READERS_MAX" else 1 << 40)
-    crowd = Crowd(root, 17)
+    crowd = Crowd(area, 17)
     nodes = list(crowd.waiting)
     assert crowd.count_rounds() > 2
     assert all(node.data(crowd.content) == crowd.data for node in nodes)
 
 
 @pytest.fixture
-def three(root: Path) -> Iterator[tuple[LocalCluster, Node, int]]:
+def three(area: Path) -> Iterator[tuple[LocalCluster, Node, int]]:
     """A reader of a file that two nodes hold."""
-    cluster, _, _, reader = make_cluster(root, 3)
+    cluster, _, _, reader = make_cluster(area, 3)
     yield cluster, reader, replicated(cluster, b"a", os.urandom(BLOCKS * BLOCK))
 
 

@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from clique_world import LocalCluster, Node, bring, fetch_of, make_cluster, replicated
@@ -101,11 +102,7 @@ def test_a_small_file_is_not_published(tmp_path: Path, monkeypatch: pytest.Monke
 def test_without_room_for_what_is_published_a_file_comes_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = LocalCluster(tmp_path, 3)
     content = replicated(cluster, b"a", data := os.urandom(2 * BLOCK))
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(28, "No space left on device")))
     three = cluster.nodes[2]
     assert fetch_of(three).step() is False
     assert bring(three, cluster.nodes[0].inode(content)).result == mover_requests.FETCHED and three.data(content) == data

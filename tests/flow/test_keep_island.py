@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from write_back_world import intercepted
+from local_node import inject_fault
 from writers_together import Writer, WriterCluster, in_cluster
 
 from ckptfs import disk, limits
@@ -102,16 +102,10 @@ async def test_what_a_power_cut_took_from_the_island_stays_there(cluster: Writer
 
 @pytest.mark.parametrize("label", sorted(label for label in disk.LABELS if label.startswith("island:")))
 @in_cluster
-async def test_an_error_at_any_operation_leaves_whole_files(cluster: WriterCluster, label: str) -> None:
+async def test_an_error_at_any_operation_leaves_whole_files(cluster: WriterCluster, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one, _ = cluster.nodes
     await make_island(cluster, one)
-    flow, failed = keeper(one), False
-
-    def fail_once(seen: str) -> None:
-        nonlocal failed
-        if seen == label and not failed:
-            failed = True
-            raise OSError(5, "injected")
+    flow = keeper(one)
 
     async def passes() -> None:
         for _ in range(3):
@@ -119,10 +113,10 @@ async def test_an_error_at_any_operation_leaves_whole_files(cluster: WriterClust
                 await keep(flow)
             assert kept(cluster, one).get("d/f", b"of 1") == b"of 1", "whole or absent"
 
-    with intercepted(fail_once):
-        await passes()
-        assert kept(cluster, one) == {"d/f": b"of 1"}
-        await one.unlink("d/f")
-        await passes()
-        assert kept(cluster, one) == {}
-    assert failed or label == "island:truncate"
+    inject_fault(monkeypatch, f"{label}=EIO")
+    await passes()
+    assert kept(cluster, one) == {"d/f": b"of 1"}
+    await one.unlink("d/f")
+    await passes()
+    assert kept(cluster, one) == {}
+    assert disk._calls[label] or label == "island:truncate"

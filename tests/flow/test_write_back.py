@@ -4,6 +4,7 @@ import logging
 import os
 import stat
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from local_node import inject_fault, run_until_idle
@@ -182,13 +183,10 @@ def test_every_name_of_a_file_shows_its_new_bytes(mount: Mount) -> None:
 
 
 def test_a_pfs_without_links_gets_copies(mount: Mount, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(95, "no links here")
-
     mount.put(b"a", b"bytes")
     mount.settle()
     mount.link(b"a", b"b")
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(95, "no links here")))
     mount.settle()
     assert mount.on_pfs() == mount.tree() and "a copy is made instead" in caplog.text
 
@@ -252,10 +250,7 @@ def test_a_directory_is_exchanged_with_what_is_not_there_yet(mount: Mount) -> No
 
 
 def test_exchange_where_the_pfs_cannot(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(22, "not here")
-
-    monkeypatch.setattr(apply, "exchange", refuse)
+    monkeypatch.setattr(apply, "exchange", Mock(side_effect=OSError(22, "not here")))
     mount.put(b"a", b"1")
     mount.put(b"b", b"2")
     mount.settle()

@@ -8,9 +8,10 @@ import stat
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from local_node import in_process, run_until_idle
+from local_node import in_process, inject_fault, run_until_idle
 from write_back_world import Killed, Mount, intercepted, killed_at, memory
 
 from ckptfs import disk
@@ -49,14 +50,6 @@ def checkpoints(mount: Mount) -> None:
     mount.rename(b"run", b"walk")
     mount.put(b"walk/logs/late", b"late")
     mount.append(b"walk/other", b" again")
-
-
-@pytest.fixture
-def area() -> Iterator[Path]:
-    """A directory for many trees."""
-    root = memory()
-    yield root
-    shutil.rmtree(root)
 
 
 @pytest.fixture(scope="module")
@@ -121,20 +114,20 @@ def test_killed_again_and_again(tmp_path: Path, seen: list[str]) -> None:
 
 
 @pytest.mark.parametrize("code", ERRORS, ids=lambda code: errno.errorcode[code])
-def test_every_operation_fails_once(area: Path, seen: list[str], code: int) -> None:
+def test_every_operation_fails_once(area: Path, seen: list[str], code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     labels = list(dict.fromkeys(seen))
     for number, label in enumerate(labels if code == errno.EIO else labels[ERRORS.index(code) :: 5]):
         if label in {"write_back:begun", "write_back:written_down", "write_back:finish"}:
             continue  # These stand for moments, not for operations of the disk.
         mount = Mount(area / str(number))
         checkpoints(mount)
-        fault = FailOnce(label, code)
         flow = mount.write_back()
-        with intercepted(fault):
-            troubles = sum(told_trouble(flow) for _ in range(3))
+        inject_fault(monkeypatch, f"{label}={errno.errorcode[code]}")
+        troubles = sum(told_trouble(flow) for _ in range(3))
         # What only concerns attributes is left out, and the trouble with one of many files makes a smaller batch.
         assert troubles <= 1
-        assert fault.failed, label
+        assert disk._calls[label], label
+        inject_fault(monkeypatch, "")
         mount.settle_exactly(flow)
         mount.db.close()
 
@@ -146,20 +139,6 @@ def told_trouble(flow: WriteBack) -> int:
         assert failure.errno in ERRORS
         return 1
     return 0
-
-
-class FailOnce:
-    """Fails the first operation with this label."""
-
-    def __init__(self, label: str, code: int) -> None:
-        self.label = label
-        self.code = code
-        self.failed = False
-
-    def __call__(self, label: str) -> None:
-        if label == self.label and not self.failed:
-            self.failed = True
-            raise OSError(self.code, "asked for by the test")
 
 
 def names_in_a_circle(mount: Mount) -> None:
@@ -234,12 +213,8 @@ def test_killed_on_the_byways(area: Path, monkeypatch: pytest.MonkeyPatch, label
     mount.put(b"theirs", b"ours 2")
     mount.link(b"linked", b"second")
     mount.put(b"gone bad", b"x")
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EOPNOTSUPP, "no links here")
-
     if label.startswith("write_back:double"):
-        monkeypatch.setattr(os, "link", refuse)
+        monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EOPNOTSUPP, "no links here")))
     if label == "write_back:discard":
         mount.spoil(content + 2, Tier.RAM)
     struck = Strike(label, after=after)

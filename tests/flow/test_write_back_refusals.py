@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from local_node import inject_fault
 from write_back_world import Killed, Mount, Refusal, intercepted, killed_at, memory, rest
 
 from ckptfs.catalog import namespace, pfs_batch
@@ -268,18 +269,14 @@ def test_the_last_that_the_pfs_shows_of_a_file_is_not_replaced(mount: Mount, mon
 
 
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EACCES])
-def test_a_refused_exchange(mount: Mount, code: int) -> None:
+def test_a_refused_exchange(mount: Mount, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     mount.put(b"a", b"A")
     mount.mkdir(b"d")
     mount.put(b"d/b", b"B")
     mount.settle()
     flow = mount.write_back()
-
-    def refuse(label: str) -> None:
-        if label == "write_back:swap":
-            raise OSError(code, os.strerror(code))
-
-    with intercepted(refuse):
+    with monkeypatch.context() as patch:
+        inject_fault(patch, f"write_back:swap={errno.errorcode[code]}@*")
         mount.rename(b"a", b"d/b", namespace.EXCHANGE)
         put_others(mount, b"later")
         rest(flow)
@@ -305,16 +302,12 @@ def test_a_further_name_that_is_refused_does_not_hold_up_the_bytes(mount: Mount)
 
 
 @pytest.mark.parametrize("code", REFUSALS)
-def test_refused_attributes(mount: Mount, code: int) -> None:
+def test_refused_attributes(mount: Mount, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     mount.put(b"f", b"data")
     mount.settle()
     flow = mount.write_back()
-
-    def refuse(label: str) -> None:
-        if label == "write_back:attributes":
-            raise OSError(code, os.strerror(code))
-
-    with intercepted(refuse):
+    with monkeypatch.context() as patch:
+        inject_fault(patch, f"write_back:attributes={errno.errorcode[code]}@*")
         mount.chmod(b"f", 0o600)
         mount.rename(b"f", b"g")
         put_others(mount, b"later")

@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from ckptfs_client import render
@@ -79,10 +80,7 @@ def test_a_full_pfs_is_not_called_normal(served: Served) -> None:
 
 
 def test_a_tier_that_is_gone_is_down(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone() -> None:
-        raise TierUnavailable("gone")
-
-    monkeypatch.setattr(served.node.tiers[Tier.NVME], "get_capacity", gone)
+    monkeypatch.setattr(served.node.tiers[Tier.NVME], "get_capacity", Mock(side_effect=TierUnavailable("gone")))
     found = served.client.get_status()
     assert {tier.name: tier.health for tier in found.tiers}["nvme"] == "down" and found.health == "degraded"
 

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import trio
@@ -98,10 +99,7 @@ def test_errors_are_said_and_the_end_of_them_wakes_the_lanes(node: Node, monkeyp
 
 
 def test_silence_is_said_while_it_lasts(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    def probe(_: Path) -> Capacity:
-        raise Hanging
-
-    monkeypatch.setattr(health, "probe", probe)
+    monkeypatch.setattr(health, "probe", Mock(side_effect=Hanging))
 
     async def scenario(_: list[int]) -> None:
         await trio.sleep(health.SUSPECT_S + 3)
