@@ -189,13 +189,8 @@ def test_a_file_that_is_deleted_after_its_lookup_is_fetched_all_the_same(tmp_pat
 @pytest.mark.parametrize("sealed", [True, False])
 def test_a_deleted_file_that_no_node_has_any_more_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sealed: bool) -> None:
     monkeypatch.setattr(limits, "FETCH_TRIES_MAX", 100)
-    cluster, one, two = make_cluster(tmp_path, 2)
-    content = one.make(b"a", b"hello")
-    if sealed:
-        one.seal()
-    one.publish_shared(content)
-    inode = one.inode(content)
-    delete_everywhere(cluster, content)
+    cluster, _, inode = deleted_after_its_lookup(tmp_path, sealed=sealed)
+    one, two = cluster.nodes
     one.config = replace(one.config, ram_bytes=1)
     one.squeeze(Tier.RAM, 1)
     Reclaim(one.db, one.tiers, one.config, one.told, (Tier.RAM,)).step()

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from clique_world import MIB, LocalCluster, Node, bring, offer_of
+from clique_world import MIB, LocalCluster, bring, offer_of
+from loop_disk import measure
 from write_back_world import intercepted
 
 from ckptfs import disk, limits
 from ckptfs.model import CopyState, Tier
-from ckptfs.tiers import reflink
 
 pytestmark = pytest.mark.root
 BLOCK = limits.BLOCK_BYTES
@@ -38,15 +38,6 @@ def send(cluster: LocalCluster, name: bytes, data: bytes) -> tuple[int, int]:
         return content, one.peers.send(other.member, offer_of(one, content), fd).bytes_moved
 
 
-def count_shared(node: Node, *contents: int) -> int:
-    descriptors = [node.tiers[Tier.NVME].open(content) for content in contents]
-    try:
-        return reflink.measure(descriptors).shared
-    finally:
-        for fd in descriptors:
-            os.close(fd)
-
-
 def test_blocks_that_are_here_are_neither_sent_nor_written(two: LocalCluster) -> None:
     first, _ = send(two, b"step_10", FROZEN + os.urandom(BLOCK) + TAIL)
     labels: list[str] = []
@@ -57,7 +48,7 @@ def test_blocks_that_are_here_are_neither_sent_nor_written(two: LocalCluster) ->
     other = two.nodes[1]
     assert other.data(second, Tier.NVME) == data
     assert other.copies(second) == {Tier.NVME: CopyState.GOOD}
-    assert count_shared(other, first, second) >= len(FROZEN) + len(TAIL)
+    assert measure(*(other.path(content, Tier.NVME) for content in (first, second))).shared >= len(FROZEN) + len(TAIL)
 
 
 def test_a_block_that_went_bad_here_is_sent(two: LocalCluster) -> None:

@@ -32,10 +32,7 @@ class PinnedMount(Mount):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         shutil.rmtree(self.pfs / ".ckptfs")
-        self.scan = Scan(self.db, self.tiers, self.config, self.told)
-        self.scan.prepare()
-        self.flow = self.write_back()
-        self.flow.prepare()
+        self.restart()
 
     def restart(self) -> None:
         """A new mover."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from local_node import Node
+from local_node import Node, run_until_idle
 
 from ckptfs import disk, limits, procfs
 from ckptfs.catalog import contents
@@ -95,11 +95,6 @@ def node(tmp_path: Path) -> Iterator[Node]:
         found.tiers.close()
 
 
-def _run(flow: Prepare) -> None:
-    while flow.step():
-        pass
-
-
 def _pool(node: Node) -> list[int]:
     return sorted(file.size_bytes // MIB for file in node.tiers.prepared.list_files())
 
@@ -116,18 +111,18 @@ def flow(node: Node, monkeypatch: pytest.MonkeyPatch) -> Prepare:
 def test_it_prepares_what_was_closed_and_no_more(node: Node, flow: Prepare) -> None:
     node.tiers.prepared.record_size(b"a", 16 * MIB)
     node.tiers.prepared.record_size(b"b", 32 * MIB)
-    _run(flow)
+    run_until_idle(flow)
     assert _pool(node) == [16, 32]
     assert flow.next_due_s() is not None, "the pressure on memory is looked at"
     node.tiers.prepared.record_size(b"a", 0)
-    _run(flow)
+    run_until_idle(flow)
     assert _pool(node) == [32]
     flow.stop()
     assert _pool(node) == []
 
 
 def test_without_sizes_it_sleeps(node: Node, flow: Prepare) -> None:
-    _run(flow)
+    run_until_idle(flow)
     assert flow.next_due_s() is None
 
 
@@ -136,14 +131,14 @@ def test_spare_files_are_made_one_after_the_other(node: Node, flow: Prepare, mon
     monkeypatch.setattr(limits, "SPARE_TIER_BYTES", 512 * MIB)
     monkeypatch.setattr(limits, "TOP_UP_AHEAD_BYTES", 16 * MIB)
     monkeypatch.setattr(limits, "SPARE_INTERVAL_S", 1000.0)
-    _run(flow)
+    run_until_idle(flow)
     assert _pool(node) == [16] and flow.next_due_s() is not None
     monkeypatch.setattr(limits, "SPARE_INTERVAL_S", 0.0)
     flow = Prepare(node.db, node.tiers, node.config, node.told)
-    _run(flow)
+    run_until_idle(flow)
     assert _pool(node) == [16, 16]
     buffered = Prepare(node.db, node.tiers, replace(node.config, data_path=DataPath.BUFFERED), node.told)
-    _run(buffered)
+    run_until_idle(buffered)
     assert _pool(node) == [], "there the daemon writes"
 
 
@@ -159,7 +154,7 @@ def test_writers_go_first_but_not_for_ever(node: Node, flow: Prepare, monkeypatc
     monkeypatch.setattr(contents, "count_writers", count_writers)
     monkeypatch.setattr(limits, "PREPARED_PATIENCE_S", patience_s)
     node.tiers.prepared.record_size(b"a", 16 * MIB)
-    _run(flow)
+    run_until_idle(flow)
     assert _pool(node) == [16]
     assert looks == [[]] * (3 if patience_s else 1)
     flow.stop()
@@ -169,7 +164,7 @@ def test_a_writer_that_is_faster_is_no_trouble(node: Node, flow: Prepare, monkey
     """X1: a tier that fills up meanwhile is not reported; any other failure is."""
     node.tiers.prepared.record_size(b"a", 16 * MIB)
     monkeypatch.setattr(disk, "_fault", "prepare:allocate=ENOSPC@*")
-    _run(flow)
+    run_until_idle(flow)
     assert _pool(node) == [] and flow.next_due_s() is not None
     monkeypatch.setattr(disk, "_fault", "prepare:allocate=EIO@*")
     with pytest.raises(OSError, match="injected"):
@@ -180,10 +175,10 @@ def test_a_writer_that_is_faster_is_no_trouble(node: Node, flow: Prepare, monkey
 def test_pressure_takes_all_of_it_until_it_is_over(node: Node, flow: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     """X1: prepared memory goes first when the machine is short of memory."""
     node.tiers.prepared.record_size(b"a", 16 * MIB)
-    _run(flow)
+    run_until_idle(flow)
     for pressure, expected in ((9.0, [16]), (10.0, []), (5.0, []), (0.5, [16])):
         monkeypatch.setattr(procfs, "get_memory_pressure", lambda pressure=pressure: pressure)
-        _run(flow)
+        run_until_idle(flow)
         assert _pool(node) == expected, pressure
     flow.stop()
 
@@ -194,7 +189,7 @@ def test_a_full_tier_is_not_filled(node: Node, flow: Prepare) -> None:
     with disk.closing(ram.create(999)) as fd:
         os.posix_fallocate(fd, 0, 45 * MIB)
     node.tiers.prepared.record_size(b"a", 40 * MIB)
-    _run(flow)
+    run_until_idle(flow)
     assert _pool(node) == [], "it would reach the watermark"
     assert flow.next_due_s() is not None, "there may be room later"
     flow.stop()
@@ -209,13 +204,11 @@ def test_eviction_gives_prepared_memory_back_before_it_drops_a_copy(node: Node, 
     """X1: nothing that an application wrote leaves RAM for nothing."""
     content = node.make(b"file", b"x" * MIB)
     node.tiers.prepared.record_size(b"a", 64 * MIB)
-    _run(flow)
+    run_until_idle(flow)
     assert _pool(node) == [64]
     node.tiers[Tier.RAM]._budget_bytes = 70 * MIB
     _measure_anew(node)
-    evictor = evict.Evict(node.db, node.tiers, node.config, node.told)
-    while evictor.step():
-        pass
+    run_until_idle(evict.Evict(node.db, node.tiers, node.config, node.told))
     assert _pool(node) == []
     assert content in node.files(Tier.RAM)
     flow.stop()
@@ -225,7 +218,7 @@ def test_prepared_memory_makes_way_for_copies_of_peers(node: Node, flow: Prepare
     """X1, N3: it counts as free for them, and is given back when one comes."""
     node.tiers[Tier.RAM]._budget_bytes = 200 * MIB
     node.tiers.prepared.record_size(b"a", 64 * MIB)
-    _run(flow)
+    run_until_idle(flow)
     assert _pool(node) == [64]
     quota = PeerQuota(node.db, node.tiers, 1.0)
     assert quota.get_free_bytes_in(Tier.RAM) == 160 * MIB

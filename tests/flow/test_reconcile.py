@@ -155,8 +155,7 @@ def test_who_hears_of_a_deletion_before_the_writer_looks_again(tmp_path: Path, m
     cluster, content, one, two = make_replicated(tmp_path, 2)
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}")
     flow = Reconcile(two.db, two.tiers, two.told, cluster_of(two), two.hold.reported_unneeded)
-    while flow.step():  # The first sweep is over.
-        pass
+    run_until_idle(flow)  # The first sweep.
     two.hold.reported_unneeded.add(content)
     flow.step()
     assert two.copies(content) == {Tier.RAM: CopyState.GOOD} and (flow.next_due_s() or 0.0) < 1.0
@@ -327,8 +326,7 @@ def test_the_writer_passes_a_deletion_on_to_its_holders(tmp_path: Path) -> None:
     content, kept = replicated(cluster), replicated(cluster, b"b")
     flows = {node: Reconcile(node.db, node.tiers, node.told, cluster_of(node), node.hold.reported_unneeded) for node in (one, two)}
     for flow in flows.values():
-        while flow.step():  # The first sweep; the next one comes half an hour later.
-            pass
+        run_until_idle(flow)  # The first sweep; the next one comes half an hour later.
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}", f"p/{content:016x}/00000002")
     contents.set_state(three.db, content, ContentState.DOOMED)
     peer_copies.insert_unneeded_copy(three.db, content, 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from local_node import Node, inject_fault
-from loop_disk import NOT_SHARING, mounted
+from loop_disk import NOT_SHARING, measure, mounted
 
 from ckptfs import disk, limits
 from ckptfs.model import Tier
@@ -30,15 +30,6 @@ def write(path: Path, data: bytes) -> int:
     disk.write_all("share:write", fd, data, 0)
     os.fsync(fd)
     return fd
-
-
-def measure(*paths: Path) -> reflink.StoredBytes:
-    descriptors = [os.open(path, os.O_RDONLY) for path in paths]
-    try:
-        return reflink.measure(descriptors)
-    finally:
-        for fd in descriptors:
-            os.close(fd)
 
 
 def test_equal_ranges_are_stored_once(sharing: Path) -> None:

@@ -25,13 +25,9 @@ def two(tmp_path: Path) -> LocalCluster:
     return LocalCluster(tmp_path, 2)
 
 
-def file_of(node: Node, content: int) -> Path:
-    return node.path(content)
-
-
 def close(node: Node, content: int) -> None:
     with node.db.transaction():
-        size = file_of(node, content).stat().st_size
+        size = node.path(content).stat().st_size
         contents.mark_closed(node.db, node.inode(content), content, size, 1, 2)
         node.db.run("DELETE FROM handle")
     node.seal()
@@ -43,7 +39,7 @@ def test_an_open_file_is_on_the_peer_as_it_is_when_it_was_fsynced(two: LocalClus
     content = one.make(b"log", data := os.urandom(BLOCK + 5), closed=False)
     fsync_to_peers(one, content)
     assert other.copies(content) == {Tier.RAM: CopyState.GOOD} and other.data(content) == data
-    with open(file_of(one, content), "ab") as file:
+    with open(one.path(content), "ab") as file:
         file.write(more := os.urandom(100))
     fsync_to_peers(one, content)
     assert other.data(content) == data + more
@@ -79,7 +75,7 @@ def test_a_file_that_is_written_meanwhile_is_read_again(two: LocalCluster) -> No
     def change(act: str, name: str) -> None:
         if act == "send" and left[0]:
             left[0] -= 1
-            with open(file_of(one, content), "r+b") as file:
+            with open(one.path(content), "r+b") as file:
                 file.write(os.urandom(10))
 
     one.peers.fault = change
@@ -97,7 +93,7 @@ def test_a_state_that_was_read_later_has_the_higher_number(two: LocalCluster, mo
         found = read(fd, **more)
         if more["label"] == "host:open":
             # While a reader's question is being answered somebody writes, and fsyncs.
-            with open(file_of(one, content), "ab") as file:
+            with open(one.path(content), "ab") as file:
                 file.write(b"fsynced")
             fsync_to_peers(one, content)
             asked.append(True)
@@ -139,8 +135,7 @@ def test_a_file_that_was_closed_meanwhile_waits_for_its_level(two: LocalCluster)
 def test_a_failure_is_tried_again(two: LocalCluster, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = two.nodes
     content = one.make(b"log", os.urandom(20 * MIB), closed=False)
-    one.hold_open(content)
-    one.db.run("UPDATE handle SET writer = 1")
+    one.hold_open(content, writer=True)
     inject_fault(monkeypatch, f"{label}=EIO")
     ahead = EarlyReplication(one.db, one.tiers, cluster_of(one))
     ahead.step()
@@ -160,8 +155,7 @@ def test_complete_blocks_go_ahead_and_the_seal_sends_the_rest(two: LocalCluster)
     one, other = two.nodes
     first = os.urandom(8 * BLOCK + 3)
     content = one.make(b"big", first, closed=False)
-    one.hold_open(content)
-    one.db.run("UPDATE handle SET writer = 1")
+    one.hold_open(content, writer=True)
     flow = EarlyReplication(one.db, one.tiers, cluster_of(one))
     flow.step()
     assert one.peers.sent == [], "nothing is known to be complete at the first look"
@@ -169,7 +163,7 @@ def test_complete_blocks_go_ahead_and_the_seal_sends_the_rest(two: LocalCluster)
     assert one.peers.sent == [("n2", content, 8 * BLOCK)] and flow.next_due_s() == limits.EARLY_POLL_S
     flow.step()
     assert len(one.peers.sent) == 1
-    with open(file_of(one, content), "r+b") as file:
+    with open(one.path(content), "r+b") as file:
         file.seek(2 * BLOCK)
         file.write(b"changed")
         file.seek(0, os.SEEK_END)
@@ -187,8 +181,7 @@ def test_complete_blocks_go_ahead_and_the_seal_sends_the_rest(two: LocalCluster)
 def test_small_files_do_not_go_ahead(two: LocalCluster) -> None:
     one, _ = two.nodes
     content = one.make(b"small", os.urandom(2 * BLOCK), closed=False)
-    one.hold_open(content)
-    one.db.run("UPDATE handle SET writer = 1")
+    one.hold_open(content, writer=True)
     flow = EarlyReplication(one.db, one.tiers, cluster_of(one))
     for _ in range(3):
         flow.step()

@@ -200,9 +200,7 @@ def test_a_node_that_goes_away_leaves_its_newest_checkpoint_on_the_pfs(tmp_path:
         mount.put(b"run/step_%d/a.pt" % step, b"x", closed=step < 3)
     rescue = Rescue(mount.db, Level.PFS, 3600.0, is_last=is_last)
     rescue.refresh_if_due()
-    flow = mount.write_back()
-    while flow.step():
-        pass
+    run_until_idle(mount.write_back())
     assert {path for path in mount.on_pfs() if path.endswith(b".pt")} == shown
     assert rescue.count_left() == (0, 0), "what rules hold back is not waited for"
     lines = list_safety_lines(rescue.build_safety())

@@ -24,6 +24,7 @@ from salvage_world import (
     overwrite,
     publish,
     replicated,
+    salvage_file,
     send,
     shown,
     tidy,
@@ -71,15 +72,11 @@ def make_on_pfs(root: Path, count: int, **options: Any) -> tuple[Any, ...]:
 
 
 def ask(node: Node, inode: int) -> int:
-    """Somebody opens the file there, and nobody gives what it holds; how that ended."""
+    """Have the file salvaged on a node that knows it; how that ended."""
     content = file_of(node.cluster, inode).content
     if content is not None:
         node.learn(inode, b"file", content, 1)
-    want = mover_requests.insert_request(node.db, mover_requests.SALVAGE, inode)
-    decide(node)
-    found = mover_requests.get(node.db, want)
-    assert found is not None
-    return found.state
+    return salvage_file(node, inode)
 
 
 HOW = pytest.mark.parametrize("how", ["in place", "truncated"])

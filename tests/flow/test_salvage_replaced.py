@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from clique_world import LocalCluster, Node
-from salvage_world import NEW, OLD, decide, file_of, opens, publish, shown, tidy
+from salvage_world import NEW, OLD, decide, file_of, opens, publish, salvage_file, shown, tidy
 
 from ckptfs.catalog import mover_requests, namespace
 from ckptfs.catalog.database import Database
@@ -59,13 +59,9 @@ def learn(node: Node, inode: int) -> None:
 
 
 def ask(node: Node, inode: int) -> int:
-    """Somebody opens the file there, and nobody gives what it holds; how that ended."""
+    """Have the file salvaged on a node that knows it; how that ended."""
     learn(node, inode)
-    want = mover_requests.insert_request(node.db, mover_requests.SALVAGE, inode)
-    decide(node)
-    found = mover_requests.get(node.db, want)
-    assert found is not None
-    return found.state
+    return salvage_file(node, inode)
 
 
 def test_it_shows_what_the_pfs_has(tmp_path: Path) -> None:

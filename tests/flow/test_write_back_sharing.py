@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from loop_disk import mounted
+from loop_disk import measure, mounted
 from write_back_world import Killed, Mount, intercepted, rest
 
 from ckptfs import limits
 from ckptfs.catalog import pfs_state
 from ckptfs.flow.write_back import plan
 from ckptfs.model import Tier
-from ckptfs.tiers import reflink, transfer
+from ckptfs.tiers import transfer
 
 pytestmark = pytest.mark.root
 BLOCK = limits.BLOCK_BYTES
@@ -39,16 +39,6 @@ def with_pfs(mount: Mount, pfs: Path) -> Mount:
     return mount
 
 
-def count_shared(mount: Mount, *names: str) -> int:
-    """What the PFS says."""
-    descriptors = [os.open(mount.pfs / name, os.O_RDONLY) for name in names]
-    try:
-        return reflink.measure(descriptors).shared
-    finally:
-        for fd in descriptors:
-            os.close(fd)
-
-
 def test_only_what_changed_is_written(mount: Mount) -> None:
     """The figure goes when the file that it was shared with is gone."""
     mount.put(b"step_1.pt", FIRST)
@@ -59,7 +49,7 @@ def test_only_what_changed_is_written(mount: Mount) -> None:
     with intercepted(labels.append):
         mount.settle_exactly(flow)
     assert labels.count("write_back:write") == BLOCK // transfer.PIECE_BYTES
-    assert count_shared(mount, "step_1.pt", "step_2.pt") >= SAVED
+    assert measure(mount.pfs / "step_1.pt", mount.pfs / "step_2.pt").shared >= SAVED
     assert pfs_state.count_shared_bytes(mount.db) == SAVED
     mount.unlink(b"step_1.pt")
     mount.settle_exactly(flow)

@@ -10,9 +10,17 @@ from pathlib import Path
 import pytest
 from programs import need, run
 
+from ckptfs.tiers import reflink
+
 IMAGE_BYTES = 400 << 20
 SHARING = ("xfs", "btrfs")
 NOT_SHARING = ("ext4", "tmpfs")
+
+
+def measure(*paths: Path) -> reflink.StoredBytes:
+    """Ask the filesystem what it stores for these files together."""
+    with contextlib.ExitStack() as files:
+        return reflink.measure([files.enter_context(open(path, "rb")).fileno() for path in paths])
 
 
 @contextlib.contextmanager

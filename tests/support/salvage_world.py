@@ -130,6 +130,15 @@ def fall_back_of(node: Node) -> Salvage:
     return Salvage(node.db, node.tiers, node.told, cluster_of(node))
 
 
+def salvage_file(node: Node, inode: int) -> int:
+    """Somebody opens the file there, and nobody gives what it holds; how that ended."""
+    want = mover_requests.insert_request(node.db, mover_requests.SALVAGE, inode)
+    decide(node)
+    found = mover_requests.get(node.db, want)
+    assert found is not None
+    return found.state
+
+
 def opens(node: Node, inode: int) -> int | None:
     """Somebody opens a file for reading, on a node that has a PFS; the content that the file shows then."""
     node.config = replace(node.config, pfs=node.root / "pfs")

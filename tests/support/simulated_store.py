@@ -141,10 +141,6 @@ class Usage:
         """The most nodes that asked anything within one second."""
         return max(map(len, self.acts.values()), default=0)
 
-    @property
-    def operations_in_a_second(self) -> int:
-        return max((sum(acts.values()) for acts in self.acts.values()), default=0)
-
 
 class SimulatedEtcd(MemoryEtcd):
     """The server. `usage` grows until it is taken. `is_down`: no member answers."""

@@ -1,16 +1,14 @@
 """N5: the capacity that a run needs, and the capacity that exists."""
 
 import json
-from pathlib import Path
 
 import pytest
 from ckptfs_client.json_answers import FitJson
 from ckptfs_client.planning import capacity
 from ckptfs_client.planning.capacity import CapacityNeed
-from control_served import serving
+from control_served import Served
 from hypothesis import given
 from hypothesis import strategies as st
-from local_node import Node
 
 from ckptfs.catalog import summary
 from ckptfs.model import Tier as Which
@@ -84,21 +82,19 @@ def test_the_clique_of_a_node() -> None:
     assert capacity.list_clique(mine, None) == [] and capacity.list_peers(mine, None) == []
 
 
-def test_what_a_node_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_node_says(served: Served) -> None:
     """What the PFS shows leaves RAM when room is needed, so it is as good as free; until somebody opens it."""
-    monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path / "run"))
-    with serving(Node(tmp_path)) as served:
-        node = served.node
-        kept, gone = node.make(b"kept", b"x" * 3_000_000), node.make(b"gone", b"y" * 2_000_000)
-        served.seal()
-        node.publish(gone)
-        assert summary.count_leaving_bytes(node.db, Which.RAM) == 2_000_000
-        tiers = {tier.name: tier for tier in served.client.get_capacity().tiers}
-        assert set(tiers) == {"ram", "nvme", "pfs"} and tiers["ram"].held_bytes == tiers["ram"].share_bytes == 0
-        assert tiers["ram"].total_bytes == 64 << 20
-        assert tiers["ram"].usable_bytes <= int(node.config.ram_high * (64 << 20)) - tiers["ram"].used_bytes + 2_000_000
-        node.hold(gone)
-        assert summary.count_leaving_bytes(node.db, Which.RAM) == 0
-        node.publish(kept)
-        assert summary.count_leaving_bytes(node.db, Which.RAM) == 3_000_000
-        assert json.dumps(str(served.client.get_capacity().replication_factor)) == '"1"' and not served.client.get_capacity().clustered
+    node = served.node
+    kept, gone = node.make(b"kept", b"x" * 3_000_000), node.make(b"gone", b"y" * 2_000_000)
+    served.seal()
+    node.publish(gone)
+    assert summary.count_leaving_bytes(node.db, Which.RAM) == 2_000_000
+    tiers = {tier.name: tier for tier in served.client.get_capacity().tiers}
+    assert set(tiers) == {"ram", "nvme", "pfs"} and tiers["ram"].held_bytes == tiers["ram"].share_bytes == 0
+    assert tiers["ram"].total_bytes == 64 << 20
+    assert tiers["ram"].usable_bytes <= int(node.config.ram_high * (64 << 20)) - tiers["ram"].used_bytes + 2_000_000
+    node.hold(gone)
+    assert summary.count_leaving_bytes(node.db, Which.RAM) == 0
+    node.publish(kept)
+    assert summary.count_leaving_bytes(node.db, Which.RAM) == 3_000_000
+    assert json.dumps(str(served.client.get_capacity().replication_factor)) == '"1"' and not served.client.get_capacity().clustered

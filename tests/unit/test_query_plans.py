@@ -5,7 +5,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from local_node import Node
+from local_node import Node, run_until_idle
 
 from ckptfs.catalog import contents, copies, history, namespace, peer_copies, remote_contents, set_members, user_settings
 from ckptfs.flow.evict import Evict
@@ -37,9 +37,7 @@ def run_steps(node: Node) -> None:
     node.make(b"closed", b"1")
     node.make(b"kept", b"2")
     Seal(*flows).step()
-    write_back = WriteBack(*flows)
-    while write_back.step():
-        pass
+    run_until_idle(WriteBack(*flows))
     node.make(b"open", b"3", closed=False)
     for flow in (Evict(*flows), Reclaim(*flows), WaitLevel(*flows), Scan(*flows)):
         flow.step()
