@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from local_node import inject_fault
 from write_back_world import Mount, intercepted
 
 from ckptfs.errors import TierUnavailable
@@ -42,15 +43,10 @@ def test_one_syncfs_on_a_local_filesystem(mount: Mount) -> None:
     assert sync_labels(mount) == {"write_back:syncfs": 1}
 
 
-def test_an_fsync_of_each_file_elsewhere(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as on Lustre, NFS or FUSE."""
-    monkeypatch.setattr(pfs_sync, "_LOCAL_MAGIC", {})
-    put_files(mount, b"")
-    assert sync_labels(mount) == {"write_back:fsync": 6}
-
-
-def test_an_fsync_of_each_file_where_syncfs_reports_no_errors(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pfs_sync, "_get_kernel_version", lambda: (4, 18))
+@pytest.mark.parametrize(("name", "value"), [("_LOCAL_MAGIC", {}), ("_get_kernel_version", lambda: (4, 18))], ids=["NFS", "4.18"])
+def test_each_file_is_synced_where_syncfs_is_not_enough(mount: Mount, monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> None:
+    """On Lustre, NFS or FUSE, and on kernels whose syncfs reports no errors."""
+    monkeypatch.setattr(pfs_sync, name, value)
     put_files(mount, b"")
     assert sync_labels(mount) == {"write_back:fsync": 6}
 
@@ -68,14 +64,11 @@ def test_a_failed_fsync_in_a_thread_is_not_passed_over(mount: Mount, monkeypatch
     monkeypatch.setattr(pfs_sync, "_LOCAL_MAGIC", {})
     monkeypatch.setattr(deferred, "RETRY_FIRST_S", 1000.0)
     put_files(mount, b"")
-
-    def broken(label: str) -> None:
-        if label == "write_back:fsync":
-            raise OSError(5, "broken")
-
-    with intercepted(broken), pytest.raises(TierUnavailable):
+    inject_fault(monkeypatch, "write_back:fsync=EIO@*")
+    with pytest.raises(TierUnavailable):
         mount.settle()
     assert mount.on_pfs() == {}
+    inject_fault(monkeypatch, "")
     mount.settle_exactly()
 
 

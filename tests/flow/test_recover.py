@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from local_node import Node, in_process
@@ -41,10 +42,6 @@ def lose(node: Node, tier: Tier) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     node.tiers.close()
     node.tiers = Tiers.from_config(node.config)
-
-
-def second_copy(node: Node, content: int, tier: Tier) -> None:
-    node.copy_to_tier(content, tier)
 
 
 def test_when_nothing_happened_nothing_changes(node: Node) -> None:
@@ -114,7 +111,7 @@ def test_a_lost_ram_leaves_what_is_elsewhere_and_names_the_rest(node: Node, capl
     contents = {name: node.make(name, name, tier=Tier.PFS if name == b"work_area" else Tier.RAM) for name in names[:3] + names[4:]}
     seal(node)
     contents[b"closed"] = node.make(b"closed", b"closed")
-    second_copy(node, contents[b"on_nvme"], Tier.NVME)
+    node.copy_to_tier(contents[b"on_nvme"], Tier.NVME)
     node.publish(contents[b"on_pfs"])
     lose(node, Tier.RAM)
     recover(node)
@@ -131,9 +128,8 @@ def test_a_lost_ram_leaves_what_is_elsewhere_and_names_the_rest(node: Node, capl
 
 
 def test_an_open_file_falls_back_to_its_former_generation(node: Node, caplog: pytest.LogCaptureFixture) -> None:
-    old = node.make(b"run.cpt", b"old")
-    seal(node)
-    second_copy(node, old, Tier.NVME)
+    old = node.make_sealed(b"run.cpt", b"old")
+    node.copy_to_tier(old, Tier.NVME)
     inode = node.inode(old)
     new = node.write(inode, b"half of the n", closed=False)
     lose(node, Tier.RAM)
@@ -145,8 +141,7 @@ def test_an_open_file_falls_back_to_its_former_generation(node: Node, caplog: py
 
 
 def test_an_open_file_falls_back_to_what_the_pfs_shows(node: Node, caplog: pytest.LogCaptureFixture) -> None:
-    content = node.make(b"md.log", b"step 1")
-    seal(node)
+    content = node.make_sealed(b"md.log", b"step 1")
     node.publish(content)
     node.reopen(content, Tier.RAM)
     lose(node, Tier.RAM)
@@ -157,28 +152,13 @@ def test_an_open_file_falls_back_to_what_the_pfs_shows(node: Node, caplog: pytes
     assert "md.log: still open" in caplog.text
 
 
-def test_an_open_file_falls_back_to_what_it_had_fsynced_and_not_to_what_was_before(node: Node) -> None:
-    """P3: fsync=pfs has promised it; the former generation that still lies on NVMe is older."""
-    old = node.make(b"md.log", b"old")
-    seal(node)
-    second_copy(node, old, Tier.NVME)
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_file_that_was_not_sealed_yet_shows_what_it_had_fsynced(node: Node, is_closed: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """P3: fsync=pfs has promised it. The former generation that still lies on NVMe is older."""
+    old = node.make_sealed(b"md.log", b"old")
+    node.copy_to_tier(old, Tier.NVME)
     inode = node.inode(old)
-    new = node.write(inode, b"step 1, step 2", closed=False)
-    node.publish(old)
-    node.db.run("UPDATE pfs_file SET generation = generation + 1, complete = 0, size = 6 WHERE inode = ?", inode)
-    lose(node, Tier.RAM)
-    recover(node)
-    assert node.shown(inode) is None and node.db.value("SELECT size FROM inode WHERE id = ?", inode) == 6
-    assert node.db.value("SELECT complete FROM pfs_file WHERE inode = ?", inode) == 1
-    assert node.state(new) is ContentState.DOOMED and node.state(old) is ContentState.DOOMED
-
-
-def test_a_closed_file_that_was_not_sealed_yet_shows_what_it_had_fsynced(node: Node, caplog: pytest.LogCaptureFixture) -> None:
-    """P3: fsync=pfs has promised it, and RAM was lost between the close and the seal."""
-    old = node.make(b"run.cpt", b"old")
-    seal(node)
-    inode = node.inode(old)
-    new = node.write(inode, b"step 1")
+    new = node.write(inode, b"step 1" if is_closed else b"step 1, step 2", closed=is_closed)
     node.publish(old)
     generation = node.db.value("SELECT generation FROM content WHERE id = ?", new)
     node.db.run("UPDATE pfs_file SET generation = ?, complete = 0, size = 6 WHERE inode = ?", generation, inode)
@@ -186,7 +166,8 @@ def test_a_closed_file_that_was_not_sealed_yet_shows_what_it_had_fsynced(node: N
     recover(node)
     assert node.shown(inode) is None and node.db.value("SELECT size FROM inode WHERE id = ?", inode) == 6
     assert node.db.value("SELECT complete FROM pfs_file WHERE inode = ?", inode) == 1
-    assert "run.cpt: not sealed yet when its tier was lost; showing what is on the PFS" in caplog.text
+    assert node.state(new) is ContentState.DOOMED and node.state(old) is ContentState.DOOMED
+    assert f"md.log: {'not sealed yet' if is_closed else 'still open'} when its tier was lost; showing what is on the PFS" in caplog.text
 
 
 def test_an_open_file_with_nothing_to_fall_back_to_is_lost_and_not_empty(node: Node) -> None:
@@ -197,9 +178,8 @@ def test_an_open_file_with_nothing_to_fall_back_to_is_lost_and_not_empty(node: N
 
 
 def test_a_closed_generation_that_is_lost_is_not_replaced_by_an_older_one(node: Node) -> None:
-    old = node.make(b"file", b"old")
-    seal(node)
-    second_copy(node, old, Tier.NVME)
+    old = node.make_sealed(b"file", b"old")
+    node.copy_to_tier(old, Tier.NVME)
     new = node.write(node.inode(old), b"new")
     lose(node, Tier.RAM)
     recover(node)
@@ -234,8 +214,7 @@ def test_the_first_adoption_forgets_nothing(tmp_path: Path) -> None:
 
 
 def test_unfinished_copies_go(node: Node) -> None:
-    content = node.make(b"file", b"data")
-    seal(node)
+    content = node.make_sealed(b"file", b"data")
     assert copies.insert_filling_copy(node.db, node.row(content), Tier.NVME)
     node.tiers[Tier.NVME].create(content)
     recover(node)
@@ -310,9 +289,8 @@ def test_an_nvme_that_was_given_up_is_replaced(node: Node) -> None:
 
 
 def test_another_nvme_is_taken_at_once_when_nothing_lies_only_on_the_former(node: Node) -> None:
-    content = node.make(b"file", b"data")
-    seal(node)
-    second_copy(node, content, Tier.NVME)
+    content = node.make_sealed(b"file", b"data")
+    node.copy_to_tier(content, Tier.NVME)
     node.publish(content)
     unmount(node)
     recover(node)
@@ -322,11 +300,7 @@ def test_another_nvme_is_taken_at_once_when_nothing_lies_only_on_the_former(node
 def test_a_tier_that_fails_now_is_believed(node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     on_nvme, gone = node.make(b"nvme", b"1", tier=Tier.NVME), node.make(b"gone", b"2")
     node.tiers[Tier.RAM].remove(gone)
-
-    def fail() -> None:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(node.tiers[Tier.NVME], "contents", fail)
+    monkeypatch.setattr(node.tiers[Tier.NVME], "contents", Mock(side_effect=OSError(5, "Input/output error")))
     recover(node)
     assert node.copies(on_nvme) == {Tier.NVME: CopyState.GOOD} and node.state(on_nvme) is ContentState.CLOSED
     assert node.state(gone) is ContentState.LOST

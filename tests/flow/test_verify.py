@@ -93,19 +93,23 @@ def test_a_read_error_quarantines_nothing(node: Node, monkeypatch: pytest.Monkey
     assert node.copies(content) == GOOD_BOTH
 
 
-def test_a_writer_during_verification_ends_it_without_a_verdict(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("meanwhile", ["written", "evicted"])
+def test_what_changes_during_the_check_is_not_judged(node: Node, monkeypatch: pytest.MonkeyPatch, meanwhile: str) -> None:
     content = twice(node)
     whole = transfer.read
 
     def read(fd: int, **named: object) -> object:
-        node.reopen(content, Tier.RAM)
-        node.path(content).write_bytes(b"new")
+        if meanwhile == "written":
+            node.reopen(content, Tier.RAM)
+            node.path(content).write_bytes(b"new")
+        else:
+            copies.delete_copy(node.db, content, Tier.RAM)
         return whole(fd, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(transfer, "read", read)
     with pytest.raises(Busy):
         verify(node.db, node.tiers, content)
-    assert node.copies(content) == {Tier.RAM: CopyState.GOOD}
+    assert node.copies(content) == {Tier.RAM if meanwhile == "written" else Tier.NVME: CopyState.GOOD}
 
 
 def test_a_writer_after_the_check_keeps_its_only_copy(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,20 +129,6 @@ def test_a_writer_after_the_check_keeps_its_only_copy(node: Node, monkeypatch: p
         verify(node.db, node.tiers, content)
     assert not local_copies.quarantine(node.db, seen, Tier.RAM, "its digest differs")
     assert node.copies(content) == {Tier.RAM: CopyState.GOOD} and node.state(content) is ContentState.OPEN
-
-
-def test_a_copy_that_is_evicted_during_the_check_is_not_bad(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = twice(node)
-    whole = transfer.read
-
-    def read(fd: int, **named: object) -> object:
-        copies.delete_copy(node.db, content, Tier.RAM)
-        return whole(fd, **named)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(transfer, "read", read)
-    with pytest.raises(Busy):
-        verify(node.db, node.tiers, content)
-    assert node.copies(content) == {Tier.NVME: CopyState.GOOD}
 
 
 def test_a_tier_that_is_not_mounted_is_no_proof(node: Node) -> None:

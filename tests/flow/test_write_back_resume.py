@@ -105,7 +105,9 @@ def test_a_file_that_was_deleted_leaves_nothing(mount: Mount) -> None:
     assert "write_back:write" not in settled(mount)
 
 
-@pytest.mark.parametrize("disguise", ["another mode", "another link", "a directory", "small"])
+@pytest.mark.parametrize(
+    "disguise", ["another mode", "another link", "a directory", "small", pytest.param("another owner", marks=pytest.mark.root)]
+)
 def test_a_temporary_file_that_was_changed_is_copied_from_the_start(mount: Mount, disguise: str) -> None:
     """Somebody else had his hands on it, and may have it open for writing."""
     cut_off(mount)
@@ -117,15 +119,10 @@ def test_a_temporary_file_that_was_changed_is_copied_from_the_start(mount: Mount
     elif disguise == "a directory":
         path.unlink()
         path.mkdir()
+    elif disguise == "another owner":
+        os.chown(path, 4711, 4711)
     else:
         os.truncate(path, limits.BLOCK_BYTES - 1)
-    assert settled(mount).count("write_back:write") == WRITES
-
-
-@pytest.mark.root
-def test_a_temporary_file_of_another_owner_is_copied_from_the_start(mount: Mount) -> None:
-    cut_off(mount)
-    os.chown(mount.temporaries()[0], 4711, 4711)
     assert settled(mount).count("write_back:write") == WRITES
 
 

@@ -112,25 +112,19 @@ def test_names_in_certificates_differ_by_node_and_cluster() -> None:
     assert len(names) == 12
 
 
-def test_keys_that_are_open_to_others_are_refused(authority: Path) -> None:
-    directory = certificates.issue(authority, "node1")
-    (directory / "node.key").chmod(0o640)
-    with pytest.raises(ConfigError, match="open to others"):
-        certificates.load(directory)
-
-
-def test_a_certificate_of_another_authority_is_refused(authority: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("foreign", "words"),
+    [("", "open to others"), ("ca.pem", "not a certificate of the CA"), ("node.key", "not the key")],
+    ids=["open to others", "of another authority", "another key"],
+)
+def test_keys_that_prove_nothing_are_refused(authority: Path, tmp_path: Path, foreign: str, words: str) -> None:
     certificates.init(tmp_path / "other", "moon")
     directory, other = certificates.issue(authority, "node1"), certificates.issue(tmp_path / "other", "node1")
-    (directory / "ca.pem").write_bytes((other / "ca.pem").read_bytes())
-    with pytest.raises(ConfigError, match="not a certificate of the CA"):
-        certificates.load(directory)
-
-
-def test_a_key_that_does_not_fit_is_refused(authority: Path) -> None:
-    directory, other = certificates.issue(authority, "node1"), certificates.issue(authority, "node2")
-    (directory / "node.key").write_bytes((other / "node.key").read_bytes())
-    with pytest.raises(ConfigError, match="not the key"):
+    if foreign:
+        (directory / foreign).write_bytes((other / foreign).read_bytes())
+    else:
+        (directory / "node.key").chmod(0o640)
+    with pytest.raises(ConfigError, match=words):
         certificates.load(directory)
 
 

@@ -1,7 +1,6 @@
 """M1: the memory limit of a process is read from both versions of cgroups; what cannot be read counts as a limit."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -97,46 +96,22 @@ def test_an_ancestor_that_is_not_mounted_counts_by_the_hierarchical_limit(machin
     assert machine.limits().find(2) == UNKNOWN
 
 
-def _foreign_pid_namespace(machine: Machine) -> int:
-    machine.mount(2)
-    return 0
-
-
-def _gone(machine: Machine) -> int:
-    machine.mount(2)
-    return 77
-
-
-def _outside_of_the_namespace(machine: Machine) -> int:
-    machine.mount(2)
-    machine.process(5, "0::/../other\n")
-    return 5
-
-
-def _not_mounted(machine: Machine) -> int:
-    machine.process(5, "4:memory:/a\n0::/\n")
-    return 5
-
-
-def _namespace_root(machine: Machine) -> int:
-    machine.group(machine.mount(2), cgroup__type="domain", memory__max="max")  # Its ancestors may have a limit.
-    machine.process(5, "0::/\n")
-    return 5
-
-
-def _removed_group(machine: Machine) -> int:
-    machine.mount(2)
-    machine.process(5, "0::/gone (deleted)\n")
-    return 5
-
-
 @pytest.mark.parametrize(
-    "case",
-    [_foreign_pid_namespace, _gone, _outside_of_the_namespace, _not_mounted, _namespace_root, _removed_group],
-    ids=lambda case: case.__name__,
+    ("pid", "groups", "is_mounted"),
+    [
+        (0, "", True),  # of another PID namespace
+        (77, "", True),  # gone
+        (5, "0::/../other\n", True),  # outside of the cgroup namespace
+        (5, "4:memory:/a\n0::/\n", False),
+        (5, "0::/\n", True),  # the root of a namespace: its ancestors may have a limit
+        (5, "0::/gone (deleted)\n", True),
+    ],
 )
-def test_what_cannot_be_found_out_counts_as_limited(machine: Machine, case: Callable[[Machine], int]) -> None:
-    pid = case(machine)
+def test_what_cannot_be_found_out_counts_as_limited(machine: Machine, pid: int, groups: str, is_mounted: bool) -> None:
+    if is_mounted:
+        machine.group(machine.mount(2), cgroup__type="domain", memory__max="max")
+    if groups:
+        machine.process(pid, groups)
     found = machine.limits().find(pid)
     assert found == UNKNOWN
     assert found.is_limited and not found.is_known

@@ -1,5 +1,6 @@
 """X1: prepared files of the RAM tier, on a real tmpfs: taking, topping up, trimming, and what an application can see of them."""
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -36,6 +37,15 @@ def pool(storage: TierStorage) -> Iterator[PreparedFiles]:
 
 def _open(storage: TierStorage, content: int) -> int:
     return storage.open(content, os.O_RDWR)
+
+
+@contextlib.contextmanager
+def _taken(storage: TierStorage, pool: PreparedFiles, size_bytes: int) -> Iterator[int]:
+    """The descriptor of a content whose file was prepared with this size."""
+    pool.add(size_bytes)
+    assert _take(pool, 1)
+    with disk.closing(_open(storage, 1)) as fd:
+        yield fd
 
 
 def _take(pool: PreparedFiles, content: int) -> bool:
@@ -210,9 +220,7 @@ def test_topping_up_keeps_size_and_bytes(storage: TierStorage) -> None:
 
 def test_trimming_leaves_what_was_written(storage: TierStorage, pool: PreparedFiles) -> None:
     """X1: after the seal a file takes what it holds; holes are holes again."""
-    pool.add(8 * MIB)
-    _take(pool, 1)
-    with disk.closing(_open(storage, 1)) as fd:
+    with _taken(storage, pool, 8 * MIB) as fd:
         os.pwrite(fd, b"begin" * 1000, 0)
         os.pwrite(fd, b"end", 2 * MIB)
         before = os.pread(fd, 8 * MIB, 0)
@@ -220,14 +228,12 @@ def test_trimming_leaves_what_was_written(storage: TierStorage, pool: PreparedFi
         assert os.pread(fd, 8 * MIB, 0) == before
         assert not prepared.is_prepared(os.fstat(fd))
         assert prepared.get_allocated_bytes(fd) == 3 * 4096
-        assert os.lseek(fd, 0, os.SEEK_HOLE) == 5000 or os.lseek(fd, 0, os.SEEK_HOLE) == 8192
+        assert os.lseek(fd, 0, os.SEEK_HOLE) in (5000, 8192)
 
 
 def test_without_a_lease_only_the_end_is_trimmed(storage: TierStorage, pool: PreparedFiles) -> None:
     """X1, P7: a page below the end may be written through a mapping meanwhile."""
-    pool.add(8 * MIB)
-    _take(pool, 1)
-    with disk.closing(_open(storage, 1)) as fd:
+    with _taken(storage, pool, 8 * MIB) as fd:
         os.pwrite(fd, b"end", 2 * MIB)
         prepared.trim(fd, holes=False)
         assert prepared.get_allocated_bytes(fd) == 2 * MIB + 4096
@@ -236,29 +242,17 @@ def test_without_a_lease_only_the_end_is_trimmed(storage: TierStorage, pool: Pre
         assert prepared.get_allocated_bytes(fd) == 4096
 
 
-def test_a_whole_file_needs_no_lease(storage: TierStorage, pool: PreparedFiles) -> None:
-    pool.add(8 * MIB)
-    _take(pool, 1)
-    with disk.closing(_open(storage, 1)) as fd:
-        os.pwrite(fd, b"x" * MIB, 0)
+@pytest.mark.parametrize("size_bytes", [0, MIB])
+def test_a_file_without_holes_needs_no_lease(storage: TierStorage, pool: PreparedFiles, size_bytes: int) -> None:
+    with _taken(storage, pool, 8 * MIB) as fd:
+        os.pwrite(fd, b"x" * size_bytes, 0)
         prepared.trim(fd, holes=False)
-        assert prepared.get_allocated_bytes(fd) == MIB
-        assert not prepared.is_prepared(os.fstat(fd))
-
-
-def test_an_empty_file_is_trimmed_to_nothing(storage: TierStorage, pool: PreparedFiles) -> None:
-    pool.add(MIB)
-    _take(pool, 1)
-    with disk.closing(_open(storage, 1)) as fd:
-        prepared.trim(fd, holes=False)
-        assert prepared.get_allocated_bytes(fd) == 0 and not prepared.is_prepared(os.fstat(fd))
+        assert prepared.get_allocated_bytes(fd) == size_bytes and not prepared.is_prepared(os.fstat(fd))
 
 
 def test_what_an_application_allocated_stays(storage: TierStorage, pool: PreparedFiles) -> None:
     """P2: fallocate(2) promises that later writes find room."""
-    pool.add(4 * MIB)
-    _take(pool, 1)
-    with disk.closing(_open(storage, 1)) as fd:
+    with _taken(storage, pool, 4 * MIB) as fd:
         prepared.mark_allocated_by_application(fd)
         os.posix_fallocate(fd, 0, 2 * MIB)
         prepared.trim(fd, holes=True)
@@ -277,9 +271,7 @@ def test_an_ordinary_file_is_not_touched(storage: TierStorage) -> None:
 
 def test_stat_shows_what_was_written(storage: TierStorage, pool: PreparedFiles) -> None:
     """P2: du of an application shows no prepared pages."""
-    pool.add(4 * MIB)
-    _take(pool, 1)
-    with disk.closing(_open(storage, 1)) as fd:
+    with _taken(storage, pool, 4 * MIB) as fd:
         assert prepared.get_data_bytes(fd, os.fstat(fd)) == 0
         os.pwrite(fd, b"x" * MIB, 0)
         assert prepared.get_data_bytes(fd, os.fstat(fd)) == MIB
@@ -293,9 +285,7 @@ def test_stat_shows_what_was_written(storage: TierStorage, pool: PreparedFiles) 
 
 def test_a_lease_is_refused_while_a_mapping_can_write(storage: TierStorage, pool: PreparedFiles) -> None:
     """The fact on which `holes` rests: a write lease means that this descriptor is the only one."""
-    pool.add(MIB)
-    _take(pool, 1)
-    with disk.closing(_open(storage, 1)) as fd:
+    with _taken(storage, pool, MIB) as fd:
         with disk.closing(_open(storage, 1)), pytest.raises(BlockingIOError):
             fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
