@@ -248,19 +248,6 @@ def test_what_is_changed_in_place_is_read_as_it_was_closed(tmp_path: Path) -> No
     assert three.data(content) == data
 
 
-def test_what_was_fsynced_survives_its_open_file(tmp_path: Path) -> None:
-    """P9: with fsync=clique, from a node that holds it to any other."""
-    _, one, two, three = make_cluster(tmp_path, 3)
-    content = one.make(b"log", data := os.urandom(BLOCK + 9), closed=False)
-    fsync_to_peers(one, content)
-    one.publish_shared(content)
-    AnnounceCopies(two.db, cluster_of(two)).step()
-    one.kill()
-    for node in (two, three):
-        assert bring(node, one.inode(content)).result == mover_requests.FETCHED
-        assert node.data(content) == data
-
-
 def test_what_was_fsynced_survives_one_death_after_the_other(tmp_path: Path) -> None:
     """P3, P9: who holds the last state of a file that was open when its writer died sees to it that there are two copies again."""
     _, one, two, three, four = make_cluster(tmp_path, 4)

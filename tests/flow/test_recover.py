@@ -234,12 +234,6 @@ def test_a_file_of_the_wrong_size_does_not_count(node: Node, sealed: bool, data:
     assert node.state(content) is ContentState.LOST
 
 
-def test_an_open_file_may_have_any_size(node: Node) -> None:
-    content = node.make(b"file", b"data", closed=False)
-    recover(node)
-    assert node.copies(content) == {Tier.RAM: CopyState.GOOD}
-
-
 def test_a_tier_that_is_no_longer_configured_keeps_its_rows(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     content = node.make(b"file", b"data", tier=Tier.NVME)
     nvme = node.config.nvme

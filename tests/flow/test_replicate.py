@@ -136,16 +136,6 @@ def test_a_copy_that_went_bad_here_is_found_when_it_is_sent(tmp_path: Path, capl
     until(lambda: "is quarantined" in caplog.text)
 
 
-def test_a_deletion_is_passed_on_to_the_holder(tmp_path: Path) -> None:
-    _, one, two = make_cluster(tmp_path, 2)
-    content = one.written(b"a", b"hello")
-    flow = replicate(one, content)
-    contents.set_state(one.db, content, ContentState.DOOMED)
-    copies.delete_doomed(one.db, copies.list_doomed(one.db, (Tier.RAM,), 0, 10))
-    until(lambda: two.hold.reported_unneeded == {content}, flow.step)
-    assert peer_copies.list_unneeded(one.db, 10) == []
-
-
 def test_a_deletion_is_passed_on_to_nodes_that_fetched_the_file(tmp_path: Path) -> None:
     """Only the store knows of a copy that was made by reading."""
     cluster, one, two, three = make_cluster(tmp_path, 3)
@@ -156,6 +146,7 @@ def test_a_deletion_is_passed_on_to_nodes_that_fetched_the_file(tmp_path: Path) 
     copies.delete_doomed(one.db, copies.list_doomed(one.db, (Tier.RAM,), 0, 10))
     cluster.store.commit([], [Delete(locations.build_content_key(content))])
     until(lambda: two.hold.reported_unneeded == {content} == three.hold.reported_unneeded, flow.step)
+    assert peer_copies.list_unneeded(one.db, 10) == []
     assert locations.load(cluster.store, [content])[content].copies == ()
 
 

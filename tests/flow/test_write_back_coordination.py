@@ -91,21 +91,6 @@ def do_anything(
     run(root, seed, act, count=count or 2 + seed % 2)
 
 
-def test_what_two_nodes_made_is_one_tree_there(tmp_path: Path) -> None:
-    """P6: each node's files, in a directory of the other one."""
-
-    async def act(cluster: WriterCluster) -> None:
-        one, two = cluster.nodes
-        await one.mkdir("d")
-        await two.put("d/from two", b"2")
-        await one.put("d/from one", b"1")
-        await two.mkdir("d/e")
-        await one.put("d/e/f", b"3")
-
-    cluster = run(tmp_path, 0, act)
-    assert len(cluster.shared()) == 5
-
-
 @on_two_nodes(b"there", b"e", b"e/overwritten", b"e/dressed", b"e/late")
 async def test_each_undoes_what_the_other_has_written_back(cluster: WriterCluster) -> None:
     one, two = cluster.nodes
