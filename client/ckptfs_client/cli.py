@@ -27,7 +27,6 @@ from ckptfs_client.lab import commands
 from ckptfs_client.node import node_commands
 from ckptfs_client.options import LEVELS, AnyDirectory, Directory, Json, JsonLines, Paths, Timeout, connect, parse_option, parse_seconds
 from ckptfs_client.planning import advice_commands
-from ckptfs_client.progress_bar import follow_progress
 from ckptfs_client.sets import set_commands
 
 KeysDirectory = Annotated[Path, typer.Argument(metavar="DIR", help="The CA's directory. Keep ca.key secret: it can sign any node.")]
@@ -217,7 +216,7 @@ def drain(
     with connect(directory) as client:
         point = client.mount.mountpoint
         done = f"{point} is drained: every closed file has " + (f"the level {level}" if level else "its highest level")
-        follow_progress(client.drain(parse_seconds(deadline), level or ""), f"draining {point}", done, json=json)
+        render.follow_progress(client.drain(parse_seconds(deadline), level or ""), f"draining {point}", done, json=json)
 
 
 def _get_log_levels() -> tuple[str, ...]:
@@ -303,7 +302,7 @@ def wait(
         client, inode = open_client(path)
         with client:
             left = None if end is None else max(0.001, end - time.monotonic())
-            follow_progress(client.wait(inode, level, left), f"{path} to {level}", f"{path} has the level {level}", json=json)
+            render.follow_progress(client.wait(inode, level, left), f"{path} to {level}", f"{path} has the level {level}", json=json)
 
 
 @app.command(epilog=EPILOG)
@@ -426,7 +425,7 @@ def adopt(
     with connect(directory) as client:
         point = client.mount.mountpoint
         done = f"{point}: etcd knows all that this node knows; go on with the next node"
-        follow_progress(client.adopt(is_last=last), f"adopting the store of {point}", done, json=json)
+        render.follow_progress(client.adopt(is_last=last), f"adopting the store of {point}", done, json=json)
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------

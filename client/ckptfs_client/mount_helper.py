@@ -300,7 +300,7 @@ def _get_status(client: "Client") -> "pb.Status | None":
 
 def _drain_attached(client: "Client", status: "pb.Status") -> None:
     """Have the daemon write back while the mount serves, until its own deadline. Prints what blocks it."""
-    from ckptfs_client.progress_bar import ProgressBar, describe_progress
+    from ckptfs_client.render import ProgressBar, describe_progress
 
     named, began_s = "", time.monotonic()
     with ProgressBar(f"writing back {status.name}") as bar, contextlib.suppress(ClientError):
@@ -316,7 +316,7 @@ def _drain_attached(client: "Client", status: "pb.Status") -> None:
 
 def _wait_until_drained(client: "Client", status: "pb.Status") -> None:
     """Wait until the daemon has ended, after its drain or its deadline, and print what is left."""
-    from ckptfs_client.progress_bar import ProgressBar, describe_write_back
+    from ckptfs_client.render import ProgressBar, describe_write_back
 
     pid = next((process.pid for process in status.processes if process.role == "supervisor"), 0)
     until = time.monotonic() + status.drain_deadline_s + GRACE_S

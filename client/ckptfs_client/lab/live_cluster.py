@@ -20,7 +20,7 @@ from ckptfs_client.lab import network, nodes
 from ckptfs_client.lab.laboratory import Laboratory
 from ckptfs_client.lab.layout import ETCD, LabNode
 from ckptfs_client.mounts import find
-from ckptfs_client.progress_bar import describe_progress
+from ckptfs_client.render import describe_progress
 
 WAIT_S = 120.0
 POLL_S = 0.02

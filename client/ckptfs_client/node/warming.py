@@ -24,7 +24,6 @@ from ckptfs_client.client import Client
 from ckptfs_client.errors import ClientError, CommandFailed, NotInTime
 from ckptfs_client.json_answers import WarmJson
 from ckptfs_client.mounts import Mount, build_path_error, find_inode
-from ckptfs_client.progress_bar import ProgressBar
 
 if TYPE_CHECKING:
     from ckptfs.protocol import control_pb2 as pb
@@ -91,7 +90,7 @@ class Warming:
         """Read the files, and wait until their copies count. Raises NotInTime."""
         reading, unread, unsettled = Reading(files), len(files), list[WarmFile]()
         total, settle_until_s = sum(one.size for one in files), 0.0
-        with ProgressBar(f"fetching to {client.mount.mountpoint}") as bar:
+        with render.ProgressBar(f"fetching to {client.mount.mountpoint}") as bar:
             while unread or unsettled:
                 bytes_left = max(0, total - reading.read_bytes)
                 words = f"{format_count(unread + len(unsettled), 'file')} ({format_size(bytes_left)})"

@@ -26,7 +26,7 @@ from ckptfs_client.client import build_path_error
 from ckptfs_client.errors import CommandFailed, UsageError
 from ckptfs_client.json_answers import RestoreJson
 from ckptfs_client.node.listing import DIGEST_XATTR
-from ckptfs_client.progress_bar import ProgressBar
+from ckptfs_client.render import ProgressBar
 from ckptfs_client.sets.set_changes import is_same_file
 from ckptfs_client.sets.set_history import FoundSet, SetHistory
 from ckptfs_client.sets.set_listing import FileOfSet, get_digests, list_set_files, load_manifest

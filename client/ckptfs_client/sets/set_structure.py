@@ -15,7 +15,7 @@ from ckptfs_client.errors import ClientError, CommandFailed
 from ckptfs_client.json_answers import FormatJson, VerifyJson
 from ckptfs_client.mounts import build_path_error, find_inode
 from ckptfs_client.node.listing import DIGEST_XATTR
-from ckptfs_client.progress_bar import follow_verification
+from ckptfs_client.render import follow_verification
 from ckptfs_client.sets.set_history import FoundSet, SetHistory, split_number
 from ckptfs_client.sets.set_listing import MANIFEST_FILES, list_set_files, load_manifest
 
