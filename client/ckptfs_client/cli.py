@@ -125,7 +125,7 @@ def status(
 
     Example: ckptfs status /ckpt --watch
     """
-    from ckptfs_client.node.node_health import is_silent, list_statuses
+    from ckptfs_client.client import list_statuses
 
     if cluster:
         if watch:
@@ -144,7 +144,7 @@ def status(
         render.print_json(plain[0] if directory is not None or len(plain) == 1 else plain)
     else:
         render.print_renderable(render.build_status(answers[0]) if len(answers) == 1 else render.build_overview(answers))
-    if any(map(is_silent, answers)):
+    if any(one.health == render.DOWN for one in answers):
         raise typer.Exit(NoMount.exit_code)
 
 

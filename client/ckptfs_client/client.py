@@ -4,12 +4,14 @@ If the mover restarts, calls wait for it and streams are resumed, so callers not
 `ckptfs_client.errors`.
 """
 
+import contextlib
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,9 +20,11 @@ import grpc
 from ckptfs import limits
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
-from ckptfs_client.errors import ClientError, CommandFailed, NotInTime, NotPermitted, UsageError
+from ckptfs_client.errors import ClientError, CommandFailed, NoMount, NotInTime, NotPermitted, UsageError
+from ckptfs_client.json_answers import UpgradeJson
 from ckptfs_client.mounts import Mount, build_unanswered_error, find_inode
 from ckptfs_client.mounts import build_path_error as build_path_error
+from ckptfs_client.render import DOWN
 
 ANSWER_S = 15.0
 """After this silence a daemon counts as not answering."""
@@ -30,6 +34,7 @@ ASKED_AT_ONCE_MAX = 64
 Answer = TypeVar("Answer")
 ENDED_ANSWER_S = 3.0
 """The same for a daemon that has ended: systemd may be restarting it."""
+UPGRADED_ANSWER_S = 1.0
 RETRY_S = 0.05
 DRAIN_GRACE_S = 2.0
 REMEDY_KEY = "ckptfs-remedy-bin"
@@ -150,18 +155,26 @@ class Client:
         answer: pb.LogLevelReply = self._call(self._build_admin_stub().LogLevel, pb.LogLevelRequest(level=level), self._answer_s)
         return answer.level
 
-    def upgrade(self, python: str, places: list[str]) -> None:
-        """Have the daemon hand over to another version; return when it does. Raises CommandFailed."""
-        request = pb.UpgradeRequest(python=python, places=places)
+    def upgrade(self) -> UpgradeJson:
+        """Have the daemon hand over to this version; return when that serves. Raises ClientError.
+
+        The daemon tries this version first. If it refuses, nothing was changed. It goes on by itself if the caller is interrupted.
+        """
+        before = self.get_status()
+        mover = next((process.pid for process in before.processes if process.role == "mover"), 0)
+        begun_s = time.monotonic()
+        request = pb.UpgradeRequest(python=sys.executable, places=_list_package_homes())
         try:
             self._build_admin_stub().Upgrade(request, timeout=limits.UPGRADE_WAIT_S + DRAIN_GRACE_S, wait_for_ready=True)
         except grpc.RpcError as failure:
-            if failure.code() in RETRYABLE_CODES:
-                return
             if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
                 remedy = "drain, unmount, and mount again"
                 raise CommandFailed(f"the daemon of {self.mount.name} is too old to be upgraded while it runs", remedy=remedy) from failure
-            raise self._translate_error(failure, waited=True) from failure
+            if failure.code() not in RETRYABLE_CODES:
+                raise self._translate_error(failure, waited=True) from failure
+        version = _wait_until_replaced(self.mount, mover)
+        os.statvfs(self.mount.mountpoint)  # Waits for the mount process.
+        return {"name": before.name, "former": before.version, "version": version, "seconds": round(time.monotonic() - begun_s, 1)}
 
     # --- the connection -----------------------------------------------------------------------------------------------
 
@@ -226,6 +239,35 @@ class Client:
         return kinds.get(code, CommandFailed)(words, remedy=remedy)
 
 
+def _list_package_homes() -> list[str]:
+    """Return the directories of the packages of this installation."""
+    homes = []
+    for package in ("ckptfs", "ckptfs_daemon"):
+        found = find_spec(package)
+        if found is None or not found.submodule_search_locations:
+            raise CommandFailed(f"this installation of ckptfs lacks the package {package}", remedy="install all of it")
+        homes.append(str(Path(found.submodule_search_locations[0]).absolute().parent))
+    return list(dict.fromkeys(homes))
+
+
+def _wait_until_replaced(mount: Mount, mover: int) -> str:
+    """Wait until another mover answers; return its version.
+
+    One that the same supervisor restarted does not count.
+    """
+    until = time.monotonic() + limits.READY_WAIT_S
+    while time.monotonic() < until:
+        with contextlib.suppress(ClientError), Client(mount, answer_s=UPGRADED_ANSWER_S) as client:
+            status = client.get_status()
+            if any(process.role == "mover" and process.pid != mover and not process.restarts for process in status.processes):
+                return status.version
+        threading.Event().wait(RETRY_S)
+    raise NotInTime(f"the daemon of {mount.name} did not answer in time after the upgrade", remedy="its log says why")
+
+
+# --- several mounts ---------------------------------------------------------------------------------------------------
+
+
 def ask_all(
     chosen: Sequence[Mount], question: Callable[[Client], Answer], answer_s: float | None = None
 ) -> list[tuple[Mount, "Answer | ClientError"]]:
@@ -258,6 +300,25 @@ def ask_answering(chosen: Sequence[Mount], question: Callable[[Client], Answer])
     for failure in failures:
         print(f"ckptfs: {failure}", file=sys.stderr)
     return [(mount, answer) for mount, answer in found if not isinstance(answer, ClientError)], bool(failures)
+
+
+def list_statuses(chosen: Sequence[Mount]) -> list[pb.Status]:
+    """Return the status of each mount, with the health DOWN without an answer; errors go to stderr.
+
+    Raises NoMount if none answers.
+    """
+    found = ask_all(chosen, Client.get_status)
+    failures = [answer for _, answer in found if isinstance(answer, ClientError)]
+    if len(failures) == len(found):
+        raise failures[0] if len(found) == 1 else NoMount("; ".join(map(str, failures)))
+    for failure in failures:
+        print(f"ckptfs: {failure}", file=sys.stderr)
+    return [_build_silent_status(mount, answer) if isinstance(answer, ClientError) else answer for mount, answer in found]
+
+
+def _build_silent_status(mount: Mount, failure: ClientError) -> pb.Status:
+    trouble = pb.Trouble(where="daemon", what=str(failure.args[0]), remedy=failure.remedy)
+    return pb.Status(name=mount.name, mountpoint=str(mount.mountpoint), health=DOWN, troubles=[trouble])
 
 
 def open_client(path: str | os.PathLike[str]) -> tuple[Client, int]:

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfs.quantities import format_count, format_duration, format_size
 from ckptfs_client.errors import ClientError, NotInTime
-from ckptfs_client.json_answers import VerifyJson
+from ckptfs_client.json_answers import HealthJson, VerifyJson
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from ckptfs.protocol import control_pb2 as pb
+    from ckptfs_client.mounts import Mount
 
-DOWN = "down"
-"""The health of a mount whose daemon does not answer."""
+OK, DOWN = "ok", "down"
+"""The health of a mount without a trouble, and of one whose daemon does not answer."""
 REASONS = {
     "failed_precondition": "not possible here", "deadline_exceeded": "not done in time", "not_found": "of what is not there",
     "invalid_argument": "with wrong arguments", "permission_denied": "not permitted", "resource_exhausted": "too many at once",
@@ -146,6 +147,35 @@ def build_status(answer: "pb.Status") -> "RenderableType":
         tables.insert(1, _build_link_table(answer.clique))
     padded = [Padding(table, (0 if number else 1, 2, 1, 2), expand=False) for number, table in enumerate(tables)]
     return Group("\n".join(lines), *padded)
+
+
+def build_health(mount: "Mount", answer: "pb.Status | ClientError") -> HealthJson:
+    """Return the health of the tiers and peers of a mount (X11)."""
+    if isinstance(answer, ClientError):
+        health, reasons = DOWN, [str(answer)]
+    else:
+        health, reasons = answer.health, _list_reasons(answer)
+    return {"name": mount.name, "mountpoint": str(mount.mountpoint), "health": health, "reasons": reasons}
+
+
+def _list_reasons(status: "pb.Status") -> list[str]:
+    """Return why a mount is not sound. A tier whose trouble is named is not named again."""
+    reasons = [f"{one.where}: {f'{one.path}: ' if one.path else ''}{one.what}" for one in status.troubles]
+    named = {one.where for one in status.troubles}
+    reasons += [f"{tier.name}: {tier.health}" for tier in status.tiers if tier.health != "normal" and tier.name not in named]
+    if status.counts.lost:
+        reasons.append(f"{format_count(status.counts.lost, 'file')} lost")
+    if status.HasField("notice"):
+        reasons.append(f"this node is about to be taken away: {status.notice.source}: {status.notice.what}")
+    return reasons
+
+
+def format_health(one: HealthJson) -> str:
+    """Return the line about a mount: its health, and the first reason."""
+    first, *others = one["reasons"] or [""]
+    more = f" (and {format_count(len(others), 'more reason')})" if others else ""
+    line = f"{one['health']}: {one['name']} on {one['mountpoint']}" + (f": {first}{more}" if first else "")
+    return escape_unprintable(line)
 
 
 def build_overview(answers: Sequence["pb.Status"]) -> Any:

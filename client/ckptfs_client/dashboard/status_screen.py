@@ -23,11 +23,11 @@ from rich.text import Text
 from ckptfs.bounded_waits import wait_ready
 from ckptfs.quantities import format_duration
 from ckptfs_client import render
+from ckptfs_client.client import list_statuses
 from ckptfs_client.dashboard import overview
 from ckptfs_client.dashboard.overview import Row
 from ckptfs_client.dashboard.sampling import OverviewSampler
 from ckptfs_client.mounts import Mount
-from ckptfs_client.node.node_health import list_statuses
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -9,7 +9,7 @@ import typer
 
 from ckptfs.quantities import format_count, format_duration, format_size
 from ckptfs_client import mounts, render
-from ckptfs_client.errors import EPILOG, UsageError
+from ckptfs_client.errors import EPILOG, CommandFailed, NoMount, UsageError
 from ckptfs_client.options import AnyDirectory, Directory, Json, Paths, Timeout, connect, parse_seconds
 
 app = typer.Typer()
@@ -30,15 +30,16 @@ def health(
 
     Example: ckptfs health /ckpt --timeout 2s
     """
-    from ckptfs_client.node import node_health
+    from ckptfs_client.client import Client, ask_all
 
     seconds = parse_seconds(timeout)
     if not seconds:
         raise UsageError("--timeout 0 leaves no time for an answer; accepted: a time such as 2s")
     chosen = mounts.choose_all(directory)
-    found = node_health.ask(chosen, seconds)
-    render.print_answer(found[0] if len(chosen) == 1 else found, lambda: "\n".join(map(node_health.format_line, found)), json=json)
-    if code := max(map(node_health.get_exit_code, found)):
+    found = [render.build_health(*one) for one in ask_all(chosen, Client.get_status, seconds)]
+    render.print_answer(found[0] if len(chosen) == 1 else found, lambda: "\n".join(map(render.format_health, found)), json=json)
+    codes = {render.OK: 0, render.DOWN: NoMount.exit_code}
+    if code := max(codes.get(one["health"], CommandFailed.exit_code) for one in found):
         raise typer.Exit(code)
 
 
@@ -148,8 +149,9 @@ def upgrade(
 
     Example: ckptfs upgrade /ckpt
     """
-    from ckptfs_client.node import upgrading
+    from ckptfs_client.client import Client
 
-    done = upgrading.upgrade(mounts.choose_named(mount))
+    with Client(mounts.choose_named(mount)) as client:
+        done = client.upgrade()
     text = f"{done['name']}: version {done['version']}, {done['former']} before (after {format_duration(done['seconds'])})"
     render.print_answer(done, lambda: text, json=json)
