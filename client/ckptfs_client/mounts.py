@@ -17,6 +17,7 @@ from ckptfs_client.errors import ClientError, CommandFailed, NoMount, UsageError
 
 HISTORY = ".ckptfs/history"
 """The history of checkpoint sets, below a mountpoint."""
+DIGEST_XATTR = "user.ckptfs.digest"
 SET_XATTR = "user.ckptfs.set"
 """Names the set to which a file belongs, by its path below `HISTORY`."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfs.quantities import format_count, format_duration, format_size
 from ckptfs_client.errors import ClientError, NotInTime
-from ckptfs_client.json_answers import HealthJson, VerifyJson
+from ckptfs_client.json_answers import HealthJson
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -448,18 +448,6 @@ def _print_safety(last: "pb.Progress | None") -> None:
 
     for line in list_safety_lines(last.safety):
         print(escape_unprintable(line))
-
-
-def follow_verification(messages: Iterator["pb.VerifyProgress"], what: str) -> VerifyJson:
-    """Follow a verification to its end; return files, bytes and the finding of each copy."""
-    findings: list[Any] = []
-    last: pb.VerifyProgress | None = None
-    with ProgressBar(f"verifying {what}") as bar:
-        for last in messages:
-            findings.extend(message_to_dict(finding) for finding in last.findings)
-            words = f"{last.files} of {format_count(last.files_total, 'file')}, {format_size(last.bytes)}"
-            bar.update(max(0, last.files_total - last.files), words)
-    return {"files": last.files if last else 0, "bytes": last.bytes if last else 0, "findings": findings, "formats": []}
 
 
 def describe_write_back(status: "pb.Status") -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ckptfs_client.errors import CommandFailed, UsageError
 from ckptfs_client.json_answers import RestoreJson
-from ckptfs_client.sets.set_restore import Restore
+from ckptfs_client.sets.set_files import Restore
 from history_directory import HistoryDirectory
 
 STEP = "run1/step_*"

@@ -26,7 +26,7 @@ from ckptfs_client.chaos.faults import CUT, FaultMaker
 from ckptfs_client.errors import ClientError, CommandFailed
 from ckptfs_client.json_answers import FaultResultJson, VerifyJson
 from ckptfs_client.lab.live_cluster import LiveCluster, Tree, get_level, wait_until
-from ckptfs_client.sets.set_structure import verify
+from ckptfs_client.sets.set_files import verify
 
 REPAIR_S = 150.0
 TURN_S = 120.0

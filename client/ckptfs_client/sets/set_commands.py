@@ -108,11 +108,11 @@ def verify(
 
     Example: ckptfs verify '/ckpt/run1/step_*@17'
     """
-    from ckptfs_client.sets import set_structure
+    from ckptfs_client.sets import set_files
 
     total: VerifyJson = {"files": 0, "bytes": 0, "findings": [], "formats": []}
     for path in paths:
-        set_structure.verify(path, total)
+        set_files.verify(path, total)
     bad = [finding for finding in total["findings"] if finding["verdict"] in ("bad", "unreadable")]
     unknown = [finding for finding in total["findings"] if finding["verdict"] == "unknown"]
     flawed = [one for one in total["formats"] if one["flaw"]]
@@ -154,7 +154,7 @@ def restore(
 
     Example: ckptfs restore '/ckpt/run1/step_*@17' /scratch
     """
-    from ckptfs_client.sets.set_restore import Restore
+    from ckptfs_client.sets.set_files import Restore
 
     with _open_history(named) as history:
         found = history.find_set(named)

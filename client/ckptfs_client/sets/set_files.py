@@ -1,10 +1,12 @@
-"""What `ckptfs restore` does: copy a set from the history to its own place or any directory (D12).
+"""What `ckptfs restore` and `ckptfs verify` do with the files of a set (D12, H8).
 
-The files are read through the mount and written into a temporary directory beside their place. Each is compared with its digest in the
-manifest. Renames then give them their names. So a set is restored as a whole, and what fails leaves nothing. Owners (for root), modes,
-times and extended attributes of users are kept.
+Restore reads the files through the mount and writes them into a temporary directory beside their place. Each is compared with its digest in
+the manifest. Renames then give them their names. So a set is restored as a whole, and what fails leaves nothing. Owners (for root), modes,
+times and extended attributes of users are kept. What lies at that place is replaced only if the set has it, too, or by --force.
 
-What lies at that place is replaced only if the set has it, too, or by --force.
+For verify, the daemon reads what the format of a file shows of itself (zip, safetensors, HDF5, ...), wherever its bytes are. Whether the
+files of a set fit together (`.metadata` of torch.distributed.checkpoint, index files) is judged by the daemon as well. Names and digests
+are compared with the manifest.
 
 Crash safety: a temporary directory `.NAME.ckptfs-restore-*` is left, which no program takes for a checkpoint.
 """
@@ -20,20 +22,22 @@ from typing import NamedTuple
 
 from ckptfs import limits
 from ckptfs.digest import RunningDigest
-from ckptfs.quantities import format_size
+from ckptfs.quantities import format_count, format_size
 from ckptfs.series import set_kinds
-from ckptfs_client.client import build_path_error
-from ckptfs_client.errors import CommandFailed, UsageError
-from ckptfs_client.json_answers import RestoreJson
-from ckptfs_client.node.listing import DIGEST_XATTR
-from ckptfs_client.render import ProgressBar
+from ckptfs.series.file_formats import FileFormat
+from ckptfs_client.errors import ClientError, CommandFailed, UsageError
+from ckptfs_client.json_answers import FormatJson, RestoreJson, VerifyJson
+from ckptfs_client.mounts import DIGEST_XATTR, build_path_error, find_inode
+from ckptfs_client.render import ProgressBar, message_to_dict
 from ckptfs_client.sets.set_changes import is_same_file
-from ckptfs_client.sets.set_history import FoundSet, SetHistory
-from ckptfs_client.sets.set_listing import FileOfSet, get_digests, list_set_files, load_manifest
+from ckptfs_client.sets.set_history import FoundSet, SetHistory, split_number
+from ckptfs_client.sets.set_listing import MANIFEST_FILES, FileOfSet, get_digests, list_set_files, load_manifest
 
 PIECE_BYTES = limits.BLOCK_BYTES
 NEW, REPLACED = "new", "replaced"
 """The directories in the temporary one: what is copied, and what it replaces."""
+FORMAT_XATTR = "user.ckptfs.format"
+FLAW_XATTR = "user.ckptfs.flaw"
 
 
 class Restore(NamedTuple):
@@ -197,3 +201,94 @@ def _copy_attributes(source: Path, copy: Path) -> None:
         status = os.lstat(source)
         os.chown(copy, status.st_uid, status.st_gid, follow_symlinks=False)
     shutil.copystat(source, copy, follow_symlinks=False)
+
+
+# --- verify -----------------------------------------------------------------------------------------------------------
+
+
+def verify(path: Path, total: VerifyJson) -> None:
+    """Verify a path, a series or a set, and add what was found to `total`. Raises ClientError."""
+    with SetHistory.of(path) as history:
+        sets = _list_meant_sets(history, path)
+        for top in [path] if os.path.lexists(path) or not sets else [found.history for found in sets]:
+            _verify_copies(history, top, total)
+            total["formats"] += list_formats(top)
+        total["formats"] += [judge_set(history, found) for found in sets]
+
+
+def _verify_copies(history: SetHistory, top: Path, total: VerifyJson) -> None:
+    """Have the daemon read every copy of the files at or below a path, and follow it."""
+    _, inode = find_inode(top)
+    last = None
+    with ProgressBar(f"verifying {top}") as bar:
+        for last in history.client.verify(inode):
+            total["findings"] += map(message_to_dict, last.findings)
+            words = f"{last.files} of {format_count(last.files_total, 'file')}, {format_size(last.bytes)}"
+            bar.update(max(0, last.files_total - last.files), words)
+    if last is not None:
+        total["files"] += last.files
+        total["bytes"] += last.bytes
+
+
+def _list_meant_sets(history: SetHistory, path: Path) -> list[FoundSet]:
+    """Return the sets that a path stands for; none if it is any other path.
+
+    Raises ClientError if it can only be a set.
+    """
+    name, number = split_number(path.name)
+    try:
+        if "*" in name and number is None:
+            one = history.find_one_series(path)
+            return [FoundSet(one, each) for each in history.list_sets(one)]
+        found = history.find_set(path)
+    except ClientError:
+        if os.path.lexists(path) or not ("*" in name or number is not None):
+            return []
+        raise
+    is_part = os.path.lexists(path) and Path(os.path.abspath(path)) not in (found.history, found.series.place / found.name)
+    return [] if is_part else [found]
+
+
+def list_formats(top: Path) -> Iterator[FormatJson]:
+    """Yield what each sealed file at or below a path shows of itself, if its format is known."""
+    paths = [str(top)] if not top.is_dir() or top.is_symlink() else [
+        os.path.join(directory, name) for directory, _, names in os.walk(top) for name in sorted({*names} - MANIFEST_FILES)
+    ]  # fmt: skip
+    for path in paths:
+        with contextlib.suppress(OSError):  # Not sealed, or no regular file: the digests say so.
+            found = FileFormat.decode(os.getxattr(path, FORMAT_XATTR, follow_symlinks=False))
+            if found.name or found.flaw:
+                yield {"path": path, "format": found.name, "flaw": found.flaw}
+
+
+def judge_set(history: SetHistory, found: FoundSet) -> FormatJson:
+    """Return what is wrong with a set as a whole."""
+    try:
+        flaw = _find_difference(history, found) or _find_gap(found)
+    except CommandFailed as failure:
+        flaw = str(failure)
+    return {"path": str(found.history), "format": "checkpoint set", "flaw": flaw}
+
+
+def _find_difference(history: SetHistory, found: FoundSet) -> str:
+    """Return how the files differ from the manifest; empty if they do not."""
+    present = {one.path: one.status.st_size for one in list_set_files(history, found)}
+    for one in load_manifest(found)["files"]:
+        path = os.fsencode(one["path"])
+        if path not in present:
+            return f"{one['path']} is missing, which the manifest names"
+        if one["size"] != present[path]:
+            return f"{one['path']} has {present[path]} bytes, but the manifest says {one['size']}"
+        with contextlib.suppress(OSError):  # Not known now, or the caller may not read the file.
+            digest = os.getxattr(found.history / one["path"], DIGEST_XATTR, follow_symlinks=False).decode()
+            if one["digest"] not in (None, digest):
+                return f"{one['path']} has another digest than the manifest says"
+    return ""
+
+
+def _find_gap(found: FoundSet) -> str:
+    """Return what the rules of its kind have against a set."""
+    try:
+        return os.fsdecode(os.getxattr(found.history, FLAW_XATTR))
+    except OSError as failure:
+        raise build_path_error(found.history, failure) from failure
