@@ -269,7 +269,7 @@ def list_files(
 
     Example: ckptfs ls /ckpt/run1/step_100
     """
-    from ckptfs_client.node.listing import build_listing, list_rows
+    from ckptfs_client.node.files import build_listing, list_rows
 
     found = [row for path in paths for row in list_rows(path, itself=itself)]
     if found or json:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckptfs_client.node import file_users
+from ckptfs_client.node import files
 from daemon_under_test import Area, eventually
 
 pytestmark = pytest.mark.fuse
@@ -80,12 +80,12 @@ def test_who_is_in_a_container(mount: Area, tmp_path: Path) -> None:
 
 def test_a_handle_that_nobody_shows_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """The daemon's count is the check of what /proc tells. Root is not told to become root."""
-    found: file_users.WhoJson = {"path": "/ckpt/a", "processes": [], "hidden": 7, "open_handles": 2}
+    found: files.WhoJson = {"path": "/ckpt/a", "processes": [], "hidden": 7, "open_handles": 2}
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    notes = file_users.list_notes(found)
+    notes = files.list_notes(found)
     assert len(notes) == 3 and "counts 2 open handles" in notes[1] and "7 processes of others" in notes[2]
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert file_users.list_notes(found) == notes[:2]
+    assert files.list_notes(found) == notes[:2]
 
 
 def test_closed_means_gone(mount: Area) -> None:

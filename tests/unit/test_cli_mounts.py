@@ -12,7 +12,7 @@ import pytest
 from ckptfs_client import client, mounts
 from ckptfs_client.errors import NoMount
 from ckptfs_client.mounts import Mount
-from ckptfs_client.node import doctor, listing
+from ckptfs_client.node import doctor, files
 from control_served import Served, serving
 from local_node import Node
 
@@ -123,5 +123,5 @@ def test_ls_on_a_dead_mount_gives_the_remedy(tmp_path: Path, run: Run, monkeypat
     for command in ("ls", "wait", "verify"):
         code, _, err = run(command, tmp_path / "file")
         assert code == 3 and "has ended; mount gone again with the same options" in err
-    failure = listing.build_path_error(tmp_path / "file", OSError(107, ""))
+    failure = files.build_path_error(tmp_path / "file", OSError(107, ""))
     assert isinstance(failure, NoMount)

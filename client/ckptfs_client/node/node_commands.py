@@ -82,15 +82,15 @@ def who(
 
     Example: ckptfs who /ckpt/run1
     """
-    from ckptfs_client.node import file_users
+    from ckptfs_client.node import files
 
-    found = file_users.find_users(path)
+    found = files.find_users(path)
     if json:
         render.print_json(found)
         return
     for one in found["processes"]:
-        print(render.escape_unprintable(file_users.format_user(one)))
-    for note in file_users.list_notes(found):
+        print(render.escape_unprintable(files.format_user(one)))
+    for note in files.list_notes(found):
         print(f"ckptfs: {render.escape_unprintable(note)}", file=sys.stderr)
 
 

@@ -1,22 +1,30 @@
-"""The processes that use files of a mount, read from /proc as fuser(1) does (`ckptfs who`).
+"""What `ckptfs ls` and `ckptfs who` find out about files of a mount.
 
-A process is seen if the caller may look at its descriptors: root sees all, others their own. No other filesystem is touched: mount ids tell
-which descriptors lead into the mount, and only these are looked at. Processes in other mount namespaces (containers) are found, too.
+Names and inodes are read through the mount with lstat(2) and readdir(3), and digests with getxattr(2), so the kernel checks the caller's
+permissions. In a cluster, lstat also refreshes the name from the other nodes. Levels and copies come from the daemon.
+
+Processes that use files are read from /proc as fuser(1) does. A process is seen if the caller may look at its descriptors: root sees all,
+others their own. No other filesystem is touched: mount ids tell which descriptors lead into the mount, and only these are looked at.
+Processes in other mount namespaces (containers) are found, too.
 """
 
+import contextlib
 import os
 import pwd
 import re
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ckptfs import procfs
 from ckptfs.procfs import MountEntry
-from ckptfs.quantities import format_count
-from ckptfs_client.client import Client
+from ckptfs.quantities import format_count, format_size
+from ckptfs_client import render
+from ckptfs_client.client import Client, build_path_error, open_client
 from ckptfs_client.errors import CommandFailed
-from ckptfs_client.json_answers import FileUserJson, WhoJson
-from ckptfs_client.mounts import build_path_error, find_inode
+from ckptfs_client.json_answers import FileUserJson, LsJson, WhoJson
+from ckptfs_client.mounts import DIGEST_XATTR, find_inode
 
 COMMAND_CHARS_MAX = 200
 READ, WRITE, MAPPED, WORKS_IN = "read", "write", "mapped", "cwd"
@@ -26,6 +34,54 @@ _ESCAPE = re.compile(r"\\012")
 
 View = dict[int, MountEntry]
 """The mounts of one namespace through which the filesystem is seen, by their ids."""
+
+
+def list_rows(path: Path, *, itself: bool) -> list[dict[str, Any]]:
+    """Return one row for `path` or for each entry of it, sorted by name. Raises CommandFailed, NoMount."""
+    client, inode = open_client(path)
+    with client:
+        if itself or not path.is_dir() or path.is_symlink():
+            return _build_rows(client, [(str(path), path, inode)])
+        try:
+            with os.scandir(path) as entries:
+                found = sorted((entry.name, Path(entry.path), entry.inode()) for entry in entries)
+        except OSError as failure:
+            raise build_path_error(path, failure) from failure
+        return _build_rows(client, found)
+
+
+def _build_rows(client: Client, found: list[tuple[str, Path, int]]) -> list[dict[str, Any]]:
+    records = client.list_records((inode for _, _, inode in found), trees=True)
+    answers: list[dict[str, Any]] = []
+    for (name, path, _), record in zip(found, records, strict=True):
+        if record.known:
+            row = render.message_to_dict(record)
+            del row["known"]
+            answer: LsJson = {"name": name, **row, "digest": _read_digest(path) if record.kind == "file" else ""}
+            answers.append({**answer})
+    return answers
+
+
+def _read_digest(path: Path) -> str:
+    """Return the digest in hex; empty if it is not known yet, or if the caller may not read the file."""
+    with contextlib.suppress(OSError):
+        if stat.S_ISREG(os.lstat(path).st_mode):
+            return os.getxattr(path, DIGEST_XATTR, follow_symlinks=False).decode("ascii", "replace")
+    return ""
+
+
+def build_listing(rows: list[dict[str, Any]]) -> Any:
+    """Build the table of `ckptfs ls`."""
+    table = render.build_grid("level", "state", "gen>", "size>", "copies", "digest", "name")
+    for row in rows:
+        copies = " ".join(f"{copy['tier']}:{copy['state']}" for copy in row["copies"])
+        waiting = " *" if row["pfs_pending"] else ""
+        figures = (str(row["generation"]), format_size(row["size"]))
+        table.add_row(row["level"] + waiting, row["state"] or row["kind"], *figures, copies, row["digest"][:16], render.escape(row["name"]))
+    return table
+
+
+# --- users ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +114,11 @@ class Uses:
 
     how: set[str] = field(default_factory=set)
     files: set[str] = field(default_factory=set)
+
+    def add(self, how: str, file: str) -> None:
+        """Add a use. `file`: the caller's name of the file; empty if it has none."""
+        self.how.add(how)
+        self.files |= {file} if file else set()
 
 
 def find_users(path: Path) -> WhoJson:
@@ -131,7 +192,7 @@ def _list_uses(pid: int, target: Target, views: dict[tuple[str, str], View]) -> 
         _look_at_mappings(place, target, view, uses)
         inner = _find_inner_path(view, os.readlink(f"{place}/cwd"))
         if inner is not None and target.holds(inner, os.stat(f"{place}/cwd").st_ino):
-            _add(uses, WORKS_IN, target.show(inner))
+            uses.add(WORKS_IN, target.show(inner))
     return uses
 
 
@@ -143,7 +204,7 @@ def _look_at_descriptor(link: str, info: str, target: Target, view: View, uses: 
             return
         inner = _get_inner_path(entry, os.readlink(link))
         if target.holds(inner, os.stat(link).st_ino):
-            _add(uses, WRITE if int(found["flags"], 8) & os.O_ACCMODE else READ, target.show(inner))
+            uses.add(WRITE if int(found["flags"], 8) & os.O_ACCMODE else READ, target.show(inner))
     except FileNotFoundError:
         pass  # It was closed meanwhile.
 
@@ -156,13 +217,7 @@ def _look_at_mappings(place: str, target: Target, view: View, uses: Uses) -> Non
         if found["device"] == device:
             inner = _find_inner_path(view, _ESCAPE.sub("\n", found["path"]))
             if target.holds(inner, int(found["inode"])):
-                _add(uses, MAPPED, target.show(inner))
-
-
-def _add(uses: Uses, how: str, file: str) -> None:
-    uses.how.add(how)
-    if file:
-        uses.files.add(file)
+                uses.add(MAPPED, target.show(inner))
 
 
 def _describe(pid: int, uses: Uses) -> FileUserJson:
