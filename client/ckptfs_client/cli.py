@@ -19,14 +19,13 @@ import typer
 from ckptfs import __version__
 from ckptfs.errors import CkptfsError
 from ckptfs_client import entry, mounts, render
+from ckptfs_client.analysis import analysis_commands
 from ckptfs_client.chaos import chaos_command
 from ckptfs_client.errors import EPILOG, CommandFailed, NoMount, PipeClosed, UsageError
-from ckptfs_client.events import event_commands
 from ckptfs_client.json_answers import CheckJson, LogLevelJson, VersionJson
 from ckptfs_client.lab import commands
 from ckptfs_client.node import node_commands
 from ckptfs_client.options import LEVELS, AnyDirectory, Directory, Json, JsonLines, Paths, Timeout, connect, parse_option, parse_seconds
-from ckptfs_client.planning import advice_commands
 from ckptfs_client.sets import set_commands
 
 KeysDirectory = Annotated[Path, typer.Argument(metavar="DIR", help="The CA's directory. Keep ca.key secret: it can sign any node.")]
@@ -44,8 +43,7 @@ keys_app = typer.Typer(
 )  # fmt: skip
 app.add_typer(set_commands.app)
 app.add_typer(node_commands.app)
-app.add_typer(advice_commands.app)
-app.add_typer(event_commands.app)
+app.add_typer(analysis_commands.app)
 app.add_typer(commands.app, name="lab")
 app.add_typer(chaos_command.app)
 cluster_app = typer.Typer(
@@ -169,8 +167,8 @@ def df(
     Example: ckptfs df /ckpt --checkpoint 40G --keep 2 --ranks-per-node 8
     """
     from ckptfs import config
+    from ckptfs_client.analysis import capacity
     from ckptfs_client.client import ask_answering
-    from ckptfs_client.planning import capacity
 
     size = parse_option(config.parse_size, checkpoint)
     asked = mounts.choose_all(directory)

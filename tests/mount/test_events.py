@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from another_user import as_user
 from ckptfs_client import json_answers, mounts
-from ckptfs_client.events import event_source
+from ckptfs_client.analysis import event_source
 from ckptfs_client.sets import set_history
 from daemon_under_test import Area, DaemonUnderTest, environment, eventually
 

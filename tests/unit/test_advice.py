@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from ckptfs_client import cli
+from ckptfs_client.analysis import advice
+from ckptfs_client.analysis.advice import compute_daly_interval_s, compute_lost_s, compute_overhead, compute_young_interval_s
 from ckptfs_client.errors import ClientError, UsageError
-from ckptfs_client.planning import advice
-from ckptfs_client.planning.advice import compute_daly_interval_s, compute_lost_s, compute_overhead, compute_young_interval_s
 from ckptfs_client.sets.set_history import SetHistory
 from history_directory import HistoryDirectory
 

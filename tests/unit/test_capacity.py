@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from ckptfs_client.analysis import capacity
+from ckptfs_client.analysis.capacity import CapacityNeed
 from ckptfs_client.json_answers import FitJson
-from ckptfs_client.planning import capacity
-from ckptfs_client.planning.capacity import CapacityNeed
 from control_served import Served
 from hypothesis import given
 from hypothesis import strategies as st

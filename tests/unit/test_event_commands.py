@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ckptfs_client.analysis import analysis_commands
+from ckptfs_client.analysis.event_source import format_event
+from ckptfs_client.analysis.goodput import WIDTH_MIN, compute_goodput, format_goodput
 from ckptfs_client.errors import UsageError
-from ckptfs_client.events import event_commands
-from ckptfs_client.events.event_source import format_event
-from ckptfs_client.events.goodput import WIDTH_MIN, compute_goodput, format_goodput
 from ckptfs_daemon.control.public_listings import hide_names
 from ckptfs_daemon.event_writer import append_lines
 from ckptfs_daemon.mover import trouble_events
@@ -118,12 +118,12 @@ def test_goodput_of_logs_of_other_nodes(run: Run, tmp_path: Path) -> None:
 
 def test_since() -> None:
     now_ns = time.time_ns()
-    assert event_commands.parse_since(None) == 0
-    assert abs(event_commands.parse_since("2h") - (now_ns - 7200 * SECOND)) < 60 * SECOND
-    assert event_commands.parse_since("2023-11-14T22:13:20Z") == BEGAN_NS
+    assert analysis_commands.parse_since(None) == 0
+    assert abs(analysis_commands.parse_since("2h") - (now_ns - 7200 * SECOND)) < 60 * SECOND
+    assert analysis_commands.parse_since("2023-11-14T22:13:20Z") == BEGAN_NS
     for text in ("yesterday", "", "2023-13-01", "-1h"):
         with pytest.raises(UsageError, match="--since"):
-            event_commands.parse_since(text)
+            analysis_commands.parse_since(text)
 
 
 # --- what the daemon tells -----------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ckptfs_client.events import goodput
-from ckptfs_client.events.goodput import Goodput, compute_goodput, list_saves
+from ckptfs_client.analysis import goodput
+from ckptfs_client.analysis.goodput import Goodput, compute_goodput, list_saves
 
 from ckptfs import event_log
 from ckptfs.event_log import EventKind, LoggedEvent, format_time

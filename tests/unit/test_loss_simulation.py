@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 from ckptfs_client import cli
+from ckptfs_client.analysis.loss_simulation import CopyPlacement, LossModel, LossSimulation, compute_closed_form
 from ckptfs_client.errors import UsageError
-from ckptfs_client.planning.loss_simulation import CopyPlacement, LossModel, LossSimulation, compute_closed_form
 
 from ckptfs.clique.placement import choose_peers
 

@@ -1,23 +1,36 @@
-"""The commands that compute: how often to save, and how likely a loss is.
+"""The commands about what to expect and what has happened: advise, simulate, events, goodput.
 
-Everything heavy is imported where it is used.
+Heavy modules are imported at their first use.
 """
 
 import math
 import re
+import select
+import shutil
+import sys
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckptfs import limits
-from ckptfs_client import render
-from ckptfs_client.errors import EPILOG, CommandFailed, UsageError
-from ckptfs_client.options import Json, parse_option
+from ckptfs_client import mounts, render
+from ckptfs_client.errors import EPILOG, CommandFailed, NoMount, UsageError
+from ckptfs_client.options import Directory, Json, parse_option
+
+if TYPE_CHECKING:
+    from ckptfs_client.analysis.goodput import Goodput
 
 app = typer.Typer()
+POLL_S = 0.5
 LONG_UNITS = {"w": 7 * 86400.0, "y": 365.25 * 86400.0}
 NODES_MAX = 100_000
+SAY_RATE = "say how often failures come: --mtbf TIME for the whole job, or --nodes N and --node-mtbf TIME"
+Logs = Annotated[
+    list[Path] | None,
+    typer.Option("--log", metavar="DIR", help="The event log of another node as well: the directory events of a state directory."),
+]
 JobMtbf = Annotated[str | None, typer.Option("--mtbf", metavar="TIME", help="Mean time between failures of the job, all nodes together.")]
 NodeMtbf = Annotated[str | None, typer.Option("--node-mtbf", metavar="TIME", help="The same of one node, such as 5y.")]
 
@@ -35,9 +48,6 @@ def parse_time(option: str, text: str) -> float:
     if found <= 0:
         raise UsageError(f"{option} {text!r} is not a duration; accepted: a number above 0 with ms, s, m, h, d, w or y, as in 30s or 5y")
     return found
-
-
-SAY_RATE = "say how often failures come: --mtbf TIME for the whole job, or --nodes N and --node-mtbf TIME"
 
 
 def parse_failure_rate(mtbf: str | None, nodes: int | None, node_mtbf: str | None) -> float:
@@ -75,7 +85,7 @@ def advise(
 
     Example: ckptfs advise '/ckpt/run1/step_*' --nodes 512 --node-mtbf 5y
     """
-    from ckptfs_client.planning import advice
+    from ckptfs_client.analysis import advice
     from ckptfs_client.sets.set_history import SetHistory
 
     if series is not None and mtbf is None and node_mtbf is None and nodes is None:
@@ -102,8 +112,6 @@ def _observe_failure_rate(series: Path) -> tuple[float, int]:
 
     Raises CommandFailed without a failure.
     """
-    from ckptfs_client.events.event_commands import measure_goodput
-
     shown, found = measure_goodput(series, [])
     if found.mtbf_s is None:
         raise CommandFailed(f"{shown}: the event log has no failure of it", remedy=SAY_RATE)
@@ -143,7 +151,7 @@ def simulate(
     Example: ckptfs simulate --nodes 10000 --mtbf 4h --factor 2 --domains 625 --domain-mtbf 20y --size 512G
     """
     from ckptfs import config
-    from ckptfs_client.planning import loss_simulation
+    from ckptfs_client.analysis import loss_simulation
 
     size_bytes = parse_option(config.parse_size, size)
     if domains is not None and domains > nodes:
@@ -154,3 +162,101 @@ def simulate(
     model = loss_simulation.LossModel(nodes, factor, jump, domains or 0, node_mtbf_s, domain_mtbf_s, repair_s, window_s)
     answer = loss_simulation.build_report(model, size_bytes, keep, trials, seed)
     render.print_answer(answer, lambda: loss_simulation.format_report(answer), json=json)
+
+
+# --- what has happened ------------------------------------------------------------------------------------------------
+
+
+def parse_since(text: str | None) -> int:
+    """Return the time of an option in ns: a time, or a duration before now. Raises UsageError."""
+    from ckptfs import config, event_log
+    from ckptfs.errors import ConfigError
+
+    if text is None:
+        return 0
+    try:
+        return time.time_ns() - int(config.parse_seconds(text) * 1e9)
+    except ConfigError:
+        pass
+    try:
+        return event_log.parse_time(text)
+    except (ValueError, OverflowError, OSError):
+        raise UsageError(f"--since {text[:40]!r} is no time; accepted: a duration such as 2h, or a time such as 2026-11-23T10:30") from None
+
+
+@app.command(epilog=EPILOG)
+def events(
+    directory: Directory = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with events that come, until interrupted.")] = False,
+    since: Annotated[str | None, typer.Option(metavar="TIME", help="Since 2h, 3d, or a time such as 2026-11-23T10:30.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each event.")] = False,
+) -> None:
+    """Show what has happened on this node: saves, loads, restarts, failures.
+
+    The daemon logs when a set was begun, was complete, was read, became safe or expired, when a process or a tier failed, and drains. When
+    the log is full, the oldest events are deleted. Events of series that you may not list are not shown.
+
+    Example: ckptfs events /ckpt --since 2h --follow
+    """
+    from ckptfs import event_log
+    from ckptfs_client.analysis.event_source import EventSource, format_event
+
+    since_ns = parse_since(since)
+    source = EventSource(mounts.choose(directory))
+    for event in source.follow(since_ns, wait_for_events) if follow else source.list_events(since_ns):
+        print(event_log.build_line(event).decode().rstrip() if json else format_event(event), flush=follow)
+
+
+def wait_for_events() -> None:
+    """Wait a moment. Raises BrokenPipeError once no program reads the output any more."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    if any(state & select.POLLERR for _, state in poll.poll(POLL_S * 1000)):
+        raise BrokenPipeError
+
+
+@app.command(epilog=EPILOG)
+def goodput(
+    series: Annotated[Path, typer.Argument(metavar="SERIES", help="A pattern such as 'run1/step_*', or its directory.")],
+    log: Logs = None,
+    json: Json = False,
+) -> None:
+    """Show what a series got done: runs, restarts, lost steps, effective time.
+
+    It is computed from the event log of this node. In a cluster, each node logs the sets of which it wrote a part; --log adds the logs of
+    others. With --log, SERIES may be one that this node does not have: its path below the mount.
+
+    Example: ckptfs goodput '/ckpt/run1/step_*'
+    """
+    from ckptfs_client.analysis.goodput import build_answer, format_goodput
+
+    name, found = measure_goodput(series, log or [])
+    columns = shutil.get_terminal_size().columns
+    render.print_answer(build_answer(name, found), lambda: format_goodput(name, found, columns), json=json)
+
+
+def measure_goodput(series: Path, logs: list[Path]) -> "tuple[str, Goodput]":
+    """Return (name, goodput) of a series from the logs of its mount and of others.
+
+    Raises CommandFailed, NoMount, UsageError.
+    """
+    from ckptfs_client.analysis.event_source import EventSource, read_log
+    from ckptfs_client.analysis.goodput import compute_goodput, select_series
+    from ckptfs_client.sets.set_history import SetHistory
+
+    known = [event for directory in logs for event in read_log(directory)]
+    try:
+        mount = mounts.find(series)
+    except NoMount:
+        if not logs:
+            raise
+        shown, path = str(series), str(series)
+    else:
+        with SetHistory(mount) as history:
+            one = history.find_one_series(series)
+        shown, path = one.shown, one.path
+        known += EventSource(mount).list_events()
+    found = compute_goodput(select_series(known, path))
+    if found is None:
+        raise CommandFailed(f"{shown}: the event log has no set of it", remedy="`ckptfs events` shows what it has")
+    return shown, found

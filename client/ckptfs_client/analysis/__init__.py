@@ -1,0 +1,1 @@
+"""What has happened, from the event log; figures before a run: how often to save, loss, space."""

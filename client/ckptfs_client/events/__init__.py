@@ -1,1 +1,0 @@
-"""What has happened: the commands about the event log, and goodput from it."""
