@@ -40,7 +40,7 @@ from ckptfs.protocol import control_pb2 as pb
 from ckptfs.runtime_dir import admin_socket_path, registry_path, socket_path
 from ckptfs_client import json_answers
 from ckptfs_client.cli import app
-from ckptfs_client.node.doctor import STATE_ROOT
+from ckptfs_client.node.doctor import STATE_ROOT, Finding
 from ckptfs_client.errors import EXIT_CODES, SIGNAL_EXIT_CODES, ClientError
 from ckptfs_client.lab.layout import DIRECTORY as LAB_DIRECTORY
 from ckptfs_client.mount_helper import LOG, MOUNT_EXIT_CODES, UMOUNT_EXIT_CODES, build_mount_parser, build_umount_parser
@@ -124,7 +124,7 @@ PRINTED: dict[str, Printed] = {
     "verify": Printed("One object.", more=json_answers.VerifyJson),
     "log-level": Printed("One object.", more=json_answers.LogLevelJson),
     "upgrade": Printed("One object.", more=json_answers.UpgradeJson),
-    "doctor": Printed("A list with one object for each result.", more=json_answers.CheckJson),
+    "doctor": Printed("A list with one object for each result.", more=Finding),
     "mounts": Printed("A list with one object for each name.", more=json_answers.MountJson),
     "version": Printed("One object.", more=json_answers.VersionJson),
     "lab start": Printed("One object. `lab start etcd` prints nothing.", more=json_answers.LabJson),

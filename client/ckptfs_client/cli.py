@@ -22,7 +22,7 @@ from ckptfs_client import entry, mounts, render
 from ckptfs_client.analysis import analysis_commands
 from ckptfs_client.chaos import chaos_command
 from ckptfs_client.errors import EPILOG, CommandFailed, NoMount, PipeClosed, UsageError
-from ckptfs_client.json_answers import CheckJson, LogLevelJson, VersionJson
+from ckptfs_client.json_answers import LogLevelJson, VersionJson
 from ckptfs_client.lab import commands
 from ckptfs_client.node import node_commands
 from ckptfs_client.options import LEVELS, AnyDirectory, Directory, Json, JsonLines, Paths, Timeout, connect, parse_option, parse_seconds
@@ -340,12 +340,11 @@ def doctor(json: Json = False) -> None:
 
     found = checks.examine()
     if json:
-        answer: list[CheckJson] = [{"check": one.name, "verdict": one.verdict, "what": one.what, "remedy": one.remedy} for one in found]
-        render.print_json(answer)
+        render.print_json([one._asdict() for one in found])
     else:
-        width = max(len(one.name) for one in found) + 2
+        width = max(len(one.check) for one in found) + 2
         for one in found:
-            print(f"{one.verdict:8}{one.name:{width}}{one.what}" + (f"\n{'':{8 + width}}-> {one.remedy}" if one.remedy else ""))
+            print(f"{one.verdict:8}{one.check:{width}}{one.what}" + (f"\n{'':{8 + width}}-> {one.remedy}" if one.remedy else ""))
     if any(one.verdict == checks.BAD for one in found):
         raise typer.Exit(1)
 

@@ -207,15 +207,6 @@ class UpgradeJson(TypedDict):
     seconds: Annotated[float, "how long the upgrade took; applications waited for a part of it"]
 
 
-class CheckJson(TypedDict):
-    """One result of `ckptfs doctor`."""
-
-    check: Annotated[str, "what was looked at"]
-    verdict: Annotated[str, "ok, note (works, with less) or bad"]
-    what: Annotated[str, "what was found, as a sentence"]
-    remedy: Annotated[str, "how to mend it; empty: there is nothing to mend"]
-
-
 class VersionJson(TypedDict):
     """The answer of `ckptfs version`."""
 

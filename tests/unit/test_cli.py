@@ -57,7 +57,7 @@ def test_status_says_what_a_kill_costs(status: pb.Status, words: str) -> None:
 def test_doctor_says_what_a_kill_costs(monkeypatch: pytest.MonkeyPatch, release: str, verdict: str, words: str) -> None:
     """X10, P8."""
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=release))
-    found = [finding for finding in doctor.examine() if finding.name == "kernel" and words in finding.what]
+    found = [finding for finding in doctor.examine() if finding.check == "kernel" and words in finding.what]
     assert [finding.verdict for finding in found] == [verdict]
 
 
@@ -68,7 +68,7 @@ def test_doctor_says_what_a_kill_costs(monkeypatch: pytest.MonkeyPatch, release:
 def test_doctor_reads_the_timeouts_of_fuse(monkeypatch: pytest.MonkeyPatch, timeouts: tuple[int, int], verdict: str, words: str) -> None:
     """X10: they end servers that are slow to answer."""
     monkeypatch.setattr(procfs, "get_fuse_timeouts", lambda: procfs.FuseTimeouts(*timeouts))
-    (found,) = (finding for finding in doctor.examine() if finding.name == "fuse timeout")
+    (found,) = (finding for finding in doctor.examine() if finding.check == "fuse timeout")
     assert found.verdict == verdict and words in found.what
 
 
@@ -274,7 +274,7 @@ def test_sizes_for_people(count: int, words: str) -> None:
 
 def test_doctor_looks_at_everything(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mounts, "list_mounts", list)
-    names = {finding.name for finding in doctor.examine()}
+    names = {finding.check for finding in doctor.examine()}
     assert {"kernel", "/dev/fuse", "libfuse", "permissions", "daemon", "leases", "memory", "space", "clock"} <= names
     monkeypatch.setattr(doctor, "CLOCK_MIN", 2**40)
     code, out, _ = run("doctor", "--json")
@@ -289,7 +289,7 @@ def test_doctor_advises_to_poll_before_halting(tmp_path: Path, monkeypatch: pyte
     if text is not None:
         setting.write_text(text)
     monkeypatch.setattr(doctor, "HALT_POLL", setting)
-    found = [finding for finding in doctor.examine() if finding.name == "idle processors"]
+    found = [finding for finding in doctor.examine() if finding.check == "idle processors"]
     assert bool(found) == told
     assert all(one.verdict == doctor.GOOD and f"echo 200000 > {setting}" in one.remedy for one in found)
 
@@ -298,7 +298,7 @@ def test_doctor_finds_a_mount_without_a_daemon(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("ckptfs_client.client.ANSWER_S", 0.2)
     monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(mounts, "list_mounts", lambda: [Mount("dead", tmp_path, 0, 0)])
-    found = next(finding for finding in doctor.examine() if finding.name == "dead")
+    found = next(finding for finding in doctor.examine() if finding.check == "dead")
     assert found.verdict == doctor.BAD and "no daemon serves it" in found.what and f"umount -l {tmp_path}" in found.remedy
 
 

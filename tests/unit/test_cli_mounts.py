@@ -105,7 +105,7 @@ def test_doctor_names_the_mount_in_full(two: Served, run: Run, monkeypatch: pyte
     monkeypatch.setattr(mounts, "list_mounts", lambda: [Mount(name, tmp_path / "gone", os.geteuid(), 0)])
     monkeypatch.setattr(client, "ANSWER_S", 0.3)
     monkeypatch.setattr(client.Client.__init__, "__kwdefaults__", {"answer_s": 0.3})
-    found = next(one for one in doctor.examine() if one.name == name)
+    found = next(one for one in doctor.examine() if one.check == name)
     assert found.verdict == doctor.BAD and "takes over the mountpoint, or umount -l" in found.remedy
 
 

@@ -15,9 +15,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from ckptfs import cgroups, limits, procfs
 from ckptfs.quantities import format_count, format_duration, format_size
@@ -49,14 +48,13 @@ NAMED_MAX = 5
 DAY_S = 86400
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """The result of a check: GOOD, NOTE (costs speed or safety) or BAD, a sentence, and a remedy."""
 
-    name: str
-    verdict: str
-    what: str
-    remedy: str = ""
+    check: Annotated[str, "what was looked at"]
+    verdict: Annotated[str, "ok, note (works, with less) or bad"]
+    what: Annotated[str, "what was found, as a sentence"]
+    remedy: Annotated[str, "how to mend it; empty: there is nothing to mend"] = ""
 
 
 def examine() -> list[Finding]:
