@@ -148,18 +148,10 @@ def build_advice(measure: SeriesMeasure, facts: JobFacts) -> AdviceJson:
         intervals.insert(0, (NOW, measure.period_s - facts.cost_s))
     rows = [_build_row(name, interval_s, facts) for name, interval_s in intervals]
     return {
-        "series": measure.series,
-        "sets": measure.sets,
-        "size": measure.size,
-        "cost_s": facts.cost_s,
-        "cost_sets": 0 if facts.is_given else len(measure.costs_s),
-        "period_s": measure.period_s,
-        "mtbf_s": facts.mtbf_s,
-        "mtbf_failures": facts.failures,
-        "restart_s": facts.restart_s,
-        "intervals": rows,
-        "sentence": _build_sentence(rows, facts),
-    }
+        "series": measure.series, "sets": measure.sets, "size": measure.size, "cost_s": facts.cost_s,
+        "cost_sets": 0 if facts.is_given else len(measure.costs_s), "period_s": measure.period_s, "mtbf_s": facts.mtbf_s,
+        "mtbf_failures": facts.failures, "restart_s": facts.restart_s, "intervals": rows, "sentence": _build_sentence(rows, facts),
+    }  # fmt: skip
 
 
 def _build_row(name: str, interval_s: float, facts: JobFacts) -> AdviceRowJson:

@@ -153,17 +153,12 @@ def build_tier_table(capacity: "pb.Capacity") -> Any:
     grid = render.build_grid("tier", "total>", "used>", "shared>", "prepared>", "free>", "held for peers>", "share of peers>", "where")
     for tier in capacity.tiers:
         is_known, is_for_peers = tier.total_bytes > 0, capacity.clustered and tier.name != Tier.PFS
-        grid.add_row(
-            tier.name,
-            format_size(tier.total_bytes) if is_known else "-",
-            format_size(tier.used_bytes) if is_known else "-",
-            format_size(tier.shared_bytes) if tier.shared_bytes else "-",
-            format_size(tier.prepared_bytes) if tier.name == Tier.RAM else "-",
-            format_size(tier.free_bytes) if is_known else "-",
-            format_size(tier.held_bytes) if is_for_peers else "-",
-            format_size(tier.share_bytes) if is_for_peers else "-",
-            render.escape(tier.path),
-        )
+        figures = (
+            (tier.total_bytes, is_known), (tier.used_bytes, is_known), (tier.shared_bytes, tier.shared_bytes > 0),
+            (tier.prepared_bytes, tier.name == Tier.RAM), (tier.free_bytes, is_known), (tier.held_bytes, is_for_peers),
+            (tier.share_bytes, is_for_peers),
+        )  # fmt: skip
+        grid.add_row(tier.name, *(format_size(value) if is_told else "-" for value, is_told in figures), render.escape(tier.path))
     return grid
 
 

@@ -38,16 +38,13 @@ class EventSource:
 
     def list_events(self, since_ns: int = 0) -> list[LoggedEvent]:
         """Return all events since a time, in order of time."""
-        return sorted(self._iterate(since_ns, None), key=lambda event: event.time_ns)
+        return sorted(self.follow(since_ns, None), key=lambda event: event.time_ns)
 
-    def follow(self, since_ns: int, wait: Callable[[], None]) -> Iterator[LoggedEvent]:
+    def follow(self, since_ns: int, wait: Callable[[], None] | None) -> Iterator[LoggedEvent]:
         """Yield events since a time, in the order of the log, and then those that come, without end.
 
-        `wait` is called at the end of the log, and returns when to look again.
+        `wait` is called at the end of the log, and returns when to look again. Without it, the end of the log is the end.
         """
-        return self._iterate(since_ns, wait)
-
-    def _iterate(self, since_ns: int, wait: Callable[[], None] | None) -> Iterator[LoggedEvent]:
         position = Position()
         with Client(self._mount) as client:
             while True:

@@ -80,12 +80,16 @@ class Load:
 class Run:
     """The saves of one run, in order of time, and what became of them.
 
-    `resumed`: the step from which it went on; 0: the beginning. `kept`: the step up to which no later run repeated its work.
+    `resumed`: the step from which it went on; 0: the beginning. `highest`: of its sets. `kept`: the step up to which no later run repeated
+    its work.
     """
 
-    saves: list[Save]
     began_ns: int
     resumed: int = 0
+    saves: list[Save] = field(default_factory=list)
+    processes: set[Process] = field(default_factory=set)
+    jobs: set[str] = field(default_factory=set)
+    highest: int = 0
     kept: int = 0
     is_failed: bool = False
     saving_s: float = 0.0
@@ -93,19 +97,32 @@ class Run:
     down_s: float = 0.0
     starting_s: float = 0.0
 
+    def add(self, save: Save) -> None:
+        """Add a set that belongs to the run."""
+        self.saves.append(save)
+        self.processes |= save.processes.keys()
+        self.jobs |= save.jobs
+        self.highest = max(self.highest, save.step or 0)
+
+    def is_other(self, save: Save, mine: Sequence[Load]) -> bool:
+        """Return whether a set was written by a run of its own. `mine`: what its processes read."""
+        if not save.processes or save.processes.keys() & self.processes:
+            return False
+        is_of_other_job = bool(save.jobs and self.jobs) and not save.jobs & self.jobs
+        has_read = any(self.saves[-1].began_ns <= load.time_ns <= save.began_ns for load in mine)
+        repeats = save.step is not None and save.step <= self.reached
+        has_worked = any(started and save.began_ns - started >= WORKED_S * NANO for started in save.processes.values())
+        return is_of_other_job or has_read or repeats or has_worked
+
     @property
     def ended_ns(self) -> int:
         """The last sign of it."""
         return max(self.began_ns, *(save.ended_ns for save in self.saves))
 
     @property
-    def jobs(self) -> set[str]:
-        return {job for save in self.saves for job in save.jobs}
-
-    @property
     def reached(self) -> int:
         """The highest step of which it left a sign."""
-        return max(self.resumed, *(save.step or 0 for save in self.saves))
+        return max(self.resumed, self.highest)
 
     @property
     def lost_steps(self) -> int:
@@ -292,51 +309,19 @@ def list_loads(events: Iterable[LoggedEvent]) -> list[Load]:
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
-class _OpenRun:
-    """The last run while it is found out what belongs to it."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.processes: set[Process] = set()
-        self.jobs: set[str] = set()
-        self.reached = run.resumed
-        self.add(run.saves[0])
-
-    def add(self, save: Save) -> None:
-        """Note a set that belongs to the run."""
-        self.processes |= save.processes.keys()
-        self.jobs |= save.jobs
-        self.reached = max(self.reached, save.step or 0)
-
-    def is_other(self, save: Save, mine: Sequence[Load]) -> bool:
-        """Return whether a set was written by a run of its own. `mine`: what its processes read."""
-        if not save.processes or save.processes.keys() & self.processes:
-            return False
-        is_of_other_job = bool(save.jobs and self.jobs) and not save.jobs & self.jobs
-        has_read = any(self.run.saves[-1].began_ns <= load.time_ns <= save.began_ns for load in mine)
-        repeats = save.step is not None and save.step <= self.reached
-        has_worked = any(started and save.began_ns - started >= WORKED_S * NANO for started in save.processes.values())
-        return is_of_other_job or has_read or repeats or has_worked
-
-
 def _split_runs(saves: Sequence[Save], loads: Sequence[Load]) -> list[Run]:
     runs: list[Run] = []
     known: list[int] = []
     read: dict[Process, list[Load]] = defaultdict(list)
     for load in loads:
         read[load.process].append(load)
-    last: _OpenRun | None = None
     for save in saves:
         until_ns = max(save.began_ns, save.ended_ns)
         mine = [load for process in save.processes for load in read.get(process, ()) if load.time_ns <= until_ns]
-        if last is not None and not last.is_other(save, mine):
-            last.run.saves.append(save)
-            last.add(save)
-        else:
+        if not runs or runs[-1].is_other(save, mine):
             signs = [save.began_ns, *filter(None, save.processes.values()), *(load.time_ns for load in mine)]
-            run = Run([save], max(min(signs), runs[-1].ended_ns if runs else 0), _find_resumed(save, mine, known))
-            runs.append(run)
-            last = _OpenRun(run)
+            runs.append(Run(max(min(signs), runs[-1].ended_ns if runs else 0), _find_resumed(save, mine, known)))
+        runs[-1].add(save)
         if save.is_complete and save.step is not None:
             insort(known, save.step)
     return runs

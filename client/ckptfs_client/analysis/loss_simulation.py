@@ -156,6 +156,7 @@ class LossSimulation:
         self._copies = copies
         self._model = copies.model
         self._random = random.Random(seed)
+        # Whether each first failure loses the set, and the threats after it.
         self._first: dict[tuple[bool, int], tuple[bool, Threats]] = {}
 
     def estimate(self, trials: int) -> LossEstimate:
@@ -177,7 +178,9 @@ class LossSimulation:
         started_s = draw.random() * model.window_s
         now_s, end_s = 0.0, model.window_s - started_s
         down = dict.fromkeys(copies.members[one] if is_domain else (one,), model.repair_s)
-        is_lost, threats = self._get_first(is_domain, one, down)
+        if (is_domain, one) not in self._first:
+            self._first[is_domain, one] = copies.has_lost(down, down), copies.list_threats(down)
+        is_lost, threats = self._first[is_domain, one]
         # A failure that follows another one belongs to the trial of that one.
         weight *= math.exp(-threats.rate * min(model.repair_s, started_s))
         while not is_lost:
@@ -210,13 +213,6 @@ class LossSimulation:
         rates = model.node_count * model.node_rate, model.domains * model.domain_rate
         is_domain = draw.random() < 0.5
         return is_domain, draw.randrange(model.domains if is_domain else model.node_count), 2 * rates[is_domain] / sum(rates)
-
-    def _get_first(self, is_domain: bool, one: int, down: dict[int, float]) -> tuple[bool, Threats]:
-        """Return (whether the first failure loses the set, the threats after it)."""
-        found = self._first.get((is_domain, one))
-        if found is None:
-            found = self._first[is_domain, one] = self._copies.has_lost(down, down), self._copies.list_threats(down)
-        return found
 
     def _draw_next(self, threats: Threats) -> Iterable[int]:
         """Return the nodes that fail next, each node and domain as often as its share of the rate says."""
@@ -255,27 +251,15 @@ def build_report(model: LossModel, size_bytes: int, keep: int, trials: int, seed
     # On average a node holds as many copies as each file has. A checkpoint that is still written is not remade.
     recovery = copies.copies * size_bytes * keep
     return {
-        "nodes": model.node_count,
-        "copies": copies.copies,
-        "jump": copies.jump,
-        "domains": model.domains,
-        "node_mtbf_s": model.node_mtbf_s,
-        "domain_mtbf_s": model.domain_mtbf_s if math.isfinite(model.domain_mtbf_s) else None,
-        "repair_s": model.repair_s,
-        "write_back_s": model.window_s,
-        "trials": trials,
-        "seed": seed,
-        "probability": found.probability,
-        "low": found.low,
-        "high": found.high,
-        "closed_form": compute_closed_form(model, copies.copies, copies.group_count),
-        "failures_per_day": failures,
-        "recovery_bytes": recovery,
-        "recovery_bytes_per_day": failures * recovery,
+        "nodes": model.node_count, "copies": copies.copies, "jump": copies.jump, "domains": model.domains,
+        "node_mtbf_s": model.node_mtbf_s, "domain_mtbf_s": model.domain_mtbf_s if math.isfinite(model.domain_mtbf_s) else None,
+        "repair_s": model.repair_s, "write_back_s": model.window_s, "trials": trials, "seed": seed,
+        "probability": found.probability, "low": found.low, "high": found.high,
+        "closed_form": compute_closed_form(model, copies.copies, copies.group_count), "failures_per_day": failures,
+        "recovery_bytes": recovery, "recovery_bytes_per_day": failures * recovery,
         "memory_bytes": copies.load_max * size_bytes * (keep + 1),
-        "memory_bytes_after": copies.load_max_after * size_bytes * (keep + 1),
-        "sentence": _build_sentence(model, found),
-    }
+        "memory_bytes_after": copies.load_max_after * size_bytes * (keep + 1), "sentence": _build_sentence(model, found),
+    }  # fmt: skip
 
 
 def _build_sentence(model: LossModel, found: LossEstimate) -> str:
