@@ -1,8 +1,10 @@
 """The commands about series and checkpoint sets. Everything heavy is imported where it is used."""
 
 import os
+from collections.abc import Callable
 from json import dumps
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -123,17 +125,12 @@ def verify(
             rows = [{"verdict": "bad", "tier": "", "path": one["path"], "what": f"{one['format']}: {one['flaw']}"} for one in flawed]
             render.print_renderable(render.build_findings(bad + rows))
         verdict = f"bad: {format_count(len(bad), 'copy', 'copies')}" if bad else "no bad copy"
-        unchecked = (
-            f"; {format_count(len(unknown), 'copy', 'copies')} could not be compared: not sealed yet, or written by others"
-            if unknown
-            else ""
-        )
-        formats = (
-            f"; {len(total['formats']) - len(flawed)} of {len(total['formats'])} known formats and sets are whole"
-            if total["formats"]
-            else ""
-        )
-        print(f"{format_count(total['files'], 'file')}, {format_size(total['bytes'])} read: {verdict}{unchecked}{formats}")
+        words = [f"{format_count(total['files'], 'file')}, {format_size(total['bytes'])} read: {verdict}"]
+        if unknown:
+            words.append(f"{format_count(len(unknown), 'copy', 'copies')} could not be compared: not sealed yet, or written by others")
+        if total["formats"]:
+            words.append(f"{len(total['formats']) - len(flawed)} of {len(total['formats'])} known formats and sets are whole")
+        print("; ".join(words))
     if bad or flawed:
         raise typer.Exit(1)
 
@@ -200,10 +197,7 @@ def pin(named: SetArgument, json: Json = False) -> None:
 
     Example: ckptfs pin /ckpt/run1/step_100
     """
-    from ckptfs_client.sets import set_changes
-
-    found = _find_set(named)
-    _print_change(found.shown, set_changes.set_pin(found, pinned=True), json=json)
+    _change_set(named, json, lambda changes, found, _: changes.set_pin(found, pinned=True))
 
 
 @app.command(epilog=EPILOG)
@@ -212,10 +206,7 @@ def unpin(named: SetArgument, json: Json = False) -> None:
 
     Example: ckptfs unpin '/ckpt/run1/step_*@17'
     """
-    from ckptfs_client.sets import set_changes
-
-    found = _find_set(named)
-    _print_change(found.shown, set_changes.set_pin(found, pinned=False), json=json)
+    _change_set(named, json, lambda changes, found, _: changes.set_pin(found, pinned=False))
 
 
 @app.command(epilog=EPILOG)
@@ -228,10 +219,7 @@ def annotate(
 
     Example: ckptfs annotate /ckpt/run1/step_100 'before the new learning rate'
     """
-    from ckptfs_client.sets import set_changes
-
-    found = _find_set(named)
-    _print_change(found.shown, set_changes.annotate(found, text), json=json)
+    _change_set(named, json, lambda changes, found, _: changes.annotate(found, text))
 
 
 @app.command(epilog=EPILOG)
@@ -262,11 +250,7 @@ def rm(
 
     Example: ckptfs rm /ckpt/run1/step_100
     """
-    from ckptfs_client.sets import set_changes
-
-    with _open_history(named) as history:
-        found = history.find_set(named)
-        _print_change(found.shown, set_changes.remove(history, found, now=now), json=json)
+    _change_set(named, json, lambda changes, found, history: changes.remove(history, found, now=now))
 
 
 def _open_history(path: Path) -> "SetHistory":
@@ -275,9 +259,13 @@ def _open_history(path: Path) -> "SetHistory":
     return SetHistory.of(path)
 
 
-def _find_set(path: Path) -> "FoundSet":
-    with _open_history(path) as history:
-        return history.find_set(path)
+def _change_set(named: Path, json: bool, change: Callable[[ModuleType, "FoundSet", "SetHistory"], str]) -> None:
+    """Find a set, change it by the module `set_changes`, and print what was done."""
+    from ckptfs_client.sets import set_changes
+
+    with _open_history(named) as history:
+        found = history.find_set(named)
+        _print_change(found.shown, change(set_changes, found, history), json=json)
 
 
 def _print_change(name: str, done: str, *, json: bool) -> None:
