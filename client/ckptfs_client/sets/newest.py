@@ -68,8 +68,10 @@ def find_newest(named: Sequence[Path], wanted: Level) -> Found:
     _list_names.cache_clear()
     _install_rules(named[0])
     searched = _find_series(named, wanted)
-    history = _find_history(searched.directory)
-    return Found(searched, searched.result or _ask(searched.directory, searched.series.name, wanted).result, history)
+    # Behind a symlink may be another filesystem, whose inode numbers say nothing here.
+    mount, _ = find_inode(os.path.realpath(searched.directory))
+    result = searched.result or _ask(searched.directory, searched.series.name, wanted).result
+    return Found(searched, result, os.fsencode(mount.history))
 
 
 def build_failure(found: Found, wanted: Level) -> CommandFailed:
@@ -115,13 +117,6 @@ def print_newest(named: Sequence[Path], wanted: Level, *, is_json: bool) -> None
         # A program reads this: the bytes of the name, unchanged.
         sys.stdout.flush()
         sys.stdout.buffer.write(os.fsencode(found.build_path(member)) + b"\n")
-
-
-def _find_history(directory: Path) -> bytes:
-    """Return the path of the history of the mount in which a directory is. Raises NoMount, CommandFailed."""
-    # Behind a symlink may be another filesystem, whose inode numbers say nothing here.
-    mount, _ = find_inode(os.path.realpath(directory))
-    return os.fsencode(mount.history)
 
 
 def _ask(directory: Path, name: bytes, wanted: Level) -> LatestAnswer:

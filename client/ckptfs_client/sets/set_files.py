@@ -170,7 +170,8 @@ class Restore(NamedTuple):
     def _publish(self, new: Path, replaced: Path) -> None:
         """Give the copies their names. The file that tells that a set is complete comes last."""
         if self.found.set.group:
-            for name in sorted(os.listdir(new), key=lambda name: (_is_last(os.fsencode(name)), name)):
+            lasts = [kind.last for kind in set_kinds.KINDS]
+            for name in sorted(os.listdir(new), key=lambda name: (any(one.fullmatch(os.fsencode(name)) for one in lasts), name)):
                 os.replace(new / name, self.target / name)
             return
         with contextlib.suppress(FileNotFoundError):
@@ -181,10 +182,6 @@ class Restore(NamedTuple):
             with contextlib.suppress(FileNotFoundError):
                 os.rename(replaced, self.target)
             raise
-
-
-def _is_last(name: bytes) -> bool:
-    return any(kind.last.fullmatch(name) for kind in set_kinds.KINDS)
 
 
 def _read_digest(source: Path) -> str:

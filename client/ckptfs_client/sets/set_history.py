@@ -56,6 +56,11 @@ class ListedSeries:
         return self.mount.mountpoint / os.path.dirname(self.path)
 
     @property
+    def own_path(self) -> str:
+        """Its pattern in the directory of the application, below the mount."""
+        return os.path.join(os.path.dirname(self.path), self.pattern)
+
+    @property
     def shown(self) -> str:
         """Its name for people: `/ckpt/run1/step_*`."""
         return str(self.place / self.pattern)
@@ -108,13 +113,6 @@ def split_number(name: str) -> tuple[str, int | None]:
 def find_named(sets: Iterable["pb.SetInfo"], name: str, number: int | None) -> "pb.SetInfo | None":
     """Return the first set of that name (empty: any) and of that number (None: any)."""
     return next((one for one in sets if number in (None, one.number) and name in ("", os.fsdecode(one.name))), None)
-
-
-def _read_note(found: FoundSet) -> str:
-    """Return the note of a set; empty if the caller may not read it."""
-    with contextlib.suppress(OSError):
-        return os.getxattr(found.history, NOTE_XATTR, follow_symlinks=False).decode(errors="backslashreplace")
-    return ""
 
 
 class SetHistory:
@@ -199,7 +197,9 @@ class SetHistory:
         for each in named:
             each.name = os.fsencode(names[each.number])
             if each.noted:
-                each.note = _read_note(FoundSet(one, each))
+                with contextlib.suppress(OSError):
+                    note = os.getxattr(FoundSet(one, each).history, NOTE_XATTR, follow_symlinks=False)
+                    each.note = note.decode(errors="backslashreplace")
         return named
 
     # --- what words mean ----------------------------------------------------------------------------------------------
@@ -208,16 +208,13 @@ class SetHistory:
         """Return the series that a path means: itself, those below it, or those of a member."""
         path = Path(os.path.abspath(path))
         where, is_history = self._locate(path)
-        exact = [one for one in self.series if one.path == where or (not is_history and self._get_own_path(one) == where)]
+        exact = [one for one in self.series if where == one.path or (where == one.own_path and not is_history)]
         if exact:
             return exact
         below = [one for one in self.series if where in ("", ".") or one.path.startswith(where + "/")]
         if is_history:
             return below or [one for one in self.series if where.startswith(one.path + "/")]
         return below or self._list_of_origin(path) or self._list_of_member(path, where)
-
-    def _get_own_path(self, one: ListedSeries) -> str:
-        return os.path.join(os.path.dirname(one.path), one.pattern)
 
     def _list_of_origin(self, path: Path) -> list[ListedSeries]:
         """Return the series of a directory that was renamed since."""
@@ -249,7 +246,11 @@ class SetHistory:
         if is_history:
             return self._find_in_history(path, where)
         if exists and path.is_file() and not path.is_symlink():
-            return self._find_of_file(path)
+            try:
+                found_where = os.fsdecode(os.getxattr(path, SET_XATTR))
+            except OSError:
+                raise self._build_unknown(path, exists=True) from None
+            return self._find_in_history(path, found_where)
         name, number = (path.name, None) if exists else split_number(path.name)
         named = path.with_name(name)
         series_named = self.find_series(named)
@@ -272,14 +273,6 @@ class SetHistory:
             if number is not None and one.path == name:
                 return self._choose(path, [one], "", number)
         raise self._build_unknown(path, exists=os.path.lexists(path))
-
-    def _find_of_file(self, path: Path) -> FoundSet:
-        """Return the set of a file of the application."""
-        try:
-            where = os.fsdecode(os.getxattr(path, SET_XATTR))
-        except OSError:
-            raise self._build_unknown(path, exists=True) from None
-        return self._find_in_history(path, where)
 
     def _choose(self, path: Path, found: list[ListedSeries], name: str, number: int | None) -> FoundSet:
         """Return the newest set of that name, or the one of that number."""

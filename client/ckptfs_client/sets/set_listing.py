@@ -190,24 +190,14 @@ def describe_set(history: SetHistory, found: FoundSet) -> ShowJson:
          "rank": one.get("rank", "")}
         for one in manifest.get("producers", [])
     ]  # fmt: skip
-    manifest_path = str(found.history / MANIFEST)
-    return {
-        **row,
-        "manifest": manifest_path,
-        "history": str(found.history),
-        "producers": producers,
-        "members": _list_members(history, found, manifest),
-    }
-
-
-def _list_members(history: SetHistory, found: FoundSet, manifest: dict[str, Any]) -> list[SetFileJson]:
-    """Return the files of a set with their levels."""
     digests = get_digests(manifest)
-    return [
+    members: list[SetFileJson] = [
         {"path": os.fsdecode(one.path), "size": one.status.st_size, "mtime_ns": one.status.st_mtime_ns, "level": one.record.level,
          "digest": digests.get(one.path, "")}
         for one in list_set_files(history, found)
     ]  # fmt: skip
+    path = str(found.history / MANIFEST)
+    return {**row, "manifest": path, "history": str(found.history), "producers": producers, "members": members}
 
 
 def get_digests(manifest: dict[str, Any]) -> dict[bytes, str]:
