@@ -158,7 +158,7 @@ class Laboratory:
         """Kill etcd; its data stay."""
         found = self.load_plan()
         with self._lock():
-            nodes.stop_etcd(found)
+            nodes.kill_processes(found.switch)
         self._say("etcd is killed")
 
     def refuse_pfs(self, *, refused: bool) -> bool:

@@ -44,6 +44,11 @@ class Plan:
         return [ETCD_PORT + ETCD_PORT_STEP * member for member in range(self.etcd_members)]
 
     @property
+    def etcd_names(self) -> list[str]:
+        """Return the name of each member of etcd, which is that of its directory, too."""
+        return [f"{ETCD}{member + 1}" if member else ETCD for member in range(self.etcd_members)]
+
+    @property
     def cluster(self) -> str:
         """The cluster's name."""
         return f"lab-{self.token}"

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ckptfs import limits, mount_record, mountpoint_guard, runtime_dir
@@ -165,9 +165,9 @@ def start_etcd(plan: Plan) -> None:
     namespace = plan.switch
     running = find_etcd_members(plan)
     peer_urls = [f"http://127.0.0.1:{port + 1}" for port in plan.etcd_ports]
-    all_members = ",".join(f"{_build_member_name(member)}={url}" for member, url in enumerate(peer_urls))
-    for member, (port, peer_url) in enumerate(zip(plan.etcd_ports, peer_urls, strict=True)):
-        name, url = _build_member_name(member), f"http://{ETCD_ADDRESS}:{port}"
+    all_members = ",".join(map("=".join, zip(plan.etcd_names, peer_urls, strict=True)))
+    for member, (name, port, peer_url) in enumerate(zip(plan.etcd_names, plan.etcd_ports, peer_urls, strict=True)):
+        url = f"http://{ETCD_ADDRESS}:{port}"
         if member not in running:
             command = [
                 find_etcd(), "--name", name, "--data-dir", str(plan.directory / name), "--listen-client-urls", url,
@@ -182,18 +182,13 @@ def start_etcd(plan: Plan) -> None:
         threading.Event().wait(ETCD_POLL_S)
 
 
-def stop_etcd(plan: Plan) -> None:
-    """Kill etcd; its data stay."""
-    kill_processes(plan.switch)
-
-
 def find_etcd_members(plan: Plan) -> dict[int, int]:
     """Return {number of the member, from 0: its process} of those that run."""
     found = {}
     for pid in list_processes_named(plan.switch, ETCD):
         with contextlib.suppress(OSError, ValueError):
             words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            found[_list_member_names(plan).index(words[words.index("--name") + 1])] = pid
+            found[plan.etcd_names.index(words[words.index("--name") + 1])] = pid
     return found
 
 
@@ -213,21 +208,14 @@ def _is_member_healthy(plan: Plan, port: int) -> bool:
     return bool(network.run_in_namespace(plan.switch, ask))
 
 
-def _list_member_names(plan: Plan) -> list[str]:
-    return [_build_member_name(member) for member in range(plan.etcd_members)]
-
-
-def _build_member_name(member: int) -> str:
-    return f"{ETCD}{member + 1}" if member else ETCD
-
-
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
 def list_processes(namespace: Path) -> list[int]:
     """Return the running processes in a namespace, without zombies."""
     wanted = network.get_namespace_id(namespace)
-    return [pid for pid in _list_pids() if wanted is not None and _get_namespace_id(pid) == wanted]
+    pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+    return [pid for pid in pids if wanted is not None and _get_namespace_id(pid) == wanted]
 
 
 def list_processes_named(namespace: Path, name: str) -> list[int]:
@@ -266,10 +254,6 @@ def spawn(namespace: Path, command: Sequence[str], log: Path, *, pass_fds: Seque
         return process.pid
 
     return network.run_in_namespace(namespace, act)
-
-
-def _list_pids() -> Iterator[int]:
-    return (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
 
 
 def _get_namespace_id(pid: int) -> tuple[int, int] | None:
