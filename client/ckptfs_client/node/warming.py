@@ -14,19 +14,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
 
 from ckptfs import limits
 from ckptfs.model import Tier
+from ckptfs.protocol import control_pb2 as pb
 from ckptfs.quantities import format_count, format_size
 from ckptfs_client import render
 from ckptfs_client.client import Client
 from ckptfs_client.errors import ClientError, CommandFailed, NotInTime
 from ckptfs_client.json_answers import WarmJson
 from ckptfs_client.mounts import Mount, build_path_error, find_inode
-
-if TYPE_CHECKING:
-    from ckptfs.protocol import control_pb2 as pb
 
 THREADS = 4
 READ_BYTES = 8 * limits.MIB
@@ -71,20 +68,12 @@ class Warming:
         """Fetch the files. Raises NotInTime with what is left, CommandFailed if some did not come."""
         for mount, files in self.wanted.items():
             with Client(mount) as client:
-                missing = self._sort_out(client, files)
+                missing = self._report_present(client, files, HERE)
                 _require_room(client, missing)
                 self._fetch(client, missing)
         if self.failures:
             count = format_count(len(self.failures), "file")
             raise CommandFailed(f"{count} did not come: {self.failures[0]}", remedy="`ckptfs ls` shows where the copies are")
-
-    def _sort_out(self, client: Client, files: list[WarmFile]) -> list[WarmFile]:
-        """Return the files that are not on this node."""
-        found = list(zip(files, client.list_records(one.inode for one in files), strict=True))
-        for file, record in found:
-            if is_here(file, record):
-                self._report(file, HERE)
-        return [file for file, record in found if not is_here(file, record)]
 
     def _fetch(self, client: Client, files: list[WarmFile]) -> None:
         """Read the files, and wait until their copies count. Raises NotInTime."""
@@ -102,7 +91,7 @@ class Warming:
                     file, failure = reading.results.get(timeout=POLL_S)
                 except Empty:
                     is_late = not unread and time.monotonic() > settle_until_s
-                    unsettled = self._settle(client, unsettled, is_late=is_late)
+                    unsettled = self._report_present(client, unsettled, FETCHED, is_late=is_late)
                     continue
                 unread, settle_until_s = unread - 1, time.monotonic() + SETTLE_S
                 if failure:
@@ -110,15 +99,17 @@ class Warming:
                 else:
                     unsettled.append(file)
 
-    def _settle(self, client: Client, files: list[WarmFile], *, is_late: bool) -> list[WarmFile]:
-        """Report the files whose copies count now, and all if it is late; return the others."""
-        found = list(zip(files, client.list_records(one.inode for one in files), strict=True))
-        for file, record in found:
+    def _report_present(self, client: Client, files: list[WarmFile], result: str, *, is_late: bool = False) -> list[WarmFile]:
+        """Report the files that are on this node; return the others, or report them too if it is late."""
+        others = []
+        for file, record in zip(files, client.list_records(one.inode for one in files), strict=True):
             if is_here(file, record):
-                self._report(file, FETCHED)
+                self._report(file, result)
             elif is_late:
                 self._report(file, FAILED, "it can be read, and no copy stays on this node: there is no room, or it is being written")
-        return [] if is_late else [file for file, record in found if not is_here(file, record)]
+            else:
+                others.append(file)
+        return others
 
     def _report(self, file: WarmFile, result: str, failure: str = "") -> None:
         self.counts[result] += 1
@@ -170,7 +161,7 @@ class Reading:
             os.close(fd)
 
 
-def is_here(file: WarmFile, record: "pb.Record") -> bool:
+def is_here(file: WarmFile, record: pb.Record) -> bool:
     """Return True if the bytes of a file are on this node."""
     is_local = any(copy.tier in LOCAL_TIERS and copy.state == "good" for copy in record.copies)
     return not file.size or is_local or record.state in ("open", "closed")
