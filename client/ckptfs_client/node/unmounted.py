@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ckptfs import config, event_log, mount_record, mountpoint_guard, runtime_dir
 from ckptfs.mount_record import MountRecord
-from ckptfs_client.errors import ClientError, CommandFailed, UsageError
+from ckptfs_client.errors import CommandFailed, UsageError
 from ckptfs_client.json_answers import MountJson
 from ckptfs_client.mounts import list_mounts
 
@@ -118,15 +118,11 @@ def describe_all() -> list[MountJson]:
          "mount_command": ""}
         for one in list_mounts() if one.name not in dead
     ]  # fmt: skip
-    return mounted + [_describe(one) for one in unmounted]
-
-
-def _describe(one: UnmountedName) -> MountJson:
-    mountpoint = "" if one.record is None else str(one.record.mountpoint)
-    return {
-        "name": one.name, "mountpoint": mountpoint, "state": str(one.state), "mounted": False, "has_data": one.has_data,
-        "what": one.describe(), "mount_command": one.mount_command,
-    }  # fmt: skip
+    return mounted + [
+        {"name": one.name, "mountpoint": "" if one.record is None else str(one.record.mountpoint), "state": str(one.state),
+         "mounted": False, "has_data": one.has_data, "what": one.describe(), "mount_command": one.mount_command}
+        for one in unmounted
+    ]  # fmt: skip
 
 
 def delete(name: str, *, yes: bool) -> UnmountedName:
@@ -149,7 +145,10 @@ def delete(name: str, *, yes: bool) -> UnmountedName:
             _delete_tiers(one)
             _delete_state(one.state)
     except OSError as failure:
-        raise _build_error(one, failure) from failure
+        if failure.errno == errno.EWOULDBLOCK:
+            raise CommandFailed(f"a daemon of {one.name} runs", remedy="umount it first") from failure
+        what = f"{failure.filename or one.state}: {os.strerror(failure.errno or 0)}"
+        raise CommandFailed(what, remedy="run it as root, or as its owner") from failure
     with contextlib.suppress(OSError):
         runtime_dir.registry_path(name).unlink(missing_ok=True)
     return one
@@ -178,9 +177,3 @@ def _delete_state(state: Path) -> None:
     shutil.rmtree(state / event_log.DIRECTORY, ignore_errors=True)
     with contextlib.suppress(OSError):
         state.rmdir()  # Other files in it are not ours.
-
-
-def _build_error(one: UnmountedName, failure: OSError) -> ClientError:
-    if failure.errno == errno.EWOULDBLOCK:
-        return CommandFailed(f"a daemon of {one.name} runs", remedy="umount it first")
-    return CommandFailed(f"{failure.filename or one.state}: {os.strerror(failure.errno or 0)}", remedy="run it as root, or as its owner")
