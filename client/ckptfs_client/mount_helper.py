@@ -55,7 +55,7 @@ MNT_EXPIRE, UMOUNT_NOFOLLOW = 4, 8
 
 def mount_main(arguments: Sequence[str] | None = None) -> int:
     """Run mount.ckptfs or mount.fuse.ckptfs; return the exit code."""
-    asked = _parse(sys.argv[1:] if arguments is None else arguments)
+    asked = _parse(build_mount_parser(), arguments)
     asked.name = _undo_expansion(asked.name)
     try:
         options = config.parse_options(",".join(asked.options))
@@ -94,9 +94,9 @@ def build_mount_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     try:
-        return build_mount_parser().parse_args(arguments)
+        return parser.parse_args(arguments)
     except argparse.ArgumentError as failure:
         sys.exit(_print_error(str(failure), "", USAGE))
     except SystemExit as end:
@@ -180,9 +180,9 @@ def _open_log(configured: Config) -> Iterator[IO[Any]]:
         yield log
 
 
-def _print_error(what: str, remedy: str, code: int) -> int:
+def _print_error(what: str, remedy: str, code: int, program: str = "mount.ckptfs") -> int:
     """Print an error, and return the exit code."""
-    print(f"mount.ckptfs: {what}" + (f"; {remedy}" if remedy else ""), file=sys.stderr)
+    print(f"{program}: {what}" + (f"; {remedy}" if remedy else ""), file=sys.stderr)
     return code
 
 
@@ -220,11 +220,34 @@ def read_ready_line(ready_fd: int) -> str:
 
 def umount_main(arguments: Sequence[str] | None = None) -> int:
     """Run umount.ckptfs or umount.fuse.ckptfs; return the exit code."""
+    asked = _parse(build_umount_parser(), arguments)
     try:
-        asked = build_umount_parser().parse_args(sys.argv[1:] if arguments is None else arguments)
-    except SystemExit as end:
-        return USAGE if end.code else 0
-    return _unmount(asked)
+        mount = find(Path(asked.directory))
+        if mount.mountpoint != Path(os.path.abspath(asked.directory)) and mount.mountpoint != Path(os.path.realpath(asked.directory)):
+            raise ClientError(f"{asked.directory} is not a mountpoint", remedy=f"the mount is {mount.mountpoint}")
+    except ClientError as failure:
+        return _print_error(str(failure), "", FAILED, "umount.ckptfs")
+    from ckptfs_client.client import Client
+
+    with Client(mount, answer_s=STATUS_WAIT_S) as client:
+        before = None if asked.lazy else _get_status(client)
+        if before is not None and not asked.force:
+            if _is_busy(mount.mountpoint):
+                what = f"{mount.mountpoint} is busy: a process has a file open there or works in it"
+                return _print_error(what, f"`ckptfs who {before.mountpoint}` names it", FAILED, "umount.ckptfs")
+            try:
+                _drain_attached(client, before)
+            except KeyboardInterrupt:
+                what = f"interrupted; {mount.mountpoint} is still mounted"
+                return _print_error(what, "the write-back goes on", FAILED, "umount.ckptfs")
+        flags = [flag for flag, given in (("-f", asked.force), ("-l", asked.lazy)) if given]
+        ours = ["umount", "-i", *flags, str(mount.mountpoint)]
+        command = ours if os.geteuid() == 0 else ["fusermount3", "-u", *(["-z"] if asked.lazy else []), str(mount.mountpoint)]
+        if subprocess.run(command, check=False).returncode != 0:
+            return FAILED
+        if before is not None:
+            _wait_until_drained(client, before)
+    return 0
 
 
 def build_umount_parser() -> argparse.ArgumentParser:
@@ -240,43 +263,6 @@ def build_umount_parser() -> argparse.ArgumentParser:
         parser.add_argument(flag, help="ignored")
     parser.add_argument("-V", "--version", action="version", version=f"umount.ckptfs {__version__}")
     return parser
-
-
-def _unmount(asked: argparse.Namespace) -> int:
-    try:
-        mount = find(Path(asked.directory))
-        if mount.mountpoint != Path(os.path.abspath(asked.directory)) and mount.mountpoint != Path(os.path.realpath(asked.directory)):
-            raise ClientError(f"{asked.directory} is not a mountpoint", remedy=f"the mount is {mount.mountpoint}")
-    except ClientError as failure:
-        print(f"umount.ckptfs: {failure}", file=sys.stderr)
-        return FAILED
-    from ckptfs_client.client import Client
-
-    with Client(mount, answer_s=STATUS_WAIT_S) as client:
-        before = None if asked.lazy else _get_status(client)
-        if before is not None and not asked.force:
-            if _is_busy(mount.mountpoint):
-                return _refuse_unmount(
-                    f"{mount.mountpoint} is busy: a process has a file open there or works in it",
-                    f"`ckptfs who {before.mountpoint}` names it",
-                )
-            try:
-                _drain_attached(client, before)
-            except KeyboardInterrupt:
-                return _refuse_unmount(f"interrupted; {mount.mountpoint} is still mounted", "the write-back goes on")
-        flags = [flag for flag, given in (("-f", asked.force), ("-l", asked.lazy)) if given]
-        ours = ["umount", "-i", *flags, str(mount.mountpoint)]
-        command = ours if os.geteuid() == 0 else ["fusermount3", "-u", *(["-z"] if asked.lazy else []), str(mount.mountpoint)]
-        if subprocess.run(command, check=False).returncode != 0:
-            return FAILED
-        if before is not None:
-            _wait_until_drained(client, before)
-    return 0
-
-
-def _refuse_unmount(what: str, remedy: str) -> int:
-    print(f"umount.ckptfs: {what}; {remedy}", file=sys.stderr)
-    return FAILED
 
 
 def _is_busy(mountpoint: Path) -> bool:
