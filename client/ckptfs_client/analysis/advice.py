@@ -19,16 +19,13 @@ import os
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING
 
+from ckptfs.protocol import control_pb2 as pb
 from ckptfs.quantities import format_count, format_duration, format_size
 from ckptfs_client.json_answers import AdviceJson, AdviceRowJson
 from ckptfs_client.render import escape_unprintable, format_columns
 from ckptfs_client.sets.set_history import FoundSet, ListedSeries, SetHistory
 from ckptfs_client.sets.set_listing import MANIFEST_FILES
-
-if TYPE_CHECKING:
-    from ckptfs.protocol import control_pb2 as pb
 
 MEASURED_MAX = 16
 NANO = 1e9
@@ -78,7 +75,7 @@ def measure_series(history: SetHistory, one: ListedSeries) -> SeriesMeasure:
     return SeriesMeasure(one.shown, len(sets), size, tuple(cost for cost in costs if cost), median(known) if known else None)
 
 
-def _measure_cost_s(found: FoundSet, older: "pb.SetInfo") -> float:
+def _measure_cost_s(found: FoundSet, older: pb.SetInfo) -> float:
     """Return for how long the files of a set were being written, at least; 0 if their times do not tell."""
     times: list[int] = []
     changed: list[int] = []

@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ckptfs.model import Level
+from ckptfs.protocol import control_pb2 as pb
 from ckptfs_client.client import Client, ask_all
 from ckptfs_client.dashboard import overview
 from ckptfs_client.dashboard.overview import BacklogHistory, MountAnswers, Row
@@ -18,9 +19,6 @@ from ckptfs_client.errors import ClientError
 from ckptfs_client.mounts import Mount
 from ckptfs_client.render import escape_unprintable
 from ckptfs_client.sets.set_history import ListedSeries, SetHistory, split_number
-
-if TYPE_CHECKING:
-    from ckptfs.protocol import control_pb2 as pb
 
 Found = TypeVar("Found")
 ANSWER_S = 3.0
@@ -85,7 +83,7 @@ class OverviewSampler:
         series = self._ask_series(client, has_pfs=bool(status.pfs))
         return MountAnswers(mount.name, str(mount.mountpoint), status, series, cluster)
 
-    def _ask_series(self, client: Client, *, has_pfs: bool) -> "pb.ListSeriesReply | None":
+    def _ask_series(self, client: Client, *, has_pfs: bool) -> pb.ListSeriesReply | None:
         where, begun_s = str(client.mount.mountpoint), time.monotonic()
         known, due_s = self._series.get(where, (None, 0.0))
         if known is not None and begun_s < due_s:
@@ -140,7 +138,7 @@ def _list_named(mount: Mount) -> dict[int, ListedSeries]:
     return {}
 
 
-def _add_names(found: "pb.ListSeriesReply", named: Mapping[int, ListedSeries]) -> None:
+def _add_names(found: pb.ListSeriesReply, named: Mapping[int, ListedSeries]) -> None:
     """Add names that the daemon does not tell every user."""
     for one in found.series:
         known = named.get(one.directory)
@@ -150,7 +148,7 @@ def _add_names(found: "pb.ListSeriesReply", named: Mapping[int, ListedSeries]) -
                 one.newest.name = known.newest.name
 
 
-def _refresh_newest(client: Client, found: "pb.ListSeriesReply", highest: Level) -> None:
+def _refresh_newest(client: Client, found: pb.ListSeriesReply, highest: Level) -> None:
     """Have the daemon ask the store of the cluster how far the newest sets are.
 
     Only a question about sets does that. What the daemon knows of sets of other nodes is old.

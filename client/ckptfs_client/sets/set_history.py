@@ -14,14 +14,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ckptfs.protocol import control_pb2 as pb
 from ckptfs_client.client import Client
 from ckptfs_client.errors import ClientError, CommandFailed, UsageError
 from ckptfs_client.mounts import HISTORY, SET_XATTR, Mount, find
-
-if TYPE_CHECKING:
-    from ckptfs.protocol import control_pb2 as pb
 
 LATEST = ".ckptfs/latest"
 NOTE_XATTR = "user.ckptfs.note"
@@ -43,7 +40,7 @@ class ListedSeries:
     rollback: int
     sets: int
     size: int
-    newest: "pb.SetInfo | None"
+    newest: pb.SetInfo | None
 
     @property
     def history(self) -> Path:
@@ -81,7 +78,7 @@ class FoundSet:
     """A set and its series."""
 
     series: ListedSeries
-    set: "pb.SetInfo"
+    set: pb.SetInfo
 
     @property
     def name(self) -> str:
@@ -110,7 +107,7 @@ def split_number(name: str) -> tuple[str, int | None]:
     return (name, None) if found is None else (found[1], int(found[2]))
 
 
-def find_named(sets: Iterable["pb.SetInfo"], name: str, number: int | None) -> "pb.SetInfo | None":
+def find_named(sets: Iterable[pb.SetInfo], name: str, number: int | None) -> pb.SetInfo | None:
     """Return the first set of that name (empty: any) and of that number (None: any)."""
     return next((one for one in sets if number in (None, one.number) and name in ("", os.fsdecode(one.name))), None)
 
@@ -174,7 +171,7 @@ class SetHistory:
         records = self.client.list_records(found.values())
         return {record.inode: path for path, record in zip(found, records, strict=True)}
 
-    def list_sets(self, one: ListedSeries, at_least: int | None = None) -> list["pb.SetInfo"]:
+    def list_sets(self, one: ListedSeries, at_least: int | None = None) -> list[pb.SetInfo]:
         """Return the sets of a series, the newest first: all, or `at_least` so many."""
         if self._is_shared:
             self._refresh_sets(one)
@@ -188,7 +185,7 @@ class SetHistory:
             for name in names[:REFRESHED_MAX]:
                 os.lstat(one.history / name)
 
-    def _add_names(self, one: ListedSeries, told: list["pb.SetInfo"]) -> list["pb.SetInfo"]:
+    def _add_names(self, one: ListedSeries, told: list[pb.SetInfo]) -> list[pb.SetInfo]:
         """Add names and notes that the caller may read through the mount. Sets without names are left out."""
         names: dict[int | None, str] = {}
         with contextlib.suppress(OSError):

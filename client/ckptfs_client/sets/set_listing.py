@@ -8,9 +8,10 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ckptfs.model import Level
+from ckptfs.protocol import control_pb2 as pb
 from ckptfs.quantities import format_age, format_count, format_size
 from ckptfs_client import mounts
 from ckptfs_client.client import Client, ask_answering, build_path_error
@@ -18,9 +19,6 @@ from ckptfs_client.errors import ClientError, CommandFailed, NoMount
 from ckptfs_client.json_answers import ProducerJson, SeriesJson, SetFileJson, SetJson, ShowJson
 from ckptfs_client.render import escape_unprintable, format_columns, print_json
 from ckptfs_client.sets.set_history import FoundSet, ListedSeries, SetHistory
-
-if TYPE_CHECKING:
-    from ckptfs.protocol import control_pb2 as pb
 
 MANIFEST = "MANIFEST.json"
 MANIFEST_FILES = frozenset({MANIFEST, "MANIFEST.xxh128"})
@@ -75,7 +73,7 @@ def list_set_rows(history: SetHistory, one: ListedSeries, wanted: Level = Level.
     return _build_set_rows(one, [each for each in history.list_sets(one) if each.level in enough])
 
 
-def _build_set_rows(one: ListedSeries, sets: Iterable["pb.SetInfo"]) -> list[SetJson]:
+def _build_set_rows(one: ListedSeries, sets: Iterable[pb.SetInfo]) -> list[SetJson]:
     shown, place, top, has_steps = one.shown, f"{one.place}/", f"{one.history}/", "*" in one.pattern
     return [
         {
@@ -210,7 +208,7 @@ class FileOfSet(NamedTuple):
 
     path: bytes
     status: os.stat_result
-    record: "pb.Record"
+    record: pb.Record
 
     @property
     def is_symlink(self) -> bool:
