@@ -50,7 +50,10 @@ class OverviewSampler:
     def sample(self) -> Row:
         """Ask all daemons at once; return the host, the time in seconds since the epoch, and the mounts."""
         chosen = list(self._list_chosen())
-        answers = [self._build_answers(*one) for one in ask_all(chosen, self._ask, ANSWER_S)] if chosen else []
+        answers = [
+            MountAnswers(mount.name, str(mount.mountpoint), failure=str(answer)) if isinstance(answer, ClientError) else answer
+            for mount, answer in ask_all(chosen, self._ask, ANSWER_S)
+        ]
         at_s = time.monotonic()
         self._mounts = {str(mount.mountpoint): mount for mount in chosen}
         self._answers = {one.mountpoint: one for one in answers}
@@ -117,11 +120,6 @@ class OverviewSampler:
             self._walks[where] = threading.Thread(target=walk, daemon=True)
             self._walks[where].start()
         self._walks[where].join(WALK_WAIT_S)
-
-    def _build_answers(self, mount: Mount, answer: "MountAnswers | ClientError") -> MountAnswers:
-        if isinstance(answer, ClientError):
-            return MountAnswers(mount.name, str(mount.mountpoint), failure=str(answer))
-        return answer
 
 
 def _list_newest(history: Path) -> None:
