@@ -302,7 +302,8 @@ def _drain_attached(client: "Client", status: "pb.Status") -> None:
 
 def _wait_until_drained(client: "Client", status: "pb.Status") -> None:
     """Wait until the daemon has ended, after its drain or its deadline, and print what is left."""
-    from ckptfs_client.render import ProgressBar, describe_write_back
+    from ckptfs.protocol import control_pb2 as pb
+    from ckptfs_client.render import ProgressBar, describe_progress
 
     pid = next((process.pid for process in status.processes if process.role == "supervisor"), 0)
     until = time.monotonic() + status.drain_deadline_s + GRACE_S
@@ -310,7 +311,9 @@ def _wait_until_drained(client: "Client", status: "pb.Status") -> None:
         while pid and procfs.is_running(pid):
             # A draining daemon answers; one that does not answer is about to end.
             status = _get_status(client) or status
-            bar.update(status.write_back.dirty_bytes, describe_write_back(status))
+            left = status.write_back
+            words = describe_progress(pb.Progress(files_left=left.dirty_files, bytes_left=left.dirty_bytes, changes_left=left.changes))
+            bar.update(left.dirty_bytes, words)
             if time.monotonic() > until:
                 print(f"umount.ckptfs: the daemon of {status.name} (process {pid}) is still draining in the background", file=sys.stderr)
                 return

@@ -450,13 +450,6 @@ def _print_safety(last: "pb.Progress | None") -> None:
         print(escape_unprintable(line))
 
 
-def describe_write_back(status: "pb.Status") -> str:
-    """Return the amount of pending write-back in words."""
-    figures = status.write_back
-    files = format_count(figures.dirty_files, "file")
-    return f"{files} ({format_size(figures.dirty_bytes)}), {format_count(figures.changes, 'other change')}"
-
-
 def describe_progress(progress: "pb.Progress") -> str:
     """Return what is left, and what blocks it."""
     words = [f"{format_count(progress.files_left, 'file')} ({format_size(progress.bytes_left)})"]
