@@ -9,12 +9,12 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterator
-from json import dumps
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from ckptfs import __version__
 from ckptfs.errors import CkptfsError
@@ -25,11 +25,24 @@ from ckptfs_client.errors import EPILOG, CommandFailed, NoMount, PipeClosed, Usa
 from ckptfs_client.json_answers import LogLevelJson, VersionJson
 from ckptfs_client.lab import commands
 from ckptfs_client.node import node_commands
-from ckptfs_client.options import LEVELS, AnyDirectory, Directory, Json, JsonLines, Paths, Timeout, connect, parse_option, parse_seconds
+from ckptfs_client.options import (
+    LEVELS,
+    AnyDirectory,
+    Directory,
+    Json,
+    JsonLines,
+    Paths,
+    Timeout,
+    connect,
+    level_option,
+    parse_option,
+    parse_seconds,
+    time_option,
+)  # fmt: skip
 from ckptfs_client.sets import set_commands
 
-KeysDirectory = Annotated[Path, typer.Argument(metavar="DIR", help="The CA's directory. Keep ca.key secret: it can sign any node.")]
-KeysNode = Annotated[str, typer.Argument(metavar="NODE", help="The node's name: its node= option, or else its host name.")]
+KeysDirectory = Annotated[Path, Argument(metavar="DIR", help="The CA's directory. Keep ca.key secret: it can sign any node.")]
+KeysNode = Annotated[str, Argument(metavar="NODE", help="The node's name: its node= option, or else its host name.")]
 
 HELP_NAMES = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 app = typer.Typer(
@@ -98,7 +111,7 @@ def _print_version(is_asked: bool) -> None:
 @app.callback()
 def _take_common_options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version of ckptfs and exit.")
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version of ckptfs and exit.")
     ] = False,
 ) -> None:
     """Inspect and control ckptfs mounts: what is stored where, and how safe it is."""
@@ -111,10 +124,8 @@ def _take_common_options(
 def status(
     directory: AnyDirectory = None,
     json: Json = False,
-    watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Show every second whether the newest checkpoints are safe; q ends it.")
-    ] = False,
-    cluster: Annotated[bool, typer.Option("--cluster", help="Show the cluster: its nodes, their peers and what lags.")] = False,
+    watch: Annotated[bool, Option("--watch", "-w", help="Show every second whether the newest checkpoints are safe; q ends it.")] = False,
+    cluster: Annotated[bool, Option("--cluster", help="Show the cluster: its nodes, their peers and what lags.")] = False,
 ) -> None:
     """Show tiers, write-back, troubles and processes of mounts.
 
@@ -128,7 +139,9 @@ def status(
     if cluster:
         if watch:
             raise UsageError("--cluster and --watch exclude each other")
-        _print_cluster(directory, json=json)
+        with connect(directory) as client:
+            answer = client.get_cluster()
+        render.print_answer(render.message_to_dict(answer), lambda: render.build_cluster(answer), json=json)
         return
     chosen = mounts.choose_all(directory)
     if watch:
@@ -146,18 +159,12 @@ def status(
         raise typer.Exit(NoMount.exit_code)
 
 
-def _print_cluster(directory: Path | None, *, json: bool) -> None:
-    with connect(directory) as client:
-        answer = client.get_cluster()
-    render.print_answer(render.message_to_dict(answer), lambda: render.build_cluster(answer), json=json)
-
-
 @app.command(epilog=EPILOG)
 def df(
     directory: AnyDirectory = None,
-    checkpoint: Annotated[str | None, typer.Option(metavar="SIZE", help="Check whether checkpoints of this size per node fit.")] = None,
-    keep: Annotated[int, typer.Option(min=0, help="Complete checkpoints to keep while the next one is written.")] = 1,
-    ranks_per_node: Annotated[int, typer.Option(min=1, help="Ranks on each node; each of them writes SIZE.")] = 1,
+    checkpoint: Annotated[str | None, Option(metavar="SIZE", help="Check whether checkpoints of this size per node fit.")] = None,
+    keep: Annotated[int, Option(min=0, help="Complete checkpoints to keep while the next one is written.")] = 1,
+    ranks_per_node: Annotated[int, Option(min=1, help="Ranks on each node; each of them writes SIZE.")] = 1,
     json: Json = False,
 ) -> None:
     """Show the space of each tier; check whether a run fits.
@@ -170,7 +177,7 @@ def df(
     from ckptfs_client.analysis import capacity
     from ckptfs_client.client import ask_answering
 
-    size = parse_option(config.parse_size, checkpoint)
+    size = None if checkpoint is None else parse_option(config.parse_size, checkpoint)
     asked = mounts.choose_all(directory)
     answers, has_silent = ask_answering(asked, capacity.ask)
     reports = [(mount, capacity.build_report(*answer, size and size * ranks_per_node, keep)) for mount, answer in answers]
@@ -192,13 +199,9 @@ def df(
 def drain(
     directory: Directory = None,
     deadline: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help="End after this time, such as 25s. The most urgent checkpoints come first until then."),
+        str | None, time_option("End after this time, such as 25s. The most urgent checkpoints come first until then.")
     ] = None,
-    level: Annotated[
-        str | None,
-        typer.Option(metavar="LEVEL", help="Drain to this level, clique or pfs; default: the highest.", autocompletion=lambda: LEVELS[1:]),
-    ] = None,
+    level: Annotated[str | None, level_option("Drain to this level, clique or pfs; default: the highest.", LEVELS[1:])] = None,
     json: JsonLines = False,
 ) -> None:
     """Bring every closed file up to its highest level now.
@@ -227,7 +230,7 @@ def _get_log_levels() -> tuple[str, ...]:
 def log_level(
     words: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="[DIR] [debug|info|warning|error]",
             autocompletion=lambda: list(_get_log_levels()),
             help="A path in the mount, and the new level.",
@@ -248,7 +251,7 @@ def log_level(
     with connect(Path(given[0]) if given else None) as client:
         found = client.get_or_set_log_level(level)
     answer: LogLevelJson = {"level": found}
-    print(dumps(answer) if json else found)
+    render.print_answer(answer, lambda: found, json=json)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -258,7 +261,7 @@ def log_level(
 def list_files(
     paths: Paths,
     json: Json = False,
-    itself: Annotated[bool, typer.Option("-d", help="List a directory itself, not its entries.")] = False,
+    itself: Annotated[bool, Option("-d", help="List a directory itself, not its entries.")] = False,
 ) -> None:
     """List files with level, generation, digest and copies.
 
@@ -277,14 +280,7 @@ def list_files(
 @app.command(epilog=EPILOG)
 def wait(
     paths: Paths,
-    level: Annotated[
-        str,
-        typer.Option(
-            metavar="LEVEL",
-            autocompletion=lambda: LEVELS,
-            help="local: safe if ckptfs dies; clique: safe if this node dies; pfs: on the PFS.",
-        ),
-    ] = "pfs",
+    level: Annotated[str, level_option("local: safe if ckptfs dies; clique: safe if this node dies; pfs: on the PFS.")] = "pfs",
     timeout: Timeout = None,
     json: JsonLines = False,
 ) -> None:
@@ -305,8 +301,8 @@ def wait(
 
 @app.command(epilog=EPILOG)
 def refresh(
-    path: Annotated[Path, typer.Argument(metavar="DIR", help="A directory in a mount; for a file, its directory.")],
-    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="Include all directories below.")] = False,
+    path: Annotated[Path, Argument(metavar="DIR", help="A directory in a mount; for a file, its directory.")],
+    recursive: Annotated[bool, Option("--recursive", "-r", help="Include all directories below.")] = False,
     timeout: Timeout = None,
 ) -> None:
     """Pick up changes that other programs made on the PFS.
@@ -351,8 +347,8 @@ def doctor(json: Json = False) -> None:
 
 @app.command("mounts", epilog=EPILOG)
 def list_names(
-    delete: Annotated[str | None, typer.Option(metavar="NAME", help="Delete what an unmounted name holds on this node.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="With --delete: also if that loses data.")] = False,
+    delete: Annotated[str | None, Option(metavar="NAME", help="Delete what an unmounted name holds on this node.")] = None,
+    yes: Annotated[bool, Option("--yes", help="With --delete: also if that loses data.")] = False,
     json: Json = False,
 ) -> None:
     """List all names, also unmounted ones that still hold data.
@@ -388,12 +384,12 @@ def version(json: Json = False) -> None:
     Example: ckptfs version --json
     """
     answer: VersionJson = {"version": __version__}
-    print(dumps(answer) if json else f"ckptfs {__version__}")
+    render.print_answer(answer, lambda: f"ckptfs {__version__}", json=json)
 
 
 @app.command("help", epilog=EPILOG)
 def show_help(
-    context: typer.Context, words: Annotated[list[str] | None, typer.Argument(metavar="[COMMAND]", help="The command to explain.")] = None
+    context: typer.Context, words: Annotated[list[str] | None, Argument(metavar="[COMMAND]", help="The command to explain.")] = None
 ) -> None:
     """Explain ckptfs or one of its commands.
 
@@ -409,7 +405,7 @@ def show_help(
 @cluster_app.command(epilog=EPILOG)
 def adopt(
     directory: Directory = None,
-    last: Annotated[bool, typer.Option("--last", help="No other node will adopt: those that have not are gone for good.")] = False,
+    last: Annotated[bool, Option("--last", help="No other node will adopt: those that have not are gone for good.")] = False,
     json: JsonLines = False,
 ) -> None:
     """Take an etcd that lost its data for that of the cluster.
@@ -429,9 +425,7 @@ def adopt(
 
 
 @keys_app.command(epilog=EPILOG)
-def init(
-    directory: KeysDirectory, cluster: Annotated[str, typer.Option(help="The cluster's name, as in cluster=NAME.")] = "ckptfs"
-) -> None:
+def init(directory: KeysDirectory, cluster: Annotated[str, Option(help="The cluster's name, as in cluster=NAME.")] = "ckptfs") -> None:
     """Create the CA of a cluster: DIR/ca.pem and DIR/ca.key.
 
     Example: ckptfs keys init /etc/ckptfs/ca --cluster training
@@ -446,7 +440,7 @@ def init(
 def issue(
     directory: KeysDirectory,
     node: KeysNode,
-    address: Annotated[list[str] | None, typer.Option(help="A host name or IP address to name in the certificate too.")] = None,
+    address: Annotated[list[str] | None, Option(help="A host name or IP address to name in the certificate too.")] = None,
 ) -> None:
     """Create the keys of a node in DIR/NODE.
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar, overload
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-import typer
+from typer import Argument, Option
 
 from ckptfs.model import WAITABLE_LEVELS
 from ckptfs_client import mounts
@@ -16,24 +16,30 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LEVELS = [level.value for level in WAITABLE_LEVELS]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-JsonLines = Annotated[bool, typer.Option("--json", help="Print the progress as JSON, one line per change.")]
-Timeout = Annotated[str | None, typer.Option(metavar="TIME", help="Give up (exit code 4) after this time, such as 30s or 5m.")]
-Paths = Annotated[list[Path], typer.Argument(metavar="PATH", help="Files or directories in a mount.")]
-AnyDirectory = Annotated[Path | None, typer.Argument(metavar="DIR", help="A path in the mount. Without it: all mounts.")]
-Directory = Annotated[Path | None, typer.Argument(metavar="DIR", help="A path in the mount. Optional if only one ckptfs is mounted.")]
+Json = Annotated[bool, Option("--json", help="Print JSON.")]
+JsonLines = Annotated[bool, Option("--json", help="Print the progress as JSON, one line per change.")]
+Timeout = Annotated[str | None, Option(metavar="TIME", help="Give up (exit code 4) after this time, such as 30s or 5m.")]
+Paths = Annotated[list[Path], Argument(metavar="PATH", help="Files or directories in a mount.")]
+AnyDirectory = Annotated[Path | None, Argument(metavar="DIR", help="A path in the mount. Without it: all mounts.")]
+Directory = Annotated[Path | None, Argument(metavar="DIR", help="A path in the mount. Optional if only one ckptfs is mounted.")]
 
 
-@overload
-def parse_option(parse: Callable[[str], T], text: str) -> T: ...
-@overload
-def parse_option(parse: Callable[[str], T], text: None) -> None: ...
-def parse_option(parse: Callable[[str], T], text: str | None) -> T | None:
+def time_option(text: str) -> Any:
+    """Return an option that takes a duration."""
+    return Option(metavar="TIME", help=text)
+
+
+def level_option(text: str, levels: list[str] = LEVELS) -> Any:
+    """Return an option that takes a level, and completes it."""
+    return Option(metavar="LEVEL", help=text, autocompletion=lambda: levels)
+
+
+def parse_option(parse: Callable[[str], T], text: str) -> T:
     """Return the value of an option. Raises UsageError."""
     from ckptfs.errors import ConfigError
 
     try:
-        return None if text is None else parse(text)
+        return parse(text)
     except ConfigError as failure:
         raise UsageError(str(failure)) from failure
 
@@ -42,7 +48,7 @@ def parse_seconds(text: str | None) -> float | None:
     """Return the seconds of an option such as 5m. Raises UsageError."""
     from ckptfs import config
 
-    return parse_option(config.parse_seconds, text)
+    return None if text is None else parse_option(config.parse_seconds, text)
 
 
 def connect(directory: Path | None) -> "Client":

@@ -161,7 +161,7 @@ def test_a_reader_that_ends_gives_the_documented_exit_code(run: Run, monkeypatch
     def write(_: Any) -> None:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
-    monkeypatch.setattr(cli, "dumps", write)
+    monkeypatch.setattr(render, "print_json", write)
     monkeypatch.setattr(os, "dup2", lambda *_: None)
     assert run("version", "--json")[0] == 141
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from ckptfs import limits
 from ckptfs_client import mounts, render
 from ckptfs_client.errors import EPILOG, CommandFailed, NoMount, UsageError
-from ckptfs_client.options import Directory, Json, parse_option
+from ckptfs_client.options import Directory, Json, parse_option, time_option
 
 if TYPE_CHECKING:
     from ckptfs_client.analysis.goodput import Goodput
@@ -29,10 +30,10 @@ NODES_MAX = 100_000
 SAY_RATE = "say how often failures come: --mtbf TIME for the whole job, or --nodes N and --node-mtbf TIME"
 Logs = Annotated[
     list[Path] | None,
-    typer.Option("--log", metavar="DIR", help="The event log of another node as well: the directory events of a state directory."),
+    Option("--log", metavar="DIR", help="The event log of another node as well: the directory events of a state directory."),
 ]
-JobMtbf = Annotated[str | None, typer.Option("--mtbf", metavar="TIME", help="Mean time between failures of the job, all nodes together.")]
-NodeMtbf = Annotated[str | None, typer.Option("--node-mtbf", metavar="TIME", help="The same of one node, such as 5y.")]
+JobMtbf = Annotated[str | None, Option("--mtbf", metavar="TIME", help="Mean time between failures of the job, all nodes together.")]
+NodeMtbf = Annotated[str | None, Option("--node-mtbf", metavar="TIME", help="The same of one node, such as 5y.")]
 
 
 def parse_time(option: str, text: str) -> float:
@@ -64,16 +65,14 @@ def parse_failure_rate(mtbf: str | None, nodes: int | None, node_mtbf: str | Non
 @app.command(epilog=EPILOG)
 def advise(
     series: Annotated[
-        Path | None, typer.Argument(metavar="SERIES", help="A pattern such as 'run1/step_*', or its directory. Optional with --cost.")
+        Path | None, Argument(metavar="SERIES", help="A pattern such as 'run1/step_*', or its directory. Optional with --cost.")
     ] = None,
     mtbf: JobMtbf = None,
-    nodes: Annotated[int | None, typer.Option(min=1, metavar="N", help="Nodes of the job, for --node-mtbf.")] = None,
+    nodes: Annotated[int | None, Option(min=1, metavar="N", help="Nodes of the job, for --node-mtbf.")] = None,
     node_mtbf: NodeMtbf = None,
-    cost: Annotated[
-        str | None, typer.Option(metavar="TIME", help="How long a checkpoint keeps the job from its work. Default: measured.")
-    ] = None,
+    cost: Annotated[str | None, time_option("How long a checkpoint keeps the job from its work. Default: measured.")] = None,
     restart: Annotated[
-        str | None, typer.Option(metavar="TIME", help="From a failure until the job works again. Default: 0.", show_default=False)
+        str | None, Option(metavar="TIME", help="From a failure until the job works again. Default: 0.", show_default=False)
     ] = None,
     json: Json = False,
 ) -> None:
@@ -120,27 +119,25 @@ def _observe_failure_rate(series: Path) -> tuple[float, int]:
 
 @app.command(epilog=EPILOG)
 def simulate(
-    nodes: Annotated[int, typer.Option(min=1, max=NODES_MAX, metavar="N", help="Nodes of the job.")],
+    nodes: Annotated[int, Option(min=1, max=NODES_MAX, metavar="N", help="Nodes of the job.")],
     mtbf: JobMtbf = None,
     node_mtbf: NodeMtbf = None,
     factor: Annotated[
-        int, typer.Option(min=1, max=limits.REPLICATION_FACTOR_MAX, metavar="R", help="Copies of each file, as replication_factor=.")
+        int, Option(min=1, max=limits.REPLICATION_FACTOR_MAX, metavar="R", help="Copies of each file, as replication_factor=.")
     ] = limits.REPLICATION_FACTOR,
     jump: Annotated[
-        int, typer.Option(min=1, max=limits.REPLICATION_JUMP_MAX, metavar="J", help="Distance between ranks, as replication_jump=.")
+        int, Option(min=1, max=limits.REPLICATION_JUMP_MAX, metavar="J", help="Distance between ranks, as replication_jump=.")
     ] = 1,
     domains: Annotated[
-        int | None, typer.Option(min=1, metavar="D", help="Failure domains, with as many nodes of consecutive ranks each. Default: N.")
+        int | None, Option(min=1, metavar="D", help="Failure domains, with as many nodes of consecutive ranks each. Default: N.")
     ] = None,
-    domain_mtbf: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Mean time between failures of one whole domain. Default: it does not fail.")
-    ] = None,
-    repair: Annotated[str, typer.Option(metavar="TIME", help="From a failure until the lost copies are remade.")] = "5m",
-    write_back: Annotated[str, typer.Option(metavar="TIME", help="Until the set is on the PFS; without a PFS, until the next one.")] = "1h",
-    size: Annotated[str, typer.Option(metavar="SIZE", help="What each node writes of a checkpoint.")] = "64G",
-    keep: Annotated[int, typer.Option(min=1, help="Complete checkpoints that a node keeps while it writes the next one.")] = 1,
-    trials: Annotated[int, typer.Option(min=100, metavar="N", help="Failures to follow.")] = 50_000,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same answer.")] = 1,
+    domain_mtbf: Annotated[str | None, time_option("Mean time between failures of one whole domain. Default: it does not fail.")] = None,
+    repair: Annotated[str, time_option("From a failure until the lost copies are remade.")] = "5m",
+    write_back: Annotated[str, time_option("Until the set is on the PFS; without a PFS, until the next one.")] = "1h",
+    size: Annotated[str, Option(metavar="SIZE", help="What each node writes of a checkpoint.")] = "64G",
+    keep: Annotated[int, Option(min=1, help="Complete checkpoints that a node keeps while it writes the next one.")] = 1,
+    trials: Annotated[int, Option(min=100, metavar="N", help="Failures to follow.")] = 50_000,
+    seed: Annotated[int, Option(help="The same seed gives the same answer.")] = 1,
     json: Json = False,
 ) -> None:
     """Compute how likely the loss of a checkpoint set is before the PFS has it.
@@ -187,9 +184,9 @@ def parse_since(text: str | None) -> int:
 @app.command(epilog=EPILOG)
 def events(
     directory: Directory = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with events that come, until interrupted.")] = False,
-    since: Annotated[str | None, typer.Option(metavar="TIME", help="Since 2h, 3d, or a time such as 2026-11-23T10:30.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each event.")] = False,
+    follow: Annotated[bool, Option("--follow", "-f", help="Go on with events that come, until interrupted.")] = False,
+    since: Annotated[str | None, time_option("Since 2h, 3d, or a time such as 2026-11-23T10:30.")] = None,
+    json: Annotated[bool, Option("--json", help="Print a line of JSON for each event.")] = False,
 ) -> None:
     """Show what has happened on this node: saves, loads, restarts, failures.
 
@@ -217,7 +214,7 @@ def wait_for_events() -> None:
 
 @app.command(epilog=EPILOG)
 def goodput(
-    series: Annotated[Path, typer.Argument(metavar="SERIES", help="A pattern such as 'run1/step_*', or its directory.")],
+    series: Annotated[Path, Argument(metavar="SERIES", help="A pattern such as 'run1/step_*', or its directory.")],
     log: Logs = None,
     json: Json = False,
 ) -> None:

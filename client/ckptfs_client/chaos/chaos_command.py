@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from ckptfs_client import render
 from ckptfs_client.errors import EPILOG, ClientError, UsageError
@@ -30,14 +31,14 @@ RAM = "512M"
 
 @app.command(epilog=EPILOG)
 def chaos(
-    seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same faults in the same order.")] = 1,
-    nodes: Annotated[int, typer.Option(min=2, metavar="N", help="The number of nodes.")] = 3,
-    factor: Annotated[int, typer.Option(min=1, metavar="R", help="The number of nodes that hold each file; R-1 are away at most.")] = 2,
-    minutes: Annotated[float, typer.Option(min=0.0, metavar="M", help="Begin new rounds of faults for so long; at least one.")] = 2.0,
-    faults: Annotated[str | None, typer.Option(metavar="KIND,...", help="Only these kinds of faults, such as kill_mount,wipe.")] = None,
-    no_pfs: Annotated[bool, typer.Option("--no-pfs", help="No PFS: only copies on other nodes survive a node.")] = False,
-    directory: Annotated[Path | None, typer.Option("--dir", help="The lab's directory.  [default: /var/lib/ckptfs/chaos]")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the lab as it is at the end.")] = False,
+    seed: Annotated[int, Option(metavar="N", help="The same seed gives the same faults in the same order.")] = 1,
+    nodes: Annotated[int, Option(min=2, metavar="N", help="The number of nodes.")] = 3,
+    factor: Annotated[int, Option(min=1, metavar="R", help="The number of nodes that hold each file; R-1 are away at most.")] = 2,
+    minutes: Annotated[float, Option(min=0.0, metavar="M", help="Begin new rounds of faults for so long; at least one.")] = 2.0,
+    faults: Annotated[str | None, Option(metavar="KIND,...", help="Only these kinds of faults, such as kill_mount,wipe.")] = None,
+    no_pfs: Annotated[bool, Option("--no-pfs", help="No PFS: only copies on other nodes survive a node.")] = False,
+    directory: Annotated[Path | None, Option("--dir", help="The lab's directory.  [default: /var/lib/ckptfs/chaos]")] = None,
+    keep: Annotated[bool, Option("--keep", help="Leave the lab as it is at the end.")] = False,
     json: Json = False,
 ) -> None:
     """Start a lab, have applications save and load there, make faults, and check the promises.

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from ckptfs_client import render
 from ckptfs_client.errors import EPILOG, UsageError
@@ -20,20 +21,18 @@ app = typer.Typer(
     help="Run a cluster on this machine, in network namespaces. Example: sudo ckptfs lab start --nodes 3",
 )  # fmt: skip
 
-LabDirectory = Annotated[
-    Path | None, typer.Option("--dir", envvar="CKPTFS_LAB", help="The lab's directory.  [default: /var/lib/ckptfs/lab]")
-]
-NodeName = Annotated[str, typer.Argument(metavar="NODE", help="node1, node2, ...")]
+LabDirectory = Annotated[Path | None, Option("--dir", envvar="CKPTFS_LAB", help="The lab's directory.  [default: /var/lib/ckptfs/lab]")]
+NodeName = Annotated[str, Argument(metavar="NODE", help="node1, node2, ...")]
 
 
 @app.command(epilog=EPILOG)
 def start(
-    what: Annotated[str | None, typer.Argument(metavar="[etcd]", help="Start only etcd, after `stop etcd`.")] = None,
-    nodes: Annotated[int, typer.Option(help="The number of nodes.")] = 3,
-    factor: Annotated[int, typer.Option(help="The number of nodes that hold each file (replication_factor).")] = 2,
-    pfs: Annotated[Path | None, typer.Option(help="The directory that serves as the PFS.  [default: one in the lab]")] = None,
-    no_pfs: Annotated[bool, typer.Option("--no-pfs", help="No PFS: only copies on other nodes survive a node.")] = False,
-    options: Annotated[list[str] | None, typer.Option("-o", metavar="KEY=VALUE,...", help="More mount options for every node.")] = None,
+    what: Annotated[str | None, Argument(metavar="[etcd]", help="Start only etcd, after `stop etcd`.")] = None,
+    nodes: Annotated[int, Option(help="The number of nodes.")] = 3,
+    factor: Annotated[int, Option(help="The number of nodes that hold each file (replication_factor).")] = 2,
+    pfs: Annotated[Path | None, Option(help="The directory that serves as the PFS.  [default: one in the lab]")] = None,
+    no_pfs: Annotated[bool, Option("--no-pfs", help="No PFS: only copies on other nodes survive a node.")] = False,
+    options: Annotated[list[str] | None, Option("-o", metavar="KEY=VALUE,...", help="More mount options for every node.")] = None,
     directory: LabDirectory = None,
     json: Json = False,
 ) -> None:
@@ -57,7 +56,7 @@ def start(
 
 @app.command(epilog=EPILOG)
 def stop(
-    what: Annotated[str | None, typer.Argument(metavar="[etcd]", help="Kill only etcd; `start etcd` starts it again.")] = None,
+    what: Annotated[str | None, Argument(metavar="[etcd]", help="Kill only etcd; `start etcd` starts it again.")] = None,
     directory: LabDirectory = None,
 ) -> None:
     """Stop the lab and delete everything in it.
@@ -95,7 +94,7 @@ def kill(node: NodeName, directory: LabDirectory = None) -> None:
 @app.command(epilog=EPILOG)
 def wipe(
     node: NodeName,
-    nvme: Annotated[bool, typer.Option("--nvme", help="Delete its NVMe tier and its catalog too: it returns as a new machine.")] = False,
+    nvme: Annotated[bool, Option("--nvme", help="Delete its NVMe tier and its catalog too: it returns as a new machine.")] = False,
     directory: LabDirectory = None,
 ) -> None:
     """Kill a node and delete its RAM tier.
@@ -137,7 +136,7 @@ def cut(node: NodeName, directory: LabDirectory = None) -> None:
 @app.command(epilog=EPILOG)
 def slow(
     node: NodeName,
-    rate: Annotated[str, typer.Option(help="Such as 100mbit or 1gbit.")],
+    rate: Annotated[str, Option(help="Such as 100mbit or 1gbit.")],
     directory: LabDirectory = None,
 ) -> None:
     """Limit the bandwidth of a node in both directions.
@@ -149,7 +148,7 @@ def slow(
 
 @app.command("heal", epilog=EPILOG)
 def heal(
-    node: Annotated[str | None, typer.Argument(metavar="[NODE]", help="Heal only this node.")] = None, directory: LabDirectory = None
+    node: Annotated[str | None, Argument(metavar="[NODE]", help="Heal only this node.")] = None, directory: LabDirectory = None
 ) -> None:
     """Undo kill, cut and slow for a node, or for all of them.
 
@@ -163,7 +162,7 @@ def heal(
 @app.command("exec", epilog=EPILOG, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def execute(
     node: NodeName,
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="A program and its arguments.")],
+    command: Annotated[list[str], Argument(metavar="-- COMMAND...", help="A program and its arguments.")],
     directory: LabDirectory = None,
 ) -> None:
     """Run a program in the network of a node.

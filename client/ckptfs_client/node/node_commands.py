@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from ckptfs.quantities import format_count, format_duration, format_size
 from ckptfs_client import mounts, render
 from ckptfs_client.errors import EPILOG, CommandFailed, NoMount, UsageError
-from ckptfs_client.options import AnyDirectory, Directory, Json, Paths, Timeout, connect, parse_seconds
+from ckptfs_client.options import AnyDirectory, Directory, Json, Paths, Timeout, connect, parse_seconds, time_option
 
 app = typer.Typer()
 CONFIG_WIDTH_MAX = 60
@@ -19,7 +20,7 @@ CONFIG_WIDTH_MAX = 60
 @app.command(epilog=EPILOG)
 def health(
     directory: AnyDirectory = None,
-    timeout: Annotated[str, typer.Option(metavar="TIME", help="After this time without an answer the daemon counts as down.")] = "5s",
+    timeout: Annotated[str, time_option("After this time without an answer the daemon counts as down.")] = "5s",
     json: Json = False,
 ) -> None:
     """Say in one line whether the tiers and peers of this node are sound.
@@ -46,7 +47,7 @@ def health(
 @app.command("config", epilog=EPILOG)
 def show_config(
     directory: Directory = None,
-    given: Annotated[bool, typer.Option("--given", help="Only what was given, not the defaults.")] = False,
+    given: Annotated[bool, Option("--given", help="Only what was given, not the defaults.")] = False,
     json: Json = False,
 ) -> None:
     """Show the effective options of a mount, and where each was given.
@@ -71,7 +72,7 @@ def show_config(
 
 @app.command(epilog=EPILOG)
 def who(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A file or directory in a mount. Of a directory, all below counts.")],
+    path: Annotated[Path, Argument(metavar="PATH", help="A file or directory in a mount. Of a directory, all below counts.")],
     json: Json = False,
 ) -> None:
     """Show which processes have a file or directory open.
@@ -98,7 +99,7 @@ def who(
 def warm(
     paths: Paths,
     timeout: Timeout = None,
-    json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each file.")] = False,
+    json: Annotated[bool, Option("--json", help="Print a line of JSON for each file.")] = False,
 ) -> None:
     """Fetch files to RAM or NVMe of this node before they are needed.
 
@@ -119,8 +120,8 @@ def warm(
 
 @app.command(epilog=EPILOG)
 def web(
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="The address to serve.")] = "127.0.0.1:9465",
-    beyond_loopback: Annotated[bool, typer.Option("--beyond-loopback", help="Also if other machines can reach that address.")] = False,
+    listen: Annotated[str, Option(metavar="HOST:PORT", help="The address to serve.")] = "127.0.0.1:9465",
+    beyond_loopback: Annotated[bool, Option("--beyond-loopback", help="Also if other machines can reach that address.")] = False,
 ) -> None:
     """Serve a page that shows whether the newest checkpoints are safe.
 
@@ -138,7 +139,7 @@ def web(
 @app.command(epilog=EPILOG)
 def upgrade(
     mount: Annotated[
-        str | None, typer.Argument(metavar="MOUNT", help="A path in the mount, or its name. Optional if only one ckptfs is mounted.")
+        str | None, Argument(metavar="MOUNT", help="A path in the mount, or its name. Optional if only one ckptfs is mounted.")
     ] = None,
     json: Json = False,
 ) -> None:

@@ -2,26 +2,26 @@
 
 import os
 from collections.abc import Callable
-from json import dumps
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from ckptfs.model import Level
 from ckptfs.quantities import format_count, format_size
 from ckptfs_client import mounts, render
 from ckptfs_client.errors import EPILOG, UsageError
 from ckptfs_client.json_answers import SetChangeJson, VerifyJson
-from ckptfs_client.options import LEVELS, Json
+from ckptfs_client.options import LEVELS, Json, level_option
 
 if TYPE_CHECKING:
     from ckptfs_client.sets.set_history import FoundSet, SetHistory
 
 SET_FORMS = "RUN/step_100, RUN/step_100@NUMBER, 'RUN/step_*@NUMBER', or a path in .ckptfs/history."
-SetArgument = Annotated[Path, typer.Argument(metavar="SET", help=SET_FORMS)]
-SeriesArgument = Annotated[Path, typer.Argument(metavar="SERIES", help="A pattern such as 'run1/step_*', or the directory that holds it.")]
+SetArgument = Annotated[Path, Argument(metavar="SET", help=SET_FORMS)]
+SeriesArgument = Annotated[Path, Argument(metavar="SERIES", help="A pattern such as 'run1/step_*', or the directory that holds it.")]
 app = typer.Typer()
 
 
@@ -35,14 +35,10 @@ def parse_level(level: str) -> Level:
 @app.command("list", epilog=EPILOG)
 def list_sets(
     where: Annotated[
-        Path | None, typer.Argument(metavar="SERIES|DIR", readable=False, help="A pattern such as 'run1/step_*', a directory, or a member.")
+        Path | None, Argument(metavar="SERIES|DIR", readable=False, help="A pattern such as 'run1/step_*', a directory, or a member.")
     ] = None,
-    level: Annotated[
-        str | None, typer.Option(metavar="LEVEL", help="Only sets that have this level: local, clique, pfs.", autocompletion=lambda: LEVELS)
-    ] = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="All sets of a series, not only the newest 500. --json lists all, too.")
-    ] = False,
+    level: Annotated[str | None, level_option("Only sets that have this level: local, clique, pfs.")] = None,
+    everything: Annotated[bool, Option("--all", help="All sets of a series, not only the newest 500. --json lists all, too.")] = False,
     json: Json = False,
 ) -> None:
     """List series of checkpoints, or the sets of a series.
@@ -77,11 +73,9 @@ def show(named: SetArgument, json: Json = False) -> None:
 @app.command(epilog=EPILOG)
 def latest(
     series: Annotated[
-        list[Path], typer.Argument(metavar="SERIES", help="A pattern such as 'run1/step_*', the directory that holds it, or a file of it.")
+        list[Path], Argument(metavar="SERIES", help="A pattern such as 'run1/step_*', the directory that holds it, or a file of it.")
     ],
-    level: Annotated[
-        str, typer.Option(metavar="LEVEL", help="The lowest level to accept: local, clique, pfs.", autocompletion=lambda: LEVELS)
-    ] = "local",
+    level: Annotated[str, level_option("The lowest level to accept: local, clique, pfs.")] = "local",
     json: Json = False,
 ) -> None:
     """Print the path of the newest complete checkpoint.
@@ -99,7 +93,7 @@ def latest(
 
 @app.command(epilog=EPILOG)
 def verify(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH", help=f"Files or directories in a mount, series, or sets: {SET_FORMS}")],
+    paths: Annotated[list[Path], Argument(metavar="PATH", help=f"Files or directories in a mount, series, or sets: {SET_FORMS}")],
     json: Json = False,
 ) -> None:
     """Read every copy of files, directories or checkpoint sets; check digests and formats.
@@ -139,9 +133,9 @@ def verify(
 def restore(
     named: SetArgument,
     directory: Annotated[
-        Path | None, typer.Argument(metavar="DIR", help="Where it shall appear under its own name, also outside the mount.")
+        Path | None, Argument(metavar="DIR", help="Where it shall appear under its own name, also outside the mount.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace what lies there, also if the set does not have it.")] = False,
+    force: Annotated[bool, Option("--force", help="Replace what lies there, also if the set does not have it.")] = False,
     json: Json = False,
 ) -> None:
     """Bring a checkpoint set back to its place, or copy it to another directory.
@@ -167,9 +161,9 @@ def restore(
 def rollback(
     series: SeriesArgument,
     to: Annotated[
-        str | None, typer.Argument(metavar="SET", help="Its name, its number, or both: step_100@17. Default: before the newest.")
+        str | None, Argument(metavar="SET", help="Its name, its number, or both: step_100@17. Default: before the newest.")
     ] = None,
-    undo: Annotated[bool, typer.Option("--undo", help="End a rollback: the newest set is the latest again.")] = False,
+    undo: Annotated[bool, Option("--undo", help="End a rollback: the newest set is the latest again.")] = False,
     json: Json = False,
 ) -> None:
     """Make an older complete set the latest of its series.
@@ -212,7 +206,7 @@ def unpin(named: SetArgument, json: Json = False) -> None:
 @app.command(epilog=EPILOG)
 def annotate(
     named: SetArgument,
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="The note; an empty one deletes it.")],
+    text: Annotated[str, Argument(metavar="TEXT", help="The note; an empty one deletes it.")],
     json: Json = False,
 ) -> None:
     """Give a checkpoint set a note.
@@ -224,7 +218,7 @@ def annotate(
 
 @app.command(epilog=EPILOG)
 def commit(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A file or directory of a series.")],
+    path: Annotated[Path, Argument(metavar="PATH", help="A file or directory of a series.")],
     json: Json = False,
 ) -> None:
     """Say that a checkpoint is complete, where nothing else tells.
@@ -240,7 +234,7 @@ def commit(
 @app.command(epilog=EPILOG)
 def rm(
     named: SetArgument,
-    now: Annotated[bool, typer.Option("--now", help="Delete it from the history, too, even if it is the last verified one.")] = False,
+    now: Annotated[bool, Option("--now", help="Delete it from the history, too, even if it is the last verified one.")] = False,
     json: Json = False,
 ) -> None:
     """Remove a checkpoint set.
@@ -270,4 +264,4 @@ def _change_set(named: Path, json: bool, change: Callable[[ModuleType, "FoundSet
 
 def _print_change(name: str, done: str, *, json: bool) -> None:
     answer: SetChangeJson = {"set": name, "done": done}
-    print(dumps(answer) if json else done)
+    render.print_answer(answer, lambda: done, json=json)
