@@ -20,10 +20,9 @@ import pytest
 from ckptfs_client.client import open_client
 from ckptfs_client.errors import ClientError
 from ckptfs_client.lab import network
-from ckptfs_client.lab.laboratory import Laboratory
+from ckptfs_client.lab.laboratory import WAIT_S, Laboratory, LiveCluster, LiveNode
+from ckptfs_client.lab.laboratory import get_level as level
 from ckptfs_client.lab.layout import ETCD, LabNode
-from ckptfs_client.lab.live_cluster import WAIT_S, LiveCluster, LiveNode
-from ckptfs_client.lab.live_cluster import get_level as level
 from ckptfs_client.lab.nodes import spawn
 from daemon_under_test import COMPLAINT, ENVIRONMENT, ckptfs, deadline, environment, eventually
 

@@ -104,7 +104,7 @@ def test_an_interrupted_campaign_deletes_its_lab(monkeypatch: pytest.MonkeyPatch
 
     lab: Any = SimpleNamespace(directory=tmp_path, start=lambda *_: done.append("start"), stop=lambda: done.append("stop"))
     monkeypatch.setattr("ckptfs_client.chaos.campaign.Campaign", Interrupted)
-    monkeypatch.setattr("ckptfs_client.lab.live_cluster.LiveCluster", lambda _: None)
+    monkeypatch.setattr("ckptfs_client.lab.laboratory.LiveCluster", lambda _: None)
     for keep in (False, True):
         with pytest.raises(KeyboardInterrupt):
             chaos_command._run(lab, 1, Setup(3, 1), 1.0, keep=keep, json=True)

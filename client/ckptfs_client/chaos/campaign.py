@@ -25,7 +25,7 @@ from ckptfs_client.chaos.applications import KINDS, Application, find_newest_ste
 from ckptfs_client.chaos.expected_content import Track, WrongContent, identify_version
 from ckptfs_client.errors import ClientError, CommandFailed
 from ckptfs_client.json_answers import FaultResultJson, VerifyJson
-from ckptfs_client.lab.live_cluster import WAIT_S, LiveCluster, LiveNode, Tree, get_level, wait_until
+from ckptfs_client.lab.laboratory import WAIT_S, LiveCluster, LiveNode, Tree, get_level, wait_until
 from ckptfs_client.sets.set_files import verify
 
 REPAIR_S = 150.0

@@ -72,7 +72,7 @@ def chaos(
 def _run(lab: "Laboratory", seed: int, setup: "Setup", minutes: float, *, keep: bool, json: bool) -> "ChaosJson":
     """Run a campaign in a new lab, and delete the lab."""
     from ckptfs_client.chaos.campaign import Campaign
-    from ckptfs_client.lab.live_cluster import LiveCluster
+    from ckptfs_client.lab.laboratory import LiveCluster
 
     lab.start(setup.nodes, setup.losses + 1, lab.directory / "pfs" if setup.with_pfs else None, {"ram": RAM}, setup.etcd_members)
     try:
