@@ -5,8 +5,7 @@ import threading
 import time
 from pathlib import Path
 
-from ckptfs_client.chaos.applications import Application, Gromacs, Small, Torch
-from ckptfs_client.chaos.expected_content import Track, build_version
+from ckptfs_client.chaos.applications import Application, Gromacs, Small, Torch, Track, build_version
 
 BUSY_S = 30.0
 

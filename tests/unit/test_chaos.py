@@ -10,8 +10,8 @@ from unittest.mock import MagicMock
 
 import pytest
 from ckptfs_client.chaos import chaos_command
+from ckptfs_client.chaos.applications import RECORD_BYTES, LogRecords, Track, WrongContent, build_version, identify_version
 from ckptfs_client.chaos.campaign import FaultMaker
-from ckptfs_client.chaos.expected_content import RECORD_BYTES, LogRecords, Track, WrongContent, build_version, identify_version
 from ckptfs_client.chaos.schedule import FAULTS, LOSSES, MEMBERS, Fault, Setup, iterate_rounds
 from ckptfs_client.cli import app
 from typer.testing import CliRunner

@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ckptfs_client.chaos import schedule
-from ckptfs_client.chaos.applications import KINDS, Application, find_newest_step, read_step
-from ckptfs_client.chaos.expected_content import Track, WrongContent, identify_version
+from ckptfs_client.chaos.applications import KINDS, Application, Track, WrongContent, find_newest_step, identify_version, read_step
 from ckptfs_client.errors import ClientError, CommandFailed
 from ckptfs_client.json_answers import FaultResultJson, VerifyJson
 from ckptfs_client.lab.laboratory import WAIT_S, LiveCluster, LiveNode, Tree, get_level, wait_until
