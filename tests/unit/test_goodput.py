@@ -42,13 +42,13 @@ def load(step: int, seconds: float, by: dict[str, Any]) -> LoggedEvent:
 def compute(*events: LoggedEvent) -> Goodput:
     found = compute_goodput(events)
     assert found is not None
-    parts = [found.sum_seconds(name) for name in ("effective", "saving", "lost", "down", "starting")]
+    parts = [getattr(found, f"{name}_s") for name in ("effective", "saving", "lost", "down", "starting")]
     assert sum(parts) == pytest.approx(found.total_s) and min(parts) >= 0
     return found
 
 
 def seconds(found: Goodput, *names: str) -> list[float]:
-    return [round(found.sum_seconds(name), 6) for name in names]
+    return [round(getattr(found, f"{name}_s"), 6) for name in names]
 
 
 def job(pid: int, started_s: float, steps: Sequence[int], first_number: int, **more: Any) -> list[LoggedEvent]:

@@ -136,61 +136,26 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """What a series got done. Runs in order of time; there is at least one."""
+    """What a series got done, as in `GoodputJson`. Runs in order of time; there is at least one."""
 
     runs: tuple[Run, ...]
-    loads: int
     is_cut: bool
-    """The log does not go back to the first set."""
-
-    @property
-    def total_s(self) -> float:
-        return (self.runs[-1].ended_ns - self.runs[0].began_ns) / NANO
-
-    @property
-    def saves(self) -> int:
-        return sum(save.is_complete for run in self.runs for save in run.saves)
-
-    @property
-    def incomplete(self) -> int:
-        return sum(not save.is_complete for run in self.runs for save in run.saves)
-
-    @property
-    def restarts(self) -> int:
-        return len(self.runs) - 1
-
-    @property
-    def jobs(self) -> int:
-        return len({job for run in self.runs for job in run.jobs})
-
-    @property
-    def lost_steps(self) -> int:
-        return sum(run.lost_steps for run in self.runs)
-
-    @property
-    def steps(self) -> int:
-        """Steps that were done and not lost."""
-        return sum(run.kept - run.resumed for run in self.runs)
-
-    @property
-    def failures(self) -> int:
-        return sum(run.is_failed for run in self.runs)
-
-    def sum_seconds(self, name: str) -> float:
-        """Return the seconds of one part, such as "lost", over all runs."""
-        if name == "effective":
-            return max(0.0, self.total_s - sum(self.sum_seconds(one) for one in ("saving", "lost", "down", "starting")))
-        return float(sum(getattr(run, f"{name}_s") for run in self.runs))
-
-    @property
-    def effective(self) -> float:
-        """The effective share of the time."""
-        return self.sum_seconds("effective") / self.total_s if self.total_s > 0 else 0.0
-
-    @property
-    def mtbf_s(self) -> float | None:
-        """The time that runs took for each failure. None if none failed."""
-        return (self.total_s - self.sum_seconds("down")) / self.failures if self.failures else None
+    jobs: int
+    restarts: int
+    failures: int
+    loads: int
+    saves: int
+    incomplete: int
+    steps: int
+    lost_steps: int
+    total_s: float
+    effective_s: float
+    saving_s: float
+    lost_s: float
+    down_s: float
+    starting_s: float
+    effective: float
+    mtbf_s: float | None
 
 
 def compute_goodput(events: Iterable[LoggedEvent]) -> Goodput | None:
@@ -222,7 +187,23 @@ def compute_goodput(events: Iterable[LoggedEvent]) -> Goodput | None:
     for run in runs:
         run.saving_s = _get_saving_s(run)
         run.starting_s = 0.0 if step_s is None else _get_starting_s(run, step_s)
-    return Goodput(tuple(runs), len(loads), is_cut)
+    return _sum_up(runs, len(loads), is_cut=is_cut)
+
+
+def _sum_up(runs: Sequence[Run], loads: int, *, is_cut: bool) -> Goodput:
+    saves = [save for run in runs for save in run.saves]
+    complete, failures = sum(save.is_complete for save in saves), sum(run.is_failed for run in runs)
+    total_s = (runs[-1].ended_ns - runs[0].began_ns) / NANO
+    saving_s, lost_s = sum(run.saving_s for run in runs), sum(run.lost_s for run in runs)
+    down_s, starting_s = sum(run.down_s for run in runs), sum(run.starting_s for run in runs)
+    effective_s = max(0.0, total_s - (saving_s + lost_s + down_s + starting_s))
+    return Goodput(
+        runs=tuple(runs), is_cut=is_cut, jobs=len({job for run in runs for job in run.jobs}), restarts=len(runs) - 1, failures=failures,
+        loads=loads, saves=complete, incomplete=len(saves) - complete, steps=sum(run.kept - run.resumed for run in runs),
+        lost_steps=sum(run.lost_steps for run in runs), total_s=total_s, effective_s=effective_s, saving_s=saving_s, lost_s=lost_s,
+        down_s=down_s, starting_s=starting_s, effective=effective_s / total_s if total_s > 0 else 0.0,
+        mtbf_s=(total_s - down_s) / failures if failures else None,
+    )  # fmt: skip
 
 
 # --- what the events say ----------------------------------------------------------------------------------------------
@@ -386,9 +367,9 @@ def build_answer(series: str, found: Goodput) -> GoodputJson:
         "series": series, "began": format_time(found.runs[0].began_ns), "ended": format_time(found.runs[-1].ended_ns),
         "is_cut": found.is_cut, "runs": [_build_run(run) for run in found.runs], "jobs": found.jobs, "restarts": found.restarts,
         "failures": found.failures, "loads": found.loads, "saves": found.saves, "incomplete": found.incomplete, "steps": found.steps,
-        "lost_steps": found.lost_steps, "total_s": found.total_s, "effective_s": found.sum_seconds("effective"),
-        "saving_s": found.sum_seconds("saving"), "lost_s": found.sum_seconds("lost"), "down_s": found.sum_seconds("down"),
-        "starting_s": found.sum_seconds("starting"), "effective": found.effective, "mtbf_s": found.mtbf_s,
+        "lost_steps": found.lost_steps, "total_s": found.total_s, "effective_s": found.effective_s, "saving_s": found.saving_s,
+        "lost_s": found.lost_s, "down_s": found.down_s, "starting_s": found.starting_s, "effective": found.effective,
+        "mtbf_s": found.mtbf_s,
     }  # fmt: skip
 
 
@@ -439,7 +420,7 @@ def _format_runs(found: Goodput) -> str:
 def _format_bars(found: Goodput, width: int) -> str:
     lines = []
     for part in PARTS:
-        seconds = found.sum_seconds(part)
+        seconds = getattr(found, f"{part}_s")
         share = seconds / found.total_s if found.total_s else 0.0
         bar = "#" * round(share * (width - 36))
         lines.append(f"{part:<10} {share:>6.1%} {format_duration(seconds):>14}  {bar}".rstrip())
