@@ -1,7 +1,7 @@
 """The command `ckptfs`, the helpers of mount(8) and umount(8), and the library `ckptfs_client.client`.
 
-`entry` and `mount_helper` are what the shell and mount(8) start. `cli` holds the commands about one mount and its files; the folders hold
-the others, each with a module `..._commands` for their options: `sets`, `analysis` and `node`; `dashboard`, `lab` and `chaos`
-stay open, or run a cluster. All share `mounts` (which mount is meant), `client` (questions to its daemon), `render` and `json_answers`
-(the forms of output), `errors` (exit codes).
+`__main__` and `mount_helper` are what the shell and mount(8) start. `cli` holds the commands about one mount and its files; the folders
+hold the others, each with a module `..._commands` for their options: `sets`, `analysis` and `node`; `dashboard`, `lab` and `chaos` stay
+open, or run a cluster. All share `mounts` (which mount is meant), `client` (questions to its daemon), `render` and `json_answers` (the
+forms of output), `errors` (exit codes).
 """

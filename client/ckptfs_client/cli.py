@@ -18,7 +18,7 @@ from typer import Argument, Option
 
 from ckptfs import __version__
 from ckptfs.errors import CkptfsError
-from ckptfs_client import entry, mounts, render
+from ckptfs_client import mounts, render
 from ckptfs_client.analysis import analysis_commands
 from ckptfs_client.chaos import chaos_command
 from ckptfs_client.errors import EPILOG, CommandFailed, NoMount, PipeClosed, UsageError
@@ -68,10 +68,10 @@ app.add_typer(cluster_app, name="cluster")
 
 
 def main() -> None:
-    """Run the command."""
+    """Run the command. Raises ClientError, PipeClosed."""
     command = build_command()
     command.invoke = functools.partial(_invoke, command.invoke)
-    entry.run(lambda: command(prog_name="ckptfs"))
+    command(prog_name="ckptfs")
 
 
 def _invoke(invoke: Callable[[Any], Any], context: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The errors of the commands, with their exit codes. `cli.main` prints them as a sentence on stderr."""
+"""The errors of the commands, with their exit codes. `__main__` prints them as a sentence on stderr."""
 
 EXIT_CODES = {
     0: "done",

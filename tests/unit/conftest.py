@@ -55,7 +55,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Call the command in this process: (exit code, stdout, stderr)."""
 
-    from ckptfs_client import entry
+    from ckptfs_client import __main__ as entry
 
     def call(*arguments: str | Path) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["ckptfs", *map(str, arguments)])
