@@ -23,7 +23,6 @@ from ckptfs.protocol import control_pb2_grpc as rpc
 from ckptfs_client.errors import ClientError, CommandFailed, NoMount, NotInTime, NotPermitted, UsageError
 from ckptfs_client.json_answers import UpgradeJson
 from ckptfs_client.mounts import Mount, build_unanswered_error, find_inode
-from ckptfs_client.mounts import build_path_error as build_path_error
 from ckptfs_client.render import DOWN
 
 ANSWER_S = 15.0

@@ -21,10 +21,10 @@ from ckptfs import procfs
 from ckptfs.procfs import MountEntry
 from ckptfs.quantities import format_count, format_size
 from ckptfs_client import render
-from ckptfs_client.client import Client, build_path_error, open_client
+from ckptfs_client.client import Client, open_client
 from ckptfs_client.errors import CommandFailed
 from ckptfs_client.json_answers import FileUserJson, LsJson, WhoJson
-from ckptfs_client.mounts import DIGEST_XATTR, find_inode
+from ckptfs_client.mounts import DIGEST_XATTR, build_path_error, find_inode
 
 COMMAND_CHARS_MAX = 200
 READ, WRITE, MAPPED, WORKS_IN = "read", "write", "mapped", "cwd"

@@ -14,8 +14,8 @@ from ckptfs.model import Level
 from ckptfs.quantities import format_count
 from ckptfs.series import retention
 from ckptfs.series.retention import KeepReason, SetFacts
-from ckptfs_client.client import build_path_error
 from ckptfs_client.errors import ClientError, CommandFailed, NotPermitted, UsageError
+from ckptfs_client.mounts import build_path_error
 from ckptfs_client.sets.set_history import NOTE_XATTR, FoundSet, ListedSeries, SetHistory, find_named, split_number
 from ckptfs_client.sets.set_listing import FileOfSet, list_set_files
 

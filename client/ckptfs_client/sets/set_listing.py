@@ -14,7 +14,7 @@ from ckptfs.model import Level
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.quantities import format_age, format_count, format_size
 from ckptfs_client import mounts
-from ckptfs_client.client import Client, ask_answering, build_path_error
+from ckptfs_client.client import Client, ask_answering
 from ckptfs_client.errors import ClientError, CommandFailed, NoMount
 from ckptfs_client.json_answers import ProducerJson, SeriesJson, SetFileJson, SetJson, ShowJson
 from ckptfs_client.render import escape_unprintable, format_columns, print_json
@@ -173,7 +173,7 @@ def load_manifest(found: FoundSet) -> dict[str, Any]:
         if isinstance(value, dict) and isinstance(value.get("files"), list):
             return value
     except OSError as failure:
-        raise build_path_error(path, failure) from failure
+        raise mounts.build_path_error(path, failure) from failure
     except ValueError:
         pass
     raise CommandFailed(f"{path} is no manifest", remedy=f"ckptfs verify {found.shown}")
@@ -225,7 +225,7 @@ def list_set_files(history: SetHistory, found: FoundSet) -> list[FileOfSet]:
                 path = os.path.join(directory, name)
                 listed.append((os.path.relpath(path, top), os.lstat(path)))
     except OSError as failure:
-        raise build_path_error(found.history, failure) from failure
+        raise mounts.build_path_error(found.history, failure) from failure
     listed = sorted(one for one in listed if os.fsdecode(one[0]) not in MANIFEST_FILES)
     records = history.client.list_records(status.st_ino for _, status in listed)
     return [FileOfSet(path, status, record) for (path, status), record in zip(listed, records, strict=True)]
