@@ -55,7 +55,7 @@ class ConflictResolver:
         self._result = CommitResult()
 
     def mark_not_empty(self, directory: int) -> None:
-        """Mark as contested a directory that was removed on this node but has entries in the store, under whatever name."""
+        """Give back a directory that was removed on this node but has entries in the store."""
         self._contested_names |= self._list_names_of(directory)
         self._restore_removed(directory)
 
@@ -109,7 +109,7 @@ class ConflictResolver:
         self._contested_names |= self._list_moved_names()
 
     def _handle_directory_change(self, key: SharedKey, now: CachedValue) -> None:
-        """Handle a changed directory that got a name here, or is above a moved one. Where others put it, it stays."""
+        """Handle a changed directory that got a name here, or is above a moved one. It stays where it is."""
         self._values_to_merge.append((key, now))
         if (key_state.get_cached(self._db, key).fields or {}).get("parent") != (now.fields or {}).get("parent"):
             self._moved_directories.add(key.number)

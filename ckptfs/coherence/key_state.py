@@ -198,8 +198,8 @@ def order_marks(db: Database) -> None:
         "DELETE FROM dirty_key WHERE EXISTS (SELECT 1 FROM dirty_key l WHERE l.kind = dirty_key.kind"
         " AND l.number = dirty_key.number AND l.name = dirty_key.name AND l.change > dirty_key.change)"
     )
-    # A removed directory keeps the name that the store has until it is empty there, too, whatever had that name since. If something has it
-    # now, the name changes hands then.
+    # A removed directory keeps the name that the store has until it is empty there, too, also if another one had that name since. If one
+    # has it now, the name changes hands then.
     db.run(
         "UPDATE dirty_key SET change = iif(EXISTS (SELECT 1 FROM entry e WHERE e.parent = dirty_key.number AND e.name = dirty_key.name),"
         " max(dirty_key.change, i.change), i.change) FROM cached_key k JOIN dirty_key i ON i.kind = 'i'"

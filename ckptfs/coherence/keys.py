@@ -274,7 +274,7 @@ def list_shared_names(db: Database, inode: int) -> list[list[Any]]:
 
 
 def is_name_removed(db: Database, inode: int, parent: int, name: str) -> bool:
-    """Return True if this node took a name from an inode that it saw there in the store, and has not published that."""
+    """Return True if this node took a name that the store has from an inode, and has not published that."""
     return _is_name_changed(db, parent, name) and _get_cached_child(db, parent, name.encode("latin-1")) == inode
 
 
