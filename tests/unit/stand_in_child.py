@@ -1,8 +1,8 @@
 """A child for the supervisor's tests: takes its role, serves nothing, and dies as the file SCRIPT says (one word per life and role).
 
 `serve`: ready, then until stopped; `upgrade`: the same, but asks for an upgrade and writes down its refusal; `die`: ready, then exit 3;
-`fail`: exit 4 before ready; `unmounted`: ready, then exit 0 at once; `linger` as `serve`, and `ending` as `unmounted`, but they end only when the file `leave` is
-there.
+`fail`: exit 4 before ready; `unmounted`: ready, then exit 0 at once. `linger` is as `serve`, and `ending` as `unmounted`, but they end only
+when the file `leave` is there.
 """
 
 import os
