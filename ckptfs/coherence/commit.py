@@ -50,7 +50,7 @@ class StoreTransaction:
     """One transaction, as far as it is built.
 
     `new_values`: keys to put (a value) or to delete (None). `unchanged_keys`: dirty keys that equal the store already. Both
-    hold all changes up to `change_last`. `expected_revisions`: keys that must still have this revision. `required_inodes`
+    hold all changes up to `change_last`. `expected_revisions`: keys that must still have this revision. `required_directories`
     must exist, `required_empty` must have no entries. `deleted_later`: inodes that a later transaction deletes; until then they
     keep the value that the store has. `told_chosen`: keys of sets that were chosen for the PFS, for the nodes that watch them.
     """
@@ -60,7 +60,7 @@ class StoreTransaction:
     new_values: dict[SharedKey, bytes | None] = field(default_factory=dict)
     unchanged_keys: list[SharedKey] = field(default_factory=list)
     expected_revisions: dict[SharedKey, int] = field(default_factory=dict)
-    required_inodes: set[int] = field(default_factory=set)
+    required_directories: set[int] = field(default_factory=set)
     required_empty: set[int] = field(default_factory=set)
     deleted_later: set[SharedKey] = field(default_factory=set)
     extra_deletes: list[Delete] = field(default_factory=list)
@@ -72,7 +72,7 @@ class StoreTransaction:
     def build_compares(self) -> list[Compare]:
         """Return what must hold for the transaction to pass."""
         revisions = [Compare(encode_key(key), CompareTarget.MOD, "=", revision) for key, revision in self.expected_revisions.items()]
-        there = [Compare(encode_key(SharedKey(INODE, number)), CompareTarget.VERSION, ">", 0) for number in self.required_inodes]
+        there = [Compare(encode_key(SharedKey(INODE, number)), CompareTarget.VERSION, ">", 0) for number in self.required_directories]
         empty = [Compare(names, CompareTarget.VERSION, "=", 0, prefix_end(names)) for names in map(build_names_prefix, self.required_empty)]
         return [self.link.build_compare(), *revisions, *there, *empty]
 
@@ -102,14 +102,14 @@ class StoreTransaction:
 
     def list_conflict_keys(self) -> list[SharedKey]:
         """Return the single keys of `build_conflict_gets`, in its order."""
-        return [self.link.key, *self.expected_revisions, *(SharedKey(INODE, number) for number in self.required_inodes)]
+        return [self.link.key, *self.expected_revisions, *(SharedKey(INODE, number) for number in self.required_directories)]
 
     @property
     def operation_count(self) -> int:
         """Return the number of its operations; `limits.ETCD_OPERATIONS_MAX` bounds it."""
         return max(
             len(self.new_values) + len(self.extra_deletes) + len(self.told_chosen) + 1,
-            len(self.expected_revisions) + len(self.required_inodes) + len(self.required_empty) + 1,
+            len(self.expected_revisions) + len(self.required_directories) + len(self.required_empty) + 1,
         )
 
 
@@ -216,7 +216,7 @@ class _TransactionBuilder:
         transaction.size_bytes += len(value or b"") + len(key.name) + 100
         if KINDS[key.kind].is_compared:
             transaction.expected_revisions[key] = known.revision
-            transaction.required_inodes.discard(key.number if key.kind == INODE else -1)
+            transaction.required_directories.discard(key.number if key.kind == INODE else -1)
         if key.kind == NAME:
             self._include_named_inodes(known.raw, value)
         if key.kind == NAME and value is not None:
@@ -247,8 +247,6 @@ class _TransactionBuilder:
                 self._defer_inode_delete(key)
             else:
                 self._add_key(key)
-        if (key := SharedKey(INODE, _get_child(now))) in self._transaction.unchanged_keys:
-            self._require_inode(key.number)
         if now is not None and _get_child(before) not in (0, _get_child(now)):
             for name in list_local_names(self._db, _get_child(before)):
                 if name not in self._transaction.new_values and key_state.is_dirty(self._db, name):
@@ -279,20 +277,14 @@ class _TransactionBuilder:
                 names = (before - taken.get(key.number, set())) | given.get(key.number, set())
                 self._transaction.new_values[key] = encode_value({**now, "names": [list(name) for name in sorted(names)]})
 
-    def _require_inode(self, inode: int) -> bool:
-        """Require that an inode exists. Returns False if the store does not have it yet."""
-        key = SharedKey(INODE, inode)
-        if key in self._transaction.new_values or key in self._transaction.expected_revisions:
-            return True
-        if not key_state.get_cached(self._db, key).revision:
-            return False
-        self._transaction.required_inodes.add(inode)
-        return True
-
     def _require_directory(self, directory: int) -> None:
         """Require that a directory exists; add it with its name if the store does not have it yet."""
-        if not self._require_inode(directory):
-            key = SharedKey(INODE, directory)
+        key = SharedKey(INODE, directory)
+        if key in self._transaction.new_values or key in self._transaction.expected_revisions:
+            return
+        if key_state.get_cached(self._db, key).revision:
+            self._transaction.required_directories.add(directory)
+        else:
             self._add_key(key)
             self._add_key(SharedKey(TIMES, directory))
             for name in list_local_names(self._db, directory):
