@@ -91,11 +91,15 @@ def load_check_figures(db: Database) -> CopyCheckFigures:
     return CopyCheckFigures(min(known, default=0), bad_found, int(db.value("SELECT count(*) FROM copy WHERE state = 2 AND state <> 1")))
 
 
-def delete_copy(db: Database, content: int, tier: Tier) -> None:
-    """Delete the row of a copy. Its file may go after the commit, unless `has_copy` finds a new row."""
+def delete_copy(db: Database, content: int, tier: Tier) -> bool:
+    """Delete the row of a copy; return whether there was one.
+
+    Its file may go after the commit, unless `has_copy` finds a new row.
+    """
     with db.transaction():
-        db.run("DELETE FROM copy WHERE content = ? AND tier = ?", content, tier)
+        is_deleted = bool(db.run("DELETE FROM copy WHERE content = ? AND tier = ?", content, tier))
         remote_contents.mark_copy_changed(db, content)
+    return is_deleted
 
 
 def list_bad_copies(db: Database, state: CopyState, tier: Tier) -> list[int]:

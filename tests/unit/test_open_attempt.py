@@ -119,7 +119,8 @@ def test_a_pfs_without_hard_links_lends_the_name(tmp_path: Path, monkeypatch: py
         link_successor(storage, 5, 7)
 
 
-async def test_two_writers_begin_one_successor(opener: Opener) -> None:
+async def test_two_writers_begin_one_successor(opener: Opener, caplog: pytest.LogCaptureFixture) -> None:
+    """The second one finds that the first has taken the file, which is no error."""
     opener.share()
     async with trio.open_nursery() as nursery:
         for number in (2, 4):
@@ -127,6 +128,7 @@ async def test_two_writers_begin_one_successor(opener: Opener) -> None:
     shown = opener.node.shown(opener.inode)
     assert {handle.content for handle in handles.list_all(opener.node.db)} == {shown}
     assert [row[0] for row in opener.node.db.rows("SELECT id FROM content WHERE state = 0")] == [shown]
+    assert "is missing" not in caplog.text
 
 
 @pytest.mark.parametrize("where", ["link", "record"])

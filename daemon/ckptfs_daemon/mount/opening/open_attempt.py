@@ -479,9 +479,9 @@ class OpenAttempt:
         await self._context.shared_namespace.refresh_inode(self._open_request.inode)
 
     async def _delete_missing_copy(self, content: int, tier: Tier) -> None:
-        """Delete the row of a copy whose file does not exist."""
-        log.error("%s: the file of content %d is missing in %s; this copy no longer counts", self._get_path(), content, tier)
-        copies.delete_copy(self._db, content, tier)
+        """Delete the row of a copy whose file does not exist. There is none if a successor has taken the file."""
+        if copies.delete_copy(self._db, content, tier):
+            log.error("%s: the file of content %d is missing in %s; this copy no longer counts", self._get_path(), content, tier)
 
     async def _request_fetch(self) -> None:
         """Request a fetch. A reader waits for the beginning of the file, at its second request for all of it."""
