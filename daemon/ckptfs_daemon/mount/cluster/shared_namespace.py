@@ -17,6 +17,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import trio
@@ -192,16 +193,22 @@ class SharedNamespace(LocalNamespace):
                 )
 
     async def refresh_directory(self, inode: int, at_most: int | None = None) -> None:
-        """Make the names in a directory fresh, and load unknown inodes. `at_most`: only the first names."""
+        """Make a directory and its names fresh, and load unknown inodes. `at_most`: only the first names.
+
+        Raises ValueUnreadable.
+        """
+        own = read.list_inode_keys(self.db, inode)
         after: bytes | None = b""
         while after is not None and not self.is_disconnected:
             items = at_most or limits.ETCD_PAGE_ITEMS
-            found = await self._read([read.build_page_get(inode, after, items)])
+            found = await self._read([read.build_page_get(inode, after, items), *read.build_gets(own)])
             if found is None:
                 return
             values, after = read.parse_page(self.db, inode, after, items, found, only_new=True)
+            values |= read.parse_outcome(own, replace(found, results=found.results[1:]))
             keys = read.list_uncached(self.db, read.list_missing_keys(self.db, values))
             self._apply({**values, **await self._load_values(keys)})
+            read.require_readable(values, own)
             if at_most:
                 return
 

@@ -189,7 +189,6 @@ class DirectoryHandlers:
     async def readdir(self, fh: int, start_id: int, token: "ReaddirToken") -> None:
         context = self._context
         if start_id == 0:
-            await context.shared_namespace.refresh_inode(fh)
             await context.shared_namespace.refresh_directory(fh)
         directory = context.get_inode(fh)
         if not directory.is_directory:

@@ -133,9 +133,7 @@ class MountMemberReader:
         return (await judge_kept(series, known, self, may_read)).incomplete_reason
 
     async def _refresh_directory(self, directory: int) -> None:
-        shared_namespace = self._context.shared_namespace
-        await shared_namespace.refresh_inode(directory)
-        await shared_namespace.refresh_directory(directory)
+        await self._context.shared_namespace.refresh_directory(directory)
         if not self._context.get_inode(directory).is_imported:
             await self._changes.request_scan(directory, must_succeed=True)
 

@@ -43,7 +43,6 @@ class SetRefresh:
             for directory, _ in set_members.list_places(self._context.db, inode):
                 while directory and directory not in seen:
                     seen.add(directory)
-                    await shared_namespace.refresh_inode(directory)
                     await shared_namespace.refresh_directory(directory)
                     directory = 0 if directory == ROOT else self._context.get_inode(directory).parent
 
@@ -96,7 +95,6 @@ class SetRefresh:
 
     async def refresh_series(self, series: int) -> None:
         """Load the sets of a series, and what users said of them."""
-        await self._context.shared_namespace.refresh_inode(series)
         await self._context.shared_namespace.refresh_directory(series)
 
     async def refresh_set(self, directory: int, *, with_copies: bool = False) -> None:
