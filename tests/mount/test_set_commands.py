@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import xxhash
 from another_user import as_user
-from ckptfs_client import cli
+from ckptfs_client import __main__ as entry
 from ckptfs_client.sets import newest, set_changes, set_listing
 from daemon_under_test import REPOSITORY, Area, DaemonUnderTest, environment, eventually
 
@@ -155,7 +155,7 @@ def run_here(*words: str) -> tuple[int, str]:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         patch.setattr(sys, "argv", ["ckptfs", *words])
         with pytest.raises(SystemExit) as end:
-            cli.main()
+            entry.main()
             raise SystemExit(0)
     return int(end.value.code or 0), output.getvalue()
 

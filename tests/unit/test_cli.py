@@ -214,7 +214,7 @@ def test_version_is_quick() -> None:
     """The heavy packages are imported where they are used, and not for this."""
     program = (
         "import sys; sys.argv = ['ckptfs', 'version']\n"
-        "from ckptfs_client import cli\ntry: cli.main()\nexcept SystemExit: pass\n"
+        "from ckptfs_client import __main__\ntry: __main__.main()\nexcept SystemExit: pass\n"
         "assert not {'grpc', 'rich', 'google.protobuf', 'trio'} & set(sys.modules), sys.modules.keys()\n"
         "import ckptfs_client.sets.newest\nassert not {'grpc', 'ckptfs.config'} & set(sys.modules), 'for latest'"
     )

@@ -26,13 +26,13 @@ PROGRAM = """
 import sys
 sys.path.insert(0, {support!r})
 from made_overviews import make_five_nodes, make_mount
-from ckptfs_client import cli, mounts
+from ckptfs_client import __main__, mounts
 from ckptfs_client.dashboard import sampling, status_screen
 mounts.list_mounts = lambda: [make_mount()]
 sampling.ask_all = lambda chosen, *_: [(one, make_five_nodes()) for one in chosen]
 status_screen.WATCH_EVERY_S = {every_s}
 sys.argv = ["ckptfs", "status", "--watch"]
-cli.main()
+__main__.main()
 """
 SCREEN_ON, SCREEN_OFF, CURSOR_OFF, CURSOR_ON = b"\x1b[?1049h", b"\x1b[?1049l", b"\x1b[?25l", b"\x1b[?25h"
 
