@@ -263,16 +263,20 @@ class Scan:
         try:
             fd = pfs_tree.open_directory(root_fd, names)
         except (FileNotFoundError, NotADirectoryError):
-            if pfs_state.is_path_changing(self._db, directory):
+            if self._is_path_changing(directory, names):
                 raise _build_busy_error(names) from None
             self._scan_missing_ancestor(root_fd, names, directory)
             raise
         known = pfs_state.find_pfs_inode(self._db, directory)
         is_moved = directory != ROOT and known != os.fstat(fd).st_ino
-        if is_moved and (pfs_state.is_path_changing(self._db, directory) or (self._cluster is not None and known is not None)):
+        if is_moved and (self._is_path_changing(directory, names) or (self._cluster is not None and known is not None)):
             os.close(fd)
             raise _build_busy_error(names)
         return fd
+
+    def _is_path_changing(self, directory: int, names: tuple[bytes, ...]) -> bool:
+        """Return True if write-back renames a directory on this path, or has done so since the look at it."""
+        return pfs_state.is_path_changing(self._db, directory) or pfs_state.find_path(self._db, directory) != names
 
     def _scan_missing_ancestor(self, root_fd: int, names: tuple[bytes, ...], directory: int) -> None:
         """Record in the catalog that a directory is gone, by scanning its nearest ancestor on the PFS."""

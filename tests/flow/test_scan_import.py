@@ -11,6 +11,7 @@ from pfs_world import ROOT, World
 from ckptfs import disk, limits
 from ckptfs.catalog import journal, mover_requests, namespace, scans, summary
 from ckptfs.flow.scan import Scan
+from ckptfs.tiers import pfs_tree
 
 
 @pytest.fixture
@@ -50,6 +51,26 @@ def test_all_kinds_with_their_attributes(world: World) -> None:
     world.visit("directory")
     assert world.names("directory") == {"below"} and world.column("directory", "imported") == 1
     world.check()
+
+
+def test_a_directory_whose_path_write_back_has_just_renamed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P2: between the look at its path and its opening. Nothing in it is said not to exist."""
+    (world.pfs / "old" / "deep").mkdir(parents=True)
+    (world.pfs / "old" / "deep" / "leaf").write_bytes(b"leaf")
+    world.visit("", "old")
+    open_directory, opened = pfs_tree.open_directory, list[tuple[bytes, ...]]()
+
+    def rename_and_open(root_fd: int, names: tuple[bytes, ...]) -> int:
+        if not opened:
+            (world.pfs / "old").rename(world.pfs / "other")
+            for table in ("entry", "pfs_entry"):
+                world.db.run(f"UPDATE {table} SET name = ? WHERE name = ?", b"other", b"old")
+        opened.append(names)
+        return open_directory(root_fd, names)
+
+    monkeypatch.setattr(pfs_tree, "open_directory", rename_and_open)
+    world.visit("old/deep")
+    assert world.names("other/deep") == {"leaf"} and opened == [(b"old", b"deep"), (b"other", b"deep")]
 
 
 def test_our_own_names_are_hidden(world: World) -> None:
