@@ -81,8 +81,8 @@ class ReintegrationResolver(ConflictResolver):
                 self._contested_names.add(key)
             else:
                 self._conflicting_names[key] = store_value.value
-        elif key.kind == INODE and self._is_losing_last_name(key, store_value.value.fields):
-            self._contested_names |= self._list_names_of(key.number)
+        elif key.kind == INODE and self._is_losing_last_name(key, store_value.value.fields) and (names := self._list_names_of(key.number)):
+            self._contested_names |= names
         else:
             super()._handle_difference(key, store_value)
 

@@ -296,3 +296,17 @@ async def test_a_name_leads_to_a_directory_that_others_have_not_removed(a: Node,
     await a.build("d/", "d/theirs")
     await reconnect(a, b)
     assert {*await a.tree()} == {b"/d", b"/d/theirs"} and (await a.stat("d")).id != made.id
+
+
+@two_nodes
+async def test_a_removed_file_without_a_known_name_that_others_wrote_stays_theirs(a: Node, b: Node) -> None:
+    """Its name here is known to be gone, so there is no removal to be undone. The return ends all the same."""
+    made = await b.make("f")
+    await cut(b)
+    await b.unlink("f")
+    for table in ("cached_key", "dirty_key"):
+        b.db.run(f"DELETE FROM {table} WHERE kind = 'e' AND name = ?", b"f")
+    await a.rename("f", "g")
+    await a.grow("g", 3, 15)
+    await reconnect(a, b)
+    assert list(await a.tree()) == [b"/g"] and (await b.stat("g")).id == made.id
