@@ -23,6 +23,7 @@ import socket
 import subprocess
 import time
 from base64 import b64decode, b64encode
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -312,23 +313,31 @@ def _is_dead_mount(point: Path) -> bool:
     return False
 
 
+def unmount_idle(point: Path, is_mounted: Callable[[], bool], busy_wait_s: float) -> None:
+    """Unmount; try again for `busy_wait_s` while it is in use. Raises OSError (EBUSY: it still is)."""
+    until_s = time.monotonic() + busy_wait_s
+    while is_mounted():
+        try:
+            unmount_at(point)
+            return
+        except OSError as failure:
+            if failure.errno != errno.EBUSY or time.monotonic() >= until_s:
+                raise
+        time.sleep(BUSY_POLL_S)
+
+
 def unmount(connection: Connection) -> None:
     """Unmount. A mount in use is detached: it disappears, and open files work until they are closed.
 
     A call such as the statfs of `df` ends soon: BUSY_WAIT_S are left to it.
     """
-    until_s = time.monotonic() + BUSY_WAIT_S
-    while connection.is_mounted():
-        is_late = time.monotonic() >= until_s
-        if is_late:
-            log.warning("%s: is in use; it is detached now and ends when the last open file is closed", connection.mountpoint)
-        try:
-            unmount_at(connection.mountpoint, MNT_DETACH if is_late else 0)
-            return
-        except OSError as failure:
-            if failure.errno != errno.EBUSY or is_late:
-                raise
-        time.sleep(BUSY_POLL_S)
+    try:
+        unmount_idle(connection.mountpoint, connection.is_mounted, BUSY_WAIT_S)
+    except OSError as failure:
+        if failure.errno != errno.EBUSY:
+            raise
+        log.warning("%s: is in use; it is detached now and ends when the last open file is closed", connection.mountpoint)
+        unmount_at(connection.mountpoint, MNT_DETACH)
 
 
 def abort(connection: Connection) -> None:

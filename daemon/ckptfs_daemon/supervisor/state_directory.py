@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 LEFTOVER_WAIT_S = 10.0
 LEFTOVER_POLL_S = 0.01
 BUSY_WAIT_S = 5.0
-BUSY_POLL_S = 0.02
+"""The kernel closes the backing files of a FUSE connection a moment after the connection has ended."""
 SHARED_MEMORY = Path("/dev/shm")
 SIZE_STEP_BYTES = 4096
 TMPFS_FLAGS = connection.MS_NOSUID | connection.MS_NODEV
@@ -232,24 +232,8 @@ def release_ram_tier(config: Config) -> bool:
         shutil.rmtree(target, ignore_errors=True)
     elif connection.find_mount_at(point) is not None:
         try:
-            _unmount_idle(point)
+            connection.unmount_idle(point, lambda: connection.find_mount_at(point) is not None, BUSY_WAIT_S)
         except OSError as failure:
             log.warning("%s: the RAM tier stays mounted: %s", point, failure.strerror)
             return False
     return True
-
-
-def _unmount_idle(point: Path) -> None:
-    """Unmount a filesystem in which no process has a file open.
-
-    The kernel closes the backing files of a FUSE connection a moment after the connection has ended. Raises OSError.
-    """
-    until_s = time.monotonic() + BUSY_WAIT_S
-    while True:
-        try:
-            connection.unmount_at(point)
-            return
-        except OSError as failure:
-            if failure.errno != errno.EBUSY or time.monotonic() > until_s:
-                raise
-        time.sleep(BUSY_POLL_S)
