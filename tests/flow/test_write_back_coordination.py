@@ -342,29 +342,26 @@ async def test_what_a_mover_was_making_goes_from_a_directory_that_was_moved(clus
 
 
 @pytest.mark.parametrize("label", ["write_back:truncate", "write_back:written_down"])
-def test_what_is_planned_again_leaves_nothing_in_a_directory_that_was_moved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, label: str
+@on_two_nodes()
+async def test_what_is_planned_again_leaves_nothing_in_a_directory_that_was_moved(
+    cluster: WriterCluster, monkeypatch: pytest.MonkeyPatch, label: str
 ) -> None:
     """P6: while a node makes a file, another one moves the directory on the PFS, and deletes the file."""
     monkeypatch.setattr(pfs_tree, "CACHED_S", 0.0)
+    one, two = cluster.nodes
+    await one.mkdir("d")
+    await cluster.settle()
+    await two.put("d/f", b"2")
 
-    async def act(cluster: WriterCluster) -> None:
-        one, two = cluster.nodes
-        await one.mkdir("d")
-        await cluster.settle()
-        await two.put("d/f", b"2")
+    async def move_meanwhile() -> None:
+        await one.rename("d", "e")
+        while await cluster.step(one):
+            pass
+        await one.unlink("e/f")
 
-        async def move_meanwhile() -> None:
-            await one.rename("d", "e")
-            while await cluster.step(one):
-                pass
-            await one.unlink("e/f")
-
-        cluster.meanwhile[label] = move_meanwhile
-        while cluster.meanwhile:
-            await cluster.step(two)
-
-    run(tmp_path, 0, act)
+    cluster.meanwhile[label] = move_meanwhile
+    while cluster.meanwhile:
+        await cluster.step(two)
 
 
 def test_an_interrupted_batch_is_not_finished_in_another_directory_of_that_name(
