@@ -160,7 +160,7 @@ def build_health(mount: "Mount", answer: "pb.Status | ClientError") -> HealthJso
 
 def _list_reasons(status: "pb.Status") -> list[str]:
     """Return why a mount is not sound. A tier whose trouble is named is not named again."""
-    reasons = [f"{one.where}: {f'{one.path}: ' if one.path else ''}{one.what}" for one in status.troubles]
+    reasons = [f"{format_trouble_place(one)}: {one.what}" for one in status.troubles]
     named = {one.where for one in status.troubles}
     reasons += [f"{tier.name}: {tier.health}" for tier in status.tiers if tier.health != "normal" and tier.name not in named]
     if status.counts.lost:
@@ -184,7 +184,7 @@ def build_overview(answers: Sequence["pb.Status"]) -> Any:
     for one in answers:
         behind = format_size(one.write_back.dirty_bytes) if any(tier.name == "pfs" for tier in one.tiers) else "-"
         files = "-" if one.health == DOWN else str(one.counts.files)
-        first = next((f"{trouble.where}: {trouble.what}" for trouble in one.troubles), "")
+        first = next((f"{format_trouble_place(trouble)}: {trouble.what}" for trouble in one.troubles), "")
         words = [first, *([f"(and {len(one.troubles) - 1} more)"] if len(one.troubles) > 1 else [])]
         table.add_row(escape(one.name), _style_word(one.health), files, behind, escape(one.mountpoint), escape(" ".join(words)))
     return table
@@ -276,12 +276,16 @@ def _describe_write_back(answer: "pb.Status") -> list[str]:
     return lines
 
 
+def format_trouble_place(trouble: "pb.Trouble") -> str:
+    """Return the work that has a trouble, with the file that it is about."""
+    return f"{trouble.where}: {trouble.path}" if trouble.path else trouble.where
+
+
 def _describe_trouble(trouble: "pb.Trouble") -> str:
     """Describe a trouble in one line, with its remedy."""
-    where = f"{trouble.where}: {trouble.path}" if trouble.path else trouble.where
     since = f" (for {format_duration(trouble.age_s)})" if trouble.age_s else ""
     remedy = f"; {escape(trouble.remedy)}" if trouble.remedy else ""
-    return f"  [yellow]trouble[/] {escape(where)}: {escape(trouble.what)}{remedy}{since}"
+    return f"  [yellow]trouble[/] {escape(format_trouble_place(trouble))}: {escape(trouble.what)}{remedy}{since}"
 
 
 def _describe_clique(clique: "pb.Clique") -> list[str]:

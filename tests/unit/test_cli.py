@@ -172,7 +172,7 @@ def test_several_mounts_have_one_line_each() -> None:
     well = pb.Status(name="a", mountpoint="/a", health="ok", tiers=[pb.TierStatus(name="pfs")], counts=pb.Counts(files=3))
     well.write_back.dirty_bytes = 5 << 20
     ill = pb.Status(
-        name="b", mountpoint="/b", health=render.DOWN, troubles=[pb.Trouble(where="daemon", what="[gone]"), pb.Trouble(where="x")]
+        name="b", mountpoint="/b", health="degraded", troubles=[pb.Trouble(where="x", path="[d]", what="no"), pb.Trouble(where="y")]
     )
     screen = render.build_console()
     with screen.capture() as captured:
@@ -180,7 +180,7 @@ def test_several_mounts_have_one_line_each() -> None:
     lines = [line.split() for line in captured.get().splitlines()]
     assert lines[1:] == [
         ["a", "ok", "3", "5.0", "MiB", "/a"],
-        ["b", render.DOWN, "-", "-", "/b", "daemon:", "[gone]", "(and", "1", "more)"],
+        ["b", "degraded", "0", "-", "/b", "x:", "[d]:", "no", "(and", "1", "more)"],
     ]
 
 

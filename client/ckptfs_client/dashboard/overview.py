@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptfs.model import Level, Tier
 from ckptfs.quantities import format_age, format_count, format_duration, format_size
-from ckptfs_client.render import DOWN, escape_unprintable, format_amount, get_member_state
+from ckptfs_client.render import DOWN, escape_unprintable, format_amount, format_trouble_place, get_member_state
 
 if TYPE_CHECKING:
     from ckptfs.protocol import control_pb2 as pb
@@ -286,10 +286,9 @@ def _build_tier(tier: "pb.TierStatus") -> Row:
 
 
 def _build_trouble(trouble: "pb.Trouble") -> Row:
-    where = f"{trouble.where}: {trouble.path}" if trouble.path else trouble.where
     age = format_duration(trouble.age_s) if trouble.age_s else ""
     what, remedy = escape_unprintable(trouble.what), escape_unprintable(trouble.remedy)
-    return {"where": escape_unprintable(where), "what": what, "remedy": remedy, "age": age}
+    return {"where": escape_unprintable(format_trouble_place(trouble)), "what": what, "remedy": remedy, "age": age}
 
 
 def _build_node(cluster: "pb.Cluster", member: "pb.Member") -> Row:
