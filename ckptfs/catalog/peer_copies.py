@@ -378,11 +378,14 @@ def get_replication_lag(db: Database) -> tuple[int, int, int]:
     return int(files), int(size), int(oldest_ns)
 
 
-def count_unsafe(db: Database) -> int:
-    """Return how many contents await copies on other live nodes and are not whole on the PFS."""
+def count_unsafe(db: Database, closed_ns: int = 2**63 - 1) -> int:
+    """Return how many contents await copies on other live nodes and are not whole on the PFS.
+
+    Only those that were closed up to `closed_ns` count.
+    """
     if len(list_live_nodes(db)) < 2:
         return 0
-    return int(db.value(f"SELECT count(*) FROM {_UNDER_REPLICATED} AND NOT {IS_ON_PFS.format('k')}"))
+    return int(db.value(f"SELECT count(*) FROM {_UNDER_REPLICATED} AND k.closed_ns <= ? AND NOT {IS_ON_PFS.format('k')}", closed_ns))
 
 
 def get_replication_factor(db: Database) -> int:

@@ -323,9 +323,9 @@ def count_bytes_in_tier(db: Database, tier: Tier) -> int:
     return int(db.value("SELECT coalesce(sum(c.size), 0) FROM copy k JOIN content c ON c.id = k.content WHERE k.tier = ?", tier.value))
 
 
-def count_unsealed(db: Database) -> int:
-    """Return how many contents are closed and await their seal."""
-    return int(db.value("SELECT count(*) FROM content WHERE state = 1 AND remote = 0"))
+def count_unsealed(db: Database, closed_ns: int = 2**63 - 1) -> int:
+    """Return how many contents were closed up to a time in ns and await their seal."""
+    return int(db.value("SELECT count(*) FROM content WHERE state = 1 AND remote = 0 AND closed_ns <= ?", closed_ns))
 
 
 def count_only_in_ram(db: Database) -> tuple[int, int]:

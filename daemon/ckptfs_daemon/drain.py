@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import trio
 
@@ -56,11 +57,30 @@ class Pending:
         return f"{format_count(self.all_files, 'file')} ({format_size(self.size_bytes)}), {format_count(self.changes, 'other change')}"
 
 
-def load_pending(db: Database, end: int) -> Pending:
-    """Return what is pending up to the row `end` of the journal."""
-    files, size, changes = summary.count_journal_left(db, end)
+class DrainEnd(NamedTuple):
+    """What a drain waits for: changes up to a row of the journal, files closed up to a time.
+
+    `closed_ns` counts from 1970.
+    """
+
+    row: int
+    closed_ns: int
+
+
+def get_end(db: Database) -> DrainEnd:
+    """Return the end of all that was closed and changed until now."""
+    return DrainEnd(summary.get_journal_end(db), time.time_ns())
+
+
+def load_pending(db: Database, end: DrainEnd) -> Pending:
+    """Return what is pending up to `end`.
+
+    What applications close later does not count, so that they cannot keep a drain from ending.
+    """
+    files, size, changes = summary.count_journal_left(db, end.row)
     copied = sum(summary.get_copied_bytes(db).values())
-    return Pending(files, max(0, size - copied), changes, summary.count_unsealed(db), peer_copies.count_unsafe(db))
+    unsealed, unsafe = summary.count_unsealed(db, end.closed_ns), peer_copies.count_unsafe(db, end.closed_ns)
+    return Pending(files, max(0, size - copied), changes, unsealed, unsafe)
 
 
 def get_deadline_s(configured_s: float | None, pending: Pending, bytes_per_s: float) -> float:
@@ -104,7 +124,7 @@ def advance_clock(clock: DrainClock, pending: Pending, bytes_per_s: float, now_s
 
 def record_result(db: Database, cause: str, *, is_done: bool, began_s: float) -> None:
     """Record how a drain ended. `began_s`: of the monotonic clock."""
-    left = load_pending(db, summary.get_journal_end(db))
+    left = load_pending(db, get_end(db))
     seconds = round(time.monotonic() - began_s, 3)
     events.record(EventKind.DRAINED, cause=cause, done=is_done, files_left=left.files, bytes_left=left.size_bytes, duration_s=seconds)
 
@@ -135,7 +155,7 @@ class Drain:
             if not is_done:
                 self.record_missed()
                 break
-            if load_pending(self._db, summary.get_journal_end(self._db)).is_nothing:
+            if load_pending(self._db, get_end(self._db)).is_nothing:
                 break
         record_result(self._db, "end", is_done=is_done, began_s=began_s)
         return is_done
@@ -148,12 +168,13 @@ class Drain:
         configured_s, began_s = self._configured_s, time.monotonic()
         if time.monotonic() < self._missed_s + limits.DRAIN_RECENT_S:
             configured_s = min(limits.DRAIN_LAST_S, limits.DRAIN_LAST_S if configured_s is None else configured_s)
-        end = journal.get_committed_end(self._db)
-        is_all = end == summary.get_journal_end(self._db)
+        end = get_end(self._db)
+        committed = journal.get_committed_end(self._db)
+        is_all, end = committed == end.row, end._replace(row=committed)
         is_done = await self._drain(configured_s, report, end) and is_all
         record_result(self._db, "unmounted", is_done=is_done, began_s=began_s)
         if not is_done:
-            left = load_pending(self._db, summary.get_journal_end(self._db))
+            left = load_pending(self._db, get_end(self._db))
             unsafe = f", {left.unsafe} lack copies on other nodes" if left.unsafe else ""
             reason = "drained until the deadline" if is_all else "drain: etcd lacks some of the changes"
             message = "%s: the PFS lacks %d changes, %d files are not sealed%s; the next start continues"
@@ -167,13 +188,13 @@ class Drain:
         return is_done
 
     async def _drain(
-        self, configured_s: float | None, report: Callable[[float, str], None], end: int | None = None, *, is_last: bool = False
+        self, configured_s: float | None, report: Callable[[float, str], None], end: DrainEnd | None = None, *, is_last: bool = False
     ) -> bool:
-        """Drain up to the row `end`, by default what was closed before now, the most urgent first.
+        """Drain up to `end`, by default what was closed before now, the most urgent first.
 
         Returns False at the deadline.
         """
-        end = summary.get_journal_end(self._db) if end is None else end
+        end = end or get_end(self._db)
         if self._level is None:
             return await self._drain_in_order(configured_s, report, end, None)
         rescue = Rescue(self._db, self._level, configured_s, is_last=is_last)
@@ -186,7 +207,7 @@ class Drain:
                 await trio.to_thread.run_sync(rescue.end)
 
     async def _drain_in_order(
-        self, configured_s: float | None, report: Callable[[float, str], None], end: int, rescue: Rescue | None
+        self, configured_s: float | None, report: Callable[[float, str], None], end: DrainEnd, rescue: Rescue | None
     ) -> bool:
         pending = load_pending(self._db, end)
         clock = start_clock(configured_s, pending, summary.get_pfs_speed(self._db), time.monotonic())
@@ -208,7 +229,7 @@ class Drain:
             clock = advance_clock(clock, pending, summary.get_pfs_speed(self._db), time.monotonic())
         return True
 
-    async def _wait_for_change(self, end: int, pending: Pending, left_s: float) -> None:
+    async def _wait_for_change(self, end: DrainEnd, pending: Pending, left_s: float) -> None:
         with trio.move_on_after(min(TURN_S, left_s)):
             while load_pending(self._db, end) == pending:
                 await trio.sleep(POLL_S)

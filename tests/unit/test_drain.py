@@ -13,7 +13,9 @@ from local_node import Node
 
 from ckptfs import limits
 from ckptfs.catalog import identity, journal, summary
+from ckptfs.catalog.database import Database
 from ckptfs.coherence import key_state, pfs_coordination
+from ckptfs.flow.seal import Seal
 from ckptfs.limits import GIB, MIB
 
 
@@ -89,3 +91,18 @@ def test_without_a_mount_nothing_waits_for_rows_that_only_a_mount_commits(tmp_pa
         trio.run(drain.drain_rest, lambda seconds, text: waits.append(seconds))
     assert not waits
     assert "etcd lacks some of the changes: the PFS lacks 2 changes" in caplog.text
+
+
+def test_applications_that_go_on_saving_do_not_prolong_it(tmp_path: Path) -> None:
+    """P3: a drain waits for what was closed before it began, also for the seal."""
+    node = Node(tmp_path)
+    node.config, node.db = replace(node.config, pfs=None), Database(tmp_path / "state" / "catalog.db", journalled=False)
+    seal, saved = Seal(node.db, node.tiers, node.config, node.told), [node.make(b"before", b"1")]
+
+    def seal_and_save() -> None:
+        seal.step()
+        saved.append(node.make(b"later%d" % len(saved), b"2"))
+
+    drain = Drain(node.db, node.config, seal_and_save)
+    assert trio.run(drain.drain_noticed, 5.0)
+    assert summary.count_unsealed(node.db) == 1

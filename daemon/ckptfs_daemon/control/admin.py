@@ -37,7 +37,7 @@ from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon import logs
 from ckptfs_daemon.control.methods import RefusedCalls, require_inode_number, stream_changes, translate_errors, translate_stream_errors
 from ckptfs_daemon.control.status import StatusFigures
-from ckptfs_daemon.drain import load_pending, record_result
+from ckptfs_daemon.drain import DrainEnd, get_end, load_pending, record_result
 from ckptfs_daemon.event_writer import events
 from ckptfs_daemon.ipc import Successor
 from ckptfs_daemon.rescue import Rescue, parse_drain_level
@@ -213,8 +213,8 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
         finally:
             rescue.end()
 
-    def _drain(self, deadline_s: float, build_progress: Callable[[int], pb.Progress]) -> Iterator[pb.Progress]:
-        end = summary.get_journal_end(self._db)
+    def _drain(self, deadline_s: float, build_progress: Callable[[DrainEnd], pb.Progress]) -> Iterator[pb.Progress]:
+        end = get_end(self._db)
         until = time.monotonic() + (deadline_s or float("inf"))
         retried_at = 0.0
         while True:
@@ -235,7 +235,7 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
     def _rescue(self, rescue: Rescue, level: Level, deadline_s: float) -> Iterator[pb.Progress]:
         """Drain with an order of urgency. The last message says what is safe."""
 
-        def build_progress(end: int) -> pb.Progress:
+        def build_progress(end: DrainEnd) -> pb.Progress:
             rescue.refresh_if_due()
             if level is Level.PFS:
                 progress = self._build_progress(end)
@@ -256,7 +256,7 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
             raise
         yield _build_last(last, rescue.build_safety())
 
-    def _build_progress(self, end: int) -> pb.Progress:
+    def _build_progress(self, end: DrainEnd) -> pb.Progress:
         left = load_pending(self._db, end)
         return self._add_obstacle(
             pb.Progress(done=left.is_nothing, files_left=left.all_files, bytes_left=left.size_bytes, changes_left=left.changes)
