@@ -269,10 +269,10 @@ class TierStorage(TierRoot):
     def _measure_used(self, age_s: float = limits.USED_AGE_S) -> int:
         """Return the bytes in our files, at most about `age_s` old, and what this process has written since.
 
-        The nearer the budget, the younger: another process may write, too. Measuring takes at most a twentieth of the time.
+        The nearer the budget, the younger: another process may write, too. Measuring takes at most a twentieth of a processor.
         """
         measured_s, used = self._measured_used
-        began_s = time.monotonic()
+        began_s, began_thread_s = time.monotonic(), time.thread_time()
         room_s = max(0, (self._budget_bytes or 0) - used) / limits.USED_BYTES_PER_S
         if began_s - measured_s > max(min(age_s, room_s), 20 * self._measuring_s):
             used = prepared.measure_bytes(self.root) if self.tier is Tier.RAM else 0
@@ -282,7 +282,7 @@ class TierStorage(TierRoot):
             if self.tier is Tier.NVME:
                 used = max(0, used - self.get_shared_bytes())  # A block that files share counts in each of them.
             self._measured_used = (time.monotonic(), used)
-            self._measuring_s, self._grown_bytes = time.monotonic() - began_s, self._growing_bytes
+            self._measuring_s, self._grown_bytes = time.thread_time() - began_thread_s, self._growing_bytes
         return used + self._grown_bytes
 
 

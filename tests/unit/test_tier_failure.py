@@ -135,6 +135,26 @@ def test_a_copy_reserves_its_space_where_nothing_else_keeps_the_budget(node: Nod
         mover.reserve(file.fileno(), 1 << 20)
 
 
+def test_a_budget_holds_on_a_busy_machine(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F1: a measurement that has waited for a processor is repeated as soon as any other."""
+    mover, mount = (storage.TierStorage(Tier.NVME, node.config.nvme or node.root, budget_bytes=8 << 20) for _ in range(2))
+    now_s, stat = [100.0], mount.stat
+
+    def stat_slowly(content: int) -> os.stat_result | None:
+        now_s[0] += 1.0
+        return stat(content)
+
+    monkeypatch.setattr(storage.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(mount, "stat", stat_slowly)
+    os.close(mover.create(7))
+    assert mount.get_capacity().free == mover.get_capacity().free == 8 << 20
+    now_s[0] += 1.0
+    with open(node.path(7, Tier.NVME), "wb") as file:
+        mover.reserve(file.fileno(), 6 << 20)
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)), mount.growing(3 << 20):
+            pass
+
+
 def test_every_tier_that_fails_is_as_full(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     inject_fault(monkeypatch, "tier:create=EIO@*")
     with pytest.raises(OSError, match="injected"):
