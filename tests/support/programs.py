@@ -52,12 +52,13 @@ def with_mounts_of_its_own() -> list[str]:
     """What a command begins with that shall mount things without anybody else seeing them.
 
     In a chroot, whose root is no mountpoint, unshare(1) cannot change what is passed on; there it is left as it is. The mounts of other
-    tests are left: a copy of one here would keep its daemon after its umount.
+    tests are left: a copy of one here would keep its daemon after its umount. So are those of others, which `ckptfs status` would show.
     """
     alone = ["unshare", "-m"]
     possible = subprocess.run([*alone, "true"], capture_output=True, check=False).returncode == 0
-    leave = 'while read -r _ place _; do case $place in */ckptfs-*) umount -i -l "$place" 2>&-;; esac; done < /proc/self/mounts; exec "$@"'
-    return [*alone, *([] if possible else ["--propagation", "unchanged"]), "sh", "-c", leave, "sh"]
+    left = "*:*/ckptfs-*" + ("|fuse.ckptfs:*" if possible else "")
+    leave = f'while read -r _ place type _; do case $type:$place in {left}) umount -i -l "$place" 2>&-;; esac; done < /proc/self/mounts'
+    return [*alone, *([] if possible else ["--propagation", "unchanged"]), "sh", "-c", f'{leave}; exec "$@"', "sh"]
 
 
 def refusal(act: Callable[..., Any], *values: Any, **named: Any) -> str:
