@@ -399,18 +399,22 @@ def bump_change(db: Database, content: int) -> None:
 
 
 def mark_closed(
-    db: Database, inode: int, content: int, size: int, atime_ns: int, mtime_ns: int | None, *, closed_ns: int | None = None
-) -> None:
-    """Close a content: record its size, the times given and `closed_ns` (None: now); append a journal row."""
+    db: Database, inode: int, content: int, size: int, atime_ns: int, mtime_ns: int | None,
+    *, closed_ns: int | None = None, flushed_ns: int | None = None,
+) -> None:  # fmt: skip
+    """Close a content: record its size, the times given and `closed_ns` (None: now); append a journal row.
+
+    `flushed_ns`: when `record_written` has recorded the same. The inode keeps that, and is not published again.
+    """
     now_ns = closed_ns or time.time_ns()
     db.run("UPDATE content SET state = 1, size = ?, change = change + 1, closed_ns = ? WHERE id = ? AND state = 0", size, now_ns, content)
-    db.run(_UPDATE_SIZE_AND_TIMES, size, mtime_ns, atime_ns, inode, now_ns)
+    db.run(_UPDATE_SIZE_AND_TIMES, size, mtime_ns, atime_ns, inode, flushed_ns or now_ns)
     journal.append(db, "content", inode, content=content)
 
 
-def record_written(db: Database, inode: int, size: int, atime_ns: int, mtime_ns: int) -> None:
-    """Record size and times at the close of one of several writers."""
-    db.run(_UPDATE_SIZE_AND_TIMES, size, mtime_ns, atime_ns, inode, time.time_ns())
+def record_written(db: Database, inode: int, size: int, atime_ns: int, mtime_ns: int, closed_ns: int | None = None) -> None:
+    """Record size and times of an open file: at a close (None: now), or when it is copied."""
+    db.run(_UPDATE_SIZE_AND_TIMES, size, mtime_ns, atime_ns, inode, closed_ns or time.time_ns())
 
 
 def record_fsync(db: Database, inode: int, content: int, size: int, atime_ns: int, mtime_ns: int | None) -> None:

@@ -1,17 +1,25 @@
 """What a change in a cluster costs its node: statements of SQL, and round trips to the store."""
 
+import os
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers
+from ckptfs_daemon.mount.open_files.handle_ways import HandleWay, Way
+from ckptfs_daemon.mount.open_files.open_file import OpenFile
+from ckptfs_daemon.mount.open_files.open_file_table import OpenFileTable
 from ckptfs_daemon.mount.sets.set_refresh import SetRefresh
 from shared_catalogs import Node, async_tests, play_on_two_nodes
 
-from ckptfs.catalog import inodes
+from ckptfs.catalog import contents, inodes
 from ckptfs.coherence import key_state
 from ckptfs.coherence.keys import INODE, SharedKey, decode_value
-from ckptfs.model import ROOT
+from ckptfs.config import Config
+from ckptfs.model import ROOT, Tier
+from ckptfs.tiers.storage import Tiers
 
 two_nodes = async_tests(play_on_two_nodes)
 FILES = 40
@@ -84,3 +92,29 @@ async def test_the_tracker_of_sets_asks_for_many_files_at_once(a: Node, b: Node)
     assert await count_reads(a, lambda: refresh.refresh_above(files, [])) <= 2 + len([directory, ROOT])
     assert inodes.get(a.db, files[3]).mode & 0o777 == 0o600
     assert await count_reads(a, lambda: refresh.refresh_above(files, [directory])) <= 2
+
+
+@two_nodes
+async def test_a_file_is_published_once_at_its_close(a: Node, b: Node, tmp_path: Path) -> None:
+    """And again only if it was written after close(2), such as by another process that has the descriptor."""
+    config = Config(name="n", mountpoint=tmp_path / "mnt", state=tmp_path, ram_bytes=1 << 20, nvme=None, pfs=None)
+    tiers, bell = Tiers.from_config(config), SimpleNamespace(notify=lambda message: None)
+    files = OpenFileTable(a.db, tiers, None, bell)  # type: ignore[arg-type]
+    context: Any = SimpleNamespace(db=a.db, open_files=files, shared_namespace=a.sharing)
+    for handle, last in enumerate([b"", b"late"], 1):
+        inode = (await a.make(f"f{handle}")).id
+        with a.db.transaction():
+            content = contents.insert_content(a.db, inode, Tier.RAM)
+        fd = tiers[Tier.RAM].create(content)
+        file = OpenFile(inode, content, tiers[Tier.RAM], fd, is_writable=True)
+        files.add_handle(file, handle, True, HandleWay(Way.BUFFERED))
+        os.write(fd, b"saved")
+        await FileHandlers(context, None).flush(handle)  # type: ignore[arg-type]
+        closed_ns = a.db.value("SELECT closed_ns FROM inode WHERE id = ?", inode)
+        os.write(fd, last)
+        files.release(handle)
+        files.commit_releases()
+        assert key_state.is_dirty(a.db, SharedKey(INODE, inode)) is bool(last)
+        assert (a.db.value("SELECT closed_ns FROM inode WHERE id = ?", inode) > closed_ns) is bool(last)
+        await a.sharing.wait_published()
+        assert (await b.stat(f"f{handle}")).size == len(b"saved" + last)

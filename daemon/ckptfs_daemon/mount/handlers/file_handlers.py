@@ -270,9 +270,11 @@ class FileHandlers:
         await self._context.open_files.refresh_status(file.inode)
         status = file.read_status() if file.content is not None else None
         if status is not None:
+            now_ns = time.time_ns()
             with self._context.open_files.change() as db:
                 if contents.has_name(db, file.inode):
-                    contents.record_written(db, file.inode, status.st_size, status.st_atime_ns, status.st_mtime_ns)
+                    contents.record_written(db, file.inode, status.st_size, status.st_atime_ns, status.st_mtime_ns, now_ns)
+            file.flushed = status, now_ns
         await shared_namespace.wait_published()
 
     async def fsync(self, fh: int) -> None:

@@ -59,7 +59,8 @@ class OpenFile:
     allocated before its first write. `direct`: reads and writes pass through this process although there is a backing id.
     `buffered_reason`: why there is no backing id. `handles`: handle -> whether it writes; `ways`: handle -> its way. `generation`: that of
     the file when it was first opened. `fetch_waiter`: set while blocks are still being fetched; size and times of the backing file mean
-    nothing then. `last_status`: what the backing file showed last. `writer_pid`: the thread that opened it for writing last.
+    nothing then. `last_status`: what the backing file showed last. `flushed`: what it showed when a close was recorded last, and when that
+    was. `writer_pid`: the thread that opened it for writing last.
     """
 
     inode: int
@@ -82,6 +83,7 @@ class OpenFile:
     generation: int = 0
     fetch_waiter: "FetchWaiter | None" = None
     last_status: os.stat_result | None = None
+    flushed: tuple[os.stat_result, int] | None = None
     buffered_reason: Reason = Reason.NONE
     ways: dict[int, HandleWay] = field(default_factory=dict)
     move_done: trio.Event | None = None
@@ -123,6 +125,12 @@ class OpenFile:
             except OSError as failure:
                 self.storage.record_failure(failure)
         return self.last_status
+
+    def find_flushed_ns(self, status: os.stat_result) -> int | None:
+        """Return when a close was recorded with this size and mtime. Returns None if none was."""
+        if self.flushed is None or (self.flushed[0].st_size, self.flushed[0].st_mtime_ns) != (status.st_size, status.st_mtime_ns):
+            return None
+        return self.flushed[1]
 
     def read_attributes(self, row: Inode) -> Inode:
         """Return `row` with the size and times of the backing file."""

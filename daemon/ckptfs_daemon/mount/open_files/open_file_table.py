@@ -359,7 +359,8 @@ class OpenFileTable:
             return
         if file.is_closing:
             self._trim_end(file, status)
-            contents.mark_closed(self.db, file.inode, content, status.st_size, status.st_atime_ns, self.get_mtime_ns(status))
+            times, flushed_ns = (status.st_atime_ns, self.get_mtime_ns(status)), file.find_flushed_ns(status)
+            contents.mark_closed(self.db, file.inode, content, status.st_size, *times, flushed_ns=flushed_ns)
             if file.created_as is not None:
                 self.expected_sizes.record(*file.created_as, min(status.st_size, get_allocated_bytes(file.fd, status)))
             return
