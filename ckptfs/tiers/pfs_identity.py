@@ -12,7 +12,11 @@ The catalog stores the identity as one string, the uuid of its tier `pfs`: the t
 first contact. A directory that shows no file that the catalog expects there is then refused. If the identity changed although the PFS is
 the right one, the operator confirms it by a file `accept-pfs` in the state directory, which is removed when it was used.
 
-Every call may hang as long as the PFS does.
+A catalog also knows where its PFS was mounted last (`require_pfs_of_catalog`). At the same path it may be away for now, so that path is not
+looked at before the mount: the tier is `down` until the PFS is back. At another path the PFS must be there, and be the same one: otherwise
+files that lie only on the former one would fail, and changes that it lacks would never reach it.
+
+Every call may hang as long as the PFS does, but for `require_pfs_of_catalog`.
 
 Crash safety: the mark is linked into place whole; the catalog is changed in one transaction, before `accept-pfs` is removed.
 """
@@ -29,10 +33,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ckptfs import disk, procfs
-from ckptfs.catalog import copies, scans
+from ckptfs import disk, limits, procfs
+from ckptfs.bounded_waits import run_in_time
+from ckptfs.catalog import copies, journal, scans
 from ckptfs.catalog.database import Database
-from ckptfs.errors import TierUnavailable
+from ckptfs.config import Config
+from ckptfs.errors import ConfigError, TierUnavailable, TimedOut
 from ckptfs.model import ROOT, Tier
 from ckptfs.tiers import pfs_ownership
 
@@ -251,10 +257,36 @@ def _build_refusal(pfs: Path, difference: str, state: str) -> TierUnavailable:
     )
 
 
-def find_difference_from_catalog(db: Database, pfs: Path) -> str:
-    """Return why the directory `pfs` is not the PFS of this catalog, or ""."""
-    with disk.closing(open_directory("scan:root", pfs)) as root_fd:
-        return _find_difference_from_known(db, root_fd, copies.get_tier_uuid(db, Tier.PFS))
+def require_pfs_of_catalog(db: Database, config: Config) -> None:
+    """Refuse a configuration with another PFS than the catalog's, or with none. Raises ConfigError."""
+    former, pfs = scans.get_pfs_path(db), config.pfs
+    if pfs is None:
+        journal.require_no_pfs(db, config.state, former)
+        return
+    if config.cluster is not None:
+        journal.require_recorded(db, config.cluster, config.state)
+    if former in ("", os.fsdecode(pfs)) or (config.state / ACCEPT_PFS).exists():
+        return
+    if difference := _compare_in_time(db, pfs):
+        raise ConfigError(
+            f"the files of {config.name} belong to the PFS that was at {former}, and {pfs} is not that PFS: {difference}",
+            remedy=f"give pfs={former}, or another name for pfs={pfs}; if the PFS has moved to {pfs}, mount it there first",
+        )
+
+
+def _compare_in_time(db: Database, pfs: Path) -> str:
+    """Return why a directory is not the PFS of this catalog, or "". Does not hang, as the PFS may."""
+
+    def compare() -> str:
+        with disk.closing(open_directory("scan:root", pfs)) as root_fd:
+            return _find_difference_from_known(db, root_fd, copies.get_tier_uuid(db, Tier.PFS))
+
+    try:
+        return run_in_time(compare, limits.PFS_ACT_WAIT_S, "it")
+    except TimedOut as failure:
+        return str(failure)
+    except OSError as failure:
+        return os.strerror(failure.errno or 0)
 
 
 def _find_difference_from_known(db: Database, root_fd: int, known: str | None) -> str:

@@ -27,10 +27,10 @@ from ckptfs.catalog import database, identity
 from ckptfs.clique import certificates
 from ckptfs.config import Config
 from ckptfs.errors import InvalidArgument
+from ckptfs.tiers.pfs_identity import require_pfs_of_catalog
 from ckptfs_daemon.fuse import connection, shim_build
 from ckptfs_daemon.ipc import Successor
 from ckptfs_daemon.supervisor.children import PLACES
-from ckptfs_daemon.supervisor.pfs_check import require_pfs_of_catalog
 from ckptfs_daemon.supervisor.systemd import take_stored_descriptors
 
 log = logging.getLogger(__name__)

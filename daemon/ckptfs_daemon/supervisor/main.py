@@ -21,6 +21,7 @@ from ckptfs.event_log import EventKind
 from ckptfs.model import Tier
 from ckptfs.mount_record import Leftovers
 from ckptfs.tiers import pfs_sync
+from ckptfs.tiers.pfs_identity import require_pfs_of_catalog
 from ckptfs_daemon import logs
 from ckptfs_daemon.event_writer import events
 from ckptfs_daemon.fuse import connection, shim_build
@@ -28,7 +29,6 @@ from ckptfs_daemon.fuse.connection import Connection
 from ckptfs_daemon.supervisor import handover, state_directory
 from ckptfs_daemon.supervisor.guarded_mountpoint import GuardedMountpoint
 from ckptfs_daemon.supervisor.handover import Handed
-from ckptfs_daemon.supervisor.pfs_check import require_pfs_of_catalog
 from ckptfs_daemon.supervisor.state_directory import ReadyPipe
 from ckptfs_daemon.supervisor.supervisor import Supervisor
 from ckptfs_daemon.supervisor.systemd import Systemd

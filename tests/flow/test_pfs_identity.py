@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ckptfs_daemon.supervisor import pfs_check
 from local_node import inject_fault
 from write_back_world import Mount
 
@@ -26,39 +25,39 @@ def mount(tmp_path: Path) -> Mount:
 
 
 def test_a_pfs_at_another_path_must_be_the_same(mount: Mount) -> None:
-    pfs_check.require_pfs_of_catalog(mount.db, mount.config)
+    pfs_identity.require_pfs_of_catalog(mount.db, mount.config)
     other = replace(mount.config, pfs=mount.root / "other")
     with pytest.raises(ConfigError, match=f"belong to the PFS that was at {mount.pfs}, and {other.pfs} is not that PFS"):
-        pfs_check.require_pfs_of_catalog(mount.db, other)
+        pfs_identity.require_pfs_of_catalog(mount.db, other)
     (mount.root / "state" / pfs_identity.ACCEPT_PFS).touch()
-    pfs_check.require_pfs_of_catalog(mount.db, other)
+    pfs_identity.require_pfs_of_catalog(mount.db, other)
 
 
 def test_a_pfs_at_another_path_must_answer(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "PFS_ACT_WAIT_S", 0.2)
     inject_fault(monkeypatch, "scan:root=hang@*")
     with pytest.raises(ConfigError, match=r"it does not answer within 0\.2 s"):
-        pfs_check.require_pfs_of_catalog(mount.db, replace(mount.config, pfs=mount.root / "other"))
+        pfs_identity.require_pfs_of_catalog(mount.db, replace(mount.config, pfs=mount.root / "other"))
     inject_fault(monkeypatch, "scan:root=ESTALE@*")
     with pytest.raises(ConfigError, match="Stale file handle"):
-        pfs_check.require_pfs_of_catalog(mount.db, replace(mount.config, pfs=mount.root / "other"))
-    pfs_check.require_pfs_of_catalog(mount.db, mount.config)
+        pfs_identity.require_pfs_of_catalog(mount.db, replace(mount.config, pfs=mount.root / "other"))
+    pfs_identity.require_pfs_of_catalog(mount.db, mount.config)
 
 
 def test_a_catalog_that_never_met_its_pfs_may_get_another(tmp_path: Path) -> None:
     mount = Mount(tmp_path)
     scans.reset_scans(mount.db, str(mount.pfs))
     (tmp_path / "other").mkdir()
-    pfs_check.require_pfs_of_catalog(mount.db, replace(mount.config, pfs=tmp_path / "other"))
+    pfs_identity.require_pfs_of_catalog(mount.db, replace(mount.config, pfs=tmp_path / "other"))
 
 
 def test_a_node_of_a_cluster_gets_no_first_pfs_for_what_it_has(tmp_path: Path) -> None:
     mount = Mount(tmp_path)
     clustered = replace(mount.config, cluster="c1")
-    pfs_check.require_pfs_of_catalog(mount.db, clustered)
+    pfs_identity.require_pfs_of_catalog(mount.db, clustered)
     mount.db.is_journalled = False
     mount.mkdir(b"d")
-    pfs_check.require_pfs_of_catalog(mount.db, mount.config)
+    pfs_identity.require_pfs_of_catalog(mount.db, mount.config)
     with pytest.raises(ConfigError, match="were written without a PFS, and would never be written back") as refusal:
-        pfs_check.require_pfs_of_catalog(mount.db, clustered)
+        pfs_identity.require_pfs_of_catalog(mount.db, clustered)
     assert "leave out pfs=" in refusal.value.remedy
