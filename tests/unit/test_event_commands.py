@@ -14,7 +14,7 @@ from ckptfs_client.analysis.goodput import WIDTH_MIN, compute_goodput, format_go
 from ckptfs_client.errors import UsageError
 from ckptfs_daemon.control.public_listings import hide_names
 from ckptfs_daemon.event_writer import append_lines
-from ckptfs_daemon.mover import trouble_events
+from ckptfs_daemon.mover import main
 from control_served import serving
 from local_node import Node
 
@@ -166,12 +166,12 @@ def test_the_daemon_answers_in_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_troubles_begin_and_end(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once each, as `status` shows them."""
     seen: list[tuple[str, dict[str, Any]]] = []
-    monkeypatch.setattr(trouble_events.events, "record", lambda kind, **fields: seen.append((kind, fields)))
+    monkeypatch.setattr(main.events, "record", lambda kind, **fields: seen.append((kind, fields)))
     summary.set_trouble(db, "write back", {"what": "EACCES", "path": "a/b", "remedy": "chmod it"})
-    known = trouble_events.record_changes(db, set())
-    assert trouble_events.record_changes(db, known) == known == {"write back"}
+    known = main.record_troubles(db, set())
+    assert main.record_troubles(db, known) == known == {"write back"}
     summary.set_trouble(db, "write back", None)
-    assert trouble_events.record_changes(db, known) == set()
+    assert main.record_troubles(db, known) == set()
     assert seen == [
         ("trouble", {"where": "write back", "what": "EACCES", "path": "a/b", "remedy": "chmod it"}),
         ("trouble-over", {"where": "write back"}),

@@ -45,7 +45,7 @@ from ckptfs_daemon.control.queries import QueryService
 from ckptfs_daemon.drain import Drain
 from ckptfs_daemon.event_writer import events
 from ckptfs_daemon.ipc import READY, ChildSetup, ProgressSignal, UpgradeRequests
-from ckptfs_daemon.mover import preemption, trouble_events
+from ckptfs_daemon.mover import preemption
 from ckptfs_daemon.mover.cluster_services import ClusterServices
 from ckptfs_daemon.mover.lanes import Flow, Lane, Lanes
 from ckptfs_daemon.mover.tier_monitor import TierMonitor
@@ -54,6 +54,7 @@ log = logging.getLogger(__name__)
 
 NICE = 5
 REMOTE_TIERS = (Tier.PFS,)
+TROUBLES_POLL_S = 2.0
 
 
 def run(setup: ChildSetup) -> int:
@@ -102,7 +103,7 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
             nursery.start_soon(cluster_services.run, name="cluster")
         for monitor in _build_monitors(db, tiers, config, lanes):
             nursery.start_soon(monitor.run, name="tier monitor")
-        nursery.start_soon(trouble_events.watch, db, name="events of troubles")
+        nursery.start_soon(_watch_troubles, db, name="events of troubles")
         if config.preemption is not None:
             nursery.start_soon(preemption.watch, config, db, drain, name="preemption")
         if cluster_services is not None:
@@ -233,3 +234,22 @@ async def _handle_wake_ups(wake_channel: ipc.WakeChannel, lanes: Lanes) -> None:
             lanes.wake()
             if message == ipc.LARGE_FILE_CLOSED:
                 lanes.wake_now("seal")
+
+
+async def _watch_troubles(db: Database) -> None:
+    """Record troubles until cancelled. The next mover records those that are still there as new ones."""
+    known: set[str] = set()
+    while True:
+        known = record_troubles(db, known)
+        await trio.sleep(TROUBLES_POLL_S)
+
+
+def record_troubles(db: Database, known: set[str]) -> set[str]:
+    """Record the troubles that began or ended since the last look; return those that are there."""
+    found = {where: value for where, value, _ in summary.list_troubles(db)}
+    for where in sorted(found.keys() - known):
+        value = found[where]
+        events.record(EventKind.TROUBLE, where=where, **{name: value.get(name) for name in ("what", "path", "remedy")})
+    for where in sorted(known - found.keys()):
+        events.record(EventKind.TROUBLE_OVER, where=where)
+    return set(found)
