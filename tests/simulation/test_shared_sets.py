@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 import simulated_cluster
 import trio
-from ckptfs_daemon.mount.sets.set_expiry import Review, SetExpiry
 from ckptfs_daemon.mount.sets.set_maker import SetMaker
 from ckptfs_daemon.mount.sets.set_refresh import SetRefresh
+from ckptfs_daemon.mount.sets.set_review import SetReview
 from simulated_cluster import SETTLE_S, SimulatedCluster, SimulatedNode, track_sets
 from simulated_store import SimulatedEtcd
 
@@ -432,12 +432,12 @@ def test_nodes_that_seal_the_last_files_at_once_make_the_set(seed: int, monkeypa
 
 def test_reviews_that_fail_for_a_while_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """D7: a set is chosen, and written back, when no new candidate asks for a review any more."""
-    review, is_broken = SetExpiry.review, False
+    review, is_broken = SetReview.review, False
 
-    async def review_or_fail(expiry: SetExpiry, *given: object) -> Review:
+    async def review_or_fail(reviews: SetReview, series: int) -> None:
         if is_broken:
             raise OSError(errno.EIO, "injected")
-        return await review(expiry, *given)  # type: ignore[arg-type]
+        await review(reviews, series)
 
     async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
         nonlocal is_broken
@@ -449,7 +449,7 @@ def test_reviews_that_fail_for_a_while_are_made_again(monkeypatch: pytest.Monkey
         await trio.sleep(limits.RETRY_LAST_S)
         assert list_pfs(cluster) == expect_on_pfs({shard(node) for node in cluster.living}, 2)
 
-    monkeypatch.setattr(SetExpiry, "review", review_or_fail)
+    monkeypatch.setattr(SetReview, "review", review_or_fail)
     simulate(act, 1, EVERY_SECOND)
 
 

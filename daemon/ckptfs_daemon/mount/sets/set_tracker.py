@@ -39,7 +39,6 @@ from ckptfs.series.set_kinds import DirectoryFacts
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.sets.member_reader import MountMemberReader
 from ckptfs_daemon.mount.sets.set_events import SetEvents, record_expired
-from ckptfs_daemon.mount.sets.set_expiry import SetExpiry
 from ckptfs_daemon.mount.sets.set_maker import FoundMember, SetMaker
 from ckptfs_daemon.mount.sets.set_rebuild import SetRebuild
 from ckptfs_daemon.mount.sets.set_refresh import SetRefresh
@@ -82,8 +81,7 @@ class SetTracker:
         self._maker = SetMaker(context, changes, self._refresh, on_unlinked)
         self._rebuild = SetRebuild(context, changes, reader)
         self._releases = SetRelease(context, self._refresh)
-        expiry = SetExpiry(context, changes, reader, on_unlinked, self._releases.add)
-        self._review = SetReview(context, reader, self._refresh, self._maker, expiry)
+        self._review = SetReview(context, changes, reader, self._refresh, self._maker, on_unlinked, self._releases.add)
         self._woken = trio.Event()
         self._wakes, self._wakes_at_last_pass = 0, -1
         """How often it was woken, and how often before it last processed all candidates in one batch."""
