@@ -12,6 +12,7 @@ Crash safety: FILLING rows and stashes remain; recovery removes the rows with th
 is removed by the reclaim flow.
 """
 
+import errno
 import logging
 import os
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from ckptfs.tiers import reflink, transfer
 from ckptfs.tiers.storage import Tiers, TierStorage
 
 log = logging.getLogger(__name__)
+_NO_LINKS_ERRNOS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
 
 transfer.declare_labels("duplicate", "duplicate:check", "fetch:peer:older", "move:copy", "move:check")
 disk.declare_labels("move:create", "move:fsync", "move:directory", "move:recorded", "move:persist", "move:remove")
@@ -234,6 +236,25 @@ def _link_or_copy(storage: TierStorage, content: int, reserved: int, *, is_open:
         if storage.tier is not Tier.RAM:
             os.fsync(target)
         return found
+
+
+def link_successor(storage: TierStorage, content: int, successor: int) -> None:
+    """Give the file of `content` the name of `successor` as well. Raises FileNotFoundError.
+
+    On a PFS without hard links it loses its old name: if we die then, the content is still on other nodes.
+    """
+    storage.remove(successor)
+    try:
+        is_linked = storage.link(content, successor)
+    except OSError as failure:
+        if storage.tier is not Tier.PFS or failure.errno not in _NO_LINKS_ERRNOS:
+            raise
+        storage.rename(content, successor)
+        is_linked = True
+    if not is_linked:
+        raise FileNotFoundError(content)
+    if storage.tier is not Tier.RAM:
+        storage.fsync_directory()
 
 
 def stash(db: Database, storage: TierStorage, content: int) -> int | None:

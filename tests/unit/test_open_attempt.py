@@ -15,7 +15,6 @@ from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers
 from ckptfs_daemon.mount.open_files.handle_ways import Reason
 from ckptfs_daemon.mount.open_files.open_file import OpenFile
 from ckptfs_daemon.mount.opening import tier_choice
-from ckptfs_daemon.mount.opening.open_acts import link_successor
 from ckptfs_daemon.mount.opening.open_attempt import OpenAttempt
 from ckptfs_daemon.mount.opening.open_request import OpenRequest
 from local_node import Node
@@ -113,10 +112,10 @@ def test_a_pfs_without_hard_links_lends_the_name(tmp_path: Path, monkeypatch: py
     storage = Node(tmp_path).tiers[Tier.PFS]
     os.close(storage.create(5))
     monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EPERM, "no hard links here")))
-    link_successor(storage, 5, 6)
+    local_copies.link_successor(storage, 5, 6)
     assert storage.exists(6) and not storage.exists(5)
     with pytest.raises(FileNotFoundError):
-        link_successor(storage, 5, 7)
+        local_copies.link_successor(storage, 5, 7)
 
 
 async def test_two_writers_begin_one_successor(opener: Opener, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,7 @@ import time
 
 import trio
 
-from ckptfs import lifecycle, limits
+from ckptfs import disk, lifecycle, limits
 from ckptfs.catalog import contents, copies, handles, inodes, mover_requests, namespace
 from ckptfs.catalog.contents import FileContent
 from ckptfs.errors import Busy, CkptfsError, ContentLost, NoSpace, TimedOut, posix_error
@@ -27,6 +27,7 @@ from ckptfs.model import ContentState, CopyState, DataPath, Inode, Tier
 from ckptfs.tiers import health
 from ckptfs.tiers.prepared import PreparedFile
 from ckptfs.tiers.storage import TierStorage
+from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse.request import Request
 from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.open_files.handle_ways import HandleWay, Reason, Way, choose_way
@@ -39,8 +40,7 @@ from ckptfs_daemon.mount.open_files.open_file import (
     run_on_pfs,
     set_inode_times,
 )
-from ckptfs_daemon.mount.opening import open_acts, tier_choice
-from ckptfs_daemon.mount.opening.history_separation import separate_for_writer
+from ckptfs_daemon.mount.opening import separation, tier_choice
 from ckptfs_daemon.mount.opening.open_request import MustWait, OpenRequest, OpenResult
 from ckptfs_daemon.mount.opening.tier_choice import SpaceWait
 
@@ -61,7 +61,7 @@ class OpenAttempt:
         self._new_pfs_file: tuple[int, int] | None = None
         """(content, descriptor) of a new file on the PFS that no attempt has taken yet."""
         self._pfs_fd = -1
-        self._pfs_facts: open_acts.PfsFacts | None = None
+        self._pfs_facts: tier_choice.PfsFacts | None = None
         """What was read beside the descriptor that was opened on the PFS last."""
         self._refusing_tiers: set[Tier] = set()
         """Tiers that could not make the file."""
@@ -131,7 +131,8 @@ class OpenAttempt:
             raise MustWait(self._wait_and_refresh)
         self.separates = bool(held.inode.history) and self._open_request.is_writer
         if self.separates:
-            return separate_for_writer(self._context, held, truncates=self._open_request.truncates, request_fetch=self._request_fetch)
+            truncates = self._open_request.truncates
+            return separation.separate_for_writer(self._context, held, truncates=truncates, request_fetch=self._request_fetch)
         return held
 
     # --- act ----------------------------------------------------------------------------------------------------------
@@ -189,7 +190,7 @@ class OpenAttempt:
     ) -> int:
         """Create a file in RAM or NVMe. If that fails, the next attempt chooses another tier (P10)."""
         try:
-            self._undo.callback(open_acts.remove_quietly, storage, content)
+            self._undo.callback(_remove_quietly, storage, content)
             fd = self._create_file(storage, content, flags, prepared_file)
             self._undo.callback(os.close, fd)
             os.utime(fd, ns=times)
@@ -335,7 +336,7 @@ class OpenAttempt:
         if file.storage is not storage or self._files.by_inode.get(file.inode) is not file:
             return  # It moved or was closed meanwhile: the next attempt sees that.
         with file.in_use():
-            await run_in_thread(file.tier, lambda: open_acts.truncate_content(storage, content))
+            await run_in_thread(file.tier, lambda: _truncate_content(storage, content))
             await run_in_thread(file.tier, lambda: self._files.top_up.restore(file.inode))
         self._truncated = file
 
@@ -392,7 +393,23 @@ class OpenAttempt:
             with self._db.transaction() as db:
                 contents.mark_doomed(db, self._new_pfs_file[0])
         if self._unsealed_content is not None:
-            open_acts.reclose_unsealed(self._context, self._unsealed_content)
+            self._reclose(self._unsealed_content)
+
+    def _reclose(self, content: int) -> None:
+        """Close a content that was unsealed for a writer that failed to open it. Its seal finds its size."""
+        with self._files.change() as db:
+            known = contents.get_content(db, content)
+            if known is None or known.state is not ContentState.OPEN:
+                return
+            held = contents.get_file_content(db, known.inode)
+            if held is None or held.content != content:
+                contents.mark_doomed(db, content)
+            elif self._files.is_open_for_writing(known.inode):
+                return
+            else:
+                row = held.inode
+                contents.mark_closed(db, row.id, content, row.size, row.atime_ns, row.mtime_ns)
+        self._context.wake_channel.notify(ipc.WORK)
 
     # --- wait ---------------------------------------------------------------------------------------------------------
 
@@ -425,9 +442,9 @@ class OpenAttempt:
         copies.set_copy_state(self._db, content, tier, CopyState.QUARANTINED)
 
     async def _open_on_pfs(self, storage: TierStorage, content: int, flags: int) -> None:
-        def open_file() -> tuple[int, open_acts.PfsFacts]:
+        def open_file() -> tuple[int, tier_choice.PfsFacts]:
             fd = storage.open(content, flags & ~os.O_NONBLOCK)
-            return fd, open_acts.read_pfs_facts(fd)
+            return fd, tier_choice.read_pfs_facts(fd)
 
         self._pfs_fd, self._pfs_facts = await run_on_pfs(open_file)
 
@@ -447,10 +464,10 @@ class OpenAttempt:
         with self._db.transaction() as db:
             content = contents.insert_reserved_content(db, Tier.PFS)
 
-        def create() -> tuple[int, open_acts.PfsFacts]:
+        def create() -> tuple[int, tier_choice.PfsFacts]:
             fd = storage.create(content)
             os.utime(fd, ns=times)
-            return fd, open_acts.read_pfs_facts(fd)
+            return fd, tier_choice.read_pfs_facts(fd)
 
         try:
             fd, self._pfs_facts = await run_on_pfs(create)
@@ -470,7 +487,7 @@ class OpenAttempt:
 
     async def _begin_successor(self, inode: int, content: int, storage: TierStorage) -> None:
         try:
-            self._unsealed_content = await open_acts.begin_successor(self._context, inode, content, storage)
+            self._unsealed_content = await separation.begin_successor(self._context, inode, content, storage)
         except FileNotFoundError:
             await self._delete_missing_copy(content, storage.tier)
 
@@ -559,3 +576,14 @@ class CreateAttempt(OpenAttempt):
         created = self._create_content(held, expected_bytes, is_new_file=True)
         created.created_as = (self._parent, self._name)
         return created
+
+
+def _remove_quietly(storage: TierStorage, content: int) -> None:
+    """Remove a file that is not needed. If its tier fails, the reclaim flow removes it later."""
+    with contextlib.suppress(OSError):
+        storage.remove(content)
+
+
+def _truncate_content(storage: TierStorage, content: int) -> None:
+    with disk.closing(storage.open(content, os.O_RDWR)) as fd:
+        os.ftruncate(fd, 0)

@@ -8,6 +8,7 @@ would keep otherwise.
 Crash safety: a prepared file that was enlarged or given back belongs to no row. A demand in the catalog expires by its time.
 """
 
+import os
 from collections.abc import Container
 from typing import NamedTuple
 
@@ -22,8 +23,19 @@ from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.open_files.handle_ways import Reason
-from ckptfs_daemon.mount.opening.open_acts import PfsFacts
 from ckptfs_daemon.mount.opening.open_request import OpenRequest
+
+
+class PfsFacts(NamedTuple):
+    """The status of a file on the PFS, and the capacity of the PFS, when the file was opened."""
+
+    status: os.stat_result
+    capacity: space.Capacity
+
+
+def read_pfs_facts(fd: int) -> PfsFacts:
+    """May hang."""
+    return PfsFacts(os.fstat(fd), space.read_capacity(fd))
 
 
 class Placement(NamedTuple):

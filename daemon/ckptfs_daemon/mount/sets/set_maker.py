@@ -33,7 +33,6 @@ from ckptfs.series.patterns import Member
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
-from ckptfs_daemon.mount.opening.open_acts import remove_quietly
 from ckptfs_daemon.mount.sets.set_refresh import SetRefresh
 
 log = logging.getLogger(__name__)
@@ -251,7 +250,8 @@ class SetMaker:
             if not is_written:
                 with context.db.transaction() as db:
                     contents.mark_doomed(db, content)
-                remove_quietly(storage, content)
+                with contextlib.suppress(OSError):  # The reclaim flow removes it later.
+                    storage.remove(content)
         context.wake_channel.notify(ipc.WORK)
 
 

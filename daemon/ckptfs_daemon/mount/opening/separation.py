@@ -1,14 +1,16 @@
-"""Separation of a file of the history from its writer: the history keeps the old bytes (T6).
+"""Separation of a file from the nodes and the history that keep its bytes, before it is written.
 
-It precedes each open for writing of such a file.
+Other nodes hold a content that never changes: the file on this node gets a content of its own, which takes the bytes (`begin_successor`).
 
-The names in the history get an inode of their own (`history.separate`). If the writer truncates the file and no other program has it open,
-that inode takes the content, and nothing is copied. Otherwise it gets a verified copy, because open handles stay with the file that they
-have, which the writer will change.
+The history keeps the bytes of its sets (T6): its names get an inode of their own (`history.separate`). If the writer truncates the file and
+no other program has it open, that inode takes the content, and nothing is copied. Otherwise it gets a verified copy, because open handles
+stay with the file that they have, which the writer will change.
 
-Crash safety: a copy is a reserved content until the transaction that separates the file. The next mount process dooms what is left over.
+Crash safety: the new content is a reserved one until the transaction that separates the file. The next mount process dooms what is left
+over.
 """
 
+import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Callable
@@ -18,7 +20,8 @@ import trio
 from ckptfs import disk
 from ckptfs.catalog import contents, history, inodes
 from ckptfs.catalog.contents import FileContent
-from ckptfs.coherence import keys
+from ckptfs.catalog.database import Database
+from ckptfs.coherence import key_state, keys
 from ckptfs.errors import Busy, DigestMismatch, NoSpace
 from ckptfs.flow.open_decision import WriteTarget, choose_write_target
 from ckptfs.model import Content, ContentState, Tier
@@ -33,6 +36,45 @@ from ckptfs_daemon.mount.opening.tier_choice import SpaceWait
 
 log = logging.getLogger(__name__)
 disk.declare_labels("history:copied", "history:separated")
+
+
+async def begin_successor(context: MountContext, inode: int, content: int, storage: TierStorage) -> int | None:
+    """Give the file of a content that other nodes have to a new content of the inode.
+
+    The content that other nodes hold never changes.
+
+    The file keeps both names until the rows are recorded. Other nodes read `content` until this node has recorded something of the new
+    one. Returns None if the file changed meanwhile. Raises FileNotFoundError.
+    """
+    with context.db.transaction() as db:
+        successor = contents.insert_reserved_content(db, storage.tier)
+    is_begun = False
+    try:
+        await run_in_thread(storage.tier, lambda: local_copies.link_successor(storage, content, successor))
+        with context.open_files.change() as db:
+            is_begun = contents.record_successor(db, inode, content, successor)
+            if is_begun:
+                with key_state.change_unmarked(db):
+                    contents.set_current(db, inode, successor)
+    finally:
+        if not is_begun:
+            with context.db.transaction() as db:
+                contents.mark_doomed(db, successor)
+    if not is_begun:
+        return None
+    file = context.open_files.by_inode.get(inode)
+    if file is not None and file.content == content:
+        file.content = successor
+    await run_in_thread(storage.tier, lambda: _leave_name(context.db, storage, content))
+    return successor
+
+
+def _leave_name(db: Database, storage: TierStorage, content: int) -> None:
+    """Remove the name of a content whose file is its successor's; if that fails, reclaim does it."""
+    if storage.tier is not Tier.RAM:
+        db.persist()  # A power cut must not keep the removal and undo the rows.
+    with contextlib.suppress(OSError):
+        local_copies.remove_unrecorded(db, storage, content)
 
 
 def separate_for_writer(
