@@ -109,7 +109,7 @@ def measure_nvme(place: Path, sets: list[bytes]) -> tuple[float, float, float, f
     cluster = LocalCluster(place / "nodes", 2, nvme=True)
     one, other = cluster.nodes
     other.squeeze(Tier.RAM, MIB)
-    other.hold_anew()
+    other.renew_host()
     before = get_used_bytes(place)
     writes, seals, moved = [], [], 0
     with sharing_beside(one, other) as rest:

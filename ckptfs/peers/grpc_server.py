@@ -355,7 +355,7 @@ class PeerServer:
 
     def get_figures(self) -> dict[str, Any]:
         """Return the figures for `ckptfs status`."""
-        return {"transfers": len(self.table.transfers), "loans": len(self.table.reads), "refused": self.rejections.get_counts()}
+        return {"transfers": len(self.table.transfers), "reads": len(self.table.reads), "refused": self.rejections.get_counts()}
 
     def end_all_of_node(self, node: str) -> None:
         """End soon all that a node has begun: it has died or was restarted."""

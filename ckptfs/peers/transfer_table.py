@@ -24,7 +24,7 @@ Clock = Callable[[], float]
 
 
 class PeerResource:
-    """Something that a peer began: whose it is, when it was used last, and by how many streams just now."""
+    """Work that a peer has begun: its peer, its last use, and the number of streams that use it now."""
 
     def __init__(self, peer: str, clock: Clock) -> None:
         self.peer = peer
@@ -37,7 +37,7 @@ class PeerResource:
 
     @contextmanager
     def hold_stream(self) -> Iterator[None]:
-        """Use the item on one stream. Raises Rejection after its end."""
+        """Use the item on one stream. Raises Rejection if the item has ended."""
         with self.lock:
             self._require_active()
             self._stream_count += 1
@@ -67,7 +67,7 @@ class PeerResource:
             self.has_ended = True
 
     def end(self, on_unused: Callable[[], None]) -> None:
-        """Let no stream begin any more. `on_unused` is called when none is left, perhaps at once."""
+        """Refuse new streams. Call `on_unused` when no stream is left, perhaps at once."""
         with self.lock:
             self._require_active()
             self.has_ended, self._on_unused = True, on_unused
@@ -117,13 +117,13 @@ class IncomingTransfer(PeerResource):
             self._incoming_blocks.discard(number)
 
     def list_missing_blocks(self) -> list[int]:
-        """Return the blocks that have not come yet, ascending."""
+        """Return the blocks that have not arrived yet, ascending."""
         with self.lock:
             return sorted(self._missing_blocks)
 
 
 class OutgoingRead(PeerResource):
-    """A loan while a peer reads from it."""
+    """A copy that a peer has open."""
 
     def __init__(self, peer: str, copy: OpenCopy, clock: Clock) -> None:
         super().__init__(peer, clock)
@@ -134,7 +134,7 @@ Item = TypeVar("Item", bound=PeerResource)
 
 
 class PeerResourceTable(Generic[Item]):
-    """Items by random id. An id of another peer is as unknown as one that never was."""
+    """Items by random id. A peer finds only its own: any other id is unknown to it."""
 
     def __init__(self, what: str, total_max: int, peer_max: int) -> None:
         self._what, self._total_max, self._peer_max = what, total_max, peer_max
@@ -151,7 +151,7 @@ class PeerResourceTable(Generic[Item]):
         with self._lock:
             mine = sum(item.peer == peer for item in self._items.values())
             if mine >= self._peer_max or len(self._items) + self._reserved_count >= self._total_max:
-                raise Rejection(RejectReason.TOO_MANY, f"too many {self._what}s at once")
+                raise Rejection(RejectReason.TOO_MANY, f"too many at once: {self._what}")
             self._reserved_count += 1
         try:
             yield self._add
@@ -183,7 +183,7 @@ class PeerResourceTable(Generic[Item]):
 
 
 class TransferTable:
-    """All transfers and loans of this node, and the shelf behind them."""
+    """All transfers and reads of this node, and the content host behind them."""
 
     def __init__(self, content_host: ContentHost, clock: Clock = time.monotonic) -> None:
         self.content_host = content_host
@@ -192,9 +192,9 @@ class TransferTable:
             "transfer", limits.PEER_TRANSFERS_MAX, limits.PEER_TRANSFERS_PER_PEER_MAX
         )
         self.reads: PeerResourceTable[OutgoingRead] = PeerResourceTable(
-            "loan", limits.PEER_OPEN_COPIES_MAX, limits.PEER_OPEN_COPIES_PER_PEER_MAX
+            "open copy", limits.PEER_OPEN_COPIES_MAX, limits.PEER_OPEN_COPIES_PER_PEER_MAX
         )
-        self._reader_places: dict[tuple[int, str], float] = {}
+        self._reader_slots: dict[tuple[int, str], float] = {}
         self._lock = threading.Lock()
 
     def begin_transfer(self, peer: str, offer: Offer) -> tuple[int, list[int]]:
@@ -207,7 +207,7 @@ class TransferTable:
             return insert(IncomingTransfer(peer, offer, reception, self._clock)), list(reception.missing_blocks)
 
     def receive_whole(self, peer: str, offer: Offer, data: bytes) -> bool:
-        """Receive a content of one block that came with its offer. Return whether the copy counts now."""
+        """Receive a content of one block inside its offer. Return whether the copy counts now."""
         number, missing_blocks = self.begin_transfer(peer, offer)
         try:
             transfer = self.transfers.get(peer, number)
@@ -221,7 +221,7 @@ class TransferTable:
         return self.finish(peer, number)
 
     def finish(self, peer: str, number: int) -> bool:
-        """Finish a transfer. Return whether the content is right. A transfer that lacks blocks goes on."""
+        """Finish a transfer. Return whether the content is verified. A transfer that lacks blocks continues."""
         transfer = self.transfers.get(peer, number)
         if left := transfer.list_missing_blocks():
             raise Rejection(RejectReason.INCOMPLETE, f"{len(left)} blocks have not come, the first is {left[0]}")
@@ -236,20 +236,20 @@ class TransferTable:
         transfer.end(lambda: self.content_host.abort_reception(transfer.token, keep_blocks=transfer.has_received_blocks))
 
     def describe_copy(self, peer: str, content: int, digest: bytes | None, *, can_wait: bool = False) -> OpenCopy:
-        """Describe a copy; its descriptor is closed. `can_wait`: see `_take_reader_place`."""
+        """Describe a copy; its descriptor is closed. `can_wait`: see `_reserve_reader_slot`."""
         copy = self.content_host.open_copy(content, digest)
         os.close(copy.fd)
         if can_wait:
-            self._take_reader_place(peer, copy)
+            self._reserve_reader_slot(peer, copy)
         return copy
 
     def open_copy(self, peer: str, content: int, digest: bytes | None, *, can_wait: bool = False) -> tuple[int, OpenCopy]:
-        """Open a copy for a peer. Return (id, open copy). `can_wait`: see `_take_reader_place`."""
+        """Open a copy for a peer. Return (id, open copy). `can_wait`: see `_reserve_reader_slot`."""
         with self.reads.reserve_slot(peer) as insert:
             copy = self.content_host.open_copy(content, digest)
             try:
                 if can_wait:
-                    self._take_reader_place(peer, copy)
+                    self._reserve_reader_slot(peer, copy)
             except Rejection:
                 os.close(copy.fd)
                 raise
@@ -260,24 +260,24 @@ class TransferTable:
         read = self.reads.get(peer, number)
         self.reads.remove(number)
         with self._lock:
-            self._reader_places.pop((read.copy.content, peer), None)
+            self._reader_slots.pop((read.copy.content, peer), None)
         read.end(lambda: os.close(read.copy.fd))
 
-    def _take_reader_place(self, peer: str, copy: OpenCopy) -> None:
-        """Reserve a place among the readers of a large content, until its open copies end.
+    def _reserve_reader_slot(self, peer: str, copy: OpenCopy) -> None:
+        """Reserve a slot among the readers of a large content, until its open copies end.
 
-        The first readers thus finish soon and serve the next ones. Raises Rejection if all places are taken.
+        The first readers thus finish soon and serve the next ones. Raises Rejection if no slot is free.
         """
         now = self._clock()
         if copy.size < limits.PEER_READERS_BYTES_MIN:
             return
         with self._lock:
-            self._reader_places = {place: until for place, until in self._reader_places.items() if until > now}
-            readers = {reader for content, reader in self._reader_places if content == copy.content}
+            self._reader_slots = {place: until for place, until in self._reader_slots.items() if until > now}
+            readers = {reader for content, reader in self._reader_slots if content == copy.content}
             readers |= {read.peer for _, read in self.reads.all() if read.copy.content == copy.content}
             if len(readers - {peer}) >= limits.PEER_READERS_MAX:
                 raise Rejection(RejectReason.TOO_MANY, f"{len(readers)} nodes fetch it just now")
-            self._reader_places[copy.content, peer] = now + limits.PEER_READER_S
+            self._reader_slots[copy.content, peer] = now + limits.PEER_READER_S
 
     def end_all_of_peer(self, peer: str) -> None:
         """End all that this peer had begun and no stream uses."""
@@ -305,7 +305,7 @@ def pwrite_all(fd: int, pieces: Sequence[bytes], offset: int) -> None:
 
 
 class ConcurrencyLimit:
-    """So many at once altogether, and of one peer."""
+    """A limit on concurrent work, in total and for each peer."""
 
     def __init__(self, what: str, total_max: int, peer_max: int) -> None:
         self._what, self._total_max, self._peer_max = what, total_max, peer_max
@@ -314,10 +314,10 @@ class ConcurrencyLimit:
 
     @contextmanager
     def hold_slot(self, peer: str) -> Iterator[None]:
-        """Hold a place. Raises Rejection if none is left."""
+        """Hold a slot. Raises Rejection if none is free."""
         with self._lock:
             if self._used.total() >= self._total_max or self._used[peer] >= self._peer_max:
-                raise Rejection(RejectReason.TOO_MANY, f"too many {self._what}s at once")
+                raise Rejection(RejectReason.TOO_MANY, f"too many at once: {self._what}")
             self._used[peer] += 1
         try:
             yield

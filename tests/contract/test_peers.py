@@ -35,7 +35,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path, keyring: Keyring) -> It
     made = Pair(tmp_path, keyring if request.param == "TLS" else None)
     yield made
     made.stop()
-    assert made.node.shelf.arriving() == 0
+    assert made.node.host.arriving() == 0
 
 
 @pytest.fixture
@@ -68,8 +68,8 @@ def test_what_was_sent_is_there_and_can_be_fetched(pair: Pair, tmp_path: Path, s
     data = random.Random(size).randbytes(size)
     _, _, verified = send(pair.peers, pair.node.there, tmp_path, data)
     assert verified
-    assert pair.node.shelf.held[7].sender == "node2", "the shelf knows whose word it is, and nobody says that of himself"
-    assert pair.node.shelf.path(7).read_bytes() == data
+    assert pair.node.host.held[7].sender == "node2", "the sender is the authenticated node"
+    assert pair.node.host.path(7).read_bytes() == data
     record = pair.peers.get_manifest(pair.node.there, 7, digests(data)[0])
     assert record == record_of(offer_of(data))
     target, blocks = tmp_path / "target", list(range(-(-size // BLOCK)))
@@ -86,15 +86,15 @@ def test_small_contents_travel_together_and_are_judged_one_by_one(fast: Pair, tm
     fds = {content: file_of(tmp_path, data) for content, data in datas.items()}
     offers = [(offer_of(data, 100 + content), fds[content]) for content, data in datas.items()]
     offers[3] = (offer_of(b"was", 103), fds[3])
-    blocking = fast.node.shelf.begin_reception(offer_of(b"x", 105))
+    blocking = fast.node.host.begin_reception(offer_of(b"x", 105))
     outcomes = fast.peers.send_many(fast.node.there, offers)
     assert isinstance(outcomes[3], PeerCorrupt) and isinstance(outcomes[5], PeerRefused) and outcomes[5].code == errno.EBUSY
     assert all(isinstance(one, SendResult) and one.is_verified for number, one in enumerate(outcomes) if number not in (3, 5))
-    assert {content - 100: fast.node.shelf.path(content).read_bytes() for content in fast.node.shelf.held} == {
+    assert {content - 100: fast.node.host.path(content).read_bytes() for content in fast.node.host.held} == {
         content: data for content, data in datas.items() if content not in (3, 5)
     }
-    assert {offer.sender for offer in fast.node.shelf.held.values()} == {"node2"}
-    fast.node.shelf.abort_reception(blocking.token)
+    assert {offer.sender for offer in fast.node.host.held.values()} == {"node2"}
+    fast.node.host.abort_reception(blocking.token)
     for fd in fds.values():
         os.close(fd)
 
@@ -113,7 +113,7 @@ def test_an_early_offer_brings_what_no_longer_changes(pair: Pair, tmp_path: Path
     _, blocks = digests(data)
     early = Offer(7, 8, 1, len(data), None, blocks[:16] + UNKNOWN_BLOCK + blocks[32:])
     assert send(pair.peers, pair.node.there, tmp_path, data, early)[::2] == (2, False)
-    assert 7 not in pair.node.shelf.held
+    assert 7 not in pair.node.host.held
     assert send(pair.peers, pair.node.there, tmp_path, data)[::2] == (1, True)
 
 
@@ -152,8 +152,8 @@ def test_a_source_that_changed_is_found_out(pair: Pair, tmp_path: Path) -> None:
         send(pair.peers, pair.node.there, tmp_path, changed, offer)
     with pytest.raises(PeerCorrupt):
         send(pair.peers, pair.node.there, tmp_path, data[:BLOCK], offer)
-    eventually(lambda: pair.node.shelf.arriving() == 0, what="what had arrived is given up")
-    assert not pair.node.shelf.held
+    eventually(lambda: pair.node.host.arriving() == 0, what="what had arrived is given up")
+    assert not pair.node.host.held
     assert send(pair.peers, pair.node.there, tmp_path, data)[2]
 
 
@@ -163,7 +163,7 @@ def test_a_small_source_that_changed_is_found_out(fast: Pair, tmp_path: Path) ->
 
 
 def test_no_room_says_so(pair: Pair, tmp_path: Path) -> None:
-    pair.node.shelf.room_bytes = BLOCK
+    pair.node.host.room_bytes = BLOCK
     with pytest.raises(PeerRefused) as refused:
         send(pair.peers, pair.node.there, tmp_path, os.urandom(BLOCK + 1))
     assert refused.value.code == errno.ENOSPC
@@ -174,7 +174,7 @@ def test_a_missing_content_is_not_lent(pair: Pair) -> None:
     with pytest.raises(PeerRefused) as refused:
         pair.peers.get_manifest(pair.node.there, 99, None)
     assert refused.value.code == errno.ENOENT
-    offer = pair.node.shelf.hold(b"x", 99)
+    offer = pair.node.host.hold(b"x", 99)
     assert pair.peers.get_manifest(pair.node.there, 99, None) == record_of(offer)
     with pytest.raises(PeerRefused):
         pair.peers.get_manifest(pair.node.there, 99, bytes(16))
@@ -183,7 +183,7 @@ def test_a_missing_content_is_not_lent(pair: Pair) -> None:
 @pytest.mark.parametrize("lie", [{"generation": 2**63}, {"generation": limits.GENERATION_MAX + 1}, {"inode": 2**64 - 1}, {"inode": 0}])
 def test_numbers_that_cannot_be_are_a_lie(fast: Pair, lie: dict[str, int]) -> None:
     """They would break the catalog of whoever believes them."""
-    fast.node.shelf.held[5] = replace(fast.node.shelf.hold(b"abc", 5), **lie)  # type: ignore[arg-type]
+    fast.node.host.held[5] = replace(fast.node.host.hold(b"abc", 5), **lie)  # type: ignore[arg-type]
     with pytest.raises(PeerCorrupt):
         fast.peers.request_seal(fast.node.there, 5, 3.0)
     with pytest.raises(PeerCorrupt):
@@ -191,12 +191,12 @@ def test_numbers_that_cannot_be_are_a_lie(fast: Pair, lie: dict[str, int]) -> No
 
 
 def test_the_rest_of_the_calls(fast: Pair) -> None:
-    offer = fast.node.shelf.hold(b"abc", 5)
+    offer = fast.node.host.hold(b"abc", 5)
     assert fast.peers.request_seal(fast.node.there, 5, 3.0) == record_of(offer)
     assert fast.peers.request_seal(fast.node.there, 6, 1e9) is None
-    assert fast.node.shelf.sealed_soon == [(5, 3.0), (6, limits.PEER_SEAL_WAIT_S_MAX)]
+    assert fast.node.host.sealed_soon == [(5, 3.0), (6, limits.PEER_SEAL_WAIT_S_MAX)]
     fast.peers.release_copies(fast.node.there, list(range(1, limits.PEER_FORGET_MAX + 2)))
-    assert len(fast.node.shelf.forgotten) == limits.PEER_FORGET_MAX + 1
+    assert len(fast.node.host.forgotten) == limits.PEER_FORGET_MAX + 1
     answer = fast.peers.ping(fast.node.there)
     assert answer.rtt_s > 0 and abs(answer.clock_offset_s) <= answer.rtt_s, "both read one clock"
 
@@ -208,7 +208,7 @@ def test_a_call_that_is_no_longer_wanted_ends(pair: Pair, tmp_path: Path) -> Non
     with pytest.raises(PeerFailed, match="no longer wanted"):
         pair.peers.send(pair.node.there, offer_of(data), fd, is_wanted=lambda: next(asked, False))
     os.close(fd)
-    eventually(lambda: pair.node.shelf.arriving() == 0, what="what had arrived is given up")
+    eventually(lambda: pair.node.host.arriving() == 0, what="what had arrived is given up")
 
 
 def test_nobody_there_says_so_at_once(keyring: Keyring, tmp_path: Path) -> None:
@@ -220,11 +220,11 @@ def test_nobody_there_says_so_at_once(keyring: Keyring, tmp_path: Path) -> None:
 
 
 def test_loans_are_given_back(fast: Pair, tmp_path: Path) -> None:
-    offer = fast.node.shelf.hold(os.urandom(2 * BLOCK))
+    offer = fast.node.host.hold(os.urandom(2 * BLOCK))
     with open(tmp_path / "target", "w+b") as file:
         for _ in range(limits.PEER_OPEN_COPIES_PER_PEER_MAX // 2 + 3):
             fast.peers.fetch([fast.node.there], record_of(offer), [0, 1], file.fileno())
-    eventually(lambda: len(fast.node.server.table.reads) == 0, what="loans are returned")
+    eventually(lambda: len(fast.node.server.table.reads) == 0, what="the copies are closed")
 
 
 def test_many_at_once(pair: Pair, tmp_path: Path) -> None:
@@ -246,4 +246,4 @@ def test_many_at_once(pair: Pair, tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert failures == []
-    assert {content: pair.node.shelf.path(content).read_bytes() for content in datas} == datas
+    assert {content: pair.node.host.path(content).read_bytes() for content in datas} == datas

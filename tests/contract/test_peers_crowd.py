@@ -36,7 +36,7 @@ class RealPeers:
         self.cluster.changed()
 
     def _serve(self, node: Node, keyring: Keyring) -> PeerServer:
-        server = PeerServer(node.hold, "127.0.0.1:0", CLUSTER, keyring(node.member.name))
+        server = PeerServer(node.host, "127.0.0.1:0", CLUSTER, keyring(node.member.name))
         node.member = replace(node.member, address=f"127.0.0.1:{server.port}")
         return server
 

@@ -56,7 +56,7 @@ def node(request: pytest.FixtureRequest, tmp_path: Path, keyring: Keyring, monke
     made = PeerNode(tmp_path, "node1", keyring("node1"))
     yield made
     made.stop()
-    assert made.shelf.arriving() == 0
+    assert made.host.arriving() == 0
 
 
 def with_limits(**values: float) -> pytest.MarkDecorator:
@@ -380,7 +380,7 @@ MALFORMED = {
 @pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_offer_touches_nothing(node: PeerNode, raw: Raw, name: str) -> None:
     assert raw.refused("Offer", MALFORMED[name]) is Status.INVALID_ARGUMENT
-    assert list(node.shelf.directory.iterdir()) == []
+    assert list(node.host.directory.iterdir()) == []
     assert node.server.rejections.get_counts() == {"node2": {"malformed": 1}}
 
 
@@ -394,7 +394,7 @@ def test_a_message_that_is_no_protobuf_is_refused(node: PeerNode, raw: Raw, capl
     assert caplog.records == []
     assert node.server.rejections.get_counts() == {"node2": {"malformed": 6, "no_method": 1}}
     assert raw.refused("Offer", bytes(limits.PEER_MESSAGE_BYTES_MAX + 1)) is Status.RESOURCE_EXHAUSTED
-    assert list(node.shelf.directory.iterdir()) == []
+    assert list(node.host.directory.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -416,7 +416,7 @@ def test_a_message_that_is_no_protobuf_is_refused(node: PeerNode, raw: Raw, capl
 def test_unknown_ids_and_numbers_out_of_range(node: PeerNode, raw: Raw, method: str, message: object, status: Status) -> None:
     assert raw.refused(method, message.SerializeToString()) is status  # type: ignore[attr-defined]
     assert sum(node.server.rejections.get_counts()["node2"].values()) == 1
-    assert node.shelf.forgotten == [] and node.shelf.sealed_soon == []
+    assert node.host.forgotten == [] and node.host.sealed_soon == []
 
 
 def test_a_second_finish_and_the_transfer_of_another_peer(node: PeerNode, raw: Raw, connect: Connect) -> None:
@@ -430,7 +430,7 @@ def test_a_second_finish_and_the_transfer_of_another_peer(node: PeerNode, raw: R
     raw.send(command(1, pb.TransferRequest.FromString(transfer).transfer), *block(1), *block(0), header(2, 0, END))
     assert pb.FinishReply.FromString(raw.call("Finish", transfer)).verified
     assert raw.refused("Finish", transfer) is Status.NOT_FOUND
-    assert node.shelf.path(7).read_bytes() == DATA
+    assert node.host.path(7).read_bytes() == DATA
 
 
 STREAMS = {
@@ -478,11 +478,11 @@ def test_a_stream_that_is_not_as_it_should_be(node: PeerNode, raw: Raw, name: st
     ("first", "count"), [(0, 0), (0, 3), (2, 1), (2**63, 1), (0, limits.PEER_RUN_BLOCKS_MAX + 1), (2**63 - 1, 2**63 - 1)]
 )
 def test_reading_out_of_range(node: PeerNode, raw: Raw, first: int, count: int) -> None:
-    node.shelf.hold(DATA)
-    loan = pb.Record.FromString(raw.call("GetRecord", pb.RecordRequest(content=7, borrow=True).SerializeToString())).loan
+    node.host.hold(DATA)
+    copy = pb.Record.FromString(raw.call("GetRecord", pb.RecordRequest(content=7, borrow=True).SerializeToString())).loan
     with fails(Status.INVALID_ARGUMENT):
-        raw.read(command(2, loan, first, count))
-    assert b"".join(one for one in raw.read(command(2, loan, 0, 2)) if len(one) > 16) == DATA
+        raw.read(command(2, copy, first, count))
+    assert b"".join(one for one in raw.read(command(2, copy, 0, 2)) if len(one) > 16) == DATA
 
 
 # --- several in one message ------------------------------------------------------------------------------------------------
@@ -519,24 +519,24 @@ NOT_TOGETHER = {
 def test_several_of_which_one_is_not_as_it_should_be_touch_nothing(node: PeerNode, raw: Raw, name: str) -> None:
     offers, status = NOT_TOGETHER[name]
     assert raw.refused("OfferMany", pb.OffersRequest(offers=offers).SerializeToString()) is status
-    assert list(node.shelf.directory.iterdir()) == [] and node.shelf.arriving() == 0
+    assert list(node.host.directory.iterdir()) == [] and node.host.arriving() == 0
     assert sum(node.server.rejections.get_counts()["node2"].values()) == 1
 
 
 def test_what_the_shelf_refuses_of_several_does_not_concern_the_others(node: PeerNode, raw: Raw) -> None:
     """And is counted; nothing is left of it that would be in the way of the next offer."""
     number = raw.offer(DATA, 12)
-    other = node.shelf.begin_reception(offer_of(SMALL, 11))
+    other = node.host.begin_reception(offer_of(SMALL, 11))
     reply = pb.OffersReply.FromString(
         raw.call("OfferMany", pb.OffersRequest(offers=[whole(SMALL, content) for content in (10, 11, 12)]).SerializeToString())
     )
     assert [verdict.verified for verdict in reply.verdicts] == [True, False, True]
     assert reply.verdicts[1].code == errno.EBUSY and node.server.rejections.get_counts() == {"node2": {"busy": 1}}
     assert raw.refused("Finish", pb.TransferRequest(transfer=number).SerializeToString()) is Status.NOT_FOUND
-    node.shelf.abort_reception(other.token)
+    node.host.abort_reception(other.token)
     again = pb.OffersRequest(offers=[whole(SMALL, 11)]).SerializeToString()
     assert pb.OffersReply.FromString(raw.call("OfferMany", again)).verdicts[0].verified
-    assert node.shelf.path(11).read_bytes() == SMALL and node.shelf.arriving() == 0
+    assert node.host.path(11).read_bytes() == SMALL and node.host.arriving() == 0
 
 
 # --- how much ------------------------------------------------------------------------------------------------------------
@@ -546,7 +546,7 @@ def test_what_the_shelf_refuses_of_several_does_not_concern_the_others(node: Pee
 def test_transfers_and_loans_of_a_peer_are_bounded_and_end_when_they_are_idle(
     node: PeerNode, raw: Raw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node.shelf.hold(b"x", 5)
+    node.host.hold(b"x", 5)
     raw.call("Ping", b"")
     before = len(os.listdir("/proc/self/fd"))
     for content in range(1, limits.PEER_TRANSFERS_PER_PEER_MAX + 1):
@@ -558,7 +558,7 @@ def test_transfers_and_loans_of_a_peer_are_bounded_and_end_when_they_are_idle(
     assert raw.refused("GetRecord", borrow) is Status.RESOURCE_EXHAUSTED
     assert node.server.rejections.get_counts() == {"node2": {"too_many": 2}}
     monkeypatch.setattr(limits, "PEER_IDLE_S", -1.0)
-    eventually(lambda: node.shelf.arriving() == 0 and len(node.server.table.reads) == 0, what="what is idle ends")
+    eventually(lambda: node.host.arriving() == 0 and len(node.server.table.reads) == 0, what="what is idle ends")
     eventually(lambda: len(os.listdir("/proc/self/fd")) <= before, what="descriptors are given back")
 
 
@@ -571,10 +571,10 @@ def test_what_a_node_had_begun_ends_when_it_dies_and_room_for_what_never_came_is
     one.send(command(1, some), *block(0), header(1, 0, END))
     going_on = other.offer(DATA, 3)
     node.server.end_all_of_node("node2")
-    eventually(lambda: node.shelf.arriving() == 1, what="what the dead node had begun ends")
-    assert (node.shelf.abandoned, node.shelf.kept) == (2, 1)
+    eventually(lambda: node.host.arriving() == 1, what="what the dead node had begun ends")
+    assert (node.host.abandoned, node.host.kept) == (2, 1)
     other.call("Abandon", pb.TransferRequest(transfer=going_on).SerializeToString())
-    assert (node.shelf.abandoned, node.shelf.kept) == (3, 1)
+    assert (node.host.abandoned, node.host.kept) == (3, 1)
 
 
 def test_refusals_leave_nothing_behind(node: PeerNode, raw: Raw) -> None:

@@ -35,7 +35,7 @@ class World:
         self.nodes = [PeerNode(directory, f"node{number}", keyring(f"node{number}")) for number in range(1, 4)]
         self.peers: PeerClient = client("node9", keyring("node9"), streams=2)
         for node in self.nodes:
-            node.shelf.hold(DATA)
+            node.host.hold(DATA)
         self.came: list[int] = []
         self.source = directory / "source"
         self.source.write_bytes(DATA)
@@ -200,7 +200,7 @@ def test_sources_are_ranked_by_what_was_measured_of_them(world: World) -> None:
     slowly = lambda peer, command: (message for message in encode_run(peer, command) if not pause.wait(pause_s))  # noqa: E731
     streams.encode_run = slowly  # type: ignore[method-assign]
     assert world.fetch([slow]) == DATA
-    failed.shelf.path(7).write_bytes(bytes(len(DATA)))
+    failed.host.path(7).write_bytes(bytes(len(DATA)))
     with pytest.raises(PeerCorrupt):
         world.fetch([failed])
     there = [node.there for node in (failed, slow, fast)]
@@ -211,7 +211,7 @@ def test_sources_are_ranked_by_what_was_measured_of_them(world: World) -> None:
 
 def test_a_source_that_lies_is_left_and_nothing_of_it_is_kept(world: World) -> None:
     """P4: what the liar sent is never in the file, not even for a moment after `on_block`."""
-    liar = world.nodes[0].shelf.path(7)
+    liar = world.nodes[0].host.path(7)
     liar.write_bytes(bytes(len(DATA)))
     assert world.fetch(world.nodes) == DATA
     assert sorted(world.came) == list(range(8))
@@ -219,10 +219,10 @@ def test_a_source_that_lies_is_left_and_nothing_of_it_is_kept(world: World) -> N
 
 def test_when_all_sources_lie_or_are_gone_it_says_so(world: World) -> None:
     for node in world.nodes[:2]:
-        node.shelf.path(7).write_bytes(bytes(len(DATA)))
+        node.host.path(7).write_bytes(bytes(len(DATA)))
     with pytest.raises(PeerCorrupt):
         world.fetch(world.nodes[:2])
-    world.nodes[2].shelf.held.clear()
+    world.nodes[2].host.held.clear()
     with pytest.raises(PeerFailed):
         world.fetch(world.nodes[2:])
     assert world.came == [] and not any((world.directory / "target").read_bytes())
@@ -299,7 +299,7 @@ def test_a_sent_stream_that_breaks_goes_on_where_it_was(world: World, relay: Rel
     sent = world.peers.send(relay.there, offer_of(DATA, 50), fd, is_wanted=is_wanted)
     os.close(fd)
     assert sent.is_verified and sent.bytes_moved < 13 * BLOCK
-    assert world.nodes[0].shelf.path(50).read_bytes() == DATA
+    assert world.nodes[0].host.path(50).read_bytes() == DATA
 
 
 def test_a_fetched_stream_that_breaks_goes_on_where_it_was(world: World, relay: Relay) -> None:
@@ -349,7 +349,7 @@ def test_a_peer_that_stands_still_holds_up_nobody_else(world: World, monkeypatch
     write_at = transfer_table.pwrite_all
 
     def slow(fd: int, data: list[bytes], offset: int) -> None:
-        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(stuck.shelf.directory)):
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(stuck.host.directory)):
             held.wait(120)
         write_at(fd, data, offset)
 
@@ -365,12 +365,12 @@ def test_a_peer_that_stands_still_holds_up_nobody_else(world: World, monkeypatch
 
     thread = threading.Thread(target=send_to_stuck)
     thread.start()
-    eventually(lambda: stuck.shelf.arriving() == 1, what="the slow transfer has begun")
+    eventually(lambda: stuck.host.arriving() == 1, what="the slow transfer has begun")
     assert world.send(world.nodes[1], 61).is_verified
     thread.join(120)
     assert len(failures) == 1
     held.set()
-    eventually(lambda: stuck.shelf.arriving() == 0, what="the slow peer gives up")
+    eventually(lambda: stuck.host.arriving() == 0, what="the slow peer gives up")
     assert world.peers.rank([stuck.there, world.nodes[1].there])[0] == world.nodes[1].there
 
 
@@ -398,8 +398,8 @@ def test_a_small_content_that_is_offered_twice_at_once_is_not_mixed(
     try:
         with pytest.raises(PeerFailed):
             send(b"first " * 100, 1)
-        assert refused == [errno.EBUSY] and node.shelf.arriving() == 0
-        assert send(b"second " * 100, 2) and node.shelf.path(7).read_bytes() == b"second " * 100
+        assert refused == [errno.EBUSY] and node.host.arriving() == 0
+        assert send(b"second " * 100, 2) and node.host.path(7).read_bytes() == b"second " * 100
     finally:
         sender.close()
         node.stop()
@@ -411,7 +411,7 @@ def test_a_node_that_moved_is_found_at_its_new_address(tmp_path: Path, keyring: 
     world.nodes[0].stop()
     again = PeerNode(tmp_path / "again", "node1", keyring("node1"))
     assert world.send(again, 80).is_verified
-    assert again.shelf.path(80).read_bytes() == DATA
+    assert again.host.path(80).read_bytes() == DATA
     world.nodes[0] = again
     world.stop()
 

@@ -165,7 +165,7 @@ def test_who_is_asked_about_a_copy_that_it_lacks_takes_its_word_back(tmp_path: P
     two.db.run("DELETE FROM content")
     one.kill()
     run_until_idle(reconcile_of(three))
-    assert hear(three, content) == [1, 2, 3] and two.hold.reported_unneeded == {content}
+    assert hear(three, content) == [1, 2, 3] and two.host.reported_unneeded == {content}
     run_until_idle(reconcile_of(two))
     assert hear(three, content) == [1, 3]
     run_until_idle(reconcile_of(three))
@@ -175,7 +175,7 @@ def test_who_is_asked_about_a_copy_that_it_lacks_takes_its_word_back(tmp_path: P
 
 
 def reconcile_of(node: Node) -> Reconcile:
-    return Reconcile(node.db, node.tiers, node.told, cluster_of(node), node.hold.reported_unneeded)
+    return Reconcile(node.db, node.tiers, node.told, cluster_of(node), node.host.reported_unneeded)
 
 
 def hear(node: Node, content: int) -> list[int]:

@@ -96,11 +96,11 @@ def test_a_reader_of_the_older_generation_keeps_it(two: LocalCluster) -> None:
     data = os.urandom(BLOCK + 9)
     content = one.written(b"a", data)
     send(two, content)
-    loan = other.hold.open_copy(content, None)
+    copy = other.host.open_copy(content, None)
     one.rewrite(content, lambda bytes_: bytes_.reverse())
     send(two, content)
-    assert os.pread(loan.fd, len(data), 0) == data
-    os.close(loan.fd)
+    assert os.pread(copy.fd, len(data), 0) == data
+    os.close(copy.fd)
     assert other.data(content) == data[::-1]
 
 
@@ -179,9 +179,9 @@ def test_a_generation_far_in_the_future_is_refused(two: LocalCluster) -> None:
     offer = offer_of(one, content)
     for generation in (offer.generation + limits.GENERATIONS_AHEAD_MAX + 1, 2**63 - 1):
         with pytest.raises(InvalidArgument):
-            other.hold.begin_reception(replace(offer, generation=generation))
+            other.host.begin_reception(replace(offer, generation=generation))
         with pytest.raises(InvalidArgument):
-            other.hold.begin_reception(replace(offer, content=content + 1, generation=generation))
+            other.host.begin_reception(replace(offer, content=content + 1, generation=generation))
     assert other.data(content) == b"hello"
 
 
@@ -198,12 +198,12 @@ def test_nobody_else_says_what_a_file_holds(tmp_path: Path, known: bool) -> None
     elsewhere = replace(offer, content=content + 1)
     for wrong in (lie, replace(lie, generation=offer.generation), elsewhere):
         with pytest.raises((Busy, InvalidArgument)):
-            other.hold.begin_reception(replace(wrong, sender=liar.member.name))
+            other.host.begin_reception(replace(wrong, sender=liar.member.name))
     assert other.files(Tier.RAM) == ({content} if known else set())
-    reception = other.hold.begin_reception(replace(offer, sender=liar.member.name))
-    other.hold.abort_reception(reception.token)
-    other.hold.begin_reception(replace(lie, sender=one.member.name))
-    other.hold.close()
+    reception = other.host.begin_reception(replace(offer, sender=liar.member.name))
+    other.host.abort_reception(reception.token)
+    other.host.begin_reception(replace(lie, sender=one.member.name))
+    other.host.close()
 
 
 def test_an_island_believes_its_peers(tmp_path: Path) -> None:
@@ -212,22 +212,22 @@ def test_an_island_believes_its_peers(tmp_path: Path) -> None:
     offer = replace(offer_of(one, one.written(b"a", b"hello")), sender=third.member.name)
     offer = replace(offer, generation=offer.generation + 1)
     other.store.reachable = False
-    other.hold.begin_reception(offer)
-    other.hold.close()
+    other.host.begin_reception(offer)
+    other.host.close()
 
 
 def test_the_same_content_arrives_once_at_a_time(two: LocalCluster) -> None:
     one, other = two.nodes
     offer = offer_of(one, one.written(b"a", os.urandom(BLOCK)))
-    reception = other.hold.begin_reception(offer)
+    reception = other.host.begin_reception(offer)
     with pytest.raises(Busy):
-        other.hold.begin_reception(offer)
-    other.hold.abort_reception(reception.token)
+        other.host.begin_reception(offer)
+    other.host.abort_reception(reception.token)
     with pytest.raises(InvalidArgument):
-        other.hold.finish_reception(reception.token)
-    again = other.hold.begin_reception(offer)
+        other.host.finish_reception(reception.token)
+    again = other.host.begin_reception(offer)
     assert again.token != reception.token
-    other.hold.close()
+    other.host.close()
 
 
 @pytest.mark.parametrize("came", ["nothing", "some", "nothing after some"])
@@ -235,13 +235,13 @@ def test_what_was_offered_and_never_sent_gives_its_room_back(two: LocalCluster, 
     """P10: at once; what came stays for the next offer."""
     one, other = two.nodes
     content = one.written(b"a", os.urandom(2 * BLOCK))
-    reception = other.hold.begin_reception(offer_of(one, content))
+    reception = other.host.begin_reception(offer_of(one, content))
     if came != "nothing":
-        other.hold.abort_reception(reception.token)
-        reception = other.hold.begin_reception(offer_of(one, content))
-    other.hold.abort_reception(reception.token, keep_blocks=came == "some")
+        other.host.abort_reception(reception.token)
+        reception = other.host.begin_reception(offer_of(one, content))
+    other.host.abort_reception(reception.token, keep_blocks=came == "some")
     assert len(other.files(Tier.RAM)) == (came != "nothing")
-    other.hold.close()
+    other.host.close()
 
 
 def test_what_is_not_all_there_does_not_count(two: LocalCluster) -> None:
@@ -249,9 +249,9 @@ def test_what_is_not_all_there_does_not_count(two: LocalCluster) -> None:
     one, other = two.nodes
     data = os.urandom(BLOCK + 1)
     content = one.written(b"a", data)
-    reception = other.hold.begin_reception(offer_of(one, content))
+    reception = other.host.begin_reception(offer_of(one, content))
     os.pwrite(reception.fd, data + b"!", 0)
-    assert other.hold.finish_reception(reception.token) is False
+    assert other.host.finish_reception(reception.token) is False
     assert other.copies(content) == {} and other.files(Tier.RAM) == set()
 
 
@@ -260,10 +260,10 @@ def test_on_nvme_the_copy_is_read_back(tmp_path: Path) -> None:
     data = os.urandom(BLOCK + 1)
     content = one.written(b"a", data)
     other.squeeze(Tier.RAM, 2 * MIB)
-    other.hold_anew()
-    reception = other.hold.begin_reception(offer_of(one, content))
+    other.renew_host()
+    reception = other.host.begin_reception(offer_of(one, content))
     os.pwrite(reception.fd, data[:-1] + bytes([data[-1] ^ 1]), 0)
-    assert other.hold.finish_reception(reception.token) is False
+    assert other.host.finish_reception(reception.token) is False
     assert other.files(Tier.NVME) == set()
     send(cluster, content)
     assert other.copies(content) == {Tier.NVME: CopyState.GOOD}
@@ -273,12 +273,12 @@ def test_on_nvme_the_copy_is_read_back(tmp_path: Path) -> None:
 def test_the_share_of_the_peers_is_bounded(two: LocalCluster) -> None:
     one, other = two.nodes
     other.squeeze(Tier.RAM, 40 * MIB)
-    other.hold_anew()
+    other.renew_host()
     with pytest.raises(NoSpace):
-        other.hold.begin_reception(offer_of(one, one.written(b"c", os.urandom(21 * MIB))))
+        other.host.begin_reception(offer_of(one, one.written(b"c", os.urandom(21 * MIB))))
     send(two, one.written(b"a", os.urandom(12 * MIB)))
     with pytest.raises(NoSpace):
-        other.hold.begin_reception(offer_of(one, one.written(b"b", os.urandom(9 * MIB))))
+        other.host.begin_reception(offer_of(one, one.written(b"b", os.urandom(9 * MIB))))
 
 
 def test_lent_copies_stay_readable_and_only_good_ones_are_lent(two: LocalCluster) -> None:
@@ -286,27 +286,27 @@ def test_lent_copies_stay_readable_and_only_good_ones_are_lent(two: LocalCluster
     data = os.urandom(BLOCK)
     content = one.written(b"a", data)
     with pytest.raises(CopyNotFound):
-        other.hold.open_copy(content, None)
+        other.host.open_copy(content, None)
     send(two, content)
     with pytest.raises(CopyNotFound):
-        other.hold.open_copy(content, b"another digest!!")
-    loan = other.hold.open_copy(content, None)
+        other.host.open_copy(content, b"another digest!!")
+    copy = other.host.open_copy(content, None)
     copies.delete_copy(other.db, content, Tier.RAM)
     other.tiers[Tier.RAM].remove(content)
-    assert os.pread(loan.fd, BLOCK, 0) == data and loan.digest == digest.hash_content(loan.blocks, loan.size)
-    os.close(loan.fd)
+    assert os.pread(copy.fd, BLOCK, 0) == data and copy.digest == digest.hash_content(copy.blocks, copy.size)
+    os.close(copy.fd)
     with pytest.raises(CopyNotFound):
-        other.hold.open_copy(content, None)
+        other.host.open_copy(content, None)
 
 
 def test_a_closed_content_is_sealed_for_who_asks(two: LocalCluster) -> None:
     one, other = two.nodes
     content = one.make(b"a", b"hello")
-    assert one.hold.seal_and_open(content, 0.0) is None
+    assert one.host.seal_and_open(content, 0.0) is None
     record = other.peers.request_seal(one.member, content, 1.0)
     assert record is not None and record.size == 5
     with pytest.raises(CopyNotFound):
-        other.hold.seal_and_open(content, 0.0)
+        other.host.seal_and_open(content, 0.0)
 
 
 @pytest.mark.parametrize("tier", [Tier.RAM, Tier.NVME])
@@ -319,7 +319,7 @@ def test_a_failure_anywhere_leaves_nothing_wrong(
     cluster, one, other = make_cluster(tmp_path, 2, nvme=True)
     if tier is Tier.NVME:
         other.squeeze(Tier.RAM, MIB)
-        other.hold_anew()
+        other.renew_host()
     content = one.written(b"a", os.urandom(BLOCK + 3))
     if older:
         send(cluster, content)
@@ -338,7 +338,7 @@ def test_a_failure_anywhere_leaves_nothing_wrong(
 
 def test_after_a_death_what_was_arriving_is_gone(two: LocalCluster) -> None:
     one, other = two.nodes
-    other.hold.begin_reception(offer_of(one, one.written(b"a", os.urandom(BLOCK))))
+    other.host.begin_reception(offer_of(one, one.written(b"a", os.urandom(BLOCK))))
     assert len(other.files(Tier.RAM)) == 1
     Recover(other.db, other.tiers, other.config, other.told).step()
     assert other.files(Tier.RAM) == set() and other.db.rows("SELECT * FROM copy WHERE state = 0") == []
@@ -361,13 +361,13 @@ def test_what_is_written_here_while_a_peer_sends_does_not_give_way(two: LocalClu
     send(two, content)
     offer = offer_of(one, content)
     other.db.run("DELETE FROM copy WHERE content = ?", content)
-    reception = other.hold.begin_reception(offer)
+    reception = other.host.begin_reception(offer)
     os.pwrite(reception.fd, b"x" * BLOCK, 0)
     other.db.run("INSERT INTO copy (content, tier, state, used_ns) VALUES (?, 'ram', 1, 1)", content)
     with other.db.transaction():
         contents.mark_open(other.db, other.inode(content), content, Tier.RAM)
         contents.mark_closed(other.db, other.inode(content), content, 5, 1, 2)
     with pytest.raises(Busy):
-        other.hold.finish_reception(reception.token)
+        other.host.finish_reception(reception.token)
     assert other.state(content) is ContentState.CLOSED
     assert other.copies(content) == {Tier.RAM: CopyState.GOOD}

@@ -25,7 +25,7 @@ def two(sharing: Path) -> Iterator[LocalCluster]:
     cluster = LocalCluster(sharing / "cluster", 2, nvme=True)
     other = cluster.nodes[1]
     other.squeeze(Tier.RAM, MIB)
-    other.hold_anew()
+    other.renew_host()
     yield cluster
     shutil.rmtree(sharing / "cluster")
 

@@ -21,12 +21,12 @@ from pathlib import Path
 from local_node import Node
 from ckptfs_daemon.mover import main as mover
 from ckptfs_daemon.ipc import ChildSetup
-root, link, bell, pfs = sys.argv[1:]
+root, link, channel, pfs = sys.argv[1:]
 node = Node(Path(root))
 node.configure(name=f"test-{link}-{Path(root).name}", drain_deadline_s=float(pfs or 30))
 node.tiers.close()
 node.db.close()
-ends = [socket.socket(fileno=int(number)) for number in (link, bell)]
+ends = [socket.socket(fileno=int(number)) for number in (link, channel)]
 given = ChildSetup("mover", node.config, False, *ends, -1, -1)
 sys.exit(mover.run(given))
 """
@@ -37,15 +37,15 @@ class Mover:
 
     def __init__(self, root: Path, *, fault: str = "", deadline_s: str = "") -> None:
         self.link, link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.bell, bell = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.channel, channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)), CKPTFS_FAULT=fault, XDG_RUNTIME_DIR=str(root))
-        descriptors = (link.fileno(), bell.fileno())
+        descriptors = (link.fileno(), channel.fileno())
         self.process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(root), *map(str, descriptors), deadline_s],
             pass_fds=descriptors, env=environment, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         link.close()
-        bell.close()
+        channel.close()
         self.link.settimeout(DEADLINE_S)
 
     def hear(self, message: bytes) -> None:

@@ -80,12 +80,12 @@ def test_a_deleted_file_that_this_node_is_about_to_name_again_keeps_its_bytes(tm
     two.db.run("INSERT INTO dirty_key (change, kind, number, name) VALUES (1, 'e', 1, x'6c')")
     one.db.run("DELETE FROM entry")
     tidy(one)
-    two.hold.reported_unneeded.add(content)
+    two.host.reported_unneeded.add(content)
     tidy(two)
     assert one.files(Tier.RAM) == set() and two.copies(content) == {Tier.RAM: CopyState.GOOD}
     assert [copy.node for copy in locations.load(two.store, [content])[content].copies] == [two.number]
     two.db.run("DELETE FROM entry")
-    two.hold.reported_unneeded.add(content)
+    two.host.reported_unneeded.add(content)
     tidy(two)
     assert two.files(Tier.RAM) == set()
 
@@ -143,8 +143,8 @@ def test_a_copy_that_arrives_while_it_counts_as_missing_is_announced_again(tmp_p
         withdraw_all(lacking)
 
     monkeypatch.setattr(host.copy_records, "withdraw_all", arrive)
-    two.hold.reported_unneeded.add(content)
-    Reconcile(two.db, two.tiers, two.told, host, two.hold.reported_unneeded).step()
+    two.host.reported_unneeded.add(content)
+    Reconcile(two.db, two.tiers, two.told, host, two.host.reported_unneeded).step()
     AnnounceCopies(two.db, host).step()
     assert [copy.node for copy in locations.load(two.store, [content])[content].copies] == [two.number]
 
@@ -154,9 +154,9 @@ def test_who_hears_of_a_deletion_before_the_writer_looks_again(tmp_path: Path, m
     monkeypatch.setattr(limits, "UNCONFIRMED_RECHECK_S", 0.01)
     cluster, content, one, two = make_replicated(tmp_path, 2)
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}")
-    flow = Reconcile(two.db, two.tiers, two.told, cluster_of(two), two.hold.reported_unneeded)
+    flow = Reconcile(two.db, two.tiers, two.told, cluster_of(two), two.host.reported_unneeded)
     run_until_idle(flow)  # The first sweep.
-    two.hold.reported_unneeded.add(content)
+    two.host.reported_unneeded.add(content)
     flow.step()
     assert two.copies(content) == {Tier.RAM: CopyState.GOOD} and (flow.next_due_s() or 0.0) < 1.0
     one.db.run("UPDATE content SET state = 3 WHERE id = ?", content)
@@ -205,8 +205,8 @@ def test_the_old_owner_learns_that_it_is_none(tmp_path: Path) -> None:
     assert row.digest is not None
     value = {"node": 2, "inode": row.inode, "generation": 7, "state": 2, "size": 3, "digest": "11" * 16, "closed_ns": 1}
     cluster.put(f"c/{content:016x}", value)
-    loan = one.hold.open_copy(content, None)
-    os.close(loan.fd)
+    copy = one.host.open_copy(content, None)
+    os.close(copy.fd)
     tidy(one)
     seen = one.row(content)
     assert seen.is_remote and seen.generation == 7
@@ -311,29 +311,29 @@ def test_two_surplus_copies_do_not_leave_at_once(tmp_path: Path) -> None:
 
 def test_a_released_copy_is_checked_in_the_store(tmp_path: Path) -> None:
     cluster, content, one, two = make_replicated(tmp_path, 2)
-    two.hold.release_copies([content])
+    two.host.release_copies([content])
     tidy(two)
     assert two.copies(content) == {Tier.RAM: CopyState.GOOD}, "a peer's word is not enough"
     delete(cluster, f"i/{one.inode(content):016x}")
-    two.hold.release_copies([content, 77, 78])
+    two.host.release_copies([content, 77, 78])
     tidy(two)
-    assert two.files(Tier.RAM) == set() and two.hold.reported_unneeded == set()
+    assert two.files(Tier.RAM) == set() and two.host.reported_unneeded == set()
 
 
 def test_the_writer_passes_a_deletion_on_to_its_holders(tmp_path: Path) -> None:
     """Rank 0 removes everybody's checkpoints: nobody waits for a sweep to get the room back."""
     cluster, one, two, three = make_cluster(tmp_path, 3)
     content, kept = replicated(cluster), replicated(cluster, b"b")
-    flows = {node: Reconcile(node.db, node.tiers, node.told, cluster_of(node), node.hold.reported_unneeded) for node in (one, two)}
+    flows = {node: Reconcile(node.db, node.tiers, node.told, cluster_of(node), node.host.reported_unneeded) for node in (one, two)}
     for flow in flows.values():
         run_until_idle(flow)  # The first sweep; the next one comes half an hour later.
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}", f"p/{content:016x}/00000002")
     contents.set_state(three.db, content, ContentState.DOOMED)
     peer_copies.insert_unneeded_copy(three.db, content, 1)
     replicate_of(three).step()
-    assert one.hold.reported_unneeded == {content}
+    assert one.host.reported_unneeded == {content}
     for node, flow in flows.items():
-        one.hold.release_copies([kept])
+        one.host.release_copies([kept])
         run_until_idle(flow)
         one.db.run("DELETE FROM dirty_key")
         Reclaim(node.db, node.tiers, node.config, node.told, (Tier.RAM,)).step()
@@ -345,7 +345,7 @@ def test_a_node_that_was_dead_to_the_others_looks_through_what_it_has(tmp_path: 
     """It was cut off while they deleted, and its mover lives on; what is young it looks at once more."""
     cluster, one, two = make_cluster(tmp_path, 2)
     content, kept = replicated(cluster), replicated(cluster, b"b")
-    flow = Reconcile(two.db, two.tiers, two.told, cluster_of(two), two.hold.reported_unneeded)
+    flow = Reconcile(two.db, two.tiers, two.told, cluster_of(two), two.host.reported_unneeded)
     run_until_idle(flow)
     delete(cluster, f"i/{one.inode(content):016x}", f"c/{content:016x}")
     contents.set_state(one.db, content, ContentState.DOOMED)
@@ -369,16 +369,16 @@ def test_without_the_store_nothing_goes(tmp_path: Path) -> None:
 def test_a_report_outlives_a_store_that_is_away(tmp_path: Path) -> None:
     """The node that told it has deleted its own copy by then, and tells it no more."""
     cluster, content, one, two = make_replicated(tmp_path, 2)
-    flow = Reconcile(two.db, two.tiers, two.told, cluster_of(two), two.hold.reported_unneeded)
+    flow = Reconcile(two.db, two.tiers, two.told, cluster_of(two), two.host.reported_unneeded)
     run_until_idle(flow)  # The first sweep.
     delete(cluster, f"i/{one.inode(content):016x}")
-    two.hold.release_copies([content])
+    two.host.release_copies([content])
     two.store.reachable = False
     with pytest.raises(StoreUnreachable):
         flow.step()
     two.store.reachable = True
     run_until_idle(flow)
-    assert two.state(content) is ContentState.DOOMED and two.hold.reported_unneeded == set()
+    assert two.state(content) is ContentState.DOOMED and two.host.reported_unneeded == set()
 
 
 @pytest.mark.parametrize("label", sorted(label for label in disk.LABELS if label.startswith("reconcile:")))

@@ -59,7 +59,7 @@ def test_the_next_peer_takes_what_the_first_refuses(tmp_path: Path, trouble: str
         cluster.cut.add("n2")
     elif trouble == "full":
         two.squeeze(Tier.RAM, MIB)
-        two.hold_anew()
+        two.renew_host()
     else:
 
         def busy(act: str, name: str) -> None:
@@ -145,7 +145,7 @@ def test_a_deletion_is_passed_on_to_nodes_that_fetched_the_file(tmp_path: Path) 
     contents.set_state(one.db, content, ContentState.DOOMED)
     copies.delete_doomed(one.db, copies.list_doomed(one.db, (Tier.RAM,), 0, 10))
     cluster.store.commit([], [Delete(locations.build_content_key(content))])
-    until(lambda: two.hold.reported_unneeded == {content} == three.hold.reported_unneeded, flow.step)
+    until(lambda: two.host.reported_unneeded == {content} == three.host.reported_unneeded, flow.step)
     assert peer_copies.list_unneeded(one.db, 10) == []
     assert locations.load(cluster.store, [content])[content].copies == ()
 
@@ -157,7 +157,7 @@ def test_many_deletions_are_passed_on(tmp_path: Path) -> None:
             peer_copies.insert_unneeded_copy(one.db, content, 2)
     flow = replicate_of(one)
     run_until_idle(flow)
-    assert two.hold.reported_unneeded == set(range(1000, 1200))
+    assert two.host.reported_unneeded == set(range(1000, 1200))
 
 
 def test_a_living_peer_that_is_unreachable_is_notified_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,10 +171,10 @@ def test_a_living_peer_that_is_unreachable_is_notified_later(tmp_path: Path, mon
             for node in (2, 3, 4):
                 peer_copies.insert_unneeded_copy(one.db, content, node)
     flow = replicate_of(one)
-    until(lambda: three.hold.reported_unneeded == set(range(1000, 1200)), flow.step)
+    until(lambda: three.host.reported_unneeded == set(range(1000, 1200)), flow.step)
     until(lambda: {copy.node for copy in peer_copies.list_unneeded(one.db, 1000)} == {2}, flow.step)
     cluster.cut.clear()
-    until(lambda: two.hold.reported_unneeded == set(range(1000, 1200)) and not peer_copies.list_unneeded(one.db, 1), flow.step)
+    until(lambda: two.host.reported_unneeded == set(range(1000, 1200)) and not peer_copies.list_unneeded(one.db, 1), flow.step)
 
 
 def behind(node: Node) -> tuple[int, int, int]:
@@ -204,12 +204,12 @@ def test_small_files_travel_together_and_count_one_by_one(tmp_path: Path, caplog
     found = [one.make(b"%d" % number, b"%d" % number) for number in range(limits.PEER_QUEUE_MAX + 40)]
     one.seal()
     one.spoil(found[3], Tier.RAM)
-    blocking = two.hold.begin_reception(replace(offer_of(one, found[5]), sender=one.member.name))
+    blocking = two.host.begin_reception(replace(offer_of(one, found[5]), sender=one.member.name))
     flow = replicate_of(one)
     flow.step()
     until(lambda: one.state(found[3]) is ContentState.LOST and peer_copies.get_replication_lag(one.db)[0] == 1, flow.step)
     assert level(one, found[4]) is Level.CLIQUE and level(one, found[5]) is Level.LOCAL
-    two.hold.abort_reception(blocking.token)
+    two.host.abort_reception(blocking.token)
     until(lambda: not peer_copies.get_replication_lag(one.db)[0], flow.step)
     assert all(two.data(content) == one.data(content) for content in found if content != found[3])
     assert sum(one.peers.together) > len(found) / 2 and max(one.peers.together) == limits.PEER_BATCH_MAX
@@ -286,7 +286,7 @@ def test_without_the_store_copies_are_still_made(tmp_path: Path) -> None:
     assert peer_copies.list_unneeded(one.db, 10) != []
     one.store.reachable = True
     until(lambda: peer_copies.list_unneeded(one.db, 10) == [], flow.step)
-    assert two.hold.reported_unneeded == {gone}
+    assert two.host.reported_unneeded == {gone}
 
 
 def test_a_node_that_forgets_a_remote_content_releases_no_copy(tmp_path: Path) -> None:

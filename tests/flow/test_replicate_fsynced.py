@@ -100,10 +100,10 @@ def test_a_state_that_was_read_later_has_the_higher_number(two: LocalCluster, mo
         return found
 
     monkeypatch.setattr(transfer, "read", reading)
-    loan = one.hold.seal_and_open(content, 1.0)
-    assert loan is not None and asked
-    os.close(loan.fd)
-    assert other.row(content).generation > loan.generation and other.data(content).endswith(b"fsynced")
+    copy = one.host.seal_and_open(content, 1.0)
+    assert copy is not None and asked
+    os.close(copy.fd)
+    assert other.row(content).generation > copy.generation and other.data(content).endswith(b"fsynced")
 
 
 def test_too_few_nodes_leave_the_want_open(two: LocalCluster) -> None:

@@ -195,7 +195,7 @@ def test_what_another_node_deleted_goes_at_once(tmp_path: Path) -> None:
         one.db.run("UPDATE inode SET nlink = 0 WHERE id = ?", inode)
         contents.mark_awaiting_store_check(one.db, inode)
         assert namespace.delete_forgotten(one.db, [inode]) == {inode: []}
-    flow = Reconcile(one.db, one.tiers, one.told, cluster_of(one), one.hold.reported_unneeded)
+    flow = Reconcile(one.db, one.tiers, one.told, cluster_of(one), one.host.reported_unneeded)
     flow.step()
     Reclaim(one.db, one.tiers, one.config, one.told, (Tier.RAM,)).step()
     assert one.files(Tier.RAM) == set()

@@ -1,4 +1,4 @@
-"""Several nodes in one process, without FUSE: catalogs and tiers of their own, one store in memory, peers that call one another's shelf.
+"""Several nodes in one process, without FUSE: catalogs and tiers of their own, one store in memory, peers that call one another's host.
 
 What the sharing of the namespace would do (`c/` keys, rows of files that other nodes made) is done here by hand, as simply as can be.
 """
@@ -73,14 +73,14 @@ class Node(LocalNode):
         self.store = MemoryStore(cluster.etcd)
         self.presence = SimpleNamespace(node=self.member, lease_id=cluster.etcd.grant(LEASE_S))
         self.peers = LocalPeers(cluster, self)
-        self.hold_anew()
+        self.renew_host()
         self.alive = True
         self.repair = Repair(self.db, self.told, cluster_of(self))
 
-    def hold_anew(self) -> None:
+    def renew_host(self) -> None:
         """With the tiers as they are now."""
-        self.hold = Host(self.db, self.tiers, 0.5, self.told, cluster_of(self))
-        self.table = TransferTable(self.hold)
+        self.host = Host(self.db, self.tiers, 0.5, self.told, cluster_of(self))
+        self.table = TransferTable(self.host)
 
     @property
     def view(self) -> ClusterView:
@@ -232,28 +232,28 @@ class LocalPeers:
         there = self._cluster.node(node.name)
         if not there.alive or not self._here.alive or {node.name, self._here.member.name} & self._cluster.cut:
             raise PeerFailed(f"{node.name} does not answer")
-        return there.hold
+        return there.host
 
     def send(self, node: PeerAddress, offer: Offer, source_fd: int, *, is_wanted: Callable[[], bool] = lambda: True) -> SendResult:
-        shelf = self._host_of("send", node)
+        host = self._host_of("send", node)
         try:
-            reception = shelf.begin_reception(replace(offer, sender=self._here.member.name))
+            reception = host.begin_reception(replace(offer, sender=self._here.member.name))
         except (CkptfsError, OSError) as failure:
             raise PeerRefused(str(failure), failure.errno or 5) from failure
         moved = 0
         for number in reception.missing_blocks:
             data = os.pread(source_fd, limits.BLOCK_BYTES, number * limits.BLOCK_BYTES)[: offer.size - number * limits.BLOCK_BYTES]
             if not is_wanted() or digest.hash_block(data) != offer.blocks[16 * number : 16 * number + 16]:
-                shelf.abort_reception(reception.token)
+                host.abort_reception(reception.token)
                 raise PeerCorrupt("these are not the bytes that were offered")
             try:
                 self.fault("block", node.name)
             except PeerFailed:
-                shelf.abort_reception(reception.token)
+                host.abort_reception(reception.token)
                 raise
             os.pwrite(reception.fd, data, number * limits.BLOCK_BYTES)
             moved += len(data)
-        verified = shelf.finish_reception(reception.token) and not offer.is_early
+        verified = host.finish_reception(reception.token) and not offer.is_early
         self.sent.append((node.name, offer.content, moved))
         return SendResult(len(reception.missing_blocks), moved, verified)
 
@@ -328,16 +328,16 @@ class LocalPeers:
 
     def request_seal(self, node: PeerAddress, content: int, timeout_s: float) -> ContentManifest | None:
         there = self._cluster.node(node.name)
-        shelf = self._host_of("seal_soon", node)
+        host = self._host_of("seal_soon", node)
         there.seal()
         try:
-            loan = shelf.seal_and_open(content, min(timeout_s, 0.1))
+            copy = host.seal_and_open(content, min(timeout_s, 0.1))
         except CkptfsError as refusal:
             raise PeerRefused(str(refusal), refusal.errno) from refusal
-        if loan is None:
+        if copy is None:
             return None
-        os.close(loan.fd)
-        return loan
+        os.close(copy.fd)
+        return copy
 
     def release_copies(self, node: PeerAddress, contents_: Sequence[int]) -> None:
         self._host_of("forget", node).release_copies(contents_)

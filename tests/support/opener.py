@@ -28,9 +28,9 @@ class Opener:
     def use(self, node: Node) -> None:
         """Open files of `node`, first of all its file `file`."""
         self.node = node
-        bell = cast(Any, SimpleNamespace(notify=lambda message: None))
-        self.files = OpenFileTable(self.node.db, self.node.tiers, None, bell)
-        shared: dict[str, Any] = {"db": self.node.db, "tiers": self.node.tiers, "open_files": self.files, "wake_channel": bell}
+        channel = cast(Any, SimpleNamespace(notify=lambda message: None))
+        self.files = OpenFileTable(self.node.db, self.node.tiers, None, channel)
+        shared: dict[str, Any] = {"db": self.node.db, "tiers": self.node.tiers, "open_files": self.files, "wake_channel": channel}
         self.context = cast(
             Any, SimpleNamespace(**shared, mover_client=None, data_path=DataPath.BUFFERED, shared_namespace=LocalNamespace())
         )

@@ -1,4 +1,4 @@
-"""A shelf in memory and on a directory of files, and servers and clients of the peer protocol around it: for the tests of the transport."""
+"""A content host in memory and a directory of files, with servers and clients of the peer protocol: for the tests of the transport."""
 
 import os
 import threading
@@ -45,7 +45,7 @@ class There:
 
 
 class MemoryContentHost:
-    """The simplest `Shelf`: a file for each content, no catalog."""
+    """The simplest `ContentHost`: a file for each content, no catalog."""
 
     def __init__(self, directory: Path, room: int = 1 << 40) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -144,14 +144,14 @@ def keyring(tmp_path_factory: pytest.TempPathFactory) -> Keyring:
 
 
 class PeerNode:
-    """A node that serves: its shelf, its server, and how to reach it."""
+    """A node that serves: its content host, its server and its address."""
 
     def __init__(
         self, directory: Path, name: str, identity: Identity | None, *, room: int = 1 << 40,
         revoked: RevocationList | None = None,
     ) -> None:  # fmt: skip
-        self.shelf = MemoryContentHost(directory / name, room)
-        self.server = PeerServer(self.shelf, "127.0.0.1:0", CLUSTER, identity, revoked=revoked)
+        self.host = MemoryContentHost(directory / name, room)
+        self.server = PeerServer(self.host, "127.0.0.1:0", CLUSTER, identity, revoked=revoked)
         self.there = There(name, f"127.0.0.1:{self.server.port}")
 
     def stop(self) -> None:

@@ -122,7 +122,7 @@ def appended(data: bytearray) -> None:
 def tidy(*nodes: Node) -> None:
     """Reconcile and reclaim on each of these nodes, in this order."""
     for node in nodes:
-        run_until_idle(Reconcile(node.db, node.tiers, node.told, cluster_of(node), node.hold.reported_unneeded))
+        run_until_idle(Reconcile(node.db, node.tiers, node.told, cluster_of(node), node.host.reported_unneeded))
         Reclaim(node.db, node.tiers, node.config, node.told, (Tier.RAM,)).step()
 
 

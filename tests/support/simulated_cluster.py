@@ -106,15 +106,15 @@ class SimulatedMover:
             self.membership.locks,
         )
         node.member = self.membership.node_lease.node
-        node.hold = Host(db, tiers, 0.5, self, self.cluster)
-        node.table = TransferTable(node.hold)
+        node.host = Host(db, tiers, 0.5, self, self.cluster)
+        node.table = TransferTable(node.host)
         self._recover = Recover(db, tiers, config, self)
         announce, fetch = AnnounceCopies(db, self.cluster), Fetch(db, tiers, config, self, self.cluster)
         flows: list[tuple[str, Flow]] = [
             ("seal", Seal(db, tiers, config, self, (Tier.RAM,))), ("reclaim", Reclaim(db, tiers, config, self, (Tier.RAM,))),
             ("replicate", Replicate(db, tiers, self, self.cluster)), ("announce", announce), ("repair", Repair(db, self, self.cluster)),
-            ("reconcile", Reconcile(db, tiers, self, self.cluster, node.hold.reported_unneeded)), ("fetch", fetch),
-            ("salvage", Salvage(db, tiers, self, self.cluster)), ("inspect", InspectFile(db, self, self.cluster)), ("host", node.hold),
+            ("reconcile", Reconcile(db, tiers, self, self.cluster, node.host.reported_unneeded)), ("fetch", fetch),
+            ("salvage", Salvage(db, tiers, self, self.cluster)), ("inspect", InspectFile(db, self, self.cluster)), ("host", node.host),
             ("dead records", DropDeadRecords(db, self.cluster)),
         ]  # fmt: skip
         self._prepare: list[Callable[[], object]] = [self._recover.step, announce.prepare, fetch.prepare]
@@ -161,7 +161,7 @@ class SimulatedNode(Station):
 
     store: SimulatedStore
     member: Node
-    hold: Host
+    host: Host
     table: TransferTable
 
     def __init__(self, cluster: "SimulatedCluster", number: int) -> None:

@@ -128,7 +128,7 @@ def test_current_work_is_published_and_shown(node: Node, store: MemoryStore) -> 
             "node2": {"rtt_s": 0.002, "bytes_per_s": 5e8, "failed": 0.0},
             "node3": {"rtt_s": None, "bytes_per_s": None, "failed": 1.0},
         },
-        lambda: {"transfers": 2, "loans": 1, "refused": {"node2": {"malformed": 3}, "unknown": {"stranger": 4, "malformed": 1}}},
+        lambda: {"transfers": 2, "reads": 1, "refused": {"node2": {"malformed": 3}, "unknown": {"stranger": 4, "malformed": 1}}},
         lambda node: PingResult(0.001, 0.0),
     )
     figures = ClusterFigures(node.config, node.db, store, transport)

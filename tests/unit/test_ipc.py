@@ -1,4 +1,4 @@
-"""The bell between mount and mover: hints that may be lost, never a wait."""
+"""The wake-ups between mount and mover: hints that may be lost, never a wait."""
 
 import socket
 
@@ -46,11 +46,11 @@ def test_a_name_of_255_bytes_fits(ends: tuple[socket.socket, socket.socket]) -> 
 
 
 def test_nobody_listens_and_nobody_waits(ends: tuple[socket.socket, socket.socket]) -> None:
-    bell = WakeChannel(ends[0])
+    channel = WakeChannel(ends[0])
     for _ in range(100_000):
-        bell.notify(ipc.URGENT_REQUEST)
+        channel.notify(ipc.URGENT_REQUEST)
     ends[1].close()
-    bell.notify(ipc.URGENT_REQUEST)
+    channel.notify(ipc.URGENT_REQUEST)
 
 
 def test_hints_that_follow_closely_are_left_out_and_urgent_ones_never(
@@ -58,12 +58,12 @@ def test_hints_that_follow_closely_are_left_out_and_urgent_ones_never(
 ) -> None:
     now_s = 100.0
     monkeypatch.setattr(ipc.time, "monotonic", lambda: now_s)
-    bell = WakeChannel(ends[0])
+    channel = WakeChannel(ends[0])
     for _ in range(5):
-        bell.notify(ipc.WORK)
-        bell.notify(ipc.URGENT_REQUEST)
+        channel.notify(ipc.WORK)
+        channel.notify(ipc.URGENT_REQUEST)
     now_s += ipc.WORK_INTERVAL_MIN_S
-    bell.notify(ipc.WORK)
+    channel.notify(ipc.WORK)
     assert heard(ends[1], 7) == [ipc.WORK, *[ipc.URGENT_REQUEST] * 5, ipc.WORK]
 
 

@@ -124,7 +124,7 @@ def test_who_waits_is_served_at_once() -> None:
 
 
 def test_an_urgent_run_does_not_swallow_a_fresh_hint() -> None:
-    """The bell leaves out hints that follow one another closely: a hint younger than the gathering still gets its run."""
+    """The wake channel leaves out hints that follow one another closely: a hint younger than the gathering still gets its run."""
     flow = Steps()
 
     async def scenario(lane: Lane) -> None:

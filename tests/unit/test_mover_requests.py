@@ -15,8 +15,8 @@ from ckptfs.catalog.database import Database
 from ckptfs.errors import TimedOut
 
 
-class Rung:
-    """A bell that remembers, and lets a test answer."""
+class RecordedChannel:
+    """A wake channel that records its messages, and lets a test answer."""
 
     def __init__(self) -> None:
         self.messages: list[bytes] = []
@@ -30,17 +30,17 @@ def test_who_asks_the_same_shares_a_row(db: Database) -> None:
     assert mover_requests.insert_request(db, mover_requests.FETCH, 7) == first
     others = [(mover_requests.FETCH, 8), (mover_requests.SCAN, 7), (mover_requests.FETCH, 7, mover_requests.NEEDS_COPY)]
     assert len({first, *(mover_requests.insert_request(db, *other) for other in others)}) == 4
-    listed = [want.id for want in mover_requests.list_open(db, mover_requests.FETCH)]
+    listed = [request.id for request in mover_requests.list_open(db, mover_requests.FETCH)]
     assert listed == sorted(listed)
     mover_requests.mark_done(db, first, mover_requests.FETCHED)
     assert mover_requests.insert_request(db, mover_requests.FETCH, 7) != first, "an answer belongs to those who asked before it"
 
 
 def test_an_answer_is_given_once(db: Database) -> None:
-    want = mover_requests.insert_request(db, mover_requests.FETCH, 7)
-    mover_requests.mark_failed(db, want, errno.EIO)
-    mover_requests.mark_done(db, want, mover_requests.FETCHED)
-    row = mover_requests.get(db, want)
+    request = mover_requests.insert_request(db, mover_requests.FETCH, 7)
+    mover_requests.mark_failed(db, request, errno.EIO)
+    mover_requests.mark_done(db, request, mover_requests.FETCHED)
+    row = mover_requests.get(db, request)
     assert row is not None and (row.state, row.error, row.result) == (mover_requests.FAILED, errno.EIO, "")
 
 
@@ -71,10 +71,10 @@ def test_a_journal_argument_covers_earlier_rows_only(db: Database) -> None:
     assert mover_requests.build_journal_argument(journal.get_last_seq(db, 8)) == "journal:0" and not journal.has_pending(db, 8, 0)
 
 
-def asked(db: Database, answer: Callable[[MoverClient, int], None] | None, *, timeout_s: float = 20.0) -> tuple[str, Rung]:
-    """The answer of one want that `answer` gives once somebody waits for it, and what was rung."""
-    bell = Rung()
-    asking = MoverClient(db, bell)
+def asked(db: Database, answer: Callable[[MoverClient, int], None] | None, *, timeout_s: float = 20.0) -> tuple[str, RecordedChannel]:
+    """The answer of one request that `answer` gives once somebody waits for it, and the messages."""
+    channel = RecordedChannel()
+    asking = MoverClient(db, channel)
     results: list[str] = []
 
     async def main() -> None:
@@ -88,31 +88,31 @@ def asked(db: Database, answer: Callable[[MoverClient, int], None] | None, *, ti
                 answer(asking, mover_requests.list_open(db, mover_requests.FETCH)[0].id)
 
     trio.run(main, clock=MockClock(autojump_threshold=0.01))
-    return results[0], bell
+    return results[0], channel
 
 
 def test_the_answer_wakes_who_waits(db: Database) -> None:
-    def answer(asking: MoverClient, want: int) -> None:
-        mover_requests.mark_done(db, want, mover_requests.DIRECT)
+    def answer(asking: MoverClient, request: int) -> None:
+        mover_requests.mark_done(db, request, mover_requests.DIRECT)
         asking.wake_waiters()
 
-    result, bell = asked(db, answer)
-    assert result == mover_requests.DIRECT and bell.messages[0] == b"!fetch"
+    result, channel = asked(db, answer)
+    assert result == mover_requests.DIRECT and channel.messages[0] == b"!fetch"
 
 
 def test_a_lost_answer_is_found_by_looking(db: Database) -> None:
-    result, bell = asked(db, lambda asking, want: mover_requests.mark_done(db, want, mover_requests.FETCHED))
-    assert result == mover_requests.FETCHED and len(bell.messages) == 2, "rung again: the mover may be a new one"
+    result, channel = asked(db, lambda asking, request: mover_requests.mark_done(db, request, mover_requests.FETCHED))
+    assert result == mover_requests.FETCHED and len(channel.messages) == 2, "notified again: the mover may be a new one"
 
 
 def test_a_failure_is_raised(db: Database) -> None:
     with pytest.raises(ExceptionGroup) as failures:
-        asked(db, lambda asking, want: mover_requests.mark_failed(db, want, errno.ESTALE))
+        asked(db, lambda asking, request: mover_requests.mark_failed(db, request, errno.ESTALE))
     assert failures.group_contains(OSError, match=r"Stale")
 
 
 def test_a_row_that_was_swept_is_asked_again(db: Database) -> None:
-    def answer(asking: MoverClient, want: int) -> None:
+    def answer(asking: MoverClient, request: int) -> None:
         db.run("DELETE FROM mover_request")
         db.run(
             "CREATE TRIGGER answer_at_once AFTER INSERT ON mover_request BEGIN"
@@ -128,7 +128,7 @@ def test_no_answer_ends_in_a_timeout_and_progress_puts_it_off(db: Database, monk
     clock = [time.time_ns()]
     rings = []
 
-    class Clock(Rung):
+    class Clock(RecordedChannel):
         def notify(self, message: bytes) -> None:
             rings.append(message)
             clock[0] += int(limits.REQUEST_POLL_S * 1e9)

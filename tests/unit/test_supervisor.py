@@ -112,7 +112,9 @@ def test_a_kernel_that_unmounts_ends_everything(world: World) -> None:
     assert world.run() == 0
     assert _said(world) == "ok\n"
     (mount,), (mover,) = world.lives("mount"), world.lives("mover")
-    assert mount[2] == "3" and mover[2] == "1", "the mount gets the bell, the connection and its requests, the mover only the bell"
+    assert mount[2] == "3" and mover[2] == "1", (
+        "the mount gets the wake channel, the connection and its requests, the mover only the wake channel"
+    )
     with pytest.raises(OSError):
         os.fstat(world.fuse_fd)
 

@@ -332,8 +332,8 @@ class Host:
                 return self.open_copy(content, known.digest)
             if known.state not in (ContentState.OPEN, ContentState.CLOSED, ContentState.DOOMED):
                 raise CopyNotFound(f"content {content} is gone")
-            if known.state is not ContentState.CLOSED and (loan := self._take_snapshot(content)) is not None:
-                return loan
+            if known.state is not ContentState.CLOSED and (copy := self._take_snapshot(content)) is not None:
+                return copy
             if is_doomed:
                 raise CopyNotFound(f"content {content} is gone")
             if time.monotonic() > until_s:
@@ -356,7 +356,7 @@ class Host:
         self._notify.wake_lanes()
 
     def close(self) -> None:
-        """Give up what is arriving."""
+        """Abort all receptions."""
         with self._lock:
             unfinished, self._incoming = list(self._incoming.values()), {}
         for incoming in unfinished:

@@ -222,7 +222,7 @@ class ClusterFigures:
         answer.short.extend(pb.Short(copies=missing, files=files) for missing, files in sorted(self._short.get().items()))
         if self._transport is not None:
             server_figures = self._transport.get_server_figures()
-            answer.incoming_transfers, answer.outgoing_reads = server_figures.get("transfers", 0), server_figures.get("loans", 0)
+            answer.incoming_transfers, answer.outgoing_reads = server_figures.get("transfers", 0), server_figures.get("reads", 0)
             answer.links.extend(_build_links(self._transport.list_loads(), self._transport.get_link_figures()))
         return answer
 
