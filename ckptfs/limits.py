@@ -209,7 +209,7 @@ TOP_UP_IDLE_POLL_S = 0.01
 # --- space -----------------------------------------------------------------------------------------------------------
 RAM_HIGH_WATERMARK = 0.80
 RAM_LOW_WATERMARK = 0.60
-NVME_HIGH = 0.95
+NVME_HIGH_WATERMARK = 0.95
 # The largest of so many recent contents is the size of the next one.
 RECENT_CONTENTS = 32
 RAM_HEADROOM_BYTES_MIN = 64 * MIB
@@ -219,12 +219,12 @@ PASSTHROUGH_SPACE_BYTES_MIN = 512 * MIB
 # The same for a file whose size cannot be expected, and for the last tier.
 PASSTHROUGH_SPACE_UNKNOWN_BYTES_MIN = 1792 * MIB
 PASSTHROUGH_SPACE_LAST_BYTES_MIN = 64 * MIB
-# Ages up to which measured capacities are used.
+# Ages up to which a measured capacity, and the measured use of a tier, are used.
 CAPACITY_AGE_S = 0.02
+USED_AGE_S = 1.0
 # A tier whose calls fail gets no new file for this long; then one is tried.
 TIER_RETRY_S = 3.0
-USED_AGE_S = 1.0
-# How fast another process may fill a tier: the nearer its budget, the younger the measured use must be.
+# How fast another process may fill a tier. The nearer the tier is to its budget, the younger the measured use must be.
 USED_BYTES_PER_S = GIB
 # Wait before ENOSPC: the space of files that were just unlinked is freed meanwhile. It is longer while the mover has work that frees space,
 # counted from the last change, and bounded as a whole. The outlook is loaded, and the demand renewed, every NO_SPACE_CHECK_S.

@@ -400,8 +400,8 @@ def count_hosted_bytes(db: Database, tier: Tier | None = None) -> int:
     )
 
 
-def list_former_blocks(db: Database, inode: int, at_most: int) -> list[tuple[int, Tier, bytes | None]]:
-    """Return (content, tier, block digests, None for STALE) of what is here of a file, the newest first."""
+def list_blocks_of_file(db: Database, inode: int, at_most: int) -> list[tuple[int, Tier, bytes | None]]:
+    """Return (content, tier, block digests, None for STALE) of this node's copies of a file, newest first."""
     order = "ORDER BY k.generation DESC, k.id DESC LIMIT ?"
     return _list_blocks(db, f"k.inode = ? AND k.state IN (1, 2) AND c.state IN (1, 3) {order}", inode, at_most)
 

@@ -226,8 +226,8 @@ def _find_binding(store: Store, name: str) -> tuple[Item | None, NodeBinding | N
         raise InvalidArgument(f"the key number/{name} of etcd is not readable", remedy="delete it in etcd") from failure
 
 
-def find_usurper(name: str, number: int, taken: Iterable[Item]) -> str:
-    """Return the node with the number of this node in a store that it is to adopt; empty if there is none."""
+def find_number_conflict(name: str, number: int, taken: Iterable[Item]) -> str:
+    """Return why the number of this node belongs to another one in a store to adopt; empty if it does not."""
     for item in taken:
         if item.key == taken_key(number) and item.value not in (b"", name.encode()):
             other = item.value.decode(errors="replace")

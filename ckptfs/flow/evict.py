@@ -49,7 +49,7 @@ class Evict:
         self._tiers = tiers
         self._config = config
         self._notify = notify
-        self._watermarks = {Tier.RAM: (config.ram_high, config.ram_low), Tier.NVME: (limits.NVME_HIGH, NVME_LOW)}
+        self._watermarks = {Tier.RAM: (config.ram_high, config.ram_low), Tier.NVME: (limits.NVME_HIGH_WATERMARK, NVME_LOW)}
         self._evicting: set[Tier] = set()
         self._stuck: set[Tier] = set()
         self._idle_until_s: dict[Tier, float] = {}
@@ -194,7 +194,7 @@ class Evict:
             return False
         capacity = nvme.get_capacity()
         candidates = self._list_evictable(Tier.RAM, elsewhere=False)
-        fitting = next((content for content in candidates if space.fits(capacity, content.size, limits.NVME_HIGH)), None)
+        fitting = next((content for content in candidates if space.fits(capacity, content.size, limits.NVME_HIGH_WATERMARK)), None)
         return fitting is not None and self._demote(fitting)
 
     def _demote(self, content: Content) -> bool:

@@ -124,10 +124,10 @@ class Prepare:
         total = self._tiers[Tier.RAM].get_capacity().total
         bytes_max = get_bytes_max(self._config.prepared, total)
         spares = (0, 0) if self._config.data_path is DataPath.BUFFERED else count_spares(total)
-        changes = choose_changes(files, pool.list_expected() if bytes_max else [], bytes_max, spares)
+        changes = choose_changes(files, pool.prune_expected() if bytes_max else [], bytes_max, spares)
         for file in changes.surplus:
             pool.remove(file)
-        size = next((one for one in changes.missing if self._is_due(one)), None)
+        size = next((one for one in changes.missing if self._take_turn(one)), None)
         added = size is not None and self._add(size)
         self._is_waiting = bool(changes.missing) or len(files) > len(changes.surplus)
         return added and len(changes.missing) > 1
@@ -142,8 +142,8 @@ class Prepare:
         self._thread.shutdown()
         self._tiers.prepared.give_back(limits.FILE_BYTES_MAX)
 
-    def _is_due(self, size: int) -> bool:
-        """Return False if a spare file, or one of its size, was prepared a moment ago."""
+    def _take_turn(self, size: int) -> bool:
+        """Return True if a file of this size may be prepared now. A spare file has to wait after another one."""
         if size != limits.TOP_UP_AHEAD_BYTES:
             return True
         is_due = time.monotonic() >= self._spare_due_s

@@ -41,7 +41,7 @@ class ReadGrace:
     def __init__(self, db: Database, tiers: Tiers, config: Config) -> None:
         self._db = db
         self._tiers = tiers
-        self._high = {Tier.RAM: config.ram_high, Tier.NVME: limits.NVME_HIGH}
+        self._high = {Tier.RAM: config.ram_high, Tier.NVME: limits.NVME_HIGH_WATERMARK}
         self._since_s: dict[int, float] = {}
 
     @property

@@ -113,7 +113,7 @@ class Seal:
             self._trim(content, storage)
         with (
             disk.closing(storage.open(content.id)) as fd,
-            transfer.hold_read_lease(fd, insist=self._requires_lease(content, tier)) as check,
+            transfer.hold_read_lease(fd, strict=self._requires_lease(content, tier)) as check,
         ):
             size, digest, blocks = transfer.read_parallel(fd, label="seal", before_block=check)
             if tier is not Tier.RAM:
@@ -124,7 +124,7 @@ class Seal:
     def _trim(self, content: Content, storage: TierStorage) -> None:
         """Remove prepared pages that no process wrote, in transactions that keep writers away."""
         with disk.closing(storage.open(content.id)) as fd:
-            more = prepared.needs_trim(fd)
+            more = prepared.begin_trim(fd)
         while more:
             with self._db.transaction():
                 contents.require_unchanged(self._db, content)

@@ -221,8 +221,8 @@ class PreparedFiles:
             os.ftruncate(fd, size_bytes)
             os.utime(fd)
 
-    def list_expected(self) -> list[ExpectedSize]:
-        """Return the remembered sizes, the newest first; forget old and excess ones."""
+    def prune_expected(self) -> list[ExpectedSize]:
+        """Forget old and excess sizes. Return the others, the newest first."""
         found = []
         with os.scandir(self._expected) as entries:
             for entry in entries:
@@ -284,8 +284,8 @@ def mark_allocated_by_application(fd: int) -> None:
         os.fchmod(fd, stat.S_IMODE(status.st_mode) | stat.S_IXGRP)
 
 
-def needs_trim(fd: int) -> bool:
-    """Return True if a prepared file has pages that no process wrote; otherwise remove its mark."""
+def begin_trim(fd: int) -> bool:
+    """Return True if a prepared file has pages that no process wrote. Remove its mark if it has none."""
     status = os.fstat(fd)
     if not is_prepared(status):
         return False

@@ -245,16 +245,16 @@ def ignore_lease_signal() -> None:
 
 
 @contextlib.contextmanager
-def hold_read_lease(fd: int, *, insist: bool = True) -> Iterator[Callable[[], None]]:
+def hold_read_lease(fd: int, *, strict: bool = True) -> Iterator[Callable[[], None]]:
     """Hold a read lease on `fd`, open for reading only. Yield a check for each block and the end.
 
-    Both raise Busy if the file is or becomes open for writing. Without `insist`, a refusal is taken for one of the filesystem: NFS refuses
-    with EAGAIN if its server gave no delegation, even without writers.
+    Both raise Busy if the file is or becomes open for writing. If not `strict`, a refusal does not prove a writer: NFS refuses with
+    EAGAIN if its server gave no delegation, even without writers. Then the check compares size and times.
     """
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
     except OSError as failure:
-        if failure.errno == errno.EAGAIN and insist:
+        if failure.errno == errno.EAGAIN and strict:
             raise Busy("the file is open for writing") from failure
         if failure.errno in {errno.EAGAIN, *NO_LEASE_ERRNOS}:
             yield _build_times_check(fd)

@@ -96,7 +96,7 @@ def test_an_epoch_that_is_none_makes_an_island_that_names_the_key(raw: bytes, tm
 def test_numbers_that_are_none_are_passed_over() -> None:
     taken = [Item(b"taken/zz", b"\xff", 1, 1), Item(membership.taken_key(3), b"\xff", 1, 1)]
     assert membership.list_awaited(taken, [], b"e") == [3]
-    assert "node \ufffd" in membership.find_usurper("n", 3, taken)
+    assert "node \ufffd" in membership.find_number_conflict("n", 3, taken)
     store = MemoryStore(MemoryEtcd())
     store.commit([], [Put(membership.name_key("n"), b"\xff")])
     with pytest.raises(InvalidArgument, match="number/n"):

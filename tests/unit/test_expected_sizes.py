@@ -38,7 +38,7 @@ def test_the_last_file_of_a_kind_counts(db: Database, pool: PreparedFiles) -> No
     sizes.record(ROOT, b"log_1", 1000)
     assert sizes.get(ROOT, b"log_27") == 1000
     assert sizes.get(ROOT, b"trace_27") == 0
-    assert pool.list_expected() == [], "a small file has no place"
+    assert pool.prune_expected() == [], "a small file has no place"
 
 
 def test_the_place_of_a_large_file_counts_more(db: Database, pool: PreparedFiles) -> None:
@@ -49,7 +49,7 @@ def test_the_place_of_a_large_file_counts_more(db: Database, pool: PreparedFiles
     assert [sizes.get(second, b"rank%d.pt" % rank) for rank in range(4)] == [64 * MIB, 32 * MIB, 1000, 1000]
     sizes.record(second, b"rank0.pt", 100)
     assert sizes.get(first, b"rank0.pt") == 100
-    assert {one.size_bytes for one in pool.list_expected()} == {100, 32 * MIB}
+    assert {one.size_bytes for one in pool.prune_expected()} == {100, 32 * MIB}
 
 
 def test_large_files_are_known_after_a_restart(db: Database, pool: PreparedFiles) -> None:

@@ -300,7 +300,7 @@ def test_the_last_size_of_a_place_is_remembered(storage: TierStorage, pool: Prep
     pool.record_size(b"b" * 16, 6 * MIB)
     pool.record_size(b"a" * 16, 7 * MIB)
     again = PreparedFiles(storage)
-    assert {one.place: one.size_bytes for one in again.list_expected()} == {b"a" * 16: 7 * MIB, b"b" * 16: 6 * MIB}
+    assert {one.place: one.size_bytes for one in again.prune_expected()} == {b"a" * 16: 7 * MIB, b"b" * 16: 6 * MIB}
     again.close()
 
 
@@ -309,7 +309,7 @@ def test_old_and_surplus_places_are_forgotten(storage: TierStorage, pool: Prepar
         pool.record_size(bytes([number]), MIB)
         os.utime(storage.root / "expected" / f"{number:02x}", ns=(0, (10 + number) * 10**18))
     monkeypatch.setattr(limits, "PREPARED_PLACES_MAX", 2)
-    assert [one.place for one in pool.list_expected()] == [b"\x02", b"\x01"]
+    assert [one.place for one in pool.prune_expected()] == [b"\x02", b"\x01"]
     os.utime(storage.root / "expected" / "01", ns=(0, 0))
-    assert [one.place for one in pool.list_expected()] == [b"\x02"]
+    assert [one.place for one in pool.prune_expected()] == [b"\x02"]
     assert [path.name for path in (storage.root / "expected").iterdir()] == ["02"]

@@ -219,7 +219,7 @@ class PeerFetcher:
         is_here = any(copy.tier is storage.tier and copy.state in (CopyState.STALE, CopyState.QUARANTINED) for copy in state.copies)
         assert state.content is not None
         found = [(state.content.id, storage.tier)] if is_here else []
-        found += [(former, tier) for former, tier, _ in remote_contents.list_former_blocks(self._db, state.inode, 1)]
+        found += [(former, tier) for former, tier, _ in remote_contents.list_blocks_of_file(self._db, state.inode, 1)]
         for former, tier in found:
             with suppress(FileNotFoundError):
                 if tier in self._tiers:

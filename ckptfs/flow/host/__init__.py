@@ -148,7 +148,7 @@ class Host:
         """Copy blocks of former contents and generations of the file, or of the content that came last."""
         if incoming.is_unsearched and incoming.offer.size >= SEARCH_BYTES_MIN:
             former = set()
-            for content, tier, blocks in remote_contents.list_former_blocks(self._db, incoming.offer.inode, limits.BLOCK_SOURCES_MAX):
+            for content, tier, blocks in remote_contents.list_blocks_of_file(self._db, incoming.offer.inode, limits.BLOCK_SOURCES_MAX):
                 if tier in self._tiers:
                     former.add(content)
                     incoming.add_source(self._tiers[tier], content, blocks)

@@ -90,9 +90,9 @@ class IncomingCopy:
         if self.is_unsearched:
             # A hole reads as zeros, and need not come.
             self._present |= {number: known for number, known in enumerate(digests) if known == digest.ZERO_BLOCK}
-        self._find_missing(digests)
+        self._set_missing_blocks(digests)
 
-    def _find_missing(self, digests: list[bytes]) -> None:
+    def _set_missing_blocks(self, digests: list[bytes]) -> None:
         self.missing_blocks = [
             number for number, wanted in enumerate(digests) if wanted != UNKNOWN_BLOCK and self._present.get(number) != wanted
         ]
@@ -124,7 +124,7 @@ class IncomingCopy:
                 with contextlib.suppress(FileNotFoundError), disk.closing(storage.open(content)) as fd:
                     for number in wanted:
                         self._take_block(storage, fd, index[digests[number]], number, digests[number], buffer)
-                self._find_missing(digests)
+                self._set_missing_blocks(digests)
 
     def _take_block(self, storage: TierStorage, source: int, there: int, number: int, wanted: bytes, buffer: "_BlockBuffer") -> None:
         """Put a block of another file in place, if it is right; shared within a tier."""

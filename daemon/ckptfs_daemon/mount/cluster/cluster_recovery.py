@@ -91,7 +91,7 @@ async def _begin_adoption(db: Database, store: EpochCheckedStore, name: str) -> 
     """Take the store for that of the cluster. Returns False if this node's number is another node's in it."""
     (taken,) = (await wait_outcome(store.inner.read_soon([_GET_TAKEN]))).results
     number = identity.get_node_number(db)
-    if other := membership.find_usurper(name, number, taken):
+    if other := membership.find_number_conflict(name, number, taken):
         store_loss.set_adoption_step(db, None)
         _report_loss(db, other, "stop that node, give it an empty state directory, empty etcd, and run `ckptfs cluster adopt` again")
         return False

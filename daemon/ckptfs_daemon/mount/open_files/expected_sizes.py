@@ -62,7 +62,7 @@ class ExpectedSizes:
         if self._by_place is None:
             self._by_place = {}
             with contextlib.suppress(OSError):
-                self._by_place = {one.place: one.size_bytes for one in reversed(self._prepared.list_expected())}
+                self._by_place = {one.place: one.size_bytes for one in reversed(self._prepared.prune_expected())}
             self._has_restored_places = bool(self._by_place)
         return self._by_place
 
