@@ -20,19 +20,17 @@ import errno
 import logging
 import os
 import random
-import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import NoReturn
 
-from ckptfs import disk, step_durations
+from ckptfs import disk
 from ckptfs.catalog import copies, journal, mover_requests, pfs_batch, pfs_state, scans, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, ObservedNames, PfsAction, PfsBatch, build_batch_before
+from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, ObservedNames, PfsBatch, build_batch_before
 from ckptfs.catalog.pfs_state import PfsView
 from ckptfs.clique.cluster import Cluster
 from ckptfs.coherence import store_loss
@@ -45,15 +43,14 @@ from ckptfs.flow.write_back.coordination import ClusterWriteBack
 from ckptfs.flow.write_back.deferred import (
     CopyPacing,
     DeferredFiles,
-    RefusedKind,
     build_unavailable_error,
     choose_kind,
     concerns_one_file,
 )
 from ckptfs.flow.write_back.plan import Planner, waits_for_seal
-from ckptfs.flow.write_back.plan_facts import BatchPlan, Facts, PlannedFile, SourceKind
+from ckptfs.flow.write_back.plan_facts import BatchPlan, Facts
 from ckptfs.flow.write_back.plan_shared import SetAside
-from ckptfs.flow.write_back.stage import Staged, Stager, finish_batch
+from ckptfs.flow.write_back.stage import Stager
 from ckptfs.model import ROOT, Level, Notifier, Tier
 from ckptfs.tiers import pfs_identity
 from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree
@@ -63,7 +60,7 @@ __all__ = ["WriteBack"]
 
 log = logging.getLogger(__name__)
 
-disk.declare_labels("write_back:begun", "write_back:written_down", "write_back:finish", "write_back:times")
+disk.declare_labels("write_back:finish", "write_back:times")
 
 BATCH_ROWS = 512
 TIMES_BATCH = 64
@@ -94,8 +91,7 @@ class WriteBack:
         self._deferred = DeferredFiles(partial(summary.set_trouble, db), self._tree, f".ckptfs.{self._instance}.0".encode())
         self._ahead = RowsAhead(db)
         self._facts = Facts(db, self._pacing, self._deferred)
-        self._stager = Stager(db, tiers, self._tree, self._facts)
-        self._fence: int | None = None
+        self._stager = Stager(db, tiers, self._tree, self._facts, self._deferred, self._pacing, keeps_batch=self._coordination is not None)
         self._is_waiting = False
         self._waits = 0
         self._has_checked = False
@@ -139,7 +135,6 @@ class WriteBack:
             self._tree.clear_cache()
             if failure.errno == errno.ENOSPC and not self._deferred.skips_bytes and journal.has_removal(self._db):
                 self._deferred.skip_bytes(failure)
-                self._fence = None
                 return True
             if failure.errno in _STALE_PATH_ERRNOS and not self._has_retried_walk:
                 self._has_retried_walk = True  # A directory in the cache may have been removed: walk its path again.
@@ -164,7 +159,6 @@ class WriteBack:
 
     def retry_now(self) -> None:
         """Try everything that was deferred in the next step, for `ckptfs drain`."""
-        self._fence = None
         self._pacing.retry_now()
         self._deferred.retry_now()
 
@@ -223,7 +217,10 @@ class WriteBack:
                 seqs = [row.seq for row in rows]
                 plan.batch.kept_seqs += journal.list_other_seqs(self._db, self._deferred.after_seq, plan.batch.last_seq, seqs)
             try:
-                batch = self._stage(plan)
+                batch = self._stager.stage(plan)
+                if self._coordination is not None:
+                    with self._discarded_if_busy(batch):
+                        self._coordination.publish_intents(batch)
             except Busy as reason:
                 log.debug("batch planned again: %s", reason)
                 if self._coordination is not None:
@@ -236,8 +233,8 @@ class WriteBack:
                 self._deferred.after_seq = max(self._deferred.after_seq, applied.last_seq)
             if plan.moved_pending and applied is batch:
                 self._deferred.release(plan.moved_pending)
-            if self._fence is not None and applied.last_seq >= self._fence:
-                self._fence = None
+            if self._deferred.is_fenced(applied.last_seq):
+                self._deferred.fence_seq = None
             return True
         return True
 
@@ -251,7 +248,7 @@ class WriteBack:
                 planner = self._coordination.build_planner(self._facts, aside_seqs)
             with self._db.read_transaction():
                 for row in rows:
-                    if self._fence is not None and row.seq >= self._fence and planner.batch.last_seq:
+                    if planner.batch.last_seq and self._deferred.is_fenced(row.seq):
                         return planner.plan
                     try:
                         if not planner.plan_row(row):
@@ -262,95 +259,7 @@ class WriteBack:
                 else:
                     return planner.plan
 
-    # --- act: stage ---------------------------------------------------------------------------------------------------
-
-    def _stage(self, plan: BatchPlan) -> PfsBatch:
-        """Make the temporary files of a plan, and store the batch. Raises Busy if it must be planned again."""
-        puts = [action for action in plan.batch.actions if action.key in plan.puts]
-        self._stager.remove_leftovers(puts)
-        begun = PfsBatch(plan.batch.last_seq, puts)
-        if puts:
-            pfs_batch.set_batch(self._db, begun, ready=False)
-            disk.reach("write_back:begun")
-        try:
-            began_s = time.monotonic()
-            staged = {action.key: self._stage_file(plan, action) for action in puts}
-            self._persist(plan, puts)
-            spent_s = time.monotonic() - began_s
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._discard(begun)
-            raise
-        finally:
-            self._stager.close()
-        batch = finish_batch(plan, staged)
-        batch.after_seq = self._deferred.after_seq
-        summary.record_pfs_speed(self._db, plan.planned_bytes, spent_s)
-        if batch.actions:
-            pfs_batch.set_batch(self._db, batch, ready=True)
-            disk.reach("write_back:written_down")
-        if self._coordination is not None:
-            with self._discarded_if_busy(batch):
-                self._coordination.publish_intents(batch)
-        return batch
-
-    @contextlib.contextmanager
-    def _discarded_if_busy(self, batch: PfsBatch) -> Iterator[None]:
-        """Discard a staged batch if other nodes have moved on, so that it is planned again."""
-        try:
-            yield
-        except Busy:
-            self._discard(batch)
-            raise
-
-    def _discard(self, batch: PfsBatch) -> None:
-        """Remove the temporary files of a batch that is planned again.
-
-        In a cluster it stays as an interrupted one: the next step finds files of which another node has moved the directory.
-        """
-        self._stager.discard(batch.actions)
-        if self._coordination is None:
-            pfs_batch.delete_batch(self._db)
-        else:
-            pfs_batch.set_batch(self._db, batch, ready=False)
-
-    def _stage_file(self, plan: BatchPlan, action: PfsAction) -> Staged:
-        """Make one temporary file. Raises Busy if it must be planned again, and OSError."""
-        planned = plan.puts[action.key]
-        content, began_s = planned.content, time.monotonic()
-        try:
-            staged = self._stager.stage(action, planned)
-        except DirectoryMissing:
-            raise
-        except OSError as failure:
-            self._fence = action.key // KEYS_PER_ROW
-            if plan.batch.actions[0] is not action:
-                raise Busy(str(failure)) from failure  # The rows before this one are written back without it.
-            self._refuse(action, planned, failure)
-        if content is not None:
-            duration_s = time.monotonic() - began_s
-            step_durations.record(step_durations.WRITE_BACK, duration_s, content.size)
-            if planned.kind is SourceKind.STABLE:
-                self._pacing.record_duration(content.id, duration_s)
-        return staged
-
-    def _persist(self, plan: BatchPlan, puts: list[PfsAction]) -> None:
-        try:
-            self._stager.sync()
-        except OSError as failure:
-            if len(puts) > 1:
-                self._fence = puts[len(puts) // 2].key // KEYS_PER_ROW
-                raise Busy(str(failure)) from failure  # The PFS may have room for half of them.
-            self._refuse(puts[0], plan.puts[puts[0].key], failure)
-
-    def _refuse(self, action: PfsAction, planned: PlannedFile, failure: OSError) -> NoReturn:
-        """Defer a file if the error is its own, so that others proceed. Raises Busy then, and else OSError."""
-        if not self._deferred.defer(action, RefusedKind.NAMES if planned.content is None else RefusedKind.BYTES, failure):
-            raise OSError(failure.errno, failure.strerror, action.location.text) from failure
-        self._fence = None
-        raise Busy(f"{action.location.text} is deferred") from failure
-
-    # --- act: apply, and record ---------------------------------------------------------------------------------------
+    # --- apply, and record ---------------------------------------------------------------------------------------
 
     def _finish_previous(self) -> bool:
         """Apply an interrupted batch whose temporary files are whole. Return False without one.
@@ -369,7 +278,7 @@ class WriteBack:
         if self._coordination is None or self._coordination.resume(batch):
             self._apply(batch)
         else:
-            self._discard(batch)
+            self._stager.discard(batch)
         return True
 
     def _apply(self, batch: PfsBatch) -> PfsBatch:
@@ -377,7 +286,7 @@ class WriteBack:
         require_lease = None if self._coordination is None else self._coordination.require_lease
         applier = Applier(self._db, self._tree, batch, require_lease, self._gone_directory)
         if batch.abandoned:
-            self._stager.discard(batch.abandoned)
+            self._stager.remove(batch.abandoned)
         try:
             found = applier.run()
         except OSError as failure:
@@ -396,6 +305,15 @@ class WriteBack:
             return self._apply(cut)
         self._record(batch, found)
         return batch
+
+    @contextlib.contextmanager
+    def _discarded_if_busy(self, batch: PfsBatch) -> Iterator[None]:
+        """Discard a staged batch if other nodes have moved on, so that it is planned again."""
+        try:
+            yield
+        except Busy:
+            self._stager.discard(batch)
+            raise
 
     def _record(self, batch: PfsBatch, found: ObservedNames) -> None:
         if any(action.act in _REMOVALS or action.replaced_fingerprint is not None for action in batch.actions):

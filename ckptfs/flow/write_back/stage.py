@@ -18,20 +18,21 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
-from ckptfs import digest, disk, limits
+from ckptfs import digest, disk, limits, step_durations
 from ckptfs.catalog import contents, pfs_batch, pfs_state, summary
 from ckptfs.catalog.copies import list_copies
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.pfs_batch import PfsAction, PfsBatch
+from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, PfsAction, PfsBatch
 from ckptfs.catalog.pfs_state import Fingerprint, PfsLocation
 from ckptfs.errors import Busy, CkptfsError
-from ckptfs.flow.write_back.deferred import SourceFailed
+from ckptfs.flow.write_back.deferred import CopyPacing, DeferredFiles, RefusedKind, SourceFailed
 from ckptfs.flow.write_back.plan_facts import BatchPlan, Facts, PlannedFile, SourceKind
 from ckptfs.model import Content, ContentState, CopyState, Inode, PublishedRow, Tier
 from ckptfs.tiers import local_copies, pfs_ownership, pfs_sync, pfs_tree, reflink, transfer
 from ckptfs.tiers.pfs_ownership import find_stat, run_as_owner
-from ckptfs.tiers.pfs_tree import PfsTree
+from ckptfs.tiers.pfs_tree import DirectoryMissing, PfsTree
 from ckptfs.tiers.reflink import BlockIndex
 from ckptfs.tiers.storage import Tiers
 
@@ -41,7 +42,7 @@ transfer.declare_labels("write_back")
 
 disk.declare_labels(
     "write_back:source", "write_back:create", "write_back:resume", "write_back:make", "write_back:discard", "write_back:check:read",
-    "write_back:late", "write_back:unlink",
+    "write_back:late", "write_back:unlink", "write_back:begun", "write_back:written_down",
 )  # fmt: skip
 
 STABLE_ATTEMPTS = 3
@@ -125,13 +126,18 @@ class PfsBlocks:
 
 
 class Stager:
-    """Makes the temporary files of one plan after the other. `discard` or `close` ends a plan."""
+    """Makes the temporary files of one plan after the other."""
 
-    def __init__(self, db: Database, tiers: Tiers, tree: PfsTree, facts: Facts) -> None:
+    def __init__(
+        self, db: Database, tiers: Tiers, tree: PfsTree, facts: Facts, deferred: DeferredFiles, pacing: CopyPacing, *, keeps_batch: bool
+    ) -> None:
         """`facts` gets what the next plan must know about a file that was not made."""
         self._db = db
         self._tiers = tiers
         self._facts = facts
+        self._deferred = deferred
+        self._pacing = pacing
+        self._keeps_batch = keeps_batch
         self._tree = tree
         self.blocks = PfsBlocks(db, tree.root)
         self._path = ""
@@ -139,7 +145,120 @@ class Stager:
         self._reported_s = 0.0
         self._is_reporting = False
 
-    def stage(self, action: PfsAction, planned: PlannedFile) -> Staged:
+    def stage(self, plan: BatchPlan) -> PfsBatch:
+        """Make the temporary files of a plan, and store the batch. Raises Busy if it must be planned again."""
+        puts = [action for action in plan.batch.actions if action.key in plan.puts]
+        self.remove_leftovers(puts)
+        begun = PfsBatch(plan.batch.last_seq, puts)
+        if puts:
+            pfs_batch.set_batch(self._db, begun, ready=False)
+            disk.reach("write_back:begun")
+        try:
+            began_s = time.monotonic()
+            staged = {action.key: self._stage_or_refuse(plan, action) for action in puts}
+            self._persist(plan, puts)
+            spent_s = time.monotonic() - began_s
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.discard(begun)
+            raise
+        finally:
+            self._close()
+        batch = finish_batch(plan, staged)
+        batch.after_seq = self._deferred.after_seq
+        summary.record_pfs_speed(self._db, plan.planned_bytes, spent_s)
+        if batch.actions:
+            pfs_batch.set_batch(self._db, batch, ready=True)
+            disk.reach("write_back:written_down")
+        return batch
+
+    def discard(self, batch: PfsBatch) -> None:
+        """Remove the temporary files of a batch that is planned again.
+
+        In a cluster it stays as an interrupted one: the next step finds files of which another node has moved the directory.
+        """
+        self.remove(batch.actions)
+        if self._keeps_batch:
+            pfs_batch.set_batch(self._db, batch, ready=False)
+        else:
+            pfs_batch.delete_batch(self._db)
+
+    def _close(self) -> None:
+        """Close the descriptors of the temporary files, and end the report of the copy."""
+        for fd, _, _ in self._open:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._open = []
+        if self._is_reporting:
+            self._is_reporting = False
+            summary.set_report(self._db, "write_back", None)
+
+    def remove(self, actions: Iterable[PfsAction]) -> None:
+        """Remove the temporary files of these actions, as far as they exist."""
+        self._close()
+        for action in actions:
+            if action.temporary and action.act in _TAKES_A_NAME:
+                with contextlib.suppress(FileNotFoundError):
+                    drop_taken(self._tree.get_directory(action.location.path), action)
+            for location in (action.location, action.new_location):
+                # The temporary name of an exchange may hold one of its two files.
+                if action.act in {"put", "link", "move"} and action.temporary and location is not None:
+                    remove_temporary(self._tree, location, action.temporary)
+
+    def remove_leftovers(self, planned: Iterable[PfsAction]) -> None:
+        """Remove temporary files of an interrupted batch that are not `planned` again."""
+        found = pfs_batch.find_batch(self._db)
+        if found is None:
+            return
+        again = {(action.location, action.temporary) for action in planned}
+        self.remove(action for action in found[1].actions if (action.location, action.temporary) not in again)
+        if not again:
+            pfs_batch.delete_batch(self._db)
+
+    def _persist(self, plan: BatchPlan, puts: list[PfsAction]) -> None:
+        """Persist all temporary files. Refuses one that does not have its size on the PFS (F3)."""
+        try:
+            pfs_sync.persist_files([fd for fd, _, _ in self._open])
+            for fd, action, size in self._open:
+                found = os.fstat(fd).st_size
+                if found != size:
+                    raise OSError(errno.EIO, f"the PFS holds {found} of {size} bytes", os.fsdecode(action.location.name))
+        except OSError as failure:
+            if len(puts) > 1:
+                self._deferred.fence_seq = puts[len(puts) // 2].key // KEYS_PER_ROW
+                raise Busy(str(failure)) from failure  # The PFS may have room for half of them.
+            self._refuse(puts[0], plan.puts[puts[0].key], failure)
+
+    def _refuse(self, action: PfsAction, planned: PlannedFile, failure: OSError) -> NoReturn:
+        """Defer a file if the error is its own, so that others proceed. Raises Busy then, and else OSError."""
+        if not self._deferred.defer(action, RefusedKind.NAMES if planned.content is None else RefusedKind.BYTES, failure):
+            raise OSError(failure.errno, failure.strerror, action.location.text) from failure
+        self._deferred.fence_seq = None
+        raise Busy(f"{action.location.text} is deferred") from failure
+
+    # --- one temporary file -------------------------------------------------------------------------------------------
+
+    def _stage_or_refuse(self, plan: BatchPlan, action: PfsAction) -> Staged:
+        """Make one temporary file. Raises Busy if it must be planned again, and OSError."""
+        planned = plan.puts[action.key]
+        content, began_s = planned.content, time.monotonic()
+        try:
+            staged = self._stage_one(action, planned)
+        except DirectoryMissing:
+            raise
+        except OSError as failure:
+            self._deferred.fence_seq = action.key // KEYS_PER_ROW
+            if plan.batch.actions[0] is not action:
+                raise Busy(str(failure)) from failure  # The rows before this one are written back without it.
+            self._refuse(action, planned, failure)
+        if content is not None:
+            duration_s = time.monotonic() - began_s
+            step_durations.record(step_durations.WRITE_BACK, duration_s, content.size)
+            if planned.kind is SourceKind.STABLE:
+                self._pacing.record_duration(content.id, duration_s)
+        return staged
+
+    def _stage_one(self, action: PfsAction, planned: PlannedFile) -> Staged:
         """Make one temporary file. Raises Busy if it must be planned again, and OSError."""
         self._path = action.location.text
         wanted, xattrs = pfs_state.find_attributes(self._db, planned.inode) or (_build_gone_directory(planned), {})
@@ -162,49 +281,6 @@ class Stager:
         return pfs_ownership.retry_as_owner(
             make, lambda: [(wanted.uid, wanted.gid), pfs_ownership.get_owner(self._tree.get_directory(action.location.path))]
         )
-
-    def sync(self) -> None:
-        """Persist all temporary files. Raises OSError if one does not have its size on the PFS (F3)."""
-        pfs_sync.persist_files([fd for fd, _, _ in self._open])
-        for fd, action, size in self._open:
-            found = os.fstat(fd).st_size
-            if found != size:
-                raise OSError(errno.EIO, f"the PFS holds {found} of {size} bytes", os.fsdecode(action.location.name))
-        self.close()
-
-    def close(self) -> None:
-        """Close the descriptors of the temporary files, and end the report of the copy."""
-        for fd, _, _ in self._open:
-            with contextlib.suppress(OSError):
-                os.close(fd)
-        self._open = []
-        if self._is_reporting:
-            self._is_reporting = False
-            summary.set_report(self._db, "write_back", None)
-
-    def discard(self, actions: Iterable[PfsAction]) -> None:
-        """Remove the temporary files of these actions, as far as they exist."""
-        self.close()
-        for action in actions:
-            if action.temporary and action.act in _TAKES_A_NAME:
-                with contextlib.suppress(FileNotFoundError):
-                    drop_taken(self._tree.get_directory(action.location.path), action)
-            for location in (action.location, action.new_location):
-                # The temporary name of an exchange may hold one of its two files.
-                if action.act in {"put", "link", "move"} and action.temporary and location is not None:
-                    remove_temporary(self._tree, location, action.temporary)
-
-    def remove_leftovers(self, planned: Iterable[PfsAction]) -> None:
-        """Remove temporary files of an interrupted batch that are not `planned` again."""
-        found = pfs_batch.find_batch(self._db)
-        if found is None:
-            return
-        again = {(action.location, action.temporary) for action in planned}
-        self.discard(action for action in found[1].actions if (action.location, action.temporary) not in again)
-        if not again:
-            pfs_batch.delete_batch(self._db)
-
-    # --- one temporary file -------------------------------------------------------------------------------------------
 
     def _open_resumable(self, directory: int, action: PfsAction, planned: PlannedFile, wanted: Inode) -> int | None:
         """Open a large temporary file that an interrupted batch left. Remove any other, and return None."""
