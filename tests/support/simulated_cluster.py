@@ -59,7 +59,7 @@ from ckptfs.flow.salvage import Salvage
 from ckptfs.flow.scan import Scan
 from ckptfs.flow.seal import Seal
 from ckptfs.flow.take_over import TakeOver
-from ckptfs.flow.write_back import WriteBack
+from ckptfs.flow.write_back.coordination import ClusterWriteBack
 from ckptfs.model import ROOT, DataPath, Inode, Tier
 from ckptfs.peers.transfer_table import TransferTable
 from ckptfs.series.expiry import build_hold_check
@@ -119,7 +119,7 @@ class SimulatedMover:
         ]  # fmt: skip
         self._prepare: list[Callable[[], object]] = [self._recover.step, announce.prepare, fetch.prepare]
         if config.pfs is not None:
-            scan, write_back = Scan(db, tiers, config, self, self.cluster), WriteBack(db, tiers, config, self, self.cluster)
+            scan, write_back = Scan(db, tiers, config, self, self.cluster), ClusterWriteBack(db, tiers, config, self, self.cluster)
             flows += [("scan", scan), ("write back", write_back), ("take over", TakeOver(db, self, self.cluster))]
             self._prepare += [write_back.prepare, scan.prepare]
         self.lanes = Lanes([Lane(name, flow, lambda _key, _value: None) for name, flow in flows])

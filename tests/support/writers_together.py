@@ -33,7 +33,7 @@ from ckptfs.config import Config
 from ckptfs.digest import RunningDigest
 from ckptfs.errors import CkptfsError, TierUnavailable
 from ckptfs.flow.take_over import TakeOver
-from ckptfs.flow.write_back import WriteBack
+from ckptfs.flow.write_back.coordination import ClusterWriteBack
 from ckptfs.limits import MIB
 from ckptfs.model import ContentState, Tier
 from ckptfs.store.kv import Put
@@ -94,7 +94,7 @@ class Writer(Node):
             self.db.run("INSERT INTO copy (content, tier, state, verified_ns) VALUES (?, 'ram', 1, 1)", content)
 
     def revive(self) -> None:
-        self.write_back = WriteBack(self.db, self.tiers, self.config, self.told, self.cluster)
+        self.write_back = ClusterWriteBack(self.db, self.tiers, self.config, self.told, self.cluster)
 
     async def put(self, path: str, data: bytes, mtime_ns: int = 5) -> int:
         """creat, write, close; the content."""

@@ -12,18 +12,17 @@ A step writes one batch:
 
 While a drain has too little time, `ahead` chooses rows that are planned before all others.
 
-In a cluster `coordination` publishes the batch to the store before `apply` and completes it afterwards.
+`WriteBack` is the whole of it on a single node. In a cluster `coordination` overrides what other nodes have a part in: it publishes the
+batch to the store before `apply` and completes it afterwards.
 """
 
-import contextlib
 import errno
 import logging
 import os
-import random
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
+from typing import ClassVar
 
 from ckptfs import disk
 from ckptfs.catalog import copies, journal, mover_requests, pfs_batch, pfs_state, scans, summary
@@ -32,24 +31,13 @@ from ckptfs.catalog.inodes import get
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, ObservedNames, PfsBatch, build_batch_before
 from ckptfs.catalog.pfs_state import PfsView
-from ckptfs.clique.cluster import Cluster
-from ckptfs.coherence import store_loss
-from ckptfs.coherence.pfs_coordination import NotLoaded
 from ckptfs.config import Config
 from ckptfs.errors import Busy, StoreUnreachable
 from ckptfs.flow.write_back.ahead import RowsAhead
 from ckptfs.flow.write_back.apply import Applier, set_directory_times
-from ckptfs.flow.write_back.coordination import ClusterWriteBack
-from ckptfs.flow.write_back.deferred import (
-    CopyPacing,
-    DeferredFiles,
-    build_unavailable_error,
-    choose_kind,
-    concerns_one_file,
-)
-from ckptfs.flow.write_back.plan import Planner, waits_for_seal
+from ckptfs.flow.write_back.deferred import CopyPacing, DeferredFiles, build_unavailable_error, choose_kind, concerns_one_file
+from ckptfs.flow.write_back.plan import Planner
 from ckptfs.flow.write_back.plan_facts import BatchPlan, Facts
-from ckptfs.flow.write_back.plan_shared import SetAside
 from ckptfs.flow.write_back.stage import Stager
 from ckptfs.model import ROOT, Level, Notifier, Tier
 from ckptfs.tiers import pfs_identity
@@ -64,11 +52,7 @@ disk.declare_labels("write_back:finish", "write_back:times")
 
 BATCH_ROWS = 512
 TIMES_BATCH = 64
-PLANS_MAX = 8
 WAITING_POLL_S = 0.25
-# In a cluster write-back mostly waits for rows that are being published to the store.
-PUBLISHED_POLL_S = 0.05
-PUBLISHED_POLL_S_MAX = 1.0
 # An open file that took t seconds to copy after an fsync is not copied again for PAUSE_RATIO times t.
 PAUSE_RATIO = 4.0
 
@@ -79,21 +63,24 @@ _REMOVALS = {"unlink", "rmdir", "remove"}
 class WriteBack:
     """The only lane that changes the PFS under ordinary names."""
 
-    def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier, cluster: Cluster | None = None) -> None:
-        """`cluster`: the other nodes, which write to the same PFS; None on a single node."""
+    plans_max: ClassVar = 8
+    """How often rows are planned in one step if their contents change meanwhile."""
+    is_shared: ClassVar = False
+    """True: other nodes write to the same PFS."""
+
+    def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier) -> None:
         self._db = db
         self._config = config
         self._notify = notify
         self._tree = PfsTree(config.pfs or Path())  # Not used without a PFS.
         self._instance = journal.get_instance_id(db)
-        self._coordination = None if cluster is None or config.pfs is None else ClusterWriteBack(db, cluster, self._instance, self._tree)
         self._pacing = CopyPacing(0.0 if config.fsync is Level.PFS else PAUSE_RATIO)
         self._deferred = DeferredFiles(partial(summary.set_trouble, db), self._tree, f".ckptfs.{self._instance}.0".encode())
         self._ahead = RowsAhead(db)
         self._facts = Facts(db, self._pacing, self._deferred)
-        self._stager = Stager(db, tiers, self._tree, self._facts, self._deferred, self._pacing, keeps_batch=self._coordination is not None)
+        self._stager = Stager(db, tiers, self._tree, self._facts, self._deferred, self._pacing, keeps_batch=self.is_shared)
         self._is_waiting = False
-        self._waits = 0
+        self._require_lease: Callable[[], None] | None = None
         self._has_checked = False
         self._has_retried_walk = False
         self._missing_directory: DirectoryPath | None = None
@@ -108,29 +95,14 @@ class WriteBack:
         """Write back one batch. Return True if more may be ready now. Raises TierUnavailable."""
         if self._config.pfs is None:
             return False
-        self._waits = self._waits + 1 if self._is_waiting else 0
         try:
             more = self._write_batch()
             self._has_retried_walk, self._missing_directory, self._gone_directory = False, None, None
             return more
         except DirectoryMissing as missing:
-            if self._coordination is not None and missing.names != self._gone_directory:
-                self._gone_directory = self._coordination.confirm_gone(missing.names)
-                self._is_waiting = self._gone_directory is None
-                return not self._is_waiting
-            if missing.names == self._missing_directory:
-                raise build_unavailable_error(missing, str(missing.filename)) from missing
-            self._missing_directory = missing.names
-            self._recreate_directory(missing)
-            return True
-        except NotLoaded as more:
-            assert self._coordination is not None
-            self._coordination.load_also(more.inode)
-            return True
+            return self._handle_missing(missing)
         except (Busy, StoreUnreachable) as reason:
-            log.debug("write-back waits: %s", reason)
-            self._is_waiting = True
-            return False
+            return self._wait_for(reason)
         except OSError as failure:
             self._tree.clear_cache()
             if failure.errno == errno.ENOSPC and not self._deferred.skips_bytes and journal.has_removal(self._db):
@@ -145,17 +117,13 @@ class WriteBack:
         """Return the seconds until a waiting content or a deferred file is due; None if there is none."""
         waits = [
             self._pacing.next_due_s() if self._pacing.deferred else None,
-            self._build_poll_s() if self._is_waiting else None,
+            self._choose_poll_s() if self._is_waiting else None,
             self._deferred.next_due_s(),
-            None if self._coordination is None else self._coordination.next_due_s(),
         ]
         return min((wait for wait in waits if wait is not None), default=None)
 
-    def _build_poll_s(self) -> float:
-        """Return the next pause of a wait: longer each time in a cluster, where each look asks the store."""
-        if self._coordination is None:
-            return WAITING_POLL_S
-        return min(PUBLISHED_POLL_S * 1.5 ** min(self._waits, 10), PUBLISHED_POLL_S_MAX) * random.uniform(0.75, 1.25)
+    def _choose_poll_s(self) -> float:
+        return WAITING_POLL_S
 
     def retry_now(self) -> None:
         """Try everything that was deferred in the next step, for `ckptfs drain`."""
@@ -170,47 +138,45 @@ class WriteBack:
                 journal.append(self._db, "synced", inode, content=content)
         if self._has_checked and not pfs_state.has_work(self._db):
             self._is_waiting = False
-            return self._coordination is not None and self._coordination.requeue_left_out()
-        if self._coordination is not None:
-            store_loss.require_adopted(self._db)
+            return self._requeue_left_out()
+        self._open_pfs()
+        if (found := pfs_batch.find_batch(self._db)) is not None and self._finish_previous(*found):
+            return True
+        self._deferred.start_batch()
+        after = self._deferred.after_seq
+        urgent = self._ahead.list_next(after, BATCH_ROWS)
+        rows = self._choose_rows(urgent or journal.list_oldest(self._db, BATCH_ROWS, after))
+        if rows is None:
+            self._is_waiting = True
+            return False
+        if rows:
+            return self._write_rows(rows, is_ahead=bool(urgent))
+        self._is_waiting = bool(journal.list_oldest(self._db, 1, after))
+        self._deferred.finish_journal()
+        self._stager.remove_leftovers([])
+        if self._deferred.skips_bytes:
+            self._deferred.try_bytes_again()
+            return True
+        return (not self._is_waiting and self._requeue_left_out()) or self._set_times()
+
+    def _open_pfs(self) -> None:
+        """Open the PFS, and find out whether it is that of the catalog."""
         self._tree.reopen_root(self._db)
         identity = copies.get_tier_uuid(self._db, Tier.PFS)
         assert identity is not None
         if journal.set_pfs(self._db, identity if pfs_identity.is_mark(identity) else journal.UNIDENTIFIED):
             log.info("%s: new PFS for this catalog; all files are written back to it", self._config.pfs)
         self._has_checked = True
-        if self._finish_previous():
-            return True
-        self._deferred.start_batch()
-        after = self._deferred.after_seq
-        urgent = self._ahead.list_next(after, BATCH_ROWS)
-        rows = urgent or journal.list_oldest(self._db, BATCH_ROWS, after)
-        if self._coordination is not None:
-            # The store is asked about rows that can be written back, not again and again about one that waits for a seal of this node.
-            sealed = [*takewhile(lambda row: not waits_for_seal(self._facts, row), rows)]
-            if rows and not sealed:
-                self._is_waiting = True
-                return False
-            rows = self._coordination.choose_rows(sealed)
-        if not rows:
-            self._is_waiting = self._coordination is not None and bool(journal.list_oldest(self._db, 1, after))
-            self._deferred.finish_journal()
-            self._stager.remove_leftovers([])
-            if self._deferred.skips_bytes:
-                self._deferred.try_bytes_again()
-                return True
-            requeued = not self._is_waiting and self._coordination is not None and self._coordination.requeue_left_out()
-            return requeued or self._set_times()
-        return self._write_rows(rows, is_ahead=bool(urgent))
+
+    def _choose_rows(self, rows: list[JournalRow]) -> list[JournalRow] | None:
+        """Return those of the next rows that can be planned; None if the first has to wait."""
+        return rows
 
     def _write_rows(self, rows: list[JournalRow], *, is_ahead: bool) -> bool:
         """Plan, stage and apply rows, again if a content changes. `is_ahead`: older rows stay."""
-        for _ in range(PLANS_MAX):
+        for _ in range(self.plans_max):
             plan = self._plan(rows)
             self._is_waiting = plan.is_waiting
-            if plan.missing_inode is not None and self._coordination is not None:
-                self._coordination.fetch(plan.missing_inode)
-                self._notify.wake_lanes()
             if plan.batch.last_seq == 0 and not plan.batch.actions:
                 return False
             if is_ahead:
@@ -218,13 +184,9 @@ class WriteBack:
                 plan.batch.kept_seqs += journal.list_other_seqs(self._db, self._deferred.after_seq, plan.batch.last_seq, seqs)
             try:
                 batch = self._stager.stage(plan)
-                if self._coordination is not None:
-                    with self._discarded_if_busy(batch):
-                        self._coordination.publish_intents(batch)
+                self._announce(batch)
             except Busy as reason:
                 log.debug("batch planned again: %s", reason)
-                if self._coordination is not None:
-                    return True
                 continue
             applied = self._apply(batch)
             if is_ahead:
@@ -235,56 +197,34 @@ class WriteBack:
                 self._deferred.release(plan.moved_pending)
             if self._deferred.is_fenced(applied.last_seq):
                 self._deferred.fence_seq = None
-            return True
+            break
         return True
 
     def _plan(self, rows: list[JournalRow]) -> BatchPlan:
-        """Plan the next rows, without those that depend on what the PFS refuses."""
-        aside_seqs: set[int] = set()
-        while True:
-            if self._coordination is None:
-                planner = Planner(PfsView(self._db), self._facts, self._instance)
-            else:
-                planner = self._coordination.build_planner(self._facts, aside_seqs)
-            with self._db.read_transaction():
-                for row in rows:
-                    if planner.batch.last_seq and self._deferred.is_fenced(row.seq):
-                        return planner.plan
-                    try:
-                        if not planner.plan_row(row):
-                            return planner.plan
-                    except SetAside:
-                        aside_seqs.add(row.seq)
-                        break
-                else:
-                    return planner.plan
+        return self._plan_with(Planner(PfsView(self._db), self._facts, self._instance), rows)
+
+    def _plan_with(self, planner: Planner, rows: list[JournalRow]) -> BatchPlan:
+        """Plan rows until one begins the next batch."""
+        with self._db.read_transaction():
+            for row in rows:
+                if (planner.batch.last_seq and self._deferred.is_fenced(row.seq)) or not planner.plan_row(row):
+                    break
+        return planner.plan
 
     # --- apply, and record ---------------------------------------------------------------------------------------
 
-    def _finish_previous(self) -> bool:
-        """Apply an interrupted batch whose temporary files are whole. Return False without one.
-
-        In a cluster it is discarded if the other nodes do not expect it of this one any more.
-        """
-        found = pfs_batch.find_batch(self._db)
-        if found is None:
-            return False
-        is_ready, batch = found
-        if self._coordination is not None:
-            batch = self._coordination.relocate(batch)
-            pfs_batch.set_batch(self._db, batch, ready=is_ready)  # Its temporary files are where other nodes have moved their directories.
-        if not is_ready:
-            return False
-        if self._coordination is None or self._coordination.resume(batch):
+    def _finish_previous(self, is_ready: bool, batch: PfsBatch) -> bool:
+        """Apply an interrupted batch. Return False if its temporary files are not whole."""
+        if is_ready:
             self._apply(batch)
-        else:
-            self._stager.discard(batch)
-        return True
+        return is_ready
+
+    def _announce(self, batch: PfsBatch) -> None:
+        """Tell other nodes of a staged batch. Raises Busy if it must be planned again."""
 
     def _apply(self, batch: PfsBatch) -> PfsBatch:
         """Apply and record a batch. Return it, or the part of it before an action that the PFS refused."""
-        require_lease = None if self._coordination is None else self._coordination.require_lease
-        applier = Applier(self._db, self._tree, batch, require_lease, self._gone_directory)
+        applier = Applier(self._db, self._tree, batch, self._require_lease, self._gone_directory)
         if batch.abandoned:
             self._stager.remove(batch.abandoned)
         try:
@@ -306,28 +246,13 @@ class WriteBack:
         self._record(batch, found)
         return batch
 
-    @contextlib.contextmanager
-    def _discarded_if_busy(self, batch: PfsBatch) -> Iterator[None]:
-        """Discard a staged batch if other nodes have moved on, so that it is planned again."""
-        try:
-            yield
-        except Busy:
-            self._stager.discard(batch)
-            raise
-
     def _record(self, batch: PfsBatch, found: ObservedNames) -> None:
         if any(action.act in _REMOVALS or action.replaced_fingerprint is not None for action in batch.actions):
             self._deferred.note_removal()
         for entry in batch.expected_entries:
             if entry.inode is not None and found.get(entry.location.pfs_name) is None:
                 log.warning("%s: gone from the PFS; it is written back again if this node has its bytes", entry.location.text)
-        if self._coordination is not None:
-            with self._discarded_if_busy(batch):
-                self._coordination.complete_intents(batch, found)
-        else:
-            with self._db.transaction():
-                pfs_batch.record_batch_done(self._db, batch, found)
-                disk.reach("write_back:finish")
+        self._record_done(batch, found)
         self._stager.blocks.record(batch.published_rows)
         if batch.published_rows:
             self._db.persist()  # A file that is reported to be on the PFS must not be lost with the last seconds of the catalog.
@@ -337,10 +262,24 @@ class WriteBack:
         if batch.published_rows or batch.lost_inodes:
             self._notify.wake_lanes()
 
+    def _record_done(self, batch: PfsBatch, found: ObservedNames) -> None:
+        with self._db.transaction():
+            pfs_batch.record_batch_done(self._db, batch, found)
+            disk.reach("write_back:finish")
+
     # --- the rest -----------------------------------------------------------------------------------------------------
 
-    def _recreate_directory(self, missing: DirectoryMissing) -> None:
+    def _wait_for(self, reason: Exception) -> bool:
+        """Wait for something outside the journal. Return True if that is over."""
+        log.debug("write-back waits: %s", reason)
+        self._is_waiting = True
+        return False
+
+    def _handle_missing(self, missing: DirectoryMissing) -> bool:
         """Make a directory again that is needed but was removed on the PFS, with everything in it."""
+        if missing.names == self._missing_directory:
+            raise build_unavailable_error(missing, str(missing.filename)) from missing
+        self._missing_directory = missing.names
         inode = pfs_state.find_inode(self._db, missing.names)
         if inode is None or inode == ROOT:
             raise build_unavailable_error(missing, str(missing.filename)) from missing
@@ -348,12 +287,15 @@ class WriteBack:
         with self._db.transaction():
             if not journal.insert_rows_for_tree(self._db, inode):
                 pfs_state.delete_entries(self._db, inode)  # The mount has removed it too; changes in it are obsolete.
+        return True
+
+    def _requeue_left_out(self) -> bool:
+        """Append rows for what the PFS lacks and no row covers. Return True if any was added."""
+        return False
 
     def _set_times(self) -> bool:
         """Set the times of directories on the PFS as in the mount. Runs when the journal is empty."""
         directories = pfs_state.list_stale_times(self._db, TIMES_BATCH)
-        if self._coordination is not None and directories:
-            self._coordination.load_directories(directories)
         view = PfsView(self._db)
         for number in directories:
             path = view.get_path(number)

@@ -1,67 +1,111 @@
-"""The part of write-back that concerns other nodes.
+"""Write-back of a node in a cluster: what other nodes have a part in.
 
 Takes: the journal of a node in a cluster, planned and staged batches, and the store that all nodes share.
 Leaves: batches whose intents are in the store before they touch the PFS, and completed after; intents of dead nodes resolved.
-If we die here: the batch in hand is in the catalog, and its intents are in the store. `resume` finds out whether the batch still
+If we die here: the batch in hand is in the catalog, and its intents are in the store. `_finish_previous` finds out whether the batch still
 belongs to this node.
 """
 
 import contextlib
 import logging
 import os
+import random
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import takewhile
 
 from ckptfs import disk, limits
-from ckptfs.catalog import copies, journal, mover_requests, namespace, pfs_state
+from ckptfs.catalog import copies, journal, mover_requests, namespace, pfs_batch, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import ObservedNames, ObservedStat, PfsBatch
 from ckptfs.catalog.pfs_state import PfsLocation, PfsName, PfsView
 from ckptfs.clique import membership
 from ckptfs.clique.cluster import Cluster
-from ckptfs.coherence import chain, key_state, pfs_coordination
+from ckptfs.coherence import chain, key_state, pfs_coordination, store_loss
 from ckptfs.coherence.chain import ChainedStore
 from ckptfs.coherence.keys import PFS_NAME, PFS_STATE, SharedKey
-from ckptfs.coherence.pfs_coordination import StoreSnapshot, build_row_key, list_published_rows
+from ckptfs.coherence.pfs_coordination import NotLoaded, StoreSnapshot, build_row_key, list_published_rows
+from ckptfs.config import Config
 from ckptfs.errors import Busy, StoreUnreachable
-from ckptfs.flow.write_back.plan_facts import Facts
-from ckptfs.flow.write_back.plan_shared import SharedPlanner
+from ckptfs.flow.write_back import TIMES_BATCH, WriteBack
+from ckptfs.flow.write_back.plan import waits_for_seal
+from ckptfs.flow.write_back.plan_facts import BatchPlan
+from ckptfs.flow.write_back.plan_shared import SetAside, SharedPlanner
 from ckptfs.flow.write_back.stage import remove_temporary
-from ckptfs.model import ROOT
+from ckptfs.model import ROOT, Notifier
 from ckptfs.tiers.pfs_ownership import find_stat
-from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree
+from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath
+from ckptfs.tiers.storage import Tiers
 
 log = logging.getLogger(__name__)
 
 disk.declare_labels("write_back:intent_announced", "write_back:intent_settled")
 
 BATCH_ROWS = 32
+# In a cluster write-back mostly waits for rows that are being published to the store.
+PUBLISHED_POLL_S = 0.05
+PUBLISHED_POLL_S_MAX = 1.0
 
 
-class ClusterWriteBack:
-    """What write-back does about the other nodes."""
+class ClusterWriteBack(WriteBack):
+    """Write-back to a PFS to which other nodes write, too."""
 
-    def __init__(self, db: Database, cluster: Cluster, instance: str, tree: PfsTree) -> None:
-        self._db = db
+    plans_max = 1  # What has changed meanwhile may have changed in the store as well.
+    is_shared = True
+
+    def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier, cluster: Cluster) -> None:
+        super().__init__(db, tiers, config, notify)
+        self._require_lease = self._check_lease
         self._cluster = cluster
-        self._instance = instance
-        self._tree = tree
         self._store = ChainedStore(cluster.store, db, chain.WRITE_BACK_CHAIN)
         self._snapshot = StoreSnapshot(db, self._store)
         self._fetch_requests: dict[int, int] = {}
         self._extra_inodes: set[int] = set()
         self._lost_contents: set[int] = set()
         self._lease = 0
+        self._waits = 0
         self._reintegrated_ns = key_state.get_reintegrated_ns(db)
         self._restart_search()
 
+    def step(self) -> bool:
+        """Write back one batch. Return True if more may be ready now. Raises TierUnavailable."""
+        self._waits = self._waits + 1 if self._is_waiting else 0
+        return super().step()
+
+    def next_due_s(self) -> float | None:
+        """Return the seconds until something that waits is due, or the next search for what the PFS lacks."""
+        due_s = super().next_due_s()
+        if self._config.pfs is None or self._next_search_s >= self._search_until_s:
+            return due_s
+        search_s = max(limits.REQUEST_POLL_S, self._next_search_s - time.monotonic())
+        return search_s if due_s is None else min(due_s, search_s)
+
+    def _choose_poll_s(self) -> float:
+        """Return the next pause of a wait: longer each time, because each look asks the store."""
+        return min(PUBLISHED_POLL_S * 1.5 ** min(self._waits, 10), PUBLISHED_POLL_S_MAX) * random.uniform(0.75, 1.25)
+
+    def _wait_for(self, reason: Exception) -> bool:
+        """Wait for other nodes. Return True if only more has to be loaded, from the next plan on."""
+        if not isinstance(reason, NotLoaded):
+            return super()._wait_for(reason)
+        self._extra_inodes.add(reason.inode)
+        return True
+
     # --- before a batch -----------------------------------------------------------------------------------------------
 
-    def choose_rows(self, rows: list[JournalRow]) -> list[JournalRow]:
+    def _open_pfs(self) -> None:
+        store_loss.require_adopted(self._db)
+        super()._open_pfs()
+
+    def _choose_rows(self, rows: list[JournalRow]) -> list[JournalRow] | None:
         """Return the next rows that the store has and no other node took over. Raises StoreUnreachable."""
-        rows = list_published_rows(self._db, self._instance, rows[:BATCH_ROWS])
+        # The store is asked about rows that can be written back, not again and again about one that waits for a seal of this node.
+        sealed = [*takewhile(lambda row: not waits_for_seal(self._facts, row), rows)]
+        if rows and not sealed:
+            return None
+        rows = list_published_rows(self._db, self._instance, sealed[:BATCH_ROWS])
         if not rows:
             return rows
         self._take_lease()
@@ -80,7 +124,7 @@ class ClusterWriteBack:
         self._next_search_s = time.monotonic()
         self._search_until_s = self._next_search_s + limits.SKIPPED_SCAN_S
 
-    def requeue_left_out(self) -> bool:
+    def _requeue_left_out(self) -> bool:
         """Append a row for each content that the PFS lacks and no row covers. Return True if any was added.
 
         Other nodes that took over this node's rows may have lacked the bytes, or held the node for lost; or an island had to undo a change.
@@ -95,24 +139,26 @@ class ClusterWriteBack:
         self._next_search_s = now_s + limits.SKIPPED_SCAN_INTERVAL_S
         return journal.insert_missing(self._db, limits.CHANGE_ROWS_MAX) > 0
 
-    def next_due_s(self) -> float | None:
-        """Return the seconds until the next search for such contents, which runs when the journal is empty."""
-        return max(limits.REQUEST_POLL_S, self._next_search_s - time.monotonic()) if self._next_search_s < self._search_until_s else None
-
     def _load(self, rows: Iterable[JournalRow], inodes: Iterable[int]) -> None:
         self._snapshot = StoreSnapshot(self._db, self._store)
         self._snapshot.load(self._instance, rows, inodes)
 
-    def load_also(self, inode: int) -> None:
-        """Load this inode too, from the next plan on."""
-        self._extra_inodes.add(inode)
+    def _plan(self, rows: list[JournalRow]) -> BatchPlan:
+        """Plan the next rows, without those that depend on what the PFS refuses."""
+        number, aside_seqs = self._cluster.node_number, set[int]()
+        while True:
+            planner = SharedPlanner(self._db, self._facts, self._instance, self._snapshot, number, self._lost_contents, aside_seqs)
+            try:
+                plan = self._plan_with(planner, rows)
+            except SetAside as row:
+                aside_seqs.add(row.seq)
+                continue
+            if plan.missing_inode is not None:
+                self._fetch(plan.missing_inode)
+                self._notify.wake_lanes()
+            return plan
 
-    def build_planner(self, facts: Facts, aside_seqs: Container[int]) -> SharedPlanner:
-        """Return a planner over the loaded snapshot. `aside_seqs`: rows that wait for what the PFS refuses."""
-        number = self._cluster.node_number
-        return SharedPlanner(self._db, facts, self._instance, self._snapshot, number, self._lost_contents, aside_seqs)
-
-    def fetch(self, inode: int) -> None:
+    def _fetch(self, inode: int) -> None:
         """Request the bytes of a file that a dead node wrote; without them it is not written back."""
         request = mover_requests.get(self._db, self._fetch_requests[inode]) if inode in self._fetch_requests else None
         if request is not None and request.state == mover_requests.FAILED:
@@ -122,12 +168,25 @@ class ClusterWriteBack:
         elif request is None or request.state != mover_requests.OPEN:
             self._fetch_requests = {inode: mover_requests.insert_request(self._db, mover_requests.FETCH, inode, mover_requests.NEEDS_COPY)}
 
-    def load_directories(self, directories: list[int]) -> None:
+    def _set_times(self) -> bool:
+        if directories := pfs_state.list_stale_times(self._db, TIMES_BATCH):
+            self._load_directories(directories)
+        return super()._set_times()
+
+    def _load_directories(self, directories: list[int]) -> None:
         """Load where these directories are now. Raises StoreUnreachable."""
         self._load([], directories)
         self._set_expected_inodes()
 
-    def confirm_gone(self, names: DirectoryPath) -> DirectoryPath | None:
+    def _handle_missing(self, missing: DirectoryMissing) -> bool:
+        """Find out whether a directory is gone or another node moves it. If it is gone, make it again."""
+        if missing.names == self._gone_directory:
+            return super()._handle_missing(missing)
+        self._gone_directory = self._confirm_gone(missing.names)
+        self._is_waiting = self._gone_directory is None
+        return not self._is_waiting
+
+    def _confirm_gone(self, names: DirectoryPath) -> DirectoryPath | None:
         """Return `names` if that directory is gone from the PFS; None if another node moves it: plan again."""
         try:
             before = self._load_path_revisions(names)
@@ -145,7 +204,7 @@ class ClusterWriteBack:
         inode = pfs_state.find_inode(self._db, names)
         if inode is None:
             return {}
-        self.load_directories([inode])
+        self._load_directories([inode])
         others = [(key, number) for key, number in self._snapshot.list_intents() if number != self._cluster.node_number]
         self._resolve_intents(others)
         if others or PfsView(self._db).get_path(inode) != names:
@@ -165,34 +224,49 @@ class ClusterWriteBack:
 
     # --- a batch ------------------------------------------------------------------------------------------------------
 
-    def publish_intents(self, batch: PfsBatch) -> None:
+    def _announce(self, batch: PfsBatch) -> None:
         """Publish the intents of a batch. Raises Busy if it must be planned again, or StoreUnreachable."""
-        if batch.expected_entries or batch.published_rows:
-            pfs_coordination.publish_intents(self._db, self._store, self._snapshot, batch, self._instance)
-        disk.reach("write_back:intent_announced")
+        with self._discarded_if_busy(batch):
+            if batch.expected_entries or batch.published_rows:
+                pfs_coordination.publish_intents(self._db, self._store, self._snapshot, batch, self._instance)
+            disk.reach("write_back:intent_announced")
 
-    def relocate(self, batch: PfsBatch) -> PfsBatch:
-        """Return an interrupted batch with the present paths. Raises Busy without a lease, StoreUnreachable."""
+    @contextlib.contextmanager
+    def _discarded_if_busy(self, batch: PfsBatch) -> Iterator[None]:
+        """Discard a staged batch if other nodes have moved on, so that it is planned again."""
+        try:
+            yield
+        except Busy:
+            self._stager.discard(batch)
+            raise
+
+    def _finish_previous(self, is_ready: bool, batch: PfsBatch) -> bool:
+        """Apply an interrupted batch, or discard it if the other nodes do not expect it of this one any more.
+
+        Return False if its temporary files are not whole. Raises Busy without a lease, StoreUnreachable.
+        """
         self._take_lease()
         locations = [location for action in batch.actions for location in (action.location, action.new_location) if location is not None]
         directories = {location.parent for location in [*locations, *(show.location for show in batch.expected_entries)]}
         self._load([], directories)
         self._set_expected_inodes(directories)
-        return _relocate_batch(PfsView(self._db), batch)
+        batch = _relocate_batch(PfsView(self._db), batch)
+        pfs_batch.set_batch(self._db, batch, ready=is_ready)  # Its temporary files are where other nodes have moved their directories.
+        if is_ready and not pfs_coordination.resume_intents(self._db, self._store, batch, self._instance):
+            self._stager.discard(batch)
+            return True
+        return super()._finish_previous(is_ready, batch)
 
-    def resume(self, batch: PfsBatch) -> bool:
-        """Return True if an interrupted batch, with the present paths, still belongs to this node."""
-        return pfs_coordination.resume_intents(self._db, self._store, batch, self._instance)
-
-    def complete_intents(self, batch: PfsBatch, found: ObservedNames) -> None:
+    def _record_done(self, batch: PfsBatch, found: ObservedNames) -> None:
         """Publish that the PFS shows the batch. Raises Busy if this node was declared dead, StoreUnreachable."""
-        changed = pfs_coordination.complete_intents(self._db, self._store, batch, found, self._snapshot)
-        disk.reach("write_back:intent_settled")
-        self._extra_inodes = set()
-        if changed:
-            with self._db.transaction():
-                for inode in changed:
-                    journal.append(self._db, "attributes", inode)
+        with self._discarded_if_busy(batch):
+            changed = pfs_coordination.complete_intents(self._db, self._store, batch, found, self._snapshot)
+            disk.reach("write_back:intent_settled")
+            self._extra_inodes = set()
+            if changed:
+                with self._db.transaction():
+                    for inode in changed:
+                        journal.append(self._db, "attributes", inode)
 
     # --- the lease ----------------------------------------------------------------------------------------------------
 
@@ -202,7 +276,7 @@ class ClusterWriteBack:
         if not self._lease:
             raise Busy("this node has no lease")
 
-    def require_lease(self) -> None:
+    def _check_lease(self) -> None:
         """Raise Busy if others may have declared this node dead and resolved its intents since the load."""
         if self._cluster.lease() != self._lease:
             raise Busy("other nodes may have declared this node dead")

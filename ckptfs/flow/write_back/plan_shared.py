@@ -17,6 +17,7 @@ from functools import partial
 from ckptfs.catalog import identity, journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
+from ckptfs.catalog.pfs_batch import KEYS_PER_ROW
 from ckptfs.catalog.pfs_state import PfsName, PfsView
 from ckptfs.coherence.keys import PFS_STATE, SharedKey
 from ckptfs.coherence.pfs_coordination import StoreSnapshot
@@ -32,7 +33,11 @@ PARKED_PREFIX = b".ckptfs.parked."
 
 
 class SetAside(Exception):
-    """A row depends on an inode whose names the PFS refuses to change. The planner is of no use now."""
+    """The row `seq` depends on an inode whose names the PFS refuses to change. The planner is of no use now."""
+
+    def __init__(self, seq: int) -> None:
+        super().__init__(seq)
+        self.seq = seq
 
 
 class SharedPlanner(Planner):
@@ -190,7 +195,7 @@ class SharedPlanner(Planner):
     def _align(self, inode: int) -> bool:
         """Plan that the PFS shows an inode under its present names. Return False if that is not possible yet."""
         if self._facts.has_refused_names(inode):
-            raise SetAside
+            raise SetAside(self._key // KEYS_PER_ROW)
         self._snapshot.require_loaded(inode)
         if inode in self._aligning or self._snapshot.has_intent(inode):
             return self._wait()

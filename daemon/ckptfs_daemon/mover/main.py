@@ -34,6 +34,7 @@ from ckptfs.flow.share_blocks import ShareBlocks
 from ckptfs.flow.verify import CheckResult, Scrub
 from ckptfs.flow.wait_level import WaitLevel
 from ckptfs.flow.write_back import WriteBack
+from ckptfs.flow.write_back.coordination import ClusterWriteBack
 from ckptfs.model import LOCAL_TIERS, Notifier, Tier
 from ckptfs.tiers import transfer
 from ckptfs.tiers.storage import Tiers
@@ -165,9 +166,11 @@ class _Flows:
         self._config = config
         self._cluster_services = cluster_services
         self._recover = Recover(db, tiers, config, notify)
-        self._scan = Scan(db, tiers, config, notify, cluster_services.cluster if cluster_services else None)
-        self._fetch = Fetch(db, tiers, config, notify, cluster_services.cluster if cluster_services else None)
-        self._write_back = WriteBack(db, tiers, config, notify, cluster_services.cluster if cluster_services else None)
+        cluster = cluster_services.cluster if cluster_services else None
+        self._scan = Scan(db, tiers, config, notify, cluster)
+        self._fetch = Fetch(db, tiers, config, notify, cluster)
+        flow = db, tiers, config, notify
+        self._write_back = WriteBack(*flow) if cluster is None else ClusterWriteBack(*flow, cluster)
         self._prepare = Prepare(db, tiers, config, notify)
         self.lanes: list[tuple[str, Flow]] = [
             ("seal", Seal(db, tiers, config, notify, LOCAL_TIERS)),
