@@ -289,8 +289,8 @@ def record_batch_done(db: Database, batch: PfsBatch, observed: ObservedNames) ->
         journal.append(db, "settle", inode)
     for inode in list_unfinished(batch, observed):
         insert_rows_for_tree(db, inode)
-    journal.delete_applied(db, batch.after_seq, batch.last_seq, batch.kept_seqs)
     delete_batch(db)
+    journal.delete_applied(db, batch.after_seq, batch.last_seq, batch.kept_seqs)
 
 
 def list_unfinished(batch: PfsBatch, observed: ObservedNames) -> list[int]:

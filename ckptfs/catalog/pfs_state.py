@@ -180,11 +180,13 @@ class PfsView:
 
     def list_shown_names(self, inode: int) -> list[PfsName]:
         """Return the names under which the PFS shows an inode, and is to show it."""
-        return [name for name in self.list_names(inode) if self.has_directory(*name) and not self.is_stale(*name)]
+        return self.split_names(inode)[0]
 
-    def list_stale_names(self, inode: int) -> list[PfsName]:
-        """Return the names under which the PFS shows an inode, and is to show another one or nothing."""
-        return [name for name in self.list_names(inode) if self.has_directory(*name) and self.is_stale(*name)]
+    def split_names(self, inode: int) -> tuple[list[PfsName], list[PfsName]]:
+        """Return the names under which the PFS shows an inode: (shown, stale)."""
+        names = [name for name in self.list_names(inode) if self.has_directory(*name)]
+        stale = [name for name in names if self.is_stale(*name)]
+        return [name for name in names if name not in stale], stale
 
     def is_stranded(self, inode: int) -> bool:
         """Return True if the PFS shows an inode under stale names only, and is to show it under others."""

@@ -81,7 +81,7 @@ class WriteBack:
         self._stager = Stager(db, tiers, self._tree, self._facts, self._deferred, self._pacing, keeps_batch=self.is_shared)
         self._is_waiting = False
         self._require_lease: Callable[[], None] | None = None
-        self._has_checked = False
+        self._identity: str | None = None
         self._has_retried_walk = False
         self._missing_directory: DirectoryPath | None = None
         self._gone_directory: DirectoryPath | None = None
@@ -136,7 +136,7 @@ class WriteBack:
         for inode, content in self._pacing.take_due():
             with self._db.transaction():
                 journal.append(self._db, "synced", inode, content=content)
-        if self._has_checked and not pfs_state.has_work(self._db):
+        if self._identity is not None and not pfs_state.has_work(self._db):
             self._is_waiting = False
             return self._requeue_left_out()
         self._open_pfs()
@@ -164,9 +164,10 @@ class WriteBack:
         self._tree.reopen_root(self._db)
         identity = copies.get_tier_uuid(self._db, Tier.PFS)
         assert identity is not None
-        if journal.set_pfs(self._db, identity if pfs_identity.is_mark(identity) else journal.UNIDENTIFIED):
-            log.info("%s: new PFS for this catalog; all files are written back to it", self._config.pfs)
-        self._has_checked = True
+        if identity != self._identity:
+            if journal.set_pfs(self._db, identity if pfs_identity.is_mark(identity) else journal.UNIDENTIFIED):
+                log.info("%s: new PFS for this catalog; all files are written back to it", self._config.pfs)
+            self._identity = identity
 
     def _choose_rows(self, rows: list[JournalRow]) -> list[JournalRow] | None:
         """Return those of the next rows that can be planned; None if the first has to wait."""
@@ -195,21 +196,13 @@ class WriteBack:
                 self._deferred.after_seq = max(self._deferred.after_seq, applied.last_seq)
             if plan.moved_pending and applied is batch:
                 self._deferred.release(plan.moved_pending)
-            if self._deferred.is_fenced(applied.last_seq):
-                self._deferred.fence_seq = None
+            self._deferred.pass_fence(applied.last_seq)
             break
         return True
 
     def _plan(self, rows: list[JournalRow]) -> BatchPlan:
-        return self._plan_with(Planner(PfsView(self._db), self._facts, self._instance), rows)
-
-    def _plan_with(self, planner: Planner, rows: list[JournalRow]) -> BatchPlan:
-        """Plan rows until one begins the next batch."""
         with self._db.read_transaction():
-            for row in rows:
-                if (planner.batch.last_seq and self._deferred.is_fenced(row.seq)) or not planner.plan_row(row):
-                    break
-        return planner.plan
+            return Planner(PfsView(self._db), self._facts, self._instance).plan_rows(rows, self._deferred.fence_seq)
 
     # --- apply, and record ---------------------------------------------------------------------------------------
 

@@ -149,7 +149,8 @@ class ClusterWriteBack(WriteBack):
         while True:
             planner = SharedPlanner(self._db, self._facts, self._instance, self._snapshot, number, self._lost_contents, aside_seqs)
             try:
-                plan = self._plan_with(planner, rows)
+                with self._db.read_transaction():
+                    plan = planner.plan_rows(rows, self._deferred.fence_seq)
             except SetAside as row:
                 aside_seqs.add(row.seq)
                 continue

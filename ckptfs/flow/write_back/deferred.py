@@ -125,9 +125,10 @@ class DeferredFiles:
         """Return True if the PFS had no room for something that waits."""
         return self.skips_bytes or any(one.lacks_room for one in self._files.values())
 
-    def is_fenced(self, seq: int) -> bool:
-        """Return True if a row has to begin a batch."""
-        return self.fence_seq is not None and seq >= self.fence_seq
+    def pass_fence(self, up_to: int) -> None:
+        """Note that the rows up to `up_to` are done."""
+        if self.fence_seq is not None and up_to >= self.fence_seq:
+            self.fence_seq = None
 
     def note_removal(self) -> None:
         """Note that something went from the PFS: the bytes of files may fit now."""

@@ -23,6 +23,7 @@ or that moves a directory, begins the next batch. So each change can be recognis
 """
 
 import stat
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ckptfs import limits
@@ -38,7 +39,7 @@ BATCH_BYTES_MAX = 64 * limits.MIB
 
 
 class Planner:
-    """Plans rows one after another until `plan_row` refuses one, which begins the next batch."""
+    """Plans the rows of one batch."""
 
     actions_max = ACTIONS_MAX
     puts_max = PUTS_MAX
@@ -55,6 +56,14 @@ class Planner:
         self._with_set_attributes: set[int] = set()
         self._rewritten: set[int] = set()
         self._is_full = False
+
+    def plan_rows(self, rows: Iterable[JournalRow], fence_seq: int | None = None) -> BatchPlan:
+        """Plan rows one after another. The first that has to wait, or is fenced, begins the next batch."""
+        for row in rows:
+            is_fenced = fence_seq is not None and row.seq >= fence_seq and self.batch.last_seq > 0
+            if is_fenced or not self.plan_row(row):
+                break
+        return self.plan
 
     def plan_row(self, row: JournalRow) -> bool:
         """Plan one row. Return False if it has to wait for another batch; then nothing of it is planned."""
@@ -154,7 +163,7 @@ class Planner:
 
     def _is_refused(self, name: PfsName, inode: int = NO_INODE) -> bool:
         """Return True if a name cannot show `inode`, or nothing, for now; it may become pending."""
-        return self._facts.has_refused_names(inode) or self._is_guarded(name, inode) or self.view.is_directory_pending(*name)
+        return self._is_guarded(name, inode) or self.view.is_directory_pending(*name) or self._facts.has_refused_names(inode)
 
     def _set_wanted(self, name: PfsName, inode: int, row: JournalRow) -> None:
         """Plan that a name shows `inode`, or nothing (`NO_INODE`), only when the PFS lets it."""
@@ -241,11 +250,11 @@ class Planner:
 
     def _make(self, row: JournalRow) -> bool:
         (name,) = row.names
-        inode = self._facts.get_inode(row.inode)
+        can_be_made = _can_be_made(row, self._facts.get_inode(row.inode))
         if self._is_refused(name, row.inode):
             self._set_wanted(name, row.inode, row)
             return True
-        if not self.view.has_directory(*name) or row.inode in self._facts.unfit_inodes or not _can_be_made(row, inode):
+        if not self.view.has_directory(*name) or row.inode in self._facts.unfit_inodes or not can_be_made:
             self.view.set_pending(*name, row.inode)
             return True
         if row.parent in self._made_directories:
@@ -255,11 +264,11 @@ class Planner:
 
     def _link(self, row: JournalRow) -> bool:
         (name,) = row.names
-        shown = self.view.list_shown_names(row.inode)
+        shown, stale = self.view.split_names(row.inode)
         is_refused = self._is_refused(name, row.inode)
         if not shown or is_refused or not self.view.has_directory(*name) or not self._list_linkable([name], shown):
             self.view.set_pending(*name, row.inode)
-            if is_refused or self.view.list_stale_names(row.inode):
+            if is_refused or stale:
                 self._settle_later(row.inode, row)
             return True
         if name not in shown:
@@ -374,7 +383,8 @@ class Planner:
         if row.inode == ROOT:
             self._append("attributes", ROOT, (ROOT, b"."), Fingerprint())
             return True
-        for name in (self.view.list_shown_names(row.inode) or self.view.list_stale_names(row.inode))[:1]:
+        shown, stale = self.view.split_names(row.inode)
+        for name in (shown or stale)[:1]:
             self._plan_attributes(row.inode, name)
         return True
 
@@ -414,9 +424,9 @@ class Planner:
         inode = self._facts.get_inode(row.inode)
         if inode is None or inode.nlink == 0:
             return True
-        shown, pending = self.view.list_shown_names(row.inode), self.view.list_pending_names(row.inode)
+        shown, stale = self.view.split_names(row.inode)
         published = self._facts.get_published(row.inode)
-        pending = self._list_linkable(pending, shown)
+        pending = self._list_linkable(self.view.list_pending_names(row.inode), shown)
         refused = [name for name in pending if self._is_refused(name, row.inode)]
         waiting = [name for name in pending if name not in refused and self.view.has_directory(*name)]
         if not shown + waiting:
@@ -443,7 +453,7 @@ class Planner:
             elif self.plan.puts and self.plan.planned_bytes + content.size > BATCH_BYTES_MAX:
                 return False
             else:
-                self._remove_forgotten(row.inode)
+                self._remove_forgotten(row.inode, stale)
                 self._plan_file(kind, row.inode, content, row.mode, first)
         for name in others:
             self._plan_link(row.inode, first, name)
@@ -451,9 +461,9 @@ class Planner:
             self._settle_later(row.inode, row)
         return True
 
-    def _remove_forgotten(self, inode: int) -> None:
+    def _remove_forgotten(self, inode: int, stale: list[PfsName]) -> None:
         """Plan the removal of names that deleted files of the history took over: they are not new bytes."""
-        for name in self.view.list_stale_names(inode):
+        for name in stale:
             taker = self.view.get_pending(*name)
             gone = self._facts.get_inode(taker or NO_INODE)
             if taker and (gone is None or gone.nlink == 0) and not self._facts.has_refused_names(inode):
@@ -485,8 +495,8 @@ class Planner:
         """Bring the names of an inode on the PFS in line with the journal; if impossible now, keep the row."""
         if self._facts.is_repeated(row):
             return True
-        wanted = self._list_linkable(self.view.list_pending_names(row.inode), self.view.list_shown_names(row.inode))
-        stale = self.view.list_stale_names(row.inode)
+        shown, stale = self.view.split_names(row.inode)
+        wanted = self._list_linkable(self.view.list_pending_names(row.inode), shown)
         if self._facts.has_refused_names(row.inode) or any(self.view.is_directory_pending(*name) for name in wanted):
             return self._keep(row)
         wanted = [name for name in wanted if self.view.has_directory(*name)]
@@ -494,7 +504,7 @@ class Planner:
             return True
         if not self.view.list_names(row.inode):
             return self._settle_missing(row, wanted)
-        if not self.view.list_shown_names(row.inode):
+        if not shown:
             if wanted:
                 return self._settle_move(row, stale[0], wanted[0]) if stale else True
             if self.view.has_entries(row.inode):

@@ -33,7 +33,7 @@ PARKED_PREFIX = b".ckptfs.parked."
 
 
 class SetAside(Exception):
-    """The row `seq` depends on an inode whose names the PFS refuses to change. The planner is of no use now."""
+    """The row `seq` depends on an inode whose names the PFS refuses to change. The planner is void."""
 
     def __init__(self, seq: int) -> None:
         super().__init__(seq)

@@ -265,7 +265,8 @@ class Stager:
 
         def make() -> Staged:
             directory = self._tree.get_directory(action.location.path)
-            resumed_fd = self._open_resumable(directory, action, planned, wanted)
+            left = find_stat(directory, action.temporary)
+            resumed_fd = None if left is None else self._open_resumable(directory, left, action, planned, wanted)
             there = find_stat(directory, action.location.name) if planned.can_merge else None
             if there is not None and stat.S_ISDIR(there.st_mode):
                 return Staged(Fingerprint(there.st_ino), is_merged=True)
@@ -282,11 +283,8 @@ class Stager:
             make, lambda: [(wanted.uid, wanted.gid), pfs_ownership.get_owner(self._tree.get_directory(action.location.path))]
         )
 
-    def _open_resumable(self, directory: int, action: PfsAction, planned: PlannedFile, wanted: Inode) -> int | None:
+    def _open_resumable(self, directory: int, there: os.stat_result, action: PfsAction, planned: PlannedFile, wanted: Inode) -> int | None:
         """Open a large temporary file that an interrupted batch left. Remove any other, and return None."""
-        there = find_stat(directory, action.temporary)
-        if there is None:
-            return None
         # Another owner's process may still have the file open for writing.
         owners = {os.geteuid(), wanted.uid, os.fstat(directory).st_uid}
         is_ours = stat.S_ISREG(there.st_mode) and not there.st_mode & 0o7022 and there.st_nlink == 1 and there.st_uid in owners
