@@ -256,10 +256,10 @@ class _TransactionBuilder:
             self._transaction.expected_revisions.setdefault(SharedKey(INODE, _get_child(now)), revision)
             self._add_changed_names(_get_child(now))
 
-    def _add_changed_names(self, directory: int) -> None:
-        """Add the names that a directory has in the store, and no longer on this node."""
+    def _add_changed_names(self, inode: int) -> None:
+        """Add the names that an inode has in the store, and no longer on this node."""
         for name in key_state.list_dirty_names(self._db):
-            if name not in self._transaction.new_values and _get_child(key_state.get_cached(self._db, name).raw) == directory:
+            if name not in self._transaction.new_values and _get_child(key_state.get_cached(self._db, name).raw) == inode:
                 self._add_key(name)
 
     def _set_file_names(self) -> None:
@@ -296,10 +296,11 @@ class _TransactionBuilder:
         if _is_chosen(before) != _is_chosen(now):
             chosen = encode_chosen_key(key.number)
             self._transaction.told_chosen[chosen] = Put(chosen, b"1") if _is_chosen(now) else Delete(chosen)
+        if now is None:
+            self._add_changed_names(key.number)
         if now is None and kind == stat.S_IFDIR:
             self._transaction.required_empty.add(key.number)
             self._transaction.extra_deletes.append(Delete(encode_key(SharedKey(TIMES, key.number))))
-            self._add_changed_names(key.number)
         elif now is None and before is not None and before["content"] is not None:
             self._delete_content(key.number, before["content"])
         elif now is not None and before is not None and kind == stat.S_IFDIR and now["parent"] != before["parent"]:

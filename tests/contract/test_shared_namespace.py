@@ -13,6 +13,7 @@ import trio.testing
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, Slow, async_tests, in_virtual_time, play_on_two_nodes, reconnect, running, settled, stored_tree
 
+from ckptfs import limits
 from ckptfs.catalog import inodes, journal, namespace
 from ckptfs.coherence import key_state, read
 from ckptfs.coherence.keys import INODE, SharedKey
@@ -44,6 +45,19 @@ async def test_a_name_is_made_by_one(a: Node, b: Node) -> None:
     """O_EXCL."""
     for name in map(str, range(10)):
         assert sorted(await both(lambda name=name: a.make(name), lambda name=name: b.mkdir(name))) == [0, errno.EEXIST]  # type: ignore[misc]
+
+
+@two_nodes
+async def test_a_removed_file_goes_together_with_its_name(a: Node, b: Node) -> None:
+    """Its first change and its removal do not fit into one transaction."""
+    made = (await a.make("f")).id
+    a.db.run("UPDATE inode SET mode = mode | 1 WHERE id = ?", made)
+    for number in range(limits.ETCD_OPERATIONS_MAX):
+        with a.db.transaction():
+            namespace.create(a.db, ROOT, b"other%d" % number, stat.S_IFREG | 0o644, uid=0, gid=0)
+    await a.unlink("f")
+    assert len({event.revision for event in a.store.etcd.events_from(b"e/", b"j", 0) if event.item is None}) == 1
+    assert b"f" not in await b.names()
 
 
 @two_nodes
