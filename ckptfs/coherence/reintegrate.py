@@ -298,8 +298,13 @@ class ReintegrationResolver(ConflictResolver):
         ):  # fmt: skip
             write_value(self._db, key, theirs)
             key_state.set_cached(self._db, key, now)
-        else:
-            super()._merge_key(key, now)
+            return
+        is_kept = key.kind == INODE and self._is_worth_restoring(key.number)
+        super()._merge_key(key, now)
+        if is_kept and not self._db.value("SELECT nlink FROM inode WHERE id = ?", key.number):
+            names = list_local_names(self._db, key.number)  # Each side removed some; these are made again.
+            self._mark_unpublished(names)
+            self._inodes_to_recount |= {key.number, *(name.number for name in names)}
 
     def _split_file(self, key: SharedKey, ours: Value, theirs: Value) -> bool:
         """Make what this node wrote a file of its own. Returns False if the bytes are not on this node."""

@@ -75,6 +75,19 @@ async def test_a_file_that_others_wrote_keeps_the_name_that_is_its_last(a: Node,
 
 
 @two_nodes
+async def test_a_file_that_this_node_wrote_gets_the_name_back_that_was_its_last(a: Node, b: Node) -> None:
+    """Each side removed one of its two names."""
+    await b.make("f")
+    await b.link("f", "g")
+    await cut(b)
+    await b.unlink("g")
+    await b.grow("f", 7, 1)
+    await a.unlink("f")
+    await reconnect(a, b)
+    assert ((await a.stat("f")).size, await a.names()) == (7, [b"f"])
+
+
+@two_nodes
 async def test_what_was_deleted_there_and_has_new_names_here_keeps_them_all(a: Node, b: Node) -> None:
     await b.make("old")
     await cut(b)
