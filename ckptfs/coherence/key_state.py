@@ -188,8 +188,14 @@ def mark_root_dirty(db: Database) -> None:
                 mark_dirty(db, SharedKey(kind, ROOT))
 
 
+def has_overtaken_marks(db: Database) -> bool:
+    """Return True if a name or an inode changed again since `order_marks`."""
+    again = "SELECT 1 FROM dirty_key WHERE kind IN ('e', 'i') GROUP BY kind, number, name HAVING count(*) > 1 LIMIT 1"
+    return db.value(again) is not None
+
+
 def order_marks(db: Database) -> None:
-    """Keep the last mark of each key, and put removals behind all else, after a long disconnection.
+    """Keep the last mark of each key, and put removals behind all else, for a return.
 
     A transaction holds a part of the changes, and each key in it has its last value. So a name that was made and removed since is never
     published, and what it had replaced must not go before what came in the end.
@@ -215,13 +221,14 @@ def order_marks(db: Database) -> None:
         " JOIN entry e ON e.parent = d.number AND e.name = d.name WHERE NOT EXISTS (SELECT 1 FROM entry o WHERE o.child = was)"
         " UNION SELECT json_extract(CAST(k.value AS TEXT), '$.child') FROM replaced r"
         " JOIN cached_key k ON k.kind = 'e' AND k.number = r.id)"
-        " UPDATE dirty_key SET change = change + ? WHERE change IN (SELECT d.change FROM dirty_key d"
+        " UPDATE dirty_key SET change = ? + place FROM (SELECT d.change AS former, row_number() OVER (ORDER BY d.change) AS place"
+        " FROM dirty_key d"
         " LEFT JOIN cached_key k ON d.kind = 'e' AND k.kind = 'e' AND k.number = d.number AND k.name = d.name"
         " WHERE d.kind IN ('e', 'i') GROUP BY d.change"
         " HAVING max(d.kind = 'e' OR NOT EXISTS (SELECT 1 FROM inode i WHERE i.id = d.number AND i.nlink > 0))"
         " AND NOT max(d.number IN (SELECT id FROM replaced) OR d.kind = 'e' AND ("
         "EXISTS (SELECT 1 FROM entry e WHERE e.parent = d.number AND e.name = d.name)"
-        " OR EXISTS (SELECT 1 FROM entry e WHERE e.child = json_extract(CAST(k.value AS TEXT), '$.child')))))",
+        " OR EXISTS (SELECT 1 FROM entry e WHERE e.child = json_extract(CAST(k.value AS TEXT), '$.child'))))) WHERE change = former",
         get_last_change(db),
     )
 

@@ -323,3 +323,29 @@ async def test_a_removed_file_without_a_known_name_that_others_wrote_stays_their
     await a.grow("g", 3, 15)
     await reconnect(a, b)
     assert list(await a.tree()) == [b"/g"] and (await b.stat("g")).id == made.id
+
+
+@two_nodes
+async def test_what_is_removed_during_a_return_goes_after_what_was_saved_before(a: Node, b: Node) -> None:
+    """N2: a reader that finds none begins at zero. What is removed then has an earlier change that waits."""
+    await b.make("step_1")
+    await cut(b)
+    await b.build(*OTHERS)
+    await b.set("step_1", mode=stat.S_IFREG | 0o600)
+    await b.build(*MORE, "step_2")
+    commit_batch, is_removed = b.sharing._commit_batch, False
+
+    async def commit_and_remove() -> bool:
+        nonlocal is_removed
+        is_answered = await commit_batch()
+        if not is_removed and b.sharing.counts["commits"] > 1:
+            is_removed = True
+            await b.unlink("step_1")
+        return is_answered
+
+    b.sharing.counts["commits"] = 0
+    b.sharing._commit_batch = commit_and_remove  # type: ignore[method-assign]
+    await reconnect(a, b)
+    steps = [event for event in a.store.etcd.events_from(b"e/", b"j", 0) if b"/step_" in event.key or event.item is None]
+    assert is_removed and [event.item is None for event in steps] == [False, False, True, True]
+    assert steps[2].revision == steps[3].revision

@@ -415,6 +415,8 @@ class SharedNamespace(LocalNamespace):
     async def _commit_batch(self) -> bool:
         """Publish one transaction. Returns False if the store does not answer."""
         await trio.lowlevel.checkpoint()
+        if self.is_disconnected and key_state.has_overtaken_marks(self.db):
+            key_state.order_marks(self.db)
         transaction = commit.build_transaction(self.db, self._changes_max)
         if transaction is None:
             return True
