@@ -19,7 +19,8 @@ NOTE_BYTES_MAX = 4 * KIB
 XATTR_SHARED_BYTES_MAX = 256 * KIB
 
 # --- contents and digests --------------------------------------------------------------------------------------------
-FILE_BYTES_MAX = 2**63 - 1
+OFFSET_MAX = 2**63 - 1
+FILE_BYTES_MAX = 2**50  # A seal digests 1 PiB of holes in half a second, and 8 EiB in an hour.
 BLOCK_BYTES = 4 * MIB
 # Larger files (16 TiB, mostly holes) keep no block digests: they would take more than 64 MiB.
 BLOCK_DIGESTS_MAX = 4 * MIB

@@ -247,7 +247,7 @@ def count_doomed_bytes(db: Database, tier: Tier) -> int:
         return 0
     return int(
         db.value(
-            "SELECT coalesce(sum(k.size), 0) FROM content k JOIN copy c ON c.content = k.id AND c.tier = ?"
+            "SELECT CAST(total(k.size) AS INTEGER) FROM content k JOIN copy c ON c.content = k.id AND c.tier = ?"
             " WHERE k.state = 3 AND k.id NOT IN (SELECT content FROM handle WHERE content IS NOT NULL)",
             tier,
         )

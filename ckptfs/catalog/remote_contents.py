@@ -147,7 +147,7 @@ def _build_held_copy(row: tuple[Any, ...]) -> HeldCopy:
 def count_hosted(db: Database) -> tuple[int, int]:
     """Return (files, bytes) of other nodes' contents of which this node has a verified copy."""
     files, size = db.row(
-        "SELECT count(*), coalesce(sum(size), 0) FROM content k WHERE k.remote = 1 AND k.state = 2"
+        "SELECT count(*), CAST(total(size) AS INTEGER) FROM content k WHERE k.remote = 1 AND k.state = 2"
         " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1 AND c.tier <> 'pfs')"
     ) or (0, 0)
     return int(files), int(size)
@@ -393,7 +393,7 @@ def count_hosted_bytes(db: Database, tier: Tier | None = None) -> int:
     """Return the bytes of other nodes' contents on this node."""
     return int(
         db.value(
-            "SELECT coalesce(sum(k.size), 0) FROM content k JOIN copy c ON c.content = k.id WHERE k.remote = 1 AND k.state <> 3"
+            "SELECT CAST(total(k.size) AS INTEGER) FROM content k JOIN copy c ON c.content = k.id WHERE k.remote = 1 AND k.state <> 3"
             " AND c.state <> 2 AND (?1 IS NULL OR c.tier = ?1)",
             tier,
         )

@@ -198,7 +198,7 @@ def list_known_sets(db: Database, directories: Iterable[int]) -> dict[int, bool]
 
 def count_history_bytes(db: Database) -> int:
     """Return the bytes of the files that only the history holds."""
-    query = f"SELECT coalesce(sum(size), 0) FROM inode WHERE history > 0 AND nlink = history AND mode & {_TYPE_BITS} = {_FILE}"
+    query = f"SELECT CAST(total(size) AS INTEGER) FROM inode WHERE history > 0 AND nlink = history AND mode & {_TYPE_BITS} = {_FILE}"
     return int(db.value(query))
 
 

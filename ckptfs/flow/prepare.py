@@ -140,7 +140,7 @@ class Prepare:
         """Give everything back: the mover ends."""
         self._is_stopping = True
         self._thread.shutdown()
-        self._tiers.prepared.give_back(limits.FILE_BYTES_MAX)
+        self._tiers.prepared.give_back(limits.OFFSET_MAX)
 
     def _take_turn(self, size: int) -> bool:
         """Return True if a file of this size may be prepared now. A spare file has to wait after another one."""
@@ -191,7 +191,7 @@ class Prepare:
         return self._is_short_of_memory
 
     def _give_back_all(self) -> None:
-        freed = self._tiers.prepared.give_back(limits.FILE_BYTES_MAX)
+        freed = self._tiers.prepared.give_back(limits.OFFSET_MAX)
         self._is_waiting = True
         if freed:
             log.info("ram: gave back %d MiB of prepared memory: the machine is short of memory", freed // limits.MIB)

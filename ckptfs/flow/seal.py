@@ -115,6 +115,9 @@ class Seal:
             disk.closing(storage.open(content.id)) as fd,
             transfer.hold_read_lease(fd, strict=self._requires_lease(content, tier)) as check,
         ):
+            if os.fstat(fd).st_size > limits.FILE_BYTES_MAX:
+                # The kernel has let a write far behind the end pass, and reading all these holes would keep other contents waiting.
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
             size, digest, blocks = transfer.read_parallel(fd, label="seal", before_block=check)
             if tier is not Tier.RAM:
                 disk.act("seal:fdatasync", os.fdatasync, fd)

@@ -85,7 +85,7 @@ class _Queue:
     the time to look again.
     """
 
-    cursor: tuple[int, int] = (0, limits.FILE_BYTES_MAX)
+    cursor: tuple[int, int] = (0, limits.OFFSET_MAX)
     listed: list[int] = field(default_factory=list)
     deferred: dict[int, float] = field(default_factory=dict)
 

@@ -301,7 +301,7 @@ def trim_end(fd: int, *, bytes_max: int) -> None:
     status = os.fstat(fd)
     end = _round_to_page(status.st_size)
     if is_prepared(status) and 0 < status.st_blocks * _BLOCK_BYTES - end <= bytes_max:
-        _punch(fd, end, limits.FILE_BYTES_MAX - procfs.PAGE_BYTES - end)
+        _punch(fd, end, limits.OFFSET_MAX - procfs.PAGE_BYTES - end)
         os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
@@ -337,7 +337,7 @@ def _trim_end(fd: int, end: int) -> bool:
         _punch(fd, start, _TRIM_BYTES)
         if get_allocated_bytes(fd) < allocated - _TRIM_BYTES // 2:
             return True
-    _punch(fd, end, limits.FILE_BYTES_MAX - procfs.PAGE_BYTES - end)
+    _punch(fd, end, limits.OFFSET_MAX - procfs.PAGE_BYTES - end)
     return False
 
 

@@ -137,7 +137,7 @@ def is_possible_in(directory_fd: int) -> bool:
         return is_possible(fd)
 
 
-def list_extents(fd: int, start: int = 0, length: int = limits.FILE_BYTES_MAX) -> list[Extent]:
+def list_extents(fd: int, start: int = 0, length: int = limits.OFFSET_MAX) -> list[Extent]:
     """Return where a range of a file is on the device. Raises OSError (`CANNOT_CLONE`)."""
     found = []
     for logical, physical, size, _ in _read_extents(fd, start, start + length):
@@ -149,7 +149,7 @@ def list_extents(fd: int, start: int = 0, length: int = limits.FILE_BYTES_MAX) -
 
 def count_shared(fd: int) -> int:
     """Return how many bytes of a file others share, so that writing needs room. Raises OSError."""
-    return sum(size for _, _, size, is_shared in _read_extents(fd, 0, limits.FILE_BYTES_MAX) if is_shared)
+    return sum(size for _, _, size, is_shared in _read_extents(fd, 0, limits.OFFSET_MAX) if is_shared)
 
 
 def _read_extents(fd: int, start: int, end: int) -> Iterator[tuple[int, int, int, bool]]:

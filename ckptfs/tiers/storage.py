@@ -37,7 +37,7 @@ GIVEN_UP = "given-up"
 """A file of this name in the NVMe directory confirms that the previous device will not come back."""
 _SHARED = "shared-bytes"
 _NO_RESERVATIONS: Mapping[Tier, int] = {}
-_PFS_CAPACITY = {Tier.PFS: Capacity(limits.FILE_BYTES_MAX, limits.FILE_BYTES_MAX)}
+_PFS_CAPACITY = {Tier.PFS: Capacity(limits.OFFSET_MAX, limits.OFFSET_MAX)}
 
 
 class TierStorage(TierRoot):

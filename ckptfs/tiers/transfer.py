@@ -204,9 +204,9 @@ def _seek(fd: int, offset: int, whence: int) -> int:
         return os.lseek(fd, offset, whence)
     except OSError as failure:
         if failure.errno == errno.ENXIO:
-            return limits.FILE_BYTES_MAX
+            return limits.OFFSET_MAX
         if failure.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
-            return offset if whence == os.SEEK_DATA else limits.FILE_BYTES_MAX
+            return offset if whence == os.SEEK_DATA else limits.OFFSET_MAX
         raise
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from local_node import MIB, Node, in_process, inject_fault, run_until_idle
 
-from ckptfs import digest
-from ckptfs.catalog import copies
+from ckptfs import digest, limits
+from ckptfs.catalog import copies, summary
 from ckptfs.catalog.contents import get_content, set_state
 from ckptfs.flow.seal import Seal
 from ckptfs.model import ContentState, Tier
@@ -158,6 +158,22 @@ def test_a_file_that_cannot_be_read_is_tried_again_and_delays_no_other(node: Nod
     step._retries[first].until_s = 0.0
     step.step()
     assert sealed_as(node, first, b"1")
+
+
+def test_a_file_that_is_too_large_to_seal_delays_no_other(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "FILE_BYTES_MAX", MIB)
+    vast, other = node.make(b"vast", bytes(MIB + 1)), node.make(b"other", bytes(MIB))
+    seal(node).step()
+    assert node.state(vast) is ContentState.CLOSED and node.state(other) is ContentState.SEALED
+
+
+def test_figures_of_files_whose_sizes_have_no_sum(node: Node) -> None:
+    for name in (b"vast", b"vast too"):
+        content = node.make(name, b"")
+        node.db.connection.execute("UPDATE content SET size = ? WHERE id = ?", (limits.OFFSET_MAX, content))
+        node.db.connection.execute("UPDATE inode SET size = ? WHERE id = ?", (limits.OFFSET_MAX, node.inode(content)))
+    assert summary.load_write_back_figures(node.db).dirty_bytes >= limits.OFFSET_MAX
+    assert sum(summary.load_counts(node.db).bytes_by_level.values()) >= limits.OFFSET_MAX
 
 
 def test_the_step_after_one_that_failed_sees_everything(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from programs import refusal
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 
-GIB, MIB = 1 << 30, 1 << 20
+PIB, GIB, MIB = 1 << 50, 1 << 30, 1 << 20
 KEEP_SIZE, PUNCH_HOLE, COLLAPSE, ZERO_RANGE = 1, 2, 8, 16
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -50,6 +50,16 @@ def test_a_file_over_4_gib_is_sparse_and_knows_its_data(mount: Area) -> None:
     on_pfs = (mount.pfs / "file").stat()
     assert on_pfs.st_size == 6 * GIB + 3
     assert on_pfs.st_blocks * 512 < 64 * MIB
+
+
+def test_a_file_may_have_a_pebibyte_and_no_more(mount: Area) -> None:
+    fd = _open(mount.path / "file")
+    os.ftruncate(fd, PIB)
+    assert refusal(os.ftruncate, fd, PIB + 1) == refusal(_fallocate, fd, 0, PIB, 1) == "EFBIG"
+    _fallocate(fd, PUNCH_HOLE | KEEP_SIZE, 1, 1 << 60)
+    assert os.fstat(fd).st_size == PIB
+    (mount.path / "file").unlink()
+    os.close(fd)
 
 
 def test_fallocate_extends_or_keeps_the_size(mount: Area) -> None:

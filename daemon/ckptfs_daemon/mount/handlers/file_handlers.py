@@ -143,6 +143,7 @@ class FileHandlers:
         """Write all of `data`. If a tier is full, move the content to the next one (P10)."""
         request = get_current_request()
         file = self._context.open_files.get_file(fh)
+        require_file_size(offset + len(data))
         if request.kills_set_id:
             self._drop_set_id(file.inode)
         await self.with_room(file, lambda fd: _write_all(fd, data, offset), growth=len(data))
@@ -375,6 +376,7 @@ class FileHandlers:
 
     async def resize(self, inode: int, size: int) -> None:
         """Make a file `size` bytes long, open or not."""
+        require_file_size(size)
         files = self._context.open_files
 
         def act(fd: int) -> None:
@@ -396,6 +398,12 @@ class FileHandlers:
         finally:
             files.release(opened.handle)
             files.commit_releases()
+
+
+def require_file_size(size: int) -> None:
+    """Raise EFBIG if a file would be larger than what can be sealed."""
+    if size > limits.FILE_BYTES_MAX:
+        raise posix_error(errno.EFBIG)
 
 
 async def _run_on_tier(tier: Tier | None, act: Callable[[], T]) -> T:

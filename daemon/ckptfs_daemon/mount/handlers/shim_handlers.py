@@ -35,7 +35,7 @@ from ckptfs_daemon.fuse.request import (
     open_out,
 )
 from ckptfs_daemon.mount.context import MountContext
-from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers
+from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers, require_file_size
 from ckptfs_daemon.mount.handlers.latest_tree import LatestTree
 from ckptfs_daemon.mount.open_files.open_file import run_in_thread
 from ckptfs_daemon.mount.open_files.open_file_table import HANDLE_MASK
@@ -106,6 +106,8 @@ class ShimHandlers:
             raise posix_error(errno.EOPNOTSUPP)
         file = self._context.open_files.get_file(fh)
         growth = 0 if mode & PUNCH_HOLE else length
+        if growth:
+            require_file_size(offset + length)
         # Allocating 100 GiB of RAM takes a minute, during which other requests must be served.
         await self._files.with_room(file, lambda fd: _fallocate_or_punch(fd, mode, offset, length), long=True, growth=growth)
         session.reply_err(req, 0)
@@ -116,6 +118,7 @@ class ShimHandlers:
             await source.fetch_waiter.wait_complete(source)
         await self._files.ensure_open(source)
         length = min(length, limits.COPY_RANGE_BYTES_MAX)
+        require_file_size(offset_out + length)
 
         def copy(fd: int) -> int:
             return os.copy_file_range(source.fd, fd, length, offset_in, offset_out)
