@@ -141,7 +141,7 @@ ENVIRONMENT: dict[str, str] = {
     "CKPTFS_LAB": "The directory of the lab, as `--dir` of the `ckptfs lab` commands.",
     "CKPTFS_MOUNT": "Set for the program that `ckptfs lab exec` runs: the mountpoint of the node.",
     "CKPTFS_RUNTIME_DIR": f"{FOR_TESTS} The directory of the control sockets.",
-    "GRPC_VERBOSITY": "What gRPC logs in the daemon's processes: ERROR, INFO or DEBUG. Default: NONE.",
+    "GRPC_VERBOSITY": "What gRPC logs in the daemon's processes and in commands: ERROR, INFO or DEBUG. Default: NONE.",
     "JOURNAL_STREAM": f"{BY_SYSTEMD} If it names the stream on stderr, the daemon logs to the journal.",
     "LISTEN_FDNAMES": f"{BY_SYSTEMD} The names of the descriptors that it kept over a restart.",
     "LISTEN_FDS": f"{BY_SYSTEMD} How many descriptors it kept over a restart.",

@@ -5,3 +5,8 @@ hold the others, each with a module `..._commands` for their options: `sets`, `a
 open, or run a cluster. All share `mounts` (which mount is meant), `client` (questions to its daemon), `render` and `json_answers` (the
 forms of output), `errors` (exit codes).
 """
+
+import os
+
+# gRPC writes no lines of its own between those of a command, unless the user asked for them. It looks when it is imported.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -222,6 +222,23 @@ def test_version_is_quick() -> None:
     assert done.returncode == 0 and done.stdout.startswith("ckptfs "), done.stderr
 
 
+def test_grpc_writes_no_lines_of_its_own(tmp_path: Path) -> None:
+    """A daemon closes a connection that is idle for long, while `umount` waits. gRPC told the terminal so."""
+    program = (
+        "import threading\nfrom concurrent.futures import ThreadPoolExecutor\nimport ckptfs_client.client\nimport grpc\n"
+        "server = grpc.server(ThreadPoolExecutor(1), options=[('grpc.max_connection_idle_ms', 100)])\n"
+        f"server.add_insecure_port('unix:{tmp_path}/socket')\nserver.start()\nwas_ready, closed = [], threading.Event()\n"
+        "def note(state):\n"
+        "    if state is grpc.ChannelConnectivity.READY: was_ready.append(True)\n"
+        "    elif was_ready: closed.set()\n"
+        f"with grpc.insecure_channel('unix:{tmp_path}/socket') as channel:\n"
+        "    channel.subscribe(note, try_to_connect=True)\n    assert closed.wait(60)\n"
+    )
+    env = {name: value for name, value in environment().items() if name != "GRPC_VERBOSITY"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=90, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("words", "is_short"),
     [
