@@ -318,6 +318,7 @@ def refresh(
         except CommandFailed as failure:
             remedy = failure.remedy or "`ckptfs status` says what is wrong with the PFS"
             raise CommandFailed(f"{path}: it could not be compared with the PFS: {failure.args[0]}", remedy=remedy) from None
+    mounts.find_inode(path)  # It may be a name that only the PFS had, or a wrong one.
     print(f"{path} is compared with the PFS: the mount shows what is there now")
 
 

@@ -56,6 +56,17 @@ def test_odd_names(mount: Area) -> None:
     assert "caf\\xe9 \\n [red]x" in mount.command("ls", mount.path).stdout, "on one line, as escapes"
 
 
+def test_names_that_are_not_there(mount: Area) -> None:
+    """F5: a mistyped name is said to be missing."""
+    missing = mount.path / "missing"
+    refused = mount.command("refresh", missing, check=False)
+    assert refused.returncode == 1 and "missing: No such file or directory" in refused.stderr
+    (mount.pfs / "missing").write_bytes(b"x")
+    assert mount.command("refresh", missing).stderr == ""
+    listed = mount.command("list", mount.path / "none_*")
+    assert (listed.stdout, listed.stderr) == ("", f"ckptfs: {mount.path}/none_*: no checkpoint sets\n")
+
+
 def test_status_names_the_processes(mount: Area) -> None:
     """The roles, their pids, memory and restarts; the data path and why."""
     found = json.loads(mount.command("status", mount.path, "--json").stdout)

@@ -54,6 +54,8 @@ def print_list(where: Path | None, wanted: Level | None, *, lists_all: bool = Fa
         print_json(series_rows or rows)
     elif series_rows or rows:
         print(format_series(series_rows) if series_rows else format_sets(rows))
+    elif answers:
+        print(f"ckptfs: {where or 'the mounts'}: no checkpoint sets", file=sys.stderr)
     if has_silent:
         sys.exit(NoMount.exit_code)
 
