@@ -68,7 +68,7 @@ def build_file_record(db: Database, inode: int, content: Content | None) -> File
     number = None if content is None else content.id
     handles = int(db.value("SELECT count(*) FROM handle WHERE inode = ? OR content = ?", inode, number))
     found = () if content is None else copies.list_copies(db, content.id)
-    is_leaving_pfs = content is not None and db.value(f"SELECT {IS_LEAVING_PFS.format('k')} FROM content k WHERE k.id = ?", number) == 1
+    is_leaving_pfs = published is not None and db.value(f"SELECT {IS_LEAVING_PFS.format('k')} FROM content k WHERE k.id = ?", number) == 1
     return FileRecord(content, found, published, handles, peer_copies.load_clique_copies(db, content, inode), is_leaving_pfs)
 
 
