@@ -317,6 +317,16 @@ class Config:
         """Whether the mount changes nothing: not for applications, on the PFS, or on other nodes."""
         return bool(self.mount_flags & MS_RDONLY)
 
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether other nodes keep copies of files."""
+        return self.cluster is not None and self.replication_factor > 1
+
+    @property
+    def highest_level(self) -> Level | None:
+        """The highest level that files of the mount can reach. None: the level local."""
+        return Level.PFS if self.pfs is not None else Level.CLIQUE if self.keeps_copies else None
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:

@@ -27,7 +27,7 @@ from ckptfs.config import Config
 from ckptfs.event_log import EventKind
 from ckptfs.quantities import format_count, format_size
 from ckptfs_daemon.event_writer import events
-from ckptfs_daemon.rescue import Rescue, get_highest_level, get_needed_s
+from ckptfs_daemon.rescue import Rescue, get_needed_s
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class Drain:
         """`retry_now` runs all lanes at once, and belongs to the trio thread."""
         self._db = db
         self._configured_s = config.drain_deadline_s
-        self._level = get_highest_level(config)
+        self._level = config.highest_level
         self._retry_now = retry_now
         self._missed_s = -math.inf
 

@@ -33,28 +33,19 @@ LOGGED_SERIES_MAX = 100
 ORDER_VALID_S = 3600.0
 
 
-def get_highest_level(config: Config) -> Level | None:
-    """Return the highest level that files of a mount can reach. Returns None if that is the level local."""
-    return Level.PFS if config.pfs is not None else Level.CLIQUE if _has_copies(config) else None
-
-
 def parse_drain_level(config: Config, text: str) -> Level | None:
     """Return the level of a drain by its name; the highest one for "". Raises InvalidArgument."""
     if not text:
-        return get_highest_level(config)
+        return config.highest_level
     if text not in (Level.CLIQUE, Level.PFS):
         raise InvalidArgument(f"{text[:20]!r} is not a level to drain to; accepted: clique, pfs")
     if text == Level.PFS and config.pfs is None:
         raise InvalidArgument("this mount has no PFS", remedy="drain to the level clique, or mount it with pfs=DIRECTORY")
     if text == Level.CLIQUE and config.cluster is None:
         raise InvalidArgument("this mount belongs to no cluster", remedy="drain to the level pfs, or mount it with cluster=NAME")
-    if text == Level.CLIQUE and not _has_copies(config):
+    if text == Level.CLIQUE and not config.keeps_copies:
         raise InvalidArgument("this cluster keeps one copy of each file", remedy="drain to the level pfs, or raise replication_factor")
     return Level(text)
-
-
-def _has_copies(config: Config) -> bool:
-    return config.cluster is not None and config.replication_factor > 1
 
 
 def get_needed_s(size_bytes: int, changes: int, bytes_per_s: float) -> float:

@@ -16,7 +16,7 @@ from ckptfs_client.errors import CommandFailed, NoMount, NotInTime, UsageError
 from ckptfs_client.mounts import Mount
 from ckptfs_daemon.control import server
 from ckptfs_daemon.mover import lanes
-from ckptfs_daemon.rescue import get_highest_level, parse_drain_level
+from ckptfs_daemon.rescue import parse_drain_level
 from control_served import Served, serving
 from daemon_under_test import eventually
 from local_node import Node, run_until_idle
@@ -258,7 +258,7 @@ def test_a_drain_to_a_level_that_is_out_of_reach_is_refused(tmp_path: Path, monk
 def test_a_cluster_that_keeps_one_copy_has_no_level_clique() -> None:
     """P11."""
     alone = Config("test", Path("/mnt"), Path("/state"), cluster="c", replication_factor=1)
-    assert get_highest_level(alone) is None and get_highest_level(replace(alone, replication_factor=2)) is Level.CLIQUE
+    assert alone.highest_level is None and replace(alone, replication_factor=2).highest_level is Level.CLIQUE
     with pytest.raises(InvalidArgument, match="keeps one copy"):
         parse_drain_level(alone, "clique")
 

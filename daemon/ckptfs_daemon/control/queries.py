@@ -269,7 +269,7 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
     def _parse_level(self, text: str) -> Level:
         if text not in WAITABLE_LEVELS:
             raise InvalidArgument(f"{text[:20]!r} is not a level that can be waited for; accepted: {', '.join(WAITABLE_LEVELS)}")
-        if text == Level.CLIQUE and (self._cluster is None or self._config.replication_factor < 2):
+        if text == Level.CLIQUE and not self._config.keeps_copies:
             raise InvalidArgument(
                 "this mount keeps no copies on other nodes, so no file will ever reach the level clique",
                 remedy="mount it with cluster=NAME, etcd=HOST:PORT and a replication_factor of at least 2",

@@ -29,7 +29,6 @@ from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.open_files.producers import Process, WrittenFile
 from ckptfs_daemon.mount.sets.set_maker import FoundMember
 from ckptfs_daemon.mount.sets.set_refresh import SetRefresh
-from ckptfs_daemon.rescue import get_highest_level
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ class SetEvents:
 
     def __init__(self, context: MountContext, refresh: SetRefresh) -> None:
         self._context, self._refresh = context, refresh
-        self._highest = get_highest_level(context.config)
+        self._highest = context.config.highest_level
         self._begun: OrderedDict[tuple[int, bytes], _Begun] = OrderedDict()
         self._loads: OrderedDict[tuple[int, int], None] = OrderedDict()
         self._watched: OrderedDict[int, _Watched] = OrderedDict()

@@ -93,10 +93,6 @@ class SetRefresh:
         if shared_namespace.is_shared and (place := await self._reader.find_place(directory, pattern)) is not None:
             await shared_namespace.refresh_directory(place)
 
-    async def refresh_series(self, series: int) -> None:
-        """Load the sets of a series, and what users said of them."""
-        await self._context.shared_namespace.refresh_directory(series)
-
     async def refresh_set(self, directory: int, *, with_copies: bool = False) -> None:
         """Load what is in a set, and where the copies of its files are."""
         shared_namespace = self._context.shared_namespace

@@ -102,7 +102,7 @@ class SetReview:
     async def add_lost_name(self, directory: int, set_directory: int) -> None:
         """Review a series soon: a file of one of its sets may have lost a name."""
         if directory not in self._due_s:
-            await self._refresh.refresh_series(directory)
+            await self._context.shared_namespace.refresh_directory(directory)
             self._due_s[directory] = trio.current_time() + self._refresh.choose_delay_s()
         self._sets_that_lost_names[directory].add(set_directory)
 
@@ -151,7 +151,7 @@ class SetReview:
     async def review(self, directory: int) -> None:
         """Do what the rule of a series says of its sets, and remove those that nothing protects."""
         db, lost_names = self._context.db, self._sets_that_lost_names.pop(directory, set())
-        await self._refresh.refresh_series(directory)
+        await self._context.shared_namespace.refresh_directory(directory)
         known = history.get_series(db, directory)
         if known is None:
             self._kept_by_rule.pop(directory, None)
@@ -219,7 +219,6 @@ class SetReview:
         chosen = (
             retention_state.list_marked(self._context.db, series.directory, retention_state.CHOSEN_XATTR) if rule.selects_for_pfs else set()
         )
-        has_copies = self._context.config.cluster is not None and self._context.config.replication_factor > 1
         rollback_ns = 0 if series.rollback is None else series.rollback.at_ns
         records = [one.record for one in sets]
         return RuledSeries(
@@ -229,7 +228,7 @@ class SetReview:
             frozenset(one.record.number for one in sets if one.directory in chosen),
             None if series.rollback is None else series.rollback.number,
             self._context.config.pfs is not None,
-            Level.CLIQUE if has_copies else Level.LOCAL,
+            Level.CLIQUE if self._context.config.keeps_copies else Level.LOCAL,
         )
 
     def _lower_unchecked(self, directories: dict[int, int], facts: Iterable[SetFacts]) -> list[SetFacts]:
