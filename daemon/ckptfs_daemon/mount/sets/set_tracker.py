@@ -40,7 +40,6 @@ from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.sets.member_reader import MountMemberReader
 from ckptfs_daemon.mount.sets.set_events import SetEvents, record_expired
 from ckptfs_daemon.mount.sets.set_maker import FoundMember, SetMaker
-from ckptfs_daemon.mount.sets.set_rebuild import SetRebuild
 from ckptfs_daemon.mount.sets.set_refresh import SetRefresh
 from ckptfs_daemon.mount.sets.set_release import SetRelease
 from ckptfs_daemon.mount.sets.set_review import SetReview
@@ -78,8 +77,7 @@ class SetTracker:
         self._changes = changes
         self._refresh = SetRefresh(context, reader)
         self._events = SetEvents(context, self._refresh)
-        self._maker = SetMaker(context, changes, self._refresh, on_unlinked)
-        self._rebuild = SetRebuild(context, changes, reader)
+        self._maker = SetMaker(context, changes, reader, self._refresh, on_unlinked)
         self._releases = SetRelease(context, self._refresh)
         self._review = SetReview(context, changes, reader, self._refresh, self._maker, on_unlinked, self._releases.add)
         self._woken = trio.Event()
@@ -212,7 +210,7 @@ class SetTracker:
         if trio.current_time() < self._rebuild_due_s:
             return
         try:
-            await self._rebuild.run()
+            await self._maker.rebuild()
         except (OSError, CkptfsError) as failure:
             log.debug("sets on the PFS: cannot be read yet: %s", failure)
             self._rebuild_due_s = trio.current_time() + limits.RETRY_LAST_S
