@@ -159,7 +159,6 @@ class Copy:
     tier: Tier
     state: CopyState
     verified_ns: int
-    used_ns: int
 
 
 @dataclass(frozen=True, slots=True)

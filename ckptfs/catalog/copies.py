@@ -25,8 +25,8 @@ from ckptfs.model import Content, ContentState, Copy, CopyState, PublishedRow, T
 def list_copies(db: Database, content: int) -> tuple[Copy, ...]:
     """Return all copies of a content on this node, RAM first."""
     order = list(Tier)
-    rows = db.rows("SELECT content, tier, state, verified_ns, used_ns FROM copy WHERE content = ?", content)
-    found = [Copy(row[0], Tier(row[1]), CopyState(row[2]), row[3], row[4]) for row in rows]
+    rows = db.rows("SELECT content, tier, state, verified_ns FROM copy WHERE content = ?", content)
+    found = [Copy(row[0], Tier(row[1]), CopyState(row[2]), row[3]) for row in rows]
     return tuple(sorted(found, key=lambda copy: order.index(copy.tier)))
 
 

@@ -247,7 +247,7 @@ def _build_typical_record(state: int | None, has_copy: bool, is_published: bool,
     if state is None:
         return FileRecord(None, (), published)
     content = Content(1, 1, 1, ContentState(state), 0, b"d", None, 0, is_remote)
-    return FileRecord(content, (Copy(1, Tier.RAM, CopyState.GOOD, 1, 0),) if has_copy else (), published)
+    return FileRecord(content, (Copy(1, Tier.RAM, CopyState.GOOD, 1),) if has_copy else (), published)
 
 
 def count_copies_by_tier(db: Database) -> dict[Tier, int]:

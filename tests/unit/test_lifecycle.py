@@ -18,7 +18,7 @@ def content(state: ContentState = ContentState.SEALED, generation: int = 3) -> C
 
 
 def copy(tier: Tier = Tier.RAM, state: CopyState = CopyState.GOOD, verified_ns: int = 1) -> Copy:
-    return Copy(7, tier, state, verified_ns, 0)
+    return Copy(7, tier, state, verified_ns)
 
 
 def published(generation: int = 3, is_complete: bool = True, digest: bytes | None = DIGEST, is_checked: bool = True) -> PublishedRow:

@@ -758,7 +758,7 @@ def record(state: ContentState | None, copy: CopyState | None, published: bool, 
     clique = CliqueCopies("a", 2, (("other", "b"),) if elsewhere else ())
     if state is None:
         return FileRecord(None, (), shown, 0, clique)
-    copies = () if copy is None else (Copy(1, Tier.RAM, copy, 1, 1),)
+    copies = () if copy is None else (Copy(1, Tier.RAM, copy, 1),)
     return FileRecord(Content(1, 1, 3, state, 10, DIGEST, None, 1), copies, shown, 0, clique)
 
 

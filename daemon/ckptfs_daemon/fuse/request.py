@@ -11,7 +11,6 @@ page logic.
 import errno
 import logging
 import struct
-from collections import Counter
 from dataclasses import dataclass
 
 from ckptfs import limits
@@ -24,9 +23,6 @@ from pyfuse3 import EntryAttributes  # isort: skip
 
 log = logging.getLogger(__name__)
 REPEATED_BIT = 1 << 63
-
-unexpected_errors: Counter[str] = Counter()
-"""Unexpected errors by handler."""
 
 BLOCK_BYTES = 4096
 SECTOR_BYTES = 512
@@ -80,11 +76,10 @@ def is_interrupted(number: int) -> bool:
 
 
 def get_errno(failure: BaseException, where: str) -> int:
-    """Return the errno of `failure`. Unexpected errors are logged with traceback, counted, and become EIO."""
+    """Return the errno of `failure`. Unexpected errors are logged with traceback, and become EIO."""
     if isinstance(failure, CkptfsError) or (isinstance(failure, OSError) and failure.errno):
         code = failure.errno or errno.EIO
         return _STALE_ERRNOS.get(where, code) if code == errno.ESTALE else code
-    unexpected_errors[where] += 1
     log.error("unexpected error in %s", where, exc_info=failure)
     return errno.EIO
 

@@ -42,7 +42,6 @@ class Child:
         """Start the process. `command` replaces the program in tests; `--link FD` is appended to it."""
         self.role = role
         self.is_ready = False
-        self.was_killed = False
         self.requested_log_level = ""
         self.requested_successor: Successor | None = None
         self.other_version = ""
@@ -120,7 +119,6 @@ class Child:
                 self.requested_log_level = message.removeprefix(ipc.LOG_LEVEL).decode()
 
     def kill(self) -> None:
-        self.was_killed = True
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGKILL)
 
