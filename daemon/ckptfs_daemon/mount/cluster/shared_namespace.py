@@ -351,8 +351,7 @@ class SharedNamespace(LocalNamespace):
                 if await self.wait_published(names):
                     return result
                 undo(result)
-            for inode in inodes:
-                await self.refresh_inode(inode)
+            await self.refresh_inodes(inodes)
             await self.refresh_change(names)
             is_fresh = True
         raise posix_error(errno.EAGAIN)

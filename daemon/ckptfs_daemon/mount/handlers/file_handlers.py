@@ -30,8 +30,9 @@ from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse import session
 from ckptfs_daemon.fuse.request import Request, get_current_request
 from ckptfs_daemon.mount.context import SCANS_PER_REQUEST_MAX, ChangeRunner, MountContext
-from ckptfs_daemon.mount.open_files.open_file import STAT_BLOCK_BYTES, OpenFile, open_pfs_file, run_in_thread, run_on_pfs
+from ckptfs_daemon.mount.open_files.open_file import STAT_BLOCK_BYTES, OpenFile, open_pfs_file
 from ckptfs_daemon.mount.open_files.open_file_table import HANDLE_MASK
+from ckptfs_daemon.mount.open_files.tier_calls import run_in_thread, run_on_pfs
 from ckptfs_daemon.mount.opening.open_attempt import SET_ID_BITS, CreateAttempt, OpenAttempt
 from ckptfs_daemon.mount.opening.open_request import OpenRequest, OpenResult
 from ckptfs_daemon.mount.opening.tier_choice import SpaceWait

@@ -21,7 +21,7 @@ import errno
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -32,18 +32,17 @@ from ckptfs import limits
 from ckptfs.catalog import contents, copies, inodes, mover_requests
 from ckptfs.catalog.database import Database
 from ckptfs.errors import CkptfsError, ContentLost, TimedOut, posix_error
-from ckptfs.model import LOCAL_TIERS, Content, ContentState, Inode, Tier
+from ckptfs.model import Content, ContentState, Inode, Tier
 from ckptfs.tiers import pfs_tree, prepared
 from ckptfs.tiers.fetch_map import FetchMap
 from ckptfs.tiers.storage import Tiers, TierStorage
 from ckptfs_daemon.mount.open_files.handle_ways import HandleWay, Reason
 from ckptfs_daemon.mount.open_files.mover_client import MoverClient
-from ckptfs_daemon.mount.open_files.slow_calls import close_logged
+from ckptfs_daemon.mount.open_files.tier_calls import close_logged, run_in_thread, run_on_pfs
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_PFS_THREADS = trio.CapacityLimiter(limits.PFS_THREADS_MAX)
 STAT_BLOCK_BYTES = 512
 
 NONBLOCKING_WRITE = os.O_RDWR | os.O_NONBLOCK
@@ -253,16 +252,6 @@ def set_inode_times(fd: int, row: Inode) -> None:
         except OSError as failure:
             if failure.errno != errno.EROFS:
                 raise
-
-
-async def run_in_thread(tier: Tier | None, act: Callable[[], T]) -> T:
-    """Run a slow `act` on `tier` in a thread; on the PFS (also for None) in a thread that may hang."""
-    return await (trio.to_thread.run_sync(act) if tier in LOCAL_TIERS else run_on_pfs(act))
-
-
-async def run_on_pfs(act: Callable[[], T]) -> T:
-    """Run `act` in a thread that may hang as long as the PFS does, and of which there are not too many."""
-    return await trio.to_thread.run_sync(act, abandon_on_cancel=True, limiter=_PFS_THREADS)
 
 
 async def open_pfs_file(db: Database, pfs: Path | None, inode: int) -> int:

@@ -40,10 +40,9 @@ from ckptfs_daemon.mount.open_files.open_file import (
     OpenFile,
     get_allocated_bytes,
     open_for_writing,
-    run_on_pfs,
 )
 from ckptfs_daemon.mount.open_files.producers import ProducerNotes
-from ckptfs_daemon.mount.open_files.slow_calls import SlowCalls, close_logged
+from ckptfs_daemon.mount.open_files.tier_calls import SlowCalls, close_logged, run_on_pfs
 from ckptfs_daemon.mount.open_files.top_up import TopUpThread
 
 log = logging.getLogger(__name__)

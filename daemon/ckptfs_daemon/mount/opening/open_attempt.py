@@ -36,10 +36,9 @@ from ckptfs_daemon.mount.open_files.open_file import (
     FetchWaiter,
     OpenFile,
     open_pfs_file,
-    run_in_thread,
-    run_on_pfs,
     set_inode_times,
 )
+from ckptfs_daemon.mount.open_files.tier_calls import run_in_thread, run_on_pfs
 from ckptfs_daemon.mount.opening import separation, tier_choice
 from ckptfs_daemon.mount.opening.open_request import MustWait, OpenRequest, OpenResult
 from ckptfs_daemon.mount.opening.tier_choice import SpaceWait

@@ -30,7 +30,8 @@ from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.mount.cluster.shared_namespace import LocalNamespace
 from ckptfs_daemon.mount.context import MountContext
-from ckptfs_daemon.mount.open_files.open_file import OpenFile, run_in_thread
+from ckptfs_daemon.mount.open_files.open_file import OpenFile
+from ckptfs_daemon.mount.open_files.tier_calls import run_in_thread
 from ckptfs_daemon.mount.opening.open_request import MustWait
 from ckptfs_daemon.mount.opening.tier_choice import SpaceWait
 

@@ -47,7 +47,7 @@ from ckptfs.series.file_formats import FileFormat
 from ckptfs.series.pickle_scan import ReadRange
 from ckptfs.tiers import pfs_tree
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
-from ckptfs_daemon.mount.open_files.open_file import run_on_pfs
+from ckptfs_daemon.mount.open_files.tier_calls import run_on_pfs
 
 Result = TypeVar("Result")
 

@@ -1,11 +1,11 @@
-"""Calls on tiers that may hang and that no request waits for: one task in a thread for each.
+"""Calls on tiers that may take long or hang, in threads: those that a request awaits, and the others.
 
 close(2) may write back or ask a server, and frees the pages of a file without a name (0.16 s for each GiB of a tmpfs). Reading the status
 of a file on the PFS hangs as long as the PFS does. None of them may run in the trio thread, which serves everything else.
 
 Invariants:
 - Calls on the PFS have threads of their own, so that one that hangs holds up no other tier.
-- Without the task (before and after the service, and in tests) a call runs at once.
+- Without the task of `SlowCalls` (before and after the service, and in tests), one of its calls runs at once.
 
 Crash safety: the kernel closes the descriptors of a process that ends. Code that depends on the result of a call has rows in the catalog.
 """
@@ -26,10 +26,21 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _Task = Callable[[], Awaitable[None]]
+_PFS_THREADS = trio.CapacityLimiter(limits.PFS_THREADS_MAX)
+
+
+async def run_in_thread(tier: Tier | None, act: Callable[[], T]) -> T:
+    """Run a slow `act` on `tier` in a thread; on the PFS (also for None) in a thread that may hang."""
+    return await (trio.to_thread.run_sync(act) if tier in LOCAL_TIERS else run_on_pfs(act))
+
+
+async def run_on_pfs(act: Callable[[], T]) -> T:
+    """Run `act` in a thread that may hang as long as the PFS does, and of which there are not too many."""
+    return await trio.to_thread.run_sync(act, abandon_on_cancel=True, limiter=_PFS_THREADS)
 
 
 class SlowCalls:
-    """The calls of one mount process. All methods belong to the trio thread."""
+    """The calls of one mount process that no request waits for. All methods belong to the trio thread."""
 
     def __init__(self) -> None:
         self._send: trio.MemorySendChannel[_Task] | None = None
