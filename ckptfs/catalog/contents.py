@@ -343,6 +343,11 @@ def insert_reserved_content(db: Database, tier: Tier) -> int:
     return content
 
 
+def mark_reserved_doomed(db: Database, content: int) -> None:
+    """Make a content DOOMED if it is still reserved: it belongs to no file."""
+    db.run("UPDATE content SET state = 3, change = change + 1 WHERE id = ? AND inode = 0", content)
+
+
 def record_successor(db: Database, inode: int, content: int, successor: int) -> bool:
     """Let the reserved `successor` take the file of the sealed `content`, which other nodes have."""
     tier = db.value(

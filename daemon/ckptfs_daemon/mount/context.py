@@ -9,18 +9,18 @@ Crash safety: before the commit nothing happened; after it the reply is in the c
 import contextlib
 import errno
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ckptfs import limits
-from ckptfs.catalog import handles, inodes, mover_requests, namespace
+from ckptfs.catalog import contents, handles, inodes, mover_requests, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.namespace import NotImported
 from ckptfs.cgroups import MemoryLimits
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError, TimedOut, posix_error
-from ckptfs.model import DataPath, Inode
+from ckptfs.model import DataPath, Inode, Tier
 from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse.request import BLOCK_BYTES, PASSTHROUGH_BLKSIZE, Request, build_attributes, build_negative_entry
@@ -79,6 +79,18 @@ class MountContext:
 
     def build_negative_entry(self) -> EntryAttributes:
         return build_negative_entry(0 if self.shared_namespace.is_shared else limits.CACHE_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def reserve_content(db: Database, tier: Tier) -> Iterator[int]:
+    """Yield a reserved content, whose file the block makes. It is DOOMED if it belongs to no inode then."""
+    with db.transaction():
+        content = contents.insert_reserved_content(db, tier)
+    try:
+        yield content
+    finally:
+        with db.transaction():
+            contents.mark_reserved_doomed(db, content)
 
 
 class ChangeRunner:

@@ -106,8 +106,5 @@ class GuardedMountpoint:
 
 
 def _get_instance(config: Config) -> str:
-    db = Database(config.state / "catalog.db", journalled=False)
-    try:
+    with contextlib.closing(Database(config.state / "catalog.db", journalled=False)) as db:
         return journal.get_instance_id(db)
-    finally:
-        db.close()

@@ -29,7 +29,7 @@ from ckptfs.tiers import health, local_copies
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.mount.cluster.shared_namespace import LocalNamespace
-from ckptfs_daemon.mount.context import MountContext
+from ckptfs_daemon.mount.context import MountContext, reserve_content
 from ckptfs_daemon.mount.open_files.open_file import OpenFile
 from ckptfs_daemon.mount.open_files.tier_calls import run_in_thread
 from ckptfs_daemon.mount.opening.open_request import MustWait
@@ -47,20 +47,13 @@ async def begin_successor(context: MountContext, inode: int, content: int, stora
     The file keeps both names until the rows are recorded. Other nodes read `content` until this node has recorded something of the new
     one. Returns None if the file changed meanwhile. Raises FileNotFoundError.
     """
-    with context.db.transaction() as db:
-        successor = contents.insert_reserved_content(db, storage.tier)
-    is_begun = False
-    try:
+    with reserve_content(context.db, storage.tier) as successor:
         await run_in_thread(storage.tier, lambda: local_copies.link_successor(storage, content, successor))
         with context.open_files.change() as db:
             is_begun = contents.record_successor(db, inode, content, successor)
             if is_begun:
                 with key_state.change_unmarked(db):
                     contents.set_current(db, inode, successor)
-    finally:
-        if not is_begun:
-            with context.db.transaction() as db:
-                contents.mark_doomed(db, successor)
     if not is_begun:
         return None
     file = context.open_files.by_inode.get(inode)
@@ -132,27 +125,22 @@ async def _copy_to_history(context: MountContext, content: Content, source: Tier
 
 
 async def _copy_in_tier(context: MountContext, content: Content, source: TierStorage, target: TierStorage) -> None:
-    with context.db.transaction() as db:
-        copied = contents.insert_reserved_content(db, target.tier)
     is_separated = False
-    try:
-        await run_in_thread(max(source.tier, target.tier, key=list(Tier).index), lambda: _copy(source, target, content, copied))
-        disk.reach("history:copied")
-        readers = await _switch_readers(context, content.inode, target, copied)
-        with context.open_files.change() as db:
-            if contents.is_current(db, content.inode, content.id) and contents.is_unchanged(db, content):
-                is_separated = bool(inodes.get(db, content.inode).history and history.separate(db, content.inode, copied))
-        if is_separated:
-            context.open_files.follow_history(content.inode)
-            for file in readers:
-                file.content, file.storage = copied, target
-        disk.reach("history:separated")
-    except DigestMismatch:
-        local_copies.quarantine(context.db, content, source.tier, "it does not have the digest of its seal")
-    finally:
-        if not is_separated:
-            with context.db.transaction() as db:
-                contents.mark_doomed(db, copied)
+    with reserve_content(context.db, target.tier) as copied:
+        try:
+            await run_in_thread(max(source.tier, target.tier, key=list(Tier).index), lambda: _copy(source, target, content, copied))
+            disk.reach("history:copied")
+            readers = await _switch_readers(context, content.inode, target, copied)
+            with context.open_files.change() as db:
+                if contents.is_current(db, content.inode, content.id) and contents.is_unchanged(db, content):
+                    is_separated = bool(inodes.get(db, content.inode).history and history.separate(db, content.inode, copied))
+            if is_separated:
+                context.open_files.follow_history(content.inode)
+                for file in readers:
+                    file.content, file.storage = copied, target
+            disk.reach("history:separated")
+        except DigestMismatch:
+            local_copies.quarantine(context.db, content, source.tier, "it does not have the digest of its seal")
     if is_separated and target.tier is not Tier.RAM:
         # A power cut must not undo the rows and keep what the writer does to the bytes.
         await trio.to_thread.run_sync(context.db.persist)

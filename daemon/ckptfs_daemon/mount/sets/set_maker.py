@@ -39,7 +39,7 @@ from ckptfs.series.patterns import Member
 from ckptfs.series.pickle_scan import ReadRange
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
-from ckptfs_daemon.mount.context import ChangeRunner, MountContext
+from ckptfs_daemon.mount.context import ChangeRunner, MountContext, reserve_content
 from ckptfs_daemon.mount.sets.member_reader import MountMemberReader
 from ckptfs_daemon.mount.sets.set_refresh import SetRefresh
 
@@ -256,19 +256,9 @@ class SetMaker:
         context = self._context
         tier = context.tiers.choose_tier(len(data), context.open_files.get_reserved_bytes(), excluded={Tier.PFS})
         storage = context.tiers[tier]
-        with context.db.transaction() as db:
-            content = contents.insert_reserved_content(db, tier)
-        is_written = False
-        try:
+        with reserve_content(context.db, tier) as content:
             await trio.to_thread.run_sync(_write_content, storage, content, data)
             await self._changes.run_change(lambda db, _: _insert_file(db, directory, name, content, tier, len(data)))
-            is_written = True
-        finally:
-            if not is_written:
-                with context.db.transaction() as db:
-                    contents.mark_doomed(db, content)
-                with contextlib.suppress(OSError):  # The reclaim flow removes it later.
-                    storage.remove(content)
         context.wake_channel.notify(ipc.WORK)
 
     # --- after the loss of the catalog ---------------------------------------------------------------------------------
