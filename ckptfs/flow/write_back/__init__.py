@@ -7,7 +7,7 @@ again and resumes the large files. A journal row is deleted only after the PFS s
 
 A step writes one batch:
 1. Load and choose: `plan` reads the oldest rows and decides which changes they make on the PFS.
-2. Act: `stage` makes temporary files, the batch is stored in the catalog, `apply` renames the files into place.
+2. Act: `stage` makes temporary files and stores the batch in the catalog, `apply` renames the files into place.
 3. Record: one transaction stores the new state of the PFS and deletes the batch and its journal rows.
 
 While a drain has too little time, `ahead` chooses rows that are planned before all others.
@@ -204,7 +204,7 @@ class WriteBack:
         with self._db.read_transaction():
             return Planner(PfsView(self._db), self._facts, self._instance).plan_rows(rows, self._deferred.fence_seq)
 
-    # --- apply, and record ---------------------------------------------------------------------------------------
+    # --- act and record -----------------------------------------------------------------------------------------------
 
     def _finish_previous(self, is_ready: bool, batch: PfsBatch) -> bool:
         """Apply an interrupted batch. Return False if its temporary files are not whole."""

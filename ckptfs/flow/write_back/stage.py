@@ -1,7 +1,7 @@
 """The temporary files of one plan: whole, verified (P4), and on disk before the batch is applied.
 
 Takes: the puts of a plan, and the copies of contents on this node.
-Leaves: temporary files in the directories where their names will appear, with their final attributes.
+Leaves: temporary files in the directories where their names will appear, with their final attributes, and the batch in the catalog.
 If we die here: the batch in hand names its temporary files. The next mover resumes large ones and removes the rest.
 
 A sealed content is copied without a lock against writers: the digest decides. If the copied bytes match it they are that generation,
