@@ -22,14 +22,14 @@ from typing import NoReturn
 
 from ckptfs import digest, disk, limits, step_durations
 from ckptfs.catalog import contents, pfs_batch, pfs_state, summary
-from ckptfs.catalog.copies import list_copies
+from ckptfs.catalog.copies import list_copies, list_good_tiers
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, PfsAction, PfsBatch
 from ckptfs.catalog.pfs_state import Fingerprint, PfsLocation
 from ckptfs.errors import Busy, CkptfsError
 from ckptfs.flow.write_back.deferred import CopyPacing, DeferredFiles, RefusedKind, SourceFailed
 from ckptfs.flow.write_back.plan_facts import BatchPlan, Facts, PlannedFile, SourceKind
-from ckptfs.model import Content, ContentState, CopyState, Inode, PublishedRow, Tier
+from ckptfs.model import Content, ContentState, Inode, PublishedRow, Tier
 from ckptfs.tiers import local_copies, pfs_ownership, pfs_sync, pfs_tree, reflink, transfer
 from ckptfs.tiers.pfs_ownership import find_stat, run_as_owner
 from ckptfs.tiers.pfs_tree import DirectoryMissing, PfsTree
@@ -336,7 +336,7 @@ class Stager:
         """Copy from the first copy that has the digest; quarantine those that have not."""
         self.blocks.clone_into(fd, content)
         refusal: SourceFailed | None = None
-        for tier in self._list_readable_tiers(content):
+        for tier in list_good_tiers(self._db, content.id, self._tiers):
             try:
                 copied = self._copy(fd, content, tier)
             except SourceFailed as failure:
@@ -363,7 +363,7 @@ class Stager:
         """Copy while the seal lane reads, then wait for the seal; first, if blocks may be shared."""
         if self.blocks.has_any(fd, content.size):
             return self._fill_sealed(fd, self._wait_for_seal(content))
-        tiers = self._list_readable_tiers(content)
+        tiers = list_good_tiers(self._db, content.id, self._tiers)
         if not tiers:
             raise self._build_unsealed(content, "the content has no readable copy")
         try:
@@ -389,9 +389,6 @@ class Stager:
         """Return the error of an early copy that was of no use: the next plan waits for the seal."""
         self._facts.last_unsealed = (content.id, content.change)
         return Busy(reason)
-
-    def _list_readable_tiers(self, content: Content) -> list[Tier]:
-        return [copy.tier for copy in list_copies(self._db, content.id) if copy.state is CopyState.GOOD and copy.tier in self._tiers]
 
     def _copy(self, fd: int, content: Content, tier: Tier) -> transfer.ContentDigests:
         """Copy from one tier. Raises SourceFailed if that fails, Busy if the content changed, or OSError."""
@@ -438,7 +435,7 @@ class Stager:
 
     def _fill_stable(self, fd: int, content: Content) -> transfer.ContentDigests:
         """Copy an open file in a state that it had between two equal readings."""
-        tiers = self._list_readable_tiers(content)
+        tiers = list_good_tiers(self._db, content.id, self._tiers)
         if not tiers:
             raise self._build_unstable(content, "the open file has no readable copy")
         for _ in range(STABLE_ATTEMPTS):
