@@ -32,6 +32,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from ckptfs import disk, limits, procfs
 from ckptfs.bounded_waits import run_in_time
@@ -42,6 +43,7 @@ from ckptfs.errors import ConfigError, TierUnavailable, TimedOut
 from ckptfs.model import ROOT, Tier
 from ckptfs.tiers import pfs_ownership
 
+Found = TypeVar("Found")
 log = logging.getLogger(__name__)
 disk.declare_labels("pfs:mark")
 
@@ -230,18 +232,17 @@ def open_directory(label: str, pfs: Path) -> int:
 
 def open_adopted_root(db: Database, pfs: Path, *, may_mark: bool = True) -> int:
     """Open the root of the PFS of this catalog, marked if it `may_mark`. Raises TierUnavailable."""
-    return open_checked(pfs, lambda fd: adopt(db, fd, pfs, may_mark=may_mark))
+    return open_checked(pfs, lambda fd: adopt(db, fd, pfs, may_mark=may_mark))[0]
 
 
-def open_checked(pfs: Path, check: Callable[[int], object]) -> int:
-    """Open the directory `pfs=`, and close it again if `check` raises."""
+def open_checked(pfs: Path, check: Callable[[int], Found]) -> tuple[int, Found]:
+    """Open the directory `pfs=`, and close it again if `check` raises. Return it, and what `check` returned."""
     fd = open_directory("scan:root", pfs)
     try:
-        check(fd)
+        return fd, check(fd)
     except BaseException:
         os.close(fd)
         raise
-    return fd
 
 
 def require_same(root_fd: int, pfs: Path, identity: str | None) -> None:

@@ -161,9 +161,7 @@ class WriteBack:
 
     def _open_pfs(self) -> None:
         """Open the PFS, and find out whether it is that of the catalog."""
-        self._tree.reopen_root(self._db)
-        identity = copies.get_tier_uuid(self._db, Tier.PFS)
-        assert identity is not None
+        identity = self._tree.reopen_root(self._db)
         if identity != self._identity:
             if journal.set_pfs(self._db, identity if pfs_identity.is_mark(identity) else journal.UNIDENTIFIED):
                 log.info("%s: new PFS for this catalog; all files are written back to it", self._config.pfs)
