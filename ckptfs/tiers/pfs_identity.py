@@ -236,7 +236,7 @@ def open_adopted_root(db: Database, pfs: Path, *, may_mark: bool = True) -> int:
 
 
 def open_checked(pfs: Path, check: Callable[[int], Found]) -> tuple[int, Found]:
-    """Open the directory `pfs=`, and close it again if `check` raises. Return it, and what `check` returned."""
+    """Open the directory `pfs=`; return it and what `check` returns. Close it if that raises."""
     fd = open_directory("scan:root", pfs)
     try:
         return fd, check(fd)
