@@ -229,6 +229,22 @@ async def test_a_directory_that_is_emptied_removed_and_made_again_is_there(clust
     await one.mkdir("d")
 
 
+@on_two_nodes(b"d", b"d/f", b"d/f/a")
+async def test_a_removed_directory_that_made_way_for_another_one_goes(cluster: WriterCluster) -> None:
+    """P6: its file is in the other one now, so it gave its name away before it could be removed."""
+    one, two = cluster.nodes
+    await one.mkdir("d")
+    await one.mkdir("d/f")
+    await one.put("d/f/a", b"1")
+    await cluster.settle()
+    await two.rename("d/f/a", "a")
+    await two.rmdir("d/f")
+    await one.mkdir("d/f")
+    await one.rename("a", "d/f/a")
+    while await cluster.step(one):
+        pass
+
+
 @on_two_nodes(b"d", b"d/b", b"b")
 async def test_a_name_that_an_exchange_gave_away_goes(cluster: WriterCluster) -> None:
     """P6: the other node has shown the file under its new name already, with newer bytes, and its old name leads nowhere by now."""

@@ -78,12 +78,14 @@ class SharedPlanner(Planner):
             "rename": self._shared_rename, "exchange": self._shared_exchange, "attributes": self._shared_attributes,
             "content": self._shared_content, "synced": self._shared_content, "settle": lambda row: self._align(row.inode),
         }  # fmt: skip
-        names = {*row.names, *self.view.list_names(row.inode)}
+        shown = self.view.list_names(row.inode)
+        names = {*row.names, *shown}
         if self._snapshot.has_intent(row.inode) or any(self._snapshot.get_intent(name) for name in names):
             return self._wait()
         for name in {*names, *self.view.list_pending_names(row.inode)}:
             self._forget_pending(row, name)
-        return plans[row.op](row) and all(self._remove_gone(row, name) for name in row.names)
+        parked = [name for name in shown if name[1].startswith(PARKED_PREFIX)]  # No row names them.
+        return plans[row.op](row) and all(self._remove_gone(row, name) for name in (*row.names, *parked))
 
     def _forget_pending(self, row: JournalRow, name: PfsName) -> None:
         """Drop a pending name that another node has already shown, or that the inode no longer has."""
