@@ -1,1 +1,1 @@
-"""Which files exist, and where their copies are. The only package that speaks SQL."""
+"""The catalog of a node: which files exist, and where their copies are. Most SQL is in this package."""

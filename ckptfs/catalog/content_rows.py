@@ -39,7 +39,7 @@ UNPUBLISHED = (
 
 
 def build_content(row: tuple[Any, ...]) -> Content:
-    """Return the content at the beginning of a row. Further columns of the query are ignored."""
+    """Return the content in the first columns of a row. Further columns are ignored."""
     number, inode, generation, state, size, digest, block_digests, change, remote = row[:9]
     return Content(number, inode, generation, ContentState(state), size, digest, block_digests, change, bool(remote))
 

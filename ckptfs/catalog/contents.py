@@ -1,10 +1,10 @@
 """A content from its first byte to its seal, and previous contents (tables `content`, `copy`).
 
-The mount begins, opens and closes contents; the mover seals them (copies.py has its other changes of copies). A content that other nodes
-have verified becomes a *previous* one if its file is written, or if another file takes its file's name; then it belongs to that
-file. It is doomed when the file's present content is on other nodes or whole on the PFS (P5, P9). Until then the shared key `c/` says that
-it is previous, and its holders keep it. Without a cluster there are no previous contents of this kind. Functions that change rows join
-the caller's transaction.
+The mount begins, opens and closes contents; the mover seals them (copies.py has its other changes of copies). If a content that other nodes
+have verified is about to be replaced, because its file is written or another file takes its name, it becomes a *previous* content: that of
+the written file, or of the file that took the name. It is doomed when the file's present content is on other nodes or whole on the PFS (P5,
+P9). Until then the shared key `c/` says that it is previous, and its holders keep it. Without a cluster there are no previous contents of
+this kind. Functions that change rows join the caller's transaction.
 
 Invariants:
 - The present content of an inode is `inode.content`.
@@ -48,7 +48,7 @@ class SealResult:
 
 
 def get_file_record(db: Database, content: int) -> FileRecord:
-    """Return all that decides what may happen to a content, as one snapshot."""
+    """Return all facts that decide what may happen to a content, as one snapshot."""
     with db.read_transaction():
         known = get_content(db, content)
         return FileRecord(None) if known is None else build_file_record(db, known.inode, known)
@@ -83,7 +83,7 @@ def list_closed(db: Database, tiers: Iterable[Tier], after: int, at_most: int) -
 
 
 def mark_sealed(db: Database, results: Iterable[SealResult]) -> list[SealResult]:
-    """Seal what was not opened meanwhile; doom its predecessors (P5). Return which were sealed."""
+    """Seal contents that were not opened meanwhile; doom previous ones (P5). Return the sealed ones."""
     now = time.time_ns()
     done = []
     for result in results:
@@ -141,7 +141,7 @@ def is_fsynced_on_pfs(db: Database, content: Content) -> bool:
 def restore_previous(db: Database, lost: Content) -> str:
     """Let the file show the newest state that is left: a previous content on this node or the PFS's.
 
-    Returns which one it is, in words. Returns "" without a change if nothing is left. The PFS may be newer than the previous content: it
+    Returns a description of that state, or "" without a change if none is left. The PFS may be newer than the previous content: it
     may show an fsynced state of the lost one.
     """
     with db.transaction():
@@ -168,7 +168,7 @@ def restore_previous(db: Database, lost: Content) -> str:
 
 
 def mark_lost(db: Database, seen: Content) -> bool:
-    """Make an own content LOST if no tier, no node and not the PFS has it. Return True if it is LOST now."""
+    """Make an own content LOST if no tier, no node and no PFS has it. Return True if it is LOST now."""
     with db.transaction():
         found = get_file_record(db, seen.id)
         if not is_unchanged(db, seen) or any(map(lifecycle.is_good, found.copies)) or lifecycle.is_on_pfs(found):
@@ -246,7 +246,7 @@ def move_to_successor(db: Database, replaced: Inode, successor: Inode) -> None:
 
 
 def expire_previous(db: Database, current: Content) -> None:
-    """Doom the previous contents of the file of `current` if the file holds that and it is safe."""
+    """Doom the previous contents of a file if `current` is its content and is safe."""
     if db.value("SELECT 1 FROM content WHERE inode = ? AND superseded_mtime_ns IS NOT NULL", current.inode) is None:
         return
     with db.transaction():
@@ -316,7 +316,7 @@ def get_file_content(db: Database, inode: int) -> FileContent | None:
 
 
 def insert_content(db: Database, inode: int, tier: Tier, *, reserved_content: int | None = None, changed_ns: int | None = None) -> int:
-    """Insert a new OPEN content for `inode`; return its id. `changed_ns`: its new times, None: as before."""
+    """Insert an OPEN content for `inode`; return its id. `changed_ns`: its new times; None: keep them."""
     now = time.time_ns()
     mark_superseded(db, inode)
     if reserved_content is None:
@@ -434,7 +434,7 @@ def record_access(db: Database, inode: int, atime_ns: int) -> None:
 
 
 def record_use(db: Database, content: int) -> None:
-    """Record that a content was used now: eviction takes others first."""
+    """Record that a content was used now, so that eviction drops others first."""
     db.run("UPDATE copy SET used_ns = ? WHERE content = ?", time.time_ns(), content)
 
 

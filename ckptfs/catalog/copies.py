@@ -3,12 +3,12 @@
 The mover reads or writes bytes first, and records the result in a transaction that compares the state and `change` of the content with
 what it saw before; if a writer came in between, nothing is recorded. Functions that change rows join the caller's transaction.
 
-- Fetch: the id of a new content is reserved by a FILLING copy without a content, so that no lane takes its file for a leftover. It becomes
+- Fetch: the id of a new content is reserved by a FILLING copy without a content, so that no lane deletes its file as a leftover. It becomes
   a content in the transaction that gives it to the file.
 - Stash: a STALE copy may be all that is left of a file. While a newer generation is fetched in its place, it has an id of its own, and
   `stashed_for` says of which content it is. It returns to its content if the fetch fails, and is deleted if it does not.
 
-Crash safety: recovery deletes FILLING copies and returns stashed ones. Files without a row are leftovers, which the reclaim lane deletes.
+Crash safety: recovery deletes FILLING copies and returns stashed ones. Files without a row are leftovers, which the reclaim step deletes.
 """
 
 import json
@@ -55,7 +55,7 @@ def mark_copy_good(db: Database, seen: Content, tier: Tier) -> bool:
 
 
 def set_copy_state(db: Database, content: int, tier: Tier, state: CopyState) -> None:
-    """Set the state of a copy whose digest was checked. A FILLING one is not the one that was checked."""
+    """Set the state of a copy whose digest was checked, unless another copy is FILLING in its place."""
     with db.transaction():
         verified_ns = time.time_ns() if state is CopyState.GOOD else 0
         checked = "UPDATE copy SET state = ?, verified_ns = ? WHERE content = ? AND tier = ? AND state <> 0"
@@ -206,7 +206,7 @@ def list_paths_only_in(db: Database, tier: Tier, at_most: int) -> list[str]:
 
 
 def is_only_on_pfs(db: Database, inode: int) -> bool:
-    """Return True if a file has names, and no good copy of its content on this node or on a live peer."""
+    """Return True if a file has names and neither this node nor a live peer has a good copy of it."""
     return (
         db.value(
             "SELECT 1 FROM inode i LEFT JOIN content k ON k.id = i.content WHERE i.id = ? AND i.nlink > 0"
@@ -224,7 +224,7 @@ def count_good_copies(db: Database, tier: Tier) -> int:
 
 
 def delete_tier(db: Database, tier: Tier) -> None:
-    """Forget the copies in a tier that was given up in order."""
+    """Forget a tier that the daemon has removed, and its copies."""
     with db.transaction():
         db.run("DELETE FROM copy WHERE tier = ?", tier)
         db.run("DELETE FROM tier WHERE name = ?", tier)
@@ -284,7 +284,7 @@ def set_tier_uuid(db: Database, tier: Tier, uuid: str) -> int:
         return 0
     with db.transaction():
         if get_tier_uuid(db, tier) != before:
-            return 0  # Another process was faster.
+            return 0  # Another process has set it meanwhile.
         db.run("INSERT OR REPLACE INTO tier (name, uuid) VALUES (?, ?)", tier, uuid)
         return 0 if before is None else db.run("DELETE FROM copy WHERE tier = ?", tier)
 
@@ -308,7 +308,7 @@ def list_copies_in_tier(db: Database, tier: Tier) -> dict[int, tuple[CopyState, 
 
 @dataclass(frozen=True, slots=True)
 class FetchState:
-    """A file as a fetch begins. Equal states: nothing changed on which the result depends."""
+    """A file at the start of a fetch. If a later state is equal, the result of the fetch still holds."""
 
     inode: int
     content: Content | None
@@ -428,7 +428,7 @@ def record_pfs_verified(db: Database, expected: FetchState, digest: bytes, block
 
 
 def record_pfs_damaged(db: Database, expected: FetchState) -> bool:
-    """Have the PFS's file written again. False: it has changed, or is older than the content."""
+    """Have the file written to the PFS again. False: it has changed or is older than the content."""
     content, published = expected.content, expected.published
     if content is None or published is None or (content.generation, content.digest) != (published.generation, published.digest):
         return False
@@ -455,7 +455,7 @@ def stash_copy(db: Database, content: int, tier: Tier) -> int | None:
 
 
 def restore_stashed(db: Database, stash: int, tier: Tier) -> int | None:
-    """Return a stashed copy to its content, and that; None if it is not wanted any more: it is deleted."""
+    """Give a stashed copy back to its content, and return that; None: it was unneeded and is deleted."""
     with db.transaction():
         content: int | None = db.value("SELECT stashed_for FROM copy WHERE content = ? AND tier = ?", stash, tier)
         is_replaced = db.value("SELECT 1 FROM copy WHERE content = ? AND tier = ?", content, tier) is not None

@@ -1,7 +1,7 @@
 """The SQLite file of the catalog: creating, checking, migrating and opening it, and transactions.
 
 The file is in WAL mode with synchronous=NORMAL. Each thread has its own connection. A change is one BEGIN IMMEDIATE transaction: it waits
-for its turn, then happens as a whole or not at all.
+for the write lock and is then applied as a whole or not at all.
 
 Invariants:
 - No code of a process opens the file by other means while the process has it open: closing any descriptor of it drops SQLite's locks.
@@ -135,7 +135,7 @@ class Database:
             self._hooks.on_commit(connection)
 
     def _translate(self, failure: sqlite3.OperationalError) -> CkptfsError | None:
-        """Return the error of the disk that an error of SQLite stands for; None if it is none of the disk."""
+        """Return the error for a disk failure behind an error of SQLite; None if the disk is not its cause."""
         code = failure.sqlite_errorcode & 0xFF
         directory = self.path.parent
         with contextlib.suppress(OSError):
@@ -214,7 +214,7 @@ def record_clean_end(db: Database) -> None:
 
 
 def record_start(db: Database, *, ended_cleanly: bool) -> None:
-    """Record that a daemon starts: should it be killed, the next start finds no clean end."""
+    """Record that a daemon starts: if it is killed, the next start finds no clean end."""
     if ended_cleanly:
         db.run("UPDATE meta SET value = ? WHERE key = 'start'", STARTING)
     else:
@@ -231,7 +231,7 @@ def delete_clean_start(db: Database) -> bool:
 
 
 def create(path: Path) -> None:
-    """Create, whole or not at all, a catalog that holds only the root directory, unless it exists."""
+    """Create a catalog with only the root directory, whole or not at all, unless it exists."""
     if path.exists():
         return
     temporary = path.with_name(path.name + ".new")

@@ -1,7 +1,7 @@
 """Files that have not reached a level yet, and the order in which a drain brings them there.
 
 The order is one row of the table `report`. Replication and write-back read it and take the files in it first. A row whose time has passed
-counts as none, and the next mover deletes it: so it ends with its drain, or with the daemon.
+does not count, and the next mover deletes it. So an order ends with its drain, or with the daemon.
 """
 
 import json
@@ -119,7 +119,7 @@ def list_names(db: Database, directory: int) -> list[bytes]:
 
 
 def list_children(db: Database, directory: int, names: Iterable[bytes]) -> list[int]:
-    """Return what these names in a directory lead to, as far as they exist."""
+    """Return the inodes under these names in a directory, as far as they exist."""
     found = (db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", directory, name) for name in names)
     return [child for child in found if child is not None]
 
@@ -156,7 +156,7 @@ def delete_order(db: Database, token: str) -> None:
 
 
 def load_order(db: Database) -> UrgentOrder | None:
-    """Return the order that holds now. Returns None without a drain that has one."""
+    """Return the order of the running drain. Returns None if no drain has set one."""
     value = summary.get_report(db, summary.URGENT_REPORT)
     if value.get("until_s", 0) < time.time():
         return None

@@ -2,7 +2,7 @@
 
 A handle row belongs to one FUSE connection and outlives the mount process. The reply cache is a ring addressed by the number of the
 request: a reply stays until `limits.REPLIES_KEPT` later requests were answered. After a crash the kernel sends only those requests again
-to which it has no reply, and these are far fewer. Functions that change rows join the caller's transaction.
+to which it has no reply; there are far fewer of them. Functions that change rows join the caller's transaction.
 
 Invariants:
 - A handle row is committed before the kernel learns of the handle, and deleted before the kernel gets the reply to its release.
@@ -27,7 +27,7 @@ def insert(db: Database, inode: int, content: int | None, *, is_writer: bool, ba
 
 
 def delete(db: Database, handle: int) -> bool:
-    """Delete a handle. Return False if it is not known: the kernel sent the release a second time."""
+    """Delete a handle. Return False if it is unknown because the kernel sent the release twice."""
     return db.run("DELETE FROM handle WHERE id=?", handle) > 0
 
 

@@ -1,8 +1,8 @@
 """The history of checkpoint sets: second names of files below the hidden `HISTORY_NAME` of the root.
 
 `<directories of the application>/<series>/<set>/<files>`: a series is a directory such as `step_*`, a set one such as `step_100@17` (its
-name and its number in the series). The files of a set are hard links, so all that keeps a file keeps them: they share inode, content and
-copies with the application's names while those exist. What is known of a series or a set is an internal attribute of its directory (see
+name and its number in the series). The files of a set are hard links: they share inode, content and copies with the application's names
+while those exist, so they last as long as the file is kept. The record of a series or a set is an internal attribute of its directory (see
 `inodes.INTERNAL_XATTR_PREFIX`), which other nodes get with the directory. Names that begin with `.` are sets that are being made or
 removed: they do not exist for readers.
 
@@ -128,7 +128,7 @@ def list_series(db: Database) -> list[SeriesRecord]:
 
 
 def get_series(db: Database, series: int) -> SeriesRecord | None:
-    """Return a series by its directory. Returns None if that is none."""
+    """Return the series in this directory. Returns None if it holds no series."""
     row = db.row(f"{_SELECT_SERIES} AND x.inode = ?", ROLLBACK_XATTR, series)
     return None if row is None else _build_series(db, *row)
 
@@ -162,7 +162,7 @@ def list_sets(db: Database, series: int) -> list[CheckpointSet]:
 
 
 def get_set(db: Database, set_directory: int) -> CheckpointSet | None:
-    """Return a set by its directory, also an unfinished one. Returns None if that is none."""
+    """Return the set in this directory, finished or not. Returns None if it holds no set."""
     row = db.row(_SELECT_SETS.format("inode i", "i.id") + " WHERE i.id = ? AND i.nlink > 0", *_SET_XATTRS, set_directory)
     return None if row is None else _build_set(*row)
 
@@ -180,7 +180,7 @@ def list_unfinished(db: Database, series: int) -> list[int]:
 
 
 def list_files(db: Database, set_directory: int) -> Iterator[tuple[bytes, Inode]]:
-    """Yield (path in the set, inode) of all that is no directory. Do not await in between."""
+    """Yield (path in the set, inode) of everything but directories. Do not await in between."""
     todo = [(b"", set_directory)]
     while todo:
         path, directory = todo.pop()
@@ -195,7 +195,7 @@ def list_files(db: Database, set_directory: int) -> Iterator[tuple[bytes, Inode]
 
 
 def insert_series(db: Database, origin: int, pattern: bytes) -> SeriesRecord:
-    """Return the series of a pattern in an application's directory; make what is missing of it."""
+    """Return the series of a pattern in an application's directory; create its directories if missing."""
     known = find_series(db, origin, pattern)
     if known is not None:
         return known
@@ -217,7 +217,7 @@ def insert_series(db: Database, origin: int, pattern: bytes) -> SeriesRecord:
 
 
 def _insert_root(db: Database) -> int:
-    """Return the directory of the history, and make it if it is missing."""
+    """Return the directory of the history; create it if it is missing."""
     found = find_root(db)
     if found is not None:
         return found

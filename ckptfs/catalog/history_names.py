@@ -1,10 +1,10 @@
 """The history as readers see it: inode numbers in `.ckptfs/history`, names and figures of sets.
 
-A file has two sides: under its own number the application writes it, under one of the history no program does. If the application writes
-it, the names in the history lead to another inode from then on, with the bytes as they were (`history`). So what is not a directory has the
-number of its *name* there: the cookie of the entry, which never leads to other bytes. Two names are two files there.
+A file is shown twice: under its own number, where the application may write it, and under a number of the history, where no program may.
+If the application writes it, the names in the history lead to another inode from then on, with the old bytes (`history`). So in the
+history a file has the number of its *name*: the cookie of the entry, which never leads to other bytes. Two names are two files.
 
-No state: the next process finds the same numbers, and a number whose name is gone leads to nothing.
+The module has no state: the next process finds the same numbers, and a number whose name is gone leads to nothing.
 """
 
 from typing import NamedTuple

@@ -2,7 +2,7 @@
 
 Inodes and contents get ids that are unique in the cluster without asking any node: the upper bits are the number of the node. A node
 without a cluster uses SQLite's own counters. In a cluster the catalog also holds rows with greater ids of other nodes, so it counts in
-`meta`. A catalog never changes its cluster: it would take what nodes of another cluster hold under its ids for its own. Functions that
+`meta`. A catalog never changes its cluster: nodes of another cluster may hold other contents under its ids. Functions that
 change rows join the caller's transaction.
 
 Crash safety: a counter grows in the transaction that uses the id.

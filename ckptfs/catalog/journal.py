@@ -7,8 +7,8 @@ closed), `synced` (an open file was fsynced), `settle` (write-back's own: the na
 the PFS refused a change; see `pfs_pending`).
 
 Write-back takes rows from the head, and deletes them in the transaction that records what the PFS shows then. Rows of files that the PFS
-refuses stay, and write-back goes on behind them. When a catalog gets its first PFS, everything that exists is recorded once, as if it had
-just been made. The uuid of the PFS tier is the meta key `pfs`. If files are only on another PFS, nothing is changed: they would look empty.
+refuses stay, and write-back skips them. When a catalog gets its first PFS, everything that exists is recorded once, as if it had just been
+made. The uuid of the PFS tier is the meta key `pfs`. If files are only on another PFS, nothing is changed: they would look empty.
 
 Crash safety: a change and its row are committed together. An adoption that was interrupted begins again.
 """
@@ -217,7 +217,7 @@ UNIDENTIFIED = "unidentified"
 
 
 def get_instance_id(db: Database) -> str:
-    """Return 8 hex digits that tell this catalog's temporary names from those of others on the same PFS."""
+    """Return 8 hex digits that mark the temporary names of this catalog on a PFS that others use too."""
     return str(db.value("SELECT value FROM meta WHERE key = 'instance'"))[:8]
 
 

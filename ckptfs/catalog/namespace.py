@@ -98,7 +98,7 @@ _DELETE_ENTRY = "DELETE FROM entry WHERE parent=? AND name=?"
 
 
 def find_child(db: Database, parent: int, name: bytes) -> Inode | None:
-    """Return the inode under `name` in `parent` as far as the catalog knows."""
+    """Return the inode under `name` in `parent`. Returns None if the catalog has no such name."""
     row = db.row(_SELECT_CHILD, parent, name)
     return None if row is None else build_inode(row)
 
@@ -142,7 +142,7 @@ def create(
     target: bytes | None = None,
     allow_unimported: bool = False,
 ) -> Inode:
-    """Create what `mode` says. Entries of a setgid directory inherit its group."""
+    """Create an inode of the type in `mode`. Entries of a setgid directory inherit its group."""
     now = time.time_ns()
     parent_mode, parent_gid, is_imported, parent_links, history = _get_directory(db, parent, name)
     if not (is_imported or allow_unimported) and find_child(db, parent, name) is None:
@@ -199,7 +199,7 @@ def link(db: Database, inode: int, parent: int, name: bytes, *, allow_unimported
 
 
 def unlink(db: Database, parent: int, name: bytes) -> Inode:
-    """Remove a name of what is no directory. Return its inode; nlink 0: that was the last name."""
+    """Remove the name of a non-directory. Return its inode; nlink 0: that was the last name."""
     now = time.time_ns()
     inode = lookup(db, parent, name)
     if inode.is_directory:
@@ -396,8 +396,8 @@ def list_files_below(db: Database, inode: int) -> list[int]:
 
 # --- candidates for checkpoint sets -----------------------------------------------------------------------------------
 # An inode that was sealed or got a name may complete a set. A file of the history that lost a name, or whose set was pinned or unpinned,
-# may leave sets without protection. Perhaps no tracker has looked at what a dead node wrote. The row of a candidate stays until the tracker
-# of sets has done with it.
+# may leave sets without protection. What a dead node wrote may not have been tracked. The row of a candidate stays until the tracker has
+# handled it.
 
 
 def insert_candidates(db: Database, candidates: Iterable[int]) -> None:

@@ -86,7 +86,7 @@ def list_nodes(db: Database) -> dict[int, KnownNode]:
 
 
 def list_live_nodes(db: Database) -> dict[int, KnownNode]:
-    """Return those that were alive when last recorded."""
+    """Return the nodes that were alive when last recorded."""
     return {number: node for number, node in list_nodes(db).items() if node.is_alive}
 
 
@@ -291,7 +291,7 @@ def find_remote_content(db: Database, inode: int) -> int | None:
 
 
 def list_unneeded(db: Database, at_most: int, excluded: Iterable[int] = ()) -> list[PeerCopy]:
-    """Return copies elsewhere of contents that are gone here and in the store, except on `excluded`."""
+    """Return copies on other nodes, but `excluded`, of contents that this node and the store lack."""
     rows = db.rows(
         "SELECT content, node, generation, digest FROM peer_copy"
         " WHERE NOT EXISTS (SELECT 1 FROM content k WHERE k.id = peer_copy.content AND k.state <> 3)"
@@ -318,7 +318,7 @@ def list_under_replicated(db: Database, after: int, at_most: int) -> list[tuple[
 
 
 def list_under_replicated_of(db: Database, inodes: Sequence[int], at_most: int) -> list[tuple[Content, Tier]]:
-    """Return the same for the present contents of these inodes, in their order."""
+    """Return what `list_under_replicated` returns for the contents of these inodes, in their order."""
     if not inodes:
         return []
     rows = db.rows(

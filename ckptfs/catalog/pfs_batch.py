@@ -1,7 +1,7 @@
 """The batch of changes that write-back applies to the PFS (table `pfs_batch`), and its results.
 
-A batch holds changes as they were decided, for the journal rows after `after_seq` up to `last_seq`. It is stored before the PFS is
-changed. `record_batch_done` records what the PFS shows then and deletes the rows and the batch, in the caller's transaction. If the PFS
+A batch holds changes as they were decided, for the journal rows after `after_seq` up to `last_seq`. It is stored before the PFS is changed.
+Afterwards `record_batch_done` records what the PFS shows and deletes the rows and the batch, in the caller's transaction. If the PFS
 refuses an action, `build_batch_before` returns the batch of those before it; the rows from the refused one on stay in the journal.
 
 Crash safety: a batch exists together with all its journal rows, or neither does. The next mover finishes exactly that batch.
@@ -85,7 +85,7 @@ class PfsBatch:
 
     @property
     def pending_entries(self) -> dict[PfsName, int | None]:
-        """Return what each name is to show later, as `PlannedPending`."""
+        """Return what each name is to show later."""
         return {change.name: change.inode for change in self.pending_changes}
 
     @property

@@ -1,7 +1,7 @@
 """Changes that are held back from the PFS (D7): the internal attribute `HELD_XATTR` of an inode.
 
-If a retention rule sends only some sets of a series to the PFS, all that is made in the place of such a set is held. Changes of what is
-held append no journal rows, so the PFS does not know it, and write-back is not behind because of it. `release` appends the rows that make
+If a retention rule sends only some sets of a series to the PFS, all that is made in the place of such a set is held. Changes of held
+inodes append no journal rows: the PFS does not get them, and they do not count as pending. `release` appends the rows that make
 it on the PFS as it is then. A set is released when it is chosen, a file when it gets a name in another place.
 
 All nodes of a cluster know the attribute, like any other. So each of them can release what another one made and left behind.
@@ -10,7 +10,7 @@ Functions that change rows join the caller's transaction.
 
 Invariants:
 - The PFS shows nothing that is held.
-- What lies in a directory that is held is held. In a cluster, a file that its writer has yet to release may be in one that is not.
+- Everything in a held directory is held. In a cluster, a held file may be in a directory that is not held, until its writer releases it.
 """
 
 import json
@@ -64,7 +64,7 @@ def _is_place_held(db: Database, parent: int, name: bytes) -> bool:
 
 
 def append_link_row(db: Database, inode: int, parent: int, name: bytes) -> None:
-    """Record a further name for the PFS. What has a name in a place that is not held is not held."""
+    """Record a further name for the PFS. An inode with a name in a place that is not held is released."""
     if db.holds_back is not None and is_held(db, inode):
         if not _is_place_held(db, parent, name):
             release(db, inode)

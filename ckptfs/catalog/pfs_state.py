@@ -44,7 +44,7 @@ class PfsEntry:
 
 @dataclass(frozen=True, slots=True)
 class PfsLocation:
-    """A name on the PFS: its directory as our inode, and the names from the root to that."""
+    """A name on the PFS: the inode of its directory, and the names from the root to that."""
 
     parent: int
     name: bytes
@@ -63,7 +63,7 @@ class PfsLocation:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedEntry:
-    """What a name shows after the action `key`; `inode` None: nothing of ours."""
+    """What a name shows after the action `key`; `inode` None: no inode of the catalog."""
 
     location: PfsLocation
     inode: int | None
@@ -109,7 +109,7 @@ def find_inode(db: Database, names: tuple[bytes, ...]) -> int | None:
 
 
 def delete_entries(db: Database, inode: int) -> None:
-    """Delete all names of `inode`, which the PFS turned out not to show."""
+    """Delete all entries of `inode`: the PFS does not show it."""
     db.run("DELETE FROM pfs_entry WHERE inode = ?", inode)
 
 
@@ -202,7 +202,7 @@ class PfsView:
         return self._db.row(query, parent, name) or (None, 0)
 
     def has_entries(self, directory: int) -> bool:
-        """Return True if the PFS shows any entry of ours in a directory."""
+        """Return True if the PFS shows any inode of the catalog in a directory."""
         rows = self._db.rows("SELECT name FROM pfs_entry WHERE parent = ?", directory)
         names = {(directory, bytes(row[0])) for row in rows} | {name for name in self.entries if name[0] == directory}
         return any(self.get_entry(*name) is not None for name in names)

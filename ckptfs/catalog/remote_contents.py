@@ -1,14 +1,15 @@
 """Contents that another node wrote last (`remote`), and announcements of copies (`announce_state`).
 
 The row of a remote content is the newest state that this node learned; its GOOD copies are exactly of that generation and digest. Only a
-content that was open has several generations. When a newer one is learned, the copies become STALE: sources of blocks, and what is left of
-the file if the newer generation is lost with its writer. They stay until other nodes have that (P5, P9).
+content that was open has several generations. When this node learns of a newer one, the copies become STALE: they are sources of blocks,
+and all that is left of the file if the newer generation is lost with its writer. They stay until other nodes have that generation (P5, P9).
 
 The store has to know of a remote content if this node has a copy; of an own one, if this node lost it while other nodes have it and the PFS
-does not (`IS_ANNOUNCED`). `announce_state` is 1 if the store knows, 0 if it has nothing, and higher if it has to learn what is true then.
-Code that inserts or deletes a copy marks that in the same transaction. Functions that change rows join the caller's transaction.
+does not (`IS_ANNOUNCED`). `announce_state` is 1 if the store knows of the copy, 0 if it has no record, and higher if this node has to
+announce again. Code that inserts or deletes a copy marks that in the same transaction. Functions that change rows join the caller's
+transaction.
 
-Crash safety: a state that is not marked as announced is announced again. Files without a row are leftovers of the reclaim lane.
+Crash safety: a state that is not marked as announced is announced again. Files without a row are deleted by the reclaim step.
 """
 
 import json
@@ -154,7 +155,7 @@ def count_hosted(db: Database) -> tuple[int, int]:
 
 
 def record_remote(db: Database, remote: RemoteState) -> bool:
-    """Record what another node wrote; older copies become STALE. Return False if this node knows better."""
+    """Record what another node wrote; older copies become STALE. False: this node has newer facts."""
     with db.transaction():
         known = db.row("SELECT generation, state, digest, remote, blocks FROM content WHERE id = ?", remote.content)
         if known is None:
@@ -372,7 +373,7 @@ def is_uncommitted(db: Database, content: Content) -> bool:
 
 
 def delete_unneeded(db: Database, content: Content, *, gone: bool) -> bool:
-    """Doom a content that is `gone`, or delete its copies here.
+    """Doom a content that is `gone`, or delete the copies of it on this node.
 
     Returns False if it is open, changed or uncommitted.
     """
@@ -421,17 +422,17 @@ def _list_blocks(db: Database, where: str, *arguments: int) -> list[tuple[int, T
 
 
 def mark_unannounced(db: Database, content: int) -> None:
-    """Mark that the store has to learn of this node's copy of a remote content again."""
+    """Mark that this node has to announce its copy of a remote content again."""
     db.change("UPDATE content SET announce_state = 2 WHERE id = ? AND remote = 1", content)
 
 
 def mark_copy_changed(db: Database, content: int) -> None:
-    """Mark that the store has to learn of this node's copy, or that it is gone, unless it knows."""
+    """Mark that this node has to announce its copy, or its loss, unless the store knows."""
     db.change(f"UPDATE content SET announce_state = 2 WHERE id = ? AND announce_state <> {IS_ANNOUNCED}", content)
 
 
 def mark_all_unannounced(db: Database) -> None:
-    """Do so for all contents, because copies may be gone with their tier."""
+    """Mark all contents to be announced again, because copies may be gone with their tier."""
     db.change(f"UPDATE content SET announce_state = 2 WHERE announce_state <> {IS_ANNOUNCED}")
 
 
@@ -442,9 +443,9 @@ _SELECT_UNANNOUNCED = (
 
 
 def list_unannounced(db: Database, at_most: int) -> list[tuple[Content, bool]]:
-    """Return contents of which the store has to learn; True if their key is to be there, else it is to go.
+    """Return the contents to announce, and whether the store is to have their key (True) or not.
 
-    Of another node's content, this is the generation that is here.
+    For a content of another node, this is the generation of this node's copy.
     """
     return [_build_announcement(db, row) for row in db.rows(f"{_SELECT_UNANNOUNCED} LIMIT ?", at_most)]
 
@@ -456,7 +457,7 @@ def _build_announcement(db: Database, row: tuple[Any, ...]) -> tuple[Content, bo
 
 
 def mark_announced(db: Database, announced: Iterable[tuple[Content, bool]]) -> None:
-    """Record what the store has learned, unless it has to learn something else by now."""
+    """Record that contents were announced, unless they have changed again since."""
     with db.transaction():
         for content, is_announced in announced:
             row = db.row(f"{_SELECT_UNANNOUNCED} AND id = ?", content.id)

@@ -1,8 +1,8 @@
 """The import of a PFS directory into the catalog (tables `scan` and `scan_dirty_name`).
 
-A scan lists a directory on the PFS outside of any transaction, and then compares name by name. Three states of a name are known: the
-catalog's (`entry`), the expected one on the PFS (`pfs_entry`, `pfs_file`), and the observed one. Where the PFS differs from the expected
-state, there was an external change; where the catalog differs from it, write-back has work to do. The listing is older than the transaction
+A scan lists a directory on the PFS outside of any transaction, and then compares name by name. A name has three states: in
+the catalog (`entry`), as expected on the PFS (`pfs_entry`, `pfs_file`), and as observed. If the PFS differs from the expected state,
+there was an external change; if the catalog differs from it, write-back has work to do. The listing is older than the transaction
 that uses it. Names and inodes with journal rows are therefore left alone, those that were pending when the listing began
 (`PendingChanges`) and those that write-back has finished meanwhile (`scan_dirty_name`, filled by triggers). Local changes win: an external
 change never reverts what the PFS does not have yet; write-back settles that. Functions that change rows join the caller's transaction,

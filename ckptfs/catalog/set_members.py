@@ -1,4 +1,4 @@
-"""The queries of the tracker of sets: where an inode belongs, files of a member, what the history has.
+"""Rows for the tracker of sets: places of an inode, files of a member, known sets, claims of writers.
 
 Functions that change rows join the caller's transaction.
 """
@@ -100,11 +100,11 @@ def find_set_file(db: Database, inode: int) -> SetFile | None:
 
 
 def insert_claim(db: Database, inode: int) -> None:
-    """Note that this node is about to write the content that a file has now: it is for no set any more.
+    """Record that this node is about to write the content of a file: no set may take that any more.
 
-    The claim ends with that generation of the file, or with the node, or when the node's mount starts again (`delete_own_claims`). Others
-    have to know it before the first byte is written. A content that this node has open needs none: a further writer begins no
-    generation, with which the claim would end.
+    The claim ends with that generation of the file, or with the node, or when the node's mount starts again (`delete_own_claims`). Other
+    nodes must see it before the first byte is written. A content that this node has open needs no claim: a further writer begins no
+    generation, and only that would end the claim.
     """
     row = db.row("SELECT i.content, i.generation, k.state FROM inode i LEFT JOIN content k ON k.id = i.content WHERE i.id = ?", inode)
     if row is not None and row[2] != ContentState.OPEN:
@@ -218,7 +218,7 @@ def is_committed(db: Database, members: Iterable[int]) -> bool:
 
 
 def delete_commit(db: Database, members: Iterable[int]) -> None:
-    """Forget the mark that `is_committed` reads."""
+    """Delete the mark that `is_committed` reads."""
     db.run("DELETE FROM xattr WHERE name = ? AND inode IN (SELECT value FROM json_each(?))", COMMIT_XATTR, json.dumps(list(members)))
 
 

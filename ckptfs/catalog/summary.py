@@ -1,6 +1,6 @@
-"""Answers for people: levels of files, places of copies, and the figures of `ckptfs status`.
+"""Figures for people: levels of files, places of copies, the figures and troubles of `ckptfs status`.
 
-Reads only, but for the table `report`.
+It writes the table `report` only.
 
 Levels are never stored: this module loads records, and `ckptfs.lifecycle` judges them. No function touches a tier, so all answer at once,
 also while the PFS hangs.
@@ -232,7 +232,7 @@ def _list_level_groups(
         typical = _build_typical_record(state, has_copy, is_published, is_current, bool(peer))
         if clique is not None:
             if peer and not (has_copy or others or is_current):
-                return None  # Who has what another node wrote is asked for one by one.
+                return None  # The holders of what another node wrote are loaded one by one.
             elsewhere = tuple(("", f"/{number}") for number in range(others))
             typical = replace(typical, clique=replace(clique, holders=elsewhere, is_committed=not is_uncommitted))
         return lifecycle.level(typical)
@@ -385,7 +385,7 @@ def get_space_demand(db: Database) -> int:
 
 
 def get_copied_bytes(db: Database) -> dict[int, int]:
-    """Return {inode: bytes that are on the PFS already} of the large file that is being written back."""
+    """Return {inode: bytes already on the PFS} of the large file that is being written back."""
     found = get_report(db, "write_back")
     return {int(found["inode"]): int(found.get("copied_bytes", 0))} if "inode" in found else {}
 
