@@ -4,8 +4,8 @@ A certificate names the node (CN), the cluster (O), and a DNS name that is uniqu
 demands this DNS name, so TLS itself rejects another node, another cluster and revoked keys.
 
 The file `revoked`, next to the certificates, has a line `NODE COUNT` for each node whose keys were revoked. A certificate has one DNS name
-for each count up to that at its issue; it is valid if it has the name of the current count. So lost keys need not be known. The list is as
-trusted as ca.pem next to it. Running nodes read it again when it changes.
+for each count up to that at its issue; it is valid if it has the name of the current count. So keys can be revoked without having them. The
+list is as trusted as ca.pem next to it. Running nodes read it again when it changes.
 
 Invariants:
 - Private keys have mode 0600. Keys are never overwritten.

@@ -82,7 +82,7 @@ class Cluster:
         object.__setattr__(self, "copy_records", CopyRecords(self.store, self.db, self.node_number))
 
     def lease(self) -> int:
-        """Return this node's lease while it certainly holds, else 0. With a new one it was dead meanwhile."""
+        """Return this node's lease while it certainly holds, else 0. A new lease means that it was dead."""
         return self.locks.node_lease.lease_id
 
     def draw_delay_s(self, at_most_s: float = limits.SPREAD_S_MAX) -> float:

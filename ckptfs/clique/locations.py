@@ -105,7 +105,7 @@ class SharedFile:
 
     @property
     def is_readable(self) -> bool:
-        """Return False if the value of the store is none: the file exists, and nothing else is known of it."""
+        """Return False if the value in the store is invalid: the file exists, and nothing else is known."""
         return bool(self.value)
 
     @property
@@ -241,7 +241,7 @@ class CopyRecords:
         self._node = node
 
     def announce(self, contents: Iterable[tuple[Content, bool]], *, is_own_away: bool = False) -> None:
-        """Announce for each content that this node has a copy (True) or has none (False).
+        """Announce for each content whether this node has a copy.
 
         Raises StoreUnreachable. `is_own_away`: it lacks the contents that it wrote (True), or has them.
         """

@@ -3,7 +3,7 @@
 - A number belongs to one catalog for life, and is in the upper bits of every id that the node makes. `number/<name>` binds a name to a
   number and a catalog; `taken/<number>` marks numbers in use. Random numbers spare ten thousand joining nodes a common counter.
 - A live node has a record `n/<number>` under its lease, put only while the name is bound to this catalog: at most one of two daemons with
-  one name is alive. A node with a read-only mount has no record: it is in no view but its own.
+  one name is alive. A node with a read-only mount has no record: other nodes do not see it.
 - `MemberTable` keeps the last known nodes. A missing record means a death only while this node is connected; after an outage the nodes have
   `limits.NODE_RETURN_S` to return.
 
@@ -338,7 +338,7 @@ class NodeLease:
         return True
 
     def record_seen_node(self, node: Node, revision: int) -> None:
-        """Note a record. A later one of another incarnation is that of a daemon with a copied catalog."""
+        """Note this node's record. Another incarnation later means a daemon with a copied catalog."""
         if node.number == self.node.number and node.incarnation != self.node.incarnation and 0 < self._revision < revision:
             self._is_displaced = True
             self._lease = (0, 0.0)
@@ -395,7 +395,7 @@ class MemberTable:
             self._absent.pop(node.number, None)
 
     def mark_gone(self, number: int, now_s: float) -> None:
-        """Note that the record of a node is gone. In doubt, the node counts for a while longer."""
+        """Note that the record of a node is gone. After an outage of the store the node counts for longer."""
         node = self._present.pop(number, None)
         if node is not None and self._is_in_doubt(now_s):
             self._absent[number] = (node, self._doubt_until_s if self._is_connected else FOREVER)

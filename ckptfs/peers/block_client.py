@@ -1,8 +1,9 @@
 """Block transfers of a client, which fetches blocks from several peers at once and sends blocks.
 
-Fetch: each source has a thread (a single source has several), which takes runs of blocks from one list. What a source does not deliver
-returns to the list; one that fails or sends wrong data is not used again. Others take over after `limits.PEER_PATIENCE_S` without progress,
-and idle ones take what others still owe. Blocks that a reader waits for come first, if need be from a second source.
+Fetch: each source has a thread (a single source has several), which takes runs of blocks from one list. Blocks that a source does not
+deliver return to the list; a source that fails or sends wrong data is not used again. After `limits.PEER_PATIENCE_S` without progress other
+sources take over, and idle sources take blocks that others have not delivered yet. Blocks that a reader waits for come first, if need be
+from a second source.
 
 Send: several streams take blocks from one list. A stream that breaks leaves its block to the next attempt, which asks what is lacking.
 
@@ -30,7 +31,7 @@ FETCH_POLL_S = 0.25
 
 
 class FetchJob:
-    """The blocks that are wanted and those that have come. Its lock guards all but the writing."""
+    """The blocks to fetch and those that have arrived. Its lock guards everything but the writes."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class FetchJob:
             return []
 
     def return_blocks(self, worker: object, numbers: Sequence[int]) -> None:
-        """Take back blocks that `worker` will not bring soon; they are asked for next."""
+        """Take back blocks that `worker` will not deliver soon; they are requested next."""
         with self.condition:
             left = [number for number in numbers if number in self._missing and worker in self._assigned.get(number, ())]
             for number in left:
@@ -90,7 +91,7 @@ class FetchJob:
             self.condition.notify_all()
 
     def write_block(self, number: int, pieces: Sequence[bytes]) -> None:
-        """Write a block that is right, unless another worker did."""
+        """Write a verified block, unless another worker has written it."""
         with self.condition:
             if self.is_stopped:
                 raise Rejection(RejectReason.ENDED, "it is over")
@@ -124,7 +125,7 @@ class FetchJob:
             self.condition.wait_for(lambda: not self._writer_count)
 
     def _take_next_run(self, urgent: Sequence[int], at_most: int) -> list[int]:
-        """Take the next run, from a block on that a reader waits for, if no worker brings it yet."""
+        """Take the next run; it begins at a block that a reader waits for, if no worker fetches that yet."""
         for number in urgent:
             if not self._assigned.get(number) and number in self._pending:
                 self._pending.rotate(-self._pending.index(number))
@@ -138,7 +139,7 @@ class FetchJob:
         return found
 
     def _find_overdue(self, worker: object, urgent: Sequence[int]) -> list[int]:
-        """Return a block that a reader waits for and that another worker alone has owed for long."""
+        """Return a block that a reader waits for and that a single other worker has not delivered for long."""
         late_s = time.monotonic() - limits.PEER_HEDGE_S
         for number in urgent:
             owing = self._assigned.get(number, ())
@@ -147,7 +148,7 @@ class FetchJob:
         return []
 
     def _find_assigned_to_other(self, worker: object) -> list[int]:
-        """Return a block that another worker alone owes: the one that it would reach last."""
+        """Return a block assigned to one other worker only: the last one of its run."""
         for number in reversed(self._assigned):
             if number in self._missing and len(self._assigned[number]) == 1 and worker not in self._assigned[number]:
                 return [number]
@@ -178,7 +179,7 @@ class FetchWorker:
         return self._job.manifest.get_block_digest(number)
 
     def write_block(self, number: int, pieces: Sequence[bytes]) -> None:
-        # Before the write: it may complete the fetch, which then interrupts those that still owe blocks.
+        # Before the write: it may complete the fetch, which then interrupts the workers that are not done.
         self.awaits_end = not self._expected_blocks
         self._has_progress = True
         self._job.write_block(number, pieces)
@@ -273,7 +274,7 @@ class FetchWorker:
 
 
 def fetch_blocks(links: Sequence[Link], job: FetchJob, streams: int) -> int:
-    """Fetch all blocks. Return the bytes that came. Raises PeerBusy if a source was busy, else the last."""
+    """Fetch all blocks. Return their bytes. Raises PeerBusy if a source was busy, else the last error."""
     waiting = deque(links)
     workers: list[FetchWorker] = []
     last: PeerFailed | None = None
@@ -309,7 +310,7 @@ def _start_workers(link: Link, job: FetchJob, streams: int) -> list[FetchWorker]
 
 
 def _end_if_stalled(worker: FetchWorker, job: FetchJob, workers: int) -> bool:
-    """Return True to leave a source at which nothing moves. The only source is given more time."""
+    """End the worker of a stalled source, and return True. The only source is given more time."""
     still = time.monotonic() - worker.progress_at
     if workers > 1 and worker.assigned_run and still > limits.PEER_PATIENCE_S:
         job.return_blocks(worker, worker.assigned_run)

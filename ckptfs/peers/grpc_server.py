@@ -358,7 +358,7 @@ class PeerServer:
         return {"transfers": len(self.table.transfers), "reads": len(self.table.reads), "refused": self.rejections.get_counts()}
 
     def end_all_of_node(self, node: str) -> None:
-        """End soon all that a node has begun: it has died or was restarted."""
+        """End soon the transfers and reads of a node that has died or was restarted."""
         self._departed_nodes.put(node)
 
     def stop(self) -> None:
@@ -386,7 +386,7 @@ class PeerServer:
             self.table.end_all_of_peer(self._departed_nodes.get())
 
     def _end_revoked(self) -> None:
-        """End all that nodes with newly revoked keys have begun."""
+        """End the transfers and reads of nodes with newly revoked keys."""
         before, self._revoked_before = self._revoked_before, self._revoked.get_counts()
         for node, count in self._revoked_before.items():
             if count > before.get(node, 0):

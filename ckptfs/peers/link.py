@@ -41,7 +41,7 @@ OPTIONS = [
     ("grpc.max_receive_message_length", limits.PEER_MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", limits.PEER_MESSAGE_BYTES_MAX),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # So long a connection may take to come about; after one that was refused the next try comes sooner.
+    # Time for one attempt to connect. After a refused connection the next attempt comes sooner.
     ("grpc.min_reconnect_backoff_ms", int(limits.PEER_CONNECT_S * 1000)),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.keepalive_time_ms", int(limits.PEER_KEEP_ALIVE_S * 1000)),
@@ -108,7 +108,7 @@ class NoLongerWanted(PeerFailed):
 
 
 class Link:
-    """A node that is asked. Any thread may call."""
+    """The connection to one node. Any thread may call."""
 
     def __init__(self, me: str, cluster: str, identity: Identity | None, name: str, address: str, *, revocations: int = 0) -> None:
         """Open the channel. Keys older than `revocations` are refused."""
@@ -186,11 +186,11 @@ class Link:
                 self._contents_changed.notify_all()
 
     def close(self) -> None:
-        """End the channel, and so the calls under way."""
+        """Close the channel and end the calls under way."""
         self._channel.close()
 
     def record_failure(self, failure: Exception) -> PeerFailed:
-        """Return the error for the failure of a stream, and count it, unless it is a refusal in good order."""
+        """Return the error for the failure of a stream. Count it unless the peer refused the request."""
         found = self._translate_failure(failure)
         if not (isinstance(found, NoLongerWanted) or (isinstance(found, PeerRefused) and found.code in EXPECTED_REASONS)):
             self.stats.record_failure()
@@ -245,7 +245,7 @@ class _QuietChannel:
 def _open_channel(identity: Identity | None, name: str, address: str) -> grpc.Channel:
     if identity is None:
         return grpc.insecure_channel(address, OPTIONS)
-    # TLS itself refuses a node that has not the certificate of the node that we mean.
+    # TLS itself refuses a node without the certificate of the expected node.
     target = ("grpc.ssl_target_name_override", name)
     return grpc.secure_channel(address, channel_credentials(identity), [*OPTIONS, target])
 

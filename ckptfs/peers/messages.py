@@ -169,7 +169,7 @@ def decode_bitmap(bits: bytes, count: int) -> list[int]:
 
 
 class BlockSink(Protocol):
-    """Where blocks arrive. All three may raise Rejection."""
+    """The target of arriving blocks. All three methods may raise Rejection."""
 
     @property
     def size(self) -> int: ...
@@ -185,7 +185,7 @@ class BlockSink(Protocol):
 
 
 class BlockReceiver:
-    """One stream of blocks. The pieces of a block are written as they came: nothing is copied."""
+    """One stream of blocks. The pieces of a block are written as they arrived, without a copy."""
 
     def __init__(self, sink: BlockSink) -> None:
         self._sink = sink
@@ -201,7 +201,7 @@ class BlockReceiver:
         self.has_ended = False
 
     def accept_message(self, message: bytes) -> None:
-        """Take the next message. Raises Rejection."""
+        """Handle the next message. Raises Rejection."""
         due = HEADER.size if self._number is None else min(self._missing_bytes, limits.PEER_PIECE_BYTES)
         if len(message) != due:
             raise Rejection(RejectReason.OUT_OF_ORDER, f"a message of {due} bytes was due, not one of {len(message)}")

@@ -3,7 +3,7 @@
 A caller is identified by the node name in its certificate, which must be from the CA of this cluster and not revoked. A client demands the
 unique DNS name of the node that it means. Without keys, a caller names itself and only loopback is allowed.
 
-A caller states the version of the protocol with each call. Another version than ours is refused, in a sentence that names both.
+A caller states the version of the protocol with each call. Another version than this node's is refused, with a message that names both.
 """
 
 import grpc
@@ -60,7 +60,7 @@ def require_version(context: grpc.ServicerContext) -> None:
 
 
 def describe_versions(server: str, client: str) -> str:
-    """Return the sentence that refuses another version."""
+    """Return the message that refuses another version."""
     return f"it speaks version {server} of the protocol between nodes, the caller version {client}; run one version of ckptfs on all nodes"
 
 
@@ -69,10 +69,10 @@ def _get_metadata(context: grpc.ServicerContext) -> dict[str, str]:
 
 
 def server_credentials(identity: Identity) -> grpc.ServerCredentials:
-    """Return TLS credentials that demand a certificate of our CA."""
+    """Return TLS credentials that demand a certificate of the cluster's CA."""
     return grpc.ssl_server_credentials([(identity.key, identity.certificate)], identity.ca, require_client_auth=True)
 
 
 def channel_credentials(identity: Identity) -> grpc.ChannelCredentials:
-    """Return TLS credentials that show our certificate and trust our CA only."""
+    """Return TLS credentials with this node's certificate, which trust the cluster's CA only."""
     return grpc.ssl_channel_credentials(identity.ca, identity.key, identity.certificate)

@@ -1,6 +1,6 @@
 """The verdict on one member of a series: complete, or why not (N7, D6). Pure.
 
-Rather late than wrongly. A member is complete if nothing speaks against it:
+In doubt a member is incomplete: a late verdict is better than a wrong one. It is complete if nothing contradicts that:
 
 1. Every file is sealed and readable, as the catalog says.
 2. No file shows that it was not written to its end (`file_formats`).
@@ -45,7 +45,7 @@ class Completeness:
 
     `level` is the lowest of its files' levels; `incomplete_reason` is empty if it is complete.
 
-    `quiet_s`: the only thing that is wrong is that it was changed less than this time ago, and it has no member before it.
+    `quiet_s`: the only reason is that it was changed less than this time ago and has no member before it.
     """
 
     files: int
@@ -186,7 +186,7 @@ def judge(member: MemberFacts, older: Sequence[OlderMember], age_s: float) -> Co
 def judge_set(files: Mapping[bytes, MemberFile]) -> Completeness:
     """Return the verdict on files that are a set: it was complete once, or a user says so.
 
-    Only the catalog contradicts.
+    Only the catalog can contradict.
     """
     level = min((file.level for file in files.values()), key=lambda level: level.rank, default=Level.NONE)
     return Completeness(len(files), sum(file.size for file in files.values()), level, find_reason(files))
@@ -202,7 +202,7 @@ def is_comparable(member: MemberFacts) -> bool:
 
 
 def find_reason(files: Mapping[bytes, MemberFile]) -> str:
-    """Return what the catalog knows against these files; empty if nothing."""
+    """Return why the catalog calls these files incomplete; empty if it does not."""
     if not files:
         return "it holds no file"
     return next((f"{text(path) or 'it'} {file.incomplete_reason}" for path, file in sorted(files.items()) if file.incomplete_reason), "")
@@ -260,7 +260,7 @@ def _find_rule_gap(member: MemberFacts, rule: SeriesRule, age_s: float) -> str:
 def _find_named_gap(member: MemberFacts, older: Sequence[OlderMember]) -> str:
     """Return the gap that the name of the member shows; empty if there is none.
 
-    It counts unless two members in a row before it have the same files without this end.
+    It counts unless the two members before have exactly the files of this one.
     """
     if member.is_single_file or b"" in member.closed_directories or _is_usual(member, older):
         return ""
@@ -274,7 +274,7 @@ def _find_shortfall(member: MemberFacts, older: Sequence[OlderMember]) -> str:
     """Return what the member lacks of what those before it have."""
     if not older or not is_comparable(member):
         return ""
-    # Fewer files than before are believed if two members in a row had just these: the job may run on fewer nodes.
+    # Fewer files than before are accepted if the two members before have exactly these: the job may run on fewer nodes.
     for one in () if _is_usual(member, older) else older:
         if path := _find_missing(member, one):
             is_renamed = len(_list_counterparts(member, one, path)) > 1
@@ -283,7 +283,7 @@ def _find_shortfall(member: MemberFacts, older: Sequence[OlderMember]) -> str:
 
 
 def _is_usual(member: MemberFacts, older: Sequence[OlderMember]) -> bool:
-    """Return whether the two members before have just the files of this one."""
+    """Return whether the two members before have exactly the files of this one."""
     return len(older) > 1 and all(not _find_missing(member, one) and _has_no_more(member, one) for one in older[:2])
 
 
@@ -343,7 +343,7 @@ def _find_short_file(member: MemberFacts, older: Sequence[OlderMember]) -> str:
 def is_plausible_size(size: int, older: Sequence[int]) -> bool:
     """Return whether a file may be whole, by its sizes in older members.
 
-    If those vary, it may be smaller than they by as much.
+    If those vary, it may be smaller than the smallest by the share in `NEAR_SIZES`.
     """
     part, whole = NEAR_SIZES
     near = [one for one in older if one * whole >= max(older) * part]

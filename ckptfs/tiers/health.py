@@ -94,7 +94,7 @@ def after_failure(health: Health, now_s: float, failure: OSError) -> Health:
 
 
 def after_wrong_tier(health: Health, now_s: float, error: str, remedy: str) -> Health:
-    """Return the health of a tier that answers but is another one than expected."""
+    """Return the health of a tier that answers but has another identity than expected."""
     return _transition(health, HealthState.DOWN, now_s, health.failures + 1, error, remedy)
 
 

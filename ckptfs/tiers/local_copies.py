@@ -9,7 +9,7 @@
 - While the next generation is fetched, the file of a stale copy is stashed under another id: it may be the last copy (P5).
 
 Crash safety: FILLING rows and stashes remain; recovery removes the rows with their files and restores the stashes. A file without a row
-is removed by the reclaim flow.
+is removed by the reclaim step.
 """
 
 import errno
@@ -40,7 +40,8 @@ disk.declare_labels("duplicate:announced", "duplicate:fsync", "duplicate:directo
 def find_problem(storage: TierStorage, content: Content, *, label: str, before_block: Callable[[], None] = lambda: None) -> str:
     """Return how the copy of a sealed content differs from its seal, or "".
 
-    The bytes come from the device, and leave no pages behind. Raises OSError if the tier fails, which is no proof.
+    The bytes are read from the device and do not stay in the page cache. Raises OSError if the tier fails: then nothing is known of the
+    copy.
     """
     try:
         fd = storage.open(content.id, os.O_RDONLY)
@@ -120,7 +121,7 @@ def _copy_bytes(db: Database, tiers: Tiers, content: Content, source: Tier, targ
 
 
 def _remove_unfinished(db: Database, tiers: Tiers, content: Content, target: Tier) -> None:
-    """Remove an unfinished copy. If the tier fails, the reclaim flow removes the file later."""
+    """Remove an unfinished copy. If the tier fails, the reclaim step removes the file later."""
     with suppress(OSError):
         tiers[target].remove(content.id)
     with db.transaction():
@@ -169,7 +170,7 @@ def record_open_move(db: Database, content: int, source: TierStorage, target: Ti
 
 
 def remove_moved(source: TierStorage, content: int) -> None:
-    """Remove the file that an open content has left; the reclaim flow does it if the tier fails."""
+    """Remove the file that an open content has left; the reclaim step does it if the tier fails."""
     try:
         fd = disk.act("move:remove", source.detach, content)
     except OSError as failure:

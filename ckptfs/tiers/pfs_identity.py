@@ -1,7 +1,7 @@
 """The test that the directory `pfs=` is the PFS of this catalog: a mark on it, or else a pin.
 
-The mountpoint of a filesystem that is not mounted looks like an empty PFS. If it were believed, files would vanish from the mount, and new
-ones would be written below the mountpoint.
+The mountpoint of a filesystem that is not mounted looks like an empty PFS. If it were taken for the PFS, files would vanish from the mount,
+and new files would be written below the mountpoint.
 
 The mark is the file `.ckptfs/tier-id` with a uuid. Root makes it; where the PFS squashes root, the owner of the directory does. If
 neither may make it (a directory of root with root squashed, a read-only or full PFS), the catalog keeps a pin: the type, source and id of
@@ -9,8 +9,8 @@ the filesystem, and number and birth of the directory. Another mount of the same
 numbers again (devices). A pin becomes a mark as soon as one can be made.
 
 The catalog stores the identity as one string, the uuid of its tier `pfs`: the text of the mark, or `pin:` and JSON. It is taken at the
-first contact. A directory that shows no file that the catalog expects there is then refused. If the identity changed although the PFS is
-the right one, the operator confirms it by a file `accept-pfs` in the state directory, which is removed when it was used.
+first contact. At that moment a directory without any of the files that the catalog expects is refused. If the identity changed although the
+PFS is the right one, the operator confirms it by a file `accept-pfs` in the state directory, which is removed when it was used.
 
 A catalog also knows where its PFS was mounted last (`require_pfs_of_catalog`). At the same path it may be away for now, so that path is not
 looked at before the mount: the tier is `down` until the PFS is back. At another path the PFS must be there, and be the same one: otherwise
@@ -340,7 +340,7 @@ def _build_pin(root_fd: int) -> str:
 
 
 def _find_unexpected(db: Database, root_fd: int) -> str:
-    """Return why a directory cannot be the PFS: none of the names that are known is there; or ""."""
+    """Return why a directory cannot be the PFS: it lacks all known names; or ""."""
     names = [name for name, _, _ in scans.list_expected(db, ROOT)][:EXPECTED_NAMES_MAX]
     if not names or any(pfs_ownership.find_stat(root_fd, name) is not None for name in names):
         return ""

@@ -1,6 +1,6 @@
 """Ownership on the PFS: acting as the owner of a file, and applying owner, mode, xattrs and times.
 
-Most sites squash root on the PFS, so an act that root may not do is repeated as the owner. fsuid, fsgid and groups belong to a thread;
+Most sites squash root on the PFS, so a call that is refused to root is repeated as the owner. fsuid, fsgid and groups belong to a thread;
 glibc's setgroups would change all threads, so the system call is made by number. While fsuid is not root, the kernel removes the
 thread's capabilities over files.
 

@@ -4,7 +4,7 @@ On a local filesystem one syncfs(2) for all files is cheaper than an fsync(2) fo
 Parallel and network filesystems need not wait for their servers in syncfs, so there each file gets its fsync, several at a time. Only
 kernels from 5.8 on report the errors of files in syncfs.
 
-Nothing is stored. If we die here, the batch is not written down yet, and its files are made again.
+Nothing is stored. If we die here, the batch is not stored yet, and its files are made again.
 """
 
 import ctypes

@@ -1,9 +1,9 @@
 """Prepared files of the RAM tier: memory that is allocated before an application writes into it.
 
-A prepared file is an empty file with allocated pages beyond its end (fallocate with KEEP_SIZE), named `prepared/<bytes, hex>-<unique>`
-in the root of the RAM tier. `take_file` renames it to the file of a new content. Writes then find their pages: they are faster, and the
-memory cgroup of the process that allocated the pages pays, not that of the writer. The kernel returns zeros for a page that no process has
-written, and SEEK_DATA skips it.
+A prepared file is an empty file with allocated pages beyond its end (fallocate with KEEP_SIZE), named `prepared/<bytes, hex>-<unique>` in
+the root of the RAM tier. `take_file` renames it to the file of a new content. Writes then find their pages: they are faster, and the pages
+are charged to the memory cgroup of the process that allocated them, not to that of the writer. The kernel returns zeros for a page that no
+process has written, and SEEK_DATA skips it.
 
 The execute bit of the owner marks a file with prepared pages, until `trim` removes those. The bit of the group says that the application
 itself has called fallocate: then `trim` removes only what lies beyond the end.
@@ -11,7 +11,7 @@ itself has called fallocate: then `trim` removes only what lies beyond the end.
 `expected/<place, hex>` is a hole of the size that the last file of a place had (`ckptfs.series.get_place`). Its mtime says when.
 
 Invariants:
-- The two directories are the only truth. The process that renames a prepared file owns it; the others get ENOENT.
+- The two directories are the only record. The process that renames a prepared file owns it; the others get ENOENT.
 - A file gets its name in `prepared` only when all its pages are allocated.
 
 Crash safety: an unfinished file is `new-<unique>` and `remove_unfinished` deletes it. A file that was taken and has no row is a leftover
@@ -205,7 +205,7 @@ class PreparedFiles:
         return freed
 
     def remove_unfinished(self) -> None:
-        """Remove what a dead mover had begun. Only the mover calls this, before it prepares anything."""
+        """Remove unfinished files of a dead mover. Only the mover calls this, before it prepares anything."""
         for name in os.listdir(self._directory):
             if name.startswith(_UNFINISHED):
                 with contextlib.suppress(FileNotFoundError):

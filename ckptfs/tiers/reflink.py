@@ -1,6 +1,6 @@
 """Blocks that files of one filesystem share: clones, comparison by the kernel, shared bytes, an index.
 
-XFS and btrfs share blocks, and an NFS server on top of them may. tmpfs and ext4 do not: there each function reports that nothing was
+XFS and btrfs share blocks, and so may an NFS server on top of them. tmpfs and ext4 do not: there each function reports that nothing was
 shared, and the caller copies. A write into a shared block gets a block of its own from the filesystem, so a file never changes through
 another one.
 
@@ -43,7 +43,7 @@ _NO_PLACE = 0x2 | 0x4 | 0x200  # unknown, not allocated yet, inside metadata
 
 
 class Sharing(Enum):
-    """What became of two ranges."""
+    """The result of `deduplicate`."""
 
     SHARED = auto()
     DIFFERENT = auto()

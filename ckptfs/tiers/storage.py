@@ -8,7 +8,7 @@ Invariants:
 - All access is relative to a descriptor of the directory of contents, opened at first use; symlinks are not followed.
 - Calls on the PFS tier may hang: make them only in a thread of their own.
 
-Crash safety: a file without a row may remain; the reclaim flow removes it. A tier is adopted in one transaction.
+Crash safety: a file without a row may remain; the reclaim step removes it. A tier is adopted in one transaction.
 """
 
 import contextlib
@@ -87,7 +87,7 @@ class TierStorage(TierRoot):
         self.record_success()
 
     def create(self, content: int, flags: int = os.O_RDWR) -> int:
-        """Create an empty file for `content`, in place of one of a process that died; return it open."""
+        """Create and open an empty file for `content`. It replaces the file of a process that died."""
         flags |= os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         try:
             try:
@@ -187,7 +187,7 @@ class TierStorage(TierRoot):
         return bool(self._can_share_blocks)
 
     def get_shared_bytes_of(self, content: int) -> int:
-        """Return how many bytes of a content are stored once for it and others: to write over them needs room."""
+        """Return how many bytes a content shares with others: overwriting them needs that much space."""
         if self.can_share_blocks:
             with contextlib.suppress(OSError), disk.closing(self.open(content)) as fd:
                 return reflink.count_shared(fd)
@@ -263,7 +263,7 @@ class TierStorage(TierRoot):
     def reserve(self, fd: int, size: int) -> None:
         """Allocate the space of a copy, so that all processes keep the budget. Raises ENOSPC."""
         if self.shares_filesystem and size:
-            with self.growing(size), contextlib.suppress(OSError):  # Not every filesystem can; ENOSPC comes from the copy.
+            with self.growing(size), contextlib.suppress(OSError):  # Not every filesystem supports it; then the copy itself raises ENOSPC.
                 disk.act("tier:reserve", prepared.fallocate, fd, prepared.KEEP_SIZE, 0, size)
 
     def _measure_used(self, age_s: float = limits.USED_AGE_S) -> int:
@@ -368,7 +368,7 @@ class Tiers(Mapping[Tier, TierStorage]):
     def give_back_prepared(
         self, is_enough: Callable[[Capacity], bool], reserved_bytes: int, prepared_file: PreparedFile | None = None
     ) -> bool:
-        """Give files but `prepared_file` back until RAM `is_enough`. False: that cannot be reached."""
+        """Give back prepared files, except `prepared_file`, until `is_enough`. False: not to be reached."""
         capacity = space.subtract_reserved(self.get_capacity(Tier.RAM, prepared_file), reserved_bytes)
         others = sorted((file for file in self.prepared.list_files() if file != prepared_file), reverse=True)
         if not others or not is_enough(space.add_free(capacity, sum(file.size_bytes for file in others))):
@@ -471,7 +471,7 @@ def adopt_tiers(db: Database, tiers: Tiers) -> None:
 
 
 def _expect_dead_tier(db: Database, storage: TierStorage) -> None:
-    """Use a tier that fails again when it has its known uuid; without one raise its error."""
+    """Let a tier that fails return with its known uuid only. Raises its error if no uuid is known."""
     known = copies.get_tier_uuid(db, storage.tier)
     if known is None:
         _ = storage.uuid

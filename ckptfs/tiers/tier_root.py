@@ -31,7 +31,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class _Detached(OSError):
-    """The root was given up, and it is not time to try it again. The errno is that of the failure."""
+    """The root was given up, and it is too early to try it again. The errno is that of the failure."""
 
 
 class TierRoot:
@@ -117,7 +117,7 @@ class TierRoot:
                 self._failed_s = time.monotonic()
                 self._reattach()
                 if not self._is_detached:
-                    self._failed_s = float("-inf")  # The next file may try it at once.
+                    self._failed_s = float("-inf")  # The next file may use it at once.
             if self._is_detached:
                 assert self._failure is not None
                 raise _Detached(self._failure.errno, os.strerror(self._failure.errno or 0), str(self.root))

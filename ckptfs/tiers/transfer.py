@@ -144,7 +144,7 @@ def _count_resumable(source_fd: int, size: int, target_fd: int) -> int:
 
 
 def _set_size(fd: int, size: int) -> None:
-    """Set the size of a file that may have it: truncating would write the last page, which may be shared."""
+    """Set the size of a file if it differs: truncating would write the last page, which may be shared."""
     if os.fstat(fd).st_size != size:
         os.ftruncate(fd, size)
 
