@@ -12,7 +12,7 @@ from ckptfs_daemon.mount.open_files.handle_ways import HandleWay, Way
 from ckptfs_daemon.mount.open_files.open_file import OpenFile
 from ckptfs_daemon.mount.open_files.open_file_table import OpenFileTable
 from ckptfs_daemon.mount.sets.set_refresh import SetRefresh
-from shared_catalogs import Node, async_tests, play_on_two_nodes
+from shared_catalogs import Node, async_tests, play_on_nodes
 
 from ckptfs.catalog import contents, inodes
 from ckptfs.coherence import key_state
@@ -21,7 +21,7 @@ from ckptfs.config import Config
 from ckptfs.model import ROOT, Tier
 from ckptfs.tiers.storage import Tiers
 
-two_nodes = async_tests(play_on_two_nodes)
+two_nodes = async_tests(play_on_nodes)
 FILES = 40
 
 

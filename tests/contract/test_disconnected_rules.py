@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 import trio
-from shared_catalogs import Node, async_tests, play_on_two_nodes, reconnect
+from shared_catalogs import Node, async_tests, play_on_nodes, reconnect
 
 from ckptfs import limits
 from ckptfs.catalog import contents, namespace
 from ckptfs.model import Tier
 
-two_nodes = async_tests(play_on_two_nodes)
+two_nodes = async_tests(play_on_nodes)
 Change = Callable[[Node], Awaitable[object]]
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import trio
-from shared_catalogs import Node, async_tests, play_on_two_nodes, reconnect, replayed
+from shared_catalogs import Node, async_tests, play_on_nodes, reconnect, replayed
 
 from ckptfs import limits
 from ckptfs.coherence import keys
 
 OTHERS, MORE = ([f"{name}{number}" for number in range(limits.ETCD_OPERATIONS_MAX)] for name in ("other", "more"))
-two_nodes = async_tests(partial(play_on_two_nodes, run=partial(replayed, 0)))
+two_nodes = async_tests(partial(play_on_nodes, run=partial(replayed, 0)))
 
 
 async def cut(node: Node) -> None:
@@ -188,7 +188,7 @@ def test_others_always_see_a_member_of_a_rotation(tmp_path: Path, renamed_first:
             assert steps or not had_steps
         assert steps
 
-    play_on_two_nodes(tmp_path, act, partial(replayed, 0))
+    play_on_nodes(tmp_path, act, partial(replayed, 0))
 
 
 @pytest.mark.parametrize("filled", ["", "run", "run/step"])
@@ -218,7 +218,7 @@ def test_a_directory_that_was_emptied_and_replaced_here_and_filled_there_keeps_i
             names |= {event.key: (keys.decode_value(event.item.value if event.item else None) or {"child": 0})["child"] for event in events}
             assert theirs in names.values() or not any(name.startswith(b"e/%016x/" % theirs) and names[name] for name in names)
 
-    play_on_two_nodes(tmp_path, act, partial(replayed, 0))
+    play_on_nodes(tmp_path, act, partial(replayed, 0))
 
 
 @pytest.mark.parametrize("is_filled", [False, True])
@@ -238,7 +238,7 @@ def test_a_directory_that_was_renamed_and_removed_here_keeps_its_name_if_others_
         await reconnect(a, b)
         assert sorted({*await a.tree()} - {f"/{name}".encode() for name in OTHERS}) == ([b"/step", b"/step/theirs"] if is_filled else [])
 
-    play_on_two_nodes(tmp_path, act, partial(replayed, 0))
+    play_on_nodes(tmp_path, act, partial(replayed, 0))
 
 
 @two_nodes

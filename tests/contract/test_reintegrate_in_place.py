@@ -3,16 +3,15 @@ stays one file. What another node did write in place stays beside it.
 """
 
 import json
-import random
 import stat
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import trio
 import trio.testing
 from memory_store import MemoryEtcd, MemoryStore
-from shared_catalogs import Node, Slow, in_virtual_time, reconnect, running, settled, stored, stored_tree
+from shared_catalogs import Node, async_tests, play_on_nodes, reconnect, settled, stored
 
 from ckptfs import limits
 from ckptfs.catalog import contents, copies, namespace
@@ -21,6 +20,7 @@ from ckptfs.coherence.keys import INODE, SharedKey
 from ckptfs.model import ROOT, ContentState, Tier
 from ckptfs.store.kv import Put
 
+two_nodes, three_nodes = async_tests(play_on_nodes), async_tests(partial(play_on_nodes, count=3), given=3)
 OURS, THEIRS = 5 << 20, 6 << 20
 MISSED = {"node": 2, "content": OURS, "generation": 2, "mtime_ns": 2, "shows": THEIRS, "shown": 1}
 
@@ -56,209 +56,151 @@ def put(etcd: MemoryEtcd, key: SharedKey, **changes: Any) -> None:
     ],
     ids=["shown as it was before", "as its writer gave it again", "written since"],
 )
-def test_a_file_that_a_disconnected_node_wrote_on(tmp_path: Path, inode: dict[str, Any], files: int) -> None:
-    etcd = MemoryEtcd()
-
-    async def main() -> None:
-        a, b = nodes = [Node(tmp_path / str(number), number, Slow(etcd, random.Random(number))) for number in (1, 2)]
-
-        async def act() -> None:
-            number = (await b.make("log")).id
-            wrote(b, number, 2, 20)
-            await b.sharing.wait_published()
-            b.cut(True)
-            wrote(b, number, 5, 50)
-            while not b.sharing.is_disconnected:
-                await trio.sleep(0.1)
-            put(etcd, SharedKey(INODE, number), **inode)
-            b.cut(False)
-            await settled(nodes)
-            assert len(await a.names()) == files, await a.names()
-            assert (await a.stat("log")).size == 50
-            shown = stored(etcd)[SharedKey(INODE, (await a.stat("log")).id)]
-            assert shown["generation"] == 5 and "missed" not in shown
-            assert await a.tree() == await b.tree() == stored_tree(etcd)
-
-        await running(nodes, act)
-
-    in_virtual_time(main)
+@two_nodes
+async def test_a_file_that_a_disconnected_node_wrote_on(a: Node, b: Node, inode: dict[str, Any], files: int) -> None:
+    number = (await b.make("log")).id
+    wrote(b, number, 2, 20)
+    await b.sharing.wait_published()
+    b.cut(True)
+    wrote(b, number, 5, 50)
+    while not b.sharing.is_disconnected:
+        await trio.sleep(0.1)
+    put(a.store.etcd, SharedKey(INODE, number), **inode)
+    b.cut(False)
+    await settled([a, b])
+    assert len(await a.names()) == files, await a.names()
+    assert (await a.stat("log")).size == 50
+    shown = stored(a.store.etcd)[SharedKey(INODE, (await a.stat("log")).id)]
+    assert shown["generation"] == 5 and "missed" not in shown
 
 
 @pytest.mark.parametrize("is_reclaimed", [False, True], ids=["reclaimed later", "reclaimed before"])
-def test_a_disconnected_node_answers_for_what_it_linked_and_its_writer_deleted(tmp_path: Path, is_reclaimed: bool) -> None:
+@three_nodes
+async def test_a_disconnected_node_answers_for_what_it_linked_and_its_writer_deleted(
+    writer: Node, linker: Node, reader: Node, is_reclaimed: bool
+) -> None:
     """P1, P9: its new name leads to the bytes that it has, on each node; the writer may still be deleting its own copy."""
-    etcd, content = MemoryEtcd(), 0
 
-    async def main() -> None:
-        nodes = [Node(tmp_path / str(number), number, Slow(etcd, random.Random(number))) for number in (1, 2, 3)]
-        writer, linker, reader = nodes
+    def reclaim() -> None:
+        copies.delete_doomed(writer.db, [(content, Tier.RAM)])
 
-        def reclaim() -> None:
-            copies.delete_doomed(writer.db, [(content, Tier.RAM)])
-
-        async def act() -> None:
-            nonlocal content
-            inode = (await writer.make("f")).id
-            content = await make_sealed(writer, inode)
-            for node in (linker, reader):
-                await node.stat("f")
-            linker.db.change("INSERT INTO copy (content, tier, state) VALUES (?, 'ram', 1)", content)
-            linker.cut(True)
-            await linker.link("f", "g")
-            await writer.unlink("f")
-            with writer.db.transaction():
-                contents.mark_doomed(writer.db, content)
-            await writer.sharing.wait_published()
-            if is_reclaimed:
-                reclaim()
-            await reconnect(*nodes)
-            for node in nodes:
-                await node.stat("g")
-            if not is_reclaimed:
-                reclaim()
-            value = stored(etcd)[SharedKey(keys.CONTENT, content)]
-            assert (value["node"], value["inode"], value["digest"]) == (2, inode, bytes(16).hex())
-            for node in nodes:
-                found = await node.stat("g")
-                await node.sharing.refresh_inode(found.id)
-                seen = contents.get_content(node.db, content)
-                assert seen is not None and found.content == content and seen.is_remote == (node is not linker)
-                assert seen.state is ContentState.SEALED
-
-        await running(nodes, act)
-
-    in_virtual_time(main)
+    inode = (await writer.make("f")).id
+    content = await make_sealed(writer, inode)
+    for node in (linker, reader):
+        await node.stat("f")
+    linker.db.change("INSERT INTO copy (content, tier, state) VALUES (?, 'ram', 1)", content)
+    linker.cut(True)
+    await linker.link("f", "g")
+    await writer.unlink("f")
+    with writer.db.transaction():
+        contents.mark_doomed(writer.db, content)
+    await writer.sharing.wait_published()
+    if is_reclaimed:
+        reclaim()
+    await reconnect(writer, linker, reader)
+    for node in (writer, linker, reader):
+        await node.stat("g")
+    if not is_reclaimed:
+        reclaim()
+    value = stored(writer.store.etcd)[SharedKey(keys.CONTENT, content)]
+    assert (value["node"], value["inode"], value["digest"]) == (2, inode, bytes(16).hex())
+    for node in (writer, linker, reader):
+        found = await node.stat("g")
+        await node.sharing.refresh_inode(found.id)
+        seen = contents.get_content(node.db, content)
+        assert seen is not None and found.content == content and seen.is_remote == (node is not linker)
+        assert seen.state is ContentState.SEALED
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
 @pytest.mark.parametrize("is_written", [False, True])
-def test_a_disconnected_node_keeps_the_bytes_of_what_it_deleted_until_others_know(
-    tmp_path: Path, is_replaced: bool, is_written: bool
+@two_nodes
+async def test_a_disconnected_node_keeps_the_bytes_of_what_it_deleted_until_others_know(
+    writer: Node, linker: Node, is_replaced: bool, is_written: bool
 ) -> None:
     """P5: another node gives the file a name meanwhile. What the store never had goes at once."""
-    etcd = MemoryEtcd()
-
-    async def main() -> None:
-        nodes = [Node(tmp_path / str(number), number, Slow(etcd, random.Random(number))) for number in (1, 2)]
-        writer, linker = nodes
-
-        async def act() -> None:
-            inode = (await writer.make("f")).id
-            content = await make_sealed(writer, inode)
-            await linker.stat("f")
-            writer.cut(True)
-            await writer.make("not in the store")
-            if is_written:
-                content = await make_sealed(writer, inode)
-            for name in ("own", "f"):
-                new = (await writer.make("tmp")).id
-                own = await make_sealed(writer, new)
-                await writer.rename("tmp", name) if is_replaced or name == "own" else await writer.unlink("f")
-            await writer.unlink("own")
-            deleted = namespace.delete_forgotten(writer.db, namespace.list_orphans(writer.db))
-            assert inode not in deleted and len(deleted) == 1
-            await linker.link("f", "g")
-            await reconnect(*nodes)
-            namespace.delete_forgotten(writer.db, namespace.list_orphans(writer.db))
-            for node in nodes:
-                assert (await node.stat("g")).content == content
-            seen = contents.get_content(writer.db, content)
-            assert seen is not None and (seen.is_remote, seen.state, seen.inode) == (False, ContentState.SEALED, inode)
-            assert stored(etcd)[SharedKey(keys.CONTENT, content)]["node"] == writer.number
-            assert (await linker.stat("f")).content == own if is_replaced else b"f" not in await linker.names()
-            await linker.unlink("g")
-            await writer.sharing.refresh_inode(inode)
-            assert content in namespace.delete_forgotten(writer.db, namespace.list_orphans(writer.db))[inode]
-
-        await running(nodes, act)
-
-    in_virtual_time(main)
+    inode = (await writer.make("f")).id
+    content = await make_sealed(writer, inode)
+    await linker.stat("f")
+    writer.cut(True)
+    await writer.make("not in the store")
+    if is_written:
+        content = await make_sealed(writer, inode)
+    for name in ("own", "f"):
+        new = (await writer.make("tmp")).id
+        own = await make_sealed(writer, new)
+        await writer.rename("tmp", name) if is_replaced or name == "own" else await writer.unlink("f")
+    await writer.unlink("own")
+    deleted = namespace.delete_forgotten(writer.db, namespace.list_orphans(writer.db))
+    assert inode not in deleted and len(deleted) == 1
+    await linker.link("f", "g")
+    await reconnect(writer, linker)
+    namespace.delete_forgotten(writer.db, namespace.list_orphans(writer.db))
+    for node in (writer, linker):
+        assert (await node.stat("g")).content == content
+    seen = contents.get_content(writer.db, content)
+    assert seen is not None and (seen.is_remote, seen.state, seen.inode) == (False, ContentState.SEALED, inode)
+    assert stored(writer.store.etcd)[SharedKey(keys.CONTENT, content)]["node"] == writer.number
+    assert (await linker.stat("f")).content == own if is_replaced else b"f" not in await linker.names()
+    await linker.unlink("g")
+    await writer.sharing.refresh_inode(inode)
+    assert content in namespace.delete_forgotten(writer.db, namespace.list_orphans(writer.db))[inode]
 
 
-def test_a_disconnected_node_keeps_the_bytes_of_what_the_store_may_have(tmp_path: Path) -> None:
+@two_nodes
+async def test_a_disconnected_node_keeps_the_bytes_of_what_the_store_may_have(writer: Node, linker: Node) -> None:
     """P5: the answer to the creation was lost, and another node names the file before its removal is published."""
-    etcd = MemoryEtcd()
-
-    async def main() -> None:
-        nodes = [Node(tmp_path / str(number), number, Slow(etcd, random.Random(number))) for number in (1, 2)]
-        writer, linker = nodes
-
-        async def act() -> None:
-            for node in nodes:
-                await node.make(f"of {node.number}")
-            writer.store.lose(10_000)
-            with writer.db.transaction():
-                inode = namespace.create(writer.db, ROOT, b"f", stat.S_IFREG, uid=0, gid=0).id
-                content = insert_sealed(writer, inode)
-            await writer.sharing.wait_published()
-            writer.cut(True)
-            own = (await writer.make("own")).id
-            for name in ("f", "own"):
-                await writer.unlink(name)
-            assert [*namespace.delete_forgotten(writer.db, namespace.list_orphans(writer.db))] == [own]
-            await linker.link("f", "g")
-            writer.store.lose(0)
-            await reconnect(*nodes)
-            namespace.delete_forgotten(writer.db, namespace.list_orphans(writer.db))
-            assert (await linker.stat("g")).content == content == (await writer.stat("g")).content
-            assert stored(etcd)[SharedKey(keys.CONTENT, content)]["node"] == writer.number
-
-        await running(nodes, act)
-
-    in_virtual_time(main)
+    for node in (writer, linker):
+        await node.make(f"of {node.number}")
+    writer.store.lose(10_000)
+    with writer.db.transaction():
+        inode = namespace.create(writer.db, ROOT, b"f", stat.S_IFREG, uid=0, gid=0).id
+        content = insert_sealed(writer, inode)
+    await writer.sharing.wait_published()
+    writer.cut(True)
+    own = (await writer.make("own")).id
+    for name in ("f", "own"):
+        await writer.unlink(name)
+    assert [*namespace.delete_forgotten(writer.db, namespace.list_orphans(writer.db))] == [own]
+    await linker.link("f", "g")
+    writer.store.lose(0)
+    await reconnect(writer, linker)
+    namespace.delete_forgotten(writer.db, namespace.list_orphans(writer.db))
+    assert (await linker.stat("g")).content == content == (await writer.stat("g")).content
+    assert stored(writer.store.etcd)[SharedKey(keys.CONTENT, content)]["node"] == writer.number
 
 
-def test_a_file_keeps_the_name_that_a_disconnected_node_gave_to_another(tmp_path: Path) -> None:
+@two_nodes
+async def test_a_file_keeps_the_name_that_a_disconnected_node_gave_to_another(writer: Node, linker: Node) -> None:
     """P5: the node replaced the file under the only name that it knew, and never saw the one that came meanwhile."""
-    etcd = MemoryEtcd()
-
-    async def main() -> None:
-        nodes = [Node(tmp_path / str(number), number, Slow(etcd, random.Random(number))) for number in (1, 2)]
-        writer, linker = nodes
-
-        async def act() -> None:
-            content = await make_sealed(writer, (await writer.make("f")).id)
-            await linker.link("f", "g")
-            await linker.unlink("f")
-            writer.cut(True)
-            await writer.make("tmp")
-            await writer.rename("tmp", "f")
-            await writer.build(*(f"other{number}" for number in range(limits.ETCD_OPERATIONS_MAX)), "g")
-            await reconnect(*nodes)
-            assert [key.number for key in stored(etcd) if key.kind == keys.CONTENT] == [content]
-            assert (await linker.stat("g.ckptfs-conflict-n1-1")).content == content
-
-        await running(nodes, act)
-
-    in_virtual_time(main)
+    content = await make_sealed(writer, (await writer.make("f")).id)
+    await linker.link("f", "g")
+    await linker.unlink("f")
+    writer.cut(True)
+    await writer.make("tmp")
+    await writer.rename("tmp", "f")
+    await writer.build(*(f"other{number}" for number in range(limits.ETCD_OPERATIONS_MAX)), "g")
+    await reconnect(writer, linker)
+    assert [key.number for key in stored(writer.store.etcd) if key.kind == keys.CONTENT] == [content]
+    assert (await linker.stat("g.ckptfs-conflict-n1-1")).content == content
 
 
-def test_the_content_of_a_file_is_deleted_with_the_file(tmp_path: Path) -> None:
+@two_nodes
+async def test_the_content_of_a_file_is_deleted_with_the_file(writer: Node, linker: Node) -> None:
     """P5: its seal is published in an earlier transaction than its removal, which another node's link takes back."""
-    etcd = MemoryEtcd()
-
-    async def main() -> None:
-        nodes = [Node(tmp_path / str(number), number, Slow(etcd, random.Random(number))) for number in (1, 2)]
-        writer, linker = nodes
-
-        async def act() -> None:
-            for name in ("f", "gone"):
-                await make_sealed(writer, (await writer.make(name)).id)
-            content = (await linker.stat("f")).content
-            writer.cut(True)
-            await writer.build("other")
-            writer.db.change("UPDATE content SET digest = ?", b"d" * 16)
-            await writer.build(*(f"other{number}" for number in range(limits.ETCD_OPERATIONS_MAX)))
-            await writer.unlink("f")
-            await writer.unlink("gone")
-            await linker.link("f", "g")
-            await reconnect(*nodes)
-            assert [key.number for key in stored(etcd) if key.kind == keys.CONTENT] == [content]
-            assert (await linker.stat("g")).content == (await writer.stat("g")).content == content
-
-        await running(nodes, act)
-
-    in_virtual_time(main)
+    for name in ("f", "gone"):
+        await make_sealed(writer, (await writer.make(name)).id)
+    content = (await linker.stat("f")).content
+    writer.cut(True)
+    await writer.build("other")
+    writer.db.change("UPDATE content SET digest = ?", b"d" * 16)
+    await writer.build(*(f"other{number}" for number in range(limits.ETCD_OPERATIONS_MAX)))
+    await writer.unlink("f")
+    await writer.unlink("gone")
+    await linker.link("f", "g")
+    await reconnect(writer, linker)
+    assert [key.number for key in stored(writer.store.etcd) if key.kind == keys.CONTENT] == [content]
+    assert (await linker.stat("g")).content == (await writer.stat("g")).content == content
 
 
 async def make_sealed(node: Node, inode: int) -> int:

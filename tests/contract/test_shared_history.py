@@ -2,7 +2,7 @@
 
 import pytest
 import trio
-from shared_catalogs import Node, async_tests, play_on_two_nodes, settled
+from shared_catalogs import Node, async_tests, play_on_nodes, settled
 from shared_sets import keep, read_history, separate
 
 from ckptfs.catalog import contents, history, inodes, retention_state
@@ -12,7 +12,7 @@ from ckptfs.coherence.keys import CHOSEN_PREFIX, decode_chosen_key
 from ckptfs.model import ContentState, Tier
 from ckptfs.store.kv import Get, prefix_end
 
-two_nodes = async_tests(play_on_two_nodes)
+two_nodes = async_tests(play_on_nodes)
 
 
 @two_nodes

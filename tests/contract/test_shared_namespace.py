@@ -11,7 +11,7 @@ import pytest
 import trio
 import trio.testing
 from memory_store import MemoryEtcd, MemoryStore
-from shared_catalogs import Node, Slow, async_tests, in_virtual_time, play_on_two_nodes, reconnect, running, settled, stored_tree
+from shared_catalogs import Node, Slow, async_tests, in_virtual_time, play_on_nodes, reconnect, running, settled, stored_tree
 
 from ckptfs import limits
 from ckptfs.catalog import inodes, journal, namespace
@@ -21,7 +21,7 @@ from ckptfs.coherence.read import StoreValue
 from ckptfs.model import ROOT
 from ckptfs.store.kv import Compare, Get, Operation, Outcome
 
-two_nodes = async_tests(play_on_two_nodes)
+two_nodes = async_tests(play_on_nodes)
 
 
 async def both(*acts: Callable[[], Awaitable[object]]) -> list[int]:
@@ -220,20 +220,22 @@ async def test_many_changes_go_in_several_transactions(a: Node, b: Node, count: 
     assert len(await b.names()) == 1 + len(range(0, count, 3))
 
 
+def start_next(node: Node, directory: Path) -> Node:
+    """The next process of a node, on the catalog as it is now: what this process still does is as if it had died before it noted that."""
+    (directory / "again").mkdir()
+    node.db.connection.execute("VACUUM INTO ?", (str(directory / "again" / "catalog.db"),))
+    return Node(directory / "again", node.number, node.store)
+
+
 @two_nodes
 async def test_a_process_that_died_before_it_noted_its_success_did_it_all_the_same(a: Node, b: Node, tmp_path: Path) -> None:
     """P8: the store has taken the change, the catalog does not know; the next process finds out, and takes nothing back."""
     await a.make("old")
-    snapshot = tmp_path / "before.db"
     a.cut(True)
     made = await a.mkdir("d")
     await a.unlink("old")
-    a.db.connection.execute("VACUUM INTO ?", (str(snapshot),))
-    a.cut(False)
-    await settled([a])
-    (tmp_path / "again").mkdir()
-    snapshot.rename(tmp_path / "again" / "catalog.db")
-    next_one = Node(tmp_path / "again", a.number, a.store)
+    next_one = start_next(a, tmp_path)
+    await reconnect(a)
     next_one.db.run("DELETE FROM meta WHERE key = 'island'")
     next_one.sharing.disconnected_ns = 0
 
@@ -248,15 +250,12 @@ async def test_a_process_that_died_before_it_noted_its_success_did_it_all_the_sa
 async def test_the_next_process_takes_back_what_one_that_died_has_published(a: Node, b: Node, tmp_path: Path) -> None:
     """P8: the store has taken a new file, a rename and a mode. The catalog does not know, and by now it is as it was before."""
     await a.build("mode", "d/", "d/name")
-    snapshot = tmp_path / "again" / "catalog.db"
-    snapshot.parent.mkdir()
     a.cut(True)
     await a.make("f")
     await a.rename("d", "e")
     await a.set("mode", mode=stat.S_IFREG | 0o600)
-    a.db.connection.execute("VACUUM INTO ?", (str(snapshot),))
+    next_one = start_next(a, tmp_path)
     await reconnect(a)
-    next_one = Node(snapshot.parent, a.number, a.store)
 
     async def undo() -> None:
         await next_one.unlink("f")
@@ -275,14 +274,11 @@ async def test_the_next_process_takes_back_what_one_that_died_has_published(a: N
 async def test_the_next_process_replaces_a_directory_that_one_that_died_has_published(a: Node, b: Node, tmp_path: Path) -> None:
     """P8: it removes the directory before it learns that others see it, and the return ends."""
     await a.make("before")
-    snapshot = tmp_path / "again" / "catalog.db"
-    snapshot.parent.mkdir()
     a.cut(True)
     await a.build("d/", "d/old")
     key_state.mark_returning(a.db)
-    a.db.connection.execute("VACUUM INTO ?", (str(snapshot),))
+    next_one = start_next(a, tmp_path)
     await reconnect(a)
-    next_one = Node(snapshot.parent, a.number, a.store)
 
     async def replace() -> None:
         await next_one.unlink("d/old")
@@ -301,18 +297,15 @@ async def test_the_next_process_replaces_a_directory_that_one_that_died_has_publ
 async def test_the_next_process_leaves_a_directory_where_others_put_it(a: Node, b: Node, others: str, tmp_path: Path) -> None:
     """P8: the process died before it learned that others see its rename. Another node has moved, removed or filled the directory since."""
     await a.build("d.tmp/", "other/")
-    snapshot = tmp_path / "again" / "catalog.db"
-    snapshot.parent.mkdir()
     a.cut(True)
     await a.rename("d.tmp", "d")
     key_state.mark_returning(a.db)
-    a.db.connection.execute("VACUUM INTO ?", (str(snapshot),))
+    next_one = start_next(a, tmp_path)
     await reconnect(a)
     if others == "remove":
         await b.rmdir("d")
     else:
         await b.rename("d", "other/e" if others == "move" else "e")
-    next_one = Node(snapshot.parent, a.number, a.store)
 
     async def act() -> None:
         if others == "fill":

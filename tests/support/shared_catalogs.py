@@ -66,12 +66,12 @@ def async_tests(play: Callable[[Path, Act], None], given: int = 2) -> Callable[[
     return decorate
 
 
-def play_on_two_nodes(directory: Path, act: Act, run: Callable[..., object] = in_virtual_time) -> None:
-    """Two nodes on a slow store do `act(a, b)`; afterwards both show what the store has."""
+def play_on_nodes(directory: Path, act: Act, run: Callable[..., object] = in_virtual_time, *, count: int = 2) -> None:
+    """Nodes on a slow store do `act(a, b, ...)`; afterwards all show what the store has."""
     etcd = MemoryEtcd()
 
     async def main() -> None:
-        nodes = [Node(directory / str(number), number, Slow(etcd, random.Random(number))) for number in (1, 2)]
+        nodes = [Node(directory / str(number), number, Slow(etcd, random.Random(number))) for number in range(1, count + 1)]
 
         async def act_and_compare() -> None:
             await act(*nodes)
