@@ -40,23 +40,19 @@ def play(root: Path, act: Callable[[Node, Node, LateStore], Awaitable[None]]) ->
     """Two nodes, of which the first has a `LateStore`; afterwards both show what the store has."""
     etcd = MemoryEtcd()
     store = LateStore(etcd)
+    nodes = [Node(root / "1", 1, store), Node(root / "2", 2, MemoryStore(etcd))]
 
-    async def main() -> None:
-        nodes = [Node(root / "1", 1, store), Node(root / "2", 2, MemoryStore(etcd))]
+    async def act_and_compare() -> None:
+        for node in nodes:
+            await node.make(f"of {node.number}")
+        await act(*nodes, store)
+        await settled(nodes)
+        etcd.apply_late(all_of_them=True)
+        for node in nodes:
+            assert await node.tree() == stored_tree(etcd)
+            assert key_state.count_dirty(node.db) == 0
 
-        async def act_and_compare() -> None:
-            for node in nodes:
-                await node.make(f"of {node.number}")
-            await act(*nodes, store)
-            await settled(nodes)
-            etcd.apply_late(all_of_them=True)
-            for node in nodes:
-                assert await node.tree() == stored_tree(etcd)
-                assert key_state.count_dirty(node.db) == 0
-
-        await running(nodes, act_and_compare)
-
-    in_virtual_time(main)
+    in_virtual_time(lambda: running(nodes, act_and_compare))
 
 
 @pytest.mark.parametrize("requests", MOMENTS)

@@ -43,19 +43,16 @@ def run(root: Path, act: Callable[[Node, Walker], Awaitable[None]]) -> None:
     etcd = MemoryEtcd()
     nodes = [Node(root / f"n{number}", number, MemoryStore(etcd)) for number in (1, 2)]
 
-    async def main() -> None:
-        async def body() -> None:
-            for path in ("a", "a/b", "a/b/c"):
-                await nodes[0].mkdir(path)
-            for path in ("a/b/c/f", "a/b/c/g"):
-                await nodes[0].make(path)
-            walker = Walker(nodes[1])
-            await walker.stat("a/b/c/f")
-            await act(nodes[0], walker)
+    async def body() -> None:
+        for path in ("a", "a/b", "a/b/c"):
+            await nodes[0].mkdir(path)
+        for path in ("a/b/c/f", "a/b/c/g"):
+            await nodes[0].make(path)
+        walker = Walker(nodes[1])
+        await walker.stat("a/b/c/f")
+        await act(nodes[0], walker)
 
-        await running(nodes, body)
-
-    in_virtual_time(main)
+    in_virtual_time(lambda: running(nodes, body))
 
 
 walking = async_tests(run)

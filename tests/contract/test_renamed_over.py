@@ -32,15 +32,12 @@ def write(node: Node, inode: Inode, *, sealed: bool) -> int:
 
 def play(root: Path, act: Callable[[Node, Node, MemoryEtcd], Awaitable[None]]) -> None:
     """Two nodes that know of each other, in virtual time."""
+    etcd = MemoryEtcd()
+    nodes = [Node(root / f"n{number}", number, Slow(etcd, random.Random(number))) for number in (1, 2)]
+    for node in nodes:
+        peer_copies.set_live_nodes(node.db, node.number, 2, [KnownNode(number, f"n{number}", f"d{number}") for number in (1, 2)])
 
-    async def run() -> None:
-        etcd = MemoryEtcd()
-        nodes = [Node(root / f"n{number}", number, Slow(etcd, random.Random(number))) for number in (1, 2)]
-        for node in nodes:
-            peer_copies.set_live_nodes(node.db, node.number, 2, [KnownNode(number, f"n{number}", f"d{number}") for number in (1, 2)])
-        await running(nodes, lambda: act(*nodes, etcd))
-
-    in_virtual_time(run)
+    in_virtual_time(lambda: running(nodes, lambda: act(*nodes, etcd)))
 
 
 two_nodes = async_tests(play, 3)

@@ -337,22 +337,18 @@ async def test_a_directorys_times_do_not_go_back(a: Node, b: Node) -> None:
 def test_a_change_that_was_rolled_back_leaves_no_journal_row(tmp_path: Path) -> None:
     """P6: a name that another node made first never was, nor what was to become of it on the PFS."""
     etcd = MemoryEtcd()
+    nodes = [Node(tmp_path / str(n), n, Slow(etcd, random.Random(n)), journalled=True) for n in (1, 2)]
+    a, b = nodes
 
-    async def main() -> None:
-        nodes = [Node(tmp_path / str(n), n, Slow(etcd, random.Random(n)), journalled=True) for n in (1, 2)]
-        a, b = nodes
+    async def race() -> None:
+        await a.make("gone")
+        await b.stat("gone")
+        codes = await both(lambda: a.mkdir("d"), lambda: b.mkdir("d"))
+        assert sorted(codes) == [0, errno.EEXIST]
+        rows = [(row.op, row.name) for node in nodes for row in journal.list_oldest(node.db, 100)]
+        assert sorted(rows) == [("make", b"d"), ("make", b"gone")]
 
-        async def race() -> None:
-            await a.make("gone")
-            await b.stat("gone")
-            codes = await both(lambda: a.mkdir("d"), lambda: b.mkdir("d"))
-            assert sorted(codes) == [0, errno.EEXIST]
-            rows = [(row.op, row.name) for node in nodes for row in journal.list_oldest(node.db, 100)]
-            assert sorted(rows) == [("make", b"d"), ("make", b"gone")]
-
-        await running(nodes, race)
-
-    in_virtual_time(main)
+    in_virtual_time(lambda: running(nodes, race))
 
 
 @two_nodes
@@ -412,33 +408,29 @@ def test_a_file_created_while_the_target_of_a_refused_move_is_removed(tmp_path: 
     """P1: a file gets the name of a directory that another node removed, while a move into that is on its way and will be refused."""
     etcd = MemoryEtcd()
     store = Held(etcd)
+    a, b = Node(tmp_path / "1", 1, MemoryStore(etcd)), Node(tmp_path / "2", 2, store)
 
-    async def main() -> None:
-        a, b = Node(tmp_path / "1", 1, MemoryStore(etcd)), Node(tmp_path / "2", 2, store)
+    async def act() -> None:
+        await a.build("d/", "moved/")
+        await b.names()
+        store.held = True
+        made: list[int] = []
 
-        async def act() -> None:
-            await a.build("d/", "moved/")
-            await b.names()
-            store.held = True
-            made: list[int] = []
+        async def make() -> None:
+            made.append((await b.make("d")).id)
 
-            async def make() -> None:
-                made.append((await b.make("d")).id)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(both, lambda: b.rename("moved", "d/moved"))
+            await trio.testing.wait_all_tasks_blocked()
+            await a.rmdir("d")
+            nursery.start_soon(make)
+            await trio.testing.wait_all_tasks_blocked()
+            store.release()
+        await settled([a, b])
+        assert (await a.stat("d")).id == (await b.stat("d")).id == made[0]
+        assert await a.tree() == await b.tree() == stored_tree(etcd)
 
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(both, lambda: b.rename("moved", "d/moved"))
-                await trio.testing.wait_all_tasks_blocked()
-                await a.rmdir("d")
-                nursery.start_soon(make)
-                await trio.testing.wait_all_tasks_blocked()
-                store.release()
-            await settled([a, b])
-            assert (await a.stat("d")).id == (await b.stat("d")).id == made[0]
-            assert await a.tree() == await b.tree() == stored_tree(etcd)
-
-        await running([a, b], act)
-
-    in_virtual_time(main)
+    in_virtual_time(lambda: running([a, b], act))
 
 
 @two_nodes

@@ -24,22 +24,18 @@ from ckptfs.store.kv import Get
 def play(directory: Path, act: Callable[..., Awaitable[None]]) -> None:
     """Let nodes do `act`; afterwards all show what the store has, and that is a tree."""
     etcd = MemoryEtcd()
+    made = [Node(directory / str(n), n, Slow(etcd, random.Random(n))) for n in (1, 2, 3)]
+    for node in made:
+        register(node)
 
-    async def main() -> None:
-        made = [Node(directory / str(n), n, Slow(etcd, random.Random(n))) for n in (1, 2, 3)]
+    async def all_of_it() -> None:
+        await act(etcd, made)
+        await settled(made)
+        there = stored_tree(etcd)
         for node in made:
-            register(node)
+            assert await node.tree() == there
 
-        async def all_of_it() -> None:
-            await act(etcd, made)
-            await settled(made)
-            there = stored_tree(etcd)
-            for node in made:
-                assert await node.tree() == there
-
-        await running(made, all_of_it)
-
-    in_virtual_time(main)
+    in_virtual_time(lambda: running(made, all_of_it))
 
 
 def register(node: Node) -> None:
@@ -345,19 +341,15 @@ class Several(Slow):
 def several(directory: Path, act: Callable[[Several, Node], Awaitable[None]]) -> None:
     """One node and an etcd of three members, of which one was begun alone later, by mistake."""
     etcd, stray = MemoryEtcd(), MemoryEtcd()
+    store = Several([etcd, etcd, stray], random.Random(1))
+    node = Node(directory, 1, store)
 
-    async def main() -> None:
-        store = Several([etcd, etcd, stray], random.Random(1))
-        node = Node(directory, 1, store)
+    async def all_of_it() -> None:
+        await node.build("d/", "d/f")
+        store.etcd = stray
+        await act(store, node)
 
-        async def all_of_it() -> None:
-            await node.build("d/", "d/f")
-            store.etcd = stray
-            await act(store, node)
-
-        await running([node], all_of_it)
-
-    in_virtual_time(main)
+    in_virtual_time(lambda: running([node], all_of_it))
 
 
 strayed = async_tests(several)
@@ -405,19 +397,15 @@ def test_how_far_a_lost_store_had_come_is_not_remembered_of_the_next_one(tmp_pat
 def test_a_node_that_began_without_the_store_meets_it_when_it_is_there(tmp_path: Path) -> None:
     """Its loss is noticed later like anybody's."""
     etcd = MemoryEtcd()
+    node = Node(tmp_path, 1, Slow(etcd, random.Random(1)))
+    node.cut(True)
 
-    async def main() -> None:
-        node = Node(tmp_path, 1, Slow(etcd, random.Random(1)))
-        node.cut(True)
+    async def all_of_it() -> None:
+        await node.make("f")
+        while not node.sharing.is_disconnected:
+            await trio.sleep(limits.STORE_POLL_S)
+        node.cut(False)
+        await settled([node])
+        assert store_loss.get_epoch(node.db) is not None
 
-        async def all_of_it() -> None:
-            await node.make("f")
-            while not node.sharing.is_disconnected:
-                await trio.sleep(limits.STORE_POLL_S)
-            node.cut(False)
-            await settled([node])
-            assert store_loss.get_epoch(node.db) is not None
-
-        await running([node], all_of_it)
-
-    in_virtual_time(main)
+    in_virtual_time(lambda: running([node], all_of_it))

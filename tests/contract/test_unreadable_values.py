@@ -27,12 +27,8 @@ from ckptfs.store.kv import Get, Item, Put
 def play(root: Path, act: Callable[[Node, Node], Awaitable[None]]) -> None:
     """Two nodes on one store, which need not hold a tree in the end."""
     etcd = MemoryEtcd()
-
-    async def main() -> None:
-        nodes = [Node(root / str(number), number, MemoryStore(etcd)) for number in (1, 2)]
-        await running(nodes, lambda: act(*nodes))
-
-    in_virtual_time(main)
+    nodes = [Node(root / str(number), number, MemoryStore(etcd)) for number in (1, 2)]
+    in_virtual_time(lambda: running(nodes, lambda: act(*nodes)))
 
 
 two_nodes = async_tests(play)
@@ -80,17 +76,13 @@ def test_a_field_name_never_becomes_sql(tmp_path: Path) -> None:
 def test_an_epoch_that_is_none_makes_an_island_that_names_the_key(raw: bytes, tmp_path: Path) -> None:
     etcd = MemoryEtcd()
     MemoryStore(etcd).commit([], [Put(store_loss.EPOCH_KEY, raw), Put(b"taken/zz", b"\xff"), Put(b"taken/", b"")])
+    node = Node(tmp_path, 1, MemoryStore(etcd))
 
-    async def main() -> None:
-        node = Node(tmp_path, 1, MemoryStore(etcd))
+    async def wait_island() -> None:
+        while "the key epoch of etcd" not in str(summary.list_reports(node.db)):
+            await trio.sleep(1)
 
-        async def wait_island() -> None:
-            while "the key epoch of etcd" not in str(summary.list_reports(node.db)):
-                await trio.sleep(1)
-
-        await running([node], wait_island)
-
-    in_virtual_time(main)
+    in_virtual_time(lambda: running([node], wait_island))
 
 
 def test_numbers_that_are_none_are_passed_over() -> None:
@@ -141,19 +133,15 @@ def test_a_node_that_knows_less_than_the_store_says_so_and_takes_no_part(tmp_pat
     etcd = MemoryEtcd()
     newer = {"version": value_checks.FORMAT_VERSION + 1, "release": "9.8.7"}
     MemoryStore(etcd).commit([], [Put(value_checks.FORMAT_KEY, json.dumps(newer).encode())])
+    node = Node(tmp_path / "1", 1, MemoryStore(etcd))
 
-    async def main() -> None:
-        node = Node(tmp_path / "1", 1, MemoryStore(etcd))
+    async def act() -> None:
+        await node.make("f")
+        assert node.sharing.is_disconnected and not MemoryStore(etcd).read([Get(b"e/", b"e0")]).results[0]
+        ((_, report, _),) = summary.list_troubles(node.db, TROUBLE)
+        assert "9.8.7" in report["what"] and f"format {value_checks.FORMAT_VERSION}" in report["what"]
 
-        async def act() -> None:
-            await node.make("f")
-            assert node.sharing.is_disconnected and not MemoryStore(etcd).read([Get(b"e/", b"e0")]).results[0]
-            ((_, report, _),) = summary.list_troubles(node.db, TROUBLE)
-            assert "9.8.7" in report["what"] and f"format {value_checks.FORMAT_VERSION}" in report["what"]
-
-        await running([node], act)
-
-    in_virtual_time(main)
+    in_virtual_time(lambda: running([node], act))
 
 
 @pytest.mark.parametrize("raw", [b"{", b'{"child": 7}', b'{"child": 7, "type": 32768, "uid = 0": 1}'])
@@ -213,30 +201,26 @@ def test_a_change_that_the_store_refuses_for_ever_stays_here_and_the_others_go_o
     """P1: no island; one line and the status name the path; the next change of the file is tried again."""
     etcd = MemoryEtcd()
     etcd.request_bytes_max = 8 * KIB
+    a, b = nodes = [Node(tmp_path / str(number), number, MemoryStore(etcd)) for number in (1, 2)]
 
-    async def main() -> None:
-        a, b = nodes = [Node(tmp_path / str(number), number, MemoryStore(etcd)) for number in (1, 2)]
-
-        async def act() -> None:
-            await a.build("d/", "d/large", "d/small")
-            large = (await a.stat("d/large")).id
+    async def act() -> None:
+        await a.build("d/", "d/large", "d/small")
+        large = (await a.stat("d/large")).id
+        with a.db.transaction() as db:
+            db.run("INSERT INTO xattr (inode, name, value) VALUES (?, ?, ?)", large, b"user.x", bytes(16 * KIB))
+        for number in range(5):
             with a.db.transaction() as db:
-                db.run("INSERT INTO xattr (inode, name, value) VALUES (?, ?, ?)", large, b"user.x", bytes(16 * KIB))
-            for number in range(5):
-                with a.db.transaction() as db:
-                    db.run("UPDATE inode SET mode = ? WHERE id = ?", 0o100600 + number, (await a.stat("d/small")).id)
-            await settled([a])
-            assert not a.sharing.is_disconnected
-            await a.make("d/later")
-            assert await b.names("d") == [b"large", b"later", b"small"]
-            assert (await b.stat("d/small")).mode & 0o777 == 0o604
-            ((_, report, _),) = summary.list_troubles(a.db, UNSHARED_TROUBLE)
-            assert report["path"] == "d/large"
-            etcd.request_bytes_max = 100 * KIB
-            await a.set("d/large", mode=0o600)
-            assert b.db.value("SELECT 1 FROM xattr WHERE inode = ?", (await b.stat("d/large")).id)
-            assert await a.tree() == await b.tree() == stored_tree(etcd)
+                db.run("UPDATE inode SET mode = ? WHERE id = ?", 0o100600 + number, (await a.stat("d/small")).id)
+        await settled([a])
+        assert not a.sharing.is_disconnected
+        await a.make("d/later")
+        assert await b.names("d") == [b"large", b"later", b"small"]
+        assert (await b.stat("d/small")).mode & 0o777 == 0o604
+        ((_, report, _),) = summary.list_troubles(a.db, UNSHARED_TROUBLE)
+        assert report["path"] == "d/large"
+        etcd.request_bytes_max = 100 * KIB
+        await a.set("d/large", mode=0o600)
+        assert b.db.value("SELECT 1 FROM xattr WHERE inode = ?", (await b.stat("d/large")).id)
+        assert await a.tree() == await b.tree() == stored_tree(etcd)
 
-        await running(nodes, act)
-
-    in_virtual_time(main)
+    in_virtual_time(lambda: running(nodes, act))
