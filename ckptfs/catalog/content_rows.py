@@ -44,6 +44,11 @@ def build_content(row: tuple[Any, ...]) -> Content:
     return Content(number, inode, generation, ContentState(state), size, digest, block_digests, change, bool(remote))
 
 
+def split_row(row: tuple[Any, ...]) -> tuple[Content, tuple[Any, ...]]:
+    """Return the content in the first columns of a row, and its further columns."""
+    return build_content(row), row[9:]
+
+
 def get_content(db: Database, content: int) -> Content | None:
     """Return the row of a content. Returns None if there is none."""
     row = db.row(f"SELECT {CONTENT_COLUMNS} FROM content k WHERE k.id = ?", content)

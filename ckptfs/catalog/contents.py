@@ -497,8 +497,8 @@ def mark_deleted_doomed(db: Database, tier: Tier, at_most: int) -> int:
 def list_abandoned(db: Database) -> list[tuple[int, int, Tier]]:
     """Return (content, inode, tier) of OPEN contents without a handle that writes them."""
     return [
-        (row[0], row[1], Tier(row[2]))
-        for row in db.rows(
+        (content, inode, Tier(tier))
+        for content, inode, tier in db.rows(
             "SELECT k.id, k.inode, min(c.tier) FROM content k JOIN copy c ON c.content = k.id AND c.state = 1 WHERE k.state = 0"
             " AND k.id NOT IN (SELECT content FROM handle WHERE writer = 1 AND content IS NOT NULL) GROUP BY k.id"
         )

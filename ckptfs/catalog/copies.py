@@ -26,7 +26,7 @@ def list_copies(db: Database, content: int) -> tuple[Copy, ...]:
     """Return all copies of a content on this node, RAM first."""
     order = list(Tier)
     rows = db.rows("SELECT content, tier, state, verified_ns FROM copy WHERE content = ?", content)
-    found = [Copy(row[0], Tier(row[1]), CopyState(row[2]), row[3]) for row in rows]
+    found = [Copy(number, Tier(tier), CopyState(state), verified_ns) for number, tier, state, verified_ns in rows]
     return tuple(sorted(found, key=lambda copy: order.index(copy.tier)))
 
 
@@ -238,7 +238,7 @@ def list_doomed(db: Database, tiers: Iterable[Tier], after: int, at_most: int) -
         " AND k.id NOT IN (SELECT content FROM handle WHERE content IS NOT NULL) ORDER BY k.id LIMIT ?",
         after, json.dumps(list(tiers)), at_most,
     )  # fmt: skip
-    return [(row[0], None if row[1] is None else Tier(row[1])) for row in rows]
+    return [(content, None if tier is None else Tier(tier)) for content, tier in rows]
 
 
 def count_doomed_bytes(db: Database, tier: Tier) -> int:
@@ -303,7 +303,7 @@ def set_pfs_identity(db: Database, before: str | None, pfs_identity: str, *, is_
 def list_copies_in_tier(db: Database, tier: Tier) -> dict[int, tuple[CopyState, ContentState, int]]:
     """Return content -> (state of its copy in `tier`, state and size of the content)."""
     rows = db.rows("SELECT c.content, c.state, k.state, k.size FROM copy c JOIN content k ON k.id = c.content WHERE c.tier = ?", tier)
-    return {row[0]: (CopyState(row[1]), ContentState(row[2]), row[3]) for row in rows}
+    return {content: (CopyState(copy_state), ContentState(state), size) for content, copy_state, state, size in rows}
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,20 +342,21 @@ class FetchedContent:
 def load_fetch_state(db: Database, inode: int) -> FetchState | None:
     """Return the file as one snapshot. Returns None if it has neither a name, nor a handle, nor a content."""
     with db.read_transaction():
-        is_open = "EXISTS (SELECT 1 FROM handle WHERE handle.inode = inode.id)"
-        row = db.row(f"SELECT content, nlink > 0, {is_open} FROM inode WHERE id = ?", inode)
-        if row is None or not (row[1] or row[2] or row[0] is not None):
+        has_handle = "EXISTS (SELECT 1 FROM handle WHERE handle.inode = inode.id)"
+        row = db.row(f"SELECT content, nlink > 0, {has_handle} FROM inode WHERE id = ?", inode)
+        content_id, has_name, is_open = row or (None, False, False)
+        if content_id is None and not has_name and not is_open:
             return None
-        content = None if row[0] is None else get_content(db, row[0])
-        local = () if row[0] is None else list_copies(db, row[0])
+        content = None if content_id is None else get_content(db, content_id)
+        local = () if content_id is None else list_copies(db, content_id)
         return FetchState(
             inode,
             content,
             any(copy.state is CopyState.GOOD for copy in local),
             pfs_state.get_published(db, inode),
-            content_id=row[0],
-            has_name=bool(row[1]),
-            is_open=bool(row[2]),
+            content_id=content_id,
+            has_name=bool(has_name),
+            is_open=bool(is_open),
             path=inodes.get_shown_path(db, inode),
             copies=local,
             holders=() if content is None else tuple(peer_copies.list_holders(db, content)),

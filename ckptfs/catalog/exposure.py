@@ -104,8 +104,9 @@ def _load_path(db: Database, inode: int, known: dict[int, Path]) -> Path:
         row = db.row(named, inode)
         if row is None:
             break
-        steps.append((inode, row[0], bytes(row[1])))
-        inode = row[0]
+        parent, name = row
+        steps.append((inode, parent, bytes(name)))
+        inode = parent
     path = known.get(inode, ())
     for child, parent, name in reversed(steps):
         path = (*path, (parent, name))

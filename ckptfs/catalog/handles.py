@@ -34,7 +34,7 @@ def delete(db: Database, handle: int) -> bool:
 def list_all(db: Database) -> list[Handle]:
     """Return all open handles in the order in which they were opened."""
     rows = db.rows(f"SELECT {_COLUMNS} FROM handle ORDER BY id")
-    return [Handle(row[0], row[1], row[2], bool(row[3]), row[4], row[5], row[6]) for row in rows]
+    return [Handle(number, inode, content, bool(writer), *rest) for number, inode, content, writer, *rest in rows]
 
 
 def list_contents(db: Database) -> set[int]:

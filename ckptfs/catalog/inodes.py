@@ -155,9 +155,9 @@ def get_path(db: Database, inode: int) -> bytes:
         row = db.row("SELECT parent, name FROM entry WHERE child = ? ORDER BY cookie LIMIT 1", inode)
         if row is None or length > limits.PATH_BYTES_MAX:
             return b"?"
-        inode = row[0]
-        names.append(row[1])
-        length += len(row[1]) + 1
+        inode, name = row
+        names.append(name)
+        length += len(name) + 1
     return b"/".join(reversed(names))
 
 

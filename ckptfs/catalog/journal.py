@@ -308,12 +308,13 @@ def can_recreate(db: Database, inode: int) -> bool:
     row = db.row("SELECT mode, content FROM inode WHERE id = ? AND nlink > 0", inode)
     if row is None:
         return False
-    if not stat.S_ISREG(row[0]):
+    mode, content = row
+    if not stat.S_ISREG(mode):
         return True
-    if row[1] is None:
+    if content is None:
         return db.value("SELECT 1 FROM pfs_file WHERE inode = ?", inode) is None
     query = "SELECT 1 FROM content k JOIN copy c ON c.content = k.id AND c.state = 1 WHERE k.id = ? AND k.state IN (0, 1, 2) LIMIT 1"
-    return db.value(query, row[1]) is not None
+    return db.value(query, content) is not None
 
 
 def _insert_rows_for_name(db: Database, parent: int, name: bytes, inode: int, recorded: set[int]) -> int:

@@ -49,10 +49,11 @@ def iterate_entries(db: Database, directory: int, after: int = 0) -> Iterator[tu
     """Yield entries after a cookie with their inodes, without the history. Do not await in between."""
     with contextlib.closing(db.connection.execute(_SELECT_ENTRIES, (directory, after))) as rows:
         for row in rows:
-            if directory == ROOT and row[1] == HISTORY_NAME:
+            cookie, name = row[:2]
+            if directory == ROOT and name == HISTORY_NAME:
                 continue
             inode = build_inode(row[2:])
-            yield Entry(row[0], directory, row[1], inode.id), inode
+            yield Entry(cookie, directory, name, inode.id), inode
 
 
 def iterate_names_below(db: Database, directory: int) -> Iterator[tuple[int, bytes, bool]]:
@@ -108,11 +109,12 @@ def lookup(db: Database, parent: int, name: bytes) -> Inode:
     row = db.row(_SELECT_LOOKUP, parent, check_name_length(name))
     if row is None or (parent == ROOT and name == HISTORY_NAME):
         raise posix_error(errno.ENOENT)
-    if row[2] is not None:
+    parent_mode, is_imported, child = row[:3]
+    if child is not None:
         return build_inode(row[2:])
-    if not stat.S_ISDIR(row[0]):
+    if not stat.S_ISDIR(parent_mode):
         raise posix_error(errno.ENOTDIR)
-    if not row[1]:
+    if not is_imported:
         raise NotImported(parent)
     raise posix_error(errno.ENOENT)
 
@@ -260,9 +262,10 @@ def _get_directory(db: Database, parent: int, name: bytes) -> tuple[int, int, bo
     row = db.row("SELECT mode, gid, imported, nlink, history FROM inode WHERE id=?", parent)
     if row is None:
         raise posix_error(errno.ENOENT)
-    if not stat.S_ISDIR(row[0]):
+    mode, gid, is_imported, nlink, history = row
+    if not stat.S_ISDIR(mode):
         raise posix_error(errno.ENOTDIR)
-    return row[0], row[1], bool(row[2]), row[3], row[4]
+    return mode, gid, bool(is_imported), nlink, history
 
 
 def _insert_entry(db: Database, parent: int, name: bytes, child: int) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptfs import lifecycle
-from ckptfs.catalog.content_rows import CONTENT_COLUMNS, CONTENT_COLUMNS_WITHOUT_BLOCKS, IS_ON_PFS, build_content
+from ckptfs.catalog.content_rows import CONTENT_COLUMNS, CONTENT_COLUMNS_WITHOUT_BLOCKS, IS_ON_PFS, build_content, split_row
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import CliqueCopies
 from ckptfs.model import Content, Tier
@@ -205,7 +205,7 @@ def list_being_written(db: Database, at_most: int) -> list[tuple[Content, Tier]]
         " WHERE h.writer = 1 LIMIT ?",
         at_most,
     )
-    return [(build_content(row), Tier(row[9])) for row in rows]
+    return [(content, Tier(tier)) for content, (tier,) in map(split_row, rows)]
 
 
 def record_open_snapshot(db: Database, content: int) -> Content | None:
@@ -214,9 +214,10 @@ def record_open_snapshot(db: Database, content: int) -> Content | None:
         row = db.row(f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS} FROM content k WHERE id = ? AND state = 0", content)
         if row is None:
             return None
+        found = build_content(row)
         db.run("UPDATE content SET generation = generation + 1 WHERE id = ?", content)
-        db.run("UPDATE inode SET generation = ? WHERE id = ? AND content = ?", row[2] + 1, row[1], content)
-        return build_content(row)
+        db.run("UPDATE inode SET generation = ? WHERE id = ? AND content = ?", found.generation + 1, found.inode, content)
+        return found
 
 
 def has_domains(db: Database, nodes: Iterable[int], required: int) -> bool:
@@ -314,7 +315,7 @@ def list_under_replicated(db: Database, after: int, at_most: int) -> list[tuple[
         " GROUP BY k.id ORDER BY k.id LIMIT ?",
         after, at_most,
     )  # fmt: skip
-    return [(build_content(row), Tier(row[9])) for row in rows]
+    return [(content, Tier(tier)) for content, (tier,) in map(split_row, rows)]
 
 
 def list_under_replicated_of(db: Database, inodes: Sequence[int], at_most: int) -> list[tuple[Content, Tier]]:
@@ -327,7 +328,7 @@ def list_under_replicated_of(db: Database, inodes: Sequence[int], at_most: int) 
         " JOIN copy c ON c.content = k.id AND c.state = 1 AND c.tier <> 'pfs' GROUP BY u.key, k.id ORDER BY u.key LIMIT ?",
         json.dumps([*inodes]), at_most,
     )  # fmt: skip
-    return [(build_content(row), Tier(row[9])) for row in rows]
+    return [(content, Tier(tier)) for content, (tier,) in map(split_row, rows)]
 
 
 def mark_under_replicated(db: Database, contents: Iterable[int]) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 
 from ckptfs import limits
 from ckptfs.catalog import peer_copies
-from ckptfs.catalog.content_rows import CONTENT_COLUMNS_WITHOUT_BLOCKS, IS_ON_PFS, build_content, is_unchanged
+from ckptfs.catalog.content_rows import CONTENT_COLUMNS_WITHOUT_BLOCKS, IS_ON_PFS, build_content, is_unchanged, split_row
 from ckptfs.catalog.database import Database
 from ckptfs.digest import BLOCK_DIGEST_BYTES
 from ckptfs.model import Content, ContentState, CopyState, Tier
@@ -142,7 +142,8 @@ def find_held_copy(db: Database, content: int) -> HeldCopy | None:
 
 
 def _build_held_copy(row: tuple[Any, ...]) -> HeldCopy:
-    return HeldCopy(build_content(row), Tier(row[9]), row[10], row[11])
+    content, (tier, generation, digest) = split_row(row)
+    return HeldCopy(content, Tier(tier), generation, digest)
 
 
 def count_hosted(db: Database) -> tuple[int, int]:
@@ -451,9 +452,9 @@ def list_unannounced(db: Database, at_most: int) -> list[tuple[Content, bool]]:
 
 
 def _build_announcement(db: Database, row: tuple[Any, ...]) -> tuple[Content, bool]:
-    content, is_announced, has_good_copy = build_content(row), bool(row[9]), row[10]
+    content, (is_announced, has_good_copy) = split_row(row)
     held = find_held_copy(db, content.id) if content.is_remote and is_announced and not has_good_copy else None
-    return content if held is None else replace(content, generation=held.generation, digest=held.digest), is_announced
+    return content if held is None else replace(content, generation=held.generation, digest=held.digest), bool(is_announced)
 
 
 def mark_announced(db: Database, announced: Iterable[tuple[Content, bool]]) -> None:

@@ -202,8 +202,10 @@ def get_known_name(db: Database, directory: int, name: bytes) -> KnownName:
         directory, name,
     )  # fmt: skip
     assert row is not None
-    last_stat = None if row[4] is None else (row[4], row[5], row[6], row[7])
-    return KnownName(row[0], row[1], row[2], row[3], last_stat, None if row[8] is None else (row[8], row[9], row[10]), bool(row[11]))
+    child, child_mode, inode, inode_mode, *seen, size, mtime_ns, pfs_inode, is_lost = row
+    last_stat = None if seen[0] is None else (seen[0], seen[1], seen[2], seen[3])
+    published = None if size is None else (size, mtime_ns, pfs_inode)
+    return KnownName(child, child_mode, inode, inode_mode, last_stat, published, bool(is_lost))
 
 
 def choose_verdict(observed: PfsEntryStat, known: KnownName) -> ScanVerdict:
@@ -380,7 +382,7 @@ def list_expected(db: Database, directory: int) -> list[tuple[bytes, int, int]]:
     """Return (name, inode, its mode) of all entries that the PFS is expected to show in this directory."""
     shown = "SELECT p.name, p.inode, coalesce(i.mode, 0) FROM pfs_entry p LEFT JOIN inode i ON i.id = p.inode WHERE p.parent = ?"
     rows = db.rows(shown, directory)
-    return [(bytes(row[0]), row[1], row[2]) for row in rows]
+    return [(bytes(name), inode, mode) for name, inode, mode in rows]
 
 
 def record_vanished(db: Database, pending: PendingChanges, name: bytes) -> bool:
@@ -419,9 +421,10 @@ def _delete_name(db: Database, directory: int, name: bytes, inode: int) -> None:
     db.run("DELETE FROM pfs_entry WHERE parent = ? AND name = ?", directory, name)
     row = db.row("SELECT mode, nlink FROM inode WHERE id = ?", inode)
     assert row is not None
-    if stat.S_ISDIR(row[0]) and name != HISTORY_NAME:
+    mode, nlink = row
+    if stat.S_ISDIR(mode) and name != HISTORY_NAME:
         db.run("UPDATE inode SET nlink = nlink - 1 WHERE id = ?", directory)
-    left = 0 if stat.S_ISDIR(row[0]) else row[1] - 1
+    left = 0 if stat.S_ISDIR(mode) else nlink - 1
     gone = inodes.is_history(db, directory)
     db.run("UPDATE inode SET nlink = ?, history = max(history - ?, 0), ctime_ns = ? WHERE id = ?", left, gone, time.time_ns(), inode)
     if left == 0:

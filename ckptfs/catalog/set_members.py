@@ -93,10 +93,13 @@ def find_set_file(db: Database, inode: int) -> SetFile | None:
         " WHERE i.id = ? AND i.nlink > 0",
         PRODUCER_XATTR, CLAIM_XATTR, inode,
     )  # fmt: skip
-    if row is None or row[3] in (ContentState.OPEN, ContentState.CLOSED) or _is_claimed(db, row[8], row[7], row[0]):
+    if row is None:
         return None
-    digest = row[5] if row[3] is None else row[4]
-    return SetFile(inode, row[0], row[1], row[2], digest, "" if row[6] is None else bytes(row[6]).decode())
+    generation, size, mtime_ns, state, own_digest, pfs_digest, producer, content, claim = row
+    if state in (ContentState.OPEN, ContentState.CLOSED) or _is_claimed(db, claim, content, generation):
+        return None
+    digest = pfs_digest if state is None else own_digest
+    return SetFile(inode, generation, size, mtime_ns, digest, "" if producer is None else bytes(producer).decode())
 
 
 def insert_claim(db: Database, inode: int) -> None:
@@ -107,8 +110,9 @@ def insert_claim(db: Database, inode: int) -> None:
     generation, and only that would end the claim.
     """
     row = db.row("SELECT i.content, i.generation, k.state FROM inode i LEFT JOIN content k ON k.id = i.content WHERE i.id = ?", inode)
-    if row is not None and row[2] != ContentState.OPEN:
-        fields = {"node": identity.get_node_number(db), "content": row[0], "generation": row[1]}
+    content, generation, state = row or (None, 0, ContentState.OPEN)
+    if state != ContentState.OPEN:
+        fields = {"node": identity.get_node_number(db), "content": content, "generation": generation}
         inodes.set_internal_xattr(db, inode, CLAIM_XATTR, json.dumps(fields).encode())
 
 

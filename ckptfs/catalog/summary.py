@@ -136,14 +136,14 @@ VIRTUAL_XATTRS: dict[bytes, tuple[Callable[[Database, int], bytes | None], str]]
 def get_listed_file(db: Database, inode: int) -> ListedFile | None:
     """Return the values that `ls` shows. Returns None if there is no such inode."""
     with db.read_transaction():
-        row = db.row("SELECT id, mode, size, generation FROM inode WHERE id = ? AND nlink > 0", inode)
+        row = db.row("SELECT mode, size, generation FROM inode WHERE id = ? AND nlink > 0", inode)
         if row is None:
             return None
-        found = load_file_record(db, inode) if stat.S_ISREG(row[1]) else FileRecord(None)
-        size = row[2]
+        mode, size, generation = row
+        found = load_file_record(db, inode) if stat.S_ISREG(mode) else FileRecord(None)
         if found.content is not None and found.content.state is ContentState.SEALED:
             size = found.content.size
-        return ListedFile(row[0], row[1], size, row[3], found, has_pending(db, inode))
+        return ListedFile(inode, mode, size, generation, found, has_pending(db, inode))
 
 
 def load_write_back_figures(db: Database) -> WriteBackFigures:
