@@ -712,7 +712,7 @@ def list_setting_entries(settings: Iterable[Setting], *, toml: bool) -> list[Ent
     found = []
     for key in settings:
         written = key.example if key.default is None else json.dumps(key.default)
-        default = "" if key in RULE_SETTINGS else f" Default: {format_default(key.default)}."
+        default = "" if key in RULE_SETTINGS or "Default: " in key.description else f" Default: {format_default(key.default)}."
         text = f"{' '.join(key.description.split())}{default} Accepted: {describe_accepted(key.parse)}."
         found.append(Entry(f"{key.name} = {written}" if toml else f"{key.name}=VALUE", text))
     return found

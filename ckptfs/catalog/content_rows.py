@@ -44,7 +44,7 @@ def build_content(row: tuple[Any, ...]) -> Content:
     return Content(number, inode, generation, ContentState(state), size, digest, block_digests, change, bool(remote))
 
 
-def split_row(row: tuple[Any, ...]) -> tuple[Content, tuple[Any, ...]]:
+def build_content_and_rest(row: tuple[Any, ...]) -> tuple[Content, tuple[Any, ...]]:
     """Return the content in the first columns of a row, and its further columns."""
     return build_content(row), row[9:]
 

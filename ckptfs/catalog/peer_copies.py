@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptfs import lifecycle
-from ckptfs.catalog.content_rows import CONTENT_COLUMNS, CONTENT_COLUMNS_WITHOUT_BLOCKS, IS_ON_PFS, build_content, split_row
+from ckptfs.catalog.content_rows import CONTENT_COLUMNS, CONTENT_COLUMNS_WITHOUT_BLOCKS, IS_ON_PFS, build_content, build_content_and_rest
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import CliqueCopies
 from ckptfs.model import Content, Tier
@@ -205,7 +205,7 @@ def list_being_written(db: Database, at_most: int) -> list[tuple[Content, Tier]]
         " WHERE h.writer = 1 LIMIT ?",
         at_most,
     )
-    return [(content, Tier(tier)) for content, (tier,) in map(split_row, rows)]
+    return [(content, Tier(tier)) for content, (tier,) in map(build_content_and_rest, rows)]
 
 
 def record_open_snapshot(db: Database, content: int) -> Content | None:
@@ -315,7 +315,7 @@ def list_under_replicated(db: Database, after: int, at_most: int) -> list[tuple[
         " GROUP BY k.id ORDER BY k.id LIMIT ?",
         after, at_most,
     )  # fmt: skip
-    return [(content, Tier(tier)) for content, (tier,) in map(split_row, rows)]
+    return [(content, Tier(tier)) for content, (tier,) in map(build_content_and_rest, rows)]
 
 
 def list_under_replicated_of(db: Database, inodes: Sequence[int], at_most: int) -> list[tuple[Content, Tier]]:
@@ -328,7 +328,7 @@ def list_under_replicated_of(db: Database, inodes: Sequence[int], at_most: int) 
         " JOIN copy c ON c.content = k.id AND c.state = 1 AND c.tier <> 'pfs' GROUP BY u.key, k.id ORDER BY u.key LIMIT ?",
         json.dumps([*inodes]), at_most,
     )  # fmt: skip
-    return [(content, Tier(tier)) for content, (tier,) in map(split_row, rows)]
+    return [(content, Tier(tier)) for content, (tier,) in map(build_content_and_rest, rows)]
 
 
 def mark_under_replicated(db: Database, contents: Iterable[int]) -> int:

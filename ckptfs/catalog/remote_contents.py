@@ -20,7 +20,7 @@ from typing import Any
 
 from ckptfs import limits
 from ckptfs.catalog import peer_copies
-from ckptfs.catalog.content_rows import CONTENT_COLUMNS_WITHOUT_BLOCKS, IS_ON_PFS, build_content, is_unchanged, split_row
+from ckptfs.catalog.content_rows import CONTENT_COLUMNS_WITHOUT_BLOCKS, IS_ON_PFS, build_content, build_content_and_rest, is_unchanged
 from ckptfs.catalog.database import Database
 from ckptfs.digest import BLOCK_DIGEST_BYTES
 from ckptfs.model import Content, ContentState, CopyState, Tier
@@ -142,7 +142,7 @@ def find_held_copy(db: Database, content: int) -> HeldCopy | None:
 
 
 def _build_held_copy(row: tuple[Any, ...]) -> HeldCopy:
-    content, (tier, generation, digest) = split_row(row)
+    content, (tier, generation, digest) = build_content_and_rest(row)
     return HeldCopy(content, Tier(tier), generation, digest)
 
 
@@ -452,7 +452,7 @@ def list_unannounced(db: Database, at_most: int) -> list[tuple[Content, bool]]:
 
 
 def _build_announcement(db: Database, row: tuple[Any, ...]) -> tuple[Content, bool]:
-    content, (is_announced, has_good_copy) = split_row(row)
+    content, (is_announced, has_good_copy) = build_content_and_rest(row)
     held = find_held_copy(db, content.id) if content.is_remote and is_announced and not has_good_copy else None
     return content if held is None else replace(content, generation=held.generation, digest=held.digest), bool(is_announced)
 

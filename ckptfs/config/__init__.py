@@ -313,7 +313,7 @@ def _check_etcd_keys(config: Config) -> None:
     remote = [address for address in config.etcd if not is_loopback(address)]
     if remote and config.etcd_ca is None and not config.etcd_insecure:
         raise ConfigError(
-            f"etcd at {remote[0]} would be spoken to without TLS, so that anybody on the network can change the cluster's files",
+            f"etcd at {remote[0]} would be used without TLS, so that anybody on the network can change the cluster's files",
             remedy="give etcd_ca=FILE, and etcd_cert= and etcd_key= if etcd demands them; etcd_insecure is for networks that you trust",
         )
     for key, path in (("etcd_ca", config.etcd_ca), ("etcd_cert", config.etcd_cert), ("etcd_key", config.etcd_key)):

@@ -28,7 +28,7 @@ _ACCEPTED = 'the name of the file that is written last, the number of files, or 
 def parse_tables(kind: str, tables: Any, at_most: int, settings: Iterable[Setting], parse: Callable[[dict[str, Any]], T]) -> tuple[T, ...]:
     """Return the rules of the tables `[[kind]]` of a file. Raises ConfigError, which says of which one."""
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise ConfigError(f"{kind}: this is no list of tables", remedy=f"begin each rule with a line [[{kind}]]")
+        raise ConfigError(f"{kind}: this is not a list of tables", remedy=f"begin each rule with a line [[{kind}]]")
     if len(tables) > at_most:
         raise ConfigError(f"{kind}: {len(tables)} rules were given; accepted: up to {at_most}")
     known, rules = [key.name for key in settings], []
@@ -152,7 +152,7 @@ def parse_complete(value: Any) -> dict[str, Any]:
     """Return the fields of a rule that say when a member is complete. Raises ConfigError."""
     if isinstance(value, int) and not isinstance(value, bool):
         if not 0 < value <= FILES_MAX:
-            raise ConfigError(f"{value} is no number of files; accepted: {_ACCEPTED}")
+            raise ConfigError(f"{value} is not a number of files; accepted: {_ACCEPTED}")
         return {"files": value}
     if isinstance(value, str) and _DURATION.fullmatch(value) and parse_seconds(value):
         return {"quiet_s": parse_seconds(value)}

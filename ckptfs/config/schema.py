@@ -203,7 +203,7 @@ def parse_preemption(text: str) -> str:
     """Return the source of preemption notices: a cloud, or an absolute path. Raises ConfigError."""
     if text in PREEMPTION_SOURCES or (text.startswith("/") and "\0" not in text):
         return text
-    raise ConfigError(f"{text!r} tells of no preemption; accepted: {', '.join(PREEMPTION_SOURCES)}, or the absolute path of an executable")
+    raise ConfigError(f"{text!r} is no source of notices; accepted: {', '.join(PREEMPTION_SOURCES)}, or the absolute path of an executable")
 
 
 def parse_http_url(text: str) -> str:
@@ -386,9 +386,9 @@ SETTINGS: tuple[Setting, ...] = (
         "How long unmount and stop wait for the write-back; the mount serves meanwhile. auto: as long as the write-back moves, at most\n"
         "6 h; if nothing moves for 60 s, they go on. What is left stays on this node, and the next mount continues."),
     Setting("preemption", "preemption", parse_preemption, None,
-        "Who tells that this node is about to be taken away: gce, aws or azure (their metadata servers), or the absolute path of an\n"
-        "executable that runs until it knows, and exits with 0 then. The daemon then drains, the most urgent checkpoints first.\n"
-        "Default: nobody is asked.", '"gce"'),
+        "The source of notices that this node is about to be taken away: gce, aws or azure (their metadata servers), or the absolute\n"
+        "path of an executable that exits with 0 at a notice. The daemon then drains, the most urgent checkpoints first.\n"
+        "Default: none.", '"gce"'),
     Setting("preemption_url", "preemption_url", parse_http_url, limits.PREEMPTION_URL,
         "Where the metadata server is."),
     Setting("preemption_deadline", "preemption_deadline_s", parse_seconds, "25s",
@@ -442,7 +442,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("etcd_key", "etcd_key", parse_path, None,
         "Private key of the client certificate.", '"/etc/ckptfs/etcd/client.key"'),
     Setting("etcd_insecure", "etcd_insecure", parse_bool, False,
-        "Speak to etcd without TLS. Whoever is on the network can then change every file's name, owner and mode."),
+        "Connect to etcd without TLS. Whoever is on the network can then change every file's name, owner and mode."),
 )  # fmt: skip
 SETTINGS_BY_NAME = {setting.name: setting for setting in SETTINGS}
 CLUSTER_SETTINGS = SETTINGS[SETTINGS.index(SETTINGS_BY_NAME["cluster"]) + 1 :]

@@ -174,7 +174,7 @@ class FetchWorker:
 
     def claim_block(self, number: int) -> bytes:
         if not self._expected_blocks or number != self._expected_blocks[0]:
-            raise Rejection(RejectReason.OUT_OF_ORDER, f"block {number} was not due")
+            raise Rejection(RejectReason.OUT_OF_ORDER, f"block {number} was not requested")
         self._expected_blocks.popleft()
         return self._job.manifest.get_block_digest(number)
 
@@ -209,7 +209,7 @@ class FetchWorker:
         reply = self.link.call(self.link.stub.GetRecord, request, limits.PEER_STALL_S)
         try:
             if reply.digest != manifest.digest or reply.size != manifest.size:
-                raise PeerCorrupt(f"{self.link.name} lends another content than the one asked for")
+                raise PeerCorrupt(f"{self.link.name} sends another content than the requested one")
             while run := self._job.assign_run(self, self._choose_run_blocks()):
                 self.assigned_run, self._expected_blocks = run, deque(run)
                 self.progress_at, self.awaits_end = time.monotonic(), False
@@ -247,7 +247,7 @@ class FetchWorker:
                 RejectReason.OUT_OF_ORDER,
                 RejectReason.MALFORMED,
             ):
-                raise PeerCorrupt(f"{self.link.name} sends what it should not: {failure}") from failure
+                raise PeerCorrupt(f"{self.link.name} sends an unexpected message: {failure}") from failure
             raise
         finally:
             receiver.close()

@@ -309,7 +309,7 @@ class RawStreams:
 def _parse_command(message: bytes, kind: CommandKind) -> Command:
     command = Command.parse(message)
     if command.kind != kind:
-        raise Rejection(RejectReason.MALFORMED, "this is no place for that command")
+        raise Rejection(RejectReason.MALFORMED, "unexpected command")
     return command
 
 

@@ -214,7 +214,7 @@ class Link:
             return self.translate_rejection(number, text or details)
         self.stats.record_failure()
         if WRONG_NAME in details:
-            return PeerFailed(f"at {self.address} answers a node without good keys of {self.name}: another one, or they were revoked")
+            return PeerFailed(f"at {self.address} is a node without valid keys of {self.name}: another node, or its keys were revoked")
         return PeerFailed(f"{self.name} does not answer: {describe_connection_fault(details)}")
 
     def translate_rejection(self, number: int, text: str) -> PeerFailed:

@@ -204,7 +204,7 @@ class BlockReceiver:
         """Handle the next message. Raises Rejection."""
         due = HEADER.size if self._number is None else min(self._missing_bytes, limits.PEER_PIECE_BYTES)
         if len(message) != due:
-            raise Rejection(RejectReason.OUT_OF_ORDER, f"a message of {due} bytes was due, not one of {len(message)}")
+            raise Rejection(RejectReason.OUT_OF_ORDER, f"a message of {due} bytes was expected, not one of {len(message)}")
         if self._number is None:
             self._handle_header(*HEADER.unpack(message))
             return
@@ -227,7 +227,7 @@ class BlockReceiver:
             raise Rejection(RejectReason.OUT_OF_ORDER, "messages after the end")
         if encoding == Encoding.END:
             if number != self.block_count or wire_bytes:
-                raise Rejection(RejectReason.OUT_OF_ORDER, f"the end names {number} blocks, {self.block_count} came")
+                raise Rejection(RejectReason.OUT_OF_ORDER, f"the end names {number} blocks, {self.block_count} arrived")
             self.has_ended = True
         else:
             self._begin_block(number, wire_bytes, encoding)
@@ -251,7 +251,7 @@ class BlockReceiver:
             pieces = [_decompress_block(b"".join(pieces), self._length)]
             self._running.update(pieces[0])
         if self._running.digest() != self._digest:
-            raise Rejection(RejectReason.WRONG_DIGEST, f"block {number} has not the digest that it should have")
+            raise Rejection(RejectReason.WRONG_DIGEST, f"block {number} has a wrong digest")
         self._sink.write_block(number, pieces)
         self._number = None
         self.block_count += 1
@@ -378,7 +378,7 @@ def parse_offers(request: pb.OffersRequest) -> list[Offer]:
     found = [parse_offer(one) for one in request.offers]
     for one in request.offers:
         if digest.hash_block(one.whole) != one.blocks and one.size:
-            raise Rejection(RejectReason.WRONG_DIGEST, "the bytes are not those of the digest")
+            raise Rejection(RejectReason.WRONG_DIGEST, "the bytes do not match the digest")
     return found
 
 

@@ -73,7 +73,7 @@ class PeerClient:
             link.notify(link.stub.Abandon, pb.TransferRequest(transfer=reply.transfer))
             raise
         if not verified:
-            raise PeerCorrupt(f"{link.name} found that what it has is not what was offered")
+            raise PeerCorrupt(f"{link.name} received other bytes than were offered")
         return SendResult(len(missing_blocks), moved, not offer.is_early)
 
     def send_many(self, node: PeerAddress, offers: Sequence[tuple[Offer, int]]) -> list[SendResult | PeerFailed]:
@@ -219,7 +219,7 @@ def _embed_content(request: Any, fd: int) -> Any:
     """Return an offer that contains the content. Raises PeerCorrupt if the digest does not match."""
     request.whole = os.pread(fd, request.size, 0)
     if len(request.whole) != request.size or (request.size and digest.hash_block(request.whole) != request.blocks):
-        raise PeerCorrupt("the file is not what its digest says")
+        raise PeerCorrupt("the file does not match its digest")
     return request
 
 
@@ -229,7 +229,7 @@ def _interpret_verdict(link: Link, offer: Offer, verdict: Any) -> SendResult | P
         return SendResult(min(1, offer.size), offer.size, True)
     if verdict.code:
         return link.translate_rejection(verdict.code, verdict.why)
-    return PeerCorrupt(f"{link.name} found that what it has is not what was offered")
+    return PeerCorrupt(f"{link.name} received other bytes than were offered")
 
 
 def _decode_missing(link: Link, offer: Offer, bits: bytes) -> list[int]:
@@ -255,5 +255,5 @@ def _check_manifest(link: Link, reply: Any, content: int, expected_digest: bytes
         or digest.hash_content(reply.blocks, reply.size) != reply.digest
         or expected_digest not in (None, reply.digest)
     ):
-        raise PeerCorrupt(f"{link.name} tells of another content than the one asked for")
+        raise PeerCorrupt(f"{link.name} describes another content than the requested one")
     return ContentManifest(reply.content, reply.inode, reply.generation, reply.size, reply.digest, reply.blocks)

@@ -98,7 +98,7 @@ class IncomingTransfer(PeerResource):
             if self.has_ended:
                 raise Rejection(RejectReason.ENDED, "the transfer has ended")
             if number not in self._missing_blocks:
-                raise Rejection(RejectReason.OUT_OF_ORDER, f"block {number} is not lacking")
+                raise Rejection(RejectReason.OUT_OF_ORDER, f"block {number} is not missing")
             if number in self._incoming_blocks:
                 raise Rejection(RejectReason.BUSY, f"block {number} is arriving already")
             self._incoming_blocks.add(number)
@@ -224,7 +224,7 @@ class TransferTable:
         """Finish a transfer. Return whether the content is verified. A transfer that lacks blocks continues."""
         transfer = self.transfers.get(peer, number)
         if left := transfer.list_missing_blocks():
-            raise Rejection(RejectReason.INCOMPLETE, f"{len(left)} blocks have not come, the first is {left[0]}")
+            raise Rejection(RejectReason.INCOMPLETE, f"{len(left)} blocks are missing, the first is {left[0]}")
         transfer.end_if_unused()
         self.transfers.remove(number)
         return self.content_host.finish_reception(transfer.token)

@@ -234,7 +234,7 @@ def describe_survival(answer: "pb.Status") -> str:
     """Return whether applications survive a kill of the daemon's processes, and why."""
     if not answer.survives_kill:
         return "survives a kill: unknown"
-    supervisor = "systemd keeps the mount" if answer.survives_supervisor_kill else "but not of the supervisor, which runs without systemd"
+    supervisor = "systemd keeps the mount" if answer.survives_supervisor_kill else "without systemd a kill of the supervisor ends the mount"
     words = f"survives a kill: yes (the supervisor keeps the requests in flight; {supervisor})"
     if answer.request_timeout_s:
         silence = format_duration(answer.request_timeout_s)

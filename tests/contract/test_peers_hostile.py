@@ -192,7 +192,7 @@ def test_a_client_refuses_the_wrong_node_and_the_wrong_authority(node: PeerNode,
     """Whoever answers at the address of node3 must be node3."""
     for identity, name in ((keyring("node2"), "node3"), (Keyring(tmp_path / "other")("node2"), "node1")):
         link = Link("node2", CLUSTER, identity, name, node.there.address)
-        with pytest.raises(peer_api.PeerFailed, match="without good keys of node3" if name == "node3" else "does not answer"):
+        with pytest.raises(peer_api.PeerFailed, match="without valid keys of node3" if name == "node3" else "does not answer"):
             link.call(link.stub.Ping, pb.Nothing())
         link.close()
 
@@ -283,7 +283,7 @@ def refuses(made: PeerClient, node: PeerNode) -> bool:
     try:
         made.ping(node.there)
     except PeerFailed as failure:
-        assert "without good keys of node1: another one, or they were revoked" in str(failure)
+        assert "without valid keys of node1: another node, or its keys were revoked" in str(failure)
         return True
     return False
 

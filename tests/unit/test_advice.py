@@ -193,6 +193,6 @@ def test_what_it_refuses(run: Callable[..., str], words: list[str], what: str) -
 def test_a_cost_that_cannot_be_measured(tree: HistoryDirectory, run: Callable[..., str]) -> None:
     """One set tells nothing, and the remedy is named."""
     save(tree, 1, 0, {"a": (0, 10)})
-    with pytest.raises(ClientError, match="do not tell how long a checkpoint takes; say it: --cost 30s"):
+    with pytest.raises(ClientError, match="do not tell how long a checkpoint takes; give --cost 30s"):
         run(tree.root / STEP, "--mtbf", "1h")
     assert json.loads(run(tree.root / STEP, "--mtbf", "1h", "--cost", "3s", "--json"))["sets"] == 1

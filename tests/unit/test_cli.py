@@ -42,7 +42,7 @@ def served(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> S
     ("status", "words"),
     [
         (pb.Status(), "survives a kill: unknown"),
-        (pb.Status(survives_kill=True), "survives a kill: yes .*; but not of the supervisor, which runs without systemd"),
+        (pb.Status(survives_kill=True), "survives a kill: yes .*; without systemd a kill of the supervisor ends the mount"),
         (pb.Status(survives_kill=True, survives_supervisor_kill=True), "survives a kill: yes .*systemd keeps the mount"),
         (pb.Status(survives_kill=True, request_timeout_s=120), "has no answer for 2 min .fs.fuse.max_request_timeout"),
     ],

@@ -176,7 +176,7 @@ HEALTHY = {"size_bytes": 1000, "revision": 5, "compacted": True, "tls": True, "r
         ({"compacted": False, "revision": 2_000_000}, doctor.NOTE, "keeps all 2000000 revisions"),
         ({"compacted": False}, None, ""),
         ({"tls": False}, doctor.NOTE, "without TLS"),
-        ({"open": True}, doctor.BAD, "asks nobody who they are"),
+        ({"open": True}, doctor.BAD, "accepts clients without a certificate"),
     ],
 )
 def test_doctor_judges_how_etcd_is_run(changes: dict[str, Any], verdict: str | None, words: str) -> None:

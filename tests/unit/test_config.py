@@ -332,7 +332,7 @@ TRIED = {"cluster": "c", "etcd": "127.0.0.1:2379", "node": "n", "listen": "127.0
         ({"etcd_cert": "/x"}, "need one another"),
         ({"etcd_cert": "/x", "etcd_key": "/y"}, "without etcd_ca"),
         ({"etcd_ca": "/no/ca.pem"}, "etcd_ca: /no/ca.pem cannot be read"),
-        ({"etcd": "127.0.0.1:2379+e2:2379"}, "etcd at e2:2379 would be spoken to without TLS"),
+        ({"etcd": "127.0.0.1:2379+e2:2379"}, "etcd at e2:2379 would be used without TLS"),
         ({"etcd_ca": "/etc/hostname", "etcd_insecure": ""}, "etcd_ca and etcd_insecure exclude one another"),
         ({"etcd_ca": "/etc/hostname", "etcd_cert": "/etc/hostname", "etcd_key": "/etc/hostname"}, "is open to others"),
     ],
@@ -416,8 +416,8 @@ def test_the_rule_of_a_directory(place: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("retention = 3", "this is no list of tables"),
-        ("[retention]\nkeep = 3", "this is no list of tables"),
+        ("retention = 3", "this is not a list of tables"),
+        ("[retention]\nkeep = 3", "this is not a list of tables"),
         ("[[retention]]\nkeep = 3", "retention rule 1: no path was given"),
         ('[[retention]]\npath = "a/step_*"', "it says nothing"),
         ('[[retention]]\npath = "/a/step_*"\nkeep = 3', "path: '/a/step_*' is not a path of series"),

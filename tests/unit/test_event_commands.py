@@ -109,7 +109,7 @@ def test_goodput_of_logs_of_other_nodes(run: Run, tmp_path: Path) -> None:
     assert "300 steps done" in run("goodput", "run1/step_*", *logs)[1]
     assert run("goodput", "run2/step_*", *logs)[0] == 1
     code, _, err = run("goodput", "run1/step_*", "--log", tmp_path)
-    assert code == 1 and "is no event log" in err
+    assert code == 1 and "is not an event log" in err
     assert run("goodput", tmp_path / "step_*")[0] == 3
 
 

@@ -152,7 +152,7 @@ def test_numbered_files_that_are_no_checkpoints(tmp_path: Path) -> None:
         ('pattern = "a?"', "names no series"),
         ('pattern = ""', "names no series"),
         ("pattern = 7", "pattern: 7 names no series"),
-        ('pattern = "a*"\ncomplete = 0', "complete: 0 is no number of files; accepted: the name"),
+        ('pattern = "a*"\ncomplete = 0', "complete: 0 is not a number of files; accepted: the name"),
         ('pattern = "a*"\ncomplete = true', "complete: True does not say when a member is complete; accepted: the name of the file"),
         ('pattern = "a*"\ncomplete = "0s"', "complete: '0s' does not say"),
         ('pattern = "a*"\ncomplete = "../x"', "complete: '../x' does not say"),
@@ -170,7 +170,7 @@ def test_tables_that_are_refused(tmp_path: Path, table: str, words: str) -> None
 
 def test_what_is_no_list_of_tables(tmp_path: Path) -> None:
     """P11."""
-    with pytest.raises(ConfigError, match="series: this is no list of tables"):
+    with pytest.raises(ConfigError, match="series: this is not a list of tables"):
         load(tmp_path, "[series]\n")
     with pytest.raises(ConfigError, match="accepted: up to 64"):
         load(tmp_path, "".join(f'[[series]]\npattern = "a{number}*"\n' for number in range(65)))

@@ -78,7 +78,7 @@ def test_paths_that_begin_here(tree: HistoryDirectory, monkeypatch: pytest.Monke
         tree.open().find_set(Path("step_200")).history.name == tree.open().find_set(Path("../run1/step_*@2")).history.name == "step_200@2"
     )
     assert [one.path for one in tree.open().find_series(Path("."))] == [STEP, "run1/step_*.pt"]
-    with pytest.raises(UsageError, match="run1 is no set, but holds series"):
+    with pytest.raises(UsageError, match="run1 is a series or holds series"):
         tree.open().find_set(Path("."))
 
 
@@ -97,8 +97,8 @@ def test_a_member_that_was_deleted(tree: HistoryDirectory) -> None:
         ("run1/step_999", CommandFailed, "there is no such set; accepted: .*series with sets: '.*/run1/step_\\*' or"),
         ("run1/epoch_3@1", CommandFailed, "there is no such set; accepted:"),
         ("run1/config.json", CommandFailed, "belongs to no complete set; ckptfs latest .*/run1 says what is missing"),
-        ("run1/step_*", UsageError, "is no set, but holds series or is one; accepted: a path such as"),
-        ("run1", UsageError, "is no set, but holds series or is one"),
+        ("run1/step_*", UsageError, "is a series or holds series, and is not a set; accepted: a path such as"),
+        ("run1", UsageError, "is a series or holds series, and is not a set"),
         (f"{HISTORY}/run1", CommandFailed, "belongs to no complete set"),
     ],
 )  # fmt: skip

@@ -51,7 +51,7 @@ def test_series_and_sets(served: Served) -> None:
     with db.transaction():
         namespace.unlink(db, ROOT, b"a.pt")
     assert not served.client.list_sets(series)[0].in_place
-    with pytest.raises(UsageError, match="is no series of checkpoints"):
+    with pytest.raises(UsageError, match="is not a series of checkpoints"):
         served.client.list_sets(ROOT)
 
 

@@ -69,7 +69,7 @@ def test_something_else_is_not_replaced(tree: HistoryDirectory, other: str) -> N
     (place / "a.pt").unlink()
     (place / other).write_bytes(b"newer")
     before = contents(place)
-    with pytest.raises(CommandFailed, match=f"{other} is no file of .*/run1/step_1@1, and would be lost; --force replaces it, or name"):
+    with pytest.raises(CommandFailed, match=f"{other} is not a file of .*/run1/step_1@1, and would be lost; --force replaces it, or name"):
         restore(tree, "run1/step_1@1")
     assert contents(place) == before
     restore(tree, "run1/step_1@1", force=True)
@@ -99,7 +99,7 @@ def test_to_another_directory(tree: HistoryDirectory, tmp_path: Path) -> None:
     assert restore(tree, "run1/step_1", tmp_path / "out" / "deep")["path"] == str(tmp_path / "out" / "deep" / "step_1")
     assert contents(tmp_path / "out" / "deep" / "step_1") == FILES
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="is no directory"):
+    with pytest.raises(UsageError, match="is not a directory"):
         restore(tree, "run1/step_1", tmp_path / "file")
 
 

@@ -94,14 +94,14 @@ def advise(
     cost_s = None if cost is None else parse_time("--cost", cost)
     restart_s = 0.0 if restart is None else parse_time("--restart", restart)
     if series is None and cost_s is None:
-        raise UsageError("say what to measure, SERIES, or how long a checkpoint takes, --cost TIME")
+        raise UsageError("give SERIES to measure, or --cost TIME: how long a checkpoint takes")
     measure = advice.SeriesMeasure()
     if series is not None:
         with SetHistory.of(series) as history:
             measure = advice.measure_series(history, history.find_one_series(series))
     found_s = cost_s or measure.cost_s
     if found_s is None:
-        raise CommandFailed(f"{series}: the times of its sets do not tell how long a checkpoint takes", remedy="say it: --cost 30s")
+        raise CommandFailed(f"{series}: the times of its sets do not tell how long a checkpoint takes", remedy="give --cost 30s")
     answer = advice.build_advice(measure, advice.JobFacts(mtbf_s, found_s, restart_s, is_given=cost_s is not None, failures=failures))
     render.print_answer(answer, lambda: advice.format_advice(answer), json=json)
 
@@ -113,7 +113,7 @@ def _observe_failure_rate(series: Path) -> tuple[float, int]:
     """
     shown, found = measure_goodput(series, [])
     if found.mtbf_s is None:
-        raise CommandFailed(f"{shown}: the event log has no failure of it", remedy=SAY_RATE)
+        raise CommandFailed(f"the event log has no failure of {shown}", remedy=SAY_RATE)
     return found.mtbf_s, found.failures
 
 
@@ -178,7 +178,8 @@ def parse_since(text: str | None) -> int:
     try:
         return event_log.parse_time(text)
     except (ValueError, OverflowError, OSError):
-        raise UsageError(f"--since {text[:40]!r} is no time; accepted: a duration such as 2h, or a time such as 2026-11-23T10:30") from None
+        accepted = "a duration such as 2h, or a time such as 2026-11-23T10:30"
+        raise UsageError(f"--since {text[:40]!r} is not a time; accepted: {accepted}") from None
 
 
 @app.command(epilog=EPILOG)
@@ -255,5 +256,5 @@ def measure_goodput(series: Path, logs: list[Path]) -> "tuple[str, Goodput]":
         known += EventSource(mount).list_events()
     found = compute_goodput(select_series(known, path))
     if found is None:
-        raise CommandFailed(f"{shown}: the event log has no set of it", remedy="`ckptfs events` shows what it has")
+        raise CommandFailed(f"the event log has no set of {shown}", remedy="`ckptfs events` shows what it has")
     return shown, found

@@ -97,7 +97,7 @@ def read_log(directory: Path) -> list[LoggedEvent]:
         raise CommandFailed(f"{directory}: cannot be read: {failure.strerror}") from failure
     if not numbers:
         remedy = "it is the directory `events` in the state directory of a mount"
-        raise CommandFailed(f"{directory} is no event log", remedy=remedy)
+        raise CommandFailed(f"{directory} is not an event log", remedy=remedy)
     return found
 
 

@@ -55,7 +55,7 @@ def chaos(
 
     kinds = [kind for kind in (faults or "").split(",") if kind] or USUAL
     if unknown := [kind for kind in kinds if kind not in FAULTS]:
-        raise UsageError(f"{unknown[0][:40]!r} is no kind of fault; accepted: {', '.join(FAULTS)}")
+        raise UsageError(f"{unknown[0][:40]!r} is not a kind of fault; accepted: {', '.join(FAULTS)}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     place = directory or layout.DIRECTORY.with_name("chaos")
     lab = Laboratory(place, say=lambda words: None if json else print(f"  {words}", file=sys.stderr, flush=True))

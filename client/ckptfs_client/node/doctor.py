@@ -308,11 +308,11 @@ def _check_etcd_health(name: str, health: "pb.EtcdHealth") -> Iterator[Finding]:
         remedy = "start etcd with --auto-compaction-mode=periodic --auto-compaction-retention=1h"
         yield Finding(name, NOTE, f"etcd keeps all {health.revision} revisions since its start, which fills its quota in time", remedy)
     if health.remote and not health.tls:
-        words = "etcd is spoken to without TLS (etcd_insecure): anybody on the network can change the files"
+        words = "etcd is used without TLS (etcd_insecure): anybody on the network can change the files"
         yield Finding(name, NOTE, words, "give etcd_ca=FILE")
     elif health.remote and health.open:
         remedy = "start etcd with --client-cert-auth, and give etcd_cert= and etcd_key="
-        yield Finding(name, BAD, "etcd asks nobody who they are: whoever reaches it can change the files", remedy)
+        yield Finding(name, BAD, "etcd accepts clients without a certificate: whoever reaches it can change the files", remedy)
 
 
 def _check_nodes(name: str, cluster: "pb.Cluster", living: list["pb.Member"]) -> Finding:

@@ -65,7 +65,7 @@ class Warming:
         self.wanted[mount] += [one for one in _list_files(real, mount.device) if one.inode not in known]
 
     def run(self) -> None:
-        """Fetch the files. Raises NotInTime with what is left, CommandFailed if some did not come."""
+        """Fetch the files. Raises NotInTime with what is left, CommandFailed if some could not be fetched."""
         for mount, files in self.wanted.items():
             with Client(mount) as client:
                 missing = self._report_present(client, files, HERE)
@@ -73,7 +73,7 @@ class Warming:
                 self._fetch(client, missing)
         if self.failures:
             count = format_count(len(self.failures), "file")
-            raise CommandFailed(f"{count} did not come: {self.failures[0]}", remedy="`ckptfs ls` shows where the copies are")
+            raise CommandFailed(f"{count} could not be fetched: {self.failures[0]}", remedy="`ckptfs ls` shows where the copies are")
 
     def _fetch(self, client: Client, files: list[WarmFile]) -> None:
         """Read the files, and wait until their copies count. Raises NotInTime."""

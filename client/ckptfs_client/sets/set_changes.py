@@ -90,7 +90,7 @@ def choose_rollback(history: SetHistory, one: ListedSeries, wanted: str | None) 
     if wanted is not None and "/" in wanted:
         found = history.find_set(Path(wanted))
         if found.series != one:
-            raise UsageError(f"{wanted} is no set of {one.shown}")
+            raise UsageError(f"{wanted} is not a set of {one.shown}")
         return found
     sets = history.list_sets(one)
     if wanted is None:

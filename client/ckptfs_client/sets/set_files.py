@@ -86,7 +86,8 @@ class Restore(NamedTuple):
         for path in self._list_present(files):
             if path not in known or not self._is_own(known[path]):
                 remedy = f"--force replaces it, or name another directory: ckptfs restore '{self.found.shown}' DIR"
-                raise CommandFailed(f"{self.target / os.fsdecode(path)} is no file of {self.found.shown}, and would be lost", remedy=remedy)
+                place = self.target / os.fsdecode(path)
+                raise CommandFailed(f"{place} is not a file of {self.found.shown}, and would be lost", remedy=remedy)
 
     def _list_present(self, files: list[FileOfSet]) -> Iterator[bytes]:
         """Yield the paths, below the place, of files that a restore would replace."""
@@ -112,7 +113,7 @@ class Restore(NamedTuple):
                 with contextlib.suppress(FileNotFoundError):
                     _copy_attributes(mount.history / one.relative_to(mount.mountpoint), one)
         if not self.directory.is_dir():
-            raise UsageError(f"{self.directory} is no directory")
+            raise UsageError(f"{self.directory} is not a directory")
         try:
             yield
         except BaseException:

@@ -256,7 +256,7 @@ class SetHistory:
         if found:
             return self._choose(path, found, "" if is_pattern else name, number)
         if series_named and number is None:
-            raise UsageError(f"{path} is no set, but holds series or is one", remedy=f"accepted: {FORMS}")
+            raise UsageError(f"{path} is a series or holds series, and is not a set", remedy=f"accepted: {FORMS}")
         raise self._build_unknown(path, exists=exists)
 
     def _find_in_history(self, path: Path, where: str) -> FoundSet:

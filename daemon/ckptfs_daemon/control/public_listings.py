@@ -50,7 +50,7 @@ def list_sets(db: Database, series: int, refresh_files: Callable[[list[int]], No
     Raises InvalidArgument if there is no such series. `refresh_files` reads from the store of a cluster how far files are.
     """
     if history.get_series(db, series) is None:
-        raise InvalidArgument(f"{series} is no series of checkpoints", remedy="`ckptfs list` shows all")
+        raise InvalidArgument(f"{series} is not a series of checkpoints", remedy="`ckptfs list` shows all")
     directories = history.list_set_directories(db, series)
     if db.is_clustered:
         files = (inode.id for one in directories for _, inode in history.list_files(db, one))
