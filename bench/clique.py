@@ -210,7 +210,7 @@ def saved_again(clique: Clique, size: int, rounds: int, *, renamed: bool) -> tup
     return statistics.median(shares), f"{len(noise.data) / MIB:.0f} MiB, at the interface of the node"
 
 
-def burden(clique: Clique, size: int, rounds: int) -> tuple[float, str]:
+def measure_write_speed(clique: Clique, size: int, rounds: int) -> tuple[float, str]:
     """Compare the speed of a writer while its node replicates with that while all movers are stopped.
 
     The writer has one processor, all processes of all nodes share another one. Only the writer's processor time counts, so other
@@ -224,7 +224,7 @@ def burden(clique: Clique, size: int, rounds: int) -> tuple[float, str]:
             seconds = {}
             for moving in (True, False) if number % 2 else (False, True):
                 clique.settle()
-                path, data = clique.fresh(0, "burden"), noise.renew()
+                path, data = clique.fresh(0, "written"), noise.renew()
                 with contextlib.nullcontext() if moving else held(*clique.nodes):
                     begun = time.thread_time()
                     write(path, data)
@@ -318,7 +318,7 @@ MEASURES: dict[str, Measure] = {
     "two ranks to the clique, s": ranks,
     "saved again, rewritten: moved": lambda clique, size, rounds: saved_again(clique, size, rounds, renamed=False),
     "saved again, renamed: moved": lambda clique, size, rounds: saved_again(clique, size, rounds, renamed=True),
-    "write speed while replicating": burden,
+    "write speed while replicating": measure_write_speed,
     "small files to the clique /s": small,
     "create + 4 KiB + close, ms": lambda clique, *_: operation(clique, 0, create, made=False),
     "first stat of another node's, ms": lambda clique, *_: operation(clique, 1, Path.stat, seen=False),

@@ -26,7 +26,7 @@ from ckptfs.tiers import space  # noqa: E402
 
 MIB = 1 << 20
 LIMIT_BYTES = 256 * MIB
-HEAT_BYTES = 2048 * MIB
+WARM_UP_BYTES = 2048 * MIB
 WRITE = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).resolve().parent)!r})
@@ -66,9 +66,9 @@ def _once(node: DaemonUnderTest, group: MemoryGroup, size: int, piece: int) -> f
         total = space.read_capacity(ram).total
         spares = prepare.choose_changes([], [], total // 2, prepare.count_spares(total)).missing
         eventually(lambda: list_prepared(ram) == list(spares), what="nothing but spare files is prepared")
-    heat = Path("/dev/shm") / f"ckptfs-bench-{os.getpid()}"
-    suites.write_new(heat, size=HEAT_BYTES, piece=4 * MIB)
-    heat.unlink()
+    warm_up = Path("/dev/shm") / f"ckptfs-bench-{os.getpid()}"
+    suites.write_new(warm_up, size=WARM_UP_BYTES, piece=4 * MIB)
+    warm_up.unlink()
     path = node.path / suites.name_without_digits(next(_numbers))  # A kind of its own.
     speed = float(group.run(WRITE, path, str(size), str(piece), timeout=300))
     path.unlink()

@@ -79,15 +79,15 @@ def _make_set(db: Database, directory: int, step: int) -> None:
 
 def _measure(command: list[str], rounds: int) -> float:
     """Run a command several times. Return the median of its times in seconds."""
-    walls, cpus = [], []
+    wall_times_s, cpu_times_s = [], []
     for _ in range(rounds):
         before_s, used = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-m", "ckptfs_client", *command], check=True, capture_output=True, env=environment())
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        walls.append(time.monotonic() - before_s)
-        cpus.append(after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime)
-    wall_s, words = statistics.median(walls), " ".join(command[:1] + ["SERIES"] * (len(command) - 1))
-    print(f"ckptfs {words:12}  median {wall_s:.3f} s, CPU of the command {statistics.median(cpus):.3f} s", flush=True)
+        wall_times_s.append(time.monotonic() - before_s)
+        cpu_times_s.append(after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime)
+    wall_s, words = statistics.median(wall_times_s), " ".join(command[:1] + ["SERIES"] * (len(command) - 1))
+    print(f"ckptfs {words:12}  median {wall_s:.3f} s, CPU of the command {statistics.median(cpu_times_s):.3f} s", flush=True)
     return wall_s
 
 

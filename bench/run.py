@@ -130,15 +130,17 @@ def _checkpoint_pair(bench: Bench, act: Callable[[Path], float], size: int, numb
     series_name = suites.name_without_digits(time.monotonic_ns())
 
     def ours() -> float:
-        heats = [bench.daemon.path / name for name in ((f"{series_name}_step0", f"{series_name}_step1") if is_second else ("warm", "hot"))]
-        for heat in heats:
-            suites.write_new(heat, size=size, piece=4 << 20)
+        warm_ups = [
+            bench.daemon.path / name for name in ((f"{series_name}_step0", f"{series_name}_step1") if is_second else ("warm", "hot"))
+        ]
+        for warm_up in warm_ups:
+            suites.write_new(warm_up, size=size, piece=4 << 20)
         bench.daemon.settle()
-        for heat in heats:
+        for warm_up in warm_ups:
             if is_second:
-                _remove(bench, heat)
+                _remove(bench, warm_up)
             else:  # A name without a number: no history keeps it, and its memory is free at once, as on tmpfs.
-                heat.unlink()
+                warm_up.unlink()
         ram = bench.daemon.root / "state" / "ram"
         eventually(lambda: sum(one.stat().st_size for one in (ram / "contents").iterdir()) < size, what="their memory is free")
         if is_second:
@@ -149,10 +151,10 @@ def _checkpoint_pair(bench: Bench, act: Callable[[Path], float], size: int, numb
         return speed
 
     def raw() -> float:
-        for heat in range(2):
-            suites.write_new(bench.raw / f"heat{heat}", size=size, piece=4 << 20)
-        for heat in range(2):
-            (bench.raw / f"heat{heat}").unlink()
+        for warm_up in range(2):
+            suites.write_new(bench.raw / f"warm_up{warm_up}", size=size, piece=4 << 20)
+        for warm_up in range(2):
+            (bench.raw / f"warm_up{warm_up}").unlink()
         speed = act(bench.raw / "checkpoint")
         (bench.raw / "checkpoint").unlink()
         return speed
@@ -181,8 +183,8 @@ def names(bench: Bench) -> None:
     if not bench.is_wanted("create + 4 KiB + close /s small files"):
         return
     places: dict[str, Path] = {"ckptfs": bench.daemon.path, "tmpfs": bench.raw}
-    with Rivals(bench.daemon.root, bench.raw) as rivals:
-        places |= rivals.places
+    with Baselines(bench.daemon.root, bench.raw) as baselines:
+        places |= baselines.places
         rounds = []
         for _ in range(bench.rounds):
             bench.daemon.settle()
@@ -235,7 +237,7 @@ def limited_programs(bench: Bench) -> None:
                 )
 
 
-class Rivals:
+class Baselines:
     """Other FUSE filesystems: plain pyfuse3 in memory, and bindfs on tmpfs if it is installed."""
 
     def __init__(self, root: Path, raw: Path) -> None:
@@ -248,7 +250,7 @@ class Rivals:
             self._commands["bindfs"] = ["bindfs", "-f", str(source)]
         self._root = root
 
-    def __enter__(self) -> "Rivals":
+    def __enter__(self) -> "Baselines":
         for name, command in self._commands.items():
             directory = self._root / name.replace(" ", "-")
             directory.mkdir()
