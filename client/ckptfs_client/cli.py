@@ -409,10 +409,10 @@ def adopt(
     last: Annotated[bool, Option("--last", help="No other node will adopt: those that have not are gone for good.")] = False,
     json: JsonLines = False,
 ) -> None:
-    """Take an etcd that lost its data for that of the cluster.
+    """Adopt an etcd that lost its data as that of the cluster.
 
     The node puts all that it knows of the shared tree into etcd. Run it on one node after the other, first on the one that wrote last.
-    Until all nodes have adopted, or one was told --last, nothing is written back to the PFS.
+    Until all nodes have adopted it, or one ran with --last, nothing is written back to the PFS.
 
     Example: ckptfs cluster adopt /ckpt
     """
@@ -458,7 +458,7 @@ def issue(
 def revoke(directory: KeysDirectory, node: KeysNode) -> None:
     """Revoke all keys that were issued to a node.
 
-    Use it if the keys are lost or stolen. Issue new ones if the node shall go on.
+    Use it if the keys are lost or stolen. To let the node go on, issue new keys for it.
 
     Example: ckptfs keys revoke /etc/ckptfs/ca node7
     """

@@ -133,7 +133,7 @@ def verify(
 def restore(
     named: SetArgument,
     directory: Annotated[
-        Path | None, Argument(metavar="DIR", help="Where it shall appear under its own name, also outside the mount.")
+        Path | None, Argument(metavar="DIR", help="The directory to restore it into, under its own name; also outside the mount.")
     ] = None,
     force: Annotated[bool, Option("--force", help="Replace what lies there, also if the set does not have it.")] = False,
     json: Json = False,

@@ -221,7 +221,7 @@ complete -c ckptfs -n '__ckptfs_at " keys issue"' -l address -r -d 'A host name 
 complete -c ckptfs -n '__ckptfs_at " keys issue"' -s h -l help -d 'Show help and exit.'
 complete -c ckptfs -n '__ckptfs_at " keys revoke"' -s h -l help -d 'Show help and exit.'
 complete -c ckptfs -n '__ckptfs_at " cluster"' -f
-complete -c ckptfs -n '__ckptfs_at " cluster"' -f -a adopt -d 'Take an etcd that lost its data for that of the cluster'
+complete -c ckptfs -n '__ckptfs_at " cluster"' -f -a adopt -d 'Adopt an etcd that lost its data as that of the cluster'
 complete -c ckptfs -n '__ckptfs_at " cluster"' -s h -l help -d 'Show help and exit.'
 complete -c ckptfs -n '__ckptfs_at " cluster adopt"' -l last -d 'No other node will adopt, those that have not are gone for good'
 complete -c ckptfs -n '__ckptfs_at " cluster adopt"' -l json -d 'Print the progress as JSON, one line per change'
