@@ -162,7 +162,7 @@ def status(
 @app.command(epilog=EPILOG)
 def df(
     directory: AnyDirectory = None,
-    checkpoint: Annotated[str | None, Option(metavar="SIZE", help="Check whether checkpoints of this size per node fit.")] = None,
+    checkpoint: Annotated[str | None, Option(metavar="SIZE", help="Check whether checkpoints fit of which each rank writes SIZE.")] = None,
     keep: Annotated[int, Option(min=0, help="Complete checkpoints to keep while the next one is written.")] = 1,
     ranks_per_node: Annotated[int, Option(min=1, help="Ranks on each node; each of them writes SIZE.")] = 1,
     json: Json = False,
