@@ -307,6 +307,13 @@ class _TransactionBuilder:
             self._require_ancestors(now)
         elif now is not None and before is None and kind != stat.S_IFDIR:
             self._include_one_name(key.number)
+        if now is not None and now.get("content") is not None:
+            self._include_new_content(SharedKey(CONTENT, now["content"]))
+
+    def _include_new_content(self, key: SharedKey) -> None:
+        """Add the content that an inode shows, if this node has made it and the store does not have it yet."""
+        if key not in self._transaction.new_values and key_state.is_dirty(self._db, key) and not self._load_value(key)[0].revision:
+            self._add_key(key)
 
     def _include_one_name(self, inode: int) -> None:
         """Add one name of a new inode, which would else list names that may never be published."""

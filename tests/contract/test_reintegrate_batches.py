@@ -10,7 +10,9 @@ import trio
 from shared_catalogs import Node, async_tests, play_on_nodes, reconnect, replayed
 
 from ckptfs import limits
+from ckptfs.catalog import contents
 from ckptfs.coherence import keys
+from ckptfs.model import Tier
 
 OTHERS, MORE = ([f"{name}{number}" for number in range(limits.ETCD_OPERATIONS_MAX)] for name in ("other", "more"))
 two_nodes = async_tests(partial(play_on_nodes, run=partial(replayed, 0)))
@@ -256,6 +258,23 @@ async def test_a_name_in_a_new_directory_is_never_seen_without_it(a: Node, b: No
     for _, events in groupby(a.store.etcd.events_from(b"e/", b"j", 0), key=lambda event: event.revision):
         seen |= {event.key for event in events}
         assert {b"i/" + key[2:18] for key in seen if key.startswith(b"e/")} <= seen
+
+
+@two_nodes
+async def test_a_file_is_never_seen_without_its_content(a: Node, b: Node) -> None:
+    """P7: its seal, which is the last change of the content, comes much later than its close."""
+    await cut(b)
+    inode = (await b.make("f")).id
+    with b.db.transaction():
+        content = contents.insert_content(b.db, inode, Tier.RAM)
+        contents.mark_closed(b.db, inode, content, 3, 1, 2)
+    await b.build(*OTHERS)
+    row = contents.get_content(b.db, content)
+    assert row is not None
+    contents.mark_sealed(b.db, [contents.SealResult(content, inode, row.change, Tier.RAM, 3, b"d" * 16, b"d" * 16)])
+    await reconnect(a, b)
+    first = [a.store.etcd.events_from(key, key + b"\0", 0)[0].revision for key in (b"c/%016x" % content, b"i/%016x" % inode)]
+    assert first[0] <= first[1]
 
 
 @two_nodes
