@@ -37,9 +37,9 @@ def merge_inode(base: Value | None, ours: Value, theirs: Value, *, is_writing: b
         merged["names"] = merge_names(base, ours, theirs)
     written = [value.get("generation") != base.get("generation") for value in (ours, theirs)]
     # Neither a time set on this node nor the rest of a lost tier may hide what another node wrote.
-    is_theirs = written == [False, True] or (not is_writing and _is_theirs_later(base, ours, theirs, have_both_written=all(written)))
+    is_theirs = not is_writing and (written == [False, True] or _is_theirs_later(base, ours, theirs, have_both_written=all(written)))
     newer = theirs if is_theirs else ours
-    if is_theirs or written[0]:
+    if is_theirs or is_writing or written[0]:
         merged.update({name: newer[name] for name in CONTENT_FIELDS if name in newer})
     if newer is ours and written[0] and is_salvaged(theirs, base, ours):
         del merged["missed"]

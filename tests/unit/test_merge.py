@@ -32,6 +32,13 @@ def test_a_local_write_shows_while_it_is_published(theirs: dict[str, Any]) -> No
     assert bytes_of(merge.merge_inode(BASE, ours, {**BASE, **theirs})) == bytes_of(ours)
 
 
+@pytest.mark.parametrize("ours", [{"mode": 0o100600}, {"size": 50}, {"content": 8}], ids=["a mode", "an fsync", "a new content"])
+def test_a_file_that_is_open_for_writing_here_shows_this_node_s_bytes(ours: dict[str, Any]) -> None:
+    """Its close tells a size: that of the content which is shown."""
+    ours = {**BASE, **ours}
+    assert bytes_of(merge.merge_inode(BASE, ours, {**BASE, **WRITTEN}, is_writing=True)) == bytes_of(ours)
+
+
 def missing(**fields: Any) -> dict[str, Any]:
     """What the others show since they take what this node wrote for lost."""
     missed = {"content": 8, "generation": 5, "mtime_ns": 30, "node": 1, "shows": 7, "shown": 4}
