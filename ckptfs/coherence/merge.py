@@ -36,6 +36,8 @@ def merge_inode(base: Value | None, ours: Value, theirs: Value, *, is_writing: b
     if "names" in theirs:
         merged["names"] = merge_names(base, ours, theirs)
     written = [value.get("generation") != base.get("generation") for value in (ours, theirs)]
+    # The generation of an open file may have been told before: a close changes the time only, and counts against what another node wrote.
+    written[0] |= written[1] and ours.get("closed_ns") != base.get("closed_ns")
     # Neither a time set on this node nor the rest of a lost tier may hide what another node wrote.
     is_theirs = not is_writing and (written == [False, True] or _is_theirs_later(base, ours, theirs, have_both_written=all(written)))
     newer = theirs if is_theirs else ours
