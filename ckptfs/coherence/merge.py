@@ -35,7 +35,8 @@ def merge_inode(base: Value | None, ours: Value, theirs: Value, *, is_writing: b
     merged: Value = {name: theirs[name] if ours.get(name) == base.get(name) else ours.get(name) for name in theirs}
     if "names" in theirs:
         merged["names"] = merge_names(base, ours, theirs)
-    written = [value.get("generation") != base.get("generation") for value in (ours, theirs)]
+    is_theirs_new = any(theirs.get(name) != base.get(name) for name in ("content", "generation"))
+    written = [ours.get("generation") != base.get("generation"), is_theirs_new]
     # The generation of an open file may have been told before: a close changes the time only, and counts against what another node wrote.
     written[0] |= written[1] and ours.get("closed_ns") != base.get("closed_ns")
     # Neither a time set on this node nor the rest of a lost tier may hide what another node wrote.

@@ -39,7 +39,7 @@ def test_a_file_that_is_open_for_writing_here_shows_this_node_s_bytes(ours: dict
     assert bytes_of(merge.merge_inode(BASE, ours, {**BASE, **WRITTEN}, is_writing=True)) == bytes_of(ours)
 
 
-@pytest.mark.parametrize(("generation", "later"), [(3, False), (5, True)])
+@pytest.mark.parametrize(("generation", "later"), [(3, False), (4, False), (5, True)])
 def test_a_close_counts_whose_generation_was_told_before(generation: int, later: bool) -> None:
     """The generation of a file begins when it is opened."""
     ours, theirs = {**BASE, "size": 50, "closed_ns": 40}, {**BASE, **WRITTEN, "generation": generation, "closed_ns": 30}
