@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,17 @@ def listed(node: NodeUnderTest) -> list[dict[str, Any]]:
     return found
 
 
+def find_third(node: NodeUnderTest) -> dict[str, Any]:
+    """What a node lists of the set step_3; a level of none if there is no such set."""
+    return next((one for one in listed(node) if one["number"] and one["set"].startswith("step_3@")), {"level": "none"})
+
+
+def latest(nodes: Iterable[NodeUnderTest]) -> list[str]:
+    """What the first `ckptfs latest` of each node answers."""
+    answers = [(node, node.command("latest", node.path / "run" / "step_*").stdout.removesuffix("\n")) for node in nodes]
+    return [str(Path(found).relative_to(node.path)) for node, found in answers]
+
+
 def test_sets_of_other_nodes(lab: ClusterUnderTest) -> None:
     """Each node lists them with their levels, notes them, rolls back and restores."""
     first, second, third = lab.nodes
@@ -41,11 +53,9 @@ def test_sets_of_other_nodes(lab: ClusterUnderTest) -> None:
     assert json.loads(third.command("show", third.path / "run" / "step_2", "--json").stdout)["note"] == "by the second"
     assert [one["note"] for one in listed(third)] == ["by the second", ""]
     third.command("rollback", third.path / "run" / "step_*")
-    for node in lab.nodes:
-        eventually(
-            lambda node=node: node.command("latest", node.path / "run" / "step_*").stdout == f"{node.path}/run/step_1\n", what=node.name
-        )
+    assert latest(lab.nodes) == ["run/step_1"] * 3
     second.command("rollback", second.path / "run" / "step_*", "--undo")
+    assert latest(lab.nodes) == ["run/step_2"] * 3
     shutil.rmtree(second.path / "run" / "step_2")
     answer = json.loads(third.command("restore", third.path / "run" / "step_2", "--json").stdout)
     assert answer["files"] == 1
@@ -56,3 +66,6 @@ def test_sets_of_other_nodes(lab: ClusterUnderTest) -> None:
     with subprocess.Popen(["cat", link], stdout=subprocess.PIPE) as reader:
         saved[3] = save(first.path / "run" / "step_3", 3)
         assert reader.communicate(timeout=60)[0] == saved[3]
+    eventually(lambda: find_third(first)["level"] in ("clique", "pfs"), what="the first lists it")
+    found = find_third(third)
+    assert found["state"] == "complete" and found["level"] in ("clique", "pfs"), "at the first look"

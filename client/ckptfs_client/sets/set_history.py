@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from ckptfs.model import Level
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs_client.client import Client
 from ckptfs_client.errors import ClientError, CommandFailed, UsageError
@@ -173,17 +174,31 @@ class SetHistory:
 
     def list_sets(self, one: ListedSeries, at_least: int | None = None) -> list[pb.SetInfo]:
         """Return the sets of a series, the newest first: all, or `at_least` so many."""
-        if self._is_shared:
-            self._refresh_sets(one)
+        names = self._refresh_sets(one) if self._is_shared else []
         told = self.client.list_sets(one.directory, at_least)
+        if self._look_at_files(one, names, {each.number for each in told if each.level == Level.NONE.value}):
+            told = self.client.list_sets(one.directory, at_least)
         return told if all(each.name for each in told) else self._add_names(one, told)
 
-    def _refresh_sets(self, one: ListedSeries) -> None:
-        """Look at the newest sets through the mount: so this node learns what other nodes say of them."""
+    def _refresh_sets(self, one: ListedSeries) -> list[str]:
+        """Look at the newest sets through the mount, and return their names.
+
+        So this node learns what other nodes say of them.
+        """
+        names: list[str] = []
         with contextlib.suppress(OSError):
-            names = sorted(os.listdir(one.history), key=lambda name: split_number(name)[1] or 0, reverse=True)
-            for name in names[:REFRESHED_MAX]:
+            names = sorted(os.listdir(one.history), key=lambda name: split_number(name)[1] or 0, reverse=True)[:REFRESHED_MAX]
+            for name in names:
                 os.lstat(one.history / name)
+        return names
+
+    def _look_at_files(self, one: ListedSeries, names: list[str], numbers: set[int]) -> bool:
+        """Look at the files of sets, by which this node learns of them. Return True if there are such sets."""
+        unknown = [name for name in names if split_number(name)[1] in numbers]
+        for name in unknown:
+            for _ in os.walk(one.history / name):
+                pass
+        return bool(unknown)
 
     def _add_names(self, one: ListedSeries, told: list[pb.SetInfo]) -> list[pb.SetInfo]:
         """Add names and notes that the caller may read through the mount. Sets without names are left out."""

@@ -260,8 +260,8 @@ class MountMemberReader:
         It is that of the directory, or of one that is gone and had the same path.
         """
         db = self._context.db
+        place = await self.find_place(directory, pattern)  # That also tells what other nodes rolled back to.
         own = history.find_series(db, directory, pattern)
-        place = await self.find_place(directory, pattern)
         found = None if place is None else history.get_series(db, place)
         return own or (found if found is not None and not contents.has_name(db, found.origin) else None)
 
