@@ -55,6 +55,14 @@ def test_it_appears_when_it_is_sealed_and_not_before(mount: Mount) -> None:
     assert mount.state(content) is ContentState.SEALED
 
 
+def test_a_file_that_is_too_large_to_seal_keeps_no_other_off_the_pfs(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "FILE_BYTES_MAX", LARGE - 1)
+    mount.put(b"vast", bytes(LARGE))
+    mount.seal(mount.put(b"after", b"small"))
+    run_until_idle(mount.write_back())
+    assert mount.on_pfs() == {b"after": ("file", b"small", 0o644)} and mount.temporaries() == []
+
+
 def in_vain(mount: Mount, meanwhile: Callable[[], None]) -> None:
     """Copy early what `meanwhile` makes worthless: nothing appears, nothing is left."""
     flow = mount.write_back()

@@ -394,6 +394,8 @@ class Planner:
             self.batch.lost_inodes.append(row.inode)
         if content is None or content.state not in {ContentState.CLOSED, ContentState.SEALED} or self._facts.is_repeated(row):
             return True
+        if content.size > limits.FILE_BYTES_MAX:
+            return True  # It is never sealed. The next close makes another row.
         if content.state is ContentState.SEALED:
             return self._publish(row, content, SourceKind.SEALED)
         if not self._facts.is_seal_overdue(row, content):
@@ -414,6 +416,8 @@ class Planner:
     def _synced(self, row: JournalRow) -> bool:
         content = self._facts.get_content(row.content or 0)
         if content is None or content.state is not ContentState.OPEN or self._facts.is_repeated(row):
+            return True
+        if content.size > limits.FILE_BYTES_MAX:
             return True
         if (content.id, content.change) in self._facts.unstable_contents or self._facts.defer_if_paused(content.inode, content.id):
             return True
@@ -563,6 +567,8 @@ def waits_for_seal(facts: Facts, row: JournalRow) -> bool:
     """Return True if a row can only wait until this node has sealed its content."""
     content = facts.get_content(row.content) if row.op == "content" and row.content else None
     if content is None or content.is_remote or content.state is not ContentState.CLOSED or facts.is_repeated(row):
+        return False
+    if content.size > limits.FILE_BYTES_MAX:
         return False
     return not facts.is_seal_overdue(row, content) and not _can_be_copied_early(facts, content)
 
