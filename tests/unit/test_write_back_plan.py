@@ -48,6 +48,9 @@ class Facts:
     def is_repeated(self, row: JournalRow) -> bool:
         return row.seq in self.repeats
 
+    def needs_no_copy(self, row: JournalRow, content: Content) -> bool:
+        return self.is_repeated(row)
+
     def is_seal_overdue(self, row: JournalRow, content: Content) -> bool:
         return self.late
 

@@ -392,10 +392,8 @@ class Planner:
         content = self._facts.get_content(row.content or 0)
         if content is not None and content.state is ContentState.LOST:
             self.batch.lost_inodes.append(row.inode)
-        if content is None or content.state not in {ContentState.CLOSED, ContentState.SEALED} or self._facts.is_repeated(row):
+        if content is None or content.state not in {ContentState.CLOSED, ContentState.SEALED} or self._facts.needs_no_copy(row, content):
             return True
-        if content.size > limits.FILE_BYTES_MAX:
-            return True  # It is never sealed. The next close makes another row.
         if content.state is ContentState.SEALED:
             return self._publish(row, content, SourceKind.SEALED)
         if not self._facts.is_seal_overdue(row, content):
@@ -415,9 +413,7 @@ class Planner:
 
     def _synced(self, row: JournalRow) -> bool:
         content = self._facts.get_content(row.content or 0)
-        if content is None or content.state is not ContentState.OPEN or self._facts.is_repeated(row):
-            return True
-        if content.size > limits.FILE_BYTES_MAX:
+        if content is None or content.state is not ContentState.OPEN or self._facts.needs_no_copy(row, content):
             return True
         if (content.id, content.change) in self._facts.unstable_contents or self._facts.defer_if_paused(content.inode, content.id):
             return True
@@ -566,9 +562,7 @@ class Planner:
 def waits_for_seal(facts: Facts, row: JournalRow) -> bool:
     """Return True if a row can only wait until this node has sealed its content."""
     content = facts.get_content(row.content) if row.op == "content" and row.content else None
-    if content is None or content.is_remote or content.state is not ContentState.CLOSED or facts.is_repeated(row):
-        return False
-    if content.size > limits.FILE_BYTES_MAX:
+    if content is None or content.is_remote or content.state is not ContentState.CLOSED or facts.needs_no_copy(row, content):
         return False
     return not facts.is_seal_overdue(row, content) and not _can_be_copied_early(facts, content)
 

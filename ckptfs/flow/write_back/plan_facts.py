@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
 
+from ckptfs import limits
 from ckptfs.catalog import contents, copies, inodes, journal, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import PfsBatch
 from ckptfs.flow.write_back.deferred import CopyPacing, DeferredFiles, RefusedKind
-from ckptfs.limits import MIB
 from ckptfs.model import Content
 
 # A content may block the rows behind it until its seal for as long as its digest takes on a slow disk, and a margin.
 SEAL_WAIT_S = 10.0
 SEAL_WAIT_REPEATED_S = 2.0
-SEAL_BYTES_PER_S = 200 * MIB
+SEAL_BYTES_PER_S = 200 * limits.MIB
 
 
 class SourceKind(Enum):
@@ -82,6 +82,10 @@ class Facts:
         """(id, change) of those that kept changing while they were read as open files."""
         self.last_unsealed = (0, 0)
         """(id, change) of the last one whose early copy was of no use."""
+
+    def needs_no_copy(self, row: JournalRow, content: Content) -> bool:
+        """Return True if a later row tells the same, or the content is too large to be sealed."""
+        return self.is_repeated(row) or content.size > limits.FILE_BYTES_MAX
 
     def is_seal_overdue(self, row: JournalRow, content: Content) -> bool:
         """Return True if write-back has waited too long for the seal of a CLOSED content."""
