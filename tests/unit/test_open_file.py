@@ -12,12 +12,17 @@ import pytest
 import trio
 import trio.testing
 from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers
+from ckptfs_daemon.mount.open_files.handle_ways import HandleWay, Way
 from ckptfs_daemon.mount.open_files.open_file import OpenFile
 from ckptfs_daemon.mount.open_files.open_file_table import OpenFileTable
 from local_node import Node
 
 from ckptfs import limits
-from ckptfs.model import ContentState, Tier
+from ckptfs.catalog import contents, namespace
+from ckptfs.coherence import key_state
+from ckptfs.coherence.key_state import CachedValue
+from ckptfs.coherence.keys import INODE, SharedKey
+from ckptfs.model import ROOT, ContentState, Tier
 from ckptfs.tiers.storage import TierStorage
 
 QUIET = cast(Any, SimpleNamespace(notify=lambda message: None))
@@ -56,6 +61,24 @@ async def test_a_file_moves_on_only_when_nobody_writes_it(tmp_path: Path) -> Non
             go_on.set()
     os.close(file.take_fd())
     assert file.tier is Tier.NVME and node.data(content, Tier.NVME) == b"slowlate"
+
+
+@pytest.mark.parametrize(("is_in_store", "state"), [(True, ContentState.CLOSED), (False, ContentState.DOOMED)])
+def test_a_file_without_a_name_is_closed_if_others_may_name_it(tmp_path: Path, *, is_in_store: bool, state: ContentState) -> None:
+    """P1: removed on an island while it was open. Another node may have given it a name, under which it comes back."""
+    node = Node(tmp_path)
+    content, ram = node.make(b"file", b"saved", closed=False), node.tiers[Tier.RAM]
+    inode, files = node.inode(content), OpenFileTable(node.db, node.tiers, None, QUIET)
+    file = OpenFile(inode, content, ram, ram.open(content, os.O_RDWR), is_writable=True)
+    files.add_handle(file, 1, True, HandleWay(Way.BUFFERED))
+    with node.db.transaction():
+        if is_in_store:
+            key_state.set_cached(node.db, SharedKey(INODE, inode), CachedValue(1, b"{}"))
+        namespace.unlink(node.db, ROOT, b"file")
+    files.release(1)
+    files.commit_releases()
+    found = contents.get_content(node.db, content)
+    assert found is not None and (found.state, found.size) == (state, len(b"saved") if is_in_store else 0)
 
 
 def test_another_descriptor_takes_the_number_of_the_former(tmp_path: Path) -> None:
