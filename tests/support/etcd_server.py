@@ -119,10 +119,17 @@ class Etcd:
                 Member(f"m{n}", self._directory, (ports[2 * n], ports[2 * n + 1]), self._tls, self._more) for n in range(self._count)
             ]
             self.start_soon()
-            if eventually(self._settled, what="etcd answers") == "answers":
-                return self
+            try:
+                if eventually(self._settled, what="etcd answers") == "answers":
+                    return self
+            except AssertionError as failure:
+                failure.add_note(self._read_log_ends())
+                raise
             self.stop()
-        raise AssertionError(f"etcd did not start: {self.members[0].log.read_text()[-2000:]}")
+        raise AssertionError(f"etcd did not start: {self._read_log_ends()}")
+
+    def _read_log_ends(self) -> str:
+        return "\n".join(f"{member.name}: {member.log.read_text()[-2000:]}" for member in self.members)
 
     def start_soon(self) -> None:
         """Start all; returns at once."""
