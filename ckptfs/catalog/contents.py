@@ -343,9 +343,9 @@ def insert_reserved_content(db: Database, tier: Tier) -> int:
     return content
 
 
-def mark_reserved_doomed(db: Database, content: int) -> None:
-    """Make a content DOOMED if it is still reserved: it belongs to no file."""
-    db.run("UPDATE content SET state = 3, change = change + 1 WHERE id = ? AND inode = 0", content)
+def is_reserved(db: Database, content: int) -> bool:
+    """Return True if a content still belongs to no file."""
+    return db.value("SELECT 1 FROM content WHERE id = ? AND inode = 0", content) is not None
 
 
 def record_successor(db: Database, inode: int, content: int, successor: int) -> bool:

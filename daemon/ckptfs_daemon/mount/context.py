@@ -89,8 +89,9 @@ def reserve_content(db: Database, tier: Tier) -> Iterator[int]:
     try:
         yield content
     finally:
-        with db.transaction():
-            contents.mark_reserved_doomed(db, content)
+        if contents.is_reserved(db, content):
+            with db.transaction():
+                contents.mark_doomed(db, content)
 
 
 class ChangeRunner:
