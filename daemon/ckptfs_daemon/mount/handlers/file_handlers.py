@@ -276,7 +276,7 @@ class FileHandlers:
             with self._context.open_files.change() as db:
                 if contents.has_name(db, file.inode):
                     contents.record_written(db, file.inode, status.st_size, status.st_atime_ns, status.st_mtime_ns, now_ns)
-            file.flushed = status, now_ns
+                    file.flushed = status, now_ns
         await shared_namespace.wait_published()
 
     async def fsync(self, fh: int) -> None:

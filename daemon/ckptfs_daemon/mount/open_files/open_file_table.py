@@ -341,10 +341,11 @@ class OpenFileTable:
                 handles.delete(self.db, handle)
         if not file.is_closing and file.handles:
             return []
-        if not contents.has_name(self.db, file.inode) and handles.is_open(self.db, file.inode):
-            return []
-        if contents.is_deleted(self.db, file.inode):
-            return contents.mark_all_doomed(self.db, file.inode)
+        if not contents.has_name(self.db, file.inode):
+            if handles.is_open(self.db, file.inode):
+                return []
+            if contents.is_deleted(self.db, file.inode):
+                return contents.mark_all_doomed(self.db, file.inode)
         if file.content is not None and (file.fd >= 0 or file.tier is Tier.PFS):
             self._record_stats(file, file.content)
         return []
