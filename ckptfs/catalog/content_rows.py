@@ -11,6 +11,9 @@ CONTENT_COLUMNS = "k.id, k.inode, k.generation, k.state, k.size, k.digest, k.blo
 CONTENT_COLUMNS_WITHOUT_BLOCKS = CONTENT_COLUMNS.replace("k.blocks", "NULL")
 """The same for queries of many rows: the digests of all blocks are long, and few callers need them."""
 
+TOTAL = "CAST(total({}) AS INTEGER)"
+"""SQL: the sum of sizes, to be formatted with the column. Where sum() fails beyond 64 bits, this is 2^63-1; without rows it is 0."""
+
 IS_ON_PFS = (
     "EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = {0}.inode AND p.complete = 1 AND p.generation = {0}.generation"
     " AND p.digest = {0}.digest)"

@@ -17,7 +17,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from ckptfs.catalog import identity, inodes, journal, peer_copies, pfs_state, remote_contents
-from ckptfs.catalog.content_rows import CONTENT_COLUMNS, IS_LEAVING_PFS, build_content, get_content, is_unchanged
+from ckptfs.catalog.content_rows import CONTENT_COLUMNS, IS_LEAVING_PFS, TOTAL, build_content, get_content, is_unchanged
 from ckptfs.catalog.database import Database
 from ckptfs.model import Content, ContentState, Copy, CopyState, PublishedRow, Tier
 
@@ -247,7 +247,7 @@ def count_doomed_bytes(db: Database, tier: Tier) -> int:
         return 0
     return int(
         db.value(
-            "SELECT CAST(total(k.size) AS INTEGER) FROM content k JOIN copy c ON c.content = k.id AND c.tier = ?"
+            f"SELECT {TOTAL.format('k.size')} FROM content k JOIN copy c ON c.content = k.id AND c.tier = ?"
             " WHERE k.state = 3 AND k.id NOT IN (SELECT content FROM handle WHERE content IS NOT NULL)",
             tier,
         )

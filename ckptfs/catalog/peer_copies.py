@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptfs import lifecycle
-from ckptfs.catalog.content_rows import CONTENT_COLUMNS, CONTENT_COLUMNS_WITHOUT_BLOCKS, IS_ON_PFS, build_content, build_content_and_rest
+from ckptfs.catalog.content_rows import (
+    CONTENT_COLUMNS,
+    CONTENT_COLUMNS_WITHOUT_BLOCKS,
+    IS_ON_PFS,
+    TOTAL,
+    build_content,
+    build_content_and_rest,
+)
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import CliqueCopies
 from ckptfs.model import Content, Tier
@@ -243,14 +250,14 @@ _REBUILDABLE = (
 
 def count_rebuildable(db: Database) -> tuple[int, int]:
     """Return (files, bytes) of all contents that come back from other nodes."""
-    files, size = db.row(f"SELECT count(*), CAST(total(k.size) AS INTEGER) FROM {_REBUILDABLE}") or (0, 0)
+    files, size = db.row(f"SELECT count(*), {TOTAL.format('k.size')} FROM {_REBUILDABLE}") or (0, 0)
     return int(files), int(size)
 
 
 def count_repairable(db: Database) -> tuple[int, int]:
     """Return (files, bytes) of dead nodes' contents that this node has to copy to others."""
     files, size = db.row(
-        "SELECT count(*), CAST(total(size) AS INTEGER) FROM content WHERE under_replicated = 1 AND state = 2 AND remote = 1"
+        f"SELECT count(*), {TOTAL.format('size')} FROM content WHERE under_replicated = 1 AND state = 2 AND remote = 1"
     ) or (0, 0)
     return int(files), int(size)
 
@@ -374,9 +381,7 @@ def mark_node_copies_lost(db: Database, node: int) -> int:
 
 def get_replication_lag(db: Database) -> tuple[int, int, int]:
     """Return (files, bytes, close of the oldest in ns or 0) of own contents that need more copies."""
-    found = db.row(
-        f"SELECT count(*), CAST(total(k.size) AS INTEGER), coalesce(min(k.closed_ns), 0) FROM {_UNDER_REPLICATED} AND k.remote = 0"
-    )
+    found = db.row(f"SELECT count(*), {TOTAL.format('k.size')}, coalesce(min(k.closed_ns), 0) FROM {_UNDER_REPLICATED} AND k.remote = 0")
     files, size, oldest_ns = found or (0, 0, 0)
     return int(files), int(size), int(oldest_ns)
 

@@ -20,7 +20,14 @@ from typing import Any
 
 from ckptfs import limits
 from ckptfs.catalog import peer_copies
-from ckptfs.catalog.content_rows import CONTENT_COLUMNS_WITHOUT_BLOCKS, IS_ON_PFS, build_content, build_content_and_rest, is_unchanged
+from ckptfs.catalog.content_rows import (
+    CONTENT_COLUMNS_WITHOUT_BLOCKS,
+    IS_ON_PFS,
+    TOTAL,
+    build_content,
+    build_content_and_rest,
+    is_unchanged,
+)
 from ckptfs.catalog.database import Database
 from ckptfs.digest import BLOCK_DIGEST_BYTES
 from ckptfs.model import Content, ContentState, CopyState, Tier
@@ -149,7 +156,7 @@ def _build_held_copy(row: tuple[Any, ...]) -> HeldCopy:
 def count_hosted(db: Database) -> tuple[int, int]:
     """Return (files, bytes) of other nodes' contents of which this node has a verified copy."""
     files, size = db.row(
-        "SELECT count(*), CAST(total(size) AS INTEGER) FROM content k WHERE k.remote = 1 AND k.state = 2"
+        f"SELECT count(*), {TOTAL.format('size')} FROM content k WHERE k.remote = 1 AND k.state = 2"
         " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1 AND c.tier <> 'pfs')"
     ) or (0, 0)
     return int(files), int(size)
@@ -395,7 +402,7 @@ def count_hosted_bytes(db: Database, tier: Tier | None = None) -> int:
     """Return the bytes of other nodes' contents on this node."""
     return int(
         db.value(
-            "SELECT CAST(total(k.size) AS INTEGER) FROM content k JOIN copy c ON c.content = k.id WHERE k.remote = 1 AND k.state <> 3"
+            f"SELECT {TOTAL.format('k.size')} FROM content k JOIN copy c ON c.content = k.id WHERE k.remote = 1 AND k.state <> 3"
             " AND c.state <> 2 AND (?1 IS NULL OR c.tier = ?1)",
             tier,
         )

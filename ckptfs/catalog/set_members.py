@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ckptfs import limits
 from ckptfs.catalog import handles, history, identity, inodes, namespace, peer_copies
+from ckptfs.catalog.content_rows import TOTAL
 from ckptfs.catalog.database import Database
 from ckptfs.model import ContentState, Inode
 
@@ -202,7 +203,7 @@ def list_known_sets(db: Database, directories: Iterable[int]) -> dict[int, bool]
 
 def count_history_bytes(db: Database) -> int:
     """Return the bytes of the files that only the history holds."""
-    query = f"SELECT CAST(total(size) AS INTEGER) FROM inode WHERE history > 0 AND nlink = history AND mode & {_TYPE_BITS} = {_FILE}"
+    query = f"SELECT {TOTAL.format('size')} FROM inode WHERE history > 0 AND nlink = history AND mode & {_TYPE_BITS} = {_FILE}"
     return int(db.value(query))
 
 

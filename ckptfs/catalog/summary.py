@@ -18,7 +18,7 @@ from typing import Any
 
 from ckptfs import lifecycle, limits
 from ckptfs.catalog import contents, copies, inodes, journal, peer_copies
-from ckptfs.catalog.content_rows import CONTENT_COLUMNS_WITHOUT_BLOCKS, build_content
+from ckptfs.catalog.content_rows import CONTENT_COLUMNS_WITHOUT_BLOCKS, TOTAL, build_content
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import FileRecord
 from ckptfs.model import HISTORY_NAME, Content, ContentState, Copy, CopyState, Level, PublishedRow, Tier
@@ -150,7 +150,7 @@ def load_write_back_figures(db: Database) -> WriteBackFigures:
     """Return the lag of the PFS."""
     with db.read_transaction():
         dirty_files, dirty_bytes = db.row(
-            "SELECT count(*), CAST(total(size) AS INTEGER) FROM content WHERE state IN (1, 2)"
+            f"SELECT count(*), {TOTAL.format('size')} FROM content WHERE state IN (1, 2)"
             " AND id IN (SELECT content FROM journal WHERE op = 'content')"
         ) or (0, 0)
         changes = db.value("SELECT count(*) FROM journal WHERE op NOT IN ('content', 'synced')")
@@ -219,7 +219,7 @@ def _list_level_groups(
             f"{tables}SELECT {top}, c.state,"
             " EXISTS (SELECT 1 FROM copy WHERE content = c.id AND state = 1), p.inode IS NOT NULL,"
             " coalesce(p.complete AND p.generation = c.generation AND c.digest IS NOT NULL AND p.digest = c.digest, 0),"
-            f" coalesce(c.remote, 0), {domains}, {uncommitted}, count(*), CAST(total({_SIZE}) AS INTEGER)"
+            f" coalesce(c.remote, 0), {domains}, {uncommitted}, count(*), {TOTAL.format(_SIZE)}"
             f" FROM {source} LEFT JOIN content c ON c.id = i.content LEFT JOIN pfs_file p ON p.inode = i.id"
             f" WHERE {_REGULAR} AND i.nlink > 0 AND {condition} GROUP BY 1, 2, 3, 4, 5, 6, 7, 8",
             *values,
@@ -289,7 +289,7 @@ def count_journal_left(db: Database, up_to: int) -> tuple[int, int, int]:
     """Return (files, bytes, other changes) up to a row that the PFS lacks and does not refuse."""
     condition = _build_waited_condition(db)
     files, size = db.row(
-        "SELECT count(*), CAST(total(size) AS INTEGER) FROM content WHERE state IN (1, 2)"
+        f"SELECT count(*), {TOTAL.format('size')} FROM content WHERE state IN (1, 2)"
         f" AND id IN (SELECT j.content FROM journal j WHERE j.op = 'content' AND {condition})",
         up_to,
     ) or (0, 0)
@@ -320,7 +320,7 @@ def get_report(db: Database, key: str) -> dict[str, Any]:
 
 def count_bytes_in_tier(db: Database, tier: Tier) -> int:
     """Return the bytes of the contents in a tier, as far as their sizes are known."""
-    query = "SELECT CAST(total(c.size) AS INTEGER) FROM copy k JOIN content c ON c.id = k.content WHERE k.tier = ?"
+    query = f"SELECT {TOTAL.format('c.size')} FROM copy k JOIN content c ON c.id = k.content WHERE k.tier = ?"
     return int(db.value(query, tier.value))
 
 
@@ -333,7 +333,7 @@ def count_only_in_ram(db: Database) -> tuple[int, int]:
     """Return (number, bytes) of this node's own contents that a reboot loses."""
     is_safe = copies.IS_SAFE_ELSEWHERE.format(pfs_verify=0)
     count, size = db.row(
-        "SELECT count(*), CAST(total(k.size) AS INTEGER) FROM copy c JOIN content k ON k.id = c.content"
+        f"SELECT count(*), {TOTAL.format('k.size')} FROM copy c JOIN content k ON k.id = c.content"
         f" WHERE c.tier = 'ram' AND k.state <> 3 AND k.remote = 0 AND NOT {is_safe}"
         f" AND NOT EXISTS (SELECT 1 FROM {peer_copies.HOLDERS.format('k')})"
     ) or (0, 0)
@@ -344,7 +344,7 @@ def count_leaving_bytes(db: Database, tier: Tier) -> int:
     """Return the bytes of own contents that can leave a tier at once: on the PFS, and closed."""
     return int(
         db.value(
-            "SELECT CAST(total(c.size) AS INTEGER) FROM copy k JOIN content c ON c.id = k.content JOIN pfs_file p ON p.inode = c.inode"
+            f"SELECT {TOTAL.format('c.size')} FROM copy k JOIN content c ON c.id = k.content JOIN pfs_file p ON p.inode = c.inode"
             " WHERE k.tier = ? AND k.state = 1 AND c.state = 2 AND c.remote = 0 AND p.complete = 1 AND p.generation = c.generation"
             " AND p.digest = c.digest AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.inode = c.inode)",
             tier.value,
