@@ -263,6 +263,8 @@ class SharedPlanner(Planner):
         if shown is None or shown.inode == inode or name in self._snapshot.list_names(shown.inode):
             return True
         if not self._snapshot.is_alive(shown.inode):
+            for pending in self.view.list_pending_names(shown.inode):  # A deleted file gets no name any more.
+                self.view.delete_pending(*pending)
             kinds = self._is_directory(shown.inode), self._is_directory(inode)
             if kinds == (False, False) or (kinds == (True, True) and not self._snapshot.list_pfs_names_in(shown.inode)):
                 return True
