@@ -60,9 +60,14 @@ def build_row_key(db: Database, instance: str, row: JournalRow) -> SharedKey:
     return SharedKey(JOURNAL_ROW, identity.get_node_number(db), build_row_name(instance, row.seq))
 
 
-def load_inodes(db: Database, store: Transactions, *inodes: int) -> None:
-    """Record what the store says of these inodes and of the PFS. Raises as `StoreSnapshot.load`."""
-    StoreSnapshot(db, store).load(journal.get_instance_id(db), inodes=inodes)
+def load_inodes(db: Database, store: Transactions, *inodes: int) -> bool:
+    """Record these inodes and what the PFS shows of them. Return True if a node is about to change that.
+
+    Raises as `StoreSnapshot.load`.
+    """
+    snapshot = StoreSnapshot(db, store)
+    snapshot.load(journal.get_instance_id(db), inodes=inodes)
+    return bool(snapshot.list_intents())
 
 
 class NotLoaded(Busy):
@@ -104,6 +109,7 @@ class StoreSnapshot:
             wanted = dict.fromkeys(self._list_needed_keys(instance, rows, inodes))
             keys = [key for key in wanted if key not in self.store_values]
             if not keys:
+                self._require_consistent()
                 return self._require_published()
             found = self._read(keys)
             self.store_values |= found
@@ -115,11 +121,18 @@ class StoreSnapshot:
         known = {key: self._guessed[key] for key in keys if key in self._guessed}
         return known or (read.parse_outcome(keys, self._store.read(read.build_gets(keys))) if keys else {})
 
+    def _require_consistent(self) -> None:
+        """Raise Busy if a node changed between two reads under which names the PFS shows an inode."""
+        for key, one in self.store_values.items():
+            for name in self.list_pfs_names(key.number) if key.kind == PFS_STATE else ():
+                place = self.store_values.get(SharedKey(PFS_NAME, *name))
+                if place is not None and (place.value.fields or {}).get("inode") != key.number and one.value.raw != UNREADABLE:
+                    raise Busy("what the PFS shows was changed between two reads")
+
     def _require_published(self) -> None:
         """Raise Busy if this node has unpublished changes of PFS state that other nodes changed, too."""
         for key, one in self.store_values.items():
-            is_unknown = key_state.get_cached(self._db, key).revision != one.value.revision and one.value.raw != UNREADABLE
-            if key.kind in {PFS_STATE, PFS_NAME} and is_unknown:
+            if key.kind in {PFS_STATE, PFS_NAME} and one.value.raw != UNREADABLE and _is_unknown(self._db, key, one):
                 raise Busy("what the PFS shows is being told to the other nodes")
 
     def _apply_to_catalog(self, found: dict[SharedKey, StoreValue]) -> None:
@@ -503,8 +516,15 @@ def _refresh_batch(db: Database, store: Transactions, directory: int, names: Seq
 def _is_changed_elsewhere(db: Database, store_values: dict[SharedKey, StoreValue], directory: int, name: bytes) -> bool:
     """Return True if another node is changing a name on the PFS, or did and this node does not know it."""
     named, place = SharedKey(NAME, directory, name), SharedKey(PFS_NAME, directory, name)
-    if "by" in (store_values[place].value.fields or {}) or key_state.is_dirty(db, named):
-        return True
     here = db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", directory, name)
-    there = (store_values[named].value.fields or {"child": None})["child"]
-    return here != there or (there is None and store_values[place].value.raw is not None)
+    shown = db.value("SELECT inode FROM pfs_entry WHERE parent = ? AND name = ?", directory, name)
+    child, inode = ((store_values[key].value.fields or {}).get(field) for key, field in ((named, "child"), (place, "inode")))
+    if key_state.is_dirty(db, named) or (here, shown) != (child, inode) or (child is None and inode is not None):
+        return True
+    places = [place, *(SharedKey(PFS_STATE, one) for one in (child, inode) if one)]
+    return any(_is_unknown(db, key, store_values[key]) or "by" in (store_values[key].value.fields or {}) for key in places)
+
+
+def _is_unknown(db: Database, key: SharedKey, store_value: StoreValue) -> bool:
+    """Return True if a value of the store was not applied, because this node has an unpublished change."""
+    return key_state.get_cached(db, key).revision != store_value.value.revision

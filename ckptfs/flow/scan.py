@@ -29,7 +29,7 @@ from ckptfs.clique import locations
 from ckptfs.clique.cluster import Cluster, ClusterLock
 from ckptfs.coherence import key_state, pfs_coordination, store_loss
 from ckptfs.config import Config
-from ckptfs.errors import CkptfsError, StoreRefused, StoreUnreachable, TierUnavailable
+from ckptfs.errors import Busy, CkptfsError, StoreRefused, StoreUnreachable, TierUnavailable
 from ckptfs.model import ROOT, Notifier, PfsEntryStat
 from ckptfs.store.kv import Get
 from ckptfs.tiers import health, pfs_identity, pfs_ownership, pfs_tree
@@ -193,8 +193,7 @@ class Scan:
         root_fd = self._open_root()
         try:
             pending = disk.act("scan:begin", scans.record_scan_begin, self._db, directory)
-            if self._cluster is not None:  # Other nodes may have moved the directory on the PFS.
-                pfs_coordination.load_inodes(self._db, self._cluster.store, directory)
+            self._load_location(directory)
             names = pfs_state.find_path(self._db, directory)
             if names is None:
                 scans.record_scan_end(self._db, directory, whole=True)  # Not on the PFS: there is nothing to import.
@@ -212,6 +211,18 @@ class Scan:
         if self._cluster is not None:
             self._warn_if_large(directory)
         self._wait_published()
+
+    def _load_location(self, directory: int) -> bool:
+        """Record where a directory is on the PFS now. Return True if another node is about to change that.
+
+        Raises StoreUnreachable, and OSError (EBUSY) if it keeps changing.
+        """
+        if self._cluster is None:
+            return False
+        try:
+            return pfs_coordination.load_inodes(self._db, self._cluster.store, directory)
+        except Busy:
+            raise _build_busy_error(pfs_state.find_path(self._db, directory) or ()) from None
 
     def _warn_if_large(self, directory: int) -> None:
         """Warn once of a directory that may fill the store with four keys for every name."""
@@ -275,8 +286,9 @@ class Scan:
         return fd
 
     def _is_path_changing(self, directory: int, names: tuple[bytes, ...]) -> bool:
-        """Return True if write-back renames a directory on this path, or has done so since the look at it."""
-        return pfs_state.is_path_changing(self._db, directory) or pfs_state.find_path(self._db, directory) != names
+        """Return True if a write-back renames a directory on this path, or has done so since the look at it."""
+        is_changing = self._load_location(directory) or pfs_state.is_path_changing(self._db, directory)
+        return is_changing or pfs_state.find_path(self._db, directory) != names
 
     def _scan_missing_ancestor(self, root_fd: int, names: tuple[bytes, ...], directory: int) -> None:
         """Record in the catalog that a directory is gone, by scanning its nearest ancestor on the PFS."""
@@ -441,19 +453,18 @@ class DirectoryScan:
 
     def _record_vanished(self, candidates: Iterable[bytes]) -> None:
         """Record that these names are gone, after looking for each one on its own."""
-        gone = list(candidates)
-        self._exclude_pending_elsewhere(gone)
+        gone = [name for name in candidates if pfs_tree.is_absent(self._fd, name)]
+        self._exclude_pending_elsewhere(gone)  # After the look: else another node could rename the file between the two.
         for name in gone:
-            if pfs_tree.is_absent(self._fd, name):
-                self._delete_tree(name)
+            self._delete_tree(name)
 
     def _delete_tree(self, name: bytes) -> None:
         """Delete a name and all below it from the catalog, but for what the PFS lacks as yet."""
-        inode = scans.get_known_name(self._db, self._directory, name).inode
+        known = scans.get_known_name(self._db, self._directory, name)
         self._pending.update(self._db)
-        if inode is None or self._pending.is_pending(name, inode):
+        if known.inode is None or self._pending.is_pending(name, known.inode):
             return
-        for directory, below in scans.list_tree(self._db, inode):
+        for directory, below in scans.list_tree(self._db, known.inode) if known.child == known.inode else ():
             pending = scans.record_scan_begin(self._db, directory)
             try:
                 self._delete_names(pending, below)

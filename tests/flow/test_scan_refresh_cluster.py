@@ -1,5 +1,6 @@
 """F4 in a cluster: each node refreshes the directories that it knows, and one node at a time refreshes each."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,9 +9,10 @@ import trio
 from shared_catalogs import settled
 from writers_together import Writer, WriterCluster, in_cluster
 
-from ckptfs.catalog import scans
+from ckptfs.catalog import copies, scans
 from ckptfs.flow import scan
 from ckptfs.flow.scan import Scan
+from ckptfs.model import ROOT
 
 
 @pytest.fixture
@@ -61,3 +63,62 @@ async def test_of_several_nodes_one_refreshes_a_directory_in_each_interval(clust
     two.db.run("UPDATE inode SET scanned_ns = 0")
     next_one = await refresh(two, 1000.0)
     assert seen == [(first, 1), (next_one, 1)], "another node takes over when the one that did it is dead"
+
+
+@pytest.mark.parametrize("number", range(6))
+@in_cluster
+async def test_a_directory_that_another_node_renames_on_the_pfs_during_a_scan_keeps_its_files(cluster: WriterCluster, number: int) -> None:
+    """P5: the PFS shows the new name before the store says so, and the store says so before the scan's read `number`."""
+    one, two, _ = cluster.nodes
+    await one.mkdir("d.tmp")
+    await one.put("d.tmp/f", b"1")
+    await cluster.settle()
+    directory = (await one.stat("d.tmp")).id
+    await one.rename("d.tmp", "d")
+    await two.stat("d/f")
+    reads, is_renamed, may_go_on, is_done = itertools.count(), trio.Event(), trio.Event(), trio.Event()
+
+    async def stand_still() -> None:
+        is_renamed.set()
+        await may_go_on.wait()
+
+    async def write_back() -> None:
+        await cluster.step(one)
+        is_done.set()
+
+    async def go_on() -> None:
+        may_go_on.set()
+        await is_done.wait()
+
+    def before_read() -> None:
+        if getattr(cluster.stepping, "node", None) is two and next(reads) == number:
+            trio.from_thread.run(go_on)
+
+    two.store.before_read = before_read
+    cluster.meanwhile["write_back:directory"] = stand_still
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(write_back)
+        await is_renamed.wait()
+        assert (cluster.pfs / "d").is_dir()
+        await cluster.compare(two, directory)
+        await go_on()
+    await cluster.settle()
+    assert set(cluster.shared()) == {b"d", b"d/f"}
+    cluster.exact()
+
+
+@in_cluster
+async def test_a_scan_without_a_mount_takes_no_write_back_of_others_for_an_external_change(cluster: WriterCluster) -> None:
+    """P5: nobody publishes what this mover has recorded, so it does not learn what other nodes have written back since."""
+    one, two, _ = cluster.nodes
+    await one.put("f", b"1")
+    await cluster.settle()
+    inode = (await two.stat("f")).id
+    two.touching.on_dirty = lambda: None
+    with two.db.transaction():
+        two.db.run("UPDATE pfs_file SET checked_ns = 1 WHERE inode = ?", inode)
+    await one.put("f", b"22")
+    while await cluster.step(one):
+        pass
+    await cluster.compare(two, ROOT)
+    assert copies.get_content_id(two.db, inode) is not None

@@ -14,6 +14,7 @@ from shared_catalogs import async_tests, run_seeded, settled, stored
 from write_back_world import intercepted
 from writers_together import WriterCluster
 
+from ckptfs.catalog import scans
 from ckptfs.coherence import key_state
 from ckptfs.coherence.keys import PFS_NAME, SharedKey
 from ckptfs.errors import CkptfsError
@@ -67,6 +68,7 @@ def do_anything(
     hurrying: float = 0.0,
     dying: float = 0.0,
     refusing: float = 0.0,
+    scanning: float = 0.0,
     count: int = 0,
 ) -> None:
     """Two or three nodes do what they like while their write-backs are at any point; some are cut off, or their movers die, or a commit
@@ -78,6 +80,7 @@ def do_anything(
         cluster.disturbing = cluster.act_somewhere
         cluster.disturbance, cluster.cutting, cluster.killing, cluster.hurrying = disturbance, cutting, killing, hurrying
         cluster.dying, cluster.refusing, cluster.replicates = dying, refusing, dying > 0
+        cluster.scanning = scanning
         for name in ("d", "e", "d/f"):
             await cluster.nodes[0].mkdir(name)
         for node in cluster.nodes:
@@ -171,6 +174,16 @@ def test_with_urgent_files_it_ends_as_what_is_shared_too(tmp_path: Path, seed: i
 def test_seeds_that_ended_otherwise_once_end_as_what_is_shared(tmp_path: Path, seed: int) -> None:
     """P6: a name that was pending for a file that is gone hid what another node moved there; a removed directory hid a later name."""
     do_anything(tmp_path, seed, 0.05)
+
+
+@pytest.mark.parametrize("seed", [2, 10, 77, 100])
+def test_scans_beside_it_find_no_external_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """P5, P6: whatever is written back between two reads of the store by a scan, or by write-back itself."""
+    found: list[object] = []
+    for name in ("_delete_name", "_import_new", "_record_external_write"):
+        monkeypatch.setattr(scans, name, lambda *given: found.append(given))
+    do_anything(tmp_path, seed, 0.06, scanning=0.2)
+    assert not found
 
 
 @pytest.mark.parametrize("seed", [0, 1, 98])

@@ -11,13 +11,13 @@ import os
 import random
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import trio
 from local_node import Told
-from memory_store import MemoryEtcd, MemoryStore
+from memory_store import WAIT_S, MemoryEtcd, MemoryStore
 from shared_catalogs import Node, running, settled, stored, stored_tree
 from write_back_world import Killed, Tree, intercepted, pfs_tree
 
@@ -32,11 +32,12 @@ from ckptfs.coherence.keys import INODE, PFS_STATE
 from ckptfs.config import Config
 from ckptfs.digest import RunningDigest
 from ckptfs.errors import CkptfsError, TierUnavailable
+from ckptfs.flow.scan import Scan
 from ckptfs.flow.take_over import TakeOver
 from ckptfs.flow.write_back.coordination import ClusterWriteBack
 from ckptfs.limits import MIB
 from ckptfs.model import ContentState, Tier
-from ckptfs.store.kv import Put
+from ckptfs.store.kv import Get, Outcome, Put
 from ckptfs.tiers.storage import Tiers
 
 DEPTH_MAX = 3
@@ -44,11 +45,22 @@ DEPTH_MAX = 3
 NAME_CHANGES = {"create", "make", "put", "link", "move", "swap", "unlink", "rmdir", "conflict", "discard", "late", "probe"}
 
 
+class WatchedStore(MemoryStore):
+    """A store before each of whose reads `before_read` is called."""
+
+    def before_read(self) -> None:
+        """Nothing until the cluster is there."""
+
+    def read(self, gets: Sequence[Get], *, timeout_s: float = WAIT_S) -> Outcome:
+        self.before_read()
+        return super().read(gets, timeout_s=timeout_s)
+
+
 class Writer(Node):
     """A node with tiers and a write-back."""
 
     def __init__(self, root: Path, number: int, etcd: MemoryEtcd, pfs: Path) -> None:
-        super().__init__(root, number, MemoryStore(etcd), journalled=True)
+        super().__init__(root, number, WatchedStore(etcd), journalled=True)
         self.config = Config(name="test", mountpoint=root / "mnt", state=root, ram_bytes=64 * MIB, pfs=pfs)
         (root / "ram").mkdir(exist_ok=True)
         self.tiers = Tiers.from_config(self.config)
@@ -66,7 +78,7 @@ class Writer(Node):
         claims = ClusterLocks(self.store, self.presence)
         self.cluster = Cluster(self.db, number, 2, 1, nobody, self.store, self.see, claims)
         self.take_over = TakeOver(self.db, self.told, self.cluster)
-        self.busy = False
+        self.busy = self.is_scanning = False
         self.is_killed = False
         self.revive()
 
@@ -95,6 +107,7 @@ class Writer(Node):
 
     def revive(self) -> None:
         self.write_back = ClusterWriteBack(self.db, self.tiers, self.config, self.told, self.cluster)
+        self.scan = Scan(self.db, self.tiers, self.config, self.told, self.cluster)
 
     async def put(self, path: str, data: bytes, mtime_ns: int = 5) -> int:
         """creat, write, close; the content."""
@@ -136,6 +149,7 @@ class WriterCluster:
         self.nodes = [Writer(root / f"n{number}", number, self.etcd, self.pfs) for number in range(1, count + 1)]
         for node in self.nodes:
             node.others = self.nodes
+            node.store.before_read = self._at_read
             known = [peer_copies.KnownNode(other.number, other.member.name, other.member.domain) for other in self.nodes]
             peer_copies.set_live_nodes(node.db, node.number, 2, known)
         self.dice = random.Random(seed)
@@ -148,6 +162,7 @@ class WriterCluster:
         self.dying_at: set[str] = set()
         self.replicates = False
         self.refusing = 0.0
+        self.scanning = 0.0
         self.is_pfs_refusing = False
         self.stepping = threading.local()
         self.deadly: set[str] = set()
@@ -162,6 +177,11 @@ class WriterCluster:
             node.touching.on_dirty = lambda node=node: token.run_sync_soon(node.sharing.notify_dirty)
         with intercepted(self._at_operation):
             return await running(self.nodes, act)
+
+    def _at_read(self) -> None:
+        """Between two reads of the store by a mover, anything may happen, as at a disk operation."""
+        if self.scanning and getattr(self.stepping, "node", None) is not None:
+            self._at_operation("store:read")
 
     def _at_operation(self, label: str) -> None:
         node = getattr(self.stepping, "node", None)
@@ -181,7 +201,7 @@ class WriterCluster:
             node.is_killed = True
         if node.is_killed:
             raise Killed
-        if self.depth < DEPTH_MAX and self.dice.random() < self.disturbance:
+        if self.depth < DEPTH_MAX and self.dice.random() < self.disturbance and not node.db.connection.in_transaction:
             trio.from_thread.run(self.disturbing)
         if self.is_pfs_refusing and label.partition(":")[0] == "write_back" and label.partition(":")[2] in NAME_CHANGES:
             raise PermissionError(errno.EPERM, f"refused at {label}")
@@ -228,6 +248,29 @@ class WriterCluster:
             if not journal.has_local_copy(node.db, content):
                 node.hold(holder, content)
             mover_requests.mark_done(node.db, request)
+
+    async def compare(self, node: Writer, directory: int) -> None:
+        """One comparison of a directory with the PFS by its scan."""
+        if node.is_scanning or not node.alive:
+            return
+        mover_requests.insert_request(node.db, mover_requests.SCAN, directory, mover_requests.COMPARE_AGAIN)
+
+        def step() -> None:
+            before, self.stepping.node = getattr(self.stepping, "node", None), node
+            try:
+                node.scan.step()
+            finally:
+                self.stepping.node = before
+
+        node.is_scanning, self.depth = True, self.depth + 1
+        try:
+            await trio.to_thread.run_sync(step)
+        except Killed:
+            node.is_killed = False
+            node.revive()
+            node.scan.prepare()
+        finally:
+            node.is_scanning, self.depth = False, self.depth - 1
 
     async def take_over(self, node: Writer) -> None:
         """Its survivors' part."""
@@ -279,6 +322,12 @@ class WriterCluster:
             return
         if self.hurrying and self.dice.random() < self.hurrying:
             self.hurry(node)
+            return
+        if self.scanning and self.dice.random() < self.scanning:
+            known = [row[0] for row in node.db.rows("SELECT id FROM inode WHERE mode & 61440 = 16384 ORDER BY id")]
+            directory = self.dice.choice(known)
+            self.log.append(f"n{node.number} scans {namespace.get_path(node.db, directory)!r}")
+            await self.compare(node, directory)
             return
         if self.dice.random() < 0.3:
             await self.step(node)
