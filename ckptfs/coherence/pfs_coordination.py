@@ -404,6 +404,8 @@ def complete_intents(db: Database, store: Transactions, batch: PfsBatch, found: 
         pfs_batch.record_batch_done(db, batch, found)
         for key, value in values.items():
             key_state.set_cached(db, key, CachedValue(revision, value))
+        published = [key for key, value in values.items() if encode_value(get_value(db, key)) == value]
+        key_state.mark_clean(db, published, key_state.get_last_change(db))
     if not items:
         return sorted(subjects)
     told = {key: (one[0].mod_revision if one else 0) for key, one in zip(attributes, items, strict=True)}

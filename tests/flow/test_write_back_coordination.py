@@ -16,7 +16,7 @@ from writers_together import WriterCluster
 
 from ckptfs.catalog import scans
 from ckptfs.coherence import key_state
-from ckptfs.coherence.keys import PFS_NAME, SharedKey
+from ckptfs.coherence.keys import PFS_NAME, PFS_STATE, SharedKey
 from ckptfs.errors import CkptfsError
 from ckptfs.flow.write_back import deferred
 from ckptfs.model import ROOT
@@ -184,6 +184,21 @@ def test_scans_beside_it_find_no_external_change(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(scans, name, lambda *given: found.append(given))
     do_anything(tmp_path, seed, 0.06, scanning=0.2)
     assert not found
+
+
+@on_two_nodes(b"d", b"d/f")
+async def test_a_mover_without_a_mount_leaves_nothing_to_publish_of_what_the_pfs_shows(cluster: WriterCluster) -> None:
+    """P3: else it would wait for a mount as soon as another node changes the same."""
+    one, _ = cluster.nodes
+    await one.mkdir("d")
+    await one.put("d/f", b"1")
+    await settled(cluster.nodes)
+    one.touching.on_dirty = lambda: None
+    while await cluster.step(one):
+        pass
+    assert (cluster.pfs / "d/f").exists()
+    assert not {PFS_NAME, PFS_STATE} & {key.kind for _, key in key_state.list_dirty(one.db, 100)}
+    one.sharing.notify_dirty()
 
 
 @pytest.mark.parametrize("seed", [0, 1, 98])

@@ -212,3 +212,24 @@ def test_a_step_that_hangs_holds_up_neither_the_others_nor_the_end(monkeypatch: 
 
     trio.run(main, clock=MockClock(autojump_threshold=0))
     assert len(working.ran) == 3 and hanging.ran == []
+
+
+@pytest.mark.parametrize("last", [False, TierUnavailable("gone")])
+def test_a_lane_that_was_ended_runs_no_step_any_more(last: bool | Exception) -> None:
+    """Not by a hint, not by its own timer, not after a failure; the others go on."""
+    ended, other = Steps(last, due_s=5.0), Steps(due_s=5.0)
+
+    async def main() -> None:
+        every = Lanes([Lane("scan", ended, lambda *_: None), Lane("scan pfs", other, lambda *_: None)])
+        with trio.move_on_after(60):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(every.run)
+                await trio.sleep(1)
+                every.end("scan")
+                await trio.sleep(1)
+                every.wake()
+                every.retry_now()
+                await trio.sleep_forever()
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+    assert len(other.ran) > 10 and all(when - ended.ran[0] <= 1 for when in ended.ran)

@@ -59,6 +59,7 @@ class Lane:
         self._gather_s = limits.HINT_GATHER_S
         self._retry_s = 0.0
         self._trouble = ""
+        self._is_ended = False
 
     # --- waking ------------------------------------------------------------------------------------------------------
 
@@ -80,16 +81,21 @@ class Lane:
             self._flow.retry_now()
         self.wake_now()
 
+    def end(self) -> None:
+        """Run no step any more after the present one."""
+        self._is_ended = True
+        self.wake_now()
+
     # --- running -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        while True:
+        while not self._is_ended:
             due_s = await self._run_steps()
             await self._wait_for_work(due_s)
 
     async def _run_steps(self) -> float | None:
         """Run steps until none is left or one fails. Returns the seconds until the next step without a hint."""
-        while True:
+        while not self._is_ended:
             self._clear_wake_ups()
             try:
                 more, due_s = await trio.to_thread.run_sync(self._run_step, abandon_on_cancel=True, limiter=self._limiter)
@@ -97,6 +103,7 @@ class Lane:
                 return await self._handle_failure(failure)
             if not more:
                 return due_s
+        return None
 
     def _run_step(self) -> tuple[bool, float | None]:
         more = self._flow.step()
@@ -186,6 +193,12 @@ class Lanes:
         """Reset all backoffs and run every lane now."""
         for lane in self._lanes:
             lane.retry_now()
+
+    def end(self, *names: str) -> None:
+        """End these lanes."""
+        for lane in self._lanes:
+            if lane.name in names:
+                lane.end()
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:

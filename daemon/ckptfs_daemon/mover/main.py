@@ -112,7 +112,7 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
             with trio.move_on_after(limits.ETCD_WAIT_S):
                 await cluster_services.membership.view_loaded.wait()
         setup.link.send(READY)
-        await _drain_at_the_end(setup.link, drain, upgrades)
+        await _drain_at_the_end(setup.link, drain, upgrades, lanes)
         db.persist()
         nursery.cancel_scope.cancel()
     await trio.to_thread.run_sync(flows.stop)
@@ -144,7 +144,7 @@ def _build_control(
     )
 
 
-async def _drain_at_the_end(link: socket.socket, drain: Drain, upgrades: UpgradeRequests) -> None:
+async def _drain_at_the_end(link: socket.socket, drain: Drain, upgrades: UpgradeRequests, lanes: Lanes) -> None:
     """Wait until the supervisor asks to stop, and drain. Drains before, with the mount attached, if asked."""
     report = functools.partial(ipc.report_drain, link)
 
@@ -155,6 +155,7 @@ async def _drain_at_the_end(link: socket.socket, drain: Drain, upgrades: Upgrade
     async with trio.open_nursery() as nursery:
         await ipc.wait_for_stop(link, lambda: nursery.start_soon(drain_attached, name="drain"), upgrades.refuse)
         nursery.cancel_scope.cancel()
+    lanes.end("scan", "check pfs")  # Only a mount publishes what they record; write-back would wait for that.
     await drain.drain_rest(report)
 
 
