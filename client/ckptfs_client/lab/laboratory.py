@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 LOCK_WAIT_S = 120.0
 LOCK_POLL_S = 0.1
 WAIT_S = 120.0
+# A drain lasts as long as it gets on, and a busy node has much to write back.
+DRAIN_WAIT_S = 600.0
 POLL_S = 0.02
 LOG_LINES = 40
 Say = Callable[[str], None]
@@ -337,10 +339,12 @@ class LiveNode:
     def end(self) -> None:
         """Send SIGTERM, as a service manager does, and wait until the daemon has drained and ended."""
         os.kill(self.pid("supervisor"), signal.SIGTERM)
-        self._wait_for_end()
+        self._wait_for_end(DRAIN_WAIT_S)
 
-    def _wait_for_end(self) -> None:
-        wait_until(lambda: not nodes.list_processes_named(self.namespace, nodes.DAEMON), WAIT_S, lambda: f"the daemon of {self.name} ends")
+    def _wait_for_end(self, timeout_s: float = WAIT_S) -> None:
+        wait_until(
+            lambda: not nodes.list_processes_named(self.namespace, nodes.DAEMON), timeout_s, lambda: f"the daemon of {self.name} ends"
+        )
 
     def stand_still(self) -> None:
         """Stop all of its processes, as when its virtual machine is moved."""
