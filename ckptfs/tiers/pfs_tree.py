@@ -1,7 +1,7 @@
 """The directory tree of the PFS: walking, listing, opening files.
 
 Directories are opened one by one from a descriptor of the root; paths are never joined and symlinks never followed. A directory that root
-may not search is opened as its owner. `PfsTree` caches descriptors of directories for a short time, until `clear_cache`.
+may not search is opened as its owner. `PfsTree` caches descriptors of directories for a short time, until `clear_cache` or `close`.
 
 Hidden names are `.ckptfs` in the root (the work area) and names that begin with `.ckptfs.` (temporary names of write-back), but not
 that of the history in the root. Hidden entries that are external, or were left by a dead node, are reported to the caller of a listing.
@@ -254,6 +254,14 @@ class PfsTree:
         """Forget cached descriptors, after a directory was or may have been moved."""
         for names in list(self._cached):
             self._forget(names)
+
+    def close(self) -> None:
+        """Close all descriptors, until `reopen_root`."""
+        self.clear_cache()
+        self._close_forgotten()
+        if self._root_fd >= 0:
+            os.close(self._root_fd)
+        self._root_fd = -1
 
 
 def _is_same(old_fd: int, fd: int) -> bool:

@@ -96,6 +96,27 @@ def test_a_directory_that_leaves_the_cache_in_the_middle_of_an_action(mount: Mou
     assert mount.troubles() == []
 
 
+def test_it_holds_nothing_of_a_pfs_that_is_idle_or_fails(mount: Mount) -> None:
+    """P1: the PFS can be unmounted, and mounted again after a failure that needs it."""
+
+    def list_held() -> list[str]:
+        held = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+        return [path for path in held if path.startswith(str(mount.pfs))]
+
+    mount.mkdir(b"d")
+    mount.put(b"d/f", b"data")
+    flow = mount.write_back()
+    run_until_idle(flow)
+    assert list_held() == []
+    mount.put(b"d/g", b"data")
+    with pytest.MonkeyPatch.context() as patch:
+        inject_fault(patch, "write_back:put=EIO@*")
+        with pytest.raises(TierUnavailable):
+            run_until_idle(flow)
+        assert list_held() == []
+    mount.settle_exactly(flow)
+
+
 def test_a_directory_removed_and_made_again_is_the_new_one(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
     mount.mkdir(b"d")
     mount.settle()

@@ -93,8 +93,16 @@ class WriteBack:
 
     def step(self) -> bool:
         """Write back one batch. Return True if more may be ready now. Raises TierUnavailable."""
-        if self._config.pfs is None:
-            return False
+        more = False
+        try:
+            more = self._config.pfs is not None and self._try_batch()
+        finally:
+            if not more:
+                self._tree.close()  # The PFS can be unmounted while write-back is idle or fails.
+        return more
+
+    def _try_batch(self) -> bool:
+        """Write back one batch. Return True if it has to be tried again, or more may be ready. Raises TierUnavailable."""
         try:
             more = self._write_batch()
             self._has_retried_walk, self._missing_directory, self._gone_directory = False, None, None
