@@ -58,8 +58,9 @@ class PfsBatch:
     `requeued`: (inode, content) whose rows go to the end of the journal again. `merged_directories` were on the PFS already. `kept_seqs`:
     rows that stay in the journal, of files that the PFS refuses. `lost_inodes`: files without a copy, which the PFS may show nevertheless.
     `settle_rows`: (inode, row) of inodes that get a row 'settle'. `requeued_seqs` are the rows of `requeued`. `name_changes` and
-    `pending_changes` say which action leads to which part of the state. `abandoned`: the actions that were cut off, whose temporary files
-    go; `abandoned_entries` are the names that the batch was to change. `announced_seq`: `last_seq` before the cut, 0 without one.
+    `pending_changes` say which action leads to which part of the state. `abandoned`: the actions that were cut off, and older ones that
+    left a temporary file; these files go. `abandoned_entries` are the names that the batch was to change. `announced_seq`: `last_seq`
+    before the cut, 0 without one.
     """
 
     last_seq: int
@@ -157,8 +158,12 @@ def find_batch(db: Database) -> tuple[bool, PfsBatch] | None:
     return None if row is None else (bool(row[0]), _load_batch(row[1]))
 
 
-def delete_batch(db: Database) -> None:
-    db.change("DELETE FROM pfs_batch")
+def set_leftovers(db: Database, actions: list[PfsAction]) -> None:
+    """Delete the batch, but for temporary files of these actions, which the PFS did not let go."""
+    if actions:
+        set_batch(db, PfsBatch(0, abandoned=actions), ready=False)
+    else:
+        db.change("DELETE FROM pfs_batch")
 
 
 _BATCH_VERSION = 5
@@ -289,7 +294,7 @@ def record_batch_done(db: Database, batch: PfsBatch, observed: ObservedNames) ->
         journal.append(db, "settle", inode)
     for inode in list_unfinished(batch, observed):
         insert_rows_for_tree(db, inode)
-    delete_batch(db)
+    set_leftovers(db, batch.abandoned)
     journal.delete_applied(db, batch.after_seq, batch.last_seq, batch.kept_seqs)
 
 

@@ -37,8 +37,9 @@ PFS_FAILURE_ERRNOS = TIER_FAILURE_ERRNOS - {errno.ENOTDIR} | {
 """Errors of a change on the PFS that say something of its server, the network or the whole filesystem, not of one file."""
 
 _WRITABLE = ("give the owners of the files write permission", "let the file's owner write to this directory on the PFS")
+_ALTERABLE = (_WRITABLE[0], f"{_WRITABLE[1]}; lsattr shows whether a flag of chattr forbids it")
 _MOUNTED = ("mount it again", "mount the PFS again")
-_CHECKED = "check the kernel log for this device or server"
+_CHECKED = "check the kernel log for this device or server, then mount it again"
 _REMEDIES = {  # (of an error of a tier, of a change on the PFS)
     errno.EIO: (_CHECKED, _CHECKED),
     errno.EROFS: ("mount it read-write again", "mount the PFS for writing"),
@@ -47,7 +48,7 @@ _REMEDIES = {  # (of an error of a tier, of a change on the PFS)
     errno.ENOENT: ("mount it, or create the directory", ""),
     errno.ETIMEDOUT: ("check whether its server answers", ""),
     errno.EACCES: _WRITABLE,
-    errno.EPERM: _WRITABLE,
+    errno.EPERM: _ALTERABLE,
     errno.ENOSPC: ("free space, or raise the quota", "make room on the PFS"),
     errno.EDQUOT: ("free space, or raise the quota", "make room within the quota on the PFS, or have it raised"),
     errno.ENAMETOOLONG: ("", "give it a shorter name"),

@@ -318,6 +318,25 @@ def test_refused_attributes(mount: Mount, code: int, monkeypatch: pytest.MonkeyP
     mount.settle_exactly(flow)
 
 
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM])
+def test_a_directory_that_lets_nothing_go(mount: Mount, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `chattr +a`: a temporary file is made there, and can be neither renamed nor removed."""
+    mount.mkdir(b"bad")
+    mount.settle()
+    flow = mount.write_back()
+    with monkeypatch.context() as patch:
+        Refusal(patch, "rename", lambda name: name == b"f", code)
+        Refusal(patch, "unlink", lambda name: (mount.pfs / "bad" / os.fsdecode(name)).exists(), code)
+        mount.put(b"bad/f", b"data")
+        put_others(mount, b"later")
+        rest(flow)
+        assert others_shown(mount, b"later") and b"bad/f" not in mount.on_pfs()
+        assert [trouble["path"] for trouble in mount.troubles()] == ["bad/f"]
+    flow.retry_now()
+    mount.settle_exactly(flow)
+    assert mount.temporaries() == []
+
+
 def test_many_refusals_at_once(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
     flow = mount.write_back()
     with monkeypatch.context() as patch:
@@ -532,6 +551,27 @@ def test_a_full_filesystem_inside_the_pfs_is_not_the_whole_pfs(mount: Mount) -> 
         subprocess.run(["mount", "-o", "remount,nr_inodes=100", mount.pfs / "sub"], check=True)
         flow.retry_now()
         mount.settle_exactly(flow)
+
+
+@needs_root
+def test_a_read_only_filesystem_inside_the_pfs_is_not_the_whole_pfs(mount: Mount, inner: None) -> None:
+    """It gets read-only while a file is copied to it."""
+    flow = mount.write_back()
+
+    def read_only(label: str) -> None:
+        if label == "write_back:put":
+            subprocess.run(["mount", "-o", "remount,ro", mount.pfs / "sub"], check=True)
+
+    mount.put(b"sub/f", b"data")
+    with intercepted(read_only):
+        flow.step()
+    put_others(mount, b"later")
+    rest(flow)
+    assert others_shown(mount, b"later") and b"sub/f" not in mount.on_pfs()
+    assert [trouble["path"] for trouble in mount.troubles()] == ["sub/f"]
+    subprocess.run(["mount", "-o", "remount,rw", mount.pfs / "sub"], check=True)
+    flow.retry_now()
+    mount.settle_exactly(flow)
 
 
 @needs_root

@@ -35,7 +35,7 @@ from ckptfs.config import Config
 from ckptfs.errors import Busy, StoreUnreachable
 from ckptfs.flow.write_back.ahead import RowsAhead
 from ckptfs.flow.write_back.apply import Applier, set_directory_times
-from ckptfs.flow.write_back.deferred import CopyPacing, DeferredFiles, build_unavailable_error, choose_kind, concerns_one_file
+from ckptfs.flow.write_back.deferred import CopyPacing, DeferredFiles, build_unavailable_error, choose_kind, concerns_part
 from ckptfs.flow.write_back.plan import Planner
 from ckptfs.flow.write_back.plan_facts import BatchPlan, Facts
 from ckptfs.flow.write_back.stage import Stager
@@ -102,7 +102,7 @@ class WriteBack:
         return more
 
     def _try_batch(self) -> bool:
-        """Write back one batch. Return True if it has to be tried again, or more may be ready. Raises TierUnavailable."""
+        """Write back one batch, or try a part of it. Return True if more may be ready now."""
         try:
             more = self._write_batch()
             self._has_retried_walk, self._missing_directory, self._gone_directory = False, None, None
@@ -225,7 +225,7 @@ class WriteBack:
         """Apply and record a batch. Return it, or the part of it before an action that the PFS refused."""
         applier = Applier(self._db, self._tree, batch, self._require_lease, self._gone_directory)
         if batch.abandoned:
-            self._stager.remove(batch.abandoned)
+            batch.abandoned = self._stager.remove(batch.abandoned)
         try:
             found = applier.run()
         except OSError as failure:
@@ -304,7 +304,7 @@ class WriteBack:
                 inode = get(self._db, number)
                 disk.act("write_back:times", set_directory_times, self._tree.get_directory(path), inode)
             except OSError as failure:
-                if not isinstance(failure, FileNotFoundError) and not concerns_one_file(failure):
+                if not isinstance(failure, FileNotFoundError) and not concerns_part(self._tree, path, failure):
                     raise
                 log.debug("%s: its times on the PFS are left as they are: %s", os.fsdecode(b"/".join(path)), failure)
         pfs_state.delete_stale_times(self._db, directories)

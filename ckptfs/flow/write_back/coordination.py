@@ -19,7 +19,7 @@ from ckptfs import disk, limits
 from ckptfs.catalog import copies, journal, mover_requests, namespace, pfs_batch, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_batch import ObservedNames, ObservedStat, PfsBatch
+from ckptfs.catalog.pfs_batch import ObservedNames, ObservedStat, PfsAction, PfsBatch
 from ckptfs.catalog.pfs_state import PfsLocation, PfsName, PfsView
 from ckptfs.clique import membership
 from ckptfs.clique.cluster import Cluster
@@ -247,7 +247,8 @@ class ClusterWriteBack(WriteBack):
         Return False if its temporary files are not whole. Raises Busy without a lease, StoreUnreachable.
         """
         self._take_lease()
-        locations = [location for action in batch.actions for location in (action.location, action.new_location) if location is not None]
+        actions = [*batch.actions, *batch.abandoned]
+        locations = [location for action in actions for location in (action.location, action.new_location) if location is not None]
         directories = {location.parent for location in [*locations, *(show.location for show in batch.expected_entries)]}
         self._load([], directories)
         self._set_expected_inodes(directories)
@@ -320,11 +321,12 @@ def _relocate_batch(view: PfsView, batch: PfsBatch) -> PfsBatch:
         path = view.get_path(location.parent)
         return location if path is None else PfsLocation(location.parent, location.name, path)
 
+    def relocate(actions: list[PfsAction]) -> list[PfsAction]:
+        return [replace(one, location=now(one.location), new_location=one.new_location and now(one.new_location)) for one in actions]
+
     return replace(
         batch,
-        actions=[
-            replace(one, location=now(one.location), new_location=None if one.new_location is None else now(one.new_location))
-            for one in batch.actions
-        ],
+        actions=relocate(batch.actions),
+        abandoned=relocate(batch.abandoned),
         name_changes=[replace(change, location=now(change.location)) for change in batch.name_changes],
     )

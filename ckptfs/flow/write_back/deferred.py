@@ -89,9 +89,12 @@ class _DeferredFile:
     lacks_room: bool
 
 
-def concerns_one_file(failure: OSError) -> bool:
-    """Return True if an error says something about one file or directory, and nothing about the PFS."""
-    return isinstance(failure, SourceFailed) or failure.errno not in health.PFS_FAILURE_ERRNOS
+def concerns_part(tree: PfsTree, path: DirectoryPath, failure: OSError) -> bool:
+    """Return True if an error in a directory says nothing about the whole PFS.
+
+    It concerns one entry, or a filesystem that is mounted inside.
+    """
+    return isinstance(failure, SourceFailed) or failure.errno not in health.PFS_FAILURE_ERRNOS or _is_elsewhere(tree, path)
 
 
 class DeferredFiles:
@@ -144,7 +147,7 @@ class DeferredFiles:
         """Defer what the PFS refused. Return False if that concerns more than this file, or too many wait."""
         key, location = (action.inode, kind), action.new_location or action.location
         is_known_full = self.skips_bytes and failure.errno == errno.ENOSPC
-        is_own = concerns_one_file(failure) or is_known_full or _is_elsewhere(self._tree, location.path)
+        is_own = is_known_full or concerns_part(self._tree, location.path, failure)
         if not is_own and not self._is_stubborn(key, failure):
             return False
         if len(self._files) >= FILES_MAX and not isinstance(failure, SourceFailed):

@@ -27,7 +27,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, PfsAction, PfsBatch
 from ckptfs.catalog.pfs_state import Fingerprint, PfsLocation
 from ckptfs.errors import Busy, CkptfsError
-from ckptfs.flow.write_back.deferred import CopyPacing, DeferredFiles, RefusedKind, SourceFailed
+from ckptfs.flow.write_back.deferred import CopyPacing, DeferredFiles, RefusedKind, SourceFailed, concerns_part
 from ckptfs.flow.write_back.plan_facts import BatchPlan, Facts, PlannedFile, SourceKind
 from ckptfs.model import Content, ContentState, Inode, PublishedRow, Tier
 from ckptfs.tiers import local_copies, pfs_ownership, pfs_sync, pfs_tree, reflink, transfer
@@ -148,8 +148,8 @@ class Stager:
     def stage(self, plan: BatchPlan) -> PfsBatch:
         """Make the temporary files of a plan, and store the batch. Raises Busy if it must be planned again."""
         puts = [action for action in plan.batch.actions if action.key in plan.puts]
-        self.remove_leftovers(puts)
-        begun = PfsBatch(plan.batch.last_seq, puts)
+        plan.batch.abandoned = self.remove_leftovers(puts)
+        begun = PfsBatch(plan.batch.last_seq, puts, abandoned=plan.batch.abandoned)
         if puts:
             pfs_batch.set_batch(self._db, begun, ready=False)
             disk.reach("write_back:begun")
@@ -177,11 +177,11 @@ class Stager:
 
         In a cluster it stays as an interrupted one: the next step finds files of which another node has moved the directory.
         """
-        self.remove(batch.actions)
+        stuck = self.remove([*batch.actions, *batch.abandoned])
         if self._keeps_batch:
             pfs_batch.set_batch(self._db, batch, ready=False)
         else:
-            pfs_batch.delete_batch(self._db)
+            pfs_batch.set_leftovers(self._db, stuck)
 
     def _close(self) -> None:
         """Close the descriptors of the temporary files, and end the report of the copy."""
@@ -193,27 +193,38 @@ class Stager:
             self._is_reporting = False
             summary.set_report(self._db, "write_back", None)
 
-    def remove(self, actions: Iterable[PfsAction]) -> None:
-        """Remove the temporary files of these actions, as far as they exist."""
+    def remove(self, actions: Iterable[PfsAction]) -> list[PfsAction]:
+        """Remove the temporary files of these actions. Return those that the PFS does not let go."""
         self._close()
-        for action in actions:
-            if action.temporary and action.act in _TAKES_A_NAME:
-                with contextlib.suppress(FileNotFoundError):
-                    drop_taken(self._tree.get_directory(action.location.path), action)
-            for location in (action.location, action.new_location):
-                # The temporary name of an exchange may hold one of its two files.
-                if action.act in {"put", "link", "move"} and action.temporary and location is not None:
-                    remove_temporary(self._tree, location, action.temporary)
+        return [action for action in actions if action.temporary and not self._remove_one(action)]
 
-    def remove_leftovers(self, planned: Iterable[PfsAction]) -> None:
-        """Remove temporary files of an interrupted batch that are not `planned` again."""
+    def _remove_one(self, action: PfsAction) -> bool:
+        if action.act in _TAKES_A_NAME:
+            with contextlib.suppress(FileNotFoundError):
+                drop_taken(self._tree.get_directory(action.location.path), action)
+        for location in (action.location, action.new_location):
+            # The temporary name of an exchange may hold one of its two files.
+            if action.act in {"put", "link", "move"} and location is not None:
+                try:
+                    remove_temporary(self._tree, location, action.temporary)
+                except OSError as failure:
+                    if not concerns_part(self._tree, location.path, failure):
+                        raise
+                    log.debug("%s: %s stays on the PFS: %s", location.text, os.fsdecode(action.temporary), failure)
+                    return False
+        return True
+
+    def remove_leftovers(self, planned: Iterable[PfsAction]) -> list[PfsAction]:
+        """Remove temporary files of former batches, but for `planned` ones. Return those that have to stay."""
         found = pfs_batch.find_batch(self._db)
         if found is None:
-            return
+            return []
         again = {(action.location, action.temporary) for action in planned}
-        self.remove(action for action in found[1].actions if (action.location, action.temporary) not in again)
+        former = [*found[1].actions, *found[1].abandoned]
+        stuck = self.remove(action for action in former if (action.location, action.temporary) not in again)
         if not again:
-            pfs_batch.delete_batch(self._db)
+            pfs_batch.set_leftovers(self._db, stuck)
+        return stuck
 
     def _persist(self, plan: BatchPlan, puts: list[PfsAction]) -> None:
         """Persist all temporary files. Refuses one that does not have its size on the PFS (F3)."""
