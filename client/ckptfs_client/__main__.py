@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from ckptfs.model import Level
 from ckptfs_client.errors import INTERRUPTED, PIPE_CLOSED, ClientError, PipeClosed
@@ -37,13 +38,23 @@ def run(act: Callable[[], object]) -> None:
     try:
         act()
     except ClientError as failure:
-        print(f"ckptfs: {failure}", file=sys.stderr)
-        sys.exit(failure.exit_code)
+        _end(failure)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except (BrokenPipeError, PipeClosed):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(PIPE_CLOSED)
+    except OSError as failure:
+        if failure.filename is None:
+            raise
+        from ckptfs_client.mounts import build_path_error
+
+        _end(build_path_error(os.fsdecode(failure.filename), failure))
+
+
+def _end(failure: ClientError) -> NoReturn:
+    print(f"ckptfs: {failure}", file=sys.stderr)
+    sys.exit(failure.exit_code)
 
 
 def find_short_way(arguments: Sequence[str]) -> Callable[[], object] | None:

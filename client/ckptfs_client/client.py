@@ -195,10 +195,11 @@ class Client:
     def _call(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
         """Return the reply of one call. Wait while the daemon restarts.
 
-        Without `timeout_s`, wait for at most `answer_s` in all.
+        Without `timeout_s`, or if the daemon has ended, wait for at most `answer_s` in all.
         """
         until = time.monotonic() + self._answer_s
         while True:
+            timeout_s = None if self.mount.has_ended else timeout_s
             try:
                 return method(request, timeout=timeout_s or max(RETRY_S, until - time.monotonic()), wait_for_ready=True)
             except grpc.RpcError as failure:

@@ -247,6 +247,8 @@ def umount_main(arguments: Sequence[str] | None = None) -> int:
             return FAILED
         if before is not None:
             _wait_until_drained(client, before)
+        elif mount.has_ended and (state := mount.load_registered("state")):
+            _print_leftovers(Path(state))
     return 0
 
 
@@ -318,8 +320,16 @@ def _wait_until_drained(client: "Client", status: "pb.Status") -> None:
                 print(f"umount.ckptfs: the daemon of {status.name} (process {pid}) is still draining in the background", file=sys.stderr)
                 return
             threading.Event().wait(DRAIN_POLL_S)
-    record = mount_record.load(Path(status.state))
-    if record is not None and (sentence := record.describe_leftovers()):
-        kept = "not everything was written back" if record.pfs is not None else "unmounted, and its files are kept"
+    _print_leftovers(Path(status.state))
+
+
+def _print_leftovers(state: Path) -> None:
+    """Print what a daemon that has ended may have left, and how to go on."""
+    from ckptfs_client.node.unmounted import UnmountedName
+
+    record = mount_record.load(state)
+    if record is not None and (left := UnmountedName(record.name, state, record)).has_data:
+        is_counted = record.pfs is not None and record.leftovers is not None
+        kept = "not everything was written back" if is_counted else "unmounted, and its files are kept"
         remedy = f"to go on: {record.mount_command}; to give it up: ckptfs mounts --delete {record.name}"
-        print(f"umount.ckptfs: {kept} ({sentence}); {remedy}", file=sys.stderr)
+        print(f"umount.ckptfs: {kept} ({left.describe()}); {remedy}", file=sys.stderr)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from daemon_under_test import DaemonUnderTest, NotStarted, environment, eventually
+from daemon_under_test import DaemonUnderTest, NotStarted, ckptfs, environment, eventually
 
 from ckptfs import procfs
 
@@ -179,9 +179,24 @@ def test_what_a_killed_supervisor_left_is_taken_over(fresh_mount: DaemonUnderTes
     with pytest.raises(OSError) as refused:
         os.stat(daemon.path / "closed")
     assert refused.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+    for command in ("latest", "list", "commit", "refresh", "log-level"):
+        asked = ckptfs(command, daemon.path, check=False)
+        assert asked.returncode == 3 and f"has ended; mount {daemon.name} again with the same options" in asked.stderr, (command, asked)
     daemon.start()
     assert (daemon.path / "closed").read_bytes() == b"kept" * 1000
     assert [entry.mountpoint for entry in procfs.list_mount_entries()].count(daemon.path) == 1
+
+
+def test_an_unmount_of_what_a_killed_supervisor_left_says_how_to_go_on(fresh_mount: DaemonUnderTest) -> None:
+    """P11: what was not written back yet is still there."""
+    (fresh_mount.path / "closed").write_bytes(b"kept" * 1000)
+    _kill_supervisor(fresh_mount)
+    helper = "import sys; from ckptfs_client.mount_helper import umount_main; sys.exit(umount_main())"
+    command = [sys.executable, "-P", "-c", helper, fresh_mount.path]
+    unmounted = subprocess.run(command, env=environment(), check=False, capture_output=True, text=True, timeout=60)
+    assert unmounted.returncode == 0 and "so nobody counted what it holds); to go on: mount -t ckptfs" in unmounted.stderr
+    fresh_mount.start()
+    assert (fresh_mount.path / "closed").read_bytes() == b"kept" * 1000
 
 
 def test_a_dead_mount_is_taken_over_on_an_old_kernel(make_daemon: Callable[..., DaemonUnderTest]) -> None:

@@ -127,6 +127,13 @@ def test_a_missing_path(served: Served, run: Run, tmp_path: Path) -> None:
         assert run(command, tmp_path / "mnt" / "none") == (1, "", f"ckptfs: {tmp_path}/mnt/none: No such file or directory\n")
 
 
+def test_a_path_that_cannot_be_looked_at(served: Served, run: Run, tmp_path: Path) -> None:
+    """Whatever a command does with a path, the error is a sentence."""
+    path = tmp_path / "mnt" / ("n" * 256)
+    for command in ("ls", "latest", "list", "commit"):
+        assert run(command, path) == (1, "", f"ckptfs: {path}: File name too long\n"), command
+
+
 def test_bad_usage(served: Served, run: Run, tmp_path: Path) -> None:
     """P11: exit code 2, and the words say what is accepted."""
     assert run("wait", tmp_path / "mnt", "--timeout", "soon")[0] == 2

@@ -73,8 +73,6 @@ def annotate(found: FoundSet, note: str) -> str:
 
 def commit(path: Path) -> str:
     """Say that a member is complete. Return what was done."""
-    if not os.path.lexists(path):
-        raise CommandFailed(f"{path}: No such file or directory")
     set_attribute(path, COMMIT_XATTR, "1")
     return f"{path} is committed: it becomes a set as soon as its files are sealed"
 

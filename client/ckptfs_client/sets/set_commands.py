@@ -227,7 +227,7 @@ def commit(
     """
     from ckptfs_client.sets import set_changes
 
-    mounts.find(path)
+    mounts.find_inode(path)
     _print_change(str(path), set_changes.commit(path), json=json)
 
 
