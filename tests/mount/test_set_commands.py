@@ -244,6 +244,20 @@ def test_commit(mount: Area) -> None:
     assert mount.command("commit", "/", check=False).returncode == 3
 
 
+def test_latest_of_what_was_committed_outside_any_series(mount: Area) -> None:
+    """X9: a file and a directory."""
+    (mount.path / "best").mkdir()
+    (mount.path / "best" / "weights").write_bytes(b"weights")
+    (mount.path / "final.bin").write_bytes(b"weights")
+    mount.settle()
+    for name in ("best", "final.bin"):
+        path = mount.path / name
+        assert mount.command("latest", path, check=False).returncode == 1, "nobody has called it complete"
+        mount.command("commit", path)
+        wait_for(mount, path, f"{name}@1")
+        assert mount.command("latest", path).stdout == f"{path}\n"
+
+
 def test_advice_measures_a_save(mount: Area, tmp_path: Path) -> None:
     """H9, X9: from the making of the directory to the last change of a file, although somebody has read the files since."""
     series, directory, probe = mount.path / "step_*", mount.path / "step_2", tmp_path / "probe"

@@ -174,11 +174,12 @@ def _find_series(named: Sequence[Path], wanted: Level) -> NamedSeries:
         return _find_series_inside(where, wanted)
     find_inode(where)
     own = series.find_series(os.fsencode(where.name), _list_names(where.parent))
-    if own is None:
-        raise CommandFailed(
-            f"{where}: there is no series: its name has no number", remedy="name the directory, or a pattern: 'run1/step_*'"
-        )
-    return NamedSeries(where.parent, own)
+    if own is not None:
+        return NamedSeries(where.parent, own)
+    if (committed := _find_committed(where, wanted)) is not None:
+        return committed
+    remedy = "name the directory, or a pattern: 'run1/step_*'"
+    raise CommandFailed(f"{where}: there is no series: its name has no number", remedy=remedy)
 
 
 def _require_directory(directory: Path, where: Path) -> None:
@@ -204,6 +205,8 @@ def _find_series_inside(where: Path, wanted: Level) -> NamedSeries:
     find_inode(where)
     meant, result = _ask(where, b"", wanted)
     found = [NamedSeries(where, one, result) for one in meant] or [NamedSeries(where, one) for one in _list_kept_series(where)]
+    if not found and (committed := _find_committed(where, wanted)) is not None:
+        return committed
     if not found:
         raise CommandFailed(
             f"{where}: there is no series in it: no name there has a number that counts checkpoints", remedy=_suggest(where)
@@ -216,6 +219,14 @@ def _find_series_inside(where: Path, wanted: Level) -> NamedSeries:
             remedy=f"say which: {_join_choices(inside)}",
         )
     return found[0]
+
+
+def _find_committed(where: Path, wanted: Level) -> NamedSeries | None:
+    """Return the series of a name outside any series that a user has committed; it is a series of its own."""
+    if _find_in_history(where) is None or os.path.ismount(where):
+        return None
+    meant, result = _ask(where.parent, os.fsencode(where.name), wanted)
+    return NamedSeries(where.parent, meant[0], result) if meant else None
 
 
 def _list_experiments(named: NamedSeries) -> list[NamedSeries]:

@@ -113,6 +113,8 @@ class MountMemberReader:
         await self._refresh_directory(directory)
         siblings = await self.compute(functools.partial(history_names.list_shown_names, self._context.db, directory))
         found = await self.compute(lambda: _find_series(name, siblings))
+        if not found and await self._find_series_record(directory, name) is not None:
+            found = [Series((name,))]  # A user has committed something of this name.
         if len(found) != 1:
             return FoundLatest(LatestAnswer(found), KnownSets())
         known = await self.load_known_sets(directory, found[0].name)
