@@ -40,9 +40,10 @@ from ckptfs.coherence.keys import (
     encode_key,
     encode_value,
     get_value,
+    parse_row,
 )
 from ckptfs.coherence.read import RecentDeletes, StoreValue
-from ckptfs.coherence.value_checks import UNREADABLE, parse_key, parse_value
+from ckptfs.coherence.value_checks import UNREADABLE, decode_item, parse_key, parse_value
 from ckptfs.errors import Busy
 from ckptfs.model import ROOT
 from ckptfs.store.kv import Compare, CompareTarget, Delete, Operation, Put, Transactions, iter_pages, read_all
@@ -87,6 +88,7 @@ class StoreSnapshot:
         self.store_values: dict[SharedKey, StoreValue] = {}
         self._directory_names: dict[int, PfsName | None] = {}
         self._pfs_names: dict[int, list[PfsName]] = {}
+        self._named_elsewhere: set[tuple[int, PfsName]] | None = None
         self._guessed: dict[SharedKey, StoreValue] = {}
         self._is_loading = self._is_guessing = False
 
@@ -192,6 +194,15 @@ class StoreSnapshot:
             keys = [parse_key(item.key) for item in items]
             self._pfs_names[directory] = [(directory, key.name) for key in keys if key is not None]
         return self._pfs_names[directory]
+
+    def is_named_elsewhere(self, inode: int, name: PfsName) -> bool:
+        """Return whether a row of another node is about this inode and name. Reads all rows, once."""
+        if self._named_elsewhere is None:
+            own = encode_key(SharedKey(JOURNAL_ROW, identity.get_node_number(self._db)))
+            _, items = read_all(self._store, JOURNAL_ROW.encode() + b"/")
+            rows = [parse_row(value, 0) for item in items if not item.key.startswith(own) and (value := decode_item(item)) is not None]
+            self._named_elsewhere = {(row.inode, one) for row in rows for one in row.names}
+        return (inode, name) in self._named_elsewhere
 
     def get_value(self, key: SharedKey) -> Value | None:
         """Return the value of a key. Returns None if it is missing or was not read."""

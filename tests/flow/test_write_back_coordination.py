@@ -649,3 +649,46 @@ async def test_a_move_whose_last_temporary_name_stays_for_now_is_done(cluster: W
     cluster.is_pfs_refusing = False
     await two.put("newer", b"from two")
     await two.rename("newer", "new")
+
+
+@on_two_nodes(b"a")
+async def test_a_deleted_file_that_an_exchange_was_to_move_goes(cluster: WriterCluster) -> None:
+    """P6: the other node has a file under one of the names by now. The rows of the deleted file name it where it never came."""
+    one, two = cluster.nodes
+    await one.put("a", b"1")
+    await one.link("a", "b")
+    await one.put("c", b"2")
+    await cluster.settle()
+    await one.exchange("b", "c")
+    await one.unlink("c")
+    await one.unlink("b")
+    await two.put("b", b"3")
+    while await cluster.step(two):
+        pass
+    await two.unlink("b")
+
+
+@pytest.mark.parametrize(("linker", "saver", "remover"), [(0, 0, 1), (1, 0, 0), (1, 1, 0)])
+def test_the_last_checkpoint_stays_until_a_newer_one_is_there(tmp_path: Path, linker: int, saver: int, remover: int) -> None:
+    """P6: the old one had a second name that another node has made or removed. Both names lead nowhere now."""
+
+    def look(cluster: WriterCluster) -> None:
+        names = {path.name for path in cluster.pfs.iterdir()}
+        assert names & {"old", "newer"}, names
+
+    async def act(cluster: WriterCluster) -> None:
+        nodes = cluster.nodes
+        await nodes[0].put("old", b"1")
+        await cluster.settle()
+        await nodes[linker].link("old", "best")
+        while linker == saver == 0 and await cluster.step(nodes[0]):
+            pass
+        await nodes[saver].put("newer", b"2")
+        await nodes[saver].unlink("old")
+        await nodes[remover].unlink("best")
+        with intercepted(lambda _: None, lambda _: look(cluster)):
+            for node in reversed(nodes):
+                while await cluster.step(node):
+                    pass
+
+    assert set(run(tmp_path, 0, act).shared()) == {b"newer"}

@@ -8,6 +8,9 @@ A row applies as written if the shared tree agrees with it: the name leads to th
 and the PFS shows no file of another node there.
 So the rows of one node keep their order (P6). If another node changed the same names, its row may come earlier or later. Then the
 names on the PFS of that inode are aligned with its names in the shared tree, whichever node set them.
+
+A name of a deleted inode goes with the last row of this journal that is about both. If no row of any node is, it goes with the last row
+about the inode. So a second name of a checkpoint stays until all is there that another node has sealed before it removed that name.
 """
 
 import stat
@@ -84,8 +87,7 @@ class SharedPlanner(Planner):
             return self._wait()
         for name in {*names, *self.view.list_pending_names(row.inode)}:
             self._forget_pending(row, name)
-        parked = [name for name in shown if name[1].startswith(PARKED_PREFIX)]  # No row names them.
-        return plans[row.op](row) and all(self._remove_gone(row, name) for name in (*row.names, *parked))
+        return plans[row.op](row) and all(self._remove_gone(row, name) for name in (*row.names, *shown))
 
     def _forget_pending(self, row: JournalRow, name: PfsName) -> None:
         """Drop a pending name that another node has already shown, or that the inode no longer has."""
@@ -97,11 +99,16 @@ class SharedPlanner(Planner):
             self.view.delete_pending(*name)
 
     def _remove_gone(self, row: JournalRow, name: PfsName) -> bool:
-        """Remove a deleted inode that is still shown under a name that no inode has now."""
+        """Remove a deleted inode from a name that no inode has now, unless a row that is not done yet will.
+
+        A name that the row itself has is not left to another node, for that one may leave it to this row.
+        """
         shown = self.view.get_entry(*name)
         if shown is None or self._snapshot.is_alive(shown.inode) or self._snapshot.get_child(name) is not None:
             return True
-        return self._has_later_row(shown.inode, row.seq) or self._align(shown.inode)
+        if self._has_later_row(shown.inode, row.seq) or (name not in row.names and self._snapshot.is_named_elsewhere(shown.inode, name)):
+            return True
+        return self._align(shown.inode, name)
 
     # --- rows by operation --------------------------------------------------------------------------------------------
 
@@ -194,8 +201,11 @@ class SharedPlanner(Planner):
 
     # --- alignment ----------------------------------------------------------------------------------------------------
 
-    def _align(self, inode: int) -> bool:
-        """Plan that the PFS shows an inode under its present names. Return False if that is not possible yet."""
+    def _align(self, inode: int, freed: PfsName | None = None) -> bool:
+        """Plan that the PFS shows an inode under its present names. Return False if that is not possible yet.
+
+        A deleted inode loses the name `freed` only.
+        """
         if self._facts.has_refused_names(inode):
             raise SetAside(self._key // KEYS_PER_ROW)
         self._snapshot.require_loaded(inode)
@@ -203,7 +213,7 @@ class SharedPlanner(Planner):
             return self._wait()
         self._aligning.add(inode)
         try:
-            return self._show_names(inode) and self._remove_stale_names(inode)
+            return self._show_names(inode) and self._remove_stale_names(inode, freed)
         finally:
             self._aligning.discard(inode)
 
@@ -227,17 +237,16 @@ class SharedPlanner(Planner):
                 self._plan_link(inode, others[0], name)
         return True
 
-    def _remove_stale_names(self, inode: int) -> bool:
-        """Remove names that the inode no longer has, if it is deleted or shown under a name that it has."""
+    def _remove_stale_names(self, inode: int, freed: PfsName | None) -> bool:
+        """Remove `freed` from a deleted inode; from others what they no longer have, if a right name is shown."""
         shared_names = self._snapshot.list_names(inode)
         shown = self.view.list_names(inode)
         if shared_names and not any(name in shared_names for name in shown):
             return True  # The row that gave it a name will move it.
-        if not shared_names and shown and not self._empty_directory(inode):
+        stale = [name for name in shown if (name not in shared_names if shared_names else name == freed)]
+        if not shared_names and stale and not self._empty_directory(inode):
             return False
-        for name in shown:
-            if name in shared_names:
-                continue
+        for name in stale:
             if not self.view.has_directory(*name):
                 self.view.delete_entry(*name)
                 continue
@@ -270,7 +279,7 @@ class SharedPlanner(Planner):
                 return True
         if shown.inode in self._aligning:
             return self._move(shown.inode, name, (name[0], PARKED_PREFIX + b"%x" % shown.inode))  # The names are exchanged in a ring.
-        if not self._align(shown.inode):
+        if not self._align(shown.inode, name):
             return False
         now = self.view.get_entry(*name)
         if now is not None and now.inode == shown.inode:
@@ -285,10 +294,10 @@ class SharedPlanner(Planner):
                 return self._wait()
             shown = self.view.get_entry(*name)
             if shown is not None:
-                remaining.append(shown.inode)
+                remaining.append((shown.inode, name))
         if remaining and not any(action.location.parent == directory for action in self.batch.actions):
-            for inode in remaining:
-                if not self._align(inode):
+            for inode, name in remaining:
+                if not self._align(inode, name):
                     return False
             self.plan.is_waiting = not self.batch.actions
         return not remaining
