@@ -692,3 +692,27 @@ def test_the_last_checkpoint_stays_until_a_newer_one_is_there(tmp_path: Path, li
                     pass
 
     assert set(run(tmp_path, 0, act).shared()) == {b"newer"}
+
+
+def test_an_exchange_is_shown_although_both_names_are_gone_by_now(tmp_path: Path) -> None:
+    """P6: without it the PFS would show the old checkpoint alone, under the name that the newer one has had."""
+    shown: set[bytes] = set()
+
+    def look(cluster: WriterCluster) -> None:
+        if (run_file := cluster.pfs / "run").exists():
+            shown.add(run_file.read_bytes())
+
+    async def act(cluster: WriterCluster) -> None:
+        one, _ = cluster.nodes
+        await one.put("run", b"1")
+        await one.put("step", b"2")
+        await cluster.settle()
+        await one.exchange("step", "run")
+        await one.unlink("step")
+        await one.unlink("run")
+        with intercepted(lambda _: None, lambda _: look(cluster)):
+            while await cluster.step(one):
+                pass
+
+    run(tmp_path, 0, act)
+    assert shown == {b"1", b"2"}

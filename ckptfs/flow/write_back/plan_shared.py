@@ -15,6 +15,7 @@ about the inode. So a second name of a checkpoint stays until all is there that 
 
 import stat
 from collections.abc import Callable, Container
+from dataclasses import replace
 from functools import partial
 
 from ckptfs.catalog import identity, journal
@@ -160,8 +161,9 @@ class SharedPlanner(Planner):
         other = self._snapshot.get_child(name)
         if self.view.shows(new, row.inode) and not self.view.shows(name, row.inode):
             return other is None or self._align(other)
-        is_agreed = self._snapshot.get_child(new) == row.inode and self.view.shows(name, row.inode)
-        if other is not None and is_agreed and self.view.shows(new, other):
+        shown = self.view.get_entry(*new)
+        is_kept = self._is_kept(row, new) and self.view.shows(name, row.inode)
+        if shown is not None and is_kept and self._is_kept(replace(row, inode=shown.inode), name):
             return self._exchange(row)
         return all(self._align(inode) for inode in (row.inode, other) if inode is not None)
 
@@ -325,11 +327,13 @@ class SharedPlanner(Planner):
         A file of another node that is there by now may be newer (P6). The PFS then goes on with what the name holds in the end.
         """
         child, shown = self._snapshot.get_child(name), self.view.get_entry(*name)
-        if child == row.inode:
-            return True
-        if shown is not None and (shown.inode == child or not _have_same_origin(shown.inode, row.inode)):
+        if child != row.inode and shown is not None and (shown.inode == child or not _have_same_origin(shown.inode, row.inode)):
             return False
-        return self._is_unlinked_later(row, name)
+        return self._is_kept(row, name)
+
+    def _is_kept(self, row: JournalRow, name: PfsName) -> bool:
+        """Return True if the inode of a row has a name now, or has it until a later row."""
+        return self._snapshot.get_child(name) == row.inode or self._is_unlinked_later(row, name)
 
     def _is_directory(self, inode: int) -> bool:
         known = self._facts.get_inode(inode)
