@@ -174,8 +174,8 @@ def delete_reverted(db: Database, instance: str, names: Iterable[tuple[int, byte
 
 def is_unlinked_later(db: Database, row: JournalRow, name: tuple[int, bytes]) -> bool:
     """Return True if a later row removes that name from the same inode."""
-    is_named = "((parent = ? AND name = ?) OR (op = 'exchange' AND new_parent = ? AND new_name = ?))"
-    return has_later_row(db, row.inode, row.seq, f"op IN ('unlink', 'rmdir', 'rename', 'exchange') AND {is_named}", *name, *name)
+    is_removed = "op IN ('unlink', 'rmdir', 'rename', 'exchange') AND parent = ? AND name = ?"
+    return has_later_row(db, row.inode, row.seq, is_removed, *name)
 
 
 def is_named_later(db: Database, row: JournalRow, name: tuple[int, bytes]) -> bool:

@@ -716,3 +716,18 @@ def test_an_exchange_is_shown_although_both_names_are_gone_by_now(tmp_path: Path
 
     run(tmp_path, 0, act)
     assert shown == {b"1", b"2"}
+
+
+@on_two_nodes(b"f", b"g")
+async def test_a_name_that_an_exchange_gives_is_not_taken_by_it(cluster: WriterCluster) -> None:
+    """P6: a refused link left a row of that name; the later row of the same file and name is an exchange. Another node moved it on."""
+    one, two = cluster.nodes
+    await one.put("f", b"1")
+    await two.put("a", b"2")
+    with pytest.raises(FileExistsError):
+        await one.link("f", "a")
+    await one.exchange("f", "a")
+    await two.rename("a", "g")
+    await two.put("g", b"3")
+    while await cluster.step(two):
+        pass
