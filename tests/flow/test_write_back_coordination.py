@@ -731,3 +731,25 @@ async def test_a_name_that_an_exchange_gives_is_not_taken_by_it(cluster: WriterC
     await two.put("g", b"3")
     while await cluster.step(two):
         pass
+
+
+@on_two_nodes(b"step")
+async def test_a_file_of_which_another_node_is_removing_a_name_is_not_replaced_meanwhile(cluster: WriterCluster) -> None:
+    """P6: each would tell the store what the PFS shows of the file, and the last one would be believed."""
+    one, two = cluster.nodes
+    await one.put("step", b"1")
+    await one.link("step", "best")
+    await cluster.settle()
+    await one.put("newer", b"2")
+    while await cluster.step(one):
+        pass
+    await one.rename("newer", "step")
+    await two.unlink("best")
+
+    async def write_back_meanwhile() -> None:
+        for _ in range(3):
+            await cluster.step(one)
+
+    cluster.meanwhile["write_back:directory"] = write_back_meanwhile
+    while cluster.meanwhile:
+        await cluster.step(two)

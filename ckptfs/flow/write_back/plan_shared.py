@@ -84,7 +84,7 @@ class SharedPlanner(Planner):
         }  # fmt: skip
         shown = self.view.list_names(row.inode)
         names = {*row.names, *shown}
-        if self._snapshot.has_intent(row.inode) or any(self._snapshot.get_intent(name) for name in names):
+        if self._snapshot.has_intent(row.inode) or any(self._is_changing(name) for name in names):
             return self._wait()
         for name in {*names, *self.view.list_pending_names(row.inode)}:
             self._forget_pending(row, name)
@@ -269,7 +269,7 @@ class SharedPlanner(Planner):
     def _vacate(self, name: PfsName, inode: int) -> bool:
         """Free a name for `inode`: who lives moves to its own name, who is deleted goes unless replaced."""
         shown = self.view.get_entry(*name)
-        if self._snapshot.get_intent(name):
+        if self._is_changing(name):
             return self._wait()
         if shown is None or shown.inode == inode or name in self._snapshot.list_names(shown.inode):
             return True
@@ -334,6 +334,11 @@ class SharedPlanner(Planner):
     def _is_kept(self, row: JournalRow, name: PfsName) -> bool:
         """Return True if the inode of a row has a name now, or has it until a later row."""
         return self._snapshot.get_child(name) == row.inode or self._is_unlinked_later(row, name)
+
+    def _is_changing(self, name: PfsName) -> bool:
+        """Return True if another node is about to change a name, or what the PFS shows of the inode under it."""
+        shown = self.view.get_entry(*name)
+        return self._snapshot.get_intent(name) is not None or (shown is not None and self._snapshot.has_intent(shown.inode))
 
     def _is_directory(self, inode: int) -> bool:
         known = self._facts.get_inode(inode)
