@@ -753,3 +753,19 @@ async def test_a_file_of_which_another_node_is_removing_a_name_is_not_replaced_m
     cluster.meanwhile["write_back:directory"] = write_back_meanwhile
     while cluster.meanwhile:
         await cluster.step(two)
+
+
+@on_two_nodes(b"f", b"e")
+async def test_a_file_that_has_left_a_removed_directory_again_is_no_external_change(cluster: WriterCluster) -> None:
+    """P6: its rows lead through a directory that the other node has removed, also on the PFS."""
+    one, two = cluster.nodes
+    await one.put("f", b"1")
+    await one.mkdir("e")
+    await one.mkdir("e/d")
+    await cluster.settle()
+    await one.rename("f", "e/d/f")
+    await one.rename("e/d/f", "f")
+    await one.put("f", b"2")
+    await two.rmdir("e/d")
+    while await cluster.step(two):
+        pass

@@ -146,7 +146,7 @@ class SharedPlanner(Planner):
             return self._align(row.inode)
         if not self._ensure_directory(new[0]) or not self._vacate(new, row.inode):
             return False
-        if self.view.shows(name, row.inode) and self.view.get_path(name[0]) is not None:
+        if self.view.shows(name, row.inode) and self.view.has_directory(*name) and self.view.has_directory(*new):
             self.view.delete_pending(*name)
             return self._rename(row)
         if stat.S_ISREG(row.mode) and not self.view.list_names(row.inode):
