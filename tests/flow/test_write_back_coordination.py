@@ -769,3 +769,18 @@ async def test_a_file_that_has_left_a_removed_directory_again_is_no_external_cha
     await two.rmdir("e/d")
     while await cluster.step(two):
         pass
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+@on_two_nodes(b"e")
+async def test_what_takes_the_name_of_the_directory_that_it_was_in_gets_it(cluster: WriterCluster, is_file: bool) -> None:
+    """P6: it cannot move there before the directory is gone, and the directory cannot go before it has moved."""
+    one, two = cluster.nodes
+    await one.mkdir("e")
+    await (one.put("d", b"1") if is_file else one.mkdir("d"))
+    await (two.put("e/f", b"2") if is_file else two.mkdir("e/f"))
+    await cluster.settle()
+    await two.rename("e/f", "d")
+    if is_file:
+        await two.rmdir("e")
+    await two.rename("d", "e")

@@ -266,6 +266,10 @@ class SharedPlanner(Planner):
         self.view.delete_pending(*new)
         return True
 
+    def _park(self, inode: int, name: PfsName, directory: int) -> bool:
+        """Move an inode that is being aligned out of the way, to a temporary name in a directory."""
+        return self._move(inode, name, (directory, PARKED_PREFIX + b"%x" % inode))
+
     def _vacate(self, name: PfsName, inode: int) -> bool:
         """Free a name for `inode`: who lives moves to its own name, who is deleted goes unless replaced."""
         shown = self.view.get_entry(*name)
@@ -280,7 +284,7 @@ class SharedPlanner(Planner):
             if kinds == (False, False) or (kinds == (True, True) and not self._snapshot.list_pfs_names_in(shown.inode)):
                 return True
         if shown.inode in self._aligning:
-            return self._move(shown.inode, name, (name[0], PARKED_PREFIX + b"%x" % shown.inode))  # The names are exchanged in a ring.
+            return self._park(shown.inode, name, name[0])  # The names are exchanged in a ring.
         if not self._align(shown.inode, name):
             return False
         now = self.view.get_entry(*name)
@@ -299,7 +303,9 @@ class SharedPlanner(Planner):
                 remaining.append((shown.inode, name))
         if remaining and not any(action.location.parent == directory for action in self.batch.actions):
             for inode, name in remaining:
-                if not self._align(inode, name):
+                if inode in self._aligning:  # It takes the name of the directory, which has to go first.
+                    self._park(inode, name, self.view.list_names(directory)[0][0])
+                elif not self._align(inode, name):
                     return False
             self.plan.is_waiting = not self.batch.actions
         return not remaining
