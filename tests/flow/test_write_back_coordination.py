@@ -784,3 +784,15 @@ async def test_what_takes_the_name_of_the_directory_that_it_was_in_gets_it(clust
     if is_file:
         await two.rmdir("e")
     await two.rename("d", "e")
+
+
+@on_two_nodes(b"old", b"new")
+async def test_a_name_that_another_node_gave_back_stays_when_its_rename_comes_late(cluster: WriterCluster) -> None:
+    """P6: the link was no work, for the PFS still showed the file under its old name."""
+    one, two = cluster.nodes
+    await two.put("old", b"1")
+    await cluster.settle()
+    await two.rename("old", "new")
+    await one.link("new", "old")
+    while await cluster.step(one):
+        pass

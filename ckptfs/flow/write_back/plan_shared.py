@@ -141,7 +141,8 @@ class SharedPlanner(Planner):
         if self.view.shows(new, row.inode) and not self.view.shows(name, row.inode):
             self.view.delete_pending(*name)
             return True
-        if not self._has_name(row, new):
+        has_old_name = self._snapshot.get_child(name) == row.inode and not self._is_named_later(row, name)
+        if has_old_name or not self._has_name(row, new):
             self.view.delete_pending(*name)
             return self._align(row.inode)
         if not self._ensure_directory(new[0]) or not self._vacate(new, row.inode):
