@@ -796,3 +796,16 @@ async def test_a_name_that_another_node_gave_back_stays_when_its_rename_comes_la
     await one.link("new", "old")
     while await cluster.step(one):
         pass
+
+
+@on_two_nodes(b"f", b"g")
+async def test_a_pending_name_that_leads_elsewhere_by_now_hides_no_bytes(cluster: WriterCluster) -> None:
+    """P6: a row that was planned while its node returned from an island left it. Later rows are about the same file, not that name."""
+    one, _ = cluster.nodes
+    for name in ("f", "g"):
+        await one.put(name, name.encode())
+    await cluster.settle()
+    other = (await one.stat("g")).id
+    one.db.change("INSERT INTO pfs_pending (parent, name, inode) VALUES (?, ?, ?)", ROOT, b"f", other)
+    await one.put("f", b"newer")
+    await one.set("g", mode=0o600)

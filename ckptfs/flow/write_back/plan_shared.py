@@ -95,8 +95,8 @@ class SharedPlanner(Planner):
         inode, shown = self.view.get_pending(*name), self.view.get_entry(*name)
         if inode is None:
             return
-        is_due = inode == row.inode or self._has_later_row(inode, row.seq)
-        if (shown is not None and shown.inode == inode) or (self._snapshot.get_child(name) != inode and not is_due):
+        is_due = inode == row.inode or self._is_kept(replace(row, inode=inode), name)
+        if (shown is not None and shown.inode == inode) or not is_due:
             self.view.delete_pending(*name)
 
     def _remove_gone(self, row: JournalRow, name: PfsName) -> bool:
