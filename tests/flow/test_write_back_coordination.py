@@ -809,3 +809,21 @@ async def test_a_pending_name_that_leads_elsewhere_by_now_hides_no_bytes(cluster
     one.db.change("INSERT INTO pfs_pending (parent, name, inode) VALUES (?, ?, ?)", ROOT, b"f", other)
     await one.put("f", b"newer")
     await one.set("g", mode=0o600)
+
+
+@on_two_nodes(b"d", b"d/f", b"e")
+async def test_a_directory_that_another_node_is_just_exchanging_is_waited_for(cluster: WriterCluster) -> None:
+    """P6: the mover of the other node has died after the exchange. That is no failure of the PFS."""
+    one, two = cluster.nodes
+    await one.mkdir("d")
+    await one.mkdir("e")
+    await one.put("e/f", b"1")
+    await cluster.settle()
+    await one.exchange("d", "e")
+    cluster.deadly = {"write_back:directory"}
+    while cluster.deadly:
+        await cluster.step(one)
+    await two.put("d/f", b"2")
+    for _ in range(4):
+        await cluster.step(two)
+    assert (cluster.pfs / "d/f").read_bytes() == b"1"

@@ -116,9 +116,12 @@ class WriteBack:
             if failure.errno == errno.ENOSPC and not self._deferred.skips_bytes and journal.has_removal(self._db):
                 self._deferred.skip_bytes(failure)
                 return True
-            if failure.errno in _STALE_PATH_ERRNOS and not self._has_retried_walk:
-                self._has_retried_walk = True  # A directory in the cache may have been removed: walk its path again.
-                return True
+            if failure.errno in _STALE_PATH_ERRNOS:
+                if not self._has_retried_walk:
+                    self._has_retried_walk = True  # A directory in the cache may have been removed: walk its path again.
+                    return True
+                if self._has_intents_elsewhere():
+                    return self._wait_for(failure)
             raise build_unavailable_error(failure, os.fsdecode(os.fsencode(failure.filename or self._tree.root))) from failure
 
     def next_due_s(self) -> float | None:
@@ -287,6 +290,10 @@ class WriteBack:
             if not journal.insert_rows_for_tree(self._db, inode):
                 pfs_state.delete_entries(self._db, inode)  # The mount has removed it too; changes in it are obsolete.
         return True
+
+    def _has_intents_elsewhere(self) -> bool:
+        """Return True if another node may be moving a directory of the last batch."""
+        return False
 
     def _requeue_left_out(self) -> bool:
         """Append rows for what the PFS lacks and no row covers. Return True if any was added."""

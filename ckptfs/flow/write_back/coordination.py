@@ -187,6 +187,9 @@ class ClusterWriteBack(WriteBack):
         self._is_waiting = self._gone_directory is None
         return not self._is_waiting
 
+    def _has_intents_elsewhere(self) -> bool:
+        return any(number != self._cluster.node_number for _, number in self._snapshot.list_intents())
+
     def _confirm_gone(self, names: DirectoryPath) -> DirectoryPath | None:
         """Return `names` if that directory is gone from the PFS; None if another node moves it: plan again."""
         try:
