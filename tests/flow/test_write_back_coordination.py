@@ -827,3 +827,17 @@ async def test_a_directory_that_another_node_is_just_exchanging_is_waited_for(cl
     for _ in range(4):
         await cluster.step(two)
     assert (cluster.pfs / "d/f").read_bytes() == b"1"
+
+
+@on_two_nodes(b"kept", b"moved")
+async def test_a_name_goes_that_was_replaced_by_a_file_that_another_node_moved_on(cluster: WriterCluster) -> None:
+    """P6: the file that had the name has another one still. No row is about it."""
+    one, two = cluster.nodes
+    await one.put("kept", b"1")
+    await one.link("kept", "f")
+    await one.put("newer", b"2")
+    await cluster.settle()
+    await one.rename("newer", "f")
+    await two.rename("f", "moved")
+    while await cluster.step(two):
+        pass

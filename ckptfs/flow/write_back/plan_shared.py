@@ -100,14 +100,14 @@ class SharedPlanner(Planner):
             self.view.delete_pending(*name)
 
     def _remove_gone(self, row: JournalRow, name: PfsName) -> bool:
-        """Remove a deleted inode from a name that no inode has now, unless a row that is not done yet will.
+        """Free a name that no inode has now, unless a row that is not done yet will.
 
         A name that the row itself has is not left to another node, for that one may leave it to this row.
         """
         shown = self.view.get_entry(*name)
-        if shown is None or self._snapshot.is_alive(shown.inode) or self._snapshot.get_child(name) is not None:
+        if shown is None or self._snapshot.get_child(name) is not None or self._has_later_row(shown.inode, row.seq):
             return True
-        if self._has_later_row(shown.inode, row.seq) or (name not in row.names and self._snapshot.is_named_elsewhere(shown.inode, name)):
+        if name not in row.names and (self._snapshot.is_alive(shown.inode) or self._snapshot.is_named_elsewhere(shown.inode, name)):
             return True
         return self._align(shown.inode, name)
 
