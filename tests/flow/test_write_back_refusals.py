@@ -17,7 +17,8 @@ import pytest
 from local_node import inject_fault
 from write_back_world import Killed, Mount, Refusal, intercepted, killed_at, memory, rest
 
-from ckptfs.catalog import namespace, pfs_batch
+from ckptfs.catalog import journal, namespace, pfs_batch
+from ckptfs.catalog.pfs_batch import KEYS_PER_ROW
 from ckptfs.errors import TierUnavailable
 from ckptfs.flow.write_back import WriteBack, deferred
 from ckptfs.model import ContentState, Tier
@@ -106,6 +107,51 @@ def test_it_alone_is_missing(mount: Mount, act: str, code: int, monkeypatch: pyt
     flow.retry_now()
     mount.settle_exactly(flow)
     assert mount.troubles() == [] and flow.next_due_s() is None
+
+
+def kill_when_staged(label: str) -> None:
+    if label == "write_back:written_down":
+        raise Killed
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO], ids=["EACCES", "EIO"])
+def test_a_temporary_file_that_may_not_be_removed_holds_up_nobody(
+    mount: Mount, code: int, is_killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P1: the owner takes the write permission from a directory in which a file is being made, or its server is sick."""
+    mount.mkdir(b"closed")
+    mount.settle()
+    mount.put(b"closed/bad", b"data")
+    put_others(mount, b"others")
+    flow = mount.write_back()
+    refused_name = f".ckptfs.{journal.get_instance_id(mount.db)}.{journal.list_oldest(mount.db, 2)[1].seq * KEYS_PER_ROW + 1:x}".encode()
+    if is_killed:
+        with contextlib.suppress(Killed), intercepted(kill_when_staged):
+            flow.step()
+        flow = mount.write_back()
+    with monkeypatch.context() as patch:
+        Refusal(patch, "rename", lambda name: name == b"bad", code)
+        refusal = Refusal(patch, "unlink", lambda name: name == refused_name, code)
+        rest(flow)
+        assert refusal.calls and others_shown(mount, b"others")
+        [trouble] = mount.troubles()
+        assert trouble["path"] == "closed/bad" and trouble["remedy"]
+    flow.retry_now()
+    mount.settle_exactly(flow)
+
+
+def test_a_directory_whose_times_cannot_be_set_holds_up_nobody(mount: Mount) -> None:
+    """P1: the PFS takes other files, so it is not sick as a whole."""
+    mount.mkdir(b"bad")
+    mount.put(b"bad/f", b"data")
+
+    def broken(label: str) -> None:
+        if label == "write_back:times":
+            raise OSError(errno.EIO, "broken")
+
+    with intercepted(broken):
+        mount.settle_exactly()
 
 
 def list_moments(seen: list[str]) -> list[int]:

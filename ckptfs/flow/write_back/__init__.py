@@ -35,7 +35,7 @@ from ckptfs.config import Config
 from ckptfs.errors import Busy, StoreUnreachable
 from ckptfs.flow.write_back.ahead import RowsAhead
 from ckptfs.flow.write_back.apply import Applier, set_directory_times
-from ckptfs.flow.write_back.deferred import CopyPacing, DeferredFiles, build_unavailable_error, choose_kind, concerns_part
+from ckptfs.flow.write_back.deferred import CopyPacing, DeferredFiles, build_unavailable_error, choose_kind
 from ckptfs.flow.write_back.plan import Planner
 from ckptfs.flow.write_back.plan_facts import BatchPlan, Facts
 from ckptfs.flow.write_back.stage import Stager
@@ -311,7 +311,7 @@ class WriteBack:
                 inode = get(self._db, number)
                 disk.act("write_back:times", set_directory_times, self._tree.get_directory(path), inode)
             except OSError as failure:
-                if not isinstance(failure, FileNotFoundError) and not concerns_part(self._tree, path, failure):
+                if not isinstance(failure, FileNotFoundError) and not self._deferred.concerns_part(path, failure):
                     raise
                 log.debug("%s: its times on the PFS are left as they are: %s", os.fsdecode(b"/".join(path)), failure)
         pfs_state.delete_stale_times(self._db, directories)

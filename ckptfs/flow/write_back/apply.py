@@ -113,7 +113,7 @@ class Applier:
                 continue
             except OSError as failure:
                 if failure.errno not in _NO_FSYNC:
-                    raise
+                    raise OSError(failure.errno, failure.strerror, os.fsdecode(b"/".join(path)) or "/") from failure
         return {
             show.location.pfs_name: self._observe(show.location, show.fingerprint)
             for show in self._batch.expected_entries

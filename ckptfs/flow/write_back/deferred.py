@@ -89,7 +89,7 @@ class _DeferredFile:
     lacks_room: bool
 
 
-def concerns_part(tree: PfsTree, path: DirectoryPath, failure: OSError) -> bool:
+def _concerns_part(tree: PfsTree, path: DirectoryPath, failure: OSError) -> bool:
     """Return True if an error in a directory says nothing about the whole PFS.
 
     It concerns one entry, or a filesystem that is mounted inside.
@@ -147,7 +147,7 @@ class DeferredFiles:
         """Defer what the PFS refused. Return False if that concerns more than this file, or too many wait."""
         key, location = (action.inode, kind), action.new_location or action.location
         is_known_full = self.skips_bytes and failure.errno == errno.ENOSPC
-        is_own = is_known_full or concerns_part(self._tree, location.path, failure)
+        is_own = is_known_full or _concerns_part(self._tree, location.path, failure)
         if not is_own and not self._is_stubborn(key, failure):
             return False
         if len(self._files) >= FILES_MAX and not isinstance(failure, SourceFailed):
@@ -169,6 +169,10 @@ class DeferredFiles:
             return False
         self._failures[key] = self._failures.get(key, 0) + 1
         return self._failures[key] >= TRIES_MAX and self._takes_a_file()
+
+    def concerns_part(self, path: DirectoryPath, failure: OSError) -> bool:
+        """Return True if an error in a directory says nothing about the whole PFS: it takes another file."""
+        return _concerns_part(self._tree, path, failure) or (failure.errno not in WHOLE_PFS_ERRNOS and self._takes_a_file())
 
     def _takes_a_file(self) -> bool:
         """Return True if the PFS takes a small file. Then it is well, even if it refuses another one."""

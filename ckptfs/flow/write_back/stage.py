@@ -27,7 +27,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, PfsAction, PfsBatch
 from ckptfs.catalog.pfs_state import Fingerprint, PfsLocation
 from ckptfs.errors import Busy, CkptfsError
-from ckptfs.flow.write_back.deferred import CopyPacing, DeferredFiles, RefusedKind, SourceFailed, concerns_part
+from ckptfs.flow.write_back.deferred import CopyPacing, DeferredFiles, RefusedKind, SourceFailed
 from ckptfs.flow.write_back.plan_facts import BatchPlan, Facts, PlannedFile, SourceKind
 from ckptfs.model import Content, ContentState, Inode, PublishedRow, Tier
 from ckptfs.tiers import local_copies, pfs_ownership, pfs_sync, pfs_tree, reflink, transfer
@@ -208,7 +208,7 @@ class Stager:
                 try:
                     remove_temporary(self._tree, location, action.temporary)
                 except OSError as failure:
-                    if not concerns_part(self._tree, location.path, failure):
+                    if not self._deferred.concerns_part(location.path, failure):
                         raise
                     log.debug("%s: %s stays on the PFS: %s", location.text, os.fsdecode(action.temporary), failure)
                     return False
