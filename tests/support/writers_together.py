@@ -258,7 +258,8 @@ class WriterCluster:
         def step() -> None:
             before, self.stepping.node = getattr(self.stepping, "node", None), node
             try:
-                node.scan.step()
+                with contextlib.suppress(OSError, CkptfsError):  # Its lane tries again.
+                    node.scan.step()
             finally:
                 self.stepping.node = before
 
