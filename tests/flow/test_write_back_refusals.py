@@ -141,6 +141,21 @@ def test_a_temporary_file_that_may_not_be_removed_holds_up_nobody(
     mount.settle_exactly(flow)
 
 
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_what_was_refused_and_is_deleted_is_no_trouble_any_more(mount: Mount, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was the last in the journal. Write-back has no work then, and must not come back to it all the time either."""
+    flow = mount.write_back()
+    _ = mount.put(b"bad", b"data") if kind == "file" else mount.mkdir(b"bad")
+    Refusal(monkeypatch, "rename", lambda name: name == b"bad", errno.EACCES)
+    rest(flow)
+    assert mount.troubles() != []
+    (mount.unlink if kind == "file" else mount.rmdir)(b"bad")
+    rest(flow)
+    flow.retry_now()
+    mount.settle_exactly(flow)
+    assert mount.troubles() == [] and flow.next_due_s() is None
+
+
 def test_a_directory_whose_times_cannot_be_set_holds_up_nobody(mount: Mount) -> None:
     """P1: the PFS takes other files, so it is not sick as a whole."""
     mount.mkdir(b"bad")

@@ -144,16 +144,17 @@ class WriteBack:
     # --- load and choose ----------------------------------------------------------------------------------------------
 
     def _write_batch(self) -> bool:
+        self._deferred.start_batch()
         for inode, content in self._pacing.take_due():
             with self._db.transaction():
                 journal.append(self._db, "synced", inode, content=content)
         if self._identity is not None and not pfs_state.has_work(self._db):
             self._is_waiting = False
+            self._deferred.finish_journal()
             return self._requeue_left_out()
         self._open_pfs()
         if (found := pfs_batch.find_batch(self._db)) is not None and self._finish_previous(*found):
             return True
-        self._deferred.start_batch()
         after = self._deferred.after_seq
         urgent = self._ahead.list_next(after, BATCH_ROWS)
         rows = self._choose_rows(urgent or journal.list_oldest(self._db, BATCH_ROWS, after))
