@@ -171,6 +171,15 @@ class DirectoryMissing(FileNotFoundError):
         self.names = names
 
 
+class DirectoryReplaced(OSError):
+    """There is another directory under a name than the one that is expected. `remedy` says what helps."""
+
+    remedy = "put the directory back that another program has moved or removed"
+
+    def __init__(self, names: DirectoryPath) -> None:
+        super().__init__(errno.ESTALE, "the directory was replaced", os.fsdecode(b"/".join(names)))
+
+
 class PfsTree:
     """The PFS below one directory. Belongs to one thread at a time."""
 
@@ -201,14 +210,14 @@ class PfsTree:
         return identity
 
     def get_directory(self, names: DirectoryPath) -> int:
-        """Return a descriptor for one action. Raises DirectoryMissing, or ESTALE if it was replaced."""
+        """Return a descriptor for one action. Raises DirectoryMissing, DirectoryReplaced."""
         if not names:
             return self._root_fd
         fd = self._get_cached(names)
         expected = self._expected.get(names)
         if expected is not None and os.fstat(fd).st_ino != expected:
             self.clear_cache()
-            raise OSError(errno.ESTALE, "the directory was replaced", os.fsdecode(b"/".join(names)))
+            raise DirectoryReplaced(names)
         return fd
 
     def _get_cached(self, names: DirectoryPath) -> int:

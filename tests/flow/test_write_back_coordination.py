@@ -14,7 +14,7 @@ from shared_catalogs import async_tests, run_seeded, settled, stored
 from write_back_world import intercepted
 from writers_together import WriterCluster
 
-from ckptfs.catalog import scans
+from ckptfs.catalog import scans, summary
 from ckptfs.coherence import key_state
 from ckptfs.coherence.keys import PFS_NAME, PFS_STATE, SharedKey
 from ckptfs.errors import CkptfsError
@@ -841,3 +841,30 @@ async def test_a_name_goes_that_was_replaced_by_a_file_that_another_node_moved_o
     await two.rename("f", "moved")
     while await cluster.step(two):
         pass
+
+
+@on_two_nodes(b"d", b"d/f", b"d/new", b"other")
+async def test_a_directory_that_another_program_has_replaced_holds_up_nothing_else(
+    cluster: WriterCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P1: nothing is written into the other directory. What belongs into it is named, with what to do."""
+    monkeypatch.setattr(deferred, "RETRY_FIRST_S", 1000.0)
+    one, two = cluster.nodes
+    await one.mkdir("d")
+    await one.put("d/f", b"1")
+    await cluster.settle()
+    await one.put("d/f", b"2")
+    await two.put("d/new", b"3")
+    await one.put("other", b"4")
+    cluster.refusing = 1e-9  # Errors of the PFS are tried again, as the lane does.
+    os.rename(cluster.pfs / "d", cluster.pfs / "d.old")
+    (cluster.pfs / "d").mkdir()
+    for _ in range(12):
+        for node in cluster.nodes:
+            await cluster.step(node)
+    assert (cluster.pfs / "other").read_bytes() == b"4" and list((cluster.pfs / "d").iterdir()) == []
+    for node, path in ((one, "d/f"), (two, "d/new")):
+        [(_, trouble, _)] = summary.list_troubles(node.db)
+        assert trouble["path"] == path and trouble["remedy"].startswith("put the directory back")
+    (cluster.pfs / "d").rmdir()
+    os.rename(cluster.pfs / "d.old", cluster.pfs / "d")

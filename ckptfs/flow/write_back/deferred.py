@@ -156,7 +156,7 @@ class DeferredFiles:
         before_s = self._delays_s.pop(key, 0.0)
         delay_s = min(max(2 * before_s, RETRY_FIRST_S), RETRY_LAST_S)
         path, what = location.text, f"{health.describe(failure)}: {kind.value.format(act=_describe_act(action))}"
-        remedy = failure.remedy if isinstance(failure, SourceFailed) else health.pfs_remedy(failure.errno) or "see the PFS's own log"
+        remedy = getattr(failure, "remedy", "") or health.pfs_remedy(failure.errno) or "see the PFS's own log"
         self._files[key] = _DeferredFile(time.monotonic() + delay_s, delay_s, path, what, remedy, failure.errno == errno.ENOSPC)
         level = logging.WARNING if not before_s and len(self._files) <= LOGGED_MAX else logging.DEBUG
         log.log(level, "%s: %s; all others are written back (%s)", path, what, remedy)
