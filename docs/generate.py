@@ -330,8 +330,8 @@ def describe_accepted(parse: Any) -> str:
 
 
 def format_default(value: str | bool | float | None) -> str:
-    """A default as it is written after `-o KEY=`."""
-    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
+    """A default as it is written after `-o KEY=`; a dash for an option that is not given."""
+    return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def list_other_options() -> list[Entry]:
@@ -712,7 +712,8 @@ def list_setting_entries(settings: Iterable[Setting], *, toml: bool) -> list[Ent
     found = []
     for key in settings:
         written = key.example if key.default is None else json.dumps(key.default)
-        default = "" if key in RULE_SETTINGS or "Default: " in key.description else f" Default: {format_default(key.default)}."
+        is_said = key in RULE_SETTINGS or key.default is None or "Default: " in key.description
+        default = "" if is_said else f" Default: {format_default(key.default)}."
         text = f"{' '.join(key.description.split())}{default} Accepted: {describe_accepted(key.parse)}."
         found.append(Entry(f"{key.name} = {written}" if toml else f"{key.name}=VALUE", text))
     return found
