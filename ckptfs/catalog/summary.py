@@ -177,18 +177,18 @@ def load_tree_figures(db: Database, roots: Iterable[int]) -> TreeFigures:
 
 
 def load_counts(db: Database) -> FileCounts:
-    """Count everything."""
+    """Count what applications see; lost files of the history count, too."""
     by_level: Counter[Level] = Counter()
     bytes_by_level: Counter[Level] = Counter()
     lost = 0
     with db.read_transaction():
-        directories = db.value("SELECT count(*) FROM inode WHERE (mode & 61440) = 16384 AND nlink > 0")
+        directories = db.value("SELECT count(*) FROM inode WHERE (mode & 61440) = 16384 AND nlink > 0 AND history = 0")
         handles, writers = db.row("SELECT count(*), coalesce(sum(writer), 0) FROM handle") or (0, 0)
-        for _, level, count, size, is_lost in _list_level_groups(db, "inode i", "1"):
-            if level is not None:
+        for is_history, level, count, size, is_lost in _list_level_groups(db, "inode i", "1", top="i.nlink = i.history"):
+            if level is not None and not is_history:
                 by_level[level] += count
                 bytes_by_level[level] += size
-                lost += count if is_lost else 0
+            lost += count if is_lost else 0
     return FileCounts(sum(by_level.values()), int(directories), dict(by_level), dict(bytes_by_level), lost, int(handles), int(writers))
 
 

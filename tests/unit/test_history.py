@@ -9,7 +9,7 @@ from ckptfs.catalog import history, inodes, namespace, pfs_state, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet, Producer, Rollback, SeriesRecord, SetRecord
 from ckptfs.errors import Busy
-from ckptfs.model import ROOT, Inode, Level
+from ckptfs.model import ROOT, ContentState, Inode, Level
 
 FILE, DIRECTORY = stat.S_IFREG | 0o664, stat.S_IFDIR | 0o2770
 PRODUCER = Producer("node1", 17, "python train.py", "123", "0")
@@ -86,6 +86,20 @@ def test_a_set_has_second_names_that_no_application_sees(db: Database) -> None:
     assert (gone.nlink, gone.history, gone.shown_nlink) == (1, 1, 0)
     assert [(path, inode.id) for path, inode in history.list_files(db, directory)] == [(b"f0", file.id)]
     assert namespace.list_orphans(db) == set()
+
+
+def test_what_only_the_history_has_does_not_count_as_files_of_applications(db: Database) -> None:
+    """But a lost one is a loss."""
+    series = make_series(db)
+    files = [write_file(db, series.origin, b"step_%d" % number, state) for number, state in ((1, 2), (2, 2), (3, ContentState.LOST))]
+    before = summary.load_counts(db)
+    make_set(db, series, 1, files)
+    assert summary.load_counts(db) == before and (before.files, before.lost) == (3, 1)
+    with db.transaction():
+        for number in (2, 3):
+            namespace.unlink(db, series.origin, b"step_%d" % number)
+    after = summary.load_counts(db)
+    assert (after.files, after.by_level, after.lost, after.directories) == (1, {Level.LOCAL: 1}, 1, before.directories)
 
 
 def test_a_file_that_is_being_written_belongs_to_no_set(db: Database) -> None:
