@@ -294,11 +294,10 @@ def ask_answering(chosen: Sequence[Mount], question: Callable[[Client], Answer])
     Returns the others with their answers, and whether one was silent. Raises the error of an only one.
     """
     found = ask_all(chosen, question)
-    failures = [answer for _, answer in found if isinstance(answer, ClientError)]
+    failures = [(mount, answer) for mount, answer in found if isinstance(answer, ClientError)]
     if len(found) == 1 and failures:
-        raise failures[0]
-    for failure in failures:
-        print(f"ckptfs: {failure}", file=sys.stderr)
+        raise failures[0][1]
+    _print_failures(failures)
     return [(mount, answer) for mount, answer in found if not isinstance(answer, ClientError)], bool(failures)
 
 
@@ -308,12 +307,18 @@ def list_statuses(chosen: Sequence[Mount]) -> list[pb.Status]:
     Raises NoMount if none answers.
     """
     found = ask_all(chosen, Client.get_status)
-    failures = [answer for _, answer in found if isinstance(answer, ClientError)]
+    failures = [(mount, answer) for mount, answer in found if isinstance(answer, ClientError)]
     if len(failures) == len(found):
-        raise failures[0] if len(found) == 1 else NoMount("; ".join(map(str, failures)))
-    for failure in failures:
-        print(f"ckptfs: {failure}", file=sys.stderr)
+        raise failures[0][1] if len(found) == 1 else NoMount("; ".join(str(failure) for _, failure in failures))
+    _print_failures(failures)
     return [_build_silent_status(mount, answer) if isinstance(answer, ClientError) else answer for mount, answer in found]
+
+
+def _print_failures(failures: Iterable[tuple[Mount, ClientError]]) -> None:
+    """Print errors of several mounts on stderr, each with its mount."""
+    for mount, failure in failures:
+        where = "" if str(mount.mountpoint) in str(failure) else f"{mount.mountpoint}: "
+        print(f"ckptfs: {where}{failure}", file=sys.stderr)
 
 
 def _build_silent_status(mount: Mount, failure: ClientError) -> pb.Status:

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from ckptfs_client import __main__ as entry
 from ckptfs_client import cli, mounts, render
-from ckptfs_client.errors import UsageError
+from ckptfs_client.client import Client, ask_answering
+from ckptfs_client.errors import CommandFailed, UsageError
 from ckptfs_client.mounts import Mount
 from ckptfs_client.node import doctor
 from control_served import Served
@@ -197,6 +198,19 @@ def test_a_mount_that_does_not_answer(run: Run, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(mounts, "list_mounts", lambda: [Mount("gone", tmp_path, os.geteuid(), 0)])
     code, out, err = run("status")
     assert (code, out) == (3, "") and f"the daemon of gone ({tmp_path}) does not answer; its log says why" in err
+
+
+def test_of_several_mounts_an_error_names_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also if the daemon answers with an error in which it does not name itself."""
+
+    def ask(client: Client) -> str:
+        if client.mount.name == "bad":
+            raise CommandFailed("No such file or directory")
+        return client.mount.name
+
+    answers, has_silent = ask_answering([Mount(name, tmp_path / name, os.geteuid(), 0) for name in ("good", "bad")], ask)
+    assert ([answer for _, answer in answers], has_silent) == (["good"], True)
+    assert capsys.readouterr().err == f"ckptfs: {tmp_path}/bad: No such file or directory\n"
 
 
 def test_a_mount_whose_daemon_has_ended(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
