@@ -35,7 +35,8 @@ IS_HELD = f"EXISTS (SELECT 1 FROM xattr h WHERE h.inode = {{}} AND {IS_HELD_MARK
 UNPUBLISHED = (
     "content c JOIN inode i ON i.id = c.inode AND i.content = c.id AND i.nlink > 0 WHERE c.remote = 0 AND c.state = 2"
     " AND EXISTS (SELECT 1 FROM copy WHERE content = c.id AND copy.state = 1)"
-    " AND NOT EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = c.inode AND p.generation = c.generation AND p.complete = 1)"
+    " AND NOT EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = c.inode AND p.generation = c.generation AND p.complete = 1"
+    " AND coalesce(p.digest, c.digest) = c.digest)"
     f" AND NOT {IS_HELD.format('c.inode')}"
 )
 """SQL: own sealed contents that their files hold, and that the PFS is to show and does not."""

@@ -487,3 +487,15 @@ def test_a_long_name_and_a_deep_path(mount: Mount) -> None:
     os.close(fd)
     assert depth == 300
     assert mount.db.value("SELECT count(*) FROM pfs_entry WHERE parent = ?", ROOT) == 2
+
+
+@pytest.mark.parametrize(("digest", "count"), [(b"other", 1), (None, 0)])
+def test_a_content_of_the_generation_that_the_pfs_shows_of_another_node_is_missing_there(
+    mount: Mount, digest: bytes | None, count: int
+) -> None:
+    """P3: an island and another node wrote one generation each. What was imported has no digest, and is the same."""
+    mount.put(b"f", b"data")
+    mount.settle()
+    mount.db.change("UPDATE pfs_file SET digest = ?", digest)
+    assert journal.insert_missing(mount.db, 10) == count
+    assert bool(pfs_state.find_unpublished(mount.db, 0)) == bool(count)
