@@ -229,8 +229,9 @@ def umount_main(arguments: Sequence[str] | None = None) -> int:
         return _print_error(str(failure), "", FAILED, "umount.ckptfs")
     from ckptfs_client.client import Client
 
+    others = [str(one.mountpoint) for one in list_mounts() if one.device == mount.device and one.mountpoint != mount.mountpoint]
     with Client(mount, answer_s=STATUS_WAIT_S) as client:
-        before = None if asked.lazy else _get_status(client)
+        before = None if asked.lazy or others else _get_status(client)
         if before is not None and not asked.force:
             if _is_busy(mount.mountpoint):
                 what = f"{mount.mountpoint} is busy: a process has a file open there or works in it"
@@ -245,7 +246,9 @@ def umount_main(arguments: Sequence[str] | None = None) -> int:
         command = ours if os.geteuid() == 0 else ["fusermount3", "-u", *(["-z"] if asked.lazy else []), str(mount.mountpoint)]
         if subprocess.run(command, check=False).returncode != 0:
             return FAILED
-        if before is not None:
+        if others:
+            print(f"umount.ckptfs: {mount.name} goes on: it is also mounted at {', '.join(others)}", file=sys.stderr)
+        elif before is not None:
             _wait_until_drained(client, before)
         elif mount.has_ended and (state := mount.load_registered("state")):
             _print_leftovers(Path(state))

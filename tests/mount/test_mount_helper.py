@@ -60,6 +60,19 @@ def test_mount_use_and_unmount(place: DaemonUnderTest) -> None:
     assert len([name for name in os.listdir(place.pfs) if name.startswith("shard")]) == 30
 
 
+def test_the_daemon_goes_on_until_the_last_mountpoint_is_gone(place: DaemonUnderTest, tmp_path: Path) -> None:
+    """A bind mount goes at once, and so does the first mountpoint while there is a bind mount."""
+    assert mount(place).returncode == 0
+    for first, last in ((tmp_path, place.path), (place.path, tmp_path)):
+        subprocess.run(["mount", "--bind", place.path, tmp_path], check=True)
+        result = helper("umount", first)
+        assert (result.returncode, result.stderr) == (0, f"umount.ckptfs: {place.name} goes on: it is also mounted at {last}\n")
+        (last / "file").write_bytes(b"data")
+    supervisor = place.pid("supervisor")
+    assert helper("umount", tmp_path).returncode == 0
+    assert not is_running(supervisor) and (place.pfs / "file").read_bytes() == b"data"
+
+
 def test_a_second_mount_is_refused(place: DaemonUnderTest) -> None:
     assert mount(place).returncode == 0
     result = mount(place)
