@@ -23,6 +23,7 @@ from typing import Any
 from ckptfs import limits
 from ckptfs.catalog import identity
 from ckptfs.catalog.database import Database
+from ckptfs.coherence import value_checks
 from ckptfs.coherence.store_loss import EpochCheckedStore
 from ckptfs.config import Config
 from ckptfs.errors import InvalidArgument, StoreUnreachable
@@ -129,11 +130,13 @@ def encode_node(node: Node) -> bytes:
 def decode_node(value: bytes) -> Node | None:
     """Decode a record; None if it is invalid. A newer or broken node may have written it."""
     try:
-        number, name, address, rank, domain, capacity_bytes, incarnation, *_ = json.loads(value)
+        number, name, address, rank, domain, capacity_bytes, incarnation, *_ = value_checks.parse_json(value)
         node = Node(int(number), str(name), str(address), int(rank), str(domain), int(capacity_bytes), str(incarnation))
     except (ValueError, TypeError):
         return None
-    return node if 0 < node.number <= limits.NODE_NUMBER_MAX else None
+    are_texts = all(map(value_checks.is_plain_text, (node.name, node.address, node.domain, node.incarnation)))
+    are_numbers = 0 < node.number <= limits.NODE_NUMBER_MAX and all(0 <= number < 1 << 63 for number in (node.rank, node.capacity_bytes))
+    return node if are_texts and are_numbers else None
 
 
 class NameTaken(InvalidArgument):
@@ -220,7 +223,7 @@ def _find_binding(store: Store, name: str) -> tuple[Item | None, NodeBinding | N
     if not found:
         return None, None
     try:
-        number, catalog = json.loads(found[0].value)
+        number, catalog = value_checks.parse_json(found[0].value)
         return found[0], NodeBinding(int(number), str(catalog))
     except (ValueError, TypeError) as failure:
         raise InvalidArgument(f"the key number/{name} of etcd is not readable", remedy="delete it in etcd") from failure

@@ -22,6 +22,7 @@ from enum import StrEnum
 
 from ckptfs import limits
 from ckptfs.catalog.database import Database
+from ckptfs.coherence import value_checks
 from ckptfs.errors import StoreLost, StoreUnreachable, StoreUnreadable
 from ckptfs.store.kv import WAIT_S, Compare, CompareTarget, Get, Item, Operation, Outcome, Put, Store
 
@@ -76,7 +77,7 @@ def build_new_epoch(found: Sequence[Item], before: bytes | None) -> tuple[Compar
 def require_epoch(value: bytes) -> bytes:
     """Return the value of an epoch. Raises StoreUnreachable if it is none."""
     with contextlib.suppress(ValueError, TypeError, KeyError):
-        if isinstance(json.loads(value)["id"], str):
+        if value_checks.is_plain_text(value_checks.parse_json(value)["id"]):
             return value
     raise StoreUnreadable("the key epoch of etcd is not readable", remedy="see who wrote it; delete it, and have the nodes adopt etcd")
 

@@ -9,13 +9,13 @@ first. A node that knows less takes no part.
 """
 
 import base64
-import binascii
 import functools
 import json
 import logging
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
 
 from ckptfs import limits
 from ckptfs.coherence.keys import (
@@ -57,6 +57,18 @@ class ValueUnreadable(CkptfsError):
     """The store holds something under a key that is no value of ckptfs. The name or inode answers EIO."""
 
 
+def parse_json(raw: bytes | str) -> Any:
+    """Return what a value of the store says. Raises ValueError if it is no JSON with whole numbers."""
+    try:
+        return json.loads(raw, parse_float=_refuse, parse_constant=_refuse)
+    except RecursionError as failure:
+        raise ValueError("it is nested too deeply") from failure
+
+
+def _refuse(number: str) -> NoReturn:
+    raise ValueError(f"{number[:40]} is no whole number")
+
+
 def is_name(text: object) -> bool:
     """Return True for the name of an entry, as its bytes in latin-1: no `/`, NUL, `.` or `..`."""
     if not isinstance(text, str) or not 0 < len(text) <= limits.NAME_BYTES_MAX or text in (".", ".."):
@@ -77,8 +89,13 @@ def _is_flag(value: object) -> bool:
     return value in (0, 1, True, False)
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
+def _is_kind_of_file(value: object) -> bool:
+    return type(value) is int and value in _KINDS_OF_FILES
+
+
+def is_plain_text(value: object) -> bool:
+    """Return True for text that can be shown, logged and encoded: no half of a surrogate pair."""
+    return isinstance(value, str) and value.isprintable()
 
 
 def _is_digest(value: object) -> bool:
@@ -103,18 +120,8 @@ def _is_xattrs(value: object) -> bool:
         return False
     try:
         return all(base64.b64decode(held, validate=True) is not None for held in value.values())
-    except binascii.Error:
-        return False
-
-
-def _is_salvage_record(value: object) -> bool:
-    if not isinstance(value, str):
-        return False
-    try:
-        record = json.loads(value)
     except ValueError:
         return False
-    return isinstance(record, dict) and {"content", "generation", "node", "mtime_ns", "shows", "shown"} <= set(record)
 
 
 def _or_none(check: Check) -> Check:
@@ -132,11 +139,49 @@ def _is_each(check: Check) -> Check:
     return lambda value: isinstance(value, list) and all(map(check, value))
 
 
+def _find_field_fault(value: Mapping[str, object], required: Mapping[str, Check], optional: Mapping[str, Check]) -> str:
+    if missing := required.keys() - value.keys():
+        return f"the field {min(missing)} is missing"
+    for name, held in value.items():
+        check = required.get(name) or optional.get(name) or _ALWAYS.get(name)
+        if check is None:
+            return f"the field {name[:40]!r} is unknown"
+        if not check(held):
+            return f"the field {name} is wrong"
+    return ""
+
+
+def _is_salvage_record(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        record = parse_json(value)
+    except ValueError:
+        return False
+    return isinstance(record, dict) and not _find_field_fault(record, _SALVAGE_RECORD, {})
+
+
+_SALVAGE_RECORD: Mapping[str, Check] = {
+    "node": _or_none(_is_count), "content": _or_none(_is_id), "generation": _is_count, "mtime_ns": _is_int, "shows": _or_none(_is_id),
+    "shown": _is_count,
+}  # fmt: skip
 _PUBLISHED = _or_none(_is_list_of(_is_int, _is_flag, _is_count, _is_int, _or_none(_is_ino), _or_none(_is_digest)))
-_INTENT: dict[str, Check] = {"by": _is_id, "of": _is_text, "batch": _is_count}
+_NAMES_OF_OPERATIONS: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(("make", "link", "unlink", "rmdir"), frozenset({"parent", "name"})),
+    **dict.fromkeys(("rename", "exchange"), frozenset({"parent", "name", "new_parent", "new_name"})),
+    **dict.fromkeys(("attributes", "content", "synced", "settle"), frozenset[str]()),
+}
+"""The changes that write-back knows, and the fields that say which names each is about."""
+
+
+def _is_operation(value: object) -> bool:
+    return isinstance(value, str) and value in _NAMES_OF_OPERATIONS
+
+
+_INTENT: dict[str, Check] = {"by": _is_id, "of": is_plain_text, "batch": _is_count}
 
 REQUIRED: Mapping[str, Mapping[str, Check]] = {
-    NAME: {"child": _is_id, "type": lambda value: value in _KINDS_OF_FILES},
+    NAME: {"child": _is_id, "type": _is_kind_of_file},
     INODE: {
         "mode": _is_mode, "uid": _is_count, "gid": _is_count, "rdev": _is_count, "atime_ns": _is_int, "birth_ns": _is_int,
         "target": _or_none(_is_bytes_text), "content": _or_none(_is_id), "generation": _is_count, "parent": _is_count, "complete": _is_flag,
@@ -150,7 +195,7 @@ REQUIRED: Mapping[str, Mapping[str, Check]] = {
     LAST_COMMIT: {"deleted": _is_each(_is_bytes_text)},
     PFS_NAME: {"inode": _is_count},
     PFS_STATE: {"names": _is_each(_is_list_of(_is_id, is_name))},
-    JOURNAL_ROW: {"op": _is_text, "inode": _is_count, "mode": _is_count, "at_ns": _is_int},
+    JOURNAL_ROW: {"op": _is_operation, "inode": _is_count, "mode": _is_count, "at_ns": _is_int},
 }  # fmt: skip
 """Fields that a value of a kind always has. Kinds that are not named here are checked where they are read."""
 
@@ -185,27 +230,22 @@ def find_fault(key: SharedKey, raw: bytes) -> str:
     if key.kind not in REQUIRED:
         return ""
     try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError):
+        value = parse_json(raw)
+    except ValueError:
         return "it is not JSON"
     if not isinstance(value, dict):
         return "it has no fields"
-    required, optional = REQUIRED[key.kind], OPTIONAL[key.kind]
-    if missing := required.keys() - value.keys():
-        return f"the field {min(missing)} is missing"
-    for name, held in value.items():
-        check = required.get(name) or optional.get(name) or _ALWAYS.get(name)
-        if check is None:
-            return f"the field {name[:40]!r} is unknown"
-        if not check(held):
-            return f"the field {name} is wrong"
-    return _find_inode_fault(value) if key.kind == INODE else ""
+    return _find_field_fault(value, REQUIRED[key.kind], OPTIONAL[key.kind]) or _find_missing(key.kind, value)
 
 
-def _find_inode_fault(value: Mapping[str, int]) -> str:
-    if stat.S_ISDIR(value["mode"]):
-        return ""
-    return next((f"the field {name} is missing" for name in _OF_FILES if name not in value), "")
+def _find_missing(kind: str, value: Mapping[str, Any]) -> str:
+    """Return which field is missing that only some values of this kind have."""
+    needed: Iterable[str] = ()
+    if kind == INODE and not stat.S_ISDIR(value["mode"]):
+        needed = _OF_FILES
+    elif kind == JOURNAL_ROW:
+        needed = _NAMES_OF_OPERATIONS[value["op"]]
+    return next((f"the field {name} is missing" for name in needed if name not in value), "")
 
 
 def parse_value(key: SharedKey, item: Item) -> bytes:
@@ -244,7 +284,7 @@ def check_format(items: tuple[Item, ...], release: str) -> tuple[Compare, Put] |
     if not items:
         return Compare(FORMAT_KEY, CompareTarget.VERSION, "=", 0), Put(FORMAT_KEY, own)
     try:
-        known = json.loads(items[0].value)
+        known = parse_json(items[0].value)
         version, by = int(known["version"]), str(known["release"])
     except (ValueError, TypeError, KeyError):
         version, by = FORMAT_VERSION + 1, "an unknown version"

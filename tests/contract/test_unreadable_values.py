@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import trio
+from ckptfs_daemon.control import cluster_status
 from ckptfs_daemon.mount.cluster.shared_namespace import TROUBLE, UNSHARED_TROUBLE
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, async_tests, in_virtual_time, reconnect, running, settled, stored_tree
@@ -17,10 +18,11 @@ from ckptfs.catalog import summary
 from ckptfs.catalog.inodes import get
 from ckptfs.clique import locations, membership
 from ckptfs.coherence import key_state, keys, store_loss, value_checks
-from ckptfs.coherence.keys import INODE, NAME, SharedKey
+from ckptfs.coherence.keys import CONTENT, COPY, INODE, JOURNAL_ROW, LAST_COMMIT, NAME, PFS_NAME, PFS_STATE, TIMES, SharedKey
 from ckptfs.errors import InvalidArgument, StoreTooNew
 from ckptfs.limits import KIB
 from ckptfs.model import ROOT
+from ckptfs.protocol import control_pb2
 from ckptfs.store.kv import Get, Item, Put
 
 
@@ -36,11 +38,20 @@ FILE = {
     "mode": 0o100644, "uid": 0, "gid": 0, "rdev": 0, "atime_ns": 1, "birth_ns": 1, "target": None, "content": None, "generation": 0,
     "parent": 0, "complete": 1, "names": [[1, "f"]], "size": 0, "mtime_ns": 1, "ctime_ns": 1,
 }  # fmt: skip
+MISSED = '{"content":%s,"generation":1,"mtime_ns":1,"node":1,"shown":0,"shows":null}'
 BAD_FILES: list[dict[str, Any]] = [
     {"mode": "0644"}, {"uid": -1}, {"uid = 7777, gid": 0}, {"names": [[1, "../../x"]]}, {"names": [[1, ".."]]}, {"names": [[1, "a\0"]]},
     {"names": "f"}, {"size": True}, {"size": 2**63}, {"content": 0}, {"xattrs": {"user.x": "no base64"}}, {"missed": "{"}, {"mode": 0o644},
-    {"target": 7},
+    {"target": 7}, {"xattrs": {"user.x": "\xe9"}}, {"missed": "[" * 100_000}, {"missed": '{"content":7}'}, {"missed": MISSED % "[]"},
 ]  # fmt: skip
+SAMPLES: dict[str, dict[str, Any]] = {
+    NAME: {"child": 7, "type": 0o100000}, INODE: FILE, TIMES: {"mtime_ns": 1, "ctime_ns": 1},
+    CONTENT: {"node": 1, "inode": 1, "generation": 1, "state": 2, "size": 1, "digest": 32 * "0", "closed_ns": 1},
+    COPY: {"generation": 1, "digest": 32 * "0"}, LAST_COMMIT: {"deleted": []}, PFS_NAME: {"inode": 1}, PFS_STATE: {"names": [[1, "f"]]},
+    JOURNAL_ROW: {"op": "content", "inode": 1, "mode": 1, "at_ns": 1},
+}  # fmt: skip
+NEVER: list[object] = [{"a": []}, [[]], [{}], [[[], "f"]], 1.5, float("inf"), float("nan"), 2**64, "\ud800", [[1, "\ud800"]]]
+"""What no field of any kind holds."""
 
 
 def put(node: Node, key: SharedKey, raw: bytes) -> None:
@@ -62,6 +73,45 @@ def test_only_known_fields_of_their_types_are_a_value(fields: dict[str, Any]) ->
     assert value_checks.find_fault(key, keys.encode_fields({**FILE, **fields})) != ""
 
 
+@pytest.mark.parametrize("kind", value_checks.REQUIRED)
+def test_a_field_of_a_wrong_type_is_a_fault_and_no_exception(kind: str) -> None:
+    key = SharedKey(kind, 9)
+    assert value_checks.find_fault(key, keys.encode_fields(SAMPLES[kind])) == ""
+    for name in {**value_checks.REQUIRED[kind], **value_checks.OPTIONAL[kind], "unknown": None}:
+        for held in NEVER:
+            assert value_checks.find_fault(key, keys.encode_fields({**SAMPLES[kind], name: held})), (name, held)
+
+
+@pytest.mark.parametrize("fields", [{"op": "format"}, {"op": "unlink"}, {"op": "rename", "parent": 1, "name": "f"}], ids=str)
+def test_a_change_that_write_back_does_not_know_is_no_value(fields: dict[str, Any]) -> None:
+    assert value_checks.find_fault(SharedKey(JOURNAL_ROW, 9), keys.encode_fields({**SAMPLES[JOURNAL_ROW], **fields}))
+
+
+def test_the_record_of_a_lost_state_is_readable() -> None:
+    assert value_checks.find_fault(SharedKey(INODE, 9), keys.encode_fields({**FILE, "missed": MISSED % 7})) == ""
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"[" * 100_000, b"[1e999,1,1,1,1,1,1]", b"\xff", b'[1,"\\ud800","a",0,"d",0,"i"]', b'[1,"n","a",-1,"d",0,"i"]', b"[%d]" % 10**400],
+)
+def test_a_record_of_a_node_that_is_none_is_passed_over(raw: bytes) -> None:
+    assert membership.decode_node(raw) is None
+    member = control_pb2.Member()
+    cluster_status._set_figures(member, raw)
+    assert not member.has_figures
+    store = MemoryStore(MemoryEtcd())
+    store.commit([], [Put(membership.name_key("n"), raw)])
+    with pytest.raises(InvalidArgument, match="number/n"):
+        membership.register(store, "n", "catalog")
+
+
+@pytest.mark.parametrize("raw", [b'{"version":1e999,"release":""}', b"[" * 100_000, b"\xff"])
+def test_a_format_that_is_none_is_a_newer_one(raw: bytes) -> None:
+    with pytest.raises(StoreTooNew, match="an unknown version"):
+        value_checks.check_format((Item(value_checks.FORMAT_KEY, raw, 1, 1),), "0.3.0")
+
+
 def test_a_field_name_never_becomes_sql(tmp_path: Path) -> None:
     """Nor what comes to the rows by another way than `parse_value`."""
     node = Node(tmp_path, 1, MemoryStore(MemoryEtcd()))
@@ -72,7 +122,7 @@ def test_a_field_name_never_becomes_sql(tmp_path: Path) -> None:
     assert get(node.db, 9).uid == 0
 
 
-@pytest.mark.parametrize("raw", [b"", b"\xff", b"[]", b'{"id":7}'])
+@pytest.mark.parametrize("raw", [b"", b"\xff", b"[]", b'{"id":7}', b"[" * 100_000])
 def test_an_epoch_that_is_none_makes_an_island_that_names_the_key(raw: bytes, tmp_path: Path) -> None:
     etcd = MemoryEtcd()
     MemoryStore(etcd).commit([], [Put(store_loss.EPOCH_KEY, raw), Put(b"taken/zz", b"\xff"), Put(b"taken/", b"")])

@@ -27,7 +27,7 @@ from ckptfs.clique import locations, membership, placement
 from ckptfs.clique.certificates import Identity
 from ckptfs.clique.membership import ClusterView, Node
 from ckptfs.clique.peer_api import PeerFailed, PingResult
-from ckptfs.coherence import key_state, pfs_coordination
+from ckptfs.coherence import key_state, pfs_coordination, value_checks
 from ckptfs.config import Config
 from ckptfs.config.schema import is_loopback
 from ckptfs.errors import CkptfsError, Compacted
@@ -340,7 +340,7 @@ def _set_probe_result(member: pb.Member, answer: ProbeResult | None) -> None:
 def _set_figures(member: pb.Member, figures: bytes) -> None:
     """Fill in published figures. A newer or faulty node may have written anything."""
     try:
-        found = json.loads(figures)
+        found = value_checks.parse_json(figures)
         oldest_s = int(found["oldest_ns"]) / 1e9
         member.lag_s = max(0.0, time.time() - oldest_s) if oldest_s else 0.0
         member.held_files, member.held_bytes = int(found["held_files"]), int(found["held_bytes"])
@@ -348,5 +348,5 @@ def _set_figures(member: pb.Member, figures: bytes) -> None:
             # Older nodes publish only the first two of these.
             setattr(member, field, int(found[stored] if stored.startswith("behind") else found.get(stored, 0)))
         member.has_figures = True
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         member.has_figures = False
