@@ -139,6 +139,16 @@ def test_what_makes_a_new_process_a_new_run(sign: str) -> None:
     assert compute(complete(100, 1, 100, process(1, 0, job="7")), *reads, complete(200, 2, 200, by)).restarts == 1
 
 
+def test_a_restore_is_no_run() -> None:
+    """`ckptfs restore` writes an older set again, and the job goes on."""
+    by, tool = process(1, 0), process(9, 340)
+    read = load(200, 345, tool)
+    restored = LoggedEvent(read.time_ns, "restored", read.fields)
+    saves = job(1, 0, [100, 200, 300], 1)
+    found = compute(*saves, restored, begun(200, 346), complete(200, 4, 350, tool, takes_s=4), complete(400, 5, 400, by))
+    assert (found.restarts, found.failures, found.saves, found.incomplete, found.lost_steps, found.mtbf_s) == (0, 0, 4, 0, 0, None)
+
+
 def test_a_reader_that_writes_nothing_is_no_run() -> None:
     """An evaluation reads each set."""
     found = compute(*job(1, 0, [100, 200], 1), load(100, 120, process(9)), load(200, 220, process(9)), complete(300, 3, 300, process(1, 0)))

@@ -209,10 +209,10 @@ def _sum_up(runs: Sequence[Run], loads: int, *, is_cut: bool) -> Goodput:
 # --- what the events say ----------------------------------------------------------------------------------------------
 
 
-def list_saves(events: Iterable[LoggedEvent]) -> list[Save]:
+def list_saves(events: Sequence[LoggedEvent]) -> list[Save]:
     """Return the sets that were begun or complete, in the order in which they began.
 
-    `events`: in order of time.
+    `events`: in order of time. A set that `ckptfs restore` made again is no save.
 
     Events of one set that several nodes, or several processes of one daemon, recorded are put together.
     """
@@ -230,7 +230,9 @@ def list_saves(events: Iterable[LoggedEvent]) -> list[Save]:
             complete[made.number] = functools.reduce(_merge, same, made)
         else:
             unfinished[made.name] = [*(save for save in tries if save not in same), functools.reduce(_merge, same, made)]
+    restorers = {one.process for one in _list_readers(events, EventKind.RESTORED)}
     found = [*complete.values(), *(save for tries in unfinished.values() for save in tries)]
+    found = [save for save in found if not save.processes or save.processes.keys() - restorers]
     return sorted(found, key=lambda save: save.began_ns)
 
 
@@ -278,10 +280,14 @@ def _get_time(text: str) -> int:
 
 def list_loads(events: Iterable[LoggedEvent]) -> list[Load]:
     """Return which processes read sets."""
+    return _list_readers(events, EventKind.LOAD)
+
+
+def _list_readers(events: Iterable[LoggedEvent], kind: EventKind) -> list[Load]:
     found = []
     for event in events:
         reader, step = event.fields.get("reader"), event.get_number("step")
-        if event.kind == EventKind.LOAD and isinstance(reader, dict):
+        if event.kind == kind and isinstance(reader, dict):
             process = str(reader.get("host", "")), int(reader.get("pid") or 0)
             found.append(Load(event.time_ns, None if step is None else int(step), process))
     return found
