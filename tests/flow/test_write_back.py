@@ -117,6 +117,20 @@ def test_it_holds_nothing_of_a_pfs_that_is_idle_or_fails(mount: Mount) -> None:
     mount.settle_exactly(flow)
 
 
+def test_a_pfs_that_is_not_there_is_named_with_a_remedy(mount: Mount) -> None:
+    """P11: as after an unmount of a filesystem in which `pfs=` is a directory."""
+    mount.put(b"f", b"data")
+    flow = mount.write_back()
+    run_until_idle(flow)
+    mount.put(b"g", b"data")
+    mount.pfs.rename(mount.pfs.with_name("elsewhere"))
+    with pytest.raises(TierUnavailable, match=r"/pfs to the PFS failed: No such file") as failure:
+        run_until_idle(flow)
+    assert failure.value.remedy == "mount the PFS, or create its directory"
+    mount.pfs.with_name("elsewhere").rename(mount.pfs)
+    mount.settle_exactly(flow)
+
+
 def test_a_directory_removed_and_made_again_is_the_new_one(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
     mount.mkdir(b"d")
     mount.settle()
