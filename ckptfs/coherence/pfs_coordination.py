@@ -127,8 +127,8 @@ class StoreSnapshot:
         """Raise Busy if a node changed between two reads under which names the PFS shows an inode."""
         for key, one in self.store_values.items():
             for name in self.list_pfs_names(key.number) if key.kind == PFS_STATE else ():
-                place = self.store_values.get(SharedKey(PFS_NAME, *name))
-                if place is not None and (place.value.fields or {}).get("inode") != key.number and one.value.raw != UNREADABLE:
+                place = self.store_values.get(SharedKey(PFS_NAME, *name), one)
+                if place.read_revision != one.read_revision and (place.value.fields or {}).get("inode") != key.number:
                     raise Busy("what the PFS shows was changed between two reads")
 
     def _require_published(self) -> None:

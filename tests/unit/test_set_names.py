@@ -260,4 +260,4 @@ def test_a_silent_mount_does_not_keep_the_list_of_others_waiting(
         set_listing.print_list(None, None, is_json=True)
     shown = capsys.readouterr()
     assert [one["series"] for one in json.loads(shown.out)] == ["/one/run1/step_*", "/three/run1/step_*"]
-    assert (end.value.code, shown.err) == (3, "ckptfs: the daemon of two does not answer\n")
+    assert (end.value.code, shown.err) == (3, "ckptfs: /two: the daemon of two does not answer\n")
