@@ -868,3 +868,15 @@ async def test_a_directory_that_another_program_has_replaced_holds_up_nothing_el
         assert trouble["path"] == path and trouble["remedy"].startswith("put the directory back")
     (cluster.pfs / "d").rmdir()
     os.rename(cluster.pfs / "d.old", cluster.pfs / "d")
+
+
+@on_two_nodes(b"f")
+async def test_a_pending_name_of_a_deleted_file_guards_nothing(cluster: WriterCluster) -> None:
+    """P6: another node has moved on what was to appear under that name. The bytes that replace the deleted file are written back."""
+    one, two = cluster.nodes
+    await one.put("f", b"1")
+    await cluster.settle()
+    gone = (await one.stat("f")).id
+    one.db.change("INSERT INTO pfs_pending (parent, name, inode) VALUES (?, ?, ?)", ROOT, b"former", gone)
+    await one.put("newer", b"2")
+    await two.rename("newer", "f")
