@@ -103,12 +103,13 @@ def mark_sealed(db: Database, results: Iterable[SealResult]) -> list[SealResult]
 
 
 def mark_previous_doomed(db: Database, inode: int, successor: int) -> int:
-    """Doom the previous contents of `inode`, unless they are open. Return how many."""
+    """Doom the previous contents of `inode`, unless open, or taken for lost by others. Return how many."""
     return db.run(
         "UPDATE content SET state = 3, change = change + 1 WHERE inode = ?1 AND id <> ?2 AND state IN (1, 2, 4)"
         " AND superseded_mtime_ns IS NULL AND generation < (SELECT generation FROM content WHERE id = ?2)"
         " AND id NOT IN (SELECT content FROM handle WHERE content IS NOT NULL)"
-        " AND id IS NOT (SELECT i.content FROM inode i WHERE i.id = content.inode)",
+        " AND id IS NOT (SELECT i.content FROM inode i WHERE i.id = content.inode)"
+        " AND id IS NOT (SELECT json_extract(i.salvaged, '$.content') FROM inode i WHERE i.id = content.inode)",
         inode, successor,
     )  # fmt: skip
 

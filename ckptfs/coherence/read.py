@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ckptfs import limits
 from ckptfs.catalog import contents, identity
 from ckptfs.catalog.database import Database
-from ckptfs.coherence import key_state, keys, merge
+from ckptfs.coherence import key_state, keys, merge, salvage_records
 from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import CONTENT, INODE, NAME, PFS_STATE, TIMES, SharedKey, build_names_prefix, encode_key
 from ckptfs.coherence.value_checks import UNREADABLE, ValueUnreadable, parse_key, parse_value
@@ -74,11 +74,15 @@ def apply_values(
     if not (found := list_new_values(db, store_values, recent_deletes)):
         return []
     nameless: list[int] = []
-    with key_state.change_unmarked(db):
-        for key, one in sorted(list_new_values(db, found, recent_deletes).items(), key=lambda pair: pair[0].kind == NAME):
-            apply_value(db, key, one.value, one.read_revision, recent_deletes, has_writer)
-            if key.kind == INODE and one.value.raw is None:
-                nameless.append(key.number)
+    with db.transaction():
+        with key_state.change_unmarked(db):
+            for key, one in sorted(list_new_values(db, found, recent_deletes).items(), key=lambda pair: pair[0].kind == NAME):
+                apply_value(db, key, one.value, one.read_revision, recent_deletes, has_writer)
+                if key.kind == INODE and one.value.raw is None:
+                    nameless.append(key.number)
+        for key, one in found.items():
+            if key.kind == INODE and b'"missed"' in (one.value.raw or b""):
+                salvage_records.restore_own_state(db, key.number)
     return nameless
 
 

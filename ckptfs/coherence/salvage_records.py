@@ -7,6 +7,7 @@ record, so that the node that returns finds its own data.
 Crash safety: SQLite rolls the change back; the store has all records.
 """
 
+import json
 import time
 from collections.abc import Iterable
 
@@ -57,6 +58,29 @@ def record_salvage_undone(db: Database, inode: int, value: Value, revision: int,
         if db.is_journalled:
             row = journal.JournalRow(0, "content", inode, content=value["content"], mode=value["mode"], at_ns=time.time_ns(), origin=node)
             journal.insert_taken_over(db, [row])
+
+
+def restore_own_state(db: Database, inode: int) -> None:
+    """Show the lost state of a file if this node wrote it and has it. Joins the caller's transaction.
+
+    A node that stood still was taken for dead. Its programs go on with what they closed; an open must not wait until others know.
+    """
+    raw = db.value("SELECT salvaged FROM inode WHERE id = ?", inode)
+    if raw is None:
+        return
+    lost = json.loads(raw)
+    row = db.row(
+        "SELECT k.size FROM content k JOIN inode i ON i.id = ?1"
+        " WHERE k.id = ?2 AND k.generation = ?3 AND k.remote = 0 AND k.state IN (1, 2)"
+        " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
+        " AND i.generation = ?4 AND (?5 IS NULL OR i.content = ?5)"
+        " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.inode = i.id AND h.writer = 1)",
+        inode, lost["content"], lost["generation"], lost["shown"], lost["shows"],
+    )  # fmt: skip
+    if row is not None:
+        what = (lost["content"], lost["generation"], row[0], lost["mtime_ns"], time.time_ns(), inode)
+        db.run("UPDATE inode SET content = ?, generation = ?, size = ?, mtime_ns = ?, ctime_ns = ?, salvaged = NULL WHERE id = ?", *what)
+        journal.append(db, "content", inode, content=lost["content"])
 
 
 def list_salvaged(db: Database) -> list[tuple[int, str]]:

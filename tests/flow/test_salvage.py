@@ -11,7 +11,9 @@ from salvage_world import NEW, OLD, decide, fall_back_of, file_of, knows, make_r
 from ckptfs.catalog import contents, namespace, summary
 from ckptfs.clique import locations
 from ckptfs.coherence import keys
-from ckptfs.coherence.keys import CONTENT, SharedKey
+from ckptfs.coherence.key_state import CachedValue
+from ckptfs.coherence.keys import CONTENT, INODE, SharedKey
+from ckptfs.coherence.read import RecentDeletes, StoreValue, apply_values
 from ckptfs.flow.copy_records import AnnounceCopies
 from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.reconcile import Reconcile
@@ -118,6 +120,50 @@ def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> 
     beside = namespace.find_child(one.db, ROOT, b"file.ckptfs-conflict-n1-1")
     assert beside is not None and (beside.content, beside.size) == (newer, len(NEW))
     assert one.data(newer) == NEW and one.state(newer) is ContentState.SEALED
+
+
+def look_up(node: Node, inode: int) -> None:
+    """The node reads a file in the store, as its mount does."""
+    item = file_of(node.cluster, inode).item
+    value = StoreValue(item.mod_revision, CachedValue(item.mod_revision, item.value))
+    apply_values(node.db, {SharedKey(INODE, inode): value}, RecentDeletes())
+
+
+@HOW
+def test_the_writer_sees_what_it_closed_also_before_others_know_of_its_return(tmp_path: Path, how: str) -> None:
+    """P5, P7: a node that stood still goes on with its newest state, not with what others show instead."""
+    cluster, content, one, two = make_replicated(tmp_path, 2)
+    newer = overwrite(one, content, how)
+    inode = one.inode(newer)
+    one.kill()
+    decide(two)
+    one.revive()
+    look_up(one, inode)
+    assert one.shown(inode) == newer and one.db.value("SELECT size FROM inode WHERE id = ?", inode) == len(one.data(newer))
+    publish(one)
+    file = file_of(cluster, inode)
+    assert (file.content, file.value["size"], file.salvaged) == (newer, len(one.data(newer)), None)
+
+
+def test_the_writer_writes_again_what_others_wrote_while_it_was_away(tmp_path: Path) -> None:
+    """P5: what it had closed before stays beside the file."""
+    _cluster, content, one, two = make_replicated(tmp_path, 2)
+    newer = overwrite(one, content, "truncated")
+    inode = one.inode(newer)
+    one.kill()
+    decide(two)
+    two.write(inode, b"third")
+    two.seal()
+    publish(two)
+    one.revive()
+    look_up(one, inode)
+    one.write(inode, b"fourth")
+    one.seal()
+    publish(one)
+    one.db.run("INSERT OR REPLACE INTO cached_key VALUES ('i', ?, x'', 1, x'7b226e616d6573223a5b5d7d')", inode)
+    tidy(one)
+    beside = namespace.find_child(one.db, ROOT, b"file.ckptfs-conflict-n1-1")
+    assert beside is not None and beside.content == newer and one.data(newer) == NEW
 
 
 def test_who_writes_the_file_meanwhile_wins(tmp_path: Path) -> None:
