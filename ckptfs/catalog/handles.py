@@ -57,6 +57,11 @@ def has_writer(db: Database, inode: int) -> bool:
     return db.value("SELECT 1 FROM handle WHERE inode = ? AND writer = 1 LIMIT 1", inode) is not None
 
 
+def list_written(db: Database) -> list[int]:
+    """Return the files that a process on this node has open for writing."""
+    return [row[0] for row in db.rows("SELECT DISTINCT inode FROM handle WHERE writer = 1")]
+
+
 def set_content(db: Database, inode: int, content: int) -> None:
     """Point all handles of `inode` to `content`, but for those of its names in the history."""
     db.run("UPDATE handle SET content=? WHERE inode=? AND shown=0", content, inode)

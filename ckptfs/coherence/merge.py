@@ -5,7 +5,7 @@
 A field is ours if this node changed it, else theirs. Names merge as a set. Content, generation, size and times of a file
 stay together and belong to the last writer: the node that writes the file now, else the one with the later generation, then the later
 close, then the higher number. The mtime never decides: `cp -p` and tar set it. A row that is published after the death of this
-node may be old. A salvage record is dropped if it is published with the data that replaced it.
+node may be old. A salvage record is dropped if it is published with the data that replaced it, and stays if this node made it.
 """
 
 import json
@@ -46,6 +46,7 @@ def merge_inode(base: Value | None, ours: Value, theirs: Value, *, is_writing: b
         merged.update({name: newer[name] for name in CONTENT_FIELDS if name in newer})
     if newer is ours and written[0] and is_salvaged(theirs, base, ours):
         del merged["missed"]
+    merged.update(get_new_record(base, ours))
     # If another node wrote the file while a time was set on this one, the later time counts.
     is_time_set_here = is_theirs and ours.get("mtime_ns") != base.get("mtime_ns")
     latest_fields = (*LATEST_FIELDS, "mtime_ns") if is_time_set_here else LATEST_FIELDS
@@ -69,10 +70,26 @@ def is_salvaged(theirs: Value, *ours: Value) -> bool:
     return "missed" in theirs and json.loads(theirs["missed"])["content"] in [value.get("content") for value in ours]
 
 
+def is_showing_former(theirs: Value, *ours: Value) -> bool:
+    """Return True if the others took one of these states for lost, and have not written the file since."""
+    return is_showing_previous(theirs) and is_salvaged(theirs, *ours)
+
+
 def is_showing_previous(value: Value) -> bool:
     """Return True if the file still shows the replacement of a lost state."""
     missed = json.loads(value["missed"]) if "missed" in value else None
     return missed is not None and value["generation"] == missed["shown"] and missed["shows"] in (None, value["content"])
+
+
+def is_closed_since(base: Value, theirs: Value) -> bool:
+    """Return True if others wrote and closed a file since `base`."""
+    is_written = any(theirs.get(name) != base.get(name) for name in ("content", "generation"))
+    return is_written and theirs.get("content") is not None and theirs.get("closed_ns") != base.get("closed_ns")
+
+
+def get_new_record(base: Value | None, ours: Value) -> Value:
+    """Return the field of the salvage record that this node made and has not published, if any."""
+    return {} if ours.get("missed") in (None, (base or {}).get("missed")) else {"missed": ours["missed"]}
 
 
 def merge_both(ours: Value, theirs: Value) -> Value:

@@ -104,7 +104,8 @@ def apply_value(
     if key.kind == INODE and value is not None and has_writer(key.number):
         ours = keys.get_value(db, key)
         if ours is not None:
-            value = {**value, **{name: ours[name] for name in merge.CONTENT_FIELDS if name in ours}}
+            written = {name: ours[name] for name in merge.CONTENT_FIELDS if name in ours}
+            value = {**value, **written, **merge.get_new_record(key_state.get_cached(db, key).fields, ours)}
     if key.kind == NAME and value is not None and db.value("SELECT 1 FROM inode WHERE id = ?", value["child"]) is None:
         return  # Its inode is unknown on this node. The next lookup asks for both.
     keys.write_value(db, key, value)

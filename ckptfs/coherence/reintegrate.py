@@ -4,6 +4,8 @@ Its applications saw success, so nothing that they wrote is lost. `ownership` bo
 
 - Two things under one new name, or two states of one file that both sides wrote, stay side by side: the one that was closed last keeps the
   name, the other becomes `NAME.ckptfs-conflict-NODE-N`. Directories that both sides made are merged.
+- A file that is open for writing keeps its inode. What others closed of it is in its salvage record from the next close on, until its
+  writer puts it beside the file (see `flow.reconcile`).
 - What others removed, and this node wrote or made something in, is new again, with the directories above it.
 - What this node removed, and others wrote or replaced, stays. A directory that others moved, replaced or filled is theirs.
 
@@ -16,7 +18,7 @@ from typing import Any
 
 from ckptfs.catalog import identity, journal
 from ckptfs.catalog.database import Database
-from ckptfs.coherence import key_state, merge, read
+from ckptfs.coherence import key_state, merge, read, salvage_records
 from ckptfs.coherence.commit import StoreTransaction
 from ckptfs.coherence.conflict import CommitResult, ConflictResolver
 from ckptfs.coherence.key_state import ABSENT, CachedValue
@@ -44,6 +46,18 @@ def list_needed_keys(db: Database, store_values: Mapping[SharedKey, StoreValue])
     """Return the keys to read before a refusal is resolved: the inodes of names that others made."""
     names = {key: one for key, one in store_values.items() if key.kind == NAME}
     return [key for key in read.list_missing_keys(db, names) if key.kind != CONTENT]
+
+
+def record_missed(db: Database, store_values: Mapping[SharedKey, CachedValue]) -> None:
+    """Record what others closed of files that are open for writing on this node.
+
+    The next close overwrites it, and publishes the record.
+    """
+    with key_state.change_unmarked(db):
+        for key, now in store_values.items():
+            base, ours, theirs = key_state.get_cached(db, key).fields, get_value(db, key), now.fields
+            if base and ours and theirs and merge.is_closed_since(base, theirs) and not merge.is_showing_former(theirs, base, ours):
+                db.run("UPDATE inode SET salvaged = ? WHERE id = ?", salvage_records.build_overwritten(theirs), key.number)
 
 
 class ReintegrationResolver(ConflictResolver):
@@ -292,13 +306,14 @@ class ReintegrationResolver(ConflictResolver):
             and base and ours and theirs
             and merge.is_written_by_both(base, ours, theirs)
             and not self._is_written(key.number)
-            # They show a former state, because they missed what this node wrote.
-            and not (merge.is_showing_previous(theirs) and merge.is_salvaged(theirs, base, ours))
+            and not merge.is_showing_former(theirs, base, ours)
             and self._split_file(key, ours, theirs)
         ):  # fmt: skip
             write_value(self._db, key, theirs)
             key_state.set_cached(self._db, key, now)
             return
+        if key.kind == INODE and self._is_written(key.number):
+            record_missed(self._db, {key: now})  # It was opened, or closed by others, during the return.
         is_kept = key.kind == INODE and self._is_worth_restoring(key.number)
         super()._merge_key(key, now)
         if is_kept and not self._db.value("SELECT nlink FROM inode WHERE id = ?", key.number):

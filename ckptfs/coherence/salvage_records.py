@@ -2,7 +2,8 @@
 
 The record is JSON: `content` and `generation` are what the file should hold, written by `node`, with the mtime `mtime_ns`. `shows` and
 `shown` are the content and generation that it shows instead; without a content the PFS shows it. Other writers of the file leave the
-record, so that the node that returns finds its own data.
+record, so that the node that returns finds its own data. A node that returns while it has the file open for writing leaves the same record
+of what it overwrites.
 
 Crash safety: SQLite rolls the change back; the store has all records.
 """
@@ -11,7 +12,7 @@ import json
 import time
 from collections.abc import Iterable
 
-from ckptfs.catalog import journal, namespace
+from ckptfs.catalog import identity, journal, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.coherence import key_state, keys
 from ckptfs.coherence.key_state import CachedValue
@@ -26,6 +27,12 @@ def build_content_value(content: Content, inode: int, node: int) -> Value:
         "node": node, "inode": inode, "generation": content.generation, "state": int(ContentState.SEALED), "size": content.size,
         "digest": content.digest.hex(), "closed_ns": time.time_ns(),
     }  # fmt: skip
+
+
+def build_overwritten(file: Value) -> str:
+    """Return the record of the state of a file that a node overwrites without having seen it."""
+    record = {"node": identity.get_origin_node(file["content"]), **{name: file[name] for name in ("content", "generation", "mtime_ns")}}
+    return keys.encode_fields({**record, "shows": None, "shown": 0}).decode()
 
 
 def record_previous_shown(db: Database, content: Content, inode: int, values: tuple[Value, Value], revision: int) -> None:

@@ -14,8 +14,8 @@ from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, async_tests, play_on_nodes, reconnect, settled, stored
 
 from ckptfs import limits
-from ckptfs.catalog import contents, copies, namespace
-from ckptfs.coherence import keys
+from ckptfs.catalog import contents, copies, handles, namespace
+from ckptfs.coherence import keys, merge
 from ckptfs.coherence.keys import INODE, SharedKey
 from ckptfs.model import ROOT, ContentState, Tier
 from ckptfs.store.kv import Put
@@ -201,6 +201,37 @@ async def test_the_content_of_a_file_is_deleted_with_the_file(writer: Node, link
     await reconnect(writer, linker)
     assert [key.number for key in stored(writer.store.etcd) if key.kind == keys.CONTENT] == [content]
     assert (await linker.stat("g")).content == (await writer.stat("g")).content == content
+
+
+@pytest.mark.parametrize("is_opened_before", [True, False])
+@two_nodes
+async def test_what_others_closed_of_an_open_file_is_kept_for_a_conflict_copy(writer: Node, opener: Node, is_opened_before: bool) -> None:
+    """P5: the file is open for writing across the return; the writer keeps its bytes beside it, whatever it writes later."""
+    inode = (await writer.make("f")).id
+    await make_sealed(writer, inode)
+    await opener.stat("f")
+    opener.cut(not is_opened_before)
+    with opener.db.transaction():
+        own = contents.insert_content(opener.db, inode, Tier.RAM)
+        handle = handles.insert(opener.db, inode, own, is_writer=True, backing_id=0)
+    await opener.sharing.wait_published()
+    opener.cut(True)
+    await opener.make("other")
+    await writer.stat("f")
+    content = await make_sealed(writer, inode)
+    await reconnect(opener)
+    await opener.stat("f")
+    with opener.db.transaction():
+        handles.delete(opener.db, handle)
+        contents.mark_closed(opener.db, inode, own, 7, 1, 2)
+    await settled([opener])
+    assert (await writer.stat("f")).content == own
+    contents.mark_previous_doomed(writer.db, inode, await make_sealed(writer, inode))
+    shown = stored(writer.store.etcd)[SharedKey(INODE, inode)]
+    missed = json.loads(shown["missed"])
+    assert (missed["content"], missed["node"]) == (content, writer.number) and not merge.is_showing_previous(shown)
+    seen = contents.get_content(writer.db, content)
+    assert seen is not None and seen.state is ContentState.SEALED
 
 
 async def make_sealed(node: Node, inode: int) -> int:

@@ -10,7 +10,7 @@ from salvage_world import NEW, OLD, decide, fall_back_of, file_of, knows, make_r
 
 from ckptfs.catalog import contents, namespace, summary
 from ckptfs.clique import locations
-from ckptfs.coherence import keys
+from ckptfs.coherence import keys, salvage_records
 from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import CONTENT, INODE, SharedKey
 from ckptfs.coherence.read import RecentDeletes, StoreValue, apply_values
@@ -164,6 +164,23 @@ def test_the_writer_writes_again_what_others_wrote_while_it_was_away(tmp_path: P
     tidy(one)
     beside = namespace.find_child(one.db, ROOT, b"file.ckptfs-conflict-n1-1")
     assert beside is not None and beside.content == newer and one.data(newer) == NEW
+
+
+def test_what_an_open_file_overwrote_unseen_stays_beside_it(tmp_path: Path) -> None:
+    """P5: a node returned with the file open for writing, and closed it."""
+    cluster, content, one, two = make_replicated(tmp_path, 2)
+    inode = one.inode(content)
+    knows(two, inode, content)
+    overwritten = salvage_records.build_overwritten(file_of(cluster, inode).value)
+    third = two.write(inode, b"third")
+    two.db.run("UPDATE inode SET salvaged = ? WHERE id = ?", overwritten, inode)
+    two.seal()
+    publish(two)
+    one.db.run("INSERT OR REPLACE INTO cached_key VALUES ('i', ?, x'', 1, x'7b226e616d6573223a5b5d7d')", inode)
+    tidy(one)
+    assert file_of(cluster, inode).content == third
+    beside = namespace.find_child(one.db, ROOT, b"file.ckptfs-conflict-n1-1")
+    assert beside is not None and beside.content == content and one.data(content) == OLD
 
 
 def test_who_writes_the_file_meanwhile_wins(tmp_path: Path) -> None:

@@ -24,12 +24,12 @@ import trio
 
 import ckptfs
 from ckptfs import limits
-from ckptfs.catalog import identity, peer_copies, summary
+from ckptfs.catalog import handles, identity, peer_copies, summary
 from ckptfs.catalog.database import Database
 from ckptfs.clique import locations
 from ckptfs.coherence import chain, commit, conflict, key_state, read, reintegrate, store_loss, value_checks
 from ckptfs.coherence.conflict import CommitResult, ConflictResolver
-from ckptfs.coherence.keys import NAME, SharedKey, describe_path
+from ckptfs.coherence.keys import INODE, NAME, SharedKey, describe_path
 from ckptfs.coherence.read import RecentDeletes, StoreValue
 from ckptfs.coherence.store_loss import AdoptionStep, EpochCheckedStore
 from ckptfs.errors import CkptfsError, StoreLost, StoreUnreachable, TransactionInvalid, posix_error
@@ -502,7 +502,7 @@ class SharedNamespace(LocalNamespace):
         away_s = (time.time_ns() - self.disconnected_ns) / 1e9
         await trio.sleep(min(max(limits.STORE_PROBE_S, away_s / 8), limits.STORE_PROBE_S_MAX) * random.uniform(0.5, 1.0))
         await self._commit_rounds.wait_idle()
-        if not await self._meet_store() or not await self._confirm_last_commit():
+        if not await self._meet_store() or not await self._confirm_last_commit() or not await self._record_missed():
             return
         key_state.mark_returning(self.db)
         key_state.order_marks(self.db)
@@ -515,6 +515,17 @@ class SharedNamespace(LocalNamespace):
             if store_loss.get_adoption_step(self.db) is AdoptionStep.PUBLISHING:
                 store_loss.set_adoption_step(self.db, None)
             summary.set_trouble(self.db, TROUBLE, None)
+
+    async def _record_missed(self) -> bool:
+        """Record what others closed of files that are open for writing. Return False without an answer."""
+        try:
+            written = [SharedKey(INODE, inode) for inode in handles.list_written(self.db)]
+            found = await cluster_recovery.load_values(self._store, written)
+            reintegrate.record_missed(self.db, {key: one.value for key, one in found.items()})
+        except CkptfsError as failure:
+            self._handle_failure(failure)
+            return False
+        return True
 
     async def _meet_store(self) -> bool:
         """Return False if the store does not answer, or has lost its data and its adoption was not ordered."""
