@@ -258,8 +258,14 @@ class _TransactionBuilder:
 
     def _add_changed_names(self, inode: int) -> None:
         """Add the names that an inode has in the store, and no longer on this node."""
-        for name in key_state.list_dirty_names(self._db):
-            if name not in self._transaction.new_values and _get_child(key_state.get_cached(self._db, name).raw) == inode:
+        known = key_state.get_cached(self._db, SharedKey(INODE, inode)).fields or {}
+        if "names" in known:
+            names = [SharedKey(NAME, parent, name.encode("latin-1")) for parent, name in known["names"]]
+        else:
+            names = key_state.list_dirty_names(self._db)  # A directory does not know its name.
+        for name in names:
+            is_new = name not in self._transaction.new_values and key_state.is_dirty(self._db, name)
+            if is_new and _get_child(key_state.get_cached(self._db, name).raw) == inode:
                 self._add_key(name)
 
     def _set_file_names(self) -> None:
