@@ -72,7 +72,7 @@ def test_of_what_a_dead_node_replaced_of_a_dead_nodes(tmp_path: Path) -> None:
     row = three.row(third)
     assert row.digest is not None
     cluster.put(f"p/{third:016x}/00000004", {"generation": row.generation, "digest": row.digest.hex()})
-    missed = {"content": newer, "generation": 1, "mtime_ns": 0, "node": 1, "shows": 0, "shown": 0}
+    missed = {"content": newer, "generation": 1, "mtime_ns": 0, "node": 1, "shows": None, "shown": 0}
     value = {**file_of(cluster, inode).value, "missed": json.dumps(missed)}
     plain = file_of(cluster, inode).value
     cluster.put(f"i/{inode:016x}", value)
