@@ -15,7 +15,8 @@ from ckptfs_daemon.mover.tier_monitor import TierMonitor
 from local_node import Node
 from trio.testing import MockClock
 
-from ckptfs.catalog import copies
+from ckptfs.catalog import copies, summary
+from ckptfs.errors import NoSpace
 from ckptfs.model import Tier
 from ckptfs.tiers import health
 from ckptfs.tiers.space import Capacity
@@ -124,3 +125,19 @@ def test_the_pfs_is_identified_and_another_one_is_not_taken_for_it(node: Node) -
     assert node.config.pfs is not None
     assert told(node)["state"] == "down" and "not the directory" in told(node)["error"] and str(node.config.pfs) in told(node)["remedy"]
     assert not storage.root.exists(), "nothing may be made there"
+
+
+def test_a_full_disk_of_the_catalog_does_not_end_the_mover(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state is recorded as soon as there is room."""
+    set_report, refused = summary.set_report, list[str]()
+
+    def set_when_there_is_room(db: Any, key: str, value: Any) -> None:
+        if not refused:
+            refused.append(key)
+            raise NoSpace("the disk is full")
+        set_report(db, key, value)
+
+    monkeypatch.setattr(summary, "set_report", set_when_there_is_room)
+    watch(node, lambda recovered: trio.sleep(600))
+    assert refused == ["tier:pfs"]
+    assert [key for key, _, _ in summary.list_reports(node.db, "tier:")] == ["tier:pfs"]

@@ -17,7 +17,7 @@ import trio
 from ckptfs import disk, limits
 from ckptfs.catalog import copies, summary
 from ckptfs.catalog.database import Database
-from ckptfs.errors import TierUnavailable
+from ckptfs.errors import NoSpace, TierUnavailable
 from ckptfs.event_log import EventKind
 from ckptfs.model import Tier
 from ckptfs.tiers import health, pfs_identity
@@ -84,7 +84,7 @@ class TierMonitor:
         if verdict.state is not before.state:
             self._log_change(before, verdict)
             if self._storage.tier is Tier.NVME:
-                await trio.to_thread.run_sync(self._report_only_copies, verdict)
+                await self._record(self._report_only_copies, verdict)
             if verdict.state is HealthState.NORMAL:
                 self._on_recovered()
         value = {
@@ -94,9 +94,17 @@ class TierMonitor:
             "total": self._capacity.total,
             "free": self._capacity.free,
         }
-        if self._is_worth_reporting(value):
+        if self._is_worth_reporting(value) and await self._record(summary.set_report, self._db, f"tier:{self._storage.tier}", value):
             self._last_reported = value
-            await trio.to_thread.run_sync(summary.set_report, self._db, f"tier:{self._storage.tier}", value)
+
+    async def _record(self, act: Callable[..., None], *values: Any) -> bool:
+        """Write to the catalog. Return False if its disk is full: the next probe tries again."""
+        try:
+            await trio.to_thread.run_sync(act, *values)
+        except NoSpace as failure:
+            log.debug("%s: its state is not recorded: %s", self._storage.tier, failure)
+            return False
+        return True
 
     def _report_only_copies(self, verdict: Health) -> None:
         """Name the files that cannot be read while NVMe is down, because it has their only copies."""
