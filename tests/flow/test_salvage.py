@@ -6,7 +6,21 @@ from pathlib import Path
 import pytest
 from clique_world import LocalCluster, Node, cluster_of, make_cluster
 from local_node import inject_fault, run_until_idle
-from salvage_world import NEW, OLD, decide, fall_back_of, file_of, knows, make_replicated, overwrite, publish, replicated, send, tidy
+from salvage_world import (
+    NEW,
+    OLD,
+    cache_file,
+    decide,
+    fall_back_of,
+    file_of,
+    knows,
+    make_replicated,
+    overwrite,
+    publish,
+    replicated,
+    send,
+    tidy,
+)
 
 from ckptfs.catalog import contents, namespace, summary
 from ckptfs.clique import locations
@@ -113,7 +127,7 @@ def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> 
     publish(two)
     assert file_of(cluster, inode).content == third
     one.revive()
-    one.db.run("INSERT OR REPLACE INTO cached_key VALUES ('i', ?, x'', 1, x'7b226e616d6573223a5b5d7d')", inode)
+    cache_file(one, inode)
     decide(two)
     tidy(one)
     assert file_of(cluster, inode).content == third
@@ -160,7 +174,7 @@ def test_the_writer_writes_again_what_others_wrote_while_it_was_away(tmp_path: P
     one.write(inode, b"fourth")
     one.seal()
     publish(one)
-    one.db.run("INSERT OR REPLACE INTO cached_key VALUES ('i', ?, x'', 1, x'7b226e616d6573223a5b5d7d')", inode)
+    cache_file(one, inode)
     tidy(one)
     beside = namespace.find_child(one.db, ROOT, b"file.ckptfs-conflict-n1-1")
     assert beside is not None and beside.content == newer and one.data(newer) == NEW
@@ -176,7 +190,7 @@ def test_what_an_open_file_overwrote_unseen_stays_beside_it(tmp_path: Path) -> N
     two.db.run("UPDATE inode SET salvaged = ? WHERE id = ?", overwritten, inode)
     two.seal()
     publish(two)
-    one.db.run("INSERT OR REPLACE INTO cached_key VALUES ('i', ?, x'', 1, x'7b226e616d6573223a5b5d7d')", inode)
+    cache_file(one, inode)
     tidy(one)
     assert file_of(cluster, inode).content == third
     beside = namespace.find_child(one.db, ROOT, b"file.ckptfs-conflict-n1-1")

@@ -13,6 +13,7 @@ from salvage_world import (
     NEW,
     OLD,
     appended,
+    cache_file,
     change,
     decide,
     fall_back_of,
@@ -319,7 +320,7 @@ def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> 
     two.seal()
     publish(two)
     one.revive()
-    one.db.run("INSERT OR REPLACE INTO cached_key VALUES ('i', ?, x'', 1, x'7b226e616d6573223a5b5d7d')", inode)
+    cache_file(one, inode)
     decide(two)
     tidy(one)
     assert shown(cluster, inode)[:2] == (third, 2)

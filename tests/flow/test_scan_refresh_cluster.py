@@ -118,7 +118,6 @@ async def test_a_scan_without_a_mount_takes_no_write_back_of_others_for_an_exter
     with two.db.transaction():
         two.db.run("UPDATE pfs_file SET checked_ns = 1 WHERE inode = ?", inode)
     await one.put("f", b"22")
-    while await cluster.step(one):
-        pass
+    await cluster.write_back_all(one)
     await cluster.compare(two, ROOT)
     assert copies.get_content_id(two.db, inode) is not None

@@ -121,8 +121,7 @@ async def test_what_an_island_wrote_too_is_there_beside_the_other(cluster: Write
     await two.put("f", b"of the island")
     await one.put("f", b"of the main land")
     await two.set("f", mtime_ns=9 if later else 1)
-    while await cluster.step(one):
-        pass
+    await cluster.write_back_all(one)
     two.cut(False)
 
 
@@ -144,8 +143,7 @@ async def test_the_store_is_asked_nothing_while_a_seal_is_awaited_and_then_once_
     await cluster.settle()
     content = await one.put("d/e/f/g", b"1")
     one.db.run("UPDATE content SET state = 1, closed_ns = ? WHERE id = ?", time.time_ns(), content)
-    while await cluster.step(one):
-        pass
+    await cluster.write_back_all(one)
     await settled(cluster.nodes)
     asked.clear()
     for _ in range(5):
@@ -194,8 +192,7 @@ async def test_a_mover_without_a_mount_leaves_nothing_to_publish_of_what_the_pfs
     await one.put("d/f", b"1")
     await settled(cluster.nodes)
     one.touching.on_dirty = lambda: None
-    while await cluster.step(one):
-        pass
+    await cluster.write_back_all(one)
     assert (cluster.pfs / "d/f").exists()
     assert not {PFS_NAME, PFS_STATE} & {key.kind for _, key in key_state.list_dirty(one.db, 100)}
     one.sharing.notify_dirty()
@@ -241,8 +238,7 @@ async def test_a_file_that_left_a_removed_directory_before_it_appeared_is_there(
     await one.put("e/f", b"1")
     await one.rename("e/f", "d/f")
     await two.rmdir("e")
-    while await cluster.step(two):
-        pass
+    await cluster.write_back_all(two)
 
 
 @on_two_nodes(b"d", b"f")
@@ -269,8 +265,7 @@ async def test_a_removed_directory_that_made_way_for_another_one_goes(cluster: W
     await two.rmdir("d/f")
     await one.mkdir("d/f")
     await one.rename("a", "d/f/a")
-    while await cluster.step(one):
-        pass
+    await cluster.write_back_all(one)
 
 
 @on_two_nodes(b"d", b"d/b", b"b")
@@ -285,8 +280,7 @@ async def test_a_name_that_an_exchange_gave_away_goes(cluster: WriterCluster) ->
     await one.rename("a", "d/b")
     await one.put("b", b"3")
     for node in (one, two):
-        while await cluster.step(node):
-            pass
+        await cluster.write_back_all(node)
 
 
 @pytest.mark.parametrize("deep", [False, True])
@@ -331,8 +325,7 @@ def test_a_directory_has_the_times_there_that_the_last_change_gave_it(tmp_path: 
         await two.put("d/b", b"2")
         shared.append((await two.stat("d")).mtime_ns)
         for node in (two, one):
-            while await cluster.step(node):
-                pass
+            await cluster.write_back_all(node)
 
     cluster = run(tmp_path, 0, act)
     assert [(cluster.pfs / "d").stat().st_mtime_ns] == shared
@@ -379,8 +372,7 @@ async def test_what_a_mover_was_making_goes_from_a_directory_that_was_moved(clus
     while cluster.deadly:
         await cluster.step(two)
     await one.rename("d", "e")
-    while await cluster.step(one):
-        pass
+    await cluster.write_back_all(one)
     await two.unlink("e/f")
     await two.rmdir("e")
 
@@ -399,8 +391,7 @@ async def test_what_is_planned_again_leaves_nothing_in_a_directory_that_was_move
 
     async def move_meanwhile() -> None:
         await one.rename("d", "e")
-        while await cluster.step(one):
-            pass
+        await cluster.write_back_all(one)
         await one.unlink("e/f")
 
     cluster.meanwhile[label] = move_meanwhile
@@ -426,8 +417,7 @@ def test_an_interrupted_batch_is_not_finished_in_another_directory_of_that_name(
         async def replace_meanwhile() -> None:
             await one.rename("d", "e")
             await one.mkdir("d")
-            while await cluster.step(one):
-                pass
+            await cluster.write_back_all(one)
 
         cluster.meanwhile["pfs:walk"] = replace_meanwhile
         while cluster.meanwhile:
@@ -495,8 +485,7 @@ async def test_a_move_of_which_the_pfs_refuses_the_second_half_is_no_external_ch
     await cluster.settle()
     monkeypatch.setattr(os, "rename", refuse)
     await one.rename("old", "new")
-    while await cluster.step(one):
-        pass
+    await cluster.write_back_all(one)
     assert {path.name: path.read_bytes() for path in cluster.pfs.iterdir() if path.is_file()} == {"old": b"one", "new": b"one"}
     await two.put("newer", b"from two")
     await two.rename("newer", "new")
@@ -663,8 +652,7 @@ async def test_a_deleted_file_that_an_exchange_was_to_move_goes(cluster: WriterC
     await one.unlink("c")
     await one.unlink("b")
     await two.put("b", b"3")
-    while await cluster.step(two):
-        pass
+    await cluster.write_back_all(two)
     await two.unlink("b")
 
 
@@ -688,8 +676,7 @@ def test_the_last_checkpoint_stays_until_a_newer_one_is_there(tmp_path: Path, li
         await nodes[remover].unlink("best")
         with intercepted(lambda _: None, lambda _: look(cluster)):
             for node in reversed(nodes):
-                while await cluster.step(node):
-                    pass
+                await cluster.write_back_all(node)
 
     assert set(run(tmp_path, 0, act).shared()) == {b"newer"}
 
@@ -711,8 +698,7 @@ def test_an_exchange_is_shown_although_both_names_are_gone_by_now(tmp_path: Path
         await one.unlink("step")
         await one.unlink("run")
         with intercepted(lambda _: None, lambda _: look(cluster)):
-            while await cluster.step(one):
-                pass
+            await cluster.write_back_all(one)
 
     run(tmp_path, 0, act)
     assert shown == {b"1", b"2"}
@@ -729,8 +715,7 @@ async def test_a_name_that_an_exchange_gives_is_not_taken_by_it(cluster: WriterC
     await one.exchange("f", "a")
     await two.rename("a", "g")
     await two.put("g", b"3")
-    while await cluster.step(two):
-        pass
+    await cluster.write_back_all(two)
 
 
 @on_two_nodes(b"step")
@@ -741,8 +726,7 @@ async def test_a_file_of_which_another_node_is_removing_a_name_is_not_replaced_m
     await one.link("step", "best")
     await cluster.settle()
     await one.put("newer", b"2")
-    while await cluster.step(one):
-        pass
+    await cluster.write_back_all(one)
     await one.rename("newer", "step")
     await two.unlink("best")
 
@@ -767,8 +751,7 @@ async def test_a_file_that_has_left_a_removed_directory_again_is_no_external_cha
     await one.rename("e/d/f", "f")
     await one.put("f", b"2")
     await two.rmdir("e/d")
-    while await cluster.step(two):
-        pass
+    await cluster.write_back_all(two)
 
 
 @pytest.mark.parametrize("is_file", [False, True])
@@ -794,8 +777,7 @@ async def test_a_name_that_another_node_gave_back_stays_when_its_rename_comes_la
     await cluster.settle()
     await two.rename("old", "new")
     await one.link("new", "old")
-    while await cluster.step(one):
-        pass
+    await cluster.write_back_all(one)
 
 
 @on_two_nodes(b"f", b"g")
@@ -839,8 +821,7 @@ async def test_a_name_goes_that_was_replaced_by_a_file_that_another_node_moved_o
     await cluster.settle()
     await one.rename("newer", "f")
     await two.rename("f", "moved")
-    while await cluster.step(two):
-        pass
+    await cluster.write_back_all(two)
 
 
 @on_two_nodes(b"d", b"d/f", b"d/new", b"other")

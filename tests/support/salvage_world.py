@@ -114,6 +114,11 @@ def knows(node: Node, inode: int, content: int) -> None:
     node.db.run("INSERT OR REPLACE INTO cached_key VALUES ('c', ?, x'', 1, ?)", content, told.items[0].value)
 
 
+def cache_file(node: Node, inode: int) -> None:
+    """The node has read the file in the store before; what it said does not matter."""
+    node.db.run("INSERT OR REPLACE INTO cached_key VALUES ('i', ?, x'', 1, ?)", inode, keys.encode_fields({"names": []}))
+
+
 def appended(data: bytearray) -> None:
     """What a log does."""
     data += NEW

@@ -237,6 +237,11 @@ class WriterCluster:
         finally:
             node.busy, self.depth = False, self.depth - 1
 
+    async def write_back_all(self, node: Writer) -> None:
+        """Let its write-back go on until it rests."""
+        while await self.step(node):
+            pass
+
     def fetch(self, node: Writer) -> None:
         """Answer what its write-back asks for, as the fetch lane does."""
         for request, inode in node.db.rows("SELECT id, inode FROM mover_request WHERE kind = 'fetch' AND state = 0"):
