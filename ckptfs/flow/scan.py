@@ -464,7 +464,9 @@ class DirectoryScan:
         self._pending.update(self._db)
         if known.inode is None or self._pending.is_pending(name, known.inode):
             return
-        for directory, below in scans.list_tree(self._db, known.inode) if known.child == known.inode else ():
+        # A directory that the mount shows elsewhere has moved: only its old name goes.
+        tree = scans.list_tree(self._db, known.inode) if known.child == known.inode else []
+        for directory, below in tree:
             pending = scans.record_scan_begin(self._db, directory)
             try:
                 self._delete_names(pending, below)
