@@ -1,5 +1,6 @@
 """G7: the schedule of `ckptfs chaos`, what its readers may see, and its command line."""
 
+import errno
 import itertools
 import random
 import threading
@@ -11,7 +12,7 @@ from unittest.mock import MagicMock
 import pytest
 from ckptfs_client.chaos import chaos_command
 from ckptfs_client.chaos.applications import RECORD_BYTES, LogRecords, Track, WrongContent, build_version, identify_version
-from ckptfs_client.chaos.campaign import FaultMaker
+from ckptfs_client.chaos.campaign import READS_MAX, FaultMaker, identify
 from ckptfs_client.chaos.schedule import FAULTS, LOSSES, MEMBERS, Fault, Setup, iterate_rounds
 from ckptfs_client.cli import app
 from typer.testing import CliRunner
@@ -81,6 +82,21 @@ def test_a_log_has_records_of_its_writers_only() -> None:
     assert log.count(data) == 3 and log.count(data[: 2 * RECORD_BYTES] + log.append(1)) == 3
     with pytest.raises(WrongContent):
         log.count(random.Random(1).randbytes(RECORD_BYTES))
+
+
+def test_a_file_that_is_written_in_place_is_read_again() -> None:
+    """Reads of such a file may fail during its fetch; see docs/posix.md. Reads of others never fail, nor do all of one file."""
+    records = LogRecords("log")
+    log, failure = Track("log", "log", records), OSError(errno.EIO, "the rest does not arrive")
+    path = MagicMock()
+    path.read_bytes.side_effect = [failure, records.append(2)]
+    assert identify(log, path) == 2
+    path.read_bytes.side_effect = [failure] * READS_MAX
+    with pytest.raises(OSError, match="does not arrive"):
+        identify(log, path)
+    path.read_bytes.side_effect = [failure, build_version("best", 1)]
+    with pytest.raises(OSError, match="does not arrive"):
+        identify(Track("best", "best"), path)
 
 
 def test_an_unknown_fault_is_refused() -> None:

@@ -201,6 +201,11 @@ class Track:
         return self.records is None and not self.origin.endswith(("cpt", "best", "step"))
 
     @property
+    def is_changed_in_place(self) -> bool:
+        """Whether a writer overwrites or extends the file that readers may be fetching."""
+        return self._is_in_place or self.records is not None
+
+    @property
     def is_directory(self) -> bool:
         """Whether the versions are directories below the path."""
         return self.path.endswith("steps")

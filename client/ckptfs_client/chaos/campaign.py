@@ -32,6 +32,7 @@ TURN_S = 120.0
 PFS_S = 60.0
 SETTLE_S = 120.0
 WARM_UP_S = 4.0
+READS_MAX = 3
 DIRECTORY = "campaign"
 SAFE = ("clique", "pfs")
 RATE_BITS_PER_S = 100_000_000
@@ -218,7 +219,7 @@ class Campaign:
         track = random.choice(self.tracks)
         with contextlib.suppress(FileNotFoundError):
             try:
-                found = _identify(track, self.cluster.pfs / DIRECTORY / track.path)
+                found = identify(track, self.cluster.pfs / DIRECTORY / track.path)
             except WrongContent as wrong:
                 if not track.is_broken_off(wrong.args[1]):
                     self.complain(f"the PFS: {wrong.args[0]}")
@@ -236,7 +237,7 @@ class Campaign:
         epoch, floor, lost = self.get_epoch(node), track.floor, track.lost
         found: int | None = None
         try:
-            found = _identify(track, self._get_path(node, track.path))
+            found = identify(track, self._get_path(node, track.path))
         except FileNotFoundError:
             if track.is_directory and track.floor > floor:
                 return None
@@ -396,12 +397,23 @@ def _list_differing(one: Tree, other: Tree) -> list[str]:
     return sorted(path for path in one.keys() | other.keys() if one.get(path, 0) != other.get(path, 0))
 
 
-def _identify(track: Track, path: Path) -> int | None:
+def identify(track: Track, path: Path) -> int | None:
     """Return the version at a path. Raises WrongContent, OSError."""
     if track.is_directory:
         return find_newest_step(path, track.origin)
-    data = path.read_bytes()
+    data = _read_again(path) if track.is_changed_in_place else path.read_bytes()
     return identify_version(track.origin, data) if track.records is None else track.records.count(data)
+
+
+def _read_again(path: Path) -> bytes:
+    """Return the bytes of a file. A read fails with EIO if a node writes the file during its fetch, so it is tried again."""
+    for _ in range(READS_MAX - 1):
+        try:
+            return path.read_bytes()
+        except OSError as failure:
+            if failure.errno != errno.EIO:
+                raise
+    return path.read_bytes()
 
 
 def _is_excused(one: Application, failure: OSError) -> bool:
