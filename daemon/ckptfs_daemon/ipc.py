@@ -28,13 +28,16 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptfs import __version__, config, limits
 from ckptfs.bounded_waits import wait_ready
 from ckptfs.config import Config
 from ckptfs.errors import Busy, CkptfsError, InvalidArgument, TimedOut
 from ckptfs_daemon import logs
+
+if TYPE_CHECKING:
+    import trio
 
 # To the mover. URGENT_REQUEST is followed by the kind of a request on which an application waits.
 WORK = b"."
@@ -136,6 +139,17 @@ def build_message(kind: bytes, number: int, name: bytes = b"") -> bytes:
 def parse_message(message: bytes) -> tuple[bytes, int, bytes]:
     """Return (kind, number, name). Number is 0 and name empty in messages without them."""
     return message[:1], int.from_bytes(message[1:9], "little"), message[9:]
+
+
+def call_soon(token: "trio.lowlevel.TrioToken", act: Callable[..., object], *arguments: object) -> None:
+    """Run `act` in trio's thread soon. Any thread may call this.
+
+    Nothing runs if the loop has ended.
+    """
+    import trio
+
+    with contextlib.suppress(trio.RunFinishedError):
+        token.run_sync_soon(act, *arguments, idempotent=True)
 
 
 class MountNotify:

@@ -7,6 +7,7 @@ import ctypes
 import logging
 import os
 import sys
+import threading
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +45,17 @@ def configure(role: str, level: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    threading.excepthook = _log_end_of_thread
     # At debug level, pyfuse3 and trio log every request.
     for name in ("pyfuse3", "trio", "grpc"):
         logging.getLogger(name).setLevel(logging.WARNING)
     log.debug("logging as the %s", role)
+
+
+def _log_end_of_thread(end: threading.ExceptHookArgs) -> None:
+    if end.exc_value is not None:
+        name = "?" if end.thread is None else end.thread.name
+        log.error("thread %s: ended unexpectedly", name, exc_info=end.exc_value)
 
 
 def get_level() -> str:

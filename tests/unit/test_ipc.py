@@ -87,3 +87,15 @@ def test_an_upgrade_is_asked_for_once_at_a_time(ends: tuple[socket.socket, socke
         requests.ask(successor)
     with pytest.raises(InvalidArgument, match="more than 1024 bytes"):
         requests.ask(Successor("/" * 1024, ()))
+
+
+def test_a_thread_that_outlives_the_loop_wakes_nothing() -> None:
+    """A peer may take a file after the mover's loop has ended, just before the process does."""
+
+    async def give_token() -> trio.lowlevel.TrioToken:
+        token, called = trio.lowlevel.current_trio_token(), trio.Event()
+        await trio.to_thread.run_sync(ipc.call_soon, token, called.set)
+        await called.wait()
+        return token
+
+    ipc.call_soon(trio.run(give_token), pytest.fail, "the loop has ended")

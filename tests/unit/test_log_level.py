@@ -1,6 +1,9 @@
 """N8: the level of the log, asked for over the control socket."""
 
+import io
 import logging
+import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -39,3 +42,18 @@ def test_a_supervisor_that_does_not_answer(served: Served, monkeypatch: pytest.M
     with pytest.raises(NotInTime, match="not changed in time") as failure:
         served.client.get_or_set_log_level("debug")
     assert failure.value.remedy == "see `ckptfs status`: its processes may be restarting"
+
+
+def test_the_traceback_of_a_thread_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process may end in the middle: then half a traceback would say neither which thread ended nor why."""
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(sys, "stderr", written := io.StringIO())
+    logs.configure("mover", "info")
+    thread = threading.Thread(target=lambda: 1 // 0, name="worker")
+    thread.start()
+    thread.join()
+    (line,) = written.getvalue().splitlines()
+    assert "thread worker: ended unexpectedly | Traceback" in line and line.endswith(
+        "ZeroDivisionError: integer division or modulo by zero"
+    )

@@ -406,7 +406,10 @@ def identify(track: Track, path: Path) -> int | None:
 
 
 def _read_again(path: Path) -> bytes:
-    """Return the bytes of a file. A read fails with EIO if a node writes the file during its fetch, so it is tried again."""
+    """Return the bytes of a file that may be written in place meanwhile.
+
+    A fetch that is overtaken by another node's write fails with EIO, so it is tried again.
+    """
     for _ in range(READS_MAX - 1):
         try:
             return path.read_bytes()

@@ -81,9 +81,9 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
 
     def wake(urgent_lane: str) -> None:
         progress.notify()
-        token.run_sync_soon(lanes.wake, idempotent=True)
+        ipc.call_soon(token, lanes.wake)
         if urgent_lane:
-            token.run_sync_soon(lanes.wake_now, urgent_lane, idempotent=True)
+            ipc.call_soon(token, lanes.wake_now, urgent_lane)
 
     notify = ipc.MountNotify(wake_channel, wake)
     cluster_services = ClusterServices(db, tiers, config, notify) if config.cluster is not None else None
@@ -125,7 +125,7 @@ def _build_control(
 ) -> tuple[QueryService, AdminService]:  # fmt: skip
     token = trio.lowlevel.current_trio_token()
     retry_now = functools.partial(trio.from_thread.run_sync, lanes.retry_now, trio_token=token)
-    wake_lanes = functools.partial(token.run_sync_soon, lanes.wake, idempotent=True)
+    wake_lanes = functools.partial(ipc.call_soon, token, lanes.wake)
     figures, refresh_pfs_path = None, lambda inode: None
     if cluster_services is not None:
         figures, refresh_pfs_path = cluster_services.figures, cluster_services.refresh_pfs_path

@@ -27,6 +27,7 @@ from ckptfs.coherence.read import StoreValue
 from ckptfs.coherence.store_loss import AdoptionStep, EpochCheckedStore
 from ckptfs.errors import CkptfsError, StoreLost, StoreUnreachable
 from ckptfs.store.kv import Get, Outcome, Store, prefix_end, split_changes
+from ckptfs_daemon import ipc
 
 
 async def wait_outcome(future: "Future[Outcome]") -> Outcome:
@@ -34,12 +35,7 @@ async def wait_outcome(future: "Future[Outcome]") -> Outcome:
     if not future.done():
         token = trio.lowlevel.current_trio_token()
         done = trio.Event()
-
-        def wake(_: object) -> None:
-            with contextlib.suppress(trio.RunFinishedError):
-                token.run_sync_soon(done.set)
-
-        future.add_done_callback(wake)
+        future.add_done_callback(lambda _: ipc.call_soon(token, done.set))
         await done.wait()
     else:
         await trio.lowlevel.checkpoint()
