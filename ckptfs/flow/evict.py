@@ -91,7 +91,10 @@ class Evict:
         """Drop or move one batch out of `tier`. Return True if that made room."""
         # What is doomed is not evicted for: the reclaim step removes it first.
         capacity = space.add_free(self._tiers[tier].get_capacity(), copies.count_doomed_bytes(self._db, tier))
-        required = self._get_required_bytes(tier, capacity)
+        excess = self._get_excess_bytes(tier, capacity)
+        if excess:
+            self._evicting.add(tier)
+        required = max(excess, self._demand - capacity.free if self._demand <= capacity.total else 0)
         if tier is Tier.RAM and required and self._tiers.prepared.give_back(required):
             return True
         desired = max(required, self._get_desired_bytes(capacity)) if tier is Tier.RAM else required
@@ -122,17 +125,11 @@ class Evict:
             log.info("%s: too full by %d MiB, and no copy may leave it now", tier, required // limits.MIB)
         return False
 
-    def _get_required_bytes(self, tier: Tier, capacity: Capacity) -> int:
+    def _get_excess_bytes(self, tier: Tier, capacity: Capacity) -> int:
         """Return the bytes by which a tier exceeds its watermark or the machine's memory."""
         high, low = self._watermarks[tier]
         excess = space.get_excess_bytes(capacity, low if tier in self._evicting else high, low)
-        if tier is Tier.RAM:
-            excess = max(excess, _get_memory_shortage(capacity))
-        if capacity.free < self._demand <= capacity.total:
-            return max(excess, self._demand - capacity.free)
-        if excess:
-            self._evicting.add(tier)
-        return excess
+        return max(excess, _get_memory_shortage(capacity)) if tier is Tier.RAM else excess
 
     def _get_desired_bytes(self, capacity: Capacity) -> int:
         """Return the bytes to free in RAM for the next content, which takes prepared memory."""

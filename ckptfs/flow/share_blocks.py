@@ -67,7 +67,8 @@ class _Measure:
     shared_bytes: int = 0
     is_stale: bool = False
 
-    def is_due(self, now_s: float) -> bool:
+    def request(self, now_s: float) -> bool:
+        """Return True if the figure can be taken now; otherwise note that it may differ."""
         self.is_stale = now_s < self.due_s
         return not self.is_stale
 
@@ -262,7 +263,7 @@ class ShareBlocks:
     def _measure_nvme(self, storage: TierStorage, now_s: float) -> None:
         """Ask the filesystem what sharing saves on NVMe if files came or went."""
         measured = self._measured_nvme
-        if measured.is_due(now_s):
+        if measured.request(now_s):
             state = (os.fstat(storage.directory).st_mtime_ns, self._shared_blocks)
             if state != measured.state:
                 measured.shared_bytes = reflink.measure(_open_all(storage)).shared
@@ -271,7 +272,7 @@ class ShareBlocks:
 
     def _measure_pfs(self, now_s: float) -> None:
         """Count what sharing saves on the PFS if files that share blocks came or went. Does not touch the PFS."""
-        if self._measured_pfs.is_due(now_s):
+        if self._measured_pfs.request(now_s):
             state = pfs_state.count_sharing(self._db)
             if state != self._measured_pfs.state:
                 summary.set_report(self._db, summary.SHARED_ON_PFS_REPORT, {"bytes": pfs_state.count_shared_bytes(self._db)})

@@ -58,7 +58,9 @@ class TakeOver:
                 self._next_look_s = time.monotonic() + self._cluster.draw_delay_s(limits.SPREAD_URGENT_S_MAX)
             self._last_view = view
         if not self._nodes_left and time.monotonic() >= self._next_look_s:
-            self._nodes_left = self._find_nodes_with_rows(view)
+            dead = sorted(peer_copies.list_nodes(self._db).keys() - view.by_number.keys() - {self._cluster.node_number})
+            self._nodes_left = self._find_nodes_with_rows(dead)
+            self._forget_idle([number for number in dead if number not in self._nodes_left])
             self._next_look_s = time.monotonic() + self._pause_s * random.uniform(0.75, 1.25)
             self._pause_s = min(2 * self._pause_s, LOOK_S_MAX)
         if self._nodes_left and not self._take_from(self._nodes_left[-1]):
@@ -69,14 +71,11 @@ class TakeOver:
         """Return the seconds until the next look."""
         return max(0.0, self._next_look_s - time.monotonic()) if self._cluster.view() is self._last_view else 0.0
 
-    def _find_nodes_with_rows(self, view: ClusterView) -> list[int]:
-        """Return the dead nodes with pending rows, and this one if a previous catalog of it has any."""
-        dead = sorted(peer_copies.list_nodes(self._db).keys() - view.by_number.keys() - {self._cluster.node_number})
+    def _find_nodes_with_rows(self, dead: list[int]) -> list[int]:
+        """Return those of the dead nodes with pending rows, and this one if a previous catalog of it has any."""
         asked = [(number, get) for number in (self._cluster.node_number, *dead) for get in self._build_gets(number, 1)]
         results = self._cluster.store.read([get for _, get in asked]).results
-        found = {number for (number, _), items in zip(asked, results, strict=True) if items}
-        self._forget_idle([number for number in dead if number not in found])
-        return sorted(found)
+        return sorted({number for (number, _), items in zip(asked, results, strict=True) if items})
 
     def _forget_idle(self, dead: list[int]) -> None:
         """Forget the dead nodes that have been without rows for long: they are asked about no more."""

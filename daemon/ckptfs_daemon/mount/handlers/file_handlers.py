@@ -170,7 +170,7 @@ class FileHandlers:
         """
         space_wait = SpaceWait(self._context)
         while True:
-            fd, must_close = await file.get_writable_fd()
+            fd, must_close = await file.open_writable_fd()
             try:
                 budget = contextlib.nullcontext() if file.storage is None else file.storage.growing(growth)
                 with budget, file.in_use(), (source or file).in_use():

@@ -180,7 +180,7 @@ class OpenFile:
         while self.active_count:
             await self.idle.wait()
 
-    async def get_writable_fd(self) -> tuple[int, bool]:
+    async def open_writable_fd(self) -> tuple[int, bool]:
         """Return (a writable descriptor, whether the caller must close it)."""
         while True:
             await self.wait_moved()
