@@ -241,6 +241,22 @@ async def test_a_file_that_left_a_removed_directory_before_it_appeared_is_there(
     await cluster.write_back_all(two)
 
 
+@on_two_nodes(b"steps")
+async def test_a_directory_that_was_removed_before_it_appeared_leaves_nothing(cluster: WriterCluster) -> None:
+    """P6: its rows lead through a name that it had for a moment, and its catalog has forgotten it by now."""
+    one, two = cluster.nodes
+    await one.mkdir("steps")
+    await cluster.settle()
+    await one.mkdir("steps/1.tmp")
+    await one.rename("steps/1.tmp", "steps/1")
+    await two.rmdir("steps/1")
+    await cluster.write_back_all(two)
+    with contextlib.suppress(FileNotFoundError):
+        await one.stat("steps/1")
+    assert one.db.run("DELETE FROM inode WHERE nlink = 0")
+    await cluster.write_back_all(one)
+
+
 @on_two_nodes(b"d", b"f")
 async def test_a_directory_that_is_emptied_removed_and_made_again_is_there(cluster: WriterCluster) -> None:
     """P6: all in one batch, which is then in a directory that was another one before."""

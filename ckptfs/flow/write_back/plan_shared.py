@@ -348,6 +348,8 @@ class SharedPlanner(Planner):
         return self._snapshot.get_intent(name) is not None or (shown is not None and self._snapshot.has_intent(shown.inode))
 
     def _is_directory(self, inode: int) -> bool:
+        if inode in self._made_directories:
+            return True  # It may be deleted and forgotten by now.
         known = self._facts.get_inode(inode)
         seen = (self._snapshot.get_value(SharedKey(PFS_STATE, inode)) or {}).get("seen")
         return known.is_directory if known is not None else seen is not None and stat.S_ISDIR(seen[1])
