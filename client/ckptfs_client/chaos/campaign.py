@@ -253,7 +253,17 @@ class Campaign:
         if not self._is_writer_present(track):
             floor = min(floor, track.durable)
         if not track.may_show(found, floor, strict=epoch != -1 and self.is_connected_since(node, epoch)):
-            self.complain(f"node{node + 1} shows {found} of {track}, floor was {floor}")
+            self.complain(f"node{node + 1} shows {found} of {track}, floor was {floor}; beside it: {self._list_beside(node, track)}")
+        return found
+
+    def _list_beside(self, node: int, track: Track) -> dict[str, int | str | None]:
+        """Return the conflict copies of a track, with their versions."""
+        path, found = self._get_path(node, track.path), dict[str, int | str | None]()
+        for other in path.parent.glob(f"{path.name}.ckptfs-*"):
+            try:
+                found[other.name] = identify(track, other)
+            except (OSError, WrongContent) as failure:
+                found[other.name] = str(failure)
         return found
 
     def _is_writer_present(self, track: Track) -> bool:
