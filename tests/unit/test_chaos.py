@@ -75,6 +75,20 @@ def test_a_reader_may_see_no_mixture_and_nothing_older_than_what_all_have_seen()
     assert (track.lost, track.floor, track.durable) == (True, 2, 2)
 
 
+def test_only_versions_that_went_with_a_node_may_be_names_without_bytes() -> None:
+    """An older directory of a series may be lost although a newer one was saved since."""
+    steps = Track("steps", "step")
+    for number in (1, 2):
+        steps.begin(number, writer=0)
+        steps.finish(number, seen_by_all=True)
+        if number == 1:
+            steps.mark_safe(number)
+    steps.mark_wiped(0)
+    steps.begin(3, writer=1)
+    steps.finish(3, seen_by_all=True)
+    assert [steps.may_be_without_bytes(Path(f"steps/step_{number}/rank0")) for number in (1, 2, 3)] == [False, True, False]
+
+
 def test_a_log_has_records_of_its_writers_only() -> None:
     log = LogRecords("log")
     data = log.append(3)

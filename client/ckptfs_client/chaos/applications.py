@@ -95,7 +95,8 @@ def _count_common(one: bytes, other: bytes) -> int:
 class Track:
     """One path and the versions of it that readers may see; see the module.
 
-    `lost`: the node of the last writer lost what it had before `latest` was safe. `broken` was being written when the writer's node died.
+    `lost`: the node of the last writer lost what it had before `latest` was safe; `lost_versions` has all versions of which that was so.
+    `broken` was being written when the writer's node died.
     """
 
     path: str
@@ -107,6 +108,7 @@ class Track:
     durable: int = 0
     writer: int = -1
     lost: bool = False
+    lost_versions: set[int] = field(default_factory=set)
     broken: int = 0
     absent: set[int] = field(default_factory=lambda: {0})
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -143,6 +145,7 @@ class Track:
             if self.writer == node and self.latest > self.durable:
                 self.closed = self.floor = self.durable
                 self.lost = True
+                self.lost_versions |= {*range(self.durable + 1, self.latest + 1)}
 
     def mark_away(self, node: int) -> None:
         """Note that a node is away with what it has.
@@ -166,6 +169,12 @@ class Track:
         """Note that all nodes are back."""
         with self.lock:
             self.floor = max(self.floor, self.closed)
+
+    def may_be_without_bytes(self, path: Path) -> bool:
+        """Return True if a file of this track may be a name without bytes, which went with a node."""
+        if self.is_directory and _step_of(path.parent) in self.lost_versions:
+            return True
+        return self.lost and self.hopeless
 
     def is_broken_off(self, data: bytes) -> bool:
         """Return True if these are the first bytes of the version that was broken off."""

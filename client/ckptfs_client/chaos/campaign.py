@@ -362,7 +362,7 @@ class Campaign:
             top = self._get_path(0, track.path)
             for path in [found for found in top.rglob("*") if found.is_file()] if track.is_directory else [top]:
                 with contextlib.suppress(FileNotFoundError):
-                    if (found := get_level(path)) not in SAFE and not (found == "none" and track.lost and track.hopeless):
+                    if (found := get_level(path)) not in SAFE and not (found == "none" and track.may_be_without_bytes(path)):
                         return f"{path} is {found}, {track}"
         return ""
 
