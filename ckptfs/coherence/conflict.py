@@ -191,8 +191,14 @@ class ConflictResolver:
     def _revert_contested(self) -> None:
         """Undo the contested names, and all dirty names of the same inodes, which build on them."""
         touched = key_state.list_dirty_names(self._db)
-        # A restored inode keeps its names on this node and does not get back those of the store.
-        touched = [key for key in touched if (self._get_local_child(key) or self._get_store_child(key)) not in self._restored_inodes]
+        # A restored inode keeps its names on this node, except those of others, and does not get back those of the store.
+        free = {0} | self._deleted_inodes | self._restored_inodes
+        touched = [
+            key
+            for key in touched
+            if (self._get_local_child(key) or self._get_store_child(key)) not in self._restored_inodes
+            or self._get_store_child(key) not in free
+        ]
         reverting = {key for key in self._contested_names if key in touched}
         while True:
             children = {child for key in reverting for child in (self._get_local_child(key), self._get_store_child(key)) if child}

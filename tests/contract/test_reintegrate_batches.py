@@ -10,9 +10,9 @@ import trio
 from shared_catalogs import Node, async_tests, play_on_nodes, reconnect, replayed
 
 from ckptfs import limits
-from ckptfs.catalog import contents
+from ckptfs.catalog import contents, namespace
 from ckptfs.coherence import keys
-from ckptfs.model import Tier
+from ckptfs.model import ROOT, Tier
 
 OTHERS, MORE = ([f"{name}{number}" for number in range(limits.ETCD_OPERATIONS_MAX)] for name in ("other", "more"))
 two_nodes = async_tests(partial(play_on_nodes, run=partial(replayed, 0)))
@@ -239,6 +239,24 @@ def test_a_directory_that_was_renamed_and_removed_here_keeps_its_name_if_others_
             await a.make("step/theirs")
         await reconnect(a, b)
         assert sorted({*await a.tree()} - {f"/{name}".encode() for name in OTHERS}) == ([b"/step", b"/step/theirs"] if is_filled else [])
+
+    play_on_nodes(tmp_path, act, partial(replayed, 0))
+
+
+@pytest.mark.parametrize("is_filled", [False, True])
+def test_a_directory_that_others_deleted_takes_no_name_of_a_directory_that_they_filled(tmp_path: Path, is_filled: bool) -> None:
+    """P1: it was renamed over the other one when the store fell silent. What is in that stays within reach."""
+
+    async def act(a: Node, b: Node) -> None:
+        await b.build("tmp/", "step/")
+        await cut(b)
+        with b.db.transaction():
+            namespace.rename(b.db, ROOT, b"tmp", ROOT, b"step")
+        await a.rmdir("tmp")
+        if is_filled:
+            await a.make("step/theirs")
+        await reconnect(a, b)
+        assert {*await a.tree()} == ({b"/step", b"/step/theirs", b"/step.ckptfs-conflict-n2-1"} if is_filled else {b"/step"})
 
     play_on_nodes(tmp_path, act, partial(replayed, 0))
 
