@@ -1,6 +1,7 @@
 """The descriptor of an open file in the mount process while threads use it. P7, P10."""
 
 import errno
+import functools
 import os
 import threading
 from collections.abc import Callable
@@ -63,20 +64,26 @@ async def test_a_file_moves_on_only_when_nobody_writes_it(tmp_path: Path) -> Non
     assert file.tier is Tier.NVME and node.data(content, Tier.NVME) == b"slowlate"
 
 
+@pytest.mark.parametrize("has_crashed", [False, True])
 @pytest.mark.parametrize(("is_in_store", "state"), [(True, ContentState.CLOSED), (False, ContentState.DOOMED)])
-def test_a_file_without_a_name_is_closed_if_others_may_name_it(tmp_path: Path, *, is_in_store: bool, state: ContentState) -> None:
+def test_a_file_without_a_name_is_closed_if_others_may_name_it(
+    tmp_path: Path, *, is_in_store: bool, state: ContentState, has_crashed: bool
+) -> None:
     """P1: removed on an island while it was open. Another node may have given it a name, under which it comes back."""
     node = Node(tmp_path)
     content, ram = node.make(b"file", b"saved", closed=False), node.tiers[Tier.RAM]
     inode, files = node.inode(content), OpenFileTable(node.db, node.tiers, None, QUIET)
-    file = OpenFile(inode, content, ram, ram.open(content, os.O_RDWR), is_writable=True)
-    files.add_handle(file, 1, True, HandleWay(Way.BUFFERED))
     with node.db.transaction():
         if is_in_store:
             key_state.set_cached(node.db, SharedKey(INODE, inode), CachedValue(1, b"{}"))
         namespace.unlink(node.db, ROOT, b"file")
-    files.release(1)
-    files.commit_releases()
+    if has_crashed:
+        trio.run(functools.partial(files.start, is_resumed=False))
+    else:
+        file = OpenFile(inode, content, ram, ram.open(content, os.O_RDWR), is_writable=True)
+        files.add_handle(file, 1, True, HandleWay(Way.BUFFERED))
+        files.release(1)
+        files.commit_releases()
     found = contents.get_content(node.db, content)
     assert found is not None and (found.state, found.size) == (state, len(b"saved") if is_in_store else 0)
 

@@ -508,7 +508,7 @@ class OpenFileTable:
             with self.db.transaction():
                 if (content, inode, storage.tier) not in contents.list_abandoned(self.db):
                     return  # It was opened again meanwhile.
-                if not contents.is_current(self.db, inode, content) or (status is not None and not contents.has_name(self.db, inode)):
+                if not contents.is_current(self.db, inode, content) or (status is not None and contents.is_deleted(self.db, inode)):
                     contents.mark_doomed(self.db, content)
                 elif status is not None:
                     # No process closed it: another node may have written the file since the last write on this node.
