@@ -35,12 +35,9 @@ def merge_inode(base: Value | None, ours: Value, theirs: Value, *, is_writing: b
     merged: Value = {name: theirs[name] if ours.get(name) == base.get(name) else ours.get(name) for name in theirs}
     if "names" in theirs:
         merged["names"] = merge_names(base, ours, theirs)
-    is_theirs_new = any(theirs.get(name) != base.get(name) for name in ("content", "generation"))
-    written = [ours.get("generation") != base.get("generation"), is_theirs_new]
-    # The generation of an open file may have been told before: a close changes the time only, and counts against what another node wrote.
-    written[0] |= written[1] and ours.get("closed_ns") != base.get("closed_ns")
+    written = list_written(base, ours, theirs)
     # Neither a time set on this node nor the rest of a lost tier may hide what another node wrote.
-    is_theirs = not is_writing and (written == [False, True] or _is_theirs_later(base, ours, theirs, have_both_written=all(written)))
+    is_theirs = not is_writing and (written == (False, True) or _is_theirs_later(base, ours, theirs, have_both_written=all(written)))
     newer = theirs if is_theirs else ours
     if is_theirs or is_writing or written[0]:
         merged.update({name: newer[name] for name in CONTENT_FIELDS if name in newer})
@@ -136,7 +133,11 @@ def merge_content(ours: Value, theirs: Value) -> Value:
     return theirs if later and theirs["node"] != ours["node"] else ours
 
 
-def is_written_by_both(*values: Value | None) -> bool:
-    """Return True if both nodes wrote a file since `base`: each write changes content and generation."""
-    base, ours, theirs = (value and (value.get("content"), value.get("generation")) for value in values)
-    return bool(base and ours and theirs and ours[0] != theirs[0]) and base not in (ours, theirs)
+def list_written(base: Value, ours: Value, theirs: Value) -> tuple[bool, bool]:
+    """Return if this node wrote a file since `base`, and if others did.
+
+    The generation of an open file may have been told before: a close changes the time only, and counts against what others wrote.
+    """
+    have_others = any(theirs.get(name) != base.get(name) for name in ("content", "generation"))
+    is_closed = ours.get("closed_ns") != base.get("closed_ns")
+    return ours.get("generation") != base.get("generation") or (have_others and is_closed), have_others

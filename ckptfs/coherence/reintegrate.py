@@ -304,7 +304,8 @@ class ReintegrationResolver(ConflictResolver):
         if (
             key.kind == INODE
             and base and ours and theirs
-            and merge.is_written_by_both(base, ours, theirs)
+            and ours.get("content") != theirs.get("content")
+            and all(merge.list_written(base, ours, theirs))
             and not self._is_written(key.number)
             and not merge.is_showing_former(theirs, base, ours)
             and self._split_file(key, ours, theirs)

@@ -234,6 +234,29 @@ async def test_what_others_closed_of_an_open_file_is_kept_for_a_conflict_copy(wr
     assert seen is not None and seen.state is ContentState.SEALED
 
 
+@pytest.mark.parametrize("is_opened_before", [True, False])
+@two_nodes
+async def test_what_both_closed_stays_side_by_side(writer: Node, opener: Node, is_opened_before: bool) -> None:
+    """P1: an island closed a file. Of one that it had opened before, the store knew content and generation."""
+    inode = (await writer.make("f")).id
+    await make_sealed(writer, inode)
+    await opener.stat("f")
+    opener.cut(not is_opened_before)
+    with opener.db.transaction():
+        own = contents.insert_content(opener.db, inode, Tier.RAM)
+        opener.db.run("UPDATE copy SET state = 1 WHERE content = ?", own)
+    await opener.sharing.wait_published()
+    opener.cut(True)
+    await opener.make("other")
+    await writer.stat("f")
+    theirs = await make_sealed(writer, inode)
+    with opener.db.transaction():
+        contents.mark_closed(opener.db, inode, own, 7, 1, 2)
+    await reconnect(opener)
+    beside = await writer.stat("f.ckptfs-conflict-n2-1")
+    assert {(await writer.stat("f")).content, beside.content} == {own, theirs}
+
+
 async def make_sealed(node: Node, inode: int) -> int:
     """Give a file of this node a sealed content in RAM. Return its id."""
     with node.db.transaction():
