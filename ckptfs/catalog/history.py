@@ -18,6 +18,7 @@ Invariants:
 Crash safety: a set appears with one rename. `list_unfinished` finds what was being made or removed.
 """
 
+import errno
 import itertools
 import json
 import stat
@@ -28,7 +29,7 @@ from ckptfs import limits
 from ckptfs.catalog import contents, handles, identity, journal, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get, get_path, restore_xattrs, set_attributes, set_internal_xattr
-from ckptfs.errors import Busy
+from ckptfs.errors import Busy, posix_error
 from ckptfs.model import HISTORY_NAME, ROOT, Inode
 
 NAME = HISTORY_NAME
@@ -306,10 +307,11 @@ def insert_symlink(db: Database, parent: int, name: bytes, like: Inode) -> int:
 
 
 def finish_set(db: Database, set_directory: int) -> None:
-    """Give a set its name: from now on it exists. Raises EEXIST."""
-    found = get_set(db, set_directory)
-    parent, name = _get_place(db, set_directory)
-    assert found is not None
+    """Give a set its name: from now on it exists. Raises EEXIST, and ENOENT if another node has removed it."""
+    found, place = get_set(db, set_directory), _find_place(db, set_directory)
+    if found is None or place is None:
+        raise posix_error(errno.ENOENT)
+    parent, name = place
     namespace.rename(db, parent, name, parent, found.name, namespace.NOREPLACE)
 
 
@@ -318,10 +320,9 @@ def _build_set_name(record: SetRecord) -> bytes:
     return record.name[: limits.NAME_BYTES_MAX - len(end)] + end
 
 
-def _get_place(db: Database, directory: int) -> tuple[int, bytes]:
+def _find_place(db: Database, directory: int) -> tuple[int, bytes] | None:
     row = db.row("SELECT parent, name FROM entry WHERE child = ?", directory)
-    assert row is not None
-    return row[0], bytes(row[1])
+    return None if row is None else (row[0], bytes(row[1]))
 
 
 def _get_shown_mode(like: Inode) -> int:
@@ -409,7 +410,10 @@ def set_rollback(db: Database, series: int, rollback: Rollback | None) -> None:
 
 def delete_set(db: Database, set_directory: int, at_most: int) -> bool:
     """Remove up to `at_most` names of a set, which readers see whole or not. Return True if it is gone."""
-    parent, name = _get_place(db, set_directory)
+    place = _find_place(db, set_directory)
+    if place is None:
+        return True
+    parent, name = place
     names = list(itertools.islice(namespace.iterate_names_below(db, set_directory), at_most + 1))
     if len(names) > at_most and not name.startswith(b"."):
         hidden = _OLD + name.rpartition(b"@")[2]

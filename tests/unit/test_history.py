@@ -204,6 +204,17 @@ def test_a_set_goes_in_batches_and_nobody_sees_a_part(db: Database, at_most: int
     assert inodes.get(db, kept.id) == kept and history.get_next_number(db, series.directory) == 2
 
 
+def test_a_set_that_another_node_has_removed_is_gone(db: Database) -> None:
+    """Its removal and its end may be decided before that is known: neither is a failure of this node."""
+    series = make_series(db)
+    made = make_set(db, series, 1, [write_file(db, ROOT, b"step_1")])
+    with db.transaction():
+        begun = history.begin_set(db, series.directory, SetRecord(2, b"step_2", (2,), 0, 0, 5))
+        assert [history.delete_set(db, one, 100) for one in (made, begun, made, begun)] == [True] * 4
+        with pytest.raises(FileNotFoundError):
+            history.finish_set(db, begun)
+
+
 def test_a_directory_that_is_made_anew_goes_on_with_its_history(db: Database) -> None:
     series = make_series(db)
     make_set(db, series, 1, [])
