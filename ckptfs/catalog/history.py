@@ -23,7 +23,7 @@ import itertools
 import json
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 
 from ckptfs import limits
 from ckptfs.catalog import contents, handles, identity, journal, namespace
@@ -244,7 +244,33 @@ def get_next_number(db: Database, series: int) -> int:
     """Return the number of the next set of a series: greater than all that were used."""
     value = db.value("SELECT value FROM xattr WHERE inode = ? AND name = ?", series, SERIES_XATTR)
     names = [bytes(row[0]).rpartition(b"@")[2] for row in db.rows("SELECT name FROM entry WHERE parent = ?", series)] if not value else []
-    return int(json.loads(value)["next"]) if value else 1 + max((int(name) for name in names if name.isdigit()), default=0)
+    return get_recorded_next_number(value) if value else 1 + max((int(name) for name in names if name.isdigit()), default=0)
+
+
+def get_recorded_next_number(record: bytes) -> int:
+    """Return the number of the next set by the record of a series."""
+    return int(json.loads(record)["next"])
+
+
+def record_used_numbers(db: Database, series: int, next_number: int) -> None:
+    """Record that no set of this series gets a number below `next_number` any more."""
+    fields = json.loads(db.value("SELECT value FROM xattr WHERE inode = ? AND name = ?", series, SERIES_XATTR))
+    fields["next"] = max(fields["next"], next_number)
+    set_internal_xattr(db, series, SERIES_XATTR, json.dumps(fields).encode())
+
+
+def set_next_number(db: Database, series: int, found: CheckpointSet, former_name: bytes) -> bytes:
+    """Give the next number of a series to a set that only this node knows. Return its name.
+
+    It is hidden if `former_name` is.
+    """
+    record = replace(found.record, number=get_next_number(db, series))
+    set_internal_xattr(db, found.directory, SET_XATTR, _encode_record(record))
+    record_used_numbers(db, series, record.number + 1)
+    rollback = (known := get_series(db, series)) and known.rollback
+    if rollback and rollback.number == found.record.number:
+        set_rollback(db, series, replace(rollback, number=record.number))
+    return build_hidden_name(record) if former_name.startswith(b".") else _build_set_name(record)
 
 
 def begin_set(db: Database, series: int, record: SetRecord, like: Inode | None = None) -> int:
@@ -256,9 +282,7 @@ def begin_set(db: Database, series: int, record: SetRecord, like: Inode | None =
     """
     directory = insert_directory(db, series, build_hidden_name(record), like or get(db, series))
     set_internal_xattr(db, directory, SET_XATTR, _encode_record(record))
-    fields = json.loads(db.value("SELECT value FROM xattr WHERE inode = ? AND name = ?", series, SERIES_XATTR))
-    fields["next"] = max(fields["next"], record.number + 1)
-    set_internal_xattr(db, series, SERIES_XATTR, json.dumps(fields).encode())
+    record_used_numbers(db, series, record.number + 1)
     return directory
 
 
@@ -307,7 +331,7 @@ def insert_symlink(db: Database, parent: int, name: bytes, like: Inode) -> int:
 
 
 def finish_set(db: Database, set_directory: int) -> None:
-    """Give a set its name: from now on it exists. Raises EEXIST, and ENOENT if another node has removed it."""
+    """Give a set its name: from now on it exists. Raises EEXIST, or ENOENT if it was removed."""
     found, place = get_set(db, set_directory), _find_place(db, set_directory)
     if found is None or place is None:
         raise posix_error(errno.ENOENT)

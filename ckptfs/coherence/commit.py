@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from ckptfs import limits
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.identity import is_history_directory
 from ckptfs.catalog.retention_state import CHOSEN_XATTR
 from ckptfs.coherence import chain, key_state
 from ckptfs.coherence.chain import ChainLink
@@ -288,10 +289,12 @@ class _TransactionBuilder:
         key = SharedKey(INODE, directory)
         if key in self._transaction.new_values or key in self._transaction.expected_revisions:
             return
-        if key_state.get_cached(self._db, key).revision:
+        is_known = key_state.get_cached(self._db, key).revision != 0
+        if is_known and not (is_history_directory(directory) and key_state.is_dirty(self._db, key)):
             self._transaction.required_directories.add(directory)
-        else:
-            self._add_key(key)
+            return
+        self._add_key(key)  # Of a series it says which numbers are used.
+        if not is_known:
             self._add_key(SharedKey(TIMES, directory))
             for name in list_local_names(self._db, directory):
                 self._add_key(name)

@@ -6,13 +6,15 @@ Attributes are merged. An inode that is gone in the store is deleted in the cata
 Crash safety: an outcome is applied in one transaction of the catalog. The next process recognises an unrecorded success by the chain.
 """
 
+import base64
 import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ckptfs import limits
-from ckptfs.catalog import handles, identity, journal, peer_copies
+from ckptfs.catalog import handles, history, history_names, identity, journal, peer_copies
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.history import CheckpointSet
 from ckptfs.coherence import chain, key_state, keys, merge, read
 from ckptfs.coherence.chain import ChainLink
 from ckptfs.coherence.commit import StoreTransaction
@@ -84,23 +86,37 @@ class ConflictResolver:
         elif key.kind == NAME:
             self._contested_names.add(key)
         else:
-            self._contested_names |= self._list_outdated_links(key, store_value.value)
+            self._revert_sets(self._list_outdated_links(key, store_value.value))
+            self._contested_names |= {*self._list_outdated_sets(key, store_value.value)}
             self._values_to_merge.append((key, store_value.value))
 
     def _list_outdated_links(self, key: SharedKey, now: CachedValue) -> set[SharedKey]:
-        """Return names in the history of a file that another node has written since; the set goes."""
+        """Return names in the history of a file that another node has written since."""
         base, theirs = key_state.get_cached(self._db, key).fields, now.fields
         if key.kind != INODE or not base or not theirs or all(base.get(name) == theirs.get(name) for name in ("content", "generation")):
             return set()
-        found: set[SharedKey] = set()
-        for name in self._list_names_of(key.number):
-            if identity.is_history_directory(name.number) and self._get_local_child(name) == key.number:
-                found.add(name)
-                directory = name.number
-                while directory and not key_state.get_cached(self._db, SharedKey(INODE, directory)).revision:
-                    found |= self._list_names_of(directory)  # The set goes as a whole.
-                    directory = int(self._db.value("SELECT parent FROM inode WHERE id = ?", directory) or 0)
-        return found
+        links = {name for name in self._list_names_of(key.number) if self._get_local_child(name) == key.number}
+        return {name for name in links if identity.is_history_directory(name.number)}
+
+    def _revert_sets(self, links: set[SharedKey]) -> None:
+        """Undo sets of which these are links."""
+        self._contested_names |= links
+        for directory in {name.number for name in links}:
+            while directory and not key_state.get_cached(self._db, SharedKey(INODE, directory)).revision:
+                self._contested_names |= self._list_names_of(directory)  # The set goes as a whole.
+                directory = int(self._db.value("SELECT parent FROM inode WHERE id = ?", directory) or 0)
+
+    def _list_outdated_sets(self, key: SharedKey, now: CachedValue) -> dict[SharedKey, CheckpointSet]:
+        """Return the sets of a series that only this node knows, if others have used their numbers."""
+        record = (now.fields or {}).get("xattrs", {}).get(history.SERIES_XATTR.decode())
+        if key.kind != INODE or record is None or not history_names.is_series(self._db, key.number):
+            return {}
+        used = history.get_recorded_next_number(base64.b64decode(record))
+        history.record_used_numbers(self._db, key.number, used)
+        rows = self._db.rows("SELECT name, child FROM entry WHERE parent = ? ORDER BY cookie", key.number)
+        new = [(bytes(name), child) for name, child in rows if not key_state.get_cached(self._db, SharedKey(INODE, child)).revision]
+        found = {SharedKey(NAME, key.number, name): one for name, child in new if (one := history.get_set(self._db, child)) is not None}
+        return found if any(one.record.number < used for one in found.values()) else {}
 
     def _handle_ancestor_change(self, key: SharedKey, store_value: StoreValue) -> None:
         """Handle a changed name above a moved directory. Other changes below it are published by themselves."""

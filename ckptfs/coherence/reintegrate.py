@@ -16,8 +16,9 @@ import stat
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ckptfs.catalog import identity, journal
+from ckptfs.catalog import history, history_names, identity, journal, namespace
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.history import CheckpointSet
 from ckptfs.coherence import key_state, merge, read, salvage_records
 from ckptfs.coherence.commit import StoreTransaction
 from ckptfs.coherence.conflict import CommitResult, ConflictResolver
@@ -188,12 +189,16 @@ class ReintegrationResolver(ConflictResolver):
         key_state.set_cached(self._db, key, now)
 
     def _merge_directories(self, ours: int, theirs: int) -> None:
-        """Move the entries of this node's directory into the other node's."""
+        """Move the entries of this node's directory into the other node's. Sets get new numbers."""
+        if history_names.is_series(self._db, ours):
+            history.record_used_numbers(self._db, theirs, history.get_next_number(self._db, ours))
         for name, child in self._db.rows("SELECT name, child FROM entry WHERE parent = ?", ours):
             old, new = SharedKey(NAME, ours, bytes(name)), SharedKey(NAME, theirs, bytes(name))
             write_value(self._db, old, None)
             key_state.mark_dirty(self._db, old)
             directory = stat.S_ISDIR(self._get_mode(child))
+            if directory and (found := history.get_set(self._db, child)) is not None:
+                new = new._replace(name=history.set_next_number(self._db, theirs, found, old.name))
             other = self._get_local_child(new)
             if other and directory and stat.S_ISDIR(self._get_mode(other)) and not self._is_cached(SharedKey(INODE, child)):
                 self._merge_directories(child, other)
@@ -211,6 +216,34 @@ class ReintegrationResolver(ConflictResolver):
         self._db.run("UPDATE inode SET nlink = 0 WHERE id = ?", ours)
         key_state.mark_dirty(self._db, SharedKey(INODE, ours))
         self._result.unlinked_inodes.append(ours)
+
+    def _revert_sets(self, links: set[SharedKey]) -> None:
+        """Remove sets of which these are links: another node has written a file before it knew the set."""
+        for directory in {name.number for name in links}:
+            while directory and history.get_set(self._db, directory) is None:
+                directory = int(self._db.value("SELECT parent FROM inode WHERE id = ?", directory) or 0)
+            for parent, name, is_directory in [*namespace.iterate_names_below(self._db, directory)] if directory else []:
+                self._remove_name(SharedKey(NAME, parent, name), is_directory=is_directory)
+            for key in list_local_names(self._db, directory) if directory else []:
+                self._remove_name(key, is_directory=True)
+
+    def _remove_name(self, key: SharedKey, *, is_directory: bool) -> None:
+        child = self._get_local_child(key)
+        write_value(self._db, key, None)
+        key_state.mark_dirty(self._db, key)
+        self._inodes_to_recount.add(child)
+        if is_directory:
+            self._db.run("UPDATE inode SET nlink = 0 WHERE id = ?", child)
+            key_state.mark_dirty(self._db, SharedKey(INODE, child))
+            self._result.unlinked_inodes.append(child)
+
+    def _list_outdated_sets(self, key: SharedKey, now: CachedValue) -> dict[SharedKey, CheckpointSet]:
+        """Give such sets new numbers: they may be all that is left of what this node closed."""
+        for name, found in super()._list_outdated_sets(key, now).items():
+            new = history.set_next_number(self._db, key.number, found, name.name)
+            write_value(self._db, name, None)
+            self._insert_name(name._replace(name=new), found.directory)
+        return {}
 
     def _get_last_write(self, inode: int) -> tuple[int, int]:
         """Return the order of two files of one name: the last close, else the birth; then the node."""
