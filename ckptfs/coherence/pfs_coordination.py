@@ -3,8 +3,9 @@
 - `StoreSnapshot` loads what the store says of the names and inodes in journal rows, and of what the PFS shows of them. What later
   transactions rest on is compared with its revisions.
 - A batch is announced before the PFS is touched, and settled when the PFS shows it. An intent under `x/` names the node that changes a
-  name and each state that it will show in turn; one under `f/`, the node that adds or removes names of an inode. So two nodes never
-  change one name. The intent of a dead node is resolved by the node that needs the name, from what the PFS shows.
+  name and each state that it will show in turn; one under `f/`, the node that adds or removes names of an inode, and these names, also
+  temporary ones. So two nodes never change one name. The intent of a dead node is resolved by the node that needs the name or the inode,
+  from what the PFS shows; that of an inode ends with the last of its names.
 - A scan reads the store after the PFS listing, so it knows of every entry that another node made or is about to make.
 
 Crash safety: a batch is in the catalog and its intents are in the store; the next mover finds out how far it came.
@@ -154,7 +155,7 @@ class StoreSnapshot:
             if row.content is not None:
                 yield SharedKey(CONTENT, row.content)
         for _ in range(2):  # The inode of a name, and the directory that it belongs to.
-            names.update(name for inode in subjects for name in (*self.list_names(inode), *self.list_pfs_names(inode)))
+            names.update(name for inode in subjects for name in self._list_all_names(inode))
             subjects |= {inode for name in names for inode in (self.get_child(name), self.get_pfs_inode(name)) if inode}
             names.update(name for inode in subjects if self._is_deleted_directory_on_pfs(inode) for name in self.list_pfs_names_in(inode))
         for name in names:
@@ -180,7 +181,7 @@ class StoreSnapshot:
             done.add(directory)
             yield SharedKey(INODE, directory)
             yield SharedKey(PFS_STATE, directory)
-            for name in (*self.list_names(directory), *self.list_pfs_names(directory)):
+            for name in self._list_all_names(directory):
                 yield SharedKey(NAME, *name)
                 yield SharedKey(PFS_NAME, *name)
                 directories |= {name[0]} - done
@@ -266,6 +267,11 @@ class StoreSnapshot:
         value = self.get_value(SharedKey(PFS_STATE, inode))
         return [] if value is None else [(parent, name.encode("latin-1")) for parent, name in value["names"]]
 
+    def _list_all_names(self, inode: int) -> list[PfsName]:
+        """Return the names of an inode in the tree, on the PFS, and in the batch of a node that changes them."""
+        value = self.get_value(SharedKey(PFS_STATE, inode)) or {}
+        return [*self.list_names(inode), *self.list_pfs_names(inode), *_list_announced(value)]
+
     def get_writer(self, content: int) -> int:
         """Return the node that wrote a content last; 0 if the store knows none."""
         value = self.get_value(SharedKey(CONTENT, content))
@@ -331,8 +337,7 @@ def publish_intents(db: Database, store: Transactions, snapshot: StoreSnapshot, 
             compares.append(_build_unchanged_compare(snapshot, SharedKey(NAME, show.location.parent, show.location.name)))
     mine = {"by": identity.get_node_number(db), "of": instance, "batch": batch.last_seq}
     values = {
-        key: _build_intent(db, batch, key) | mine if key.kind == PFS_NAME else (snapshot.get_value(key) or {"names": []}) | mine
-        for key in keys
+        key: (_build_intent(db, batch, key) if key.kind == PFS_NAME else _build_inode_intent(snapshot, batch, key)) | mine for key in keys
     }
     changes = [Put(encode_key(key), encode_fields(value)) for key, value in values.items()]
     outcome = store.commit(compares, changes, read.build_gets(keys))
@@ -359,6 +364,20 @@ def _build_intent(db: Database, batch: PfsBatch, key: SharedKey) -> Value:
     if last[0]:
         value |= {"next": last[0], "ino": last[1]} | ({"published": last[2]} if last[2] else {})
     return value | ({"passes": passed} if passed else {})
+
+
+def _build_inode_intent(snapshot: StoreSnapshot, batch: PfsBatch, key: SharedKey) -> Value:
+    """Return the intent for an inode: its state on the PFS now, and its names that the batch changes."""
+    before = snapshot.list_pfs_names(key.number)
+    changes = [(change.location.pfs_name, change.inode) for change in batch.name_changes]
+    names = sorted({name for name, inode in changes if inode == key.number or name in before})
+    value = snapshot.get_value(key) or {"names": []}
+    return value | {"changing": [[parent, name.decode("latin-1")] for parent, name in names]}
+
+
+def _list_announced(state: Value) -> list[PfsName]:
+    """Return the names of an inode that a batch changes, whose intents are not resolved yet."""
+    return [(parent, name.encode("latin-1")) for parent, name in state.get("changing", ())]
 
 
 def _build_step(db: Database, batch: PfsBatch, change: ExpectedEntry) -> list[Any]:
@@ -451,7 +470,7 @@ def resolve_abandoned_intent(store: Transactions, key: SharedKey, cached: Cached
         changes = [Put(encode_key(key), encode_fields({"inode": shows})) if shows else Delete(encode_key(key))]
     for inode, state in states.items():
         wire = encode_key(SharedKey(PFS_STATE, inode))
-        changes.append(Put(wire, encode_fields(state)) if state["names"] else Delete(wire))
+        changes.append(Put(wire, encode_fields(state)) if state["names"] or "by" in state else Delete(wire))
     store.commit([Compare(encode_key(one), CompareTarget.MOD, "=", value.revision) for one, value in told.items()], changes)
 
 
@@ -468,7 +487,8 @@ def choose_outcome(name: PfsName, intent: Value, states: Mapping[int, Value], fo
     shows, _, published = done if done is not None and is_done else (before, 0, None)
     outcome: dict[int, Value] = {}
     for inode, state in states.items():
-        now = outcome[inode] = _strip_intent(state)
+        left = [other for other in state.get("changing", ()) if other != shared_name]
+        now = outcome[inode] = state | {"changing": left} if left else _strip_intent(state)
         now["names"] = sorted([*(other for other in now["names"] if other != shared_name), *([shared_name] if inode == shows else [])])
         if inode == shows and published:
             now["published"] = published
@@ -500,7 +520,7 @@ def _build_observed(state: Value, found: ObservedStat) -> Value:
 
 
 def _strip_intent(value: Value) -> Value:
-    return {name: held for name, held in value.items() if name not in {"by", "of", "batch"}}
+    return {name: held for name, held in value.items() if name not in {"by", "of", "batch", "changing"}}
 
 
 def refresh_names(db: Database, store: Transactions, directory: int, names: Sequence[bytes]) -> set[bytes]:

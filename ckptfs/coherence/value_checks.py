@@ -214,7 +214,8 @@ OPTIONAL: Mapping[str, Mapping[str, Check]] = {
         "passes": _is_each(_is_list_of(_is_count, _is_ino, _PUBLISHED)),
     },
     PFS_STATE: {
-        **_INTENT, "seen": _is_list_of(_or_none(_is_ino), *3 * [_or_none(_is_int)]), "published": _PUBLISHED, "is_checked": _is_flag,
+        **_INTENT, "changing": _is_each(_is_list_of(_is_id, is_name)), "seen": _is_list_of(_or_none(_is_ino), *3 * [_or_none(_is_int)]),
+        "published": _PUBLISHED, "is_checked": _is_flag,
     },
     JOURNAL_ROW: {
         "parent": _is_count, "name": is_name, "new_parent": _is_count, "new_name": is_name, "content": _is_id, "origin": _is_count,

@@ -573,6 +573,36 @@ def test_what_a_dead_node_had_done_of_a_batch_is_no_external_change(tmp_path: Pa
             return
 
 
+def test_a_file_that_a_dead_node_was_exchanging_in_a_ring_gets_its_name_from_a_survivor(tmp_path: Path) -> None:
+    """P5, P9: the node dies before each change in turn; nobody else has the bytes, and one of the files has a temporary name meanwhile."""
+    for point in itertools.count():
+        reached: list[str] = []
+
+        async def act(cluster: WriterCluster, point: int = point, reached: list[str] = reached) -> None:
+            def look(label: str) -> None:
+                if label in {"write_back:link", "write_back:put", "write_back:unlink"}:
+                    reached.append(label)
+                    cluster.dying_at = {label} if len(reached) == point + 1 else cluster.dying_at
+
+            one, two = cluster.nodes
+            for name in ("a", "b"):
+                await one.put(name, name.encode())
+            await cluster.settle()
+            await one.rename("a", "c")
+            for old, new in (("b", "a"), ("c", "b")):
+                await two.rename(old, new)
+            with intercepted(look):
+                await cluster.step(one)
+            await cluster.settle()
+            assert {path.name: path.read_bytes() for path in cluster.pfs.iterdir() if path.is_file()} == {"a": b"b", "b": b"a"}
+
+        (tmp_path / str(point)).mkdir()
+        run(tmp_path / str(point), 0, act)
+        if len(reached) <= point:
+            assert point > 3
+            return
+
+
 @pytest.mark.parametrize("seed", [34, 125, 128, 146])
 def test_files_that_are_replaced_all_the_time_never_become_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """P6, P9: applications that keep a file, the one before and the best one, each in a directory of its own, move to a survivor."""

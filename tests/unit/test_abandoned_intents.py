@@ -63,3 +63,12 @@ def test_attributes_that_the_dead_node_has_set_are_seen() -> None:
     intent = {"inode": 5, "next": 5, "ino": 50}
     shows, outcome = choose_outcome(NAME, intent, {5: shown(50, SHARED)}, found(50, mtime_ns=99))
     assert shows == 5 and outcome[5]["published"][3] == 99 and outcome[5]["seen"][0] == 50
+
+
+def test_the_intent_of_an_inode_ends_with_the_last_of_its_names() -> None:
+    """Until then, a survivor finds each name under which the dead node may have left the file."""
+    state = shown(50, SHARED) | {"changing": [SHARED, [1, "parked"]]}
+    _, between = choose_outcome(NAME, {"inode": 5}, {5: state}, None)
+    assert between[5] == state | {"names": [], "changing": [[1, "parked"]]}
+    _, after = choose_outcome((1, b"parked"), {"passes": [[5, 50, state["published"]]]}, between, found(50))
+    assert after[5]["names"] == [[1, "parked"]] and not after[5].keys() & {"by", "of", "batch", "changing"}

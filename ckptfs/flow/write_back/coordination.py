@@ -293,7 +293,7 @@ class ClusterWriteBack(WriteBack):
         if not intended:
             return False
         live = membership.list_live(self._store, sorted({number for _, number in intended} - {self._cluster.node_number}))
-        gone = [key for key, number in intended if number not in live]
+        gone = sorted((key for key, number in intended if number not in live), key=lambda key: key.kind != PFS_NAME)  # Names first.
         for key in gone:
             temporaries = (self._snapshot.get_value(key) or {}).get("temporary", ())
             found = self._observe((key.number, key.name), temporaries) if key.kind == PFS_NAME else None
