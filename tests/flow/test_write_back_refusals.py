@@ -201,6 +201,35 @@ def test_killed_at_every_operation_around_a_refusal(act: str, after: bool, monke
             moments = list_moments(labels)
 
 
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
+def test_a_directory_that_cannot_be_read_after_a_kill_holds_up_nobody_else(code: int) -> None:
+    """P1, P6: the mover died at any operation of a batch; what it had done there is no external change later."""
+    moments = [10_000]
+    while moments:
+        root = memory()
+        mount = Mount(root)
+        mount.mkdir(b"bad")
+        for name in (b"bad/run", b"bad/best"):
+            mount.put(name, b"old")
+        mount.settle()
+        mount.put(b"bad/run", b"new")
+        mount.put(b"bad/fresh", b"fresh")
+        mount.rename(b"bad/best", b"bad/former")
+        put_others(mount, b"later")
+        number = moments.pop()
+        with contextlib.suppress(Killed), killed_at(number, after=True) as labels:
+            rest(mount.write_back())
+        with pytest.MonkeyPatch.context() as patch:
+            Refusal(patch, "open", lambda name: name == b"bad", code)
+            rest(mount.write_back())
+            assert others_shown(mount, b"later")
+        mount.settle_exactly()
+        mount.db.close()
+        shutil.rmtree(root)
+        if number == 10_000:
+            moments = sorted({labels.index(label) for label in labels})
+
+
 @contextlib.contextmanager
 def refused(mount: Mount, code: int = errno.EACCES, call: str = "rename") -> Iterator[WriteBack]:
     """The PFS refuses the name `bad` while the block runs; everything is exact afterwards."""

@@ -410,8 +410,8 @@ class Applier:
     def _preserve_external(self, location: PfsLocation, own: Fingerprint, expected: Fingerprint | None) -> None:
         """Keep an external file or change under a conflict name before it is replaced."""
         there = self._stat(location)
-        if there is None or stat.S_ISDIR(there.st_mode) or there.st_ino == own.ino:
-            return
+        if there is None or stat.S_ISDIR(there.st_mode) or self._matches(there, own):
+            return  # Also what a batch that was cut off made of the same bytes.
         if expected is not None and self._matches(there, expected):
             if _is_externally_changed(there, expected):
                 self._keep_as_conflict(location, there)

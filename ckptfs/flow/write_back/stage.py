@@ -199,19 +199,19 @@ class Stager:
         return [action for action in actions if action.temporary and not self._remove_one(action)]
 
     def _remove_one(self, action: PfsAction) -> bool:
-        if action.act in _TAKES_A_NAME:
-            with contextlib.suppress(FileNotFoundError):
-                drop_taken(self._tree.get_directory(action.location.path), action)
-        for location in (action.location, action.new_location):
-            # The temporary name of an exchange may hold one of its two files.
-            if action.act in {"put", "link", "move"} and location is not None:
-                try:
+        for location in filter(None, (action.location, action.new_location)):
+            try:
+                if location is action.location and action.act in _TAKES_A_NAME:
+                    with contextlib.suppress(FileNotFoundError):
+                        drop_taken(self._tree.get_directory(location.path), action)
+                # The temporary name of an exchange may hold one of its two files.
+                if action.act in {"put", "link", "move"}:
                     remove_temporary(self._tree, location, action.temporary)
-                except OSError as failure:
-                    if not self._deferred.concerns_part(location.path, failure):
-                        raise
-                    log.debug("%s: %s stays on the PFS: %s", location.text, os.fsdecode(action.temporary), failure)
-                    return False
+            except OSError as failure:
+                if not self._deferred.concerns_part(location.path, failure):
+                    raise
+                log.debug("%s: %s stays on the PFS: %s", location.text, os.fsdecode(action.temporary), failure)
+                return False
         return True
 
     def remove_leftovers(self, planned: Iterable[PfsAction]) -> list[PfsAction]:
