@@ -263,10 +263,12 @@ def count_repairable(db: Database) -> tuple[int, int]:
 
 
 _UNDER_REPLICATED = (
-    "content k WHERE k.under_replicated = 1 AND k.state = 2 AND (EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
-    " OR EXISTS (SELECT 1 FROM inode i WHERE i.id = k.inode AND i.content = k.id AND i.nlink > 0))"
+    "content k WHERE k.under_replicated = 1 AND k.state = 2"
+    " AND (EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1 AND c.tier <> 'pfs')"
+    " OR (EXISTS (SELECT 1 FROM inode i WHERE i.id = k.inode AND i.content = k.id AND i.nlink > 0)"
+    f" AND NOT {IS_ON_PFS.format('k')}))"
 )
-"""Contents that need copies, without those that are gone on this node because another node has replaced their file."""
+"""Contents that need copies, without those that are gone on this node: another node replaced the file, or the PFS shows it."""
 
 
 def count_wanted_copies(db: Database) -> tuple[int, int]:

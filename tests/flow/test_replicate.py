@@ -198,6 +198,20 @@ def test_a_lost_content_that_another_node_rewrote_is_not_waited_for(tmp_path: Pa
     assert peer_copies.get_replication_lag(one.db)[2] == 0
 
 
+def test_an_evicted_content_on_the_pfs_is_not_behind_when_a_holder_dies(tmp_path: Path) -> None:
+    """This node has no bytes to send, and the file needs none. If the PFS loses it, it does."""
+    one, two, three = LocalCluster(tmp_path, 3).nodes
+    content = one.written(b"a", b"hello")
+    flow = replicate(one, content)
+    until(lambda: not peer_copies.list_under_replicated(one.db, 0, 10), flow.step)
+    one.publish(content)
+    one.lose_ram()
+    (two if two.copies(content) else three).kill()
+    assert behind(one) == (0, 0, 0)
+    one.db.run("DELETE FROM pfs_file")
+    assert behind(one) == (1, 1, 2)
+
+
 def test_small_files_travel_together_and_count_one_by_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """More than the queue holds, too; one that went bad here and one that is refused there are nothing to the others (P4)."""
     _, one, two = make_cluster(tmp_path, 2)
