@@ -2,7 +2,8 @@
 
 Takes: sealed contents of this node that the PFS lacks, while the node cannot reach the store for longer.
 Leaves: plain files under their own paths below the directory of this node, each whole or absent, and on disk. After the return each is
-removed when the PFS shows the file under its own name, as new or newer. What else is left there is reported, and is the operator's.
+removed when the PFS shows the file under its own name, as new or newer. What else is left there is reported, and is the operator's. What a
+dead node has kept is reported by all others: it may never return.
 If we die here: a temporary file, which the next copy replaces. Files that are there already are known by size and mtime.
 
 No other node touches the directory, so islands never disagree about a name. Nothing here counts for the level `pfs`.
@@ -15,7 +16,7 @@ import time
 from collections.abc import Iterator
 
 from ckptfs import disk, limits
-from ckptfs.catalog import contents, copies, inodes, namespace, pfs_state, summary
+from ckptfs.catalog import contents, copies, inodes, namespace, peer_copies, pfs_state, summary
 from ckptfs.catalog.database import Database
 from ckptfs.coherence import key_state
 from ckptfs.config import Config
@@ -29,6 +30,7 @@ disk.declare_labels("island:create", "island:fsync", "island:rename", "island:re
 
 TROUBLE = "island copies"
 _TEMPORARY = b".ckptfs.copy"
+_AREA = b"island-"
 
 
 class KeepIsland:
@@ -41,7 +43,7 @@ class KeepIsland:
         self._kept: dict[bytes, int] = {}
         self._after = 0
         self._next_s = 0.0
-        self._is_tidy = False
+        self._tidy_for: set[str] | None = None
 
     def step(self) -> bool:
         """Copy or remove. Return True if there may be more at once. Raises OSError and TierUnavailable."""
@@ -49,12 +51,14 @@ class KeepIsland:
             return False
         since_ns = key_state.get_disconnected_ns(self._db)
         if since_ns:
-            self._is_tidy = False
+            self._tidy_for = None
             is_long = time.time_ns() - since_ns >= limits.ISLAND_KEEP_AFTER_S * 1e9
             if is_long and self._keep_next():
                 return True
-        elif not self._is_tidy and not pfs_state.has_work(self._db):
-            self._tidy()
+        else:
+            live_nodes = {node.name for node in peer_copies.list_live_nodes(self._db).values()}
+            if live_nodes != self._tidy_for and not pfs_state.has_work(self._db):
+                self._tidy(live_nodes)
         self._next_s = time.monotonic() + limits.ISLAND_LOOK_S
         return False
 
@@ -72,7 +76,7 @@ class KeepIsland:
             if not inode:
                 for path in [path for path in self._kept if self._find_inode(path) is None]:
                     self._remove(area, path)
-                self._report("are kept", "let etcd answer again; they get their names then")
+                self._report(self._count_kept("are kept"), "let etcd answer again; they get their names then", self._config.node)
                 return False
             content, path = contents.get_content(self._db, number), namespace.get_path(self._db, inode)
             if content is None or not path:
@@ -114,8 +118,8 @@ class KeepIsland:
 
     # --- after the return ---------------------------------------------------------------------------------------------
 
-    def _tidy(self) -> None:
-        """Remove the files that the PFS shows under their own names."""
+    def _tidy(self, live_nodes: set[str]) -> None:
+        """Remove the files that the PFS shows under their own names. Report others, and those of dead nodes."""
         with self._open_area() as area:
             for base, _, names in os.walk(area, topdown=False):
                 for name in names:
@@ -125,8 +129,15 @@ class KeepIsland:
                 with contextlib.suppress(OSError):
                     os.rmdir(base)
             self._kept = {path: self._kept.get(path, 0) for path in _list_files(area)}
-        self._is_tidy = not self._kept
-        self._report("are left", "compare them with the files of these names, copy what is missing, and remove the directory")
+            areas = next(os.walk(os.path.dirname(area)), (area, [], []))[1] if live_nodes else []
+        others = sorted({os.fsdecode(name.removeprefix(_AREA)) for name in areas if name.startswith(_AREA)} - live_nodes)
+        self._tidy_for = None if self._kept or others else live_nodes
+        if others and not self._kept:
+            remedy = "let that node reach etcd; if it is lost, copy what is missing, and remove the directory"
+            self._report(f"files of {others[0]}, which other nodes do not see, are", remedy, others[0])
+        else:
+            remedy = "compare them with the files of these names, copy what is missing, and remove the directory"
+            self._report(self._count_kept("are left"), remedy, self._config.node)
 
     def _is_published(self, path: bytes, mtime_ns: int) -> bool:
         """Return True if the PFS has this file or a newer state, or it was deleted after the copy."""
@@ -161,16 +172,15 @@ class KeepIsland:
         """Yield the path of this node's directory, which may be missing, on the recognised PFS."""
         assert self._config.pfs is not None
         with disk.closing(pfs_identity.open_adopted_root(self._db, self._config.pfs)) as root:
-            yield b"/proc/self/fd/%d/%s/%s" % (root, pfs_identity.WORK_DIRECTORY, self._name)
+            yield b"/proc/self/fd/%d/%s/%s" % (root, pfs_identity.WORK_DIRECTORY, _AREA + os.fsencode(self._config.node))
 
-    @property
-    def _name(self) -> bytes:
-        return b"island-" + os.fsencode(self._config.node)
+    def _count_kept(self, state: str) -> str:
+        return f"{len(self._kept)} files of this node {state}" if self._kept else ""
 
-    def _report(self, state: str, remedy: str) -> None:
-        path = os.path.join(str(self._config.pfs), os.fsdecode(pfs_identity.WORK_DIRECTORY), os.fsdecode(self._name))
-        what = f"{len(self._kept)} files of this node {state} below {path} only"
-        summary.set_trouble(self._db, TROUBLE, {"what": what, "path": path, "remedy": remedy} if self._kept else None)
+    def _report(self, files: str, remedy: str, node: str) -> None:
+        """Set the trouble about files in the directory of `node`; an empty string ends it."""
+        path = os.path.join(str(self._config.pfs), os.fsdecode(pfs_identity.WORK_DIRECTORY), os.fsdecode(_AREA) + node)
+        summary.set_trouble(self._db, TROUBLE, {"what": f"{files} below {path} only", "path": path, "remedy": remedy} if files else None)
 
 
 def _find_stat(path: bytes) -> os.stat_result | None:

@@ -10,7 +10,8 @@ from local_node import inject_fault
 from writers_together import Writer, WriterCluster, in_cluster
 
 from ckptfs import disk, limits
-from ckptfs.catalog import summary
+from ckptfs.catalog import peer_copies, summary
+from ckptfs.catalog.peer_copies import KnownNode
 from ckptfs.coherence import key_state
 from ckptfs.flow import keep_island
 from ckptfs.flow.keep_island import KeepIsland
@@ -98,6 +99,24 @@ async def test_what_a_power_cut_took_from_the_island_stays_there(cluster: Writer
     await cluster.settle()
     await keep(keeper(one))
     assert kept(cluster, one) == {"d/f": b"of 1"} and "are left" in trouble(one)[0]
+
+
+@in_cluster
+async def test_others_say_what_a_dead_island_has_kept(cluster: WriterCluster) -> None:
+    """P5: nobody may ask that node for its status again."""
+    one, two = cluster.nodes
+    await make_island(cluster, one)
+    await keep(keeper(one))
+    flow, known = keeper(two), [KnownNode(node.number, f"n{node.number}", "") for node in cluster.nodes]
+    peer_copies.set_live_nodes(two.db, two.number, 2, known)
+    await keep(flow)
+    assert trouble(two) == []
+    peer_copies.set_live_nodes(two.db, two.number, 2, known[1:])
+    await keep(flow)
+    assert "island-n1" in trouble(two)[0] and kept(cluster, one) == {"d/f": b"of 1"}
+    peer_copies.set_live_nodes(two.db, two.number, 2, known)
+    await keep(flow)
+    assert trouble(two) == []
 
 
 @pytest.mark.parametrize("label", sorted(label for label in disk.LABELS if label.startswith("island:")))
