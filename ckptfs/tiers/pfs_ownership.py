@@ -20,7 +20,7 @@ import pwd
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TypeVar
 
 from ckptfs import disk
@@ -169,28 +169,28 @@ def apply_attributes(
         # What the path of a symlink's descriptor leads to is its target.
         at, how = (name, {"dir_fd": directory, "follow_symlinks": False}) if is_symlink else (path, {})
         if (found.st_uid, found.st_gid) != (wanted.uid, wanted.gid):
-            _tolerate("owners", _NOT_ALLOWED, lambda: disk.act("pfs:chown", os.chown, at, wanted.uid, wanted.gid, **how))
+            _tolerate("owners", _NOT_ALLOWED, directory, lambda: disk.act("pfs:chown", os.chown, at, wanted.uid, wanted.gid, **how))
         if not is_symlink:
             # A change of owner and ACLs may change the mode as well, so it is always set.
-            _tolerate("modes", _NOT_ALLOWED, lambda: disk.act("pfs:chmod", os.chmod, path, stat.S_IMODE(wanted.mode)))
+            _tolerate("modes", _NOT_ALLOWED, directory, lambda: disk.act("pfs:chmod", os.chmod, path, stat.S_IMODE(wanted.mode)))
         if xattrs or stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode):
-            _tolerate("extended attributes", _NO_XATTR, lambda: _set_xattrs(path, xattrs, is_new=is_new))
+            _tolerate("extended attributes", _NO_XATTR, directory, lambda: _set_xattrs(directory, path, xattrs, is_new=is_new))
         if with_times:
             when = (wanted.atime_ns, wanted.mtime_ns)
-            _tolerate("times", _NOT_ALLOWED, lambda: disk.act("pfs:utime", os.utime, at, ns=when, **how))
+            _tolerate("times", _NOT_ALLOWED, directory, lambda: disk.act("pfs:utime", os.utime, at, ns=when, **how))
 
 
-def _set_xattrs(path: bytes, wanted: Mapping[bytes, bytes], *, is_new: bool) -> None:
+def _set_xattrs(directory: int, path: bytes, wanted: Mapping[bytes, bytes], *, is_new: bool) -> None:
     if not is_new:
         for name in map(os.fsencode, os.listxattr(path)):
             if name.startswith(b"user.") and not name.startswith(_OWN_PREFIX) and name not in wanted:
                 disk.act("pfs:xattr", os.removexattr, path, name)
     for name, value in wanted.items():
-        _tolerate("extended attributes", _NO_XATTR, lambda n=name, v=value: disk.act("pfs:xattr", os.setxattr, path, n, v))  # type: ignore[misc]
+        _tolerate("extended attributes", _NO_XATTR, directory, partial(disk.act, "pfs:xattr", os.setxattr, path, name, value))
 
 
-def _tolerate(what: str, codes: set[int], call: Callable[[], None]) -> None:
-    """Run `call`. Log the first refusal of each kind whose errno is in `codes`; raise others."""
+def _tolerate(what: str, codes: set[int], directory: int, call: Callable[[], None]) -> None:
+    """Run `call` for a file of a directory. Log the first refusal of `codes`; raise others."""
     try:
         call()
     except OSError as refusal:
@@ -198,4 +198,5 @@ def _tolerate(what: str, codes: set[int], call: Callable[[], None]) -> None:
             raise
         if (what, refusal.errno) not in _logged:
             _logged.add((what, refusal.errno))
-            log.warning("PFS: %s are not applied to some files: %s; the files keep the defaults of the PFS", what, refusal.strerror)
+            where, how = os.readlink(f"/proc/self/fd/{directory}"), "change them on the PFS as one who may"
+            log.warning("%s: %s of files there are not set: %s; they keep what the PFS gave them (%s)", where, what, refusal.strerror, how)

@@ -22,7 +22,7 @@ from ckptfs.catalog.pfs_batch import KEYS_PER_ROW
 from ckptfs.errors import TierUnavailable
 from ckptfs.flow.write_back import WriteBack, deferred
 from ckptfs.model import ContentState, Tier
-from ckptfs.tiers import pfs_tree
+from ckptfs.tiers import pfs_ownership, pfs_tree
 from ckptfs.tiers.storage import Tiers
 
 pytestmark = pytest.mark.usefixtures("no_retries")
@@ -406,6 +406,19 @@ def test_refused_attributes(mount: Mount, code: int, monkeypatch: pytest.MonkeyP
         assert [trouble["path"] for trouble in mount.troubles()] == ["f"]
     flow.retry_now()
     mount.settle_exactly(flow)
+
+
+def test_a_mode_that_may_not_be_set_is_logged_with_its_directory_and_delays_nothing(
+    mount: Mount, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pfs_ownership, "_logged", set())
+    mount.mkdir(b"d")
+    mount.put(b"d/f", b"data")
+    mount.settle()
+    inject_fault(monkeypatch, "pfs:chmod=EPERM@*")
+    mount.chmod(b"d/f", 0o604)
+    mount.settle()
+    assert f"{mount.pfs}/d: modes of files there are not set: " in caplog.text and mount.troubles() == []
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM])
