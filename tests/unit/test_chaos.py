@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 import pytest
 from ckptfs_client.chaos import chaos_command
 from ckptfs_client.chaos.applications import RECORD_BYTES, LogRecords, Track, WrongContent, build_version, identify_version
-from ckptfs_client.chaos.campaign import READS_MAX, FaultMaker, identify
+from ckptfs_client.chaos.campaign import DIRECTORY, READS_MAX, Campaign, FaultMaker, identify
 from ckptfs_client.chaos.schedule import FAULTS, LOSSES, MEMBERS, Fault, Setup, iterate_rounds
 from ckptfs_client.cli import app
 from typer.testing import CliRunner
@@ -111,6 +111,34 @@ def test_a_file_that_is_written_in_place_is_read_again() -> None:
     path.read_bytes.side_effect = [failure, build_version("best", 1)]
     with pytest.raises(OSError, match="does not arrive"):
         identify(Track("best", "best"), path)
+
+
+def play_check(root: Path, track: Track, *, had_islands: bool) -> tuple[int | None, list[str]]:
+    """Let a campaign check a track on its only node. Return the version that it found, and its complaints."""
+    campaign = Campaign.__new__(Campaign)
+    campaign.cluster = MagicMock(nodes=[SimpleNamespace(path=root)])
+    campaign.complaints, campaign._story, campaign._began_s, campaign._epoch = [], [], 0.0, 0
+    campaign.away, campaign.has_etcd, campaign.had_islands = {}, True, had_islands
+    return campaign.check(0, track), campaign.complaints
+
+
+@pytest.mark.parametrize("had_islands", [True, False])
+def test_of_two_files_that_islands_closed_one_may_lie_beside(tmp_path: Path, had_islands: bool) -> None:
+    """The later generation has the name, and that may be the file of a node that died before the other one wrote."""
+    track = Track("a", "a", latest=2, closed=2, floor=2, durable=2)
+    (tmp_path / DIRECTORY).mkdir()
+    (tmp_path / DIRECTORY / "a").write_bytes(build_version("a", 1))
+    assert len(play_check(tmp_path, track, had_islands=had_islands)[1]) == 1
+    (tmp_path / DIRECTORY / "a.ckptfs-conflict-node1-1").write_bytes(build_version("a", 2))
+    found, complaints = play_check(tmp_path, track, had_islands=had_islands)
+    assert (found, len(complaints), track.floor) == ((1, 0, 1) if had_islands else (1, 1, 2))
+
+
+def test_what_its_writer_had_overwritten_in_part_when_it_died_counts(tmp_path: Path) -> None:
+    track = Track("a", "a", latest=2, closed=1, floor=1, durable=1, broken=2)
+    (tmp_path / DIRECTORY).mkdir()
+    (tmp_path / DIRECTORY / "a").write_bytes(b"")
+    assert play_check(tmp_path, track, had_islands=False) == (2, [])
 
 
 def test_an_unknown_fault_is_refused() -> None:

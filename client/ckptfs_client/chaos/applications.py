@@ -165,6 +165,12 @@ class Track:
             if self.writer == node and self.latest > self.closed:
                 self.broken = self.latest
 
+    def mark_beside(self, shown: int) -> None:
+        """Note that version `shown` has the name, and a later one of an island lies beside it."""
+        with self.lock:
+            self.closed = self.floor = shown
+            self.durable = min(self.durable, shown)
+
     def mark_returned(self) -> None:
         """Note that all nodes are back."""
         with self.lock:

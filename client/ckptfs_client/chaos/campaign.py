@@ -55,6 +55,8 @@ class Campaign:
         self.cluster, self.setup, self.synced = cluster, setup, synced
         self.away: dict[int, str] = {}
         self.has_etcd, self.has_pfs_refused = True, False
+        self.had_islands = False
+        """Since the last repair: of two files that islands closed under one name, one lies beside the other."""
         self.tracks: list[Track] = []
         self.results: list[FaultResultJson] = []
         self.complaints: list[str] = []
@@ -227,7 +229,7 @@ class Campaign:
             if found is None or track.records is not None:
                 return
             # Files that the PFS refused are set aside, and come out of order.
-            shown = 0 if self.has_pfs_refused else self._shown.get(track.path, 0)
+            shown = 0 if self.has_pfs_refused or self.had_islands else self._shown.get(track.path, 0)
             if not shown <= found <= track.latest:
                 self.complain(f"the PFS shows {found} of {track}, after {shown}")
             self._shown[track.path] = found
@@ -249,11 +251,15 @@ class Campaign:
             data = wrong.args[1]
             if not track.is_being_written(data, floor) and not (track.writer == node and track.is_written_over(data, floor)):
                 self.complain(f"node{node + 1}: {wrong.args[0]}\nof {track}")
-            return None
+            return track.broken if track.is_broken_off(data) else None
         if not self._is_writer_present(track):
             floor = min(floor, track.durable)
         if not track.may_show(found, floor, strict=epoch != -1 and self.is_connected_since(node, epoch)):
-            self.complain(f"node{node + 1} shows {found} of {track}, floor was {floor}; beside it: {self._list_beside(node, track)}")
+            beside = self._list_beside(node, track)
+            if self.had_islands and any(isinstance(version, int) and version >= floor for version in beside.values()):
+                track.mark_beside(found or 0)
+            else:
+                self.complain(f"node{node + 1} shows {found} of {track}, floor was {floor}; beside it: {beside}")
         return found
 
     def _list_beside(self, node: int, track: Track) -> dict[str, int | str | None]:
@@ -343,6 +349,7 @@ class Campaign:
                     found = self.check(node, track)
                     if not track.hopeless and (found or 0) < track.durable and not track.has_gaps:
                         self.complain(f"node{node + 1} shows {found} at rest of {track}")
+            self.had_islands = False
         return f"every file has its copies after {time.monotonic() - began_s:.1f} s, and all nodes show them"
 
     @contextlib.contextmanager
@@ -485,7 +492,7 @@ class FaultMaker:
             case "kill_member" | "pause_member":
                 self._cluster.signal_member(number, signal.SIGKILL if fault.kind == "kill_member" else signal.SIGSTOP)
             case "stop_etcd":
-                self._campaign.has_etcd = False
+                self._campaign.has_etcd, self._campaign.had_islands = False, True
                 self._campaign.note_change(*range(len(self._cluster.nodes)))
                 self._cluster.stop_etcd()
             case "refuse_pfs":
@@ -509,6 +516,7 @@ class FaultMaker:
             if how != CUT:
                 track.mark_away(number)
         campaign.away[number] = how
+        campaign.had_islands |= how in (CUT, STOPPED)
         campaign.note_change(number)
         return self._cluster[number]
 
