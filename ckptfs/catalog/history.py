@@ -433,21 +433,25 @@ def set_rollback(db: Database, series: int, rollback: Rollback | None) -> None:
 
 
 def delete_set(db: Database, set_directory: int, at_most: int) -> bool:
-    """Remove up to `at_most` names of a set, which readers see whole or not. Return True if it is gone."""
+    """Hide a set, then remove up to `at_most` names of it, or one directory. Return True if it is gone.
+
+    Readers see it whole or not: each step is a change of its own, and the store applies them one after the other.
+    """
     place = _find_place(db, set_directory)
     if place is None:
         return True
     parent, name = place
-    names = list(itertools.islice(namespace.iterate_names_below(db, set_directory), at_most + 1))
-    if len(names) > at_most and not name.startswith(b"."):
-        hidden = _OLD + name.rpartition(b"@")[2]
-        namespace.rename(db, parent, name, parent, hidden, namespace.NOREPLACE)
-    for directory, child, is_directory in names[:at_most]:
-        (namespace.rmdir if is_directory else namespace.unlink)(db, directory, child)
-    if len(names) > at_most:
+    if not name.startswith(b"."):
+        namespace.rename(db, parent, name, parent, _OLD + name.rpartition(b"@")[2], namespace.NOREPLACE)
         return False
-    namespace.rmdir(db, parent, name)
-    return True
+    names = list(itertools.islice(namespace.iterate_names_below(db, set_directory), at_most))
+    for directory, child, _ in itertools.takewhile(lambda one: not one[2], names):
+        namespace.unlink(db, directory, child)
+    if not names:
+        namespace.rmdir(db, parent, name)
+    elif names[0][2]:
+        namespace.rmdir(db, *names[0][:2])
+    return not names
 
 
 # --- records ----------------------------------------------------------------------------------------------------------

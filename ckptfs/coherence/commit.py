@@ -3,7 +3,8 @@
 Changes are sent whole and in order, as many as fit. Invariants, which keep the shared tree consistent:
 - A name is put only if its directory exists, and leads only to a directory that is where this node saw it.
 - The last name of an inode in the store is not deleted while the inode has another name on this node.
-- A directory is deleted only if it is empty in the store, and moved only while all its new ancestors stay in place (no loops).
+- A directory is deleted with its name, and only if it is empty in the store.
+- A directory is moved only while all its new ancestors stay in place (no loops).
 
 Crash safety: nothing is changed. A transaction that was sent but not recorded is recognised by its link (see `chain`).
 """
@@ -174,7 +175,9 @@ class _TransactionBuilder:
         """Add one change, if too large for any transaction in parts. Returns False if it does not fit."""
         before = _copy_transaction(self._transaction)
         new = self._keys_of_change = [
-            key for key in keys if key not in self._transaction.new_values or key in self._transaction.deleted_later
+            key
+            for key in keys
+            if (key not in self._transaction.new_values or key in self._transaction.deleted_later) and not self._goes_with_directory(key)
         ]
         for key in new:
             self._add_key(key)
@@ -184,6 +187,13 @@ class _TransactionBuilder:
         if not before.new_values:
             self._add_part_of_change(new)
         return False
+
+    def _goes_with_directory(self, key: SharedKey) -> bool:
+        """Return True for the name of a removed directory: both go when it is empty in the store."""
+        known, value = self._load_value(key)
+        directory = SharedKey(INODE, _get_child(known.raw) if key.kind == NAME and value is None and _is_directory(known.raw) else 0)
+        inode, now = self._load_value(directory)
+        return bool(inode.revision) and now is None and key_state.is_dirty(self._db, directory)
 
     def _add_part_of_change(self, keys: list[SharedKey]) -> None:
         for key in keys:

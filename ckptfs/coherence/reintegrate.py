@@ -125,7 +125,7 @@ class ReintegrationResolver(ConflictResolver):
         is_unnamed = not self._is_cached(SharedKey(INODE, here)) or (
             stat.S_ISDIR(self._get_mode(here)) and here not in self._named_in_store
         )
-        made = here and here not in self._deleted_inodes and is_unnamed
+        made = here and here not in self._deleted_inodes and is_unnamed and not identity.is_history_directory(key.number)
         super()._set_name(key)
         if not made or self._get_local_child(key) == here:
             return
@@ -260,6 +260,8 @@ class ReintegrationResolver(ConflictResolver):
             super()._handle_inode_deleted(inode)
 
     def _has_changed_names(self, directory: int) -> bool:
+        if identity.is_history_directory(directory):
+            return False  # A set is whole or gone.
         changed = [key for key in key_state.list_dirty_names(self._db) if self._get_local_child(key) not in (0, self._get_store_child(key))]
         return any(directory in (key.number, self._get_local_child(key)) for key in changed)
 
@@ -336,13 +338,12 @@ class ReintegrationResolver(ConflictResolver):
         base, ours, theirs = key_state.get_cached(self._db, key).fields, get_value(self._db, key), now.fields
         if (
             key.kind == INODE
-            and base and ours and theirs
-            and ours.get("content") != theirs.get("content")
-            and all(merge.list_written(base, ours, theirs))
+            and base
+            and ours
+            and theirs
             and not self._is_written(key.number)
-            and not merge.is_showing_former(theirs, base, ours)
-            and self._split_file(key, ours, theirs)
-        ):  # fmt: skip
+            and self._split_file(key, base, ours, theirs)
+        ):
             write_value(self._db, key, theirs)
             key_state.set_cached(self._db, key, now)
             return
@@ -355,25 +356,35 @@ class ReintegrationResolver(ConflictResolver):
             self._mark_unpublished(names)
             self._inodes_to_recount |= {key.number, *(name.number for name in names)}
 
-    def _split_file(self, key: SharedKey, ours: Value, theirs: Value) -> bool:
-        """Make what this node wrote a file of its own. Returns False if the bytes are not on this node."""
-        content, made = ours["content"], identity.allocate_id(self._db, "inode")
-        if made is None or content is None or not self._has_copy(content):
+    def _split_file(self, key: SharedKey, base: Value, ours: Value, theirs: Value) -> bool:
+        """Make what this node wrote a file of its own if others wrote it, too, or made it a part of a set.
+
+        Returns False if they did not, or if the bytes are not on this node.
+        """
+        content, (have_we, have_others) = ours.get("content"), merge.list_written(base, ours, theirs)
+        is_in_new_set = any(identity.is_history_directory(name[0]) for name in theirs.get("names", ()) if name not in base["names"])
+        is_contested = have_others and not merge.is_showing_former(theirs, base, ours)
+        if not have_we or content in (None, theirs.get("content")) or not (is_contested or is_in_new_set) or not self._has_copy(content):
             return False
+        made = identity.allocate_id(self._db, "inode")
+        assert made is not None
         self._db.run("UPDATE content SET inode = ? WHERE id = ?", made, content)
         write_value(self._db, SharedKey(INODE, made), ours)
         self._inodes_to_recount |= {made, key.number}
         self._mark_unpublished([SharedKey(INODE, made), SharedKey(CONTENT, content)])
-        self._name_split_file(key.number, made, later=merge.get_write_order(ours) > merge.get_write_order(theirs))
+        is_later = not have_others or merge.get_write_order(ours) > merge.get_write_order(theirs)
+        self._name_split_file(key.number, made, later=is_later, keeps_theirs=have_others)
         self._append_journal_row("content", made, content=content)
         return True
 
-    def _name_split_file(self, theirs: int, ours: int, *, later: bool) -> None:
-        """Give the name to the later of two files, and a conflict name to the other one."""
-        row = self._db.row("SELECT parent, name FROM entry WHERE child = ?", theirs)
-        if row is None:
-            return
-        key = SharedKey(NAME, row[0], bytes(row[1]))
-        self._add_conflict_name(key, theirs if later else ours)
-        if later:
-            self._insert_name(key, ours)
+    def _name_split_file(self, theirs: int, ours: int, *, later: bool, keeps_theirs: bool) -> None:
+        """Give the name to the later of two files, and a conflict name to the other one.
+
+        Without `keeps_theirs` all names but those in the history are ours.
+        """
+        names = [name for name in list_local_names(self._db, theirs) if not identity.is_history_directory(name.number)]
+        for key in names[:1] if keeps_theirs else names:
+            if keeps_theirs:
+                self._add_conflict_name(key, theirs if later else ours)
+            if later:
+                self._insert_name(key, ours)

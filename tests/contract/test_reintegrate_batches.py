@@ -244,6 +244,25 @@ def test_a_directory_that_was_renamed_and_removed_here_keeps_its_name_if_others_
 
 
 @pytest.mark.parametrize("is_filled", [False, True])
+def test_a_directory_that_goes_together_with_its_files_keeps_its_name_if_others_filled_it(tmp_path: Path, is_filled: bool) -> None:
+    """In one change of the catalog, as with a set of the history; the store applies it in two transactions."""
+
+    async def act(a: Node, b: Node) -> None:
+        step = (await b.mkdir("step")).id
+        await b.make("step/old")
+        await cut(b)
+        with b.db.transaction():
+            namespace.unlink(b.db, step, b"old")
+            namespace.rmdir(b.db, ROOT, b"step")
+        if is_filled:
+            await a.make("step/theirs")
+        await reconnect(a, b)
+        assert [*await a.tree()] == ([b"/step", b"/step/theirs"] if is_filled else [])
+
+    play_on_nodes(tmp_path, act, partial(replayed, 0))
+
+
+@pytest.mark.parametrize("is_filled", [False, True])
 def test_a_directory_that_others_deleted_takes_no_name_of_a_directory_that_they_filled(tmp_path: Path, is_filled: bool) -> None:
     """P1: it was renamed over the other one when the store fell silent. What is in that stays within reach."""
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import trio
 from shared_catalogs import Node, async_tests, play_on_nodes, reconnect, settled
-from shared_sets import keep, read_history, separate
+from shared_sets import delete_whole_set, keep, read_history, separate
 
 from ckptfs.catalog import contents, history, inodes, retention_state
 from ckptfs.catalog.database import Database
@@ -55,7 +55,7 @@ async def test_the_key_of_a_chosen_set_is_there_as_long_as_the_set(a: Node, b: N
     await read_history(b)
     await b.sharing.refresh_inode(made.directory)
     with b.db.transaction():
-        assert history.delete_set(b.db, made.directory, 100)
+        delete_whole_set(b.db, made.directory)
     await settled([b])
     assert list_chosen() == []
 
@@ -183,6 +183,53 @@ def test_a_set_of_an_island_goes_if_others_wrote_a_file_of_it(tmp_path: Path, is
             assert not any(history.list_unfinished(node.db, one.directory) for one in history.list_series(node.db))
 
     play_on_nodes(tmp_path, act)
+
+
+@two_nodes
+async def test_a_set_stays_removed_if_an_island_wrote_a_file_of_it(a: Node, b: Node) -> None:
+    """P7: the separation gave the file another inode in the set. A set is whole or gone."""
+    for name in ("f1", "f2"):
+        await a.make(name)
+    await keep(a, "f1", "f2")
+    await b.names()
+    await read_history(b)
+    series = history.list_series(b.db)[0].directory
+    b.cut(True)
+    await separate(b, "f1")
+    with a.db.transaction() as db:
+        delete_whole_set(db, history.list_sets(db, series)[0].directory)
+    await reconnect(a, b)
+    assert [await read_history(node) for node in (a, b)] == [{}, {}]
+    assert history.list_sets(b.db, series) == [] == history.list_unfinished(b.db, series)
+
+
+@two_nodes
+async def test_a_set_keeps_the_bytes_of_a_file_that_an_island_wrote_meanwhile(a: Node, b: Node) -> None:
+    """P7: a set never changes. The island did not know that the file belongs to one, so it did not separate the file."""
+    inode = (await a.make("f1")).id
+    await a.link("f1", "second")
+    old = await make_closed(a, inode)
+    for name in ("f1", "second"):
+        await b.stat(name)
+    b.cut(True)
+    new = await make_closed(b, inode)
+    await keep(a, "f1")
+    await reconnect(a, b)
+    for node in (a, b):
+        ((path, kept),) = (await read_history(node)).items()
+        assert (path, kept, inodes.get(node.db, kept).content) == (b"f*/f@1/f1", inode, old)
+        shown = [await node.stat(name) for name in ("f1", "second")]
+        assert [(one.content, one.nlink, one.history) for one in shown] == [(new, 2, 0)] * 2
+        assert await node.names() == [b"f1", b"second"]
+
+
+async def make_closed(node: Node, inode: int) -> int:
+    with node.db.transaction() as db:
+        content = contents.insert_content(db, inode, Tier.RAM)
+        db.run("UPDATE copy SET state = 1 WHERE content = ?", content)
+        contents.mark_closed(db, inode, content, 3, 1, 2)
+    await node.sharing.wait_published()
+    return content
 
 
 @two_nodes

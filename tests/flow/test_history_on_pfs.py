@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from shared_sets import delete_whole_set
 from write_back_world import Mount, Refusal, intercepted, rest
 
 from ckptfs import lifecycle
@@ -207,7 +208,7 @@ def test_a_set_that_is_overwritten_and_forgotten_while_the_kernel_knows_its_file
     mount.keep(b"a")
     with mount.db.transaction():
         (series,) = history.list_series(mount.db)
-        assert history.delete_set(mount.db, history.list_sets(mount.db, series.directory)[-1].directory, 100)
+        delete_whole_set(mount.db, history.list_sets(mount.db, series.directory)[-1].directory)
     mount.settle()
     assert os.listdir(mount.pfs / ".ckptfs.history" / "a*") == ["a@2"] and (mount.pfs / "a").read_bytes() == b"newer"
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []

@@ -51,8 +51,9 @@ def _link_below(db: Database, directory: int, target: int) -> None:
             history.insert_link(db, inode.id, target, entry.name)
 
 
-def delete_set(daemon: DaemonUnderTest, directory: Path, *, at_most: int = 10_000) -> bool:
-    """Delete a set from the history, or begin to. Returns whether it is gone."""
+def delete_set(daemon: DaemonUnderTest, directory: Path, *, is_whole: bool = True) -> None:
+    """Delete a set from the history, or begin to."""
     number = history_names.get_directory_number(directory.stat().st_ino)
     with open_catalog(daemon) as db, db.transaction():
-        return history.delete_set(db, number, at_most)
+        while not history.delete_set(db, number, 10_000) and is_whole:
+            pass

@@ -41,6 +41,12 @@ async def keep(node: Node, *files: str, number: int = 1, name: bytes = b"f") -> 
     await node._agreed(make, (), [file.id for file in found])
 
 
+def delete_whole_set(db: Database, directory: int) -> None:
+    """Remove a set, in the caller's transaction."""
+    while not history.delete_set(db, directory, 100):
+        pass
+
+
 async def separate(node: Node, file: str) -> Inode:
     """What an open for writing does."""
     inode = await node.stat(file)

@@ -11,6 +11,7 @@ from typing import Any
 import catalog_names
 import pytest
 from local_node import Node
+from shared_sets import delete_whole_set
 
 from ckptfs import disk
 from ckptfs.catalog import contents, history, inodes, namespace, summary
@@ -167,7 +168,7 @@ class Mount(Node):
         if not sets:
             raise FileNotFoundError
         with self.db.transaction():
-            assert history.delete_set(self.db, min(sets), 100)
+            delete_whole_set(self.db, min(sets))
             for inode in namespace.list_orphans(self.db):
                 self._reap(inode)
 

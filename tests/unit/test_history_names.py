@@ -7,6 +7,7 @@ import stat
 import pytest
 from ckptfs_daemon.mount.handlers.latest_tree import FIRST_INODE, is_virtual
 from programs import refusal
+from shared_sets import delete_whole_set
 
 from ckptfs import limits
 from ckptfs.catalog import history, history_names, inodes, namespace, user_settings
@@ -66,7 +67,7 @@ def test_a_number_follows_its_name_to_the_kept_bytes(db: Database) -> None:
     assert history_names.find_number(db, directory, b"file") == number and history_names.get_known_number(db, number) == kept
     assert history_names.find_set(db, inode) is None and history_names.find_set(db, kept) == directory
     with db.transaction():
-        assert history.delete_set(db, directory, 100)
+        delete_whole_set(db, directory)
     assert history_names.find_shown(db, number) is None and history_names.get_known_number(db, number) == number
 
 

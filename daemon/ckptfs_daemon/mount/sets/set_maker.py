@@ -135,6 +135,7 @@ class SetMaker:
         await self._refresh.refresh_set(directory)
         while not await self._changes.run_change(lambda db, _: history.delete_set(db, directory, limits.SET_NAMES_PER_CHANGE)):
             await trio.lowlevel.checkpoint()
+            await self._context.shared_namespace.wait_published()
         self._on_unlinked(namespace.list_orphans(self._context.db))
 
     # --- the series ---------------------------------------------------------------------------------------------------
