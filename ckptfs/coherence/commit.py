@@ -252,6 +252,8 @@ class _TransactionBuilder:
         """Add the inodes that gain or lose a name, with the names that must change together with them."""
         for entry in (before, now):
             key = SharedKey(INODE, _get_child(entry))
+            if key.number and not _is_directory(entry):  # A stale value may not list the name that goes.
+                self._transaction.expected_revisions[key] = self._load_value(key)[0].revision
             if not key.number or key in self._transaction.new_values or key in self._transaction.unchanged_keys:
                 continue
             if self._load_value(key)[1] is None and (now is None or not _is_directory(entry)):

@@ -4,14 +4,15 @@ from pathlib import Path
 
 import pytest
 import trio
-from shared_catalogs import Node, async_tests, play_on_nodes, reconnect, settled
+from shared_catalogs import Node, async_tests, play_on_nodes, reconnect, settled, stored
 from shared_sets import delete_whole_set, keep, read_history, separate
 
 from ckptfs.catalog import contents, history, inodes, retention_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import SetRecord
-from ckptfs.coherence.keys import CHOSEN_PREFIX, decode_chosen_key
-from ckptfs.model import ContentState, Tier
+from ckptfs.coherence import key_state
+from ckptfs.coherence.keys import CHOSEN_PREFIX, INODE, SharedKey, decode_chosen_key
+from ckptfs.model import ROOT, ContentState, Tier
 from ckptfs.store.kv import Get, prefix_end
 
 two_nodes = async_tests(play_on_nodes)
@@ -183,6 +184,29 @@ def test_a_set_of_an_island_goes_if_others_wrote_a_file_of_it(tmp_path: Path, is
             assert not any(history.list_unfinished(node.db, one.directory) for one in history.list_series(node.db))
 
     play_on_nodes(tmp_path, act)
+
+
+@two_nodes
+async def test_a_file_goes_with_its_last_name_also_if_a_set_is_removed_by_its_directory(a: Node, b: Node) -> None:
+    """The node that removes the set has a change of the file to publish when it reads the set: it keeps a value without that name."""
+    file = await a.make("f1")
+    await a.link("f1", "second")
+    await b.set("f1", mode=0o600)
+    await keep(a, "f1")
+    key_state.mark_dirty(b.db, SharedKey(INODE, file.id))
+    await b.sharing.refresh_name(ROOT, history.NAME)
+    directory = history.find_root(b.db)
+    for _ in range(3):
+        assert directory is not None
+        await b.sharing.refresh_directory(directory)
+        directory = b.db.value("SELECT child FROM entry WHERE parent = ?", directory)
+    with b.db.transaction() as db:
+        delete_whole_set(db, history.list_sets(db, history.list_series(db)[0].directory)[0].directory)
+    await settled([b])
+    assert (await a.stat("f1")).nlink == (await b.stat("f1")).nlink == 2
+    for name in ("f1", "second"):
+        await a.unlink(name)
+    assert SharedKey(INODE, file.id) not in stored(a.store.etcd)
 
 
 @two_nodes
