@@ -461,8 +461,7 @@ def resolve_abandoned_intent(store: Transactions, key: SharedKey, cached: Cached
         states, told = {key.number: _strip_intent(cached.fields or {"names": []})}, {key: cached}
         changes: list[Operation] = []
     else:
-        shown = {intent.get("inode", 0), *(inode for inode, _, _ in _list_steps(intent))}
-        subjects = [SharedKey(PFS_STATE, inode) for inode in sorted(shown - {0})]
+        subjects = [SharedKey(PFS_STATE, inode) for inode in sorted(list_intent_inodes(key, intent))]
         read_values = read.parse_outcome(subjects, store.read(read.build_gets(subjects)))
         told = {key: cached} | {subject: one.value for subject, one in read_values.items()}
         before = {subject.number: one.value.fields or {"names": []} for subject, one in read_values.items()}
@@ -495,6 +494,12 @@ def choose_outcome(name: PfsName, intent: Value, states: Mapping[int, Value], fo
         if inode == shows and found is not None and (is_done or ino == _get_ino(now)):
             now |= _build_observed(now, found)
     return shows, outcome
+
+
+def list_intent_inodes(key: SharedKey, intent: Value) -> set[int]:
+    """Return the inodes that an intent is about."""
+    shown = {intent.get("inode", 0), *(inode for inode, _, _ in _list_steps(intent))} - {0}
+    return shown if key.kind == PFS_NAME else {key.number}
 
 
 def _list_steps(intent: Value) -> list[list[Any]]:

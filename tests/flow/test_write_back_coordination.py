@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from shared_catalogs import async_tests, run_seeded, settled, stored
-from write_back_world import intercepted
+from write_back_world import Refusal, intercepted
 from writers_together import WriterCluster
 
 from ckptfs.catalog import scans, summary
@@ -601,6 +601,38 @@ def test_a_file_that_a_dead_node_was_exchanging_in_a_ring_gets_its_name_from_a_s
         if len(reached) <= point:
             assert point > 3
             return
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
+def test_what_a_dead_node_was_changing_in_a_directory_that_cannot_be_read_waits_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """P1, P9: nobody can find out how far it came; the survivor writes back everything else, and that as soon as it can."""
+    monkeypatch.setattr(deferred, "RETRY_FIRST_S", 1000.0)
+
+    async def act(cluster: WriterCluster) -> None:
+        one, two = cluster.nodes
+        for name in ("d", "e"):
+            await one.mkdir(name)
+        await one.put("d/x", b"0")
+        await cluster.settle()
+        await one.put("d/x", b"1")
+        cluster.dying_at = {"write_back:put"}
+        await cluster.write_back_all(one)
+        await two.put("d/x", b"2")
+        await two.put("new", b"3")
+        await two.rename("new", "d/x")
+        await two.put("e/y", b"4")
+        cluster.refusing = 0.1  # An error of the PFS is tried again.
+        with monkeypatch.context() as patch:
+            Refusal(patch, "open", lambda name: name == b"d", code)
+            for _ in range(20):
+                await cluster.step(two)
+            assert (cluster.pfs / "e" / "y").read_bytes() == b"4"
+            assert [value["path"] for _, value, _ in summary.list_troubles(two.db, summary.DEFERRED_TROUBLE)] == ["d/x"]
+        assert (cluster.pfs / "d" / "x").read_bytes() == b"0"
+
+    assert set(run(tmp_path, 0, act).shared()) == {b"d", b"d/x", b"e", b"e/y"}
 
 
 @pytest.mark.parametrize("seed", [34, 125, 128, 146])

@@ -20,7 +20,7 @@ from ckptfs.catalog import copies, journal, mover_requests, namespace, pfs_batch
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import ObservedNames, ObservedStat, PfsAction, PfsBatch
-from ckptfs.catalog.pfs_state import PfsLocation, PfsName, PfsView
+from ckptfs.catalog.pfs_state import Fingerprint, PfsLocation, PfsName, PfsView
 from ckptfs.clique import membership
 from ckptfs.clique.cluster import Cluster
 from ckptfs.coherence import chain, key_state, pfs_coordination, store_loss
@@ -30,6 +30,7 @@ from ckptfs.coherence.pfs_coordination import NotLoaded, StoreSnapshot, build_ro
 from ckptfs.config import Config
 from ckptfs.errors import Busy, StoreUnreachable
 from ckptfs.flow.write_back import TIMES_BATCH, WriteBack
+from ckptfs.flow.write_back.deferred import RefusedKind
 from ckptfs.flow.write_back.plan import waits_for_seal
 from ckptfs.flow.write_back.plan_facts import BatchPlan
 from ckptfs.flow.write_back.plan_shared import SetAside, SharedPlanner
@@ -289,16 +290,35 @@ class ClusterWriteBack(WriteBack):
     # --- intents of dead nodes ----------------------------------------------------------------------------------------
 
     def _resolve_intents(self, intended: list[tuple[SharedKey, int]]) -> bool:
-        """Resolve intents of dead nodes, or of an earlier catalog of this one. Return True if there were any."""
+        """Resolve intents of dead nodes, or of an earlier catalog of this one. Return True if any was.
+
+        If the PFS does not show what a dead node has done, the inodes that its intent is about are deferred.
+        """
         if not intended:
             return False
         live = membership.list_live(self._store, sorted({number for _, number in intended} - {self._cluster.node_number}))
         gone = sorted((key for key, number in intended if number not in live), key=lambda key: key.kind != PFS_NAME)  # Names first.
+        is_any_resolved = False
         for key in gone:
-            temporaries = (self._snapshot.get_value(key) or {}).get("temporary", ())
-            found = self._observe((key.number, key.name), temporaries) if key.kind == PFS_NAME else None
+            intent = self._snapshot.get_value(key) or {}
+            inodes = pfs_coordination.list_intent_inodes(key, intent)
+            if any(map(self._facts.has_refused_names, inodes)):
+                continue
+            try:
+                found = self._observe((key.number, key.name), intent.get("temporary", ())) if key.kind == PFS_NAME else None
+            except OSError as failure:
+                self._defer_intent((key.number, key.name), inodes, failure)
+                continue
             pfs_coordination.resolve_abandoned_intent(self._store, key, self._snapshot.store_values[key].value, found)
-        return bool(gone)
+            is_any_resolved = True
+        return is_any_resolved
+
+    def _defer_intent(self, name: PfsName, inodes: Iterable[int], failure: OSError) -> None:
+        """Defer what a dead node was changing under a name. Raises OSError if the failure concerns more."""
+        location = PfsLocation(*name, PfsView(self._db).get_path(name[0]) or ())
+        for inode in inodes:
+            if not self._deferred.defer(PfsAction("put", 0, inode, location, Fingerprint()), RefusedKind.NAMES, failure):
+                raise OSError(failure.errno, failure.strerror, location.text) from failure
 
     def _observe(self, name: PfsName, temporaries: Iterable[str]) -> ObservedStat | None:
         """Return what the PFS shows under a name, after the temporary names of the intent were removed.

@@ -23,8 +23,8 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import KEYS_PER_ROW
 from ckptfs.catalog.pfs_state import PfsName, PfsView
-from ckptfs.coherence.keys import PFS_STATE, SharedKey
-from ckptfs.coherence.pfs_coordination import StoreSnapshot
+from ckptfs.coherence.keys import PFS_NAME, PFS_STATE, SharedKey
+from ckptfs.coherence.pfs_coordination import StoreSnapshot, list_intent_inodes
 from ckptfs.flow.write_back.plan import Planner
 from ckptfs.flow.write_back.plan_facts import Facts, SourceKind
 from ckptfs.model import ROOT, ContentState
@@ -224,7 +224,7 @@ class SharedPlanner(Planner):
         """Show an inode under each name that it lacks: move it, link it, or make it if it needs no bytes."""
         shared_names = self._snapshot.list_names(inode)
         shown = self.view.list_names(inode)
-        if any(self._snapshot.get_intent(name) for name in {*shared_names, *shown}):
+        if any(self._is_changing(name) for name in {*shared_names, *shown}):
             return self._wait()
         missing = [name for name in shared_names if name not in shown]
         for name in self._list_linkable(missing, [name for name in shown if name in shared_names]):
@@ -297,7 +297,7 @@ class SharedPlanner(Planner):
         """Move the entries of a directory that is to be removed; they need a batch of their own."""
         remaining = []
         for name in self._snapshot.list_pfs_names_in(directory):
-            if self._snapshot.get_intent(name):
+            if self._is_changing(name):
                 return self._wait()
             shown = self.view.get_entry(*name)
             if shown is not None:
@@ -343,9 +343,17 @@ class SharedPlanner(Planner):
         return self._snapshot.get_child(name) == row.inode or self._is_unlinked_later(row, name)
 
     def _is_changing(self, name: PfsName) -> bool:
-        """Return True if another node is about to change a name, or what the PFS shows of the inode under it."""
-        shown = self.view.get_entry(*name)
-        return self._snapshot.get_intent(name) is not None or (shown is not None and self._snapshot.has_intent(shown.inode))
+        """Return True if another node is about to change a name, or what the PFS shows of the inode under it.
+
+        Raises SetAside if that node is dead, and the PFS does not show what it has done.
+        """
+        shown, intent = self.view.get_entry(*name), self._snapshot.get_intent(name)
+        inodes = set() if intent is None else list_intent_inodes(SharedKey(PFS_NAME, *name), intent)
+        if shown is not None and self._snapshot.has_intent(shown.inode):
+            inodes.add(shown.inode)
+        if any(map(self._facts.has_refused_names, inodes)):
+            raise SetAside(self._key // KEYS_PER_ROW)
+        return bool(inodes)
 
     def _is_directory(self, inode: int) -> bool:
         if inode in self._made_directories:
