@@ -31,7 +31,7 @@ from ckptfs.lifecycle import is_same_file
 from ckptfs.model import HISTORY_NAME, PfsEntryStat, PublishedRow
 from ckptfs.tiers import pfs_identity
 from ckptfs.tiers.pfs_identity import WORK_DIRECTORY
-from ckptfs.tiers.pfs_ownership import get_owner, retry_as_owner, run_as_owner
+from ckptfs.tiers.pfs_ownership import find_stat, get_owner, retry_as_owner, run_as_owner
 
 disk.declare_labels("scan:root", "scan:walk", "scan:list", "scan:stat", "scan:readlink", "scan:xattrs")
 disk.declare_labels("pfs:walk", "pfs:exchange", "pfs:open")
@@ -45,7 +45,7 @@ _TEMPORARY = re.compile(rb"\.ckptfs\.[0-9a-f]{8}\.[0-9a-f]+\Z")
 _PARKED = re.compile(rb"\.ckptfs\.parked\.([0-9a-f]{1,16})\Z")
 _IN_WORK_AREA = re.compile(rb"(tier-id(\.[0-9a-f]+)?|contents(-[0-9a-f]+)?|island-[^/]+)\Z")
 OUR_XATTRS = "user.ckptfs."
-_RENAME_EXCHANGE = 2
+_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 REPLACED_ERRNOS = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP}
@@ -287,6 +287,21 @@ def _is_same(old_fd: int, fd: int) -> bool:
 def exchange(directory: int, name: bytes, new_directory: int, new_name: bytes) -> None:
     """Call renameat2(RENAME_EXCHANGE). Raises EINVAL or ENOSYS if the filesystem cannot do it."""
     disk.act("pfs:exchange", _rename2, directory, name, new_directory, new_name, _RENAME_EXCHANGE)
+
+
+def rename_to_free_name(directory: int, name: bytes, new_directory: int, new_name: bytes) -> None:
+    """Rename an entry to a name that nothing has. Raises EEXIST.
+
+    A filesystem without RENAME_NOREPLACE may replace what gets the name at the same moment.
+    """
+    try:
+        _rename2(directory, name, new_directory, new_name, _RENAME_NOREPLACE)
+    except OSError as failure:
+        if failure.errno not in {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}:
+            raise
+        if find_stat(new_directory, new_name) is not None:
+            raise posix_error(errno.EEXIST) from failure
+        os.rename(name, new_name, src_dir_fd=directory, dst_dir_fd=new_directory)
 
 
 def _rename2(directory: int, name: bytes, new_directory: int, new_name: bytes, flags: int) -> None:

@@ -1,5 +1,8 @@
 """P6: a living node writes back what a dead node did not, in order and once."""
 
+import errno
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -223,7 +226,7 @@ async def test_who_stood_still_for_long_touches_nothing_any_more(cluster: Writer
 async def test_a_call_that_lands_late_harms_nothing_newer(cluster: WriterCluster, label: str) -> None:
     """P6, P9: it hangs in the kernel until the lease has run out, while others finish the batch and go on; then it happens after all."""
     one, _, still = cluster.nodes
-    for name in ("a", "b", "g", "h", "i"):
+    for name in "abghi":
         await one.put(name, b"old " + name.encode())
     await cluster.settle()
     if label == "write_back:swap":
@@ -231,20 +234,94 @@ async def test_a_call_that_lands_late_harms_nothing_newer(cluster: WriterCluster
     else:
         await still.rename("a", "b")
         await still.unlink("g")
+    await land_late(cluster, still, label, "abghi")
+
+
+@pytest.mark.parametrize(
+    ("lacking", "label"),
+    [
+        ({"os.link": errno.EPERM}, "write_back:move"),
+        ({"os.link": errno.EPERM}, "write_back:unlink"),
+        ({"os.link": errno.EXDEV, "ckptfs.flow.write_back.apply.rename_to_free_name": errno.EXDEV}, "write_back:unlink"),
+    ],
+    ids=["move", "unlink", "move across"],
+)
+@in_cluster
+async def test_a_call_that_lands_late_on_a_pfs_without_links_harms_nothing_newer(
+    cluster: WriterCluster, lacking: dict[str, int], label: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P6, P9: the rename over an older file, and the removal of what it replaces or leaves."""
+    one, _, still = cluster.nodes
+    for name in "ab":
+        await one.put(name, b"old " + name.encode())
+    await cluster.settle()
+    for call, code in lacking.items():
+        monkeypatch.setattr(call, failing(code))
+    await still.rename("a", "b")
+    await land_late(cluster, still, label, "ab")
+
+
+@in_cluster
+async def test_a_part_of_an_exchange_that_lands_late_harms_nothing_newer(cluster: WriterCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P6, P9: on a PFS that exchanges no names, by renames."""
+    one, _, still = cluster.nodes
+    for name in "ab":
+        await one.put(name, b"old " + name.encode())
+    await cluster.settle()
+    monkeypatch.setattr("ckptfs.flow.write_back.apply.exchange", failing(errno.EINVAL))
+    await still.exchange("a", "b")
+    await land_late(cluster, still, "write_back:move", "ab")
+
+
+def failing(code: int) -> Callable[..., None]:
+    def fail(*_: object, **named: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+async def land_late(cluster: WriterCluster, still: Writer, label: str, names: str) -> None:
+    """A call of `still` hangs until others have finished its batch and written these files again; then it happens."""
+
+    async def others_go_on() -> None:
+        still.die()
+        await cluster.settle()
+        for name in names:
+            await cluster.nodes[0].put(name, b"new " + name.encode())
+        await cluster.settle()
+
+    await settled(cluster.nodes)
+    cluster.meanwhile[label] = others_go_on
+    while cluster.meanwhile:
+        await cluster.step(still)
+    assert {name: (cluster.pfs / name).read_bytes() for name in names} == {name: b"new " + name.encode() for name in names}
+    still.live()
+    await cluster.settle()
+    cluster.exact()
+
+
+@in_cluster
+async def test_a_directory_that_is_moved_late_replaces_no_empty_one(cluster: WriterCluster) -> None:
+    """P6, P9: others have moved it, emptied it, and made another one under the old name. What the PFS loses, all lose."""
+    one, _, still = cluster.nodes
+    await one.mkdir("d")
+    await one.put("d/x", b"x")
+    await cluster.settle()
+    await still.rename("d", "e")
     await settled(cluster.nodes)
 
     async def others_go_on() -> None:
         still.die()
         await cluster.settle()
-        for name in ("a", "b", "g", "h", "i"):
-            await one.put(name, b"new " + name.encode())
+        await one.unlink("e/x")
+        await one.mkdir("d")
+        await one.put("d/y", b"y")
         await cluster.settle()
 
-    cluster.meanwhile[label] = others_go_on
+    cluster.meanwhile["write_back:move"] = others_go_on
     while cluster.meanwhile:
         await cluster.step(still)
-    shown = {path.name: path.read_bytes() for path in cluster.pfs.iterdir() if not path.name.startswith(".")}
-    assert shown == {name: b"new " + name.encode() for name in ("a", "b", "g", "h", "i")}
+    assert {path.name for path in cluster.pfs.iterdir() if not path.name.startswith(".")} == {"d", "e"}
     still.live()
     await cluster.settle()
     cluster.exact()

@@ -33,7 +33,7 @@ from ckptfs.flow.write_back.stage import drop_taken
 from ckptfs.model import Inode
 from ckptfs.tiers import pfs_ownership, transfer
 from ckptfs.tiers.pfs_ownership import find_stat, run_as_owner
-from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree, exchange, parse_parked_name
+from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree, exchange, parse_parked_name, rename_to_free_name
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class Applier:
             if there is not None and stat.S_ISDIR(there.st_mode) and stat.S_ISDIR(temporary.st_mode):
                 self._remove("write_back:rmdir", action.location, action.temporary, temporary)
                 return
-            self._free_name(action.location, action.replaced_fingerprint)
+            self._free_name(action, action.location)
             self._rename("write_back:put", action.location, action.temporary, action.location)
 
     def _link(self, action: PfsAction) -> None:
@@ -197,7 +197,7 @@ class Applier:
                 return
             if failure.errno not in _NAME_TAKEN_ERRNOS:
                 raise
-            self._free_name(action.target, action.replaced_fingerprint)
+            self._free_name(action, action.target)
             self._rename_entry(action, source)
         if stat.S_ISDIR(source.st_mode):
             self._tree.clear_cache()
@@ -209,10 +209,13 @@ class Applier:
             self._rename("write_back:move", new, action.temporary, new)
             self._take_old_name(action, source)
             return
-        self._rename("write_back:move", action.location, action.location.name, new)
-        if self._is_late(self._fd(new), new.name, source):
-            old_fd, new_fd = self._fd(action.location), self._fd(new)
-            disk.rename("write_back:late", new.name, action.location.name, old_fd=new_fd, new_fd=old_fd)
+        name, old_fd, new_fd, there = action.location.name, self._fd(action.location), self._fd(new), self._stat(new)
+        if not self._is_shared or (there is not None and stat.S_ISDIR(there.st_mode)):
+            self._rename("write_back:move", action.location, name, new)
+        else:
+            self._change("write_back:move", old_fd, name, rename_to_free_name, old_fd, name, new_fd, new.name)
+        if self._is_late(new_fd, new.name, source):
+            disk.act("write_back:late", rename_to_free_name, new_fd, new.name, old_fd, name)
 
     def _link_aside(self, action: PfsAction) -> OSError | None:
         """Link a file under its temporary name beside its new name. Return the error if the PFS cannot."""
@@ -293,10 +296,11 @@ class Applier:
         self._copied_inodes[source.st_ino] = copied.st_ino
         disk.fsync("write_back:directory", directory)
         try:
-            self._remove("write_back:unlink", action.location, action.location.name, source)
+            self._take_name("write_back:unlink", action, source)
         except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(new.name, dir_fd=directory)  # The file must not appear twice.
+            if not self.is_half_done:  # The old name is still there, and the file must not appear twice.
+                with contextlib.suppress(OSError):
+                    os.unlink(new.name, dir_fd=directory)
             raise
 
     def _copy_entry(self, action: PfsAction, source: os.stat_result) -> None:
@@ -331,7 +335,10 @@ class Applier:
     def _exchange_by_renames(self, action: PfsAction, other: os.stat_result | None) -> None:
         """Exchange two names on a PFS without RENAME_EXCHANGE. If it refuses a part of it, undo the rest."""
         parked = replace(action.location, name=action.temporary)
+        one, directory = self._stat(action.location), self._fd(parked)
         self._rename("write_back:move", action.location, action.location.name, parked)
+        if self._is_late(directory, parked.name, one):
+            disk.act("write_back:late", rename_to_free_name, directory, parked.name, directory, action.location.name)
         try:
             self._finish_exchange(action, other)
         except OSError:
@@ -418,9 +425,9 @@ class Applier:
         elif there.st_ino not in self._batch_inodes:
             self._keep_as_conflict(location, there)
 
-    def _free_name(self, location: PfsLocation, expected: Fingerprint | None) -> None:
-        """Free a name that rename(2) cannot replace. Remove our own file there: the mount deleted it."""
-        there = self._stat(location)
+    def _free_name(self, action: PfsAction, location: PfsLocation) -> None:
+        """Free a name that the rename does not replace. Remove our own file there: the mount deleted it."""
+        there, expected = self._stat(location), action.replaced_fingerprint
         if there is None:
             return
         is_ours = expected is not None and self._matches(there, expected) and not stat.S_ISDIR(there.st_mode)
@@ -428,7 +435,11 @@ class Applier:
             self._keep_as_conflict(location, there)
         still_there = self._stat(location)
         if still_there is not None and not stat.S_ISDIR(still_there.st_mode):
-            self._remove("write_back:unlink", location, location.name, still_there)  # The conflict name has an external file by now.
+            # The conflict name has an external file by now.
+            if action.act == "put":
+                self._remove("write_back:unlink", location, location.name, still_there)
+            else:
+                self._take_name("write_back:unlink", replace(action, location=location), still_there)
 
     def _keep_as_conflict(self, location: PfsLocation, there: os.stat_result | None) -> None:
         """Give an external entry a conflict name. A file keeps its name as well, so that it is never missing."""
