@@ -51,12 +51,12 @@ class Crowd:
     def count_rounds(self) -> int:
         rounds = 0
         while self.waiting:
-            self._run_round()
+            self.run_round()
             rounds += 1
             assert rounds < 40
         return rounds
 
-    def _run_round(self) -> None:
+    def run_round(self) -> None:
         self._round_ended = False
         threads = [threading.Thread(target=self._look, args=(flow,)) for flow, _ in self.waiting.values()]
         for thread in threads:
@@ -100,6 +100,18 @@ def test_a_crowd_has_the_file_after_log_n_rounds(area: Path, readers: int) -> No
     assert all(node.data(crowd.content) == crowd.data for node in nodes)
     assert crowd.served.total() == readers * BLOCKS, "nothing came twice"
     assert max(crowd.served.values()) <= rounds * limits.PEER_READERS_MAX * BLOCKS
+
+
+def test_a_crowd_goes_on_when_the_first_holders_die(area: Path) -> None:
+    """P9: those that had the file before the crowd came. Their readers of the first round serve the others."""
+    crowd = Crowd(area, 17)
+    nodes = list(crowd.waiting)
+    crowd.run_round()
+    assert len(crowd.waiting) == 17 - 2 * limits.PEER_READERS_MAX
+    for holder in crowd.cluster.nodes[:2]:
+        holder.kill()
+    assert crowd.count_rounds() == 1
+    assert all(node.data(crowd.content) == crowd.data for node in nodes) and crowd.served.total() == 17 * BLOCKS
 
 
 @pytest.mark.parametrize("name", ["PEER_OPEN_COPIES_MAX", "PEER_READERS_MAX"])
