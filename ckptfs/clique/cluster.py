@@ -8,10 +8,11 @@ Crash safety: the lease expires, and another node acquires the lock.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ckptfs import limits
+from ckptfs.catalog import remote_contents
 from ckptfs.catalog.database import Database
 from ckptfs.clique import placement
 from ckptfs.clique.locations import ContentLocations, CopyRecords
@@ -85,9 +86,17 @@ class Cluster:
         """Return this node's lease while it certainly holds, else 0. A new lease means that it was dead."""
         return self.locks.node_lease.lease_id
 
-    def draw_delay_s(self, at_most_s: float = limits.SPREAD_S_MAX) -> float:
-        """Return a random delay for what many nodes begin at one event; none in a small cluster."""
-        return random.uniform(0.0, min(at_most_s, limits.SPREAD_NODE_S * max(0, len(self.view()) - limits.SPREAD_FREE_NODES)))
+    def draw_delay_s(self, at_most_s: float = limits.SPREAD_S_MAX, *, small_cluster_s: float = 0.0) -> float:
+        """Return a random delay for what many nodes begin at one event.
+
+        The bound grows with the number of nodes, from `small_cluster_s` on.
+        """
+        spread_s = limits.SPREAD_NODE_S * max(0, len(self.view()) - limits.SPREAD_FREE_NODES)
+        return random.uniform(0.0, max(small_cluster_s, min(at_most_s, spread_s)))
+
+    def hosts_contents_of(self, nodes: Iterable[Node]) -> bool:
+        """Return whether this node hosts contents that these nodes made, or of which they had copies."""
+        return any(remote_contents.list_hosted_with(self.db, node.number, 0, 1) for node in nodes)
 
     def is_ours_to_copy(self, content: Content, shared: ContentLocations) -> bool:
         """Return True if the writer is dead and this node is the first living holder, with too few copies."""

@@ -130,9 +130,12 @@ class Salvage:
         previous, self._last_view = self._last_view, view
         self._writers_may_return, self._view_since_s = True, time.monotonic()
         change = ViewChange(previous or ClusterView(), view)
-        if previous is None or change.dead_nodes or change.restarted_nodes:
+        ended = (*change.dead_nodes, *change.restarted_nodes)
+        if previous is None or ended:
             self._after, self._batches = 0, 0
-            self._next_batch_s = time.monotonic() + self._cluster.draw_delay_s()
+            # Readers, and the nodes that would show the PFS, wait for SALVAGE_RIVALS_S.
+            small_cluster_s = limits.SALVAGE_RIVALS_S / 2 if ended and not self._cluster.hosts_contents_of(ended) else 0.0
+            self._next_batch_s = time.monotonic() + self._cluster.draw_delay_s(small_cluster_s=small_cluster_s)
 
     # --- falling back ------------------------------------------------------------------------------------------------
 

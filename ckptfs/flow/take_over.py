@@ -53,9 +53,10 @@ class TakeOver:
         """Take over from one node. Return True if there may be more at once."""
         view = self._cluster.view()
         if view is not self._last_view:
-            if ViewChange(self._last_view or view, view).dead_nodes:
-                self._pause_s = LOOK_S
-                self._next_look_s = time.monotonic() + self._cluster.draw_delay_s(limits.SPREAD_URGENT_S_MAX)
+            if died := ViewChange(self._last_view or view, view).dead_nodes:
+                self._pause_s, at_most_s = LOOK_S, limits.SPREAD_URGENT_S_MAX
+                small_cluster_s = 0.0 if self._cluster.hosts_contents_of(died) else at_most_s
+                self._next_look_s = time.monotonic() + self._cluster.draw_delay_s(at_most_s, small_cluster_s=small_cluster_s)
             self._last_view = view
         if not self._nodes_left and time.monotonic() >= self._next_look_s:
             dead = sorted(peer_copies.list_nodes(self._db).keys() - view.by_number.keys() - {self._cluster.node_number})

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from clique_world import cluster_of, make_cluster
+from clique_world import cluster_of, make_cluster, replicated
 from local_node import run_until_idle
 from shared_catalogs import settled, stored
 from writers_together import Writer, WriterCluster, in_cluster
@@ -66,6 +66,20 @@ def test_nodes_that_are_dead_for_ever_cost_one_request_and_in_the_end_none(tmp_p
     assert set(peer_copies.list_nodes(one.db)) == {1, 2, 3, 4, 5, 6}
     count_requests(take_over.FORGET_S)
     assert set(peer_copies.list_nodes(one.db)) == {1, 2}
+
+
+def test_a_node_that_hosts_contents_of_a_dead_one_begins_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P9: the others have less to do, and do not ask the store all at once."""
+    monkeypatch.setattr("ckptfs.clique.cluster.random.uniform", lambda _, at_most_s: at_most_s)
+    cluster, one, *others = make_cluster(tmp_path, 3)
+    flows = [TakeOver(node.db, node.told, cluster_of(node)) for node in others]
+    replicated(cluster, b"a", b"hello")
+    for flow in flows:
+        run_until_idle(flow)
+    one.kill()
+    before = cluster.etcd.transactions
+    asked = [flow.step() or cluster.etcd.transactions - before for flow in flows]
+    assert asked == [1, 1], "the first one asks, the other one does not"
 
 
 @in_cluster

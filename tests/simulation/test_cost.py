@@ -20,9 +20,9 @@ GROWTH = 0.12
 SLOW_GROWTH = 0.4
 """By how much more it may cost a node if the store has a twentieth of the answers: the names come one by one, in smaller batches."""
 IDLE_RATE_MAX = 1.0
-AT_ONCE_SHARE = 0.7
-"""Which share of the nodes may act within one second of an event, in a cluster that is large enough to spread its work."""
-AT_ONCE_FREE = 30
+AT_ONCE_SHARE = 0.5
+"""Which share of the nodes may act within one second of an event, if there are more than a few."""
+AT_ONCE_FREE = 3
 LATENCY_S_MAX = 0.05
 READER_RATE_MAX = 4.0
 PROBE_RATE_MAX = 0.5

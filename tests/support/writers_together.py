@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import trio
 from local_node import Told
@@ -175,7 +176,7 @@ class WriterCluster:
         token = trio.lowlevel.current_trio_token()
         for node in self.nodes:
             node.touching.on_dirty = lambda node=node: token.run_sync_soon(node.sharing.notify_dirty)
-        with intercepted(self._at_operation):
+        with intercepted(self._at_operation), mock.patch.object(Cluster, "draw_delay_s", lambda *_, **__: 0.0):
             return await running(self.nodes, act)
 
     def _at_read(self) -> None:
