@@ -158,7 +158,8 @@ class ConflictResolver:
 
         It shows what this node wrote before, unless another node has written it.
         """
-        if base is None or "names" not in theirs or not (names := merge.merge_names(base, None, theirs)):
+        names = [name for name in theirs.get("names", ()) if not keys.is_name_removed(self._db, key.number, *name)]
+        if base is None or not names:
             return
         row = self._db.row(f"SELECT {', '.join(merge.CONTENT_FIELDS)} FROM inode WHERE id = ?", key.number)
         is_written_there = any(theirs.get(name) != base.get(name) for name in ("content", "generation"))

@@ -186,13 +186,16 @@ def test_a_set_of_an_island_goes_if_others_wrote_a_file_of_it(tmp_path: Path, is
     play_on_nodes(tmp_path, act)
 
 
+@pytest.mark.parametrize("names", [["f1"], ["f1", "second"]])
 @two_nodes
-async def test_a_file_goes_with_its_last_name_also_if_a_set_is_removed_by_its_directory(a: Node, b: Node) -> None:
+async def test_a_file_goes_with_its_last_name_also_if_a_set_is_removed_by_its_directory(a: Node, b: Node, names: list[str]) -> None:
     """The node that removes the set has a change of the file to publish when it reads the set: it keeps a value without that name."""
     file = await a.make("f1")
-    await a.link("f1", "second")
+    for name in names[1:]:
+        await a.link("f1", name)
     await b.set("f1", mode=0o600)
     await keep(a, "f1")
+    await a.rename("f1", "moved")
     key_state.mark_dirty(b.db, SharedKey(INODE, file.id))
     await b.sharing.refresh_name(ROOT, history.NAME)
     directory = history.find_root(b.db)
@@ -203,9 +206,10 @@ async def test_a_file_goes_with_its_last_name_also_if_a_set_is_removed_by_its_di
     with b.db.transaction() as db:
         delete_whole_set(db, history.list_sets(db, history.list_series(db)[0].directory)[0].directory)
     await settled([b])
-    assert (await a.stat("f1")).nlink == (await b.stat("f1")).nlink == 2
-    for name in ("f1", "second"):
-        await a.unlink(name)
+    assert [(await node.stat("moved")).nlink for node in (a, b)] == [len(names)] * 2
+    for name in ("moved", *names[1:]):
+        await b.unlink(name)
+    await settled([b])
     assert SharedKey(INODE, file.id) not in stored(a.store.etcd)
 
 
