@@ -164,7 +164,12 @@ class ReintegrationResolver(ConflictResolver):
             self._add_conflict_name(key, there)
 
     def _add_conflict_name(self, key: SharedKey, child: int) -> None:
-        """Give an entry a conflict name."""
+        """Give an entry a conflict name, and a set another number."""
+        if (found := history.get_set(self._db, child)) is not None:
+            number_name = history.set_next_number(self._db, key.number, found, key.name)
+            self._insert_name(SharedKey(NAME, key.number, number_name), child)
+            key_state.mark_dirty(self._db, SharedKey(INODE, key.number))
+            return
         self._add_first_free_name(key.number, key.name.split(CONFLICT_MARK)[0], CONFLICT_MARK, child)
 
     def _add_first_free_name(self, directory: int, stem: bytes, mark: bytes, child: int) -> None:

@@ -4,16 +4,18 @@ from pathlib import Path
 
 import pytest
 import trio
+from memory_store import MemoryStore
 from shared_catalogs import Node, async_tests, play_on_nodes, reconnect, settled, stored
 from shared_sets import delete_whole_set, keep, read_history, separate
 
 from ckptfs.catalog import contents, history, inodes, retention_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import SetRecord
-from ckptfs.coherence import key_state
+from ckptfs.coherence import key_state, keys
+from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import CHOSEN_PREFIX, INODE, SharedKey, decode_chosen_key
 from ckptfs.model import ROOT, ContentState, Tier
-from ckptfs.store.kv import Get, prefix_end
+from ckptfs.store.kv import Get, Put, prefix_end
 
 two_nodes = async_tests(play_on_nodes)
 
@@ -159,6 +161,29 @@ def test_the_sets_of_an_island_get_numbers_that_no_other_set_has(tmp_path: Path,
             assert is_series_new or known.rollback == history.Rollback(first + 2, 5)
 
     play_on_nodes(tmp_path, act)
+
+
+@two_nodes
+async def test_a_set_whose_directory_is_in_the_store_before_its_name_gets_another_number(a: Node, b: Node) -> None:
+    """T6: as after a transaction of a return that had no room for the name."""
+    for name in ("f0", "f1", "f2"):
+        await a.make(name)
+    await keep(a, "f0")
+    await b.names()
+    await read_history(b)
+    b.cut(True)
+    await keep(b, "f1", number=2)
+    series = history.list_series(b.db)[0].directory
+    key = SharedKey(INODE, history.list_sets(b.db, series)[0].directory)
+    raw = keys.encode_value(keys.get_value(b.db, key))
+    assert raw is not None
+    revision = MemoryStore(a.store.etcd).commit([], [Put(keys.encode_key(key), raw)]).revision
+    key_state.set_cached(b.db, key, CachedValue(revision, raw))
+    await keep(a, "f2", number=2)
+    await reconnect(a, b)
+    for node in (a, b):
+        assert set(await read_history(node)) == {b"f*/f@1/f0", b"f*/f@2/f2", b"f*/f@3/f1"}
+        assert [one.record.number for one in history.list_sets(node.db, series)] == [3, 2, 1]
 
 
 @pytest.mark.parametrize("is_series_new", [False, True])
