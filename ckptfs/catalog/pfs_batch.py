@@ -127,6 +127,11 @@ def build_batch_before(batch: PfsBatch, refused_key: int, *, has_both_names: boo
     def counts(key: int) -> bool:
         return key in done_keys or key < seq * KEYS_PER_ROW
 
+    # A name that still shows the former bytes of a file needs a link to its new ones, and so does its row.
+    unlinked = {
+        one.inode for one in batch.actions[index:] if one.act == "link" and one.replaced_fingerprint and one.key // KEYS_PER_ROW == seq
+    }
+
     def is_linked(change: ExpectedEntry) -> bool:
         return has_both_names and change.key == refused_key and change.inode is not None
 
@@ -134,7 +139,7 @@ def build_batch_before(batch: PfsBatch, refused_key: int, *, has_both_names: boo
         batch,
         last_seq=min(batch.last_seq, seq - 1),
         actions=batch.actions[:index],
-        published_rows=[row for row in batch.published_rows if counts(row.key)],
+        published_rows=[row for row in batch.published_rows if counts(row.key) and row.inode not in unlinked],
         name_changes=[change for change in batch.name_changes if counts(change.key) or is_linked(change)],
         pending_changes=[change for change in batch.pending_changes if counts(change.key)],
         settle_rows=[(inode, row) for inode, row in batch.settle_rows if row < seq],

@@ -381,6 +381,18 @@ def test_a_refused_exchange(mount: Mount, code: int, monkeypatch: pytest.MonkeyP
     assert (mount.on_pfs()[b"a"][1], mount.on_pfs()[b"d/b"][1]) == (b"new B", b"A")
 
 
+def test_a_refused_name_shows_the_new_bytes_when_the_pfs_takes_it(mount: Mount) -> None:
+    """P3: until then the file is not on the PFS, although its other name shows them."""
+    mount.put(b"a", b"old")
+    mount.link(b"a", b"bad")
+    mount.settle()
+    with refused(mount) as flow:
+        mount.put(b"a", b"new")
+        rest(flow)
+        assert {mount.on_pfs()[name][1] for name in (b"a", b"bad")} == {b"new", b"old"}
+        assert mount.db.value("SELECT count(*) FROM journal WHERE op = 'content'") == 1
+
+
 def test_a_further_name_that_is_refused_does_not_hold_up_the_bytes(mount: Mount) -> None:
     with refused(mount) as flow:
         mount.put(b"good", b"one")

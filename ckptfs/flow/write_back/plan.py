@@ -447,7 +447,7 @@ class Planner:
                     self._plan_attributes(row.inode, first)
                 self.batch.published_rows.append(replace(published, generation=content.generation, key=self._key, is_checked=False))
         elif kind is not SourceKind.SEALED or shown or not self._adopt_entry(row, content, first):
-            if self._facts.has_refused_bytes(row.inode):
+            if self._facts.has_refused_bytes(row.inode) or (len(shown) > 1 and self._facts.has_refused_names(row.inode)):
                 self._keep(row)
                 others = []
             elif self.plan.puts and self.plan.planned_bytes + content.size > BATCH_BYTES_MAX:
