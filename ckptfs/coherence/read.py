@@ -16,7 +16,7 @@ from ckptfs.catalog import contents, identity
 from ckptfs.catalog.database import Database
 from ckptfs.coherence import key_state, keys, merge, salvage_records
 from ckptfs.coherence.key_state import CachedValue
-from ckptfs.coherence.keys import CONTENT, INODE, NAME, PFS_STATE, TIMES, SharedKey, build_names_prefix, encode_key
+from ckptfs.coherence.keys import CONTENT, INODE, LAST_COMMIT, NAME, PFS_STATE, TIMES, SharedKey, build_names_prefix, encode_key
 from ckptfs.coherence.value_checks import UNREADABLE, ValueUnreadable, parse_key, parse_value
 from ckptfs.store.kv import Get, Outcome, prefix_end
 
@@ -64,7 +64,20 @@ def _is_new(db: Database, key: SharedKey, store_value: StoreValue, recent_delete
     if known.revision == store_value.value.revision or store_value.value.raw == UNREADABLE:
         return False
     newer = known.revision <= store_value.read_revision if store_value.value.raw is None else store_value.value.revision > known.revision
-    return newer and not recent_deletes.is_outdated(key, store_value) and not key_state.is_dirty(db, key)
+    is_outdated = recent_deletes.is_outdated(key, store_value) or (not known.revision and _may_be_removed_here(db, key, store_value))
+    return newer and not is_outdated and not key_state.is_dirty(db, key)
+
+
+def _may_be_removed_here(db: Database, key: SharedKey, store_value: StoreValue) -> bool:
+    """Return True if an answer about an inode of this catalog is older than the last commit here.
+
+    The mount may have removed the inode while the mover, which does not know what the mount deletes, waited for the answer.
+    """
+    own_number = identity.get_node_number(db)
+    is_own = key.kind in (INODE, TIMES, CONTENT) and identity.get_origin_node(key.number) == own_number
+    if not is_own and (key.kind != INODE or db.value("SELECT 1 FROM inode WHERE id = ?", key.number) is None):
+        return False
+    return store_value.read_revision < key_state.get_cached(db, SharedKey(LAST_COMMIT, own_number)).revision
 
 
 def apply_values(

@@ -60,6 +60,24 @@ async def test_a_removed_file_goes_together_with_its_name(a: Node, b: Node) -> N
     assert b"f" not in await b.names()
 
 
+@pytest.mark.parametrize("is_ours", [True, False])
+@two_nodes
+async def test_what_the_mover_had_asked_before_a_removal_does_not_bring_the_file_back(a: Node, b: Node, is_ours: bool) -> None:
+    """P6: it would have no name, and the drain would wait for it. The mover does not know what the mount removes."""
+    number = (await (a if is_ours else b).make("f")).id
+    await a.stat("f")
+    keys_ = [SharedKey(INODE, number)]
+    answer = read.parse_outcome(keys_, a.store.read(read.build_gets(keys_)))
+    await a.unlink("f")
+    await settled([a])
+    read.apply_values(a.db, answer, read.RecentDeletes())
+    assert not inodes.get(a.db, number).nlink
+    if is_ours:
+        assert namespace.delete_forgotten(a.db, [number])
+        read.apply_values(a.db, answer, read.RecentDeletes())
+        assert a.db.value("SELECT 1 FROM inode WHERE id = ?", number) is None
+
+
 @two_nodes
 async def test_what_one_changes_the_other_sees(a: Node, b: Node) -> None:
     await a.mkdir("d")
