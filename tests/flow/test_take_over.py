@@ -11,11 +11,14 @@ from local_node import run_until_idle
 from shared_catalogs import settled, stored
 from writers_together import Writer, WriterCluster, in_cluster
 
-from ckptfs import limits
+from ckptfs import disk, limits
 from ckptfs.catalog import peer_copies
+from ckptfs.catalog.pfs_batch import PfsAction
+from ckptfs.catalog.pfs_state import Fingerprint, PfsLocation
 from ckptfs.coherence.keys import JOURNAL_ROW
 from ckptfs.flow import take_over
 from ckptfs.flow.take_over import TakeOver
+from ckptfs.flow.write_back import stage
 
 
 @pytest.fixture
@@ -301,7 +304,7 @@ async def land_late(cluster: WriterCluster, still: Writer, label: str, names: st
         still.die()
         await cluster.settle()
         for name in names:
-            await cluster.nodes[0].put(name, b"new " + name.encode())
+            await cluster.nodes[0].put(name, b"new " + name.encode(), mtime_ns=6)
         await cluster.settle()
 
     await settled(cluster.nodes)
@@ -312,6 +315,20 @@ async def land_late(cluster: WriterCluster, still: Writer, label: str, names: st
     still.live()
     await cluster.settle()
     cluster.exact()
+
+
+@pytest.mark.parametrize(("mtime_ns", "is_kept"), [(1, False), (2, True)])
+def test_a_file_that_has_the_number_of_a_removed_one_gets_its_name_back(tmp_path: Path, mtime_ns: int, is_kept: bool) -> None:
+    """P6: a late rename took it away. Filesystems use the st_ino of removed files again."""
+    name, temporary = tmp_path / "f", tmp_path / "t"
+    name.write_bytes(b"1")
+    os.utime(name, ns=(1, 1))
+    found = name.stat()
+    os.utime(name.rename(temporary), ns=(1, mtime_ns))
+    action = PfsAction("unlink", 1, 1, PfsLocation(1, b"f", ()), Fingerprint(found.st_ino), temporary=b"t")
+    with disk.closing(os.open(tmp_path, os.O_RDONLY)) as directory:
+        stage.drop_taken(directory, action, found)
+    assert (name.exists(), temporary.exists()) == (is_kept, False)
 
 
 @in_cluster

@@ -245,12 +245,12 @@ class Applier:
             self._remove(label, action.location, action.location.name, found)
             return
         self._rename(label, action.location, action.location.name, replace(action.location, name=action.temporary))
-        self._drop_taken(self._fd(action.location), action, found.st_ino)
+        self._drop_taken(self._fd(action.location), action, found)
 
-    def _drop_taken(self, directory: int, action: PfsAction, ino: int = 0) -> None:
+    def _drop_taken(self, directory: int, action: PfsAction, found: os.stat_result | None = None) -> None:
         """Remove the file that has lost its name. If the PFS refuses, the batch waits; the change is done."""
         self.is_half_done = True
-        drop_taken(directory, action, ino)
+        drop_taken(directory, action, found)
         self.is_half_done = False
 
     def _is_late(self, directory: int, name: bytes, moved: os.stat_result | None) -> bool:

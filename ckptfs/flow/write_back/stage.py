@@ -473,18 +473,22 @@ def remove_temporary(tree: PfsTree, location: PfsLocation, name: bytes) -> None:
         run_as_owner(directory, name, lambda: disk.act("write_back:discard", call, name, dir_fd=directory))
 
 
-def drop_taken(directory: int, action: PfsAction, ino: int = 0) -> None:
-    """Remove the file whose name an action has taken away.
+def drop_taken(directory: int, action: PfsAction, found: os.stat_result | None = None) -> None:
+    """Remove the file whose name an action has taken away. `found`: its last stat; None: the file of the action.
 
-    If the call landed late and took another file than that of st_ino `ino` (0: the file of the action), that one gets its name back,
-    unless the name is in use again.
+    If the call landed late and took another file, that one gets its name back, unless the name is in use again. It may have the st_ino of
+    the file that was meant: filesystems use the numbers of removed files again at once.
     """
-    taken, meant = find_stat(directory, action.temporary), ino or action.fingerprint.ino
+    taken, meant_ino = find_stat(directory, action.temporary), action.fingerprint.ino if found is None else found.st_ino
     if taken is None or stat.S_ISDIR(taken.st_mode):
         return
 
+    is_meant = meant_ino in (0, taken.st_ino)
+    if found is not None:
+        is_meant = is_meant and (found.st_size, found.st_mtime_ns) == (taken.st_size, taken.st_mtime_ns)
+
     def drop() -> None:
-        if meant not in (0, taken.st_ino) and find_stat(directory, action.location.name) is None:
+        if not is_meant and find_stat(directory, action.location.name) is None:
             disk.rename("write_back:late", action.temporary, action.location.name, old_fd=directory, new_fd=directory)
         else:
             disk.unlink("write_back:unlink", action.temporary, dir_fd=directory)
