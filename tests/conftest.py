@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemon_under_test import DAEMONS, Area, DaemonUnderTest, NotStarted, deadline
+from daemon_under_test import DAEMONS, REPOSITORY, Area, DaemonUnderTest, NotStarted, deadline
 from etcd_server import etcd as etcd
 from etcd_server import node_options, serving
 
@@ -29,11 +29,16 @@ DATA_PATHS = ("passthrough", "buffered")
 _clusters = itertools.count(1)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Tests of single steps open a catalog and its tiers each, and a shell's limit of open files is often as low as 1,024.
 
-    A shell without job control starts what it runs in the background with SIGINT ignored, and all children inherit that.
+    A shell without job control starts what it runs in the background with SIGINT ignored, and all children inherit that. A tree that was
+    cloned into what mktemp -d made is closed to the other users whose programs some tests run in it: it is open to them meanwhile.
     """
+    mode = REPOSITORY.stat().st_mode
+    if os.geteuid() == 0 and not mode & stat.S_IXOTH and not hasattr(config, "workerinput"):
+        REPOSITORY.chmod(mode | stat.S_IXGRP | stat.S_IXOTH)
+        config.add_cleanup(lambda: REPOSITORY.chmod(mode))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     wanted, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -474,10 +474,10 @@ def remove_temporary(tree: PfsTree, location: PfsLocation, name: bytes) -> None:
 
 
 def drop_taken(directory: int, action: PfsAction, found: os.stat_result | None = None) -> None:
-    """Remove the file whose name an action has taken away. `found`: its last stat; None: the file of the action.
+    """Remove the file whose name an action has taken away.
 
-    If the call landed late and took another file, that one gets its name back, unless the name is in use again. It may have the st_ino of
-    the file that was meant: filesystems use the numbers of removed files again at once.
+    `found`: its last stat; None: it is the file of the action. If the call landed late and took another file, that one gets its name back,
+    unless the name is in use again. It may have the st_ino of the file that was meant: filesystems use the numbers of removed files again.
     """
     taken, meant_ino = find_stat(directory, action.temporary), action.fingerprint.ino if found is None else found.st_ino
     if taken is None or stat.S_ISDIR(taken.st_mode):
