@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     mode = REPOSITORY.stat().st_mode
     if os.geteuid() == 0 and not mode & stat.S_IXOTH and not hasattr(config, "workerinput"):
-        REPOSITORY.chmod(mode | stat.S_IXGRP | stat.S_IXOTH)
+        REPOSITORY.chmod(mode | 0o055)
         config.add_cleanup(lambda: REPOSITORY.chmod(mode))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
