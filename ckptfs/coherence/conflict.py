@@ -93,7 +93,7 @@ class ConflictResolver:
     def _list_outdated_links(self, key: SharedKey, now: CachedValue) -> set[SharedKey]:
         """Return names in the history of a file that another node has written since."""
         base, theirs = key_state.get_cached(self._db, key).fields, now.fields
-        if key.kind != INODE or not base or not theirs or all(base.get(name) == theirs.get(name) for name in ("content", "generation")):
+        if key.kind != INODE or not base or not theirs or not merge.is_written_since(base, theirs):
             return set()
         links = {name for name in self._list_names_of(key.number) if self._get_local_child(name) == key.number}
         return {name for name in links if identity.is_history_directory(name.number)}
@@ -162,8 +162,7 @@ class ConflictResolver:
         if base is None or not names:
             return
         row = self._db.row(f"SELECT {', '.join(merge.CONTENT_FIELDS)} FROM inode WHERE id = ?", key.number)
-        is_written_there = any(theirs.get(name) != base.get(name) for name in ("content", "generation"))
-        ours = theirs if row is None or is_written_there else dict(zip(merge.CONTENT_FIELDS, row, strict=True))
+        ours = theirs if row is None or merge.is_written_since(base, theirs) else dict(zip(merge.CONTENT_FIELDS, row, strict=True))
         value = {**merge.merge_later_content(theirs, ours), "names": names}
         keys.write_value(self._db, key, value)
         # It may have become the previous content of the file that took its name.

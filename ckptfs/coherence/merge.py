@@ -78,10 +78,14 @@ def is_showing_previous(value: Value) -> bool:
     return missed is not None and value["generation"] == missed["shown"] and missed["shows"] in (None, value["content"])
 
 
+def is_written_since(base: Value, theirs: Value) -> bool:
+    """Return True if others wrote a file since `base`."""
+    return any(theirs.get(name) != base.get(name) for name in ("content", "generation"))
+
+
 def is_closed_since(base: Value, theirs: Value) -> bool:
     """Return True if others wrote and closed a file since `base`."""
-    is_written = any(theirs.get(name) != base.get(name) for name in ("content", "generation"))
-    return is_written and theirs.get("content") is not None and theirs.get("closed_ns") != base.get("closed_ns")
+    return is_written_since(base, theirs) and theirs.get("content") is not None and theirs.get("closed_ns") != base.get("closed_ns")
 
 
 def get_new_record(base: Value | None, ours: Value) -> Value:
@@ -134,10 +138,10 @@ def merge_content(ours: Value, theirs: Value) -> Value:
 
 
 def list_written(base: Value, ours: Value, theirs: Value) -> tuple[bool, bool]:
-    """Return if this node wrote a file since `base`, and if others did.
+    """Return whether this node wrote a file since `base`, and whether others did.
 
     The generation of an open file may have been told before: a close changes the time only, and counts against what others wrote.
     """
-    have_others = any(theirs.get(name) != base.get(name) for name in ("content", "generation"))
+    have_others = is_written_since(base, theirs)
     is_closed = ours.get("closed_ns") != base.get("closed_ns")
     return ours.get("generation") != base.get("generation") or (have_others and is_closed), have_others
