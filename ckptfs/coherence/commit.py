@@ -190,8 +190,12 @@ class _TransactionBuilder:
 
     def _goes_with_directory(self, key: SharedKey) -> bool:
         """Return True for the name of a removed directory: both go when it is empty in the store."""
+        if key.kind != NAME:
+            return False
         known, value = self._load_value(key)
-        directory = SharedKey(INODE, _get_child(known.raw) if key.kind == NAME and value is None and _is_directory(known.raw) else 0)
+        if value is not None or not _is_directory(known.raw):
+            return False
+        directory = SharedKey(INODE, _get_child(known.raw))
         inode, now = self._load_value(directory)
         return bool(inode.revision) and now is None and key_state.is_dirty(self._db, directory)
 
