@@ -258,19 +258,19 @@ class StoreSnapshot:
         if value is None or inode == ROOT:
             return []
         if "names" in value:
-            return [(parent, name.encode("latin-1")) for parent, name in value["names"]]
+            return _parse_names(value["names"])
         name = self._get_directory_name(inode, value["parent"])
         return [] if name is None else [name]
 
     def list_pfs_names(self, inode: int) -> list[PfsName]:
         """Return the names under which the PFS shows an inode."""
         value = self.get_value(SharedKey(PFS_STATE, inode))
-        return [] if value is None else [(parent, name.encode("latin-1")) for parent, name in value["names"]]
+        return [] if value is None else _parse_names(value["names"])
 
     def _list_all_names(self, inode: int) -> list[PfsName]:
         """Return the names of an inode in the tree, on the PFS, and in the batch of a node that changes them."""
         value = self.get_value(SharedKey(PFS_STATE, inode)) or {}
-        return [*self.list_names(inode), *self.list_pfs_names(inode), *_list_announced(value)]
+        return [*self.list_names(inode), *self.list_pfs_names(inode), *_parse_names(value.get("changing", ()))]
 
     def get_writer(self, content: int) -> int:
         """Return the node that wrote a content last; 0 if the store knows none."""
@@ -375,9 +375,9 @@ def _build_inode_intent(snapshot: StoreSnapshot, batch: PfsBatch, key: SharedKey
     return value | {"changing": [[parent, name.decode("latin-1")] for parent, name in names]}
 
 
-def _list_announced(state: Value) -> list[PfsName]:
-    """Return the names of an inode that a batch changes, whose intents are not resolved yet."""
-    return [(parent, name.encode("latin-1")) for parent, name in state.get("changing", ())]
+def _parse_names(names: Iterable[Any]) -> list[PfsName]:
+    """Return names as the catalog has them: the name of a [directory, name] is bytes there."""
+    return [(parent, name.encode("latin-1")) for parent, name in names]
 
 
 def _build_step(db: Database, batch: PfsBatch, change: ExpectedEntry) -> list[Any]:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from ckptfs import limits
 from ckptfs.catalog import contents, identity
 from ckptfs.catalog.database import Database
-from ckptfs.coherence import key_state, keys, merge, salvage_records
+from ckptfs.coherence import chain, key_state, keys, merge, salvage_records
 from ckptfs.coherence.key_state import CachedValue
-from ckptfs.coherence.keys import CONTENT, INODE, LAST_COMMIT, NAME, PFS_STATE, TIMES, SharedKey, build_names_prefix, encode_key
+from ckptfs.coherence.keys import CONTENT, INODE, NAME, PFS_STATE, TIMES, SharedKey, build_names_prefix, encode_key
 from ckptfs.coherence.value_checks import UNREADABLE, ValueUnreadable, parse_key, parse_value
 from ckptfs.store.kv import Get, Outcome, prefix_end
 
@@ -73,11 +73,10 @@ def _may_be_removed_here(db: Database, key: SharedKey, store_value: StoreValue) 
 
     The mount may have removed the inode while the mover, which does not know what the mount deletes, waited for the answer.
     """
-    own_number = identity.get_node_number(db)
-    is_own = key.kind in (INODE, TIMES, CONTENT) and identity.get_origin_node(key.number) == own_number
+    is_own = key.kind in (INODE, TIMES, CONTENT) and identity.get_origin_node(key.number) == identity.get_node_number(db)
     if not is_own and (key.kind != INODE or db.value("SELECT 1 FROM inode WHERE id = ?", key.number) is None):
         return False
-    return store_value.read_revision < key_state.get_cached(db, SharedKey(LAST_COMMIT, own_number)).revision
+    return store_value.read_revision < chain.load_next_link(db).revision
 
 
 def apply_values(
