@@ -207,22 +207,11 @@ async def test_the_content_of_a_file_is_deleted_with_the_file(writer: Node, link
 @two_nodes
 async def test_what_others_closed_of_an_open_file_is_kept_for_a_conflict_copy(writer: Node, opener: Node, is_opened_before: bool) -> None:
     """P5: the file is open for writing across the return; the writer keeps its bytes beside it, whatever it writes later."""
-    inode = (await writer.make("f")).id
-    await make_sealed(writer, inode)
-    await opener.stat("f")
-    opener.cut(not is_opened_before)
-    with opener.db.transaction():
-        own = contents.insert_content(opener.db, inode, Tier.RAM)
-        handle = handles.insert(opener.db, inode, own, is_writer=True, backing_id=0)
-    await opener.sharing.wait_published()
-    opener.cut(True)
-    await opener.make("other")
-    await writer.stat("f")
-    content = await make_sealed(writer, inode)
+    inode, own, content = await write_on_both_sides(writer, opener, is_opened_before=is_opened_before, stays_open=True)
     await reconnect(opener)
     await opener.stat("f")
     with opener.db.transaction():
-        handles.delete(opener.db, handle)
+        handles.delete_all(opener.db)
         contents.mark_closed(opener.db, inode, own, 7, 1, 2)
     await settled([opener])
     assert (await writer.stat("f")).content == own
@@ -238,23 +227,32 @@ async def test_what_others_closed_of_an_open_file_is_kept_for_a_conflict_copy(wr
 @two_nodes
 async def test_what_both_closed_stays_side_by_side(writer: Node, opener: Node, is_opened_before: bool) -> None:
     """P1: an island closed a file. Of one that it had opened before, the store knew content and generation."""
+    inode, own, theirs = await write_on_both_sides(writer, opener, is_opened_before=is_opened_before, stays_open=False)
+    with opener.db.transaction():
+        contents.mark_closed(opener.db, inode, own, 7, 1, 2)
+    await reconnect(opener)
+    beside = await writer.stat("f.ckptfs-conflict-n2-1")
+    assert {(await writer.stat("f")).content, beside.content} == {own, theirs}
+
+
+async def write_on_both_sides(writer: Node, opener: Node, *, is_opened_before: bool, stays_open: bool) -> tuple[int, int, int]:
+    """Begin to write a file on a node, before or after it becomes an island; another node closes the file meanwhile.
+
+    Return the file, the content that the island has open, and the one that the other node closed.
+    """
     inode = (await writer.make("f")).id
     await make_sealed(writer, inode)
     await opener.stat("f")
     opener.cut(not is_opened_before)
     with opener.db.transaction():
         own = contents.insert_content(opener.db, inode, Tier.RAM)
-        opener.db.run("UPDATE copy SET state = 1 WHERE content = ?", own)
+        if stays_open:
+            handles.insert(opener.db, inode, own, is_writer=True, backing_id=0)
     await opener.sharing.wait_published()
     opener.cut(True)
     await opener.make("other")
     await writer.stat("f")
-    theirs = await make_sealed(writer, inode)
-    with opener.db.transaction():
-        contents.mark_closed(opener.db, inode, own, 7, 1, 2)
-    await reconnect(opener)
-    beside = await writer.stat("f.ckptfs-conflict-n2-1")
-    assert {(await writer.stat("f")).content, beside.content} == {own, theirs}
+    return inode, own, await make_sealed(writer, inode)
 
 
 async def make_sealed(node: Node, inode: int) -> int:

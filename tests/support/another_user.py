@@ -16,7 +16,7 @@ OTHER_STRANGER = 65533
 
 @functools.cache
 def import_client() -> None:
-    """Import what a client imports at its first call: other users may not be able to read this tree, as below mktemp -d."""
+    """Import what a client imports at its first call: other users may not reach this tree, as below /root."""
     importlib.import_module("grpc._channel")
     for module in pkgutil.walk_packages(ckptfs_client.__path__, "ckptfs_client."):
         if not module.name.endswith("__main__"):
