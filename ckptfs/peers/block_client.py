@@ -166,7 +166,7 @@ class FetchWorker:
         self.failure: PeerFailed | None = None
         self._job = job
         self._expected_blocks: deque[int] = deque()
-        self._has_progress = False
+        self._tries_left = 0
         self.awaits_end = False
         self._is_interrupted = False
         self._interrupt_wait: Callable[[], Any] = lambda: None
@@ -181,7 +181,7 @@ class FetchWorker:
     def write_block(self, number: int, pieces: Sequence[bytes]) -> None:
         # Before the write: it may complete the fetch, which then interrupts the workers that are not done.
         self.awaits_end = not self._expected_blocks
-        self._has_progress = True
+        self._tries_left = limits.PEER_TRIES_MAX
         self._job.write_block(number, pieces)
 
     def release_block(self, number: int) -> None:
@@ -216,10 +216,11 @@ class FetchWorker:
                 try:
                     self._read_run(Command(CommandKind.READ, reply.loan, run[0], len(run), self.link.stats.should_compress))
                 except PeerFailed as failure:
-                    # A connection may break although the peer is well: the rest comes by a new one if a block came since the last.
-                    if self._is_interrupted or type(failure) is not PeerFailed or not self._has_progress:
+                    # A connection may break although the peer is well: the rest comes by a new one. Streams that follow a broken
+                    # connection at once may still be begun on it.
+                    if self._is_interrupted or type(failure) is not PeerFailed or not self._tries_left:
                         raise
-                    self._has_progress = False
+                    self._tries_left -= 1
                     self._job.return_blocks(self, run)
                 self.assigned_run = []
         finally:
