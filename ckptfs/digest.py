@@ -6,6 +6,8 @@ A file may be sparse and huge: `truncate -s 1P` makes 250 million empty blocks. 
 file with more than `limits.BLOCK_DIGESTS_MAX` blocks are not kept.
 """
 
+from collections.abc import Iterable
+
 import xxhash
 
 from ckptfs import limits
@@ -30,6 +32,21 @@ def hash_content(block_digests: bytes, size: int) -> bytes:
 def split_digests(block_digests: bytes) -> list[bytes]:
     """Split joined block digests."""
     return [block_digests[start : start + BLOCK_DIGEST_BYTES] for start in range(0, len(block_digests), BLOCK_DIGEST_BYTES)]
+
+
+def list_block_ranges(numbers: Iterable[int], size: int) -> list[tuple[int, int]]:
+    """Return (offset, length) in bytes of each run of blocks of a file of `size` bytes.
+
+    The numbers ascend.
+    """
+    ranges: list[tuple[int, int]] = []
+    for number in numbers:
+        start = number * limits.BLOCK_BYTES
+        end = min(start + limits.BLOCK_BYTES, size)
+        if ranges and sum(ranges[-1]) == start:
+            start = ranges.pop()[0]
+        ranges.append((start, end - start))
+    return ranges
 
 
 class RunningDigest:

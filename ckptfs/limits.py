@@ -225,8 +225,6 @@ CAPACITY_AGE_S = 0.02
 USED_AGE_S = 1.0
 # A tier whose calls fail gets no new file for this long; then one is tried.
 TIER_RETRY_S = 3.0
-# How fast another process may fill a tier. The nearer the tier is to its budget, the younger the measured use must be.
-USED_BYTES_PER_S = GIB
 # Wait before ENOSPC: the space of files that were just unlinked is freed meanwhile. It is longer while the mover has work that frees space,
 # counted from the last change, and bounded as a whole. The outlook is loaded, and the demand renewed, every NO_SPACE_CHECK_S.
 NO_SPACE_WAIT_S = 1.0

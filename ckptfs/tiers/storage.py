@@ -16,16 +16,17 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from ckptfs import disk, limits, procfs
+from ckptfs import digest, disk, limits, procfs
 from ckptfs.catalog import copies, summary
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.errors import NoSpace
 from ckptfs.model import LOCAL_TIERS, Tier, file_name
 from ckptfs.tiers import health, prepared, reflink, space
+from ckptfs.tiers.growth import GrowthTable
 from ckptfs.tiers.prepared import PreparedFile, PreparedFiles
 from ckptfs.tiers.space import Capacity
 from ckptfs.tiers.tier_root import TierRoot
@@ -45,16 +46,19 @@ class TierStorage(TierRoot):
 
     def __init__(
         self, tier: Tier, root: Path, *, budget_bytes: int | None = None, instance: str = "",
-        get_pfs_identity: Callable[[], str | None] = lambda: None,
+        get_pfs_identity: Callable[[], str | None] = lambda: None, growth_table: Path | None = None,
     ) -> None:  # fmt: skip
-        """`budget_bytes` bounds our use of the filesystem; the other values are those of `TierRoot`."""
+        """`budget_bytes` bounds our use of the filesystem; the other values are those of `TierRoot`.
+
+        `growth_table`: the file in which all processes record what they write (default: one in the root).
+        """
         super().__init__(tier, root, instance=instance, get_pfs_identity=get_pfs_identity)
         self.is_memory = tier is Tier.RAM or procfs.get_filesystem_type(root) in procfs.MEMORY_FILESYSTEMS
         """Whether the files stay in memory: their pages cannot be reclaimed from the program that wrote them."""
         self._budget_bytes = budget_bytes
-        self._measured_used = (float("-inf"), 0)
+        self._measured_used = (float("-inf"), 0, 0)
         self._measuring_s = 0.0
-        self._grown_bytes = self._growing_bytes = 0
+        self._growth = GrowthTable(growth_table or root / "growth")
         self.shares_filesystem = False
         """Whether the budget is smaller than the filesystem, which then does not enforce it."""
         self._can_share_blocks: bool | None = None
@@ -250,40 +254,48 @@ class TierStorage(TierRoot):
         if not self.shares_filesystem or self._budget_bytes is None or not growth:
             yield
             return
-        left = self._budget_bytes - growth
-        if self._measure_used() > left and self._measure_used(age_s=0.0) > left:
+        self._growth.announce(growth)  # Before the look: another process may be about to write, too.
+        if self._measure_used() > self._budget_bytes and self._measure_used(age_s=0.0) > self._budget_bytes:
+            self._growth.announce(-growth)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._grown_bytes += growth
-        self._growing_bytes += growth
         try:
             yield
         finally:
-            self._growing_bytes -= growth
+            self._growth.count_written(growth)
 
-    def reserve(self, fd: int, size: int) -> None:
+    def reserve(self, fd: int, size: int, offset: int = 0) -> None:
         """Allocate the space of a copy, so that all processes keep the budget. Raises ENOSPC."""
         if self.shares_filesystem and size:
             with self.growing(size), contextlib.suppress(OSError):  # Not every filesystem supports it; then the copy itself raises ENOSPC.
-                disk.act("tier:reserve", prepared.fallocate, fd, prepared.KEEP_SIZE, 0, size)
+                disk.act("tier:reserve", prepared.fallocate, fd, prepared.KEEP_SIZE, offset, size)
+
+    def reserve_blocks(self, fd: int, numbers: Iterable[int], size: int) -> None:
+        """Allocate the space of some blocks of a file of `size` bytes. Raises ENOSPC."""
+        for offset, length in digest.list_block_ranges(numbers, size):
+            self.reserve(fd, length, offset)
 
     def _measure_used(self, age_s: float = limits.USED_AGE_S) -> int:
-        """Return the bytes in our files, at most about `age_s` old, and what this process has written since.
+        """Return the bytes in our files, at most about `age_s` old, and what was announced since.
 
-        The nearer the budget, the younger: another process may write, too. Measuring takes at most a twentieth of a processor.
+        Measuring takes at most a twentieth of a processor.
         """
-        measured_s, used = self._measured_used
+        measured_s, used, written_before = self._measured_used
         began_s, began_thread_s = time.monotonic(), time.thread_time()
-        room_s = max(0, (self._budget_bytes or 0) - used) / limits.USED_BYTES_PER_S
-        if began_s - measured_s > max(min(age_s, room_s), 20 * self._measuring_s):
+        if began_s - measured_s > max(age_s, 20 * self._measuring_s):
+            _, written_before = self._growth.read_totals()
             used = prepared.measure_bytes(self.root) if self.tier is Tier.RAM else 0
             for content in self.contents():
                 found = self.stat(content)
                 used += found.st_blocks * 512 if found else 0
             if self.tier is Tier.NVME:
                 used = max(0, used - self.get_shared_bytes())  # A block that files share counts in each of them.
-            self._measured_used = (time.monotonic(), used)
-            self._measuring_s, self._grown_bytes = time.thread_time() - began_thread_s, self._growing_bytes
-        return used + self._grown_bytes
+            self._measured_used = (time.monotonic(), used, written_before)
+            self._measuring_s = time.thread_time() - began_thread_s
+        return used + self._growth.read_totals()[0] - written_before
+
+    def close(self) -> None:
+        super().close()
+        self._growth.close()
 
 
 class Tiers(Mapping[Tier, TierStorage]):
@@ -305,7 +317,9 @@ class Tiers(Mapping[Tier, TierStorage]):
         ram = Path(os.path.realpath(config.state / "ram"))  # for ordinary users a link into /dev/shm
         tiers = {Tier.RAM: TierStorage(Tier.RAM, ram, budget_bytes=config.ram_bytes)}
         if config.nvme is not None:
-            tiers[Tier.NVME] = TierStorage(Tier.NVME, config.nvme, budget_bytes=config.nvme_bytes, instance=instance)
+            tiers[Tier.NVME] = TierStorage(
+                Tier.NVME, config.nvme, budget_bytes=config.nvme_bytes, instance=instance, growth_table=config.state / "growth-nvme"
+            )
         for storage in tiers.values():
             try:
                 _ = storage.uuid

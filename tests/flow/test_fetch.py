@@ -4,11 +4,13 @@ import errno
 import os
 import stat
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from local_node import inject_fault
 from pfs_world import World, bytes_here, corrupt, lose_copies
+from write_back_world import intercepted
 
 from ckptfs import digest, disk, limits, step_durations
 from ckptfs.catalog import contents, mover_requests
@@ -230,6 +232,34 @@ def test_room_that_others_took_meanwhile(world: World, label: str, argument: str
         monkeypatch.setattr(disk, "_fault", f"{label}=ENOSPC@*")
         assert world.bring("d/file", argument).error == errno.ENOSPC
     world.check()
+
+
+@pytest.mark.parametrize("evicted", [True, False])
+def test_a_copy_takes_its_room_before_its_bytes_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evicted: bool) -> None:
+    """T2: what a program writes meanwhile is told at once that NVMe has no room for both."""
+    (tmp_path / "nvme").mkdir()
+    world = World(tmp_path, nvme=tmp_path / "nvme")
+    (world.pfs / "file").write_bytes(os.urandom(5 * MIB))
+    world.visit("")
+    if evicted:
+        world.bring("file")
+        lose_copies(world, "file")
+    mover, mount = (TierStorage(Tier.NVME, tmp_path / "nvme", budget_bytes=8 * MIB) for _ in range(2))
+    monkeypatch.setattr(world.tiers, "_tiers", {**world.tiers, Tier.NVME: mover})
+    monkeypatch.setattr(world.tiers, "choose_tier", lambda expected_bytes=0: Tier.NVME)
+    assert mount.get_capacity().free == mover.get_capacity().free == 8 * MIB
+    asked = granted = 0
+
+    def write(label: str) -> None:
+        nonlocal asked, granted
+        if label == "fetch:write":
+            asked += 1
+            with suppress(OSError), mount.growing(4 * MIB):
+                granted += 1
+
+    with intercepted(write):
+        assert world.bring("file").result == mover_requests.FETCHED
+    assert asked and not granted and bytes_here(world, "file")[0] is Tier.NVME
 
 
 @pytest.mark.crash

@@ -1,5 +1,6 @@
 """P4, P7, P9, N3: a file on other nodes is fetched block by block. Each block is verified; if a source fails, another one serves."""
 
+import errno
 import os
 import time
 from dataclasses import replace
@@ -37,6 +38,7 @@ from ckptfs.flow.fetch.from_peers import PeerFetcher
 from ckptfs.flow.recover import Recover
 from ckptfs.flow.verify import verify
 from ckptfs.model import ContentState, CopyState, Level, Tier
+from ckptfs.tiers.storage import TierStorage
 
 BLOCK = limits.BLOCK_BYTES
 
@@ -194,6 +196,23 @@ def test_a_failure_anywhere_leaves_no_trace(tmp_path: Path, label: str, tier: Ti
     assert three.db.rows("SELECT * FROM copy WHERE state = 0") == []
     assert bring(three, one.inode(content)).result == mover_requests.FETCHED
     assert three.data(content, tier) == one.data(content)
+
+
+def test_room_that_others_took_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P10: the tier that was chosen is full when the blocks come. The next try takes another one."""
+    cluster, one, _, three = make_cluster(tmp_path, 3, nvme=True)
+    content = replicated(cluster, b"a", data := os.urandom(BLOCK + 3))
+    refused: list[TierStorage] = []
+
+    def refuse_once(storage: TierStorage, *_: object) -> None:
+        refused.append(storage)
+        if len(refused) == 1:
+            raise OSError(errno.ENOSPC, "the other process took it")
+
+    monkeypatch.setattr(TierStorage, "reserve_blocks", refuse_once)
+    assert bring(three, one.inode(content)).result == mover_requests.FETCHED
+    assert len(refused) == 2
+    assert three.data(content) == data
 
 
 def test_a_file_that_is_still_written_is_read_as_it_is_now(tmp_path: Path) -> None:

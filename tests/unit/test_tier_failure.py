@@ -13,6 +13,7 @@ from ckptfs import limits
 from ckptfs.errors import NoSpace
 from ckptfs.model import Tier
 from ckptfs.tiers import storage
+from ckptfs.tiers.growth import GrowthTable
 from ckptfs.tiers.storage import Tiers
 
 ERRNOS = ["EIO", "EROFS", "ESTALE", "ENODEV", "ESHUTDOWN"]
@@ -133,6 +134,37 @@ def test_a_copy_reserves_its_space_where_nothing_else_keeps_the_budget(node: Nod
             mover.reserve(file.fileno(), 3 << 20)
         inject_fault(monkeypatch, "tier:reserve=EOPNOTSUPP")
         mover.reserve(file.fileno(), 1 << 20)
+
+
+def test_two_processes_keep_one_budget(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T2: neither has measured again since the other one wrote."""
+    mover, mount = (storage.TierStorage(Tier.NVME, node.config.nvme or node.root, budget_bytes=8 << 20) for _ in range(2))
+    os.close(mover.create(7))
+    monkeypatch.setattr(storage.time, "monotonic", lambda: 100.0)
+    assert mount.get_capacity().free == mover.get_capacity().free == 8 << 20
+    with open(node.path(7, Tier.NVME), "wb") as file:
+        with mount.growing(1 << 20):
+            mover.reserve(file.fileno(), 4 << 20)
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)), mount.growing(4 << 20):
+            pass
+        with mount.growing(2 << 20), pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+            mover.reserve(file.fileno(), 2 << 20)
+        assert os.fstat(file.fileno()).st_blocks * 512 == 4 << 20
+    monkeypatch.setattr(storage.time, "monotonic", lambda: 200.0)
+    assert mount.get_capacity().free == mover.get_capacity().free == 4 << 20, "what was given up is free again"
+
+
+def test_a_process_that_died_leaves_no_growth_behind(tmp_path: Path) -> None:
+    first, other, heir = (GrowthTable(tmp_path / "growth") for _ in range(3))
+    other.announce(1)
+    first.announce(5)
+    assert other.read_totals() == (6, 0)
+    first.close()  # As the kernel does.
+    heir.announce(2)
+    assert other.read_totals() == (8, 5)
+    other.count_written(1)
+    heir.count_written(2)
+    assert heir.read_totals() == other.read_totals() == (8, 8)
 
 
 def test_a_budget_holds_on_a_busy_machine(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from ckptfs.flow.fetch.from_peers import NoCopyLeft, PeerFetcher, is_denial
 from ckptfs.flow.fetch.from_pfs import PfsFetcher, is_shown_by_pfs
 from ckptfs.flow.fetch.retry_policy import RetryPolicy, SalvageWait
 from ckptfs.model import ContentState, Notifier, Tier
-from ckptfs.tiers import fetch_map
+from ckptfs.tiers import fetch_map, health
 from ckptfs.tiers.storage import Tiers
 
 log = logging.getLogger(__name__)
@@ -177,6 +177,11 @@ class Fetch:
                 log.info("%s: reading from the PFS instead of the peers: %s", state.path, failure)
                 return False
             raise Busy(str(failure)) from failure
+        except OSError as failure:
+            if failure.errno not in health.FULL_ERRNOS:
+                raise
+            self._notify.wake_lanes()  # Other lanes make room, or the next try takes another tier.
+            raise Busy(f"no room is left in {tier}") from failure
         return True
 
     def _choose_tier(self, size: int, *, is_required: bool, is_never_read: bool = False) -> Tier | None:

@@ -255,6 +255,7 @@ class PeerFetcher:
         with disk.closing(_create_file(storage, manifest.content)) as target:
             os.ftruncate(target, manifest.size)
             if missing := _list_missing(manifest, stale_fd, target):
+                storage.reserve_blocks(target, missing, manifest.size)
                 with progress.publish_map(content, storage.tier, target, missing) as blocks:
                     self._fetch_blocks(manifest, sources, missing, target, blocks)
             if storage.tier is not Tier.RAM:

@@ -150,7 +150,7 @@ def is_shown_by_pfs(state: FetchState) -> bool:
 
 def _copy_to_storage(state: FetchState, storage: TierStorage, number: int, source: int, progress: FetchProgress) -> FetchedContent:
     with disk.closing(storage.create(number)) as target:
-        found = _copy_bytes(state.content, storage.tier, source, target, progress)
+        found = _copy_bytes(state.content, storage, source, target, progress)
         if storage.tier is not Tier.RAM:
             storage.persist(target, "fetch")
             if transfer.read(target, label="fetch:check", before_block=progress.extend_wait) != found:
@@ -158,14 +158,18 @@ def _copy_to_storage(state: FetchState, storage: TierStorage, number: int, sourc
     return FetchedContent(number, storage.tier, *found)
 
 
-def _copy_bytes(content: Content | None, tier: Tier, source: int, target: int, progress: FetchProgress) -> transfer.ContentDigests:
+def _copy_bytes(
+    content: Content | None, storage: TierStorage, source: int, target: int, progress: FetchProgress
+) -> transfer.ContentDigests:
     """Copy a file, by blocks that are readable as they arrive if their digests are known."""
     if content is None or not _has_block_digests(content):
+        storage.reserve(target, os.fstat(source).st_blocks * 512)
         return transfer.copy(source, target, label="fetch", before_block=progress.extend_wait)
     assert content.digest is not None and content.block_digests is not None
     disk.act("fetch:truncate", os.ftruncate, target, content.size)
     blockwise = BlockwiseCopy(content.size, content.block_digests)
-    with progress.publish_map(content, tier, target, blockwise.missing_blocks) as blocks:
+    storage.reserve_blocks(target, blockwise.missing_blocks, content.size)
+    with progress.publish_map(content, storage.tier, target, blockwise.missing_blocks) as blocks:
         if os.fstat(source).st_size != content.size or not blockwise.copy(source, target, blocks):
             return 0, b"", b""
     return content.size, content.digest, content.block_digests

@@ -100,9 +100,9 @@ class IncomingCopy:
     def allocate_missing(self) -> None:
         """Reserve the room of all that has to come. Raises NoSpace."""
         try:
-            for first, end in _find_runs(self.missing_blocks):
-                start = first * limits.BLOCK_BYTES
-                disk.act("host:allocate", os.posix_fallocate, self.fd, start, min(end * limits.BLOCK_BYTES, self.offer.size) - start)
+            for start, length in digest.list_block_ranges(self.missing_blocks, self.offer.size):
+                with self.storage.growing(length):
+                    disk.act("host:allocate", os.posix_fallocate, self.fd, start, length)
         except OSError as failure:
             if failure.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -203,17 +203,6 @@ def _read_digests(storage: TierStorage, content: int) -> bytes:
         return b""
     with disk.closing(fd):
         return transfer.read(fd, label="host")[2]
-
-
-def _find_runs(numbers: list[int]) -> list[tuple[int, int]]:
-    """Return (first, end) of the numbers that follow one another. They ascend."""
-    runs: list[tuple[int, int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number:
-            runs[-1] = (runs[-1][0], number + 1)
-        else:
-            runs.append((number, number + 1))
-    return runs
 
 
 class OfferValidator:
