@@ -35,7 +35,7 @@ def need(*programs: str) -> None:
     """Skip the test, aloud, where a program is not installed."""
     missing = [program for program in programs if shutil.which(program) is None]
     if missing:
-        pytest.skip(f"NOT TESTED HERE, not installed: {', '.join(missing)} (./bootstrap.sh setup installs it)")
+        pytest.skip(f"NOT TESTED HERE, not installed: {', '.join(missing)} (./bootstrap.sh setup installs what the system has)")
 
 
 def run(*command: str | Path, cwd: Path | None = None, timeout: float = PROGRAM_S, env: dict[str, str] | None = None, code: int = 0) -> str:
