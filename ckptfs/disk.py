@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 HANG_POLL_S = 0.02
+INTEGER_MAX = 2**63 - 1
 LABELS: set[str] = set()
 _calls: Counter[str] = Counter()
 _fault = os.environ.get("CKPTFS_FAULT", "")
@@ -49,6 +50,29 @@ def act(label: str, call: Callable[..., Result], *values: Any, **named: Any) -> 
 def reach(label: str) -> None:
     """Mark a point between two disk operations, where a test can fail or kill."""
     act(label, lambda: None)
+
+
+def fstat(fd: int) -> os.stat_result:
+    """Call fstat(2) for numbers that the catalog can hold."""
+    return bound_status(os.fstat(fd))
+
+
+def bound_status(found: os.stat_result) -> os.stat_result:
+    """Return a status whose numbers fit into the signed 64 bits of SQLite.
+
+    The highest bit of an inode number is dropped: some filesystems make their numbers of hashes. Times beyond the year 2262 become that.
+    """
+    times = [found.st_atime_ns, found.st_mtime_ns, found.st_ctime_ns]
+    if found.st_ino <= INTEGER_MAX and all(abs(time_ns) <= INTEGER_MAX for time_ns in times):
+        return found
+    fields = dict(zip(("st_atime_ns", "st_mtime_ns", "st_ctime_ns"), map(bound_time, times), strict=True))
+    fields |= {name: getattr(found, name) for name in ("st_blksize", "st_blocks", "st_rdev")}
+    return os.stat_result((found.st_mode, found.st_ino & INTEGER_MAX, *found[2:]), fields)
+
+
+def bound_time(time_ns: int) -> int:
+    """Return the nearest time that the catalog can hold."""
+    return max(-INTEGER_MAX, min(time_ns, INTEGER_MAX))
 
 
 @contextlib.contextmanager

@@ -124,7 +124,7 @@ class KeepIsland:
             for base, _, names in os.walk(area, topdown=False):
                 for name in names:
                     path = os.path.relpath(os.path.join(base, name), area)
-                    if name == _TEMPORARY or self._is_published(path, os.lstat(os.path.join(base, name)).st_mtime_ns):
+                    if name == _TEMPORARY or self._is_published(path, disk.bound_status(os.lstat(os.path.join(base, name))).st_mtime_ns):
                         self._remove(area, path)
                 with contextlib.suppress(OSError):
                     os.rmdir(base)
@@ -185,7 +185,7 @@ class KeepIsland:
 
 def _find_stat(path: bytes) -> os.stat_result | None:
     try:
-        return os.lstat(path)
+        return disk.bound_status(os.lstat(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
 

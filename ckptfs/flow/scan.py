@@ -279,7 +279,7 @@ class Scan:
             self._scan_missing_ancestor(root_fd, names, directory)
             raise
         known = pfs_state.find_pfs_inode(self._db, directory)
-        is_moved = directory != ROOT and known != os.fstat(fd).st_ino
+        is_moved = directory != ROOT and known != disk.fstat(fd).st_ino
         if is_moved and (self._is_path_changing(directory, names) or (self._cluster is not None and known is not None)):
             os.close(fd)
             raise _build_busy_error(names)

@@ -114,7 +114,7 @@ def find_stat(directory: int, name: bytes) -> os.stat_result | None:
 
     def call() -> os.stat_result | None:
         with contextlib.suppress(FileNotFoundError):
-            return os.stat(name, dir_fd=directory, follow_symlinks=False)
+            return disk.bound_status(os.stat(name, dir_fd=directory, follow_symlinks=False))
         return None
 
     return retry_as_owner(call, lambda: [get_owner(directory)])

@@ -123,6 +123,7 @@ def stat_descriptor(fd: int) -> PfsEntryStat:
 
 
 def _build_stat(name: bytes, found: os.stat_result) -> PfsEntryStat:
+    found = disk.bound_status(found)
     return PfsEntryStat(
         name, found.st_mode, found.st_uid, found.st_gid, found.st_rdev, found.st_nlink, found.st_size, found.st_ino,
         found.st_atime_ns, found.st_mtime_ns, found.st_ctime_ns,
@@ -215,7 +216,7 @@ class PfsTree:
             return self._root_fd
         fd = self._get_cached(names)
         expected = self._expected.get(names)
-        if expected is not None and os.fstat(fd).st_ino != expected:
+        if expected is not None and disk.fstat(fd).st_ino != expected:
             self.clear_cache()
             raise DirectoryReplaced(names)
         return fd
@@ -351,5 +352,5 @@ def open_unchecked(pfs: Path, known: FetchState) -> int:
 
 def matches_catalog(fd: int, known: PublishedRow) -> bool:
     """Return True if an open file is in the state that the catalog records."""
-    found = os.fstat(fd)
+    found = disk.fstat(fd)
     return is_same_file((known.size, known.mtime_ns, known.pfs_inode), (found.st_size, found.st_mtime_ns, found.st_ino))

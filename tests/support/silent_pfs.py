@@ -1,7 +1,8 @@
 """A filesystem that passes everything through to a directory, and stops answering when told: a PFS whose servers are gone.
 
 `SilentPfs` starts it as a process of its own. `hang()` leaves every request unread, `swallow()` reads requests and never answers them:
-their callers cannot even be killed then. `resume()` answers everything. Run as a program: SOURCE MOUNTPOINT READY_FD.
+their callers cannot even be killed then. `resume()` answers everything. Run as a program: SOURCE MOUNTPOINT READY_FD HIGHEST_BIT, which is
+added to the inode numbers: some parallel filesystems make them of hashes.
 If we die here: `umount -l` of the mountpoint ends the process.
 """
 
@@ -24,12 +25,12 @@ MNT_DETACH, MNT_FORCE = 2, 1
 class SilentPfs:
     """The process and its mount."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, highest_bit: int = 0) -> None:
         self.source, self.path = root / "behind", root / "pfs-mount"
         for directory in (self.source, self.path):
             directory.mkdir(exist_ok=True)
         ready, child_end = os.pipe()
-        command = [sys.executable, __file__, str(self.source), str(self.path), str(child_end)]
+        command = [sys.executable, __file__, str(self.source), str(self.path), str(child_end), str(highest_bit)]
         self.process = subprocess.Popen(command, pass_fds=[child_end], start_new_session=True)
         os.close(child_end)
         with os.fdopen(ready, "rb") as pipe:
@@ -55,7 +56,7 @@ class SilentPfs:
         self.process.wait(60)
 
 
-def _serve(source: str, mountpoint: str, ready: int) -> None:
+def _serve(source: str, mountpoint: str, ready: int, highest_bit: int) -> None:
     import pyfuse3
     import trio
 
@@ -96,6 +97,7 @@ def _serve(source: str, mountpoint: str, ready: int) -> None:
             ):  # fmt: skip
                 setattr(entry, field, getattr(found, field))
             entry.generation, entry.entry_timeout, entry.attr_timeout = 0, 0, 0
+            entry.st_ino |= highest_bit
             if path == os.fsencode(source):
                 entry.st_ino = pyfuse3.ROOT_INODE
             if isinstance(path, bytes):
@@ -256,4 +258,4 @@ def _serve(source: str, mountpoint: str, ready: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    _serve(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -287,7 +287,7 @@ class Applier:
             os.unlink(action.temporary, dir_fd=directory)
         try:
             self._change("write_back:copy", self._fd(action.location), action.location.name, self._copy_entry, action, source)
-            copied = os.stat(action.temporary, dir_fd=directory, follow_symlinks=False)
+            copied = disk.bound_status(os.stat(action.temporary, dir_fd=directory, follow_symlinks=False))
             self._rename("write_back:move", new, action.temporary, new)
         except BaseException:
             with contextlib.suppress(OSError):

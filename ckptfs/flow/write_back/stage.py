@@ -315,7 +315,7 @@ class Stager:
             fill = {SourceKind.SEALED: self._fill_sealed, SourceKind.EARLY: self._fill_early, SourceKind.STABLE: self._fill_stable}
             size, whole, blocks = fill[planned.kind](fd, planned.content) if planned.content else (0, *digest.RunningDigest().finish())
             pfs_ownership.apply_attributes(directory, action.temporary, wanted, xattrs, is_new=resumed_fd is None)
-            found = os.fstat(fd)
+            found = disk.fstat(fd)
         except BaseException:
             os.close(fd)
             raise

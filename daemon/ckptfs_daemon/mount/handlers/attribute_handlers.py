@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ckptfs import limits, procfs, series
+from ckptfs import disk, limits, procfs, series
 from ckptfs.catalog import handles, history, history_names, inodes, summary, user_settings
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.namespace import get_path
@@ -77,9 +77,9 @@ class AttributeHandlers:
 
     async def _set_attributes(self, request: Request, inode: int, attr: EntryAttributes, fields: "SetattrFields") -> Inode:
         open_files = self._context.open_files
-        atime_ns = attr.st_atime_ns if fields.update_atime else None
+        atime_ns = disk.bound_time(attr.st_atime_ns) if fields.update_atime else None
         resized_ns = time.time_ns() if fields.update_size and not open_files.kernel_owns_times else None
-        mtime_ns = attr.st_mtime_ns if fields.update_mtime else resized_ns
+        mtime_ns = disk.bound_time(attr.st_mtime_ns) if fields.update_mtime else resized_ns
         sets_owner = fields.update_uid or fields.update_gid
         sets_other = fields.update_mode or fields.update_size or fields.update_atime or fields.update_mtime
         # chown(-1, -1) arrives as a setattr of nothing, or of ctime if the kernel keeps times. Like any chown it drops set-id bits.
@@ -95,7 +95,7 @@ class AttributeHandlers:
                 gid=attr.st_gid if fields.update_gid else None,
                 atime_ns=atime_ns,
                 mtime_ns=mtime_ns,
-                ctime_ns=attr.st_ctime_ns if fields.update_ctime else None,
+                ctime_ns=disk.bound_time(attr.st_ctime_ns) if fields.update_ctime else None,
                 kill_set_id=kill_set_id,
             )
             if changed.is_directory and (sets_owner or fields.update_mode):

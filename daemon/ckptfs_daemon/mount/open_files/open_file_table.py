@@ -492,7 +492,7 @@ class OpenFileTable:
     def _reopen_file(self, file: OpenFile, storage: TierStorage, content: int) -> None:
         try:
             file.fd = storage.open(content)
-            file.atime_ns = os.fstat(file.fd).st_atime_ns
+            file.atime_ns = disk.fstat(file.fd).st_atime_ns
         except (OSError, CkptfsError) as failure:
             log.error("content %d in %s: the open file cannot be opened again: %s; its reads fail", content, storage.tier, failure)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import trio
 
-from ckptfs import limits
+from ckptfs import disk, limits
 from ckptfs.catalog import summary
 from ckptfs.model import DataPath, Tier
 from ckptfs.tiers import space
@@ -35,7 +35,7 @@ class PfsFacts(NamedTuple):
 
 def read_pfs_facts(fd: int) -> PfsFacts:
     """May hang."""
-    return PfsFacts(os.fstat(fd), space.read_capacity(fd))
+    return PfsFacts(disk.fstat(fd), space.read_capacity(fd))
 
 
 class Placement(NamedTuple):
