@@ -101,6 +101,12 @@ def test_a_large_imported_file_is_read_in_place_when_space_is_short(world: World
     assert asked == [limits.FETCH_SPACE_RATIO * (5 * MIB + 7)]
 
 
+def test_a_file_that_is_too_large_for_a_mount_costs_no_lane(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P11: reading 7 EiB of holes took an hour, and nobody could kill who waited for it."""
+    monkeypatch.setattr(limits, "FILE_BYTES_MAX", 5 * MIB)
+    assert world.bring("d/file").error == errno.EFBIG
+
+
 def test_a_file_that_changed_on_the_pfs_is_fetched_instead(world: World) -> None:
     world.bring("d/file")
     lose_copies(world, "d/file")

@@ -41,7 +41,7 @@ from ckptfs.tiers.storage import Tiers
 log = logging.getLogger(__name__)
 disk.declare_labels("fetch:answered")
 
-_REPORTED_ERRNOS = {errno.ESTALE, errno.ENOSPC, errno.EACCES}
+_REPORTED_ERRNOS = {errno.ESTALE, errno.ENOSPC, errno.EACCES, errno.EFBIG}
 
 
 class Attempt(NamedTuple):
@@ -154,6 +154,8 @@ class Fetch:
         if sources is None or self._fetch_from_peers(state, sources, progress, is_required=is_required):
             return mover_requests.FETCHED
         assert state.published is not None
+        if state.published.size > limits.FILE_BYTES_MAX:
+            raise posix_error(errno.EFBIG)
         tier = self._choose_tier(state.published.size, is_required=is_required, is_never_read=state.published.digest is None)
         with self._retry_elsewhere(tier):
             progress.sources = "the PFS"
