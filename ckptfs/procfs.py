@@ -47,9 +47,9 @@ def _parse_mount(line: bytes) -> MountEntry:
     return MountEntry(int(fields[0]), Path(_unescape(fields[4])), fields[2].decode(), fstype, source, options, _unescape(fields[3]))
 
 
-def get_filesystem_type(path: Path, table: str | Path = MOUNT_TABLE) -> str:
+def get_filesystem_type(path: Path) -> str:
     """Return the type of the filesystem of an absolute path without symlinks. Touches none."""
-    entries = [entry for entry in list_mount_entries(table) if path.is_relative_to(entry.mountpoint)]
+    entries = [entry for entry in list_mount_entries() if path.is_relative_to(entry.mountpoint)]
     # Of two mounts on one mountpoint, the later one is visible.
     return max(reversed(entries), key=lambda entry: len(entry.mountpoint.parts)).fstype if entries else ""
 
@@ -108,10 +108,10 @@ def get_memory_pressure(table: str | Path = MEMORY_PRESSURE) -> float:
     return float(found[1]) if found else 0.0
 
 
-def is_virtual_machine(table: str | Path = "/proc/cpuinfo") -> bool:
+def is_virtual_machine() -> bool:
     """Return True if the processor flags (x86) or the kernel name a hypervisor."""
     try:
-        flags = re.search(rb"^flags\s*:.*$", Path(table).read_bytes(), re.MULTILINE)
+        flags = re.search(rb"^flags\s*:.*$", Path("/proc/cpuinfo").read_bytes(), re.MULTILINE)
     except OSError:
         return False
     return bool(flags and b"hypervisor" in flags[0].split()) or Path("/sys/hypervisor/type").exists()

@@ -63,11 +63,6 @@ def choose_superfluous(view: ClusterView, holders: Collection[int], home: int, f
     return tuple(node for node in living if node not in kept)
 
 
-def list_sources(view: ClusterView, number: int, factor: int, jump: int) -> tuple[Node, ...]:
-    """Return the nodes that this node holds copies for. Visits every node: for status only."""
-    return tuple(node for node in view.nodes if any(peer.number == number for peer in choose_peers(view, node.number, factor, jump)))
-
-
 def _choose_counted(view: ClusterView, holders: Collection[int], home: int, factor: int, jump: int) -> tuple[int, list[Node], list[Node]]:
     """Return (start on the ring, holders that count, all live holders).
 

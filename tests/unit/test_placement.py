@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptfs.clique import placement
 from ckptfs.clique.membership import ClusterView, Node, build_view
 from ckptfs.clique.placement import choose_new_holders, choose_peers, choose_superfluous
 
@@ -169,11 +168,6 @@ def test_copies_in_one_domain_are_too_few() -> None:
     nodes = made([0, 0, 1])
     assert numbers(choose_new_holders(nodes, {1, 2}, 1, 2, 1)) == [3]
     assert numbers(choose_superfluous(nodes, {1, 2, 3}, 1, 2, 1)) == [2]
-
-
-def test_sources_are_those_who_have_it_as_a_peer() -> None:
-    nodes = made(range(5))
-    assert numbers(placement.list_sources(nodes, 1, 3, 1)) == [4, 5]
 
 
 def test_nobody_else() -> None:

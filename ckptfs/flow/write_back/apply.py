@@ -184,7 +184,7 @@ class Applier:
             return
         if target is not None and self._is_copied(action, source, target):
             self._copied_inodes[source.st_ino] = target.st_ino
-            self._take_name("write_back:unlink", action, source)  # The former mover died after the copy.
+            self._take_name(action, source)  # The former mover died after the copy.
             return
         if self._shows_later_change(target, action.replaced_fingerprint):
             return
@@ -234,17 +234,17 @@ class Applier:
 
     def _take_old_name(self, action: PfsAction, source: os.stat_result) -> None:
         try:
-            self._take_name("write_back:unlink", action, source)
+            self._take_name(action, source)
         except OSError:
             self.has_both_names = True
             raise
 
-    def _take_name(self, label: str, action: PfsAction, found: os.stat_result) -> None:
+    def _take_name(self, action: PfsAction, found: os.stat_result) -> None:
         """Remove the name of a file, of which `found` was the last stat."""
         if not self._is_shared:
-            self._remove(label, action.location, action.location.name, found)
+            self._remove("write_back:unlink", action.location, action.location.name, found)
             return
-        self._rename(label, action.location, action.location.name, replace(action.location, name=action.temporary))
+        self._rename("write_back:unlink", action.location, action.location.name, replace(action.location, name=action.temporary))
         self._drop_taken(self._fd(action.location), action, found)
 
     def _drop_taken(self, directory: int, action: PfsAction, found: os.stat_result | None = None) -> None:
@@ -296,7 +296,7 @@ class Applier:
         self._copied_inodes[source.st_ino] = copied.st_ino
         disk.fsync("write_back:directory", directory)
         try:
-            self._take_name("write_back:unlink", action, source)
+            self._take_name(action, source)
         except OSError:
             if not self.is_half_done:  # The old name is still there, and the file must not appear twice.
                 with contextlib.suppress(OSError):
@@ -366,7 +366,7 @@ class Applier:
             if found.st_ino not in self._batch_inodes:
                 log.warning("%s: removed in the mount, but replaced externally on the PFS; it stays there", action.location.text)
             return
-        self._take_name("write_back:unlink", action, found)
+        self._take_name(action, found)
 
     def _remove_entry(self, action: PfsAction) -> None:
         found = self._stat(action.location)
@@ -439,7 +439,7 @@ class Applier:
             if action.act == "put":
                 self._remove("write_back:unlink", location, location.name, still_there)
             else:
-                self._take_name("write_back:unlink", replace(action, location=location), still_there)
+                self._take_name(replace(action, location=location), still_there)
 
     def _keep_as_conflict(self, location: PfsLocation, there: os.stat_result | None) -> None:
         """Give an external entry a conflict name. A file keeps its name as well, so that it is never missing."""

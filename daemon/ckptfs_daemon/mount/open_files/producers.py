@@ -79,8 +79,8 @@ def _find_first(environment: dict[str, str], names: tuple[str, ...]) -> str:
 class ProducerNotes:
     """The last writers and readers of files. Its methods belong to one thread, and never wait."""
 
-    def __init__(self, host: str = "") -> None:
-        self._host = host or socket.gethostname()
+    def __init__(self) -> None:
+        self._host = socket.gethostname()
         self._processes: OrderedDict[int, tuple[float, Process]] = OrderedDict()
         self._opened: OrderedDict[int, int] = OrderedDict()
         self._files: OrderedDict[int, WrittenFile] = OrderedDict()
