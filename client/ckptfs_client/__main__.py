@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from ckptfs.model import Level
+from ckptfs.model import WAITABLE_LEVELS, Level
 from ckptfs_client.errors import INTERRUPTED, PIPE_CLOSED, ClientError, PipeClosed
 
 
@@ -65,7 +65,7 @@ def find_short_way(arguments: Sequence[str]) -> Callable[[], object] | None:
         level = words[position + 1]
         del words[position : position + 2]
     options = [word for word in words if word.startswith("-")]
-    if options not in ([], ["--json"]) or level not in (None, "local", "clique", "pfs"):
+    if options not in ([], ["--json"]) or level not in (None, *WAITABLE_LEVELS):
         return None
     paths = [Path(word) for word in words if word not in options]
     if arguments[:1] == ["latest"] and paths:
