@@ -89,7 +89,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Name = tuple[int, bytes]
 TROUBLE = "sharing"
-REACH_REMEDY = "see that etcd runs and can be reached; what was changed here is told then"
+REACH_REMEDY = "see that etcd runs and can be reached; changes of this node are published then"
 UNSHARED_TROUBLE = "unshared"
 
 
