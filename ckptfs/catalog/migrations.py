@@ -2,7 +2,7 @@
 
 `PRAGMA user_version` holds the version of a catalog. `migrate` runs the missing steps, each in one transaction. Other processes that
 open the catalog meanwhile wait for that transaction, and then find the new version. To change the schema, edit schema.sql, and append a
-step that makes the same of the last version. A released step never changes.
+step that makes the same of the last version. A step on main never changes, released or not.
 
 Crash safety: SQLite undoes an unfinished step, and the next start begins with it again.
 """
