@@ -72,6 +72,8 @@ class PeerFetcher:
         elif fresh.content is not None and fresh.content.state is ContentState.CLOSED:
             progress.extend_wait()
             self._record_sealed(fresh.content, shared)
+        else:
+            return fresh
         return copies.load_fetch_state(self._db, state.inode)
 
     def _record_deleted(self, content: Content, shared: ContentLocations) -> None:
