@@ -57,8 +57,8 @@ class CheckPfs:
         is_idle = not pfs_state.has_work(self._db)
         tiers = [tier for tier in LOCAL_TIERS if tier in self._tiers and (is_idle or self._is_filling(tier))]
         for tier in tiers:
-            if candidates := self._find_candidates(tier):
-                self._check(candidates.pop(0))
+            if (inode := self._take_candidate(tier)) is not None:
+                self._check(inode)
                 self._has_candidates = True
                 return True
         self._has_candidates = copies.has_unchecked(self._db)
@@ -75,15 +75,14 @@ class CheckPfs:
         next_size = get_largest_recent_size(self._db, limits.RECENT_CONTENTS)
         return bool(space.get_excess_bytes(capacity, low, low) or space.get_excess_bytes_for(capacity, next_size, high, low))
 
-    def _find_candidates(self, tier: Tier) -> list[int]:
-        """Return the files to check next. A search looks at all copies in the tier, so one finds many files."""
-        if found := self._next.get(tier):
-            return found
-        now = time.monotonic()
-        self._pauses = {inode: pause for inode, pause in self._pauses.items() if pause[0] > now - RETRY_LAST_S}
-        waiting = [inode for inode, (until_s, _) in self._pauses.items() if until_s > now]
-        self._next[tier] = copies.list_unchecked(self._db, tier, waiting, CANDIDATES)
-        return self._next[tier]
+    def _take_candidate(self, tier: Tier) -> int | None:
+        """Take the file to check next. A search looks at all copies in the tier, so one finds many files."""
+        if not self._next.get(tier):
+            now = time.monotonic()
+            self._pauses = {inode: pause for inode, pause in self._pauses.items() if pause[0] > now - RETRY_LAST_S}
+            waiting = [inode for inode, (until_s, _) in self._pauses.items() if until_s > now]
+            self._next[tier] = copies.list_unchecked(self._db, tier, waiting, CANDIDATES)
+        return self._next[tier].pop(0) if self._next[tier] else None
 
     def _check(self, inode: int) -> None:
         state = copies.load_fetch_state(self._db, inode)

@@ -116,7 +116,7 @@ class ShareBlocks:
             return False
         self._measure_pfs(began_s)
         storage = self._tiers.get(Tier.NVME)
-        if storage is None or self._must_wait(storage, began_s):
+        if storage is None or self._yield_or_defer(storage, began_s):
             return False
         try:
             self.is_pending = self._share_piece(storage)
@@ -137,8 +137,8 @@ class ShareBlocks:
             dues.append(max(self._measured_nvme.due_s, now_s + MEASURE_S))
         return max(0.0, max(min(dues), self._resume_s) - now_s) if dues else None
 
-    def _must_wait(self, storage: TierStorage, now_s: float) -> bool:
-        """Return True if the tier cannot share, fails, or contents wait for their seal."""
+    def _yield_or_defer(self, storage: TierStorage, now_s: float) -> bool:
+        """Return True, and set when to look again, if the tier fails or contents wait for their seal."""
         if storage.failure:
             self.is_pending, self._resume_s = True, now_s + limits.TIER_RETRY_S
             return True
