@@ -30,7 +30,7 @@ from ckptfs_daemon.mount.open_files.open_file_table import OpenFileTable
 from ckptfs_daemon.mount.sets.member_reader import MountMemberReader
 from ckptfs_daemon.mount.sets.set_tracker import SetTracker
 from ckptfs_daemon.mover.lanes import Flow, Lane, Lanes
-from ckptfs_daemon.mover.membership_service import MembershipService, build_node
+from ckptfs_daemon.mover.membership_service import MembershipService, record_node_start
 from clique_world import LocalPeers
 from shared_catalogs import Node as Station
 from shared_catalogs import run_seeded
@@ -93,7 +93,7 @@ class SimulatedMover:
         db, config, tiers = node.db, node.config, node.tiers
         self._node = node
         self._store = store = EpochCheckedStore(node.store, db)
-        self.membership = SimulatedMembership(db, store, build_node(config, db, node.number, 1 << 38), lambda _key, _value: None)
+        self.membership = SimulatedMembership(db, store, record_node_start(config, db, node.number, 1 << 38), lambda _key, _value: None)
         self._lease = lambda: self.membership.node_lease.lease_id
         self.cluster = Cluster(
             db,

@@ -42,7 +42,7 @@ from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon.control import cluster_status
 from ckptfs_daemon.control.cluster_status import ClusterFigures, TransportFigures
 from ckptfs_daemon.mover.lanes import Flow
-from ckptfs_daemon.mover.membership_service import MembershipService, build_node
+from ckptfs_daemon.mover.membership_service import MembershipService, record_node_start
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class ClusterServices:
         self._revoked = RevocationList(config.keys)
         self._peers = PeerClient(config.node, config.cluster, self._identity, revoked=self._revoked)
         capacity = sum(tiers[tier].get_capacity().total for tier in LOCAL_TIERS if tier in tiers)
-        node = build_node(config, db, identity.get_node_number(db), int(config.peer_share * capacity))
+        node = record_node_start(config, db, identity.get_node_number(db), int(config.peer_share * capacity))
         self.membership = MembershipService(
             db, self._store, node, lambda where, value: summary.set_trouble(db, where, value), is_member=not config.is_read_only
         )

@@ -43,8 +43,8 @@ Report = Callable[[str, Mapping[str, Any] | None], None]
 ViewListener = Callable[[ViewChange], None]
 
 
-def build_node(config: Config, db: Database, number: int, capacity_bytes: int) -> Node:
-    """Build this node's record for a new start."""
+def record_node_start(config: Config, db: Database, number: int, capacity_bytes: int) -> Node:
+    """Record a new start of this node; return its record."""
     rank = number if config.rank is None else config.rank
     incarnation = f"{identity.get_catalog_id(db)[:8]}.{identity.record_start(db)}"
     return Node(number, config.node, config.address, rank, config.failure_domain, capacity_bytes, incarnation)
