@@ -1,10 +1,10 @@
 """Exceptional states of the cluster in the mount process: store loss, reintegration, a dead mover.
 
-`ensure_epoch` and `is_known_or_adopted` make sure that this catalog and the store know each other. If the store has lost its data, the node
+`ensure_epoch` and `confirm_or_adopt` make sure that this catalog and the store know each other. If the store has lost its data, the node
 stays an island until a person orders the adoption: `merge_store`, publishing as after a disconnection, `check_adoption`.
-`StandbyLease` keeps the node's lease alive while the mover
-restarts (P8): it renews the lease only if the mover has been silent for `STANDBY_AFTER_S`, and for a limited time, because a node without a
-mover serves no copies.
+
+`StandbyLease` keeps the node's lease alive while the mover restarts (P8): it renews the lease only if the mover has been silent for
+`STANDBY_AFTER_S`, and for a limited time, because a node without a mover serves no copies.
 
 Crash safety: the step of an adoption is in the catalog, and the next process goes on with it; a step that is repeated changes nothing.
 Without either process the lease expires.
@@ -29,6 +29,14 @@ from ckptfs.errors import CkptfsError, StoreLost, StoreUnreachable
 from ckptfs.store.kv import Get, Outcome, Store, prefix_end, split_changes
 from ckptfs_daemon import ipc
 
+log = logging.getLogger(__name__)
+STRAY_MEMBER_TROUBLE = "etcd"
+ADOPTION_TROUBLE = "adoption"
+ADOPT_REMEDY = "see why; then run `ckptfs cluster adopt` on one node after the other, first on the one that wrote last"
+_GET_TAKEN = Get(membership.TAKEN_PREFIX, prefix_end(membership.TAKEN_PREFIX))
+_GET_ADOPTED = Get(membership.ADOPTED_PREFIX, prefix_end(membership.ADOPTED_PREFIX))
+REST_REMEDY = "run `ckptfs cluster adopt` there; if they are gone for good: `ckptfs cluster adopt --last` on this node"
+
 
 async def wait_outcome(future: "Future[Outcome]") -> Outcome:
     """Wait for a future of the store in the trio thread, and return its result."""
@@ -42,25 +50,17 @@ async def wait_outcome(future: "Future[Outcome]") -> Outcome:
     return future.result()
 
 
-log = logging.getLogger(__name__)
-STRAY_MEMBER_TROUBLE = "etcd"
-ADOPTION_TROUBLE = "adoption"
-ADOPT_REMEDY = "see why; then run `ckptfs cluster adopt` on one node after the other, first on the one that wrote last"
-_GET_TAKEN = Get(membership.TAKEN_PREFIX, prefix_end(membership.TAKEN_PREFIX))
-_GET_ADOPTED = Get(membership.ADOPTED_PREFIX, prefix_end(membership.ADOPTED_PREFIX))
-REST_REMEDY = "run `ckptfs cluster adopt` there; if they are gone for good: `ckptfs cluster adopt --last` on this node"
-
-
 async def ensure_epoch(db: Database, store: EpochCheckedStore) -> None:
     """Load the epoch of the store if this catalog does not know it yet. Raises StoreUnreachable."""
     if store_loss.get_epoch(db) is None:
         store_loss.record_epoch(db, await _load_or_create_epoch(store, None))
 
 
-async def is_known_or_adopted(db: Database, store: EpochCheckedStore, name: str) -> bool:
-    """Return True if the store has the data of this catalog, or this node was ordered to adopt it.
+async def confirm_or_adopt(db: Database, store: EpochCheckedStore, name: str) -> bool:
+    """Confirm that the store has the data of this catalog, or adopt it if that was ordered.
 
-    A loss is believed if most members confirm it and none denies it: one started alone by mistake has no data either.
+    Returns False if it has lost them and no adoption was ordered. A loss is believed if most members confirm it and none denies it: one
+    started alone by mistake has no data either.
     """
     store_loss.record_revision(db, *store.epoch_and_revision)
     with contextlib.suppress(StoreLost):
@@ -70,7 +70,7 @@ async def is_known_or_adopted(db: Database, store: EpochCheckedStore, name: str)
     is_ordered = store_loss.get_adoption_step(db) is AdoptionStep.ORDERED
     if not is_ordered and summary.list_troubles(db, store_loss.LOSS_TROUBLE):
         return False
-    if await _has_member_with_data(db, store):
+    if await _confirm_at_members(db, store):
         return True
     if not is_ordered:
         _report_loss(db, "etcd has lost its data, or was set back: this node goes on as an island with all that it knows", ADOPT_REMEDY)
@@ -146,8 +146,11 @@ async def check_adoption(db: Database, store: Store) -> None:
         summary.set_trouble(db, ADOPTION_TROUBLE, {"what": what, "path": "", "remedy": REST_REMEDY})
 
 
-async def _has_member_with_data(db: Database, store: EpochCheckedStore) -> bool:
-    """Return True if a member has the cluster's data. Raises StoreUnreachable if too few answer."""
+async def _confirm_at_members(db: Database, store: EpochCheckedStore) -> bool:
+    """Ask each member for the cluster's data; report those that lack it. Return False if most do and none has it.
+
+    Raises StoreUnreachable if too few answer.
+    """
     members = await trio.to_thread.run_sync(store.members)
     try:
         replies = [await _has_cluster_data(EpochCheckedStore(member, db)) for member in members]

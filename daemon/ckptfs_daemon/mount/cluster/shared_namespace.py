@@ -37,6 +37,13 @@ from ckptfs.store.kv import Get, Outcome, Store, Watch, WatchEvents, prefix_end,
 from ckptfs_daemon.mount.cluster import cluster_recovery
 from ckptfs_daemon.mount.cluster.cluster_recovery import wait_outcome
 
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Name = tuple[int, bytes]
+TROUBLE = "sharing"
+REACH_REMEDY = "see that etcd runs and can be reached; changes of this node are published then"
+UNSHARED_TROUBLE = "unshared"
+
 
 class PendingRead:
     """Keys that one handler waits for."""
@@ -83,14 +90,6 @@ class CommitRounds:
 async def next_events(watch: Watch) -> WatchEvents | None:
     """Wait for the next events of a watch. Returns None if it has ended."""
     return await trio.to_thread.run_sync(lambda: next(watch, None), abandon_on_cancel=True)
-
-
-log = logging.getLogger(__name__)
-T = TypeVar("T")
-Name = tuple[int, bytes]
-TROUBLE = "sharing"
-REACH_REMEDY = "see that etcd runs and can be reached; changes of this node are published then"
-UNSHARED_TROUBLE = "unshared"
 
 
 class LocalNamespace:
@@ -502,7 +501,7 @@ class SharedNamespace(LocalNamespace):
         away_s = (time.time_ns() - self.disconnected_ns) / 1e9
         await trio.sleep(min(max(limits.STORE_PROBE_S, away_s / 8), limits.STORE_PROBE_S_MAX) * random.uniform(0.5, 1.0))
         await self._commit_rounds.wait_idle()
-        if not await self._meet_store() or not await self._confirm_last_commit() or not await self._record_missed():
+        if not await self._confirm_or_adopt_store() or not await self._confirm_last_commit() or not await self._record_missed():
             return
         key_state.mark_returning(self.db)
         key_state.order_marks(self.db)
@@ -527,11 +526,11 @@ class SharedNamespace(LocalNamespace):
             return False
         return True
 
-    async def _meet_store(self) -> bool:
-        """Return False if the store does not answer, or has lost its data and its adoption was not ordered."""
+    async def _confirm_or_adopt_store(self) -> bool:
+        """Confirm that the store has the data, or adopt it. Return False if neither is possible now."""
         try:
             if self._is_store_lost:
-                if not await cluster_recovery.is_known_or_adopted(self.db, self._store, self._label):
+                if not await cluster_recovery.confirm_or_adopt(self.db, self._store, self._label):
                     return False
                 self._is_store_lost = False
             if store_loss.get_adoption_step(self.db) is AdoptionStep.MERGING:

@@ -184,7 +184,7 @@ class MountMemberReader:
     # --- the history --------------------------------------------------------------------------------------------------
 
     async def load_known_sets(self, directory: int, series_name: bytes) -> KnownSets[int]:
-        """Return what the history has of a series in a directory of the application."""
+        """Return what the history has of a series of the application. The newest set counts as named from now on."""
         record = await self._find_series_record(directory, series_name) or self._find_group_series(directory, series_name)
         if record is None:
             return KnownSets()
