@@ -103,7 +103,7 @@ def delete_copy(db: Database, content: int, tier: Tier) -> bool:
 
 
 def list_bad_copies(db: Database, state: CopyState, tier: Tier) -> list[int]:
-    """Return the contents with a copy in `tier` in a state other than GOOD."""
+    """Return the contents with a copy in `tier` in `state`, which is not GOOD."""
     return [row[0] for row in db.rows("SELECT content FROM copy WHERE state = ? AND tier = ? AND state <> 1", state, tier)]
 
 

@@ -162,7 +162,7 @@ def status(
 @app.command(epilog=EPILOG)
 def df(
     directory: AnyDirectory = None,
-    checkpoint: Annotated[str | None, Option(metavar="SIZE", help="Check whether checkpoints fit of which each rank writes SIZE.")] = None,
+    checkpoint: Annotated[str | None, Option(metavar="SIZE", help="Check whether checkpoints fit if each rank writes SIZE.")] = None,
     keep: Annotated[int, Option(min=0, help="Complete checkpoints to keep while the next one is written.")] = 1,
     ranks_per_node: Annotated[int, Option(min=1, help="Ranks on each node; each of them writes SIZE.")] = 1,
     json: Json = False,
@@ -349,7 +349,7 @@ def doctor(json: Json = False) -> None:
 @app.command("mounts", epilog=EPILOG)
 def list_names(
     delete: Annotated[str | None, Option(metavar="NAME", help="Delete what an unmounted name holds on this node.")] = None,
-    yes: Annotated[bool, Option("--yes", help="With --delete: also if that loses data.")] = False,
+    yes: Annotated[bool, Option("--yes", help="With --delete: delete it even if data are lost.")] = False,
     json: Json = False,
 ) -> None:
     """List all names, also unmounted ones that still hold data.

@@ -8,7 +8,7 @@ CKPTFS_CAMPAIGN_PFS=0                without a PFS
 CKPTFS_CAMPAIGN_FSYNC=clique         the mounts' fsync; with clique the jobs call it, and what it has acknowledged must outlive its node
 CKPTFS_CAMPAIGN_FAULTS=a,b           of which kinds the faults are (schedule.FAULTS; one may be named twice)
 CKPTFS_CAMPAIGN_JOBS=all             also files that another node writes anew each time
-The seed draws the faults; what applications and readers do in between is as the machine has it.
+The seed draws the faults; what applications and readers do in between depends on the machine.
 """
 
 import os

@@ -33,7 +33,7 @@ Logs = Annotated[
     Option("--log", metavar="DIR", help="The event log of another node as well: the directory events of a state directory."),
 ]
 JobMtbf = Annotated[str | None, Option("--mtbf", metavar="TIME", help="Mean time between failures of the job, all nodes together.")]
-NodeMtbf = Annotated[str | None, Option("--node-mtbf", metavar="TIME", help="The same of one node, such as 5y.")]
+NodeMtbf = Annotated[str | None, Option("--node-mtbf", metavar="TIME", help="Mean time between failures of one node, such as 5y.")]
 
 
 def parse_time(option: str, text: str) -> float:
@@ -185,7 +185,7 @@ def parse_since(text: str | None) -> int:
 @app.command(epilog=EPILOG)
 def events(
     directory: Directory = None,
-    follow: Annotated[bool, Option("--follow", "-f", help="Go on with events that come, until interrupted.")] = False,
+    follow: Annotated[bool, Option("--follow", "-f", help="Print new events as they come, until interrupted.")] = False,
     since: Annotated[str | None, time_option("Since 2h, 3d, or a time such as 2026-11-23T10:30.")] = None,
     json: Annotated[bool, Option("--json", help="Print a line of JSON for each event.")] = False,
 ) -> None:

@@ -34,7 +34,7 @@ def chaos(
     seed: Annotated[int, Option(metavar="N", help="The same seed gives the same faults in the same order.")] = 1,
     nodes: Annotated[int, Option(min=2, metavar="N", help="The number of nodes.")] = 3,
     factor: Annotated[int, Option(min=1, metavar="R", help="The number of nodes that hold each file; R-1 are away at most.")] = 2,
-    minutes: Annotated[float, Option(min=0.0, metavar="M", help="Begin new rounds of faults for so long; at least one.")] = 2.0,
+    minutes: Annotated[float, Option(min=0.0, metavar="M", help="Start rounds of faults for this long; at least one.")] = 2.0,
     faults: Annotated[str | None, Option(metavar="KIND,...", help="Only these kinds of faults, such as kill_mount,wipe.")] = None,
     no_pfs: Annotated[bool, Option("--no-pfs", help="No PFS: only copies on other nodes survive a node.")] = False,
     directory: Annotated[Path | None, Option("--dir", help="The lab's directory.  [default: /var/lib/ckptfs/chaos]")] = None,
@@ -45,7 +45,7 @@ def chaos(
 
     A round is a few faults and the repair of everything. All nodes are read meanwhile: no call may fail where only a process of ckptfs was
     killed, what reached the clique is there on every living node, `latest` always loads, and after a repair every file has its copies.
-    The seed draws the faults; what applications do in between is as the machine has it. The exit code is 1 if a promise is broken.
+    The seed draws the faults; what applications do in between depends on the machine. The exit code is 1 if a promise is broken.
 
     Needs root. Example: ckptfs chaos --seed 7 --minutes 10
     """

@@ -53,7 +53,7 @@ def show_config(
     """Show the effective options of a mount, and where each was given.
 
     An option was given on the command line (mount -o, fstab, a unit) or in the file of config=; any other has its default. The options are
-    those with which the daemon was started. If the file was changed since, that counts from the next mount on. Of keys, only the paths are
+    those with which the daemon was started. A later change of the file takes effect at the next mount. Of keys, only the paths are
     shown.
 
     Example: ckptfs config /ckpt --given
@@ -121,7 +121,7 @@ def warm(
 @app.command(epilog=EPILOG)
 def web(
     listen: Annotated[str, Option(metavar="HOST:PORT", help="The address to serve.")] = "127.0.0.1:9465",
-    beyond_loopback: Annotated[bool, Option("--beyond-loopback", help="Also if other machines can reach that address.")] = False,
+    beyond_loopback: Annotated[bool, Option("--beyond-loopback", help="Allow an address that other machines can reach.")] = False,
 ) -> None:
     """Serve a page that shows whether the newest checkpoints are safe.
 

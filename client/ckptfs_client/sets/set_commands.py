@@ -135,7 +135,7 @@ def restore(
     directory: Annotated[
         Path | None, Argument(metavar="DIR", help="The directory to restore it into, under its own name; also outside the mount.")
     ] = None,
-    force: Annotated[bool, Option("--force", help="Replace what lies there, also if the set does not have it.")] = False,
+    force: Annotated[bool, Option("--force", help="Replace what is in its place, even if the set does not have it.")] = False,
     json: Json = False,
 ) -> None:
     """Bring a checkpoint set back to its place, or copy it to another directory.
@@ -221,7 +221,7 @@ def commit(
     path: Annotated[Path, Argument(metavar="PATH", help="A file or directory of a series.")],
     json: Json = False,
 ) -> None:
-    """Say that a checkpoint is complete, where nothing else tells.
+    """Declare a checkpoint complete if ckptfs cannot tell.
 
     Example: ckptfs commit /ckpt/run1/step_100
     """
