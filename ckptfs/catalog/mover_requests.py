@@ -3,7 +3,7 @@
 A request is open until it is answered, or until its callers have stopped waiting (`until_ns`). Callers with the same kind, inode and
 argument share one open row. Kinds:
 
-- `scan`: compare the directory `inode` with the PFS. Argument `again`: also if it was imported before; `tree`: all directories below too.
+- `scan`: compare the directory `inode` with the PFS. Argument `again`: even if it was imported before; `tree`: all directories below too.
 - `fetch`: fetch the content of the file `inode`. The result is `here`, or `direct`: read it on the PFS; never for the argument `write`.
   With the argument `repair`, `here` is replaced by the names of the sources.
 - `wait_level`: the argument is a level that the file `inode` has to reach, or `journal:SEQ`: all rows of the journal about `inode` up to

@@ -3,7 +3,7 @@
 It writes the table `report` only.
 
 Levels are never stored: this module loads records, and `ckptfs.lifecycle` judges them. No function touches a tier, so all answer at once,
-also while the PFS hangs.
+even while the PFS hangs.
 """
 
 import json

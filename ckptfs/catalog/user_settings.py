@@ -1,8 +1,7 @@
 """The attributes `user.ckptfs.*` by which users control sets: pin, note, remove, rollback, commit.
 
 The kernel has checked that the caller may write the file or directory. Only its owner and root may set these attributes. They are shown to
-callers that name them, and never listed. A removal and a commit are stored as internal attributes, on which the tracker of sets
-acts.
+callers that name them, and never listed. A removal and a commit are stored as internal attributes. The tracker of sets acts on these.
 
 Functions that change rows join the caller's transaction.
 """

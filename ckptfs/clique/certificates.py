@@ -155,7 +155,7 @@ def load(directory: Path) -> Identity:
 
 
 def load_for(directory: Path, node: str, cluster: str) -> Identity:
-    """Load the keys of this node of this cluster. Raises ConfigError also if they belong to another one."""
+    """Load the keys of this node. Raises ConfigError if they are unusable, or of another node or cluster."""
     identity = load(directory)
     if (identity.node, identity.cluster) != (node, cluster):
         whose = f"node {identity.node} of cluster {identity.cluster}"

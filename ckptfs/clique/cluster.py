@@ -45,7 +45,7 @@ class ClusterLocks:
         self.node_lease = node_lease
 
     def try_acquire(self, name: str) -> ClusterLock | None:
-        """Return the lock, also if this node has it; None if another one has it, or without a lease."""
+        """Return the lock, even if this node has it; None if another one has it, or without a lease."""
         lease = self.node_lease.lease_id
         if not lease:
             return None

@@ -101,7 +101,7 @@ class CheckPfs:
             self._handle_failure(state, failure)
         else:
             if not is_same and copies.record_pfs_damaged(self._db, state):
-                log.error("%s: the file on the PFS has not the bytes that were written back; it is written back again", state.path)
+                log.error("%s: the file on the PFS differs from what was written back; it is written back again", state.path)
                 self._notify.wake_lanes()
 
     def _read(self, state: FetchState) -> transfer.ContentDigests:

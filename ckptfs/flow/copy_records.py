@@ -3,8 +3,8 @@
 Announcements are those of this node's copies. A record that no live node maintains is removed.
 
 Takes: copies that arrived or were dropped since the last announcement; records of dead writers whose contents no live node has.
-Leaves: keys `p/<content>/<this node>` that match the catalog, and no record of a content whose file is gone or
-holds a replicated successor.
+Leaves: keys `p/<content>/<this node>` that match the catalog, and no record of a content whose file is gone or holds a replicated
+successor.
 If we die here: an announcement that was not marked is repeated, which changes nothing. Each removal is one transaction that compares all
 keys on which it depends.
 

@@ -7,8 +7,8 @@ If we die here: each decision is one transaction on the state of the store; the 
 A node that returns checks all at once; opens ask the store anyway. Nothing is dropped while the store does not answer, nor because a peer
 alone says so (P5), nor while it is so young that its writer may not have published it.
 
-Sweeps are spread over time, with pauses between batches. A sweep also asks the nodes that announced copies of a part of the contents: who
-lacks a copy withdraws the announcement.
+Sweeps are spread over time, with pauses between batches. For a part of the contents, a sweep also asks the nodes that announced
+copies. A node that lacks its copy withdraws the announcement.
 """
 
 import errno
@@ -143,7 +143,7 @@ class Reconcile:
         self._after = None
         self._drop_stale()
         if self._dropped:
-            log.info("%d contents on this node are of no use any more: other nodes changed or deleted them", self._dropped)
+            log.info("%d contents on this node are no longer needed: other nodes changed or deleted them", self._dropped)
             self._dropped = 0
         return False
 

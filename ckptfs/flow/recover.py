@@ -102,7 +102,7 @@ class Recover:
             content = contents.get_content(self._db, number)
             if content is not None and content.state in WITH_SIZE and self._has_wrong_size(storage, number, content.size):
                 path = get_shown_path(self._db, content.inode)
-                log.error("%s: the copy in %s is quarantined: it has not %d bytes", path, storage.tier, content.size)
+                log.error("%s: the copy in %s is quarantined: its size is not %d bytes", path, storage.tier, content.size)
                 copies.set_copy_state(self._db, number, storage.tier, CopyState.QUARANTINED)
 
     # --- contents without a copy -------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ In doubt a member is incomplete: a late verdict is better than a wrong one. It i
 2. No file shows that it was not written to its end (`file_formats`).
 3. Every directory has what its kinds ask for (`set_kinds`).
 4. Where no file tells that all others are there, it has at least what the members before it have: names, and of files of unknown formats
-   the sizes. A member without any before it must be left alone for a while instead.
+   the sizes. A member without any before it must stay unchanged for a while instead.
 """
 
 import math

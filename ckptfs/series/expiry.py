@@ -22,7 +22,7 @@ from ckptfs.series.retention import KeepReason, SetFacts, find_reasons
 class Ruling:
     """What a rule says of sets, by their numbers.
 
-    `kept`: the history keeps them, also if the application deletes them. `expired`: the names of the application go as well.
+    `kept`: the history keeps them, even if the application deletes them. `expired`: the names of the application go as well.
     `for_pfs`: they go to the PFS. `not_local`: they leave RAM and NVMe once they are on the PFS.
     """
 

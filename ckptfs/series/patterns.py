@@ -10,7 +10,7 @@ A name is cut into text and numbers. The word before a number says what it means
 Of other numbers, the one that differs among siblings counts. `X.cpt` and `X_prev.cpt` are a series of two. Files that a program restarts
 from under another name (`file_groups`) are one member of that name. Lightning's `X-v1.ckpt` comes after `X.ckpt`. Temporary names are none.
 
-Invariant: every function takes time in proportion to the number of names, also if each of them is a series.
+Invariant: every function takes time in proportion to the number of names, even if each of them is a series.
 """
 
 import itertools

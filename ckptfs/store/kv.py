@@ -125,7 +125,7 @@ class Watch(Iterator[WatchEvents], Protocol):
     """A blocking iterator. It ends with close(); it raises Compacted if events are no longer available."""
 
     def close(self) -> None:
-        """End the iteration, from any thread, also while it waits."""
+        """End the iteration, from any thread, even while it waits."""
 
 
 class Transactions(Protocol):

@@ -111,7 +111,7 @@ def _copy_bytes(db: Database, tiers: Tiers, content: Content, source: Tier, targ
         tiers[target].reserve(target_fd, os.fstat(source_fd).st_blocks * 512)
         size, digest, _ = transfer.copy(source_fd, target_fd, label="duplicate", before_block=check)
         if (size, digest) != (content.size, content.digest):
-            if not quarantine(db, content, source, "it has not the digest that it was sealed with"):
+            if not quarantine(db, content, source, "its digest is not the sealed one"):
                 raise Busy("the content has changed")
             raise DigestMismatch(f"the copy of content {content.id} in {source} does not have the digest that it was sealed with")
         tiers[target].persist(target_fd, "duplicate")

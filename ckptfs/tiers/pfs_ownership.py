@@ -135,7 +135,7 @@ def _set_id(call: Callable[[ctypes.c_uint32], int], kind: str, number: int) -> i
 
     Raises PermissionError if the kernel refused.
 
-    Both calls return the former id also when they fail. With an id that no user has, they change nothing and return the present one.
+    Both calls return the former id even when they fail. With an id that no user has, they change nothing and return the present one.
     """
     before = call(ctypes.c_uint32(number)) & _NOBODY
     if call(ctypes.c_uint32(_NOBODY)) & _NOBODY != number & _NOBODY:

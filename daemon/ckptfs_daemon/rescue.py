@@ -105,7 +105,7 @@ class Rescue:
         return left_s > 0 and self._count_secured() < len(self._requests)
 
     def count_left(self) -> tuple[int, int]:
-        """Return (files, bytes) of what was closed before the drain began and has not the level."""
+        """Return (files, bytes) of what was closed before the drain began and lacks the level."""
         exposed = exposure.list_exposed(self._db, self._level)
         left = [file.size for file in exposed if not file.is_open and file.closed_ns <= self._began_ns]
         return len(left), sum(left)

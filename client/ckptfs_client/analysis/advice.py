@@ -10,7 +10,7 @@ failure the job needs `restart_s` before it works again, from its last checkpoin
 Sources:
 - J. W. Young, "A first order approximation to the optimum checkpoint interval", Communications of the ACM 17(9), 1974, p. 530-531.
 - J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer Systems 22(3),
-  2006, p. 303-312: the higher-order interval, and the expected time of a job whose failures are Poisson, also while it saves or restarts.
+  2006, p. 303-312: the higher-order interval, and the expected time of a job whose failures are Poisson, even while it saves or restarts.
 """
 
 import contextlib

@@ -11,7 +11,7 @@ its first one. What the run before had reached beyond that is *lost*: its steps 
 
 The time from the first sign of the first run to the last one of the last run is divided:
 
-- *saving*: files of a set were open; counted in full, also if the job worked meanwhile;
+- *saving*: files of a set were open; counted in full, even if the job worked meanwhile;
 - *lost*: from the end of the set from which the next run resumed to the last sign of the run;
 - *down*: from the last sign of a run to the first one of the next. Work that was done there and left no sign is in it;
 - *starting*: from the first sign of a run to its first set, beyond what its steps take by the median of all steps;

@@ -3,7 +3,7 @@
 A round is a few faults and the repair of everything; then applications rest until every file has its copies, and all nodes are compared.
 Faults stay within what is promised. With R copies at most R-1 nodes are away at a time, and the next ones go after the repair.
 
-Checked are: no call fails on a node that reaches the others, also if its mount process or mover is killed (P8); no reader sees a mixture
+Checked are: no call fails on a node that reaches the others, even if its mount process or mover is killed (P8); no reader sees a mixture
 (P7); what had reached the clique is there and has the right bytes on every node that lives (P9); `latest` is whole (N2); the PFS shows
 whole files in order (P6); at the end all nodes and the PFS show the same tree, and no copy is bad (P4).
 """
@@ -89,7 +89,7 @@ class Campaign:
         return self._lives[node] if self.is_connected(node) else -1
 
     def is_alive(self, node: int) -> bool:
-        """Return True if the node's applications run, also if it is cut off."""
+        """Return True if the node's applications run, even if it is cut off."""
         return self.away.get(node) in (None, CUT)
 
     def is_connected(self, node: int) -> bool:
@@ -312,7 +312,7 @@ class Campaign:
             self._record(number, "repair", self._mend)
 
     def _record(self, number: int, name: str, act: Callable[[], str]) -> None:
-        """Act, and record the result, also if it is a failure."""
+        """Act, and record the result, even if it is a failure."""
         self.say(name)
         result = FaultResultJson(at_s=round(time.monotonic() - self._began_s, 1), round=number, fault=name, result="a promise is broken")
         try:

@@ -2,8 +2,7 @@
 
 The connection is a descriptor of /dev/fuse. The mount lives as long as any process holds it; requests that no process answers wait. With
 the table of requests in flight, the saved INIT request and the decisions made at the start (`Connection`), any later process can serve it.
-Mounting uses mount(2), or for
-ordinary users fusermount3.
+Mounting uses mount(2), or fusermount3 for ordinary users.
 
 Invariants:
 - Only mounts of type fuse.ckptfs, or of a device that the caller names, are ever unmounted.

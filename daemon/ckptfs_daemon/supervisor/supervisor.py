@@ -4,8 +4,8 @@ One thread and one poll loop, without access to file contents. At the start, the
 the mover drains while the mount is attached and serves; then the mount is unmounted, the mount process exits, and the mover drains what was
 closed meanwhile. An unmount by an administrator begins with the second half.
 
-A supervisor also ends without an unmount: it hands the mount over to another version (`ckptfs upgrade`, or a child that finds itself to be
-of another one), or leaves it to systemd, which keeps the connection during `systemctl restart`. A trial of the successor comes before.
+A supervisor also ends without an unmount. It hands the mount over to another version, for `ckptfs upgrade` or if a child reports another
+version than its own, or leaves it to systemd, which keeps the connection during `systemctl restart`. It tries the successor first.
 
 Crash safety: the children exit with the supervisor. systemd keeps the connection and restarts the supervisor; without systemd the next
 start takes over what is left.

@@ -147,9 +147,9 @@ async def check_adoption(db: Database, store: Store) -> None:
 
 
 async def _confirm_at_members(db: Database, store: EpochCheckedStore) -> bool:
-    """Ask each member for the cluster's data; report those that lack it. Return False if most do and none has it.
+    """Ask each member for the cluster's data, and report those that lack it.
 
-    Raises StoreUnreachable if too few answer.
+    Returns True if one has the data, False if most lack them and none has them. Raises StoreUnreachable if too few answer.
     """
     members = await trio.to_thread.run_sync(store.members)
     try:

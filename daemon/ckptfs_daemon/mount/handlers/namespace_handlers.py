@@ -4,8 +4,8 @@ Each change of a name is one change of the catalog and one reply. The handle of 
 
 An inode that loses its last name stays in the catalog as an orphan while the kernel knows it: an open file, a working directory, an O_PATH
 descriptor. After FORGET its row and contents are deleted, in batches. The kernel is asked before each deletion (invalidating an unknown
-inode fails with ENOENT), because a FORGET may be older than a lookup. A FORGET that a dead mount process had read is
-lost, so all orphans are checked every `limits.ORPHANS_INTERVAL_S`.
+inode fails with ENOENT), because a FORGET may be older than a lookup. A FORGET that a dead mount process had read is lost.
+So all orphans are checked every `limits.ORPHANS_INTERVAL_S`.
 
 Crash safety: see `context`. The next mount process finds orphans by nlink 0, and continues a readdir at the kernel's offset.
 """

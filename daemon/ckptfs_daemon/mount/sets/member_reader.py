@@ -184,7 +184,7 @@ class MountMemberReader:
     # --- the history --------------------------------------------------------------------------------------------------
 
     async def load_known_sets(self, directory: int, series_name: bytes) -> KnownSets[int]:
-        """Return what the history has of a series of the application. The newest set counts as named from now on."""
+        """Return what the history has of a series. The newest set counts as named from now on."""
         record = await self._find_series_record(directory, series_name) or self._find_group_series(directory, series_name)
         if record is None:
             return KnownSets()
@@ -361,7 +361,7 @@ class MountMemberReader:
     async def _read_on_pfs(self, act: Callable[[], Result]) -> Result:
         """Run `act` in a thread that may hang as long as the PFS does.
 
-        Raises OSError, also if the PFS does not answer in time.
+        Raises OSError, for instance if the PFS does not answer in time.
         """
         if trio.current_time() < self._pfs_silent_until_s:
             raise posix_error(errno.ETIMEDOUT)

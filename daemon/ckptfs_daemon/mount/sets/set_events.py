@@ -68,7 +68,7 @@ class _Begun:
 
 @dataclass(slots=True)
 class _Watched:
-    """A set that has not the highest level yet, and when to look again."""
+    """A set below the highest level, and when to look again."""
 
     level: Level
     due_s: float
