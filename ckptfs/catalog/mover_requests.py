@@ -6,8 +6,7 @@ argument share one open row. Kinds:
 - `scan`: compare the directory `inode` with the PFS. Argument `again`: even if it was imported before; `tree`: all directories below too.
 - `fetch`: fetch the content of the file `inode`. The result is `here`, or `direct`: read it on the PFS; never for the argument `write`.
   With the argument `repair`, `here` is replaced by the names of the sources.
-- `wait_level`: the argument is a level that the file `inode` has to reach, or `journal:SEQ`: all rows of the journal about `inode` up to
-  that one have to be applied.
+- `wait_level`: all rows of the journal about `inode` up to SEQ have to be applied. The argument is `journal:SEQ`.
 - `replicate_now`: the present state of the file `inode` has to be on enough other nodes for the level `clique`.
 - `replicate_later`: the same, soon, and no caller waits.
 - `inspect`: what the file `inode`, whose bytes are only on other nodes, shows of itself: the result is `FileFormat.encode`.
@@ -50,6 +49,7 @@ DIRECT = "direct"
 READABLE = "begun"
 """Result of a `fetch` that is still open, when its blocks can be read as they arrive (`ckptfs.tiers.fetch_map`)."""
 
+_JOURNAL_PREFIX = "journal:"
 _COLUMNS = "id, kind, inode, argument, state, error, result, progress_ns, at_ns"
 
 
@@ -126,7 +126,12 @@ def mark_readable(db: Database, request: int) -> None:
 
 def build_journal_argument(row: int) -> str:
     """Return the argument of a `wait_level` that waits until the journal is applied up to a row."""
-    return f"journal:{row}"
+    return f"{_JOURNAL_PREFIX}{row}"
+
+
+def parse_journal_argument(argument: str) -> int:
+    """Return the row that `build_journal_argument` was given."""
+    return int(argument.removeprefix(_JOURNAL_PREFIX))
 
 
 def delete_stale(db: Database) -> int:

@@ -77,11 +77,12 @@ def test_what_is_on_the_pfs_is_not_lost(mount: Mount, monkeypatch: pytest.Monkey
     assert read_from_pfs(mount, b"run/step_1.pt") == b"weights"
 
 
-@pytest.mark.parametrize("argument", ["pfs", "journal:100"])
-def test_an_answer_is_true_after_a_power_cut(mount: Mount, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_is_true_after_a_power_cut(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
     mount.put(b"a", b"data")
     mount.settle()
-    request = mover_requests.insert_request(mount.db, mover_requests.WAIT_LEVEL, mount.number(b"a"), argument)
+    request = mover_requests.insert_request(
+        mount.db, mover_requests.WAIT_LEVEL, mount.number(b"a"), mover_requests.build_journal_argument(100)
+    )
     persisted: list[bool] = []
     monkeypatch.setattr(mount.db, "persist", lambda: persisted.append(mover_requests.is_open(mount.db, request)))
     WaitLevel(mount.db, mount.tiers, mount.config, mount.told).step()

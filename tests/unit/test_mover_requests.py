@@ -62,12 +62,12 @@ def test_what_nobody_waits_for_any_more_is_swept(db: Database, monkeypatch: pyte
 def test_a_journal_argument_covers_earlier_rows_only(db: Database) -> None:
     with db.transaction():
         journal.append(db, "attributes", 7)
-    _, _, seq = mover_requests.build_journal_argument(journal.get_last_seq(db, 7)).partition(":")
+    seq = mover_requests.parse_journal_argument(mover_requests.build_journal_argument(journal.get_last_seq(db, 7)))
     with db.transaction():
         journal.append(db, "attributes", 7)
-    assert journal.has_pending(db, 7, int(seq))
-    db.run("DELETE FROM journal WHERE seq = ?", int(seq))
-    assert not journal.has_pending(db, 7, int(seq)), "what was recorded later is not waited for"
+    assert journal.has_pending(db, 7, seq)
+    db.run("DELETE FROM journal WHERE seq = ?", seq)
+    assert not journal.has_pending(db, 7, seq), "what was recorded later is not waited for"
     assert mover_requests.build_journal_argument(journal.get_last_seq(db, 8)) == "journal:0" and not journal.has_pending(db, 8, 0)
 
 
