@@ -125,8 +125,8 @@ def record_scan_begin(db: Database, directory: int) -> PendingChanges:
 
 
 @contextlib.contextmanager
-def import_transaction(db: Database, directory: int) -> Iterator[None]:
-    """Run a block as a transaction whose changes to `pfs_entry` and `pfs_file` are the scan's own."""
+def import_transaction(db: Database) -> Iterator[None]:
+    """Run a block as a transaction of a scan: the triggers do not take its changes for write-back's."""
     with db.transaction():
         db.run("UPDATE scan SET importing = 1")
         yield

@@ -387,7 +387,7 @@ class DirectoryScan:
         summary.set_trouble(self._db, where, {"what": what, "path": os.fsdecode(path), "remedy": remedy})
 
     def _import_root(self) -> None:
-        with scans.import_transaction(self._db, ROOT):
+        with scans.import_transaction(self._db):
             is_changed = scans.set_root_attributes(self._db, self._pending, pfs_tree.stat_descriptor(self._fd))
         if is_changed:
             self._notify.invalidate_inode(ROOT)
@@ -414,7 +414,7 @@ class DirectoryScan:
         replaced = []
         for part in _split(self._load_details(batch), IMPORT_BATCH if self._refresh_names is None else CLUSTER_IMPORT_BATCH):
             done: list[tuple[PfsEntryStat, ScanVerdict, int | None]] = []
-            with scans.import_transaction(self._db, self._directory):
+            with scans.import_transaction(self._db):
                 self._pending.update(self._db)
                 done += [(seen, *scans.import_entry(self._db, self._pending, seen)) for seen in part]
                 disk.reach("scan:import")
@@ -478,7 +478,7 @@ class DirectoryScan:
         """Delete names in one directory from the catalog. Return True if any was deleted."""
         gone: list[bytes] = []
         for part in _split(names, IMPORT_BATCH):
-            with scans.import_transaction(self._db, pending.directory):
+            with scans.import_transaction(self._db):
                 pending.update(self._db)
                 gone += [name for name in part if scans.record_vanished(self._db, pending, name)]
                 disk.reach("scan:vanish")

@@ -134,7 +134,7 @@ class PeerClient:
         if not blocks:
             return 0
         if not sources:
-            raise PeerFailed("nobody to fetch from")
+            raise PeerFailed("there is no node to fetch from")
         streams = min(self._streams, len(blocks))
         workers = max(streams, min(len(sources), limits.PEER_SOURCES_MAX))
         fetching = block_client.FetchJob(manifest, blocks, target_fd, on_block, workers, urgent_blocks, can_wait=can_wait)

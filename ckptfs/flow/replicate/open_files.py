@@ -61,7 +61,7 @@ class SnapshotReplicator:
             size, whole, blocks = transfer.read(fd, label="replicate:open")
             if snapshot is None or (size and len(blocks) != digest.BLOCK_DIGEST_BYTES * -(-size // limits.BLOCK_BYTES)):
                 return set()
-            return self._send_until_enough(snapshot, Offer(number, snapshot.inode, snapshot.generation, size, whole, blocks), fd)
+            return self._send_until_enough(Offer(number, snapshot.inode, snapshot.generation, size, whole, blocks), fd)
 
     def _take_snapshot(self, number: int, fd: int) -> Content | None:
         """Record a generation for the present content, its size and times; None if it is not open."""
@@ -72,7 +72,7 @@ class SnapshotReplicator:
                 contents.record_written(self._db, snapshot.inode, status.st_size, status.st_atime_ns, status.st_mtime_ns)
         return snapshot
 
-    def _send_until_enough(self, snapshot: Content, offer: Offer, fd: int) -> set[int]:
+    def _send_until_enough(self, offer: Offer, fd: int) -> set[int]:
         """Send a snapshot until enough nodes have it, or no other one takes it. Return the nodes that have it."""
         cluster, view = self._cluster, self._cluster.view()
         holding_nodes: set[int] = {cluster.node_number}
