@@ -166,7 +166,8 @@ _SELECT_CONTENT = (
 
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), sort_keys=True)
-_KEY = re.compile(rb"([a-z])/([0-9a-f]{16})(?:/([^/\0]+))?\Z")
+_KEY = re.compile(rb"([a-z])/([0-7][0-9a-f]{15})(?:/([^/\0]+))?\Z")
+"""Numbers are those of SQLite: below 2**63."""
 
 
 class SharedKey(NamedTuple):

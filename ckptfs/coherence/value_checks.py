@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from ckptfs import limits
+from ckptfs.catalog import history, set_members
 from ckptfs.coherence.keys import (
     CONTENT,
     COPY,
@@ -81,8 +82,7 @@ def _is_between(low: int, high: int) -> Check:
 
 
 _is_int, _is_count, _is_id = (_is_between(low, _INT_MAX) for low in (-_INT_MAX, 0, 1))
-_is_ino = _is_between(0, 2**64 - 1)
-"""A number of an inode of the PFS, which may use all 64 bits."""
+_is_ino = _is_count
 
 
 def _is_flag(value: object) -> bool:
@@ -115,13 +115,30 @@ def _is_bytes_text(value: object) -> bool:
     return isinstance(value, str) and all(letter <= "\xff" for letter in value)
 
 
+def _is_key(value: object) -> bool:
+    """Return True for a key of a shared value, as its bytes in latin-1."""
+    try:
+        return isinstance(value, str) and bool(decode_key(value.encode("latin-1")))
+    except ValueError:
+        return False
+
+
 def _is_xattrs(value: object) -> bool:
     if not isinstance(value, dict) or not all(_is_bytes_text(name) and isinstance(held, str) for name, held in value.items()):
         return False
     try:
-        return all(base64.b64decode(held, validate=True) is not None for held in value.values())
+        return all(_is_xattr(name, base64.b64decode(held, validate=True)) for name, held in value.items())
     except ValueError:
         return False
+
+
+def _is_xattr(name: str, value: bytes) -> bool:
+    """Return False for a record of sets that is none. Raises ValueError for what is no JSON."""
+    checks = _RECORDS.get(name)
+    if checks is None:
+        return True
+    record = parse_json(value)
+    return isinstance(record, dict) and not _find_field_fault(record, *checks)
 
 
 def _or_none(check: Check) -> Check:
@@ -165,6 +182,29 @@ _SALVAGE_RECORD: Mapping[str, Check] = {
     "node": _or_none(_is_count), "content": _or_none(_is_id), "generation": _is_count, "mtime_ns": _is_int, "shows": _or_none(_is_id),
     "shown": _is_count,
 }  # fmt: skip
+_is_whole, _is_text = (lambda value: type(value) is int), (lambda value: isinstance(value, str))
+
+
+def _is_producer(value: object) -> bool:
+    return isinstance(value, list) and len(value) > 1 and _is_list_of(_is_text, _is_whole, *[_is_text] * min(3, len(value) - 2))(value)
+
+
+_RECORDS: Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]] = {
+    history.SERIES_XATTR.decode(): ({"origin": _is_count, "pattern": _is_bytes_text, "next": _is_count}, {}),
+    history.ROLLBACK_XATTR.decode(): ({"number": _is_count, "at_ns": _is_int}, {}),
+    history.SET_XATTR.decode(): (
+        {
+            "number": _is_count, "name": _is_bytes_text, "numbers": _is_each(_is_whole), "files": _is_count, "size": _is_count,
+            "completed_ns": _is_int, "producers": _is_each(_is_producer),
+        },
+        {"is_group": _is_flag},
+    ),
+    set_members.CLAIM_XATTR.decode(): ({"node": _is_count, "content": _or_none(_is_id), "generation": _is_count}, {}),
+    set_members.PRODUCER_XATTR.decode(): (
+        {"host": _is_text, "pid": _is_whole}, {"command": _is_text, "job": _is_text, "rank": _is_text}
+    ),
+}  # fmt: skip
+"""Extended attributes of ckptfs itself that are JSON."""
 _PUBLISHED = _or_none(_is_list_of(_is_int, _is_flag, _is_count, _is_int, _or_none(_is_ino), _or_none(_is_digest)))
 _NAMES_OF_OPERATIONS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("make", "link", "unlink", "rmdir"), frozenset({"parent", "name"})),
@@ -192,7 +232,7 @@ REQUIRED: Mapping[str, Mapping[str, Check]] = {
         "digest": _or_none(_is_digest), "closed_ns": _is_int,
     },
     COPY: {"generation": _is_count, "digest": _is_digest},
-    LAST_COMMIT: {"deleted": _is_each(_is_bytes_text)},
+    LAST_COMMIT: {"deleted": _is_each(_is_key)},
     PFS_NAME: {"inode": _is_count},
     PFS_STATE: {"names": _is_each(_is_list_of(_is_id, is_name))},
     JOURNAL_ROW: {"op": _is_operation, "inode": _is_count, "mode": _is_count, "at_ns": _is_int},
@@ -236,7 +276,9 @@ def find_fault(key: SharedKey, raw: bytes) -> str:
         return "it is not JSON"
     if not isinstance(value, dict):
         return "it has no fields"
-    return _find_field_fault(value, REQUIRED[key.kind], OPTIONAL[key.kind]) or _find_missing(key.kind, value)
+    if fault := _find_field_fault(value, REQUIRED[key.kind], OPTIONAL[key.kind]) or _find_missing(key.kind, value):
+        return fault
+    return "it is in itself" if key.number in (value.get("parent"), value.get("child")) and key.kind in (NAME, INODE) else ""
 
 
 def _find_missing(kind: str, value: Mapping[str, Any]) -> str:
@@ -253,7 +295,7 @@ def parse_value(key: SharedKey, item: Item) -> bytes:
     """Return the value of an item; `UNREADABLE` if it is none."""
     fault = find_fault(key, item.value)
     if fault:
-        _log_once(item.key, item.mod_revision, fault)
+        log_unreadable(item.key, item.mod_revision, fault)
         return UNREADABLE
     return item.value
 
@@ -263,7 +305,7 @@ def parse_key(raw: bytes) -> SharedKey | None:
     try:
         key = decode_key(raw)
     except ValueError as fault:
-        _log_once(raw, 0, str(fault))
+        log_unreadable(raw, 0, str(fault))
         return None
     return key
 
@@ -275,7 +317,8 @@ def decode_item(item: Item) -> Value | None:
 
 
 @functools.lru_cache(1024)
-def _log_once(raw_key: bytes, revision: int, fault: str) -> None:
+def log_unreadable(raw_key: bytes, revision: int, fault: str) -> None:
+    """Log once what is wrong with a value of the store."""
     log.error("etcd key %a: not readable: %s; the name or inode answers EIO (delete the key, or change the file again)", raw_key, fault)
 
 

@@ -1,5 +1,6 @@
 """P11: what the store holds is checked like what a peer says. A value that is none costs its own name or inode, and nothing else."""
 
+import base64
 import errno
 import json
 import logging
@@ -82,6 +83,33 @@ def test_a_field_of_a_wrong_type_is_a_fault_and_no_exception(kind: str) -> None:
             assert value_checks.find_fault(key, keys.encode_fields({**SAMPLES[kind], name: held})), (name, held)
 
 
+RECORDS: dict[str, dict[str, Any]] = {
+    "ckptfs.series": {"origin": 7, "pattern": "step_*", "next": 3}, "ckptfs.rollback": {"number": 2, "at_ns": 1},
+    "ckptfs.set": {
+        "number": 1, "name": "step_1", "numbers": [10**30], "files": 1, "size": 1, "completed_ns": 1, "is_group": True,
+        "producers": [["host", 1], ["host", 1, "\udcff", "", ""]],
+    },
+    "ckptfs.writer": {"node": 1, "content": None, "generation": 1}, "ckptfs.producer": {"host": "a", "pid": 1, "command": "\udcff"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_of_a_set_that_is_none_is_a_fault(name: str) -> None:
+    """Whoever reads sets reads the records of all."""
+
+    def find_fault(record: str) -> str:
+        return value_checks.find_fault(
+            SharedKey(INODE, 9), keys.encode_fields({**FILE, "xattrs": {name: base64.b64encode(record.encode()).decode()}})
+        )
+
+    assert find_fault(json.dumps(RECORDS[name])) == ""
+    for record in ("", "7", "[]", "{}", "[" * 100_000, json.dumps({**RECORDS[name], "unknown": 1})):
+        assert find_fault(record)
+    for field in RECORDS[name]:
+        for held in ({"a": []}, [[]], 1.5, "x" if not isinstance(RECORDS[name][field], str) else 7):
+            assert find_fault(json.dumps({**RECORDS[name], field: held})), (field, held)
+
+
 @pytest.mark.parametrize("fields", [{"op": "format"}, {"op": "unlink"}, {"op": "rename", "parent": 1, "name": "f"}], ids=str)
 def test_a_change_that_write_back_does_not_know_is_no_value(fields: dict[str, Any]) -> None:
     assert value_checks.find_fault(SharedKey(JOURNAL_ROW, 9), keys.encode_fields({**SAMPLES[JOURNAL_ROW], **fields}))
@@ -120,6 +148,19 @@ def test_a_field_name_never_becomes_sql(tmp_path: Path) -> None:
     with key_state.change_unmarked(node.db):
         keys.write_value(node.db, SharedKey(INODE, 9), {**FILE, "uid = 7777, gid": 0})
     assert get(node.db, 9).uid == 0
+
+
+@pytest.mark.parametrize("deleted", ["garbage", f"i/{2**63:016x}", "e/1/x", "\u0100"])
+def test_a_chain_that_names_no_keys_does_not_end_the_next_process(tmp_path: Path, deleted: str) -> None:
+    etcd = MemoryEtcd()
+    node = Node(tmp_path, 1, MemoryStore(etcd))
+    put(node, SharedKey(LAST_COMMIT, 1), keys.encode_fields({"sequence": 7, "deleted": [deleted]}))
+
+    async def act() -> None:
+        await node.make("f")
+        assert not node.sharing.is_disconnected and b"/f" in stored_tree(etcd)
+
+    in_virtual_time(lambda: running([node], act))
 
 
 @pytest.mark.parametrize("raw", [b"", b"\xff", b"[]", b'{"id":7}', b"[" * 100_000])
@@ -245,6 +286,12 @@ async def test_a_directory_with_a_key_that_is_none_can_be_read(a: Node, b: Node)
     assert await fails(lambda: a.rmdir("d")) == errno.EAGAIN
     store.commit([], [Put(b"e/%016x/g" % directory, b"{}")])
     assert await b.names("d") == []
+
+
+@pytest.mark.parametrize("key", [SharedKey(INODE, 9), SharedKey(NAME, 9, b"x")], ids=str)
+def test_a_directory_that_is_in_itself_is_no_value(key: SharedKey) -> None:
+    value = {**FILE, "mode": 0o040755, "parent": 9} if key.kind == INODE else {"child": 9, "type": 0o040000}
+    assert "itself" in value_checks.find_fault(key, keys.encode_fields(value))
 
 
 def test_a_change_that_the_store_refuses_for_ever_stays_here_and_the_others_go_on(tmp_path: Path) -> None:
