@@ -17,7 +17,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.coherence import chain, key_state, keys, merge, salvage_records
 from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import CONTENT, INODE, NAME, PFS_STATE, TIMES, SharedKey, build_names_prefix, encode_key
-from ckptfs.coherence.value_checks import UNREADABLE, ValueUnreadable, parse_key, parse_value
+from ckptfs.coherence.value_checks import UNREADABLE, ValueUnreadable, log_unreadable, parse_key, parse_value
 from ckptfs.store.kv import Get, Outcome, prefix_end
 
 IsWritten = Callable[[int], bool]
@@ -118,12 +118,46 @@ def apply_value(
         if ours is not None:
             written = {name: ours[name] for name in merge.CONTENT_FIELDS if name in ours}
             value = {**value, **written, **merge.get_new_record(key_state.get_cached(db, key).fields, ours)}
-    if key.kind == NAME and value is not None and db.value("SELECT 1 FROM inode WHERE id = ?", value["child"]) is None:
-        return  # Its inode is unknown on this node. The next lookup asks for both.
+    if key.kind == NAME and value is not None and not _is_name_of(db, key, value["child"]):
+        return  # Its inode is unknown on this node, or is a directory elsewhere. The next lookup asks for both.
+    if key.kind == INODE and value is not None and "names" not in value and not _make_place(db, key.number, value["parent"]):
+        return
     keys.write_value(db, key, value)
     key_state.set_cached(db, key, now)
     if key.kind == TIMES and value is not None and keys.get_value(db, key) not in (None, value):
         key_state.mark_dirty(db, key)  # Times are put without a compare: a node that knew older ones wrote last.
+
+
+def _is_name_of(db: Database, key: SharedKey, child: int) -> bool:
+    """Return True if a name leads to a known inode. A directory has one name only, in its parent."""
+    row = db.row("SELECT mode & 61440, parent FROM inode WHERE id = ?", child)
+    return row is not None and (row[0] != DIRECTORY_TYPE or row[1] == key.number or key_state.is_dirty(db, SharedKey(INODE, child)))
+
+
+def _make_place(db: Database, directory: int, parent: int) -> bool:
+    """Forget what contradicts that a directory is in `parent`. Return False if that is unpublished.
+
+    What this node knew before is older. So no directory of a catalog is in itself, whatever the store says.
+    """
+    below = db.value(
+        "WITH RECURSIVE up(id, parent) AS (SELECT id, parent FROM inode WHERE id = ?"
+        " UNION SELECT i.id, i.parent FROM inode i JOIN up ON i.id = up.parent) SELECT id FROM up WHERE parent = ?",
+        parent, directory,
+    )  # fmt: skip
+    if below is not None:
+        above = SharedKey(INODE, below)
+        if key_state.is_dirty(db, above):
+            return False
+        db.run("UPDATE inode SET parent = 0 WHERE id = ?", below)
+        key_state.set_cached(db, above, key_state.ABSENT)
+        _forget_names_outside(db, below, 0)
+    _forget_names_outside(db, directory, parent)
+    return True
+
+
+def _forget_names_outside(db: Database, directory: int, parent: int) -> None:
+    for other, name in db.rows("SELECT parent, name FROM entry WHERE child = ? AND parent <> ?", directory, parent):
+        _forget_name(db, SharedKey(NAME, other, bytes(name)))
 
 
 def apply_inode_deleted(db: Database, inode: int, read_revision: int, recent_deletes: RecentDeletes) -> None:
@@ -139,10 +173,13 @@ def apply_inode_deleted(db: Database, inode: int, read_revision: int, recent_del
 def forget_names(db: Database, inode: int) -> None:
     """Delete the cached names of an inode that is gone, and those in it: others have removed them before."""
     for parent, name in db.rows("SELECT parent, name FROM entry WHERE child = ?1 OR parent = ?1", inode):
-        key = SharedKey(NAME, parent, bytes(name))
-        if not key_state.is_dirty(db, key):
-            keys.write_value(db, key, None)
-            key_state.set_cached(db, key, key_state.ABSENT)
+        _forget_name(db, SharedKey(NAME, parent, bytes(name)))
+
+
+def _forget_name(db: Database, key: SharedKey) -> None:
+    if not key_state.is_dirty(db, key):
+        keys.write_value(db, key, None)
+        key_state.set_cached(db, key, key_state.ABSENT)
 
 
 INODE_KEYS_MAX = 3
@@ -213,9 +250,14 @@ def list_overtaken_names(store_values: dict[SharedKey, StoreValue]) -> list[Shar
     return found
 
 
-def list_uncached(db: Database, keys: Iterable[SharedKey]) -> list[SharedKey]:
-    """Return those keys that have no cached value."""
-    return [key for key in keys if not key_state.get_cached(db, key).revision]
+def list_unknown(db: Database, directory: int, keys: Iterable[SharedKey]) -> list[SharedKey]:
+    """Return those keys that have no cached value, and those of directories that were in another directory."""
+    moved = "SELECT 1 FROM inode WHERE id = ? AND mode & 61440 = 16384 AND parent <> ?"
+    return [
+        key
+        for key in keys
+        if not key_state.get_cached(db, key).revision or (key.kind == INODE and db.value(moved, key.number, directory) is not None)
+    ]
 
 
 def build_gets(keys: Iterable[SharedKey]) -> list[Get]:
@@ -233,14 +275,19 @@ def parse_outcome(keys: list[SharedKey], outcome: Outcome) -> dict[SharedKey, St
 
 
 def require_readable(store_values: Mapping[SharedKey, StoreValue], keys: Iterable[SharedKey]) -> None:
-    """Raise ValueUnreadable if one of these values, or of those that they lead to, is unreadable."""
+    """Raise ValueUnreadable if one of these values, or what it leads to, is unreadable or missing."""
     for key in keys:
         one = store_values.get(key)
         if one is not None and one.value.raw == UNREADABLE:
             raise ValueUnreadable(f"etcd holds no value of ckptfs under {encode_key(key)!a}")
         fields = one.value.fields if one is not None and key.kind in (NAME, INODE) else None
-        if fields is not None and key.kind == NAME:
-            require_readable(store_values, [SharedKey(INODE, fields["child"])])
+        if one is not None and fields is not None and key.kind == NAME:
+            child = SharedKey(INODE, fields["child"])
+            require_readable(store_values, [child])
+            target = store_values.get(child)
+            if target is not None and target.value.raw is None and target.read_revision <= one.read_revision:
+                log_unreadable(encode_key(key), one.value.revision, "there is no such inode")
+                raise ValueUnreadable(f"etcd holds a name that leads nowhere under {encode_key(key)!a}")
         elif fields is not None and fields["content"] is not None:
             require_readable(store_values, [SharedKey(CONTENT, fields["content"])])
 

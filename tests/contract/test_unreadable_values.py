@@ -15,7 +15,7 @@ from ckptfs_daemon.mount.cluster.shared_namespace import TROUBLE, UNSHARED_TROUB
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, async_tests, in_virtual_time, reconnect, running, settled, stored_tree
 
-from ckptfs.catalog import summary
+from ckptfs.catalog import namespace, summary
 from ckptfs.catalog.inodes import get
 from ckptfs.clique import locations, membership
 from ckptfs.coherence import key_state, keys, store_loss, value_checks
@@ -286,6 +286,48 @@ async def test_a_directory_with_a_key_that_is_none_can_be_read(a: Node, b: Node)
     assert await fails(lambda: a.rmdir("d")) == errno.EAGAIN
     store.commit([], [Put(b"e/%016x/g" % directory, b"{}")])
     assert await b.names("d") == []
+
+
+@two_nodes
+async def test_a_name_that_leads_nowhere_answers_eio(a: Node, b: Node, caplog: pytest.LogCaptureFixture) -> None:
+    """Also under a name that both nodes know."""
+    await a.build("was", "other")
+    await b.stat("was")
+    for name in (b"was", b"new"):
+        put(a, SharedKey(NAME, ROOT, name), keys.encode_fields({"child": 9 << 40, "type": 0o100000}))
+    caplog.set_level(logging.ERROR)
+    for node in (a, b):
+        for path in ("was", "new"):
+            assert await fails(lambda node=node, path=path: node.stat(path)) == errno.EIO  # type: ignore[misc]
+    assert [record.getMessage().count("no such inode") for record in caplog.records] == [1, 1]
+    assert b"other" in await b.names()
+
+
+@pytest.mark.parametrize("named_first", [False, True])
+@two_nodes
+async def test_directories_that_are_in_each_other_make_no_loop_in_a_catalog(a: Node, b: Node, named_first: bool) -> None:
+    """Whoever walks up or down in a catalog comes to an end. What is outside goes on."""
+    await a.build("one/", "one/two/", "f")
+    one, two = (await a.stat("one")).id, (await a.stat("one/two")).id
+    await b.tree()
+    stored_one = MemoryStore(a.store.etcd).read([Get(keys.encode_key(SharedKey(INODE, one)))]).results[0][0]
+    loop = [
+        (SharedKey(INODE, one), {**(keys.decode_value(stored_one.value) or {}), "parent": two}),
+        (SharedKey(NAME, two, b"loop"), {"child": one, "type": 0o040000}),
+    ]
+    for key, value in reversed(loop) if named_first else loop:
+        put(a, key, keys.encode_fields(value))
+        for node in (a, b):
+            for path in ("one", "one/two", "one/two/loop", "one/two/loop/two"):
+                await fails(lambda node=node, path=path: node.stat(path))  # type: ignore[misc]
+            await node.sharing.refresh_inodes([one, two])
+            await node.sharing.refresh_directory(two)
+            assert not (namespace.is_inside(node.db, one, two) and namespace.is_inside(node.db, two, one))
+            below = [*namespace.iterate_names_below(node.db, ROOT), *namespace.iterate_names_below(node.db, one)]
+            assert len(below) < 9
+    assert await b.stat("f")
+    await b.make("g")
+    assert await a.stat("g")
 
 
 @pytest.mark.parametrize("key", [SharedKey(INODE, 9), SharedKey(NAME, 9, b"x")], ids=str)

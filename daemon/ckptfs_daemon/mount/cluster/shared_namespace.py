@@ -205,7 +205,7 @@ class SharedNamespace(LocalNamespace):
                 return
             values, after = read.parse_page(self.db, inode, after, items, found, only_new=True)
             values |= read.parse_outcome(own, replace(found, results=found.results[1:]))
-            keys = read.list_uncached(self.db, read.list_missing_keys(self.db, values))
+            keys = read.list_unknown(self.db, inode, read.list_missing_keys(self.db, values))
             self._apply({**values, **await self._load_values(keys)})
             read.require_readable(values, own)
             if at_most:
