@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import trio
-from ckptfs_daemon.mover.membership_service import TROUBLE, MembershipService
+from ckptfs_daemon.mover.membership_service import TROUBLE, Backoff, MembershipService
 from memory_store import MemoryEtcd, MemoryStore
 
 from ckptfs import limits
 from ckptfs.catalog import database, identity
 from ckptfs.catalog.database import Database
 from ckptfs.clique.membership import Node, ViewChange, register
+from ckptfs.errors import Compacted
 from ckptfs.store.kv import Delete, Put
 
 PATIENCE_S = 60.0
@@ -192,6 +193,30 @@ async def test_a_store_that_forgot_what_happened_is_read_again(nursery: trio.Nur
     etcd.compact(etcd.revision)
     a.store.reachable = True
     await until(lambda: a.names() == ["a", "b", "c"])
+
+
+@in_nursery
+async def test_a_store_that_refuses_each_watch_is_asked_less_and_less_often(
+    nursery: trio.Nursery, stations: list[Station], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reads go on: they are no reason to ask at once."""
+    delays_s: list[float] = []
+    draw = Backoff.next_delay_s
+
+    def next_delay_s(backoff: Backoff) -> float:
+        draw(backoff)
+        delays_s.append(backoff._s)
+        return 0.001
+
+    def refuse(*_: object) -> None:
+        raise Compacted("all of it")
+
+    monkeypatch.setattr(limits, "NODE_LEASE_RENEW_S", 10 * limits.RETRY_FIRST_S)
+    monkeypatch.setattr(Backoff, "next_delay_s", next_delay_s)
+    monkeypatch.setattr(stations[0].store, "watch", refuse)
+    nursery.start_soon(stations[0].member._run_watch_loop)
+    await until(lambda: len(delays_s) > 5)
+    assert delays_s[:2] == [limits.RETRY_FIRST_S, 2 * limits.RETRY_FIRST_S] and delays_s[5] == limits.NODE_LEASE_RENEW_S
 
 
 def test_a_mover_that_starts_while_the_store_is_away_knows_its_peers(stations: list[Station]) -> None:

@@ -69,6 +69,7 @@ class MembershipService:
         self._view_may_change = trio.Event()
         self.on_lease_renewed: Callable[[int], None] = lambda _: None
         """Called with the lease after each renewal, in the trio thread."""
+        self._watch_backoff = Backoff()
         self._has_read = False
         self.view_loaded = trio.Event()
         """Set once the view comes from the store. Before that, a new node knows no other node."""
@@ -116,20 +117,18 @@ class MembershipService:
     # --- watch -------------------------------------------------------------------------------------------------------
 
     async def _run_watch_loop(self) -> None:
-        backoff = Backoff()
         while True:
             try:
                 nodes, revision = await _run_in_thread(lambda: load_nodes(self._store))
                 self._member_table.replace_nodes(nodes, trio.current_time())
                 self._has_read = True
                 self._record_store_answer()
-                backoff.reset()
                 await self._watch_nodes(revision + 1)
             except Compacted:
                 log.debug("etcd: compacted revisions that were not read; reading all nodes again")
             except CkptfsError as failure:
                 await self._record_trouble(failure)
-            await trio.sleep(backoff.next_delay_s())
+            await trio.sleep(self._watch_backoff.next_delay_s())
 
     async def _watch_nodes(self, revision: int) -> None:
         """Apply every change from that revision on, until the watch ends."""
@@ -141,6 +140,7 @@ class MembershipService:
             watch.close()
 
     def _apply_events(self, batch: WatchEvents) -> None:
+        self._watch_backoff.reset()
         for event in batch.events:
             if event.item is None:
                 with contextlib.suppress(ValueError):  # The key is not that of a record.
