@@ -8,6 +8,7 @@ Crash safety: etcd has applied a transaction or not; leases expire.
 """
 
 import contextlib
+import functools
 import random
 import threading
 import time
@@ -129,7 +130,7 @@ class EtcdStore:
         self, compares: Sequence[Compare], changes: Sequence[Operation], otherwise: Sequence[Get] = (), *, timeout_s: float = WAIT_S
     ) -> Future[Outcome]:
         request = self._codec.encode_transaction(compares, changes, otherwise)
-        return self._endpoints.call("transaction", request, self._codec.decode_outcome, timeout_s)
+        return self._endpoints.call("transaction", request, functools.partial(self._codec.decode_outcome, request), timeout_s)
 
     def grant(self, ttl_s: int, *, timeout_s: float = WAIT_S) -> int:
         return self._endpoints.call("grant", pb.LeaseGrantRequest(TTL=ttl_s), lambda granted: int(granted.ID), timeout_s).result()
@@ -299,7 +300,8 @@ class EtcdWatch:
             # Either this member lags, or etcd lost its data. The Get makes the read linearizable: a transaction without operations is
             # answered by the member alone.
             newest_request = self._codec.encode_transaction((), [Get(b"")], ())
-            newest = self._endpoints.call("transaction", newest_request, self._codec.decode_outcome, limits.ETCD_WAIT_S).result().revision
+            decode = functools.partial(self._codec.decode_outcome, newest_request)
+            newest = self._endpoints.call("transaction", newest_request, decode, limits.ETCD_WAIT_S).result().revision
             if newest + 1 < self._next_revision:
                 raise Compacted(f"etcd is at revision {newest} but was at {self._next_revision - 1}: it lost its data")
 
@@ -433,7 +435,11 @@ class EndpointCall(Generic[Answer]):
     def _handle_answer(self, pending: Any) -> None:
         code, details = pending.code(), pending.details() or ""
         if code is grpc.StatusCode.OK:
-            answer = self._decode(pending.result())
+            try:
+                answer = self._decode(pending.result())
+            except CkptfsError as failure:
+                self.future.set_exception(failure)
+                return
             self.future.set_result(replace(answer, is_repeated=True) if self._tries and isinstance(answer, Outcome) else answer)
             return
         # The error of an earlier try says more than a later timeout.
@@ -479,8 +485,12 @@ class EtcdCodec:
             failure=[self._encode_operation(get) for get in otherwise],
         )
 
-    def decode_outcome(self, response: pb.TxnResponse) -> Outcome:
-        found = (answer.response_range.kvs for answer in response.responses if answer.HasField("response_range"))
+    def decode_outcome(self, request: pb.TxnRequest, response: pb.TxnResponse) -> Outcome:
+        """Return the result of a transaction. Raises StoreUnreachable unless it has what was asked for."""
+        asked = sum(one.HasField("request_range") for one in (request.success if response.succeeded else request.failure))
+        found = [answer.response_range.kvs for answer in response.responses if answer.HasField("response_range")]
+        if len(found) != asked:
+            raise StoreUnreachable(f"etcd answers {len(found)} of {asked} questions", remedy="see what answers at the address of etcd")
         return Outcome(response.succeeded, response.header.revision, tuple(tuple(map(self._decode_item, items)) for items in found))
 
     def _decode_item(self, item: pb.KeyValue) -> Item:

@@ -3,6 +3,7 @@
 N1: nodes that are refused by an etcd with too many requests do not all ask again at once.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,9 @@ import grpc
 import pytest
 
 from ckptfs.errors import StoreUnreachable
-from ckptfs.store.etcd import EndpointCall, time
+from ckptfs.protocol import etcd_pb2 as pb
+from ckptfs.store.etcd import EndpointCall, EtcdCodec, time
+from ckptfs.store.kv import Get, Outcome, Put
 
 WAIT_S = 3.0
 
@@ -96,6 +99,21 @@ def test_who_stood_still_asks_once_more(
     else:
         with pytest.raises(StoreUnreachable):
             call.future.result(timeout=0)
+
+
+@pytest.mark.parametrize("responses", [0, 1, 3])
+@pytest.mark.parametrize("succeeded", [False, True])
+def test_an_answer_without_what_was_asked_for_is_none(succeeded: bool, responses: int) -> None:
+    """P1: who waits for it goes on."""
+    codec = EtcdCodec("c")
+    request = codec.encode_transaction((), [Put(b"a", b""), Get(b"a"), Get(b"b")], [Get(b"a"), Get(b"b")])
+    answer = pb.TxnResponse(succeeded=succeeded, responses=responses * [pb.ResponseOp(response_range=pb.RangeResponse())])
+    member = Member([(0.001, True)])
+    decode = functools.partial(codec.decode_outcome, request)
+    call: EndpointCall[Outcome] = EndpointCall(member, "transaction", request, lambda _: decode(answer), WAIT_S)  # type: ignore[arg-type]
+    call.start_next_try()
+    with pytest.raises(StoreUnreachable, match=f"{responses} of 2 questions"):
+        call.future.result(timeout=0)
 
 
 class Overloaded(Member):
