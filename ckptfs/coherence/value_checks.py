@@ -83,6 +83,8 @@ def _is_between(low: int, high: int) -> Check:
 
 _is_int, _is_count, _is_id = (_is_between(low, _INT_MAX) for low in (-_INT_MAX, 0, 1))
 _is_ino = _is_count
+_is_owner = _is_between(0, 2**32 - 2)
+"""-1 is no user to the kernel: a chown to it changes nothing."""
 
 
 def _is_flag(value: object) -> bool:
@@ -223,7 +225,7 @@ _INTENT: dict[str, Check] = {"by": _is_id, "of": is_plain_text, "batch": _is_cou
 REQUIRED: Mapping[str, Mapping[str, Check]] = {
     NAME: {"child": _is_id, "type": _is_kind_of_file},
     INODE: {
-        "mode": _is_mode, "uid": _is_count, "gid": _is_count, "rdev": _is_count, "atime_ns": _is_int, "birth_ns": _is_int,
+        "mode": _is_mode, "uid": _is_owner, "gid": _is_owner, "rdev": _is_between(0, 2**32 - 1), "atime_ns": _is_int, "birth_ns": _is_int,
         "target": _or_none(_is_bytes_text), "content": _or_none(_is_id), "generation": _is_count, "parent": _is_count, "complete": _is_flag,
     },
     TIMES: {"mtime_ns": _is_int, "ctime_ns": _is_int},

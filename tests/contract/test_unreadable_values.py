@@ -41,7 +41,8 @@ FILE = {
 }  # fmt: skip
 MISSED = '{"content":%s,"generation":1,"mtime_ns":1,"node":1,"shown":0,"shows":null}'
 BAD_FILES: list[dict[str, Any]] = [
-    {"mode": "0644"}, {"uid": -1}, {"uid = 7777, gid": 0}, {"names": [[1, "../../x"]]}, {"names": [[1, ".."]]}, {"names": [[1, "a\0"]]},
+    {"mode": "0644"}, {"uid": -1}, {"uid": 2**32 - 1}, {"gid": 2**32}, {"rdev": 2**32},
+    {"uid = 7777, gid": 0}, {"names": [[1, "../../x"]]}, {"names": [[1, ".."]]}, {"names": [[1, "a\0"]]},
     {"names": "f"}, {"size": True}, {"size": 2**63}, {"content": 0}, {"xattrs": {"user.x": "no base64"}}, {"missed": "{"}, {"mode": 0o644},
     {"target": 7}, {"xattrs": {"user.x": "\xe9"}}, {"missed": "[" * 100_000}, {"missed": '{"content":7}'}, {"missed": MISSED % "[]"},
 ]  # fmt: skip
