@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from memory_store import MemoryStore
 from shared_catalogs import async_tests, run_seeded, settled, stored
 from write_back_world import Refusal, intercepted
 from writers_together import WriterCluster
 
 from ckptfs.catalog import scans, summary
 from ckptfs.coherence import key_state
-from ckptfs.coherence.keys import PFS_NAME, PFS_STATE, SharedKey
+from ckptfs.coherence.keys import INODE, PFS_NAME, PFS_STATE, SharedKey, encode_fields, encode_key
 from ckptfs.errors import CkptfsError
 from ckptfs.flow.write_back import deferred
 from ckptfs.model import ROOT
+from ckptfs.store.kv import Put
 from ckptfs.tiers import pfs_tree
 
 
@@ -939,3 +941,25 @@ async def test_a_pending_name_of_a_deleted_file_guards_nothing(cluster: WriterCl
     one.db.change("INSERT INTO pfs_pending (parent, name, inode) VALUES (?, ?, ?)", ROOT, b"former", gone)
     await one.put("newer", b"2")
     await two.rename("newer", "f")
+
+
+@on_two_nodes(b"file", b"other")
+async def test_a_name_in_a_directory_that_is_nowhere_delays_nobody(cluster: WriterCluster) -> None:
+    """P11: the store says so of a file, and its value has the fields and types of one."""
+    one, two = cluster.nodes
+    await one.put("file", b"f")
+    await cluster.settle()
+    inode = SharedKey(INODE, (await one.stat("file")).id)
+    nowhere = [9 << 40, "x"]
+
+    def put_names(names: list[object]) -> None:
+        value = encode_fields({**stored(cluster.etcd)[inode], "names": names})
+        MemoryStore(cluster.etcd).commit([], [Put(encode_key(inode), value)])
+
+    put_names([[ROOT, "file"], nowhere])
+    await one.rename("file", "between")
+    await two.rename("between", "file")
+    await two.put("other", b"o")
+    await cluster.settle()
+    assert nowhere in stored(cluster.etcd)[inode]["names"]
+    put_names([[ROOT, "file"]])

@@ -226,7 +226,7 @@ class SharedPlanner(Planner):
         shown = self.view.list_names(inode)
         if any(self._is_changing(name) for name in {*shared_names, *shown}):
             return self._wait()
-        missing = [name for name in shared_names if name not in shown]
+        missing = [name for name in shared_names if name not in shown and self._snapshot.is_alive(name[0])]
         for name in self._list_linkable(missing, [name for name in shown if name in shared_names]):
             if not self._ensure_directory(name[0]) or not self._vacate(name, inode):
                 return False
