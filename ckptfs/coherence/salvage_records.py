@@ -58,15 +58,6 @@ def apply_values(db: Database, store_values: Iterable[tuple[SharedKey, Value | N
                 key_state.set_cached(db, key, CachedValue(revision, keys.encode_value(value)))
 
 
-def record_salvage_undone(db: Database, inode: int, value: Value, revision: int, node: int) -> None:
-    """Record that `inode` has its lost state again, of `node`. This one writes it back."""
-    with db.transaction():
-        apply_values(db, [(SharedKey(INODE, inode), value, revision)])
-        if db.is_journalled:
-            row = journal.JournalRow(0, "content", inode, content=value["content"], mode=value["mode"], at_ns=time.time_ns(), origin=node)
-            journal.insert_taken_over(db, [row])
-
-
 def restore_own_state(db: Database, inode: int) -> None:
     """Show the lost state of a file if this node wrote it and has it. Joins the caller's transaction.
 

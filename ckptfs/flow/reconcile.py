@@ -20,14 +20,17 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ckptfs import disk, limits
-from ckptfs.catalog import contents, copies, identity, peer_copies, remote_contents
+from ckptfs.catalog import contents, copies, handles, identity, peer_copies, remote_contents
 from ckptfs.catalog.database import Database
 from ckptfs.clique import locations, placement
 from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.locations import ContentLocations, SharedFile
 from ckptfs.clique.membership import ClusterView, Node
 from ckptfs.clique.peer_api import PeerFailed, PeerRefused
-from ckptfs.coherence import salvage_records, store_loss
+from ckptfs.coherence import read, salvage_records, store_loss
+from ckptfs.coherence.key_state import CachedValue
+from ckptfs.coherence.keys import INODE, SharedKey
+from ckptfs.coherence.read import RecentDeletes, StoreValue
 from ckptfs.errors import StoreUnreachable
 from ckptfs.model import LOCAL_TIERS, Content, ContentState, Notifier
 from ckptfs.tiers import local_copies
@@ -320,7 +323,7 @@ class Reconcile:
             elif shared.superseded_mtime_ns is None and not remote_contents.was_in_store(self._db, content.inode):
                 continue  # The store does not have it yet.
             elif (file := files.get(content.inode)) is not None and (file.salvaged or {}).get("content") == content.id:
-                self._create_conflict_copy(content, file)
+                self._keep_missed(content, file)
             elif (content.inode not in files or content.id in replaced) and remote_contents.delete_unneeded(self._db, content, gone=True):
                 self._dropped += 1
                 self._notify.wake_lanes()
@@ -337,9 +340,12 @@ class Reconcile:
             peer_copies.delete_unconfirmed_copies(self._db, content, unconfirmed)
             self._notify.wake_lanes()
 
-    def _create_conflict_copy(self, content: Content, file: SharedFile) -> None:
-        """Keep a content that others took for lost beside what they wrote since, if they did."""
+    def _keep_missed(self, content: Content, file: SharedFile) -> None:
+        """Show a content again that others took for lost, or keep it beside what they wrote since."""
         salvaged = file.salvaged or {}
+        if file.active_salvage is not None and not handles.has_writer(self._db, content.inode):
+            key, value = SharedKey(INODE, content.inode), CachedValue(file.item.mod_revision, file.item.value)
+            read.apply_values(self._db, {key: StoreValue(file.item.mod_revision, value)}, RecentDeletes())
         if file.active_salvage is not None or (file.content, file.value["generation"]) == (content.id, content.generation):
             return
         label = self._cluster.view().by_number[self._cluster.node_number].name

@@ -2,20 +2,21 @@
 
 Takes: previous or STALE contents on this node whose successor was only on a dead node, and requests for a file that no live node has.
 Leaves: the previous content as that of the file, or the state that the PFS shows if that is newer or all that is left. `inode.salvaged`
-records what the file should hold; if its writer returns with it, the file holds that again.
+records what the file should hold; a writer that returns with it shows it again (see `reconcile`).
 If we die here: the store has all of a decision or nothing. The next mover checks everything once.
 
 Each decision is one store transaction that compares all keys on which it depends: of several holders one decides, and a node that writes
 meanwhile wins. What was written since then stays, and the returning writer puts the missed content beside it.
 """
 
+import contextlib
 import errno
 import json
 import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ckptfs import disk, limits
@@ -26,7 +27,7 @@ from ckptfs.clique import locations
 from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.locations import ContentLocations, SharedFile, SharedPfsState
 from ckptfs.clique.membership import ClusterView, ViewChange
-from ckptfs.clique.peer_api import PeerFailed, PeerRefused
+from ckptfs.clique.peer_api import PeerFailed
 from ckptfs.coherence import keys, salvage_records, store_loss
 from ckptfs.coherence.keys import INODE, PFS_STATE, SharedKey
 from ckptfs.coherence.value_checks import decode_item
@@ -100,7 +101,7 @@ class Salvage:
         if time.monotonic() >= self._next_look_s:
             self._next_look_s = time.monotonic() + limits.SALVAGE_POLL_S
             self._salvage_undecided(view)
-            self._writers_may_return = self._writers_may_return and self._restore_returned(view)
+            self._writers_may_return = self._writers_may_return and self._tell_returned(view)
         return False
 
     def _salvage_undecided(self, view: ClusterView) -> None:
@@ -324,9 +325,9 @@ class Salvage:
 
     # --- when the writer returns ---------------------------------------------------------------------------------------
 
-    def _restore_returned(self, view: ClusterView) -> bool:
-        """Ask live writers for missed contents. Return True if a decision is open."""
-        is_undecided = False
+    def _tell_returned(self, view: ClusterView) -> bool:
+        """Tell live writers which contents of theirs are missed. Return True for a while if one is."""
+        is_waiting = False
         for inode, raw in salvage_records.list_salvaged(self._db):
             salvaged = json.loads(raw)
             file = locations.load_files(self._cluster.store, [inode]).get(inode)
@@ -338,35 +339,11 @@ class Salvage:
                 else:
                     salvage_records.apply_values(self._db, [(SharedKey(INODE, inode), file.value, file.item.mod_revision)])
                 summary.set_trouble(self._db, _get_trouble_name(inode), None)
-            elif salvaged["node"] in view:
-                is_undecided = not self._restore_from_writer(inode, file, salvaged, view) or is_undecided
-        return is_undecided
-
-    def _restore_from_writer(self, inode: int, file: SharedFile, salvaged: dict[str, Any], view: ClusterView) -> bool:
-        """Show the lost state again if its writer has it and no node wrote since. Return False: too early."""
-        node = view.by_number[salvaged["node"]]
-        value = {name: held for name, held in file.value.items() if name != "missed"}
-        if file.active_salvage is None:
-            return True  # The writer puts it beside: see `Reconcile`.
-        try:
-            record = self._cluster.peers.request_seal(node, salvaged["content"], limits.SEAL_REQUEST_S)
-        except PeerRefused:
-            return True  # It has lost it, too.
-        except PeerFailed:
-            return False
-        if record is None:
-            return False
-        shows = {"content": salvaged["content"], "generation": record.generation, "size": record.size, "mtime_ns": salvaged["mtime_ns"]}
-        value |= {**shows, "ctime_ns": time.time_ns()}
-        revision = _commit_if_unchanged(self._cluster.store, [file.item], [(file.item.key, value)])
-        if not revision:
-            return False
-        remote_contents.record_remote(self._db, replace(record, inode=inode))
-        salvage_records.record_salvage_undone(self._db, inode, value, revision, node.number)
-        self._notify.wake_lanes()
-        summary.set_trouble(self._db, _get_trouble_name(inode), None)
-        log.info("%s has returned with what %s should hold", node.name, os.fsdecode(namespace.get_path(self._db, inode)))
-        return True
+            for node in self._cluster.list_live([salvaged["node"]]) if file is not None and file.active_salvage == salvaged else ():
+                is_waiting = time.monotonic() - self._view_since_s < limits.FETCH_PATIENCE_S
+                with contextlib.suppress(PeerFailed):
+                    self._cluster.peers.release_copies(node, [salvaged["content"]])
+        return is_waiting
 
 
 def _is_candidate(held_copy: HeldCopy, shared: ContentLocations, file: SharedFile | None) -> bool:

@@ -10,6 +10,7 @@ from salvage_world import (
     NEW,
     OLD,
     cache_file,
+    come_back,
     decide,
     fall_back_of,
     file_of,
@@ -105,10 +106,8 @@ def test_the_writer_returns_with_the_newer_content(tmp_path: Path, how: str) -> 
     one.kill()
     decide(two)
     assert file_of(cluster, inode).content == content
-    one.revive()
-    tidy(one)
-    assert newer in one.files(Tier.RAM), "the others may want it"
-    decide(two)
+    come_back(one, two, inode)
+    assert newer in one.files(Tier.RAM)
     file = file_of(cluster, inode)
     assert (file.content, file.value["size"], file.salvaged) == (newer, len(one.data(newer)), None)
     assert not summary.list_troubles(two.db, "former:")
@@ -152,6 +151,8 @@ def test_the_writer_sees_what_it_closed_also_before_others_know_of_its_return(tm
     one.kill()
     decide(two)
     one.revive()
+    decide(two)
+    assert one.host.reported_unneeded == {newer}, "it hears of it"
     look_up(one, inode)
     assert one.shown(inode) == newer and one.db.value("SELECT size FROM inode WHERE id = ?", inode) == len(one.data(newer))
     publish(one)

@@ -131,6 +131,16 @@ def tidy(*nodes: Node) -> None:
         Reclaim(node.db, node.tiers, node.config, node.told, (Tier.RAM,)).step()
 
 
+def come_back(writer: Node, other: Node, inode: int) -> None:
+    """The writer of a file is alive again: it hears from another node what is missed, and tells what it shows."""
+    writer.revive()
+    cache_file(writer, inode)
+    decide(other)
+    tidy(writer)
+    publish(writer)
+    decide(other)
+
+
 def fall_back_of(node: Node) -> Salvage:
     return Salvage(node.db, node.tiers, node.told, cluster_of(node))
 
