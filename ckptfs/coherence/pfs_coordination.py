@@ -17,7 +17,7 @@ from itertools import takewhile
 from typing import Any
 
 from ckptfs import limits
-from ckptfs.catalog import handles, identity, journal, pfs_batch, pfs_state, scans
+from ckptfs.catalog import identity, journal, pfs_batch, pfs_state, scans
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import ObservedNames, ObservedStat, PfsBatch
@@ -141,7 +141,7 @@ class StoreSnapshot:
     def _apply_to_catalog(self, found: dict[SharedKey, StoreValue]) -> None:
         known = {PFS_STATE, PFS_NAME}
         taken = {key: one for key, one in found.items() if key.kind in known or (key.kind in {INODE, TIMES, CONTENT} and one.value.raw)}
-        read.apply_values(self._db, taken, RecentDeletes(), lambda inode: handles.has_writer(self._db, inode))
+        read.apply_values(self._db, taken, RecentDeletes())
 
     # --- what is needed -----------------------------------------------------------------------------------------------
 

@@ -8,23 +8,17 @@ Crash safety: each result is one transaction of the catalog; evicted rows are re
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ckptfs import limits
-from ckptfs.catalog import contents, identity
+from ckptfs.catalog import contents, handles, identity
 from ckptfs.catalog.database import Database
 from ckptfs.coherence import chain, key_state, keys, merge, salvage_records
 from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import CONTENT, INODE, NAME, PFS_STATE, TIMES, SharedKey, build_names_prefix, encode_key
 from ckptfs.coherence.value_checks import UNREADABLE, ValueUnreadable, log_unreadable, parse_key, parse_value
 from ckptfs.store.kv import Get, Outcome, prefix_end
-
-IsWritten = Callable[[int], bool]
-
-
-def _is_never_written(inode: int) -> bool:
-    return False
 
 
 class StoreValue(NamedTuple):
@@ -79,9 +73,7 @@ def _may_be_removed_here(db: Database, key: SharedKey, store_value: StoreValue) 
     return store_value.read_revision < chain.load_next_link(db).revision
 
 
-def apply_values(
-    db: Database, store_values: Mapping[SharedKey, StoreValue], recent_deletes: RecentDeletes, has_writer: IsWritten = _is_never_written
-) -> list[int]:
+def apply_values(db: Database, store_values: Mapping[SharedKey, StoreValue], recent_deletes: RecentDeletes) -> list[int]:
     """Apply values to the rows, names last. Return the inodes that have no name any more."""
     if not (found := list_new_values(db, store_values, recent_deletes)):
         return []
@@ -89,7 +81,7 @@ def apply_values(
     with db.transaction():
         with key_state.change_unmarked(db):
             for key, one in sorted(list_new_values(db, found, recent_deletes).items(), key=lambda pair: pair[0].kind == NAME):
-                apply_value(db, key, one.value, one.read_revision, recent_deletes, has_writer)
+                apply_value(db, key, one.value, one.read_revision, recent_deletes)
                 if key.kind == INODE and one.value.raw is None:
                     nameless.append(key.number)
         for key, one in found.items():
@@ -98,22 +90,15 @@ def apply_values(
     return nameless
 
 
-def apply_value(
-    db: Database,
-    key: SharedKey,
-    now: CachedValue,
-    read_revision: int,
-    recent_deletes: RecentDeletes,
-    has_writer: IsWritten = _is_never_written,
-) -> None:
-    """Apply one value without any check."""
+def apply_value(db: Database, key: SharedKey, now: CachedValue, read_revision: int, recent_deletes: RecentDeletes) -> None:
+    """Apply one value without any check. A file that is open for writing keeps its bytes."""
     value = now.fields
     if value is None:
         recent_deletes.record_deleted(key, read_revision)
         if key.kind == INODE:
             apply_inode_deleted(db, key.number, read_revision, recent_deletes)
             return
-    if key.kind == INODE and value is not None and has_writer(key.number):
+    if key.kind == INODE and value is not None and handles.has_writer(db, key.number):
         ours = keys.get_value(db, key)
         if ours is not None:
             written = {name: ours[name] for name in merge.CONTENT_FIELDS if name in ours}

@@ -13,10 +13,10 @@ Crash safety: everything is one change of the catalog.
 """
 
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ckptfs.catalog import history, history_names, identity, journal, namespace
+from ckptfs.catalog import handles, history, history_names, identity, journal, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet
 from ckptfs.coherence import key_state, merge, read, salvage_records
@@ -67,13 +67,12 @@ class ReintegrationResolver(ConflictResolver):
     def __init__(
         self, db: Database, transaction: StoreTransaction, store_values: dict[SharedKey, StoreValue], read_revision: int,
         recent_deletes: RecentDeletes, *,
-        more: Mapping[SharedKey, StoreValue], label: str, is_written: Callable[[int], bool],
+        more: Mapping[SharedKey, StoreValue], label: str,
     ) -> None:  # fmt: skip
         """Take the refused transaction and the values of `list_needed_keys`."""
         super().__init__(db, transaction, store_values, read_revision, recent_deletes)
         self._extra_values = more
         self._node_label = label.encode()
-        self._is_written = is_written
         self._conflicting_names: dict[SharedKey, CachedValue] = {}
         self._named_in_store: set[int] = set()
 
@@ -341,18 +340,12 @@ class ReintegrationResolver(ConflictResolver):
 
     def _merge_key(self, key: SharedKey, now: CachedValue) -> None:
         base, ours, theirs = key_state.get_cached(self._db, key).fields, get_value(self._db, key), now.fields
-        if (
-            key.kind == INODE
-            and base
-            and ours
-            and theirs
-            and not self._is_written(key.number)
-            and self._split_file(key, base, ours, theirs)
-        ):
+        is_written = key.kind == INODE and handles.has_writer(self._db, key.number)
+        if key.kind == INODE and base and ours and theirs and not is_written and self._split_file(key, base, ours, theirs):
             write_value(self._db, key, theirs)
             key_state.set_cached(self._db, key, now)
             return
-        if key.kind == INODE and self._is_written(key.number):
+        if is_written:
             record_missed(self._db, {key: now})  # It was opened, or closed by others, during the return.
         is_kept = key.kind == INODE and self._is_worth_restoring(key.number)
         super()._merge_key(key, now)

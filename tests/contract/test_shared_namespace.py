@@ -14,7 +14,7 @@ from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, Slow, async_tests, in_virtual_time, play_on_nodes, reconnect, running, settled, stored_tree
 
 from ckptfs import limits
-from ckptfs.catalog import inodes, journal, namespace
+from ckptfs.catalog import handles, inodes, journal, namespace
 from ckptfs.coherence import key_state, read
 from ckptfs.coherence.keys import INODE, SharedKey
 from ckptfs.coherence.read import StoreValue
@@ -76,6 +76,22 @@ async def test_what_the_mover_had_asked_before_a_removal_does_not_bring_the_file
         assert namespace.delete_forgotten(a.db, [number])
         read.apply_values(a.db, answer, read.RecentDeletes())
         assert a.db.value("SELECT 1 FROM inode WHERE id = ?", number) is None
+
+
+@two_nodes
+async def test_what_the_mover_reads_of_a_file_leaves_the_bytes_of_its_writer_alone(a: Node, b: Node) -> None:
+    """P2: a scan applies what another node has changed of a file that a program on this one writes."""
+    number = (await a.make("f")).id
+    with key_state.change_unmarked(a.db):
+        handles.insert(a.db, number, None, is_writer=True, backing_id=0)
+        a.db.run("UPDATE inode SET size = 7 WHERE id = ?", number)
+    await b.set("f", mode=stat.S_IFREG | 0o600)
+    keys_ = [SharedKey(INODE, number)]
+    read.apply_values(a.db, read.parse_outcome(keys_, a.store.read(read.build_gets(keys_))), read.RecentDeletes())
+    found = inodes.get(a.db, number)
+    assert (stat.S_IMODE(found.mode), found.size) == (0o600, 7)
+    handles.delete_all(a.db)
+    await a.grow("f", 8, 1)
 
 
 @two_nodes

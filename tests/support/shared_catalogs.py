@@ -24,7 +24,7 @@ import trio.testing
 from ckptfs_daemon.mount.cluster.shared_namespace import SharedNamespace
 from memory_store import MemoryEtcd, MemoryStore
 
-from ckptfs.catalog import database, handles, identity, namespace
+from ckptfs.catalog import database, identity, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get, set_attributes
 from ckptfs.coherence import keys, ownership
@@ -173,7 +173,7 @@ class Node:
         self.touching = touching = DirtyKeyTracker()
         self.db = Database(directory / "catalog.db", journalled=journalled, clustered=True, hooks=touching)
         identity.set_node_number(self.db, number)
-        self.sharing = SharedNamespace(self.db, store, f"n{number}", lambda inode: handles.has_writer(self.db, inode))
+        self.sharing = SharedNamespace(self.db, store, f"n{number}")
         touching.on_dirty = self.sharing.notify_dirty
 
     def cut(self, off: bool) -> None:

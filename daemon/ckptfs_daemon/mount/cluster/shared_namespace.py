@@ -136,12 +136,11 @@ class SharedNamespace(LocalNamespace):
 
     is_shared = True
 
-    def __init__(self, db: Database, store: Store, label: str, is_open_for_writing: Callable[[int], bool]) -> None:
+    def __init__(self, db: Database, store: Store, label: str) -> None:
         """`label` marks this node in names of conflict copies."""
         self.db = db
         self.number = identity.get_node_number(db)
         self._label = label
-        self._is_open_for_writing = is_open_for_writing
         self.counts = {"reads": 0, "commits": 0, "conflicts": 0}
         self.disconnected_ns = key_state.get_disconnected_ns(db)
         self._store = EpochCheckedStore(store, db)
@@ -246,7 +245,7 @@ class SharedNamespace(LocalNamespace):
         return {} if found is None else read.parse_outcome(keys, found)
 
     def _apply(self, values: Mapping[SharedKey, StoreValue]) -> None:
-        nameless = read.apply_values(self.db, values, self._recent_deletes, self._is_open_for_writing)
+        nameless = read.apply_values(self.db, values, self._recent_deletes)
         if nameless:
             self.on_nameless(nameless)
 
@@ -465,7 +464,7 @@ class SharedNamespace(LocalNamespace):
         """Return the resolver for changes made while disconnected, with what it needs of the store."""
         values = read.parse_outcome(transaction.list_conflict_keys(), reply)
         more = await cluster_recovery.load_values(self._store, reintegrate.list_needed_keys(self.db, values))
-        return functools.partial(reintegrate.ReintegrationResolver, more=more, label=self._label, is_written=self._is_open_for_writing)
+        return functools.partial(reintegrate.ReintegrationResolver, more=more, label=self._label)
 
     def _record_result(self, result: CommitResult) -> None:
         if result.reverted_names:
