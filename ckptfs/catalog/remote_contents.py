@@ -122,11 +122,6 @@ class HeldCopy:
     generation: int
     digest: bytes
 
-    @property
-    def is_current(self) -> bool:
-        """Return True if it is the generation in the row of the content."""
-        return (self.generation, self.digest) == (self.content.generation, self.content.digest)
-
 
 _SELECT_HELD_COPIES = (
     f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS}, c.tier,"
@@ -324,6 +319,16 @@ def was_in_store(db: Database, inode: int) -> bool:
     touched = "SELECT 1 FROM dirty_key WHERE kind = 'i' AND number = ? LIMIT 1"
     seen = "SELECT 1 FROM cached_key WHERE kind = 'i' AND number = ? LIMIT 1"
     return db.value(touched, inode) is None and db.value(seen, inode) is not None
+
+
+def mark_own(db: Database, content: int, inode: int, generation: int, closed_ns: int) -> None:
+    """Make a content of another node, of which this one has a good copy, its own: it answers for it now."""
+    db.run(
+        "UPDATE content SET remote = 0, inode = ?, superseded_mtime_ns = NULL, under_replicated = 1, closed_ns = ?,"
+        " announce_state = CASE WHEN announce_state > 0 THEN 2 ELSE 0 END, change = change + 1"
+        f" WHERE id = ? AND generation = ? AND remote = 1 AND state = 2 AND {HAS_GOOD_COPY}",
+        inode, closed_ns, content, generation,
+    )  # fmt: skip
 
 
 def mark_remote(db: Database, content: Content) -> bool:

@@ -10,6 +10,7 @@ Crash safety: transactions are applied or not; a node announces its copies again
 
 import json
 import re
+import time
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ from ckptfs.catalog.contents import mark_found
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.peer_copies import PeerCopy
 from ckptfs.catalog.remote_contents import RemoteState
-from ckptfs.coherence import chain, keys, value_checks
+from ckptfs.coherence import chain, key_state, keys, value_checks
 from ckptfs.coherence.chain import ChainedStore
 from ckptfs.coherence.keys import CONTENT, COPY, INODE, PFS_NAME, PFS_STATE, SharedKey
 from ckptfs.model import Content, ContentState
@@ -223,6 +224,9 @@ def record(db: Database, number: int, shared: ContentLocations, own_number: int)
         for copy in copies:
             peer_copies.insert_peer_copy(db, copy)
         mark_found(db, number)
+        is_fresh = key_state.get_cached(db, SharedKey(CONTENT, number)).revision <= shared.items[0].mod_revision
+        if is_fresh and shared.superseded_mtime_ns is None:  # This node died after it had put that, if the content is not its own yet.
+            remote_contents.mark_own(db, number, shared.state.inode, shared.state.generation, time.time_ns())
         remote_contents.mark_copy_changed(db, number)
         return
     if remote_contents.is_own_unpublished(db, number):

@@ -7,16 +7,18 @@ directory is evicted after its entries.
 Crash safety: each result is one transaction of the catalog; evicted rows are read again on demand.
 """
 
+import json
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ckptfs import limits
-from ckptfs.catalog import contents, handles, identity
+from ckptfs.catalog import contents, handles, identity, journal
 from ckptfs.catalog.database import Database
-from ckptfs.coherence import chain, key_state, keys, merge, salvage_records
+from ckptfs.coherence import chain, key_state, keys, merge
 from ckptfs.coherence.key_state import CachedValue
-from ckptfs.coherence.keys import CONTENT, INODE, NAME, PFS_STATE, TIMES, SharedKey, build_names_prefix, encode_key
+from ckptfs.coherence.keys import CONTENT, INODE, NAME, PFS_STATE, TIMES, SharedKey, Value, build_names_prefix, encode_key
 from ckptfs.coherence.value_checks import UNREADABLE, ValueUnreadable, log_unreadable, parse_key, parse_value
 from ckptfs.store.kv import Get, Outcome, prefix_end
 
@@ -86,8 +88,37 @@ def apply_values(db: Database, store_values: Mapping[SharedKey, StoreValue], rec
                     nameless.append(key.number)
         for key, one in found.items():
             if key.kind == INODE and b'"missed"' in (one.value.raw or b""):
-                salvage_records.restore_own_state(db, key.number)
+                _restore_own_state(db, key.number)
     return nameless
+
+
+def record_values(db: Database, values: Iterable[tuple[SharedKey, Value | None, int]]) -> None:
+    """Apply values that this node has put or read: (key, value, revision)."""
+    store_values = {key: StoreValue(at, CachedValue(at, keys.encode_value(value))) for key, value, at in values}
+    apply_values(db, store_values, RecentDeletes())
+
+
+def _restore_own_state(db: Database, inode: int) -> None:
+    """Show the lost state of a file if this node wrote it and has it. Joins the caller's transaction.
+
+    A node that stood still was taken for dead. Its programs go on with what they closed; an open must not wait until others know.
+    """
+    raw = db.value("SELECT salvaged FROM inode WHERE id = ?", inode)
+    if raw is None:
+        return
+    lost = json.loads(raw)
+    row = db.row(
+        "SELECT k.size FROM content k JOIN inode i ON i.id = ?1"
+        " WHERE k.id = ?2 AND k.generation = ?3 AND k.remote = 0 AND k.state IN (1, 2)"
+        " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
+        " AND i.generation = ?4 AND (?5 IS NULL OR i.content = ?5)"
+        " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.inode = i.id AND h.writer = 1)",
+        inode, lost["content"], lost["generation"], lost["shown"], lost["shows"],
+    )  # fmt: skip
+    if row is not None:
+        what = (lost["content"], lost["generation"], row[0], lost["mtime_ns"], time.time_ns(), inode)
+        db.run("UPDATE inode SET content = ?, generation = ?, size = ?, mtime_ns = ?, ctime_ns = ?, salvaged = NULL WHERE id = ?", *what)
+        journal.append(db, "content", inode, content=lost["content"])
 
 
 def apply_value(db: Database, key: SharedKey, now: CachedValue, read_revision: int, recent_deletes: RecentDeletes) -> None:

@@ -16,7 +16,7 @@ import stat
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ckptfs.catalog import handles, history, history_names, identity, journal, namespace
+from ckptfs.catalog import handles, history, history_names, identity, journal, namespace, remote_contents
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet
 from ckptfs.coherence import key_state, merge, read, salvage_records
@@ -286,13 +286,10 @@ class ReintegrationResolver(ConflictResolver):
     def _restore_deleted(self, inode: int, *, is_directory: bool) -> None:
         """Publish a deleted inode again, under its names on this node. This node owns its content now."""
         self._restored_inodes.add(inode)
-        content = self._db.value("SELECT content FROM inode WHERE id = ?", inode)
-        self._db.run(
-            "UPDATE content SET remote = 0, superseded_mtime_ns = NULL, under_replicated = 1,"
-            " announce_state = CASE WHEN announce_state > 0 THEN 2 ELSE 0 END, change = change + 1"
-            " WHERE id = ? AND remote = 1 AND state = 2",
-            content,
-        )
+        content, generation, closed_ns = self._db.row(
+            "SELECT i.content, k.generation, k.closed_ns FROM inode i LEFT JOIN content k ON k.id = i.content WHERE i.id = ?", inode
+        ) or (None, 0, 0)
+        remote_contents.mark_own(self._db, content or 0, inode, generation, closed_ns)
         more = [SharedKey(TIMES, inode)] if is_directory else [] if content is None else [SharedKey(CONTENT, content)]
         self._mark_unpublished([SharedKey(INODE, inode), *more])
         if is_directory:

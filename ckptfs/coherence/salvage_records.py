@@ -8,13 +8,11 @@ of what it overwrites.
 Crash safety: SQLite rolls the change back; the store has all records.
 """
 
-import json
 import time
-from collections.abc import Iterable
 
-from ckptfs.catalog import identity, journal, namespace
+from ckptfs.catalog import identity, journal, namespace, remote_contents
 from ckptfs.catalog.database import Database
-from ckptfs.coherence import key_state, keys
+from ckptfs.coherence import key_state, keys, read
 from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import CONTENT, INODE, SharedKey, Value
 from ckptfs.model import ROOT, Content, ContentState
@@ -38,47 +36,10 @@ def build_overwritten(file: Value) -> str:
 def record_previous_shown(db: Database, content: Content, inode: int, values: tuple[Value, Value], revision: int) -> None:
     """Record that the store shows `inode` with `content`. `values`: those of the file and the content."""
     with db.transaction():
-        db.run(
-            "UPDATE content SET remote = 0, inode = ?, superseded_mtime_ns = NULL, under_replicated = 1, announce_state = 0,"
-            " closed_ns = ?, change = change + 1"
-            " WHERE id = ? AND generation = ? AND state = 2",
-            inode, values[1]["closed_ns"], content.id, content.generation,
-        )  # fmt: skip
+        remote_contents.mark_own(db, content.id, inode, content.generation, values[1]["closed_ns"])
         journal.append(db, "content", inode, content=content.id)
         key_state.set_cached(db, SharedKey(CONTENT, content.id), CachedValue(revision, keys.encode_value(values[1])))
-        apply_values(db, [(SharedKey(INODE, inode), values[0], revision)])
-
-
-def apply_values(db: Database, store_values: Iterable[tuple[SharedKey, Value | None, int]]) -> None:
-    """Apply values of the store, (key, value, revision), in order; not to keys that are dirty here."""
-    with key_state.change_unmarked(db):
-        for key, value, revision in store_values:
-            if not key_state.is_dirty(db, key) and key_state.get_cached(db, key).revision < revision:
-                keys.write_value(db, key, value)
-                key_state.set_cached(db, key, CachedValue(revision, keys.encode_value(value)))
-
-
-def restore_own_state(db: Database, inode: int) -> None:
-    """Show the lost state of a file if this node wrote it and has it. Joins the caller's transaction.
-
-    A node that stood still was taken for dead. Its programs go on with what they closed; an open must not wait until others know.
-    """
-    raw = db.value("SELECT salvaged FROM inode WHERE id = ?", inode)
-    if raw is None:
-        return
-    lost = json.loads(raw)
-    row = db.row(
-        "SELECT k.size FROM content k JOIN inode i ON i.id = ?1"
-        " WHERE k.id = ?2 AND k.generation = ?3 AND k.remote = 0 AND k.state IN (1, 2)"
-        " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
-        " AND i.generation = ?4 AND (?5 IS NULL OR i.content = ?5)"
-        " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.inode = i.id AND h.writer = 1)",
-        inode, lost["content"], lost["generation"], lost["shown"], lost["shows"],
-    )  # fmt: skip
-    if row is not None:
-        what = (lost["content"], lost["generation"], row[0], lost["mtime_ns"], time.time_ns(), inode)
-        db.run("UPDATE inode SET content = ?, generation = ?, size = ?, mtime_ns = ?, ctime_ns = ?, salvaged = NULL WHERE id = ?", *what)
-        journal.append(db, "content", inode, content=lost["content"])
+        read.record_values(db, [(SharedKey(INODE, inode), values[0], revision)])
 
 
 def list_salvaged(db: Database) -> list[tuple[int, str]]:

@@ -28,9 +28,7 @@ from ckptfs.clique.locations import ContentLocations, SharedFile
 from ckptfs.clique.membership import ClusterView, Node
 from ckptfs.clique.peer_api import PeerFailed, PeerRefused
 from ckptfs.coherence import read, salvage_records, store_loss
-from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import INODE, SharedKey
-from ckptfs.coherence.read import RecentDeletes, StoreValue
 from ckptfs.errors import StoreUnreachable
 from ckptfs.model import LOCAL_TIERS, Content, ContentState, Notifier
 from ckptfs.tiers import local_copies
@@ -344,8 +342,7 @@ class Reconcile:
         """Show a content again that others took for lost, or keep it beside what they wrote since."""
         salvaged = file.salvaged or {}
         if file.active_salvage is not None and not handles.has_writer(self._db, content.inode):
-            key, value = SharedKey(INODE, content.inode), CachedValue(file.item.mod_revision, file.item.value)
-            read.apply_values(self._db, {key: StoreValue(file.item.mod_revision, value)}, RecentDeletes())
+            read.record_values(self._db, [(SharedKey(INODE, content.inode), file.value, file.item.mod_revision)])
         if file.active_salvage is not None or (file.content, file.value["generation"]) == (content.id, content.generation):
             return
         label = self._cluster.view().by_number[self._cluster.node_number].name

@@ -28,9 +28,8 @@ from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.locations import ContentLocations, SharedFile, SharedPfsState
 from ckptfs.clique.membership import ClusterView, ViewChange
 from ckptfs.clique.peer_api import PeerFailed
-from ckptfs.coherence import keys, salvage_records, store_loss
+from ckptfs.coherence import keys, read, salvage_records, store_loss
 from ckptfs.coherence.keys import INODE, PFS_STATE, SharedKey
-from ckptfs.coherence.value_checks import decode_item
 from ckptfs.errors import DigestMismatch, StoreUnreachable
 from ckptfs.model import Content, ContentState, Notifier
 from ckptfs.store.kv import Compare, CompareTarget, Delete, Get, Item, Operation, Put, Store
@@ -157,9 +156,6 @@ class Salvage:
         ):
             number = held_copy.content.id
             inode, one, now = inodes[number], content_locations[number], successor_locations[successors[number]]
-            if self._is_already_shown(held_copy, one, files[inode]):
-                self._finish_restore(held_copy.content, inode, files[inode], one)
-                continue
             on_pfs = locations.load_pfs_state(store, inode)
             if self._is_safe(on_pfs, now, view, is_same_content=successors[number] == number):
                 continue
@@ -273,7 +269,7 @@ class Salvage:
     def _record_pfs_shown(self, inode: int, file: SharedFile, on_pfs: SharedPfsState) -> bool:
         """Record the decision of another node."""
         rows = [(PFS_STATE, on_pfs.value, on_pfs.item), (INODE, file.value, file.item)]
-        salvage_records.apply_values(self._db, [(SharedKey(kind, inode), value, item.mod_revision) for kind, value, item in rows])
+        read.record_values(self._db, [(SharedKey(kind, inode), value, item.mod_revision) for kind, value, item in rows])
         self._notify.invalidate_inode(inode)
         return True
 
@@ -290,27 +286,11 @@ class Salvage:
             return False
         disk.reach("salvage:pfs")
         known = [] if on_pfs.replaces else [(SharedKey(PFS_STATE, lost.inode), on_pfs.value, on_pfs.item.mod_revision)]
-        salvage_records.apply_values(self._db, [*known, *((keys.decode_key(key), said, revision) for key, said in puts)])
+        read.record_values(self._db, [*known, *((keys.decode_key(key), said, revision) for key, said in puts)])
         self._writers_may_return = True
         self._report(lost)
         self._notify.invalidate_inode(lost.inode)
         return True
-
-    def _is_already_shown(self, held_copy: HeldCopy, shared: ContentLocations, file: SharedFile) -> bool:
-        """Return whether this node committed the change and died before it recorded that."""
-        return (
-            held_copy.is_current
-            and held_copy.content.is_remote
-            and shared.writer == self._cluster.node_number
-            and file.content == held_copy.content.id
-        )
-
-    def _finish_restore(self, content: Content, inode: int, file: SharedFile, shared: ContentLocations) -> None:
-        values = file.value, decode_item(_list_content_items(shared.items)[0]) or {}
-        salvage_records.record_previous_shown(
-            self._db, content, inode, values, max(file.item.mod_revision, *(item.mod_revision for item in shared.items))
-        )
-        self._notify.wake_lanes()
 
     def _report(self, lost: LostFile) -> None:
         name, node = self._name(lost), lost.successor.writer
@@ -337,7 +317,7 @@ class Salvage:
                 if file is None:
                     salvage_records.delete_salvage_record(self._db, inode)
                 else:
-                    salvage_records.apply_values(self._db, [(SharedKey(INODE, inode), file.value, file.item.mod_revision)])
+                    read.record_values(self._db, [(SharedKey(INODE, inode), file.value, file.item.mod_revision)])
                 summary.set_trouble(self._db, _get_trouble_name(inode), None)
             for node in self._cluster.list_live([salvaged["node"]]) if file is not None and file.active_salvage == salvaged else ():
                 is_waiting = time.monotonic() - self._view_since_s < limits.FETCH_PATIENCE_S
@@ -355,9 +335,7 @@ def _is_candidate(held_copy: HeldCopy, shared: ContentLocations, file: SharedFil
         return False
     if not _is_same_state(held_copy.generation, held_copy.digest, remote_state):
         return remote_state.digest is None or held_copy.generation < remote_state.generation
-    if file.content == held_copy.content.id:
-        return held_copy.content.is_remote and held_copy.is_current  # It may be this node's by now: see `_is_shown_by_us`.
-    return (file.salvaged or {}).get("content") != held_copy.content.id
+    return held_copy.content.id not in (file.content, (file.salvaged or {}).get("content"))
 
 
 def _is_same_state(generation: int, digest: bytes, remote_state: RemoteState) -> bool:

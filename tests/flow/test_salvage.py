@@ -222,7 +222,7 @@ def test_who_writes_the_file_meanwhile_wins(tmp_path: Path) -> None:
 
 
 def test_a_failure_after_the_store_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows here follow when somebody asks for the file; nothing of it goes meanwhile."""
+    """The content is this node's, as the store says; the other rows here follow when somebody asks for the file."""
     cluster, content, one, two = make_replicated(tmp_path, 2)
     newer = overwrite(one, content, "truncated")
     one.kill()
@@ -231,7 +231,7 @@ def test_a_failure_after_the_store_was_told(tmp_path: Path, monkeypatch: pytest.
         decide(two)
     tidy(two)
     assert file_of(cluster, one.inode(newer)).content == content and two.data(content) == OLD
-    assert two.row(content).state is ContentState.SEALED
+    assert two.row(content).state is ContentState.SEALED and not two.row(content).is_remote
 
 
 @pytest.mark.parametrize("renamer", [1, 2])
