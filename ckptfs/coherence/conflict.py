@@ -137,7 +137,7 @@ class ConflictResolver:
             writing = key.kind == INODE and handles.has_writer(self._db, key.number)
             merged = merge.merge_values(key.kind, base, ours, theirs, is_writing=writing)
             if "names" in merged:
-                merged["names"] = [name for name in merged["names"] if not keys.is_name_removed(self._db, key.number, *name)]
+                merged["names"] = keys.list_shared_names(self._db, key.number, theirs)
             keys.write_value(self._db, key, merged)
             if merged.get("names") == []:
                 # Two nodes removed one name each, and these were the last two.
@@ -158,7 +158,7 @@ class ConflictResolver:
 
         It shows what this node wrote before, unless another node has written it.
         """
-        names = [name for name in theirs.get("names", ()) if not keys.is_name_removed(self._db, key.number, *name)]
+        names = keys.list_shared_names(self._db, key.number, theirs) if "names" in theirs else []
         if base is None or not names:
             return
         row = self._db.row(f"SELECT {', '.join(merge.CONTENT_FIELDS)} FROM inode WHERE id = ?", key.number)

@@ -263,18 +263,18 @@ def list_local_names(db: Database, inode: int) -> list[SharedKey]:
     return [SharedKey(NAME, parent, bytes(name)) for parent, name in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)]
 
 
-def list_shared_names(db: Database, inode: int) -> list[list[Any]]:
-    """Return the names of a file, sorted: the store's without those removed here, and those given here."""
-    value = db.value("SELECT value FROM cached_key WHERE kind = 'i' AND number = ? AND name = x''", inode)
+def list_shared_names(db: Database, inode: int, theirs: Value | None = None) -> list[list[Any]]:
+    """Return the names of a file, sorted: the store's (`theirs`, or as cached) but removed ones, and new ones."""
+    cached = "SELECT value FROM cached_key WHERE kind = 'i' AND number = ? AND name = x''"
+    fields = theirs or decode_value(db.value(cached, inode))
     here = {(row[0], bytes(row[1]).decode("latin-1")) for row in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)}
-    fields = decode_value(value)
     if fields is None:
         return [list(name) for name in sorted(here)]
-    kept = {(parent, name) for parent, name in fields["names"] if not is_name_removed(db, inode, parent, name)}
+    kept = {(parent, name) for parent, name in fields["names"] if not _is_name_removed(db, inode, parent, name)}
     return [list(name) for name in sorted(kept | {name for name in here if _is_name_changed(db, *name)})]
 
 
-def is_name_removed(db: Database, inode: int, parent: int, name: str) -> bool:
+def _is_name_removed(db: Database, inode: int, parent: int, name: str) -> bool:
     """Return True if this node took a name that the store has from an inode, and has not published that."""
     return _is_name_changed(db, parent, name) and _get_cached_child(db, parent, name.encode("latin-1")) == inode
 

@@ -2,15 +2,14 @@
 
 `base` is the common ancestor, `ours` this node's value, `theirs` the store's.
 
-A field is ours if this node changed it, else theirs. Names merge as a set. Content, generation, size and times of a file
-stay together and belong to the last writer: the node that writes the file now, else the one with the later generation, then the later
-close, then the higher number. The mtime never decides: `cp -p` and tar set it. A row that is published after the death of this
-node may be old. A salvage record is dropped if it is published with the data that replaced it, and stays if this node made it.
+A field is ours if this node changed it, else theirs. Names are not merged here: see `keys.list_shared_names`. Content, generation, size and
+times of a file stay together and belong to the last writer: the node that writes the file now, else the one with the later generation,
+then the later close, then the higher number. The mtime never decides: `cp -p` and tar set it. A row that is published after the death of
+this node may be old. A salvage record is dropped if it is published with the data that replaced it, and stays if this node made it.
 """
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from ckptfs.catalog import identity
 from ckptfs.coherence.keys import CONTENT, INODE, PFS_NAME, PFS_STATE, Value
@@ -31,10 +30,8 @@ def merge_values(kind: str, base: Value | None, ours: Value, theirs: Value, *, i
 def merge_inode(base: Value | None, ours: Value, theirs: Value, *, is_writing: bool = False) -> Value:
     """Merge two values of an inode. Without a base (the root, made by both) it is theirs."""
     if base is None:
-        return merge_both(ours, theirs) if "names" in theirs else theirs
+        return _merge_both(ours, theirs) if "names" in theirs else theirs
     merged: Value = {name: theirs[name] if ours.get(name) == base.get(name) else ours.get(name) for name in theirs}
-    if "names" in theirs:
-        merged["names"] = merge_names(base, ours, theirs)
     written = list_written(base, ours, theirs)
     # Neither a time set on this node nor the rest of a lost tier may hide what another node wrote.
     is_theirs = not is_writing and (written == (False, True) or _is_theirs_later(base, ours, theirs, have_both_written=all(written)))
@@ -93,11 +90,9 @@ def get_new_record(base: Value | None, ours: Value) -> Value:
     return {} if ours.get("missed") in (None, (base or {}).get("missed")) else {"missed": ours["missed"]}
 
 
-def merge_both(ours: Value, theirs: Value) -> Value:
-    """Merge two values of one inode of which neither is older: all names and xattrs, and the later bytes."""
-    merged = merge_later_content(dict(theirs), ours)
-    if "names" in theirs:
-        merged["names"] = [list(name) for name in sorted({tuple(name) for value in (ours, theirs) for name in value["names"]})]
+def _merge_both(ours: Value, theirs: Value) -> Value:
+    """Merge two values of one file of which neither is older: all xattrs, and the later bytes."""
+    merged = merge_later_content(theirs, ours)
     xattrs = {**ours.get("xattrs", {}), **theirs.get("xattrs", {})}
     return {**merged, "xattrs": xattrs} if xattrs else merged
 
@@ -112,12 +107,6 @@ def merge_later_content(newer: Value, other: Value) -> Value:
 def get_write_order(value: Value) -> tuple[int, int, int]:
     """Return the order of two states of one file: generation, close time, node that made the content."""
     return int(value.get("generation") or 0), int(value.get("closed_ns") or 0), identity.get_origin_node(value.get("content") or 0)
-
-
-def merge_names(base: Value, ours: Value | None, theirs: Value) -> list[list[Any]]:
-    """Return `theirs` with the names added and without the names removed on this node (`ours` None: all)."""
-    before, here, there = ({tuple(name) for name in (value or {"names": ()})["names"]} for value in (base, ours, theirs))
-    return [list(name) for name in sorted((there - (before - here)) | (here - before))]
 
 
 def _merge_xattrs(base: Mapping[str, str], ours: Mapping[str, str], theirs: Mapping[str, str]) -> Mapping[str, str]:

@@ -37,6 +37,7 @@ from ckptfs.coherence.keys import (
     build_row_name,
     get_value,
     list_local_names,
+    list_shared_names,
     write_value,
 )
 from ckptfs.coherence.read import RecentDeletes, StoreValue
@@ -107,7 +108,7 @@ class ReintegrationResolver(ConflictResolver):
         """Return True if others wrote a file to which no name would lead after the removals of this node."""
         known, ours = key_state.get_cached(self._db, key).fields or {}, get_value(self._db, key)
         is_written = theirs is not None and any(theirs.get(name) != known.get(name) for name in merge.CONTENT_FIELDS)
-        return is_written and (ours is None or ("names" in ours and not merge.merge_names(known, ours, theirs or {})))
+        return is_written and (ours is None or ("names" in ours and not list_shared_names(self._db, key.number, theirs)))
 
     def _list_new_inodes(self, children: set[int]) -> set[int]:
         """Keep what this node made, with its contents."""
