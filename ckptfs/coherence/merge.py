@@ -28,9 +28,9 @@ def merge_values(kind: str, base: Value | None, ours: Value, theirs: Value, *, i
 
 
 def merge_inode(base: Value | None, ours: Value, theirs: Value, *, is_writing: bool = False) -> Value:
-    """Merge two values of an inode. Without a base (the root, made by both) it is theirs."""
+    """Merge two values of an inode. Without a base (both put it first) it is theirs, with the later bytes."""
     if base is None:
-        return _merge_both(ours, theirs) if "names" in theirs else theirs
+        return merge_later_content(theirs, ours)
     merged: Value = {name: theirs[name] if ours.get(name) == base.get(name) else ours.get(name) for name in theirs}
     written = list_written(base, ours, theirs)
     # Neither a time set on this node nor the rest of a lost tier may hide what another node wrote.
@@ -88,13 +88,6 @@ def is_closed_since(base: Value, theirs: Value) -> bool:
 def get_new_record(base: Value | None, ours: Value) -> Value:
     """Return the field of the salvage record that this node made and has not published, if any."""
     return {} if ours.get("missed") in (None, (base or {}).get("missed")) else {"missed": ours["missed"]}
-
-
-def _merge_both(ours: Value, theirs: Value) -> Value:
-    """Merge two values of one file of which neither is older: all xattrs, and the later bytes."""
-    merged = merge_later_content(theirs, ours)
-    xattrs = {**ours.get("xattrs", {}), **theirs.get("xattrs", {})}
-    return {**merged, "xattrs": xattrs} if xattrs else merged
 
 
 def merge_later_content(newer: Value, other: Value) -> Value:
