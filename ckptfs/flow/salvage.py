@@ -160,11 +160,9 @@ class Salvage:
             if self._is_safe(on_pfs, now, view, is_same_content=successors[number] == number):
                 continue
             lost = LostFile(inode, files[inode], now, on_pfs)
-            if (not now.is_lost and now.writer in view) or self._has_rivals(held_copy, one, view) or self._may_pfs_be_newer(on_pfs):
-                self._undecided.add(number)
-            elif on_pfs is None or on_pfs.generation <= held_copy.generation:
-                self._show_held_copy(lost, held_copy, one)
-            elif not self._show_pfs(lost):
+            must_wait = (not now.is_lost and now.writer in view) or self._has_rivals(held_copy, one, view) or self._may_pfs_be_newer(on_pfs)
+            is_pfs_newer = on_pfs is not None and on_pfs.generation > held_copy.generation
+            if must_wait or not (self._show_pfs(lost) if is_pfs_newer else self._show_held_copy(lost, held_copy, one)):
                 self._undecided.add(number)
 
     def _is_safe(self, on_pfs: SharedPfsState | None, successor: ContentLocations, view: ClusterView, *, is_same_content: bool) -> bool:
@@ -193,26 +191,23 @@ class Salvage:
         """
         return on_pfs is not None and on_pfs.in_hand and time.monotonic() - self._view_since_s < limits.FETCH_PATIENCE_S
 
-    def _show_held_copy(self, lost: LostFile, held_copy: HeldCopy, shared: ContentLocations) -> None:
+    def _show_held_copy(self, lost: LostFile, held_copy: HeldCopy, shared: ContentLocations) -> bool:
         """Make the previous content that of the file, if the store agrees."""
         remote_state, content = shared.state, held_copy.content
         if remote_state is not None and _is_same_state(held_copy.generation, held_copy.digest, remote_state):
-            if not self._restore_previous(lost, content, shared):
-                self._undecided.add(content.id)
-            return
+            return self._restore_previous(lost, content, shared)
         try:
             promoted = local_copies.promote_stale(self._db, self._tiers, held_copy, lost.inode)
         except (OSError, DigestMismatch) as failure:
             log.error("what is left of %s cannot be shown: %s", self._name(lost), failure)
-            promoted = None
-        if promoted is None:
-            self._undecided.add(content.id)
-        elif self._restore_previous(lost, promoted, shared):
-            copies.delete_copy(self._db, content.id, held_copy.tier)
-            local_copies.remove_unrecorded(self._db, self._tiers[held_copy.tier], content.id)
-        else:
-            contents.set_state(self._db, promoted.id, ContentState.DOOMED)
-            self._undecided.add(content.id)
+            return False
+        if promoted is None or not self._restore_previous(lost, promoted, shared):
+            if promoted is not None:
+                contents.set_state(self._db, promoted.id, ContentState.DOOMED)
+            return False
+        copies.delete_copy(self._db, content.id, held_copy.tier)
+        local_copies.remove_unrecorded(self._db, self._tiers[held_copy.tier], content.id)
+        return True
 
     def _restore_previous(self, lost: LostFile, content: Content, shared: ContentLocations) -> bool:
         value = lost.build_value(content.id, content.generation, content.size, _get_mtime_ns(lost, content, shared))
