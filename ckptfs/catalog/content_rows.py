@@ -53,6 +53,12 @@ def build_content_and_rest(row: tuple[Any, ...]) -> tuple[Content, tuple[Any, ..
     return build_content(row), row[9:]
 
 
+def count_sizes(db: Database, column: str, source: str, *arguments: int) -> tuple[int, int]:
+    """Return (number, sum of the column) of the rows behind this FROM."""
+    ((count, size),) = db.rows(f"SELECT count(*), {TOTAL.format(column)} FROM {source}", *arguments)
+    return int(count), int(size)
+
+
 def get_content(db: Database, content: int) -> Content | None:
     """Return the row of a content. Returns None if there is none."""
     row = db.row(f"SELECT {CONTENT_COLUMNS} FROM content k WHERE k.id = ?", content)

@@ -19,6 +19,7 @@ from ckptfs.catalog.content_rows import (
     TOTAL,
     build_content,
     build_content_and_rest,
+    count_sizes,
 )
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import CliqueCopies
@@ -250,16 +251,12 @@ _REBUILDABLE = (
 
 def count_rebuildable(db: Database) -> tuple[int, int]:
     """Return (files, bytes) of all contents that come back from other nodes."""
-    files, size = db.row(f"SELECT count(*), {TOTAL.format('k.size')} FROM {_REBUILDABLE}") or (0, 0)
-    return int(files), int(size)
+    return count_sizes(db, "k.size", _REBUILDABLE)
 
 
 def count_repairable(db: Database) -> tuple[int, int]:
     """Return (files, bytes) of dead nodes' contents that this node has to copy to others."""
-    files, size = db.row(
-        f"SELECT count(*), {TOTAL.format('size')} FROM content WHERE under_replicated = 1 AND state = 2 AND remote = 1"
-    ) or (0, 0)
-    return int(files), int(size)
+    return count_sizes(db, "size", "content WHERE under_replicated = 1 AND state = 2 AND remote = 1")
 
 
 _UNDER_REPLICATED = (

@@ -17,7 +17,7 @@ import json
 import stat
 
 from ckptfs.catalog import identity, journal
-from ckptfs.catalog.content_rows import HELD_XATTR, IS_HELD, IS_HELD_MARK, TOTAL
+from ckptfs.catalog.content_rows import HELD_XATTR, IS_HELD, IS_HELD_MARK, count_sizes
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import WITH_TREE, get_path, set_internal_xattr
 from ckptfs.model import Inode
@@ -45,12 +45,9 @@ def list_held_below(db: Database, top: int) -> list[tuple[int, int]]:
 
 def count_held(db: Database) -> tuple[int, int]:
     """Return (number, bytes) of the files of applications that this node wrote and that are held."""
-    count, size = db.row(
-        f"SELECT count(*), {TOTAL.format('i.size')} FROM xattr h JOIN inode i ON i.id = h.inode AND i.nlink > 0"
-        f" LEFT JOIN content k ON k.id = i.content WHERE {IS_HELD_MARK} AND i.mode & {0o170000} = {stat.S_IFREG}"
-        " AND (i.content IS NULL OR k.remote = 0)"
-    ) or (0, 0)
-    return int(count), int(size)
+    files = "xattr h JOIN inode i ON i.id = h.inode AND i.nlink > 0 LEFT JOIN content k ON k.id = i.content"
+    is_held = f"{IS_HELD_MARK} AND i.mode & {0o170000} = {stat.S_IFREG} AND (i.content IS NULL OR k.remote = 0)"
+    return count_sizes(db, "i.size", f"{files} WHERE {is_held}")
 
 
 def hold_new(db: Database, inode: int, parent: int, name: bytes) -> None:

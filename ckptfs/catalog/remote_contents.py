@@ -26,6 +26,7 @@ from ckptfs.catalog.content_rows import (
     TOTAL,
     build_content,
     build_content_and_rest,
+    count_sizes,
     is_unchanged,
 )
 from ckptfs.catalog.database import Database
@@ -150,11 +151,8 @@ def _build_held_copy(row: tuple[Any, ...]) -> HeldCopy:
 
 def count_hosted(db: Database) -> tuple[int, int]:
     """Return (files, bytes) of other nodes' contents of which this node has a verified copy."""
-    files, size = db.row(
-        f"SELECT count(*), {TOTAL.format('size')} FROM content k WHERE k.remote = 1 AND k.state = 2"
-        " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1 AND c.tier <> 'pfs')"
-    ) or (0, 0)
-    return int(files), int(size)
+    has_copy = "EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1 AND c.tier <> 'pfs')"
+    return count_sizes(db, "size", f"content k WHERE k.remote = 1 AND k.state = 2 AND {has_copy}")
 
 
 def record_remote(db: Database, remote: RemoteState) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 from ckptfs import lifecycle, limits
 from ckptfs.catalog import contents, copies, inodes, journal, peer_copies
-from ckptfs.catalog.content_rows import CONTENT_COLUMNS_WITHOUT_BLOCKS, TOTAL, build_content
+from ckptfs.catalog.content_rows import CONTENT_COLUMNS_WITHOUT_BLOCKS, TOTAL, build_content, count_sizes
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import FileRecord
 from ckptfs.model import HISTORY_NAME, Content, ContentState, Copy, CopyState, Level, PublishedRow, Tier
@@ -149,15 +149,13 @@ def get_listed_file(db: Database, inode: int) -> ListedFile | None:
 def load_write_back_figures(db: Database) -> WriteBackFigures:
     """Return the lag of the PFS."""
     with db.read_transaction():
-        dirty_files, dirty_bytes = db.row(
-            f"SELECT count(*), {TOTAL.format('size')} FROM content WHERE state IN (1, 2)"
-            " AND id IN (SELECT content FROM journal WHERE op = 'content')"
-        ) or (0, 0)
+        is_waiting = "state IN (1, 2) AND id IN (SELECT content FROM journal WHERE op = 'content')"
+        dirty_files, dirty_bytes = count_sizes(db, "size", f"content WHERE {is_waiting}")
         changes = db.value("SELECT count(*) FROM journal WHERE op NOT IN ('content', 'synced')")
         oldest = db.value("SELECT min(at_ns) FROM journal")
         unsealed = count_unsealed(db)
     lag_s = 0.0 if oldest is None else max(0.0, (time.time_ns() - oldest) / 1e9)
-    return WriteBackFigures(int(dirty_bytes), int(dirty_files), int(changes), lag_s, unsealed)
+    return WriteBackFigures(dirty_bytes, dirty_files, int(changes), lag_s, unsealed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,13 +286,10 @@ def has_pending(db: Database, inode: int, up_to: int = 2**63 - 1) -> bool:
 def count_journal_left(db: Database, up_to: int) -> tuple[int, int, int]:
     """Return (files, bytes, other changes) up to a row that the PFS lacks and does not refuse."""
     condition = _build_waited_condition(db)
-    files, size = db.row(
-        f"SELECT count(*), {TOTAL.format('size')} FROM content WHERE state IN (1, 2)"
-        f" AND id IN (SELECT j.content FROM journal j WHERE j.op = 'content' AND {condition})",
-        up_to,
-    ) or (0, 0)
+    is_waited_for = f"state IN (1, 2) AND id IN (SELECT j.content FROM journal j WHERE j.op = 'content' AND {condition})"
+    files, size = count_sizes(db, "size", f"content WHERE {is_waited_for}", up_to)
     rows = db.value(f"SELECT count(*) FROM journal j WHERE {condition}", up_to)
-    return int(files), int(size), max(0, int(rows) - int(files))
+    return files, size, max(0, int(rows) - files)
 
 
 HANDLES_REPORT = "handles"
@@ -332,12 +327,9 @@ def count_unsealed(db: Database, closed_ns: int = 2**63 - 1) -> int:
 def count_only_in_ram(db: Database) -> tuple[int, int]:
     """Return (number, bytes) of this node's own contents that a reboot loses."""
     is_safe = copies.IS_SAFE_ELSEWHERE.format(pfs_verify=0)
-    count, size = db.row(
-        f"SELECT count(*), {TOTAL.format('k.size')} FROM copy c JOIN content k ON k.id = c.content"
-        f" WHERE c.tier = 'ram' AND k.state <> 3 AND k.remote = 0 AND NOT {is_safe}"
-        f" AND NOT EXISTS (SELECT 1 FROM {peer_copies.HOLDERS.format('k')})"
-    ) or (0, 0)
-    return int(count), int(size)
+    has_holder = f"EXISTS (SELECT 1 FROM {peer_copies.HOLDERS.format('k')})"
+    is_alone = f"c.tier = 'ram' AND k.state <> 3 AND k.remote = 0 AND NOT {is_safe} AND NOT {has_holder}"
+    return count_sizes(db, "k.size", f"copy c JOIN content k ON k.id = c.content WHERE {is_alone}")
 
 
 def count_leaving_bytes(db: Database, tier: Tier) -> int:
