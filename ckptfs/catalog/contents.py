@@ -133,10 +133,13 @@ def list_without_copy(db: Database) -> list[Content]:
     return [build_content(row) for row in rows]
 
 
-def is_fsynced_on_pfs(db: Database, content: Content) -> bool:
-    """Return True if the PFS shows a closed, unsealed content as it was fsynced: of the same size."""
-    query = "SELECT 1 FROM pfs_file WHERE inode = ? AND generation = ? AND size = ?"
-    return content.state is ContentState.CLOSED and db.value(query, content.inode, content.generation, content.size) is not None
+def is_shown_on_pfs(db: Database, content: Content) -> bool:
+    """Return True if the PFS shows a closed content, if only without a promise.
+
+    Unsealed, it is known by its size; sealed, by its digest.
+    """
+    query = "SELECT 1 FROM pfs_file WHERE inode = ?1 AND generation = ?2 AND size = ?3 AND (?4 IS NULL OR digest = ?4)"
+    return db.value(query, content.inode, content.generation, content.size, content.digest) is not None
 
 
 def restore_previous(db: Database, lost: Content) -> str:

@@ -25,6 +25,7 @@ disk.declare_labels("recover:filling", "recover:adopt", "recover:missing", "reco
 
 NAMES_LOGGED_MAX = 100
 WITH_SIZE = {ContentState.CLOSED, ContentState.SEALED}
+_UNSAFE_STATES = {ContentState.OPEN: "still open", ContentState.CLOSED: "not sealed yet"}
 
 
 class Recover:
@@ -119,14 +120,14 @@ class Recover:
             if not contents.is_current(self._db, content.inode, content.id):
                 contents.set_state(self._db, content.id, ContentState.DOOMED)
                 return
-            unfinished = content.state is ContentState.OPEN or contents.is_fsynced_on_pfs(self._db, content)
+            unfinished = content.state is ContentState.OPEN or contents.is_shown_on_pfs(self._db, content)
             fallback = contents.restore_previous(self._db, content) if unfinished else ""
             if not fallback:
                 contents.set_state(self._db, content.id, ContentState.LOST)
         self._notify.invalidate_inode(content.inode)
         path = get_shown_path(self._db, content.inode)
         if fallback:
-            how = "still open" if content.state is ContentState.OPEN else "not sealed yet"
+            how = _UNSAFE_STATES.get(content.state, "not synced on the PFS")
             self._log_bounded(logging.WARNING, "%s: %s when its tier was lost; showing %s", path, how, fallback)
         else:
             self._log_bounded(logging.ERROR, "%s: lost: its tier is gone and it was not on the PFS; reads fail with EIO", path)

@@ -513,6 +513,34 @@ async def test_a_move_of_which_the_pfs_refuses_the_second_half_is_no_external_ch
     is_refusing[0] = False
 
 
+@on_two_nodes(b"bad", b"bad/f", b"good")
+async def test_no_node_counts_what_a_directory_that_cannot_be_synced_shows(cluster: WriterCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P3."""
+    monkeypatch.setattr(deferred, "RETRY_FIRST_S", 1000.0)
+    fsync, is_failing = os.fsync, [True]
+
+    def fail(fd: int) -> None:
+        if is_failing[0] and os.readlink(f"/proc/self/fd/{fd}").endswith("/bad"):
+            raise OSError(errno.EIO, "failed")
+        fsync(fd)
+
+    one, two = cluster.nodes
+    await one.mkdir("bad")
+    await cluster.settle()
+    monkeypatch.setattr(os, "fsync", fail)
+    await one.put("bad/f", b"1")
+    await one.put("good", b"1")
+    await cluster.write_back_all(one)
+    await two.put("good", b"2")
+    await cluster.write_back_all(two)
+    assert (cluster.pfs / "bad" / "f").read_bytes() == b"1" and (cluster.pfs / "good").read_bytes() == b"2"
+    published = [value["published"] for key, value in stored(cluster.etcd).items() if key.kind == PFS_STATE and "published" in value]
+    assert sorted(bool(is_complete) for _, is_complete, *_ in published) == [False, True]
+    is_failing[0] = False
+    for node in cluster.nodes:
+        node.write_back.retry_now()
+
+
 def test_what_a_dead_node_replaced_itself_never_follows_what_a_survivor_wrote(tmp_path: Path) -> None:
     """P6: a survivor takes over its rows, which are older than what the PFS shows of the survivor under the same name."""
     shown: list[int] = []

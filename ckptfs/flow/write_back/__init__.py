@@ -20,6 +20,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -35,12 +36,12 @@ from ckptfs.config import Config
 from ckptfs.errors import Busy, StoreUnreachable
 from ckptfs.flow.write_back.ahead import RowsAhead
 from ckptfs.flow.write_back.apply import Applier, set_directory_times
-from ckptfs.flow.write_back.deferred import CopyPacing, DeferredFiles, build_unavailable_error, choose_kind
+from ckptfs.flow.write_back.deferred import CopyPacing, DeferredFiles, RefusedKind, build_unavailable_error, choose_kind
 from ckptfs.flow.write_back.plan import Planner
 from ckptfs.flow.write_back.plan_facts import BatchPlan, Facts
 from ckptfs.flow.write_back.stage import Stager
 from ckptfs.model import ROOT, Level, Notifier, Tier
-from ckptfs.tiers import pfs_identity
+from ckptfs.tiers import health, pfs_identity
 from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree
 from ckptfs.tiers.storage import Tiers
 
@@ -85,6 +86,7 @@ class WriteBack:
         self._has_retried_walk = False
         self._missing_directory: DirectoryPath | None = None
         self._gone_directory: DirectoryPath | None = None
+        self._unsynced: dict[DirectoryPath, OSError] = {}
 
     def prepare(self) -> None:
         """Record the files made before a PFS was configured. Call once; does not access the PFS."""
@@ -227,7 +229,7 @@ class WriteBack:
 
     def _apply(self, batch: PfsBatch) -> PfsBatch:
         """Apply and record a batch. Return it, or the part of it before an action that the PFS refused."""
-        applier = Applier(self._db, self._tree, batch, self._require_lease, self._gone_directory)
+        applier = Applier(self._db, self._tree, batch, self._require_lease, self._gone_directory, self._unsynced)
         if batch.abandoned:
             batch.abandoned = self._stager.remove(batch.abandoned)
         try:
@@ -246,8 +248,26 @@ class WriteBack:
             cut = build_batch_before(batch, action.key, has_both_names=applier.has_both_names)
             pfs_batch.set_batch(self._db, cut, ready=True)
             return self._apply(cut)
+        for path, reason in self._unsynced.items():
+            self._keep_unsynced(batch, path, reason)
         self._record(batch, found)
         return batch
+
+    def _keep_unsynced(self, batch: PfsBatch, path: DirectoryPath, failure: OSError) -> None:
+        """Count nothing below a directory as on the PFS that a crash may undo: write it again (P3)."""
+        locations = {show.inode: show.location for show in batch.expected_entries if show.location.path[: len(path)] == path}
+        if not locations:
+            return
+        if not path or failure.errno in _STALE_PATH_ERRNOS or not self._deferred.concerns_part(path, failure):
+            raise OSError(failure.errno, failure.strerror, os.fsdecode(b"/".join(path)) or "/") from failure
+        what = f"{health.describe(failure)}: its directory is not known to be on the PFS's disk"
+        for number, row in enumerate(batch.published_rows):
+            seq = row.key // KEYS_PER_ROW
+            found = journal.get(self._db, seq) if row.inode in locations else None
+            if found is not None and found.op in {"content", "synced"}:
+                batch.published_rows[number] = replace(row, is_complete=False)
+                batch.kept_seqs += [] if seq in batch.requeued_seqs else [seq]
+                self._deferred.set_aside(row.inode, RefusedKind.BYTES, locations[row.inode], what, failure)
 
     def _record(self, batch: PfsBatch, found: ObservedNames) -> None:
         if any(action.act in _REMOVALS or action.replaced_fingerprint is not None for action in batch.actions):

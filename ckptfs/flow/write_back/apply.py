@@ -54,16 +54,24 @@ class Applier:
     """Makes the changes of one batch."""
 
     def __init__(
-        self, db: Database, tree: PfsTree, batch: PfsBatch, require_lease: Callable[[], None] | None, gone_directory: DirectoryPath | None
+        self,
+        db: Database,
+        tree: PfsTree,
+        batch: PfsBatch,
+        require_lease: Callable[[], None] | None,
+        gone_directory: DirectoryPath | None,
+        unsynced: dict[DirectoryPath, OSError],
     ) -> None:
         """`require_lease` raises Busy if this node may not change the PFS any more; None on a single node.
 
         If other nodes write to the same PFS, their temporary files in a directory to remove will soon be gone, and a missing directory may
-        just have been moved: only `gone_directory` is known to be gone.
+        just have been moved: only `gone_directory` is known to be gone. `unsynced`: directories of which fsync failed when it was called
+        last; `run` brings it up to date.
         """
         self._require_lease = require_lease
         self._is_shared = require_lease is not None
         self._gone_directory = gone_directory
+        self._unsynced = unsynced
         self._tree = tree
         self._batch = batch
         with_attributes = {action.inode for action in batch.actions if action.act in {"attributes", "link", "move"}}
@@ -106,19 +114,25 @@ class Applier:
                 if location is not None and action.act != "attributes":
                     self._directories[location.path] = None
         self.current_action = None
-        for path in self._directories:
+        self._sync_directories()
+        return {
+            show.location.pfs_name: self._observe(show.location, show.fingerprint)
+            for show in self._batch.expected_entries
+            if show.inode is not None
+        }
+
+    def _sync_directories(self) -> None:
+        """Make the names of the batch durable, with those above them that were not durable before."""
+        above = [one for one in self._unsynced if any(path[: len(one)] == one for path in self._directories)]
+        for path in dict.fromkeys([*self._directories, *above]):
+            self._unsynced.pop(path, None)
             try:
                 disk.fsync("write_back:directory", self._tree.get_directory(path))
             except DirectoryMissing:
                 continue
             except OSError as failure:
                 if failure.errno not in _NO_FSYNC:
-                    raise OSError(failure.errno, failure.strerror, os.fsdecode(b"/".join(path)) or "/") from failure
-        return {
-            show.location.pfs_name: self._observe(show.location, show.fingerprint)
-            for show in self._batch.expected_entries
-            if show.inode is not None
-        }
+                    self._unsynced[path] = failure
 
     # --- one method per act -------------------------------------------------------------------------------------------
 

@@ -13,6 +13,8 @@ all others proceed, and is tried again after a pause, or when it is renamed. The
 - Its attributes: everything else applies.
 An error that concerns the whole PFS defers nothing. It does if the same change fails again and again while the PFS takes another file.
 
+If a directory cannot be synced, its new names are there already, and stay. The bytes of its files are deferred as if they were not there.
+
 A full PFS is the exception: removals make room, and they may stand in the journal behind the file that does not fit. So the rest of the
 journal is written back once without the bytes of any file. Only then does write-back wait for room.
 
@@ -32,6 +34,7 @@ from typing import Any
 from ckptfs import disk
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import PfsAction
+from ckptfs.catalog.pfs_state import PfsLocation
 from ckptfs.catalog.summary import DEFERRED_TROUBLE
 from ckptfs.errors import CkptfsError, TierUnavailable
 from ckptfs.tiers import health
@@ -152,16 +155,20 @@ class DeferredFiles:
             return False
         if len(self._files) >= FILES_MAX and not isinstance(failure, SourceFailed):
             return False
+        self.set_aside(action.inode, kind, location, f"{health.describe(failure)}: {kind.value.format(act=_describe_act(action))}", failure)
+        return True
+
+    def set_aside(self, inode: int, kind: RefusedKind, location: PfsLocation, what: str, failure: OSError) -> None:
+        """Defer something of an inode. `what`: the error and what it means, for `ckptfs status`."""
+        key = (inode, kind)
         self._failures.pop(key, None)
         before_s = self._delays_s.pop(key, 0.0)
         delay_s = min(max(2 * before_s, RETRY_FIRST_S), RETRY_LAST_S)
-        path, what = location.text, f"{health.describe(failure)}: {kind.value.format(act=_describe_act(action))}"
         remedy = getattr(failure, "remedy", "") or health.pfs_remedy(failure.errno) or "see the PFS's own log"
-        self._files[key] = _DeferredFile(time.monotonic() + delay_s, delay_s, path, what, remedy, failure.errno == errno.ENOSPC)
+        self._files[key] = _DeferredFile(time.monotonic() + delay_s, delay_s, location.text, what, remedy, failure.errno == errno.ENOSPC)
         level = logging.WARNING if not before_s and len(self._files) <= LOGGED_MAX else logging.DEBUG
-        log.log(level, "%s: %s; all others are written back (%s)", path, what, remedy)
+        log.log(level, "%s: %s; all others are written back (%s)", location.text, what, remedy)
         self._report_deferred()
-        return True
 
     def _is_stubborn(self, key: tuple[int, RefusedKind], failure: OSError) -> bool:
         """Return True if the change fails again and again while the PFS takes other files."""
