@@ -1,5 +1,6 @@
 """P1, P6: if the PFS refuses one file or one owner, write-back reports it, retries it and delays no other."""
 
+import contextlib
 import errno
 import logging
 import os
@@ -102,15 +103,59 @@ def test_a_crash_between_a_batch_and_the_catalog_keeps_the_rows(mount: Mount, mo
     mount.settle_exactly()
 
 
-def test_a_pfs_that_refuses_everything_is_waited_for(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("takes_others", [True, False])
+def test_more_refusals_than_a_bound_are_those_of_the_whole_pfs_if_it_takes_nothing_else(
+    mount: Mount, takes_others: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(deferred, "FILES_MAX", 3)
-    with monkeypatch.context() as patch:
-        refusing(patch, lambda data: True)
+
+    def probe(label: str) -> None:
+        if label == "write_back:probe" and not takes_others:
+            raise OSError(errno.EDQUOT, "over the quota")
+
+    flow = mount.write_back()
+    with monkeypatch.context() as patch, intercepted(probe):
+        refusing(patch, lambda data: data == b"x")
         for number in range(5):
             mount.put(b"%d" % number, b"x")
-        with pytest.raises(TierUnavailable, match="write-back of 3 to the PFS failed"):
-            rest(mount.write_back())
-    mount.settle_exactly()
+        mount.put(b"theirs", b"y")
+        with contextlib.nullcontext() if takes_others else pytest.raises(TierUnavailable, match="write-back of 3 to the PFS failed"):
+            rest(flow)
+        assert set(mount.on_pfs()) == ({b"theirs"} if takes_others else set())
+    flow.retry_now()
+    mount.settle_exactly(flow)
+
+
+def test_many_files_of_one_owner_are_not_planned_once_for_each(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    flow, plans = mount.write_back(), []
+    original = flow._plan
+    monkeypatch.setattr(flow, "_plan", lambda rows: plans.append(len(rows)) or original(rows))
+    with monkeypatch.context() as patch:
+        refusing(patch, lambda data: data == b"x")
+        for number in range(40):
+            mount.put(b"%d" % number, b"x")
+        mount.put(b"theirs", b"y")
+        rest(flow)
+        assert set(mount.on_pfs()) == {b"theirs"} and mount.temporaries() == []
+        assert len(plans) < 6
+    flow.retry_now()
+    mount.settle_exactly(flow)
+
+
+def test_the_pauses_of_write_back_do_not_add_up_over_many_files(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that may be that of the whole PFS ends a step, and each end in a row makes the next pause longer."""
+    flow = mount.write_back()
+    with monkeypatch.context() as patch:
+        refusing(patch, lambda data: data == b"x", errno.EIO)
+        for number in range(8):
+            mount.put(b"%d" % number, b"x")
+        mount.put(b"theirs", b"y")
+        rest(flow, failures_max=deferred.TRIES_MAX - 1)
+        assert set(mount.on_pfs()) == {b"theirs"}
+        flow.retry_now()
+        rest(flow, failures_max=0)
+    flow.retry_now()
+    mount.settle_exactly(flow)
 
 
 def test_each_refusal_waits_longer_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,9 +47,10 @@ disk.declare_labels("write_back:probe")
 
 # Of the errors of the whole PFS, those that concern every file: no probe is needed.
 WHOLE_PFS_ERRNOS = {errno.ENOSPC, errno.EROFS}
-# A change that failed so often with an error of the whole PFS is deferred if the PFS takes another file.
+# After so many failures with an error of the whole PFS, a change is deferred if the PFS takes another file; so is one that was deferred
+# before, and so are all further ones up to the end of the journal: each failure that is not deferred makes the next try wait longer.
 TRIES_MAX = 3
-# If so many files are refused the whole PFS refuses, and write-back waits for it.
+# If so many files are refused, a PFS that takes no other file refuses all, and write-back waits for it.
 FILES_MAX = 1024
 LOGGED_MAX = 10
 REPORTED_MAX = 20
@@ -113,7 +114,7 @@ class DeferredFiles:
         self._probe = probe
         self._files: dict[tuple[int, RefusedKind], _DeferredFile] = {}
         self._delays_s: dict[tuple[int, RefusedKind], float] = {}
-        self._failures: dict[tuple[int, RefusedKind], int] = {}
+        self._failures = 0
         self._reported_count = 0
         self._retries_all = False
         self._full_failure: OSError | None = None
@@ -153,7 +154,7 @@ class DeferredFiles:
         is_own = is_known_full or _concerns_part(self._tree, location.path, failure)
         if not is_own and not self._is_stubborn(key, failure):
             return False
-        if len(self._files) >= FILES_MAX and not isinstance(failure, SourceFailed):
+        if len(self._files) >= FILES_MAX and not isinstance(failure, SourceFailed) and not self._takes_a_file():
             return False
         self.set_aside(action.inode, kind, location, f"{health.describe(failure)}: {kind.value.format(act=_describe_act(action))}", failure)
         return True
@@ -161,7 +162,6 @@ class DeferredFiles:
     def set_aside(self, inode: int, kind: RefusedKind, location: PfsLocation, what: str, failure: OSError) -> None:
         """Defer something of an inode. `what`: the error and what it means, for `ckptfs status`."""
         key = (inode, kind)
-        self._failures.pop(key, None)
         before_s = self._delays_s.pop(key, 0.0)
         delay_s = min(max(2 * before_s, RETRY_FIRST_S), RETRY_LAST_S)
         remedy = getattr(failure, "remedy", "") or health.pfs_remedy(failure.errno) or "see the PFS's own log"
@@ -174,8 +174,8 @@ class DeferredFiles:
         """Return True if the change fails again and again while the PFS takes other files."""
         if failure.errno in WHOLE_PFS_ERRNOS:
             return False
-        self._failures[key] = self._failures.get(key, 0) + 1
-        return self._failures[key] >= TRIES_MAX and self._takes_a_file()
+        self._failures += 1
+        return (self._failures >= TRIES_MAX or key in self._delays_s) and self._takes_a_file()
 
     def concerns_part(self, path: DirectoryPath, failure: OSError) -> bool:
         """Return True if an error in a directory says nothing about the whole PFS: it takes another file."""
@@ -214,7 +214,7 @@ class DeferredFiles:
 
     def finish_journal(self) -> None:
         """Forget released files that were not deferred again. Call at the end of the journal."""
-        self._failures.clear()
+        self._failures = 0
         if self._delays_s:
             self._delays_s.clear()
             self._report_deferred()

@@ -238,14 +238,28 @@ class Stager:
             if len(puts) > 1:
                 self._deferred.fence_seq = puts[len(puts) // 2].key // KEYS_PER_ROW
                 raise Busy(str(failure)) from failure  # The PFS may have room for half of them.
-            self._refuse(puts[0], plan.puts[puts[0].key], failure)
+            self._refuse(plan, puts[0], failure)
 
-    def _refuse(self, action: PfsAction, planned: PlannedFile, failure: OSError) -> NoReturn:
+    def _refuse(self, plan: BatchPlan, action: PfsAction, failure: OSError) -> NoReturn:
         """Defer a file if the error is its own, so that others proceed. Raises Busy then, and else OSError."""
-        if not self._deferred.defer(action, RefusedKind.NAMES if planned.content is None else RefusedKind.BYTES, failure):
+        if not self._deferred.defer(action, _choose_kind(plan.puts[action.key]), failure):
             raise OSError(failure.errno, failure.strerror, action.location.text) from failure
         self._deferred.fence_seq = None
+        with contextlib.suppress(Busy):
+            self._defer_next(plan, action)
         raise Busy(f"{action.location.text} is deferred") from failure
+
+    def _defer_next(self, plan: BatchPlan, refused: PfsAction) -> None:
+        """Defer the files after a refused one up to the first that is not refused: no plan for each."""
+        for action in [one for one in plan.batch.actions if one.key in plan.puts and one.key > refused.key]:
+            try:
+                self._stage_one(action, plan.puts[action.key])
+            except DirectoryMissing:
+                return
+            except OSError as failure:
+                if self._deferred.defer(action, _choose_kind(plan.puts[action.key]), failure):
+                    continue
+            return
 
     # --- one temporary file -------------------------------------------------------------------------------------------
 
@@ -261,7 +275,7 @@ class Stager:
             self._deferred.fence_seq = action.key // KEYS_PER_ROW
             if plan.batch.actions[0] is not action:
                 raise Busy(str(failure)) from failure  # The rows before this one are written back without it.
-            self._refuse(action, planned, failure)
+            self._refuse(plan, action, failure)
         if content is not None:
             duration_s = time.monotonic() - began_s
             step_durations.record(step_durations.WRITE_BACK, duration_s, content.size)
@@ -514,6 +528,10 @@ def finish_batch(plan: BatchPlan, staged: dict[int, Staged]) -> PfsBatch:
     batch.published_rows += [one.published for one in staged.values() if one.published is not None]
     batch.merged_directories = [plan.puts[key].inode for key, one in staged.items() if one.is_merged]
     return batch
+
+
+def _choose_kind(planned: PlannedFile) -> RefusedKind:
+    return RefusedKind.NAMES if planned.content is None else RefusedKind.BYTES
 
 
 def _build_source_error(tier: Tier, failure: OSError) -> SourceFailed:
