@@ -131,7 +131,13 @@ class MemberFacts:
         if any(kind.awaits_all and (kind.awaits_ranks or not is_of_rank) for kind in closing):
             return True
         name = path.rpartition(b"/")[2]
-        return any(kind.covers.fullmatch(name) for kind in self.kinds.get(directories[0], ()))
+        is_covered = any(kind.covers.fullmatch(name) for kind in self.kinds.get(directories[0], ()))
+        # The files of a member tell how many there must be of their own sort, and nothing of a sort that is not begun.
+        return is_covered and _mask_numbers(path) in self._sorts
+
+    @cached_property
+    def _sorts(self) -> set[bytes]:
+        return set(map(_mask_numbers, self.files))
 
     def is_size_right(self, path: bytes) -> bool:
         """Return whether a file shows its end itself, or a kind tells the sizes."""
@@ -147,6 +153,10 @@ def _split_by_directory(found: Mapping[bytes, T]) -> dict[bytes, dict[bytes, T]]
         directory, _, name = path.rpartition(b"/")
         split[directory][name] = one
     return split
+
+
+def _mask_numbers(path: bytes) -> bytes:
+    return _NUMBER.sub(b"0", path)
 
 
 def _list_directories(path: bytes) -> list[bytes]:

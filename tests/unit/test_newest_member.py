@@ -144,6 +144,15 @@ def test_a_set_that_lacks_any_one_file_is_not(kind: str) -> None:
         assert list(tree.find_reasons("step_*")) == ["step_200"], name
 
 
+@pytest.mark.parametrize("parts", ["{}_world_size_2_rank_{}.pt", "{}-0000{}-of-00002.bin"])
+def test_a_sort_of_files_that_is_not_begun(parts: str) -> None:
+    """N7, D6: the counts in the names of a model tell nothing of the optimizer, which the members before have."""
+    model, optimizer = ({parts.format(sort, number): archive() for number in (0, 1)} for sort in ("model", "optim"))
+    tree = series_of(model | optimizer, 100).with_files(below("step_200", model))
+    assert tree.find("step_*") == "step_100"
+    assert tree.find_reasons("step_*") == {"step_200": f"{min(optimizer)} is missing, which step_100 has"}
+
+
 def test_the_mark_that_orbax_writes_last() -> None:
     """D6: on stores without an atomic rename."""
     files = OPEN["Orbax with a mark"]
