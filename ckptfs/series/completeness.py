@@ -127,8 +127,7 @@ class MemberFacts:
         """Return whether the marks of a kind tell that no such file is missing."""
         directories = _list_directories(path)
         closing = [kind for directory in directories for kind in self.closed_directories.get(directory, ())]
-        is_of_rank = any(map(set_kinds.is_of_rank, path.split(b"/")))
-        if any(kind.awaits_all and (kind.awaits_ranks or not is_of_rank) for kind in closing):
+        if any(kind.awaits_all for kind in closing):
             return True
         name = path.rpartition(b"/")[2]
         is_covered = any(kind.covers.fullmatch(name) for kind in self.kinds.get(directories[0], ()))

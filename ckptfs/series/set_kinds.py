@@ -88,8 +88,8 @@ class SetKind:
 
     `sign`: a directory with such a name is of this kind. `find_gap`: what it lacks; empty if nothing. `covers`: names that `find_gap`
     vouches for, so that they need not be those of the member before. `last`: the file that is written when all others are there.
-    `tells_sizes`: then their sizes are right, too. `awaits_all`: `last` is written after all other files of the rank, not only those that
-    `covers` names; `awaits_ranks`: also after those of all other ranks. `applies`: what else must hold of a directory that has the sign.
+    `tells_sizes`: then their sizes are right, too. `awaits_all`: `last` is written after all other files, whose names may be new each
+    time. `applies`: what else must hold of a directory that has the sign.
     """
 
     name: str
@@ -99,7 +99,6 @@ class SetKind:
     last: re.Pattern[bytes]
     tells_sizes: bool = False
     awaits_all: bool = False
-    awaits_ranks: bool = True
     applies: Callable[[DirectoryFacts], bool] = lambda directory: True
 
     def is_kind_of(self, directory: DirectoryFacts) -> bool:
@@ -470,7 +469,7 @@ KINDS = (
     SetKind("torch.distributed.checkpoint", re.compile(rb"__[0-9]+_[0-9]+\.distcp|\.metadata"), _find_dcp_gap,
             re.compile(rb".*\.distcp|\.metadata", re.DOTALL), re.compile(rb"\.metadata"), tells_sizes=True),
     SetKind("Hugging Face Trainer", re.compile(rb"trainer_state\.json|training_args\.bin"), _find_trainer_gap,
-            _NOTHING, re.compile(rb"trainer_state\.json"), awaits_all=True, awaits_ranks=False),
+            _NOTHING, re.compile(rb"trainer_state\.json")),
     SetKind("index of weights", re.compile(rb".*\.index\.json", re.DOTALL), _find_weights_gap,
             re.compile(rb".*\.index\.json", re.DOTALL), _NOTHING),
     SetKind("parts N of M", _OF, _find_of_gap, _OF, _NOTHING),

@@ -134,10 +134,6 @@ def test_a_set_that_lacks_any_one_file_is_not(kind: str) -> None:
     for name in files:
         left = {other: data for other, data in files.items() if other != name}
         tree = series_of(files, 100).with_files(below("step_200", left))
-        if kind == "HF Trainer" and name in ("config.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
-            continue  # `trainer_state.json` is written last: it vouches for these.
-        if kind == "HF Trainer" and name == "model.safetensors.index.json":
-            continue
         if kind.startswith("Orbax") and name.startswith(("state", "metadata")):
             continue  # Orbax writes the time of the commit, or that mark, last.
         assert tree.find("step_*") == "step_100", name
