@@ -129,7 +129,7 @@ def build_journal_argument(row: int) -> str:
     return f"{_JOURNAL_PREFIX}{row}"
 
 
-def parse_journal_argument(argument: str) -> int:
+def get_journal_row(argument: str) -> int:
     """Return the row that `build_journal_argument` was given."""
     return int(argument.removeprefix(_JOURNAL_PREFIX))
 

@@ -38,7 +38,7 @@ class WaitLevel:
         return limits.REQUEST_POLL_S if self._waiting else None
 
     def _answer(self, request: mover_requests.MoverRequest) -> bool:
-        if summary.has_pending(self._db, request.inode, mover_requests.parse_journal_argument(request.argument)):
+        if summary.has_pending(self._db, request.inode, mover_requests.get_journal_row(request.argument)):
             return False
         self._db.persist()
         mover_requests.mark_done(self._db, request.id)

@@ -152,9 +152,9 @@ def test_many_names_come_in_bounded_transactions(world: World, monkeypatch: pyte
 
     apply = scans.import_transaction
 
-    def counted(db: object, directory: int) -> object:
+    def counted(db: object) -> object:
         rows.append(0)
-        return apply(world.db, directory)
+        return apply(world.db)
 
     monkeypatch.setattr(scans, "import_transaction", counted)
     world.visit("")

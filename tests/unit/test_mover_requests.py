@@ -62,7 +62,7 @@ def test_what_nobody_waits_for_any_more_is_swept(db: Database, monkeypatch: pyte
 def test_a_journal_argument_covers_earlier_rows_only(db: Database) -> None:
     with db.transaction():
         journal.append(db, "attributes", 7)
-    seq = mover_requests.parse_journal_argument(mover_requests.build_journal_argument(journal.get_last_seq(db, 7)))
+    seq = mover_requests.get_journal_row(mover_requests.build_journal_argument(journal.get_last_seq(db, 7)))
     with db.transaction():
         journal.append(db, "attributes", 7)
     assert journal.has_pending(db, 7, seq)

@@ -1,7 +1,7 @@
 """Replies to queries: status, records of files, and waits. Reads the catalog and tiers, never the PFS.
 
-Inode numbers come from the client's own stat(2) through the mount. Names and digests are not returned, because any user may ask about any
-number.
+Inode numbers come from the client's own stat(2) through the mount. Any user may ask about any number. So digests are never returned, and
+names only of directories that every user may list (`public_listings`).
 
 `LevelCheck` is one wait. It checks a bounded number of inodes at a time, and fewer while they lack the level, so that waiting for a large
 tree stays cheap. Changes made after the wait began do not count: it ends at the last row that the journal had then.
