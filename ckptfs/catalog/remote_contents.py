@@ -109,7 +109,7 @@ def list_not_held(db: Database, contents: Iterable[int]) -> list[int]:
 
 
 def list_announced(db: Database, contents: Iterable[int]) -> set[int]:
-    """Return those of these contents of which this node has told the store that it holds a copy."""
+    """Return those of these contents of which this node has announced a copy to the store."""
     known = "SELECT id FROM content WHERE id IN (SELECT value FROM json_each(?)) AND remote = 1 AND announce_state = 1"
     return {row[0] for row in db.rows(known, json.dumps([*contents]))}
 

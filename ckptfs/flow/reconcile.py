@@ -151,7 +151,7 @@ class Reconcile:
     # --- what nodes have announced -----------------------------------------------------------------------------------
 
     def _ask_holders(self, batch: list[Content]) -> None:
-        """Ask holders of contents whose turn it is, as their maker or after its death. Who lacks one tells."""
+        """Ask holders of contents whose turn it is, as their maker or after its death."""
         turn = self._sweeps % limits.AUDIT_SWEEPS
         announced: dict[int, list[int]] = {}
         for number in (content.id for content in batch if content.id % limits.AUDIT_SWEEPS == turn):

@@ -297,7 +297,7 @@ def _is_usual(member: MemberFacts, older: Sequence[OlderMember]) -> bool:
 
 
 def _find_missing(member: MemberFacts, older: OlderMember) -> bytes:
-    """Return the first file of an older member that this one should have, and has not."""
+    """Return the first file of an older member that this one should have and lacks."""
     wanted = (path for path in sorted(older.sizes) if not patterns.is_temporary(path.rpartition(b"/")[2]))
     return next((path for path in wanted if not member.is_vouched_for(path) and not _find_same(member, older, path)), b"")
 

@@ -2,7 +2,7 @@
 
 A set stays while at least one reason holds. A set without any goes from the history at once; files of the application never go here.
 
-Whether two successive sets have equal bytes, which means no progress of the training (X11), is told here, too. A counter or the state of a
+`is_unchanged` says whether two successive sets have equal bytes, which means no progress of the training (X11). A counter or the state of a
 random generator differs in any case. So only large files count, by their digests and not by their names, which may have the number of the
 step. Files whose names are in their bytes, as in a zip archive of `torch.save`, differ as well.
 

@@ -40,9 +40,9 @@ Entry = TypeVar("Entry")
 Result = TypeVar("Result")
 MANIFESTS = (b"MANIFEST.json", b"MANIFEST.xxh128")
 """What ckptfs itself writes into a set of the history."""
-TOLD_MAX = 64
+REJECTED_MAX = 64
 """How many members one answer of the mount rejects at most; the command asks for the rest."""
-_SERIES_TOLD_MAX = 5
+_SERIES_NAMED_MAX = 5
 
 
 class Listing(NamedTuple, Generic[Entry]):
@@ -164,7 +164,7 @@ class LatestAnswer(NamedTuple):
     def encode(self) -> bytes:
         """Encode it as the value of an extended attribute."""
         newest, rejected, next_position = self.result
-        series = [[one.name, one.previous] for one in self.series[:_SERIES_TOLD_MAX]]
+        series = [[one.name, one.previous] for one in self.series[:_SERIES_NAMED_MAX]]
         fields = [series, newest and _list_fields(newest), [_list_fields(one) for one in rejected], next_position]
         return json.dumps(fields, default=os.fsdecode, separators=(",", ":")).encode()
 
@@ -333,7 +333,7 @@ class _Search(Generic[Entry]):
             return None
         verdict = completeness.judge_set(files)
         if missing:
-            await self._list_set(known)  # Its names are told to those only who may list it.
+            await self._list_set(known)  # Only a caller that may list it gets its names.
             reason = f"{text(min(missing))} is missing, which its set {text(known.name)}@{known.number} has"
             return replace(verdict, incomplete_reason=reason)
         self._judged_in_place.add(known)

@@ -147,7 +147,7 @@ class Drain:
     async def drain_attached(self, report: Callable[[float, str], None]) -> bool:
         """Drain while the mount serves. Returns True if all that was closed before a moment ago is drained.
 
-        `report(seconds, text)` tells how long it may still take, and what is left.
+        `report(seconds, text)` gets how long it may still take, and what is left.
         """
         began_s, is_done = time.monotonic(), False
         for _ in range(limits.DRAIN_ROUNDS_MAX):

@@ -220,11 +220,11 @@ def build_mount(answers: MountAnswers, history: BacklogHistory, now_ns: int) -> 
     }  # fmt: skip
     if status is None:
         return found
-    told = [] if answers.series is None else [one for one in answers.series.series if one.HasField("newest")]
-    told.sort(key=lambda one: one.newest.completed_ns, reverse=True)
-    series = [_build_series(one, status, now_ns) for one in told]
+    listed = [] if answers.series is None else [one for one in answers.series.series if one.HasField("newest")]
+    listed.sort(key=lambda one: one.newest.completed_ns, reverse=True)
+    series = [_build_series(one, status, now_ns) for one in listed]
     found["health"], found["facts"] = status.health, _describe_facts(status)
-    found["state"], found["detail"] = _judge_newest(told, status, now_ns)
+    found["state"], found["detail"] = _judge_newest(listed, status, now_ns)
     found["title"] = TITLES[found["state"]]
     found["notes"] = _list_notes(status, series)
     found["backlogs"] = _build_backlogs(status, history)
@@ -240,13 +240,13 @@ def build_mount(answers: MountAnswers, history: BacklogHistory, now_ns: int) -> 
     return found
 
 
-def _judge_newest(told: Sequence["pb.SeriesInfo"], status: "pb.Status", now_ns: int) -> tuple[str, str]:
+def _judge_newest(listed: Sequence["pb.SeriesInfo"], status: "pb.Status", now_ns: int) -> tuple[str, str]:
     """Return state and sentence of the newest complete set."""
-    if not told:
+    if not listed:
         files = format_count(status.counts.files, "file")
         return ABSENT, f"Of {files} that this node knows, none form one."
-    newest = told[0].newest
-    place = _get_directory(told[0]) if newest.name else f"{PRIVATE_SERIES}: "
+    newest = listed[0].newest
+    place = _get_directory(listed[0]) if newest.name else f"{PRIVATE_SERIES}: "
     words = f"{place}{_get_set_name(newest)} {_describe_level(newest.level, status)}."
     facts = (format_count(newest.files, "file"), format_size(newest.size), f"completed {format_age(now_ns, newest.completed_ns)} ago")
     return judge_level(newest.level, status), f"{words} {', '.join(facts)}."

@@ -1,6 +1,6 @@
 """What `ckptfs latest` prints: which series is meant, and what the mount answers.
 
-The mount searches, as for `.ckptfs/latest`. A directory tells the newest complete member of a series in it as an extended attribute, and
+The mount searches, as for `.ckptfs/latest`. A directory shows the newest complete member of a series in it as an extended attribute, and
 only to a caller that may list the directory. What the caller may not read is no answer for it. Names that a user gives are looked up
 through the mount, too, so the kernel checks the permissions.
 

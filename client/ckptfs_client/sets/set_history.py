@@ -175,10 +175,10 @@ class SetHistory:
     def list_sets(self, one: ListedSeries, at_least: int | None = None) -> list[pb.SetInfo]:
         """Return the sets of a series, the newest first: all, or `at_least` so many."""
         names = self._refresh_sets(one) if self._is_shared else []
-        told = self.client.list_sets(one.directory, at_least)
-        if self._look_at_files(one, names, {each.number for each in told if each.level == Level.NONE.value}):
-            told = self.client.list_sets(one.directory, at_least)
-        return told if all(each.name for each in told) else self._add_names(one, told)
+        listed = self.client.list_sets(one.directory, at_least)
+        if self._look_at_files(one, names, {each.number for each in listed if each.level == Level.NONE.value}):
+            listed = self.client.list_sets(one.directory, at_least)
+        return listed if all(each.name for each in listed) else self._add_names(one, listed)
 
     def _refresh_sets(self, one: ListedSeries) -> list[str]:
         """Look at the newest sets through the mount, and return their names.
@@ -200,12 +200,12 @@ class SetHistory:
                 pass
         return bool(unknown)
 
-    def _add_names(self, one: ListedSeries, told: list[pb.SetInfo]) -> list[pb.SetInfo]:
+    def _add_names(self, one: ListedSeries, listed: list[pb.SetInfo]) -> list[pb.SetInfo]:
         """Add names and notes that the caller may read through the mount. Sets without names are left out."""
         names: dict[int | None, str] = {}
         with contextlib.suppress(OSError):
             names = {number: name for name, number in map(split_number, os.listdir(one.history))}
-        named = [each for each in told if each.number in names]
+        named = [each for each in listed if each.number in names]
         for each in named:
             each.name = os.fsencode(names[each.number])
             if each.noted:

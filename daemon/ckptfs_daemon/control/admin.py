@@ -4,8 +4,8 @@
 quarantined and remade from a good copy. If this node has none, the file is fetched from another node or the PFS. A bad file on the PFS is
 only reported, because another program may have written it.
 
-Crash safety: a request is a row in the catalog, which the next mover handles, or it is lost with the client's connection, which tells the
-client. The results of a verification stand in the catalog as far as it came.
+Crash safety: a request is a row in the catalog, which the next mover handles, or it is lost with the client's connection, and the
+client sees that. The results of a verification stand in the catalog as far as it came.
 """
 
 import errno

@@ -21,7 +21,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.namespace import get_path
 from ckptfs.errors import posix_error
 from ckptfs.model import Inode, Level
-from ckptfs.series.search import TOLD_MAX
+from ckptfs.series.search import REJECTED_MAX
 from ckptfs_daemon.fuse.request import Request, get_current_request
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers
@@ -149,12 +149,12 @@ class AttributeHandlers:
         return value
 
     async def _find_latest(self, directory: Inode, asked: bytes, ctx: "RequestContext") -> bytes | None:
-        """Return the answer to `ckptfs latest`. If it is too long, it tells of fewer members."""
+        """Return the answer to `ckptfs latest`. If it is too long, it names fewer members."""
         level, first, name = (asked.split(b".", 2) + [b"", b""])[:3]
         if not directory.is_directory or level.decode("latin-1") not in list(Level) or not first.isdigit():
             return None
         search = functools.partial(self._reader.find_latest, directory.id, name, Level(level.decode()), may_read=self._build_check(ctx))
-        at_most = TOLD_MAX
+        at_most = REJECTED_MAX
         while len(text := (await search(first=int(first), at_most=at_most)).answer.encode()) > limits.XATTR_VALUE_BYTES_MAX:
             at_most //= 2
         return text

@@ -1,6 +1,6 @@
 """The events of checkpoint sets: begun, complete, read, safe, gone (G6, X9, X11).
 
-The tracker tells what it finds, and an event that cannot be described is left out. What is noted here, such as the time at which the
+The tracker reports what it finds, and an event that cannot be described is left out. What is noted here, such as the time at which the
 first file of a member was opened, ends with the mount process: a set that was begun before then has no duration.
 """
 
@@ -76,7 +76,7 @@ class _Watched:
 
 
 class SetEvents:
-    """What the tracker tells the event log. Belongs to the trio thread."""
+    """The events that the tracker reports. Belongs to the trio thread."""
 
     def __init__(self, context: MountContext, refresh: SetRefresh) -> None:
         self._context, self._refresh = context, refresh

@@ -1,7 +1,7 @@
 """The release of chosen sets for the PFS: each node has its own files of them written back (D7).
 
 A review of the tracker chooses a set (`retention_state.CHOSEN_XATTR`), on one node of a cluster. The transaction that publishes the choice
-puts a key of the set below `keys.CHOSEN_PREFIX`. All nodes with such a rule watch these keys. A node that is told of one reads the set and
+puts a key of the set below `keys.CHOSEN_PREFIX`. All nodes with such a rule watch these keys. A node that sees one reads the set and
 releases its own files. What a dead node wrote, the others release when they know that it is dead.
 
 Crash safety: a release is a change of the catalog. The next process reads the keys of all chosen sets again.
@@ -69,8 +69,8 @@ class SetRelease:
                 with trio.move_on_after(limits.SET_POLL_S):
                     await self._has_due.wait()
 
-    def _add_keys(self, told: Iterable[bytes]) -> None:
-        for raw in told:
+    def _add_keys(self, raw_keys: Iterable[bytes]) -> None:
+        for raw in raw_keys:
             with contextlib.suppress(ValueError):
                 self.add([keys.decode_chosen_key(raw)])
 
