@@ -45,7 +45,7 @@ UNREADABLE = b"null"
 
 FORMAT_KEY = b"format"
 FORMAT_VERSION = 3
-"""1: ckptfs 0.2.0, which wrote no key `format`. 2: `closed_ns` of inodes, the chain of transactions."""
+"""1: ckptfs 0.2.0, which wrote no key `format`. 2: `closed_ns` of inodes, the chain of transactions. 3: `passes` of intents."""
 
 Check = Callable[[object], bool]
 _INT_MAX = 2**63 - 1
