@@ -141,9 +141,12 @@ class PfsView:
         """Return the entry under a name. Returns None if there is none."""
         if (parent, name) in self.entries:
             return self.entries[parent, name]
+        # A stale name may show the former bytes of a file that has new ones elsewhere.
         row = self._db.row(
             "SELECT e.inode, coalesce(p.pfs_inode, e.seen_ino, 0), coalesce(p.size, -1), coalesce(p.mtime_ns, -1) FROM pfs_entry e"
-            " LEFT JOIN pfs_file p ON p.inode = e.inode WHERE e.parent = ? AND e.name = ?",
+            " LEFT JOIN pfs_file p ON p.inode = e.inode AND (p.pfs_inode = e.seen_ino OR e.seen_ino IS NULL OR NOT EXISTS"
+            " (SELECT 1 FROM pfs_pending w WHERE w.parent = e.parent AND w.name = e.name AND w.inode <> e.inode))"
+            " WHERE e.parent = ? AND e.name = ?",
             parent, name,
         )  # fmt: skip
         return None if row is None else PfsEntry(row[0], Fingerprint(*row[1:]))

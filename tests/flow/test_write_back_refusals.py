@@ -381,6 +381,23 @@ def test_a_refused_exchange(mount: Mount, code: int, monkeypatch: pytest.MonkeyP
     assert (mount.on_pfs()[b"a"][1], mount.on_pfs()[b"d/b"][1]) == (b"new B", b"A")
 
 
+def test_an_old_name_that_may_not_go_yet_goes_after_the_new_bytes_have_come(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It still shows the former bytes, which are those of another file than the catalog knows the inode by."""
+    mount.put(b"old", b"former")
+    mount.settle()
+    flow = mount.write_back()
+    with monkeypatch.context() as patch:
+        Refusal(patch, "rename", lambda name: name == b"old", errno.EPERM)
+        Refusal(patch, "unlink", lambda name: name == b"old", errno.EPERM)
+        mount.put(b"old", b"new bytes")
+        mount.rename(b"old", b"new")
+        rest(flow)
+        flow.retry_now()
+        rest(flow)
+    flow.retry_now()
+    mount.settle_exactly(flow)
+
+
 def test_a_refused_name_shows_the_new_bytes_when_the_pfs_takes_it(mount: Mount) -> None:
     """P3: until then the file is not on the PFS, although its other name shows them."""
     mount.put(b"a", b"old")
