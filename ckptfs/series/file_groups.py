@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 
 DMTCP_SCRIPT = b"dmtcp_restart_script.sh"
 DMTCP_IMAGE = re.compile(rb"ckpt_.+_[0-9a-f]+-[0-9]+-[0-9a-f]+\.dmtcp", re.DOTALL)
-_DMTCP_FILE = re.compile(rb"ckpt_.+_[0-9a-f]+-[0-9]+-[0-9a-f]+(?:\.dmtcp|_files)|dmtcp_restart_script_.+\.sh", re.DOTALL)
+_DMTCP_FILE = re.compile(rb"ckpt_.+_[0-9a-f]+-[0-9]+-[0-9a-f]+(?:\.dmtcp|_files)|dmtcp_restart_script(?:_.+)?\.sh", re.DOTALL)
 _TENSORFLOW_DATA = re.compile(rb"(.+)\.data-[0-9]+-of-[0-9]+", re.DOTALL)
 _TENSORFLOW_FILE = re.compile(rb"(.+)\.(?:index|meta|data-[0-9]+-of-[0-9]+)", re.DOTALL)
 _NUMBER = re.compile(rb"[0-9]+")
