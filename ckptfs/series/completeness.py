@@ -22,7 +22,7 @@ from ckptfs import lifecycle
 from ckptfs.lifecycle import FileRecord
 from ckptfs.model import ContentState, Level, SeriesRule
 from ckptfs.series import patterns, rules, set_kinds
-from ckptfs.series.file_formats import FileFormat
+from ckptfs.series.file_formats import LAMMPS_PART, FileFormat
 from ckptfs.series.set_kinds import DirectoryFacts, MemberFile, SetIndex, SetKind, text
 
 COMPARED_MAX = 4
@@ -227,6 +227,8 @@ def _find_flaw(member: MemberFacts) -> str:
             return f"{text(path) or 'it'} {flaw}"
         if member.is_single_file and not file.size:
             return "it is empty"
+        if member.is_single_file and member.formats.get(path, FileFormat()).name == LAMMPS_PART:
+            return "it is the part of one process of LAMMPS, and the file of the name with base is missing"
     return "" if any(file.size for file in member.files.values()) else "all its files are empty"
 
 

@@ -21,7 +21,7 @@ from ckptfs.series.pickle_scan import DamagedPickle, ReadRange, TooLong
 HEADER_BYTES_MAX = 32 << 20
 """Longer headers are not believed; a header of 1 MiB describes 10,000 tensors."""
 JSON_BYTES_MAX = 16 << 20
-LAMMPS, LAMMPS_END = "LAMMPS", b"LammpS RestartT\0"
+LAMMPS, LAMMPS_PART, LAMMPS_END = "LAMMPS", "LAMMPS part", b"LammpS RestartT\0"
 _HEAD_BYTES = 512
 _ZIP_COMMENT_MAX = (1 << 16) - 1
 _ENDS_EARLY = "ends before its {}; its writer did not finish it"
@@ -85,7 +85,7 @@ def _inspect(extension: str, size: int, head: bytes, read: ReadRange) -> FileFor
     if extension == "json":
         return FileFormat("json", _find_json_flaw(size, head, read))
     if read(size - min(size, len(LAMMPS_END)), len(LAMMPS_END)) == LAMMPS_END:
-        return FileFormat(LAMMPS)  # The part of a process: only its end tells.
+        return FileFormat(LAMMPS_PART)  # Only its end tells.
     if extension in _BY_EXTENSION:
         return FileFormat(_BY_EXTENSION[extension], f"does not begin like a file of {_BY_EXTENSION[extension]}")
     return FileFormat()

@@ -14,6 +14,7 @@ _TENSORFLOW_DATA = re.compile(rb"(.+)\.data-[0-9]+-of-[0-9]+", re.DOTALL)
 _TENSORFLOW_FILE = re.compile(rb"(.+)\.(?:index|meta|data-[0-9]+-of-[0-9]+)", re.DOTALL)
 _NUMBER = re.compile(rb"[0-9]+")
 _LAMMPS_BASE, _LAMMPS_PARTS, _LAMMPS_FIRST = b"base", b"%", b"0"
+_LAMMPS_BASE_WORD = re.compile(_LAMMPS_BASE)
 _NO_PARTS = re.compile(rb"(step|iter|iteration|epoch|batch)[-_.=]?$", re.IGNORECASE)
 """Before a number that counts checkpoints: `step_base.pt` beside `step_0.pt` is another model."""
 _NO_LAMMPS = re.compile(rb"\.(pth?|ckpt|safetensors|h5|hdf5|np[yz]|pkl|json|keras|zip|tar)$", re.IGNORECASE)
@@ -43,16 +44,30 @@ def _mask(name: bytes) -> bytes:
 
 
 def _find_lammps(names: Collection[bytes]) -> dict[bytes, bytes]:
-    """Return the names with % in the place of "base" and of the numbers of the parts."""
+    """Return the names with % in the place of "base" and of the numbers of the parts.
+
+    One series of names holds them if any member has "base" and the first part: of another, a killed job may have left others.
+    """
     known = names if isinstance(names, (set, frozenset, dict)) else set(names)
-    found = {}
-    for name in known:
-        for number in _NUMBER.finditer(name):
-            before, after = name[: number.start()], name[number.end() :]
-            is_part = before + _LAMMPS_BASE + after in known and before + _LAMMPS_FIRST + after in known
-            if is_part and not _NO_PARTS.search(before) and not _NO_LAMMPS.search(name):
-                found[name] = found[before + _LAMMPS_BASE + after] = before + _LAMMPS_PARTS + after
+    found, sorts = {}, {_mask_lammps(name, at) for name in known for at in _list_lammps_bases(known, name)}
+    for name in known if sorts else ():
+        for number in (*_NUMBER.finditer(name), *_LAMMPS_BASE_WORD.finditer(name)):
+            if _mask_lammps(name, number) in sorts:
+                found[name] = name[: number.start()] + _LAMMPS_PARTS + name[number.end() :]
     return found
+
+
+def _list_lammps_bases(known: Collection[bytes], name: bytes) -> list["re.Match[bytes]"]:
+    """Return where a name has "base", if a file of the first process is beside it."""
+    if _NO_LAMMPS.search(name):
+        return []
+    found = [(one, name[: one.start()], name[one.end() :]) for one in _LAMMPS_BASE_WORD.finditer(name)]
+    return [one for one, before, after in found if before + _LAMMPS_FIRST + after in known and not _NO_PARTS.search(before)]
+
+
+def _mask_lammps(name: bytes, at: "re.Match[bytes]") -> tuple[bytes, bytes]:
+    """Return what the files of one series have in common: they may differ in other numbers."""
+    return _mask(name[: at.start()]), _mask(name[at.end() :])
 
 
 def _find_dmtcp(names: Collection[bytes]) -> dict[bytes, bytes]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptfs.model import Level
 from ckptfs.series import file_formats, pickle_scan
-from ckptfs.series.file_formats import JSON_BYTES_MAX, LAMMPS, FileFormat
+from ckptfs.series.file_formats import JSON_BYTES_MAX, LAMMPS, LAMMPS_PART, FileFormat
 from ckptfs.series.file_groups import DMTCP_IMAGE, DMTCP_SCRIPT
 from ckptfs.series.pickle_scan import DamagedPickle, ReadRange, TooLong
 
@@ -360,7 +360,8 @@ def _find_lammps_gap(directory: DirectoryFacts) -> str:
     """
     for before, after in _list_lammps_parts(directory):
         parts = [name for name in directory.files if _is_lammps_part(name, before, after)]
-        if cut := [name for name in parts if directory.formats.get(name, FileFormat()).name != LAMMPS]:
+        files = [before + b"base" + after, *parts]
+        if cut := [name for name in files if directory.formats.get(name, FileFormat()).name not in (LAMMPS, LAMMPS_PART)]:
             return f"{text(min(cut))} ends before its last mark; its writer did not finish it"
         numbers = {int(name[len(before) : len(name) - len(after)]) for name in parts}
         if (missing := _find_missing(numbers, 0, max(numbers))) is not None:

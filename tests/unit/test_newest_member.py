@@ -599,6 +599,9 @@ def test_a_file_for_each_process_of_lammps() -> None:
         assert tree.without(name).find("melt.%.*") == "melt.%.100"
         assert tree.with_files({name: LAMMPS[:-1]}).find("melt.%.*") == "melt.%.100"
     assert not set_kinds.list_kinds(DirectoryFacts({b"database.bin": MemberFile(1, Level.LOCAL)})), "only a name"
+    assert tree.with_files({"melt.base.200": b""}).without("melt.1.200", "melt.1.100").find("melt.%.*") == "melt.%.100", "base is empty"
+    parts_only = tree.without("melt.base.100", "melt.base.200")
+    assert parts_only.find("melt.1.*") == "" and "name with base" in parts_only.find_reasons("melt.1.*")["melt.1.200"]
     first = tree.without("melt.base.200", "melt.0.200", "melt.1.200", "melt.1.100")
     first.age_s = 10.0
     assert first.find("melt.%.*") == "", "more processes may come"

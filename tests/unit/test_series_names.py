@@ -49,6 +49,7 @@ def member(name: bytes, *siblings: bytes) -> bytes | None:
         ([b"ckpt-1.index", b"ckpt-1.data-00000-of-00001", b"ckpt-2.index", b"checkpoint"], b"ckpt-*"),
         ([b"epoch=1-step=20.ckpt", b"epoch=1-step=20-v1.ckpt", b"epoch=2-step=40-v1.ckpt", b"last-v1.ckpt"], b"epoch=*-step=*.ckpt"),
         ([b"melt.base.100", b"melt.0.100", b"melt.1.100", b"melt.base.200", b"melt.0.200", b"melt.1.200"], b"melt.%.*"),
+        ([b"melt.base.100", b"melt.0.100", b"melt.base.200", b"melt.1.200", b"melt.1.300", b"melt.2.300"], b"melt.%.*"),
         ([b"restart.base", b"restart.0", b"restart.1", b"log.lammps"], b"restart.%"),
         ([b"ckpt_a.out_e7ebb8f7-40000-2ea8705f82c.dmtcp", b"ckpt_a.out_e7ebb8f7-41000-2ea87060011.dmtcp.temp"], b"dmtcp_restart_script.sh"),
         (
