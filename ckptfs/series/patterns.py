@@ -5,7 +5,8 @@ A name is cut into text and numbers. The word before a number says what it means
 - a *counter* (`step`, `iter`, `epoch`, `ckpt`, ...) counts checkpoints: it is a `*` in the name of the series, whether it differs or not;
 - a *part* (`rank`, `shard`, `1-of-4`, ...) counts the files of one checkpoint: files that differ only in it belong to one member;
 - a *label* (`run`, `exp`, `rep`, ...) tells experiments apart: they are never one series, unless a user writes that pattern;
-- a *metric* ends with `=`, as in `loss=0.25`: it varies, and the counter decides the order.
+- a *metric* ends with `=`, as in `loss=0.25`, or is a decimal at the end, as in `weights.01-0.25.h5`: it varies, and the counter decides
+  the order.
 
 Of other numbers, the one that differs among siblings counts. `X.cpt` and `X_prev.cpt` are a series of two. Files that a program restarts
 from under another name (`file_groups`) are one member of that name. Lightning's `X-v1.ckpt` comes after `X.ckpt`. Temporary names are none.
@@ -56,6 +57,8 @@ _WORD = re.compile(rb"([A-Za-z]*)[-_.=:@ ]?$")
 _COUNTERS = (("step", "iter", "iteration", "batch"), ("epoch",), ("ckpt", "chk", "checkpoint", "restart", "dump", "snapshot", "snap"))
 """The first class decides the order; a word counts if it is the end of the text before the number."""
 _PARTS = {"rank", "ranks", "shard", "part", "proc", "process", "worker", "node", "host", "gpu", "tp", "pp", "dp", "mp", "stage", "layer"}
+_RANDOM_STATE = re.compile(rb"(rng_state|random_states)[-_.]?$", re.IGNORECASE)
+"""Of a rank: a part of the checkpoints of Hugging Face."""
 _LABELS = {
     "rep", "replica", "replicate", "run", "exp", "experiment", "trial", "seed", "fold", "job", "task", "sim", "walker", "version",
     "size", "of",
@@ -314,7 +317,14 @@ def get_roles(texts: tuple[bytes, ...]) -> tuple[NumberRole, ...]:
     for text, after in itertools.pairwise(texts):
         is_decimal = text == b"." and found and found[-1] is NumberRole.METRIC
         found.append(NumberRole.METRIC if is_decimal else _get_role(text, after))
+    if len(found) > 2 and _has_decimal_end(texts) and found[-2] in (NumberRole.BARE, NumberRole.OTHER):
+        found[-2:] = [NumberRole.METRIC] * 2
     return tuple(found)
+
+
+def _has_decimal_end(texts: tuple[bytes, ...]) -> bool:
+    """Return whether the last two numbers are one with a point, behind another number: `weights.01-0.25.h5`."""
+    return texts[-2] == b"." and texts[-3].endswith((b"-", b"_")) and texts[-1][:1] in (b"", b".")
 
 
 def _get_role(text: bytes, after: bytes) -> NumberRole:
@@ -325,7 +335,7 @@ def _get_role(text: bytes, after: bytes) -> NumberRole:
         return NumberRole.PART
     if _get_counter_class(text) < len(_COUNTERS):
         return NumberRole.COUNTER
-    if word in _PARTS:
+    if word in _PARTS or _RANDOM_STATE.search(text):
         return NumberRole.PART
     if word in _LABELS:
         return NumberRole.LABEL
@@ -408,14 +418,19 @@ def _choose_wildcards(texts: tuple[bytes, ...], group: list[bytes]) -> list[int]
     varying = [position for position in range(len(roles)) if len({split(name).numbers[position] for name in group}) > 1]
     if NumberRole.COUNTER in roles:
         always = (NumberRole.COUNTER, NumberRole.METRIC)
-        return [position for position, role in enumerate(roles) if role in always or (role is NumberRole.BARE and position in varying)]
+        # A decimal before the counter tells models apart: `qwen2-0.5b_step100`.
+        fixed = {one for one in varying if b"." in texts[one : one + 2] and NumberRole.COUNTER in roles[one:]}
+        free = {one for one in varying if roles[one] is NumberRole.BARE} - fixed
+        return [position for position, role in enumerate(roles) if role in always or position in free]
     able = [position for position, role in enumerate(roles) if role not in (NumberRole.PART, NumberRole.LABEL)]
     if not able:
         return [len(roles) - 1]
     if all(roles[position] in (NumberRole.BARE, NumberRole.METRIC) for position in able):
         return able
-    differing = [position for position in able if position in varying]
-    return differing or able[-1:] if len(differing) < 2 else []
+    metrics = [position for position in able if roles[position] is NumberRole.METRIC]
+    counting = [position for position in able if position not in metrics]
+    differing = [position for position in counting if position in varying]
+    return sorted(metrics + (differing or counting[-1:])) if len(differing) < 2 else []
 
 
 def _choose_single_numbers(names: list[bytes]) -> Chosen:
