@@ -76,13 +76,17 @@ def test_a_directory_is_searched_inside(mount: Area) -> None:
     """N2: never beside it, whatever its own name is: exp2 is another experiment."""
     for name in ("exp1/step_1", "exp1/step_2", "iter_1/step_1", "exp2", "step_7", "rep1", "rep2"):
         save(mount.path / name, "model", "optimizer")
+    save(mount.path / "step_8", "core-1.img", "core-2.img")
     mount.settle()
     assert newest(mount, mount.path / "exp1") == str(mount.path / "exp1" / "step_2")
     assert newest(mount, mount.path / "iter_1") == str(mount.path / "iter_1" / "step_1")
-    for name in ("exp2", "rep1", "exp1/step_1", "step_7"):
+    for name in ("exp2", "rep1", "exp1/step_1", "step_7", "step_8"):
         result = mount.command("latest", mount.path / name, check=False)
         assert (result.returncode, result.stdout) == (1, "") and "there is no series in it" in result.stderr
     assert f"ckptfs latest '{mount.path}/exp1/step_*'" in mount.command("latest", mount.path / "exp1" / "step_1", check=False).stderr
+    (mount.path / "elsewhere").symlink_to("/usr")
+    result = mount.command("latest", mount.path / "elsewhere", check=False)
+    assert result.returncode == 3 and "does not lie in a ckptfs mount" in result.stderr
     result = mount.command("latest", mount.path / "rep*", check=False)
     assert result.stdout == f"{mount.path}/rep2\n", "who writes the pattern means it"
     (mount.path / "lr=* [2]").mkdir()

@@ -202,8 +202,10 @@ def _find_series_of_names(named: Sequence[Path]) -> NamedSeries:
 
 def _find_series_inside(where: Path, wanted: Level) -> NamedSeries:
     """Return the only series in a directory. Never one beside it."""
-    find_inode(where)
+    find_inode(os.path.realpath(where))
     meant, result = _ask(where, b"", wanted)
+    if _find_own_series(where) is not None:
+        meant = [one for one in meant if one.is_step_count]  # Other numbers are those of its ranks, layers or processes.
     found = [NamedSeries(where, one, result) for one in meant] or [NamedSeries(where, one) for one in _list_kept_series(where)]
     if not found and (committed := _find_committed(where, wanted)) is not None:
         return committed
@@ -282,10 +284,16 @@ def _find_in_history(where: Path) -> Path | None:
 def _suggest(where: Path) -> str:
     """Return a remedy for a directory without series: those below it, or the one it belongs to."""
     inside = _list_series_below(where, sorted(_list_names(where)))
-    own = series.find_series(os.fsencode(where.name), _list_names(where.parent)) if where.name else None
-    if own is not None and own.is_step_count:
-        return f"for the series to which it belongs: ckptfs latest '{NamedSeries(where.parent, own).pattern}'"
+    if (own := _find_own_series(where)) is not None:
+        return f"for the series to which it belongs: ckptfs latest '{own.pattern}'"
     return f"say which: {_join_choices(inside)}" if inside else "name one with * for the number: 'run1/step_*'"
+
+
+def _find_own_series(where: Path) -> NamedSeries | None:
+    """Return the series of which a directory is a member itself, by a name that counts checkpoints. Returns None if there is none."""
+    path = Path(os.path.realpath(where))
+    own = series.find_series(os.fsencode(path.name), _list_names(path.parent))
+    return NamedSeries(path.parent, own) if own is not None and own.is_step_count else None
 
 
 def _join_choices(found: Sequence[NamedSeries]) -> str:
