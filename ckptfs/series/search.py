@@ -435,6 +435,7 @@ class _Search(Generic[Entry]):
         Raises PermissionError if the caller may not read one, or list a directory.
         """
         found: dict[bytes, tuple[MemberFile, Entry]] = {}
+        seen = {entry for _, entry in todo}
         while todo:
             path, entry = todo.pop()
             try:
@@ -447,7 +448,8 @@ class _Search(Generic[Entry]):
             found |= {_join(path, name): file for name, file in files.items()}
             if any(file.incomplete_reason for file, _ in files.values()):
                 break
-            todo += [(_join(path, name), child) for name, child in directories.items()]
+            todo += [(_join(path, name), child) for name, child in directories.items() if child not in seen]
+            seen |= {*directories.values()}
         return found
 
     def _require_readable(self, path: bytes, entry: Entry) -> None:

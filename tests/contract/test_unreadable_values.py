@@ -2,20 +2,27 @@
 
 import base64
 import errno
+import itertools
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import trio
 from ckptfs_daemon.control import cluster_status
 from ckptfs_daemon.mount.cluster.shared_namespace import TROUBLE, UNSHARED_TROUBLE
+from ckptfs_daemon.mount.sets.member_reader import MountMemberReader
+from ckptfs_daemon.mount.sets.set_refresh import SetRefresh
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, async_tests, in_virtual_time, reconnect, running, settled, stored_tree
 
-from ckptfs.catalog import namespace, summary
+from ckptfs.catalog import identity, namespace, summary
 from ckptfs.catalog.inodes import get
 from ckptfs.clique import locations, membership
 from ckptfs.coherence import key_state, keys, store_loss, value_checks
@@ -24,7 +31,9 @@ from ckptfs.errors import InvalidArgument, StoreTooNew
 from ckptfs.limits import KIB
 from ckptfs.model import ROOT
 from ckptfs.protocol import control_pb2
-from ckptfs.store.kv import Get, Item, Put
+from ckptfs.series import Series
+from ckptfs.series.search import KnownSets, _Search
+from ckptfs.store.kv import Get, Item, Outcome, Put
 
 
 def play(root: Path, act: Callable[[Node, Node], Awaitable[None]]) -> None:
@@ -329,6 +338,44 @@ async def test_directories_that_are_in_each_other_make_no_loop_in_a_catalog(a: N
     assert await b.stat("f")
     await b.make("g")
     assert await a.stat("g")
+
+
+@pytest.mark.parametrize("walk", ["tree", "members", "way", "sets"])
+@two_nodes
+async def test_who_reads_directories_one_after_the_other_comes_to_an_end(a: Node, b: Node, walk: str) -> None:
+    """D1: each read finds the next one in another place, for ever."""
+    await a.build("step_1/", "step_1/part/")
+    one, two = (await a.stat("step_1")).id, (await a.stat("step_1/part")).id
+    file = (await a.make("step_1/f")).id
+    store, bit = MemoryStore(a.store.etcd), identity.HISTORY_BIT if walk == "sets" else 0
+    values = [keys.decode_value(store.read([Get(keys.encode_key(SharedKey(INODE, number)))]).results[0][0].value) for number in (one, two)]
+    for number, value, parent, name in zip((one, two), values, (two, one), (b"loop", b"part"), strict=True):
+        put(a, SharedKey(INODE, number | bit), keys.encode_fields({**(value or {}), "parent": parent | bit}))
+        put(a, SharedKey(NAME, parent | bit, name), keys.encode_fields({"child": number | bit, "type": 0o040000}))
+    context: Any = SimpleNamespace(
+        db=b.db, shared_namespace=b.sharing, get_inode=lambda inode: replace(get(b.db, inode), is_imported=True),
+        open_files=SimpleNamespace(is_open_for_writing=lambda inode: False),
+    )  # fmt: skip
+    reader = MountMemberReader(context, SimpleNamespace(refresh_inode=b.sharing.refresh_inode))  # type: ignore[arg-type]
+    refresh, reads, read_soon = SetRefresh(context, reader), itertools.count(), b.store.read_soon
+
+    def count_read(gets: Sequence[Get], **how: float) -> Future[Outcome]:
+        assert next(reads) < 100
+        return read_soon(gets, **how)
+
+    with mock.patch.object(b.store, "read_soon", count_read):
+        match walk:
+            case "tree":
+                assert [*await reader.list_tree(one)] == [b"f"]
+            case "members":
+                search: Any = _Search(Series((b"step_*",)), [], {}, reader, KnownSets())
+                assert [*await search._list_below([(b"", one)])] == [b"f"]
+            case "way":
+                await refresh.refresh_way(two)
+            case "sets":
+                put(b, SharedKey(INODE, file), keys.encode_fields({**FILE, "names": [[one | bit, "f"]]}))
+                await b.sharing.refresh_inode(file)
+                assert await refresh.list_sets_of_file(file) == []
 
 
 @pytest.mark.parametrize("key", [SharedKey(INODE, 9), SharedKey(NAME, 9, b"x")], ids=str)

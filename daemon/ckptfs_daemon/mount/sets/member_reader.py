@@ -76,14 +76,18 @@ class MountMemberReader:
         return {entry.name: inode for entry, inode in namespace.iterate_entries(self._context.db, directory)}
 
     async def list_tree(self, directory: int) -> dict[bytes, Inode]:
-        """Return what is below a directory and no directory itself, by path."""
-        found, todo = dict[bytes, Inode](), [(b"", directory)]
+        """Return what is below a directory and no directory itself, by path.
+
+        Each directory counts once: while they are read one after the other, directories of the store may be in each other.
+        """
+        found, todo, seen = dict[bytes, Inode](), [(b"", directory)], {directory}
         while todo:
             path, one = todo.pop()
             for name, inode in (await self.list_directory(one)).items():
-                if inode.is_directory:
+                if inode.is_directory and inode.id not in seen:
+                    seen.add(inode.id)
                     todo.append((path + name + b"/", inode.id))
-                else:
+                elif not inode.is_directory:
                     found[path + name] = inode
         return found
 

@@ -68,8 +68,9 @@ class SetRefresh:
                 return []  # A candidate may be a directory that was renamed.
         found = []
         for directory in {name[0] for name in keys.list_shared_names(db, inode) if identity.is_history_directory(name[0])}:
-            below = directory
-            while directory > ROOT:
+            below, seen = directory, set[int]()
+            while directory > ROOT and directory not in seen:
+                seen.add(directory)
                 await shared_namespace.refresh_inode(directory)
                 if history.get_series(db, directory) is not None:
                     found.append((directory, below))
@@ -81,7 +82,9 @@ class SetRefresh:
         """Load a directory of the history and the names that lead to it."""
         shared_namespace = self._context.shared_namespace
         await shared_namespace.refresh_name(ROOT, history.NAME)
-        while shared_namespace.is_shared and directory > ROOT:
+        seen = set[int]()
+        while shared_namespace.is_shared and directory > ROOT and directory not in seen:
+            seen.add(directory)
             await shared_namespace.refresh_inode(directory)
             directory = set_members.get_parent(self._context.db, directory)
             if directory > ROOT:
