@@ -207,7 +207,7 @@ _RECORDS: Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]] = {
     ),
 }  # fmt: skip
 """Extended attributes of ckptfs itself that are JSON."""
-_PUBLISHED = _or_none(_is_list_of(_is_int, _is_flag, _is_count, _is_int, _or_none(_is_ino), _or_none(_is_digest)))
+_PUBLISHED = _or_none(_is_list_of(_is_int, _is_flag, _is_count, _is_int, _is_ino, _or_none(_is_digest)))
 _NAMES_OF_OPERATIONS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("make", "link", "unlink", "rmdir"), frozenset({"parent", "name"})),
     **dict.fromkeys(("rename", "exchange"), frozenset({"parent", "name", "new_parent", "new_name"})),

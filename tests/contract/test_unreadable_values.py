@@ -93,6 +93,24 @@ def test_a_field_of_a_wrong_type_is_a_fault_and_no_exception(kind: str) -> None:
             assert value_checks.find_fault(key, keys.encode_fields({**SAMPLES[kind], name: held})), (name, held)
 
 
+ANY: list[object] = [
+    None, 0, 1, -1, True, 2**63 - 1, 1 - 2**63, "", "x", 32 * "0", 0o040755, 0o120777, [], {}, [[1, "f"]], [[2**63 - 1, "f"], [1, "f"]],
+    [None, None, None, None], [1, 1, 1, 1], [1, None], *([1, 1, 1, 1, ino, digest] for ino in (None, 1) for digest in (None, 32 * "0")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", value_checks.REQUIRED)
+def test_what_is_a_value_can_be_written_to_a_catalog(tmp_path: Path, kind: str) -> None:
+    node, key = Node(tmp_path, 1, MemoryStore(MemoryEtcd())), SharedKey(kind, 9, b"n" if keys.KINDS[kind].has_name else b"")
+    values = [{**SAMPLES[kind], name: held} for name in {**value_checks.REQUIRED[kind], **value_checks.OPTIONAL[kind]} for held in ANY]
+    good = [value for value in values if not value_checks.find_fault(key, keys.encode_fields(value))]
+    assert len(good) > 1
+    for value in good:
+        with key_state.change_unmarked(node.db):
+            keys.write_value(node.db, key, value)
+            keys.get_value(node.db, key)
+
+
 RECORDS: dict[str, dict[str, Any]] = {
     "ckptfs.series": {"origin": 7, "pattern": "step_*", "next": 3}, "ckptfs.rollback": {"number": 2, "at_ns": 1},
     "ckptfs.set": {
