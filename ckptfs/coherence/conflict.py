@@ -19,7 +19,7 @@ from ckptfs.coherence import chain, key_state, keys, merge, read
 from ckptfs.coherence.chain import ChainLink
 from ckptfs.coherence.commit import StoreTransaction
 from ckptfs.coherence.key_state import CachedValue
-from ckptfs.coherence.keys import CONTENT, INODE, NAME, SharedKey, Value, decode_key, set_link_count
+from ckptfs.coherence.keys import CONTENT, INODE, NAME, SharedKey, Value, decode_key
 from ckptfs.coherence.read import RecentDeletes, StoreValue
 from ckptfs.store.kv import Outcome
 
@@ -269,16 +269,9 @@ class ConflictResolver:
     def _set_link_counts(self) -> None:
         """Set the link counts of files to the number of their names; those of directories are not shared."""
         for inode in self._inodes_to_recount - self._deleted_inodes:
-            row = self._db.row("SELECT mode & 61440, nlink FROM inode WHERE id = ?", inode)
-            if row is None:
-                continue
-            names = [] if row[0] == read.DIRECTORY_TYPE else keys.list_shared_names(self._db, inode)
-            links = row[1] if row[0] == read.DIRECTORY_TYPE else len(names)
-            if links != row[1]:
-                counts = (links, keys.count_in_history(names))
-                self._db.run("UPDATE inode SET nlink = ?, history = ? WHERE id = ?", *counts, inode)
+            if keys.set_link_count(self._db, inode):
                 key_state.mark_dirty(self._db, SharedKey(INODE, inode))
-            if links == 0:
+            if self._db.value("SELECT nlink FROM inode WHERE id = ?", inode) == 0:
                 self._result.unlinked_inodes.append(inode)
 
     def _set_name(self, key: SharedKey) -> None:
@@ -293,9 +286,7 @@ class ConflictResolver:
         key_state.set_cached(self._db, key, now)
 
 
-def record_commit(
-    db: Database, transaction: StoreTransaction, revision: int, recent_deletes: RecentDeletes, *, recount_links: bool = False
-) -> CommitResult:
+def record_commit(db: Database, transaction: StoreTransaction, revision: int, recent_deletes: RecentDeletes) -> None:
     """Record that the store applied the transaction at `revision`; 0 if there was nothing to apply."""
     with key_state.change_unmarked(db):
         key_state.set_cached_each(db, ((key, CachedValue(revision, value)) for key, value in transaction.new_values.items()))
@@ -313,12 +304,11 @@ def record_commit(
                 recent_deletes.record_deleted(key, revision)
         told = [key for key in (*transaction.new_values, *transaction.unchanged_keys) if key not in transaction.deleted_later]
         key_state.mark_clean(db, told, transaction.change_last)
-        if recount_links:
-            for key in told:
-                set_link_count(db, key)
+        for key in told if key_state.get_disconnected_ns(db) else ():
+            if key.kind == INODE:
+                keys.set_link_count(db, key.number)
         if revision:
             key_state.set_cached(db, transaction.link.key, CachedValue(revision, transaction.build_link_put().value))
-    return CommitResult()
 
 
 def _get_writer(db: Database, content: SharedKey) -> int:
@@ -334,20 +324,20 @@ def record_fence(
     sent: StoreTransaction | None,
     recent_deletes: RecentDeletes,
     dirty_values: Mapping[SharedKey, StoreValue],
-) -> CommitResult:
+) -> None:
     """Record if `sent` has passed; without it, what a process that died has put and deleted.
 
     `dirty_values`: what the store has of the dirty keys. The rows may have changed back since that process put its values.
     """
     if sent is not None and sent.link.is_taken(found):
-        return record_commit(db, sent, found.revision, recent_deletes)
+        record_commit(db, sent, found.revision, recent_deletes)
+        return
     with key_state.change_unmarked(db):
         for key in chain.list_deleted(found):
             key_state.set_cached(db, key, key_state.ABSENT)
         own = chain.get_own_revision(found)
         key_state.set_cached_each(db, ((key, one.value) for key, one in dirty_values.items() if one.value.revision == own))
         key_state.set_cached(db, link.key, found)
-    return CommitResult()
 
 
 def drop_change(db: Database, transaction: StoreTransaction) -> str:
@@ -372,7 +362,8 @@ def resolve_conflict(
     found = told.pop(transaction.link.key).value
     if transaction.link.is_taken(found):
         # The transaction had passed, but the answer was lost and the request was sent again.
-        return record_commit(db, transaction, found.revision, recent_deletes)
+        record_commit(db, transaction, found.revision, recent_deletes)
+        return CommitResult()
     with key_state.change_unmarked(db):
         key_state.set_cached(db, transaction.link.key, found)
         refusal = resolver_class(db, transaction, told, outcome.revision, recent_deletes)

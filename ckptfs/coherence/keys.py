@@ -268,7 +268,7 @@ def list_shared_names(db: Database, inode: int, theirs: Value | None = None) -> 
     cached = "SELECT value FROM cached_key WHERE kind = 'i' AND number = ? AND name = x''"
     fields = theirs or decode_value(db.value(cached, inode))
     here = {(row[0], bytes(row[1]).decode("latin-1")) for row in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)}
-    if fields is None:
+    if fields is None or "names" not in fields:  # A directory is named by its entry alone.
         return [list(name) for name in sorted(here)]
     kept = {(parent, name) for parent, name in fields["names"] if not _is_name_removed(db, inode, parent, name)}
     return [list(name) for name in sorted(kept | {name for name in here if _is_name_changed(db, *name)})]
@@ -296,15 +296,11 @@ def list_unread_history(db: Database, inode: int) -> list[tuple[int, bytes]]:
     return [name for name in names if db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", *name) is None]
 
 
-def set_link_count(db: Database, key: SharedKey) -> None:
-    """Set the links of a file to the number of its names. A removed file stays removed."""
-    if key.kind != INODE:
-        return
-    row = db.row("SELECT mode & 61440, nlink FROM inode WHERE id = ?", key.number)
-    if row is not None and row[0] != stat.S_IFDIR and row[1]:
-        names = list_shared_names(db, key.number)
-        if len(names) != row[1]:
-            db.run("UPDATE inode SET nlink = ?, history = ? WHERE id = ?", len(names), count_in_history(names), key.number)
+def set_link_count(db: Database, inode: int) -> bool:
+    """Set the links of a file to the number of its names. Return True if that changed them."""
+    names = list_shared_names(db, inode)
+    changed = "UPDATE inode SET nlink = ?1, history = ?2 WHERE id = ?3 AND mode & 61440 <> 16384 AND nlink <> ?1"
+    return db.run(changed, len(names), count_in_history(names), inode) > 0
 
 
 def _is_name_changed(db: Database, parent: int, name: str) -> bool:

@@ -419,7 +419,7 @@ class SharedNamespace(LocalNamespace):
             return True
         try:
             if not transaction.new_values:
-                self._record_commit(transaction, 0)
+                conflict.record_commit(self.db, transaction, 0, self._recent_deletes)
                 return True
             self._unconfirmed = transaction
             self.counts["commits"] += 1
@@ -430,7 +430,7 @@ class SharedNamespace(LocalNamespace):
                 # An earlier copy of it may still be applied.
                 return await self._confirm_last_commit()
             if reply.succeeded:
-                self._record_commit(transaction, reply.revision)
+                conflict.record_commit(self.db, transaction, reply.revision, self._recent_deletes)
             else:
                 self.counts["conflicts"] += 1
                 resolver = await self._build_resolver(transaction, reply) if self.is_disconnected else ConflictResolver
@@ -443,10 +443,6 @@ class SharedNamespace(LocalNamespace):
             self._handle_failure(failure)
             return False
         return True
-
-    def _record_commit(self, transaction: commit.StoreTransaction, revision: int) -> None:
-        recount = self.is_disconnected
-        self._record_result(conflict.record_commit(self.db, transaction, revision, self._recent_deletes, recount_links=recount))
 
     def _handle_invalid(self, transaction: commit.StoreTransaction, refusal: TransactionInvalid) -> None:
         """Find, by halves, the change that the store refuses for ever. It stays here; the others go on."""
@@ -561,6 +557,6 @@ class SharedNamespace(LocalNamespace):
         except CkptfsError as failure:
             self._handle_failure(failure)
             return False
-        self._record_result(conflict.record_fence(self.db, link, found, self._unconfirmed, self._recent_deletes, values))
+        conflict.record_fence(self.db, link, found, self._unconfirmed, self._recent_deletes, values)
         self._unconfirmed = None
         return True
