@@ -361,10 +361,7 @@ def mark_all_under_replicated(db: Database) -> int:
 def delete_copies_of_node(db: Database, node: int) -> int:
     """Forget the copies that a node may have lost; it is offered them. Return how many are own ones."""
     with db.transaction():
-        own = "SELECT p.content FROM peer_copy p JOIN content k ON k.id = p.content WHERE p.node = ?"
-        count = db.run(
-            f"UPDATE content SET under_replicated = 1 WHERE under_replicated = 0 AND state = 2 AND remote = 0 AND id IN ({own})", node
-        )
+        count = mark_node_copies_lost(db, node)
         db.run("DELETE FROM peer_copy WHERE node = ? AND content IN (SELECT id FROM content WHERE remote = 0)", node)
         return count
 

@@ -247,10 +247,8 @@ class Reconcile:
             return True
         try:
             self._cluster.peers.get_manifest(home, content.id, None)
-        except PeerRefused as refusal:
-            return refusal.code == errno.ENOENT
-        except PeerFailed:
-            return False
+        except PeerFailed as failure:
+            return isinstance(failure, PeerRefused) and failure.code == errno.ENOENT
         return False
 
     def _is_surplus(self, content: Content, shared: ContentLocations) -> bool:
