@@ -105,3 +105,18 @@ def test_a_file_that_another_node_renamed_over_is_there_when_that_dies(lab: Clus
         eventually(lambda path=path: shows(path, data), what=f"{path} shows what had reached the clique")  # type: ignore[misc]
     lab.mend()
     eventually(lambda: shows(paths[1], data), what="who returns without it shows the same")
+
+
+def test_what_a_writer_closed_before_it_stood_still_is_shown_again(lab: ClusterUnderTest) -> None:
+    """P5, P9: by all nodes once it goes on, and nobody opens the file on it; until then they show what had reached the clique."""
+    paths, data = written(lab, "stood still")
+    lab[1].slow(SLOW_BITS_PER_S)
+    paths[0].write_bytes(MORE)
+    lab[0].stand_still()
+    try:
+        lab[1].mend()
+        eventually(lambda: shows(paths[1], data), what="what had reached the clique")
+    finally:
+        lab[0].go_on()
+    for path in paths[1:]:
+        eventually(lambda path=path: shows(path, MORE), what=f"{path} shows what was closed last")  # type: ignore[misc]
