@@ -264,7 +264,10 @@ def list_local_names(db: Database, inode: int) -> list[SharedKey]:
 
 
 def list_shared_names(db: Database, inode: int, theirs: Value | None = None) -> list[list[Any]]:
-    """Return the names of a file, sorted: the store's (`theirs`, or as cached) but removed ones, and new ones."""
+    """Return the names of a file, sorted: those of the store but removed ones, and new ones.
+
+    The store's are `theirs`, or as cached.
+    """
     cached = "SELECT value FROM cached_key WHERE kind = 'i' AND number = ? AND name = x''"
     fields = theirs or decode_value(db.value(cached, inode))
     here = {(row[0], bytes(row[1]).decode("latin-1")) for row in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)}

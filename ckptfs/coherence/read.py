@@ -153,7 +153,7 @@ def _is_name_of(db: Database, key: SharedKey, child: int) -> bool:
 def _make_place(db: Database, directory: int, parent: int) -> bool:
     """Forget what contradicts that a directory is in `parent`. Return False if that is unpublished.
 
-    What this node knew before is older. So no directory of a catalog is in itself, whatever the store says.
+    What this node knew before is older. So no directory of a catalog is in itself, even if the store says so.
     """
     below = db.value(
         "WITH RECURSIVE up(id, parent) AS (SELECT id, parent FROM inode WHERE id = ?"
@@ -267,7 +267,7 @@ def list_overtaken_names(store_values: dict[SharedKey, StoreValue]) -> list[Shar
 
 
 def list_unknown(db: Database, directory: int, keys: Iterable[SharedKey]) -> list[SharedKey]:
-    """Return those keys that have no cached value, and those of directories that were in another directory."""
+    """Return the keys without a cached value, and those of directories that were in another one."""
     moved = "SELECT 1 FROM inode WHERE id = ? AND mode & 61440 = 16384 AND parent <> ?"
     return [
         key

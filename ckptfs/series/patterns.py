@@ -323,7 +323,7 @@ def get_roles(texts: tuple[bytes, ...]) -> tuple[NumberRole, ...]:
 
 
 def _has_decimal_end(texts: tuple[bytes, ...]) -> bool:
-    """Return whether the last two numbers are one with a point, behind another number: `weights.01-0.25.h5`."""
+    """Return whether the last two numbers are one decimal behind another: `weights.01-0.25.h5`."""
     return texts[-2] == b"." and texts[-3].endswith((b"-", b"_")) and texts[-1][:1] in (b"", b".")
 
 

@@ -290,7 +290,10 @@ def _suggest(where: Path) -> str:
 
 
 def _find_own_series(where: Path) -> NamedSeries | None:
-    """Return the series of which a directory is a member itself, by a name that counts checkpoints. Returns None if there is none."""
+    """Return the series of which a directory is a member itself, by a name that counts checkpoints.
+
+    Returns None if there is none.
+    """
     path = Path(os.path.realpath(where))
     own = series.find_series(os.fsencode(path.name), _list_names(path.parent))
     return NamedSeries(path.parent, own) if own is not None and own.is_step_count else None
