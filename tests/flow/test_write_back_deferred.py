@@ -158,6 +158,26 @@ def test_the_pauses_of_write_back_do_not_add_up_over_many_files(mount: Mount, mo
     mount.settle_exactly(flow)
 
 
+def test_what_is_due_again_waits_for_the_rest_of_the_journal(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes to try many files, all others have their turn before these are tried again."""
+    monkeypatch.setattr(deferred, "RETRY_FIRST_S", 0.0)
+    flow, tried = mount.write_back(), list[bytes]()
+    with monkeypatch.context() as patch:
+        refusing(patch, lambda data: tried.append(data) or data.startswith(b"x"))
+        for number in range(3):
+            mount.put(b"%d" % number, b"x%d" % number)
+            mount.mkdir(b"d%d" % number)
+            mount.put(b"d%d/f" % number, b"y")
+        while b"d2/f" not in mount.on_pfs():
+            flow.step()
+        assert tried.count(b"x0") == 1
+        rest(flow)
+        rest(flow)
+        assert tried.count(b"x0") > 1
+    flow.retry_now()
+    mount.settle_exactly(flow)
+
+
 def test_each_refusal_waits_longer_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(deferred.time, "monotonic", lambda: now[0])
@@ -170,6 +190,7 @@ def test_each_refusal_waits_longer_up_to_a_bound(tmp_path: Path, monkeypatch: py
         waits.append(due_s)
         now[0] += due_s
         aside.after_seq = 5
+        aside.note_rest()
         aside.start_batch()
         assert not aside.is_refused(RefusedKind.BYTES, 7) and aside.after_seq == 0
     assert waits == sorted(waits) and waits[0] == deferred.RETRY_FIRST_S and waits[-1] == deferred.RETRY_LAST_S

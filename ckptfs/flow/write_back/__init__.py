@@ -100,6 +100,7 @@ class WriteBack:
             more = self._config.pfs is not None and self._try_batch()
         finally:
             if not more:
+                self._deferred.note_rest()
                 self._tree.close()  # The PFS can be unmounted while write-back is idle or fails.
         return more
 

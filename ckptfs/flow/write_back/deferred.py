@@ -117,6 +117,8 @@ class DeferredFiles:
         self._failures = 0
         self._reported_count = 0
         self._retries_all = False
+        self._can_release = False
+        self._released_s = time.monotonic()
         self._full_failure: OSError | None = None
         self._has_made_room = False
 
@@ -196,12 +198,20 @@ class DeferredFiles:
         return (self.skips_bytes and kind is RefusedKind.BYTES) or (inode, kind) in self._files
 
     def start_batch(self) -> None:
-        """Release the files that are due, and read the journal again for them. Call before each batch."""
+        """Release the files that are due, and read the journal again for them. Call before each batch.
+
+        While write-back is busy it goes on with the journal first: to try many files may take longer than their pauses.
+        """
         retries_all, self._retries_all = self._retries_all, False
         now = time.monotonic()
         due = [key for key, one in self._files.items() if retries_all or one.until_s <= now]
-        if due:
+        if due and (retries_all or self._can_release or now - self._released_s >= RETRY_LAST_S):
+            self._can_release, self._released_s = False, now
             self._release(due)
+
+    def note_rest(self) -> None:
+        """Note that write-back has come as far as it can for now."""
+        self._can_release = True
 
     def release(self, inodes: Iterable[int]) -> None:
         """Release renamed or new inodes, and read the journal again for rows that wait for them."""
