@@ -685,6 +685,35 @@ def test_a_full_filesystem_inside_the_pfs_is_not_the_whole_pfs(mount: Mount) -> 
         mount.settle_exactly(flow)
 
 
+def test_a_full_project_is_not_the_whole_pfs(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XFS and ext4 answer ENOSPC beyond the quota of a project, and report it as the size of its directory."""
+    mount.mkdir(b"bad")
+    mount.settle()
+    flow, fstatvfs = mount.write_back(), os.fstatvfs
+
+    def report(fd: int) -> os.statvfs_result:
+        found = list(fstatvfs(fd))
+        found[2] -= 1000 if os.readlink(f"/proc/self/fd/{fd}").endswith("/bad") else 0
+        return os.statvfs_result(found)
+
+    def refuse(label: str) -> None:
+        if label == "write_back:fsync":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstatvfs", report)
+        mount.put(b"bad/f", b"data")
+        with intercepted(refuse):
+            rest(flow)
+        mount.put(b"theirs", b"data")
+        put_others(mount, b"later")
+        rest(flow)
+        assert others_shown(mount, b"later") and b"theirs" in mount.on_pfs() and b"bad/f" not in mount.on_pfs()
+        assert [(trouble["path"], trouble["what"].partition(":")[0]) for trouble in mount.troubles()] == [("bad/f", "ENOSPC")]
+    flow.retry_now()
+    mount.settle_exactly(flow)
+
+
 @needs_root
 def test_a_read_only_filesystem_inside_the_pfs_is_not_the_whole_pfs(mount: Mount, inner: None) -> None:
     """It gets read-only while a file is copied to it."""

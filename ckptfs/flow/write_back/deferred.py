@@ -96,9 +96,11 @@ class _DeferredFile:
 def _concerns_part(tree: PfsTree, path: DirectoryPath, failure: OSError) -> bool:
     """Return True if an error in a directory says nothing about the whole PFS.
 
-    It concerns one entry, or a filesystem that is mounted inside.
+    It concerns one entry, a filesystem that is mounted inside, or a directory with a quota.
     """
-    return isinstance(failure, SourceFailed) or failure.errno not in health.PFS_FAILURE_ERRNOS or _is_elsewhere(tree, path)
+    if isinstance(failure, SourceFailed) or failure.errno not in health.PFS_FAILURE_ERRNOS or _is_elsewhere(tree, path):
+        return True
+    return failure.errno == errno.ENOSPC and _has_own_limit(tree, path)
 
 
 class DeferredFiles:
@@ -316,6 +318,14 @@ def _is_elsewhere(tree: PfsTree, path: DirectoryPath) -> bool:
         found, whole = os.fstatvfs(directory), os.fstatvfs(root)
         # Subvolumes have devices of their own, but the same figures.
         return os.fstat(directory).st_dev != os.fstat(root).st_dev and (found.f_blocks, found.f_bfree) != (whole.f_blocks, whole.f_bfree)
+    except OSError:
+        return False
+
+
+def _has_own_limit(tree: PfsTree, path: DirectoryPath) -> bool:
+    """Return True if the size of a directory is limited: XFS and ext4 report the quota of its project."""
+    try:
+        return os.fstatvfs(tree.get_directory(path)).f_blocks != os.fstatvfs(tree.get_directory(())).f_blocks
     except OSError:
         return False
 
