@@ -343,9 +343,10 @@ def _find_short_file(member: MemberFacts, older: Sequence[OlderMember]) -> str:
             for same in _find_same(member, one, path):
                 before[same].append(size)
     for path, file in sorted(member.files.items()):
-        if member.is_size_right(path) or _TEXT_FILE.fullmatch(path):
-            continue
         sizes = before[path]
+        # A text may be of any length, but is not empty if it never was.
+        if member.is_size_right(path) or (_TEXT_FILE.fullmatch(path) and (file.size or 0 in sizes)):
+            continue
         if not is_plausible_size(file.size, sizes):
             return f"{text(path) or 'it'} has {file.size} bytes, fewer than before ({max(sizes)}), and its format does not tell its end"
     return ""

@@ -328,6 +328,13 @@ def test_a_gap(names: list[str], missing: str) -> None:
     assert missing in series_of(dict.fromkeys(names, X), 100).find_reasons("step_*")["step_100"]
 
 
+def test_a_text_that_is_empty() -> None:
+    """D6: no format and no size tells the end of a text, but the writer of this one was killed."""
+    tree = series_of({"model.pt": archive(), "config.yaml": b"layers: 3", "warnings.log": b""}, 100, 200)
+    assert tree.with_files(below("step_200", {"config.yaml": b"l: 3"})).find("step_*") == "step_200"
+    assert tree.with_files(below("step_200", {"config.yaml": b""})).find("step_*") == "step_100"
+
+
 def test_a_name_with_a_rank_that_counts_no_ranks() -> None:
     assert series_of({"lora_rank8.safetensors": safetensors()}, 100).find("step_*") == "step_100"
 
