@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from daemon_under_test import DaemonUnderTest, eventually
 
-from ckptfs import mountpoint_guard
+from ckptfs import mount_record, mountpoint_guard
 
 MakeDaemon = Callable[..., DaemonUnderTest]
 
@@ -169,7 +169,8 @@ def test_an_unmount_on_purpose_gives_the_directory_back(make_daemon: MakeDaemon)
     (daemon.path / "file").write_bytes(b"x")
     assert daemon.unmount() == 0
     (daemon.path / "below").write_bytes(b"the administrator's")
-    assert not (daemon.state / "mount.json").exists()
+    record = mount_record.load(daemon.state)
+    assert record is not None and record.guard is None and record.leftovers is not None and record.leftovers.is_nothing
     (daemon.path / "below").unlink()
 
 

@@ -197,7 +197,7 @@ def test_a_full_tier_is_not_filled(node: Node, flow: Prepare) -> None:
 
 def _measure_anew(node: Node) -> None:
     """What a tier holds is measured once a second; let that second pass."""
-    node.tiers[Tier.RAM]._measured_used = (float("-inf"), 0)
+    node.tiers[Tier.RAM]._measured_used = (float("-inf"), 0, 0)
 
 
 def test_eviction_gives_prepared_memory_back_before_it_drops_a_copy(node: Node, flow: Prepare) -> None:

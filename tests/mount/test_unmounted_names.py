@@ -6,7 +6,8 @@ import shlex
 import subprocess
 from collections.abc import Callable
 
-from daemon_under_test import DaemonUnderTest, ckptfs
+import pytest
+from daemon_under_test import DaemonUnderTest, NotStarted, ckptfs
 
 MakeDaemon = Callable[..., DaemonUnderTest]
 
@@ -35,6 +36,26 @@ def test_a_name_that_holds_data_is_listed_until_it_is_deleted(make_daemon: MakeD
     ckptfs("mounts", "--delete", daemon.name, "--yes")
     assert listed(daemon.name) is None and not os.path.ismount(daemon.state / "ram") and not daemon.state.exists()
     (daemon.path / "below").write_bytes(b"the directory is open again")
+
+
+def test_a_name_that_holds_nothing_is_deleted_at_once(make_daemon: MakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: after an end in order, the default place of catalogs has the name, and nobody was killed. A mount that fails changes nothing."""
+    daemon = make_daemon()
+    (daemon.path / "file").write_bytes(b"x" * 1000)
+    daemon.settle()
+    monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(daemon.root / "run"))
+    (daemon.root / "run").mkdir()
+    (daemon.root / "run" / "one.json").write_text(json.dumps({"state": str(daemon.state)}))
+    assert daemon.unmount() == 0
+    one = listed(daemon.name)
+    assert one is not None and one["what"] == "nothing that the PFS does not have" and not one["has_data"]
+    daemon.options["data_path"] = "passthrough"
+    daemon.env["CKPTFS_KERNEL_WITHOUT"] = "passthrough"
+    with pytest.raises(NotStarted):
+        daemon.start()
+    assert listed(daemon.name) == one
+    ckptfs("mounts", "--delete", daemon.name)
+    assert listed(daemon.name) is None and not daemon.state.exists()
 
 
 def test_a_lost_ram_tier_is_said(make_daemon: MakeDaemon) -> None:

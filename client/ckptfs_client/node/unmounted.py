@@ -53,7 +53,9 @@ class UnmountedName:
 
     def describe(self) -> str:
         """Describe in words what it holds."""
-        if self.record is None or self.record.leftovers is None:
+        if self.record is None:
+            return "nobody counted what it holds"
+        if self.record.leftovers is None:
             return "its daemon was killed, so nobody counted what it holds"
         if self.has_lost_ram:
             return f"{self.record.describe_leftovers()}; the machine was rebooted since, and the RAM tier is gone"

@@ -28,7 +28,7 @@ class GuardedMountpoint:
 
     def __init__(self, config: Config, options: str, unit: str) -> None:
         """Read what the last daemon of this state directory recorded."""
-        before = mount_record.load(config.state)
+        self._before = before = mount_record.load(config.state)
         self._config = config
         self._guard = None if before is None else before.guard
         self._record = MountRecord(
@@ -59,7 +59,7 @@ class GuardedMountpoint:
         except BaseException:
             if former is None:
                 self._clear()
-                mount_record.delete(self._config.state)
+                self._restore()
             raise
         finally:
             os.close(fd)
@@ -81,10 +81,8 @@ class GuardedMountpoint:
             log.info("%s: %s; to go on: %s", self._config.name, sentence, record.mount_command)
         if is_on_purpose and leftovers.is_nothing:
             self._clear()
-            mount_record.delete(self._config.state)
-            return
         try:
-            mount_record.store(record)
+            mount_record.store(replace(record, guard=self._guard))
             if self._guard is not None:
                 mountpoint_guard.cover(self._guard)
         except OSError as failure:
@@ -94,6 +92,13 @@ class GuardedMountpoint:
         self._guard = guard
         self._record = replace(self._record, guard=guard)
         mount_record.store(self._record)
+
+    def _restore(self) -> None:
+        """Take back the record of a mount that failed."""
+        if self._before is None:
+            mount_record.delete(self._config.state)
+        else:
+            mount_record.store(self._before)
 
     def _clear(self) -> None:
         guard, self._guard = self._guard, None
