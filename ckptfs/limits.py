@@ -223,6 +223,8 @@ PASSTHROUGH_SPACE_LAST_BYTES_MIN = 64 * MIB
 # Ages up to which a measured capacity, and the measured use of a tier, are used.
 CAPACITY_AGE_S = 0.02
 USED_AGE_S = 1.0
+# Where nothing but the daemon keeps the budget, files on NVMe grow by extents of this size, if the filesystem lets us choose.
+EXTENT_BYTES = MIB
 # A tier whose calls fail gets no new file for this long; then one is tried.
 TIER_RETRY_S = 3.0
 # Wait before ENOSPC: the space of files that were just unlinked is freed meanwhile. It is longer while the mover has work that frees space,

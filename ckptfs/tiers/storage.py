@@ -26,7 +26,7 @@ from ckptfs.config import Config
 from ckptfs.errors import NoSpace
 from ckptfs.model import LOCAL_TIERS, Tier, file_name
 from ckptfs.tiers import health, prepared, reflink, space
-from ckptfs.tiers.growth import GrowthTable
+from ckptfs.tiers.growth import GrowthTable, bound_allocation_ahead
 from ckptfs.tiers.prepared import PreparedFile, PreparedFiles
 from ckptfs.tiers.space import Capacity
 from ckptfs.tiers.tier_root import TierRoot
@@ -103,6 +103,8 @@ class TierStorage(TierRoot):
             self.record_failure(failure)
             raise
         self.record_success()
+        if self.shares_filesystem:
+            bound_allocation_ahead(fd)
         return fd
 
     def open(self, content: int, flags: int = os.O_RDONLY) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from daemon_under_test import DaemonUnderTest
+from loop_disk import mounted
 from programs import run
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
@@ -139,6 +140,20 @@ def test_a_budget_below_the_size_of_the_disk_holds_while_a_file_grows(data_path:
     _check(daemon.path / "small", 40)
     daemon.settle()
     assert (daemon.pfs / "large").stat().st_size == 320 * MIB
+
+
+def test_a_budget_holds_on_a_disk_that_allocates_ahead(data_path: str, make_daemon: Make, tmp_path: Path) -> None:
+    """T2: XFS gives a file that grows as many blocks again as it has."""
+    with mounted("xfs", tmp_path) as disk:
+        daemon = make_daemon(data_path, ram="32M", nvme=disk, nvme_size="80M")
+        with open(daemon.path / "large", "wb", buffering=0) as file:
+            for number in range(200):
+                file.write(_block(number))
+                used = sum(found.stat().st_blocks * 512 for found in disk.rglob("*") if found.is_file())
+                assert used <= 82 * MIB, number
+        _check(daemon.path / "large", 200)
+        daemon.settle()
+        assert daemon.unmount() == 0
 
 
 def test_a_budget_holds_for_files_that_outgrow_their_kind(make_daemon: Make) -> None:
