@@ -259,6 +259,53 @@ async def test_a_directory_that_was_removed_before_it_appeared_leaves_nothing(cl
     await cluster.write_back_all(one)
 
 
+@on_two_nodes(b"p", b"p/x")
+async def test_a_directory_is_not_moved_into_itself(cluster: WriterCluster) -> None:
+    """P6: a row of this node leads through a place that another node has moved below it since."""
+    one, two = cluster.nodes
+    await one.mkdir("p")
+    await one.mkdir("x")
+    await cluster.settle()
+    await two.rename("p", "x/p")
+    await two.rename("x/p", "p")
+    await one.rename("x", "p/x")
+    await cluster.write_back_all(one)
+    await cluster.write_back_all(two)
+    assert all(node.write_back._deferred.next_due_s() is None for node in cluster.nodes)
+
+
+@on_two_nodes(b"q", b"q/p", b"q/p/x")
+async def test_a_directory_leaves_another_one_that_moves_into_it(cluster: WriterCluster) -> None:
+    """P6: the row that takes it out is that of another node, which has not come to it."""
+    one, two = cluster.nodes
+    for path in ("x", "x/q", "x/q/p"):
+        await one.mkdir(path)
+    await cluster.settle()
+    await two.rename("x/q", "q")
+    await one.rename("x", "q/p/x")
+    await cluster.write_back_all(one)
+    assert (cluster.pfs / "q" / "p" / "x").is_dir() and one.write_back._deferred.next_due_s() is None
+
+
+@on_two_nodes(b"d", b"d/f")
+async def test_an_exchange_with_what_lies_inside_by_now_is_not_made(cluster: WriterCluster) -> None:
+    """P6: the other node has shown later changes of the same directories first."""
+    one, two = cluster.nodes
+    await one.mkdir("d")
+    await one.mkdir("e")
+    await cluster.settle()
+    await two.mkdir("e/f")
+    await two.exchange("e/f", "d")
+    await two.rmdir("d")
+    await two.rename("e/f", "d")
+    await one.mkdir("d/f")
+    await cluster.write_back_all(one)
+    await two.exchange("e", "d/f")
+    await one.rmdir("e")
+    await cluster.write_back_all(one)
+    await cluster.write_back_all(two)
+
+
 @on_two_nodes(b"d", b"f")
 async def test_a_directory_that_is_emptied_removed_and_made_again_is_there(cluster: WriterCluster) -> None:
     """P6: all in one batch, which is then in a directory that was another one before."""

@@ -147,7 +147,8 @@ class SharedPlanner(Planner):
             return self._align(row.inode)
         if not self._ensure_directory(new[0]) or not self._vacate(new, row.inode):
             return False
-        if self.view.shows(name, row.inode) and self.view.has_directory(*name) and self.view.has_directory(*new):
+        can_move = self.view.has_directory(*name) and self.view.has_directory(*new) and not self._is_one_in_other(name, new)
+        if self.view.shows(name, row.inode) and can_move:
             self.view.delete_pending(*name)
             return self._rename(row)
         if stat.S_ISREG(row.mode) and not self.view.list_names(row.inode):
@@ -164,7 +165,8 @@ class SharedPlanner(Planner):
             return other is None or self._align(other)
         shown = self.view.get_entry(*new)
         is_kept = self._is_kept(row, new) and self.view.shows(name, row.inode)
-        if shown is not None and is_kept and self._is_kept(replace(row, inode=shown.inode), name):
+        is_possible = is_kept and not self._is_one_in_other(name, new)
+        if shown is not None and is_possible and self._is_kept(replace(row, inode=shown.inode), name):
             return self._exchange(row)
         return all(self._align(inode) for inode in (row.inode, other) if inode is not None)
 
@@ -260,12 +262,24 @@ class SharedPlanner(Planner):
         if self.view.get_entry(*name) is None or not (self.view.has_directory(*name) and self.view.has_directory(*new)):
             return self._wait()
         if self._is_directory(inode):
-            if self.batch.actions:
+            if not self._leave(inode, name, new) or self.batch.actions:
                 return False
             self._is_full = True
         self._plan_move(name, new)
         self.view.delete_pending(*new)
         return True
+
+    def _leave(self, inode: int, name: PfsName, new: PfsName) -> bool:
+        """Move what is to hold a directory out of it first. Return False if that has to wait.
+
+        Another node has not done it yet.
+        """
+        directory = new[0]
+        while self._is_one_in_other(name, new) and directory not in (ROOT, inode):
+            if not self._align(directory):
+                return False
+            directory = next((parent for parent, _ in self.view.list_names(directory)), ROOT)
+        return not self._is_one_in_other(name, new) or self._wait()
 
     def _park(self, inode: int, name: PfsName, directory: int) -> bool:
         """Move an inode that is being aligned out of the way, to a temporary name in a directory."""
@@ -354,6 +368,14 @@ class SharedPlanner(Planner):
         if any(map(self._facts.has_refused_names, inodes)):
             raise SetAside(self._key // KEYS_PER_ROW)
         return bool(inodes)
+
+    def _is_one_in_other(self, *names: PfsName) -> bool:
+        """Return True if one of two names lies below the other.
+
+        Another node has shown later moves of directories then.
+        """
+        one, other = sorted(((*(self.view.get_path(parent) or ()), name) for parent, name in names), key=len)
+        return other[: len(one)] == one
 
     def _is_directory(self, inode: int) -> bool:
         if inode in self._made_directories:
