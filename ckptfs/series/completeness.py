@@ -256,9 +256,16 @@ def _get_quiet_s(member: MemberFacts) -> float:
     """
     if any(set_kinds.MEGATRON_MODEL in directory.files for directory in member.directories.values()):
         return math.inf
-    if member.is_single_file or (b"" in member.closed_directories and all(map(member.is_vouched_for, member.files))):
+    closing = member.closed_directories.get(b"", ())
+    awaits_own = any(kind.awaits_own for kind in closing)
+    awaited = [path for path in member.files if not member.is_vouched_for(path) and not (awaits_own and not _is_of_rank(path))]
+    if member.is_single_file or (closing and not awaited):
         return 0.0
     return QUIET_RANKS_S if any(map(set_kinds.has_unknown_count, member.directories.values())) else QUIET_S
+
+
+def _is_of_rank(path: bytes) -> bool:
+    return any(map(set_kinds.is_of_rank, path.split(b"/")))
 
 
 def _find_rule_gap(member: MemberFacts, rule: SeriesRule, age_s: float) -> str:

@@ -89,7 +89,7 @@ class SetKind:
     `sign`: a directory with such a name is of this kind. `find_gap`: what it lacks; empty if nothing. `covers`: names that `find_gap`
     vouches for, so that they need not be those of the member before. `last`: the file that is written when all others are there.
     `tells_sizes`: then their sizes are right, too. `awaits_all`: `last` is written after all other files, whose names may be new each
-    time. `applies`: what else must hold of a directory that has the sign.
+    time; `awaits_own`: after those of the same rank, whose names stay. `applies`: what else must hold of a directory that has the sign.
     """
 
     name: str
@@ -99,6 +99,7 @@ class SetKind:
     last: re.Pattern[bytes]
     tells_sizes: bool = False
     awaits_all: bool = False
+    awaits_own: bool = False
     applies: Callable[[DirectoryFacts], bool] = lambda directory: True
 
     def is_kind_of(self, directory: DirectoryFacts) -> bool:
@@ -470,7 +471,7 @@ KINDS = (
     SetKind("torch.distributed.checkpoint", re.compile(rb"__[0-9]+_[0-9]+\.distcp|\.metadata"), _find_dcp_gap,
             re.compile(rb".*\.distcp|\.metadata", re.DOTALL), re.compile(rb"\.metadata"), tells_sizes=True),
     SetKind("Hugging Face Trainer", re.compile(rb"trainer_state\.json|training_args\.bin"), _find_trainer_gap,
-            _NOTHING, re.compile(rb"trainer_state\.json")),
+            _NOTHING, re.compile(rb"trainer_state\.json"), awaits_own=True),
     SetKind("index of weights", re.compile(rb".*\.index\.json", re.DOTALL), _find_weights_gap,
             re.compile(rb".*\.index\.json", re.DOTALL), _NOTHING),
     SetKind("parts N of M", _OF, _find_of_gap, _OF, _NOTHING),

@@ -288,6 +288,17 @@ def test_a_first_set_whose_other_part_is_not_begun(begun: dict[str, bytes | Tree
     assert tree.find("step_*") == "" and tree.waited_s == pytest.approx(2.0)
 
 
+def test_a_first_set_of_a_trainer() -> None:
+    """D1: `trainer_state.json` is written last. Only the states of other ranks may still come."""
+    files = MARKED["HF Trainer"]
+    tree = series_of(files, 100)
+    tree.age_s = 0.0
+    assert tree.find("step_*") == "step_100" and tree.waited_s == 0
+    ranks = tree.with_files({f"step_100/rng_state_{rank}.pth": X for rank in range(2)})
+    ranks.age_s = 0.0
+    assert ranks.find("step_*") == ""
+
+
 def test_a_first_set_of_ranks() -> None:
     """D6: one rank of nobody knows how many is not named while others may still write. What Megatron writes last tells."""
     tree = series_of({"rank0.pt": X}, 100)
