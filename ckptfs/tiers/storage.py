@@ -257,9 +257,12 @@ class TierStorage(TierRoot):
             yield
             return
         self._growth.announce(growth)  # Before the look: another process may be about to write, too.
-        if self._measure_used() > self._budget_bytes and self._measure_used(age_s=0.0) > self._budget_bytes:
+        try:
+            if self._measure_used() > self._budget_bytes and self._measure_used(age_s=0.0) > self._budget_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except BaseException:
             self._growth.announce(-growth)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise
         try:
             yield
         finally:

@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from local_node import Node, inject_fault
@@ -152,6 +153,17 @@ def test_two_processes_keep_one_budget(node: Node, monkeypatch: pytest.MonkeyPat
         assert os.fstat(file.fileno()).st_blocks * 512 == 4 << 20
     monkeypatch.setattr(storage.time, "monotonic", lambda: 200.0)
     assert mount.get_capacity().free == mover.get_capacity().free == 4 << 20, "what was given up is free again"
+
+
+def test_a_disk_that_cannot_be_measured_leaves_no_growth_behind(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvme = storage.TierStorage(Tier.NVME, node.config.nvme or node.root, budget_bytes=8 << 20)
+    assert nvme.get_capacity().free == 8 << 20
+    with monkeypatch.context() as fault:
+        fault.setattr(nvme, "_measure_used", Mock(side_effect=OSError(errno.EIO, "it fails")))
+        with pytest.raises(OSError, match="it fails"), nvme.growing(6 << 20):
+            pass
+    with nvme.growing(6 << 20):
+        pass
 
 
 def test_a_process_that_died_leaves_no_growth_behind(tmp_path: Path) -> None:
