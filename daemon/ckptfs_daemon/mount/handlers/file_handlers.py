@@ -191,7 +191,7 @@ class FileHandlers:
 
             def act_and_look() -> T:
                 result = act(fd)
-                file.last_status = disk.fstat(fd)
+                file.last_status = os.fstat(fd)
                 return result
 
             return await run_on_pfs(act_and_look)
@@ -301,7 +301,7 @@ class FileHandlers:
         """Make bytes, file name and catalog rows of a file outside RAM survive a power cut."""
         assert file.storage is not None
         disk.act("write:fsync", os.fdatasync, file.fd)
-        file.last_status = disk.fstat(file.fd)
+        file.last_status = os.fstat(file.fd)
         if not file.is_name_persisted:
             file.storage.fsync_directory()
             file.is_name_persisted = True

@@ -28,7 +28,7 @@ from typing import TypeVar
 
 import trio
 
-from ckptfs import disk, limits
+from ckptfs import limits
 from ckptfs.catalog import contents, copies, inodes, mover_requests
 from ckptfs.catalog.database import Database
 from ckptfs.errors import CkptfsError, ContentLost, TimedOut, posix_error
@@ -120,7 +120,7 @@ class OpenFile:
         """
         if self.fd >= 0 and self.storage is not None and self.storage.tier is not Tier.PFS:
             try:
-                self.last_status = disk.fstat(self.fd)
+                self.last_status = os.fstat(self.fd)
             except OSError as failure:
                 self.storage.record_failure(failure)
         return self.last_status
