@@ -80,7 +80,7 @@ class ReintegrationResolver(ConflictResolver):
     def resolve(self) -> CommitResult:
         """Resolve all conflicts; names that are undone first, conflict names last."""
         for key, one in self._extra_values.items():
-            if one.value.raw is not None and not key_state.is_dirty(self._db, key) and not self._is_cached(key):
+            if one.value.raw is not None and not self._is_cached(key) and get_value(self._db, key) is None:
                 read.apply_value(self._db, key, one.value, one.read_revision, self._recent_deletes)
         result = super().resolve()
         for key, now in self._conflicting_names.items():

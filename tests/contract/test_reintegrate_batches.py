@@ -405,3 +405,23 @@ async def test_what_is_removed_during_a_return_goes_after_what_was_saved_before(
     steps = [event for event in a.store.etcd.events_from(b"e/", b"j", 0) if b"/step_" in event.key or event.item is None]
     assert is_removed and [event.item is None for event in steps] == [False, False, True, True]
     assert steps[2].revision == steps[3].revision
+
+
+@two_nodes
+async def test_a_file_that_comes_back_after_its_rows_went_has_its_name_beside_the_later_one(a: Node, b: Node) -> None:
+    """This node replaced it before it lost the store, another one had written it meanwhile. Its row goes when the kernel forgets it."""
+    made = await a.make("best")
+    await a.grow("best", 3, 10)
+    await cut(a)
+    await a.grow("best", 7, 20)
+    await b.build("best.tmp")
+    await b.rename("best.tmp", "best")
+    await cut(b)
+    await b.build("best.tmp")
+    await b.rename("best.tmp", "best")
+    with b.db.transaction():
+        namespace.delete_forgotten(b.db, [made.id])
+    await reconnect(a)
+    await reconnect(a, b)
+    tree = await a.tree()
+    assert b"/best" in tree and made.id in {inode for inode, *_ in tree.values()}
