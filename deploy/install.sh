@@ -90,15 +90,13 @@ environment() {
   touch "$MARK"
   # An environment of an earlier installation may rest on a Python that runs for root alone.
   if [ ! -x "$HOME_OF_ALL/bin/python" ] || [ -n "$(fault "$HOME_OF_ALL/bin/python")" ]; then "$PYTHON" -m venv --clear "$HOME_OF_ALL"; touch "$MARK"; fi
-  pip install -q "setuptools>=77" wheel
   # Build in a copy, so that this tree stays clean and is not needed afterwards.
   tree=$(mktemp -d)
   # shellcheck disable=SC2064
   trap "rm -rf '$tree'" EXIT
   cp -r pyproject.toml setup.py README.md LICENSE ckptfs daemon client docs "$tree/"
   find "$tree" \( -name '*.egg-info' -o -name __pycache__ -o -name '*.so' \) -prune -exec rm -rf {} +
-  pip install -q --progress-bar off --no-build-isolation "$tree"
-  pip install -q --no-build-isolation --no-deps --force-reinstall "$tree"
+  pip install -q --progress-bar off "$tree" # A directory is installed again, whatever version is there.
   if [ -n "$DESTDIR" ]; then # Scripts that were built below DESTDIR run without it.
     grep -lI -- "$DESTDIR" "$HOME_OF_ALL"/bin/* "$HOME_OF_ALL/pyvenv.cfg" | xargs -r sed -i --follow-symlinks "s|$DESTDIR||g"
   fi
