@@ -58,7 +58,7 @@ class Producer:
 class SetRecord:
     """What is fixed about a complete set.
 
-    `size` in bytes. `numbers`: as in the name, the deciding one first.
+    `size` in bytes. `numbers`: as in the name, the one that counts steps first.
 
     `is_group`: a single file or several; the directory of the set holds them under their own names.
     """

@@ -3,6 +3,7 @@
 A name is cut into text and numbers. The word before a number says what it means:
 
 - a *counter* (`step`, `iter`, `epoch`, `ckpt`, ...) counts checkpoints: it is a `*` in the name of the series, whether it differs or not;
+  an epoch decides the order before the steps within it;
 - a *part* (`rank`, `shard`, `1-of-4`, ...) counts the files of one checkpoint: files that differ only in it belong to one member;
 - a *label* (`run`, `exp`, `rep`, ...) tells experiments apart: they are never one series, unless a user writes that pattern;
 - a *metric* ends with `=`, as in `loss=0.25`, or is a decimal at the end, as in `weights.01-0.25.h5`: it varies, and the counter decides
@@ -55,7 +56,8 @@ _EXTENSION = re.compile(rb"\.(h5|hdf5|he5|nc4|bz2|lz4|7z|pt2|fp16|fp32|bf16)$", 
 """Their digits are no numbers."""
 _WORD = re.compile(rb"([A-Za-z]*)[-_.=:@ ]?$")
 _COUNTERS = (("step", "iter", "iteration", "batch"), ("epoch",), ("ckpt", "chk", "checkpoint", "restart", "dump", "snapshot", "snap"))
-"""The first class decides the order; a word counts if it is the end of the text before the number."""
+"""A number of the first class is shown as the step. A word counts if it is the end of the text before the number."""
+_EPOCH = 1
 _PARTS = {"rank", "ranks", "shard", "part", "proc", "process", "worker", "node", "host", "gpu", "tp", "pp", "dp", "mp", "stage", "layer"}
 _RANDOM_STATE = re.compile(rb"(rng_state|random_states)[-_.]?$", re.IGNORECASE)
 """Of a rank: a part of the checkpoints of Hugging Face."""
@@ -63,6 +65,10 @@ _LABELS = {
     "rep", "replica", "replicate", "run", "exp", "experiment", "trial", "seed", "fold", "job", "task", "sim", "walker", "version",
     "size", "of",
 }  # fmt: skip
+
+
+Order = tuple[tuple[int, ...], tuple[int, ...]]
+"""Of two members of a series, the newer one has the greater value."""
 
 
 class NumberRole(Enum):
@@ -121,17 +127,31 @@ class Series:
         return self.rule is None and NumberRole.PART in split(self.name.replace(WILDCARD, b"0")).roles
 
     def parse_numbers(self, name: bytes) -> tuple[int, ...] | None:
-        """Return the numbers of a member, the one that decides the order first.
+        """Return the numbers of a member, the one that counts steps first. Returns None for any other name.
 
-        Returns None for any other name.
+        Sets are recorded with them.
         """
         if len(self.texts) == 1:
             return (1,) if name == self.texts[0] else (0,) if self.previous and name == self.previous else None
         found = self._regex.fullmatch(name)
         if found is None:
             return None
-        numbers = tuple(map(int, found.group(*self._order) if len(self._order) > 1 else found.groups()[:1]))
+        numbers = tuple(map(int, found.group(*self._steps_first) if len(self._steps_first) > 1 else found.groups()[:1]))
         return (*numbers, int(found["version"])) if self._has_versions and found["version"] else numbers
+
+    def get_order(self, numbers: tuple[int, ...]) -> Order:
+        """Return what is greater for a newer member, from its numbers.
+
+        An epoch decides before the steps within it.
+        """
+        return numbers[self._epochs], numbers
+
+    @cached_property
+    def _epochs(self) -> slice:
+        """Where `parse_numbers` has the epochs."""
+        classes = [_get_counter_class(text) for text in self.texts[:-1]]
+        first = sum(one < _EPOCH for one in classes)
+        return slice(first, first + classes.count(_EPOCH))
 
     @cached_property
     def _has_versions(self) -> bool:
@@ -145,7 +165,7 @@ class Series:
         return re.compile(pattern, re.DOTALL)
 
     @cached_property
-    def _order(self) -> list[int]:
+    def _steps_first(self) -> list[int]:
         return sorted(range(1, len(self.texts)), key=lambda group: (_get_counter_class(self.texts[group - 1]), group))
 
 
@@ -245,7 +265,7 @@ def list_members(series: Series, names: Iterable[bytes]) -> list[Member]:
         name = groups.get(entry, entry)
         alike = files.get(name) or (parts.get(_mask_parts(entry)) if parts else None)
         members.append(Member(deciding, name, entry, tuple(sorted(alike)) if alike else (entry,)))
-    return sorted(members, key=lambda one: (one.numbers, -len(one.entry), one.entry), reverse=True)
+    return sorted(members, key=lambda one: (series.get_order(one.numbers), -len(one.entry), one.entry), reverse=True)
 
 
 def _group_parts(names: Iterable[bytes], entries: Iterable[bytes]) -> dict[bytes, list[bytes]]:
@@ -489,9 +509,9 @@ def list_patterns(names: Iterable[bytes]) -> list[bytes]:
     names = {name for name in names if not is_temporary(name)}
     groups = find_groups(names)
     of = _choose_series({*groups.values()}).of
-    newest: dict[Series, tuple[tuple[int, ...], bytes]] = {}
+    newest: dict[Series, tuple[Order | tuple[()], bytes]] = {}
     for group, one in of.items():
-        newest[one] = max(newest.get(one, ((), b"")), (one.parse_numbers(group) or (), group))
+        newest[one] = max(newest.get(one, ((), b"")), (one.get_order(one.parse_numbers(group) or ()), group))
     files = [(file, group, of[group]) for file, group in groups.items() if group in of and newest[of[group]][1] == group]
     own = {one.name for one in list_series(names) if one not in newest}
     return sorted(own | {replace_group(one.name, group, file) for file, group, one in files})

@@ -217,7 +217,7 @@ async def judge(
     search = _Search(series, members or [member], siblings, reader, KnownSets(), waits=False)
     if is_committed:
         return await search.judge_committed(member)
-    return await search.judge(member, [one for one in members if one.numbers < member.numbers])
+    return await search.judge(member, [one for one in members if series.get_order(one.numbers) < series.get_order(member.numbers)])
 
 
 async def judge_kept(
@@ -246,8 +246,8 @@ class _Search(Generic[Entry]):
     ) -> None:
         """`waits`: wait for the end of a short quiet period."""
         self._members, self._siblings, self._reader, self._known, self._waits = members, siblings, reader, known, waits
-        self._may_read = may_read
-        self._sets = sorted(known.sets, key=lambda one: (one.numbers, one.number), reverse=True)
+        self._may_read, self._get_order = may_read, series.get_order
+        self._sets = sorted(known.sets, key=lambda one: (series.get_order(one.numbers), one.number), reverse=True)
         self._set_by_name = {one.name: one for one in reversed(self._sets)}
         self._judged_in_place: set[KnownSet[Entry]] = set()
         self._rule, self._marks = series.rule, rules.find_marks(siblings) if series.rule is not None else {}
@@ -291,7 +291,7 @@ class _Search(Generic[Entry]):
         """Return what may be the answer, newest first."""
         if self._known.target is not None:
             return (*self._sets, self._known.target)
-        return heapq.merge(self._members, self._sets, key=lambda one: (one.numbers, isinstance(one, Member)), reverse=True)
+        return heapq.merge(self._members, self._sets, key=lambda one: (self._get_order(one.numbers), isinstance(one, Member)), reverse=True)
 
     async def _judge_candidate(self, one: Member | KnownSet[Entry]) -> LatestMember | None:
         """Return the verdict. Returns None for a set that was judged in its place."""

@@ -110,6 +110,25 @@ def test_one_set_of_three_nodes(seed: int) -> None:
     simulate(act, seed)
 
 
+def test_a_rule_keeps_the_set_of_the_later_epoch() -> None:
+    """D5: iterations are counted anew in each epoch. The set that is newest for `ckptfs latest` is so for a rule."""
+
+    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
+        for name in ("epoch_1_iter_900", "epoch_2_iter_200"):
+            for node in cluster.living:
+                await node.ensure_directory(name)
+                await node.write(f"{name}/{shard(node)}", dice.randbytes(1000))
+            await trio.sleep(SETTLE_S)
+        await trio.sleep(2 * SETTLE_S)
+        for node in cluster.living:
+            assert sorted(await list_history(node)) == ["epoch_*_iter_*/epoch_2_iter_200@2"]
+            (one,) = (history.list_sets(node.db, series.directory) for series in history.list_series(node.db))
+            assert one[0].record.numbers == (200, 2), "the step first, as 0.2.0 reads it"
+        assert cluster.pfs is not None and [name for name in os.listdir(cluster.pfs) if "epoch" in name] == ["epoch_2_iter_200"]
+
+    simulate(act, 1, RetentionRule("epoch_*_iter_*", keep=1))
+
+
 async def hang(maker: SetMaker, directory: int, tree: SetTree) -> None:
     """Link one file of the set, and then nothing more."""
     path, file = next(iter(tree.files.items()))

@@ -193,6 +193,24 @@ def test_no_prefix_of_the_writes_of_a_set_is_named(kind: str, data: st.DataObjec
     assert tree.find("step_*") == "step_100"
 
 
+def test_an_epoch_decides_before_the_steps_within_it() -> None:
+    """N2: iterations that are counted anew in each epoch, in place and in the history, as 0.2.0 recorded its sets: the step first."""
+    tree = SeriesTree.of({"epoch_1_iter_900.pth": archive(), "epoch_2_iter_200.pth": archive()})
+    assert tree.find("epoch_*_iter_*.pth") == "epoch_2_iter_200.pth"
+    kept = [
+        KnownSet((900, 1), b"epoch_1_iter_900.pth", 1, True, HISTORY + b"epoch_1_iter_900.pth@1"),
+        KnownSet((200, 2), b"epoch_2_iter_200.pth", 2, True, HISTORY + b"epoch_2_iter_200.pth@2"),
+    ]
+    files: dict[str, bytes | TreeFile] = {os.fsdecode(one.entry + b"/" + one.name): archive() for one in kept}
+    for order in itertools.permutations(kept):
+        tree = SeriesTree.of(files, known=KnownSets(order, None, b"epoch_*_iter_*.pth"))
+        assert tree.find("epoch_*_iter_*.pth") == "epoch_*_iter_*.pth/epoch_2_iter_200.pth@2/epoch_2_iter_200.pth"
+        newest = tree.search("epoch_*_iter_*.pth").newest
+        assert newest is not None and newest.number == 200
+        mixed = tree.with_files({"epoch_1_iter_950.pth": archive()})
+        assert mixed.find("epoch_*_iter_*.pth") == "epoch_*_iter_*.pth/epoch_2_iter_200.pth@2/epoch_2_iter_200.pth"
+
+
 # --- one mark after the other -------------------------------------------------------------------------------------------
 
 

@@ -176,9 +176,13 @@ def test_newest_first() -> None:
 
 
 def test_two_numbers() -> None:
-    """T5: the step decides, then the epoch; bare numbers count from the left."""
-    names = [b"epoch=2-step=5.ckpt", b"epoch=1-step=20.ckpt", b"epoch=1-step=3.ckpt"]
-    assert names_in_order(b"epoch=*-step=*.ckpt", names) == [b"epoch=1-step=20.ckpt", b"epoch=2-step=5.ckpt", b"epoch=1-step=3.ckpt"]
+    """T5: the epoch decides, then the step; bare numbers count from the left."""
+    names = [b"epoch=1-step=20.ckpt", b"epoch=2-step=5.ckpt", b"epoch=1-step=3.ckpt"]
+    assert names_in_order(b"epoch=*-step=*.ckpt", names) == [b"epoch=2-step=5.ckpt", b"epoch=1-step=20.ckpt", b"epoch=1-step=3.ckpt"]
+    names = [b"iter_200_epoch_2.pth", b"iter_900_epoch_1.pth", b"iter_100_epoch_2.pth"]
+    assert names_in_order(b"iter_*_epoch_*.pth", names) == [b"iter_200_epoch_2.pth", b"iter_100_epoch_2.pth", b"iter_900_epoch_1.pth"]
+    one = series.parse(b"epoch=*-step=*.ckpt")
+    assert one is not None and one.parse_numbers(b"epoch=2-step=5.ckpt") == (5, 2), "the step is shown"
     assert names_in_order(b"*-*", [b"1-20", b"2-3", b"1-100"]) == [b"2-3", b"1-100", b"1-20"]
     names = [b"step=9-v2.ckpt", b"step=10.ckpt", b"step=9.ckpt", b"step=9-v1.ckpt"]
     assert names_in_order(b"step=*.ckpt", names) == [b"step=10.ckpt", b"step=9-v2.ckpt", b"step=9-v1.ckpt", b"step=9.ckpt"]

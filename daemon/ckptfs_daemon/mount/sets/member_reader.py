@@ -194,7 +194,8 @@ class MountMemberReader:
             return KnownSets()
         await self._context.shared_namespace.refresh_directory(record.directory)
         known = await self.compute(functools.partial(_load_known_sets, self._context.db, record))
-        newest = max(known.sets, key=lambda one: (one.numbers, one.number), default=known.target)
+        get_order = build_series(record.pattern).get_order
+        newest = max(known.sets, key=lambda one: (get_order(one.numbers), one.number), default=known.target)
         if newest is not None:
             self._named_until_s = {**self.list_recently_named(), newest.entry: trio.current_time() + limits.SET_NAMED_S}
         return known

@@ -176,8 +176,8 @@ class SetEvents:
         """Record the older members of the series that were begun and have no set."""
         for key, begun in list(self._begun.items()):
             found = begun.found
-            same = (found.directory, found.series) == (complete.directory, complete.series)
-            if same and found.member.numbers < complete.member.numbers:
+            same, get_order = (found.directory, found.series) == (complete.directory, complete.series), found.series.get_order
+            if same and get_order(found.member.numbers) < get_order(complete.member.numbers):
                 del self._begun[key]
                 if begun.recorded_ns:
                     self._record_member(EventKind.INCOMPLETE, found, known)
@@ -281,7 +281,7 @@ def _describe_set(known: SeriesRecord, one: CheckpointSet) -> dict[str, Any]:
 
 
 def _get_step(pattern: bytes, numbers: tuple[int, ...]) -> int | None:
-    """Return the number that decides the order. Returns None if the names have none."""
+    """Return the number that counts steps. Returns None if the names have none."""
     return numbers[0] if numbers and WILDCARD in pattern else None
 
 

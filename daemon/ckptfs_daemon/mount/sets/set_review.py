@@ -36,7 +36,7 @@ from ckptfs.errors import CkptfsError
 from ckptfs.model import Inode, Level
 from ckptfs.series import Series, judge, patterns, retention
 from ckptfs.series.expiry import RuledSeries, Ruling, apply_rule, assume_final, list_beyond
-from ckptfs.series.patterns import Member
+from ckptfs.series.patterns import Member, Order
 from ckptfs.series.retention import KeepReason, SetFacts
 from ckptfs_daemon import ipc
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
@@ -220,10 +220,10 @@ class SetReview:
             retention_state.list_marked(self._context.db, series.directory, retention_state.CHOSEN_XATTR) if rule.selects_for_pfs else set()
         )
         rollback_ns = 0 if series.rollback is None else series.rollback.at_ns
-        records = [one.record for one in sets]
+        records, get_order = [one.record for one in sets], patterns.build_series(series.pattern).get_order
         return RuledSeries(
             tuple(self._lower_unchecked(directories, facts)),
-            {one.number: (one.completed_ns > rollback_ns, one.numbers, one.number) for one in records},
+            {one.number: (one.completed_ns > rollback_ns, get_order(one.numbers), one.number) for one in records},
             {one.number: one.completed_ns for one in records},
             frozenset(one.record.number for one in sets if one.directory in chosen),
             None if series.rollback is None else series.rollback.number,
@@ -365,7 +365,7 @@ class SetReview:
         pattern = patterns.parse(series.pattern)
         if rule.incomplete_after_s is None or pattern is None or not sets:
             return None
-        newest = max(one.record.numbers for one in sets)
+        newest = max(pattern.get_order(one.record.numbers) for one in sets)
         complete = {one.record.name for one in sets}
         entries = {entry.name: inode.id for entry, inode in namespace.iterate_entries(self._context.db, series.origin)}
         waits = []
@@ -414,20 +414,20 @@ def _load_figures(db: Database) -> dict[str, int]:
     return {"series": len(directories), "sets": sets, "bytes": set_members.count_history_bytes(db)}
 
 
-def _list_older(series: Series, names: Iterable[bytes], newest: tuple[int, ...]) -> list[tuple[Member | None, tuple[bytes, ...]]]:
-    """Return the members of a series before `newest` with their names.
+def _list_older(series: Series, names: Iterable[bytes], newest: Order) -> list[tuple[Member | None, tuple[bytes, ...]]]:
+    """Return the members of a series before `newest` in their order, with their names.
 
     Temporary names of such members follow, without a member.
     """
     known = list(names)
     found: list[tuple[Member | None, tuple[bytes, ...]]] = [
-        (one, one.files) for one in patterns.list_members(series, known) if one.numbers < newest
+        (one, one.files) for one in patterns.list_members(series, known) if series.get_order(one.numbers) < newest
     ]
     part = re.compile(rb"([0-9]+)".join(map(re.escape, series.texts)), re.DOTALL)
     for name in known:
         match = part.search(name) if patterns.is_temporary(name) else None
         numbers = None if match is None else series.parse_numbers(match[0])
-        if numbers is not None and numbers < newest:
+        if numbers is not None and series.get_order(numbers) < newest:
             found.append((None, (name,)))
     return found
 
