@@ -9,6 +9,7 @@ In doubt a member is incomplete: a late verdict is better than a wrong one. It i
    the sizes. A member without any before it must stay unchanged for a while instead.
 """
 
+import itertools
 import math
 import os
 import re
@@ -34,8 +35,11 @@ QUIET_RANKS_S = 30.0
 NEAR_SIZES = (9, 10)
 """Sizes of one file in several members vary by at most this ratio, or one of the files was cut."""
 
+COUNTERPARTS_MAX = 256
+"""How many names a file may have in another member: the numbers of a member may stand often in one path."""
+
 T = TypeVar("T")
-_NUMBER = re.compile(rb"[0-9]+")
+_NUMBER = re.compile(rb"([0-9]+)")
 _TEXT_FILE = re.compile(rb".*\.(txt|ya?ml|md|log|csv|cfg|ini|toml|py|sh|xml|jsonl)", re.IGNORECASE | re.DOTALL)
 
 
@@ -325,21 +329,13 @@ def _find_same(member: MemberFacts, older: OlderMember, path: bytes) -> list[byt
 def _list_counterparts(member: MemberFacts, older: OlderMember, path: bytes) -> set[bytes]:
     """Return the names that a file of an older member may have in this one.
 
-    They are the same name, and those with the own number in it.
+    Each number in its path is the same, or is one of the older member and becomes that of this one.
     """
-    candidates = {path}
-    positions = [found for found in _NUMBER.finditer(path) if int(found[0]) in older.numbers]
-    if positions:
-        candidates.add(_replace_numbers(path, positions, older.numbers, member.numbers))
-        candidates |= {_replace_numbers(path, [position], older.numbers, member.numbers) for position in positions}
-    return candidates
-
-
-def _replace_numbers(path: bytes, positions: Sequence["re.Match[bytes]"], old: tuple[int, ...], new: tuple[int, ...]) -> bytes:
-    for found in reversed(positions):
-        number = new[old.index(int(found[0]))]
-        path = path[: found.start()] + str(number).zfill(len(found[0])).encode() + path[found.end() :]
-    return path
+    pieces = [[piece] for piece in _NUMBER.split(path)]
+    for piece in pieces[1::2]:
+        number, width = int(piece[0]), len(piece[0])
+        piece[:0] = [b"%0*d" % (width, new) for old, new in zip(older.numbers, member.numbers, strict=False) if old == number]
+    return {b"".join(one) for one in itertools.islice(itertools.product(*pieces), COUNTERPARTS_MAX)}
 
 
 def _find_short_file(member: MemberFacts, older: Sequence[OlderMember]) -> str:

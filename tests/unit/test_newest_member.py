@@ -193,6 +193,17 @@ def test_no_prefix_of_the_writes_of_a_set_is_named(kind: str, data: st.DataObjec
     assert tree.find("step_*") == "step_100"
 
 
+@pytest.mark.parametrize("numbers", [[(1, 900), (2, 5000)], [(0, 0), (1, 100)], [(0, 1), (1, 2), (1, 10)]])
+def test_several_numbers_in_the_names_of_parts(numbers: list[tuple[int, int]]) -> None:
+    """T5: the number of a shard may be that of the epoch, and both counters may be equal."""
+    tree = SeriesTree.of({f"checkpoint_{epoch}_{step}-shard{part}.pt": archive() for epoch, step in numbers for part in range(2)})
+    epoch, step = numbers[-1]
+    assert tree.find("checkpoint_*_*-shard0.pt") == f"checkpoint_{epoch}_{step}-shard0.pt"
+    epoch, step = numbers[-2]
+    one_part = tree.without(f"checkpoint_{numbers[-1][0]}_{numbers[-1][1]}-shard1.pt")
+    assert one_part.find("checkpoint_*_*-shard0.pt") == f"checkpoint_{epoch}_{step}-shard0.pt"
+
+
 def test_an_epoch_decides_before_the_steps_within_it() -> None:
     """N2: iterations that are counted anew in each epoch, in place and in the history, as 0.2.0 recorded its sets: the step first."""
     tree = SeriesTree.of({"epoch_1_iter_900.pth": archive(), "epoch_2_iter_200.pth": archive()})
