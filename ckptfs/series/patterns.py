@@ -58,6 +58,8 @@ _WORD = re.compile(rb"([A-Za-z]*)[-_.=:@ ]?$")
 _COUNTERS = (("step", "iter", "iteration", "batch"), ("epoch",), ("ckpt", "chk", "checkpoint", "restart", "dump", "snapshot", "snap"))
 """A number of the first class is shown as the step. A word counts if it is the end of the text before the number."""
 _EPOCH = 1
+_COMPOSER_BATCH = b"-ba"
+"""Between two numbers, as in `ep1-ba100`. Alone, `ep` may count ranks that share experts."""
 _PARTS = {"rank", "ranks", "shard", "part", "proc", "process", "worker", "node", "host", "gpu", "tp", "pp", "dp", "mp", "stage", "layer"}
 _RANDOM_STATE = re.compile(rb"(rng_state|random_states)[-_.]?$", re.IGNORECASE)
 """Of a rank: a part of the checkpoints of Hugging Face."""
@@ -149,9 +151,8 @@ class Series:
     @cached_property
     def _epochs(self) -> slice:
         """Where `parse_numbers` has the epochs."""
-        classes = [_get_counter_class(text) for text in self.texts[:-1]]
-        first = sum(one < _EPOCH for one in classes)
-        return slice(first, first + classes.count(_EPOCH))
+        first = sum(one < _EPOCH for one in self._classes)
+        return slice(first, first + self._classes.count(_EPOCH))
 
     @cached_property
     def _has_versions(self) -> bool:
@@ -166,7 +167,11 @@ class Series:
 
     @cached_property
     def _steps_first(self) -> list[int]:
-        return sorted(range(1, len(self.texts)), key=lambda group: (_get_counter_class(self.texts[group - 1]), group))
+        return sorted(range(1, len(self.texts)), key=lambda group: (self._classes[group - 1], group))
+
+    @cached_property
+    def _classes(self) -> list[int]:
+        return list(itertools.starmap(_get_counter_class, itertools.pairwise(self.texts)))
 
 
 class Member(NamedTuple):
@@ -348,12 +353,12 @@ def _has_decimal_end(texts: tuple[bytes, ...]) -> bool:
 
 
 def _get_role(text: bytes, after: bytes) -> NumberRole:
-    word = _get_word(text)
+    word = _get_word(text, after)
     if re.match(rb"[-_]of[-_]$", after, re.IGNORECASE) or re.search(rb"[-_]of[-_]$", text, re.IGNORECASE):
         return NumberRole.PART
     if after.startswith(_LOCAL_SUFFIX):
         return NumberRole.PART
-    if _get_counter_class(text) < len(_COUNTERS):
+    if _get_counter_class(text, after) < len(_COUNTERS):
         return NumberRole.COUNTER
     if word in _PARTS or _RANDOM_STATE.search(text):
         return NumberRole.PART
@@ -366,14 +371,15 @@ def _get_role(text: bytes, after: bytes) -> NumberRole:
     return NumberRole.OTHER if re.search(rb"[^-_.,: ]", text) else NumberRole.BARE
 
 
-def _get_word(text: bytes) -> str:
+def _get_word(text: bytes, after: bytes) -> str:
     found = _WORD.search(text)
-    return "" if found is None else found[1].decode("ascii").lower()
+    word = "" if found is None else found[1].decode("ascii").lower()
+    return "batch" if text == _COMPOSER_BATCH else "epoch" if (word, after) == ("ep", _COMPOSER_BATCH) else word
 
 
-def _get_counter_class(text: bytes) -> int:
+def _get_counter_class(text: bytes, after: bytes) -> int:
     """Return the class of the counter that a text announces; the number of classes if it announces none."""
-    word = _get_word(text)
+    word = _get_word(text, after)
     return next((number for number, words in enumerate(_COUNTERS) if word.endswith(words)), len(_COUNTERS))
 
 

@@ -59,6 +59,8 @@ def member(name: bytes, *siblings: bytes) -> bytes | None:
             b"dmtcp_restart_script.sh",
         ),
         ([b"iter_0000100", b"iter_0000200", b"latest_checkpointed_iteration.txt", b"progress.txt"], b"iter_*"),
+        ([b"ep0-ba50", b"ep1-ba100", b"ep2-ba30"], b"ep*-ba*"),
+        ([b"ep0-ba50-rank0.pt", b"ep0-ba50-rank1.pt", b"latest-rank0.pt", b"latest-rank1.pt"], b"ep*-ba*-rank0.pt"),
     ],
 )
 def test_the_series_of_a_directory(names: list[bytes], name: bytes) -> None:
@@ -85,6 +87,7 @@ def test_the_series_of_a_directory(names: list[bytes], name: bytes) -> None:
         ([b"exp1", b"exp2"], []),
         ([b"rep1", b"rep2", b"run_3", b"seed42"], []),
         ([b"llama3-8b_step100", b"llama4-8b_step100"], [b"llama3-8b_step*", b"llama4-8b_step*"]),
+        ([b"pp1_ep4_step900", b"pp1_ep8_step100"], [b"pp1_ep4_step*", b"pp1_ep8_step*"]),  # Ranks that share experts.
         ([b"exp1_step100", b"exp1_step200", b"exp2_step300"], [b"exp1_step*", b"exp2_step*"]),
         ([b"step100_rank0.pt", b"step100_rank1.pt"], [b"step*_rank0.pt"]),
         ([b"iter_0000010_1_local.pt", b"iter_0000010_0_local.pt", b"iter_0000020_0_local.dirty.pt"], [b"iter_*_0_local.pt"]),
@@ -181,6 +184,8 @@ def test_two_numbers() -> None:
     assert names_in_order(b"epoch=*-step=*.ckpt", names) == [b"epoch=2-step=5.ckpt", b"epoch=1-step=20.ckpt", b"epoch=1-step=3.ckpt"]
     names = [b"iter_200_epoch_2.pth", b"iter_900_epoch_1.pth", b"iter_100_epoch_2.pth"]
     assert names_in_order(b"iter_*_epoch_*.pth", names) == [b"iter_200_epoch_2.pth", b"iter_100_epoch_2.pth", b"iter_900_epoch_1.pth"]
+    names = [b"ep1-ba900-rank0.pt", b"ep2-ba1000-rank0.pt", b"ep2-ba200-rank0.pt"]
+    assert names_in_order(b"ep*-ba*-rank0.pt", names) == [names[1], names[2], names[0]]
     one = series.parse(b"epoch=*-step=*.ckpt")
     assert one is not None and one.parse_numbers(b"epoch=2-step=5.ckpt") == (5, 2), "the step is shown"
     assert names_in_order(b"*-*", [b"1-20", b"2-3", b"1-100"]) == [b"2-3", b"1-100", b"1-20"]
