@@ -223,13 +223,13 @@ def find_series(name: bytes, siblings: Iterable[bytes]) -> Series | None:
     if entry in groups.values() and not split(entry).numbers:
         return Series((entry,))
     texts = split(entry).texts
-    return _choose_series({one for one in (names - groups.keys()) | {*groups.values()} if split(one).texts == texts}).of.get(entry)
+    return _choose_series({one for one in (names - groups.keys()) | {*groups.values()} if split(one).texts == texts}).get(entry)
 
 
 def list_series(names: Iterable[bytes]) -> list[Series]:
     """Return the series in a directory, sorted by name.
 
-    A name without siblings counts if its number is a counter, or if there is no other series. Names of parts of one checkpoint,
+    A name without any that is alike counts if its number is a counter, or if there is no other series. Names of parts of one checkpoint,
     of experiments and of side products never count. Of series that differ in a part only, the lowest part counts.
     """
     names = {name for name in names if not is_temporary(name)}
@@ -239,10 +239,11 @@ def list_series(names: Iterable[bytes]) -> list[Series]:
     fixed = [*_list_pairs(names), *(Series((name,)) for name in {*groups.values()} if not split(name).numbers)]
     names -= _list_mdrun_temporaries(names, fixed) | groups.keys() | {name for one in fixed for name in (one.name, one.previous)}
     chosen = _choose_series(names | {*groups.values()})
-    found = {one for name, one in chosen.of.items() if not _SIDE_PRODUCT.search(name)}
-    found = {one for one in found if not _is_part_or_label(one)}
-    large = {one for one in found if one.is_step_count or chosen.sizes[one] > 1} | {*fixed} | {one for one in ruled if ruled[one]}
-    return sorted(_leave_out_parts(large or found), key=lambda one: one.name)
+    found = {name: one for name, one in chosen.items() if not _SIDE_PRODUCT.search(name) and not _is_part_or_label(one)}
+    alike = Counter(split(name).texts for name in chosen)
+    large = {one for name, one in found.items() if one.is_step_count or alike[split(name).texts] > 1}
+    large |= {*fixed} | {one for one in ruled if ruled[one]}
+    return sorted(_leave_out_parts(large or {*found.values()}), key=lambda one: one.name)
 
 
 def _leave_out_parts(found: Iterable[Series]) -> Iterable[Series]:
@@ -406,14 +407,8 @@ def _is_part_or_label(series: Series) -> bool:
 # --- the series of each name ------------------------------------------------------------------------------------------
 
 
-class Chosen(NamedTuple):
-    """The series of each name that has a number, and to how many names each series fits."""
-
-    of: dict[bytes, Series]
-    sizes: Counter[Series]
-
-
-def _choose_series(names: Iterable[bytes]) -> Chosen:
+def _choose_series(names: Iterable[bytes]) -> dict[bytes, Series]:
+    """Return the series of each name that has a number."""
     groups: dict[tuple[bytes, ...], list[bytes]] = defaultdict(list)
     for name in names:
         if split(name).numbers:
@@ -427,9 +422,7 @@ def _choose_series(names: Iterable[bytes]) -> Chosen:
             numbers = split(name).numbers
             alike[tuple(numbers[position] for position in fixed)].append(name)
         for members in alike.values():
-            one = _build_series(members[0], positions)
-            found.of.update(dict.fromkeys(members, one))
-            found.sizes[one] += len(members)
+            found.update(dict.fromkeys(members, _build_series(members[0], positions)))
     return found
 
 
@@ -459,14 +452,14 @@ def _choose_wildcards(texts: tuple[bytes, ...], group: list[bytes]) -> list[int]
     return sorted(metrics + (differing or counting[-1:])) if len(differing) < 2 else []
 
 
-def _choose_single_numbers(names: list[bytes]) -> Chosen:
+def _choose_single_numbers(names: list[bytes]) -> dict[bytes, Series]:
     """Return for each name the series of one number to which most siblings belong.
 
     Among equals it is that of the last number.
     """
     readings = {name: [_build_series(name, [position]) for position in range(len(split(name).numbers))] for name in names}
     sizes = Counter(one for found in readings.values() for one in found)
-    return Chosen({name: max(found, key=lambda one: (sizes[one], len(one.texts[0]))) for name, found in readings.items()}, sizes)
+    return {name: max(found, key=lambda one: (sizes[one], len(one.texts[0]))) for name, found in readings.items()}
 
 
 def _build_series(name: bytes, wildcards: Collection[int]) -> Series:
@@ -514,7 +507,7 @@ def list_patterns(names: Iterable[bytes]) -> list[bytes]:
     """
     names = {name for name in names if not is_temporary(name)}
     groups = find_groups(names)
-    of = _choose_series({*groups.values()}).of
+    of = _choose_series({*groups.values()})
     newest: dict[Series, tuple[Order | tuple[()], bytes]] = {}
     for group, one in of.items():
         newest[one] = max(newest.get(one, ((), b"")), (one.get_order(one.parse_numbers(group) or ()), group))

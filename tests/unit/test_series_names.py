@@ -92,6 +92,9 @@ def test_the_series_of_a_directory(names: list[bytes], name: bytes) -> None:
         ([b"step100_rank0.pt", b"step100_rank1.pt"], [b"step*_rank0.pt"]),
         ([b"iter_0000010_1_local.pt", b"iter_0000010_0_local.pt", b"iter_0000020_0_local.dirty.pt"], [b"iter_*_0_local.pt"]),
         ([b"step_100", b"other_1", b"other_2"], [b"other_*", b"step_*"]),
+        # One name of several alike is no smaller a series: it may be the newest.
+        ([b"a1_b5.pt", b"a1_b6.pt", b"a2_b7.pt"], [b"a1_b*.pt", b"a2_b*.pt"]),
+        ([b"exp1_7.pt", b"exp1_8.pt", b"exp2_9.pt", b"args1.yaml"], [b"exp1_*.pt", b"exp2_*.pt"]),
     ],
 )
 def test_none_or_several(names: list[bytes], expected: list[bytes]) -> None:
