@@ -9,8 +9,9 @@ A name is cut into text and numbers. The word before a number says what it means
 - a *metric* ends with `=`, as in `loss=0.25`, or is a decimal at the end, as in `weights.01-0.25.h5`: it varies, and the counter decides
   the order.
 
-Of other numbers, the one that differs among siblings counts. `X.cpt` and `X_prev.cpt` are a series of two. Files that a program restarts
-from under another name (`file_groups`) are one member of that name. Lightning's `X-v1.ckpt` comes after `X.ckpt`. Temporary names are none.
+The numbers of a date count together. Of other numbers, the one that differs among siblings counts. `X.cpt` and `X_prev.cpt` are a series
+of two. Files that a program restarts from under another name (`file_groups`) are one member of that name. Lightning's `X-v1.ckpt` comes
+after `X.ckpt`. Temporary names are none.
 
 Invariant: every function takes time in proportion to the number of names, even if each of them is a series.
 """
@@ -52,6 +53,11 @@ _SHAPE = bytes.maketrans(b"123456789", b"000000000")
 _SIDE_PRODUCT = re.compile(rb"\.(py|sh|log|out|err|csv|md|distcp)$|tfevents", re.IGNORECASE)
 """Numbered files that are no checkpoints; a pattern may still name them."""
 _NUMBER = re.compile(rb"[0-9]+")
+_DATE = re.compile(
+    rb"(?<![0-9])(?:[0-9]{4}-(?:0[1-9]|1[0-2])-[0-3][0-9]|(?:19|20)[0-9]{2}(?:0[1-9]|1[0-2])[0-3][0-9](?=[-_T][0-9]{4}))"
+    rb"(?:[-_T:. ][0-9]{2,6})*(?![0-9])"
+)
+"""`2026-01-02_12:00:00` or `20260102_120000`: its numbers count together."""
 _EXTENSION = re.compile(rb"\.(h5|hdf5|he5|nc4|bz2|lz4|7z|pt2|fp16|fp32|bf16)$", re.IGNORECASE)
 """Their digits are no numbers."""
 _WORD = re.compile(rb"([A-Za-z]*)[-_.=:@ ]?$")
@@ -435,11 +441,13 @@ def _choose_wildcards(texts: tuple[bytes, ...], group: list[bytes]) -> list[int]
     """
     roles = get_roles(texts)
     varying = [position for position in range(len(roles)) if len({split(name).numbers[position] for name in group}) > 1]
+    dates = set[int]().union(*map(_list_dates, group))
     if NumberRole.COUNTER in roles:
         always = (NumberRole.COUNTER, NumberRole.METRIC)
         # A decimal before the counter tells models apart: `qwen2-0.5b_step100`.
         fixed = {one for one in varying if b"." in texts[one : one + 2] and NumberRole.COUNTER in roles[one:]}
         free = {one for one in varying if roles[one] is NumberRole.BARE} - fixed
+        free |= {one for one in dates if one > roles.index(NumberRole.COUNTER)}
         return [position for position, role in enumerate(roles) if role in always or position in free]
     able = [position for position, role in enumerate(roles) if role not in (NumberRole.PART, NumberRole.LABEL)]
     if not able:
@@ -447,9 +455,18 @@ def _choose_wildcards(texts: tuple[bytes, ...], group: list[bytes]) -> list[int]
     if all(roles[position] in (NumberRole.BARE, NumberRole.METRIC) for position in able):
         return able
     metrics = [position for position in able if roles[position] is NumberRole.METRIC]
+    if dates and dates.issubset(able):
+        return sorted(dates.union(metrics))
     counting = [position for position in able if position not in metrics]
     differing = [position for position in counting if position in varying]
     return sorted(metrics + (differing or counting[-1:])) if len(differing) < 2 else []
+
+
+def _list_dates(name: bytes) -> Iterable[int]:
+    """Return which numbers of a name are those of a date, or of a time behind it."""
+    for found in _DATE.finditer(name):
+        before = len(_NUMBER.findall(name, 0, found.start()))
+        yield from range(before, before + len(_NUMBER.findall(found[0])))
 
 
 def _choose_single_numbers(names: list[bytes]) -> dict[bytes, Series]:

@@ -60,6 +60,12 @@ def member(name: bytes, *siblings: bytes) -> bytes | None:
         ),
         ([b"iter_0000100", b"iter_0000200", b"latest_checkpointed_iteration.txt", b"progress.txt"], b"iter_*"),
         ([b"ep0-ba50", b"ep1-ba100", b"ep2-ba30"], b"ep*-ba*"),
+        ([b"wrfrst_d01_2026-01-31_00:00:00"], b"wrfrst_d01_*-*-*_*:*:*"),
+        ([b"wrfrst_d01_2026-01-30_00:00:00", b"wrfrst_d01_2026-02-01_12:00:00"], b"wrfrst_d01_*-*-*_*:*:*"),
+        ([b"case.cpl.r.0001-01-06-00000.nc", b"case.cpl.r.0002-12-06-43200.nc"], b"case.cpl.r.*-*-*-*.nc"),
+        ([b"model2_20260102_100000.pt", b"model2_20260102_120000.pt", b"model2_20260103_090000.pt"], b"model2_*_*.pt"),
+        ([b"restart.2026-01-02T10-00-00", b"restart.2026-01-03T09-30-00"], b"restart.*-*-*T*-*-*"),
+        ([b"epoch_1_2026-01-02", b"epoch_2_2026-01-02"], b"epoch_*_*-*-*"),
         ([b"ep0-ba50-rank0.pt", b"ep0-ba50-rank1.pt", b"latest-rank0.pt", b"latest-rank1.pt"], b"ep*-ba*-rank0.pt"),
     ],
 )
@@ -189,6 +195,8 @@ def test_two_numbers() -> None:
     assert names_in_order(b"iter_*_epoch_*.pth", names) == [b"iter_200_epoch_2.pth", b"iter_100_epoch_2.pth", b"iter_900_epoch_1.pth"]
     names = [b"ep1-ba900-rank0.pt", b"ep2-ba1000-rank0.pt", b"ep2-ba200-rank0.pt"]
     assert names_in_order(b"ep*-ba*-rank0.pt", names) == [names[1], names[2], names[0]]
+    names = [b"r_2026-01-31_00", b"r_2026-02-01_06", b"r_2026-02-01_12", b"r_2025-12-31_18"]
+    assert names_in_order(b"r_*-*-*_*", names) == [names[2], names[1], names[0], names[3]]
     one = series.parse(b"epoch=*-step=*.ckpt")
     assert one is not None and one.parse_numbers(b"epoch=2-step=5.ckpt") == (5, 2), "the step is shown"
     assert names_in_order(b"*-*", [b"1-20", b"2-3", b"1-100"]) == [b"2-3", b"1-100", b"1-20"]
