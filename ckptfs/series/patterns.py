@@ -9,9 +9,9 @@ A name is cut into text and numbers. The word before a number says what it means
 - a *metric* ends with `=`, as in `loss=0.25`, or is a decimal at the end, as in `weights.01-0.25.h5`: it varies, and the counter decides
   the order.
 
-The numbers of a date count together. Of other numbers, the one that differs among siblings counts. `X.cpt` and `X_prev.cpt` are a series
-of two. Files that a program restarts from under another name (`file_groups`) are one member of that name. Lightning's `X-v1.ckpt` comes
-after `X.ckpt`. Temporary names are none.
+The numbers of a date count together; a name that is a decimal is one number. Of other numbers, the one that differs among siblings
+counts. `X.cpt` and `X_prev.cpt` are a series of two. Files that a program restarts from under another name (`file_groups`) are one member
+of that name. Lightning's `X-v1.ckpt` comes after `X.ckpt`. Temporary names are none.
 
 Invariant: every function takes time in proportion to the number of names, even if each of them is a series.
 """
@@ -53,6 +53,9 @@ _SHAPE = bytes.maketrans(b"123456789", b"000000000")
 _SIDE_PRODUCT = re.compile(rb"\.(py|sh|log|out|err|csv|md|distcp)$|tfevents", re.IGNORECASE)
 """Numbered files that are no checkpoints; a pattern may still name them."""
 _NUMBER = re.compile(rb"[0-9]+")
+_DECIMAL = re.compile(rb"[0-9]+\.[0-9]+")
+"""As the whole name: a time, as OpenFOAM names its directories."""
+_FRACTION_DIGITS = 18
 _DATE = re.compile(
     rb"(?<![0-9])(?:[0-9]{4}-(?:0[1-9]|1[0-2])-[0-3][0-9]|(?:19|20)[0-9]{2}(?:0[1-9]|1[0-2])[0-3][0-9](?=[-_T][0-9]{4}))"
     rb"(?:[-_T:. ][0-9]{2,6})*(?![0-9])"
@@ -66,7 +69,10 @@ _COUNTERS = (("step", "iter", "iteration", "batch"), ("epoch",), ("ckpt", "chk",
 _EPOCH = 1
 _COMPOSER_BATCH = b"-ba"
 """Between two numbers, as in `ep1-ba100`. Alone, `ep` may count ranks that share experts."""
-_PARTS = {"rank", "ranks", "shard", "part", "proc", "process", "worker", "node", "host", "gpu", "tp", "pp", "dp", "mp", "stage", "layer"}
+_PARTS = {
+    "rank", "ranks", "shard", "part", "proc", "process", "processor", "worker", "node", "host", "gpu", "tp", "pp", "dp", "mp", "stage",
+    "layer",
+}  # fmt: skip
 _RANDOM_STATE = re.compile(rb"(rng_state|random_states)[-_.]?$", re.IGNORECASE)
 """Of a rank: a part of the checkpoints of Hugging Face."""
 _LABELS = {
@@ -144,8 +150,12 @@ class Series:
         found = self._regex.fullmatch(name)
         if found is None:
             return None
-        numbers = tuple(map(int, found.group(*self._steps_first) if len(self._steps_first) > 1 else found.groups()[:1]))
-        return (*numbers, int(found["version"])) if self._has_versions and found["version"] else numbers
+        numbers = tuple(int(found[group]) for group in self._steps_first)
+        if self._has_versions and found["version"]:
+            return *numbers, int(found["version"])
+        if self._has_decimals and found["fraction"]:
+            return *numbers, int(found["fraction"].ljust(_FRACTION_DIGITS, b"0")[:_FRACTION_DIGITS])
+        return numbers
 
     def get_order(self, numbers: tuple[int, ...]) -> Order:
         """Return what is greater for a newer member, from its numbers.
@@ -164,9 +174,15 @@ class Series:
     def _has_versions(self) -> bool:
         return self.texts[-1].endswith(_LIGHTNING_EXTENSION)
 
+    @property
+    def _has_decimals(self) -> bool:
+        return not any(self.texts)
+
     @cached_property
     def _regex(self) -> re.Pattern[bytes]:
         pattern = rb"([0-9]+)".join(map(re.escape, self.texts))
+        if self._has_decimals:
+            pattern += rb"(?:\.(?P<fraction>[0-9]+))?"
         if self._has_versions:
             pattern = pattern.removesuffix(re.escape(_LIGHTNING_EXTENSION)) + rb"(?:-v(?P<version>[0-9]+))?\.ckpt"
         return re.compile(pattern, re.DOTALL)
@@ -333,6 +349,8 @@ def counts_checkpoints(path: bytes) -> bool:
 @lru_cache(maxsize=65536)
 def split(name: bytes) -> SplitName:
     """Cut a name at its numbers."""
+    if _DECIMAL.fullmatch(name):
+        return SplitName((b"", b""), (name,))
     name = _VERSION.sub(b"", name)
     extension = _EXTENSION.search(name)
     end = len(name) if extension is None else extension.start()

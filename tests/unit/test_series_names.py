@@ -36,6 +36,7 @@ def member(name: bytes, *siblings: bytes) -> bytes | None:
         ([b"weights.01-0.91.hdf5", b"weights.02-1.5.hdf5", b"weights.10-0.75.hdf5"], b"weights.*-*.*.hdf5"),
         ([b"epoch_1_loss_1.25.pth", b"epoch_2_loss_0.5.pth"], b"epoch_*_loss_*.*.pth"),
         ([b"1-20", b"1-30", b"2-40"], b"*-*"),
+        ([b"0", b"0.05", b"0.1", b"1", b"1.5", b"constant", b"system"], b"*"),
         ([b"checkpoint-10", b"tmp-checkpoint-20"], b"checkpoint-*"),
         ([b"global_step100", b"latest", b"zero_to_fp32.py"], b"global_step*"),
         ([b"iter_0000100", b"latest_checkpointed_iteration.txt"], b"iter_*"),
@@ -83,6 +84,7 @@ def test_the_series_of_a_directory(names: list[bytes], name: bytes) -> None:
         ([b"a", b"b"], []),
         ([b"__0_0.distcp", b"__1_0.distcp", b"model-00001-of-00002.safetensors", b"Rank_0.pt", b"Rank_1.pt", b"shard3"], []),
         ([b"model.safetensors", b"rng_state_0.pth", b"rng_state_1.pth", b"random_states_0.pkl"], []),
+        ([b"processor0", b"processor1"], []),
         ([b"qwen2-0.5b_step1", b"qwen2-1.5b_step1"], [b"qwen2-0.5b_step*", b"qwen2-1.5b_step*"]),
         ([b"a1", b"a2", b"b1", b"b2"], [b"a*", b"b*"]),
         ([b"a1", b"b1"], [b"a*", b"b*"]),
@@ -195,6 +197,7 @@ def test_two_numbers() -> None:
     assert names_in_order(b"iter_*_epoch_*.pth", names) == [b"iter_200_epoch_2.pth", b"iter_100_epoch_2.pth", b"iter_900_epoch_1.pth"]
     names = [b"ep1-ba900-rank0.pt", b"ep2-ba1000-rank0.pt", b"ep2-ba200-rank0.pt"]
     assert names_in_order(b"ep*-ba*-rank0.pt", names) == [names[1], names[2], names[0]]
+    assert names_in_order(b"*", [b"0.1", b"0.15", b"10", b"0.2", b"9.75"]) == [b"10", b"9.75", b"0.2", b"0.15", b"0.1"]
     names = [b"r_2026-01-31_00", b"r_2026-02-01_06", b"r_2026-02-01_12", b"r_2025-12-31_18"]
     assert names_in_order(b"r_*-*-*_*", names) == [names[2], names[1], names[0], names[3]]
     one = series.parse(b"epoch=*-step=*.ckpt")
