@@ -321,9 +321,9 @@ def _has_no_more(member: MemberFacts, older: OlderMember) -> bool:
     return mine <= theirs
 
 
-def _find_same(member: MemberFacts, older: OlderMember, path: bytes) -> list[bytes]:
+def _find_same(member: MemberFacts, older: OlderMember, path: bytes) -> set[bytes]:
     """Return the files of this member that correspond to `path` in an older one."""
-    return sorted(_list_counterparts(member, older, path) & member.files.keys())
+    return _list_counterparts(member, older, path) & member.files.keys()
 
 
 def _list_counterparts(member: MemberFacts, older: OlderMember, path: bytes) -> set[bytes]:

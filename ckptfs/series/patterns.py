@@ -151,11 +151,8 @@ class Series:
         if found is None:
             return None
         numbers = tuple(int(found[group]) for group in self._steps_first)
-        if self._has_versions and found["version"]:
-            return *numbers, int(found["version"])
-        if self._has_decimals and found["fraction"]:
-            return *numbers, int(found["fraction"].ljust(_FRACTION_DIGITS, b"0")[:_FRACTION_DIGITS])
-        return numbers
+        more = found.groupdict().get("more")
+        return (*numbers, int(more if any(self.texts) else more.ljust(_FRACTION_DIGITS, b"0")[:_FRACTION_DIGITS])) if more else numbers
 
     def get_order(self, numbers: tuple[int, ...]) -> Order:
         """Return what is greater for a newer member, from its numbers.
@@ -171,20 +168,13 @@ class Series:
         return slice(first, first + self._classes.count(_EPOCH))
 
     @cached_property
-    def _has_versions(self) -> bool:
-        return self.texts[-1].endswith(_LIGHTNING_EXTENSION)
-
-    @property
-    def _has_decimals(self) -> bool:
-        return not any(self.texts)
-
-    @cached_property
     def _regex(self) -> re.Pattern[bytes]:
+        """The numbers are groups; `more` is the version of Lightning, or a fraction."""
         pattern = rb"([0-9]+)".join(map(re.escape, self.texts))
-        if self._has_decimals:
-            pattern += rb"(?:\.(?P<fraction>[0-9]+))?"
-        if self._has_versions:
-            pattern = pattern.removesuffix(re.escape(_LIGHTNING_EXTENSION)) + rb"(?:-v(?P<version>[0-9]+))?\.ckpt"
+        if not any(self.texts):
+            pattern += rb"(?:\.(?P<more>[0-9]+))?"
+        elif self.texts[-1].endswith(_LIGHTNING_EXTENSION):
+            pattern = pattern.removesuffix(re.escape(_LIGHTNING_EXTENSION)) + rb"(?:-v(?P<more>[0-9]+))?\.ckpt"
         return re.compile(pattern, re.DOTALL)
 
     @cached_property

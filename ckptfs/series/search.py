@@ -298,7 +298,9 @@ class _Search(Generic[Entry]):
         try:
             return await self._judge_readable(one)
         except PermissionError as failure:
-            verdict = Completeness(0, 0, Level.NONE, f"{failure.filename or 'it'} cannot be read: {failure.strerror}")
+            return self._build_answer(one, Completeness(0, 0, Level.NONE, f"{failure.filename or 'it'} cannot be read: {failure.strerror}"))
+
+    def _build_answer(self, one: Member | KnownSet[Entry], verdict: Completeness) -> LatestMember:
         if isinstance(one, Member):
             return LatestMember(one.numbers[0], one.name, one.entry, verdict)
         return LatestMember(one.numbers[0], one.name, one.name, verdict, self._known.build_path(one))
@@ -312,12 +314,10 @@ class _Search(Generic[Entry]):
             return None
         verdict = await self._judge_in_place(member, known) if member is not None and known is not None else None
         if known is one and (verdict is None or verdict.incomplete_reason):
-            return LatestMember(known.numbers[0], known.name, known.name, await self._judge_set(known), self._known.build_path(known))
+            return self._build_answer(known, await self._judge_set(known))
         assert member is not None
-        verdict = verdict or await self.judge(
-            member, self._members[self._position_by_entry[member.entry] + 1 :][: completeness.COMPARED_MAX]
-        )
-        return LatestMember(member.numbers[0], member.name, member.entry, verdict)
+        older = self._members[self._position_by_entry[member.entry] + 1 :]
+        return self._build_answer(member, verdict or await self.judge(member, older))
 
     async def _judge_in_place(self, member: Member, known: KnownSet[Entry]) -> Completeness | None:
         """Return the verdict on a member whose files are those of a set. Returns None for any other.
