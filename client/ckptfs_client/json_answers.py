@@ -268,7 +268,7 @@ class EventJson(TypedDict, total=False):
     origin: Annotated[int, "the inode of the directory of the application"]
     set: Annotated[str, "the set, with its number if it has one"]
     number: Annotated[int, "its number in the series"]
-    step: Annotated[int, "the number in its name that decides the order"]
+    step: Annotated[int, "the number in its name; if it has several, the one that counts steps"]
     files: Annotated[int, "how many files it has"]
     size: Annotated[int, "bytes of the set"]
     began: Annotated[str, "complete: when its first file was opened"]

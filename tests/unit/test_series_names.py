@@ -65,6 +65,7 @@ def member(name: bytes, *siblings: bytes) -> bytes | None:
         ([b"wrfrst_d01_2026-01-30_00:00:00", b"wrfrst_d01_2026-02-01_12:00:00"], b"wrfrst_d01_*-*-*_*:*:*"),
         ([b"case.cpl.r.0001-01-06-00000.nc", b"case.cpl.r.0002-12-06-43200.nc"], b"case.cpl.r.*-*-*-*.nc"),
         ([b"model2_20260102_100000.pt", b"model2_20260102_120000.pt", b"model2_20260103_090000.pt"], b"model2_*_*.pt"),
+        ([b"case_20260102.060000.nc", b"case_20260102.120000.nc", b"case_20260103.000000.nc"], b"case_*.*.nc"),
         ([b"restart.2026-01-02T10-00-00", b"restart.2026-01-03T09-30-00"], b"restart.*-*-*T*-*-*"),
         ([b"epoch_1_2026-01-02", b"epoch_2_2026-01-02"], b"epoch_*_*-*-*"),
         ([b"ep0-ba50-rank0.pt", b"ep0-ba50-rank1.pt", b"latest-rank0.pt", b"latest-rank1.pt"], b"ep*-ba*-rank0.pt"),
