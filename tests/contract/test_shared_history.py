@@ -1,9 +1,12 @@
 """The history of sets on catalogs that share one store: names, links and separations of several nodes at once (T6, N1)."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import trio
+from ckptfs_daemon.mount.sets.member_reader import MountMemberReader
 from memory_store import MemoryStore
 from shared_catalogs import Node, async_tests, play_on_nodes, reconnect, settled, stored
 from shared_sets import delete_whole_set, keep, read_history, separate
@@ -36,6 +39,24 @@ async def test_a_set_of_one_node_is_seen_by_the_other(a: Node, b: Node) -> None:
     for one in history.list_sets(b.db, series.directory):
         await b.sharing.refresh_inode(one.directory)
     assert history.list_sets(b.db, series.directory)[0].is_pinned
+
+
+@two_nodes
+async def test_another_node_orders_the_recorded_sets_by_their_epoch(a: Node, b: Node) -> None:
+    """N2: all versions record the step first, which is what is shown."""
+    pattern = b"epoch_*_iter_*.pt"
+    for number, (epoch, step) in enumerate(((1, 900), (2, 200)), 1):
+        name = f"epoch_{epoch}_iter_{step}.pt"
+        await a.make(name)
+        await keep(a, name, number=number, name=name.encode(), pattern=pattern, numbers=(step, epoch))
+    await read_history(b)
+    context: Any = SimpleNamespace(db=b.db, shared_namespace=b.sharing)
+    reader = MountMemberReader(context, SimpleNamespace(refresh_inode=b.sharing.refresh_inode))  # type: ignore[arg-type]
+    known = await reader.load_known_sets(ROOT, pattern)
+    assert sorted(one.numbers for one in known.sets) == [(200, 2), (900, 1)]
+    (newest,) = reader.list_recently_named()
+    found = history.get_set(b.db, newest)
+    assert found is not None and (found.record.name, found.record.numbers) == (b"epoch_2_iter_200.pt", (200, 2))
 
 
 @two_nodes

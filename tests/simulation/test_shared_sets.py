@@ -129,6 +129,24 @@ def test_a_rule_keeps_the_set_of_the_later_epoch() -> None:
     simulate(act, 1, RetentionRule("epoch_*_iter_*", keep=1))
 
 
+def test_what_is_incomplete_in_the_later_epoch_is_not_reaped() -> None:
+    """H6: it may still be completed; what is incomplete in the epoch before is deleted."""
+
+    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
+        node = cluster.living[0]
+        for name in ("epoch_1_iter_800", "epoch_2_iter_200"):
+            await node.mkdir(name)
+            await node.write(f"{name}/{shard(node)}", dice.randbytes(1000))
+        for each in cluster.living:
+            await each.ensure_directory("epoch_1_iter_900")
+            await each.write(f"epoch_1_iter_900/{shard(each)}", dice.randbytes(1000))
+        await trio.sleep(10 * SETTLE_S)
+        assert cluster.pfs is not None
+        assert sorted(name for name in os.listdir(cluster.pfs) if "epoch" in name) == ["epoch_1_iter_900", "epoch_2_iter_200"]
+
+    simulate(act, 1, RetentionRule("epoch_*_iter_*", incomplete_after_s=1.0))
+
+
 async def hang(maker: SetMaker, directory: int, tree: SetTree) -> None:
     """Link one file of the set, and then nothing more."""
     path, file = next(iter(tree.files.items()))

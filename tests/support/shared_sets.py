@@ -26,14 +26,16 @@ async def read_history(node: Node) -> dict[bytes, int]:
     return found
 
 
-async def keep(node: Node, *files: str, number: int = 1, name: bytes = b"f") -> None:
+async def keep(
+    node: Node, *files: str, number: int = 1, name: bytes = b"f", pattern: bytes = b"f*", numbers: tuple[int, ...] | None = None
+) -> None:
     """Make a set of files in the root, as the tracker does."""
     found = [await node.stat(file) for file in files]
     await read_history(node)
 
     def make(db: Database) -> None:
-        series = history.insert_series(db, ROOT, b"f*").directory
-        directory = history.begin_set(db, series, SetRecord(number, name, (number,), len(files), 0, 5, is_group=True))
+        series = history.insert_series(db, ROOT, pattern).directory
+        directory = history.begin_set(db, series, SetRecord(number, name, numbers or (number,), len(files), 0, 5, is_group=True))
         for path, file in zip(files, found, strict=True):
             history.insert_link(db, file.id, directory, path.encode())
         history.finish_set(db, directory)
