@@ -183,12 +183,12 @@ def judge(member: MemberFacts, older: Sequence[OlderMember], age_s: float) -> Co
     reason = reason or _find_gap(member)
     if not reason and not older:
         quiet_s = _get_quiet_s(member)
-        if quiet_s <= max(0.0, age_s):
+        if quiet_s <= age_s:
             quiet_s = 0.0
         elif quiet_s == math.inf:
             reason = "Megatron has not named it in latest_checkpointed_iteration.txt yet; `ckptfs commit` makes it a set without that"
         else:
-            reason = f"there is none before it to compare it with, and it was changed {max(0.0, age_s):.0f} s ago; accepted: {quiet_s:g} s"
+            reason = f"there is none before it to compare it with, and it was changed {age_s:.0f} s ago; accepted: {quiet_s:g} s"
     if not reason:
         named, shortfall = _find_named_gap(member, older), _find_shortfall(member, older)
         is_else_complete = named and not shortfall and age_s >= QUIET_S and not any(set_kinds.TRAINER_END in one.sizes for one in older)

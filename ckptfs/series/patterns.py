@@ -414,8 +414,8 @@ def _is_part_or_label(series: Series) -> bool:
 
     Those of "run-*.restart" do not: the name goes on behind the number.
     """
-    roles = set(get_roles(series.texts)) if not series.previous else set()
-    return bool(roles) and (roles <= {NumberRole.PART} or (roles <= {NumberRole.PART, NumberRole.LABEL} and not series.texts[-1]))
+    roles = set(get_roles(series.texts))
+    return roles == {NumberRole.PART} or (roles <= {NumberRole.PART, NumberRole.LABEL} and not series.texts[-1])
 
 
 # --- the series of each name ------------------------------------------------------------------------------------------

@@ -78,6 +78,6 @@ def find_gap(rule: SeriesRule, member: Mapping[bytes, int], mark_ns: int | None,
         return f"{rule.last} is older than {min(newer).decode(errors='backslashreplace') or 'it'}: it belongs to the save before"
     if len(member) < rule.files:
         return f"it has {len(member)} files; accepted: {rule.files}, as the rule for {rule.pattern} says"
-    if max(0.0, age_s) < rule.quiet_s:
-        return f"it was changed {max(0.0, age_s):.0f} s ago; accepted: {rule.quiet_s:g} s, as the rule for {rule.pattern} says"
+    if age_s < rule.quiet_s:
+        return f"it was changed {age_s:.0f} s ago; accepted: {rule.quiet_s:g} s, as the rule for {rule.pattern} says"
     return ""

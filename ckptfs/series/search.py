@@ -350,7 +350,7 @@ class _Search(Generic[Entry]):
         if verdict.quiet_s and await self._is_tagged(member):
             return await self._compute_verdict(facts, older, verdict.quiet_s)
         if self._waits and 0 < verdict.quiet_s <= completeness.QUIET_S:
-            await self._reader.wait(verdict.quiet_s - max(0.0, min(self._get_age_s(facts), verdict.quiet_s)))
+            await self._reader.wait(verdict.quiet_s - min(self._get_age_s(facts), verdict.quiet_s))
             self._listed.pop(member)
             again = await self._load(member)
             return await self._compute_verdict(again, older, verdict.quiet_s if again.files == facts.files else 0.0)
@@ -361,7 +361,7 @@ class _Search(Generic[Entry]):
 
     def _get_age_s(self, facts: MemberFacts) -> float:
         changed_ns = max((max(file.mtime_ns, file.ctime_ns) for file in facts.files.values()), default=0)
-        return (self._reader.get_now_ns() - changed_ns) / 1e9
+        return max(0, self._reader.get_now_ns() - changed_ns) / 1e9
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
