@@ -137,6 +137,7 @@ def test_what_users_and_rules_do(mount: Area) -> None:
         (mount.path / f"step_{number}.bin").write_bytes(b"a" * 5000)
         wait_for(mount, "complete", step=number)
     assert wait_for(mount, "unchanged", step=2)["former"] == "step_1.bin@1"
+    assert "step_2.bin@2: has the same bytes as step_1.bin@1: training may not progress" in mount.daemon.log
     mount.command("rollback", series, "step_1.bin")
     assert wait_for(mount, "rolled-back")["set"] == "step_1.bin@1"
     (mount.path / "step_2.bin").unlink()

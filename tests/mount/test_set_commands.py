@@ -20,8 +20,10 @@ from another_user import as_user
 from ckptfs_client import __main__ as entry
 from ckptfs_client.sets import newest, set_changes, set_listing
 from daemon_under_test import REPOSITORY, Area, DaemonUnderTest, environment, eventually
+from programs import refusal
 
 pytestmark = pytest.mark.fuse
+ONLY_DATA_PATH = "buffered"  # Each machine has it, and how bytes travel plays no part.
 LOADED = (newest, set_changes, set_listing)
 """What commands load when they run."""
 PAGE = REPOSITORY / "docs" / "checkpoint-sets.md"
@@ -212,7 +214,7 @@ def test_verify(mount: Area) -> None:
 
 
 def test_rm(mount: Area) -> None:
-    """X3: the shield keeps the last verified set, until --now."""
+    """X3: the shield keeps the last verified set, until --now, which deletes a pinned one, too."""
     series = mount.path / "step_*"
     for number in (1, 2):
         save(mount.path / f"step_{number}", number)
@@ -225,19 +227,21 @@ def test_rm(mount: Area) -> None:
     assert "because no newer set is as safe (--now deletes it)" in result.stdout
     assert os.listdir(mount.path / "step_2") == ["half.tmp"], "what the set does not have stays"
     assert [(one["set"], one["state"]) for one in listed(mount, series) if one["number"]] == [("step_2@2", "in history only")]
+    mount.command("pin", f"{series}@2")
     assert "the set goes from the history" in mount.command("rm", f"{series}@2", "--now").stdout
     history = Path(str(series).replace(str(mount.daemon.path), f"{mount.daemon.path}/.ckptfs/history"))
     eventually(lambda: not history.exists() or os.listdir(history) == [], what="the set is gone")
 
 
 def test_commit(mount: Area) -> None:
-    """A member that only its writer knows to be complete; and what cannot be committed."""
+    """D15: a member that only its writer knows to be complete; and what cannot be committed."""
     directory = mount.path / "step_1"
     directory.mkdir()
     for name in ("rank0.bin", "rank1.bin"):
         (directory / name).write_bytes(os.urandom(2000))
     mount.settle()
     assert listed(mount, mount.path / "step_*")[0]["state"] == "incomplete", "ranks might still come"
+    assert refusal(lambda: os.setxattr(directory, "user.ckptfs.commit", b"2")) == "EINVAL"
     assert "is committed" in mount.command("commit", directory).stdout
     wait_for(mount, mount.path / "step_*", "step_1@1")
     assert mount.command("commit", mount.path / "none", check=False).returncode == 1

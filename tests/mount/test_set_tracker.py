@@ -29,16 +29,6 @@ def test_a_file_that_is_complete_becomes_a_set(mount: Area) -> None:
     wait_for_sets(mount, "step_*.pt/step_100.pt@1", "step_*.pt/step_200.pt@2")
 
 
-def test_two_sets_with_the_same_bytes(mount: Area) -> None:
-    """X11: an event says so, and not of others."""
-    for number, content in ((1, b"a" * 5000), (2, b"b" * 5000), (3, b"b" * 5000)):
-        (mount.path / f"step_{number}.dat").write_bytes(content)
-        wait_for_sets(mount, *(f"step_*.dat/step_{one}.dat@{one}" for one in range(1, number + 1)))
-    log = mount.daemon.log_file
-    eventually(lambda: "step_3.dat@3: has the same bytes as step_2.dat@2: training may not progress" in log.read_text(), what="an event")
-    assert "step_2.dat@2: has the same" not in log.read_text()
-
-
 def test_a_rotation_that_keeps_one(mount: Area) -> None:
     """X3: old before new, and new before old. The history has the newest; what it had before goes."""
     for number in range(1, 5):
@@ -164,23 +154,6 @@ def test_a_set_that_is_restarted_by_a_symlink(mount: Area) -> None:
     (mount.path / "elsewhere").mkdir()
     mount.command("restore", mount.path / name, mount.path / "elsewhere")
     assert (mount.path / "elsewhere" / name).readlink() == Path(script)
-
-
-def test_saving_the_same_step_again(mount: Area) -> None:
-    """T6: the set before stays until the new one is complete, and has its own bytes."""
-    write_archive(mount.path / "step_1.pt", b"a" * 5000)
-    wait_for_sets(mount, "step_*.pt/step_1.pt@1")
-    mount.settle()
-    first = (mount.path / "step_1.pt").read_bytes()
-    with open(mount.path / "step_1.pt", "wb") as file:
-        file.write(b"half")
-        os.fsync(file.fileno())
-    kept = mount.daemon.pfs / ".ckptfs.history" / mount.path.name / "step_*.pt"
-    assert (kept / "step_1.pt@1" / "step_1.pt").read_bytes() == first
-    write_archive(mount.path / "step_1.pt", b"b" * 5000)
-    wait_for_sets(mount, "step_*.pt/step_1.pt@2")
-    mount.settle()
-    assert (kept / "step_1.pt@2" / "step_1.pt").read_bytes() == (mount.path / "step_1.pt").read_bytes() != first
 
 
 def test_a_set_without_room_for_its_manifest(make_daemon: Callable[..., DaemonUnderTest]) -> None:
