@@ -218,16 +218,6 @@ def test_a_mount_made_by_a_living_daemon_is_not_taken_over(
     assert os.stat(fresh_mount.path).st_dev == fresh_mount.device
 
 
-def test_sigterm_unmounts_writes_back_and_ends_with_0(fresh_mount: DaemonUnderTest) -> None:
-    assert fresh_mount.process is not None
-    (fresh_mount.path / "last").write_bytes(b"words" * 1000)
-    fresh_mount.process.send_signal(signal.SIGTERM)
-    assert fresh_mount.process.wait(120) == 0
-    assert not os.path.ismount(fresh_mount.path)
-    assert (fresh_mount.pfs / "last").read_bytes() == b"words" * 1000
-    assert not os.path.ismount(fresh_mount.state / "ram"), "nothing lies only in RAM, so the memory is given back"
-
-
 def test_sigterm_on_a_mount_in_use_lets_open_files_be_finished(fresh_mount: DaemonUnderTest) -> None:
     assert fresh_mount.process is not None
     fresh_mount.expect_warning("is in use")

@@ -73,7 +73,7 @@ def test_sigterm_drains_with_the_mount_attached(data_path: str, make_refusable: 
         eventually(lambda: re.search(r"drain: blocked: .*Read-only", daemon.log), what="the obstacle is named")
         assert os.stat(daemon.path).st_dev == daemon.device
     assert wait_for_end(daemon) == 0
-    assert not os.path.ismount(daemon.path)
+    assert not os.path.ismount(daemon.path) and not os.path.ismount(daemon.state / "ram"), "nothing lies only in RAM"
     assert (daemon.pfs / "before").read_bytes() == b"x" * 100_000 and (daemon.pfs / "meanwhile").read_bytes() == b"y" * 100_000
     with pytest.raises(OSError):
         (daemon.path / "too late").write_bytes(b"lost")
@@ -121,47 +121,40 @@ def test_systemd_is_asked_for_time_while_it_drains(make_refusable: MakeDaemon, t
         assert wait_for_end(daemon) == 0
 
 
-def test_a_second_sigterm_does_not_wait_for_the_drain(make_refusable: MakeDaemon) -> None:
+def kill_mover(daemon: DaemonUnderTest) -> None:
+    daemon.kill("mover")
+    (daemon.path / "kept").write_bytes(b"y" * 5000)
+
+
+def unmount_at_once(daemon: DaemonUnderTest) -> None:
+    """As systemd does at shutdown: it stops the service and unmounts the mountpoint."""
+    subprocess.run(["umount", "-i", str(daemon.path)], check=True)
+    eventually(lambda: "writing back the rest" in daemon.log, what="the rest is drained")
+
+
+def terminate_again(daemon: DaemonUnderTest) -> None:
+    """The drain is not waited for."""
+    terminate(daemon)
+    assert wait_for_end(daemon) == 0
+    assert "the drain was cut short" in daemon.log
+
+
+@pytest.mark.parametrize("happens", [kill_mover, unmount_at_once, terminate_again])
+def test_what_happens_in_the_middle_of_the_drain(make_refusable: MakeDaemon, happens: Callable[[DaemonUnderTest], None]) -> None:
+    """P8: what was closed comes to the PFS, after a cut with the next start."""
     daemon = make_refusable()
-    daemon.expect_warning("pfs|write.back|[Rr]ead-only|cut short|drained until the deadline")
+    daemon.expect_warning("pfs|write.back|[Rr]ead-only" + ("|cut short|drained until the deadline" if happens is terminate_again else ""))
     with pfs_refuses(daemon):
         save(daemon, "kept", b"x" * 5000)
         terminate(daemon)
         eventually(lambda: "draining before the unmount" in daemon.log, what="the drain begins")
-        terminate(daemon)
+        happens(daemon)
+    if happens is terminate_again:
+        daemon.start()
+        daemon.settle()
+    else:
         assert wait_for_end(daemon) == 0
-        assert "the drain was cut short" in daemon.log
-    daemon.start()
-    daemon.settle()
-    assert (daemon.pfs / "kept").read_bytes() == b"x" * 5000
-
-
-def test_a_mover_that_is_killed_in_the_drain_begins_it_anew(make_refusable: MakeDaemon) -> None:
-    """P8."""
-    daemon = make_refusable()
-    daemon.expect_warning("pfs|write.back|[Rr]ead-only")
-    with pfs_refuses(daemon):
-        save(daemon, "kept", b"x" * 5000)
-        terminate(daemon)
-        eventually(lambda: "draining before the unmount" in daemon.log, what="the drain begins")
-        daemon.kill("mover")
-        (daemon.path / "later").write_bytes(b"y" * 5000)
-    assert wait_for_end(daemon) == 0
-    assert (daemon.pfs / "kept").read_bytes() == b"x" * 5000 and (daemon.pfs / "later").read_bytes() == b"y" * 5000
-
-
-def test_an_unmount_in_the_middle_of_the_drain_drains_the_rest(make_refusable: MakeDaemon) -> None:
-    """As systemd does at shutdown: it stops the service and unmounts the mountpoint at once."""
-    daemon = make_refusable()
-    daemon.expect_warning("pfs|write.back|[Rr]ead-only")
-    with pfs_refuses(daemon):
-        save(daemon, "kept", b"x" * 5000)
-        terminate(daemon)
-        eventually(lambda: "draining before the unmount" in daemon.log, what="the drain begins")
-        subprocess.run(["umount", "-i", str(daemon.path)], check=True)
-        eventually(lambda: "writing back the rest" in daemon.log, what="the rest is drained")
-    assert wait_for_end(daemon) == 0
-    assert (daemon.pfs / "kept").read_bytes() == b"x" * 5000
+    assert (daemon.pfs / "kept").read_bytes() == (b"y" if happens is kill_mover else b"x") * 5000
 
 
 def test_an_unmount_on_purpose_gives_the_directory_back(make_daemon: MakeDaemon) -> None:

@@ -20,17 +20,6 @@ def test_without_a_pfs_all_but_the_level_pfs_works(make_daemon: Callable[..., Da
     assert (daemon.path / "run" / "step").read_bytes() == b"data" * 1000
 
 
-def test_fsync_and_wait_take_the_place_of_a_future(mount: Area) -> None:
-    """T3, H7: fsync returns, `ckptfs wait` returns when the file is on the PFS, and nobody had to ask for either copy."""
-    path = mount.path / "step"
-    with open(path, "wb") as file:
-        file.write(b"data")
-        os.fsync(file.fileno())
-    mount.command("wait", path, "--level", "pfs")
-    assert (mount.pfs / "step").read_bytes() == b"data"
-    assert os.getxattr(path, "user.ckptfs.copies").split() == [b"ram:good", b"pfs:published"]
-
-
 def test_an_open_file_is_not_taken_for_a_checkpoint(mount: Area) -> None:
     """N7, N9: any bytes; the PFS shows them when they are whole, and not before."""
     whole, part = mount.path / "whole", mount.path / "part"
