@@ -46,12 +46,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A tree made in a directory of mode 0700, and entered by chroot, shuts out everybody but root: not even libc can be loaded."""
+    """Leave out data paths, and tests of other users where these cannot enter /.
+
+    A module of names and commands alone has `ONLY_DATA_PATH`. A tree made in a directory of mode 0700, and entered by chroot, shuts out
+    everybody but root: not even libc can be loaded.
+    """
+    items[:] = [one for one in items if (path := _get_data_path(one)) is None or getattr(one.module, "ONLY_DATA_PATH", path) == path]
     if os.geteuid() == 0 and not os.stat("/").st_mode & stat.S_IXOTH:
         shut = pytest.mark.skip(reason="OTHER USERS CANNOT ENTER / HERE (chmod 755 /): what they may do is not tested")
         for item in items:
             if item.get_closest_marker("others"):
                 item.add_marker(shut)
+
+
+def _get_data_path(item: Any) -> str | None:
+    path: str | None = item.callspec.params.get("data_path") if hasattr(item, "callspec") else None
+    return path
 
 
 def _usable() -> str:
