@@ -149,7 +149,6 @@ def block(number: int, data: bytes = DATA) -> list[bytes]:
 
 
 END = 2
-FINISHED = pb.FinishReply(verified=True).SerializeToString()
 
 
 # --- who ---------------------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from clique_world import cluster_of, make_cluster, replicated
@@ -238,80 +238,52 @@ async def test_who_stood_still_for_long_touches_nothing_any_more(cluster: Writer
     assert set(cluster.shared()) == {b"f"}
 
 
-@pytest.mark.parametrize("label", ["write_back:link", "write_back:move", "write_back:unlink", "write_back:swap"])
-@in_cluster
-async def test_a_call_that_lands_late_harms_nothing_newer(cluster: WriterCluster, label: str) -> None:
-    """P6, P9: it hangs in the kernel until the lease has run out, while others finish the batch and go on; then it happens after all."""
-    one, _, still = cluster.nodes
-    for name in "abghi":
-        await one.put(name, b"old " + name.encode())
-    await cluster.settle()
-    if label == "write_back:swap":
-        await still.exchange("h", "i")
-    else:
-        await still.rename("a", "b")
-        await still.unlink("g")
-    await land_late(cluster, still, label, "abghi")
+LINK, MOVE, EXCHANGE = "os.link", "ckptfs.flow.write_back.apply.rename_to_free_name", "ckptfs.flow.write_back.apply.exchange"
 
 
 @pytest.mark.parametrize(
-    ("lacking", "label"),
+    ("label", "act", "lacking"),
     [
-        ({"os.link": errno.EPERM}, "write_back:move"),
-        ({"os.link": errno.EPERM}, "write_back:unlink"),
-        ({"os.link": errno.EXDEV, "ckptfs.flow.write_back.apply.rename_to_free_name": errno.EXDEV}, "write_back:unlink"),
+        ("write_back:link", "rename and unlink", {}),
+        ("write_back:move", "rename and unlink", {}),
+        ("write_back:unlink", "rename and unlink", {}),
+        ("write_back:swap", "exchange", {}),
+        ("write_back:move", "rename", {LINK: errno.EPERM}),
+        ("write_back:unlink", "rename", {LINK: errno.EPERM}),
+        ("write_back:unlink", "rename", {LINK: errno.EXDEV, MOVE: errno.EXDEV}),
+        ("write_back:move", "exchange", {EXCHANGE: errno.EINVAL}),
     ],
-    ids=["move", "unlink", "move across"],
 )
 @in_cluster
-async def test_a_call_that_lands_late_on_a_pfs_without_links_harms_nothing_newer(
-    cluster: WriterCluster, lacking: dict[str, int], label: str, monkeypatch: pytest.MonkeyPatch
+async def test_a_call_that_lands_late_harms_nothing_newer(
+    cluster: WriterCluster, label: str, act: str, lacking: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """P6, P9: the rename over an older file, and the removal of what it replaces or leaves."""
+    """P6, P9: it hangs in the kernel until the lease has run out, while others finish the batch and go on; then it happens after all.
+
+    On a PFS without links, too: the rename over an older file, and the removal of what it replaces or leaves.
+    """
     one, _, still = cluster.nodes
-    for name in "ab":
+    for name in "abg":
         await one.put(name, b"old " + name.encode())
     await cluster.settle()
     for call, code in lacking.items():
-        monkeypatch.setattr(call, failing(code))
-    await still.rename("a", "b")
-    await land_late(cluster, still, label, "ab")
-
-
-@in_cluster
-async def test_a_part_of_an_exchange_that_lands_late_harms_nothing_newer(cluster: WriterCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P6, P9: on a PFS that exchanges no names, by renames."""
-    one, _, still = cluster.nodes
-    for name in "ab":
-        await one.put(name, b"old " + name.encode())
-    await cluster.settle()
-    monkeypatch.setattr("ckptfs.flow.write_back.apply.exchange", failing(errno.EINVAL))
-    await still.exchange("a", "b")
-    await land_late(cluster, still, "write_back:move", "ab")
-
-
-def failing(code: int) -> Callable[..., None]:
-    def fail(*_: object, **named: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    return fail
-
-
-async def land_late(cluster: WriterCluster, still: Writer, label: str, names: str) -> None:
-    """A call of `still` hangs until others have finished its batch and written these files again; then it happens."""
+        monkeypatch.setattr(call, Mock(side_effect=OSError(code, os.strerror(code))))
+    await (still.exchange("a", "b") if act == "exchange" else still.rename("a", "b"))
+    if act == "rename and unlink":
+        await still.unlink("g")
+    await settled(cluster.nodes)
 
     async def others_go_on() -> None:
         still.die()
         await cluster.settle()
-        for name in names:
-            await cluster.nodes[0].put(name, b"new " + name.encode(), mtime_ns=6)
+        for name in "abg":
+            await one.put(name, b"new " + name.encode(), mtime_ns=6)
         await cluster.settle()
 
-    await settled(cluster.nodes)
     cluster.meanwhile[label] = others_go_on
     while cluster.meanwhile:
         await cluster.step(still)
-    assert {name: (cluster.pfs / name).read_bytes() for name in names} == {name: b"new " + name.encode() for name in names}
+    assert [(cluster.pfs / name).read_bytes() for name in "abg"] == [b"new a", b"new b", b"new g"]
     still.live()
     await cluster.settle()
     cluster.exact()
