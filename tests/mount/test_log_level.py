@@ -1,14 +1,9 @@
 """N8 on a real daemon: one word changes what all its processes log, those that come later too, but no new daemon."""
 
-import errno
 import re
 from typing import Any
 
 import pytest
-from another_user import as_user
-from ckptfs_client.client import Client
-from ckptfs_client.errors import NotPermitted
-from ckptfs_client.mounts import find
 from daemon_under_test import DaemonUnderTest, eventually
 
 pytestmark = pytest.mark.fuse
@@ -38,19 +33,3 @@ def test_all_processes_and_those_after_them(make_daemon: Any) -> None:
     assert not speakers(daemon, end)
     daemon.restart()
     assert daemon.command("log-level", daemon.path).stdout == "info\n", "a new daemon has its own"
-
-
-@pytest.mark.others
-def test_only_for_the_owner(make_daemon: Any) -> None:
-    """F6: a stranger is refused, and told so."""
-    daemon: DaemonUnderTest = make_daemon()
-
-    def ask(level: str) -> None:
-        try:
-            with Client(find(daemon.path)) as client:
-                client.get_or_set_log_level(level)
-        except NotPermitted as refusal:
-            raise PermissionError(errno.EPERM, str(refusal)) from refusal
-
-    assert [as_user(lambda level=level: ask(level)) for level in ("", "debug")] == ["EPERM", "EPERM"]
-    assert daemon.command("log-level", daemon.path).stdout == "info\n"
