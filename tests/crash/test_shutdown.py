@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemon_under_test import DaemonUnderTest, eventually
+from daemon_under_test import DaemonUnderTest, eventually, shorten
 
 from ckptfs import mount_record, mountpoint_guard
 
@@ -24,6 +24,7 @@ def make_refusable(make_daemon: MakeDaemon) -> MakeDaemon:
 
     def make(*arguments: str, **options: Any) -> DaemonUnderTest:
         daemon = make_daemon(*arguments, start=False, **options)
+        daemon.env = shorten(RETRY_LAST_S=0.5, DRAIN_SILENCE_S=0.5) | daemon.env
         subprocess.run(["mount", "-t", "tmpfs", "none", str(daemon.pfs)], check=True)
         daemon.start()
         (daemon.path / "first").write_bytes(b"x")
