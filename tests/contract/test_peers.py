@@ -5,6 +5,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -229,21 +230,14 @@ def test_loans_are_given_back(fast: Pair, tmp_path: Path) -> None:
 
 def test_many_at_once(pair: Pair, tmp_path: Path) -> None:
     datas = {content: os.urandom(BLOCK + content) for content in range(10, 16)}
-    failures: list[Exception] = []
 
-    def one(content: int) -> None:
+    def send(content: int) -> bool:
         fd = file_of(tmp_path, datas[content])
         try:
-            assert pair.peers.send(pair.node.there, offer_of(datas[content], content), fd).is_verified
-        except Exception as failure:
-            failures.append(failure)
+            return pair.peers.send(pair.node.there, offer_of(datas[content], content), fd).is_verified
         finally:
             os.close(fd)
 
-    threads = [threading.Thread(target=one, args=(content,)) for content in datas]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    with ThreadPoolExecutor(len(datas)) as threads:
+        assert all(threads.map(send, datas))
     assert {content: pair.node.host.path(content).read_bytes() for content in datas} == datas

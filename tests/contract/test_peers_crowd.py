@@ -2,8 +2,8 @@
 
 import os
 import tempfile
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,12 +61,8 @@ def peers(keyring: Keyring, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealPee
 def test_all_readers_of_two_holders_get_the_file(peers: RealPeers) -> None:
     """Whoever finds no place for a stream or an open copy waits, and goes on where it was."""
     inode = peers.cluster.nodes[0].inode(peers.content)
-    results: list[str] = []
-    threads = [threading.Thread(target=lambda node=node: results.append(bring(node, inode).result)) for node in peers.cluster.nodes[2:]]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    with ThreadPoolExecutor(READERS) as threads:
+        results = list(threads.map(lambda node: bring(node, inode).result, peers.cluster.nodes[2:]))
     assert results == [mover_requests.FETCHED] * READERS
     assert {node.data(peers.content) for node in peers.cluster.nodes} == {peers.cluster.nodes[0].data(peers.content)}
     refused = [counts for server in peers.servers for counts in server.rejections.get_counts().values()]

@@ -3,7 +3,7 @@
 import errno
 import os
 import stat
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -198,11 +198,9 @@ def test_several_at_once_and_askers_share(world: World) -> None:
         while world.fetch.step():
             pass
 
-    threads = [threading.Thread(target=work) for _ in range(limits.FETCHES_MAX)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(limits.FETCHES_MAX) as threads:
+        for done in [threads.submit(work) for _ in range(limits.FETCHES_MAX)]:
+            done.result(60)
     for number in range(6):
         assert bytes_here(world, f"d/f{number}")[1] == (world.pfs / "d" / f"f{number}").read_bytes()
     world.check()

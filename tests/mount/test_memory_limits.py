@@ -5,8 +5,8 @@ import itertools
 import json
 import os
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -155,21 +155,12 @@ def test_a_limited_program_survives_a_death_of_the_mount_process(ram_node: Daemo
 
 def test_writers_of_both_kinds_at_once(node: DaemonUnderTest, group: MemoryGroup) -> None:
     """The way is chosen for each writer, not for the mount."""
-    failures: list[BaseException] = []
-
-    def run(number: int) -> None:
-        try:
-            group.run(WRITE, node.path / f"limited-{number}", str(CREATE), str(FILE_BYTES // 2), str(limits.MIB))
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    (node.path / "free").write_bytes(bytes(FILE_BYTES))
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    arguments = str(CREATE), str(FILE_BYTES // 2), str(limits.MIB)
+    with ThreadPoolExecutor(2) as threads:
+        limited = [threads.submit(group.run, WRITE, node.path / f"limited-{number}", *arguments) for number in range(2)]
+        (node.path / "free").write_bytes(bytes(FILE_BYTES))
+    for one in limited:
+        one.result()
     assert (node.path / "limited-0").read_bytes() == (node.path / "limited-1").read_bytes()
 
 

@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import sqlite3
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -188,12 +188,8 @@ def test_a_kill_leaves_one_version_or_the_other(statements: int, tmp_path: Path)
 
 def test_two_processes_open_it_at_the_same_time_and_it_can_be_opened_again(tmp_path: Path) -> None:
     path = load("0.2.0", tmp_path)
-    opened: list[Database] = []
-    threads = [threading.Thread(target=lambda: opened.append(Database(path, journalled=True))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        opened = list(threads.map(lambda _: Database(path, journalled=True), range(4)))
     opened.append(Database(path, journalled=True))
     assert [db.value("SELECT count(*) FROM mover_request") for db in opened] == [8] * 5
     for db in opened:
