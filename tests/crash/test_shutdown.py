@@ -1,17 +1,17 @@
 """The end of a mount: SIGTERM drains while the mount serves, and the directory underneath refuses writes afterwards. P3, P5, P8."""
 
-import contextlib
 import os
 import re
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from daemon_under_test import DaemonUnderTest, eventually, shorten
+from loop_disk import read_only
 
 from ckptfs import mount_record, mountpoint_guard
 
@@ -20,7 +20,7 @@ MakeDaemon = Callable[..., DaemonUnderTest]
 
 @pytest.fixture
 def make_refusable(make_daemon: MakeDaemon) -> MakeDaemon:
-    """A daemon whose PFS is a tmpfs of its own, which `pfs_refuses` makes read-only."""
+    """A daemon whose PFS is a tmpfs of its own, which `read_only` lets refuse."""
 
     def make(*arguments: str, **options: Any) -> DaemonUnderTest:
         daemon = make_daemon(*arguments, start=False, **options)
@@ -32,16 +32,6 @@ def make_refusable(make_daemon: MakeDaemon) -> MakeDaemon:
         return daemon
 
     return make
-
-
-@contextlib.contextmanager
-def pfs_refuses(daemon: DaemonUnderTest) -> Iterator[None]:
-    """A PFS that is read-only while the block runs."""
-    subprocess.run(["mount", "-o", "remount,ro", str(daemon.pfs)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["mount", "-o", "remount,rw", str(daemon.pfs)], check=True)
 
 
 def save(daemon: DaemonUnderTest, name: str, data: bytes) -> None:
@@ -64,7 +54,7 @@ def test_sigterm_drains_with_the_mount_attached(data_path: str, make_refusable: 
     """P3: a checkpoint that is saved while the daemon drains is saved in ckptfs, and the directory below accepts none afterwards."""
     daemon = make_refusable(data_path)
     daemon.expect_warning("pfs|write.back|[Rr]ead-only")
-    with pfs_refuses(daemon):
+    with read_only(daemon.pfs):
         save(daemon, "before", b"x" * 100_000)
         terminate(daemon)
         eventually(lambda: "draining before the unmount" in daemon.log, what="the drain begins")
@@ -86,7 +76,7 @@ def test_what_is_not_drained_is_named_with_its_place_and_remedy(make_refusable: 
     """P3: the log says what is left, where it lies, what a reboot does, and the command that goes on."""
     daemon = make_refusable(drain_deadline="1s", nvme=None)
     daemon.expect_warning("pfs|write.back|[Rr]ead-only|drained until the deadline")
-    with pfs_refuses(daemon):
+    with read_only(daemon.pfs):
         save(daemon, "only", b"x" * 5000)
         terminate(daemon)
         assert wait_for_end(daemon) == 0
@@ -111,7 +101,7 @@ def test_systemd_is_asked_for_time_while_it_drains(make_refusable: MakeDaemon, t
         daemon = make_refusable(env={"NOTIFY_SOCKET": str(tmp_path / "notify")})
         daemon.expect_warning("pfs|write.back|[Rr]ead-only")
         heard = []
-        with pfs_refuses(daemon):
+        with read_only(daemon.pfs):
             save(daemon, "kept", b"x" * 5000)
             terminate(daemon)
             while not any(b"blocked: " in message for message in heard):
@@ -145,7 +135,7 @@ def test_what_happens_in_the_middle_of_the_drain(make_refusable: MakeDaemon, hap
     """P8: what was closed comes to the PFS, after a cut with the next start."""
     daemon = make_refusable()
     daemon.expect_warning("pfs|write.back|[Rr]ead-only" + ("|cut short|drained until the deadline" if happens is terminate_again else ""))
-    with pfs_refuses(daemon):
+    with read_only(daemon.pfs):
         save(daemon, "kept", b"x" * 5000)
         terminate(daemon)
         eventually(lambda: "draining before the unmount" in daemon.log, what="the drain begins")

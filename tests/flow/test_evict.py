@@ -2,12 +2,12 @@
 
 import logging
 import os
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from local_node import MIB, Node, in_process
+from loop_disk import tmpfs_at
 
 from ckptfs import disk
 from ckptfs.catalog import copies, namespace, retention_state, summary
@@ -325,15 +325,12 @@ for _ in range(10):
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 def test_a_tmpfs_is_really_enlarged_and_keeps_what_is_in_it(tmp_path: Path) -> None:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64M,nodev,nosuid", "ckptfs-test", str(tmp_path)], check=True)
-    try:
+    with tmpfs_at(tmp_path, "size=64M,nodev,nosuid"):
         (tmp_path / "file").write_bytes(b"x" * MIB)
         space.resize_ram(tmp_path, 192 * MIB)
         capacity = space.read_capacity(tmp_path)
         assert (capacity.total, capacity.used) == (192 * MIB, MIB)
         assert os.statvfs(tmp_path).f_flag & os.ST_NODEV
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_an_enlargement_that_is_refused_is_an_error_with_words(tmp_path: Path) -> None:

@@ -1,14 +1,11 @@
 """P3, P4: the files of a batch are durable before they get their names, on every kind of filesystem."""
 
-import contextlib
 import os
-import subprocess
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from local_node import inject_fault
+from loop_disk import tmpfs_at
 from write_back_world import Mount, intercepted
 
 from ckptfs.errors import TierUnavailable
@@ -29,15 +26,6 @@ def put_files(mount: Mount, *directories: bytes) -> None:
             mount.put(directory + b"%d" % number, b"data")
 
 
-@contextlib.contextmanager
-def mounted_tmpfs(path: Path) -> Iterator[None]:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "none", path], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", path], check=True)
-
-
 def test_one_syncfs_on_a_local_filesystem(mount: Mount) -> None:
     put_files(mount, b"")
     assert sync_labels(mount) == {"write_back:syncfs": 1}
@@ -55,7 +43,7 @@ def test_each_file_is_synced_where_syncfs_is_not_enough(mount: Mount, monkeypatc
 def test_each_filesystem_below_the_pfs_is_synced(mount: Mount) -> None:
     mount.mkdir(b"in")
     mount.settle()
-    with mounted_tmpfs(mount.pfs / "in"):
+    with tmpfs_at(mount.pfs / "in"):
         put_files(mount, b"", b"in/")
         assert sync_labels(mount) == {"write_back:syncfs": 2}
 

@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -73,23 +73,6 @@ def test_enospc_when_everything_is_full_and_room_again_after_an_unlink(data_path
     _check(daemon.path / "small", 8)
 
 
-@pytest.fixture
-def small_disks(tmp_path: Path) -> Iterator[Callable[[str, int], Path]]:
-    """Makes filesystems of so many MiB."""
-    made = []
-
-    def make(name: str, size: int) -> Path:
-        place = tmp_path / name
-        place.mkdir()
-        run("mount", "-t", "tmpfs", "-o", f"size={size}M", "none", place)
-        made.append(place)
-        return place
-
-    yield make
-    for place in made:
-        run("umount", "-l", place)
-
-
 def _free(place: Path) -> int:
     figures = os.statvfs(place)
     return figures.f_bavail * figures.f_frsize
@@ -97,13 +80,19 @@ def _free(place: Path) -> int:
 
 @pytest.mark.parametrize(("ram", "nvme", "pfs", "size"), [(64, 30, 40, 20), (40, 70, 30, 7), (64, 50, 0, 12), (32, 0, 90, 9)])
 def test_enospc_comes_when_no_tier_can_hold_the_file(
-    data_path: str, make_daemon: Make, small_disks: Callable[[str, int], Path], ram: int, nvme: int, pfs: int, size: int
+    data_path: str, make_daemon: Make, ram: int, nvme: int, pfs: int, size: int
 ) -> None:
     """Whatever the shapes: nothing is lost, and no tier has room for the file that was refused."""
-    disks = {name: small_disks(name, room) if room else None for name, room in (("nvme", nvme), ("pfs", pfs))}
-    daemon = make_daemon(data_path, ram=f"{ram}M", drain_deadline="1s", **disks)  # The PFS stays full at the end.
+    daemon = make_daemon(data_path, ram=f"{ram}M", drain_deadline="1s", start=False)  # The PFS stays full at the end.
     daemon.expect_warning("No space left|full|nvme|write back|drained until the deadline")
-    places = {"ram": daemon.state / "ram", **{name: place for name, place in disks.items() if place}}
+    places = {"ram": daemon.state / "ram"}
+    for name, room in (("nvme", nvme), ("pfs", pfs)):
+        if room:
+            places[name] = daemon.root / name
+            run("mount", "-t", "tmpfs", "-o", f"size={room}M", "none", places[name])
+        else:
+            daemon.options[name] = None
+    daemon.start()
     written, refused = 0, False
     while not refused:
         assert written * size < ram + nvme + pfs, "more than there is room for"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from ckptfs_client.mount_helper import LOG
 from daemon_under_test import REPOSITORY, DaemonUnderTest, environment
+from loop_disk import read_only, tmpfs_at
 from programs import with_mounts_of_its_own
 
 from ckptfs import __version__
@@ -126,12 +127,9 @@ def test_umount_says_what_was_not_written_back(place: DaemonUnderTest) -> None:
     assert mount(place, "drain_deadline=1s").returncode == 0
     (place.path / "first").write_bytes(b"x")
     place.settle()
-    subprocess.run(["mount", "-o", "remount,ro", str(place.pfs)], check=True)
-    try:
+    with read_only(place.pfs):
         (place.path / "kept").write_bytes(b"x" * 1000)
         result = helper("umount", place.path)
-    finally:
-        subprocess.run(["mount", "-o", "remount,rw", str(place.pfs)], check=True)
     assert result.returncode == 0 and "not everything was written back (1 file (1000 B)" in result.stderr, result.stderr
     assert mount(place).returncode == 0
     assert (place.path / "kept").read_bytes() == b"x" * 1000
@@ -142,14 +140,11 @@ def test_umount_says_what_was_not_written_back(place: DaemonUnderTest) -> None:
 def test_a_mount_waits_for_the_daemon_that_still_drains(place: DaemonUnderTest) -> None:
     """umount without the helper returns at once; what comes next is not refused because the daemon needs a moment more."""
     assert mount(place, "drain_deadline=2s").returncode == 0
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(place.pfs)], check=True)
-    try:
+    with tmpfs_at(place.pfs, "ro"):
         (place.path / "kept").write_bytes(b"x" * 1000)
         subprocess.run(["umount", "-i", str(place.path)], check=True)
         assert is_running(place.pid("supervisor"))
         assert mount(place, "drain_deadline=1s").returncode == 0
-    finally:
-        subprocess.run(["umount", "-l", str(place.pfs)], check=True)
     assert helper("umount", place.path).returncode == 0
 
 
@@ -211,8 +206,7 @@ def test_umount_writes_back_before_it_unmounts(place: DaemonUnderTest) -> None:
     assert mount(place).returncode == 0
     (place.path / "first").write_bytes(b"x")
     place.settle()
-    subprocess.run(["mount", "-o", "remount,ro", str(place.pfs)], check=True)
-    try:
+    with read_only(place.pfs):
         (place.path / "kept").write_bytes(b"x" * 1000)
         command = [sys.executable, "-P", "-c", entry_point("umount"), str(place.path)]
         running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
@@ -221,8 +215,6 @@ def test_umount_writes_back_before_it_unmounts(place: DaemonUnderTest) -> None:
         assert "blocked: " in said and "Read-only" in said and "with the mount attached" in said, said
         assert os.stat(place.path).st_dev == place.device and running.poll() is None
         (place.path / "meanwhile").write_bytes(b"y" * 1000)
-    finally:
-        subprocess.run(["mount", "-o", "remount,rw", str(place.pfs)], check=True)
     assert running.wait(120) == 0
     assert (place.pfs / "kept").read_bytes() == b"x" * 1000 and (place.pfs / "meanwhile").read_bytes() == b"y" * 1000
     (place.path / "below").write_bytes(b"the administrator's again")

@@ -2,33 +2,25 @@
 
 import errno
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from daemon_under_test import DaemonUnderTest, eventually, shorten
+from loop_disk import mounted
 from programs import need, refusal, run
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 MIB = 1 << 20
-IMAGE_BYTES = 400 << 20
 Make = Callable[..., DaemonUnderTest]
 
 
 @pytest.fixture
 def nvme(tmp_path: Path) -> Iterator[Path]:
     """An XFS of its own on a loop device."""
-    need("mkfs.xfs")
     need("xfs_io")
-    place, image = tmp_path / "disk", tmp_path / "image"
-    place.mkdir()
-    with open(image, "wb") as file:
-        file.truncate(IMAGE_BYTES)
-    run("mkfs.xfs", "-q", image)
-    run("mount", "-o", "loop", image, place)
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=False, capture_output=True)
+    with mounted("xfs", tmp_path) as place:
+        yield place
 
 
 def fill(path: Path, size: int = 40 * MIB) -> bytes:
@@ -120,7 +112,7 @@ def test_without_a_pfs_its_files_alone_fail_and_are_back_with_it(make_daemon: Ma
     work(daemon.path, "c")
     run("umount", nvme)
     # Another superblock: a mount namespace made meanwhile may still hold the dead one.
-    run("cp", tmp_path / "image", tmp_path / "copy")
+    run("cp", tmp_path / "image-xfs", tmp_path / "copy")
     run("mount", "-o", "loop,nouuid", tmp_path / "copy", nvme)
     eventually(lambda: is_readable(daemon.path / "moved"), 60, "it is used again without a restart")
     assert (daemon.path / "moved").read_bytes() == data

@@ -3,7 +3,6 @@
 import errno
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from daemon_under_test import DaemonUnderTest
@@ -13,35 +12,27 @@ pytestmark = [pytest.mark.root, pytest.mark.fuse]
 MIB = 1 << 20
 
 
-def test_a_full_state_disk(data_path: str, make_daemon: Callable[..., DaemonUnderTest], tmp_path: Path) -> None:
-    state = tmp_path / "small"
-    state.mkdir()
-    run("mount", "-t", "tmpfs", "-o", "size=24M", "none", state)
-    try:
-        daemon = make_daemon(data_path, state=state, start=False)
-        daemon.state = state
-        daemon.start()
-        daemon.expect_warning("the disk of .* is full|cannot be written")
-        (daemon.path / "before").write_bytes(b"before")
-        with open(state / "filler", "wb", buffering=0) as filler, pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-            while True:
-                filler.write(bytes(4096))
-        refused = 0
-        for number in range(20_000):
-            try:
-                os.close(os.open(daemon.path / f"f{number}", os.O_WRONLY | os.O_CREAT))
-            except OSError as failure:
-                assert failure.errno == errno.ENOSPC
-                refused += 1
-                if refused == 3:
-                    break
-        assert refused == 3, "the disk never ran full"
-        assert (daemon.path / "before").stat().st_size == 6 and "before" in os.listdir(daemon.path)
-        (state / "filler").unlink()
-        (daemon.path / "after").write_bytes(b"after")
-        assert (daemon.path / "after").read_bytes() == b"after" and (daemon.path / "before").read_bytes() == b"before"
-        assert "Traceback" not in daemon.log
-        daemon.unmount()
-    finally:
-        for place in (state / "ram", state):
-            os.path.ismount(place) and run("umount", "-l", place)
+def test_a_full_state_disk(data_path: str, make_daemon: Callable[..., DaemonUnderTest]) -> None:
+    daemon = make_daemon(data_path, start=False)
+    run("mount", "-t", "tmpfs", "-o", "size=24M", "none", daemon.state)
+    daemon.start()
+    daemon.expect_warning("the disk of .* is full|cannot be written")
+    (daemon.path / "before").write_bytes(b"before")
+    with open(daemon.state / "filler", "wb", buffering=0) as filler, pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        while True:
+            filler.write(bytes(4096))
+    refused = 0
+    for number in range(20_000):
+        try:
+            os.close(os.open(daemon.path / f"f{number}", os.O_WRONLY | os.O_CREAT))
+        except OSError as failure:
+            assert failure.errno == errno.ENOSPC
+            refused += 1
+            if refused == 3:
+                break
+    assert refused == 3, "the disk never ran full"
+    assert (daemon.path / "before").stat().st_size == 6 and "before" in os.listdir(daemon.path)
+    (daemon.state / "filler").unlink()
+    (daemon.path / "after").write_bytes(b"after")
+    assert (daemon.path / "after").read_bytes() == b"after" and (daemon.path / "before").read_bytes() == b"before"
+    assert "Traceback" not in daemon.log

@@ -24,6 +24,25 @@ def measure(*paths: Path) -> reflink.StoredBytes:
 
 
 @contextlib.contextmanager
+def tmpfs_at(place: Path, options: str = "mode=755") -> Iterator[None]:
+    run("mount", "-t", "tmpfs", "-o", options, "none", place)
+    try:
+        yield
+    finally:
+        run("umount", "-l", place)
+
+
+@contextlib.contextmanager
+def read_only(place: Path) -> Iterator[None]:
+    """The filesystem that is mounted there refuses every change while the block runs."""
+    run("mount", "-o", "remount,ro", place)
+    try:
+        yield
+    finally:
+        run("mount", "-o", "remount,rw", place)
+
+
+@contextlib.contextmanager
 def mounted(kind: str, directory: Path, size: int = IMAGE_BYTES) -> Iterator[Path]:
     """Mount a new filesystem below `directory`; skip the test where that cannot be."""
     place, image = directory / f"disk-{kind}", directory / f"image-{kind}"
