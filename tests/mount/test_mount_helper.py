@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from ckptfs_client.mount_helper import LOG
-from daemon_under_test import REPOSITORY, DaemonUnderTest, environment
+from daemon_under_test import REPOSITORY, DaemonUnderTest, ckptfs, environment
 from loop_disk import read_only, tmpfs_at
 from programs import with_mounts_of_its_own
 
@@ -59,6 +59,7 @@ def test_mount_use_and_unmount(place: DaemonUnderTest) -> None:
     assert (result.returncode, result.stderr) == (0, "")
     assert not os.path.ismount(place.path) and not is_running(supervisor)
     assert len([name for name in os.listdir(place.pfs) if name.startswith("shard")]) == 30
+    assert f"{place.name}: " not in ckptfs("mounts").stdout, "a name that holds nothing is not kept"
 
 
 def test_the_daemon_goes_on_until_the_last_mountpoint_is_gone(place: DaemonUnderTest, tmp_path: Path) -> None:

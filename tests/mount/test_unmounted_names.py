@@ -82,14 +82,6 @@ def test_a_name_whose_daemon_was_killed_is_listed_too(make_daemon: MakeDaemon) -
     assert not list(daemon.nvme.glob("contents-*"))
 
 
-def test_a_drained_name_is_not_kept(make_daemon: MakeDaemon) -> None:
-    daemon = make_daemon()
-    (daemon.path / "file").write_bytes(b"x" * 1000)
-    assert daemon.unmount() == 0
-    assert listed(daemon.name) is None
-    assert (daemon.pfs / "file").exists()
-
-
 def test_an_unknown_name_is_refused() -> None:
     result = ckptfs("mounts", "--delete", "no-such-name", check=False)
     assert result.returncode == 2 and "there is no unmounted name no-such-name" in result.stderr
