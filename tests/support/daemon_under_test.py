@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from ckptfs import mount_record, mountpoint_guard, procfs
+from ckptfs import mount_record, mountpoint_guard, procfs, runtime_dir
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -183,6 +183,8 @@ class DaemonUnderTest:
         if record is not None and record.guard is not None:
             with contextlib.suppress(OSError):
                 mountpoint_guard.clear(record.guard)
+        for left in runtime_dir.get_path().glob(f"{self.name}.*"):  # A killed daemon deletes none of its own.
+            left.unlink(missing_ok=True)
         shutil.rmtree(self.root, ignore_errors=True)
 
     def abort(self) -> None:
