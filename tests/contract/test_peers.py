@@ -124,23 +124,18 @@ def test_what_goes_ahead_is_not_broken_off_by_the_rest(fast: Pair, tmp_path: Pat
     _, blocks = digests(data)
     early = Offer(7, 8, 1, len(data), None, blocks[:16] + UNKNOWN_BLOCK + blocks[32:])
     begun, go_on = threading.Event(), threading.Event()
-    fd, ahead, rest = file_of(tmp_path, data), [], []
+    fd = file_of(tmp_path, data)
 
     def is_wanted() -> bool:
         begun.set()
         return go_on.wait(60)
 
-    first = threading.Thread(target=lambda: ahead.append(fast.peers.send(fast.node.there, early, fd, is_wanted=is_wanted)))
-    first.start()
-    assert begun.wait(60)
-    second = threading.Thread(
-        target=lambda: rest.append(fast.peers.send(fast.node.there, offer_of(data), fd, is_wanted=lambda: go_on.set() or True))
-    )
-    second.start()
-    first.join()
-    second.join()
+    with ThreadPoolExecutor(1) as threads:
+        ahead = threads.submit(fast.peers.send, fast.node.there, early, fd, is_wanted=is_wanted)
+        assert begun.wait(60)
+        rest = fast.peers.send(fast.node.there, offer_of(data), fd, is_wanted=lambda: go_on.set() or True)
     os.close(fd)
-    assert [(one.blocks_missing, one.is_verified) for one in ahead + rest] == [(2, False), (1, True)]
+    assert [(one.blocks_missing, one.is_verified) for one in (ahead.result(), rest)] == [(2, False), (1, True)]
     assert fast.node.server.rejections.get_counts() == {}
 
 

@@ -1,10 +1,9 @@
 """P1, P4, P7: a PFS that is gone, refuses or hangs costs nothing but what lies on it alone; wrong bytes there are never served."""
 
 import os
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from daemon_under_test import DaemonUnderTest, eventually
@@ -89,21 +88,6 @@ def test_out_of_order_when_a_new_catalog_starts(make_daemon: Make) -> None:
     assert sorted(os.listdir(daemon.pfs / "old")) == ["file", "new"] and (daemon.pfs / "fresh").exists()
 
 
-def in_threads(results: list[object], *calls: Callable[[], object]) -> list[threading.Thread]:
-    """Start a thread for each call; its result, or its errno, joins `results`."""
-
-    def act(call: Callable[[], object]) -> None:
-        try:
-            results.append(call())
-        except OSError as failure:
-            results.append(failure.errno)
-
-    threads = [threading.Thread(target=act, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
 def test_a_changed_byte_on_the_pfs_is_never_served(make_daemon: Make) -> None:
     """P4."""
     daemon = make_daemon("auto")
@@ -152,10 +136,9 @@ def test_the_mover_dies_while_a_file_is_fetched_and_a_directory_visited(make_dae
     fault = with_faults(daemon, "fetch:read=kill,scan:import=kill@2")
     daemon.expect_warning("mover|killed|died|signal")
     daemon.start()
-    done: list[Any] = []
-    threads = in_threads(done, (daemon.path / "old" / "file").read_bytes, lambda: os.listdir(daemon.path / "other"))
-    eventually(lambda: daemon.processes()["mover"]["restarts"] >= 2, what="the mover died twice")
-    fault.write_text("")
-    for thread in threads:
-        thread.join(100)
-    assert sorted(done, key=len) == [["file"], b"o" * MIB]
+    with ThreadPoolExecutor(2) as threads:
+        reading = threads.submit((daemon.path / "old" / "file").read_bytes)
+        listing = threads.submit(os.listdir, daemon.path / "other")
+        eventually(lambda: daemon.processes()["mover"]["restarts"] >= 2, what="the mover died twice")
+        fault.write_text("")
+        assert reading.result(100) == b"o" * MIB and listing.result(100) == ["file"]

@@ -4,7 +4,6 @@ import json
 import mmap
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from daemon_under_test import DaemonUnderTest, eventually
@@ -64,8 +63,9 @@ def shows_prepared(daemon: DaemonUnderTest, command: str) -> bool:
     return bool(ram["prepared_bytes"] == SIZE <= ram["used_bytes"])
 
 
-def test_status_df_and_statfs_show_it(daemon: DaemonUnderTest) -> None:
+def test_status_df_and_statfs_show_it(make_daemon: Make) -> None:
     """X1, N5: it is part of what is used, and can be used."""
+    daemon = make_daemon("auto", ram="3G")
     write_member(daemon, "step_1.pt")
     await_pool(daemon)
     for command in ("status", "df"):
@@ -193,8 +193,8 @@ def test_random_acts_on_a_prepared_file(daemon: DaemonUnderTest, seed: int) -> N
     assert (daemon.path / "step_4.pt").read_bytes() == (daemon.pfs / "step_4.pt").read_bytes() == acts.model
 
 
-def test_small_files_and_prepared_0_take_nothing(data_path: str, make_daemon: Make) -> None:
-    daemon = make_daemon(data_path, ram="3G", prepared="0")
+def test_with_prepared_0_nothing_is_taken(make_daemon: Make) -> None:
+    daemon = make_daemon("auto", ram="3G", prepared="0")
     write_member(daemon, "step_1.pt")
     write_member(daemon, "step_2.pt")
     daemon.settle()
@@ -228,11 +228,3 @@ def test_the_death_of_a_process_loses_nothing(daemon: DaemonUnderTest, role: str
     os.close(create_taking(daemon, "step_3.pt"))
     daemon.settle()
     assert (daemon.pfs / "step_2.pt").read_bytes() == data
-
-
-def test_an_orderly_end_leaves_no_prepared_memory(daemon: DaemonUnderTest) -> None:
-    write_member(daemon, "step_1.pt")
-    await_pool(daemon)
-    daemon.unmount()
-    directory = Path(daemon.root / "state" / "ram" / "prepared")
-    assert not directory.exists() or list(directory.iterdir()) == []

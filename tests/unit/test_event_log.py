@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -148,11 +149,8 @@ def test_the_writer_writes_what_was_recorded(tmp_path: Path, log: Path) -> None:
     writer = EventWriter()
     writer.record(EventKind.LOAD, number=-1)
     writer.open(tmp_path, node="n1", mount="run1")
-    threads = [threading.Thread(target=lambda: [writer.record(EventKind.LOAD, number=one) for one in range(100)]) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: [writer.record(EventKind.LOAD, number=one) for one in range(100)], range(4)))
     writer.close()
     writer.record(EventKind.LOAD, number=-2)
     found = list(event_log.read_events(log))

@@ -5,8 +5,8 @@ import errno
 import fcntl
 import os
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -126,19 +126,13 @@ def test_a_file_is_taken_once(storage: TierStorage, pool: PreparedFiles) -> None
     """X1: of several processes one gets a file, and the others get the next or none."""
     for _ in range(8):
         pool.add(MIB)
-    taken: list[bool] = []
 
-    def take(first: int) -> None:
-        own = PreparedFiles(storage)
-        taken.extend(_take(own, content) for content in range(first, first + 8))
-        own.close()
+    def take(first: int) -> int:
+        with contextlib.closing(PreparedFiles(storage)) as own:
+            return [_take(own, content) for content in range(first, first + 8)].count(True)
 
-    threads = [threading.Thread(target=take, args=(first,)) for first in (100, 200, 300)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert taken.count(True) == 8
+    with ThreadPoolExecutor(3) as threads:
+        assert sum(threads.map(take, (100, 200, 300))) == 8
     assert len(list(storage.contents())) == 8
 
 
