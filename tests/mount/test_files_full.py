@@ -79,9 +79,7 @@ def _free(place: Path) -> int:
 
 
 @pytest.mark.parametrize(("ram", "nvme", "pfs", "size"), [(64, 30, 40, 20), (40, 70, 30, 7), (64, 50, 0, 12), (32, 0, 90, 9)])
-def test_enospc_comes_when_no_tier_can_hold_the_file(
-    data_path: str, make_daemon: Make, ram: int, nvme: int, pfs: int, size: int
-) -> None:
+def test_enospc_comes_when_no_tier_can_hold_the_file(data_path: str, make_daemon: Make, ram: int, nvme: int, pfs: int, size: int) -> None:
     """Whatever the shapes: nothing is lost, and no tier has room for the file that was refused."""
     daemon = make_daemon(data_path, ram=f"{ram}M", drain_deadline="1s", start=False)  # The PFS stays full at the end.
     daemon.expect_warning("No space left|full|nvme|write back|drained until the deadline")

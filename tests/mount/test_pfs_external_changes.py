@@ -54,6 +54,19 @@ def test_a_directory_removed_on_the_pfs_keeps_its_open_file(mount: Area) -> None
     assert (mount.pfs / "dir" / "b").read_bytes() == b"begun and ended"
 
 
+def test_external_renames_and_replacements_appear(mount: Area) -> None:
+    for name in ("one", "two", "three"):
+        (mount.path / name).mkdir()
+        (mount.path / name / "file").write_bytes(name.encode())
+    agree(mount)
+    (mount.pfs / "one").rename(mount.pfs / "uno")
+    (mount.pfs / "two").rename(mount.pfs / "tmp")
+    (mount.pfs / "three").rename(mount.pfs / "two")
+    (mount.pfs / "tmp").rename(mount.pfs / "three")
+    agree(mount)
+    assert (mount.path / "two" / "file").read_bytes() == b"three" and (mount.path / "uno" / "file").read_bytes() == b"one"
+
+
 def test_an_open_file_outlives_external_changes(mount: Area) -> None:
     (mount.path / "file").write_bytes(b"x" * MIB)
     mount.settle()

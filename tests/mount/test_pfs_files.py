@@ -2,6 +2,7 @@
 
 import os
 import stat
+import subprocess
 from collections.abc import Callable
 
 import pytest
@@ -113,3 +114,40 @@ def test_refresh_finds_external_changes(mount: Area) -> None:
     eventually(lambda: (mount.path / "file").stat().st_size == 21, what="a changed size is seen")
     assert (mount.path / "file").read_bytes() == b"changed by a stranger" and (mount.path / "new").read_bytes() == b"a stranger's"
     assert sorted(os.listdir(mount.path)) == ["dir", "file", "new"] and os.listdir(mount.path / "dir") == ["below"]
+
+
+def test_refresh_while_write_back_runs_takes_nothing_of_ours_away(mount: Area) -> None:
+    """A listing that is overtaken by write-back is not believed."""
+    for number in range(300):
+        (mount.path / f"f{number}").write_bytes(b"%d" % number)
+        if number % 3 == 0:
+            (mount.path / f"f{number}").rename(mount.path / f"g{number}")
+        if number % 50 == 0:
+            mount.command("refresh", mount.path)
+    for _ in range(3):
+        mount.command("refresh", mount.path)
+    mount.settle()
+    mount.command("refresh", mount.path)
+    names = {f"g{number}" if number % 3 == 0 else f"f{number}" for number in range(300)}
+    assert set(os.listdir(mount.path)) == names == set(os.listdir(mount.pfs))
+    assert all((mount.path / name).read_bytes() == name[1:].encode() for name in names)
+
+
+def test_ten_thousand_names(make_daemon: Callable[..., DaemonUnderTest]) -> None:
+    daemon = make_daemon("auto", start=False)
+    (daemon.pfs / "many").mkdir()
+    for number in range(10_000):
+        os.close(os.open(daemon.pfs / "many" / f"{number:05}", os.O_CREAT | os.O_WRONLY))
+    daemon.start()
+    assert len(os.listdir(daemon.path / "many")) == 10_000
+
+
+def test_a_user_may_read_what_the_pfs_lets_him_read(mount: Area) -> None:
+    (mount.pfs / "closed").mkdir(parents=True)
+    (mount.pfs / "closed" / "secret").write_bytes(b"s")
+    os.chmod(mount.pfs / "closed", 0o700)
+    mount.command("refresh", mount.path)
+    eventually((mount.path / "closed").exists)
+    as_nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "ls", str(mount.path / "closed")]
+    assert subprocess.run(as_nobody, capture_output=True, check=False, timeout=60).returncode != 0
+    assert os.listdir(mount.path / "closed") == ["secret"]
