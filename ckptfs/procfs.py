@@ -128,12 +128,18 @@ def is_dying(pid: int) -> bool:
     None of them runs its program again. Its descriptors stay open until the last thread ends. The main thread is a zombie by then, or has
     SIGKILL pending.
     """
-    if not is_running(pid):
-        return True
+    return is_killed(pid) or not is_running(pid)
+
+
+def is_killed(thread: int) -> bool:
+    """Return True if SIGKILL is pending for a thread.
+
+    A program has sent it, or the kernel because of another signal that ends the process.
+    """
     try:
-        pending = re.findall(r"^(?:SigPnd|ShdPnd):\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        pending = re.findall(r"^(?:SigPnd|ShdPnd):\s*([0-9a-f]+)$", Path(f"/proc/{thread}/status").read_text(), re.MULTILINE)
     except OSError:
-        return True
+        return False
     return any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for mask in pending)
 
 

@@ -6,6 +6,7 @@ import mmap
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from ckptfs.tiers.fetch_map import FetchMap
 BLOCK = limits.BLOCK_BYTES
 BLOCKS = 24
 SLOW_BITS_PER_S = 80_000_000
+KILL_S = 15.0
+READ_CALLS = ("0 ", "63 ")
+"""How /proc/PID/syscall begins for a thread that waits in read(2), on x86-64 and others."""
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +142,23 @@ def test_a_reader_does_not_notice_that_a_process_dies(far: ClusterUnderTest, rol
             assert file.read(1000) == data[:1000]
             assert arrived(far[1]) is not None
             far[1].replace(role)
+            far[0].mend()
+            file.seek(0)
+            assert file.readall() == data
+
+
+def test_a_reader_is_killed_while_it_waits_for_a_block(far: ClusterUnderTest) -> None:
+    """P8: with O_DIRECT the kernel tells the mount of no signal. Other readers go on."""
+    with limited(far):
+        data = written(far, "direct")
+        with open(far[1].path / "direct", "rb", buffering=0) as file:
+            assert file.read(1000) == data[:1000]
+            far[0].slow(SLOW_BITS_PER_S // 100)
+            last = ["iflag=direct", "bs=4096", f"skip={len(data) // 4096}"]
+            reader = subprocess.Popen(["dd", f"if={far[1].path / 'direct'}", "of=/dev/null", *last], stderr=subprocess.DEVNULL)
+            eventually(lambda: Path(f"/proc/{reader.pid}/syscall").read_text().startswith(READ_CALLS), what="it reads")
+            reader.kill()
+            assert reader.wait(KILL_S) == -signal.SIGKILL
             far[0].mend()
             file.seek(0)
             assert file.readall() == data

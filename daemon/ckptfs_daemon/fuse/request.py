@@ -53,26 +53,21 @@ UNCACHED_NEGATIVE_ENTRY_OUT = _ENTRY_OUT.pack(*[0] * 22)
 class Request:
     """A request: its number in this FUSE connection, and whether it drops set-id bits.
 
-    `is_repeated`: an earlier mount process had it in hand when it died, and may have made the change.
+    `is_repeated`: an earlier mount process had it in hand when it died, and may have made the change. `pid`: the thread that waits for it;
+    0 if that is in a foreign pid namespace.
     """
 
     number: int
     is_repeated: bool
     kills_set_id: bool
+    pid: int = 0
 
 
 def get_current_request() -> Request:
     """Return the request being served. Call it before the handler's first await."""
     unique = session.request_unique.value
-    return Request(unique & ~REPEATED_BIT, bool(unique & REPEATED_BIT), bool(session.request_kills_set_id.value))
-
-
-def is_interrupted(number: int) -> bool:
-    """Return True if a signal came for the caller of a request.
-
-    Such a request must be answered soon: the kernel lets nothing kill the caller before that.
-    """
-    return number in session.interrupted_requests
+    kills_set_id = bool(session.request_kills_set_id.value)
+    return Request(unique & ~REPEATED_BIT, bool(unique & REPEATED_BIT), kills_set_id, session.request_pid.value)
 
 
 def get_errno(failure: BaseException, where: str) -> int:

@@ -167,6 +167,9 @@ INTERRUPTED_COUNT = 1024
 request_unique = ctypes.c_uint64.in_dll(_shim, "shim_unique")
 """The number of the request, until the first await of its handler. Bit 63: an earlier process died with it."""
 
+request_pid = ctypes.c_uint32.in_dll(_shim, "shim_pid")
+"""The thread that waits for its reply; 0 if it has no pid in our namespace."""
+
 interrupted_requests = (ctypes.c_uint64 * INTERRUPTED_COUNT).in_dll(_shim, "shim_interrupted")
 """The numbers of the requests that signals interrupted last."""
 

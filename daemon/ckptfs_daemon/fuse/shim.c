@@ -59,6 +59,7 @@ struct callbacks {
 
 /* The request being processed. */
 uint64_t shim_unique;
+uint32_t shim_pid;
 /* The numbers of the requests that signals interrupted last. */
 #define INTERRUPTED_COUNT 1024
 uint64_t shim_interrupted[INTERRUPTED_COUNT];
@@ -396,6 +397,7 @@ static void process(struct fuse_session *se, const struct fuse_buf *buf, uint64_
         shim_interrupted[count++ % INTERRUPTED_COUNT] = ((const struct fuse_interrupt_in *)(in + 1))->unique & ~REPEATED_BIT;
     }
     shim_unique = in->unique | flags;
+    shim_pid = in->pid;
     shim_kill_privileges = drops_set_id_bits(in, buf->size) != 0;
     next(se, buf);
 }

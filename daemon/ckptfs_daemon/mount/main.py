@@ -26,7 +26,7 @@ from ckptfs.store import etcd
 from ckptfs.tiers import storage
 from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon import ipc
-from ckptfs_daemon.fuse import session
+from ckptfs_daemon.fuse import killable, session
 from ckptfs_daemon.fuse.connection import restore
 from ckptfs_daemon.fuse.kernel import Passthrough
 from ckptfs_daemon.ipc import READY, ChildSetup, WakeChannel
@@ -131,6 +131,7 @@ async def _serve(setup: ChildSetup, context: MountContext, shim: ShimHandlers, o
         if context.standby_lease is not None:
             nursery.start_soon(context.standby_lease.run, name="standby lease")
         shim.start_tasks(nursery)
+        nursery.start_soon(killable.end_waits, name="waits of killed callers")
         nursery.start_soon(_route_messages, context, tracker, name="messages")
         nursery.start_soon(orphans.run_deletion, name="orphans")
         if not context.config.is_read_only:

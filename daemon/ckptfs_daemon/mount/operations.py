@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 from ckptfs import limits
+from ckptfs_daemon.fuse import killable
 from ckptfs_daemon.fuse.request import get_errno
 from ckptfs_daemon.mount.handlers.attribute_handlers import AttributeHandlers
 from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers
@@ -34,10 +35,11 @@ T = TypeVar("T")
 
 
 def translate_errors(handler: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Wrap a handler: turn every error into the FUSEError with its errno."""
+    """Wrap a handler: note its request, and turn every error into the FUSEError with its errno."""
 
     @functools.wraps(handler)
     async def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        killable.set_request()
         try:
             return await handler(*args, **kwargs)
         except pyfuse3.FUSEError:

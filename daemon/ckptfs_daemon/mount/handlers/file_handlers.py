@@ -23,16 +23,16 @@ from ckptfs import disk, limits
 from ckptfs.catalog import contents, inodes, journal, mover_requests, namespace, peer_copies, summary
 from ckptfs.catalog.namespace import NotImported
 from ckptfs.errors import CkptfsError, ContentLost, NoSpace, TimedOut, posix_error
-from ckptfs.model import CliqueLost, DataPath, Level, Tier
+from ckptfs.model import LOCAL_TIERS, CliqueLost, DataPath, Level, Tier
 from ckptfs.tiers import health, local_copies
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
-from ckptfs_daemon.fuse import session
+from ckptfs_daemon.fuse import killable, session
 from ckptfs_daemon.fuse.request import Request, get_current_request
 from ckptfs_daemon.mount.context import SCANS_PER_REQUEST_MAX, ChangeRunner, MountContext
 from ckptfs_daemon.mount.open_files.open_file import STAT_BLOCK_BYTES, OpenFile, open_pfs_file
 from ckptfs_daemon.mount.open_files.open_file_table import HANDLE_MASK
-from ckptfs_daemon.mount.open_files.tier_calls import run_in_thread, run_on_pfs
+from ckptfs_daemon.mount.open_files.tier_calls import open_on_pfs, run_in_thread, run_on_pfs
 from ckptfs_daemon.mount.opening.open_attempt import SET_ID_BITS, CreateAttempt, OpenAttempt
 from ckptfs_daemon.mount.opening.open_request import OpenRequest, OpenResult
 from ckptfs_daemon.mount.opening.tier_choice import SpaceWait
@@ -138,7 +138,9 @@ class FileHandlers:
             await file.fetch_waiter.wait_range(file, offset, size)
         await self.ensure_open(file)
         with file.in_use():
-            return await _run_on_tier(file.tier, lambda: os.pread(file.fd, size, offset))
+            if file.tier in LOCAL_TIERS:
+                return await _run_on_tier(file.tier, lambda: os.pread(file.fd, size, offset))
+            return await run_on_pfs(lambda: os.pread(file.fd, size, offset), discard=lambda _: None)
 
     async def write(self, fh: int, offset: int, data: bytes) -> int:
         """Write all of `data`. If a tier is full, move the content to the next one (P10)."""
@@ -211,7 +213,7 @@ class FileHandlers:
                 raise ContentLost(f"inode {file.inode}: its file on the PFS was replaced while the mount process restarted")
         elif storage is not None and storage.tier is Tier.PFS:
             is_writable = bool(file.writer_count) and not file.backing_id
-            fd = await run_on_pfs(lambda: storage.open(content, os.O_RDWR if is_writable else os.O_RDONLY))
+            fd = await open_on_pfs(lambda: storage.open(content, os.O_RDWR if is_writable else os.O_RDONLY))
             file.is_writable |= is_writable
         else:
             raise ContentLost(f"inode {file.inode}: content {content} cannot be found again")
@@ -367,7 +369,7 @@ class FileHandlers:
             return
         with trio.move_on_after(0.0 if degrades else config.clique_wait_s):
             while not peer_copies.has_published_names(db, directory):
-                await trio.sleep(limits.STORE_PROBE_S)
+                await killable.sleep(limits.STORE_PROBE_S)
         if not degrades and not peer_copies.has_published_names(db, directory):
             path = inodes.get_shown_path(db, directory)
             log.error("%s: fsync fails: changed names did not reach etcd within %g s", path, config.clique_wait_s)

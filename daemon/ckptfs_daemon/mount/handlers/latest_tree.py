@@ -22,14 +22,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-import trio
 import xxhash
 
 from ckptfs import limits, series
 from ckptfs.catalog import namespace
 from ckptfs.errors import posix_error
 from ckptfs.model import ROOT
-from ckptfs_daemon.fuse import request
+from ckptfs_daemon.fuse import killable, request
 from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.handlers.history_tree import HISTORY, HistoryTree, ReadOnlyTree
 from ckptfs_daemon.mount.sets.member_reader import MountMemberReader
@@ -119,10 +118,10 @@ class LatestTree(ReadOnlyTree):
 
     async def readlink(self, inode: int) -> bytes:
         """Return the target of a symlink. Raises EINVAL, and what the trees raise."""
-        number, entry = request.get_current_request().number, self._get_entry(inode)
+        entry = self._get_entry(inode)
         if not entry.link:
             raise posix_error(errno.EINVAL)
-        return await (self._get_newest_path(entry) if entry.tree == LATEST else self._wait_for_set(entry, number))
+        return await (self._get_newest_path(entry) if entry.tree == LATEST else self._wait_for_set(entry))
 
     async def getxattr(self, inode: int, name: bytes, _: "RequestContext") -> bytes:
         raise posix_error(errno.ENODATA)
@@ -208,7 +207,7 @@ class LatestTree(ReadOnlyTree):
         parts = self._list_parts(entry)
         return b"../" * (len(parts) + 2) + b"/".join([*parts, newest.entry])
 
-    async def _wait_for_set(self, entry: VirtualEntry, number: int) -> bytes:
+    async def _wait_for_set(self, entry: VirtualEntry) -> bytes:
         """Wait until a member is a set, and return the relative path to it.
 
         Raises EINTR at a signal, EAGAIN if too many wait.
@@ -218,9 +217,9 @@ class LatestTree(ReadOnlyTree):
         self._waiters += 1
         try:
             while not (path := await self._reader.find_set_path(entry.directory, entry.link)):
-                if request.is_interrupted(number):
+                if killable.is_interrupted():
                     raise posix_error(errno.EINTR)
-                await trio.sleep(limits.SET_WAIT_POLL_S)
+                await killable.sleep(limits.SET_WAIT_POLL_S)
         finally:
             self._waiters -= 1
         return self._build_history_target(entry, path)

@@ -23,7 +23,7 @@ from ckptfs.errors import posix_error
 from ckptfs.model import DataPath
 from ckptfs.tiers import prepared
 from ckptfs.tiers.prepared import KEEP_SIZE, PUNCH_HOLE, fallocate
-from ckptfs_daemon.fuse import request, session
+from ckptfs_daemon.fuse import killable, request, session
 from ckptfs_daemon.fuse.request import (
     BLOCK_BYTES,
     NEGATIVE_ENTRY_OUT,
@@ -93,6 +93,8 @@ class ShimHandlers:
     # --- raw handlers -------------------------------------------------------------------------------------------------
 
     def _start_task(self, name: str, req: int, serve: Callable[[], Awaitable[None]]) -> None:
+        killable.set_request()
+
         async def run() -> None:
             try:
                 await serve()

@@ -18,6 +18,7 @@ from ckptfs import limits
 from ckptfs.catalog import mover_requests
 from ckptfs.catalog.database import Database
 from ckptfs.errors import TimedOut
+from ckptfs_daemon.fuse.killable import killable_wait
 from ckptfs_daemon.ipc import URGENT_REQUEST, WakeChannel
 
 
@@ -35,9 +36,12 @@ class MoverClient:
         self._reply_event = trio.Event()
 
     async def wait_reply(self, seconds: float) -> None:
-        """Wait until the mover replies to any request, at most `seconds`."""
+        """Wait until the mover replies to any request, at most `seconds`.
+
+        Raises EINTR if the caller is killed.
+        """
         reply_event = self._reply_event
-        with trio.move_on_after(seconds):
+        with killable_wait(), trio.move_on_after(seconds):
             await reply_event.wait()
 
     def wake_mover(self, kind: str) -> None:
@@ -48,7 +52,7 @@ class MoverClient:
     ) -> str:
         """Insert a request and wait for it. Returns its result; `READABLE` too if `accepts_begun`.
 
-        Raises OSError with the mover's errno, or TimedOut after `timeout_s` without progress.
+        Raises OSError with the mover's errno, EINTR if the caller is killed, or TimedOut after `timeout_s` without progress.
         """
         request_id = mover_requests.insert_request(self._db, kind, inode, argument, wait_s=timeout_s)
         started_ns = time.time_ns()

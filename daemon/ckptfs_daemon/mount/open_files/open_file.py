@@ -36,9 +36,10 @@ from ckptfs.model import Content, ContentState, Inode, Tier
 from ckptfs.tiers import pfs_tree, prepared
 from ckptfs.tiers.fetch_map import FetchMap
 from ckptfs.tiers.storage import Tiers, TierStorage
+from ckptfs_daemon.fuse import killable
 from ckptfs_daemon.mount.open_files.handle_ways import HandleWay, Reason
 from ckptfs_daemon.mount.open_files.mover_client import MoverClient
-from ckptfs_daemon.mount.open_files.tier_calls import close_logged, run_in_thread, run_on_pfs
+from ckptfs_daemon.mount.open_files.tier_calls import close_logged, open_on_pfs, run_in_thread, run_on_pfs
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +162,8 @@ class OpenFile:
 
     async def wait_moved(self) -> None:
         while self.move_done is not None:
-            await self.move_done.wait()
+            with killable.killable_wait():
+                await self.move_done.wait()
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -229,7 +231,7 @@ def get_allocated_bytes(fd: int, status: os.stat_result) -> int:
 async def open_for_writing(storage: TierStorage, content: int) -> int:
     """Return a writable descriptor once the mover has given up its lease. Raises TimedOut."""
     if storage.tier is Tier.PFS:
-        return await run_on_pfs(lambda: storage.open(content, os.O_RDWR))
+        return await open_on_pfs(lambda: storage.open(content, os.O_RDWR))
     deadline_s = trio.current_time() + limits.LEASE_WAIT_S
     while True:
         try:
@@ -237,7 +239,7 @@ async def open_for_writing(storage: TierStorage, content: int) -> int:
         except BlockingIOError as failure:
             if trio.current_time() > deadline_s:
                 raise TimedOut("the mover does not give up its lease") from failure
-            await trio.sleep(limits.LEASE_POLL_S)
+            await killable.sleep(limits.LEASE_POLL_S)
 
 
 def set_inode_times(fd: int, row: Inode) -> None:
@@ -258,7 +260,7 @@ async def open_pfs_file(db: Database, pfs: Path | None, inode: int) -> int:
     """Return a descriptor of the PFS's own file; -1 if the file was replaced. May hang."""
     assert pfs is not None
     try:
-        return await run_on_pfs(lambda: pfs_tree.open_inode(db, pfs, inode))
+        return await open_on_pfs(lambda: pfs_tree.open_inode(db, pfs, inode))
     except OSError as failure:
         if failure.errno not in pfs_tree.REPLACED_ERRNOS:
             raise
@@ -303,6 +305,8 @@ class FetchWaiter:
         """Wait until these bytes can be read. Raises ContentLost if they cannot be fetched."""
         try:
             await self._wait_blocks(file, self._get_block_range(offset, size))
+        except InterruptedError:
+            raise
         except (OSError, CkptfsError) as failure:
             path = inodes.get_shown_path(self._db, file.inode)
             if not self._is_failure_logged:
@@ -372,7 +376,7 @@ class FetchWaiter:
 
     async def _switch_to_copy(self, file: OpenFile, storage: TierStorage) -> None:
         try:
-            fd = storage.open(self.content.id) if storage.tier is not Tier.PFS else await run_on_pfs(lambda: storage.open(self.content.id))
+            fd = storage.open(self.content.id) if storage.tier is not Tier.PFS else await open_on_pfs(lambda: storage.open(self.content.id))
         except FileNotFoundError:
             return  # It was deleted again; the next refresh sees that.
         row = inodes.get(self._db, file.inode)

@@ -21,6 +21,7 @@ import trio
 
 from ckptfs import limits
 from ckptfs.model import LOCAL_TIERS, Tier
+from ckptfs_daemon.fuse.killable import killable_wait
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +35,43 @@ async def run_in_thread(tier: Tier | None, act: Callable[[], T]) -> T:
     return await (trio.to_thread.run_sync(act) if tier in LOCAL_TIERS else run_on_pfs(act))
 
 
-async def run_on_pfs(act: Callable[[], T]) -> T:
-    """Run `act` in a thread that may hang as long as the PFS does, and of which there are not too many."""
-    return await trio.to_thread.run_sync(act, abandon_on_cancel=True, limiter=_PFS_THREADS)
+async def run_on_pfs(act: Callable[[], T], discard: Callable[[T], None] | None = None) -> T:
+    """Run `act` in a thread that may hang as long as the PFS does, and of which there are not too many.
+
+    `discard`: `act` changes nothing, so it is not awaited to its end if the caller is killed. `discard` then gets its result. Raises EINTR.
+    """
+    if discard is None:
+        return await trio.to_thread.run_sync(act, abandon_on_cancel=True, limiter=_PFS_THREADS)
+    results: list[T] = []
+    claim = [True]
+    """Who empties it second, the thread or this task, knows that the result is not wanted. Both may try at the same moment."""
+
+    def run() -> None:
+        results.append(act())
+        if not _take(claim):
+            discard(results[0])
+
+    try:
+        with killable_wait():
+            await trio.to_thread.run_sync(run, abandon_on_cancel=True, limiter=_PFS_THREADS)
+    except BaseException:
+        if not _take(claim) and results:
+            discard(results[0])
+        raise
+    return results[0]
+
+
+def _take(claim: list[bool]) -> bool:
+    """Empty `claim`. Return False if it is empty."""
+    try:
+        return claim.pop()
+    except IndexError:
+        return False
+
+
+async def open_on_pfs(open_file: Callable[[], int]) -> int:
+    """Return the descriptor that `open_file` opens on the PFS. Raises EINTR if the caller is killed."""
+    return await run_on_pfs(open_file, lambda fd: close_logged(fd, Tier.PFS))
 
 
 class SlowCalls:

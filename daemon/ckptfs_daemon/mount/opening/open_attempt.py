@@ -28,6 +28,7 @@ from ckptfs.tiers import health
 from ckptfs.tiers.prepared import PreparedFile
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
+from ckptfs_daemon.fuse import killable
 from ckptfs_daemon.fuse.request import Request
 from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.open_files.handle_ways import HandleWay, Reason, Way, choose_way
@@ -38,7 +39,7 @@ from ckptfs_daemon.mount.open_files.open_file import (
     open_pfs_file,
     set_inode_times,
 )
-from ckptfs_daemon.mount.open_files.tier_calls import run_in_thread, run_on_pfs
+from ckptfs_daemon.mount.open_files.tier_calls import close_logged, run_in_thread, run_on_pfs
 from ckptfs_daemon.mount.opening import separation, tier_choice
 from ckptfs_daemon.mount.opening.open_request import MustWait, OpenRequest, OpenResult
 from ckptfs_daemon.mount.opening.tier_choice import SpaceWait
@@ -425,7 +426,7 @@ class OpenAttempt:
             self._leases_until_s = self._leases_until_s or now_s + limits.LEASE_WAIT_S
             if now_s > self._leases_until_s:
                 raise TimedOut("the mover does not give up its lease") from failure
-            raise MustWait(lambda: trio.sleep(limits.LEASE_POLL_S)) from failure
+            raise MustWait(lambda: killable.sleep(limits.LEASE_POLL_S)) from failure
         except OSError as failure:
             if storage.tier is Tier.RAM or not health.is_tier_failure(failure):
                 raise
@@ -445,7 +446,7 @@ class OpenAttempt:
             fd = storage.open(content, flags & ~os.O_NONBLOCK)
             return fd, tier_choice.read_pfs_facts(fd)
 
-        self._pfs_fd, self._pfs_facts = await run_on_pfs(open_file)
+        self._pfs_fd, self._pfs_facts = await run_on_pfs(open_file, lambda found: close_logged(found[0], Tier.PFS))
 
     def _take_pfs_fd(self) -> int:
         fd, self._pfs_fd = self._pfs_fd, -1

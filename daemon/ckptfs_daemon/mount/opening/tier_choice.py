@@ -21,6 +21,7 @@ from ckptfs.tiers import space
 from ckptfs.tiers.prepared import PreparedFile
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
+from ckptfs_daemon.fuse import killable
 from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.open_files.handle_ways import Reason
 from ckptfs_daemon.mount.opening.open_request import OpenRequest
@@ -109,7 +110,10 @@ class SpaceWait:
         self._outlook = summary.SpaceOutlook(False, ())
 
     async def wait(self, wanted_bytes: int) -> bool:
-        """Wait a moment for space. Return False if none is to be expected any more."""
+        """Wait a moment for space. Return False if none is to be expected any more.
+
+        Raises EINTR if the caller is killed.
+        """
         now_s = trio.current_time()
         if self._began_s is None:
             self._began_s = self._changed_s = now_s
@@ -127,5 +131,5 @@ class SpaceWait:
         patience_s = limits.NO_SPACE_PENDING_WAIT_S if self._outlook.is_pending else limits.NO_SPACE_WAIT_S
         if now_s - self._changed_s > patience_s or now_s - self._began_s > limits.NO_SPACE_LONGEST_WAIT_S:
             return False
-        await trio.sleep(limits.NO_SPACE_POLL_S)
+        await killable.sleep(limits.NO_SPACE_POLL_S)
         return True
