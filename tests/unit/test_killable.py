@@ -7,9 +7,15 @@ from collections.abc import Awaitable, Callable
 import pytest
 import trio
 from ckptfs_daemon.fuse import killable, session
+from ckptfs_daemon.mount.open_files.mover_client import MoverClient
+from ckptfs_daemon.mount.open_files.open_file import FetchWaiter, OpenFile
 from ckptfs_daemon.mount.open_files.tier_calls import run_on_pfs
+from ckptfs_daemon.mount.opening.tier_choice import SpaceWait
+from opener import Opener
 
 from ckptfs import procfs
+from ckptfs.catalog import contents, copies, mover_requests
+from ckptfs.model import Tier
 
 THREAD = 567
 LOOKS = 3
@@ -94,3 +100,31 @@ async def test_a_call_on_the_pfs_that_ends_keeps_its_result(serve: Callable[...,
     with pytest.raises(FileNotFoundError):
         await run_on_pfs(lambda: os.open("/nowhere/at/all", os.O_RDONLY), discarded.append)
     assert discarded == []
+
+
+async def test_a_wait_for_space_ends(serve: Callable[..., None], opener: Opener) -> None:
+    async def wait_for_space() -> None:
+        space_wait = SpaceWait(opener.context)
+        while await space_wait.wait(1):
+            pass
+
+    serve()
+    assert await is_ended(wait_for_space)
+
+
+async def test_a_killed_reader_is_no_failure_of_the_fetch(
+    serve: Callable[..., None], opener: Opener, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is logged, and the request to the mover stays open."""
+    db = opener.node.db
+    with db.transaction():
+        copies.delete_copy(db, opener.content, Tier.RAM)
+    content = contents.get_content(db, opener.content)
+    assert content is not None
+    client = MoverClient(db, opener.context.wake_channel)
+    waiter = FetchWaiter(db, opener.node.tiers, client, content)
+    file = OpenFile(opener.inode, content.id, None, -1, fetch_waiter=waiter)
+    serve()
+    assert await is_ended(lambda: waiter.wait_range(file, 0, 1))
+    assert caplog.records == []
+    assert [one.inode for one in mover_requests.list_open(db, mover_requests.FETCH)] == [opener.inode]
