@@ -6,7 +6,6 @@ argument share one open row. Kinds:
 - `scan`: compare the directory `inode` with the PFS. Argument `again`: even if it was imported before; `tree`: all directories below too.
 - `fetch`: fetch the content of the file `inode`. The result is `here`, or `direct`: read it on the PFS; never for the argument `write`.
   With the argument `repair`, `here` is replaced by the names of the sources.
-- `wait_level`: all rows of the journal about `inode` up to SEQ have to be applied. The argument is `journal:SEQ`.
 - `replicate_now`: the present state of the file `inode` has to be on enough other nodes for the level `clique`.
 - `replicate_later`: the same, soon, and no caller waits.
 - `inspect`: what the file `inode`, whose bytes are only on other nodes, shows of itself: the result is `FileFormat.encode`.
@@ -23,7 +22,6 @@ from ckptfs.catalog.database import Database
 
 SCAN = "scan"
 FETCH = "fetch"
-WAIT_LEVEL = "wait_level"
 REPLICATE_NOW = "replicate_now"
 REPLICATE_LATER = "replicate_later"
 SALVAGE = "salvage"
@@ -32,7 +30,9 @@ INSPECT = "inspect"
 LANE_BY_KIND = {
     SCAN: "scan", FETCH: "fetch", REPLICATE_NOW: "fsync copies", REPLICATE_LATER: "copy open files", SALVAGE: "salvage", INSPECT: "inspect",
 }  # fmt: skip
-"""Kind -> the beginning of the names of the lanes that answer it alone. Other kinds need all lanes."""
+"""Kind -> the beginning of the names of the lanes that answer it."""
+ALL_LANES = ""
+"""Wakes the mover in place of a kind: every lane runs at once."""
 
 OPEN, DONE, FAILED = 0, 1, 2
 
@@ -49,7 +49,6 @@ DIRECT = "direct"
 READABLE = "begun"
 """Result of a `fetch` that is still open, when its blocks can be read as they arrive (`ckptfs.tiers.fetch_map`)."""
 
-_JOURNAL_PREFIX = "journal:"
 _COLUMNS = "id, kind, inode, argument, state, error, result, progress_ns, at_ns"
 
 
@@ -122,16 +121,6 @@ def record_progress(db: Database, request: int, *, wait_s: float = limits.FETCH_
 def mark_readable(db: Database, request: int) -> None:
     """Record that blocks of a fetch can be read as they arrive. Call `notify_replies` afterwards."""
     db.change("UPDATE mover_request SET result = ? WHERE id = ? AND state = 0", READABLE, request)
-
-
-def build_journal_argument(row: int) -> str:
-    """Return the argument of a `wait_level` that waits until the journal is applied up to a row."""
-    return f"{_JOURNAL_PREFIX}{row}"
-
-
-def get_journal_row(argument: str) -> int:
-    """Return the row that `build_journal_argument` was given."""
-    return int(argument.removeprefix(_JOURNAL_PREFIX))
 
 
 def delete_stale(db: Database) -> int:

@@ -228,7 +228,7 @@ CREATE TABLE retired (content INTEGER PRIMARY KEY);
 -- Requests of the mount and of commands to the mover. A wake-up of the mover is a hint; the row is the request.
 CREATE TABLE mover_request (
     id INTEGER PRIMARY KEY AUTOINCREMENT, -- the order of the requests
-    kind TEXT NOT NULL,                  -- 'scan', 'fetch', 'wait_level', 'replicate_now', 'replicate_later', 'inspect' or 'salvage': see mover_requests.py
+    kind TEXT NOT NULL,                  -- 'scan', 'fetch', 'replicate_now', 'replicate_later', 'inspect' or 'salvage': see mover_requests.py
     inode INTEGER NOT NULL,              -- the directory or file it is about
     argument TEXT NOT NULL DEFAULT '',   -- see mover_requests.py
     state INTEGER NOT NULL DEFAULT 0,    -- 0 open, 1 done, 2 failed

@@ -13,7 +13,6 @@ from ckptfs.flow.evict import Evict
 from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.recover import Recover
 from ckptfs.flow.scan import Scan
-from ckptfs.flow.wait_level import WaitLevel
 from ckptfs.model import ROOT, ContentState, Level, Tier
 
 
@@ -75,18 +74,6 @@ def test_what_is_on_the_pfs_is_not_lost(mount: Mount, monkeypatch: pytest.Monkey
     mount = power.strike()
     assert level(mount, b"run/step_1.pt") is Level.PFS
     assert read_from_pfs(mount, b"run/step_1.pt") == b"weights"
-
-
-def test_an_answer_is_true_after_a_power_cut(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    mount.put(b"a", b"data")
-    mount.settle()
-    request = mover_requests.insert_request(
-        mount.db, mover_requests.WAIT_LEVEL, mount.number(b"a"), mover_requests.build_journal_argument(100)
-    )
-    persisted: list[bool] = []
-    monkeypatch.setattr(mount.db, "persist", lambda: persisted.append(mover_requests.is_open(mount.db, request)))
-    WaitLevel(mount.db, mount.tiers, mount.config, mount.told).step()
-    assert persisted == [True] and not mover_requests.is_open(mount.db, request)
 
 
 def test_the_last_copy_on_nvme_goes_after_the_row_that_replaces_it_is_on_disk(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:

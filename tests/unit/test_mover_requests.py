@@ -10,7 +10,7 @@ from ckptfs_daemon.mount.open_files.mover_client import MoverClient
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from ckptfs import limits
-from ckptfs.catalog import journal, mover_requests
+from ckptfs.catalog import mover_requests
 from ckptfs.catalog.database import Database
 from ckptfs.errors import TimedOut
 
@@ -57,18 +57,6 @@ def test_what_nobody_waits_for_any_more_is_swept(db: Database, monkeypatch: pyte
     mover_requests.record_progress(db, long, wait_s=5000.0)
     monkeypatch.setattr(time, "time_ns", lambda: now + 2000 * 10**9)
     assert mover_requests.delete_stale(db) == 1 and mover_requests.get(db, answered) is None and mover_requests.get(db, long) is not None
-
-
-def test_a_journal_argument_covers_earlier_rows_only(db: Database) -> None:
-    with db.transaction():
-        journal.append(db, "attributes", 7)
-    seq = mover_requests.get_journal_row(mover_requests.build_journal_argument(journal.get_last_seq(db, 7)))
-    with db.transaction():
-        journal.append(db, "attributes", 7)
-    assert journal.has_pending(db, 7, seq)
-    db.run("DELETE FROM journal WHERE seq = ?", seq)
-    assert not journal.has_pending(db, 7, seq), "what was recorded later is not waited for"
-    assert mover_requests.build_journal_argument(journal.get_last_seq(db, 8)) == "journal:0" and not journal.has_pending(db, 8, 0)
 
 
 def asked(db: Database, answer: Callable[[MoverClient, int], None] | None, *, timeout_s: float = 20.0) -> tuple[str, RecordedChannel]:

@@ -13,7 +13,6 @@ from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.recover import Recover
 from ckptfs.flow.scan import Scan
 from ckptfs.flow.seal import Seal
-from ckptfs.flow.wait_level import WaitLevel
 from ckptfs.flow.write_back import WriteBack
 from ckptfs.model import ROOT, Tier
 
@@ -39,7 +38,7 @@ def run_steps(node: Node) -> None:
     Seal(*flows).step()
     run_until_idle(WriteBack(*flows))
     node.make(b"open", b"3", closed=False)
-    for flow in (Evict(*flows), Reclaim(*flows), WaitLevel(*flows), Scan(*flows)):
+    for flow in (Evict(*flows), Reclaim(*flows), Scan(*flows)):
         flow.step()
         flow.next_due_s()
     for elsewhere in (True, False):

@@ -285,6 +285,7 @@ class WriteBack:
                 mover_requests.insert_request(self._db, mover_requests.SCAN, parent, mover_requests.COMPARE_AGAIN)
         if batch.published_rows or batch.lost_inodes:
             self._notify.wake_lanes()
+        self._notify.notify_replies()  # An fsync may wait for what was recorded.
 
     def _record_done(self, batch: PfsBatch, found: ObservedNames) -> None:
         with self._db.transaction():

@@ -32,7 +32,6 @@ from ckptfs.flow.scan import Scan
 from ckptfs.flow.seal import Seal
 from ckptfs.flow.share_blocks import ShareBlocks
 from ckptfs.flow.verify import CheckResult, Scrub
-from ckptfs.flow.wait_level import WaitLevel
 from ckptfs.flow.write_back import WriteBack
 from ckptfs.flow.write_back.coordination import ClusterWriteBack
 from ckptfs.model import LOCAL_TIERS, Notifier, Tier
@@ -177,7 +176,6 @@ class _Flows:
             ("seal", Seal(db, tiers, config, notify, LOCAL_TIERS)),
             ("evict", Evict(db, tiers, config, notify)),
             ("reclaim", Reclaim(db, tiers, config, notify, LOCAL_TIERS)),
-            ("wait level", WaitLevel(db, tiers, config, notify)),
             ("blocks", ShareBlocks(db, tiers)),
             ("scrub", Scrub(db, tiers, notify, _record_repaired)),
         ]
@@ -231,7 +229,7 @@ async def _handle_wake_ups(wake_channel: ipc.WakeChannel, lanes: Lanes) -> None:
     """Wake lanes as the mount's hints say."""
     async for message in wake_channel.receive_messages():
         if message[:1] == ipc.URGENT_REQUEST:
-            lanes.wake_now(mover_requests.LANE_BY_KIND.get(message[1:].decode(), ""))
+            lanes.wake_now(mover_requests.LANE_BY_KIND.get(message[1:].decode(), mover_requests.ALL_LANES))
         elif message == ipc.WRITER_OPENED:
             lanes.wake("early copies")
         else:

@@ -325,10 +325,18 @@ class FileHandlers:
         self._context.wake_channel.notify(ipc.WORK)
 
     async def _wait_journal_applied(self, inode: int, seq: int) -> None:
-        """Wait until the PFS has everything up to this row of the journal."""
-        if seq:
-            argument = mover_requests.build_journal_argument(seq)
-            await self._context.mover_client.request(mover_requests.WAIT_LEVEL, inode, argument, timeout_s=limits.FSYNC_LEVEL_WAIT_S)
+        """Wait until the PFS has everything up to this row of the journal, also after a power cut (P3)."""
+        db, mover_client = self._context.db, self._context.mover_client
+        if not seq:
+            return
+        with trio.move_on_after(limits.FSYNC_LEVEL_WAIT_S) as wait:
+            while summary.has_pending(db, inode, seq):
+                mover_client.wake_mover(mover_requests.ALL_LANES)
+                await mover_client.wait_reply(limits.REQUEST_POLL_S)
+        if wait.cancelled_caught:
+            remedy = "see `ckptfs status`: the PFS may hang"
+            raise TimedOut(f"the PFS lacks what was fsynced of inode {inode} after {limits.FSYNC_LEVEL_WAIT_S:g} s", remedy=remedy)
+        await trio.to_thread.run_sync(db.persist)
 
     async def _wait_clique_copies(self, inode: int) -> None:
         """Wait until enough nodes have the current bytes; else fail with EIO, unless `clique_lost` is LOCAL."""
