@@ -1,4 +1,4 @@
-"""Bounds of our gRPC servers: calls in which nothing moves are cancelled, descriptors are kept free.
+"""Bounds of our gRPC servers: calls in which nothing moves are cancelled, descriptors are kept free. Counters of what they refuse.
 
 gRPC assigns a thread to a call when its headers arrive. A client that sends nothing more would hold that thread for ever.
 """
@@ -6,16 +6,20 @@ gRPC assigns a thread to a call when its headers arrive. A client that sends not
 import contextlib
 import errno
 import resource
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from ckptfs import limits
 from ckptfs.errors import CkptfsError, TimedOut
 
 CONNECTIONS_SHARE = 0.25
+OTHERS = "others"
 Call = Any
 """A `grpc.ServicerContext`."""
 
@@ -32,6 +36,24 @@ def parse_message(kind: Any, data: bytes) -> Any:
         return kind.FromString(data)
     except DecodeError:
         raise MalformedCall(f"this is no {kind.DESCRIPTOR.name}") from None
+
+
+class RefusedCalls:
+    """Counters of rejected calls by caller and reason. Callers beyond `limits.PEER_COUNTERS_MAX` share one. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Counter[str]] = {}
+        self._lock = threading.Lock()
+
+    def record(self, reason: str, caller: str = "") -> None:
+        with self._lock:
+            name = caller if caller in self._counts or len(self._counts) < limits.PEER_COUNTERS_MAX else OTHERS
+            self._counts.setdefault(name, Counter())[reason] += 1
+
+    def get_counts(self) -> dict[str, dict[str, int]]:
+        """Return a snapshot {caller: {reason: count}}."""
+        with self._lock:
+            return {caller: dict(counts) for caller, counts in self._counts.items()}
 
 
 class CallWatchdog:

@@ -35,7 +35,6 @@ from ckptfs.peers.messages import (
     BlockReceiver,
     Command,
     CommandKind,
-    PeerRejections,
     Rejection,
     RejectReason,
     SourceChanged,
@@ -59,7 +58,7 @@ from ckptfs.peers.messages import (
 from ckptfs.peers.security import UNKNOWN, PeerAuthenticator, require_version, server_credentials
 from ckptfs.peers.transfer_table import ConcurrencyLimit, TransferTable
 from ckptfs.protocol import peer_pb2 as pb
-from ckptfs.server_limits import CallWatchdog, parse_message
+from ckptfs.server_limits import CallWatchdog, RefusedCalls, parse_message
 
 log = logging.getLogger(__name__)
 SERVICE = "ckptfs.peer.Peer"
@@ -90,7 +89,7 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
 class RpcGuard:
     """The entry of each call: authenticates, compares versions, turns errors into statuses, counts."""
 
-    def __init__(self, authenticator: PeerAuthenticator, rejections: PeerRejections) -> None:
+    def __init__(self, authenticator: PeerAuthenticator, rejections: RefusedCalls) -> None:
         self._authenticator = authenticator
         self._rejections = rejections
 
@@ -111,12 +110,14 @@ class RpcGuard:
             self._abort_call(context, peer, build_rejection(failure))
 
     def record_rejection(self, peer: str, rejection: Rejection) -> Rejection:
-        """Count the rejection of a part of a call."""
-        self._rejections.record(peer, rejection)
+        """Count a rejection, of a call or of a part of one."""
+        reason = rejection.reason.name.lower()
+        log.debug("refused to %s: %s, %s", peer, reason, rejection)
+        self._rejections.record(reason, peer)
         return rejection
 
     def _abort_call(self, context: grpc.ServicerContext, peer: str, rejection: Rejection) -> NoReturn:
-        self._rejections.record(peer, rejection)
+        self.record_rejection(peer, rejection)
         context.abort(STATUS_OF_REASON[rejection.reason], f"{errno.errorcode[rejection.reason]}: {rejection}")
         raise AssertionError("abort raises")
 
@@ -326,7 +327,7 @@ class PeerServer:
         revoked: RevocationList | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.rejections = PeerRejections()
+        self.rejections = RefusedCalls()
         self.table = TransferTable(content_host, clock)
         self._revoked = revoked or RevocationList(None)
         self._revoked_before = self._revoked.get_counts()

@@ -4,18 +4,14 @@ Blocks travel as raw messages of gRPC streams. A request is one *command*. Each 
 and its bytes in pieces of `limits.PEER_PIECE_BYTES`, the last one shorter. An END header ends the blocks. So both sides know
 the length of the next message; a block is written only when it is complete and has its digest.
 
-Any other message is checked against the limits before memory or disk is touched; a wrong one raises Rejection. Rejections
-are counted by peer and reason for `ckptfs status`.
+Any other message is checked against the limits before memory or disk is touched; a wrong one raises Rejection.
 
 Crash safety: blocks that were written are complete and correct; the others are missing.
 """
 
 import errno
-import logging
 import os
 import struct
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -30,8 +26,6 @@ from ckptfs.clique.peer_api import UNKNOWN_BLOCK, Offer
 from ckptfs.errors import CkptfsError
 from ckptfs.protocol import peer_pb2 as pb
 
-log = logging.getLogger(__name__)
-OTHERS = "others"
 PROTOCOL_VERSION = 2
 """The version of everything between nodes. Nodes of different versions refuse each other."""
 
@@ -70,25 +64,6 @@ def build_rejection(failure: Exception) -> Rejection:
     code = failure.errno if isinstance(failure, CkptfsError | OSError) else errno.EIO
     reason = RejectReason(code) if code in set(RejectReason) else RejectReason.BROKEN
     return Rejection(reason, str(failure) if isinstance(failure, CkptfsError) else reason.name.lower().replace("_", " "))
-
-
-class PeerRejections:
-    """Counters of rejections. Bounded: peers beyond `limits.PEER_COUNTERS_MAX` share one counter."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, Counter[str]] = {}
-        self._lock = threading.Lock()
-
-    def record(self, peer: str, rejection: Rejection) -> None:
-        log.debug("refused to %s: %s, %s", peer, rejection.reason.name.lower(), rejection)
-        with self._lock:
-            name = peer if peer in self._counts or len(self._counts) < limits.PEER_COUNTERS_MAX else OTHERS
-            self._counts.setdefault(name, Counter())[rejection.reason.name.lower()] += 1
-
-    def get_counts(self) -> dict[str, dict[str, int]]:
-        """Return a snapshot {peer: {reason: count}}."""
-        with self._lock:
-            return {peer: dict(counts) for peer, counts in self._counts.items()}
 
 
 COMMAND = struct.Struct("<BB6xQQQ")

@@ -38,6 +38,7 @@ from ckptfs.peers.grpc_server import PeerServer
 from ckptfs.peers.link import Link
 from ckptfs.peers.peer_client import PeerClient
 from ckptfs.protocol import peer_pb2 as pb
+from ckptfs.server_limits import RefusedCalls
 
 BLOCK = limits.BLOCK_BYTES
 PIECE = limits.PEER_PIECE_BYTES
@@ -594,11 +595,9 @@ def test_refusals_leave_nothing_behind(node: PeerNode, raw: Raw) -> None:
 
 
 def test_peers_that_are_refused_are_counted_in_bounded_memory() -> None:
-    from ckptfs.peers.messages import PeerRejections, Rejection, RejectReason
-
-    refusals = PeerRejections()
+    refusals = RefusedCalls()
     for number in range(3 * limits.PEER_COUNTERS_MAX):
-        refusals.record(f"node{number}", Rejection(RejectReason.FULL, ""))
+        refusals.record("full", f"node{number}")
     figures = refusals.get_counts()
     assert len(figures) == limits.PEER_COUNTERS_MAX + 1
     assert sum(count for counts in figures.values() for count in counts.values()) == 3 * limits.PEER_COUNTERS_MAX

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import pytest
 from ckptfs_daemon.control.cluster_status import ClusterFigures
-from ckptfs_daemon.control.methods import RefusedCalls
 from ckptfs_daemon.control.queries import LevelCheck, QueryService
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, in_virtual_time, running
@@ -19,6 +18,7 @@ from ckptfs.catalog.peer_copies import KnownNode
 from ckptfs.clique import locations
 from ckptfs.model import ROOT, Inode, Level, Tier
 from ckptfs.protocol import control_pb2 as pb
+from ckptfs.server_limits import RefusedCalls
 from ckptfs.store.kv import Put
 
 DIGEST = b"d" * 16

@@ -10,12 +10,12 @@ from ckptfs_client.client import Client
 from ckptfs_client.mounts import Mount
 from ckptfs_daemon.control import server
 from ckptfs_daemon.control.admin import AdminService
-from ckptfs_daemon.control.methods import RefusedCalls
 from ckptfs_daemon.control.queries import QueryService
 from daemon_under_test import eventually
 from local_node import Node
 
 from ckptfs.flow.seal import Seal
+from ckptfs.server_limits import RefusedCalls
 
 
 class CountingScheduler:

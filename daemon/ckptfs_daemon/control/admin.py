@@ -32,10 +32,11 @@ from ckptfs.lifecycle import FileRecord
 from ckptfs.model import Content, ContentState, Level, PublishedRow
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
+from ckptfs.server_limits import RefusedCalls
 from ckptfs.tiers import pfs_tree, transfer
 from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon import logs
-from ckptfs_daemon.control.methods import RefusedCalls, require_inode_number, stream_changes, translate_errors, translate_stream_errors
+from ckptfs_daemon.control.methods import require_inode_number, stream_changes, translate_errors, translate_stream_errors
 from ckptfs_daemon.control.status import StatusFigures
 from ckptfs_daemon.drain import DrainEnd, get_end, load_pending, record_result
 from ckptfs_daemon.event_writer import events

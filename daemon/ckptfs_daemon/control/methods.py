@@ -7,9 +7,7 @@ import contextlib
 import errno
 import functools
 import logging
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -19,28 +17,11 @@ from google.protobuf.message_factory import GetMessageClass
 from ckptfs import limits
 from ckptfs.errors import CkptfsError, InvalidArgument, TierUnavailable, TimedOut, posix_error
 from ckptfs.protocol import control_pb2 as pb
-from ckptfs.server_limits import CallWatchdog, parse_message
+from ckptfs.server_limits import CallWatchdog, RefusedCalls, parse_message
 
 log = logging.getLogger(__name__)
 REMEDY_KEY = "ckptfs-remedy-bin"
 KEEPALIVE_S = 2.0
-
-
-class RefusedCalls:
-    """Counters of rejected calls by reason. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    def record(self, reason: str) -> None:
-        with self._lock:
-            self._counts[reason] += 1
-
-    def get_counts(self) -> dict[str, int]:
-        """Return a snapshot {reason: count}."""
-        with self._lock:
-            return dict(self._counts)
 
 
 Call = TypeVar("Call", bound=Callable[..., Any])

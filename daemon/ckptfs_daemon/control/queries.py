@@ -30,11 +30,11 @@ from ckptfs.model import WAITABLE_LEVELS, ContentState, Level
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
 from ckptfs.series import find_incomplete_reason
+from ckptfs.server_limits import RefusedCalls
 from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon.control import public_listings
 from ckptfs_daemon.control.cluster_status import ClusterFigures
 from ckptfs_daemon.control.methods import (
-    RefusedCalls,
     is_inode_number,
     require_inode_number,
     stream_changes,
@@ -162,16 +162,17 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
     def build_status(self) -> pb.Status:
         """Build the figures of the mount, for `ckptfs status` and for the metrics."""
         status = self._figures.build_status()
-        for reason, count in sorted(self.refused.get_counts().items()):
-            status.refused.add(where="control", reason=reason, count=count)
+        refused = {"control": self.refused.get_counts()}
         if self._cluster is not None:
             status.clique.CopyFrom(self._cluster.build_clique())
             if self._config.replication_factor > 1 and (missing := self._cluster.find_missing_domains()):
                 status.troubles.add(where="clique", what=missing, remedy=START_NODES)
                 status.health = "degraded"
-            for who, counts in sorted(self._cluster.get_rejections().items()):
+            refused["peers"] = self._cluster.get_rejections()
+        for where, callers in refused.items():
+            for who, counts in sorted(callers.items()):
                 for reason, count in sorted(counts.items()):
-                    status.refused.add(where="peers", who=who, reason=reason, count=count)
+                    status.refused.add(where=where, who=who, reason=reason, count=count)
         return status
 
     @translate_errors

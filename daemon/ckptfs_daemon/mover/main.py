@@ -40,7 +40,6 @@ from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon import ipc
 from ckptfs_daemon.control import server
 from ckptfs_daemon.control.admin import AdminService
-from ckptfs_daemon.control.methods import RefusedCalls
 from ckptfs_daemon.control.queries import QueryService
 from ckptfs_daemon.drain import Drain
 from ckptfs_daemon.event_writer import events
@@ -128,7 +127,7 @@ def _build_control(
     figures, refresh_pfs_path = None, lambda inode: None
     if cluster_services is not None:
         figures, refresh_pfs_path = cluster_services.figures, cluster_services.refresh_pfs_path
-    refused, request_log_level = RefusedCalls(), functools.partial(ipc.request_log_level, setup.link)
+    refused, request_log_level = server_limits.RefusedCalls(), functools.partial(ipc.request_log_level, setup.link)
     return QueryService(setup.config, db, tiers, figures, refused, progress, wake_lanes), AdminService(
         setup.config,
         db,
