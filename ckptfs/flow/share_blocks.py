@@ -266,7 +266,7 @@ class ShareBlocks:
         if measured.request(now_s):
             state = (os.fstat(storage.directory).st_mtime_ns, self._shared_blocks)
             if state != measured.state:
-                measured.shared_bytes = reflink.measure(_open_all(storage)).shared
+                measured.shared_bytes = reflink.measure_saved(_open_all(storage))
                 storage.record_shared_bytes(measured.shared_bytes)
             measured.renew(now_s, state)
 

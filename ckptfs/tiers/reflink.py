@@ -7,7 +7,7 @@ another one.
 - `clone` makes the whole target share the blocks of the source.
 - `clone_range` puts a range of the source into the target. The target has these bytes, right or wrong: the caller reads them back.
 - `deduplicate` changes no byte: the kernel locks both files, compares the ranges and shares them only if they are equal.
-- `measure` adds up the bytes of files and the bytes that the filesystem stores for them.
+- `measure_saved` adds up the bytes that files save by that.
 - `BlockIndex` knows where blocks of recent files are, by digest. It is a hint: such a file may be gone or changed, so bytes are compared.
 
 Crash safety: each call is one change of the filesystem's metadata, which its journal has or has not.
@@ -169,28 +169,16 @@ def _read_extents(fd: int, start: int, end: int) -> Iterator[tuple[int, int, int
             return
 
 
-@dataclass(frozen=True, slots=True)
-class StoredBytes:
-    """The bytes of the blocks of some files, and what the filesystem stores for them."""
+def measure_saved(descriptors: Iterable[int]) -> int:
+    """Return the bytes that these files of one filesystem save by sharing blocks.
 
-    total: int
-    stored: int
-
-    @property
-    def shared(self) -> int:
-        """Return the bytes that sharing saves."""
-        return self.total - self.stored
-
-
-def measure(descriptors: Iterable[int]) -> StoredBytes:
-    """Measure files of one filesystem. Raises OSError (`CANNOT_CLONE`) if it does not tell."""
-    places = sorted((one.physical, one.physical + one.length) for fd in descriptors for one in list_extents(fd))
-    total = sum(end - begin for begin, end in places)
-    stored, reached = 0, 0
-    for begin, end in places:
-        stored += max(0, end - max(begin, reached))
+    Raises OSError (`CANNOT_CLONE`) if it does not tell.
+    """
+    saved, reached = 0, 0
+    for begin, end in sorted((one.physical, one.physical + one.length) for fd in descriptors for one in list_extents(fd)):
+        saved += max(0, min(end, reached) - begin)
         reached = max(reached, end)
-    return StoredBytes(total, stored)
+    return saved
 
 
 class BlockIndex:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from clique_world import MIB, LocalCluster, bring, offer_of
-from loop_disk import measure
+from loop_disk import measure_saved
 from write_back_world import intercepted
 
 from ckptfs import disk, limits
@@ -48,7 +48,7 @@ def test_blocks_that_are_here_are_neither_sent_nor_written(two: LocalCluster) ->
     other = two.nodes[1]
     assert other.data(second, Tier.NVME) == data
     assert other.copies(second) == {Tier.NVME: CopyState.GOOD}
-    assert measure(*(other.path(content, Tier.NVME) for content in (first, second))).shared >= len(FROZEN) + len(TAIL)
+    assert measure_saved(*(other.path(content, Tier.NVME) for content in (first, second))) >= len(FROZEN) + len(TAIL)
 
 
 def test_a_block_that_went_bad_here_is_sent(two: LocalCluster) -> None:

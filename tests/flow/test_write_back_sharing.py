@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from loop_disk import measure, mounted
+from loop_disk import measure_saved, mounted
 from write_back_world import Killed, Mount, intercepted, rest
 
 from ckptfs import limits
@@ -49,7 +49,7 @@ def test_only_what_changed_is_written(mount: Mount) -> None:
     with intercepted(labels.append):
         mount.settle_exactly(flow)
     assert labels.count("write_back:write") == BLOCK // transfer.PIECE_BYTES
-    assert measure(mount.pfs / "step_1.pt", mount.pfs / "step_2.pt").shared >= SAVED
+    assert measure_saved(mount.pfs / "step_1.pt", mount.pfs / "step_2.pt") >= SAVED
     assert pfs_state.count_shared_bytes(mount.db) == SAVED
     mount.unlink(b"step_1.pt")
     mount.settle_exactly(flow)

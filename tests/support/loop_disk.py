@@ -17,10 +17,10 @@ SHARING = ("xfs", "btrfs")
 NOT_SHARING = ("ext4", "tmpfs")
 
 
-def measure(*paths: Path) -> reflink.StoredBytes:
-    """Ask the filesystem what it stores for these files together."""
+def measure_saved(*paths: Path) -> int:
+    """Ask the filesystem what these files save by sharing blocks."""
     with contextlib.ExitStack() as files:
-        return reflink.measure([files.enter_context(open(path, "rb")).fileno() for path in paths])
+        return reflink.measure_saved([files.enter_context(open(path, "rb")).fileno() for path in paths])
 
 
 @contextlib.contextmanager
