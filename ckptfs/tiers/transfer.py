@@ -210,6 +210,35 @@ def _seek(fd: int, offset: int, whence: int) -> int:
         raise
 
 
+class BlockBuffer:
+    """The room for one block, used over and over: fresh memory for each would cost more than the reading."""
+
+    def __init__(self, label: str) -> None:
+        """`label`: as for `copy`."""
+        self._label = label
+        self._bytes = memoryview(bytearray(limits.BLOCK_BYTES))
+
+    def read(self, fd: int, number: int) -> memoryview:
+        """Return a block of a file. It is valid until the next read."""
+        count = disk.act(f"{self._label}:read", os.preadv, fd, [self._bytes], number * limits.BLOCK_BYTES)
+        return self._bytes[:count]
+
+    def copy(self, source: int, there: int, target: int, number: int, size: int, wanted: bytes) -> bool:
+        """Make block `there` of a file block `number` of a target of `size` bytes, if it has the digest `wanted`.
+
+        The files share it if they can. Return False if it has another digest; then what the target has there does not count.
+        """
+        start = number * limits.BLOCK_BYTES
+        length = min(limits.BLOCK_BYTES, size - start)
+        is_shared = reflink.try_clone_range(source, there * limits.BLOCK_BYTES, target, start, length)
+        data = self.read(target, number) if is_shared else self.read(source, there)
+        if digest.hash_block(data) != wanted:
+            return False
+        if not is_shared:
+            disk.write_all(f"{self._label}:write", target, data, start)
+        return True
+
+
 class WriteBehind:
     """The write-out of one file that is written sequentially from `begin`."""
 

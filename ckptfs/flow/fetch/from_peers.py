@@ -28,13 +28,13 @@ from ckptfs.clique.peer_api import ContentManifest, PeerBusy, PeerCorrupt, PeerF
 from ckptfs.errors import Busy, CkptfsError, DigestMismatch, StoreRefused, StoreUnreachable
 from ckptfs.flow.fetch.fetch_progress import BlockProgress, FetchProgress, choose_pause_s
 from ckptfs.model import Content, ContentState, CopyState, Tier
-from ckptfs.tiers import local_copies, reflink, transfer
+from ckptfs.tiers import local_copies, transfer
 from ckptfs.tiers.storage import Tiers, TierStorage
 
 log = logging.getLogger(__name__)
 
 transfer.declare_labels("fetch:peer:check")
-disk.declare_labels("fetch:peer:reserved", "fetch:peer:write", "fetch:peer:fsync", "fetch:peer:directory", "fetch:peer:arrived")
+disk.declare_labels("fetch:peer:reserved", "fetch:peer:fsync", "fetch:peer:directory", "fetch:peer:arrived")
 
 
 class NoCopyLeft(DigestMismatch):
@@ -261,9 +261,7 @@ class PeerFetcher:
                 with progress.publish_map(content, storage.tier, target, missing) as blocks:
                     self._fetch_blocks(manifest, sources, missing, target, blocks)
             if storage.tier is not Tier.RAM:
-                disk.act("fetch:peer:fsync", os.fsync, target)
-                disk.act("fetch:peer:directory", storage.fsync_directory)
-                os.posix_fadvise(target, 0, 0, os.POSIX_FADV_DONTNEED)
+                storage.persist(target, "fetch:peer")
                 found = transfer.read(target, label="fetch:peer:check", before_block=progress.extend_wait)
                 if found != (manifest.size, manifest.digest, manifest.blocks):
                     raise DigestMismatch(f"what was written to {storage.tier} reads back as something else")
@@ -310,20 +308,12 @@ def _list_missing(manifest: ContentManifest, former: int, target: int) -> list[i
         return missing
     known = digest.split_digests(transfer.read(former, label="fetch:peer:older")[2])
     same = {number for number in missing if known[number : number + 1] == [digests[number]]}
-    return [number for number in missing if number not in same or not _copy_block(former, target, manifest, number)]
-
-
-def _copy_block(source: int, target: int, manifest: ContentManifest, number: int) -> bool:
-    """Put a block of the older file in place, if it is right; shared within a tier."""
-    start = number * limits.BLOCK_BYTES
-    length = min(limits.BLOCK_BYTES, manifest.size - start)
-    is_shared = reflink.try_clone_range(source, start, target, start, length)
-    data = os.pread(target if is_shared else source, limits.BLOCK_BYTES, start)
-    if digest.hash_block(data) != manifest.get_block_digest(number):
-        return False
-    if not is_shared:
-        disk.write_all("fetch:peer:write", target, data, start)
-    return True
+    buffer = transfer.BlockBuffer("fetch:peer:older")
+    return [
+        number
+        for number in missing
+        if number not in same or not buffer.copy(former, number, target, number, manifest.size, digests[number])
+    ]
 
 
 def _create_file(storage: TierStorage, content: int) -> int:

@@ -243,9 +243,7 @@ class Host:
         """Read the bytes back from a disk. In RAM the receiver has just checked them."""
         if storage.tier is Tier.RAM:
             return True
-        disk.act("host:fsync", os.fsync, fd)
-        disk.act("host:directory", storage.fsync_directory)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        storage.persist(fd, "host")
         return transfer.read(fd, label="host:check") == (offer.size, offer.digest, offer.blocks)
 
     def _drop_stale_copies(self, content: int, tier: Tier) -> None:

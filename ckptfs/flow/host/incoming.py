@@ -16,7 +16,7 @@ import errno
 import os
 import time
 
-from ckptfs import digest, disk, limits
+from ckptfs import digest, disk
 from ckptfs.catalog import contents, copies, identity, remote_contents
 from ckptfs.catalog.database import Database
 from ckptfs.clique import locations
@@ -24,7 +24,7 @@ from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.peer_api import UNKNOWN_BLOCK, Offer
 from ckptfs.errors import Busy, CkptfsError, NoSpace, StoreRefused, StoreUnreachable
 from ckptfs.model import Tier
-from ckptfs.tiers import reflink, space, transfer
+from ckptfs.tiers import space, transfer
 from ckptfs.tiers.space import Capacity
 from ckptfs.tiers.storage import Tiers, TierStorage
 
@@ -78,7 +78,7 @@ class IncomingCopy:
         digests = digest.split_digests(offer.blocks)
         os.ftruncate(self.fd, offer.size)
         self._present = {number: known for number, known in self._present.items() if number < len(digests)}
-        buffer = _BlockBuffer()
+        buffer = transfer.BlockBuffer("host")
         for number in sorted(self._unverified):
             if (
                 number < len(digests)
@@ -117,29 +117,15 @@ class IncomingCopy:
     def copy_local_blocks(self) -> None:
         """Copy what blocks those files have in common with what is lacking."""
         digests = digest.split_digests(self.offer.blocks)
-        buffer = _BlockBuffer()
+        buffer = transfer.BlockBuffer("host")
         for storage, content, index in self._sources:
             wanted = [number for number in self.missing_blocks if digests[number] in index]
             if wanted:
                 with contextlib.suppress(FileNotFoundError), disk.closing(storage.open(content)) as fd:
                     for number in wanted:
-                        self._take_block(storage, fd, index[digests[number]], number, digests[number], buffer)
+                        if buffer.copy(fd, index[digests[number]], self.fd, number, self.offer.size, digests[number]):
+                            self._present[number] = digests[number]
                 self._set_missing_blocks(digests)
-
-    def _take_block(self, storage: TierStorage, source: int, there: int, number: int, wanted: bytes, buffer: "_BlockBuffer") -> None:
-        """Put a block of another file in place, if it is right; shared within a tier."""
-        is_shared = storage.tier is self.storage.tier is not Tier.RAM and self._share_block(source, there, number)
-        data = buffer.read(self.fd, number) if is_shared else buffer.read(source, there)
-        if digest.hash_block(data) != wanted:
-            return
-        if not is_shared:
-            disk.write_all("host:write", self.fd, data, number * limits.BLOCK_BYTES)
-        self._present[number] = wanted
-
-    def _share_block(self, source: int, there: int, number: int) -> bool:
-        start = number * limits.BLOCK_BYTES
-        length = min(limits.BLOCK_BYTES, self.offer.size - start)
-        return reflink.try_clone_range(source, there * limits.BLOCK_BYTES, self.fd, start, length)
 
     def mark_received(self) -> None:
         """Mark all missing blocks as present and verified."""
@@ -179,20 +165,6 @@ def _delete_reserved(db: Database, storage: TierStorage, reserved_id: int) -> No
     with contextlib.suppress(OSError, CkptfsError):
         storage.remove(reserved_id)
     copies.delete_filling_copy(db, reserved_id, storage.tier)
-
-
-class _BlockBuffer:
-    """One block's room, used over and over: fresh memory for each would cost more than the reading."""
-
-    def __init__(self) -> None:
-        self._bytes: memoryview | None = None
-
-    def read(self, fd: int, number: int) -> memoryview:
-        """Return a block of a file. It is valid until the next read."""
-        if self._bytes is None:
-            self._bytes = memoryview(bytearray(limits.BLOCK_BYTES))
-        count = disk.act("host:read", os.preadv, fd, [self._bytes], number * limits.BLOCK_BYTES)
-        return self._bytes[:count]
 
 
 def _read_digests(storage: TierStorage, content: int) -> bytes:
