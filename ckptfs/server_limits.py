@@ -1,5 +1,6 @@
-"""Bounds of our gRPC servers: calls in which nothing moves are cancelled, descriptors are kept free. Counters of what they refuse.
+"""Bounds of our gRPC servers, and counters of what they refuse.
 
+Calls in which nothing moves are cancelled, descriptors are kept free.
 gRPC assigns a thread to a call when its headers arrive. A client that sends nothing more would hold that thread for ever.
 """
 
@@ -39,7 +40,10 @@ def parse_message(kind: Any, data: bytes) -> Any:
 
 
 class RefusedCalls:
-    """Counters of rejected calls by caller and reason. Callers beyond `limits.PEER_COUNTERS_MAX` share one. Thread-safe."""
+    """Counters of rejected calls by caller and reason. Thread-safe.
+
+    Callers beyond `limits.PEER_COUNTERS_MAX` share one.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[str, Counter[str]] = {}
