@@ -289,14 +289,12 @@ def set_tier_uuid(db: Database, tier: Tier, uuid: str) -> int:
         return 0 if before is None else db.run("DELETE FROM copy WHERE tier = ?", tier)
 
 
-def set_pfs_identity(db: Database, before: str | None, pfs_identity: str, *, is_mark: bool) -> bool:
+def set_pfs_identity(db: Database, before: str | None, pfs_identity: str) -> bool:
     """Record a new identity of the same PFS. Return False if another thread was faster than `before`."""
     with db.transaction():
         if get_tier_uuid(db, Tier.PFS) != before:
             return False
         db.run("INSERT OR REPLACE INTO tier (name, uuid) VALUES (?, ?)", Tier.PFS, pfs_identity)
-        if before is not None:
-            db.run("UPDATE meta SET value = ? WHERE key = 'pfs'", pfs_identity if is_mark else journal.UNIDENTIFIED)
     return True
 
 

@@ -212,10 +212,6 @@ def delete_applied(db: Database, after: int, up_to: int, kept: Iterable[int] = (
     db.run(done, after, up_to, json.dumps([*kept]))
 
 
-UNIDENTIFIED = "unidentified"
-"""The uuid of a PFS that does not allow a work area. If it allows one later, it counts as the same PFS."""
-
-
 def get_instance_id(db: Database) -> str:
     """Return 8 hex digits that mark the temporary names of this catalog on a PFS that others use too."""
     return str(db.value("SELECT value FROM meta WHERE key = 'instance'"))[:8]
@@ -242,22 +238,15 @@ def require_recorded(db: Database, cluster: str, state: Path) -> None:
         )
 
 
-def set_pfs(db: Database, uuid: str) -> bool:
-    """Set the PFS. Return True if everything is recorded again. Raises ConfigError if files would be lost."""
-    known = db.value("SELECT value FROM meta WHERE key = 'pfs'")
-    if uuid in (known, UNIDENTIFIED) and known is not None:
-        return False
-    if known == UNIDENTIFIED:
-        db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('pfs', ?)", uuid)
-        return False
+def record_pfs(db: Database) -> bool:
+    """Record that this catalog belongs to a PFS: the one that `pfs_identity` recognises.
+
+    Return True if all that was made before is recorded for it. Raises ConfigError if files would be lost.
+    """
     with db.transaction():
-        if known is not None and db.is_clustered:
-            raise ConfigError(
-                "the PFS that is configured is not that of the cluster",
-                remedy="configure the same directory on all nodes, or another cluster",
-            )
-        if known is None and (db.is_clustered or not _has_unrecorded(db)):
-            db.run("INSERT INTO meta (key, value) VALUES ('pfs', ?)", uuid)
+        if not db.run("INSERT OR IGNORE INTO meta (key, value) VALUES ('pfs', 'unidentified')"):
+            return False
+        if db.is_clustered or not _has_unrecorded(db):
             return False
         lost_files = db.value(
             "SELECT count(*) FROM pfs_file p JOIN inode i ON i.id = p.inode WHERE i.nlink > 0"
@@ -265,13 +254,12 @@ def set_pfs(db: Database, uuid: str) -> bool:
         )
         if lost_files:
             raise ConfigError(
-                f"{lost_files} files of this catalog lie only on another PFS than the one that is configured",
-                remedy="configure the former PFS again and read these files once, or use another state directory",
+                f"{lost_files} files of this catalog lie only on the PFS, and others were written without one",
+                remedy="read these files once through a read-only mount, or use another state directory",
             )
         for table in ("journal", "pfs_entry", "pfs_pending", "pfs_batch", "pfs_stale_times", "pfs_file"):
             db.run(f"DELETE FROM {table}")
         insert_rows_for_tree(db, ROOT)
-        db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('pfs', ?)", uuid)
     return True
 
 

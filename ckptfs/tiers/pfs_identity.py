@@ -32,7 +32,6 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from ckptfs import disk, limits, procfs
 from ckptfs.bounded_waits import run_in_time
@@ -43,7 +42,6 @@ from ckptfs.errors import ConfigError, TierUnavailable, TimedOut
 from ckptfs.model import ROOT, Tier
 from ckptfs.tiers import pfs_ownership
 
-Found = TypeVar("Found")
 log = logging.getLogger(__name__)
 disk.declare_labels("pfs:mark")
 
@@ -232,17 +230,18 @@ def open_directory(label: str, pfs: Path) -> int:
 
 def open_adopted_root(db: Database, pfs: Path, *, may_mark: bool = True) -> int:
     """Open the root of the PFS of this catalog, marked if it `may_mark`. Raises TierUnavailable."""
-    return open_checked(pfs, lambda fd: adopt(db, fd, pfs, may_mark=may_mark))[0]
+    return open_checked(pfs, lambda fd: adopt(db, fd, pfs, may_mark=may_mark))
 
 
-def open_checked(pfs: Path, check: Callable[[int], Found]) -> tuple[int, Found]:
-    """Open the directory `pfs=`; return it and what `check` returns. Close it if that raises."""
+def open_checked(pfs: Path, check: Callable[[int], None]) -> int:
+    """Open the directory `pfs=`. Close it if `check` raises."""
     fd = open_directory("scan:root", pfs)
     try:
-        return fd, check(fd)
+        check(fd)
     except BaseException:
         os.close(fd)
         raise
+    return fd
 
 
 def require_same(root_fd: int, pfs: Path, identity: str | None) -> None:
@@ -294,8 +293,8 @@ def _find_difference_from_known(db: Database, root_fd: int, known: str | None) -
     return _find_unexpected(db, root_fd) if known is None else find_difference(root_fd, known)
 
 
-def adopt(db: Database, root_fd: int, pfs: Path, *, may_mark: bool = True) -> str:
-    """Return the identity of the PFS, taken at the first contact. Raises OSError and TierUnavailable."""
+def adopt(db: Database, root_fd: int, pfs: Path, *, may_mark: bool) -> None:
+    """Take the identity of the PFS at the first contact. Raises OSError and TierUnavailable."""
     known = copies.get_tier_uuid(db, Tier.PFS)
     confirmation = db.path.parent / ACCEPT_PFS
     difference = _find_difference_from_known(db, root_fd, known)
@@ -303,15 +302,14 @@ def adopt(db: Database, root_fd: int, pfs: Path, *, may_mark: bool = True) -> st
     if difference and not is_accepted:
         raise _build_refusal(pfs, difference, str(db.path.parent))
     if known is not None and not is_accepted:
-        return known
+        return
     now = _take_identity(root_fd, known, may_mark=may_mark)
-    is_recorded = copies.set_pfs_identity(db, known, now, is_mark=is_mark(now))
+    is_recorded = copies.set_pfs_identity(db, known, now)
     if is_recorded and not is_mark(now):
         log.info("%s: cannot be marked as the PFS: it is recognised by its pin %s", pfs, now)
     if is_accepted:
         log.warning("%s: accepted as the PFS of this catalog, as %s asked, although %s", pfs, confirmation, difference)
         confirmation.unlink(missing_ok=True)
-    return copies.get_tier_uuid(db, Tier.PFS) or now
 
 
 def replace_pin(db: Database, root_fd: int) -> None:
@@ -320,7 +318,7 @@ def replace_pin(db: Database, root_fd: int) -> None:
     if known is None or is_mark(known):
         return
     with contextlib.suppress(OSError, TierUnavailable):
-        copies.set_pfs_identity(db, known, make_mark(root_fd), is_mark=True)
+        copies.set_pfs_identity(db, known, make_mark(root_fd))
 
 
 def _take_identity(root_fd: int, known: str | None, *, may_mark: bool) -> str:

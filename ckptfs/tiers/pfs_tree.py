@@ -199,16 +199,15 @@ class PfsTree:
         """Let this directory have any inode number: the batch in hand replaces it."""
         self._expected.pop(names, None)
 
-    def reopen_root(self, db: Database) -> str:
-        """Reopen the root, before each batch. Return its identity. Raises as `open_adopted_root` does."""
-        fd, identity = pfs_identity.open_checked(self.root, lambda fd: pfs_identity.adopt(db, fd, self.root))
+    def reopen_root(self, db: Database) -> None:
+        """Reopen the root, before each batch. Raises as `open_adopted_root` does."""
+        fd = pfs_identity.open_adopted_root(db, self.root)
         if self._root_fd >= 0 and not _is_same(self._root_fd, fd):
             self.clear_cache()
         self._close_forgotten()
         old, self._root_fd = self._root_fd, fd
         if old >= 0:
             os.close(old)
-        return identity
 
     def get_directory(self, names: DirectoryPath) -> int:
         """Return a descriptor for one action. Raises DirectoryMissing, DirectoryReplaced."""
@@ -343,7 +342,7 @@ def open_unchecked(pfs: Path, known: FetchState) -> int:
     """Return a descriptor of the file under the known path. Raises OSError and TierUnavailable."""
     if not known.pfs_names:
         raise posix_error(errno.ENOENT, "the file is not on the PFS")
-    with disk.closing(pfs_identity.open_checked(pfs, lambda fd: pfs_identity.require_same(fd, pfs, known.pfs_identity))[0]) as root_fd:
+    with disk.closing(pfs_identity.open_checked(pfs, lambda fd: pfs_identity.require_same(fd, pfs, known.pfs_identity))) as root_fd:
         directory_fd = open_directory(root_fd, known.pfs_names[:-1])
     with disk.closing(directory_fd):
         # O_NONBLOCK: the open of a fifo must not hang.

@@ -226,7 +226,8 @@ class BlockBuffer:
     def copy(self, source: int, there: int, target: int, number: int, size: int, wanted: bytes) -> bool:
         """Put block `there` of a file in the place `number` of a target, if it has the digest `wanted`.
 
-        `size`: that of the target. The files share it if they can. Return False if it has another digest; then what the target has there does not count.
+        `size`: that of the target. The files share the block if they can. Returns False if it has another digest; then what the target
+        has there does not count.
         """
         start = number * limits.BLOCK_BYTES
         length = min(limits.BLOCK_BYTES, size - start)

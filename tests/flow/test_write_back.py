@@ -436,15 +436,17 @@ def test_a_catalog_that_gets_a_pfs_writes_everything_back(tmp_path: Path) -> Non
     mount.settle_exactly()
 
 
-def test_what_lies_only_on_another_pfs_is_not_given_up(mount: Mount) -> None:
-    """P11."""
+def test_what_lies_only_on_the_pfs_is_not_given_up(mount: Mount) -> None:
+    """P11: files were written without a PFS; a read-only mount has met it since."""
     content = mount.put(b"file", b"data")
     mount.settle()
     with mount.db.transaction():
         copies.delete_copy(mount.db, content, Tier.RAM)
-        mount.db.run("DELETE FROM tier WHERE name = 'pfs'")
-        mount.db.run("UPDATE meta SET value = 'another' WHERE key = 'pfs'")
-    with pytest.raises(Exception, match="only on another PFS"):
+        mount.db.run("DELETE FROM meta WHERE key = 'pfs'")
+    mount.db.is_journalled = False
+    mount.put(b"earlier", b"data")
+    mount.db.is_journalled = True
+    with pytest.raises(ConfigError, match="only on the PFS"):
         mount.write_back().step()
     assert pfs_state.get_published(mount.db, mount.number(b"file")) is not None
 

@@ -41,7 +41,7 @@ from ckptfs.flow.write_back.plan import Planner
 from ckptfs.flow.write_back.plan_facts import BatchPlan, Facts
 from ckptfs.flow.write_back.stage import Stager
 from ckptfs.model import ROOT, Level, Notifier, Tier
-from ckptfs.tiers import health, pfs_identity
+from ckptfs.tiers import health
 from ckptfs.tiers.pfs_tree import DirectoryMissing, DirectoryPath, PfsTree
 from ckptfs.tiers.storage import Tiers
 
@@ -82,7 +82,7 @@ class WriteBack:
         self._stager = Stager(db, tiers, self._tree, self._facts, self._deferred, self._pacing, keeps_batch=self.is_shared)
         self._is_waiting = False
         self._require_lease: Callable[[], None] | None = None
-        self._identity: str | None = None
+        self._has_met_pfs = False
         self._has_retried_walk = False
         self._missing_directory: DirectoryPath | None = None
         self._gone_directory: DirectoryPath | None = None
@@ -91,7 +91,7 @@ class WriteBack:
     def prepare(self) -> None:
         """Record the files made before a PFS was configured. Call once; does not access the PFS."""
         if self._config.pfs is not None and copies.get_tier_uuid(self._db, Tier.PFS) is None:
-            journal.set_pfs(self._db, journal.UNIDENTIFIED)
+            journal.record_pfs(self._db)
 
     def step(self) -> bool:
         """Write back one batch. Return True if more may be ready now. Raises TierUnavailable."""
@@ -151,7 +151,7 @@ class WriteBack:
         for inode, content in self._pacing.take_due():
             with self._db.transaction():
                 journal.append(self._db, "synced", inode, content=content)
-        if self._identity is not None and not pfs_state.has_work(self._db):
+        if self._has_met_pfs and not pfs_state.has_work(self._db):
             self._is_waiting = False
             self._deferred.finish_journal()
             return self._requeue_left_out()
@@ -176,11 +176,10 @@ class WriteBack:
 
     def _open_pfs(self) -> None:
         """Open the PFS, and find out whether it is that of the catalog."""
-        identity = self._tree.reopen_root(self._db)
-        if identity != self._identity:
-            if journal.set_pfs(self._db, identity if pfs_identity.is_mark(identity) else journal.UNIDENTIFIED):
-                log.info("%s: new PFS for this catalog; all files are written back to it", self._config.pfs)
-            self._identity = identity
+        self._tree.reopen_root(self._db)
+        if not self._has_met_pfs and journal.record_pfs(self._db):
+            log.info("%s: new PFS for this catalog; all files are written back to it", self._config.pfs)
+        self._has_met_pfs = True
 
     def _choose_rows(self, rows: list[JournalRow]) -> list[JournalRow] | None:
         """Return those of the next rows that can be planned; None if the first has to wait."""
