@@ -127,7 +127,7 @@ async def _serve(setup: ChildSetup, context: MountContext, shim: ShimHandlers, o
         # The previous process may have died between a commit and its wake-up.
         context.wake_channel.notify(ipc.WORK)
         nursery.start_soon(context.shared_namespace.run, name="shared namespace")
-        nursery.start_soon(context.shared_namespace.report_loop, name="shared namespace's figures")
+        nursery.start_soon(context.shared_namespace.follow_store, name="store of the cluster")
         if context.standby_lease is not None:
             nursery.start_soon(context.standby_lease.run, name="standby lease")
         shim.start_tasks(nursery)

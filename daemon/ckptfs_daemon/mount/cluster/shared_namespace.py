@@ -112,7 +112,7 @@ class LocalNamespace:
     async def refresh_change(self, names: Iterable[Name]) -> None: ...
     async def follow_keys(self, prefix: bytes, on_keys: Callable[[Iterable[bytes]], None]) -> None: ...
     async def run(self) -> None: ...
-    async def report_loop(self) -> None: ...
+    async def follow_store(self) -> None: ...
     def notify_dirty(self) -> None: ...
 
     async def wait_published(self, names: Iterable[Name] = ()) -> bool:
@@ -384,16 +384,11 @@ class SharedNamespace(LocalNamespace):
             if trio.current_time() > self._next_probe_s:
                 await self._read([])
 
-    async def report_loop(self) -> None:
-        """Report figures, and delete cached rows beyond the limit. A task."""
-        reported: dict[str, int] = {}
+    async def follow_store(self) -> None:
+        """Record how the store is, and delete cached rows beyond the limit. A task."""
         after = 0
         while True:
             await self.report_store()
-            figures = self.get_figures()
-            if figures != reported:
-                summary.set_report(self.db, "sharing", figures)
-                reported = figures
             after = read.delete_unneeded(self.db, after) if not self.is_disconnected and read.is_cache_full(self.db) else 0
             await trio.sleep(limits.SHARED_REPORT_S if after else limits.FORGET_INTERVAL_S)
 
@@ -404,10 +399,6 @@ class SharedNamespace(LocalNamespace):
         if is_open and not self.is_disconnected:
             with contextlib.suppress(StoreUnreachable):
                 await cluster_recovery.check_adoption(self.db, self._store)
-
-    def get_figures(self) -> dict[str, int]:
-        """Return the figures of `status`. `island_ns`: the start of the disconnection; 0: connected."""
-        return {**self.counts, "island_ns": self.disconnected_ns, "waiting": key_state.count_dirty(self.db)}
 
     async def _commit_batch(self) -> bool:
         """Publish one transaction. Returns False if the store does not answer."""
