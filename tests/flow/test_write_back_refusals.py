@@ -714,6 +714,73 @@ def test_a_full_project_is_not_the_whole_pfs(mount: Mount, monkeypatch: pytest.M
     mount.settle_exactly(flow)
 
 
+@contextlib.contextmanager
+def refused_below(directory: str, code: int) -> Iterator[None]:
+    """A PFS that lets no file be made in one directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        original = os.open
+
+        def refusing(name: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+            if flags & os.O_CREAT and dir_fd is not None and os.readlink(f"/proc/self/fd/{dir_fd}").endswith(directory):
+                raise OSError(code, os.strerror(code))
+            return original(name, flags, mode, dir_fd=dir_fd)
+
+        patch.setattr(os, "open", refusing)
+        yield
+
+
+@pytest.mark.parametrize("removes", [False, True], ids=["", "while files are removed"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_a_directory_without_room_is_not_the_whole_pfs(mount: Mount, code: int, removes: bool) -> None:
+    """P1: a quota of which the PFS reports no size, and a read-only subvolume."""
+    mount.mkdir(b"bad")
+    mount.put(b"theirs", b"data")
+    mount.settle()
+    flow = mount.write_back()
+    with refused_below("/bad", code):
+        mount.put(b"bad/f", b"data")
+        for number in range(2 * deferred.TRIES_MAX):
+            if removes:  # As long as something in the journal may make room, it goes first.
+                mount.put(b"old%d" % number, b"data")
+                mount.unlink(b"old%d" % number)
+                mount.unlink(b"theirs")
+                mount.put(b"theirs", b"data")
+            with contextlib.suppress(TierUnavailable):
+                rest(flow, failures_max=1)
+        put_others(mount, b"later")
+        rest(flow)
+        assert others_shown(mount, b"later") and b"theirs" in mount.on_pfs() and b"bad/f" not in mount.on_pfs()
+        assert [(trouble["path"], trouble["what"].partition(":")[0]) for trouble in mount.troubles()] == [("bad/f", errno.errorcode[code])]
+    flow.retry_now()
+    mount.settle_exactly(flow)
+
+
+@pytest.mark.parametrize("limit", ["reported", "not reported"])
+def test_a_file_that_does_not_fit_the_whole_pfs_is_not_set_aside(mount: Mount, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P6: a small file would still fit, and would appear before it."""
+    mount.put(b"large", bytes(8192))
+    mount.put(b"small", b"x")
+    flow, fstatvfs = mount.write_back(), os.fstatvfs
+
+    def report(fd: int) -> os.statvfs_result:
+        found = list(fstatvfs(fd))
+        found[4] = 4096 // found[1]
+        return os.statvfs_result(found)
+
+    def refuse(label: str) -> None:
+        if label == "write_back:fsync" or (label == "write_back:probe" and limit != "reported"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch, intercepted(refuse):
+        if limit == "reported":
+            patch.setattr(os, "fstatvfs", report)
+        for _ in range(2 * deferred.TRIES_MAX):
+            with pytest.raises(TierUnavailable):
+                rest(flow, failures_max=1)
+        assert mount.on_pfs() == {} and mount.troubles() == []
+    mount.settle_exactly(flow)
+
+
 @needs_root
 def test_a_read_only_filesystem_inside_the_pfs_is_not_the_whole_pfs(mount: Mount, inner: None) -> None:
     """It gets read-only while a file is copied to it."""

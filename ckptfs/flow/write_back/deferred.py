@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ckptfs import disk
+from ckptfs import disk, limits
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import PfsAction
 from ckptfs.catalog.pfs_state import PfsLocation
@@ -45,8 +45,6 @@ log = logging.getLogger(__name__)
 
 disk.declare_labels("write_back:probe")
 
-# Of the errors of the whole PFS, those that concern every file: no probe is needed.
-WHOLE_PFS_ERRNOS = {errno.ENOSPC, errno.EROFS}
 # After so many failures with an error of the whole PFS, a change is deferred if the PFS takes another file; so is one that was deferred
 # before, and so are all further ones up to the end of the journal: each failure that is not deferred makes the next try wait longer.
 TRIES_MAX = 3
@@ -54,6 +52,8 @@ TRIES_MAX = 3
 FILES_MAX = 1024
 LOGGED_MAX = 10
 REPORTED_MAX = 20
+# A file of so many bytes has a block of its own on the PFS.
+PROBE_BYTES_MIN = 4096
 RETRY_FIRST_S = 1.0
 RETRY_LAST_S = 120.0
 PAUSE_S_MIN = 0.25
@@ -151,12 +151,15 @@ class DeferredFiles:
         if full is not None and not self._has_made_room:
             raise build_unavailable_error(full, str(full.filename))
 
-    def defer(self, action: PfsAction, kind: RefusedKind, failure: OSError) -> bool:
-        """Defer what the PFS refused. Return False if that concerns more than this file, or too many wait."""
+    def defer(self, action: PfsAction, kind: RefusedKind, failure: OSError, size: int = 0) -> bool:
+        """Defer what the PFS refused. Return False if that concerns more than this file, or too many wait.
+
+        `size`: the bytes of the file.
+        """
         key, location = (action.inode, kind), action.new_location or action.location
         is_known_full = self.skips_bytes and failure.errno == errno.ENOSPC
         is_own = is_known_full or _concerns_part(self._tree, location.path, failure)
-        if not is_own and not self._is_stubborn(key, failure):
+        if not is_own and not self._is_stubborn(key, failure, size):
             return False
         if len(self._files) >= FILES_MAX and not isinstance(failure, SourceFailed) and not self._takes_a_file():
             return False
@@ -174,22 +177,26 @@ class DeferredFiles:
         log.log(level, "%s: %s; all others are written back (%s)", location.text, what, remedy)
         self._report_deferred()
 
-    def _is_stubborn(self, key: tuple[int, RefusedKind], failure: OSError) -> bool:
-        """Return True if the change fails again and again while the PFS takes other files."""
-        if failure.errno in WHOLE_PFS_ERRNOS:
-            return False
+    def _is_stubborn(self, key: tuple[int, RefusedKind], failure: OSError, size: int) -> bool:
+        """Return True if a change fails again and again while the PFS takes other files and has room."""
         self._failures += 1
-        return (self._failures >= TRIES_MAX or key in self._delays_s) and self._takes_a_file()
+        if self._failures < TRIES_MAX and key not in self._delays_s:
+            return False
+        return self._takes_a_file(size if failure.errno == errno.ENOSPC else 0)
 
     def concerns_part(self, path: DirectoryPath, failure: OSError) -> bool:
         """Return True if an error in a directory says nothing about the whole PFS: it takes another file."""
-        return _concerns_part(self._tree, path, failure) or (failure.errno not in WHOLE_PFS_ERRNOS and self._takes_a_file())
+        return _concerns_part(self._tree, path, failure) or self._takes_a_file()
 
-    def _takes_a_file(self) -> bool:
-        """Return True if the PFS takes a small file. Then it is well, even if it refuses another one."""
+    def _takes_a_file(self, size: int = 0) -> bool:
+        """Return True if the PFS takes another file, and says that it has room for `size` bytes."""
         root = self._tree.get_directory(())
         try:
-            run_as_owner(root, self._probe, lambda: disk.act("write_back:probe", _make_and_remove, root, self._probe))
+            space = os.fstatvfs(root)
+            if size > space.f_bavail * space.f_frsize:
+                return False
+            probe = bytes(min(max(size, PROBE_BYTES_MIN), limits.BLOCK_BYTES))
+            run_as_owner(root, self._probe, lambda: disk.act("write_back:probe", _make_and_remove, root, self._probe, probe))
         except OSError as failure:
             log.debug("the PFS does not take a file: %s", failure)
             return False
@@ -226,7 +233,8 @@ class DeferredFiles:
 
     def finish_journal(self) -> None:
         """Forget released files that were not deferred again. Call at the end of the journal."""
-        self._failures = 0
+        if not self.skips_bytes:
+            self._failures = 0
         if self._delays_s:
             self._delays_s.clear()
             self._report_deferred()
@@ -330,14 +338,14 @@ def _has_own_limit(tree: PfsTree, path: DirectoryPath) -> bool:
         return False
 
 
-def _make_and_remove(directory: int, name: bytes) -> None:
+def _make_and_remove(directory: int, name: bytes, content: bytes) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(name, dir_fd=directory)
     try:
-        with disk.closing(
-            os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
-        ) as fd:
-            os.write(fd, b"probe")
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
+        with os.fdopen(fd, "wb") as file:
+            file.write(content)
+            file.flush()
             os.fsync(fd)
     finally:
         with contextlib.suppress(FileNotFoundError):

@@ -242,7 +242,8 @@ class Stager:
 
     def _refuse(self, plan: BatchPlan, action: PfsAction, failure: OSError) -> NoReturn:
         """Defer a file if the error is its own, so that others proceed. Raises Busy then, and else OSError."""
-        if not self._deferred.defer(action, _choose_kind(plan.puts[action.key]), failure):
+        planned = plan.puts[action.key]
+        if not self._deferred.defer(action, _choose_kind(planned), failure, planned.size):
             raise OSError(failure.errno, failure.strerror, action.location.text) from failure
         self._deferred.fence_seq = None
         with contextlib.suppress(Busy):
@@ -252,12 +253,13 @@ class Stager:
     def _defer_next(self, plan: BatchPlan, refused: PfsAction) -> None:
         """Defer the files after a refused one up to the first that is not refused: no plan for each."""
         for action in [one for one in plan.batch.actions if one.key in plan.puts and one.key > refused.key]:
+            planned = plan.puts[action.key]
             try:
-                self._stage_one(action, plan.puts[action.key])
+                self._stage_one(action, planned)
             except DirectoryMissing:
                 return
             except OSError as failure:
-                if self._deferred.defer(action, _choose_kind(plan.puts[action.key]), failure):
+                if self._deferred.defer(action, _choose_kind(planned), failure, planned.size):
                     continue
             return
 
