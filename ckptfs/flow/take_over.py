@@ -11,6 +11,7 @@ rows that no other node took. Rows of a previous catalog of this node are taken 
 import logging
 import random
 import time
+from dataclasses import replace
 
 from ckptfs import disk, limits
 from ckptfs.catalog import journal, peer_copies
@@ -90,8 +91,7 @@ class TakeOver:
         claim = self._cluster.locks.try_acquire(f"write-back/{number}")
         if claim is None:
             return False
-        found = self._cluster.store.read(self._build_gets(number, ROWS_TOGETHER)).results
-        items = [item for page in found for item in page if decode_item(item) is not None][:ROWS_TOGETHER]
+        items = self._load_rows(number)
         is_dead = number == self._cluster.node_number or not membership.list_live(self._cluster.store, [number])
         if items and is_dead and self._append_rows(claim, items, number):
             log.info("node %d: this node takes over %d changes that it had not written back", number, len(items))
@@ -99,6 +99,19 @@ class TakeOver:
             return True
         self._cluster.locks.release(claim)
         return False
+
+    def _load_rows(self, number: int) -> list[Item]:
+        """Return the first pending rows of a node, without those that are unreadable."""
+        items: list[Item] = []
+        for get in self._build_gets(number, ROWS_TOGETHER):
+            key = get.key
+            while len(items) < ROWS_TOGETHER:
+                (page,) = self._cluster.store.read([replace(get, key=key)]).results
+                items += [item for item in page if decode_item(item) is not None]
+                if len(page) < get.limit:
+                    break
+                key = page[-1].key + b"\0"
+        return items[:ROWS_TOGETHER]
 
     def _build_gets(self, number: int, at_most: int) -> list[Get]:
         """Return the reads of the pending rows of a node; for this node, of those of a previous catalog."""

@@ -15,10 +15,11 @@ from ckptfs import disk, limits
 from ckptfs.catalog import peer_copies
 from ckptfs.catalog.pfs_batch import PfsAction
 from ckptfs.catalog.pfs_state import Fingerprint, PfsLocation
-from ckptfs.coherence.keys import JOURNAL_ROW
+from ckptfs.coherence.keys import JOURNAL_ROW, SharedKey, encode_key
 from ckptfs.flow import take_over
 from ckptfs.flow.take_over import TakeOver
 from ckptfs.flow.write_back import stage
+from ckptfs.store.kv import Delete, Put
 
 
 @pytest.fixture
@@ -90,6 +91,22 @@ async def test_survivors_write_back_what_a_dead_node_had_to(cluster: WriterClust
     await left_behind(cluster)
     await cluster.settle()
     assert set(cluster.shared()) == {b"d", b"d/f", b"d/kept", b"d/e"}
+    cluster.exact()
+
+
+@pytest.mark.parametrize("is_former_catalog", [False, True], ids=["a dead node", "a former catalog of the node itself"])
+@in_cluster
+async def test_unreadable_rows_hide_no_others(cluster: WriterCluster, is_former_catalog: bool) -> None:
+    await left_behind(cluster)
+    one, _, dead = cluster.nodes
+    nodes = [dead.number, one.number] if is_former_catalog else [dead.number]
+    unreadable = [SharedKey(JOURNAL_ROW, node, b"!%d" % number) for node in nodes for number in range(3 * take_over.ROWS_TOGETHER)]
+    for key in unreadable:
+        one.store.commit([], [Put(encode_key(key), b"{}")])
+    await cluster.settle()
+    assert set(cluster.shared()) == {b"d", b"d/f", b"d/kept", b"d/e"}
+    for key in unreadable:
+        one.store.commit([], [Delete(encode_key(key))])
     cluster.exact()
 
 
