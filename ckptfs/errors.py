@@ -94,6 +94,14 @@ class TransactionInvalid(StoreRefused):
     """The store can never apply this transaction: it is too large, or malformed."""
 
 
+class TooManyOperations(TransactionInvalid):
+    """The store is set up for smaller transactions than ckptfs needs."""
+
+    def __init__(self, store: str) -> None:
+        remedy = "restart etcd with --max-txn-ops=128, its default, or more"
+        super().__init__(f"{store} permits too few operations in a transaction", remedy=remedy)
+
+
 class LeaseGone(StoreRefused):
     """The lease expired or was revoked."""
 

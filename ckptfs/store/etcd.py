@@ -22,7 +22,16 @@ import grpc
 
 from ckptfs import limits
 from ckptfs.config import Config
-from ckptfs.errors import CkptfsError, Compacted, LeaseGone, StoreRefused, StoreUnreachable, TransactionInvalid, describe_connection_fault
+from ckptfs.errors import (
+    CkptfsError,
+    Compacted,
+    LeaseGone,
+    StoreRefused,
+    StoreUnreachable,
+    TooManyOperations,
+    TransactionInvalid,
+    describe_connection_fault,
+)
 from ckptfs.protocol import etcd_pb2 as pb
 from ckptfs.protocol import etcd_pb2_grpc as rpc
 from ckptfs.store.kv import (
@@ -68,7 +77,7 @@ _TRANSIENT_CODES = {
 }
 
 
-_INVALID_DETAILS = ("request is too large", "too many operations", "duplicate key", "message larger than max")
+_INVALID_DETAILS = ("request is too large", "duplicate key", "message larger than max")
 """What etcd and gRPC say of a transaction that no member will ever apply."""
 
 # A member without a leader fails the call at once instead of waiting for one.
@@ -187,7 +196,7 @@ class _PagedRead:
     def _handle_page(self, part: Future[Outcome]) -> None:
         failure = part.exception()
         page_gets = min(self._page_gets_max, len(self._gets_left))
-        if isinstance(failure, AnswerTooLarge) and page_gets > 1:
+        if isinstance(failure, AnswerTooLarge | TooManyOperations) and page_gets > 1:
             self._page_gets_max = page_gets // 2
         elif failure:
             self.future.set_exception(failure)
@@ -547,6 +556,8 @@ def build_error(code: grpc.StatusCode | None, details: str, address: str) -> Ckp
         return LeaseGone(f"etcd at {address}: {details}")
     if "Received message larger" in details:
         return AnswerTooLarge(f"etcd at {address}: {details}")
+    if "too many operations" in details:
+        return TooManyOperations(f"etcd at {address}")
     if any(words in details for words in _INVALID_DETAILS):
         return TransactionInvalid(f"etcd at {address}: {details}")
     return StoreRefused(f"etcd at {address} refused: {details or code}")

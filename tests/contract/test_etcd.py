@@ -13,8 +13,9 @@ from daemon_under_test import eventually
 from etcd_server import Etcd, Member, revision_at, serving
 from etcd_server import three as three
 
+from ckptfs import limits
 from ckptfs.config import Config
-from ckptfs.errors import Compacted, StoreRefused, StoreUnreachable
+from ckptfs.errors import Compacted, StoreRefused, StoreUnreachable, TooManyOperations
 from ckptfs.protocol import etcd_pb2 as pb
 from ckptfs.store.etcd import EtcdStore
 from ckptfs.store.kv import ENDLESS, Compare, CompareTarget, Delete, Get, Item, Outcome, Put
@@ -150,6 +151,16 @@ def test_calls_that_wait_end_when_the_store_is_closed(etcd: Etcd) -> None:
     store.close()
     assert all(isinstance(one.exception(PATIENCE_S), StoreUnreachable) for one in waiting)
     etcd.resume()
+
+
+def test_an_etcd_that_permits_too_few_operations(tmp_path: Path) -> None:
+    """What is read comes in parts; of what is changed, the refusal names the option."""
+    with serving(tmp_path, more=["--max-txn-ops=16"]) as etcd, closing(EtcdStore(etcd.addresses, "one")) as store:
+        put(store, b"30", b"x")
+        assert [items[0].value for items in store.read([Get(b"%d" % number) for number in range(40)]).results if items] == [b"x"]
+        with pytest.raises(TooManyOperations, match="too few operations") as refusal:
+            store.commit((), [Put(b"%d" % number, b"x") for number in range(17)], timeout_s=PATIENCE_S)
+        assert f"--max-txn-ops={limits.ETCD_TRANSACTION_MAX}," in refusal.value.remedy
 
 
 def test_a_full_etcd_is_as_good_as_none(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from ckptfs_daemon.mount.sets.set_refresh import SetRefresh
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, async_tests, in_virtual_time, reconnect, running, settled, stored_tree
 
+from ckptfs import limits
 from ckptfs.catalog import identity, namespace, summary
 from ckptfs.catalog.inodes import get
 from ckptfs.clique import locations, membership
@@ -426,6 +427,29 @@ def test_a_change_that_the_store_refuses_for_ever_stays_here_and_the_others_go_o
         etcd.request_bytes_max = 100 * KIB
         await a.set("d/large", mode=0o600)
         assert b.db.value("SELECT 1 FROM xattr WHERE inode = ?", (await b.stat("d/large")).id)
+        assert await a.tree() == await b.tree() == stored_tree(etcd)
+
+    in_virtual_time(lambda: running(nodes, act))
+
+
+def test_a_store_that_permits_too_few_operations_forgets_no_change(tmp_path: Path) -> None:
+    """P1: the status names the option; what was changed meanwhile is shared when the operator has set it right."""
+    etcd = MemoryEtcd()
+    a, b = nodes = [Node(tmp_path / str(number), number, MemoryStore(etcd)) for number in (1, 2)]
+
+    async def act() -> None:
+        await a.build("d/", "d/before")
+        etcd.operations_max = 3
+        with a.db.transaction() as db:
+            db.run("UPDATE inode SET mode = ? WHERE id = ?", 0o100600, (await a.stat("d/before")).id)
+        await a.build("d/1", "d/2", "d/3")
+        ((_, report, _),) = summary.list_troubles(a.db, TROUBLE)
+        assert "--max-txn-ops=128" in report["remedy"] and "too few operations" in report["what"]
+        assert summary.list_troubles(a.db, UNSHARED_TROUBLE) == []
+        etcd.operations_max = limits.ETCD_TRANSACTION_MAX
+        await settled(nodes)
+        assert summary.list_troubles(a.db, TROUBLE) == []
+        assert await b.names("d") == [b"1", b"2", b"3", b"before"] and (await b.stat("d/before")).mode & 0o777 == 0o600
         assert await a.tree() == await b.tree() == stored_tree(etcd)
 
     in_virtual_time(lambda: running(nodes, act))

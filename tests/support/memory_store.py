@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from ckptfs import limits
-from ckptfs.errors import Compacted, LeaseGone, StoreRefused, StoreUnreachable, TransactionInvalid
+from ckptfs.errors import Compacted, LeaseGone, StoreRefused, StoreUnreachable, TooManyOperations, TransactionInvalid
 from ckptfs.store.kv import ENDLESS, Compare, CompareTarget, Delete, Event, Get, Item, Operation, Outcome, Put, WatchEvents
 
 WAIT_S = limits.ETCD_WAIT_S
@@ -51,6 +51,7 @@ class MemoryEtcd:
         self.transactions = 0
         self.bytes_sent = 0
         self.request_bytes_max = limits.ETCD_REQUEST_BYTES_MAX
+        self.operations_max = limits.ETCD_TRANSACTION_MAX
         # Sorted; with keys that were deleted, until they are compacted.
         self._keys: list[bytes] = []
         self._history: dict[bytes, list[tuple[int, Stored | None]]] = {}
@@ -167,8 +168,8 @@ class MemoryEtcd:
         return [event for event in self._events[start:] if _within(event.key, key, end)]
 
     def _check(self, compares: Sequence[Compare], changes: Sequence[Operation], otherwise: Sequence[Get]) -> None:
-        if max(len(compares), len(changes), len(otherwise)) > limits.ETCD_TRANSACTION_MAX:
-            raise TransactionInvalid("too many operations in txn request")
+        if max(len(compares), len(changes), len(otherwise)) > self.operations_max:
+            raise TooManyOperations("etcd")
         if sum(len(change.value) for change in changes if isinstance(change, Put)) > self.request_bytes_max:
             raise TransactionInvalid("request is too large")
         puts = [change.key for change in changes if isinstance(change, Put)]
@@ -278,8 +279,8 @@ class MemoryStore:
         self._reach()
         with self.etcd.changed:
             revision, results = self.etcd.revision, ()
-            for start in range(0, max(1, len(gets)), limits.ETCD_TRANSACTION_MAX):
-                outcome = self.etcd.transact((), gets[start : start + limits.ETCD_TRANSACTION_MAX], ())
+            for start in range(0, max(1, len(gets)), self.etcd.operations_max):
+                outcome = self.etcd.transact((), gets[start : start + self.etcd.operations_max], ())
                 revision, results = outcome.revision, results + outcome.results
             return Outcome(True, revision, results)
 

@@ -32,7 +32,7 @@ from ckptfs.coherence.conflict import CommitResult, ConflictResolver
 from ckptfs.coherence.keys import INODE, NAME, SharedKey, describe_path
 from ckptfs.coherence.read import RecentDeletes, StoreValue
 from ckptfs.coherence.store_loss import AdoptionStep, EpochCheckedStore
-from ckptfs.errors import CkptfsError, StoreLost, StoreUnreachable, TransactionInvalid, posix_error
+from ckptfs.errors import CkptfsError, StoreLost, StoreUnreachable, TooManyOperations, TransactionInvalid, posix_error
 from ckptfs.store.kv import Get, Outcome, Store, Watch, WatchEvents, prefix_end, read_all
 from ckptfs_daemon.mount.cluster import cluster_recovery
 from ckptfs_daemon.mount.cluster.cluster_recovery import wait_outcome
@@ -429,23 +429,30 @@ class SharedNamespace(LocalNamespace):
             self._unconfirmed = None
             self._changes_max = min(2 * self._changes_max, limits.ETCD_OPERATIONS_MAX)
         except TransactionInvalid as refusal:
-            self._handle_invalid(transaction, refusal)
+            return self._handle_invalid(transaction, refusal)
         except CkptfsError as failure:
             self._handle_failure(failure)
             return False
         return True
 
-    def _handle_invalid(self, transaction: commit.StoreTransaction, refusal: TransactionInvalid) -> None:
-        """Find, by halves, the change that the store refuses for ever. It stays here; the others go on."""
+    def _handle_invalid(self, transaction: commit.StoreTransaction, refusal: TransactionInvalid) -> bool:
+        """Find, by halves, the change that the store refuses for ever. It stays here; the others go on.
+
+        Returns False if the store would take no such change of any file: then this node keeps all, until the store is set up rightly.
+        """
         self._unconfirmed = None
         if transaction.change_count > 1:
             self._changes_max = transaction.change_count // 2
-            return
+            return True
+        if isinstance(refusal, TooManyOperations):
+            self._handle_failure(refusal)
+            return False
         path = conflict.drop_change(self.db, transaction)
         what = f"etcd refuses a change of this file for ever: {refusal}; other nodes do not see it"
-        remedy = "see --max-txn-ops and --max-request-bytes of etcd, then change the file again"
+        remedy = "see --max-request-bytes of etcd, then change the file again"
         summary.set_trouble(self.db, UNSHARED_TROUBLE, {"what": what, "path": path, "remedy": remedy})
         log.error("%s: a change is not shared: %s; other nodes do not see it (%s)", path, refusal, remedy)
+        return True
 
     async def _build_resolver(self, transaction: commit.StoreTransaction, reply: Outcome) -> Callable[..., ConflictResolver]:
         """Return the resolver for changes made while disconnected, with what it needs of the store."""
