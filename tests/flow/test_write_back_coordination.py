@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from memory_store import MemoryStore
 from shared_catalogs import async_tests, run_seeded, settled, stored
-from write_back_world import Refusal, intercepted
+from write_back_world import Refusal, intercepted, unreadable
 from writers_together import WriterCluster
 
 from ckptfs.catalog import scans, summary
@@ -710,6 +710,45 @@ def test_what_a_dead_node_was_changing_in_a_directory_that_cannot_be_read_waits_
         assert (cluster.pfs / "d" / "x").read_bytes() == b"0"
 
     assert set(run(tmp_path, 0, act).shared()) == {b"d", b"d/x", b"e", b"e/y"}
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
+def test_what_a_mover_was_changing_in_a_directory_that_cannot_be_read_waits_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """P1, P8: killed at any operation of a batch; everything else of both nodes is written back before the directory can be read."""
+    monkeypatch.setattr(deferred, "RETRY_FIRST_S", 1000.0)
+    labels = ["none"]
+
+    async def act(cluster: WriterCluster) -> None:
+        one, two = cluster.nodes
+        for name in ("d", "e"):
+            await one.mkdir(name)
+        for name in ("run", "best"):
+            await one.put(f"d/{name}", b"old")
+        await cluster.settle()
+        await one.put("d/run", b"new")
+        await one.put("d/fresh", b"fresh")
+        await one.rename("d/best", "d/former")
+        await one.put("e/x", b"1")
+        cluster.deadly = {labels[-1]}
+        with intercepted(seen.append):
+            while cluster.deadly and await cluster.step(one):
+                pass
+        cluster.deadly, cluster.refusing = set(), 0.1  # An error of the PFS is tried again.
+        await one.put("e/y", b"2")
+        await two.put("e/z", b"3")
+        with unreadable(b"d", "stat", code):
+            for _ in range(30):
+                for node in cluster.nodes:
+                    await cluster.step(node)
+            assert {path.name for path in (cluster.pfs / "e").iterdir()} == {"x", "y", "z"}, labels[-1]
+
+    while labels:
+        seen: list[str] = []
+        (root := tmp_path / labels[-1].replace(":", " ")).mkdir()
+        assert set(run(root, 0, act).shared()) == {b"d", b"d/run", b"d/fresh", b"d/former", b"e", b"e/x", b"e/y", b"e/z"}
+        labels = sorted({*seen}) if labels == ["none"] else labels[:-1]
 
 
 @pytest.mark.parametrize("seed", [34, 125, 128, 146])

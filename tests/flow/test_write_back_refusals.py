@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from local_node import inject_fault
-from write_back_world import Killed, Mount, Refusal, intercepted, killed_at, memory, rest
+from write_back_world import Killed, Mount, Refusal, intercepted, killed_at, memory, rest, unreadable
 
 from ckptfs.catalog import journal, namespace, pfs_batch
 from ckptfs.catalog.pfs_batch import KEYS_PER_ROW
@@ -201,8 +201,9 @@ def test_killed_at_every_operation_around_a_refusal(act: str, after: bool, monke
             moments = list_moments(labels)
 
 
+@pytest.mark.parametrize("call", ["open", "stat"])
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
-def test_a_directory_that_cannot_be_read_after_a_kill_holds_up_nobody_else(code: int) -> None:
+def test_a_directory_that_cannot_be_read_after_a_kill_holds_up_nobody_else(code: int, call: str) -> None:
     """P1, P6: the mover died at any operation of a batch; what it had done there is no external change later."""
     moments = [10_000]
     while moments:
@@ -219,8 +220,7 @@ def test_a_directory_that_cannot_be_read_after_a_kill_holds_up_nobody_else(code:
         number = moments.pop()
         with contextlib.suppress(Killed), killed_at(number, after=True) as labels:
             rest(mount.write_back())
-        with pytest.MonkeyPatch.context() as patch:
-            Refusal(patch, "open", lambda name: name == b"bad", code)
+        with unreadable(b"bad", call, code):
             rest(mount.write_back())
             assert others_shown(mount, b"later")
         mount.settle_exactly()

@@ -308,6 +308,22 @@ class Refusal:
 
 
 @contextmanager
+def unreadable(directory: bytes, call: str, code: int) -> Iterator[None]:
+    """A PFS that does not open this directory, or opens it and tells nothing of its entries (`call`: stat)."""
+    original = getattr(os, call)
+
+    def failing(*values: Any, **named: Any) -> Any:
+        place = values[0] if call == "open" else os.readlink(b"/proc/self/fd/%d" % (named.get("dir_fd") or 0))
+        if os.fsencode(place).rpartition(b"/")[2] == directory:
+            raise OSError(code, os.strerror(code))
+        return original(*values, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, call, failing)
+        yield
+
+
+@contextmanager
 def intercepted(before: Callable[[str], None], after: Callable[[str], None] = lambda label: None) -> Iterator[None]:
     """Let `before` and `after` see the label of every disk operation; either may raise."""
     original = disk.act

@@ -263,7 +263,7 @@ class Applier:
 
     def _drop_taken(self, directory: int, action: PfsAction, found: os.stat_result | None = None) -> None:
         """Remove the file that has lost its name. If the PFS refuses, the batch waits; the change is done."""
-        self.is_half_done = True
+        self.is_half_done = found is not None or find_stat(directory, action.temporary) is not None
         drop_taken(directory, action, found)
         self.is_half_done = False
 
