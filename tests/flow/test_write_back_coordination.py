@@ -712,6 +712,48 @@ def test_what_a_dead_node_was_changing_in_a_directory_that_cannot_be_read_waits_
     assert set(run(tmp_path, 0, act).shared()) == {b"d", b"d/x", b"e", b"e/y"}
 
 
+def test_what_a_dead_node_had_renamed_counts_when_a_survivor_has_synced_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P3, P9: the node dies before the fsync of the directory. A power cut of the PFS may still undo the rename."""
+    monkeypatch.setattr(deferred, "RETRY_FIRST_S", 1000.0)
+    fsync, calls, is_failing = os.fsync, [], True
+
+    def fail(fd: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("/d"):
+            calls.append(fd)
+            if is_failing:
+                raise OSError(errno.EIO, "failed")
+        fsync(fd)
+
+    async def is_complete(cluster: WriterCluster) -> bool:
+        state = stored(cluster.etcd).get(SharedKey(PFS_STATE, (await cluster.nodes[1].stat("d/f")).id), {})
+        return bool(state.get("published", [0, False])[1])
+
+    async def act(cluster: WriterCluster) -> None:
+        nonlocal is_failing
+        one, two = cluster.nodes
+        await one.mkdir("d")
+        await cluster.settle()
+        two.hold(one, await one.put("d/f", b"1"))
+        cluster.dying_at = {"write_back:directory"}
+        await cluster.step(one)
+        assert not one.alive and (cluster.pfs / "d" / "f").read_bytes() == b"1"
+        monkeypatch.setattr(os, "fsync", fail)
+        cluster.refusing = 0.1  # An error of the PFS is tried again.
+        await two.put("other", b"2")
+        await cluster.take_over(two)
+        for _ in range(5):
+            await cluster.step(two)
+        assert calls and not await is_complete(cluster) and (cluster.pfs / "other").exists()
+        assert [value["path"] for _, value, _ in summary.list_troubles(two.db, summary.DEFERRED_TROUBLE)] == ["d/f"]
+        calls.clear()
+        is_failing = False
+        two.write_back.retry_now()
+        await cluster.write_back_all(two)
+        assert calls and await is_complete(cluster)
+
+    assert set(run(tmp_path, 0, act).shared()) == {b"d", b"d/f", b"other"}
+
+
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
 def test_what_a_mover_was_changing_in_a_directory_that_cannot_be_read_waits_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int

@@ -127,12 +127,11 @@ class Applier:
         for path in dict.fromkeys([*self._directories, *above]):
             self._unsynced.pop(path, None)
             try:
-                disk.fsync("write_back:directory", self._tree.get_directory(path))
+                sync_directory(self._tree.get_directory(path))
             except DirectoryMissing:
                 continue
             except OSError as failure:
-                if failure.errno not in _NO_FSYNC:
-                    self._unsynced[path] = failure
+                self._unsynced[path] = failure
 
     # --- one method per act -------------------------------------------------------------------------------------------
 
@@ -308,7 +307,7 @@ class Applier:
                 os.unlink(action.temporary, dir_fd=directory)
             raise
         self._copied_inodes[source.st_ino] = copied.st_ino
-        disk.fsync("write_back:directory", directory)
+        sync_directory(directory)
         try:
             self._take_name(action, source)
         except OSError:
@@ -538,6 +537,15 @@ def _link_or_rename(directory: int, name: bytes, conflict_name: bytes, there: os
             if failure.errno not in _NO_LINKS:
                 raise
     os.rename(name, conflict_name, src_dir_fd=directory, dst_dir_fd=directory)
+
+
+def sync_directory(fd: int) -> None:
+    """Make the names in a directory durable, as far as its filesystem can."""
+    try:
+        disk.fsync("write_back:directory", fd)
+    except OSError as failure:
+        if failure.errno not in _NO_FSYNC:
+            raise
 
 
 def set_directory_times(fd: int, inode: Inode) -> None:

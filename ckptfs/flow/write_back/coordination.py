@@ -30,6 +30,7 @@ from ckptfs.coherence.pfs_coordination import NotLoaded, StoreSnapshot, build_ro
 from ckptfs.config import Config
 from ckptfs.errors import Busy, StoreUnreachable
 from ckptfs.flow.write_back import TIMES_BATCH, WriteBack
+from ckptfs.flow.write_back.apply import sync_directory
 from ckptfs.flow.write_back.deferred import RefusedKind
 from ckptfs.flow.write_back.plan import waits_for_seal
 from ckptfs.flow.write_back.plan_facts import BatchPlan
@@ -321,9 +322,10 @@ class ClusterWriteBack(WriteBack):
                 raise OSError(failure.errno, failure.strerror, location.text) from failure
 
     def _observe(self, name: PfsName, temporaries: Iterable[str]) -> ObservedStat | None:
-        """Return what the PFS shows under a name, after the temporary names of the intent were removed.
+        """Return what the PFS durably shows under a name, without the temporary names of the intent.
 
-        A rename of the dead node that still hangs in the kernel then finds no source, and cannot land any more.
+        A rename of the dead node that still hangs in the kernel then finds no source, and cannot land any more. The node may have died
+        before it synced the directory.
         """
         path = PfsView(self._db).get_path(name[0])
         if path is None:
@@ -331,7 +333,9 @@ class ClusterWriteBack(WriteBack):
         for temporary in temporaries:
             remove_temporary(self._tree, PfsLocation(*name, path), temporary.encode("latin-1"))
         try:
-            found = find_stat(self._tree.get_directory(path), name[1])
+            directory = self._tree.get_directory(path)
+            found = find_stat(directory, name[1])
+            sync_directory(directory)
         except DirectoryMissing:
             return None
         return None if found is None else ObservedStat.of(found)
