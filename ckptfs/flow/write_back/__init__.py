@@ -97,35 +97,19 @@ class WriteBack:
         """Write back one batch. Return True if more may be ready now. Raises TierUnavailable."""
         more = False
         try:
-            more = self._config.pfs is not None and self._try_batch()
+            more = self._config.pfs is not None and self._write_batch()
+            self._has_retried_walk, self._missing_directory, self._gone_directory = False, None, None
+        except DirectoryMissing as missing:
+            more = self._handle_missing(missing)
+        except (Busy, StoreUnreachable) as reason:
+            more = self._wait_for(reason)
+        except OSError as failure:
+            more = self._handle_failure(failure)
         finally:
             if not more:
                 self._deferred.note_rest()
                 self._tree.close()  # The PFS can be unmounted while write-back is idle or fails.
         return more
-
-    def _try_batch(self) -> bool:
-        """Write back one batch, or try a part of it. Return True if more may be ready now."""
-        try:
-            more = self._write_batch()
-            self._has_retried_walk, self._missing_directory, self._gone_directory = False, None, None
-            return more
-        except DirectoryMissing as missing:
-            return self._handle_missing(missing)
-        except (Busy, StoreUnreachable) as reason:
-            return self._wait_for(reason)
-        except OSError as failure:
-            self._tree.clear_cache()
-            if failure.errno == errno.ENOSPC and not self._deferred.skips_bytes and journal.has_removal(self._db):
-                self._deferred.skip_bytes(failure)
-                return True
-            if failure.errno in _STALE_PATH_ERRNOS:
-                if not self._has_retried_walk:
-                    self._has_retried_walk = True  # A directory in the cache may have been removed: walk its path again.
-                    return True
-                if self._has_intents_elsewhere():
-                    return self._wait_for(failure)
-            raise build_unavailable_error(failure, os.fsdecode(os.fsencode(failure.filename or self._tree.root))) from failure
 
     def next_due_s(self) -> float | None:
         """Return the seconds until a waiting content or a deferred file is due; None if there is none."""
@@ -160,10 +144,7 @@ class WriteBack:
             return True
         after = self._deferred.after_seq
         urgent = self._ahead.list_next(after, BATCH_ROWS)
-        rows = self._choose_rows(urgent or journal.list_oldest(self._db, BATCH_ROWS, after))
-        if rows is None:
-            self._is_waiting = True
-            return False
+        rows = self._list_ready(urgent or journal.list_oldest(self._db, BATCH_ROWS, after))
         if rows:
             return self._write_rows(rows, is_ahead=bool(urgent))
         self._is_waiting = bool(journal.list_oldest(self._db, 1, after))
@@ -181,8 +162,8 @@ class WriteBack:
             log.info("%s: new PFS for this catalog; all files are written back to it", self._config.pfs)
         self._has_met_pfs = True
 
-    def _choose_rows(self, rows: list[JournalRow]) -> list[JournalRow] | None:
-        """Return those of the next rows that can be planned; None if the first has to wait."""
+    def _list_ready(self, rows: list[JournalRow]) -> list[JournalRow]:
+        """Return those of the next rows that can be planned. Raises Busy if the first has to wait."""
         return rows
 
     def _write_rows(self, rows: list[JournalRow], *, is_ahead: bool) -> bool:
@@ -298,6 +279,20 @@ class WriteBack:
         log.debug("write-back waits: %s", reason)
         self._is_waiting = True
         return False
+
+    def _handle_failure(self, failure: OSError) -> bool:
+        """Choose what follows an error of the PFS. Return True for another try. Raises TierUnavailable."""
+        self._tree.clear_cache()
+        if failure.errno == errno.ENOSPC and not self._deferred.skips_bytes and journal.has_removal(self._db):
+            self._deferred.skip_bytes(failure)
+            return True
+        if failure.errno in _STALE_PATH_ERRNOS:
+            if not self._has_retried_walk:
+                self._has_retried_walk = True  # A directory in the cache may have been removed: walk its path again.
+                return True
+            if self._has_intents_elsewhere():
+                return self._wait_for(failure)
+        raise build_unavailable_error(failure, os.fsdecode(os.fsencode(failure.filename or self._tree.root))) from failure
 
     def _handle_missing(self, missing: DirectoryMissing) -> bool:
         """Make a directory again that is needed but was removed on the PFS, with everything in it."""

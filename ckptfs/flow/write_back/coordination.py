@@ -101,26 +101,32 @@ class ClusterWriteBack(WriteBack):
         store_loss.require_adopted(self._db)
         super()._open_pfs()
 
-    def _choose_rows(self, rows: list[JournalRow]) -> list[JournalRow] | None:
-        """Return the next rows that the store has and no other node took over. Raises StoreUnreachable."""
-        # The store is asked about rows that can be written back, not again and again about one that waits for a seal of this node.
+    def _list_ready(self, rows: list[JournalRow]) -> list[JournalRow]:
+        """Return the next rows that the store has. Raises Busy if the first one waits for a seal of this node.
+
+        The store is not asked again and again about such a row.
+        """
         sealed = [*takewhile(lambda row: not waits_for_seal(self._facts, row), rows)]
         if rows and not sealed:
-            return None
-        rows = list_published_rows(self._db, self._instance, sealed[:BATCH_ROWS])
-        if not rows:
-            return rows
+            raise Busy("the next file is being sealed")
+        return list_published_rows(self._db, self._instance, sealed[:BATCH_ROWS])
+
+    def _write_rows(self, rows: list[JournalRow], *, is_ahead: bool) -> bool:
+        """Write rows, if no other node has written any of them back meanwhile. Raises StoreUnreachable."""
         self._take_lease()
         self._load(rows, self._extra_inodes)
         if self._resolve_intents(self._snapshot.list_intents()):
             self._load(rows, self._extra_inodes)
+        return self._delete_taken(rows) or super()._write_rows(rows, is_ahead=is_ahead)
+
+    def _delete_taken(self, rows: list[JournalRow]) -> bool:
+        """Delete those of the loaded rows that another node took over. Return True if there was any."""
         taken = [row for row in rows if self._snapshot.get_value(build_row_key(self._db, self._instance, row)) is None]
         if taken:
             log.info("journal: %d changes of this node were written back by another node", len(taken))
             journal.delete_rows(self._db, taken)
             self._restart_search()
-        self._set_expected_inodes()
-        return [row for row in rows if row not in taken]
+        return bool(taken)
 
     def _restart_search(self) -> None:
         self._next_search_s = time.monotonic()
@@ -141,9 +147,21 @@ class ClusterWriteBack(WriteBack):
         self._next_search_s = now_s + limits.SKIPPED_SCAN_INTERVAL_S
         return journal.insert_missing(self._db, limits.CHANGE_ROWS_MAX) > 0
 
-    def _load(self, rows: Iterable[JournalRow], inodes: Iterable[int]) -> None:
+    def _load(self, rows: Iterable[JournalRow], inodes: Iterable[int], directories: Iterable[int] = ()) -> None:
+        """Load what the store says of rows and inodes. Raises StoreUnreachable.
+
+        These and the loaded directories are expected by st_ino. No descriptor is kept: others may have replaced them.
+        """
         self._snapshot = StoreSnapshot(self._db, self._store)
         self._snapshot.load(self._instance, rows, inodes)
+        self._tree.clear_cache()
+        view, expected = PfsView(self._db), dict[DirectoryPath, int]()
+        for directory in {key.number for key in self._snapshot.store_values if key.kind == PFS_NAME}.union(directories):
+            number = None if directory == ROOT else pfs_state.find_pfs_inode(self._db, directory)
+            path = None if number is None else view.get_path(directory)
+            if path and number is not None:
+                expected[path] = number
+        self._tree.set_expected_inodes(expected)
 
     def _plan(self, rows: list[JournalRow]) -> BatchPlan:
         """Plan the next rows, without those that depend on what the PFS refuses."""
@@ -173,13 +191,8 @@ class ClusterWriteBack(WriteBack):
 
     def _set_times(self) -> bool:
         if directories := pfs_state.list_stale_times(self._db, TIMES_BATCH):
-            self._load_directories(directories)
+            self._load([], directories)
         return super()._set_times()
-
-    def _load_directories(self, directories: list[int]) -> None:
-        """Load where these directories are now. Raises StoreUnreachable."""
-        self._load([], directories)
-        self._set_expected_inodes()
 
     def _handle_missing(self, missing: DirectoryMissing) -> bool:
         """Find out whether a directory is gone or another node moves it. If it is gone, make it again."""
@@ -210,23 +223,12 @@ class ClusterWriteBack(WriteBack):
         inode = pfs_state.find_inode(self._db, names)
         if inode is None:
             return {}
-        self._load_directories([inode])
+        self._load([], [inode])
         others = [(key, number) for key, number in self._snapshot.list_intents() if number != self._cluster.node_number]
         self._resolve_intents(others)
         if others or PfsView(self._db).get_path(inode) != names:
             raise Busy("another node is moving the directory")
         return {key: self._snapshot.get_revision(key) for key in self._snapshot.store_values if key.kind in {PFS_NAME, PFS_STATE}}
-
-    def _set_expected_inodes(self, directories: Iterable[int] = ()) -> None:
-        """Expect these and loaded directories by st_ino. No descriptor is kept: others may have replaced them."""
-        self._tree.clear_cache()
-        view, inodes = PfsView(self._db), dict[DirectoryPath, int]()
-        for directory in {key.number for key in self._snapshot.store_values if key.kind == PFS_NAME}.union(directories):
-            number = None if directory == ROOT else pfs_state.find_pfs_inode(self._db, directory)
-            path = None if number is None else view.get_path(directory)
-            if path and number is not None:
-                inodes[path] = number
-        self._tree.set_expected_inodes(inodes)
 
     # --- a batch ------------------------------------------------------------------------------------------------------
 
@@ -255,8 +257,7 @@ class ClusterWriteBack(WriteBack):
         actions = [*batch.actions, *batch.abandoned]
         locations = [location for action in actions for location in (action.location, action.new_location) if location is not None]
         directories = {location.parent for location in [*locations, *(show.location for show in batch.expected_entries)]}
-        self._load([], directories)
-        self._set_expected_inodes(directories)
+        self._load([], directories, directories)
         batch = _relocate_batch(PfsView(self._db), batch)
         pfs_batch.set_batch(self._db, batch, ready=is_ready)  # Its temporary files are where other nodes have moved their directories.
         if is_ready and not pfs_coordination.resume_intents(self._db, self._store, batch, self._instance):
