@@ -115,11 +115,17 @@ class Applier:
                     self._directories[location.path] = None
         self.current_action = None
         self._sync_directories()
-        return {
-            show.location.pfs_name: self._observe(show.location, show.fingerprint)
-            for show in self._batch.expected_entries
-            if show.inode is not None
-        }
+        observed: ObservedNames = {}
+        for show in self._batch.expected_entries:
+            if show.inode is None:
+                continue
+            try:
+                found = disk.act("write_back:look", find_stat, self._fd(show.location), show.location.name)
+            except DirectoryMissing:
+                found = None
+            seen = ObservedStat.of(found) if found is not None and self._matches(found, show.fingerprint) else None
+            observed[show.location.pfs_name] = seen
+        return observed
 
     def _sync_directories(self) -> None:
         """Make the names of the batch durable, with those above them that were not durable before."""
@@ -510,15 +516,6 @@ class Applier:
             disk.act(label, call, *values, **named)
 
         run_as_owner(directory, name, change)
-
-    def _observe(self, location: PfsLocation, fingerprint: Fingerprint) -> ObservedStat | None:
-        try:
-            found = disk.act("write_back:look", find_stat, self._fd(location), location.name)
-        except DirectoryMissing:
-            return None
-        if found is None or not self._matches(found, fingerprint):
-            return None
-        return ObservedStat.of(found)
 
 
 def _is_externally_changed(found: os.stat_result, fingerprint: Fingerprint) -> bool:

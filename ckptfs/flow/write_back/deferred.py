@@ -98,9 +98,18 @@ def _concerns_part(tree: PfsTree, path: DirectoryPath, failure: OSError) -> bool
 
     It concerns one entry, a filesystem that is mounted inside, or a directory with a quota.
     """
-    if isinstance(failure, SourceFailed) or failure.errno not in health.PFS_FAILURE_ERRNOS or _is_elsewhere(tree, path):
+    if isinstance(failure, SourceFailed) or failure.errno not in health.PFS_FAILURE_ERRNOS:
         return True
-    return failure.errno == errno.ENOSPC and _has_own_limit(tree, path)
+    try:
+        directory, root = tree.get_directory(path), tree.get_directory(())
+        found, whole = os.fstatvfs(directory), os.fstatvfs(root)
+        is_mounted = os.fstat(directory).st_dev != os.fstat(root).st_dev
+    except OSError:
+        return False
+    if failure.errno == errno.ENOSPC and found.f_blocks != whole.f_blocks:
+        return True  # XFS and ext4 report the quota of a project as the size of its directory.
+    # Subvolumes have devices of their own, but the same figures.
+    return is_mounted and (found.f_blocks, found.f_bfree) != (whole.f_blocks, whole.f_bfree)
 
 
 class DeferredFiles:
@@ -317,25 +326,6 @@ def _describe_act(action: PfsAction) -> str:
     old = action.location.text
     names = {"put": "creation", "link": f"link to {old}", "move": f"rename from {old}", "exchange": f"exchange with {old}"}
     return names.get(action.act, "removal")
-
-
-def _is_elsewhere(tree: PfsTree, path: DirectoryPath) -> bool:
-    """Return True if a directory is on a filesystem that is mounted below the PFS's root."""
-    try:
-        directory, root = tree.get_directory(path), tree.get_directory(())
-        found, whole = os.fstatvfs(directory), os.fstatvfs(root)
-        # Subvolumes have devices of their own, but the same figures.
-        return os.fstat(directory).st_dev != os.fstat(root).st_dev and (found.f_blocks, found.f_bfree) != (whole.f_blocks, whole.f_bfree)
-    except OSError:
-        return False
-
-
-def _has_own_limit(tree: PfsTree, path: DirectoryPath) -> bool:
-    """Return True if the size of a directory is limited: XFS and ext4 report the quota of its project."""
-    try:
-        return os.fstatvfs(tree.get_directory(path)).f_blocks != os.fstatvfs(tree.get_directory(())).f_blocks
-    except OSError:
-        return False
 
 
 def _make_and_remove(directory: int, name: bytes, content: bytes) -> None:

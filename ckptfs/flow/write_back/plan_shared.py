@@ -348,9 +348,10 @@ class SharedPlanner(Planner):
         A file of another node that is there by now may be newer (P6). The PFS then goes on with what the name holds in the end.
         """
         child, shown = self._snapshot.get_child(name), self.view.get_entry(*name)
-        if child != row.inode and shown is not None and (shown.inode == child or not _have_same_origin(shown.inode, row.inode)):
-            return False
-        return self._is_kept(row, name)
+        if child == row.inode or shown is None:
+            return self._is_kept(row, name)
+        is_of_same_node = identity.get_origin_node(shown.inode) == identity.get_origin_node(row.inode)
+        return is_of_same_node and shown.inode != child and self._is_kept(row, name)
 
     def _is_kept(self, row: JournalRow, name: PfsName) -> bool:
         """Return True if the inode of a row has a name now, or has it until a later row."""
@@ -383,7 +384,3 @@ class SharedPlanner(Planner):
         known = self._facts.get_inode(inode)
         seen = (self._snapshot.get_value(SharedKey(PFS_STATE, inode)) or {}).get("seen")
         return known.is_directory if known is not None else seen is not None and stat.S_ISDIR(seen[1])
-
-
-def _have_same_origin(one: int, other: int) -> bool:
-    return identity.get_origin_node(one) == identity.get_origin_node(other)
