@@ -96,27 +96,23 @@ class StoreSnapshot:
     def load(self, instance: str, rows: Iterable[JournalRow] = (), inodes: Iterable[int] = ()) -> None:
         """Read all that these rows and inodes lead to. Raises StoreUnreachable, and Busy if it keeps changing."""
         rows, inodes = list(rows), list(inodes)
-        self._is_loading = True
+        self._is_loading = self._is_guessing = True
         try:
-            self._load_in_rounds(instance, rows, inodes)
+            # What the catalog knows leads to most keys at once. Of these, `store_values` gets what is needed by what the store says.
+            keys = list(dict.fromkeys(self._list_needed_keys(instance, rows, inodes)))
+            self._is_guessing = False
+            self._guessed = self._read(keys)
+            for _ in range(ROUNDS_MAX):
+                wanted = dict.fromkeys(self._list_needed_keys(instance, rows, inodes))
+                keys = [key for key in wanted if key not in self.store_values]
+                if not keys:
+                    self._require_consistent()
+                    return self._require_published()
+                found = self._read(keys)
+                self.store_values |= found
+                self._apply_to_catalog(found)
         finally:
             self._is_loading = self._is_guessing = False
-
-    def _load_in_rounds(self, instance: str, rows: list[JournalRow], inodes: list[int]) -> None:
-        # What the catalog knows leads to most keys at once. Of these, `store_values` gets what is needed by what the store says.
-        self._is_guessing = True
-        keys = list(dict.fromkeys(self._list_needed_keys(instance, rows, inodes)))
-        self._is_guessing = False
-        self._guessed = self._read(keys)
-        for _ in range(ROUNDS_MAX):
-            wanted = dict.fromkeys(self._list_needed_keys(instance, rows, inodes))
-            keys = [key for key in wanted if key not in self.store_values]
-            if not keys:
-                self._require_consistent()
-                return self._require_published()
-            found = self._read(keys)
-            self.store_values |= found
-            self._apply_to_catalog(found)
         raise Busy("what is to be written back moves about")
 
     def _read(self, keys: list[SharedKey]) -> dict[SharedKey, StoreValue]:

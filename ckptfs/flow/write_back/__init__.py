@@ -189,7 +189,6 @@ class WriteBack:
                 self._deferred.after_seq = max(self._deferred.after_seq, applied.last_seq)
             if plan.moved_pending and applied is batch:
                 self._deferred.release(plan.moved_pending)
-            self._deferred.pass_fence(applied.last_seq)
             break
         return True
 

@@ -118,8 +118,8 @@ class DeferredFiles:
     def __init__(self, report: Callable[[str, Mapping[str, Any] | None], None], tree: PfsTree, probe: bytes) -> None:
         """`report(key, value)` publishes a trouble, or clears it if that is None. `probe`: a temporary name."""
         self.after_seq = 0
-        self.fence_seq: int | None = None
-        """A row that could not be staged together with those before it: the next batch ends before it."""
+        self.fence_seq = 0
+        """A row that could not be staged together with those before it: a batch ends before it."""
         self._report = report
         self._tree = tree
         self._probe = probe
@@ -135,7 +135,7 @@ class DeferredFiles:
 
     def skip_bytes(self, failure: OSError) -> None:
         """Refuse the bytes of all files until the end of the journal, because the PFS is full."""
-        self._full_failure, self._has_made_room, self.fence_seq = failure, False, None
+        self._full_failure, self._has_made_room = failure, False
 
     @property
     def skips_bytes(self) -> bool:
@@ -144,11 +144,6 @@ class DeferredFiles:
     def is_pfs_full(self) -> bool:
         """Return True if the PFS had no room for something that waits."""
         return self.skips_bytes or any(one.lacks_room for one in self._files.values())
-
-    def pass_fence(self, up_to: int) -> None:
-        """Note that the rows up to `up_to` are done."""
-        if self.fence_seq is not None and up_to >= self.fence_seq:
-            self.fence_seq = None
 
     def note_removal(self) -> None:
         """Note that something went from the PFS: the bytes of files may fit now."""
@@ -256,7 +251,7 @@ class DeferredFiles:
 
     def retry_now(self) -> None:
         """Release all files before the next batch. May be called from another thread."""
-        self._retries_all, self.fence_seq = True, None
+        self._retries_all = True
 
     def _report_deferred(self) -> None:
         reports = _build_reports(self._files.values())

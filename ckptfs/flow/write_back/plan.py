@@ -57,11 +57,10 @@ class Planner:
         self._rewritten: set[int] = set()
         self._is_full = False
 
-    def plan_rows(self, rows: Iterable[JournalRow], fence_seq: int | None = None) -> BatchPlan:
-        """Plan rows one after another. The first that has to wait, or is fenced, begins the next batch."""
+    def plan_rows(self, rows: Iterable[JournalRow], fence_seq: int = 0) -> BatchPlan:
+        """Plan rows one after another. One that has to wait, or is behind the fence, begins a new batch."""
         for row in rows:
-            is_fenced = fence_seq is not None and row.seq >= fence_seq and self.batch.last_seq > 0
-            if is_fenced or not self.plan_row(row):
+            if 0 < self.batch.last_seq < fence_seq <= row.seq or not self.plan_row(row):
                 break
         return self.plan
 

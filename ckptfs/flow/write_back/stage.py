@@ -245,7 +245,6 @@ class Stager:
         planned = plan.puts[action.key]
         if not self._deferred.defer(action, _choose_kind(planned), failure, planned.size):
             raise OSError(failure.errno, failure.strerror, action.location.text) from failure
-        self._deferred.fence_seq = None
         with contextlib.suppress(Busy):
             self._defer_next(plan, action)
         raise Busy(f"{action.location.text} is deferred") from failure
