@@ -197,7 +197,7 @@ class DeferredFiles:
         root = self._tree.get_directory(())
         try:
             space = os.fstatvfs(root)
-            if size > space.f_bavail * space.f_frsize:
+            if space.f_blocks and size > space.f_bavail * space.f_frsize:  # Some PFS have no figures.
                 return False
             probe = bytes(min(max(size, PROBE_BYTES_MIN), limits.BLOCK_BYTES))
             run_as_owner(root, self._probe, lambda: disk.act("write_back:probe", _make_and_remove, root, self._probe, probe))
