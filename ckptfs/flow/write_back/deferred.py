@@ -52,8 +52,8 @@ TRIES_MAX = 3
 FILES_MAX = 1024
 LOGGED_MAX = 10
 REPORTED_MAX = 20
-# A file of so many bytes has a block of its own on the PFS.
-PROBE_BYTES_MIN = 4096
+# A file of so many bytes needs blocks of its own on the PFS.
+PROBE_BYTES = 64 * limits.KIB
 RETRY_FIRST_S = 1.0
 RETRY_LAST_S = 120.0
 PAUSE_S_MIN = 0.25
@@ -199,8 +199,7 @@ class DeferredFiles:
             space = os.fstatvfs(root)
             if space.f_blocks and size > space.f_bavail * space.f_frsize:  # Some PFS have no figures.
                 return False
-            probe = bytes(min(max(size, PROBE_BYTES_MIN), limits.BLOCK_BYTES))
-            run_as_owner(root, self._probe, lambda: disk.act("write_back:probe", _make_and_remove, root, self._probe, probe))
+            run_as_owner(root, self._probe, lambda: disk.act("write_back:probe", _make_and_remove, root, self._probe))
         except OSError as failure:
             log.debug("the PFS does not take a file: %s", failure)
             return False
@@ -323,13 +322,13 @@ def _describe_act(action: PfsAction) -> str:
     return names.get(action.act, "removal")
 
 
-def _make_and_remove(directory: int, name: bytes, content: bytes) -> None:
+def _make_and_remove(directory: int, name: bytes) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(name, dir_fd=directory)
     try:
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
         with os.fdopen(fd, "wb") as file:
-            file.write(content)
+            file.write(bytes(PROBE_BYTES))
             file.flush()
             os.fsync(fd)
     finally:
