@@ -40,11 +40,6 @@ class PlannedFile:
     mode: int
     can_merge: bool
 
-    @property
-    def size(self) -> int:
-        """Return the bytes that it needs on the PFS."""
-        return 0 if self.content is None else self.content.size
-
 
 @dataclass(slots=True)
 class BatchPlan:

@@ -242,8 +242,7 @@ class Stager:
 
     def _refuse(self, plan: BatchPlan, action: PfsAction, failure: OSError) -> NoReturn:
         """Defer a file if the error is its own, so that others proceed. Raises Busy then, and else OSError."""
-        planned = plan.puts[action.key]
-        if not self._deferred.defer(action, _choose_kind(planned), failure, planned.size):
+        if not self._defer(plan, action, failure):
             raise OSError(failure.errno, failure.strerror, action.location.text) from failure
         with contextlib.suppress(Busy):
             self._defer_next(plan, action)
@@ -252,15 +251,20 @@ class Stager:
     def _defer_next(self, plan: BatchPlan, refused: PfsAction) -> None:
         """Defer the files after a refused one up to the first that is not refused: no plan for each."""
         for action in [one for one in plan.batch.actions if one.key in plan.puts and one.key > refused.key]:
-            planned = plan.puts[action.key]
             try:
-                self._stage_one(action, planned)
+                self._stage_one(action, plan.puts[action.key])
             except DirectoryMissing:
                 return
             except OSError as failure:
-                if self._deferred.defer(action, _choose_kind(planned), failure, planned.size):
+                if self._defer(plan, action, failure):
                     continue
             return
+
+    def _defer(self, plan: BatchPlan, action: PfsAction, failure: OSError) -> bool:
+        """Defer a file that could not be made. Return False if the error concerns more than this file."""
+        content = plan.puts[action.key].content
+        kind, size = (RefusedKind.NAMES, 0) if content is None else (RefusedKind.BYTES, content.size)
+        return self._deferred.defer(action, kind, failure, size)
 
     # --- one temporary file -------------------------------------------------------------------------------------------
 
@@ -529,10 +533,6 @@ def finish_batch(plan: BatchPlan, staged: dict[int, Staged]) -> PfsBatch:
     batch.published_rows += [one.published for one in staged.values() if one.published is not None]
     batch.merged_directories = [plan.puts[key].inode for key, one in staged.items() if one.is_merged]
     return batch
-
-
-def _choose_kind(planned: PlannedFile) -> RefusedKind:
-    return RefusedKind.NAMES if planned.content is None else RefusedKind.BYTES
 
 
 def _build_source_error(tier: Tier, failure: OSError) -> SourceFailed:
