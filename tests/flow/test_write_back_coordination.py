@@ -734,6 +734,7 @@ def test_what_a_dead_node_had_renamed_counts_when_a_survivor_has_synced_it(tmp_p
         await one.mkdir("d")
         await cluster.settle()
         two.hold(one, await one.put("d/f", b"1"))
+        await settled(cluster.nodes)
         cluster.dying_at = {"write_back:directory"}
         await cluster.step(one)
         assert not one.alive and (cluster.pfs / "d" / "f").read_bytes() == b"1"
@@ -741,13 +742,15 @@ def test_what_a_dead_node_had_renamed_counts_when_a_survivor_has_synced_it(tmp_p
         cluster.refusing = 0.1  # An error of the PFS is tried again.
         await two.put("other", b"2")
         await cluster.take_over(two)
-        for _ in range(5):
+        for _ in range(8):
+            await settled(cluster.nodes)
             await cluster.step(two)
         assert calls and not await is_complete(cluster) and (cluster.pfs / "other").exists()
         assert [value["path"] for _, value, _ in summary.list_troubles(two.db, summary.DEFERRED_TROUBLE)] == ["d/f"]
         calls.clear()
         is_failing = False
         two.write_back.retry_now()
+        await settled(cluster.nodes)
         await cluster.write_back_all(two)
         assert calls and await is_complete(cluster)
 
@@ -773,6 +776,7 @@ def test_what_a_mover_was_changing_in_a_directory_that_cannot_be_read_waits_alon
         await one.put("d/fresh", b"fresh")
         await one.rename("d/best", "d/former")
         await one.put("e/x", b"1")
+        await settled(cluster.nodes)
         cluster.deadly = {labels[-1]}
         with intercepted(seen.append):
             while cluster.deadly and await cluster.step(one):
@@ -780,6 +784,7 @@ def test_what_a_mover_was_changing_in_a_directory_that_cannot_be_read_waits_alon
         cluster.deadly, cluster.refusing = set(), 0.1  # An error of the PFS is tried again.
         await one.put("e/y", b"2")
         await two.put("e/z", b"3")
+        await settled(cluster.nodes)
         with unreadable(b"d", "stat", code):
             for _ in range(30):
                 for node in cluster.nodes:
