@@ -15,6 +15,8 @@ pytestmark = [pytest.mark.root, pytest.mark.fuse, pytest.mark.timeout(180)]
 MIB = 1 << 20
 DATA = os.urandom(MIB)
 Make = Callable[..., DaemonUnderTest]
+FSYNC = "74 " if os.uname().machine == "x86_64" else "82 "
+"""The number of the system call, as /proc shows it."""
 KILL_S = 15.0
 """Less than any wait for a PFS that hangs."""
 
@@ -67,11 +69,11 @@ def list_descriptors(daemon: DaemonUnderTest) -> list[str]:
 @pytest.fixture
 def hanging(make_daemon: Make, data_path: str, silent: SilentPfs) -> DaemonUnderTest:
     """A mount whose PFS has a file `there` and a directory `unread`, and hangs."""
-    daemon = make_daemon(data_path, ram="64M", nvme=None, pfs=silent.path)
-    daemon.expect_warning("pfs|PFS|write back|scan|fetch|does not answer|cannot be|hangs|silent")
     (silent.source / "there").write_bytes(DATA)
     (silent.source / "unread").mkdir()
-    eventually(lambda: (daemon.path / "there").stat().st_size == MIB and (daemon.path / "unread").is_dir(), what="the root is imported")
+    daemon = make_daemon(data_path, ram="64M", nvme=None, pfs=silent.path)
+    daemon.expect_warning("pfs|PFS|write back|scan|fetch|does not answer|cannot be|hangs|silent")
+    assert (daemon.path / "there").stat().st_size == MIB and (daemon.path / "unread").is_dir()
     silent.swallow()
     return daemon
 
@@ -121,8 +123,8 @@ def test_a_fatal_signal_ends_an_fsync(make_daemon: Make, data_path: str, silent:
     daemon.expect_warning("pfs|PFS|write back|scan|does not answer|cannot be|hangs|silent")
     os.listdir(daemon.path)
     silent.swallow()
-    command = ["dd", "if=/dev/zero", f"of={daemon.path / 'file'}", "bs=1M", "count=1", "conv=fsync"]
-    writer = begin(*command, daemon=daemon, kind="wait_level")
+    writer = begin("dd", "if=/dev/zero", f"of={daemon.path / 'file'}", "bs=1M", "count=1", "conv=fsync")
+    eventually(lambda: Path(f"/proc/{writer.pid}/syscall").read_text().startswith(FSYNC), what="it waits in fsync")
     writer.kill()
     assert writer.wait(KILL_S) == -signal.SIGKILL
     silent.resume()
