@@ -131,7 +131,7 @@ run_tests() {
 lint() {
   environment test,demo,guides
   say "ruff"; "$VENV/bin/ruff" check .
-  say "mypy"; "$VENV/bin/mypy"
+  say "mypy"; "$VENV/bin/mypy"; "$VENV/bin/mypy" --follow-imports=silent bench
   say "import contracts"; "$VENV/bin/lint-imports"
 }
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def eager(clique: Clique, size: int, rounds: int) -> tuple[float, str]:
             path, data = clique.fresh(0, "eager"), noise.renew()
             with contextlib.nullcontext() if ahead else held(clique.nodes[0]):
                 write(path, data, PACE_BYTES_PER_S if ahead else float("inf"))
-            pair[ahead] = timed(lambda path=path: await_clique(path))
+            pair[ahead] = timed(partial(await_clique, path))
         pairs.append(pair)
     short, whole = (statistics.median(pair[ahead] for pair in pairs) for ahead in (True, False))
     ratio = statistics.median(pair[True] / pair[False] for pair in pairs)
@@ -270,7 +271,7 @@ def small(clique: Clique, _size: int, rounds: int) -> tuple[float, str]:
                 list(writers.map(write_some, range(SMALL_WRITERS)))
 
         seconds = timed(create_all)
-        lags.append(timed(lambda directory=directory: await_clique(directory)))
+        lags.append(timed(partial(await_clique, directory)))
         rates.append(SMALL_FILES / (seconds + lags[-1]))
     text = f"{SMALL_FILES} files of {SMALL_BYTES} bytes, {SMALL_WRITERS} writers; the last {statistics.median(lags):.2f} s after its close"
     return statistics.median(rates), text
@@ -291,7 +292,7 @@ def operation(clique: Clique, node: int, act: Callable[[Path], object], *, made:
         for number in range(OPERATIONS if seen else 0):
             (directory / f"file-{number}").stat()
     before = store_calls(clique.nodes[node])
-    times = [timed(lambda number=number: act(directory / f"file-{number}")) for number in range(OPERATIONS)]
+    times = [timed(partial(act, directory / f"file-{number}")) for number in range(OPERATIONS)]
     after = store_calls(clique.nodes[node])
     reads, commits = ((after[kind] - before[kind]) / OPERATIONS for kind in ("reads", "commits"))
     return 1e3 * statistics.median(times), f"median of {OPERATIONS}; {reads:.1f} reads and {commits:.1f} changes of the store for each"

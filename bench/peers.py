@@ -56,7 +56,7 @@ def serve(directory: Path, keyring: Path | None) -> None:
         membership.Node(number, f"node{number}", f"node{number}:7420", number, f"node{number}") for number in (1, 2)
     )
     nobody: Any = None
-    host = Host(db, tiers, 0.9, node.told, Cluster(db, 2, 2, 1, nobody, nobody, lambda: view))
+    host = Host(db, tiers, 0.9, node.told, Cluster(db, 2, 2, 1, nobody, nobody, lambda: view, nobody))
     server = PeerServer(host, "127.0.0.1:0", CLUSTER, certificates.load(keyring / "node2") if keyring else None)
     raw = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_raw_server, args=(raw, directory), daemon=True).start()

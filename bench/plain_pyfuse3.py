@@ -15,7 +15,7 @@ import pyfuse3
 import trio
 
 
-class Memory(pyfuse3.Operations):  # type: ignore[misc]
+class Memory(pyfuse3.Operations):
     """A tree of files and directories in memory."""
 
     enable_writeback_cache = False

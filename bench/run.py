@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +256,7 @@ class Baselines:
             directory = self._root / name.replace(" ", "-")
             directory.mkdir()
             self._processes.append(subprocess.Popen([*command, str(directory)], env=environment()))
-            eventually(lambda directory=directory: os.path.ismount(directory), what=f"{name} is mounted")
+            eventually(partial(os.path.ismount, directory), what=f"{name} is mounted")
             self.places[name] = directory
         return self
 

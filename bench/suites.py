@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 MIB = 1 << 20
@@ -94,13 +94,13 @@ def small_files(directory: Path, *, count: int) -> dict[str, float]:
     folder.mkdir()
     data = os.urandom(4096)
     names = [f"{folder}/file{number}" for number in range(count)]
-    rates = {"create": _rate(count, lambda: [_create(name, data) for name in names])}
+    rates = {"create": _rate(count, lambda: _each(names, lambda name: _create(name, data)))}
     drop_names()
-    rates["first stat"] = _rate(count, lambda: [os.stat(name) for name in names])
+    rates["first stat"] = _rate(count, lambda: _each(names, os.stat))
     drop_names()
     rates["readdir"] = _rate(count, lambda: os.listdir(folder))
-    rates["rename"] = _rate(count, lambda: [os.rename(name, f"{name}.new") for name in names])
-    rates["unlink"] = _rate(count, lambda: [os.unlink(f"{name}.new") for name in names])
+    rates["rename"] = _rate(count, lambda: _each(names, lambda name: os.rename(name, f"{name}.new")))
+    rates["unlink"] = _rate(count, lambda: _each(names, lambda name: os.unlink(f"{name}.new")))
     folder.rmdir()
     return rates
 
@@ -109,6 +109,11 @@ def _create(name: str, data: bytes) -> None:
     fd = os.open(name, os.O_WRONLY | os.O_CREAT, 0o600)
     os.write(fd, data)
     os.close(fd)
+
+
+def _each(names: Sequence[str], act: Callable[[str], object]) -> None:
+    for name in names:
+        act(name)
 
 
 def _rate(count: int, work: Callable[[], object]) -> float:
