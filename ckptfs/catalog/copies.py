@@ -36,9 +36,9 @@ def list_good_tiers(db: Database, content: int, tiers: Container[Tier]) -> list[
 
 
 def insert_filling_copy(db: Database, seen: Content, tier: Tier) -> bool:
-    """Insert a FILLING row before its file. False: the content changed, or another thread fills it."""
+    """Insert a FILLING row before its file. False: the content changed, or another thread fills it or did."""
     with db.transaction():
-        if not is_unchanged(db, seen) or db.value("SELECT 1 FROM copy WHERE content = ? AND tier = ? AND state = 0", seen.id, tier):
+        if not is_unchanged(db, seen) or db.value("SELECT 1 FROM copy WHERE content = ? AND tier = ? AND state IN (0, 1)", seen.id, tier):
             return False
         db.run("INSERT OR REPLACE INTO copy (content, tier, state, used_ns) VALUES (?, ?, 0, ?)", seen.id, tier, time.time_ns())
         return True

@@ -11,6 +11,8 @@ a node that should have the file may be restarting (P8); if the last such node i
 Invariants:
 - Bytes whose digest differs from the recorded one are never served (P4, P7).
 - Several steps may run at once, each in its own thread. A file that one of them fetches is left alone by the others.
+- The PFS may hang (P1). So fewer steps than there are may be at the PFS, and a file that one of them fetches there is left alone at the PFS
+  only: the others look every FETCH_SHARED_POLL_S_MAX if a node has it now.
 """
 
 import errno
@@ -34,7 +36,7 @@ from ckptfs.flow.fetch.fetch_progress import FetchProgress, OthersFirst, choose_
 from ckptfs.flow.fetch.from_peers import NoCopyLeft, PeerFetcher, is_denial
 from ckptfs.flow.fetch.from_pfs import PfsFetcher, is_shown_by_pfs
 from ckptfs.flow.fetch.retry_policy import RetryPolicy, SalvageWait
-from ckptfs.model import ContentState, Notifier, Tier
+from ckptfs.model import ContentState, CopyState, Notifier, Tier
 from ckptfs.tiers import fetch_map, health
 from ckptfs.tiers.storage import Tiers
 
@@ -45,11 +47,19 @@ _REPORTED_ERRNOS = {errno.ESTALE, errno.ENOSPC, errno.EACCES, errno.EFBIG}
 
 
 class Attempt(NamedTuple):
-    """The attempts at one request: their number, the time of the first one, and of the next one."""
+    """The attempts at one request: their number, the time of the first one, and of the next one.
+
+    `awaits_pfs`: the next one may also begin as soon as fewer fetches are at the PFS.
+    """
 
     tries: int
     since_s: float
     next_s: float
+    awaits_pfs: bool = False
+
+
+class PfsTaken(Busy):
+    """Enough fetches are at the PFS, or one of this file. This does not count as a try."""
 
 
 class Sources(NamedTuple):
@@ -74,6 +84,7 @@ class Fetch:
         self._excluded = (Tier.PFS,) if config.is_read_only else ()
         self._lock = threading.Lock()
         self._active_inodes: set[int] = set()
+        self._inodes_at_pfs: set[int] = set()
         self._attempts: dict[int, Attempt] = {}
 
     def prepare(self) -> None:
@@ -88,11 +99,15 @@ class Fetch:
         request = self._take_request()
         if request is None:
             return False
+        with self._lock:
+            attempt = self._attempts.get(request.id)
+        since_s = time.monotonic() if attempt is None else attempt.since_s
+        progress = FetchProgress(self._db, self._tiers, self._notify, request, since_s)
         try:
-            self._answer(request)
+            self._answer(request, progress)
         finally:
             with self._lock:
-                self._active_inodes.discard(request.inode)
+                (self._inodes_at_pfs if progress.is_at_pfs else self._active_inodes).discard(request.inode)
         return True
 
     def next_due_s(self) -> float | None:
@@ -102,7 +117,7 @@ class Fetch:
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _take_request(self) -> mover_requests.MoverRequest | None:
-        """Reserve and return the next request that is due and whose file no other thread has."""
+        """Reserve and return the next request that is due and whose file no step has, except at the PFS."""
         requests = mover_requests.list_open(self._db, mover_requests.FETCH)
         now_s = time.monotonic()
         if self._salvage_wait is not None:
@@ -111,24 +126,41 @@ class Fetch:
             self._attempts = {request.id: self._attempts[request.id] for request in requests if request.id in self._attempts}
             for request in requests:
                 attempt = self._attempts.get(request.id)
-                if request.inode not in self._active_inodes and (attempt is None or attempt.next_s <= now_s):
+                is_due = attempt is None or attempt.next_s <= now_s or (attempt.awaits_pfs and self._has_place_at_pfs(request.inode))
+                if request.inode not in self._active_inodes and is_due:
                     self._active_inodes.add(request.inode)
                     return request
         return None
 
-    def _answer(self, request: mover_requests.MoverRequest) -> None:
-        state = copies.load_fetch_state(self._db, request.inode)
+    def _has_place_at_pfs(self, inode: int) -> bool:
+        """Return whether a step may go to the PFS with a file. The caller holds the lock."""
+        return inode not in self._inodes_at_pfs and len(self._inodes_at_pfs) < limits.FETCHES_PFS_MAX
+
+    def _go_to_pfs(self, progress: FetchProgress) -> None:
+        """Take a place at the PFS until the end of the step; others may ask nodes. Raises PfsTaken."""
+        if progress.is_at_pfs:
+            return
+        request = progress.request
         with self._lock:
-            attempt = self._attempts.get(request.id)
-        since_s = time.monotonic() if attempt is None else attempt.since_s
-        progress = FetchProgress(self._db, self._tiers, self._notify, request, since_s)
+            if not self._has_place_at_pfs(request.inode):
+                raise PfsTaken("other fetches are at the PFS")
+            self._inodes_at_pfs.add(request.inode)
+            self._active_inodes.discard(request.inode)
+            progress.is_at_pfs = True
+        self._defer(request, limits.FETCH_SHARED_POLL_S_MAX)
+
+    def _answer(self, request: mover_requests.MoverRequest, progress: FetchProgress) -> None:
+        state = copies.load_fetch_state(self._db, request.inode)
         try:
             result = self._fetch(state, progress, is_required=request.argument == mover_requests.NEEDS_COPY)
         except OthersFirst as failure:
             log.debug("%s: waiting for other nodes: %s", "?" if state is None else state.path, failure)
-            self._retry_soon(request)
+            self._retry_soon(request, progress)
+        except PfsTaken:
+            self._defer(request, limits.FETCH_SHARED_POLL_S_MAX, awaits_pfs=True)
         except (OSError, CkptfsError) as failure:
-            self._handle_failure(request, "?" if state is None else state.path, failure)
+            if not self._is_left_to_others(request, progress):
+                self._handle_failure(request, "?" if state is None else state.path, failure)
         except Exception:
             mover_requests.mark_failed(self._db, request.id, errno.EIO)
             self._notify.notify_replies()
@@ -136,7 +168,7 @@ class Fetch:
         else:
             if result == mover_requests.FETCHED and state is not None and not state.has_local_copy:
                 size = state.content.size if state.content is not None else state.published.size if state.published is not None else 0
-                step_durations.record(step_durations.FETCH, time.monotonic() - since_s, size)
+                step_durations.record(step_durations.FETCH, time.monotonic() - progress.since_s, size)
             if request.argument == mover_requests.FOR_REPAIR and result == mover_requests.FETCHED:
                 result = progress.sources or result
             disk.act("fetch:answered", mover_requests.mark_done, self._db, request.id, result)
@@ -151,11 +183,16 @@ class Fetch:
         if state is None:
             raise posix_error(errno.ESTALE)
         sources = _choose_sources(state, [] if self._peers is None else self._peers.list_sources(state))
+        with self._lock:
+            is_at_pfs = state.inode in self._inodes_at_pfs
+        if is_at_pfs and any(copy.state is CopyState.FILLING for copy in state.copies):
+            raise PfsTaken("the file comes from the PFS just now")
         if sources is None or self._fetch_from_peers(state, sources, progress, is_required=is_required):
             return mover_requests.FETCHED
         assert state.published is not None
         if state.published.size > limits.FILE_BYTES_MAX:
             raise posix_error(errno.EFBIG)
+        self._go_to_pfs(progress)
         tier = self._choose_tier(state.published.size, is_required=is_required, is_never_read=state.published.digest is None)
         with self._retry_elsewhere(tier):
             progress.sources = "the PFS"
@@ -168,6 +205,8 @@ class Fetch:
         tier = self._choose_tier(state.content.size, is_required=is_required or not sources.is_on_pfs)
         if tier is None:
             return False
+        if tier is Tier.PFS:
+            self._go_to_pfs(progress)
         try:
             with self._retry_elsewhere(tier):
                 progress.sources = ", ".join(node.name for node in sources.nodes)
@@ -209,6 +248,13 @@ class Fetch:
             raise Busy(f"{tier} fails: {self._tiers[tier].failure}") from failure
 
     # --- after a failure -------------------------------------------------------------------------------------------------
+
+    def _is_left_to_others(self, request: mover_requests.MoverRequest, progress: FetchProgress) -> bool:
+        """Return whether another step answers this request, or did, while this one was at the PFS."""
+        with self._lock:
+            is_taken = progress.is_at_pfs and request.inode in self._active_inodes
+        row = mover_requests.get(self._db, request.id)
+        return is_taken or (row is not None and row.state != mover_requests.OPEN)
 
     def _handle_failure(self, request: mover_requests.MoverRequest, path: str, failure: Exception) -> None:
         """Defer the request, or answer it; ESTALE makes the kernel look a deleted name up again."""
@@ -252,13 +298,16 @@ class Fetch:
             mover_requests.record_progress(self._db, request.id)
         return should_retry
 
-    def _retry_soon(self, request: mover_requests.MoverRequest) -> None:
+    def _retry_soon(self, request: mover_requests.MoverRequest, progress: FetchProgress) -> None:
         """Look again soon at a file that other nodes fetch. This is not counted as a try."""
         mover_requests.record_progress(self._db, request.id)
+        self._defer(request, choose_pause_s(time.monotonic() - progress.since_s))
+
+    def _defer(self, request: mover_requests.MoverRequest, pause_s: float, *, awaits_pfs: bool = False) -> None:
         now_s = time.monotonic()
         with self._lock:
             previous = self._attempts.get(request.id, Attempt(0, now_s, now_s))
-            self._attempts[request.id] = previous._replace(next_s=now_s + choose_pause_s(now_s - previous.since_s))
+            self._attempts[request.id] = previous._replace(next_s=now_s + pause_s, awaits_pfs=awaits_pfs)
 
 
 def _choose_sources(state: FetchState, live_nodes: Sequence[Node]) -> Sources | None:

@@ -37,11 +37,13 @@ class FetchProgress:
         """`since_s`: when the request was first tried."""
         self.sources = ""
         """From where the present attempt fetches, for messages."""
-        self._since_s = since_s
+        self.is_at_pfs = False
+        """Whether the step has a place at the PFS."""
+        self.since_s = since_s
         self._db = db
         self._tiers = tiers
         self._notify = notify
-        self._request = request
+        self.request = request
         self._reported_s = time.monotonic()
         self._lock = threading.Lock()
 
@@ -51,13 +53,13 @@ class FetchProgress:
             return
         try:
             self._reported_s = time.monotonic()
-            mover_requests.record_progress(self._db, self._request.id)
+            mover_requests.record_progress(self._db, self.request.id)
         finally:
             self._lock.release()
 
     def can_wait(self, size: int) -> bool:
         """Return whether other nodes may fetch a file of this size first, for a while."""
-        return time.monotonic() - self._since_s < limits.FETCH_SHARED_WAIT_S + size / limits.FETCH_SHARED_BYTES_PER_S
+        return time.monotonic() - self.since_s < limits.FETCH_SHARED_WAIT_S + size / limits.FETCH_SHARED_BYTES_PER_S
 
     @contextmanager
     def publish_map(self, content: Content, tier: Tier, target_fd: int, missing_blocks: Collection[int]) -> Iterator["BlockProgress"]:
@@ -65,7 +67,7 @@ class FetchProgress:
         blocks = BlockProgress(self, self._notify, self._publish(content, tier, target_fd, missing_blocks))
         try:
             if blocks.fetch_map is not None:
-                mover_requests.mark_readable(self._db, self._request.id)
+                mover_requests.mark_readable(self._db, self.request.id)
                 self._notify.notify_replies()
             yield blocks
         finally:

@@ -1,0 +1,131 @@
+"""P1, P8: a PFS that hangs holds up the fetches of files that only it has, and no others."""
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from clique_world import LocalCluster, Node, cluster_of, is_done, make_cluster, replicated, until
+from local_node import inject_fault
+
+from ckptfs import disk, limits
+from ckptfs.catalog import mover_requests
+from ckptfs.coherence import pfs_coordination
+from ckptfs.flow.fetch import Fetch
+from ckptfs.model import ROOT, CopyState, Tier
+
+HANGS, FAILS = "pfs:open=hang@*", "pfs:open=EIO@*"
+DATA = b"data" * 1000
+
+
+@pytest.fixture(autouse=True)
+def hanging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "FETCH_SHARED_POLL_S_MAX", 0.01)
+    monkeypatch.setattr(pfs_coordination, "load_inodes", lambda *_: None)
+    inject_fault(monkeypatch, HANGS)
+
+
+@contextmanager
+def lanes(node: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fetch]:
+    """The fetch lanes of the mover of a node. At the end of the block the PFS answers."""
+    flow = Fetch(node.db, node.tiers, replace(node.config, pfs=node.root / "pfs"), node.told, cluster_of(node))
+    end = threading.Event()
+
+    def run() -> None:
+        while not end.wait(0.002):
+            while flow.step():
+                pass
+
+    with ThreadPoolExecutor(limits.FETCHES_SHARED_MAX) as threads:
+        running = [threads.submit(run) for _ in range(limits.FETCHES_SHARED_MAX)]
+        try:
+            yield flow
+        finally:
+            end.set()
+            inject_fault(monkeypatch, "")
+        assert all(lane.result(60) is None for lane in running)
+
+
+def written(cluster: LocalCluster, name: bytes, reader: Node) -> int:
+    """A file of node 1 that the reader finds on the PFS as well; its content."""
+    content = cluster.nodes[0].written(name, DATA)
+    path = reader.root / "pfs" / os.fsdecode(name)
+    path.write_bytes(DATA)
+    reader.publish(content)
+    inode, found = reader.inode(content), path.stat()
+    reader.db.run("UPDATE pfs_file SET mtime_ns = ?, pfs_inode = ? WHERE inode = ?", found.st_mtime_ns, found.st_ino, inode)
+    reader.db.run("INSERT INTO pfs_entry (parent, name, inode) VALUES (?, ?, ?)", ROOT, name, inode)
+    return content
+
+
+def request(node: Node, content: int) -> int:
+    return mover_requests.insert_request(node.db, mover_requests.FETCH, node.inode(content))
+
+
+def count_opens() -> int:
+    """How many fetches have come to the PFS."""
+    return disk._calls["pfs:open"]
+
+
+def test_files_of_other_nodes_come_while_many_reads_of_the_pfs_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, one, _, three = make_cluster(tmp_path, 3)
+    on_peer = replicated(cluster, b"peer", DATA)
+    on_pfs = [written(cluster, b"pfs%d" % number, three) for number in range(2 * limits.FETCHES_SHARED_MAX)]
+    one.kill()
+    with lanes(three, monkeypatch):
+        hanging = [request(three, content) for content in on_pfs]
+        until(lambda: count_opens() == limits.FETCHES_PFS_MAX)
+        other = request(three, on_peer)
+        until(lambda: is_done(three, other))
+        assert count_opens() == limits.FETCHES_PFS_MAX and not any(is_done(three, one) for one in hanging)
+        inject_fault(monkeypatch, "")
+        until(lambda: all(is_done(three, one) for one in hanging))
+    assert all(three.data(content) == DATA for content in [*on_pfs, on_peer])
+
+
+@pytest.mark.parametrize("then", ["", FAILS])
+def test_a_node_that_returns_serves_a_file_whose_read_of_the_pfs_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+    """The read that comes back late, with the bytes or with an error, changes nothing."""
+    cluster, one, two = make_cluster(tmp_path, 2)
+    content = written(cluster, b"file", two)
+    one.kill()
+    with lanes(two, monkeypatch) as flow:
+        reading = request(two, content)
+        until(lambda: count_opens() == 1)
+        one.revive()
+        until(lambda: is_done(two, reading))
+        file = two.path(content).stat().st_ino
+        inject_fault(monkeypatch, then)
+        until(lambda: not flow._inodes_at_pfs)
+    assert two.data(content) == DATA and two.path(content).stat().st_ino == file
+    assert two.copies(content) == {Tier.RAM: CopyState.GOOD} and is_done(two, reading)
+
+
+@pytest.mark.parametrize("then", ["", FAILS])
+def test_the_pfs_answers_while_a_node_sends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+    cluster, one, two = make_cluster(tmp_path, 2)
+    content = written(cluster, b"file", two)
+    one.kill()
+    begun, ended = threading.Event(), threading.Event()
+
+    def serve(act: str, _: str) -> None:
+        if act == "fetch block":
+            begun.set()
+            assert ended.wait(60)
+
+    two.peers.fault = serve
+    with lanes(two, monkeypatch) as flow:
+        reading = request(two, content)
+        until(lambda: count_opens() == 1)
+        one.revive()
+        assert begun.wait(60)
+        inject_fault(monkeypatch, then)
+        until(lambda: not flow._inodes_at_pfs)
+        assert not is_done(two, reading)
+        ended.set()
+        until(lambda: is_done(two, reading))
+    assert two.data(content) == DATA and two.copies(content) == {Tier.RAM: CopyState.GOOD}
