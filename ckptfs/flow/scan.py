@@ -352,8 +352,9 @@ class DirectoryScan:
             self._delete_tree(seen.name)
             self._import_entries([seen])
         if self._names_changed:
+            found = pfs_tree.stat_descriptor(self._fd)
             with self._db.transaction():
-                scans.record_external_change(self._db, self._directory, pfs_tree.stat_descriptor(self._fd))
+                scans.record_external_change(self._db, self._directory, found)
             self._notify.invalidate_inode(self._directory)
 
     def _remove_parked(self, name: bytes) -> bool:
@@ -387,8 +388,9 @@ class DirectoryScan:
         summary.set_trouble(self._db, where, {"what": what, "path": os.fsdecode(path), "remedy": remedy})
 
     def _import_root(self) -> None:
+        found = pfs_tree.stat_descriptor(self._fd)
         with scans.import_transaction(self._db):
-            is_changed = scans.set_root_attributes(self._db, self._pending, pfs_tree.stat_descriptor(self._fd))
+            is_changed = scans.set_root_attributes(self._db, self._pending, found)
         if is_changed:
             self._notify.invalidate_inode(ROOT)
 

@@ -4,12 +4,14 @@ import os
 import stat
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from local_node import run_until_idle
 from pfs_world import ROOT, World
 
+from ckptfs import limits
 from ckptfs.catalog import contents, copies, handles, history, mover_requests, namespace, scans
 from ckptfs.catalog.history import SetRecord
 from ckptfs.flow.scan import Scan
@@ -66,6 +68,26 @@ def test_new_changed_vanished_and_other_attributes(world: World) -> None:
     assert stat.S_IMODE(int(str(world.column("d/y", "mode")))) == 0o600
     assert world.inode("file") in world.told.inodes and (world.inode("d/deep"), b"x") in world.told.entries
     world.check()
+
+
+def test_the_catalog_changes_while_the_pfs_hangs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1: no transaction waits for the PFS, not even when the scan looks at the directory that it has listed."""
+    (world.pfs / "new").write_bytes(b"n")
+    monkeypatch.setattr(limits, "CATALOG_BUSY_S", 0.5)
+    look, changes = pfs_tree.stat_descriptor, list[int]()
+
+    def change() -> None:
+        with world.db.transaction():
+            changes.append(world.db.run("UPDATE inode SET uid = uid WHERE id = ?", ROOT))
+
+    def hanging(fd: int) -> object:
+        with ThreadPoolExecutor(1) as application:
+            application.submit(change).result(60)
+        return look(fd)
+
+    monkeypatch.setattr(pfs_tree, "stat_descriptor", hanging)
+    assert world.look().state == mover_requests.DONE and "new" in world.names()
+    assert len(changes) == 2, "it looks at the root before, and at what it has listed afterwards"
 
 
 def test_a_tree_that_vanished(world: World) -> None:
