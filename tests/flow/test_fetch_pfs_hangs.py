@@ -129,3 +129,23 @@ def test_the_pfs_answers_while_a_node_sends(tmp_path: Path, monkeypatch: pytest.
         ended.set()
         until(lambda: is_done(two, reading))
     assert two.data(content) == DATA and two.copies(content) == {Tier.RAM: CopyState.GOOD}
+
+
+def test_the_catalog_changes_while_the_pfs_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P10: what comes from a node has room on the PFS alone. An older file of an unfinished fetch is in its place there."""
+    cluster, _, _, three = make_cluster(tmp_path, 3)
+    content = replicated(cluster, b"file", DATA)
+    three.configure(pfs=three.root / "pfs")
+    assert three.tiers[Tier.PFS].uuid
+    os.close(three.tiers[Tier.PFS].create(content))
+    three.squeeze(Tier.RAM, 100)
+    monkeypatch.setattr(limits, "CATALOG_BUSY_S", 0.5)
+    inject_fault(monkeypatch, "tier:remove=hang@*")
+    with lanes(three, monkeypatch):
+        reading = mover_requests.insert_request(three.db, mover_requests.FETCH, three.inode(content), mover_requests.NEEDS_COPY)
+        until(lambda: disk._calls["tier:remove"])
+        with ThreadPoolExecutor(1) as application:
+            application.submit(three.make, b"new", b"data", tier=Tier.RAM).result(60)
+        inject_fault(monkeypatch, "")
+        until(lambda: is_done(three, reading))
+    assert three.copies(content) == {Tier.PFS: CopyState.GOOD} and three.data(content, Tier.PFS) == DATA

@@ -188,6 +188,8 @@ class PeerFetcher:
             stash_id = self._insert_copy(content, storage)
             try:
                 disk.reach("fetch:peer:reserved")
+                if tier is Tier.PFS:
+                    storage.remove(content.id)
                 self._fill(content, manifest, sources, storage, stale_fd, progress)
                 if not disk.act("fetch:peer:arrived", remote_contents.record_fetched_copy, self._db, content, tier, manifest.blocks):
                     raise Busy("the file changed while it was fetched")
@@ -206,12 +208,16 @@ class PeerFetcher:
             self._db.persist()
 
     def _insert_copy(self, content: Content, storage: TierStorage) -> int | None:
-        """Insert the FILLING row and unlink the older file. Return the id under which a stale one is stashed."""
+        """Insert the FILLING row and unlink the older file. Return the id under which a stale one is stashed.
+
+        The PFS may hang: there the file goes after the transaction, and peers send nothing that it could be mistaken for.
+        """
+        is_on_pfs = storage.tier is Tier.PFS
         with self._db.transaction():
-            stash_id = local_copies.stash(self._db, storage, content.id)
+            stash_id = None if is_on_pfs else local_copies.stash(self._db, storage, content.id)
             if not copies.insert_filling_copy(self._db, content, storage.tier):
                 raise Busy("the file changed while it was fetched")
-            old_fd = storage.detach(content.id)
+            old_fd = -1 if is_on_pfs else storage.detach(content.id)
         if old_fd >= 0:
             os.close(old_fd)
         return stash_id
