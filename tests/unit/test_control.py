@@ -5,6 +5,8 @@ import os
 import stat
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -15,11 +17,12 @@ from ckptfs_client.client import Client
 from ckptfs_client.errors import CommandFailed, NoMount, NotInTime, UsageError
 from ckptfs_client.mounts import Mount
 from ckptfs_daemon.control import server
+from ckptfs_daemon.control.admin import VERIFICATIONS_MAX
 from ckptfs_daemon.mover import lanes
 from ckptfs_daemon.rescue import parse_drain_level
 from control_served import Served, serving
 from daemon_under_test import eventually
-from local_node import Node, run_until_idle
+from local_node import Node, inject_fault, run_until_idle
 
 from ckptfs import limits, runtime_dir
 from ckptfs.catalog import contents, copies, exposure, mover_requests, summary
@@ -319,6 +322,31 @@ def test_verify_mends_from_what_lies_elsewhere(served: Served) -> None:
     assert fetched.is_set() and served.lanes.times
     assert found.verdict == "bad" and "repaired from n2, n3" in found.what
     assert node.data(content) == data
+
+
+def test_verifications_that_hang_leave_room_for_other_orders(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1: a drain, say, while the PFS hangs. Their callers may have gone long ago."""
+    content, refusals = served.node.make_sealed(b"file", b"data"), server.ADMIN_CALLS_MAX - VERIFICATIONS_MAX
+    inject_fault(monkeypatch, "verify:read=hang@*")
+
+    def verify() -> list[pb.VerifyProgress]:
+        return list(Client(served.mount, answer_s=60.0).verify(served.node.inode(content)))
+
+    def ask_log_level() -> str:
+        with suppress(CommandFailed):  # The server may count a refused call a moment longer.
+            return served.client.get_or_set_log_level()
+        return ""
+
+    with ThreadPoolExecutor(server.ADMIN_CALLS_MAX) as callers:
+        try:
+            called = [callers.submit(verify) for _ in range(server.ADMIN_CALLS_MAX)]
+            eventually(lambda: sum(one.done() for one in called) == refusals, what="the others are refused")
+            eventually(ask_log_level, what="the daemon tells its log level")
+        finally:
+            inject_fault(monkeypatch, "")
+        refused = [failure for one in called if (failure := one.exception(60)) is not None]
+    assert len(refused) == refusals and "4 verifications are under way" in str(refused[0])
+    assert verify()[-1].done
 
 
 def test_too_many_questions_at_once_are_refused(served: Served) -> None:

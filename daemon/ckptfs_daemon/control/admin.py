@@ -57,6 +57,8 @@ RETRY_INTERVAL_S = 1.0
 PROGRESS_INTERVAL_S = 0.5
 LOG_LEVEL_WAIT_S = 10.0
 REFRESH_WAIT_S = 3600.0
+VERIFICATIONS_MAX = 4
+"""Fewer than `server.ADMIN_CALLS_MAX`. Each hangs as long as the PFS does, even if its caller has gone; a drain must find a thread then."""
 
 
 class FileVerifier:
@@ -183,6 +185,7 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
         over to the successor, or raises its refusal.
         """
         self._verifier = FileVerifier(config, db, tiers, retry_now, refresh_pfs_path, invalidate_inode)
+        self._verifications = threading.BoundedSemaphore(VERIFICATIONS_MAX)
         self._record_missed_drain = record_missed_drain
         self.refused = refused or RefusedCalls()
         self._config = config
@@ -274,6 +277,14 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
         top = history_names.get_known_number(self._db, require_inode_number(request.inode))
         if summary.get_listed_file(self._db, top) is None:
             raise posix_error(errno.ENOENT)
+        if not self._verifications.acquire(blocking=False):
+            raise OSError(errno.EUSERS, f"{VERIFICATIONS_MAX} verifications are under way already; try again later")
+        try:
+            yield from self._verify(top, context)
+        finally:
+            self._verifications.release()
+
+    def _verify(self, top: int, context: grpc.ServicerContext) -> Iterator[pb.VerifyProgress]:
         files = namespace.list_files_below(self._db, top)
         progress, last_sent_at = pb.VerifyProgress(files_total=len(files)), time.monotonic()
         for inode in files:
