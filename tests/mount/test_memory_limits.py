@@ -45,6 +45,12 @@ with mmap.mmap(fd, size) as memory:
 os.close(fd)
 """
 
+MAP_TO_READ = """
+import mmap, sys
+with open(sys.argv[1], "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
+    assert memory[0] == ord("a") and not any(memory[offset] for offset in range(4096, len(memory), 4096))
+"""
+
 FALLOCATE = """
 import os, sys
 fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT, 0o644)
@@ -136,6 +142,17 @@ def test_an_unlimited_program_can_write_beside_a_limited_one(ram_node: DaemonUnd
 def test_a_mapping_is_survived(node: DaemonUnderTest, group: MemoryGroup) -> None:
     group.run(MAP, node.path / "mapped", str(FILE_BYTES))
     assert (node.path / "mapped").read_bytes() == b"m" * FILE_BYTES
+
+
+def test_a_mapping_of_holes_is_survived_by_a_reader(node: DaemonUnderTest, group: MemoryGroup) -> None:
+    """A tmpfs adds a page wherever a mapping is touched, be it only to read."""
+    path = node.path / "sparse"
+    with open(path, "wb") as file:
+        file.write(b"a")
+        file.truncate(FILE_BYTES)
+    group.run(MAP_TO_READ, path)
+    node.settle()
+    group.run(MAP_TO_READ, path)
 
 
 def test_fallocate_is_survived(node: DaemonUnderTest, group: MemoryGroup) -> None:

@@ -67,7 +67,7 @@ class OpenAttempt:
         """Tiers that could not make the file."""
         self._truncated: OpenFile | None = None
         self._unsealed_content: int | None = None
-        self._limit_reason = tier_choice.find_limit_reason(context, open_request)
+        self._limit_reason = tier_choice.find_limit_reason(context, open_request) if open_request.is_writer else Reason.NONE
         self._leases_until_s = 0.0
         self._has_begun_fetch = self._has_searched = self.separates = False
         self._announce_deadline_s = trio.current_time() + limits.PUBLISHED_WAIT_S
@@ -235,6 +235,8 @@ class OpenAttempt:
         self._undo.callback(self._files.slow_calls.close, fd, tier)
         if is_writer:
             self._mark_content_open(held, content, storage)
+        else:
+            reason = tier_choice.find_hole_reason(self._context, self._open_request, storage, fd)
         if tier is not Tier.PFS:
             set_inode_times(fd, held.inode)
         elif is_writer:

@@ -24,6 +24,7 @@ from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse import killable
 from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.open_files.handle_ways import Reason
+from ckptfs_daemon.mount.open_files.open_file import STAT_BLOCK_BYTES
 from ckptfs_daemon.mount.opening.open_request import OpenRequest
 
 
@@ -52,10 +53,18 @@ class Placement(NamedTuple):
 
 def find_limit_reason(context: MountContext, open_request: OpenRequest) -> Reason:
     """Return why the caller must not fill fresh memory. On the buffered path this process fills it."""
-    if not open_request.is_writer or open_request.fuse_request is None or context.data_path is not DataPath.PASSTHROUGH:
+    if open_request.fuse_request is None or context.data_path is not DataPath.PASSTHROUGH:
         return Reason.NONE
     limit = context.memory_limits.find(open_request.pid)
     return Reason.NONE if not limit.is_limited else Reason.LIMITED if limit.is_known else Reason.UNKNOWN
+
+
+def find_hole_reason(context: MountContext, open_request: OpenRequest, storage: TierStorage, fd: int) -> Reason:
+    """Return why a reader must not map this file: a page is added to a tmpfs where a hole is touched."""
+    if not storage.is_memory:
+        return Reason.NONE
+    status = os.fstat(fd)
+    return find_limit_reason(context, open_request) if status.st_blocks * STAT_BLOCK_BYTES < status.st_size else Reason.NONE
 
 
 def choose_placement(
