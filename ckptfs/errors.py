@@ -29,7 +29,7 @@ class ConfigError(InvalidArgument):
 
 
 class CatalogDamaged(CkptfsError):
-    """The catalog is not readable as a catalog; it was not changed."""
+    """The catalog is not readable as a catalog; no file was changed."""
 
 
 class CatalogTooNew(CkptfsError):

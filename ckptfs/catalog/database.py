@@ -38,7 +38,7 @@ ENDED_CLEANLY = "ended"
 """The value of meta's 'start' after a clean end: every process has closed the catalog and the tiers in order."""
 STARTING = "starting"
 """The value until the first mover of the next start has taken it. No row means that the daemon runs, or was killed."""
-_REMEDY = "nothing was changed; move {} away to start with an empty catalog, or restore it from a backup"
+_REMEDY = "no file was changed; move {} away to start with an empty catalog, or restore it from a backup"
 
 
 class _ThreadConnection:

@@ -112,7 +112,7 @@ def test_the_version(name: str) -> None:
 def test_what_the_daemon_says_is_shown(place: DaemonUnderTest) -> None:
     (place.state / "catalog.db").write_bytes(b"no catalog at all" * 100)
     result = mount(place)
-    assert result.returncode == 32 and str(place.state / "catalog.db") in result.stderr and "nothing was changed" in result.stderr
+    assert result.returncode == 32 and str(place.state / "catalog.db") in result.stderr and "no file was changed" in result.stderr
     assert not os.path.ismount(place.path)
 
 

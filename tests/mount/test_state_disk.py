@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 
 import pytest
-from daemon_under_test import DaemonUnderTest
+from daemon_under_test import DaemonUnderTest, NotStarted
 from programs import run
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
@@ -36,3 +36,20 @@ def test_a_full_state_disk(data_path: str, make_daemon: Callable[..., DaemonUnde
     (daemon.path / "after").write_bytes(b"after")
     assert (daemon.path / "after").read_bytes() == b"after" and (daemon.path / "before").read_bytes() == b"before"
     assert "Traceback" not in daemon.log
+
+
+def test_a_catalog_that_was_damaged_after_a_clean_end_is_named(fresh_mount: DaemonUnderTest) -> None:
+    """P11: no start searches a catalog for damage after a clean end; one that dies of it says so."""
+    daemon = fresh_mount
+    (daemon.path / "a").write_bytes(b"a")
+    ((page, size),) = daemon.catalog("SELECT rootpage, page_size FROM sqlite_master, pragma_page_size WHERE name = 'reply_cache'")
+    daemon.unmount()
+    catalog = daemon.state / "catalog.db"
+    whole = catalog.read_bytes()
+    catalog.write_bytes(whole[: (page - 1) * size] + bytes(size) + whole[page * size :])
+    daemon.expect_warning("")
+    with pytest.raises(NotStarted, match=r"the mount process does not stay alive: .*catalog.db is damaged: .* no file was changed; move"):
+        daemon.start()
+    catalog.write_bytes(whole)
+    daemon.start()
+    assert (daemon.path / "a").read_bytes() == b"a"

@@ -25,8 +25,9 @@ from enum import Enum, auto
 from typing import Any
 
 from ckptfs import __version__, limits, procfs
+from ckptfs.catalog import database
 from ckptfs.config import Config
-from ckptfs.errors import CkptfsError
+from ckptfs.errors import CatalogDamaged, CkptfsError
 from ckptfs.event_log import EventKind
 from ckptfs.model import DataPath
 from ckptfs_daemon import ipc, logs
@@ -328,7 +329,7 @@ class Supervisor:
         reason = children.must_give_up(slot.history, ever_ready=slot.ever_ready)
         if role == MOUNT and self._phase is not Phase.FINISHING:
             if reason:
-                self._give_up(f"the mount process does not stay alive: {reason}; the log says what it died of")
+                self._give_up(f"the mount process does not stay alive: {reason}; {self._find_cause()}")
                 return
         elif role == MOVER and reason:
             log.error("mover: does not stay alive: %s; new files stay in their tiers until it does", reason)
@@ -337,6 +338,14 @@ class Supervisor:
             elif self._phase is Phase.DRAINING:
                 self._start_unmount()
         slot.due_at = now + children.get_restart_delay_s(slot.history)
+
+    def _find_cause(self) -> str:
+        """Return why the mount process dies. After a clean end, a start does not search for damage."""
+        try:
+            database.check_file(self._config.state / "catalog.db")
+        except CatalogDamaged as damage:
+            return f"{damage}; {damage.remedy}"
+        return "the log says what it died of"
 
     def _give_up(self, sentence: str) -> None:
         log.critical("%s; giving up", sentence)
