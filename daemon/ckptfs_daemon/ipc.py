@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ckptfs import __version__, config, limits
 from ckptfs.bounded_waits import wait_ready
@@ -332,8 +332,20 @@ async def wait_for_stop(
         if message.startswith(LOG_LEVEL):
             logs.set_level(message.removeprefix(LOG_LEVEL).decode())
         if not message:
-            log.warning("the supervisor has ended; exiting")
-            os._exit(1)
+            _exit_alone()
+
+
+def announce_ready(link: socket.socket) -> None:
+    """Tell the supervisor that this child serves; exit if the supervisor has ended."""
+    try:
+        link.send(READY)
+    except OSError:
+        _exit_alone()
+
+
+def _exit_alone() -> NoReturn:
+    log.warning("the supervisor has ended; exiting")
+    os._exit(1)
 
 
 class ProgressSignal:

@@ -1,6 +1,8 @@
 """The wake-ups between mount and mover: hints that may be lost, never a wait."""
 
+import os
 import socket
+import sys
 
 import pytest
 import trio
@@ -73,6 +75,17 @@ def test_a_child_takes_no_role_from_another_version(ends: tuple[socket.socket, s
     with pytest.raises(ipc.OtherVersion, match=f"this process has version {__version__}, its supervisor version 0.1.9"):
         ipc.receive_assignment(ends[1])
     assert ends[0].recv(100) == ipc.OTHER_VERSION + __version__.encode()
+
+
+def test_a_child_that_is_ready_after_the_end_of_its_supervisor_exits_in_one_line(
+    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P8: whoever waits for its link may not have run yet."""
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    ends[1].close()
+    with pytest.raises(SystemExit):
+        ipc.announce_ready(ends[0])
+    assert caplog.messages == ["the supervisor has ended; exiting"]
 
 
 def test_an_upgrade_is_asked_for_once_at_a_time(ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse import killable, session
 from ckptfs_daemon.fuse.connection import restore
 from ckptfs_daemon.fuse.kernel import Passthrough
-from ckptfs_daemon.ipc import READY, ChildSetup, WakeChannel
+from ckptfs_daemon.ipc import ChildSetup, WakeChannel
 from ckptfs_daemon.mount.cluster.cluster_recovery import StandbyLease
 from ckptfs_daemon.mount.cluster.lookups import LookupPrefetch
 from ckptfs_daemon.mount.cluster.shared_namespace import LocalNamespace, SharedNamespace
@@ -137,7 +137,7 @@ async def _serve(setup: ChildSetup, context: MountContext, shim: ShimHandlers, o
         if not context.config.is_read_only:
             nursery.start_soon(tracker.run, name="checkpoint sets")
         nursery.start_soon(run_reports, context.db, context.open_files.list_ways, name="report of handles")
-        setup.link.send(READY)
+        ipc.announce_ready(setup.link)
         await session.serve()
         # At unmount the kernel drops the releases that it has not sent yet.
         await context.open_files.release_all()

@@ -43,7 +43,7 @@ from ckptfs_daemon.control.admin import AdminService
 from ckptfs_daemon.control.queries import QueryService
 from ckptfs_daemon.drain import Drain
 from ckptfs_daemon.event_writer import events
-from ckptfs_daemon.ipc import READY, ChildSetup, ProgressSignal, UpgradeRequests
+from ckptfs_daemon.ipc import ChildSetup, ProgressSignal, UpgradeRequests
 from ckptfs_daemon.mover import preemption
 from ckptfs_daemon.mover.cluster_services import ClusterServices
 from ckptfs_daemon.mover.lanes import Flow, Lane, Lanes
@@ -109,7 +109,7 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
             # Without a view, files on other nodes would seem to have no copies.
             with trio.move_on_after(limits.ETCD_WAIT_S):
                 await cluster_services.membership.view_loaded.wait()
-        setup.link.send(READY)
+        ipc.announce_ready(setup.link)
         await _drain_at_the_end(setup.link, drain, upgrades, lanes)
         db.persist()
         nursery.cancel_scope.cancel()
