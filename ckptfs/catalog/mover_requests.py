@@ -15,6 +15,7 @@ Crash safety: the next mover answers an open row. An answered row is deleted whe
 """
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from ckptfs import limits
@@ -116,6 +117,17 @@ def record_progress(db: Database, request: int, *, wait_s: float = limits.FETCH_
     with db.transaction():
         values = (now, now + int(wait_s * 1e9), request)
         db.run("UPDATE mover_request SET progress_ns = ?, until_ns = max(until_ns, ?) WHERE id = ? AND state = 0", *values)
+
+
+def record_lane_progress(db: Database, kind: str, *, in_hand: Collection[int] = (), wait_s: float = limits.FETCH_STALL_S) -> None:
+    """Record that a lane makes progress: callers of this kind wait up to `wait_s` from now.
+
+    So do those whose requests wait for a lane. `in_hand`: the inodes that other lanes of this kind have, which record their own progress.
+    """
+    now = time.time_ns()
+    others = ",".join(str(int(inode)) for inode in in_hand)
+    sql = f"UPDATE mover_request SET progress_ns = ?, until_ns = max(until_ns, ?) WHERE state = 0 AND kind = ? AND inode NOT IN ({others})"
+    db.change(sql, now, now + int(wait_s * 1e9), kind)
 
 
 def mark_readable(db: Database, request: int) -> None:

@@ -73,7 +73,6 @@ class Scan:
         self._next_refresh_s = 0.0
         self._turns: dict[ClusterLock, float] = {}
         self._progress_s = 0.0
-        self._request_id = 0
         self._large_directories: set[int] = set()
 
     def prepare(self) -> None:
@@ -83,7 +82,6 @@ class Scan:
 
     def step(self) -> bool:
         """Scan one directory. Return True if more work may be ready now."""
-        self._request_id = 0
         requests = mover_requests.list_open(self._db, mover_requests.SCAN)
         self._queues = {request.id: self._queues.get(request.id) or deque([request.inode]) for request in requests}
         if not requests:
@@ -98,17 +96,16 @@ class Scan:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def _report_progress(self) -> None:
-        """Extend the deadline of the request in hand: a large directory takes long."""
-        if self._request_id and time.monotonic() - self._progress_s > limits.REQUEST_POLL_S:
+        """Extend the deadlines of all requests: a large directory takes long, and there is one lane."""
+        if time.monotonic() - self._progress_s > limits.REQUEST_POLL_S:
             self._progress_s = time.monotonic()
-            mover_requests.record_progress(self._db, self._request_id, wait_s=limits.SCAN_WAIT_S)
+            mover_requests.record_lane_progress(self._db, mover_requests.SCAN, wait_s=limits.SCAN_WAIT_S)
 
     def _answer(self, request: mover_requests.MoverRequest) -> None:
         """Scan the next directory of a request; the last one completes it.
 
         A failed scan fails the request at once; but in a tree a directory that cannot be listed is skipped.
         """
-        self._request_id = request.id
         queue = self._queues[request.id]
         directory = queue.popleft()
         try:

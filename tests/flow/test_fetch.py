@@ -206,6 +206,22 @@ def test_several_at_once_and_askers_share(world: World) -> None:
     world.check()
 
 
+def test_files_wait_for_a_lane_as_long_as_one_gets_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1: a restart reads more and larger files than there are lanes. Those that come last do not fail for it."""
+    monkeypatch.setattr(limits, "REQUEST_POLL_S", 0.0)
+    for name in ("waits", "hangs"):
+        (world.pfs / "d" / name).write_bytes(b"w")
+    world.look("d")
+    world.fetch._active_inodes.add(world.inode("d/hangs"))
+    first, waits, hangs = (
+        mover_requests.insert_request(world.db, mover_requests.FETCH, world.inode(f"d/{name}")) for name in ("file", "waits", "hangs")
+    )
+    assert world.fetch.step()
+    rows = [mover_requests.get(world.db, request) for request in (first, waits, hangs)]
+    assert [row is not None and row.state for row in rows] == [mover_requests.DONE, mover_requests.OPEN, mover_requests.OPEN]
+    assert [row is not None and row.progress_ns > 0 for row in rows] == [True, True, False], "a lane speaks for itself and for who waits"
+
+
 LABELS = [
     "tier:create", "pfs:open", "fetch:reserved", "fetch:read", "fetch:write", "fetch:truncate", "fetch:arrived", "fetch:answered",
 ]  # fmt: skip

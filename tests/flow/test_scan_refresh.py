@@ -90,6 +90,21 @@ def test_the_catalog_changes_while_the_pfs_hangs(world: World, monkeypatch: pyte
     assert len(changes) == 2, "it looks at the root before, and at what it has listed afterwards"
 
 
+def test_directories_wait_for_the_lane_as_long_as_it_gets_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1: the look at a very large directory takes longer than a caller waits for another one."""
+    monkeypatch.setattr(limits, "REQUEST_POLL_S", 0.0)
+    first, waits = (
+        mover_requests.insert_request(world.db, mover_requests.SCAN, inode, mover_requests.COMPARE_AGAIN)
+        for inode in (ROOT, world.inode("d"))
+    )
+    assert world.scan.step()
+    rows = [mover_requests.get(world.db, request) for request in (first, waits)]
+    assert [row is not None and (row.state, row.progress_ns > 0) for row in rows] == [
+        (mover_requests.DONE, True),
+        (mover_requests.OPEN, True),
+    ]
+
+
 def test_a_tree_that_vanished(world: World) -> None:
     (world.pfs / "d" / "deep" / "x").unlink()
     (world.pfs / "d" / "deep").rmdir()

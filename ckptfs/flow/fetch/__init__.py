@@ -102,7 +102,7 @@ class Fetch:
         with self._lock:
             attempt = self._attempts.get(request.id)
         since_s = time.monotonic() if attempt is None else attempt.since_s
-        progress = FetchProgress(self._db, self._tiers, self._notify, request, since_s)
+        progress = FetchProgress(self._db, self._tiers, self._notify, request, since_s, self._list_in_hand)
         try:
             self._answer(request, progress)
         finally:
@@ -131,6 +131,11 @@ class Fetch:
                     self._active_inodes.add(request.inode)
                     return request
         return None
+
+    def _list_in_hand(self) -> set[int]:
+        """Return the inodes of all steps."""
+        with self._lock:
+            return self._active_inodes | self._inodes_at_pfs
 
     def _has_place_at_pfs(self, inode: int) -> bool:
         """Return whether a step may go to the PFS with a file. The caller holds the lock."""
@@ -178,15 +183,15 @@ class Fetch:
 
     def _fetch(self, state: FetchState | None, progress: FetchProgress, *, is_required: bool) -> str:
         """Fetch a file; return the result of its request. Raises Busy to try again."""
+        with self._lock:
+            is_at_pfs = progress.request.inode in self._inodes_at_pfs
+        if is_at_pfs and state is not None and any(copy.state is CopyState.FILLING for copy in state.copies):
+            raise PfsTaken("the file comes from the PFS just now")
         if self._peers is not None and state is not None and not state.has_local_copy:
             state = self._peers.refresh(state, progress)
         if state is None:
             raise posix_error(errno.ESTALE)
         sources = _choose_sources(state, [] if self._peers is None else self._peers.list_sources(state))
-        with self._lock:
-            is_at_pfs = state.inode in self._inodes_at_pfs
-        if is_at_pfs and any(copy.state is CopyState.FILLING for copy in state.copies):
-            raise PfsTaken("the file comes from the PFS just now")
         if sources is None or self._fetch_from_peers(state, sources, progress, is_required=is_required):
             return mover_requests.FETCHED
         assert state.published is not None

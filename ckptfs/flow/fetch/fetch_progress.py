@@ -7,7 +7,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from ckptfs import limits
@@ -33,8 +33,16 @@ def choose_pause_s(waited_s: float) -> float:
 class FetchProgress:
     """The progress of one request, by block; extends the wait of the applications. Any thread."""
 
-    def __init__(self, db: Database, tiers: Tiers, notify: Notifier, request: mover_requests.MoverRequest, since_s: float) -> None:
-        """`since_s`: when the request was first tried."""
+    def __init__(
+        self,
+        db: Database,
+        tiers: Tiers,
+        notify: Notifier,
+        request: mover_requests.MoverRequest,
+        since_s: float,
+        list_in_hand: Callable[[], Collection[int]] = tuple,
+    ) -> None:
+        """`since_s`: when the request was first tried. `list_in_hand`: the inodes that all lanes have."""
         self.sources = ""
         """From where the present attempt fetches, for messages."""
         self.is_at_pfs = False
@@ -44,16 +52,21 @@ class FetchProgress:
         self._tiers = tiers
         self._notify = notify
         self.request = request
+        self._list_in_hand = list_in_hand
         self._reported_s = time.monotonic()
         self._lock = threading.Lock()
 
     def extend_wait(self) -> None:
-        """Tell the waiting applications that the fetch goes on, at most once per REQUEST_POLL_S."""
+        """Tell the waiting applications that the fetch goes on, at most once per REQUEST_POLL_S.
+
+        Those whose files wait for a lane are told, too.
+        """
         if time.monotonic() - self._reported_s < limits.REQUEST_POLL_S or not self._lock.acquire(blocking=False):
             return
         try:
             self._reported_s = time.monotonic()
-            mover_requests.record_progress(self._db, self.request.id)
+            others = [inode for inode in self._list_in_hand() if inode != self.request.inode]
+            mover_requests.record_lane_progress(self._db, mover_requests.FETCH, in_hand=others)
         finally:
             self._lock.release()
 
