@@ -22,10 +22,23 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long commands wait for a daemon. The one that answers has the time that it needs on a busy machine; no other is waited for."""
+    asked: list[float] = []
+
+    class Patient(client.Client):
+        def __init__(self, mount: Mount, *, answer_s: float = client.ANSWER_S) -> None:
+            asked.append(answer_s)
+            super().__init__(mount, answer_s=60.0 if mount.name == "test" else 0.3)
+
+    monkeypatch.setattr(client, "Client", Patient)
+    return asked
+
+
+@pytest.fixture
+def two(waits: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     """A mount that answers, and one whose socket takes connections and says nothing."""
     monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path / "run"))
-    monkeypatch.setattr(client, "SEVERAL_ANSWER_S", 1.0)
     for name in ("mnt", "silent"):
         (tmp_path / name).mkdir()
     device = os.stat(tmp_path).st_dev
@@ -81,12 +94,11 @@ def test_a_node_that_will_be_taken_away_is_not_sound(two: Served, run: Run, tmp_
     assert code == 1 and out == f"degraded: test on {tmp_path}/mnt: this node is about to be taken away: gce: TRUE\n"
 
 
-def test_health_is_bounded(two: Served, run: Run, tmp_path: Path) -> None:
+def test_health_is_bounded(two: Served, waits: list[float], run: Run, tmp_path: Path) -> None:
     """X11: a daemon that says nothing is down, and the others are still asked. Without a DIR the worst mount decides."""
-    begun = time.monotonic()
-    code, out, _ = run("health", "--timeout", "300ms")
+    code, out, _ = run("health", "--timeout", "250ms")
     lines = out.splitlines()
-    assert code == 3 and time.monotonic() - begun < 10
+    assert code == 3 and waits == [0.25, 0.25]
     assert lines[0].startswith(f"down: sick on {tmp_path}/silent: the daemon of sick") and lines[1:] == [f"ok: test on {tmp_path}/mnt"]
     assert run("health", "--timeout", "0")[0] == run("health", "--timeout", "soon")[0] == 2
 
@@ -103,8 +115,6 @@ def test_df_shows_all_mounts(two: Served, run: Run, tmp_path: Path) -> None:
 def test_doctor_names_the_mount_in_full(two: Served, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     name = "longer-than-column"
     monkeypatch.setattr(mounts, "list_mounts", lambda: [Mount(name, tmp_path / "gone", os.geteuid(), 0)])
-    monkeypatch.setattr(client, "ANSWER_S", 0.3)
-    monkeypatch.setattr(client.Client.__init__, "__kwdefaults__", {"answer_s": 0.3})
     found = next(one for one in doctor.examine() if one.check == name)
     assert found.verdict == doctor.BAD and "takes over the mountpoint, or umount -l" in found.remedy
 
