@@ -355,7 +355,8 @@ def test_who_says_nothing_is_let_go(address: str, monkeypatch: pytest.MonkeyPatc
         with connect(address) as connection:
             connection.sendall(b"GET /metr")
             assert connection.recv(100) == b""
-        assert answers(address)
+        # Whoever speaks has as little time.
+        eventually(lambda: answers(address), what="the others are answered")
 
 
 def test_who_speaks_slowly_is_let_go(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
