@@ -4,12 +4,13 @@
 """
 
 import os
+import random
 import shutil
 import signal
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,30 @@ from ckptfs.store.etcd import EtcdStore
 from ckptfs.store.kv import Get
 
 STARTS_MAX = 5
+PORTS = range(20_000, 32_000)
+_claims: list[socket.socket] = []
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback that nobody listens on now."""
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
+    """Ports of the loopback that nobody listens on, and that no other process of tests gets while this one lives.
+
+    A server may be started later, or again. Below `PORTS.stop` nobody gets a port by chance, as a client or a server of any port would.
+    """
+    chosen: list[int] = []
+    for port in random.sample(PORTS, len(PORTS)):
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0ckptfs-test-port-{port}")
+            with socket.socket() as one:
+                one.bind(("127.0.0.1", port))
+        except OSError:
+            claim.close()
+            continue
+        _claims.append(claim)
+        chosen.append(port)
+        if len(chosen) == count:
+            return chosen
+    raise AssertionError("no port is free")
 
 
 def node_options(etcd: str, cluster: str = "test", node: str = "one") -> dict[str, str]:
