@@ -8,17 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from daemon_under_test import DaemonUnderTest, eventually
+from daemon_under_test import DaemonUnderTest, eventually, shorten
 from silent_pfs import SilentPfs
 
-pytestmark = [pytest.mark.root, pytest.mark.fuse, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.root, pytest.mark.fuse]
 MIB = 1 << 20
 DATA = os.urandom(MIB)
 Make = Callable[..., DaemonUnderTest]
 FSYNC = "74 " if os.uname().machine == "x86_64" else "82 "
 """The number of the system call, as /proc shows it."""
-KILL_S = 15.0
-"""Less than any wait for a PFS that hangs."""
+KILL_S = 60.0
+PATIENT = shorten(FETCH_STALL_S=600, SCAN_WAIT_S=600, REQUEST_KEEP_S=1200)
+"""The mount waits for a PFS that hangs much longer than a program may live that was killed."""
 
 HANDLING_READER = """
 import ctypes, os, signal, sys
@@ -71,7 +72,7 @@ def hanging(make_daemon: Make, data_path: str, silent: SilentPfs) -> DaemonUnder
     """A mount whose PFS has a file `there` and a directory `unread`, and hangs."""
     (silent.source / "there").write_bytes(DATA)
     (silent.source / "unread").mkdir()
-    daemon = make_daemon(data_path, ram="64M", nvme=None, pfs=silent.path)
+    daemon = make_daemon(data_path, ram="64M", nvme=None, pfs=silent.path, env=PATIENT)
     daemon.expect_warning("pfs|PFS|write back|scan|fetch|does not answer|cannot be|hangs|silent")
     assert (daemon.path / "there").stat().st_size == MIB and (daemon.path / "unread").is_dir()
     silent.swallow()
@@ -134,7 +135,7 @@ def test_a_fatal_signal_ends_an_fsync(make_daemon: Make, data_path: str, silent:
 
 def test_a_fatal_signal_ends_an_open_in_the_pfs_tier(make_daemon: Make, data_path: str, silent: SilentPfs) -> None:
     """A descriptor that comes later is closed again."""
-    daemon = make_daemon(data_path, ram="64M", nvme=None, pfs=silent.path)
+    daemon = make_daemon(data_path, ram="64M", nvme=None, pfs=silent.path, env=PATIENT)
     daemon.expect_warning("pfs|PFS|write back|scan|does not answer|cannot be|hangs|silent|content")
     with open(daemon.path / "outgrown", "wb") as file:
         file.write(bytes(70 * MIB))
