@@ -26,6 +26,7 @@ import trio
 from ckptfs_daemon.mover.cluster_services import serve_peers
 from ckptfs_daemon.supervisor import children
 from daemon_under_test import eventually
+from etcd_server import free_ports
 from peer_world import CLUSTER, Keyring, MemoryContentHost, PeerNode, client, offer_of
 from peer_world import keyring as keyring
 
@@ -326,8 +327,8 @@ def test_unauthenticated_connections_leave_no_line_each_in_the_log(tmp_path: Pat
 def test_a_busy_port_is_reported_and_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P11: one sentence, for status."""
     monkeypatch.setattr(limits, "RETRY_LAST_S", 0.05)
-    taken = socket.create_server(("127.0.0.1", 0))
-    port = taken.getsockname()[1]
+    (port,) = free_ports(1)
+    taken = socket.create_server(("127.0.0.1", port))
     said: list[str] = []
 
     async def main() -> None:
