@@ -10,11 +10,17 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from daemon_under_test import Area, DaemonUnderTest, eventually
+from daemon_under_test import Area, DaemonUnderTest, eventually, shorten
 from set_history import list_names, list_sets, load_manifest, wait_for_sets, write_archive
 
 pytestmark = pytest.mark.fuse
 ONLY_DATA_PATH = "buffered"  # Each machine has it, and how bytes travel plays no part.
+
+
+@pytest.fixture
+def patient(make_daemon: Callable[..., DaemonUnderTest]) -> Area:
+    """Where sets are waited for, and kept for those who were told of them, however long a busy machine takes."""
+    return Area(make_daemon(ONLY_DATA_PATH, env=shorten(SET_LOOK_WAIT_S=600, SET_NAMED_S=600)), "patient")
 
 
 def test_a_file_that_is_complete_becomes_a_set(mount: Area) -> None:
@@ -46,38 +52,38 @@ def test_a_rotation_that_keeps_one(mount: Area) -> None:
 
 
 @pytest.mark.parametrize("removes", ["unlink", "replace", "overwrite"])
-def test_what_is_removed_as_soon_as_it_is_sealed_was_a_set(mount: Area, removes: str) -> None:
+def test_what_is_removed_as_soon_as_it_is_sealed_was_a_set(patient: Area, removes: str) -> None:
     """X3: the removal waits until the tracker has looked; that of another file does not."""
-    run = mount.path / "run"
+    run = patient.path / "run"
     run.mkdir()
-    place, other = run / "step_1.pt", mount.path / "other"
+    place, other = run / "step_1.pt", patient.path / "other"
     write_archive(place)
     other.write_bytes(b"x")
-    eventually(lambda: mount.catalog("SELECT 1 FROM content WHERE inode = ? AND state = 2", place.stat().st_ino), what="it is sealed")
+    eventually(lambda: patient.catalog("SELECT 1 FROM content WHERE inode = ? AND state = 2", place.stat().st_ino), what="it is sealed")
     if removes == "unlink":
         place.unlink()
     elif removes == "replace":
         other.rename(place)
     else:
         place.write_bytes(b"new")
-    assert "run/step_*.pt/step_1.pt@1" in list_sets(mount)
+    assert "run/step_*.pt/step_1.pt@1" in list_sets(patient)
 
 
-def test_a_set_that_a_program_was_told_can_be_read_for_a_while(mount: Area) -> None:
+def test_a_set_that_a_program_was_told_can_be_read_for_a_while(patient: Area) -> None:
     """N2: also if the next one is complete before the program reads it."""
-    write_archive(mount.path / "step_1.pt", b"first")
-    write_archive(mount.path / "step_2.pt", b"second")
-    wait_for_sets(mount, *(f"step_*.pt/step_{number}.pt@{number}" for number in (1, 2)))
-    (mount.path / "step_1.pt").unlink()
-    (mount.path / "step_2.pt").unlink()
-    wait_for_sets(mount, "step_*.pt/step_2.pt@2")
-    told = mount.command("latest", mount.path / "step_*.pt").stdout.strip()
-    mount.settle()
-    write_archive(mount.path / "step_3.pt")
-    wait_for_sets(mount, "step_*.pt/step_2.pt@2", "step_*.pt/step_3.pt@3")
-    mount.settle()
-    write_archive(mount.path / "step_4.pt")
-    wait_for_sets(mount, *(f"step_*.pt/step_{number}.pt@{number}" for number in (2, 3, 4)))
+    write_archive(patient.path / "step_1.pt", b"first")
+    write_archive(patient.path / "step_2.pt", b"second")
+    wait_for_sets(patient, *(f"step_*.pt/step_{number}.pt@{number}" for number in (1, 2)))
+    (patient.path / "step_1.pt").unlink()
+    (patient.path / "step_2.pt").unlink()
+    wait_for_sets(patient, "step_*.pt/step_2.pt@2")
+    told = patient.command("latest", patient.path / "step_*.pt").stdout.strip()
+    patient.settle()
+    write_archive(patient.path / "step_3.pt")
+    wait_for_sets(patient, "step_*.pt/step_2.pt@2", "step_*.pt/step_3.pt@3")
+    patient.settle()
+    write_archive(patient.path / "step_4.pt")
+    wait_for_sets(patient, *(f"step_*.pt/step_{number}.pt@{number}" for number in (2, 3, 4)))
     with zipfile.ZipFile(told) as archive:
         assert archive.read("data") == b"second"
 
