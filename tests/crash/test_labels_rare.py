@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from daemon_under_test import DaemonUnderTest, eventually
+from daemon_under_test import PREPARED_SOON, DaemonUnderTest, eventually
 from programs import differences
 
 from ckptfs import procfs
@@ -31,7 +31,7 @@ def struck_once(make_daemon: Make, tmp_path: Path, fault: str, **options: str) -
     """A daemon of which one process dies at a labelled operation; the next process counts anew, and is left alone."""
     faults = tmp_path / "faults"
     faults.write_text(f"{fault}@1")
-    daemon = make_daemon("auto", env={"CKPTFS_FAULT": f"@{faults}"}, **options)
+    daemon = make_daemon("auto", env={"CKPTFS_FAULT": f"@{faults}", **PREPARED_SOON}, **options)
     daemon.expect_warning(".")
     over = threading.Event()
 

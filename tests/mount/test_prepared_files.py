@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 import pytest
-from daemon_under_test import DaemonUnderTest, eventually
+from daemon_under_test import PREPARED_SOON, DaemonUnderTest, eventually
 from random_io import RandomIO
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
@@ -18,7 +18,7 @@ Make = Callable[..., DaemonUnderTest]
 
 @pytest.fixture
 def daemon(data_path: str, make_daemon: Make) -> DaemonUnderTest:
-    return make_daemon(data_path, ram="3G")
+    return make_daemon(data_path, ram="3G", env=PREPARED_SOON)
 
 
 def pool(daemon: DaemonUnderTest) -> list[str]:
@@ -65,7 +65,7 @@ def shows_prepared(daemon: DaemonUnderTest, command: str) -> bool:
 
 def test_status_df_and_statfs_show_it(make_daemon: Make) -> None:
     """X1, N5: it is part of what is used, and can be used."""
-    daemon = make_daemon("auto", ram="3G")
+    daemon = make_daemon("auto", ram="3G", env=PREPARED_SOON)
     write_member(daemon, "step_1.pt")
     await_pool(daemon)
     for command in ("status", "df"):
@@ -203,7 +203,7 @@ def test_with_prepared_0_nothing_is_taken(make_daemon: Make) -> None:
 
 def test_room_that_is_needed_is_given_back(data_path: str, make_daemon: Make) -> None:
     """X1, T2: prepared memory sends no file to a slower tier."""
-    daemon = make_daemon(data_path, ram="160M", pfs=None, nvme=None)
+    daemon = make_daemon(data_path, ram="160M", pfs=None, nvme=None, env=PREPARED_SOON)
     write_member(daemon, "step_1.pt", 32 * MIB)
     await_pool(daemon)
     write_member(daemon, "other", 80 * MIB)

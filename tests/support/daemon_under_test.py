@@ -84,6 +84,10 @@ def shorten(**limits: float) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(places), "CKPTFS_TEST_LIMITS": " ".join(f"{name}={value}" for name, value in limits.items())}
 
 
+PREPARED_SOON = shorten(**{"flow.prepare.LOWEST_PRIORITY": 0})
+"""For tests that wait for prepared memory: on a busy machine, a thread of the lowest priority does not run for minutes."""
+
+
 def ckptfs(*arguments: str | Path, check: bool = True, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
     """Run `ckptfs ARGUMENTS`; fails the test where `check` and the exit code is not 0."""
     command = [sys.executable, "-m", "ckptfs_client", *map(str, arguments)]
@@ -108,7 +112,7 @@ class DaemonUnderTest:
         self.options: dict[str, str | Path | None] = {
             "state": self.state, "pfs": self.pfs, "nvme": self.nvme, "ram": "3G", "data_path": data_path, **options,
         }  # fmt: skip
-        self.env = env or {}
+        self.env = dict(env or {})
         self.log_file = self.root / "log"
         self.log_file.touch()
         self.process: subprocess.Popen[bytes] | None = None

@@ -10,4 +10,5 @@ for place, _, value in (pair.partition("=") for pair in os.environ["CKPTFS_TEST_
     module, _, name = (place if "." in place else f"limits.{place}").rpartition(".")
     home = importlib.import_module(f"ckptfs.{module}")
     assert hasattr(home, name), f"there is no limit {place}"
-    setattr(home, name, float(value))
+    is_int = isinstance(getattr(home, name), int) and value.isdigit()
+    setattr(home, name, int(value) if is_int else float(value))
