@@ -74,6 +74,13 @@ class StoreUnreachable(CkptfsError):
     """The shared store does not answer or accepts no changes. The operation is retried later."""
 
 
+class StoreFull(StoreUnreachable):
+    """The store has no room for changes. It can be read."""
+
+    def __init__(self, store: str) -> None:
+        super().__init__(f"{store} is full", remedy="compact and defragment it, or raise its quota; then run `etcdctl alarm disarm`")
+
+
 class StoreLost(StoreUnreachable):
     """The store lost its data or was set back. This counts as no answer."""
 

@@ -26,6 +26,7 @@ from ckptfs.errors import (
     CkptfsError,
     Compacted,
     LeaseGone,
+    StoreFull,
     StoreRefused,
     StoreUnreachable,
     TooManyOperations,
@@ -546,7 +547,9 @@ def is_transient(code: grpc.StatusCode | None, details: str) -> bool:
 def build_error(code: grpc.StatusCode | None, details: str, address: str) -> CkptfsError:
     """Return the error of a failed call."""
     # Nodes continue without an etcd that is full or broken, as without one that does not answer.
-    if is_transient(code, details) or "space exceeded" in details or code is grpc.StatusCode.DATA_LOSS:
+    if "space exceeded" in details:
+        return StoreFull(f"etcd at {address}")
+    if is_transient(code, details) or code is grpc.StatusCode.DATA_LOSS:
         return StoreUnreachable(
             f"etcd at {address} does not answer: {describe_connection_fault(details)}", remedy="check that etcd runs and has a leader"
         )

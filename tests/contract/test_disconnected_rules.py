@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 import trio
-from shared_catalogs import Node, async_tests, play_on_nodes, reconnect
+from shared_catalogs import Node, async_tests, play_on_nodes, reconnect, settled
 
 from ckptfs import limits
-from ckptfs.catalog import contents, namespace
+from ckptfs.catalog import contents, namespace, summary
 from ckptfs.model import Tier
 
 two_nodes = async_tests(play_on_nodes)
@@ -132,3 +132,24 @@ async def test_a_directory_that_others_changed_meanwhile_is_theirs(a: Node, b: N
     await reconnect(a, b)
     assert await a.names() == [b"there"] and await a.names("there") == [b"f"]
     assert stat.S_ISDIR((await b.stat("there")).mode)
+
+
+@two_nodes
+async def test_the_status_says_that_the_store_is_full(a: Node, b: Node) -> None:
+    """P1: also of a store that was away first. When it has room again, all is published."""
+
+    async def shows(words: str) -> None:
+        with trio.fail_after(limits.STORE_PROBE_S_MAX * 10):
+            while not any(value["what"].startswith(words) for _, value, _ in summary.list_troubles(b.db)):
+                await trio.sleep(0.1)
+
+    b.cut(True)
+    await b.make("first")
+    await shows("etcd does not answer")
+    b.store.etcd.is_full = True
+    b.cut(False)
+    await shows("etcd is full")
+    await b.make("second")
+    b.store.etcd.is_full = False
+    await settled([b])
+    assert summary.list_troubles(b.db) == [] and await a.names() == [b"first", b"second"]

@@ -15,7 +15,7 @@ from etcd_server import three as three
 
 from ckptfs import limits
 from ckptfs.config import Config
-from ckptfs.errors import Compacted, StoreRefused, StoreUnreachable, TooManyOperations
+from ckptfs.errors import Compacted, StoreFull, StoreRefused, StoreUnreachable, TooManyOperations
 from ckptfs.protocol import etcd_pb2 as pb
 from ckptfs.store.etcd import EtcdStore
 from ckptfs.store.kv import ENDLESS, Compare, CompareTarget, Delete, Get, Item, Outcome, Put
@@ -166,9 +166,12 @@ def test_an_etcd_that_permits_too_few_operations(tmp_path: Path) -> None:
 def test_a_full_etcd_is_as_good_as_none(tmp_path: Path) -> None:
     """P1: what it holds can be read; changes are tried again later, and there is no EINVAL for them."""
     with serving(tmp_path, more=["--quota-backend-bytes=4000000"]) as etcd, closing(EtcdStore(etcd.addresses, "one")) as store:
-        with pytest.raises(StoreUnreachable, match="space exceeded"):
+        with pytest.raises(StoreFull, match="is full") as refusal:
             for number in range(100):
                 put(store, b"%d" % number, bytes(1_000_000))
+        assert "etcdctl alarm disarm" in refusal.value.remedy
+        with pytest.raises(StoreFull):
+            store.grant(10)
         assert value(store, b"0") == bytes(1_000_000)
         assert store.commit((), [Delete(b"0")], timeout_s=PATIENCE_S).succeeded
         found = cluster_status.examine_etcd(config_for(tmp_path, etcd))

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from ckptfs import limits
-from ckptfs.errors import Compacted, LeaseGone, StoreRefused, StoreUnreachable, TooManyOperations, TransactionInvalid
+from ckptfs.errors import Compacted, LeaseGone, StoreFull, StoreRefused, StoreUnreachable, TooManyOperations, TransactionInvalid
 from ckptfs.store.kv import ENDLESS, Compare, CompareTarget, Delete, Event, Get, Item, Operation, Outcome, Put, WatchEvents
 
 WAIT_S = limits.ETCD_WAIT_S
@@ -52,6 +52,7 @@ class MemoryEtcd:
         self.bytes_sent = 0
         self.request_bytes_max = limits.ETCD_REQUEST_BYTES_MAX
         self.operations_max = limits.ETCD_TRANSACTION_MAX
+        self.is_full = False
         # Sorted; with keys that were deleted, until they are compacted.
         self._keys: list[bytes] = []
         self._history: dict[bytes, list[tuple[int, Stored | None]]] = {}
@@ -102,6 +103,8 @@ class MemoryEtcd:
 
     def grant(self, ttl_s: int) -> int:
         with self.changed:
+            if self.is_full:
+                raise StoreFull("etcd")
             self._lease_last += 1
             self._leases[self._lease_last] = Lease(ttl_s, self.clock() + ttl_s)
             self.changed.notify_all()
@@ -172,6 +175,8 @@ class MemoryEtcd:
             raise TooManyOperations("etcd")
         if sum(len(change.value) for change in changes if isinstance(change, Put)) > self.request_bytes_max:
             raise TransactionInvalid("request is too large")
+        if self.is_full and any(isinstance(change, Put) for change in changes):
+            raise StoreFull("etcd")
         puts = [change.key for change in changes if isinstance(change, Put)]
         deletes = [change for change in changes if isinstance(change, Delete)]
         if len(set(puts)) < len(puts) or any(_within(key, delete.key, delete.end) for key in puts for delete in deletes):

@@ -30,7 +30,7 @@ from ckptfs.catalog.inodes import get, set_attributes
 from ckptfs.coherence import keys, ownership
 from ckptfs.coherence.key_state import DirtyKeyTracker
 from ckptfs.coherence.keys import INODE, NAME
-from ckptfs.errors import StoreUnreachable
+from ckptfs.errors import StoreFull, StoreUnreachable
 from ckptfs.model import HISTORY_NAME, ROOT, Inode
 from ckptfs.store.kv import Compare, Get, Operation, Outcome
 
@@ -143,6 +143,9 @@ class Slow(MemoryStore):
                 await trio.sleep(self._dice.uniform(0, self._delay_s))
                 try:
                     outcome = replace(act(), is_repeated=is_repeated)
+                except StoreFull as failure:
+                    future.set_exception(failure)
+                    return
                 except StoreUnreachable:
                     is_repeated = True
                     if self.reachable and self._dice.random() < 0.5:

@@ -144,7 +144,7 @@ async def test_what_is_no_record_ends_nobody(nursery: trio.Nursery, stations: li
 async def test_an_outage_of_the_store_kills_nobody(
     nursery: trio.Nursery, stations: list[Station], etcd: MemoryEtcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """P1: longer than every lease; people are told of it, and that it is over; no flow hears of a death."""
+    """P1: longer than every lease, then without room; people are told of both, and that it is over; no flow hears of a death."""
     monkeypatch.setattr(limits, "NODE_RETURN_S", 30.0)
     for one in stations:
         nursery.start_soon(one.member.run)
@@ -154,8 +154,12 @@ async def test_an_outage_of_the_store_kills_nobody(
     await until(lambda: all(not one.member.is_connected and one.reports.get(TROUBLE) for one in stations))
     pass_time(etcd, 10 * limits.NODE_LEASE_S)
 
+    etcd.is_full = True
     for one in stations:
         one.store.reachable = True
+        await until(lambda one=one: "is full" in one.reports[TROUBLE]["what"])
+    etcd.is_full = False
+    for one in stations:
         await until(lambda one=one: one.member.is_connected and one.reports[TROUBLE] is None)
     await until(lambda: all(one.member.node_lease.lease_id for one in stations))
     assert all(one.names() == ["a", "b", "c"] for one in stations)

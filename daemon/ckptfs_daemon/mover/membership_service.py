@@ -191,7 +191,7 @@ class MembershipService:
     async def _record_trouble(self, failure: CkptfsError) -> None:
         if isinstance(failure, StoreUnreachable):
             self._member_table.mark_disconnected()
-        if str(failure) == self._trouble or (self._trouble and isinstance(failure, StoreUnreachable)):
+        if str(failure) == self._trouble or (self._trouble and type(failure) is StoreUnreachable):
             return
         self._trouble = str(failure)
         remedy = failure.remedy or "nothing is lost meanwhile; see that etcd runs and can be reached"

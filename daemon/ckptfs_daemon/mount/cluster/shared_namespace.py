@@ -154,7 +154,7 @@ class SharedNamespace(LocalNamespace):
         self._reverts = 0
         self._unconfirmed: commit.StoreTransaction | None = None
         self._changes_max = limits.ETCD_OPERATIONS_MAX
-        self._logged_refusal = ""
+        self._logged_failure = ""
         self._is_store_lost = False
         self._next_probe_s = 0.0
 
@@ -471,21 +471,20 @@ class SharedNamespace(LocalNamespace):
     # --- without the store --------------------------------------------------------------------------------------------
 
     def _handle_failure(self, failure: CkptfsError) -> None:
-        was_connected = not self.is_disconnected
+        was_connected, is_silent = not self.is_disconnected, type(failure) is StoreUnreachable
+        # What etcd says while it answers tells more than its silence before or after.
+        is_news = was_connected or (not is_silent and str(failure) != self._logged_failure)
         self.disconnected_ns = self.disconnected_ns or time.time_ns()
         key_state.mark_disconnected(self.db, self.disconnected_ns)
         if isinstance(failure, StoreLost):
             self._is_store_lost = True  # Applications go on, until a person has this node adopt the store.
-        elif was_connected:
-            is_silent = type(failure) is StoreUnreachable
+        elif is_news:
+            self._logged_failure = str(failure)
             cause = "etcd does not answer" if is_silent else str(failure)
             what = f"{cause}: this node goes on alone, and other nodes do not see what changes here"
             remedy = failure.remedy if failure.remedy and not is_silent else REACH_REMEDY
             summary.set_trouble(self.db, TROUBLE, {"what": what, "path": "", "remedy": remedy})
             log.warning("the store of the cluster does not answer (%s): this node goes on alone with what it knows", failure)
-        if not isinstance(failure, StoreUnreachable) and str(failure) != self._logged_refusal:
-            self._logged_refusal = str(failure)
-            log.error("the store of the cluster refused: %s", failure)
         self._has_dirty.set()
         self._commit_rounds.wake_waiters()
 
