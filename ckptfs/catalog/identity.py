@@ -5,11 +5,12 @@ without a cluster uses SQLite's own counters. In a cluster the catalog also hold
 `meta`. A catalog never changes its cluster: nodes of another cluster may hold other contents under its ids. Functions that
 change rows join the caller's transaction.
 
-Crash safety: a counter grows in the transaction that uses the id.
+Crash safety: a counter grows in the transaction that uses the id. After a power cut, or on a disk from a backup, the catalog may be older
+than what the cluster knows of this node. So each start of the daemon skips ids (`bump_last_ids`).
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ckptfs import limits
@@ -18,6 +19,7 @@ from ckptfs.errors import ConfigError, InvalidArgument
 from ckptfs.model import ROOT
 
 COUNTED_TABLES = ("inode", "content")
+IDS_SKIPPED = 1 << 16
 
 
 def get_node_number(db: Database) -> int:
@@ -51,6 +53,17 @@ def allocate_id(db: Database, table: str, *, in_history: bool = False) -> int | 
         return None
     given: int = db.value("UPDATE meta SET value = value + 1 WHERE key = ? RETURNING value", f"last {table}")
     return given | HISTORY_BIT if in_history else given
+
+
+def bump_last_ids(db: Database, last_ids: Mapping[str, int]) -> None:
+    """Skip the ids up to `last_ids`, by table, and those that a power cut may have undone."""
+    for table in COUNTED_TABLES:
+        db.run("UPDATE meta SET value = max(value, ?) + ? WHERE key = ?", last_ids.get(table, 0), IDS_SKIPPED, f"last {table}")
+
+
+def get_last_id(db: Database, table: str) -> int:
+    """Return the last id that this node gave in `table`."""
+    return int(db.value("SELECT value FROM meta WHERE key = ?", f"last {table}"))
 
 
 def is_history_directory(inode: int) -> bool:

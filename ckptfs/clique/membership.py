@@ -17,6 +17,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from ckptfs import limits
 from ckptfs.catalog import identity
 from ckptfs.catalog.database import Database
 from ckptfs.coherence import value_checks
+from ckptfs.coherence.keys import CONTENT, INODE, SharedKey, encode_key
 from ckptfs.coherence.store_loss import EpochCheckedStore
 from ckptfs.config import Config
 from ckptfs.errors import InvalidArgument, StoreUnreachable
@@ -168,22 +170,45 @@ def ensure_registered(config: Config, db: Database) -> None:
     """Register this node. Raises InvalidArgument if its name is taken, or if it needs etcd to join."""
     assert config.cluster is not None
     known = identity.get_node_number(db)
-    store = EpochCheckedStore(etcd.open_store(config), db)
-    try:
-        number = register(store, config.node, identity.get_catalog_id(db), known)
-    except StoreUnreachable as failure:
-        if not known:
-            raise InvalidArgument(
-                f"node {config.node} has never been in the cluster {config.cluster}, and needs its etcd to join: {failure}",
-                remedy=f"check that etcd runs and can be reached at {' or '.join(config.etcd)}; later starts do not need it",
-            ) from failure
-        log.warning("node %s: %s; it starts with its catalog and registers later", config.node, failure)
-        return
-    finally:
-        store.close()
+    last_ids: Mapping[str, int] = {}
+    with closing(EpochCheckedStore(etcd.open_store(config), db)) as store:
+        try:
+            number = register(store, config.node, identity.get_catalog_id(db), known)
+            last_ids = find_last_ids(store, db) if known else {}
+        except StoreUnreachable as failure:
+            if not known:
+                raise InvalidArgument(
+                    f"node {config.node} has never been in the cluster {config.cluster}, and needs its etcd to join: {failure}",
+                    remedy=f"check that etcd runs and can be reached at {' or '.join(config.etcd)}; later starts do not need it",
+                ) from failure
+            log.warning("node %s: %s; it starts with its catalog and registers later", config.node, failure)
+            number = known
     with db.transaction():
         identity.set_cluster(db, config.cluster)
         identity.set_node_number(db, number)
+        identity.bump_last_ids(db, last_ids)
+    db.persist()
+
+
+def find_last_ids(store: Store, db: Database) -> dict[str, int]:
+    """Return the last id of this node by table, of those that the store and the catalog know."""
+    inode, content = (identity.get_last_id(db, table) for table in identity.COUNTED_TABLES)
+    end = (identity.get_node_number(db) << limits.ID_COUNTER_BITS) + identity.HISTORY_BIT
+    in_history = _find_last_id(store, INODE, inode + identity.HISTORY_BIT, end + identity.HISTORY_BIT) - identity.HISTORY_BIT
+    return {"inode": max(in_history, _find_last_id(store, INODE, inode, end)), "content": _find_last_id(store, CONTENT, content, end)}
+
+
+def _find_last_id(store: Store, kind: str, last: int, end: int) -> int:
+    """Return the greatest number below `end` with a key of a kind in the store; `last` if none is greater."""
+    middle = last + 1
+    while last + 1 < end:
+        get = Get(encode_key(SharedKey(kind, middle)), encode_key(SharedKey(kind, end)), limit=1, keys_only=True)
+        if store.read([get]).results[0]:
+            last = middle
+        else:
+            end = middle
+        middle = (last + end) // 2
+    return last
 
 
 def register(

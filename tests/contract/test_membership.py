@@ -12,9 +12,12 @@ from etcd_server import serving
 from memory_store import MemoryEtcd, MemoryStore
 
 from ckptfs import limits
+from ckptfs.catalog import database, identity
+from ckptfs.catalog.database import Database
 from ckptfs.clique import membership
 from ckptfs.clique.cluster import ClusterLock, ClusterLocks
 from ckptfs.clique.membership import NameTaken, Node, NodeLease, load_nodes, name_key, node_key, register
+from ckptfs.coherence.keys import CONTENT, INODE, SharedKey, encode_key
 from ckptfs.errors import InvalidArgument, StoreUnreachable
 from ckptfs.store.etcd import EtcdStore
 from ckptfs.store.kv import Get, Put, Store, prefix_end
@@ -268,3 +271,25 @@ def test_a_node_without_a_lease_gets_no_lock(store: Store) -> None:
     assert ours.try_acquire("x") is None
     assert theirs.try_acquire("x") is not None
     assert ClusterLocks(store, presence(store, "new", "new")).try_acquire("y") is None
+
+
+@pytest.mark.parametrize("in_history", [False, True])
+@pytest.mark.parametrize("given", [0, 1, 5, 70_000])
+def test_a_node_with_an_old_catalog_gives_no_id_again(store: Store, tmp_path: Path, given: int, in_history: bool) -> None:
+    """P1, P5: after a power cut, or on a disk from a backup. What others made, and the next node's ids, do not count."""
+    database.create(tmp_path / "catalog.db")
+    with closing(Database(tmp_path / "catalog.db", journalled=False, clustered=True)) as db:
+        identity.set_node_number(db, 7)
+        first = {table: identity.allocate_id(db, table, in_history=in_history and table == "inode") for table in identity.COUNTED_TABLES}
+        known = {table: identity.get_last_id(db, table) for table in identity.COUNTED_TABLES}
+        for kind, table in ((INODE, "inode"), (CONTENT, "content")):
+            numbers = [first[table], first[table] + given, 6 << 40, 8 << 40]
+            store.commit((), [Put(encode_key(SharedKey(kind, number)), b"{}") for number in dict.fromkeys(numbers)])
+        found = membership.find_last_ids(store, db)
+        assert found == {table: last + given for table, last in known.items()}
+        with db.transaction():
+            identity.bump_last_ids(db, found)
+        for table in identity.COUNTED_TABLES:
+            again = identity.allocate_id(db, table, in_history=in_history and table == "inode")
+            assert again > first[table] + given and identity.get_origin_node(again) == 7
+        assert membership.find_last_ids(store, db) == {table: identity.get_last_id(db, table) for table in identity.COUNTED_TABLES}
