@@ -147,9 +147,12 @@ class ReintegrationResolver(ConflictResolver):
             known = key_state.get_cached(self._db, SharedKey(INODE, there)).fields
             if not self._get_mode(there) and known is not None:
                 write_value(self._db, SharedKey(INODE, there), known)  # This node has forgotten it; its deletion is not published.
-            if not self._get_mode(there):
-                return  # It was deleted meanwhile. The next transaction finds out.
-            self._resolve_both_named(key, here, there, now)
+            child = self._extra_values.get(SharedKey(INODE, there))
+            if self._get_mode(there):
+                self._resolve_both_named(key, here, there, now)
+            elif child is None or child.value.raw is not None:
+                return  # It is not known yet. The next transaction finds out.
+            # Without an inode the name leads nowhere, or the next transaction finds out that it is gone.
         key_state.set_cached(self._db, key, now)
 
     def _resolve_both_named(self, key: SharedKey, here: int, there: int, now: CachedValue) -> None:

@@ -453,3 +453,19 @@ def test_a_store_that_permits_too_few_operations_forgets_no_change(tmp_path: Pat
         assert await a.tree() == await b.tree() == stored_tree(etcd)
 
     in_virtual_time(lambda: running(nodes, act))
+
+
+@pytest.mark.parametrize("has_name", [True, False])
+@two_nodes
+async def test_a_name_that_leads_nowhere_keeps_no_disconnected_node_away(a: Node, b: Node, has_name: bool) -> None:
+    """P1: the name is that of the node that returns."""
+    await a.make("other")
+    if has_name:
+        await b.make("f")
+    b.cut(True)
+    if has_name:
+        await b.unlink("f")
+    await b.make("f")
+    put(a, SharedKey(NAME, ROOT, b"f"), keys.encode_fields({"child": 8589934591, "type": 0o100000}))
+    await reconnect(b)
+    assert (await a.stat("f")).id == (await b.stat("f")).id
