@@ -7,12 +7,12 @@ history a file has the number of its *name*: the cookie of the entry, which neve
 The module has no state: the next process finds the same numbers, and a number whose name is gone leads to nothing.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ckptfs import limits
 from ckptfs.catalog import history, inodes, namespace
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.history import CheckpointSet
 from ckptfs.catalog.inodes import INODE_COLUMNS_JOINED, build_inode
 from ckptfs.model import ROOT, Inode
 
@@ -100,6 +100,17 @@ def list_set_names(db: Database, series: int) -> list[SetName]:
     return found
 
 
+def list_completed_since(db: Database, names: Iterable[SetName], at_ns: int) -> list[SetName]:
+    """Return the sets that were completed after a time. Sets are numbered in this order."""
+    found: list[SetName] = []
+    for one in sorted(names, key=lambda one: one.number, reverse=True):
+        known = history.get_set(db, one.directory)
+        if known is not None and known.record.completed_ns <= at_ns:
+            break
+        found.append(one)
+    return found
+
+
 def find_set(db: Database, inode: int) -> int | None:
     """Return the set to which a file belongs; of several the one that was completed last."""
     found = {_find_set_above(db, row[0]) for row in db.rows("SELECT parent FROM entry WHERE child = ?", inode)} - {0}
@@ -127,13 +138,10 @@ def find_set_path(db: Database, inode: Inode) -> bytes | None:
     return inodes.get_path(db, found).removeprefix(history.NAME + b"/") if found else None
 
 
-def load_series_figures(db: Database, series: int) -> tuple[int, int, CheckpointSet | None]:
-    """Return (number of sets, bytes of all, the newest one)."""
+def count_bytes(db: Database, series: int) -> int:
+    """Return the bytes of all sets of a series."""
     sizes = (
         "SELECT coalesce(sum(json_extract(CAST(x.value AS TEXT), '$.size')), 0) FROM entry e JOIN xattr x ON x.inode = e.child"
         " AND x.name = ? WHERE e.parent = ? AND substr(e.name, 1, 1) <> x'2e'"
     )
-    with db.read_transaction():
-        directories = history.list_set_directories(db, series)
-        newest = history.get_set(db, directories[0]) if directories else None
-        return len(directories), int(db.value(sizes, history.SET_XATTR, series)), newest
+    return int(db.value(sizes, history.SET_XATTR, series))

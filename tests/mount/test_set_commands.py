@@ -131,6 +131,28 @@ def test_rollback(mount: Area) -> None:
         assert mount.command("rollback", series, *words, check=False).returncode == code
 
 
+def test_all_commands_agree_which_set_is_the_newest(mount: Area) -> None:
+    """N2, D2, D6: sets of an early step are completed last, and one is rolled back to."""
+    series, place = mount.path / "step_*", mount.path / "step_100"
+    for number, step in enumerate((200, 100, 100), 1):
+        save(mount.path / f"step_{step}", number)
+        eventually(lambda last=number: any(one["number"] == last for one in listed(mount, series)), what="it is a set")
+        mount.command("pin", f"{series}@{number}")
+
+    def list_answers() -> tuple[list[int], str, str]:
+        shown = json.loads(mount.command("show", place, "--json").stdout)["set"]
+        complete = os.readlink(mount.daemon.path / ".ckptfs" / "complete" / place.relative_to(mount.daemon.path))
+        return [one["number"] for one in listed(mount, series)], shown, os.path.basename(complete)
+
+    assert latest(mount, series) == str(mount.path / "step_200")
+    assert list_answers() == ([1, 3, 2], "step_100@3", "step_100@3")
+    mount.command("rollback", series)
+    assert latest(mount, series) == str(place) and list_answers()[0] == [3, 1, 2]
+    mount.command("rollback", series)
+    assert latest(mount, series).endswith("/step_100@2")
+    assert list_answers() == ([2, 1, 3], "step_100@2", "step_100@2")
+
+
 def test_pins_and_notes(mount: Area) -> None:
     """H10: they are shown, and only the owner sets them."""
     series, one = mount.path / "step_*", mount.path / "step_1"

@@ -12,6 +12,7 @@ from ckptfs_client.sets.set_history import SetHistory
 
 from ckptfs.digest import RunningDigest
 from ckptfs.protocol import control_pb2 as pb
+from ckptfs.series.set_order import build_set_order
 
 LAST_NS = 1_700_000_000_000_000_000
 
@@ -80,7 +81,10 @@ class HistoryDirectory:
         return reply
 
     def list_sets(self, directory: int, at_least: int | None = None) -> list[pb.SetInfo]:
-        found = [pb.SetInfo.FromString(one.SerializeToString()) for one in self.sets[directory][:at_least]]
+        pattern = next(os.path.basename(path).partition("~")[0] for path, one in self.series.items() if one.directory == directory)
+        get_order = build_set_order(os.fsencode(pattern), self.rollback or None)
+        ordered = sorted(self.sets[directory], key=lambda one: get_order(one.name, one.number), reverse=True)[:at_least]
+        found = [pb.SetInfo.FromString(one.SerializeToString()) for one in ordered]
         if not self.is_public:
             for one in found:
                 one.noted, one.name, one.note = bool(one.note), b"", ""

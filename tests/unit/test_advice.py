@@ -107,6 +107,14 @@ def test_a_save_begins_with_its_directory(tree: HistoryDirectory) -> None:
     assert found.costs_s == (30.0, 20.0) and found.cost_s == 25.0
 
 
+def test_the_times_of_completion_count_and_not_the_steps(tree: HistoryDirectory) -> None:
+    """The set of a later step may be completed first."""
+    save(tree, 2, 0, {"a": (0, 10)})
+    save(tree, 1, 90, {"a": (95, 110)})
+    save(tree, 3, 190, {"a": (195, 210)})
+    assert (measure(tree).period_s, measure(tree).costs_s) == (100.0, (20.0, 20.0))
+
+
 def test_a_file_that_nobody_has_read_shows_when_it_was_created(tree: HistoryDirectory) -> None:
     """A set of single files has no directory of its own."""
     save(tree, 1, 0, {"step_1.pt": (0, 10)}, group=True)

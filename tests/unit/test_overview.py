@@ -221,7 +221,7 @@ class StandInClient:
 
     def list_series(self, *, figures: bool) -> pb.ListSeriesReply:
         self.asked += 1
-        reply = make_series({"level": "none"}) if self.asked > 1 else pb.ListSeriesReply()
+        reply = make_series({"level": "none"}) if self.asked > 1 else pb.ListSeriesReply(series=[pb.SeriesInfo(rollback=8)])
         reply.shared = True
         return reply
 
@@ -240,7 +240,7 @@ def test_a_node_that_wrote_nothing_shows_the_sets_of_others(
     elsewhere: OverviewSampler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """D12. It lists the history through the mount, the newest set of each series included, and asks the store."""
-    sets = [tmp_path / ".ckptfs/history/run1/step_*" / name for name in ("step_9@9", "step_100@10/part", "step_7@7")]
+    sets = [tmp_path / ".ckptfs/history/run1/step_*" / name for name in ("step_9@11", "step_100@10/part", "step_7@7", "step_8@8")]
     for one in sets:
         one.mkdir(parents=True)
     listed: list[str] = []
@@ -248,7 +248,7 @@ def test_a_node_that_wrote_nothing_shows_the_sets_of_others(
     monkeypatch.setattr(os, "scandir", lambda path: listed.append(str(path)) or scan(path))
     (found,) = elsewhere.sample()["mounts"]
     assert found["state"] == "safe"
-    assert [os.path.basename(one) for one in listed] == ["history", "run1", "step_*", "step_100@10", "part"]
+    assert sorted(os.path.basename(one) for one in listed) == ["history", "part", "run1", "step_*", "step_100@10", "step_8@8"]
 
 
 def test_a_mount_that_hangs_keeps_one_thread(elsewhere: OverviewSampler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +256,6 @@ def test_a_mount_that_hangs_keeps_one_thread(elsewhere: OverviewSampler, monkeyp
     begun, end = [], threading.Event()
     monkeypatch.setattr(sampling, "WALK_WAIT_S", 0.01)
     monkeypatch.setattr(sampling, "REST_RATIO", 0)
-    monkeypatch.setattr(sampling, "_list_newest", lambda history: begun.append(history) or end.wait(60))
+    monkeypatch.setattr(sampling, "_list_newest", lambda history, rollbacks: begun.append(history) or end.wait(60))
     assert [elsewhere.sample()["mounts"][0]["state"] for _ in range(3)] == ["safe"] * 3 and len(begun) == 1
     end.set()

@@ -11,7 +11,7 @@ from ckptfs_client import mounts
 from ckptfs_client.errors import ClientError, CommandFailed, NoMount, UsageError
 from ckptfs_client.mounts import HISTORY, Mount
 from ckptfs_client.sets import set_listing
-from ckptfs_client.sets.set_changes import annotate
+from ckptfs_client.sets.set_changes import annotate, choose_rollback
 from ckptfs_client.sets.set_history import ListedSeries, split_number
 from ckptfs_client.sets.set_listing import (
     build_series_row,
@@ -92,7 +92,7 @@ def test_a_member_that_was_deleted(tree: HistoryDirectory) -> None:
 @pytest.mark.parametrize(
     ("text", "error", "words"),
     [
-        ("run1/step_*@9", CommandFailed, "there is no such set; the newest is .*/run1/step_100@3; ckptfs list '.*/run1/step_\\*'"),
+        ("run1/step_*@9", CommandFailed, "there is no such set; the newest is .*/run1/step_200@2; ckptfs list '.*/run1/step_\\*'"),
         ("run1/step_200@3", CommandFailed, "there is no such set; the newest is"),
         ("run1/step_999", CommandFailed, "there is no such set; accepted: .*series with sets: '.*/run1/step_\\*' or"),
         ("run1/epoch_3@1", CommandFailed, "there is no such set; accepted:"),
@@ -149,26 +149,39 @@ def test_the_list_of_a_series(tree: HistoryDirectory, monkeypatch: pytest.Monkey
     one = history.find_one_series(tree.root / STEP)
     rows = list_set_rows(history, one)
     assert [(row["set"], row["number"], row["step"], row["files"], row["size"]) for row in rows] == [
-        ("step_100@3", 3, 100, 1, 4), ("step_200@2", 2, 200, 1, 3), ("step_100@1", 1, 100, 2, 3),
+        ("step_200@2", 2, 200, 1, 3), ("step_100@3", 3, 100, 1, 4), ("step_100@1", 1, 100, 2, 3),
     ]  # fmt: skip
     assert [row["state"] for row in rows] == ["complete", "complete", "in history only"]
-    assert rows[2]["path"] == str(tree.root / HISTORY / STEP / "step_100@1") and rows[0]["path"] == str(tree.root / "run1" / "step_100")
+    assert rows[2]["path"] == str(tree.root / HISTORY / STEP / "step_100@1") and rows[1]["path"] == str(tree.root / "run1" / "step_100")
     assert [row["number"] for row in list_set_rows(history, one, Level.PFS)] == [2, 1]
     assert format_sets(rows).splitlines() == [
         "set         step  files  size  level    age  kept    state            note",
-        "step_100@3   100      1   4 B  local  1 min          complete",
         "step_200@2   200      1   3 B  pfs    1 min  pinned  complete         good [one]",
+        "step_100@3   100      1   4 B  local  1 min          complete",
         "step_100@1   100      2   3 B  pfs    1 min          in history only",
     ]
     assert json.loads(json.dumps(rows)) == rows
 
 
+@pytest.mark.parametrize(("rollback", "expected"), [(0, "step_100@3"), (2, "step_100@3"), (3, "step_100@1"), (1, "")])
+def test_a_rollback_without_a_set_goes_to_the_one_before_the_latest(tree: HistoryDirectory, rollback: int, expected: str) -> None:
+    """D2: step_100@3 was completed last, and is before step_200@2. Each rollback goes further back."""
+    tree.rollback = rollback
+    history = tree.open()
+    one = history.find_one_series(tree.root / STEP)
+    if expected:
+        assert choose_rollback(history, one, None).history.name == expected
+    else:
+        with pytest.raises(CommandFailed, match="has no set before the latest one"):
+            choose_rollback(history, one, None)
+
+
 def test_the_list_of_all_series(tree: HistoryDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time_ns", lambda: LAST_NS + 90 * 10**9)
-    tree.rollback = 2
+    tree.rollback = 3
     rows = [build_series_row(one) for one in tree.open().series]
     assert [(row["series"].removeprefix(f"{tree.root}/"), row["sets"], row["size"], row["rollback"]) for row in rows] == [
-        (STEP, 3, 10, 2), ("run1/step_*.pt", 1, 1, 2), ("run2/state.cpt", 1, 1, 2),
+        (STEP, 3, 10, 3), ("run1/step_*.pt", 1, 1, 3), ("run2/state.cpt", 1, 1, 3),
     ]  # fmt: skip
     head, first, *_ = format_series(rows).splitlines()
     assert head.split() == ["sets", "size", "level", "age", "newest", "series", "state"]
@@ -180,7 +193,7 @@ def test_notes_of_others_are_not_shown(tree: HistoryDirectory, monkeypatch: pyte
     tree.is_public = False
     monkeypatch.setattr(os, "getxattr", lambda path, name, follow_symlinks: b"a note")
     history = tree.open()
-    assert [row["note"] for row in list_set_rows(history, history.find_one_series(tree.root / STEP))] == ["", "a note", ""]
+    assert [row["note"] for row in list_set_rows(history, history.find_one_series(tree.root / STEP))] == ["a note", "", ""]
     monkeypatch.setattr(os, "access", lambda path, mode: "run1" not in str(path))
     assert [one.path for one in tree.open().series] == ["run2/state.cpt"]
 

@@ -34,18 +34,20 @@ def test_series_and_sets(served: Served) -> None:
     file = served.node.inode(served.node.make_sealed(b"a.pt", b"x" * 100))
     series = add_series(served, b"run1", b"step_*")
     add_set(served, series, 1, b"step_10")
-    last = add_set(served, series, 2, b"step_2\xff0", file)
+    last = add_set(served, series, 2, b"step_20", file)
     with db.transaction():
         inodes.set_internal_xattr(db, last, history.PIN_XATTR, b"1")
         inodes.set_internal_xattr(db, last, history.NOTE_XATTR, "größer".encode())
         history.set_rollback(db, series, Rollback(1, 17))
     (one,) = served.client.list_series().series
     assert (one.directory, one.path, one.pattern, one.rollback) == (series, b"run1/step_*", b"step_*", 1)
+    with db.transaction():
+        history.set_rollback(db, series, None)
     newest, first = served.client.list_sets(series)
     (figures,) = served.client.list_series(figures=True).series
     assert (figures.sets, figures.size, figures.newest.number, figures.newest.pinned) == (2, 2468, 2, True)
-    assert (figures.newest.name, figures.newest.note, figures.newest.level) == (b"step_2\xff0", "größer", "local")
-    assert (newest.number, newest.name, newest.size, newest.completed_ns, newest.note) == (2, b"step_2\xff0", 1234, 5002, "größer")
+    assert (figures.newest.name, figures.newest.note, figures.newest.level) == (b"step_20", "größer", "local")
+    assert (newest.number, newest.name, newest.size, newest.completed_ns, newest.note) == (2, b"step_20", 1234, 5002, "größer")
     assert (newest.level, newest.in_place, newest.pinned, newest.noted) == ("local", True, True, True)
     assert (first.number, first.level, first.in_place, first.pinned, first.noted) == (1, "none", False, False, False)
     with db.transaction():
@@ -53,6 +55,24 @@ def test_series_and_sets(served: Served) -> None:
     assert not served.client.list_sets(series)[0].in_place
     with pytest.raises(UsageError, match="is not a series of checkpoints"):
         served.client.list_sets(ROOT)
+
+
+def test_sets_are_in_the_order_of_latest(served: Served) -> None:
+    """N2, D2: the numbers in the names decide, and not when a set was completed; a rollback stands above both."""
+    db, series = served.node.db, add_series(served, b"run1", b"epoch=*-step=*.ckpt")
+    names = (b"epoch=1-step=20.ckpt", b"epoch=2-step=5.ckpt", b"epoch=1-step=30.ckpt", b"epoch=1-step=20.ckpt", b"epoch=1-step=1\xff.ckpt")
+    for number, name in enumerate(names, 1):
+        add_set(served, series, number, name)
+
+    def list_numbers() -> list[int]:
+        found = [one.number for one in served.client.list_sets(series)]
+        assert served.client.list_series(figures=True).series[0].newest.number == found[0]
+        return found
+
+    assert list_numbers() == [2, 3, 4, 1, 5]
+    with db.transaction():
+        history.set_rollback(db, series, Rollback(1, 5003))
+    assert list_numbers() == [4, 5, 1, 2, 3], "what was completed since, the target, the rest"
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o750, 0o711])

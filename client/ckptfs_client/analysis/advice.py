@@ -65,11 +65,11 @@ class JobFacts:
 
 
 def measure_series(history: SetHistory, one: ListedSeries) -> SeriesMeasure:
-    """Measure the newest sets of a series."""
-    sets = history.list_sets(one)
-    newest = sets[: MEASURED_MAX + 1]
-    costs = (_measure_cost_s(FoundSet(one, newer), older) for newer, older in pairwise(newest))
-    periods = [(newer.completed_ns - older.completed_ns) / NANO for newer, older in pairwise(newest)]
+    """Measure the sets of a series that were completed last."""
+    sets = sorted(history.list_sets(one), key=lambda each: each.number, reverse=True)
+    last = sets[: MEASURED_MAX + 1]
+    costs = (_measure_cost_s(FoundSet(one, newer), older) for newer, older in pairwise(last))
+    periods = [(newer.completed_ns - older.completed_ns) / NANO for newer, older in pairwise(last)]
     known = [period for period in periods if period > 0]
     size = sets[0].size if sets else 0
     return SeriesMeasure(one.shown, len(sets), size, tuple(cost for cost in costs if cost), median(known) if known else None)

@@ -6,19 +6,20 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from ckptfs.model import Level
 from ckptfs.protocol import control_pb2 as pb
+from ckptfs.series.set_order import build_set_order
 from ckptfs_client.client import Client, ask_all
 from ckptfs_client.dashboard import overview
 from ckptfs_client.dashboard.overview import BacklogHistory, MountAnswers, Row
 from ckptfs_client.errors import ClientError
 from ckptfs_client.mounts import Mount
 from ckptfs_client.render import escape_unprintable
-from ckptfs_client.sets.set_history import ListedSeries, SetHistory, split_number
+from ckptfs_client.sets.set_history import ListedSeries, SetHistory, get_pattern, split_number
 
 Found = TypeVar("Found")
 ANSWER_S = 3.0
@@ -95,7 +96,7 @@ class OverviewSampler:
         if found is not None:
             has_unnamed = self._for_caller and not all(one.path for one in found.series)
             if found.shared or has_unnamed:
-                self._walk_history(client.mount)
+                self._walk_history(client.mount, {one.rollback for one in found.series})
             if found.shared:
                 found = _ask_or_none(lambda: client.list_series(figures=True)) or found
                 _refresh_newest(client, found, Level.PFS if has_pfs else Level.CLIQUE)
@@ -104,7 +105,7 @@ class OverviewSampler:
             self._series[where] = found, end_s + REST_RATIO * (end_s - begun_s)
         return found
 
-    def _walk_history(self, mount: Mount) -> None:
+    def _walk_history(self, mount: Mount, rollbacks: Collection[int]) -> None:
         """List the history through the mount: so a node of a cluster learns what other nodes made.
 
         A mount that hangs keeps one thread, and the view goes on.
@@ -112,7 +113,7 @@ class OverviewSampler:
         where = str(mount.mountpoint)
 
         def walk() -> None:
-            _list_newest(mount.history)
+            _list_newest(mount.history, rollbacks)
             if self._for_caller:
                 self._named[where] = _list_named(mount)
 
@@ -122,11 +123,13 @@ class OverviewSampler:
         self._walks[where].join(WALK_WAIT_S)
 
 
-def _list_newest(history: Path) -> None:
-    """List the directories of a history, and of each series the newest set."""
-    for _, names, _ in os.walk(history):
-        sets = sorted((name for name in names if split_number(name)[1] is not None), key=lambda name: split_number(name)[1] or 0)
-        names[:] = [name for name in names if name not in sets[:-1]]
+def _list_newest(history: Path, rollbacks: Collection[int]) -> None:
+    """List the directories of a history, and of each series the newest set and those in `rollbacks`."""
+    for directory, names, _ in os.walk(history):
+        get_order = build_set_order(os.fsencode(get_pattern(directory)))
+        sets = {name: (member, number) for name in names for member, number in [split_number(name)] if number is not None}
+        newest = max(sets, key=lambda name: get_order(os.fsencode(sets[name][0]), sets[name][1]), default=None)
+        names[:] = [name for name in names if name not in sets or name == newest or sets[name][1] in rollbacks]
 
 
 def _list_named(mount: Mount) -> dict[int, ListedSeries]:

@@ -7,6 +7,7 @@ names of the application: those that still lead to the very files of the set.
 import contextlib
 import errno
 import os
+from operator import itemgetter
 from pathlib import Path
 
 from ckptfs import limits
@@ -14,6 +15,7 @@ from ckptfs.model import Level
 from ckptfs.quantities import format_count
 from ckptfs.series import retention
 from ckptfs.series.retention import KeepReason, SetFacts
+from ckptfs.series.set_order import build_set_order
 from ckptfs_client.errors import ClientError, CommandFailed, NotPermitted, UsageError
 from ckptfs_client.mounts import build_path_error
 from ckptfs_client.sets.set_history import NOTE_XATTR, FoundSet, ListedSeries, SetHistory, find_named, split_number
@@ -81,7 +83,7 @@ def commit(path: Path) -> str:
 
 
 def choose_rollback(history: SetHistory, one: ListedSeries, wanted: str | None) -> FoundSet:
-    """Return the set that becomes the latest; without `wanted` the one before the newest.
+    """Return the set that becomes the latest; without `wanted` the one before the latest.
 
     Raises CommandFailed, UsageError.
     """
@@ -92,9 +94,12 @@ def choose_rollback(history: SetHistory, one: ListedSeries, wanted: str | None) 
         return found
     sets = history.list_sets(one)
     if wanted is None:
-        if len(sets) < 2:
-            raise CommandFailed(f"{one.shown} has no set before the newest one", remedy=f"ckptfs list '{one.shown}' shows all")
-        return FoundSet(one, sets[1])
+        get_order = build_set_order(os.fsencode(one.pattern))  # What an earlier rollback has passed over is not before its target.
+        orders = [get_order(each.name, each.number) for each in sets]
+        before = [(order, each) for order, each in zip(orders, sets, strict=True) if order < orders[0]]
+        if not before:
+            raise CommandFailed(f"{one.shown} has no set before the latest one", remedy=f"ckptfs list '{one.shown}' shows all")
+        return FoundSet(one, max(before, key=itemgetter(0))[1])
     name, number = split_number(wanted)
     if wanted.removeprefix("@").isdigit():
         name, number = "", int(wanted.removeprefix("@"))

@@ -161,7 +161,7 @@ def restore(
 def rollback(
     series: SeriesArgument,
     to: Annotated[
-        str | None, Argument(metavar="SET", help="Its name, its number, or both: step_100@17. Default: before the newest.")
+        str | None, Argument(metavar="SET", help="Its name, its number, or both: step_100@17. Default: the one before the latest.")
     ] = None,
     undo: Annotated[bool, Option("--undo", help="End a rollback: the newest set is the latest again.")] = False,
     json: Json = False,

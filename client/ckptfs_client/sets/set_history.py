@@ -108,6 +108,11 @@ def split_number(name: str) -> tuple[str, int | None]:
     return (name, None) if found is None else (found[1], int(found[2]))
 
 
+def get_pattern(history: str) -> str:
+    """Return the pattern of a series from the path of its directory in the history."""
+    return re.sub(r"~[0-9]+$", "", os.path.basename(history))
+
+
 def find_named(sets: Iterable[pb.SetInfo], name: str, number: int | None) -> pb.SetInfo | None:
     """Return the first set of that name (empty: any) and of that number (None: any)."""
     return next((one for one in sets if number in (None, one.number) and name in ("", os.fsdecode(one.name))), None)
@@ -146,7 +151,7 @@ class SetHistory:
         found = []
         for one in reply.series:
             path = os.fsdecode(one.path) or paths.get(one.directory, "")
-            pattern = os.fsdecode(one.pattern) or re.sub(r"~[0-9]+$", "", os.path.basename(path))
+            pattern = os.fsdecode(one.pattern) or get_pattern(path)
             newest = one.newest if one.HasField("newest") else None
             listed = ListedSeries(self.mount, one.directory, one.origin, path, pattern, one.rollback, one.sets, one.size, newest)
             if newest is not None and not newest.name:
@@ -181,13 +186,14 @@ class SetHistory:
         return listed if all(each.name for each in listed) else self._add_names(one, listed)
 
     def _refresh_sets(self, one: ListedSeries) -> list[str]:
-        """Look at the newest sets through the mount, and return their names.
+        """Look through the mount at the last sets, and at the target of a rollback. Return their names.
 
         So this node learns what other nodes say of them.
         """
         names: list[str] = []
         with contextlib.suppress(OSError):
-            names = sorted(os.listdir(one.history), key=lambda name: split_number(name)[1] or 0, reverse=True)[:REFRESHED_MAX]
+            numbers = {name: split_number(name)[1] or 0 for name in os.listdir(one.history)}
+            names = sorted(numbers, key=lambda name: (numbers[name] == one.rollback, numbers[name]), reverse=True)[:REFRESHED_MAX]
             for name in names:
                 os.lstat(one.history / name)
         return names

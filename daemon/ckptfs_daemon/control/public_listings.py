@@ -17,6 +17,7 @@ from ckptfs.errors import InvalidArgument
 from ckptfs.event_log import LoggedEvent, Position
 from ckptfs.model import ROOT, Level
 from ckptfs.protocol import control_pb2 as pb
+from ckptfs_daemon.newest_sets import list_newest_first
 
 SETS_AT_ONCE = 1000
 MAY_LIST = 0o005
@@ -37,7 +38,10 @@ def list_series(db: Database, *, with_figures: bool) -> pb.ListSeriesReply:
         if shows_names:
             found.path, found.pattern = one.path, one.pattern
         if with_figures:
-            found.sets, found.size, newest = history_names.load_series_figures(db, one.directory)
+            with db.read_transaction():
+                names, found.size = list_newest_first(db, one), history_names.count_bytes(db, one.directory)
+                newest = history.get_set(db, names[0].directory) if names else None
+            found.sets = len(names)
             if newest is not None:
                 level = summary.list_lowest_levels(db, [newest.directory]).get(newest.directory, Level.NONE)
                 found.newest.CopyFrom(_build_set(newest, level, False, shows_names))
@@ -49,9 +53,10 @@ def list_sets(db: Database, series: int, refresh_files: Callable[[list[int]], No
 
     Raises InvalidArgument if there is no such series. `refresh_files` reads from the store of a cluster how far files are.
     """
-    if history.get_series(db, series) is None:
+    known_series = history.get_series(db, series)
+    if known_series is None:
         raise InvalidArgument(f"{series} is not a series of checkpoints", remedy="`ckptfs list` shows all")
-    directories = history.list_set_directories(db, series)
+    directories = [one.directory for one in list_newest_first(db, known_series)]
     if db.is_clustered:
         files = (inode.id for one in directories for _, inode in history.list_files(db, one))
         refresh_files(list(itertools.islice(files, limits.CONTROL_LIST_MAX)))

@@ -48,6 +48,7 @@ from ckptfs.series.pickle_scan import ReadRange
 from ckptfs.tiers import pfs_tree
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.open_files.tier_calls import run_on_pfs
+from ckptfs_daemon.newest_sets import list_newest_first
 
 Result = TypeVar("Result")
 
@@ -223,7 +224,7 @@ class MountMemberReader:
 
         They are its own name, or those of the files of its newest group.
         """
-        newest = max(history_names.list_set_names(self._context.db, record.directory), key=lambda one: one.number, default=None)
+        newest = next(iter(list_newest_first(self._context.db, record)), None)
         if newest is None or not newest.is_group:
             return [record.pattern] if newest is not None else []
         names = [entry.name for entry, _ in namespace.iterate_entries(self._context.db, newest.directory)]
@@ -393,29 +394,17 @@ def _load_known_sets(db: Database, record: SeriesRecord) -> KnownSets[int]:
     target = None
     if record.rollback is not None:
         target = next((one for one in names if one.number == record.rollback.number), None)
-        names = _list_newer(db, names, record.rollback.at_ns)
+        names = history_names.list_completed_since(db, names, record.rollback.at_ns)
     sets = [one for name in names if (one := _build_known_set(series, name)) is not None]
     return KnownSets(sets, target and _build_known_set(series, target), record.path)
 
 
-def _list_newer(db: Database, names: list[SetName], at_ns: int) -> list[SetName]:
-    """Return the sets that were completed after a time. Sets are numbered in this order."""
-    found: list[SetName] = []
-    for one in sorted(names, key=lambda one: one.number, reverse=True):
-        known = history.get_set(db, one.directory)
-        if known is not None and known.record.completed_ns <= at_ns:
-            break
-        found.append(one)
-    return found
-
-
 def _find_set_path(db: Database, record: SeriesRecord, name: bytes) -> bytes:
-    found: dict[int, bytes] = {}
-    for one in history_names.list_set_names(db, record.directory):
+    for one in list_newest_first(db, record):
         has_file = one.is_group and namespace.find_child(db, one.directory, name) is not None
         if has_file or one.member == name:
-            found[one.number] = b"%s/%s@%d" % (record.path, one.member, one.number) + (b"/" + name if has_file else b"")
-    return found[max(found)] if found else b""
+            return b"%s/%s@%d" % (record.path, one.member, one.number) + (b"/" + name if has_file else b"")
+    return b""
 
 
 def _build_known_set(series: Series, name: SetName) -> KnownSet[int] | None:

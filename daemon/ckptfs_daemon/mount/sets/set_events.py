@@ -86,10 +86,10 @@ class SetEvents:
         self._watched: OrderedDict[int, _Watched] = OrderedDict()
 
     async def start(self) -> None:
-        """Watch the newest set of each series that is not as safe as it can be."""
+        """Watch the set of each series that was completed last, if it is not as safe as it can be."""
         db = self._context.db
-        newest = [one for series in history.list_series(db) for one in history.list_set_directories(db, series.directory)[:1]]
-        levels = await trio.to_thread.run_sync(summary.list_lowest_levels, db, newest)
+        last = [one for series in history.list_series(db) for one in history.list_set_directories(db, series.directory)[:1]]
+        levels = await trio.to_thread.run_sync(summary.list_lowest_levels, db, last)
         for directory, level in levels.items():
             self._watch(directory, level)
 
@@ -148,8 +148,8 @@ class SetEvents:
         self, found: FoundMember, series_directory: int, made: CheckpointSet | None, writers: Sequence[WrittenFile]
     ) -> None:
         db = self._context.db
-        newest = (await trio.to_thread.run_sync(history.list_set_directories, db, series_directory))[:SETS_LOOKED_AT]
-        sets = [each for directory in newest if (each := history.get_set(db, directory)) is not None]
+        last = (await trio.to_thread.run_sync(history.list_set_directories, db, series_directory))[:SETS_LOOKED_AT]
+        sets = [each for directory in last if (each := history.get_set(db, directory)) is not None]
         one = made or next((each for each in sets if each.record.name == found.member.name), None)
         known = history.get_series(db, series_directory)
         if known is None or one is None:

@@ -44,6 +44,7 @@ from ckptfs_daemon.mount.sets.member_reader import MountMemberReader
 from ckptfs_daemon.mount.sets.set_events import record_expired
 from ckptfs_daemon.mount.sets.set_maker import SetMaker
 from ckptfs_daemon.mount.sets.set_refresh import SetRefresh
+from ckptfs_daemon.newest_sets import load_set_order
 
 import pyfuse3  # isort: skip
 
@@ -219,11 +220,10 @@ class SetReview:
         chosen = (
             retention_state.list_marked(self._context.db, series.directory, retention_state.CHOSEN_XATTR) if rule.selects_for_pfs else set()
         )
-        rollback_ns = 0 if series.rollback is None else series.rollback.at_ns
-        records, get_order = [one.record for one in sets], patterns.build_series(series.pattern).get_order
+        records, get_order = [one.record for one in sets], load_set_order(self._context.db, series)
         return RuledSeries(
             tuple(self._lower_unchecked(directories, facts)),
-            {one.number: (one.completed_ns > rollback_ns, get_order(one.numbers), one.number) for one in records},
+            {one.number: get_order(one.name, one.number) for one in records},
             {one.number: one.completed_ns for one in records},
             frozenset(one.record.number for one in sets if one.directory in chosen),
             None if series.rollback is None else series.rollback.number,
