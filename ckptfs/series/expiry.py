@@ -7,7 +7,7 @@ as safe as it will ever be. So nothing goes before what replaces it is verified 
 just what the rule says is left. Pins, the target of a rollback and the unlink shield stand above every rule (`retention`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -63,15 +63,8 @@ def apply_rule(rule: RetentionRule, series: RuledSeries) -> Ruling:
     kept |= set([one.number for one in newest_first if one.number in for_pfs][:1] if rule.selects_for_pfs else ())
     bounded = {number for number, count in newer.items() if _is_bounded(rule, count, number in for_pfs)}
     beyond = {one.number for one in newest_first[rule.keep_local :]} if rule.keep_local is not None else set()
-    return Ruling(
-        frozenset(kept), frozenset(bounded - kept - _list_shielded(newest_first)), frozenset(for_pfs), frozenset(beyond & for_pfs)
-    )
-
-
-def _list_shielded(newest_first: Sequence[SetFacts]) -> set[int]:
-    """Return the sets that no newer one is as safe as."""
-    ranked = [replace(one, number=-rank) for rank, one in enumerate(newest_first)]
-    return {newest_first[-rank].number for rank, reasons in find_reasons(ranked).items() if KeepReason.NEWEST in reasons}
+    shielded = {number for number, reasons in find_reasons(newest_first, series.rollback).items() if KeepReason.NEWEST in reasons}
+    return Ruling(frozenset(kept), frozenset(bounded - kept - shielded), frozenset(for_pfs), frozenset(beyond & for_pfs))
 
 
 def assume_final(series: RuledSeries, ruling: Ruling) -> RuledSeries:

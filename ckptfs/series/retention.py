@@ -36,10 +36,7 @@ class KeepReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SetFacts:
-    """What retention knows of one set.
-
-    `level` is the lowest of its files; sets of a series are numbered as they were completed.
-    """
+    """What retention knows of one set. `level` is the lowest of its files."""
 
     number: int
     level: Level
@@ -51,10 +48,10 @@ class SetFacts:
 def find_reasons(sets: Iterable[SetFacts], rollback: int | None = None) -> dict[int, frozenset[KeepReason]]:
     """Return why each set of a series stays, by its number; empty: nothing keeps it.
 
-    `rollback`: the number of its target.
+    `sets`: the newest first. `rollback`: the number of its target, which replaces no other set: the rollback may be undone.
     """
     known = list(sets)
-    newest = _find_newest(known)
+    newest = _find_newest([one for one in known if one.number != rollback])
     return {one.number: frozenset(_list_reasons(one, newest, rollback)) for one in known}
 
 
@@ -67,9 +64,8 @@ def _find_newest(sets: Sequence[SetFacts]) -> set[int]:
     """
     found: set[int] = set()
     part, whole = NEAR_SIZES
-    ordered = sorted(sets, key=lambda one: one.number, reverse=True)
     for lowest in Level:
-        newest = list(itertools.islice((one for one in ordered if one.level.rank >= lowest.rank), 2))
+        newest = list(itertools.islice((one for one in sets if one.level.rank >= lowest.rank), 2))
         is_doubtful = len(newest) == 2 and newest[0].size * whole < newest[1].size * part
         found |= {one.number for one in (newest if is_doubtful else newest[:1])}
     return found

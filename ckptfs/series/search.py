@@ -73,12 +73,14 @@ class KnownSet(NamedTuple, Generic[Entry]):
 class KnownSets(NamedTuple, Generic[Entry]):
     """What the history has of a series: the sets that count, and the path of the series below the history.
 
-    After a rollback, `sets` are those made since, and `target` is what counts without them.
+    After a rollback, `sets` are those made since, and `target` is what counts without them. `replaced`: sets that were deleted before one
+    of an earlier step was saved.
     """
 
     sets: Sequence[KnownSet[Entry]] = ()
     target: KnownSet[Entry] | None = None
     path: bytes = b""
+    replaced: Sequence[KnownSet[Entry]] = ()
 
     def build_path(self, one: KnownSet[Entry]) -> bytes:
         """Return the path below the history that a program is given for a set."""
@@ -86,7 +88,7 @@ class KnownSets(NamedTuple, Generic[Entry]):
 
     def get(self, path: bytes) -> KnownSet[Entry] | None:
         """Return the set with this path. Returns None if it does not count."""
-        return next((one for one in (*self.sets, self.target) if one is not None and self.build_path(one) == path), None)
+        return next((one for one in (*self.sets, self.target, *self.replaced) if one is not None and self.build_path(one) == path), None)
 
 
 class MemberReader(Protocol[Entry]):
@@ -291,7 +293,10 @@ class _Search(Generic[Entry]):
         """Return what may be the answer, newest first."""
         if self._known.target is not None:
             return (*self._sets, self._known.target)
-        return heapq.merge(self._members, self._sets, key=lambda one: (self._get_order(one.numbers), isinstance(one, Member)), reverse=True)
+        return itertools.chain(heapq.merge(self._members, self._sets, key=self._get_place, reverse=True), self._known.replaced)
+
+    def _get_place(self, one: Member | KnownSet[Entry]) -> tuple[patterns.Order, bool]:
+        return self._get_order(one.numbers), isinstance(one, Member)
 
     async def _judge_candidate(self, one: Member | KnownSet[Entry]) -> LatestMember | None:
         """Return the verdict. Returns None for a set that was judged in its place."""

@@ -1,12 +1,12 @@
 """The sets of a series in the catalog, the newest first, as `series.set_order` says."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-from ckptfs.catalog import history_names
+from ckptfs.catalog import history, history_names, set_members
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import SeriesRecord
 from ckptfs.catalog.history_names import SetName
-from ckptfs.series.set_order import SetOrder, build_set_order
+from ckptfs.series.set_order import SetOrder, build_set_order, list_overtaken
 
 
 def list_newest_first(db: Database, series: SeriesRecord) -> list[SetName]:
@@ -17,7 +17,25 @@ def list_newest_first(db: Database, series: SeriesRecord) -> list[SetName]:
 
 def load_set_order(db: Database, series: SeriesRecord) -> Callable[[bytes, int], SetOrder]:
     """Return a function that gives the order of a set of the series from its member's name and its number."""
+    names = history_names.list_set_names(db, series.directory)
+    replaced = _list_replaced(db, series, names)
     if series.rollback is None:
-        return build_set_order(series.pattern)
-    since = history_names.list_completed_since(db, history_names.list_set_names(db, series.directory), series.rollback.at_ns)
-    return build_set_order(series.pattern, series.rollback.number, {one.number for one in since})
+        return build_set_order(series.pattern, replaced=replaced)
+    since = {one.number for one in history_names.list_completed_since(db, names, series.rollback.at_ns)}
+    return build_set_order(series.pattern, series.rollback.number, since, replaced)
+
+
+def _list_replaced(db: Database, series: SeriesRecord, names: Collection[SetName]) -> set[int]:
+    """Return the sets of which the application deleted files before it saved one of an earlier step."""
+    get_order = build_set_order(series.pattern)
+    overtaken = list_overtaken({one.number: get_order(one.member, one.number) for one in names})
+    directories = {one.number: one.directory for one in names} if overtaken else {}
+    known = set_members.list_known_sets(db, [directories[number] for number, _ in overtaken])
+    gone = [pair for pair in overtaken if known.get(directories[pair[0]]) is False]
+    return {one for one, later in gone if _get_times(db, directories[one])[1] < _get_times(db, directories[later])[0]}
+
+
+def _get_times(db: Database, directory: int) -> tuple[int, int]:
+    """Return when the files of a set were written last, and when one of them lost a name or was changed."""
+    files = [one for path, one in history.list_files(db, directory) if path not in set_members.MANIFEST_NAMES]
+    return max((one.mtime_ns for one in files), default=0), max((one.ctime_ns for one in files), default=0)

@@ -105,6 +105,19 @@ def test_rm_rf_of_everything(mount: Area) -> None:
     assert os.readlink(kept / "link") == "inner/model.bin"
 
 
+def test_a_set_of_an_early_step_does_not_replace_the_newest_one(mount: Area) -> None:
+    """X3, D2: not if it is completed late; but it does if the application deleted the newest one and went back."""
+    write_archive(mount.path / "step_200.pt")
+    wait_for_sets(mount, "step_*.pt/step_200.pt@1")
+    write_archive(mount.path / "step_100.pt")
+    wait_for_sets(mount, "step_*.pt/step_200.pt@1", "step_*.pt/step_100.pt@2")
+    for step in (100, 200):
+        (mount.path / f"step_{step}.pt").unlink()
+    wait_for_sets(mount, "step_*.pt/step_200.pt@1")
+    write_archive(mount.path / "step_110.pt")
+    wait_for_sets(mount, "step_*.pt/step_110.pt@3")
+
+
 PRODUCER = """
 import sys
 with open(sys.argv[1], "wb") as file:

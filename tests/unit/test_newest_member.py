@@ -440,6 +440,17 @@ def test_a_set_with_a_file_that_cannot_be_read() -> None:
     assert away.find("step_*") == "step_100" and away.find_reasons("step_*") == {"step_200": "rank0.pt has no copy that could be read"}
 
 
+def test_a_set_that_was_deleted_before_an_earlier_step_was_saved_is_the_last_resort() -> None:
+    """D2: an application that deletes the newest checkpoint and goes on from an older one has gone back."""
+    tree = series_of(OPEN["ranks"], 100, 200).with_set("step_200", 1).with_set("step_100", 2)
+    deleted = tree.without("step_200/rank0.pt", "step_200/rank1.pt")
+    gone, again = tree.known.sets
+    tree = replace(deleted, known=tree.known._replace(sets=[again], replaced=[gone]))
+    assert deleted.find("step_*") != "step_100" == tree.find("step_*")
+    assert tree.without("step_100/rank0.pt", "step_100/rank1.pt").find("step_*").endswith("step_100@2")
+    assert replace(tree.without(*tree.files.keys()), known=tree.known).find("step_*") == ""
+
+
 def test_single_files_and_groups_in_the_history() -> None:
     """H4: the path that a program is given."""
     tree = SeriesTree.of({"step_1.pt": archive(), "ckpt-2.index": X, "ckpt-2.data-00000-of-00001": X})

@@ -1,5 +1,7 @@
 """Questions about series and sets, answered from the catalog: D1, D12, F6."""
 
+import time
+
 import pytest
 from ckptfs_client.errors import UsageError
 from control_served import Served
@@ -73,6 +75,27 @@ def test_sets_are_in_the_order_of_latest(served: Served) -> None:
     with db.transaction():
         history.set_rollback(db, series, Rollback(1, 5003))
     assert list_numbers() == [4, 5, 1, 2, 3], "what was completed since, the target, the rest"
+
+
+@pytest.mark.parametrize("deletes_first", [True, False])
+def test_an_application_that_deletes_the_newest_set_and_saves_an_earlier_step_goes_back(served: Served, deletes_first: bool) -> None:
+    """D2. If the set of the earlier step only was completed late, the other one stays the newest."""
+    db, series = served.node.db, add_series(served, b"run1", b"step_*")
+
+    def save(number: int, name: bytes) -> None:
+        file = served.node.inode(served.node.make_sealed(name, b"x" * 100))
+        with db.transaction():
+            inodes.set_attributes(db, file, mtime_ns=time.time_ns())  # That of a tier's file is up to 4 ms old.
+        add_set(served, series, number, name, file)
+
+    def delete() -> None:
+        with db.transaction():
+            namespace.unlink(db, ROOT, b"step_200")
+
+    save(1, b"step_200")
+    for act in (delete, lambda: save(2, b"step_100"))[:: 1 if deletes_first else -1]:
+        act()
+    assert [one.number for one in served.client.list_sets(series)] == ([2, 1] if deletes_first else [1, 2])
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o750, 0o711])

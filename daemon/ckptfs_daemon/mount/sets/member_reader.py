@@ -9,7 +9,7 @@ import errno
 import functools
 import os
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -48,7 +48,7 @@ from ckptfs.series.pickle_scan import ReadRange
 from ckptfs.tiers import pfs_tree
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.open_files.tier_calls import run_on_pfs
-from ckptfs_daemon.newest_sets import list_newest_first
+from ckptfs_daemon.newest_sets import list_newest_first, load_set_order
 
 Result = TypeVar("Result")
 
@@ -390,13 +390,13 @@ def _find_series(name: bytes, names: Collection[bytes]) -> list[Series]:
 
 
 def _load_known_sets(db: Database, record: SeriesRecord) -> KnownSets[int]:
-    series, names = build_series(record.pattern), history_names.list_set_names(db, record.directory)
-    target = None
-    if record.rollback is not None:
-        target = next((one for one in names if one.number == record.rollback.number), None)
-        names = history_names.list_completed_since(db, names, record.rollback.at_ns)
-    sets = [one for name in names if (one := _build_known_set(series, name)) is not None]
-    return KnownSets(sets, target and _build_known_set(series, target), record.path)
+    series, get_order = build_series(record.pattern), load_set_order(db, record)
+    eras: dict[int, list[KnownSet[int]]] = defaultdict(list)
+    names = history_names.list_set_names(db, record.directory)
+    for name in sorted(names, key=lambda one: get_order(one.member, one.number), reverse=True):
+        if (one := _build_known_set(series, name)) is not None:
+            eras[get_order(name.member, name.number).era].append(one)
+    return KnownSets(eras[2], next(iter(eras[1]), None), record.path, () if record.rollback is not None else eras[0])
 
 
 def _find_set_path(db: Database, record: SeriesRecord, name: bytes) -> bytes:

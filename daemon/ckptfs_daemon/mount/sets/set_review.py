@@ -164,10 +164,10 @@ class SetReview:
         rule = find_rule(self._context.config.retention, known.path)
         if rule is not None:
             await self._refresh_levels(directory, listed)
-        facts = await trio.to_thread.run_sync(_load_facts, db, directory, listed)
+        facts = await trio.to_thread.run_sync(_load_facts, db, known, listed)
         ruled = RuleOutcome() if rule is None else await self._carry_out(known, rule, listed, facts)
         if ruled.has_deleted:
-            facts = await trio.to_thread.run_sync(_load_facts, db, directory, listed)
+            facts = await trio.to_thread.run_sync(_load_facts, db, known, listed)
         if ruled.again_s is not None:
             self._due_s[directory] = trio.current_time() + ruled.again_s
         sets = {one.record.number: one for one in listed}
@@ -182,7 +182,7 @@ class SetReview:
             await self._maker.remove(sets[number].directory)
             log.info("%s: removed from the history: nothing protects it", os.fsdecode(sets[number].name))
         former_s = 0.0 if unneeded or lost_names else self._delays_s.pop(directory, 0.0)
-        if any(why == {KeepReason.NEWEST} and number != max(sets) for number, why in reasons.items()):
+        if any(why == {KeepReason.NEWEST} and number != facts[0].number for number, why in reasons.items()):
             self._delays_s[directory] = delay_s = min(max(2 * former_s, limits.SET_REVIEW_S), limits.SET_RETRY_MAX_S)
             due_s = trio.current_time() + delay_s + self._refresh.choose_delay_s()
             self._due_s[directory] = min(due_s, self._due_s.get(directory, due_s))
@@ -388,23 +388,23 @@ class SetReview:
         return min(waits, default=None)
 
 
-def _load_facts(db: Database, directory: int, sets: Iterable[CheckpointSet]) -> list[SetFacts]:
-    """Return the facts for the retention of the sets of a series, newest first.
+def _load_facts(db: Database, series: SeriesRecord, sets: Sequence[CheckpointSet]) -> list[SetFacts]:
+    """Return the facts for the retention of the sets of a series, the newest first.
 
-    Sets of which not all files are known are left out.
+    `sets`: the last one first. Those of which not all files are known are left out.
 
-    Of several sets of one name, only the newest may count as in its place.
+    Of several sets of one name, only the last one may count as in its place.
     """
     with db.read_transaction():
-        directories = history.list_set_directories(db, directory)
+        directories, get_order = history.list_set_directories(db, series.directory), load_set_order(db, series)
         levels, known = summary.list_lowest_levels(db, directories), set_members.list_known_sets(db, directories)
-    found, names = [], set()
+    found, names, orders = [], set(), {one.record.number: get_order(one.record.name, one.record.number) for one in sets}
     for one in sets:
         if one.directory in known and one.directory in levels:
             is_in_place = known[one.directory] and one.record.name not in names
             found.append(SetFacts(one.record.number, levels[one.directory], is_in_place, one.is_pinned, one.record.size))
         names.add(one.record.name)
-    return found
+    return sorted(found, key=lambda one: orders[one.number], reverse=True)
 
 
 def _load_figures(db: Database) -> dict[str, int]:
