@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from ckptfs.model import WAITABLE_LEVELS, Level
 from ckptfs_client.errors import INTERRUPTED, PIPE_CLOSED, ClientError, PipeClosed
+from ckptfs_client.render import escape_unprintable
 
 
 def main() -> None:
@@ -53,7 +54,7 @@ def run(act: Callable[[], object]) -> None:
 
 
 def _end(failure: ClientError) -> NoReturn:
-    print(f"ckptfs: {failure}", file=sys.stderr)
+    print(f"ckptfs: {escape_unprintable(str(failure))}", file=sys.stderr)
     sys.exit(failure.exit_code)
 
 

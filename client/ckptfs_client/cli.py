@@ -292,6 +292,8 @@ def wait(
 
     limit = parse_seconds(timeout)
     end = None if limit is None else time.monotonic() + limit
+    if level not in LEVELS:
+        raise UsageError(f"{level[:20]!r} is not a level that can be waited for; accepted: {', '.join(LEVELS)}")
     for path in paths:
         client, inode = open_client(path)
         with client:

@@ -23,7 +23,7 @@ from ckptfs.protocol import control_pb2_grpc as rpc
 from ckptfs_client.errors import ClientError, CommandFailed, NoMount, NotInTime, NotPermitted, UsageError
 from ckptfs_client.json_answers import UpgradeJson
 from ckptfs_client.mounts import Mount, build_unanswered_error, find_inode
-from ckptfs_client.render import DOWN
+from ckptfs_client.render import DOWN, escape_unprintable
 
 ANSWER_S = 15.0
 """After this silence a daemon counts as not answering."""
@@ -318,7 +318,7 @@ def _print_failures(failures: Iterable[tuple[Mount, ClientError]]) -> None:
     """Print errors of several mounts on stderr, each with its mount."""
     for mount, failure in failures:
         where = "" if str(mount.mountpoint) in str(failure) else f"{mount.mountpoint}: "
-        print(f"ckptfs: {where}{failure}", file=sys.stderr)
+        print(f"ckptfs: {escape_unprintable(f'{where}{failure}')}", file=sys.stderr)
 
 
 def _build_silent_status(mount: Mount, failure: ClientError) -> pb.Status:

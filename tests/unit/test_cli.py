@@ -231,6 +231,18 @@ def test_a_name_keeps_to_its_line(name: bytes, words: str) -> None:
     assert render.escape_unprintable(os.fsdecode(name)) == words
 
 
+@pytest.mark.parametrize("command", ["ls", "latest", "show", "wait"])
+def test_an_error_keeps_to_its_line(served: Served, run: Run, tmp_path: Path, command: str) -> None:
+    code, _, err = run(command, os.fsdecode(os.fsencode(tmp_path) + b"/mnt/two\nlines\xff"))
+    assert code == 1 and err.count("\n") == 1 and "/mnt/two\\nlines\\xff: " in err
+
+
+def test_a_level_that_no_file_can_have(served: Served, run: Run, tmp_path: Path) -> None:
+    """P11. The sentence begins with what is wrong."""
+    code, _, err = run("wait", tmp_path / "mnt", "--level", "disk")
+    assert (code, err) == (2, "ckptfs: 'disk' is not a level that can be waited for; accepted: local, clique, pfs\n")
+
+
 def test_version_is_quick() -> None:
     """The heavy packages are imported where they are used, and not for this."""
     program = (

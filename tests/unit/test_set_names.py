@@ -229,11 +229,14 @@ def test_all_that_is_known_of_a_set(tree: HistoryDirectory) -> None:
         describe_set(history, found)
 
 
-@pytest.mark.parametrize("note", ["x" * 4097, "a\x1b[31m", "ü" * 2049])
-def test_a_note_that_is_not_accepted(tree: HistoryDirectory, note: str) -> None:
+@pytest.mark.parametrize(
+    ("note", "fault"),
+    [("x" * 4097, "4097 bytes"), ("a\x1b[31m", "characters that cannot be printed"), ("ü" * 2049, "4098 bytes")],
+)
+def test_a_note_that_is_not_accepted(tree: HistoryDirectory, note: str, fault: str) -> None:
     """P11."""
     found = tree.open().find_set(tree.root / "run1" / "step_100@1")
-    with pytest.raises(UsageError, match="accepted: printable text of up to 4096 bytes"):
+    with pytest.raises(UsageError, match=f"the note has {fault}; accepted: printable text of up to 4096 bytes"):
         annotate(found, note)
 
 

@@ -108,7 +108,8 @@ def print_newest(named: Sequence[Path], wanted: Level, *, is_json: bool) -> None
         # The error says why the newest one is not named.
         notes = rejected if member is not None else rejected[1:]
         for one in notes[:NOTES_MAX]:
-            print(f"ckptfs: {found.build_path(one)} was passed over: {one.find_obstacle(wanted)}", file=sys.stderr)
+            words = f"{found.build_path(one)} was passed over: {one.find_obstacle(wanted)}"
+            print(f"ckptfs: {render.escape_unprintable(words)}", file=sys.stderr)
         if len(notes) > NOTES_MAX:
             print(f"ckptfs: {len(notes) - NOTES_MAX} more were passed over; --json lists them", file=sys.stderr)
     if member is None:

@@ -66,9 +66,10 @@ def set_pin(found: FoundSet, *, pinned: bool) -> str:
 def annotate(found: FoundSet, note: str) -> str:
     """Set the note of a set, or delete it if it is empty. Return what was done."""
     size = len(os.fsencode(note))
-    if size > limits.NOTE_BYTES_MAX or not all(char.isprintable() or char in "\n\t" for char in note):
-        accepted = f"printable text of up to {limits.NOTE_BYTES_MAX} bytes"
-        raise UsageError(f"the note has {size} bytes, or characters that cannot be printed; accepted: {accepted}")
+    is_printable = all(char.isprintable() or char in "\n\t" for char in note)
+    if size > limits.NOTE_BYTES_MAX or not is_printable:
+        fault = f"{size} bytes" if is_printable else "characters that cannot be printed"
+        raise UsageError(f"the note has {fault}; accepted: printable text of up to {limits.NOTE_BYTES_MAX} bytes")
     set_attribute(found.history, NOTE_XATTR, note or None)
     return f"{found.shown} has a new note" if note else f"{found.shown} has no note"
 

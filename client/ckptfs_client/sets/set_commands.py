@@ -154,7 +154,7 @@ def restore(
     text = f"{answer['set']} is restored to {answer['path']}: {amount}, all digests are right"
     if not answer["files"]:
         text = f"{answer['set']} is in its place already: {answer['path']}; nothing was copied"
-    render.print_answer(answer, lambda: text, json=json)
+    render.print_answer(answer, lambda: render.escape_unprintable(text), json=json)
 
 
 @app.command(epilog=EPILOG)
@@ -264,4 +264,4 @@ def _change_set(named: Path, json: bool, change: Callable[[ModuleType, "FoundSet
 
 def _print_change(name: str, done: str, *, json: bool) -> None:
     answer: SetChangeJson = {"set": name, "done": done}
-    render.print_answer(answer, lambda: done, json=json)
+    render.print_answer(answer, lambda: render.escape_unprintable(done), json=json)

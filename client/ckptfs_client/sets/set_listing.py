@@ -55,7 +55,7 @@ def print_list(where: Path | None, wanted: Level | None, *, lists_all: bool = Fa
     elif series_rows or rows:
         print(format_series(series_rows) if series_rows else format_sets(rows))
     elif answers:
-        print(f"ckptfs: {where or 'the mounts'}: no checkpoint sets", file=sys.stderr)
+        print(f"ckptfs: {escape_unprintable(str(where or 'the mounts'))}: no checkpoint sets", file=sys.stderr)
     if has_silent:
         sys.exit(NoMount.exit_code)
 
