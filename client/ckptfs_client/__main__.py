@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ckptfs.model import WAITABLE_LEVELS, Level
-from ckptfs_client.errors import INTERRUPTED, PIPE_CLOSED, ClientError, PipeClosed
+from ckptfs_client.errors import INTERRUPTED, PIPE_CLOSED, ClientError, CommandFailed, PipeClosed
 from ckptfs_client.render import escape_unprintable
 
 
@@ -33,24 +33,44 @@ def _run_command() -> None:
 
 def run(act: Callable[[], object]) -> None:
     """Run a command. An error becomes one sentence on stderr and an exit code."""
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # The caller has closed it, and wants no output.
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
         with contextlib.suppress(AttributeError):
-            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+            getattr(sys, name).reconfigure(errors="backslashreplace")
     try:
-        act()
+        try:
+            act()
+        finally:
+            sys.stdout.flush()
     except ClientError as failure:
         _end(failure)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except (BrokenPipeError, PipeClosed):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _drop_output()
         sys.exit(PIPE_CLOSED)
     except OSError as failure:
-        if failure.filename is None:
-            raise
-        from ckptfs_client.mounts import build_path_error
+        _end(_translate_error(failure))
 
-        _end(build_path_error(os.fsdecode(failure.filename), failure))
+
+def _translate_error(failure: OSError) -> ClientError:
+    """Return the error for a path, or for the output. Raises any other failure again."""
+    from ckptfs_client.mounts import build_path_error
+
+    if failure.filename is not None:
+        return build_path_error(os.fsdecode(failure.filename), failure)
+    try:
+        print(flush=True)  # Of an unbuffered output, `flush` alone forgets the fault.
+    except OSError as fault:
+        _drop_output()
+        return CommandFailed(f"the output cannot be written: {fault.strerror}")
+    raise failure
+
+
+def _drop_output() -> None:
+    """Let the interpreter write at its end what it could not write."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _end(failure: ClientError) -> NoReturn:

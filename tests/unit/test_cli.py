@@ -237,6 +237,19 @@ def test_an_error_keeps_to_its_line(served: Served, run: Run, tmp_path: Path, co
     assert code == 1 and err.count("\n") == 1 and "/mnt/two\\nlines\\xff: " in err
 
 
+@pytest.mark.parametrize("is_buffered", [True, False])
+@pytest.mark.parametrize(
+    ("end", "code", "words"), [(">/dev/full", 1, "the output cannot be written: No space left on device"), (">&-", 0, "")]
+)
+def test_an_output_that_takes_nothing(end: str, code: int, words: str, is_buffered: bool) -> None:
+    """P11: a job script whose log is on a full disk, or a service that closes its descriptors."""
+    env = environment() | {"PYTHONUNBUFFERED": "" if is_buffered else "1"}
+    for command in ("version", "mounts --json", "--help"):
+        shell = f"{shlex.quote(sys.executable)} -m ckptfs_client {command} {end}"
+        done = subprocess.run(["sh", "-c", shell], env=env, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (code, f"ckptfs: {words}\n" if words else ""), command
+
+
 def test_a_level_that_no_file_can_have(served: Served, run: Run, tmp_path: Path) -> None:
     """P11. The sentence begins with what is wrong."""
     code, _, err = run("wait", tmp_path / "mnt", "--level", "disk")
