@@ -270,6 +270,13 @@ def test_commit(mount: Area) -> None:
     assert mount.command("commit", "/", check=False).returncode == 3
 
 
+def test_what_cannot_be_committed(mount: Area) -> None:
+    """P11: the mount itself, and what is complete already."""
+    for path in (mount.daemon.path, mount.daemon.path / ".ckptfs", mount.daemon.path / ".ckptfs" / "history"):
+        result = mount.command("commit", path, check=False)
+        assert result.returncode == 2 and "cannot become a set; accepted: a file or directory" in result.stderr
+
+
 def test_latest_of_what_was_committed_outside_any_series(mount: Area) -> None:
     """X9: a file and a directory."""
     (mount.path / "best").mkdir()

@@ -17,7 +17,7 @@ from ckptfs.series import retention
 from ckptfs.series.retention import KeepReason, SetFacts
 from ckptfs.series.set_order import build_set_order
 from ckptfs_client.errors import ClientError, CommandFailed, NotPermitted, UsageError
-from ckptfs_client.mounts import build_path_error
+from ckptfs_client.mounts import build_path_error, find
 from ckptfs_client.sets.set_history import NOTE_XATTR, FoundSet, ListedSeries, SetHistory, find_named, split_number
 from ckptfs_client.sets.set_listing import FileOfSet, list_set_files
 
@@ -75,7 +75,11 @@ def annotate(found: FoundSet, note: str) -> str:
 
 
 def commit(path: Path) -> str:
-    """Say that a member is complete. Return what was done."""
+    """Say that a member is complete. Return what was done. Raises UsageError for what cannot become a set."""
+    mount = find(path)
+    where = Path(os.path.abspath(path))
+    if where == mount.mountpoint or where.is_relative_to(mount.history.parent):
+        raise UsageError(f"{path} cannot become a set; accepted: a file or directory that an application saved below {mount.mountpoint}")
     set_attribute(path, COMMIT_XATTR, "1")
     return f"{path} is committed: it becomes a set as soon as its files are sealed"
 
