@@ -32,7 +32,16 @@ def _list_replaced(db: Database, series: SeriesRecord, names: Collection[SetName
     directories = {one.number: one.directory for one in names} if overtaken else {}
     known = set_members.list_known_sets(db, [directories[number] for number, _ in overtaken])
     gone = [pair for pair in overtaken if known.get(directories[pair[0]]) is False]
-    return {one for one, later in gone if _get_times(db, directories[one])[1] < _get_times(db, directories[later])[0]}
+    return {one for one, later in gone if _is_replaced(db, directories[one], directories[later])}
+
+
+def _is_replaced(db: Database, directory: int, later: int) -> bool:
+    """Return whether a complete set lost names before another was written.
+
+    What was only overwritten has its old times.
+    """
+    known = history.get_set(db, directory)
+    return known is not None and known.record.completed_ns < _get_times(db, directory)[1] < _get_times(db, later)[0]
 
 
 def _get_times(db: Database, directory: int) -> tuple[int, int]:
