@@ -375,8 +375,7 @@ SHARED_BYTES_MIN = 256 * KIB
 SEAL_REQUEST_MAX_S = 30.0
 SEAL_REQUEST_S = 10.0
 
-# Deleted contents stay this long for nodes that looked up their files before, while the tier has room; their number, and how often the
-# room is checked.
+# Deleted contents stay this long for nodes that looked up their files before, if there is room; their number; how often that is checked.
 READ_GRACE_S = 10.0
 READ_GRACE_CONTENTS_MAX = 1000
 READ_GRACE_POLL_S = 1.0
@@ -415,6 +414,7 @@ SALVAGE_POLL_S = 2.0
 SALVAGE_RIVALS_S = 10.0
 # Readers of such a file wait this much longer for the decision.
 SALVAGE_MARGIN_S = 3.0
+MISSED_STATES_MAX = 8  # Contents of one file that nodes took for lost, and that their writers may bring back.
 
 # --- shared namespace ------------------------------------------------------------------------------------------------
 # Concurrent reads of the store; later questions join the next one.

@@ -109,7 +109,8 @@ def mark_previous_doomed(db: Database, inode: int, successor: int) -> int:
         " AND superseded_mtime_ns IS NULL AND generation < (SELECT generation FROM content WHERE id = ?2)"
         " AND id NOT IN (SELECT content FROM handle WHERE content IS NOT NULL)"
         " AND id IS NOT (SELECT i.content FROM inode i WHERE i.id = content.inode)"
-        " AND id IS NOT (SELECT json_extract(i.salvaged, '$.content') FROM inode i WHERE i.id = content.inode)",
+        " AND NOT EXISTS (SELECT 1 FROM inode i, json_tree(i.salvaged) t"
+        " WHERE i.id = content.inode AND t.key = 'content' AND t.atom = content.id)",
         inode, successor,
     )  # fmt: skip
 

@@ -8,7 +8,6 @@ The writer's own copy has no row under `p/`: `c/` implies it. If the writer lost
 Crash safety: transactions are applied or not; a node announces its copies again.
 """
 
-import json
 import re
 import time
 from collections.abc import Container, Iterable, Sequence
@@ -21,7 +20,7 @@ from ckptfs.catalog.contents import mark_found
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.peer_copies import PeerCopy
 from ckptfs.catalog.remote_contents import RemoteState
-from ckptfs.coherence import chain, key_state, keys, value_checks
+from ckptfs.coherence import chain, key_state, keys, merge, value_checks
 from ckptfs.coherence.chain import ChainedStore
 from ckptfs.coherence.keys import CONTENT, COPY, INODE, PFS_NAME, PFS_STATE, SharedKey
 from ckptfs.model import Content, ContentState
@@ -111,9 +110,17 @@ class SharedFile:
 
     @property
     def salvaged(self) -> dict[str, Any] | None:
-        """Return the state that the file should have and lost, if any."""
-        raw = self.value.get("missed")
-        return None if raw is None else dict(json.loads(raw))
+        """Return the state that the file should have and lost last, if any."""
+        return next(iter(self.missed), None)
+
+    @property
+    def missed(self) -> list[dict[str, Any]]:
+        """Return all states that the file should have had and lost, the last one first."""
+        return merge.list_missed(self.value)
+
+    def misses(self, content: int) -> bool:
+        """Return whether a content was taken for lost: its writer may return with it."""
+        return any(record["content"] == content for record in self.missed)
 
     @property
     def active_salvage(self) -> dict[str, Any] | None:

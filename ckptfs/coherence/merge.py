@@ -9,10 +9,11 @@ this node may be old. A salvage record is dropped if it is published with the da
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from ckptfs import limits
 from ckptfs.catalog import identity
-from ckptfs.coherence.keys import CONTENT, INODE, PFS_NAME, PFS_STATE, Value
+from ckptfs.coherence.keys import CONTENT, INODE, PFS_NAME, PFS_STATE, Value, encode_fields
 
 CONTENT_FIELDS = ("content", "generation", "size", "mtime_ns", "closed_ns")
 LATEST_FIELDS = ("atime_ns", "ctime_ns")
@@ -38,9 +39,8 @@ def merge_inode(base: Value | None, ours: Value, theirs: Value, *, is_writing: b
     newer = theirs if is_theirs else ours
     if is_theirs or is_writing or written[0]:
         merged.update({name: newer[name] for name in CONTENT_FIELDS if name in newer})
-    if newer is ours and written[0] and is_salvaged(theirs, base, ours):
-        del merged["missed"]
-    merged.update(get_new_record(base, ours))
+    merged.pop("missed", None)
+    merged.update(merge_missed(base, ours, theirs, ends_own=newer is ours and written[0]))
     # If another node wrote the file while a time was set on this one, the later time counts.
     is_time_set_here = is_theirs and ours.get("mtime_ns") != base.get("mtime_ns")
     latest_fields = (*LATEST_FIELDS, "mtime_ns") if is_time_set_here else LATEST_FIELDS
@@ -61,7 +61,7 @@ def _is_theirs_later(base: Value, ours: Value, theirs: Value, *, have_both_writt
 
 def is_salvaged(theirs: Value, *ours: Value) -> bool:
     """Return whether the others took one of these states for lost, and show a previous one."""
-    return "missed" in theirs and json.loads(theirs["missed"])["content"] in [value.get("content") for value in ours]
+    return any(record["content"] in [value.get("content") for value in ours] for record in list_missed(theirs))
 
 
 def is_showing_former(theirs: Value, *ours: Value) -> bool:
@@ -71,8 +71,7 @@ def is_showing_former(theirs: Value, *ours: Value) -> bool:
 
 def is_showing_previous(value: Value) -> bool:
     """Return True if the file still shows the replacement of a lost state."""
-    missed = json.loads(value["missed"]) if "missed" in value else None
-    return missed is not None and value["generation"] == missed["shown"] and missed["shows"] in (None, value["content"])
+    return any(value["generation"] == one["shown"] and one["shows"] in (None, value["content"]) for one in list_missed(value)[:1])
 
 
 def is_written_since(base: Value, theirs: Value) -> bool:
@@ -85,9 +84,34 @@ def is_closed_since(base: Value, theirs: Value) -> bool:
     return is_written_since(base, theirs) and theirs.get("content") is not None and theirs.get("closed_ns") != base.get("closed_ns")
 
 
-def get_new_record(base: Value | None, ours: Value) -> Value:
-    """Return the field of the salvage record that this node made and has not published, if any."""
-    return {} if ours.get("missed") in (None, (base or {}).get("missed")) else {"missed": ours["missed"]}
+def list_missed(value: Value | None) -> list[Value]:
+    """Return the salvage records of a file, the last one first."""
+    last = json.loads((value or {}).get("missed") or "null")
+    return [] if last is None else [last, *last.get("earlier", ())]
+
+
+def encode_missed(records: Iterable[Value]) -> str | None:
+    """Return the field for these salvage records, one for each content.
+
+    The oldest go if there are too many.
+    """
+    once: dict[int, Value] = {}
+    for record in records:
+        once.setdefault(record["content"], {name: held for name, held in record.items() if name != "earlier"})
+    last, earlier = next(iter(once.values()), None), [*once.values()][1 : limits.MISSED_STATES_MAX]
+    return None if last is None else encode_fields({**last, "earlier": earlier} if earlier else last).decode()
+
+
+def merge_missed(base: Value | None, ours: Value, theirs: Value, *, ends_own: bool = False) -> Value:
+    """Return the field of the salvage records: those of the store, and new ones of this node.
+
+    Those go that this node has ended: one by one, or with `ends_own` by what it wrote, which it missed itself.
+    """
+    known, here = ([record["content"] for record in list_missed(value)] for value in (base, ours))
+    ended = [content for content in known if content not in here] + [ours.get("content"), (base or {}).get("content")] * ends_own
+    new = [record for record in list_missed(ours) if record["content"] not in known]
+    field = encode_missed([*new, *(record for record in list_missed(theirs) if record["content"] not in ended)])
+    return {} if field is None else {"missed": field}
 
 
 def merge_later_content(newer: Value, other: Value) -> Value:

@@ -7,7 +7,6 @@ directory is evicted after its entries.
 Crash safety: each result is one transaction of the catalog; evicted rows are read again on demand.
 """
 
-import json
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -106,7 +105,7 @@ def _restore_own_state(db: Database, inode: int) -> None:
     raw = db.value("SELECT salvaged FROM inode WHERE id = ?", inode)
     if raw is None:
         return
-    lost = json.loads(raw)
+    lost, *earlier = merge.list_missed({"missed": raw})
     row = db.row(
         "SELECT k.size FROM content k JOIN inode i ON i.id = ?1"
         " WHERE k.id = ?2 AND k.generation = ?3 AND k.remote = 0 AND k.state IN (1, 2)"
@@ -116,8 +115,8 @@ def _restore_own_state(db: Database, inode: int) -> None:
         inode, lost["content"], lost["generation"], lost["shown"], lost["shows"],
     )  # fmt: skip
     if row is not None:
-        what = (lost["content"], lost["generation"], row[0], lost["mtime_ns"], time.time_ns(), inode)
-        db.run("UPDATE inode SET content = ?, generation = ?, size = ?, mtime_ns = ?, ctime_ns = ?, salvaged = NULL WHERE id = ?", *what)
+        what = (lost["content"], lost["generation"], row[0], lost["mtime_ns"], time.time_ns(), merge.encode_missed(earlier), inode)
+        db.run("UPDATE inode SET content = ?, generation = ?, size = ?, mtime_ns = ?, ctime_ns = ?, salvaged = ? WHERE id = ?", *what)
         journal.append(db, "content", inode, content=lost["content"])
 
 
@@ -133,7 +132,8 @@ def apply_value(db: Database, key: SharedKey, now: CachedValue, read_revision: i
         ours = keys.get_value(db, key)
         if ours is not None:
             written = {name: ours[name] for name in merge.CONTENT_FIELDS if name in ours}
-            value = {**value, **written, **merge.get_new_record(key_state.get_cached(db, key).fields, ours)}
+            missed = merge.merge_missed(key_state.get_cached(db, key).fields, ours, value)
+            value = {**{name: held for name, held in value.items() if name != "missed"}, **written, **missed}
     if key.kind == NAME and value is not None and not _is_name_of(db, key, value["child"]):
         return  # Its inode is unknown on this node, or is a directory elsewhere. The next lookup asks for both.
     if key.kind == INODE and value is not None and "names" not in value and not _make_place(db, key.number, value["parent"]):

@@ -3,7 +3,7 @@
 The record is JSON: `content` and `generation` are what the file should hold, written by `node`, with the mtime `mtime_ns`. `shows` and
 `shown` are the content and generation that it shows instead; without a content the PFS shows it. Other writers of the file leave the
 record, so that the node that returns finds its own data. A node that returns while it has the file open for writing leaves the same record
-of what it overwrites.
+of what it overwrites. `earlier` are the records of contents that were lost before, without a field of that name.
 
 Crash safety: SQLite rolls the change back; the store has all records.
 """
@@ -12,7 +12,7 @@ import time
 
 from ckptfs.catalog import identity, journal, namespace, remote_contents
 from ckptfs.catalog.database import Database
-from ckptfs.coherence import key_state, keys, read
+from ckptfs.coherence import key_state, keys, merge, read
 from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import CONTENT, INODE, SharedKey, Value
 from ckptfs.model import ROOT, Content, ContentState
@@ -30,7 +30,7 @@ def build_content_value(content: Content, inode: int, node: int) -> Value:
 def build_overwritten(file: Value) -> str:
     """Return the record of the state of a file that a node overwrites without having seen it."""
     record = {"node": identity.get_origin_node(file["content"]), **{name: file[name] for name in ("content", "generation", "mtime_ns")}}
-    return keys.encode_fields({**record, "shows": None, "shown": 0}).decode()
+    return merge.encode_missed([{**record, "shows": None, "shown": 0}, *merge.list_missed(file)]) or ""
 
 
 def record_previous_shown(db: Database, content: Content, inode: int, values: tuple[Value, Value], revision: int) -> None:
@@ -47,10 +47,12 @@ def list_salvaged(db: Database) -> list[tuple[int, str]]:
     return [(row[0], row[1]) for row in db.rows("SELECT id, salvaged FROM inode WHERE salvaged IS NOT NULL AND nlink > 0")]
 
 
-def delete_salvage_record(db: Database, inode: int) -> None:
-    """Record that the lost state of a file will not come back."""
+def delete_salvage_record(db: Database, inode: int, content: int | None = None) -> None:
+    """Record that a lost content of a file, or all of them, is not missed any more."""
     with db.transaction():
-        db.run("UPDATE inode SET salvaged = NULL WHERE id = ?", inode)
+        raw = db.value("SELECT salvaged FROM inode WHERE id = ?", inode)
+        kept = [record for record in merge.list_missed({"missed": raw}) if content not in (None, record["content"])]
+        db.run("UPDATE inode SET salvaged = ? WHERE id = ?", merge.encode_missed(kept), inode)
 
 
 def insert_conflict_copy(db: Database, content: Content, file: Value, node_label: str) -> bytes | None:
@@ -70,5 +72,5 @@ def insert_conflict_copy(db: Database, content: Content, file: Value, node_label
             content.id, content.generation, content.size, file["missed_mtime_ns"], made,
         )  # fmt: skip
         journal.append(db, "content", made, content=content.id)
-        delete_salvage_record(db, content.inode)
+        delete_salvage_record(db, content.inode, content.id)
         return conflict_name

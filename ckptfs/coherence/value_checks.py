@@ -44,8 +44,9 @@ UNREADABLE = b"null"
 """Stands for a value that is not readable; it is no value of any kind."""
 
 FORMAT_KEY = b"format"
-FORMAT_VERSION = 3
-"""1: ckptfs 0.2.0, which wrote no key `format`. 2: `closed_ns` of inodes, the chain of transactions. 3: `passes` of intents."""
+FORMAT_VERSION = 4
+"""1: ckptfs 0.2.0, which wrote no key `format`. 2: `closed_ns` of inodes, the chain of transactions. 3: `passes` of intents. 4: `earlier`
+salvage records."""
 
 Check = Callable[[object], bool]
 _INT_MAX = 2**63 - 1
@@ -177,7 +178,11 @@ def _is_salvage_record(value: object) -> bool:
         record = parse_json(value)
     except ValueError:
         return False
-    return isinstance(record, dict) and not _find_field_fault(record, _SALVAGE_RECORD, {})
+    return isinstance(record, dict) and not _find_field_fault(record, _SALVAGE_RECORD, {"earlier": _is_each(_is_earlier_record)})
+
+
+def _is_earlier_record(value: object) -> bool:
+    return isinstance(value, dict) and not _find_field_fault(value, _SALVAGE_RECORD, {})
 
 
 _SALVAGE_RECORD: Mapping[str, Check] = {

@@ -82,7 +82,7 @@ class DropDeadRecords:
 
     def _is_replaced(self, number: int, file: SharedFile, view: ClusterView) -> bool:
         """Return whether the file holds another, replicated content, and does not miss this one."""
-        if file.content in {None, number} or (file.salvaged or {}).get("content") == number:
+        if file.content in {None, number} or file.misses(number):
             return False
         assert file.content is not None
         successor = locations.load(self._cluster.store, [file.content])[file.content]

@@ -224,7 +224,7 @@ class Reconcile:
             number
             for number, now in successors.items()
             if now is not None
-            and (current_files[number].salvaged or {}).get("content") != number
+            and not current_files[number].misses(number)
             and self._is_safe_successor(content_locations[number], successor_locations[now])
         }
 
@@ -318,7 +318,7 @@ class Reconcile:
                     self._notify.wake_lanes()
             elif shared.superseded_mtime_ns is None and not remote_contents.was_in_store(self._db, content.inode):
                 continue  # The store does not have it yet.
-            elif (file := files.get(content.inode)) is not None and (file.salvaged or {}).get("content") == content.id:
+            elif (file := files.get(content.inode)) is not None and file.misses(content.id):
                 self._keep_missed(content, file)
             elif (content.inode not in files or content.id in replaced) and remote_contents.delete_unneeded(self._db, content, gone=True):
                 self._dropped += 1
@@ -338,13 +338,13 @@ class Reconcile:
 
     def _keep_missed(self, content: Content, file: SharedFile) -> None:
         """Show a content again that others took for lost, or keep it beside what they wrote since."""
-        salvaged = file.salvaged or {}
+        record = next(one for one in file.missed if one["content"] == content.id)
         if file.active_salvage is not None and not handles.has_writer(self._db, content.inode):
             read.record_values(self._db, [(SharedKey(INODE, content.inode), file.value, file.item.mod_revision)])
-        if file.active_salvage is not None or (file.content, file.value["generation"]) == (content.id, content.generation):
+        if record == file.active_salvage or (file.content, file.value["generation"]) == (content.id, content.generation):
             return
         label = self._cluster.view().by_number[self._cluster.node_number].name
-        name = salvage_records.insert_conflict_copy(self._db, content, {**file.value, "missed_mtime_ns": salvaged["mtime_ns"]}, label)
+        name = salvage_records.insert_conflict_copy(self._db, content, {**file.value, "missed_mtime_ns": record["mtime_ns"]}, label)
         if name is not None:
             log.info("%s: kept beside the file: other nodes missed this content and wrote the file again", os.fsdecode(name))
 

@@ -28,7 +28,7 @@ from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.locations import ContentLocations, SharedFile, SharedPfsState
 from ckptfs.clique.membership import ClusterView, ViewChange
 from ckptfs.clique.peer_api import PeerFailed
-from ckptfs.coherence import keys, read, salvage_records, store_loss
+from ckptfs.coherence import keys, merge, read, salvage_records, store_loss
 from ckptfs.coherence.keys import INODE, PFS_STATE, SharedKey
 from ckptfs.errors import DigestMismatch, StoreUnreachable
 from ckptfs.model import Content, ContentState, Notifier
@@ -57,7 +57,7 @@ class LostFile:
         """Return the value of the file with this state, and with a record of the lost one."""
         salvaged = {"node": self.successor.writer, **self.file.expected_state, "shows": content, "shown": generation}
         state = {"content": content, "generation": generation, "size": size, "mtime_ns": mtime_ns, "ctime_ns": time.time_ns()}
-        return {**self.file.value, **state, "missed": keys.encode_fields(salvaged).decode()}
+        return {**self.file.value, **state, "missed": merge.encode_missed([salvaged, *self.file.missed])}
 
 
 class Salvage:
@@ -314,10 +314,11 @@ class Salvage:
                 else:
                     read.record_values(self._db, [(SharedKey(INODE, inode), file.value, file.item.mod_revision)])
                 summary.set_trouble(self._db, _get_trouble_name(inode), None)
-            for node in self._cluster.list_live([salvaged["node"]]) if file is not None and file.active_salvage == salvaged else ():
-                is_waiting = time.monotonic() - self._view_since_s < limits.FETCH_PATIENCE_S
-                with contextlib.suppress(PeerFailed):
-                    self._cluster.peers.release_copies(node, [salvaged["content"]])
+            for record in file.missed if file is not None and file.active_salvage == salvaged else ():
+                for node in self._cluster.list_live([record["node"]]):
+                    is_waiting = time.monotonic() - self._view_since_s < limits.FETCH_PATIENCE_S
+                    with contextlib.suppress(PeerFailed):
+                        self._cluster.peers.release_copies(node, [record["content"]])
         return is_waiting
 
 

@@ -290,3 +290,32 @@ def renamed_over(node: Node, replaced: int, content: int) -> int:
                 contents.mark_awaiting_store_check(other.db, replaced)
                 namespace.delete_forgotten(other.db, [replaced])
     return newer
+
+
+@pytest.mark.parametrize("first", [1, 2], ids=["the first returns first", "the last returns first"])
+def test_two_nodes_die_one_after_the_other_and_both_return(tmp_path: Path, first: int) -> None:
+    """P5: each alone had what it had closed. The file has the newer one then, and the other one is beside it."""
+    cluster, content, one, two, three = make_replicated(tmp_path, 3)
+    lost = {1: overwrite(one, content, "truncated")}
+    inode = one.inode(lost[1])
+    one.kill()
+    decide(two)
+    send(two, content)
+    AnnounceCopies(three.db, cluster_of(three)).step()
+    lost[2] = overwrite(two, content, "truncated")
+    two.kill()
+    decide(three)
+    file = file_of(cluster, inode)
+    assert file.content == content and [record["content"] for record in file.missed] == [lost[2], lost[1]]
+    for node in (one, two) if first == 1 else (two, one):
+        node.revive()
+        cache_file(node, inode)
+        decide(three)
+        tidy(node)
+        if node is two:
+            publish(two)
+    assert file_of(cluster, inode).content == lost[2]
+    beside = namespace.find_child(one.db, ROOT, b"file.ckptfs-conflict-n1-1")
+    assert beside is not None and beside.content == lost[1]
+    for node, number in ((one, lost[1]), (two, lost[2])):
+        assert node.data(number) == NEW and node.state(number) is ContentState.SEALED

@@ -1,11 +1,12 @@
 """P7: two changes of one file's attributes become one. The last write decides."""
 
-import json
 from typing import Any
 
 import pytest
 
+from ckptfs import limits
 from ckptfs.coherence import merge
+from ckptfs.coherence.keys import encode_fields
 
 BASE: dict[str, Any] = {
     "content": 7, "generation": 4, "size": 100, "mtime_ns": 10, "ctime_ns": 10, "atime_ns": 10, "mode": 0o100644, "names": [[1, "log"]],
@@ -49,7 +50,7 @@ def test_a_close_counts_whose_generation_was_told_before(generation: int, later:
 def missing(**fields: Any) -> dict[str, Any]:
     """What the others show since they take what this node wrote for lost."""
     missed = {"content": 8, "generation": 5, "mtime_ns": 30, "node": 1, "shows": 7, "shown": 4}
-    return {**BASE, "missed": json.dumps(missed), **fields}
+    return {**BASE, "missed": encode_fields(missed).decode(), **fields}
 
 
 OURS = {**BASE, "content": 8, "generation": 6, "size": 50, "mtime_ns": 30, "ctime_ns": 30, "closed_ns": 30}
@@ -106,3 +107,31 @@ def test_a_time_that_another_node_set_stays_when_this_one_records_its_close() ->
     """P2: utime after the close of another node counts, also if that node records its close later."""
     merged = merge.merge_inode({**BASE, "closed_ns": 0}, {**BASE, "closed_ns": 30}, {**BASE, "closed_ns": 0, "mtime_ns": 5, "ctime_ns": 40})
     assert (merged["mtime_ns"], merged["closed_ns"], merged["ctime_ns"]) == (5, 30, 40)
+
+
+def record(content: int) -> dict[str, int]:
+    return {"content": content, "generation": content, "mtime_ns": 1, "node": 1, "shows": 7, "shown": 4}
+
+
+@pytest.mark.parametrize(
+    ("base", "ours", "theirs", "merged"),
+    [
+        ([1], [1], [2, 1], [2, 1]),
+        ([2, 1], [2], [3, 2, 1], [3, 2]),
+        ([1], [3, 1], [2, 1], [3, 2, 1]),
+        ([1], [], [1], []),
+        ([], [5], [5], [5]),
+    ],
+    ids=["missed by others", "ended here", "missed by both", "none is left", "the same"],
+)
+def test_each_content_that_was_lost_has_a_record(base: list[int], ours: list[int], theirs: list[int], merged: list[int]) -> None:
+    """P9: writers that died one after the other each find their own when they return."""
+    values = [{**BASE, "missed": merge.encode_missed(map(record, contents))} for contents in (base, ours, theirs)]
+    found = merge.merge_inode(values[0], values[1], values[2])
+    assert [one["content"] for one in merge.list_missed(found)] == merged
+    assert ("missed" in found) == bool(merged)
+
+
+def test_the_oldest_records_go_if_there_are_too_many() -> None:
+    encoded = merge.encode_missed(map(record, range(100)))
+    assert [one["content"] for one in merge.list_missed({"missed": encoded})] == [*range(limits.MISSED_STATES_MAX)]
