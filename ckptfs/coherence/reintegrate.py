@@ -379,9 +379,12 @@ class ReintegrationResolver(ConflictResolver):
     def _name_split_file(self, theirs: int, ours: int, *, later: bool, keeps_theirs: bool) -> None:
         """Give the name to the later of two files, and a conflict name to the other one.
 
-        Without `keeps_theirs` all names but those in the history are ours.
+        Without `keeps_theirs` all names but those in the history are ours. So are those in sets that only this node knows.
         """
-        names = [name for name in list_local_names(self._db, theirs) if not identity.is_history_directory(name.number)]
+        names = list_local_names(self._db, theirs)
+        for key in [name for name in names if identity.is_history_directory(name.number) and self._get_store_child(name) != theirs]:
+            self._insert_name(key, ours)
+        names = [name for name in names if not identity.is_history_directory(name.number)]
         for key in names[:1] if keeps_theirs else names:
             if keeps_theirs:
                 self._add_conflict_name(key, theirs if later else ours)

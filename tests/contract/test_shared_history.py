@@ -383,3 +383,24 @@ async def test_the_content_of_a_set_belongs_to_it_on_all_nodes_after_the_separat
         found = contents.get_content(node.db, content)
         assert found is not None and (found.inode, found.state, found.is_remote) == (kept, ContentState.SEALED, node is b)
         assert inodes.get(node.db, kept).content == content != (await node.stat("f1")).content
+
+
+@two_nodes
+async def test_a_set_that_an_island_made_of_what_it_wrote_has_those_bytes(a: Node, b: Node) -> None:
+    """P7: another node made a set of the same file, with the bytes before. Each set has what it was made of."""
+    inode = (await a.make("f1")).id
+    old = await make_closed(a, inode)
+    await b.stat("f1")
+    await read_history(b)
+    b.cut(True)
+    new = await make_closed(b, inode)
+    await keep(b, "f1", name=b"theirs")
+    await keep(a, "f1", name=b"ours")
+    await reconnect(a, b)
+    for node in (a, b):
+        kept = await read_history(node)
+        assert {path: inodes.get(node.db, number).content for path, number in kept.items()} == {
+            b"f*/ours@1/f1": old,
+            b"f*/theirs@2/f1": new,
+        }
+        assert (await node.stat("f1")).content == new and await node.names() == [b"f1"]
