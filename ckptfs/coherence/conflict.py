@@ -218,11 +218,7 @@ class ConflictResolver:
         reverting = {key for key in self._contested_names if key in touched}
         while True:
             children = {child for key in reverting for child in (self._get_local_child(key), self._get_store_child(key)) if child}
-            more = {
-                key
-                for key in touched
-                if {self._get_local_child(key), self._get_store_child(key)} & children or key.number in self._list_new_inodes(children)
-            } - reverting
+            more = {key for key in touched if self._is_bound_to(key, children) or key.number in self._list_new_inodes(children)} - reverting
             if not more:
                 break
             reverting |= more
@@ -235,6 +231,14 @@ class ConflictResolver:
         never = {inode for inode in self._result.unlinked_inodes if not key_state.get_cached(self._db, SharedKey(INODE, inode)).revision}
         journal.delete_reverted(self._db, journal.get_instance_id(self._db), [(key.number, key.name) for key in reverting], never)
         self._result.reverted_names = reverting | self._contested_names
+
+    def _is_bound_to(self, key: SharedKey, children: set[int]) -> bool:
+        """Return whether a name led or leads to one of these.
+
+        The link of a file in a set is bound to nothing: a set is whole or gone.
+        """
+        found = {self._get_local_child(key), self._get_store_child(key)} & children
+        return any(stat.S_ISDIR(self._get_mode(child)) or not identity.is_history_directory(key.number) for child in found)
 
     def _list_new_inodes(self, children: set[int]) -> set[int]:
         """Return those inodes that the store has never had."""

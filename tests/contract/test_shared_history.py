@@ -385,6 +385,28 @@ async def test_the_content_of_a_set_belongs_to_it_on_all_nodes_after_the_separat
         assert inodes.get(node.db, kept).content == content != (await node.stat("f1")).content
 
 
+@pytest.mark.parametrize("is_replaced", [True, False])
+@two_nodes
+async def test_a_set_of_an_island_keeps_a_file_whose_name_others_changed(a: Node, b: Node, is_replaced: bool) -> None:
+    """T6: the file gets a conflict name beside theirs. A set is whole or gone."""
+    await a.make("f1")
+    await b.stat("f1")
+    b.cut(True)
+    inode = (await b.make("tmp")).id
+    await b.unlink("f1")
+    await b.rename("tmp", "f1")
+    await keep(b, "f1")
+    if is_replaced:
+        await a.make("tmp")
+        await a.rename("tmp", "f1")
+    else:
+        await a.unlink("f1")
+    await reconnect(a, b)
+    for node in (a, b):
+        assert await read_history(node) == {b"f*/f@1/f1": inode}
+        assert inode in [(await node.stat(name.decode())).id for name in await node.names()]
+
+
 @two_nodes
 async def test_a_set_that_an_island_made_of_what_it_wrote_has_those_bytes(a: Node, b: Node) -> None:
     """P7: another node made a set of the same file, with the bytes before. Each set has what it was made of."""
