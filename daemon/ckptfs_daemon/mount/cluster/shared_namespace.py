@@ -484,7 +484,8 @@ class SharedNamespace(LocalNamespace):
             what = f"{cause}: this node goes on alone, and other nodes do not see what changes here"
             remedy = failure.remedy if failure.remedy and not is_silent else REACH_REMEDY
             summary.set_trouble(self.db, TROUBLE, {"what": what, "path": "", "remedy": remedy})
-            log.warning("the store of the cluster does not answer (%s): this node goes on alone with what it knows", failure)
+            level = logging.WARNING if isinstance(failure, StoreUnreachable) else logging.ERROR
+            log.log(level, "the store of the cluster fails (%s): this node goes on alone with what it knows", failure)
         self._has_dirty.set()
         self._commit_rounds.wake_waiters()
 
