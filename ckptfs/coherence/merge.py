@@ -86,7 +86,12 @@ def is_closed_since(base: Value, theirs: Value) -> bool:
 
 def list_missed(value: Value | None) -> list[Value]:
     """Return the salvage records of a file, the last one first."""
-    last = json.loads((value or {}).get("missed") or "null")
+    return decode_missed((value or {}).get("missed"))
+
+
+def decode_missed(field: str | None) -> list[Value]:
+    """Return the salvage records in a field, the last one first."""
+    last = json.loads(field or "null")
     return [] if last is None else [last, *last.get("earlier", ())]
 
 

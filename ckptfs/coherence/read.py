@@ -105,7 +105,7 @@ def _restore_own_state(db: Database, inode: int) -> None:
     raw = db.value("SELECT salvaged FROM inode WHERE id = ?", inode)
     if raw is None:
         return
-    lost, *earlier = merge.list_missed({"missed": raw})
+    lost, *earlier = merge.decode_missed(raw)
     row = db.row(
         "SELECT k.size FROM content k JOIN inode i ON i.id = ?1"
         " WHERE k.id = ?2 AND k.generation = ?3 AND k.remote = 0 AND k.state IN (1, 2)"

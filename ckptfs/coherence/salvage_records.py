@@ -51,7 +51,7 @@ def delete_salvage_record(db: Database, inode: int, content: int | None = None) 
     """Record that a lost content of a file, or all of them, is not missed any more."""
     with db.transaction():
         raw = db.value("SELECT salvaged FROM inode WHERE id = ?", inode)
-        kept = [record for record in merge.list_missed({"missed": raw}) if content not in (None, record["content"])]
+        kept = [record for record in merge.decode_missed(raw) if content not in (None, record["content"])]
         db.run("UPDATE inode SET salvaged = ? WHERE id = ?", merge.encode_missed(kept), inode)
 
 

@@ -11,13 +11,16 @@ from ckptfs.series.set_order import SetOrder, build_set_order, list_overtaken
 
 def list_newest_first(db: Database, series: SeriesRecord) -> list[SetName]:
     """Return the sets of a series in short, the newest first."""
-    names, get_order = history_names.list_set_names(db, series.directory), load_set_order(db, series)
+    names = history_names.list_set_names(db, series.directory)
+    get_order = load_set_order(db, series, names)
     return sorted(names, key=lambda one: get_order(one.member, one.number), reverse=True)
 
 
-def load_set_order(db: Database, series: SeriesRecord) -> Callable[[bytes, int], SetOrder]:
-    """Return a function that gives the order of a set of the series from its member's name and its number."""
-    names = history_names.list_set_names(db, series.directory)
+def load_set_order(db: Database, series: SeriesRecord, names: Collection[SetName]) -> Callable[[bytes, int], SetOrder]:
+    """Return a function that gives the order of a set from its member's name and its number.
+
+    `names`: all sets of the series.
+    """
     replaced = _list_replaced(db, series, names)
     if series.rollback is None:
         return build_set_order(series.pattern, replaced=replaced)

@@ -390,12 +390,12 @@ def _find_series(name: bytes, names: Collection[bytes]) -> list[Series]:
 
 
 def _load_known_sets(db: Database, record: SeriesRecord) -> KnownSets[int]:
-    series, get_order = build_series(record.pattern), load_set_order(db, record)
+    series, names = build_series(record.pattern), history_names.list_set_names(db, record.directory)
+    get_order = load_set_order(db, record, names)
     eras: dict[int, list[KnownSet[int]]] = defaultdict(list)
-    names = history_names.list_set_names(db, record.directory)
-    for name in sorted(names, key=lambda one: get_order(one.member, one.number), reverse=True):
+    for order, name in sorted(((get_order(one.member, one.number), one) for one in names), reverse=True):
         if (one := _build_known_set(series, name)) is not None:
-            eras[get_order(name.member, name.number).era].append(one)
+            eras[order.era].append(one)
     return KnownSets(eras[2], next(iter(eras[1]), None), record.path, () if record.rollback is not None else eras[0])
 
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import trio
 
 from ckptfs import limits
-from ckptfs.catalog import history, namespace, retention_state, set_members, summary
+from ckptfs.catalog import history, history_names, namespace, retention_state, set_members, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet, SeriesRecord
 from ckptfs.catalog.set_members import MANIFEST_NAMES
@@ -220,7 +220,8 @@ class SetReview:
         chosen = (
             retention_state.list_marked(self._context.db, series.directory, retention_state.CHOSEN_XATTR) if rule.selects_for_pfs else set()
         )
-        records, get_order = [one.record for one in sets], load_set_order(self._context.db, series)
+        names = history_names.list_set_names(self._context.db, series.directory)
+        records, get_order = [one.record for one in sets], load_set_order(self._context.db, series, names)
         return RuledSeries(
             tuple(self._lower_unchecked(directories, facts)),
             {one.number: get_order(one.name, one.number) for one in records},
@@ -396,7 +397,8 @@ def _load_facts(db: Database, series: SeriesRecord, sets: Sequence[CheckpointSet
     Of several sets of one name, only the last one may count as in its place.
     """
     with db.read_transaction():
-        directories, get_order = history.list_set_directories(db, series.directory), load_set_order(db, series)
+        listed = history_names.list_set_names(db, series.directory)
+        directories, get_order = [one.directory for one in listed], load_set_order(db, series, listed)
         levels, known = summary.list_lowest_levels(db, directories), set_members.list_known_sets(db, directories)
     found, names, orders = [], set(), {one.record.number: get_order(one.record.name, one.record.number) for one in sets}
     for one in sets:
