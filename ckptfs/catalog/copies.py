@@ -36,7 +36,7 @@ def list_good_tiers(db: Database, content: int, tiers: Container[Tier]) -> list[
 
 
 def insert_filling_copy(db: Database, seen: Content, tier: Tier) -> bool:
-    """Insert a FILLING row before its file. False: the content changed, or another thread fills it or did."""
+    """Insert a FILLING row before its file. False: the content changed, or another thread has it."""
     with db.transaction():
         if not is_unchanged(db, seen) or db.value("SELECT 1 FROM copy WHERE content = ? AND tier = ? AND state IN (0, 1)", seen.id, tier):
             return False

@@ -156,7 +156,7 @@ _SET_XATTRS = (SET_XATTR, PIN_XATTR, NOTE_XATTR)
 
 
 def list_sets(db: Database, series: int) -> list[CheckpointSet]:
-    """Return the sets of a series, the one that was completed last first."""
+    """Return the sets of a series, in reverse order of their completion."""
     query = _SELECT_SETS.format("entry e", "e.child") + " WHERE e.parent = ? AND substr(e.name, 1, 1) <> x'2e'"
     found = [_build_set(*row) for row in db.rows(query, *_SET_XATTRS, series)]
     return sorted(found, key=lambda one: -one.record.number)
@@ -169,7 +169,7 @@ def get_set(db: Database, set_directory: int) -> CheckpointSet | None:
 
 
 def list_set_directories(db: Database, series: int) -> list[int]:
-    """Return the directories of the sets of a series, that of the one that was completed last first."""
+    """Return the directories of the sets of a series, in reverse order of their completion."""
     rows = db.rows("SELECT name, child FROM entry WHERE parent = ? AND substr(name, 1, 1) <> x'2e'", series)
     numbered = [(name.rpartition(b"@")[2], child) for name, child in rows]
     return [child for _, child in sorted(((int(number), child) for number, child in numbered if number.isdigit()), reverse=True)]
@@ -428,7 +428,7 @@ def separate(db: Database, inode: int, copied: int | None = None) -> int:
 
 
 def set_rollback(db: Database, series: int, rollback: Rollback | None) -> None:
-    """Set which set of a series counts as the newest; None: the one that is."""
+    """Set which set of a series counts as the newest; None: no rollback."""
     set_internal_xattr(db, series, ROLLBACK_XATTR, None if rollback is None else json.dumps(asdict(rollback)).encode())
 
 

@@ -69,7 +69,7 @@ def _translate_error(failure: OSError) -> ClientError:
 
 
 def _drop_output() -> None:
-    """Let the interpreter write at its end what it could not write."""
+    """Discard what is still buffered, which the interpreter writes at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

@@ -11,8 +11,8 @@ a node that should have the file may be restarting (P8); if the last such node i
 Invariants:
 - Bytes whose digest differs from the recorded one are never served (P4, P7).
 - Several steps may run at once, each in its own thread. A file that one of them fetches is left alone by the others.
-- The PFS may hang (P1). So fewer steps than there are may be at the PFS, and a file that one of them fetches there is left alone at the PFS
-  only: the others look every FETCH_SHARED_POLL_S_MAX if a node has it now.
+- The PFS may hang (P1). At most FETCHES_PFS_MAX steps are at the PFS, so that others remain for the nodes. A file that a step fetches from
+  the PFS is still asked for at the nodes, every FETCH_SHARED_POLL_S_MAX.
 """
 
 import errno

@@ -40,7 +40,7 @@ class FetchProgress:
         notify: Notifier,
         request: mover_requests.MoverRequest,
         since_s: float,
-        list_in_hand: Callable[[], Collection[int]] = tuple,
+        list_in_hand: Callable[[], Collection[int]],
     ) -> None:
         """`since_s`: when the request was first tried. `list_in_hand`: the inodes that all lanes have."""
         self.sources = ""
