@@ -192,16 +192,17 @@ def record_remote(db: Database, remote: RemoteState) -> bool:
         return True
 
 
-def mark_restored(db: Database, content: int) -> None:
-    """Take a doomed content back: another node restored its file and owns it now.
+def mark_restored(db: Database, content: int, *, has_other_owner: bool) -> None:
+    """Take a content back that was deleted here, or that was replaced here and has another owner now.
 
-    Copies on this node count again.
+    Another node restored its file. Copies on this node count again.
     """
     if db.run(
-        "UPDATE content SET state = CASE WHEN digest IS NULL THEN 1 ELSE 2 END, superseded_mtime_ns = NULL, under_replicated = 0,"
-        f" {_SET_REMOTE}, change = change + 1 WHERE id = ? AND state = 3",
-        content,
-    ):
+        "UPDATE content SET state = CASE WHEN state < 3 THEN state WHEN digest IS NULL THEN 1 ELSE 2 END, superseded_mtime_ns = NULL,"
+        f" under_replicated = 0, {_SET_REMOTE}, change = change + 1"
+        " WHERE id = ? AND (state = 3 OR (? AND remote = 0 AND superseded_mtime_ns IS NOT NULL))",
+        content, has_other_owner,
+    ):  # fmt: skip
         mark_copy_changed(db, content)
 
 

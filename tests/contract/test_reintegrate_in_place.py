@@ -235,6 +235,25 @@ async def test_what_both_closed_stays_side_by_side(writer: Node, opener: Node, i
     assert {(await writer.stat("f")).content, beside.content} == {own, theirs}
 
 
+@two_nodes
+async def test_a_previous_content_that_others_show_again_is_theirs(writer: Node, other: Node) -> None:
+    """P9: a disconnected node replaced its own file; others show the previous content, which it wrote, too."""
+    inode = (await writer.make("f")).id
+    content = await make_sealed(writer, inode)
+    await other.stat("f")
+    writer.cut(True)
+    await writer.make("noticed")
+    with writer.db.transaction():
+        writer.db.run("UPDATE content SET superseded_mtime_ns = 1, change = change + 1 WHERE id = ?", content)
+        insert_sealed(writer, inode)
+    known = stored(other.store.etcd)[SharedKey(keys.CONTENT, content)]
+    put(other.store.etcd, SharedKey(keys.CONTENT, content), node=other.number, closed_ns=known["closed_ns"] + 1)
+    await reconnect(writer, other)
+    assert stored(other.store.etcd)[SharedKey(keys.CONTENT, content)]["node"] == other.number
+    seen = contents.get_content(writer.db, content)
+    assert seen is not None and seen.is_remote and seen.state is ContentState.SEALED
+
+
 async def write_on_both_sides(writer: Node, opener: Node, *, is_opened_before: bool, stays_open: bool) -> tuple[int, int, int]:
     """Begin to write a file on a node, before or after it becomes an island; another node closes the file meanwhile.
 
