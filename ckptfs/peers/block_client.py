@@ -263,15 +263,11 @@ class FetchWorker:
         try:
             for message in call:
                 receiver.accept_message(message)
-                self._record_progress()
+                self.progress_at = time.monotonic()
         finally:
             cancel_call(call)
         if not receiver.has_ended:
             raise Rejection(RejectReason.OUT_OF_ORDER, "the stream stopped before its end")
-
-    def _record_progress(self) -> bool:
-        self.progress_at = time.monotonic()
-        return self.awaits_end or not self._job.is_stopped
 
 
 def fetch_blocks(links: Sequence[Link], job: FetchJob, streams: int) -> int:
@@ -351,9 +347,7 @@ class SendJob:
         yield Command(CommandKind.SEND, self.transfer).pack()
         taken: list[int] = []
         try:
-            for message in messages.encode_blocks(
-                self.fd, self.size, self.take_blocks(taken), messages.is_compressible if self.compress else messages.never_compress
-            ):
+            for message in messages.encode_blocks(self.fd, self.size, self.take_blocks(taken), compress=self.compress):
                 yield message
                 self.sent_bytes += len(message)
                 self.progress_at = time.monotonic()

@@ -44,8 +44,6 @@ from ckptfs.peers.messages import (
     encode_bitmap,
     encode_blocks,
     encode_end,
-    is_compressible,
-    never_compress,
     parse_block_range,
     parse_content_id,
     parse_digest,
@@ -296,7 +294,7 @@ class RawStreams:
         size, numbers = read.copy.size, parse_block_range(command, read.copy.size)
         with self._slots.hold_slot(peer), read.hold_stream():
             try:
-                yield from encode_blocks(read.copy.fd, size, numbers, is_compressible if command.compress else never_compress)
+                yield from encode_blocks(read.copy.fd, size, numbers, compress=command.compress)
             except SourceChanged:
                 raise Rejection(RejectReason.BROKEN, "the copy became shorter") from None
             yield encode_end(len(numbers))

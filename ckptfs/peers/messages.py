@@ -12,7 +12,7 @@ Crash safety: blocks that were written are complete and correct; the others are 
 import errno
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
@@ -251,24 +251,18 @@ def is_compressible(block: bytes) -> bool:
     return len(zstandard.ZstdCompressor(ZSTD_LEVEL).compress(sample)) < SAMPLE_RATIO_MAX * len(sample)
 
 
-def never_compress(_block: bytes) -> bool:
-    """Return False: for links that are faster than zstd."""
-    return False
-
-
 class SourceChanged(Exception):
     """The file that is being sent became shorter."""
 
 
-def encode_blocks(fd: int, size: int, numbers: Iterable[int], should_compress: Callable[[bytes], bool]) -> Iterator[bytes]:
-    """Yield the messages of these blocks, without the end.
+def encode_blocks(fd: int, size: int, numbers: Iterable[int], *, compress: bool) -> Iterator[bytes]:
+    """Yield the messages of these blocks, without the end. A block that does not shrink is sent raw.
 
-    A function of the block (`is_compressible`, `never_compress`) decides whether zstd is tried. A block that does not shrink is
-    sent raw. Raises OSError, SourceChanged.
+    Raises OSError, SourceChanged.
     """
     for number in numbers:
         start, length = number * limits.BLOCK_BYTES, block_bytes(size, number)
-        compressed = _compress_block(fd, start, length, should_compress)
+        compressed = _compress_block(_read_exactly(fd, length, start)) if compress else None
         if compressed is not None:
             yield HEADER.pack(number, len(compressed), Encoding.ZSTD)
             for offset in range(0, len(compressed), limits.PEER_PIECE_BYTES):
@@ -279,15 +273,12 @@ def encode_blocks(fd: int, size: int, numbers: Iterable[int], should_compress: C
             yield _read_exactly(fd, min(limits.PEER_PIECE_BYTES, length - offset), start + offset)
 
 
-def _compress_block(fd: int, start: int, length: int, should_compress: Callable[[bytes], bool]) -> bytes | None:
-    """Return the compressed block if that is wanted and smaller."""
-    if should_compress is never_compress:
-        return None
-    block = _read_exactly(fd, length, start)
-    if not should_compress(block):
+def _compress_block(block: bytes) -> bytes | None:
+    """Return the compressed block. Returns None if it would not shrink enough."""
+    if not is_compressible(block):
         return None
     compressed = zstandard.ZstdCompressor(ZSTD_LEVEL).compress(block)
-    return compressed if len(compressed) < length else None
+    return compressed if len(compressed) < len(block) else None
 
 
 def _read_exactly(fd: int, length: int, offset: int) -> bytes:

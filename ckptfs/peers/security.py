@@ -32,13 +32,13 @@ class PeerAuthenticator:
         """Return the name of the calling node. Raises Rejection if the caller is no node of the cluster."""
         if self._has_keys:
             found = context.auth_context().get("x509_pem_cert")
-            return self.authenticate_certificate(bytes(found[0]) if found else b"")
+            return self._authenticate_certificate(bytes(found[0]) if found else b"")
         if not context.peer().startswith(LOOPBACK):
             raise Rejection(RejectReason.STRANGER, "without keys only this machine may ask")
         said = _get_metadata(context)
         return self._check_node(said.get(NODE_METADATA, "")[:64], said.get(CLUSTER_METADATA, ""))
 
-    def authenticate_certificate(self, certificate: bytes) -> str:
+    def _authenticate_certificate(self, certificate: bytes) -> str:
         """Return the node name in a certificate (PEM) that TLS has checked. Raises Rejection for others."""
         if not certificate:
             raise Rejection(RejectReason.STRANGER, "no certificate")

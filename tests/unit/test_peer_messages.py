@@ -96,7 +96,7 @@ def test_what_departs_arrives(data: bytes, squeeze: bool, random: object) -> Non
     random.shuffle(numbers)  # type: ignore[attr-defined]
     landed = Landed(data)
     arriving = BlockReceiver(landed)
-    for message in messages.encode_blocks(fd, len(data), numbers, (lambda _block: True) if squeeze else messages.never_compress):
+    for message in messages.encode_blocks(fd, len(data), numbers, compress=squeeze):
         arriving.accept_message(message)
     arriving.accept_message(messages.encode_end(len(numbers)))
     os.close(fd)
