@@ -94,7 +94,7 @@ def issue(directory: Path, node: str, addresses: Sequence[str] = ()) -> Path:
     target = directory / node
     _check_absent(*(target / name for name in (CA_CERTIFICATE, NODE_CERTIFICATE, NODE_KEY)))
     key = ec.generate_private_key(ec.SECP256R1())
-    cluster = _get_organization(ca)
+    _, cluster = _get_node_and_cluster(ca)
     known = read_revocations(directory)
     own = [x509.DNSName(target_name(cluster, node, count)) for count in range(known.get(node, 0) + 1)]
     names = x509.SubjectAlternativeName([*own, *map(_parse_address, addresses)])
@@ -151,7 +151,7 @@ def load(directory: Path) -> Identity:
     if not is_current(certificate, read_revocations(directory)):
         remedy = "issue new ones with `ckptfs keys issue` on the machine where they were revoked"
         raise ConfigError(f"the keys in {directory} were revoked", remedy=remedy)
-    return Identity(_get_common_name(parsed), _get_organization(parsed), ca, certificate, key, expires)
+    return Identity(*_get_node_and_cluster(parsed), ca, certificate, key, expires)
 
 
 def load_for(directory: Path, node: str, cluster: str) -> Identity:
@@ -169,8 +169,7 @@ def get_subject(pem: bytes) -> tuple[str, str]:
     """Return (node, cluster) of a certificate; empty if it names none. TLS has checked its signature."""
     from cryptography import x509
 
-    certificate = x509.load_pem_x509_certificate(pem)
-    return _get_common_name(certificate), _get_organization(certificate)
+    return _get_node_and_cluster(x509.load_pem_x509_certificate(pem))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -284,18 +283,11 @@ def _build_name(cluster: str, common: str) -> "x509.Name":
     return x509.Name([x509.NameAttribute(NameOID.ORGANIZATION_NAME, cluster), x509.NameAttribute(NameOID.COMMON_NAME, common)])
 
 
-def _get_common_name(certificate: "x509.Certificate") -> str:
+def _get_node_and_cluster(certificate: "x509.Certificate") -> tuple[str, str]:
     from cryptography.x509.oid import NameOID
 
-    found = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-    return str(found[0].value) if found else ""
-
-
-def _get_organization(certificate: "x509.Certificate") -> str:
-    from cryptography.x509.oid import NameOID
-
-    found = certificate.subject.get_attributes_for_oid(NameOID.ORGANIZATION_NAME)
-    return str(found[0].value) if found else ""
+    node, cluster = map(certificate.subject.get_attributes_for_oid, (NameOID.COMMON_NAME, NameOID.ORGANIZATION_NAME))
+    return str(node[0].value) if node else "", str(cluster[0].value) if cluster else ""
 
 
 def _parse_address(text: str) -> "x509.GeneralName":

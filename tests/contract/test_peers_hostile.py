@@ -180,7 +180,6 @@ def test_who_is_no_node_of_this_cluster_is_refused_and_counted(
 ) -> None:
     """Also with a certificate of the same authority."""
     with monkeypatch.context() as changed:
-        changed.setattr(certificates, "_get_organization", lambda _certificate: named[1])
         changed.setattr(certificates, "_check_name", lambda *_: None)
         changed.setattr(certificates, "_build_name", lambda _cluster, _common, plain=certificates._build_name: plain(named[1], named[0]))
         stranger = certificates.load(certificates.issue(keyring.directory, secrets.token_hex(4)))
