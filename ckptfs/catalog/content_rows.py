@@ -53,7 +53,7 @@ def build_content_and_rest(row: tuple[Any, ...]) -> tuple[Content, tuple[Any, ..
     return build_content(row), row[9:]
 
 
-def count_sizes(db: Database, column: str, source: str, *arguments: int) -> tuple[int, int]:
+def count_sizes(db: Database, column: str, source: str, *arguments: int | str | None) -> tuple[int, int]:
     """Return (number, sum of the column) of the rows behind this FROM."""
     ((count, size),) = db.rows(f"SELECT count(*), {TOTAL.format(column)} FROM {source}", *arguments)
     return int(count), int(size)

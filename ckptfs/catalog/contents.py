@@ -481,7 +481,7 @@ def mark_all_doomed(db: Database, inode: int) -> list[int]:
     """Doom the contents of a deleted file that no other file may need. Return their ids."""
     # One that other nodes have may be a previous content of another file: the store is asked before it is deleted.
     doom = f"UPDATE content SET state = 3, change = change + 1 WHERE inode = ? AND state <> 3 AND {_CAN_DELETE} RETURNING id"
-    return [row[0] for row in db.rows(doom, inode)]
+    return db.column(doom, inode)
 
 
 def mark_deleted_doomed(db: Database, tier: Tier, at_most: int) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from ckptfs.catalog import identity, inodes, journal, peer_copies, pfs_state, remote_contents
-from ckptfs.catalog.content_rows import CONTENT_COLUMNS, IS_LEAVING_PFS, TOTAL, build_content, get_content, is_unchanged
+from ckptfs.catalog.content_rows import CONTENT_COLUMNS, IS_LEAVING_PFS, build_content, count_sizes, get_content, is_unchanged
 from ckptfs.catalog.database import Database
 from ckptfs.model import Content, ContentState, Copy, CopyState, PublishedRow, Tier
 
@@ -104,7 +104,7 @@ def delete_copy(db: Database, content: int, tier: Tier) -> bool:
 
 def list_bad_copies(db: Database, state: CopyState, tier: Tier) -> list[int]:
     """Return the contents with a copy in `tier` in `state`, which is not GOOD."""
-    return [row[0] for row in db.rows("SELECT content FROM copy WHERE state = ? AND tier = ? AND state <> 1", state, tier)]
+    return db.column("SELECT content FROM copy WHERE state = ? AND tier = ? AND state <> 1", state, tier)
 
 
 # A copy in RAM is no reason to drop one on NVMe, which survives a power cut: see lifecycle.can_drop.
@@ -176,30 +176,29 @@ def has_unchecked(db: Database) -> bool:
 
 def list_unchecked(db: Database, tier: Tier, excluded: Iterable[int], at_most: int) -> list[int]:
     """Return the files whose copies in `tier` eviction would take next if the PFS copy were read back."""
-    rows = db.rows(
+    return db.column(
         f"SELECT k.inode{_UNCHECKED} AND c.tier = ? AND k.inode NOT IN (SELECT value FROM json_each(?))"
         " ORDER BY k.remote DESC, c.used_ns, k.id LIMIT ?",
         tier, json.dumps([*excluded]), at_most,
     )  # fmt: skip
-    return [row[0] for row in rows]
+
+
+_ONLY_COPIES = (
+    "copy c JOIN content k ON k.id = c.content"
+    f" WHERE c.tier = ? AND k.state <> 3 AND k.remote = 0 AND NOT {IS_SAFE_ELSEWHERE.format(pfs_verify=0)}"
+)
 
 
 def count_only_copies(db: Database, tier: Tier) -> int:
     """Return how many own contents that may still be needed are in `tier` and nowhere else."""
-    return int(
-        db.value(
-            "SELECT count(*) FROM copy c JOIN content k ON k.id = c.content"
-            f" WHERE c.tier = ? AND k.state <> 3 AND k.remote = 0 AND NOT {IS_SAFE_ELSEWHERE.format(pfs_verify=0)}",
-            tier,
-        )
-    )
+    return count_sizes(db, "k.size", _ONLY_COPIES, tier)[0]
 
 
 def list_paths_only_in(db: Database, tier: Tier, at_most: int) -> list[str]:
     """Return paths of own files whose content is in `tier` and nowhere else."""
     rows = db.rows(
-        "SELECT k.inode FROM copy c JOIN content k ON k.id = c.content JOIN inode i ON i.id = k.inode AND i.content = k.id"
-        f" WHERE c.tier = ? AND k.state <> 3 AND k.remote = 0 AND i.nlink > 0 AND NOT {IS_SAFE_ELSEWHERE.format(pfs_verify=0)} LIMIT ?",
+        f"SELECT k.inode FROM {_ONLY_COPIES} AND EXISTS (SELECT 1 FROM inode i WHERE i.id = k.inode AND i.content = k.id AND i.nlink > 0)"
+        " LIMIT ?",
         tier, at_most,
     )  # fmt: skip
     return [inodes.get_shown_path(db, inode) for (inode,) in rows]
@@ -245,13 +244,8 @@ def count_doomed_bytes(db: Database, tier: Tier) -> int:
     """Return the bytes in `tier` that doomed contents still hold in a cluster."""
     if not db.is_clustered:
         return 0
-    return int(
-        db.value(
-            f"SELECT {TOTAL.format('k.size')} FROM content k JOIN copy c ON c.content = k.id AND c.tier = ?"
-            " WHERE k.state = 3 AND k.id NOT IN (SELECT content FROM handle WHERE content IS NOT NULL)",
-            tier,
-        )
-    )
+    is_doomed = "k.state = 3 AND k.id NOT IN (SELECT content FROM handle WHERE content IS NOT NULL)"
+    return count_sizes(db, "k.size", f"content k JOIN copy c ON c.content = k.id AND c.tier = ? WHERE {is_doomed}", tier)[1]
 
 
 def delete_doomed(db: Database, dropped: Iterable[tuple[int, Tier | None]]) -> None:
@@ -472,9 +466,9 @@ def delete_stashed(db: Database, stash: int, tier: Tier) -> None:
 
 def list_stashed(db: Database, tier: Tier) -> list[int]:
     """Return the ids of all stashed copies in `tier`."""
-    return [row[0] for row in db.rows("SELECT content FROM copy WHERE tier = ? AND stashed_for IS NOT NULL", tier)]
+    return db.column("SELECT content FROM copy WHERE tier = ? AND stashed_for IS NOT NULL", tier)
 
 
 def list_stashed_contents(db: Database) -> set[int]:
     """Return the contents that have a stashed copy."""
-    return {row[0] for row in db.rows("SELECT stashed_for FROM copy WHERE stashed_for IS NOT NULL")}
+    return set(db.column("SELECT stashed_for FROM copy WHERE stashed_for IS NOT NULL"))

@@ -164,6 +164,10 @@ class Database:
         """Return all rows of a query, as tuples."""
         return self.connection.execute(sql, values).fetchall()
 
+    def column(self, sql: str, *values: Any) -> list[Any]:
+        """Return the first column of all rows of a query."""
+        return [row[0] for row in self.rows(sql, *values)]
+
     def row(self, sql: str, *values: Any) -> tuple[Any, ...] | None:
         """Return the first row of a query. Returns None if there is none."""
         found: tuple[Any, ...] | None = self.connection.execute(sql, values).fetchone()

@@ -39,7 +39,7 @@ def list_all(db: Database) -> list[Handle]:
 
 def list_contents(db: Database) -> set[int]:
     """Return the contents that processes on this node have open."""
-    return {row[0] for row in db.rows("SELECT DISTINCT content FROM handle WHERE content IS NOT NULL")}
+    return set(db.column("SELECT DISTINCT content FROM handle WHERE content IS NOT NULL"))
 
 
 def count_by_inode(db: Database) -> dict[int, int]:
@@ -59,7 +59,7 @@ def has_writer(db: Database, inode: int) -> bool:
 
 def list_written(db: Database) -> list[int]:
     """Return the files that a process on this node has open for writing."""
-    return [row[0] for row in db.rows("SELECT DISTINCT inode FROM handle WHERE writer = 1")]
+    return db.column("SELECT DISTINCT inode FROM handle WHERE writer = 1")
 
 
 def set_content(db: Database, inode: int, content: int) -> None:

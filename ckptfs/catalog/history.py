@@ -177,7 +177,7 @@ def list_set_directories(db: Database, series: int) -> list[int]:
 
 def list_unfinished(db: Database, series: int) -> list[int]:
     """Return the directories of sets that are being made or removed."""
-    return [row[0] for row in db.rows("SELECT child FROM entry WHERE parent = ? AND substr(name, 1, 1) = x'2e' ORDER BY cookie", series)]
+    return db.column("SELECT child FROM entry WHERE parent = ? AND substr(name, 1, 1) = x'2e' ORDER BY cookie", series)
 
 
 def list_files(db: Database, set_directory: int) -> Iterator[tuple[bytes, Inode]]:

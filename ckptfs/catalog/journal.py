@@ -111,7 +111,7 @@ def list_by_seq(db: Database, seqs: Iterable[int]) -> list[JournalRow]:
 def list_other_seqs(db: Database, after: int, up_to: int, seqs: Iterable[int]) -> list[int]:
     """Return the rows after `after` up to `up_to` that are not among `seqs`."""
     others = "SELECT seq FROM journal WHERE seq > ? AND seq <= ? AND seq NOT IN (SELECT value FROM json_each(?))"
-    return [row[0] for row in db.rows(others, after, up_to, json.dumps([*seqs]))]
+    return db.column(others, after, up_to, json.dumps([*seqs]))
 
 
 def get(db: Database, seq: int) -> JournalRow | None:

@@ -239,12 +239,12 @@ def decrement_nlink(db: Database, inode: Inode, now: int) -> None:
 
 def list_orphans(db: Database) -> set[int]:
     """Return all inodes without a name that the kernel may still know."""
-    return {row[0] for row in db.rows("SELECT id FROM inode WHERE nlink=0")}
+    return set(db.column("SELECT id FROM inode WHERE nlink=0"))
 
 
 def delete_forgotten(db: Database, inodes: Iterable[int]) -> dict[int, list[int]]:
     """Delete unlinked, closed inodes that the kernel forgot. Return the contents that are doomed."""
-    opened = {row[0] for row in db.rows("SELECT DISTINCT inode FROM handle")}
+    opened = set(db.column("SELECT DISTINCT inode FROM handle"))
     gone = [inode for inode in inodes if inode not in opened and contents.is_deleted(db, inode)]
     return {inode: _delete_inode(db, inode) for inode in gone}
 
@@ -388,13 +388,13 @@ def _set_parent(db: Database, now: int, inode: Inode, directory: int) -> None:
 
 def list_inodes_below(db: Database, inode: int) -> set[int]:
     """Return `inode` and all inodes below it."""
-    return {row[0] for row in db.rows(f"{inodes.WITH_TREE} SELECT id FROM tree", json.dumps([inode]))}
+    return set(db.column(f"{inodes.WITH_TREE} SELECT id FROM tree", json.dumps([inode])))
 
 
 def list_files_below(db: Database, inode: int) -> list[int]:
     """Return the regular files at and below `inode`, in the order of their ids."""
     files = f"SELECT i.id FROM tree JOIN inode i ON i.id = tree.id WHERE i.mode & 61440 = {stat.S_IFREG} ORDER BY i.id"
-    return [row[0] for row in db.rows(f"{inodes.WITH_TREE} {files}", json.dumps([inode]))]
+    return db.column(f"{inodes.WITH_TREE} {files}", json.dumps([inode]))
 
 
 # --- candidates for checkpoint sets -----------------------------------------------------------------------------------

@@ -155,12 +155,11 @@ def _list_live_holders(db: Database, content: Content) -> list[tuple[int, str, s
 
 def list_holders(db: Database, content: Content) -> list[int]:
     """Return the nodes, alive or not, that are known to have a verified copy of exactly this generation."""
-    rows = db.rows(
+    return db.column(
         "SELECT c.node FROM peer_copy c LEFT JOIN peer p ON p.number = c.node"
         " WHERE c.content = ? AND c.generation = ? AND c.digest = ? AND coalesce(p.is_self, 0) = 0 ORDER BY c.node",
         content.id, content.generation, content.digest,
     )  # fmt: skip
-    return [row[0] for row in rows]
 
 
 # --- copies on other nodes -------------------------------------------------------------------------------------------

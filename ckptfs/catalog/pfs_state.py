@@ -306,7 +306,7 @@ def has_work(db: Database) -> bool:
 
 def list_stale_times(db: Database, at_most: int) -> list[int]:
     """Return directories whose times on the PFS differ from the mount's."""
-    return [row[0] for row in db.rows("SELECT directory FROM pfs_stale_times LIMIT ?", at_most)]
+    return db.column("SELECT directory FROM pfs_stale_times LIMIT ?", at_most)
 
 
 def delete_stale_times(db: Database, directories: Iterable[int]) -> None:

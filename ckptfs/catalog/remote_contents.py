@@ -23,7 +23,6 @@ from ckptfs.catalog import peer_copies
 from ckptfs.catalog.content_rows import (
     CONTENT_COLUMNS_WITHOUT_BLOCKS,
     IS_ON_PFS,
-    TOTAL,
     build_content,
     build_content_and_rest,
     count_sizes,
@@ -100,18 +99,17 @@ def list_hosted_with(db: Database, node: int, after: int, at_most: int) -> list[
 
 def list_not_held(db: Database, contents: Iterable[int]) -> list[int]:
     """Return those of these contents that this node neither wrote nor holds, whole or stale."""
-    rows = db.rows(
+    return db.column(
         "SELECT value FROM json_each(?) WHERE NOT EXISTS (SELECT 1 FROM content WHERE id = value AND remote = 0)"
         " AND NOT EXISTS (SELECT 1 FROM copy WHERE content = value AND state IN (1, 3))",
         json.dumps([*contents]),
     )
-    return [row[0] for row in rows]
 
 
 def list_announced(db: Database, contents: Iterable[int]) -> set[int]:
     """Return those of these contents of which this node has announced a copy to the store."""
     known = "SELECT id FROM content WHERE id IN (SELECT value FROM json_each(?)) AND remote = 1 AND announce_state = 1"
-    return {row[0] for row in db.rows(known, json.dumps([*contents]))}
+    return set(db.column(known, json.dumps([*contents])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +342,7 @@ def mark_remote(db: Database, content: Content) -> bool:
 
 def list_stale(db: Database, tier: Tier, before_ns: int, at_most: int) -> list[int]:
     """Return contents whose STALE copy in `tier` is old and whose successor is safe elsewhere (P5)."""
-    rows = db.rows(
+    return db.column(
         "SELECT c.content FROM copy c LEFT JOIN content k ON k.id = c.content WHERE c.tier = ? AND c.state = 3 AND c.state <> 1"
         " AND c.used_ns < ?"
         " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.content = c.content) AND (k.state IS NULL OR k.state = 3 OR (k.state = 2"
@@ -353,7 +351,6 @@ def list_stale(db: Database, tier: Tier, before_ns: int, at_most: int) -> list[i
         " OR EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = k.inode AND p.complete = 1 AND p.generation >= k.generation)))) LIMIT ?",
         tier, before_ns, at_most,
     )  # fmt: skip
-    return [row[0] for row in rows]
 
 
 def list_only_stale(db: Database, after: int, at_most: int) -> list[Content]:
@@ -404,13 +401,8 @@ def delete_unneeded(db: Database, content: Content, *, gone: bool) -> bool:
 
 def count_hosted_bytes(db: Database, tier: Tier | None = None) -> int:
     """Return the bytes of other nodes' contents on this node."""
-    return int(
-        db.value(
-            f"SELECT {TOTAL.format('k.size')} FROM content k JOIN copy c ON c.content = k.id WHERE k.remote = 1 AND k.state <> 3"
-            " AND c.state <> 2 AND (?1 IS NULL OR c.tier = ?1)",
-            tier,
-        )
-    )
+    is_hosted = "k.remote = 1 AND k.state <> 3 AND c.state <> 2 AND (?1 IS NULL OR c.tier = ?1)"
+    return count_sizes(db, "k.size", f"content k JOIN copy c ON c.content = k.id WHERE {is_hosted}", tier)[1]
 
 
 def list_blocks_of_file(db: Database, inode: int, at_most: int) -> list[tuple[int, Tier, bytes | None]]:

@@ -32,8 +32,7 @@ _IS_LOCAL = "c.state = 1 AND c.tier <> 'pfs'"
 
 def list_marked(db: Database, series: int, mark: bytes) -> set[int]:
     """Return the directories of the sets of a series with `CHOSEN_XATTR` or `EXPIRING_XATTR`."""
-    rows = db.rows("SELECT e.child FROM entry e JOIN xattr x ON x.inode = e.child AND x.name = ? WHERE e.parent = ?", mark, series)
-    return {row[0] for row in rows}
+    return set(db.column("SELECT e.child FROM entry e JOIN xattr x ON x.inode = e.child AND x.name = ? WHERE e.parent = ?", mark, series))
 
 
 def mark_set(db: Database, set_directory: int, mark: bytes) -> None:
@@ -43,13 +42,12 @@ def mark_set(db: Database, set_directory: int, mark: bytes) -> None:
 
 def list_unchecked(db: Database, set_directories: Iterable[int]) -> set[int]:
     """Return those sets of which a file that this node wrote back was not read back from the PFS yet."""
-    rows = db.rows(
+    return set(db.column(
         f"{_WITH_TREES} SELECT DISTINCT tree.top FROM tree JOIN inode i ON i.id = tree.id JOIN content k ON k.id = i.content"
         " AND k.remote = 0 JOIN pfs_file p ON p.inode = i.id AND p.checked_ns = 0"
         f" WHERE EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND {_IS_LOCAL})",
         json.dumps([*set_directories]),
-    )  # fmt: skip
-    return {row[0] for row in rows}
+    ))  # fmt: skip
 
 
 def is_in_use(db: Database, directories: Iterable[int]) -> bool:

@@ -184,7 +184,7 @@ def record_postponed(db: Database, directory: int) -> None:
 def list_scanned_directories(db: Database, directory: int) -> list[int]:
     """Return the directories in `directory` that were imported."""
     below = "SELECT id FROM inode WHERE id IN (SELECT child FROM entry WHERE parent = ?) AND mode & 61440 = 16384 AND imported = 1"
-    return [row[0] for row in db.rows(below, directory)]
+    return db.column(below, directory)
 
 
 # --- comparing -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ckptfs import limits
 from ckptfs.catalog import handles, history, identity, inodes, namespace, peer_copies
-from ckptfs.catalog.content_rows import TOTAL
+from ckptfs.catalog.content_rows import count_sizes
 from ckptfs.catalog.database import Database
 from ckptfs.model import ContentState, Inode
 
@@ -203,8 +203,7 @@ def list_known_sets(db: Database, directories: Iterable[int]) -> dict[int, bool]
 
 def count_history_bytes(db: Database) -> int:
     """Return the bytes of the files that only the history holds."""
-    query = f"SELECT {TOTAL.format('size')} FROM inode WHERE history > 0 AND nlink = history AND mode & {_TYPE_BITS} = {_FILE}"
-    return int(db.value(query))
+    return count_sizes(db, "size", f"inode WHERE history > 0 AND nlink = history AND mode & {_TYPE_BITS} = {_FILE}")[1]
 
 
 # --- what is noted on a member ----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any
 
 from ckptfs import lifecycle, limits
 from ckptfs.catalog import contents, copies, inodes, journal, peer_copies
-from ckptfs.catalog.content_rows import CONTENT_COLUMNS_WITHOUT_BLOCKS, TOTAL, build_content, count_sizes
+from ckptfs.catalog.content_rows import CONTENT_COLUMNS_WITHOUT_BLOCKS, IS_ON_PFS, TOTAL, build_content, count_sizes
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import FileRecord
 from ckptfs.model import HISTORY_NAME, Content, ContentState, Copy, CopyState, Level, PublishedRow, Tier
@@ -315,8 +315,7 @@ def get_report(db: Database, key: str) -> dict[str, Any]:
 
 def count_bytes_in_tier(db: Database, tier: Tier) -> int:
     """Return the bytes of the contents in a tier, as far as their sizes are known."""
-    query = f"SELECT {TOTAL.format('c.size')} FROM copy k JOIN content c ON c.id = k.content WHERE k.tier = ?"
-    return int(db.value(query, tier.value))
+    return count_sizes(db, "k.size", "copy c JOIN content k ON k.id = c.content WHERE c.tier = ?", tier)[1]
 
 
 def count_unsealed(db: Database, closed_ns: int = 2**63 - 1) -> int:
@@ -334,14 +333,11 @@ def count_only_in_ram(db: Database) -> tuple[int, int]:
 
 def count_leaving_bytes(db: Database, tier: Tier) -> int:
     """Return the bytes of own contents that can leave a tier at once: on the PFS, and closed."""
-    return int(
-        db.value(
-            f"SELECT {TOTAL.format('c.size')} FROM copy k JOIN content c ON c.id = k.content JOIN pfs_file p ON p.inode = c.inode"
-            " WHERE k.tier = ? AND k.state = 1 AND c.state = 2 AND c.remote = 0 AND p.complete = 1 AND p.generation = c.generation"
-            " AND p.digest = c.digest AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.inode = c.inode)",
-            tier.value,
-        )
+    can_leave = (
+        f"c.tier = ? AND c.state = 1 AND k.state = 2 AND k.remote = 0 AND {IS_ON_PFS.format('k')}"
+        " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.inode = k.inode)"
     )
+    return count_sizes(db, "k.size", f"copy c JOIN content k ON k.id = c.content WHERE {can_leave}", tier)[1]
 
 
 @dataclass(frozen=True, slots=True)

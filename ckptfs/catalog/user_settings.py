@@ -58,7 +58,7 @@ def set_setting(db: Database, inode: Inode, name: bytes, value: bytes | None, ui
 
 def list_removals(db: Database) -> list[int]:
     """Return the directories of sets that their owners want removed."""
-    return [row[0] for row in db.rows(_REMOVED)]
+    return db.column(_REMOVED)
 
 
 def _is_set(db: Database, inode: Inode) -> bool:

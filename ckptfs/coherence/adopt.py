@@ -101,7 +101,7 @@ def _delete_stale_names(db: Database) -> None:
 
 def list_inodes(db: Database, after: int) -> list[int]:
     """Return the next inodes to compare, in the order of their ids."""
-    return [row[0] for row in db.rows("SELECT id FROM inode WHERE id > ? AND nlink > 0 ORDER BY id LIMIT ?", after, BATCH_INODES)]
+    return db.column("SELECT id FROM inode WHERE id > ? AND nlink > 0 ORDER BY id LIMIT ?", after, BATCH_INODES)
 
 
 def list_keys(db: Database, inodes: Iterable[int]) -> list[SharedKey]:
@@ -183,7 +183,7 @@ class AdoptionBatch:
             self._drop(key)
         if taken and len(taken) == len(names):
             self._db.run("UPDATE inode SET nlink = 0 WHERE id = ?", inode)
-            contents = [row[0] for row in self._db.rows("SELECT id FROM content WHERE inode = ?", inode)]
+            contents = self._db.column("SELECT id FROM content WHERE inode = ?", inode)
             self._mark_clean(SharedKey(INODE, inode), *(SharedKey(keys.CONTENT, content) for content in contents))
 
     def _is_of_this_node(self, inode: int) -> bool:

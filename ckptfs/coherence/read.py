@@ -355,7 +355,7 @@ def is_cache_full(db: Database, keys_max: int = limits.CACHED_KEYS_MAX) -> bool:
 def delete_unneeded(db: Database, after: int, at_most: int = limits.CACHED_KEYS_DROPPED) -> int:
     """Forget some inodes of other nodes with ids above `after`. Return the last id, 0 at the end."""
     with key_state.change_unmarked(db):
-        inodes = [row[0] for row in db.rows(_SELECT_UNNEEDED, after, identity.get_node_number(db), at_most)]
+        inodes = db.column(_SELECT_UNNEEDED, after, identity.get_node_number(db), at_most)
         for inode in inodes:
             db.run("DELETE FROM cached_key WHERE kind = 'e' AND (number, name) IN (SELECT parent, name FROM entry WHERE child = ?)", inode)
             db.run("DELETE FROM entry WHERE child = ?", inode)

@@ -139,8 +139,7 @@ def record_adopted(db: Database) -> None:
 def list_node_numbers(db: Database) -> set[int]:
     """Return the numbers of all nodes that this catalog mentions."""
     shift = limits.ID_COUNTER_BITS
-    rows = db.rows(f"SELECT id >> {shift} FROM inode UNION SELECT id >> {shift} FROM content UNION SELECT number FROM peer")
-    return {row[0] for row in rows} - {0}
+    return set(db.column(f"SELECT id >> {shift} FROM inode UNION SELECT id >> {shift} FROM content UNION SELECT number FROM peer")) - {0}
 
 
 OutcomeCheck = Callable[[Outcome], Outcome]
