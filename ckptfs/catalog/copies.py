@@ -49,9 +49,8 @@ def mark_copy_good(db: Database, seen: Content, tier: Tier) -> bool:
     with db.transaction():
         if not is_unchanged(db, seen):
             return False
-        return bool(
-            db.run("UPDATE copy SET state = 1, verified_ns = ? WHERE content = ? AND tier = ? AND state = 0", time.time_ns(), seen.id, tier)
-        )
+        good = "UPDATE copy SET state = 1, verified_ns = ? WHERE content = ? AND tier = ? AND state = 0"
+        return db.run(good, time.time_ns(), seen.id, tier) > 0
 
 
 def set_copy_state(db: Database, content: int, tier: Tier, state: CopyState) -> None:

@@ -100,8 +100,7 @@ def list_live_nodes(db: Database) -> dict[int, KnownNode]:
 
 def delete_dead_node(db: Database, node: int) -> None:
     """Forget a dead node, unless it may return with copies that count."""
-    with db.transaction():
-        db.run("DELETE FROM peer WHERE number = ?1 AND alive = 0 AND NOT EXISTS (SELECT 1 FROM peer_copy WHERE node = ?1)", node)
+    db.change("DELETE FROM peer WHERE number = ?1 AND alive = 0 AND NOT EXISTS (SELECT 1 FROM peer_copy WHERE node = ?1)", node)
 
 
 def load_clique_copies(db: Database, content: Content | None, inode: int = 0) -> CliqueCopies | None:
@@ -167,9 +166,8 @@ def list_holders(db: Database, content: Content) -> list[int]:
 
 def insert_peer_copy(db: Database, copy: PeerCopy) -> None:
     """Insert a verified copy that a node or the store has confirmed."""
-    with db.transaction():
-        db.run("INSERT OR REPLACE INTO peer_copy (content, node, generation, digest) VALUES (?, ?, ?, ?)",
-               copy.content, copy.node, copy.generation, copy.digest)  # fmt: skip
+    inserted = "INSERT OR REPLACE INTO peer_copy (content, node, generation, digest) VALUES (?, ?, ?, ?)"
+    db.change(inserted, copy.content, copy.node, copy.generation, copy.digest)
 
 
 def insert_unneeded_copy(db: Database, content: int, node: int) -> None:
@@ -179,8 +177,7 @@ def insert_unneeded_copy(db: Database, content: int, node: int) -> None:
 
 def delete_peer_copy(db: Database, content: int, node: int) -> None:
     """Delete the row of a node's copy."""
-    with db.transaction():
-        db.run("DELETE FROM peer_copy WHERE content = ? AND node = ?", content, node)
+    db.change("DELETE FROM peer_copy WHERE content = ? AND node = ?", content, node)
 
 
 def delete_unconfirmed_copies(db: Database, content: Content, nodes: Iterable[int]) -> None:
@@ -338,23 +335,18 @@ def list_under_replicated_of(db: Database, inodes: Sequence[int], at_most: int) 
 
 def mark_under_replicated(db: Database, contents: Iterable[int]) -> int:
     """Mark contents that may need copies on other nodes. Return how many were not marked before."""
-    with db.transaction():
-        return db.run(
-            "UPDATE content SET under_replicated = 1 WHERE under_replicated = 0 AND id IN (SELECT value FROM json_each(?))",
-            json.dumps([*contents]),
-        )
+    marked = "UPDATE content SET under_replicated = 1 WHERE under_replicated = 0 AND id IN (SELECT value FROM json_each(?))"
+    return db.change(marked, json.dumps([*contents]))
 
 
 def mark_replicated(db: Database, content: Content) -> None:
     """Record that this generation has all copies that it can get."""
-    with db.transaction():
-        db.run("UPDATE content SET under_replicated = 0 WHERE id = ? AND change = ?", content.id, content.change)
+    db.change("UPDATE content SET under_replicated = 0 WHERE id = ? AND change = ?", content.id, content.change)
 
 
 def mark_all_under_replicated(db: Database) -> int:
     """Mark all own sealed contents after a change of the cluster that concerns them all."""
-    with db.transaction():
-        return db.run("UPDATE content SET under_replicated = 1 WHERE state = 2 AND remote = 0 AND under_replicated = 0")
+    return db.change("UPDATE content SET under_replicated = 1 WHERE state = 2 AND remote = 0 AND under_replicated = 0")
 
 
 def delete_copies_of_node(db: Database, node: int) -> int:
@@ -367,11 +359,8 @@ def delete_copies_of_node(db: Database, node: int) -> int:
 
 def mark_node_copies_lost(db: Database, node: int) -> int:
     """Mark own contents of which a dead node had a copy. Return how many."""
-    with db.transaction():
-        had = "SELECT content FROM peer_copy WHERE node = ?"
-        return db.run(
-            f"UPDATE content SET under_replicated = 1 WHERE under_replicated = 0 AND state = 2 AND remote = 0 AND id IN ({had})", node
-        )
+    had = "under_replicated = 0 AND state = 2 AND remote = 0 AND id IN (SELECT content FROM peer_copy WHERE node = ?)"
+    return db.change(f"UPDATE content SET under_replicated = 1 WHERE {had}", node)
 
 
 def get_replication_lag(db: Database) -> tuple[int, int, int]:

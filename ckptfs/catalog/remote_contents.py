@@ -330,14 +330,9 @@ def mark_own(db: Database, content: int, inode: int, generation: int, closed_ns:
 
 def mark_remote(db: Database, content: Content) -> bool:
     """Make an own content a remote one: another node has exactly the same. Return False if it has changed."""
-    with db.transaction():
-        return bool(
-            db.run(
-                "UPDATE content SET announce_state = 2, remote = 1, under_replicated = 0, change = change + 1"
-                " WHERE id = ? AND change = ? AND state = 2",
-                content.id, content.change,
-            )
-        )  # fmt: skip
+    same = "id = ? AND change = ? AND state = 2"
+    set_remote = f"UPDATE content SET announce_state = 2, remote = 1, under_replicated = 0, change = change + 1 WHERE {same}"
+    return db.change(set_remote, content.id, content.change) > 0
 
 
 def list_stale(db: Database, tier: Tier, before_ns: int, at_most: int) -> list[int]:
