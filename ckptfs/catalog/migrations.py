@@ -10,6 +10,7 @@ Crash safety: SQLite undoes an unfinished step, and the next start begins with i
 import logging
 import sqlite3
 from collections.abc import Callable
+from functools import partial
 
 log = logging.getLogger(__name__)
 
@@ -139,14 +140,6 @@ def _migrate_to_2(connection: sqlite3.Connection) -> None:
     _run_script(connection, _VERSION_2)
 
 
-def _migrate_to_3(connection: sqlite3.Connection) -> None:
-    _run_script(connection, _VERSION_3)
-
-
-def _migrate_to_4(connection: sqlite3.Connection) -> None:
-    _run_script(connection, _VERSION_4)
-
-
 def _run_script(connection: sqlite3.Connection, script: str) -> None:
     """Run statements in the open transaction, which `executescript` would commit."""
     statement = ""
@@ -157,7 +150,11 @@ def _run_script(connection: sqlite3.Connection, script: str) -> None:
             statement = ""
 
 
-_STEPS: tuple[Callable[[sqlite3.Connection], None], ...] = (_migrate_to_2, _migrate_to_3, _migrate_to_4)
+_STEPS: tuple[Callable[[sqlite3.Connection], None], ...] = (
+    _migrate_to_2,
+    partial(_run_script, script=_VERSION_3),
+    partial(_run_script, script=_VERSION_4),
+)
 """The step at index N leads from version N + 1 to N + 2."""
 SCHEMA_VERSION = 1 + len(_STEPS)
 
