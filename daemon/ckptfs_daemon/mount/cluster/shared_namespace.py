@@ -367,7 +367,10 @@ class SharedNamespace(LocalNamespace):
     async def run(self) -> None:
         """Publish changes that no handler waits for; while disconnected, probe the store. A task."""
         key_state.mark_root_dirty(self.db)
-        await self._confirm_last_commit()
+        try:
+            await self._confirm_last_commit()
+        except CkptfsError as failure:
+            self._handle_failure(failure)
         self._commit_rounds.end_round()
         while True:
             if self.is_disconnected:
@@ -419,7 +422,8 @@ class SharedNamespace(LocalNamespace):
             )
             if reply.is_repeated and not reply.succeeded:
                 # An earlier copy of it may still be applied.
-                return await self._confirm_last_commit()
+                await self._confirm_last_commit()
+                return True
             if reply.succeeded:
                 conflict.record_commit(self.db, transaction, reply.revision, self._recent_deletes)
             else:
@@ -494,7 +498,13 @@ class SharedNamespace(LocalNamespace):
         away_s = (time.time_ns() - self.disconnected_ns) / 1e9
         await trio.sleep(min(max(limits.STORE_PROBE_S, away_s / 8), limits.STORE_PROBE_S_MAX) * random.uniform(0.5, 1.0))
         await self._commit_rounds.wait_idle()
-        if not await self._confirm_or_adopt_store() or not await self._confirm_last_commit() or not await self._record_missed():
+        try:
+            if not await self._confirm_or_adopt_store():
+                return
+            await self._confirm_last_commit()
+            await self._record_missed()
+        except CkptfsError as failure:
+            self._handle_failure(failure)
             return
         key_state.mark_returning(self.db)
         key_state.order_marks(self.db)
@@ -508,53 +518,39 @@ class SharedNamespace(LocalNamespace):
                 store_loss.set_adoption_step(self.db, None)
             summary.set_trouble(self.db, TROUBLE, None)
 
-    async def _record_missed(self) -> bool:
-        """Record what others closed of files that are open for writing. Return False without an answer."""
-        try:
-            written = [SharedKey(INODE, inode) for inode in handles.list_written(self.db)]
-            found = await cluster_recovery.load_values(self._store, written)
-            reintegrate.record_missed(self.db, {key: one.value for key, one in found.items()})
-        except CkptfsError as failure:
-            self._handle_failure(failure)
-            return False
-        return True
+    async def _record_missed(self) -> None:
+        """Record what others closed of files that are open for writing."""
+        written = [SharedKey(INODE, inode) for inode in handles.list_written(self.db)]
+        found = await cluster_recovery.load_values(self._store, written)
+        reintegrate.record_missed(self.db, {key: one.value for key, one in found.items()})
 
     async def _confirm_or_adopt_store(self) -> bool:
         """Confirm that the store has the data, or adopt it. Return False if neither is possible now."""
-        try:
-            if self._is_store_lost:
-                if not await cluster_recovery.confirm_or_adopt(self.db, self._store, self._label):
-                    return False
-                self._is_store_lost = False
-            if store_loss.get_adoption_step(self.db) is AdoptionStep.MERGING:
-                self._recent_deletes, self._unconfirmed = RecentDeletes(), None
-                await cluster_recovery.merge_store(self.db, self._store)
-        except CkptfsError as failure:
-            self._handle_failure(failure)
-            return False
+        if self._is_store_lost:
+            if not await cluster_recovery.confirm_or_adopt(self.db, self._store, self._label):
+                return False
+            self._is_store_lost = False
+        if store_loss.get_adoption_step(self.db) is AdoptionStep.MERGING:
+            self._recent_deletes, self._unconfirmed = RecentDeletes(), None
+            await cluster_recovery.merge_store(self.db, self._store)
         return True
 
-    async def _confirm_last_commit(self) -> bool:
-        """Find out by a fence whether the last transaction passed. Return False without an answer."""
-        try:
-            await cluster_recovery.ensure_epoch(self.db, self._store)
-            link = chain.load_next_link(self.db)
-            fence, format_get = link.build_fence(), Get(value_checks.FORMAT_KEY)
-            reply = await wait_outcome(
-                self._store.commit_soon(
-                    [link.build_compare()], [fence, format_get], [link.build_get(), format_get], timeout_s=limits.STORE_PROBE_WAIT_S
-                )
+    async def _confirm_last_commit(self) -> None:
+        """Find out by a fence whether the last transaction passed."""
+        await cluster_recovery.ensure_epoch(self.db, self._store)
+        link = chain.load_next_link(self.db)
+        fence, format_get = link.build_fence(), Get(value_checks.FORMAT_KEY)
+        reply = await wait_outcome(
+            self._store.commit_soon(
+                [link.build_compare()], [fence, format_get], [link.build_get(), format_get], timeout_s=limits.STORE_PROBE_WAIT_S
             )
-            change = value_checks.check_format(reply.results[-1], ckptfs.__version__)
-            if change is not None:
-                await wait_outcome(self._store.commit_soon([change[0]], [change[1]]))
-            found = chain.parse_link(link, reply, fence)
-            is_of_dead_process = self._unconfirmed is None and chain.get_own_revision(found) > link.revision
-            dirty = [key for _, key in key_state.list_dirty(self.db, -1)] if is_of_dead_process else []
-            values = await cluster_recovery.load_values(self._store, list(dict.fromkeys(dirty)))
-        except CkptfsError as failure:
-            self._handle_failure(failure)
-            return False
+        )
+        change = value_checks.check_format(reply.results[-1], ckptfs.__version__)
+        if change is not None:
+            await wait_outcome(self._store.commit_soon([change[0]], [change[1]]))
+        found = chain.parse_link(link, reply, fence)
+        is_of_dead_process = self._unconfirmed is None and chain.get_own_revision(found) > link.revision
+        dirty = [key for _, key in key_state.list_dirty(self.db, -1)] if is_of_dead_process else []
+        values = await cluster_recovery.load_values(self._store, list(dict.fromkeys(dirty)))
         conflict.record_fence(self.db, link, found, self._unconfirmed, self._recent_deletes, values)
         self._unconfirmed = None
-        return True
