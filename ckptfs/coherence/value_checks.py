@@ -14,7 +14,8 @@ import json
 import logging
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from ckptfs import limits
@@ -83,17 +84,12 @@ def _is_between(low: int, high: int) -> Check:
 
 
 _is_int, _is_count, _is_id = (_is_between(low, _INT_MAX) for low in (-_INT_MAX, 0, 1))
-_is_ino = _is_count
 _is_owner = _is_between(0, 2**32 - 2)
 """-1 is no user to the kernel: a chown to it changes nothing."""
 
 
 def _is_flag(value: object) -> bool:
     return value in (0, 1, True, False)
-
-
-def _is_kind_of_file(value: object) -> bool:
-    return type(value) is int and value in _KINDS_OF_FILES
 
 
 def is_plain_text(value: object) -> bool:
@@ -118,6 +114,10 @@ def _is_bytes_text(value: object) -> bool:
     return isinstance(value, str) and all(letter <= "\xff" for letter in value)
 
 
+def _is_one_of(kind: type, accepted: Container[object]) -> Check:
+    return lambda value: type(value) is kind and value in accepted
+
+
 def _is_key(value: object) -> bool:
     """Return True for a key of a shared value, as its bytes in latin-1."""
     try:
@@ -137,11 +137,8 @@ def _is_xattrs(value: object) -> bool:
 
 def _is_xattr(name: str, value: bytes) -> bool:
     """Return False for a record of sets that is none. Raises ValueError for what is no JSON."""
-    checks = _RECORDS.get(name)
-    if checks is None:
-        return True
-    record = parse_json(value)
-    return isinstance(record, dict) and not _find_field_fault(record, *checks)
+    check = _RECORDS.get(name)
+    return check is None or check(parse_json(value))
 
 
 def _or_none(check: Check) -> Check:
@@ -157,6 +154,11 @@ def _is_list_of(*checks: Check) -> Check:
 
 def _is_each(check: Check) -> Check:
     return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def _is_record(required: Mapping[str, Check], optional: Mapping[str, Check] = MappingProxyType({})) -> Check:
+    """Return the check of an object with these fields."""
+    return lambda value: isinstance(value, dict) and not _find_field_fault(value, required, optional)
 
 
 def _find_field_fault(value: Mapping[str, object], required: Mapping[str, Check], optional: Mapping[str, Check]) -> str:
@@ -175,14 +177,9 @@ def _is_salvage_record(value: object) -> bool:
     if not isinstance(value, str):
         return False
     try:
-        record = parse_json(value)
+        return _is_record(_SALVAGE_RECORD, {"earlier": _is_each(_is_record(_SALVAGE_RECORD))})(parse_json(value))
     except ValueError:
         return False
-    return isinstance(record, dict) and not _find_field_fault(record, _SALVAGE_RECORD, {"earlier": _is_each(_is_earlier_record)})
-
-
-def _is_earlier_record(value: object) -> bool:
-    return isinstance(value, dict) and not _find_field_fault(value, _SALVAGE_RECORD, {})
 
 
 _SALVAGE_RECORD: Mapping[str, Check] = {
@@ -196,23 +193,23 @@ def _is_producer(value: object) -> bool:
     return isinstance(value, list) and len(value) > 1 and _is_list_of(_is_text, _is_whole, *[_is_text] * min(3, len(value) - 2))(value)
 
 
-_RECORDS: Mapping[str, tuple[Mapping[str, Check], Mapping[str, Check]]] = {
-    history.SERIES_XATTR.decode(): ({"origin": _is_count, "pattern": _is_bytes_text, "next": _is_count}, {}),
-    history.ROLLBACK_XATTR.decode(): ({"number": _is_count, "at_ns": _is_int}, {}),
-    history.SET_XATTR.decode(): (
+_RECORDS: Mapping[str, Check] = {
+    history.SERIES_XATTR.decode(): _is_record({"origin": _is_count, "pattern": _is_bytes_text, "next": _is_count}),
+    history.ROLLBACK_XATTR.decode(): _is_record({"number": _is_count, "at_ns": _is_int}),
+    history.SET_XATTR.decode(): _is_record(
         {
             "number": _is_count, "name": _is_bytes_text, "numbers": _is_each(_is_whole), "files": _is_count, "size": _is_count,
             "completed_ns": _is_int, "producers": _is_each(_is_producer),
         },
         {"is_group": _is_flag},
     ),
-    set_members.CLAIM_XATTR.decode(): ({"node": _is_count, "content": _or_none(_is_id), "generation": _is_count}, {}),
-    set_members.PRODUCER_XATTR.decode(): (
+    set_members.CLAIM_XATTR.decode(): _is_record({"node": _is_count, "content": _or_none(_is_id), "generation": _is_count}),
+    set_members.PRODUCER_XATTR.decode(): _is_record(
         {"host": _is_text, "pid": _is_whole}, {"command": _is_text, "job": _is_text, "rank": _is_text}
     ),
 }  # fmt: skip
 """Extended attributes of ckptfs itself that are JSON."""
-_PUBLISHED = _or_none(_is_list_of(_is_int, _is_flag, _is_count, _is_int, _is_ino, _or_none(_is_digest)))
+_PUBLISHED = _or_none(_is_list_of(_is_int, _is_flag, _is_count, _is_int, _is_count, _or_none(_is_digest)))
 _NAMES_OF_OPERATIONS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("make", "link", "unlink", "rmdir"), frozenset({"parent", "name"})),
     **dict.fromkeys(("rename", "exchange"), frozenset({"parent", "name", "new_parent", "new_name"})),
@@ -221,14 +218,10 @@ _NAMES_OF_OPERATIONS: Mapping[str, frozenset[str]] = {
 """The changes that write-back knows, and the fields that say which names each is about."""
 
 
-def _is_operation(value: object) -> bool:
-    return isinstance(value, str) and value in _NAMES_OF_OPERATIONS
-
-
 _INTENT: dict[str, Check] = {"by": _is_id, "of": is_plain_text, "batch": _is_count}
 
 REQUIRED: Mapping[str, Mapping[str, Check]] = {
-    NAME: {"child": _is_id, "type": _is_kind_of_file},
+    NAME: {"child": _is_id, "type": _is_one_of(int, _KINDS_OF_FILES)},
     INODE: {
         "mode": _is_mode, "uid": _is_owner, "gid": _is_owner, "rdev": _is_between(0, 2**32 - 1), "atime_ns": _is_int, "birth_ns": _is_int,
         "target": _or_none(_is_bytes_text), "content": _or_none(_is_id), "generation": _is_count, "parent": _is_count, "complete": _is_flag,
@@ -242,7 +235,7 @@ REQUIRED: Mapping[str, Mapping[str, Check]] = {
     LAST_COMMIT: {"deleted": _is_each(_is_key)},
     PFS_NAME: {"inode": _is_count},
     PFS_STATE: {"names": _is_each(_is_list_of(_is_id, is_name))},
-    JOURNAL_ROW: {"op": _is_operation, "inode": _is_count, "mode": _is_count, "at_ns": _is_int},
+    JOURNAL_ROW: {"op": _is_one_of(str, _NAMES_OF_OPERATIONS), "inode": _is_count, "mode": _is_count, "at_ns": _is_int},
 }  # fmt: skip
 """Fields that a value of a kind always has. Kinds that are not named here are checked where they are read."""
 
@@ -257,11 +250,11 @@ OPTIONAL: Mapping[str, Mapping[str, Check]] = {
     COPY: {"away": _is_flag},
     LAST_COMMIT: {"sequence": _is_count, "fence": _is_count},
     PFS_NAME: {
-        **_INTENT, "next": _is_count, "ino": _is_ino, "published": _PUBLISHED, "temporary": _is_each(_is_temporary),
-        "passes": _is_each(_is_list_of(_is_count, _is_ino, _PUBLISHED)),
+        **_INTENT, "next": _is_count, "ino": _is_count, "published": _PUBLISHED, "temporary": _is_each(_is_temporary),
+        "passes": _is_each(_is_list_of(_is_count, _is_count, _PUBLISHED)),
     },
     PFS_STATE: {
-        **_INTENT, "changing": _is_each(_is_list_of(_is_id, is_name)), "seen": _is_list_of(_or_none(_is_ino), *3 * [_or_none(_is_int)]),
+        **_INTENT, "changing": _is_each(_is_list_of(_is_id, is_name)), "seen": _is_list_of(_or_none(_is_count), *3 * [_or_none(_is_int)]),
         "published": _PUBLISHED, "is_checked": _is_flag,
     },
     JOURNAL_ROW: {
