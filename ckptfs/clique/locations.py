@@ -125,10 +125,7 @@ class SharedFile:
     @property
     def active_salvage(self) -> dict[str, Any] | None:
         """Return `salvaged` while the file shows the replacement and was not written since."""
-        missed = self.salvaged
-        if missed is None or self.value["generation"] != missed["shown"] or missed["shows"] not in (None, self.content):
-            return None
-        return missed
+        return self.salvaged if merge.is_showing_previous(self.value) else None
 
     @property
     def pfs_generation(self) -> int | None:

@@ -154,16 +154,12 @@ class _TransactionBuilder:
     def _load_value(self, key: SharedKey) -> tuple[CachedValue, bytes | None]:
         """Return (what the store has, what the rows say)."""
         if key not in self._values:
-            known = key_state.get_cached(self._db, key)
-            others = key.kind == CONTENT and self._db.value("SELECT remote FROM content WHERE id = ?", key.number) == 1
-            value = self._get_remote_value(key, known) if others else encode_value(get_value(self._db, key))
+            known, value = key_state.get_cached(self._db, key), encode_value(get_value(self._db, key))
+            # The writer of another node's content publishes it, unless a file replaced it here.
+            if value is None and key.kind == CONTENT and self._db.value("SELECT remote FROM content WHERE id = ?", key.number) == 1:
+                value = known.raw
             self._values[key] = known, value
         return self._values[key]
-
-    def _get_remote_value(self, key: SharedKey, known: CachedValue) -> bytes | None:
-        """Return the value of another node's content. Its writer publishes it, unless a file replaced it here."""
-        before = encode_value(get_value(self._db, key))
-        return known.raw if before is None else before
 
     def _get_rank(self, key: SharedKey) -> int:
         """Return the place of a key in its change: inodes before names that lead to them, deletions last."""
@@ -243,14 +239,10 @@ class _TransactionBuilder:
         """Leave the deletion of an inode to a later transaction: another node may still name it."""
         value = self._load_value(key)[0].raw
         if value is not None:
-            self._include_inode(key, value)
+            self._transaction.new_values[key] = value
+            self._transaction.size_bytes += len(value) + 100
+            self._transaction.expected_revisions[key] = self._load_value(key)[0].revision
             self._transaction.deleted_later.add(key)
-
-    def _include_inode(self, key: SharedKey, value: bytes) -> None:
-        """Put an inode with this value, without the changes that usually follow from it."""
-        self._transaction.new_values[key] = value
-        self._transaction.size_bytes += len(value) + 100
-        self._transaction.expected_revisions[key] = self._load_value(key)[0].revision
 
     def _include_named_inodes(self, before: bytes | None, now: bytes | None) -> None:
         """Add the inodes that gain or lose a name, with the names that must change together with them."""

@@ -37,10 +37,10 @@ def get_pfs_state_value(db: Database, inode: int, _: bytes) -> Value | None:
     value: Value = {"names": sorted([row[0], bytes(row[1]).decode("latin-1")] for row in rows)}
     if rows[0][2] is not None:
         value["seen"] = list(rows[0][2:])
-    row = db.row(f"SELECT {', '.join(_PUBLISHED_COLUMNS)} FROM pfs_file WHERE inode = ?", inode)
+    row = db.row(f"SELECT {', '.join(_PUBLISHED_COLUMNS)}, checked_ns FROM pfs_file WHERE inode = ?", inode)
     if row is not None:
         value["published"] = [*row[:5], None if row[5] is None else bytes(row[5]).hex()]
-        if db.value("SELECT checked_ns FROM pfs_file WHERE inode = ?", inode):
+        if row[6]:
             value["is_checked"] = True
     return value
 
@@ -273,13 +273,10 @@ def list_shared_names(db: Database, inode: int, theirs: Value | None = None) -> 
     here = {(row[0], bytes(row[1]).decode("latin-1")) for row in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)}
     if fields is None or "names" not in fields:  # A directory is named by its entry alone.
         return [list(name) for name in sorted(here)]
-    kept = {(parent, name) for parent, name in fields["names"] if not _is_name_removed(db, inode, parent, name)}
-    return [list(name) for name in sorted(kept | {name for name in here if _is_name_changed(db, *name)})]
-
-
-def _is_name_removed(db: Database, inode: int, parent: int, name: str) -> bool:
-    """Return True if this node took a name that the store has from an inode, and has not published that."""
-    return _is_name_changed(db, parent, name) and _get_cached_child(db, parent, name.encode("latin-1")) == inode
+    there = {(parent, name) for parent, name in fields["names"]}
+    changed = {name for name in here | there if _is_name_changed(db, *name)}
+    removed = {(parent, name) for parent, name in changed if _get_cached_child(db, parent, name.encode("latin-1")) == inode}
+    return [list(name) for name in sorted((there - removed) | (here & changed))]
 
 
 def _get_cached_child(db: Database, parent: int, name: bytes) -> int | None:

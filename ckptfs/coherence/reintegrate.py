@@ -276,16 +276,13 @@ class ReintegrationResolver(ConflictResolver):
     def _is_worth_restoring(self, inode: int) -> bool:
         """Return whether this node wrote or named a file and has its bytes."""
         content, nlink = self._db.row("SELECT content, nlink FROM inode WHERE id = ?", inode) or (None, 0)
-        if not nlink or (content is not None and not self._has_copy(content)):
+        if not nlink or (content is not None and not journal.has_local_copy(self._db, content)):
             return False
         now = get_value(self._db, SharedKey(INODE, inode)) or {}
         before = key_state.get_cached(self._db, SharedKey(INODE, inode)).fields or {}
         return any(now.get(name) != before.get(name) for name in merge.CONTENT_FIELDS) or any(
             self._get_local_child(key) == inode != self._get_store_child(key) for key in key_state.list_dirty_names(self._db)
         )
-
-    def _has_copy(self, content: int) -> bool:
-        return self._db.value("SELECT 1 FROM copy WHERE content = ? AND state = 1", content) is not None
 
     def _restore_deleted(self, inode: int, *, is_directory: bool) -> None:
         """Publish a deleted inode again, under its names on this node. This node owns its content now."""
@@ -363,7 +360,12 @@ class ReintegrationResolver(ConflictResolver):
         content, (have_we, have_others) = ours.get("content"), merge.list_written(base, ours, theirs)
         is_in_new_set = any(identity.is_history_directory(name[0]) for name in theirs.get("names", ()) if name not in base["names"])
         is_contested = have_others and not merge.is_showing_former(theirs, base, ours)
-        if not have_we or content in (None, theirs.get("content")) or not (is_contested or is_in_new_set) or not self._has_copy(content):
+        if (
+            not have_we
+            or content in (None, theirs.get("content"))
+            or not (is_contested or is_in_new_set)
+            or not journal.has_local_copy(self._db, content)
+        ):
             return False
         made = identity.allocate_id(self._db, "inode")
         assert made is not None
