@@ -278,7 +278,11 @@ def fetch_blocks(links: Sequence[Link], job: FetchJob, streams: int) -> int:
     try:
         while not job.is_complete:
             while waiting and len({worker.link for worker in workers}) < limits.PEER_SOURCES_MAX:
-                workers += _start_workers(waiting.popleft(), job, streams if len(links) == 1 else 1)
+                link = waiting.popleft()
+                started = [FetchWorker(link, job) for _ in range(streams if len(links) == 1 else 1)]
+                workers += started
+                for worker in started:
+                    worker.thread.start()
             with job.condition:
                 job.condition.wait(FETCH_POLL_S)
             if job.failure is not None:
@@ -297,13 +301,6 @@ def fetch_blocks(links: Sequence[Link], job: FetchJob, streams: int) -> int:
     if job.failure is not None:
         raise job.failure
     return job.received_bytes
-
-
-def _start_workers(link: Link, job: FetchJob, streams: int) -> list[FetchWorker]:
-    workers = [FetchWorker(link, job) for _ in range(streams)]
-    for worker in workers:
-        worker.thread.start()
-    return workers
 
 
 def _end_if_stalled(worker: FetchWorker, job: FetchJob, workers: int) -> bool:
