@@ -18,7 +18,7 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 from ckptfs.catalog import journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import can_recreate, insert_rows_for_tree
-from ckptfs.catalog.pfs_state import NO_INODE, ExpectedEntry, Fingerprint, PfsLocation, PfsName, PlannedPending
+from ckptfs.catalog.pfs_state import NO_INODE, ExpectedEntry, Fingerprint, PfsLocation, PfsName, PlannedPending, insert_entry
 from ckptfs.errors import CatalogTooNew
 from ckptfs.model import PublishedRow
 
@@ -322,11 +322,7 @@ def _record_entries(db: Database, batch: PfsBatch, observed: ObservedNames) -> s
             db.run("DELETE FROM pfs_entry WHERE parent = ? AND name = ?", parent, name)
             continue
         # A file whose bytes only the PFS had is still expected to be there: the next scan finds out its state.
-        look = (None, None, None, None) if seen is None else (seen.ino, seen.mode, seen.uid, seen.gid)
-        db.run(
-            "INSERT OR REPLACE INTO pfs_entry (parent, name, inode, seen_ino, seen_mode, seen_uid, seen_gid) VALUES (?,?,?,?,?,?,?)",
-            parent, name, show.inode, *look,
-        )  # fmt: skip
+        insert_entry(db, parent, name, show.inode, (None,) * 4 if seen is None else (seen.ino, seen.mode, seen.uid, seen.gid))
     return losers
 
 

@@ -7,7 +7,7 @@ the PFS and its commit the PFS is ahead of the catalog: code that follows these 
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +106,12 @@ def find_inode(db: Database, names: tuple[bytes, ...]) -> int | None:
             return None
         inode = found
     return inode
+
+
+def insert_entry(db: Database, parent: int, name: bytes, inode: int, seen: Sequence[int | None] = (None,) * 4) -> None:
+    """Record that the PFS shows an inode under a name. `seen`: its st_ino, mode, owner and group, if known."""
+    columns = "parent, name, inode, seen_ino, seen_mode, seen_uid, seen_gid"
+    db.run(f"INSERT OR REPLACE INTO pfs_entry ({columns}) VALUES (?,?,?,?,?,?,?)", parent, name, inode, *seen)
 
 
 def delete_entries(db: Database, inode: int) -> None:

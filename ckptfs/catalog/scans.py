@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from ckptfs.catalog import handles, identity, inodes, journal
+from ckptfs.catalog import handles, identity, inodes, journal, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import is_same_file
 from ckptfs.model import HISTORY_NAME, ROOT, PfsEntryStat
@@ -344,10 +344,7 @@ def _record_published(db: Database, inode: int, generation: int, observed: PfsEn
 
 
 def _record_expected(db: Database, directory: int, observed: PfsEntryStat, inode: int) -> None:
-    db.run(
-        "INSERT OR REPLACE INTO pfs_entry (parent, name, inode, seen_ino, seen_mode, seen_uid, seen_gid) VALUES (?,?,?,?,?,?,?)",
-        directory, observed.name, inode, observed.ino, observed.mode, observed.uid, observed.gid,
-    )  # fmt: skip
+    pfs_state.insert_entry(db, directory, observed.name, inode, (observed.ino, observed.mode, observed.uid, observed.gid))
 
 
 def _record_external_write(db: Database, inode: int, observed: PfsEntryStat) -> None:

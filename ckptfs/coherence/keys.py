@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckptfs import limits
-from ckptfs.catalog import identity, inodes, journal, remote_contents
+from ckptfs.catalog import identity, inodes, journal, pfs_state, remote_contents
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.remote_contents import RemoteState
 from ckptfs.model import ContentState
@@ -55,10 +55,7 @@ def write_pfs_state(db: Database, inode: int, _: bytes, value: Value | None) -> 
         db.run("DELETE FROM pfs_file WHERE inode = ?", inode)
         return
     for parent, name in wanted:
-        db.run(
-            "INSERT OR REPLACE INTO pfs_entry (parent, name, inode, seen_ino, seen_mode, seen_uid, seen_gid) VALUES (?,?,?,?,?,?,?)",
-            parent, name, inode, *value.get("seen", (None,) * 4),
-        )  # fmt: skip
+        pfs_state.insert_entry(db, parent, name, inode, value.get("seen", (None,) * 4))
     _write_published(db, inode, value.get("published"))
     if value.get("is_checked"):
         db.run("UPDATE pfs_file SET checked_ns = ? WHERE inode = ? AND checked_ns = 0", time.time_ns(), inode)
@@ -89,7 +86,10 @@ def write_pfs_name(db: Database, parent: int, name: bytes, value: Value | None) 
     if not inode:
         db.run("DELETE FROM pfs_entry WHERE parent = ? AND name = ?", parent, name)
     elif db.value("SELECT inode FROM pfs_entry WHERE parent = ? AND name = ?", parent, name) != inode:
-        db.run("INSERT OR REPLACE INTO pfs_entry (parent, name, inode) VALUES (?,?,?)", parent, name, inode)
+        pfs_state.insert_entry(db, parent, name, inode)
+
+
+_NAMES_IN_ROW = ("name", "new_name")
 
 
 def build_row_name(instance: str, seq: int) -> bytes:
