@@ -105,23 +105,14 @@ def get_row_value(db: Database, node: int, name: bytes) -> Value | None:
     if row is None:
         return None
     value: Value = {"op": row.op, "inode": row.inode, "mode": row.mode, "at_ns": row.at_ns}
-    if row.name is not None:
-        value |= {"parent": row.parent, "name": row.name.decode("latin-1")}
-    if row.new_name is not None:
-        value |= {"new_parent": row.new_parent, "new_name": row.new_name.decode("latin-1")}
-    if row.content is not None:
-        value["content"] = row.content
-    return value | ({"origin": row.origin} if row.origin else {})
+    value |= {field: held for field in ("parent", "new_parent", "content", "origin") if (held := getattr(row, field))}
+    return value | {field: held.decode("latin-1") for field in _NAMES_IN_ROW if (held := getattr(row, field)) is not None}
 
 
 def parse_row(value: Value, node: int) -> journal.JournalRow:
     """Return the journal row in a value of `get_row_value`, from `node`. It has no number in this catalog."""
-    name, new = value.get("name"), value.get("new_name")
-    return journal.JournalRow(
-        0, value["op"], value["inode"], value.get("parent", 0), None if name is None else name.encode("latin-1"),
-        value.get("new_parent", 0), None if new is None else new.encode("latin-1"), value.get("content"), value["mode"], value["at_ns"],
-        value.get("origin", node),
-    )  # fmt: skip
+    names = {field: value[field].encode("latin-1") for field in _NAMES_IN_ROW if field in value}
+    return journal.JournalRow(seq=0, **{"origin": node, **value, **names})
 
 
 NAME = "e"
