@@ -233,10 +233,12 @@ def register(
             return bound.number
         while bound is not None and (living := _find_live_node(store, bound)) is not None:
             if clock() >= deadline_s:
-                raise _build_taken_error(name, living)
+                problem = f"another daemon is in the cluster as node {name}, at {living.address}"
+                raise NameTaken(problem, remedy="give node=ANOTHER-NAME; two mounts of one machine are two nodes")
             sleep(NAME_POLL_S)
         if known_number and (other := _find_other_owner(store, known_number, catalog)):
-            raise _build_duplicate_error(name, known_number, other)
+            remedy = f"stop {other}, give it an empty state directory, and start {name} first"
+            raise InvalidArgument(_describe_duplicate(name, known_number, other), remedy=remedy)
         number = known_number or rng.randint(1, min(FIRST_NUMBER_RANGE << attempt, limits.NODE_NUMBER_MAX))
         if _bind_name(store, name, item, NodeBinding(number, catalog), known_number):
             return number
@@ -258,9 +260,12 @@ def find_number_conflict(name: str, number: int, taken: Iterable[Item]) -> str:
     """Return why the number of this node belongs to another one in a store to adopt; empty if it does not."""
     for item in taken:
         if item.key == taken_key(number) and item.value not in (b"", name.encode()):
-            other = item.value.decode(errors="replace")
-            return f"the number {number} of node {name} was given to node {other}, which joined after etcd had lost its data"
+            return _describe_duplicate(name, number, item.value.decode(errors="replace"))
     return ""
+
+
+def _describe_duplicate(name: str, number: int, other: str) -> str:
+    return f"the number {number} of node {name} was given to node {other}, which joined after etcd had lost its data"
 
 
 def build_reregistration(name: str, catalog: str, number: int, others: Iterable[int], taken: Iterable[Item]) -> list[list[Operation]]:
@@ -300,20 +305,6 @@ def _bind_name(store: Store, name: str, previous: Item | None, bound: NodeBindin
     if not known_number:
         compares.append(Compare(taken_key(bound.number), CompareTarget.VERSION, "=", 0))
     return store.commit(compares, [Put(name_key(name), bound.encode()), Put(taken_key(bound.number), name.encode())]).succeeded
-
-
-def _build_duplicate_error(name: str, number: int, other: str) -> InvalidArgument:
-    return InvalidArgument(
-        f"the number {number} of node {name} was given to node {other}, which joined after etcd had lost its data",
-        remedy=f"stop {other}, give it an empty state directory, and start {name} first",
-    )
-
-
-def _build_taken_error(name: str, living: Node) -> NameTaken:
-    return NameTaken(
-        f"another daemon is in the cluster as node {name}, at {living.address}",
-        remedy="give node=ANOTHER-NAME; two mounts of one machine are two nodes",
-    )
 
 
 def get_boot_clock_s() -> float:
