@@ -53,7 +53,7 @@ from ckptfs.peers.messages import (
     parse_seal_timeout_s,
     require,
 )
-from ckptfs.peers.security import UNKNOWN, PeerAuthenticator, require_version, server_credentials
+from ckptfs.peers.security import UNKNOWN, PeerAuthenticator, require_version
 from ckptfs.peers.transfer_table import ConcurrencyLimit, TransferTable
 from ckptfs.protocol import peer_pb2 as pb
 from ckptfs.server_limits import CallWatchdog, RefusedCalls, parse_message
@@ -99,12 +99,11 @@ class RpcGuard:
             peer = self._authenticator.authenticate_call(context)
             require_version(context)
             yield peer
-        except (Rejection, CkptfsError, OSError) as failure:
-            self._abort_call(context, peer, build_rejection(failure))
         except Exception as failure:
-            if not context.is_active():
-                raise  # The peer disconnected; gRPC ends the call.
-            log.exception("peer %s: its call failed", peer)
+            if not isinstance(failure, Rejection | CkptfsError | OSError):
+                if not context.is_active():
+                    raise  # The peer disconnected; gRPC ends the call.
+                log.exception("peer %s: its call failed", peer)
             self._abort_call(context, peer, build_rejection(failure))
 
     def record_rejection(self, peer: str, rejection: Rejection) -> Rejection:
@@ -342,10 +341,11 @@ class PeerServer:
         self._server = grpc.server(self._executor, options=options, maximum_concurrent_rpcs=limits.PEER_CALLS_MAX)
         self._methods = PeerMethods(UnaryCalls(self.table, guard), self._raw_streams.send, self._raw_streams.read, guard, self._watchdog)
         self._server.add_generic_rpc_handlers((self._methods,))
-        credentials = None if identity is None else server_credentials(identity)
-        self.port = (
-            self._server.add_secure_port(listen, credentials) if credentials else self._server.add_insecure_port(listen)
-        )  # RuntimeError if it is in use.
+        if identity is None:
+            self.port = self._server.add_insecure_port(listen)  # RuntimeError if it is in use.
+        else:  # TLS demands a certificate of the cluster's CA.
+            own = [(identity.key, identity.certificate)]
+            self.port = self._server.add_secure_port(listen, grpc.ssl_server_credentials(own, identity.ca, require_client_auth=True))
         self._departed_nodes: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._sweeper = threading.Thread(target=self._run_sweep_loop, name="peer sweep", daemon=True)

@@ -27,7 +27,6 @@ from ckptfs.peers.security import (
     FIRST_VERSION,
     NODE_METADATA,
     VERSION_METADATA,
-    channel_credentials,
     describe_versions,
 )
 from ckptfs.protocol import peer_pb2 as pb
@@ -245,9 +244,9 @@ class _QuietChannel:
 def _open_channel(identity: Identity | None, name: str, address: str) -> grpc.Channel:
     if identity is None:
         return grpc.insecure_channel(address, OPTIONS)
-    # TLS itself refuses a node without the certificate of the expected node.
-    target = ("grpc.ssl_target_name_override", name)
-    return grpc.secure_channel(address, channel_credentials(identity), [*OPTIONS, target])
+    # TLS itself refuses a node without the certificate of the expected node, and trusts the CA of the cluster only.
+    credentials = grpc.ssl_channel_credentials(identity.ca, identity.key, identity.certificate)
+    return grpc.secure_channel(address, credentials, [*OPTIONS, ("grpc.ssl_target_name_override", name)])
 
 
 @contextmanager

@@ -66,13 +66,3 @@ def describe_versions(server: str, client: str) -> str:
 
 def _get_metadata(context: grpc.ServicerContext) -> dict[str, str]:
     return {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
-
-
-def server_credentials(identity: Identity) -> grpc.ServerCredentials:
-    """Return TLS credentials that demand a certificate of the cluster's CA."""
-    return grpc.ssl_server_credentials([(identity.key, identity.certificate)], identity.ca, require_client_auth=True)
-
-
-def channel_credentials(identity: Identity) -> grpc.ChannelCredentials:
-    """Return TLS credentials with this node's certificate, which trust the cluster's CA only."""
-    return grpc.ssl_channel_credentials(identity.ca, identity.key, identity.certificate)
