@@ -156,7 +156,8 @@ class EtcdStore:
         return EtcdWatch(self._endpoints, self._codec, key, end, from_revision)
 
     def get_member_status(self, *, timeout_s: float = WAIT_S) -> MemberStatus:
-        return self._endpoints.call("status", pb.StatusRequest(), self._build_member_status, timeout_s).result()
+        status = self._endpoints.call("status", pb.StatusRequest(), lambda found: found, timeout_s).result()
+        return MemberStatus(self._endpoints.get_current().address, status.dbSize, status.dbSizeQuota)
 
     def list_alarms(self, *, timeout_s: float = WAIT_S) -> list[str]:
         """Return the alarms of all members: NOSPACE, CORRUPT."""
@@ -172,9 +173,6 @@ class EtcdStore:
 
     def close(self) -> None:
         self._endpoints.close()
-
-    def _build_member_status(self, status: pb.StatusResponse) -> MemberStatus:
-        return MemberStatus(self._endpoints.get_current().address, status.dbSize, status.dbSizeQuota)
 
 
 class _PagedRead:
