@@ -108,7 +108,8 @@ def load_clique_copies(db: Database, content: Content | None, inode: int = 0) ->
     own_domain = db.value("SELECT domain FROM peer WHERE is_self = 1")
     if own_domain is None:
         return None
-    found = () if content is None else tuple(sorted((name, domain) for _, name, domain in _list_live_holders(db, content)))
+    live = f"SELECT n.name, n.domain FROM content k, {HOLDERS.format('k')} AND k.id = ? ORDER BY 1, 2"
+    found = () if content is None else tuple(db.rows(live, content.id))
     of = (0, inode) if content is None else (content.id, content.inode)
     is_committed = not db.value(f"SELECT {IS_UNCOMMITTED.format('?1', '?2')}", *of)
     return CliqueCopies(own_domain, count_domains(db).required, found, is_committed)
@@ -142,14 +143,6 @@ def is_published(db: Database, content: Content) -> bool:
 def has_published_names(db: Database, directory: int) -> bool:
     """Return True if the store has all names in a directory."""
     return db.value("SELECT 1 FROM dirty_key WHERE kind = 'e' AND number = ? LIMIT 1", directory) is None
-
-
-def _list_live_holders(db: Database, content: Content) -> list[tuple[int, str, str]]:
-    return db.rows(
-        "SELECT p.number, p.name, p.domain FROM peer_copy c JOIN peer p ON p.number = c.node"
-        " WHERE c.content = ? AND c.generation = ? AND c.digest = ? AND p.alive = 1 AND p.is_self = 0",
-        content.id, content.generation, content.digest,
-    )  # fmt: skip
 
 
 def list_holders(db: Database, content: Content) -> list[int]:
