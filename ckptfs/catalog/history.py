@@ -200,7 +200,8 @@ def insert_series(db: Database, origin: int, pattern: bytes) -> SeriesRecord:
     known = find_series(db, origin, pattern)
     if known is not None:
         return known
-    parent = _insert_root(db)
+    root = find_root(db)
+    parent = namespace.create_history_root(db, _get_shown_mode(get(db, ROOT))) if root is None else root
     for directory, name in _list_ancestors(db, origin):
         parent = _find_or_insert_directory(db, parent, name, directory)
     like = get(db, origin)
@@ -210,19 +211,15 @@ def insert_series(db: Database, origin: int, pattern: bytes) -> SeriesRecord:
         former = get_series(db, series)
         if former is None or (former.pattern == pattern and not contents.has_name(db, former.origin)):
             break
-    fields = {"origin": origin, "pattern": _to_text(pattern), "next": get_next_number(db, series)}
-    set_internal_xattr(db, series, SERIES_XATTR, json.dumps(fields).encode())
+    _record_series(db, series, origin, pattern)
     found = get_series(db, series)
     assert found is not None
     return found
 
 
-def _insert_root(db: Database) -> int:
-    """Return the directory of the history; create it if it is missing."""
-    found = find_root(db)
-    if found is not None:
-        return found
-    return namespace.create_history_root(db, _get_shown_mode(get(db, ROOT)))
+def _record_series(db: Database, series: int, origin: int, pattern: bytes) -> None:
+    fields = {"origin": origin, "pattern": _to_text(pattern), "next": get_next_number(db, series)}
+    set_internal_xattr(db, series, SERIES_XATTR, json.dumps(fields).encode())
 
 
 def _find_or_insert_directory(db: Database, parent: int, name: bytes, like: Inode) -> int:
@@ -304,8 +301,7 @@ def restore_series(db: Database, series: int, origin: int, pattern: bytes, recor
         restore_xattrs(db, directory)
     restore_xattrs(db, series)
     if get_series(db, series) is None:
-        fields = {"origin": origin, "pattern": _to_text(pattern), "next": get_next_number(db, series)}
-        set_internal_xattr(db, series, SERIES_XATTR, json.dumps(fields).encode())
+        _record_series(db, series, origin, pattern)
 
 
 def build_hidden_name(record: SetRecord) -> bytes:

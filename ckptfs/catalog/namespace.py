@@ -246,13 +246,10 @@ def delete_forgotten(db: Database, inodes: Iterable[int]) -> dict[int, list[int]
     """Delete unlinked, closed inodes that the kernel forgot. Return the contents that are doomed."""
     opened = set(db.column("SELECT DISTINCT inode FROM handle"))
     gone = [inode for inode in inodes if inode not in opened and contents.is_deleted(db, inode)]
-    return {inode: _delete_inode(db, inode) for inode in gone}
-
-
-def _delete_inode(db: Database, inode: int) -> list[int]:
-    doomed = contents.mark_all_doomed(db, inode)
-    db.run("DELETE FROM xattr WHERE inode=?", inode)
-    db.run("DELETE FROM inode WHERE id=?", inode)
+    doomed = {inode: contents.mark_all_doomed(db, inode) for inode in gone}
+    for inode in gone:
+        db.run("DELETE FROM xattr WHERE inode=?", inode)
+        db.run("DELETE FROM inode WHERE id=?", inode)
     return doomed
 
 
