@@ -80,10 +80,7 @@ class StoreTransaction:
 
     def build_changes(self) -> list[Operation]:
         """Return what the transaction changes if it passes."""
-        done: list[Operation] = []
-        for key, value in self.new_values.items():
-            raw = encode_key(key)
-            done.append(Delete(raw) if value is None else Put(raw, value))
+        done = [Delete(encode_key(key)) if value is None else Put(encode_key(key), value) for key, value in self.new_values.items()]
         once = {operation.key for operation in done}
         return [
             *done,

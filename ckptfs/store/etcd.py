@@ -201,15 +201,13 @@ class _PagedRead:
             self.future.set_exception(failure)
             return
         else:
-            self._append_page(part.result())
+            page = part.result()
+            self._outcome = Outcome(True, self._outcome.revision or page.revision, self._outcome.results + page.results)
             self._gets_left = self._gets_left[page_gets:]
             if not self._gets_left:
                 self.future.set_result(self._outcome)
                 return
         self._request_page()
-
-    def _append_page(self, part: Outcome) -> None:
-        self._outcome = Outcome(True, self._outcome.revision or part.revision, self._outcome.results + part.results)
 
 
 def _build_credentials(ca: Path | None, cert: Path | None, key: Path | None) -> grpc.ChannelCredentials | None:

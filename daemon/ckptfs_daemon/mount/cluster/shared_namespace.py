@@ -186,9 +186,7 @@ class SharedNamespace(LocalNamespace):
         found = await self._read([*locations.build_gets(content)])
         if found is not None:
             with self.db.transaction():
-                locations.record(
-                    self.db, content, locations.parse(content, found.results[0], found.results[1]), identity.get_node_number(self.db)
-                )
+                locations.record(self.db, content, locations.parse(content, *found.results), self.number)
 
     async def refresh_directory(self, inode: int, at_most: int | None = None) -> None:
         """Make a directory and its names fresh, and load unknown inodes. `at_most`: only the first names.
