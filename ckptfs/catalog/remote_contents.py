@@ -248,16 +248,11 @@ def is_own_unpublished(db: Database, content: int) -> bool:
 
 def _insert_remote(db: Database, remote: RemoteState) -> None:
     """Insert a row with an id of another node; generation 0 if it is open, so any later state is newer."""
-    last = db.value("SELECT seq FROM sqlite_sequence WHERE name = 'content'")
     db.run(
         "INSERT INTO content (id, inode, generation, state, size, digest, blocks, change, closed_ns, remote) VALUES (?,?,?,?,?,?,?,1,?,1)",
         remote.content, remote.inode, 0 if remote.is_open else remote.generation, remote.state, remote.size, remote.digest,
         remote.blocks, time.time_ns(),
     )  # fmt: skip
-    if last is None:
-        db.run("DELETE FROM sqlite_sequence WHERE name = 'content'")
-    else:
-        db.run("UPDATE sqlite_sequence SET seq = ? WHERE name = 'content'", last)
 
 
 def mark_copies_stale(db: Database, content: int) -> None:
