@@ -207,9 +207,7 @@ FILE_TYPE = 0o100000
 def list_inode_keys(db: Database, inode: int) -> list[SharedKey]:
     """Return the keys on which stat and open depend."""
     row = db.row("SELECT mode & 61440, content FROM inode WHERE id = ?", inode)
-    if row is None:
-        return [SharedKey(INODE, inode), SharedKey(TIMES, inode)]
-    if row[0] == DIRECTORY_TYPE:
+    if row is None or row[0] == DIRECTORY_TYPE:
         return [SharedKey(INODE, inode), SharedKey(TIMES, inode)]
     shown = [SharedKey(PFS_STATE, inode)] if db.is_journalled and row[0] == FILE_TYPE else []
     return [SharedKey(INODE, inode), *shown] if row[1] is None else [SharedKey(INODE, inode), *shown, SharedKey(CONTENT, row[1])]
