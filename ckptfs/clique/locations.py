@@ -255,8 +255,10 @@ class CopyRecords:
         """
         changes: list[Operation] = []
         for content, is_present in contents:
-            key = build_copy_key(content.id, self._node)
-            changes.append(Put(key, _encode_copy(content, away=is_own_away and not content.is_remote)) if is_present else Delete(key))
+            key, digest = build_copy_key(content.id, self._node), content.digest or b""
+            away = {"away": True} if is_own_away and not content.is_remote else {}
+            value = keys.encode_fields({"generation": content.generation, "digest": digest.hex(), **away})
+            changes.append(Put(key, value) if is_present else Delete(key))
         self._announce(changes)
 
     def withdraw_all(self, contents: Iterable[int]) -> None:
@@ -293,11 +295,6 @@ def delete_copies(store: Store, contents: Sequence[int]) -> set[tuple[int, int]]
 def build_gets(number: int) -> tuple[Get, Get]:
     """Return the reads for one content."""
     return Get(build_content_key(number)), Get(build_copies_prefix(number), prefix_end(build_copies_prefix(number)))
-
-
-def _encode_copy(content: Content, *, away: bool) -> bytes:
-    digest = b"" if content.digest is None else content.digest
-    return keys.encode_fields({"generation": content.generation, "digest": digest.hex(), **({"away": True} if away else {})})
 
 
 def parse(number: int, written: Sequence[Item], announced: Sequence[Item]) -> ContentLocations:

@@ -57,10 +57,6 @@ class Node:
     capacity_bytes: int = 0
     incarnation: str = ""
 
-    @property
-    def sort_key(self) -> tuple[int, str]:
-        return self.rank, self.name
-
 
 @dataclass(frozen=True)
 class ClusterView:
@@ -71,7 +67,7 @@ class ClusterView:
     placement_cache: dict[Any, Any] = field(init=False, compare=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "nodes", tuple(sorted(self.nodes, key=lambda node: node.sort_key)))
+        object.__setattr__(self, "nodes", tuple(sorted(self.nodes, key=lambda node: (node.rank, node.name))))
         object.__setattr__(self, "by_number", {node.number: node for node in self.nodes})
 
     def __contains__(self, number: object) -> bool:

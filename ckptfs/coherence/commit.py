@@ -103,13 +103,15 @@ class StoreTransaction:
         """Return the single keys of `build_conflict_gets`, in its order."""
         return [self.link.key, *self.expected_revisions, *(SharedKey(INODE, number) for number in self.required_directories)]
 
-    @property
-    def operation_count(self) -> int:
-        """Return the number of its operations; `limits.ETCD_OPERATIONS_MAX` bounds it."""
-        return max(
-            len(self.new_values) + len(self.extra_deletes) + len(self.told_chosen) + 1,
-            len(self.expected_revisions) + len(self.required_directories) + len(self.required_empty) + 1,
-        )
+    def is_full(self) -> bool:
+        """Return True if it exceeds the bounds of etcd. One value alone always goes."""
+        if len(self.new_values) < 2:
+            return False
+        changes = len(self.new_values) + len(self.extra_deletes) + len(self.told_chosen) + 1
+        compares = len(self.expected_revisions) + len(self.required_directories) + len(self.required_empty) + 1
+        is_in_removed = any(key.kind == NAME and key.number in self.required_empty for key in self.new_values)
+        is_large = self.size_bytes > limits.ETCD_REQUEST_BYTES_MAX - 64 * limits.KIB
+        return is_in_removed or is_large or max(changes, compares) > limits.ETCD_OPERATIONS_MAX
 
 
 _FIELDS = tuple(one.name for one in fields(StoreTransaction))
@@ -174,7 +176,7 @@ class _TransactionBuilder:
         ]
         for key in new:
             self._add_key(key)
-        if not self._is_full():
+        if not self._transaction.is_full():
             return True
         self._transaction = before
         if not before.new_values:
@@ -196,19 +198,9 @@ class _TransactionBuilder:
         for key in keys:
             kept = _copy_transaction(self._transaction)
             self._add_key(key)
-            if self._is_full():
+            if self._transaction.is_full():
                 self._transaction = kept
                 return
-
-    def _is_full(self) -> bool:
-        transaction = self._transaction
-        inside = any(key.kind == NAME and key.number in transaction.required_empty for key in transaction.new_values)
-        if inside and len(transaction.new_values) > 1:
-            return True
-        return len(transaction.new_values) > 1 and (
-            transaction.operation_count > limits.ETCD_OPERATIONS_MAX
-            or transaction.size_bytes > limits.ETCD_REQUEST_BYTES_MAX - 64 * limits.KIB
-        )
 
     def _add_key(self, key: SharedKey) -> None:
         known, value = self._load_value(key)
