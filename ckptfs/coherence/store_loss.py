@@ -227,14 +227,10 @@ def _check_when_done(future: "Future[Outcome]", check: OutcomeCheck) -> "Future[
     checked.set_running_or_notify_cancel()
 
     def done(answered: "Future[Outcome]") -> None:
-        failure = answered.exception()
-        if failure is not None:
-            checked.set_exception(failure)
-            return
         try:
             checked.set_result(check(answered.result()))
-        except StoreLost as lost:
-            checked.set_exception(lost)
+        except Exception as failure:
+            checked.set_exception(failure)
 
     future.add_done_callback(done)
     return checked
