@@ -88,10 +88,8 @@ def _build_condition(db: Database, level: Level) -> str:
     """Return the SQL condition that a content `k` of `i`, which is not on the PFS, lacks the level."""
     if level is not Level.CLIQUE:
         return f"NOT {_IS_HELD}"
-    others = peer_copies.COUNT_OTHER_DOMAINS.replace("c.", "k.")
-    own = "EXISTS (SELECT 1 FROM copy g WHERE g.content = k.id AND g.state = 1 AND g.verified_ns > 0 AND g.tier <> 'pfs')"
-    required = peer_copies.count_domains(db).required
-    return f"(k.state <> 2 OR {own} + {others} < {required} OR {peer_copies.IS_UNCOMMITTED.format('k.id', 'i.id')})"
+    domains, required = peer_copies.COUNT_DOMAINS.format("k"), peer_copies.count_domains(db).required
+    return f"(k.state <> 2 OR {domains} < {required} OR {peer_copies.IS_UNCOMMITTED.format('k.id', 'i.id')})"
 
 
 def _load_path(db: Database, inode: int, known: dict[int, Path]) -> Path:

@@ -25,17 +25,18 @@ from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import CliqueCopies
 from ckptfs.model import Content, Tier
 
-COUNT_OTHER_DOMAINS = (
-    "(SELECT count(DISTINCT n.domain) FROM peer_copy o JOIN peer n ON n.number = o.node"
-    " WHERE o.content = c.id AND o.generation = c.generation AND o.digest = c.digest AND n.alive = 1"
-    " AND n.domain <> (SELECT domain FROM peer WHERE is_self = 1))"
-)
-"""SQL: in how many failure domains other than this node's the content `c` has verified copies."""
 HOLDERS = (
     "peer_copy o JOIN peer n ON n.number = o.node WHERE o.content = {0}.id AND o.generation = {0}.generation AND o.digest = {0}.digest"
     " AND n.alive = 1 AND n.is_self = 0"
 )
 """SQL behind a FROM, to be formatted with the alias of a row of `content`: its verified copies on other live nodes."""
+COUNT_OTHER_DOMAINS = f"(SELECT count(DISTINCT n.domain) FROM {HOLDERS} AND n.domain <> (SELECT domain FROM peer WHERE is_self = 1))"
+"""SQL, to be formatted in the same way: in how many failure domains other than this node's it has verified copies."""
+COUNT_DOMAINS = (
+    "(EXISTS (SELECT 1 FROM copy g WHERE g.content = {0}.id AND g.state = 1 AND g.verified_ns > 0 AND g.tier <> 'pfs')"
+    f" + {COUNT_OTHER_DOMAINS})"
+)
+"""SQL, to be formatted in the same way: the same with this node's domain, if a tier has a verified copy."""
 IS_KNOWN_ELSEWHERE = (
     "EXISTS (SELECT 1 FROM peer_copy o WHERE o.content = {0}.id AND o.generation = {0}.generation AND o.digest = {0}.digest)"
 )
@@ -271,9 +272,8 @@ def count_short(db: Database) -> dict[int, int]:
         return {}
     # While enough domains live, a file that lacks copies is marked; otherwise those that have all copies they can get are not.
     marked = "c.under_replicated = 1 AND" if domains.are_enough else ""
-    own = "EXISTS (SELECT 1 FROM copy g WHERE g.content = c.id AND g.state = 1 AND g.verified_ns > 0 AND g.tier <> 'pfs')"
     rows = db.rows(
-        f"SELECT ? - {own} - {COUNT_OTHER_DOMAINS}, count(*) FROM content c JOIN inode i ON i.id = c.inode AND i.content = c.id"
+        f"SELECT ? - {COUNT_DOMAINS.format('c')}, count(*) FROM content c JOIN inode i ON i.id = c.inode AND i.content = c.id"
         f" WHERE {marked} c.state = 2 AND c.remote = 0 AND i.nlink > 0 AND NOT {IS_ON_PFS.format('c')} GROUP BY 1",
         domains.required,
     )

@@ -229,14 +229,11 @@ def mark_held_copy_stale(db: Database, held_copy: HeldCopy) -> bool:
 
 def insert_split_content(db: Database, held_copy: HeldCopy, content: int, inode: int, size: int, block_digests: bytes) -> Content:
     """Insert a generation of another content under the reserved id `content`. It is not announced yet."""
-    now = time.time_ns()
     with db.transaction():
-        db.run(
-            "INSERT INTO content (id, inode, generation, state, size, digest, blocks, change, closed_ns, remote, superseded_mtime_ns)"
-            " VALUES (?, ?, ?, 2, ?, ?, ?, 1, ?, 1, 0)",
-            content, inode, held_copy.generation, size, held_copy.digest, block_digests, now,
-        )  # fmt: skip
-        db.run("UPDATE copy SET state = 1, verified_ns = ?1, used_ns = ?1 WHERE content = ?2 AND tier = ?3", now, content, held_copy.tier)
+        _insert_remote(db, RemoteState(content, inode, held_copy.generation, size, held_copy.digest, block_digests))
+        db.run("UPDATE content SET superseded_mtime_ns = 0 WHERE id = ?", content)
+        verified = "UPDATE copy SET state = 1, verified_ns = ?1, used_ns = ?1 WHERE content = ?2 AND tier = ?3"
+        db.run(verified, time.time_ns(), content, held_copy.tier)
     return Content(content, inode, held_copy.generation, ContentState.SEALED, size, held_copy.digest, block_digests, 1, True)
 
 

@@ -211,7 +211,9 @@ def _list_level_groups(
     with db.read_transaction():
         clique = peer_copies.load_clique_copies(db, None)
         domains, uncommitted = (
-            ("0", "0") if clique is None else (peer_copies.COUNT_OTHER_DOMAINS, peer_copies.IS_UNCOMMITTED.format("c.id", "i.id"))
+            ("0", "0")
+            if clique is None
+            else (peer_copies.COUNT_OTHER_DOMAINS.format("c"), peer_copies.IS_UNCOMMITTED.format("c.id", "i.id"))
         )
         groups = db.rows(
             f"{tables}SELECT {top}, c.state,"
