@@ -18,7 +18,7 @@ import stat
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def find_last_in_directory(db: Database, directory: int) -> tuple[int, int]:
 
 
 def list_oldest(db: Database, at_most: int, after: int = 0) -> list[JournalRow]:
-    """Return the oldest rows after the row `after`, in order."""
+    """Return the oldest rows after the row `after`, in order. `at_most` -1: all."""
     return [JournalRow(*row) for row in db.rows(f"SELECT {_COLUMNS} FROM journal WHERE seq > ? ORDER BY seq LIMIT ?", after, at_most)]
 
 
@@ -123,10 +123,7 @@ def insert_taken_over(db: Database, rows: Iterable[JournalRow]) -> list[JournalR
     """Append rows of a dead node. Return them with their numbers on this node."""
     taken = []
     for row in rows:
-        seq = db.insert(
-            f"INSERT INTO journal ({_COLUMNS}) VALUES (NULL,?,?,?,?,?,?,?,?,?,?)",
-            row.op, row.inode, row.parent, row.name, row.new_parent, row.new_name, row.content, row.mode, row.at_ns, row.origin,
-        )  # fmt: skip
+        seq = db.insert(f"INSERT INTO journal ({_COLUMNS}) VALUES (NULL,?,?,?,?,?,?,?,?,?,?)", *astuple(row)[1:])
         taken.append(replace(row, seq=seq))
     return taken
 

@@ -69,15 +69,11 @@ class PendingChanges:
 
     def update(self, db: Database) -> None:
         """Add what was recorded since the last call."""
-        rows = db.rows("SELECT seq, inode, parent, name, new_parent, new_name FROM journal WHERE seq > ? ORDER BY seq", self.seq)
-        for seq, inode, parent, name, new_parent, new_name in rows:
-            self.seq = seq
-            self.inodes.add(inode)
-            if parent == self.directory and name is not None:
-                self.names.add(bytes(name))
-            if new_parent == self.directory and new_name is not None:
-                self.names.add(bytes(new_name))
-        self.names.update(bytes(row[0]) for row in db.rows("SELECT name FROM scan_dirty_name WHERE directory = ?", self.directory))
+        for row in journal.list_oldest(db, -1, self.seq):
+            self.seq = row.seq
+            self.inodes.add(row.inode)
+            self.names.update(name for directory, name in row.names if directory == self.directory)
+        self.names.update(db.column("SELECT name FROM scan_dirty_name WHERE directory = ?", self.directory))
 
     def is_pending(self, name: bytes, *inodes: int | None) -> bool:
         """Return True if a name or inode must be left alone. Call `update` in this transaction."""
@@ -378,8 +374,7 @@ def record_external_change(db: Database, directory: int, observed: PfsEntryStat)
 def list_expected(db: Database, directory: int) -> list[tuple[bytes, int, int]]:
     """Return (name, inode, its mode) of all entries that the PFS is expected to show in this directory."""
     shown = "SELECT p.name, p.inode, coalesce(i.mode, 0) FROM pfs_entry p LEFT JOIN inode i ON i.id = p.inode WHERE p.parent = ?"
-    rows = db.rows(shown, directory)
-    return [(bytes(name), inode, mode) for name, inode, mode in rows]
+    return db.rows(shown, directory)
 
 
 def record_vanished(db: Database, pending: PendingChanges, name: bytes) -> bool:
