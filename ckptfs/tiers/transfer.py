@@ -74,10 +74,12 @@ def copy(source_fd: int, target_fd: int, *, label: str, before_block: Callable[[
     return _finish_digests(running)
 
 
-def read(source_fd: int, *, label: str, before_block: Callable[[], None] = lambda: None) -> ContentDigests:
-    """Digest `source_fd` without reading its holes. Uses only the label `<label>:read`."""
+def read(
+    source_fd: int, *, label: str, before_block: Callable[[], None] = lambda: None, at_most: int = limits.OFFSET_MAX
+) -> ContentDigests:
+    """Digest `source_fd`, or its first `at_most` bytes, without its holes. Uses only `<label>:read`."""
     running = digest.RunningDigest()
-    for _ in _read_pieces(source_fd, os.fstat(source_fd).st_size, label, running, before_block):
+    for _ in _read_pieces(source_fd, min(at_most, os.fstat(source_fd).st_size), label, running, before_block):
         pass
     return _finish_digests(running)
 

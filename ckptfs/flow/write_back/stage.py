@@ -472,7 +472,7 @@ class Stager:
             os.ftruncate(fd, 0)
             with self._opened(tiers[0], content) as source:
                 copied = transfer.copy(source, fd, label="write_back")
-                if _digest_prefix(source, copied[0])[:2] == copied[:2]:
+                if transfer.read(source, label="write_back:check", at_most=copied[0]) == copied:
                     return copied
         raise self._build_unstable(content, "the open file keeps changing")
 
@@ -546,22 +546,6 @@ def _build_gone_directory(planned: PlannedFile) -> Inode:
     if not stat.S_ISDIR(planned.mode):
         raise Busy("the inode is gone")
     return Inode(planned.inode, planned.mode, os.geteuid(), os.getegid(), 0, 0, 0, 0, 0, 0, None, None, 0, 0, True)
-
-
-def _digest_prefix(source: int, size: int) -> transfer.ContentDigests:
-    """Return the digests of the first `size` bytes of a file that may have grown."""
-    running = digest.RunningDigest()
-    buffer = memoryview(bytearray(transfer.PIECE_BYTES))
-    while running.size < size:
-        piece = buffer[: min(len(buffer), size - running.size)]
-        try:
-            count = disk.act("write_back:check:read", os.preadv, source, [piece], running.size)
-        except OSError as failure:
-            raise transfer.SourceReadFailed(failure.errno, failure.strerror) from failure
-        if count == 0:
-            break
-        running.update(piece[:count])
-    return (running.size, *running.finish())
 
 
 def _check_owner(made: os.stat_result) -> None:
