@@ -64,8 +64,6 @@ _REMOVALS = {"unlink", "rmdir", "remove"}
 class WriteBack:
     """The only lane that changes the PFS under ordinary names."""
 
-    plans_max: ClassVar = 8
-    """How often rows are planned in one step if their contents change meanwhile."""
     is_shared: ClassVar = False
     """True: other nodes write to the same PFS."""
 
@@ -167,29 +165,27 @@ class WriteBack:
         return rows
 
     def _write_rows(self, rows: list[JournalRow], *, is_ahead: bool) -> bool:
-        """Plan, stage and apply rows, again if a content changes. `is_ahead`: older rows stay."""
-        for _ in range(self.plans_max):
-            plan = self._plan(rows)
-            self._is_waiting = plan.is_waiting
-            if plan.batch.last_seq == 0 and not plan.batch.actions:
-                return False
-            if is_ahead:
-                seqs = [row.seq for row in rows]
-                plan.batch.kept_seqs += journal.list_other_seqs(self._db, self._deferred.after_seq, plan.batch.last_seq, seqs)
-            try:
-                batch = self._stager.stage(plan)
-                self._announce(batch)
-            except Busy as reason:
-                log.debug("batch planned again: %s", reason)
-                continue
-            applied = self._apply(batch)
-            if is_ahead:
-                self._ahead.drop_planned(applied.last_seq)
-            else:
-                self._deferred.after_seq = max(self._deferred.after_seq, applied.last_seq)
-            if plan.moved_pending and applied is batch:
-                self._deferred.release(plan.moved_pending)
-            break
+        """Plan, stage and apply rows; the next step does if a content changes. `is_ahead`: older rows stay."""
+        plan = self._plan(rows)
+        self._is_waiting = plan.is_waiting
+        if plan.batch.last_seq == 0 and not plan.batch.actions:
+            return False
+        if is_ahead:
+            seqs = [row.seq for row in rows]
+            plan.batch.kept_seqs += journal.list_other_seqs(self._db, self._deferred.after_seq, plan.batch.last_seq, seqs)
+        try:
+            batch = self._stager.stage(plan)
+            self._announce(batch)
+        except Busy as reason:
+            log.debug("batch planned again: %s", reason)
+            return True
+        applied = self._apply(batch)
+        if is_ahead:
+            self._ahead.drop_planned(applied.last_seq)
+        else:
+            self._deferred.after_seq = max(self._deferred.after_seq, applied.last_seq)
+        if plan.moved_pending and applied is batch:
+            self._deferred.release(plan.moved_pending)
         return True
 
     def _plan(self, rows: list[JournalRow]) -> BatchPlan:

@@ -54,7 +54,6 @@ PUBLISHED_POLL_S_MAX = 1.0
 class ClusterWriteBack(WriteBack):
     """Write-back to a PFS to which other nodes write, too."""
 
-    plans_max = 1  # What has changed meanwhile may have changed in the store as well.
     is_shared = True
 
     def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier, cluster: Cluster) -> None:
