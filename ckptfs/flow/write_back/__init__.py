@@ -23,7 +23,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 from ckptfs import disk
 from ckptfs.catalog import copies, journal, mover_requests, pfs_batch, pfs_state, scans, summary
@@ -64,9 +63,6 @@ _REMOVALS = {"unlink", "rmdir", "remove"}
 class WriteBack:
     """The only lane that changes the PFS under ordinary names."""
 
-    is_shared: ClassVar = False
-    """True: other nodes write to the same PFS."""
-
     def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier) -> None:
         self._db = db
         self._config = config
@@ -77,7 +73,7 @@ class WriteBack:
         self._deferred = DeferredFiles(partial(summary.set_trouble, db), self._tree, f".ckptfs.{self._instance}.0".encode())
         self._ahead = RowsAhead(db)
         self._facts = Facts(db, self._pacing, self._deferred)
-        self._stager = Stager(db, tiers, self._tree, self._facts, self._deferred, self._pacing, keeps_batch=self.is_shared)
+        self._stager = Stager(db, tiers, self._tree, self._facts, self._deferred, self._pacing)
         self._is_waiting = False
         self._require_lease: Callable[[], None] | None = None
         self._has_met_pfs = False

@@ -54,8 +54,6 @@ PUBLISHED_POLL_S_MAX = 1.0
 class ClusterWriteBack(WriteBack):
     """Write-back to a PFS to which other nodes write, too."""
 
-    is_shared = True
-
     def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier, cluster: Cluster) -> None:
         super().__init__(db, tiers, config, notify)
         self._require_lease = self._check_lease

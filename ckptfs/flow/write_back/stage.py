@@ -128,16 +128,13 @@ class PfsBlocks:
 class Stager:
     """Makes the temporary files of one plan after the other."""
 
-    def __init__(
-        self, db: Database, tiers: Tiers, tree: PfsTree, facts: Facts, deferred: DeferredFiles, pacing: CopyPacing, *, keeps_batch: bool
-    ) -> None:
+    def __init__(self, db: Database, tiers: Tiers, tree: PfsTree, facts: Facts, deferred: DeferredFiles, pacing: CopyPacing) -> None:
         """`facts` gets what the next plan must know about a file that was not made."""
         self._db = db
         self._tiers = tiers
         self._facts = facts
         self._deferred = deferred
         self._pacing = pacing
-        self._keeps_batch = keeps_batch
         self._tree = tree
         self.blocks = PfsBlocks(db, tree.root)
         self._path = ""
@@ -173,15 +170,12 @@ class Stager:
         return batch
 
     def discard(self, batch: PfsBatch) -> None:
-        """Remove the temporary files of a batch that is planned again.
+        """Remove the temporary files of a batch that is planned again. It stays as an interrupted one.
 
-        In a cluster it stays as an interrupted one: the next step finds files of which another node has moved the directory.
+        So the next step finds files that the PFS did not let go, or of which another node has moved the directory.
         """
-        stuck = self.remove([*batch.actions, *batch.abandoned])
-        if self._keeps_batch:
-            pfs_batch.set_batch(self._db, batch, ready=False)
-        else:
-            pfs_batch.set_leftovers(self._db, stuck)
+        pfs_batch.set_batch(self._db, batch, ready=False)
+        self.remove([*batch.actions, *batch.abandoned])
 
     def _close(self) -> None:
         """Close the descriptors of the temporary files, and end the report of the copy."""
