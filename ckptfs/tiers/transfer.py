@@ -221,9 +221,14 @@ class BlockBuffer:
         self._bytes = memoryview(bytearray(limits.BLOCK_BYTES))
 
     def read(self, fd: int, number: int) -> memoryview:
-        """Return a block of a file. It is valid until the next read."""
-        count = disk.act(f"{self._label}:read", os.preadv, fd, [self._bytes], number * limits.BLOCK_BYTES)
-        return self._bytes[:count]
+        """Return a block of a file, or less at its end. It is valid until the next read."""
+        end = 0
+        while end < limits.BLOCK_BYTES:
+            count = disk.act(f"{self._label}:read", os.preadv, fd, [self._bytes[end:]], number * limits.BLOCK_BYTES + end)
+            if count == 0:
+                break
+            end += count
+        return self._bytes[:end]
 
     def copy(self, source: int, there: int, target: int, number: int, size: int, wanted: bytes) -> bool:
         """Put block `there` of a file in the place `number` of a target, if it has the digest `wanted`.

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 
 from ckptfs import digest, disk, limits
@@ -167,10 +167,11 @@ def _copy_bytes(
         return transfer.copy(source, target, label="fetch", before_block=progress.extend_wait)
     assert content.digest is not None and content.block_digests is not None
     disk.act("fetch:truncate", os.ftruncate, target, content.size)
-    blockwise = BlockwiseCopy(content.size, content.block_digests)
-    storage.reserve_blocks(target, blockwise.missing_blocks, content.size)
-    with progress.publish_map(content, storage.tier, target, blockwise.missing_blocks) as blocks:
-        if os.fstat(source).st_size != content.size or not blockwise.copy(source, target, blocks):
+    digests = digest.split_digests(content.block_digests)
+    missing = [number for number, wanted in enumerate(digests) if wanted != digest.ZERO_BLOCK]
+    storage.reserve_blocks(target, missing, content.size)
+    with progress.publish_map(content, storage.tier, target, missing) as blocks:
+        if os.fstat(source).st_size != content.size or not _copy_blocks(source, target, digests, missing, blocks):
             return 0, b"", b""
     return content.size, content.digest, content.block_digests
 
@@ -182,42 +183,25 @@ def _has_block_digests(content: Content) -> bool:
     return digest.hash_content(content.block_digests, content.size) == content.digest
 
 
-class BlockwiseCopy:
-    """One file with known block digests (`blocks`, joined). The target is as long as the file, and empty."""
-
-    def __init__(self, size: int, blocks: bytes) -> None:
-        self.size = size
-        self._digests = digest.split_digests(blocks)
-        self.missing_blocks = [number for number, wanted in enumerate(self._digests) if wanted != digest.ZERO_BLOCK]
-
-    def copy(self, source: int, target: int, progress: BlockProgress) -> bool:
-        """Copy the missing blocks. Return False at one with a wrong digest, which is not written."""
-        remaining = deque(self.missing_blocks)
-        write_behind, expected = WriteBehind(target), 0
-        while remaining:
-            awaited = next((number for number in progress.list_awaited() if number in remaining), None)
-            if awaited is not None:
-                remaining.rotate(-remaining.index(awaited))
-            number = remaining.popleft()
-            data = self._read_block(source, number)
-            if digest.hash_block(data) != self._digests[number]:
-                return False
-            if number != expected:
-                write_behind = WriteBehind(target, number * limits.BLOCK_BYTES)
-            disk.write_all("fetch:write", target, data, number * limits.BLOCK_BYTES)
-            write_behind.advance(number * limits.BLOCK_BYTES + len(data))
-            expected = number + 1
-            progress.mark_present(number)
-        return True
-
-    def _read_block(self, source: int, number: int) -> bytes:
-        """Return a whole block, or less at the end of the file."""
-        start, pieces = number * limits.BLOCK_BYTES, list[bytes]()
-        end = min(start + limits.BLOCK_BYTES, self.size)
-        while start < end and (piece := disk.act("fetch:read", os.pread, source, end - start, start)):
-            pieces.append(piece)
-            start += len(piece)
-        return b"".join(pieces)
+def _copy_blocks(source: int, target: int, digests: Sequence[bytes], missing: Sequence[int], progress: BlockProgress) -> bool:
+    """Copy blocks into an empty file of the same size. Return False at one with a wrong digest."""
+    remaining, buffer = deque(missing), transfer.BlockBuffer("fetch")
+    write_behind, expected = WriteBehind(target), 0
+    while remaining:
+        awaited = next((number for number in progress.list_awaited() if number in remaining), None)
+        if awaited is not None:
+            remaining.rotate(-remaining.index(awaited))
+        number = remaining.popleft()
+        data = buffer.read(source, number)
+        if digest.hash_block(data) != digests[number]:
+            return False
+        if number != expected:
+            write_behind = WriteBehind(target, number * limits.BLOCK_BYTES)
+        disk.write_all("fetch:write", target, data, number * limits.BLOCK_BYTES)
+        write_behind.advance(number * limits.BLOCK_BYTES + len(data))
+        expected = number + 1
+        progress.mark_present(number)
+    return True
 
 
 class PfsSingleFlight:
