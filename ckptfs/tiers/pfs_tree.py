@@ -325,10 +325,16 @@ def open_inode(db: Database, pfs: Path, inode: int) -> int:
 
 
 def open_published(pfs: Path, known: FetchState) -> int:
-    """Open the file on the PFS of a state that was loaded. Needs no catalog."""
+    """Open the file of a loaded state on the PFS, without the catalog. Raises OSError, TierUnavailable."""
     if known.published is None:
         raise posix_error(errno.ESTALE)
-    fd = open_unchecked(pfs, known)
+    if not known.pfs_names:
+        raise posix_error(errno.ENOENT, "the file is not on the PFS")
+    with disk.closing(pfs_identity.open_checked(pfs, lambda fd: pfs_identity.require_same(fd, pfs, known.pfs_identity))) as root_fd:
+        directory_fd = open_directory(root_fd, known.pfs_names[:-1])
+    with disk.closing(directory_fd):
+        # O_NONBLOCK: the open of a fifo must not hang.
+        fd = _open_entry("pfs:open", directory_fd, known.pfs_names[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if not matches_catalog(fd, known.published):
             raise posix_error(errno.ESTALE, "the file on the PFS was changed externally")
@@ -336,17 +342,6 @@ def open_published(pfs: Path, known: FetchState) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def open_unchecked(pfs: Path, known: FetchState) -> int:
-    """Return a descriptor of the file under the known path. Raises OSError and TierUnavailable."""
-    if not known.pfs_names:
-        raise posix_error(errno.ENOENT, "the file is not on the PFS")
-    with disk.closing(pfs_identity.open_checked(pfs, lambda fd: pfs_identity.require_same(fd, pfs, known.pfs_identity))) as root_fd:
-        directory_fd = open_directory(root_fd, known.pfs_names[:-1])
-    with disk.closing(directory_fd):
-        # O_NONBLOCK: the open of a fifo must not hang.
-        return _open_entry("pfs:open", directory_fd, known.pfs_names[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def matches_catalog(fd: int, known: PublishedRow) -> bool:

@@ -157,7 +157,7 @@ class Fetch:
     def _answer(self, request: mover_requests.MoverRequest, progress: FetchProgress) -> None:
         state = copies.load_fetch_state(self._db, request.inode)
         try:
-            result = self._fetch(state, progress, is_required=request.argument == mover_requests.NEEDS_COPY)
+            result = self._fetch(state, progress)
         except OthersFirst as failure:
             log.debug("%s: waiting for other nodes: %s", "?" if state is None else state.path, failure)
             self._retry_soon(request, progress)
@@ -181,7 +181,7 @@ class Fetch:
 
     # --- one attempt -----------------------------------------------------------------------------------------------------
 
-    def _fetch(self, state: FetchState | None, progress: FetchProgress, *, is_required: bool) -> str:
+    def _fetch(self, state: FetchState | None, progress: FetchProgress) -> str:
         """Fetch a file; return the result of its request. Raises Busy to try again."""
         with self._lock:
             is_at_pfs = progress.request.inode in self._inodes_at_pfs
@@ -192,22 +192,22 @@ class Fetch:
         if state is None:
             raise posix_error(errno.ESTALE)
         sources = _choose_sources(state, [] if self._peers is None else self._peers.list_sources(state))
-        if sources is None or self._fetch_from_peers(state, sources, progress, is_required=is_required):
+        if sources is None or self._fetch_from_peers(state, sources, progress):
             return mover_requests.FETCHED
         assert state.published is not None
         if state.published.size > limits.FILE_BYTES_MAX:
             raise posix_error(errno.EFBIG)
         self._go_to_pfs(progress)
-        tier = self._choose_tier(state.published.size, is_required=is_required, is_never_read=state.published.digest is None)
+        tier = self._choose_tier(state.published.size, is_required=progress.is_copy_required, is_never_read=state.published.digest is None)
         with self._retry_elsewhere(tier):
             progress.sources = "the PFS"
-            return self._pfs.fetch(state, tier, progress, is_required=is_required)
+            return self._pfs.fetch(state, tier, progress)
 
-    def _fetch_from_peers(self, state: FetchState, sources: Sources, progress: FetchProgress, *, is_required: bool) -> bool:
+    def _fetch_from_peers(self, state: FetchState, sources: Sources, progress: FetchProgress) -> bool:
         """Fetch from other nodes. False: the PFS may have it. Raises Busy, or OthersFirst for now."""
         if self._peers is None or state.content is None or not sources.nodes:
             return False
-        tier = self._choose_tier(state.content.size, is_required=is_required or not sources.is_on_pfs)
+        tier = self._choose_tier(state.content.size, is_required=progress.is_copy_required or not sources.is_on_pfs)
         if tier is None:
             return False
         if tier is Tier.PFS:

@@ -52,6 +52,8 @@ class FetchProgress:
         self._tiers = tiers
         self._notify = notify
         self.request = request
+        self.is_copy_required = request.argument == mover_requests.NEEDS_COPY
+        """Whether the PFS's own file will not do."""
         self._list_in_hand = list_in_hand
         self._reported_s = time.monotonic()
         self._lock = threading.Lock()

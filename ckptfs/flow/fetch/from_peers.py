@@ -148,7 +148,10 @@ class PeerFetcher:
         manifest = self._cluster.peers.request_seal(writer, content.id, limits.SEAL_REQUEST_S)
         if manifest is None or manifest.generation - content.generation > limits.GENERATIONS_AHEAD_MAX:
             return False
-        return self._record_manifest(manifest, writer)
+        copy = peer_copies.PeerCopy(manifest.content, writer.number, manifest.generation, manifest.digest)
+        with self._db.transaction():
+            peer_copies.insert_peer_copy(self._db, copy)
+            return remote_contents.record_remote(self._db, manifest)
 
     def _record_fsynced(self, content: Content, shared: ContentLocations, generation_min: int) -> bool:
         """Restore the last state of an open file, from `generation_min` on, that a live node has verified."""
@@ -163,12 +166,6 @@ class PeerFetcher:
                     peer_copies.insert_peer_copy(self._db, copy)
                     return remote_contents.restore_verified(self._db, content, replace(manifest, generation=copy.generation))
         return False
-
-    def _record_manifest(self, manifest: ContentManifest, node: Node) -> bool:
-        with self._db.transaction():
-            copy = peer_copies.PeerCopy(manifest.content, node.number, manifest.generation, manifest.digest)
-            peer_copies.insert_peer_copy(self._db, copy)
-            return remote_contents.record_remote(self._db, manifest)
 
     # --- copying -----------------------------------------------------------------------------------------------------
 

@@ -48,19 +48,19 @@ class PfsFetcher:
         self._root = config.pfs
         self._notify = notify
 
-    def fetch(self, state: FetchState, tier: Tier | None, progress: FetchProgress, *, is_required: bool) -> str:
+    def fetch(self, state: FetchState, tier: Tier | None, progress: FetchProgress) -> str:
         """Copy a file into `tier`, or the PFS's own, or verify it in place. Raises OthersFirst and Busy."""
         with nullcontext(state) if self._single_flight is None else self._single_flight.hold_lock(state, progress) as locked:
-            result = self._fetch_locked(locked, tier, progress, is_required=is_required)
+            result = self._fetch_locked(locked, tier, progress)
             if self._single_flight is not None and result == mover_requests.FETCHED:
                 self._single_flight.announce(locked)
         return result
 
-    def _fetch_locked(self, state: FetchState, tier: Tier | None, progress: FetchProgress, *, is_required: bool) -> str:
+    def _fetch_locked(self, state: FetchState, tier: Tier | None, progress: FetchProgress) -> str:
         with disk.closing(self._open(state)) as source:
             if tier is not None and self._try_copy(state, tier, source, progress):
                 return mover_requests.FETCHED
-            if is_required:
+            if progress.is_copy_required:
                 self._copy(state, self._tiers[Tier.PFS], source, progress)
                 return mover_requests.FETCHED
             self._verify_in_place(state, source, progress)
@@ -68,20 +68,13 @@ class PfsFetcher:
 
     def _open(self, state: FetchState) -> int:
         """Open the file in its known state; otherwise request a scan and raise Busy."""
-        assert self._root is not None and state.published is not None
+        assert self._root is not None
         try:
-            fd = pfs_tree.open_unchecked(self._root, state)
+            return pfs_tree.open_published(self._root, state)
         except OSError as failure:
             if failure.errno in pfs_tree.REPLACED_ERRNOS:
                 raise self._request_scan(state) from failure
             raise
-        try:
-            if not pfs_tree.matches_catalog(fd, state.published):
-                raise self._request_scan(state)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
 
     def _request_scan(self, state: FetchState) -> Busy:
         mover_requests.insert_request(self._db, mover_requests.SCAN, state.pfs_parent, mover_requests.COMPARE_AGAIN)
